@@ -1,0 +1,81 @@
+# Everything a person types. `make sweep` and `make test` need Python >= 3.11 (with venv) and make, nothing else:
+# they create .venv, install the exact versions of constraints.txt and go. ARGS is handed on:
+#   make sweep ARGS="--images 8 --modes ar,lantern++"      make test ARGS="tests/decode -x"
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+PLAIN := $(VENV)/.installed
+DEV   := $(VENV)/.installed-dev
+ARGS  ?=
+# Test processes; each of them computes on one thread.
+WORKERS ?= logical
+
+.PHONY: help sweep test check lint test-long constraints wheel clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+sweep: $(PLAIN) ## install, then run the default experiment (ARGS: flags of `lantern-bench sweep`)
+	$(BIN)/lantern-bench sweep $(ARGS)
+
+test: check lint ## install, then lint, types and tests (ARGS: flags of pytest)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+check: $(DEV) ## does torchvision's compiled part run with this torch?
+	@$(BIN)/python -c 'import torch, torchvision; torchvision.ops.nms(torch.tensor([[0., 0., 1., 1.]]), torch.ones(1), 0.5)' || { \
+	  echo "error: torchvision.ops.nms does not run: the installed torch and torchvision do not belong together." >&2; \
+	  echo "       Type 'make clean' and try again; if it stays, look at their two versions in constraints.txt." >&2; \
+	  exit 1; }
+
+lint: $(DEV) ## ruff, mypy, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test-long: check ## the tests that take minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600 -m long $(ARGS)
+
+constraints: ## write the versions installed in .venv to constraints.txt
+	@test -x $(BIN)/python || { echo "error: no $(VENV) to read: type 'make test' first." >&2; exit 1; }
+	{ echo "# Exact versions of the whole tree. Made by 'make constraints' from .venv; not edited by hand."; \
+	  $(BIN)/python -m pip freeze --all --exclude-editable --exclude pip --exclude lantern-bench \
+	  | { grep -v ' @ ' || true; } | sed -E 's/\+[A-Za-z0-9.]+$$//' | LC_ALL=C sort -f; } > constraints.txt.new
+	mv constraints.txt.new constraints.txt
+
+wheel: $(DEV) ## build a wheel in dist/
+	$(BIN)/python -m build --wheel
+
+clean: ## remove what the other targets made, results excepted
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(PLAIN): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check -e . -c constraints.txt
+	touch $@
+
+# Developing implies using: both stamps.
+$(DEV): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	touch $(PLAIN) $@
+
+# The first interpreter that runs, is new enough and can make environments. Debian splits venv off, and a version
+# manager's command may exist without an interpreter behind it, so each candidate is tried, not only looked up.
+$(BIN)/python:
+	@old=""; for p in $(PYTHON) python3.13 python3.12 python3.11 python3; do \
+	  "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+	  if "$$p" -c 'import ensurepip, venv' 2>/dev/null; then echo "creating $(VENV) with $$p"; exec "$$p" -m venv $(VENV); fi; \
+	  old="$$old $$p"; \
+	done; \
+	if [ -n "$$old" ]; then \
+	  echo "error: no venv module in:$$old. On Debian or Ubuntu: apt install python3-venv" >&2; \
+	else \
+	  echo "error: no Python >= 3.11 found (tried python3.13, python3.12, python3.11, python3)." >&2; \
+	  echo "       Install one, or name it: make PYTHON=<interpreter> sweep" >&2; \
+	fi; exit 1
