@@ -1,0 +1,220 @@
+"""Every column of every table, declared once: name, dtype, unit, meaning.
+
+The order here is the order in the files. A quantity has one name in code, flag, column, axis and documentation, and
+this is where that name is kept; the schema page of the documentation is rendered from here. What is not here is how a
+figure is computed: that is `report/`, after algorithms.md, section 7.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lantern_bench.errors import UserError
+
+__all__ = ["CELL_COLUMNS", "SCHEMA_VERSION", "TABLES", "Column", "columns", "to_markdown"]
+
+SCHEMA_VERSION = 1
+
+
+class Column(NamedTuple):
+    """One column; `dtype` is `string`, `int`, `float`, `list[int]` or `list[list[int]]`, `unit` may be empty."""
+
+    name: str
+    dtype: str
+    unit: str
+    meaning: str
+
+
+def _figure(name: str, unit: str, meaning: str) -> tuple[Column, Column, Column]:
+    """Return an uncertain figure with the two ends of its 95 % interval."""
+    return (
+        Column(name, "float", unit, meaning),
+        Column(f"{name}_low", "float", unit, f"lower end of the 95 % interval of {name}"),
+        Column(f"{name}_high", "float", unit, f"upper end of the 95 % interval of {name}"),
+    )
+
+
+def _beside_paper(name: str) -> tuple[Column, Column]:
+    return (
+        Column(f"{name}_published", "float", "", f"the published {name}, where the experiment names a paper's table"),
+        Column(f"{name}_difference", "float", "", f"{name} minus the published one"),
+    )
+
+
+CELL_COLUMNS: tuple[Column, ...] = (
+    Column("cell_id", "string", "", "the cell: one fully resolved decoding configuration"),
+    Column("mode", "string", "", "ar, speculative, lantern or lantern++"),
+    Column("drafting", "string", "", "none, static (fixed tree, sampled) or dynamic (best of a beam)"),
+    Column("tree", "string", "", "name of the static tree, or nodes, depth and beam of the dynamic one"),
+    Column("rule", "string", "", "acceptance rule: none, strict, additive or multiplicative"),
+    Column("neighbours", "int", "codes", "nearest codes whose mass a draft may take (k)"),
+    Column("delta", "float", "", "bound of the additive rule: most mass one draft may take"),
+    Column("lambda", "float", "", "bound of the multiplicative rule: most a draft's probability may grow"),
+    Column("residual", "string", "", "residual after a relaxed rejection: exact or official"),
+    Column("temperature", "float", "", "sampling temperature; 0 is greedy"),
+    Column("top_k", "int", "tokens", "keep the k most probable tokens; 0 is off"),
+    Column("top_p", "float", "", "keep the smallest set of this mass; 1 is off"),
+    Column("cfg_scale", "float", "", "classifier-free guidance scale; 1 is off"),
+    Column("model", "string", "", "name of the model"),
+)
+
+_NOTE = Column("note", "string", "", "why a figure is missing, or what to know about it")
+_IMAGES = (
+    Column("images", "int", "images", "images behind the means of this row"),
+    Column("failed", "int", "images", "images that failed and take no part in any mean"),
+)
+
+_RECORDS = (
+    Column("schema_version", "int", "", "version of this schema"),
+    Column("record_key", "string", "", "hash of all that can change the tokens of this image"),
+    *CELL_COLUMNS,
+    Column("prompt_id", "string", "", "12 hex digits of the hash of the prompt's text"),
+    Column("prompt", "string", "", "the prompt"),
+    Column("repeat", "int", "", "how often the prompt was used before in this cell"),
+    Column("seed", "int", "", "seed of the image's generator, the same in all cells"),
+    Column("order_index", "int", "", "place in the run's order of execution"),
+    Column("status", "string", "", "ok or failed"),
+    Column("error", "string", "", "what went wrong, when it failed"),
+    Column("tokens", "int", "tokens", "image tokens kept"),
+    Column("target_forwards", "int", "forwards", "forward passes of the target, prefill included"),
+    Column("drafter_forwards", "int", "forwards", "forward passes of the drafter"),
+    Column("start_per_step", "list[int]", "tokens", "image position at the start of each step"),
+    Column("committed_per_step", "list[int]", "tokens", "tokens committed by each step and kept"),
+    Column("accepted_per_step", "list[int]", "tokens", "drafts accepted by each step, bonus token not counted"),
+    Column("offered_depth_per_step", "list[int]", "levels", "depth drafted in each step"),
+    Column("child_rank_per_step", "list[list[int]]", "", "child taken at each depth; -1 offered and rejected"),
+    Column("mean_accepted_length", "float", "tokens/step", "tokens committed per step, bonus included"),
+    Column("mal_uncut", "float", "tokens/step", "the same with the last step uncut, as published code counts"),
+    Column("step_compression", "float", "tokens/forward", "tokens kept per target forward, prefill included"),
+    Column("seconds", "float", "s", "decoding, without text encoding and pixels"),
+    Column("draft_seconds", "float", "s", "part of seconds spent drafting"),
+    Column("target_seconds", "float", "s", "part of seconds spent in the target"),
+    Column("verify_seconds", "float", "s", "part of seconds spent verifying"),
+    Column("other_seconds", "float", "s", "the rest of seconds"),
+    Column("pixel_seconds", "float", "s", "tokens to pixels, outside seconds"),
+    Column("peak_memory_bytes", "int", "bytes", "peak memory while decoding"),
+    Column("moved_mass", "float", "", "mass taken from neighbours, summed over accepted drafts"),
+    Column("moved_mass_tried", "float", "", "mass taken from neighbours, summed over tried drafts"),
+    Column("tokens_sha256", "string", "", "SHA-256 of the tokens as little-endian int32"),
+    Column("image_sha256", "string", "", "SHA-256 of the PNG file"),
+    Column("image", "string", "", "the PNG file, relative to the run's folder; empty when none was written"),
+)
+
+_SCORES = (
+    Column("schema_version", "int", "", "version of this schema"),
+    Column("level", "string", "", "image or cell: what the row scores"),
+    Column("protocol", "string", "", "name of the scoring protocol"),
+    Column("cell_id", "string", "", "the cell"),
+    Column("record_key", "string", "", "the image's record (level image)"),
+    Column("clip_score", "float", "", "cosine between picture and caption, not scaled (level image)"),
+    Column("prompt_accuracy", "float", "", "1 when all attributes of the caption are seen, else 0 (level image)"),
+    Column("clip_model", "string", "", "the CLIP model and its weights"),
+    Column("fid", "float", "", "Frechet distance to the reference (level cell)"),
+    Column("kid", "float", "", "kernel distance to the reference, mean over subsets (level cell)"),
+    Column("kid_std", "float", "", "standard deviation of kid over subsets (level cell)"),
+    Column("kid_subset", "int", "images", "images in one subset of kid: min(1000, n/2)"),
+    Column("precision", "float", "", "share of pictures inside the reference's manifold (level cell)"),
+    Column("recall", "float", "", "share of the reference inside the pictures' manifold (level cell)"),
+    Column("n", "int", "images", "pictures scored (level cell)"),
+    Column("extractor", "string", "", "feature extractor and its weights (level cell)"),
+    Column("reference", "string", "", "reference set, its size and hash (level cell)"),
+    _NOTE,
+)
+
+_SPEED = (
+    *CELL_COLUMNS,
+    *_IMAGES,
+    *_figure("latency_s", "s", "mean seconds per image"),
+    Column("tokens_per_s", "float", "tokens/s", "tokens kept per second"),
+    *_figure("speedup", "", "seconds of ar / seconds of the cell, sums over the same prompts of the same run"),
+    *_figure("step_compression", "tokens/forward", "tokens kept per target forward, prefill included; 1 for ar"),
+    *_figure("mean_accepted_length", "tokens/step", "tokens committed per step, bonus included"),
+    Column("mal_uncut", "float", "tokens/step", "the same with last steps uncut, as published code counts"),
+    Column("accepted_drafts", "float", "tokens/step", "drafts accepted per step, bonus token not counted"),
+    Column("acceptance_rate", "float", "", "depths accepted / depths offered"),
+    Column("target_forwards", "float", "forwards", "mean forward passes of the target per image"),
+    Column("drafter_forwards", "float", "forwards", "mean forward passes of the drafter per image"),
+    Column("draft_ms", "float", "ms", "drafting, per step"),
+    Column("target_ms", "float", "ms", "target, per step"),
+    Column("verify_ms", "float", "ms", "verification, per step"),
+    Column("other_ms", "float", "ms", "the rest, per step"),
+    Column("peak_memory_mb", "float", "MB", "largest peak memory of an image"),
+    _NOTE,
+)
+
+_QUALITY = (
+    *CELL_COLUMNS,
+    *_IMAGES,
+    Column("fid", "float", "", "Frechet distance to the reference, with the features of fid_features"),
+    Column("kid", "float", "", "kernel distance to the reference, mean over subsets"),
+    Column("kid_std", "float", "", "standard deviation of kid over subsets"),
+    Column("precision", "float", "", "share of pictures inside the reference's manifold"),
+    Column("recall", "float", "", "share of the reference inside the pictures' manifold"),
+    *_figure("clip_score", "", "mean cosine between picture and caption, not scaled"),
+    *_figure("prompt_accuracy", "", "share of pictures that show all attributes of the caption"),
+    Column("fid_features", "string", "", "feature extractor behind fid, kid, precision and recall"),
+    Column("clip_model", "string", "", "CLIP model behind clip_score"),
+    Column("reference", "string", "", "reference set"),
+    Column("protocol", "string", "", "name of the scoring protocol"),
+    Column("moved_mass", "float", "", "mean mass taken from neighbours per accepted draft"),
+    _NOTE,
+)
+
+_ACCEPTANCE = (
+    *CELL_COLUMNS,
+    Column("axis", "string", "", "depth (of the tree) or position (in the image)"),
+    Column("index", "int", "", "the depth, from 1, or the position, from 0"),
+    Column("offered", "int", "steps", "steps whose walk stood there with a child to try"),
+    Column("accepted", "int", "steps", "those of them that moved on"),
+    *_figure("rate", "", "accepted / offered"),
+    _NOTE,
+)
+
+_SUMMARY = (
+    Column("cell_id", "string", "", "the cell"),
+    Column("model", "string", "", "name of the model"),
+    Column("method", "string", "", "the mode"),
+    Column("parameters", "string", "", "what is set beyond the mode, for reading"),
+    *_IMAGES,
+    *_figure("speedup", "", "seconds of ar / seconds of the cell, sums over the same prompts of the same run"),
+    *_beside_paper("speedup"),
+    *_figure("mean_accepted_length", "tokens/step", "tokens committed per step, bonus included"),
+    *_beside_paper("mean_accepted_length"),
+    Column("fid", "float", "", "Frechet distance to the reference, with the features of fid_features"),
+    *_beside_paper("fid"),
+    Column("fid_features", "string", "", "feature extractor behind fid, precision and recall"),
+    *_figure("clip_score", "", "mean cosine between picture and caption, not scaled"),
+    *_beside_paper("clip_score"),
+    Column("clip_model", "string", "", "CLIP model behind clip_score"),
+    Column("precision", "float", "", "share of pictures inside the reference's manifold"),
+    *_beside_paper("precision"),
+    Column("recall", "float", "", "share of the reference inside the pictures' manifold"),
+    *_beside_paper("recall"),
+    _NOTE,
+)
+
+TABLES: dict[str, tuple[Column, ...]] = {
+    "records": _RECORDS,
+    "scores": _SCORES,
+    "speed": _SPEED,
+    "quality": _QUALITY,
+    "acceptance": _ACCEPTANCE,
+    "summary": _SUMMARY,
+}
+
+
+def columns(table: str) -> tuple[Column, ...]:
+    """Return the columns of a table in file order; an unknown table raises `UserError` with the names there are."""
+    if table not in TABLES:
+        raise UserError(f"unknown table '{table}'", f"The tables are {', '.join(TABLES)}.")
+    return TABLES[table]
+
+
+def to_markdown() -> str:
+    """Return all tables as Markdown, for the documentation; ends with a newline."""
+    parts = [f"Schema version {SCHEMA_VERSION}.\n"]
+    for name, table in TABLES.items():
+        lines = [f"## {name}\n", "| column | type | unit | meaning |", "| --- | --- | --- | --- |"]
+        lines += [f"| `{c.name}` | {c.dtype} | {c.unit} | {c.meaning} |" for c in table]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
