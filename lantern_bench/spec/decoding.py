@@ -16,7 +16,16 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from lantern_bench.spec.modes import MODES, RELAXED_RULES, Drafting, Rule
 from lantern_bench.spec.topologies import STATIC_TREES, Topology, check_topology, topology_name
 
-__all__ = ["DYNAMIC_TREE", "PARAMETERS", "Decoding", "Parameter", "fallbacks", "tree_label"]
+__all__ = [
+    "DYNAMIC_TREE",
+    "PARAMETERS",
+    "Decoding",
+    "Parameter",
+    "fallbacks",
+    "most_nodes",
+    "too_many_nodes",
+    "tree_label",
+]
 
 
 def _refuse_bool(value: object) -> object:
@@ -176,7 +185,7 @@ class Decoding(BaseModel):
             values["tree"] = topology_name(values["topology"])
         for key, value in fallbacks(values["drafting"], values["rule"]).items():
             if values.get(key) is None:
-                values[key] = value
+                values[key] = value if key != "nodes" else _enough_nodes(value, values)
         if values["temperature"] == 0:
             values |= _NAMED_IN_ID
         return values
@@ -262,6 +271,12 @@ def most_nodes(depth: int, beam: int) -> int:
     return beam + (depth - 1) * beam * beam
 
 
+def _enough_nodes(nodes: int, values: Mapping[str, Any]) -> int:
+    """Return the default number of nodes, or all candidates where depth and beam make fewer."""
+    depth, beam = (values.get(key) or DYNAMIC_TREE[key] for key in ("depth", "beam"))
+    return min(nodes, most_nodes(int(depth), int(beam)))
+
+
 def too_many_nodes(depth: int, beam: int) -> str:
     """Return the sentence for a dynamic tree that asks for more nodes than its rounds make."""
     return f"depth {depth} and beam {beam} make only {most_nodes(depth, beam)} candidates"
@@ -270,5 +285,3 @@ def too_many_nodes(depth: int, beam: int) -> str:
 def _text(value: object) -> str:
     text = f"{value:g}" if isinstance(value, int | float) else str(value)
     return re.sub(r"[^A-Za-z0-9.+_-]", "_", text)
-
-

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 
-__all__ = ["order_seed", "record_seed"]
+__all__ = ["order_key", "record_seed"]
 
 
 def record_seed(run_seed: int, prompt_id: str, repeat: int) -> int:
@@ -17,9 +17,12 @@ def record_seed(run_seed: int, prompt_id: str, repeat: int) -> int:
     return _hash63(f"record:{run_seed}:{prompt_id}:{repeat}")
 
 
-def order_seed(run_seed: int) -> int:
-    """Return the 63-bit seed of the random order in which the cells of one prompt run."""
-    return _hash63(f"order:{run_seed}")
+def order_key(run_seed: int, prompt_id: str, repeat: int, cell_id: str) -> int:
+    """Return a cell's sort key among the cells of one prompt: sorting by it is a seeded random order.
+
+    It needs no generator, so the order of two cells does not depend on which others run beside them.
+    """
+    return _hash63(f"order:{run_seed}:{prompt_id}:{repeat}:{cell_id}")
 
 
 def _hash63(text: str) -> int:

@@ -1,0 +1,185 @@
+"""Experiments: from a YAML file and flags to cells with every value decided.
+
+`load_experiment` reads and checks all that can be known without models; `resolve` adds what the models themselves
+say and returns the cells. A resolved experiment writes itself as an experiment file that resolves to the same cells.
+What an experiment file may say is results.md; how the cells are put in order is `plan.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lantern_bench.errors import UserError
+from lantern_bench.spec.decoding import Decoding
+from lantern_bench.spec.grid import Expansion
+from lantern_bench.spec.overrides import Overrides
+from lantern_bench.spec.reading import CellSpec, Experiment, read_experiment
+from lantern_bench.spec.settings import Settings
+from lantern_bench.spec.source import read_source
+from lantern_bench.spec.values import Place, Problems, did_you_mean
+
+__all__ = [
+    "Cell",
+    "CellSpec",
+    "Decoding",
+    "Experiment",
+    "Overrides",
+    "ResolvedExperiment",
+    "Settings",
+    "load_experiment",
+    "resolve",
+    "shipped_experiments",
+]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model with one decoding. `prefix` is the model's name in the id, when a run has several models."""
+
+    model: str
+    decoding: Decoding
+    prefix: str = ""
+
+    @property
+    def cell_id(self) -> str:
+        """The decoding's id, after the model's name when the run has several models; serves as a folder's name."""
+        return self.prefix + self.decoding.cell_id
+
+    def columns(self) -> dict[str, Any]:
+        """Return the cell columns of `spec/schema.py`, in their order; None where the cell lacks the parameter."""
+        return self.decoding.columns() | {"cell_id": self.cell_id, "model": self.model}
+
+    def settings(self) -> dict[str, Any]:
+        """Return the cell as an experiment file writes it, the model included: what a record's key covers."""
+        return {"model": self.model, **self.decoding.settings()}
+
+
+@dataclass(frozen=True)
+class ResolvedExperiment:
+    """An experiment with nothing left open; `cfg_defaults` are the models' own guidance scales, for the ids."""
+
+    settings: Settings
+    cells: tuple[Cell, ...]
+    cfg_defaults: Mapping[str, float]
+
+    @property
+    def name(self) -> str:
+        """The experiment's name."""
+        return self.settings.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data that is itself a valid experiment file and resolves to the same cells."""
+        values = self.settings.model_dump(mode="json", exclude_none=True)
+        values["model_defaults"] = {model: {"cfg_scale": scale} for model, scale in self.cfg_defaults.items()}
+        several = len(self.settings.model) > 1
+        values["cells"] = [cell.settings() if several else cell.decoding.settings() for cell in self.cells]
+        return values
+
+    def to_yaml(self) -> str:
+        """Return `to_dict` as YAML."""
+        return str(yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=120))
+
+    @cached_property
+    def hash8(self) -> str:
+        """8 hex digits that change with everything that is run: all but name, description and paper."""
+        covered = {key: value for key, value in self.to_dict().items() if key not in ("name", "description", "paper")}
+        return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()[:8]
+
+    @property
+    def run_name(self) -> str:
+        """The name of the run's folder."""
+        return f"{self.name}-{self.hash8}"
+
+
+def shipped_experiments() -> dict[str, Path]:
+    """Return the experiments that come with the package, by name: from the wheel, else from the repository."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "experiments", package.parent / "experiments"):
+        if folder.is_dir():
+            return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return {}
+
+
+def load_experiment(source: str | Path, overrides: Overrides | None = None) -> Experiment:
+    """Read an experiment: a file, or the name of a shipped one, with what was typed laid over it.
+
+    Raises one `UserError` that lists every problem with its place. What depends on a model's defaults is checked by
+    `resolve`; everything else is checked here.
+    """
+    experiment, problems = read_experiment(read_source(_find(source)), overrides or Overrides())
+    _expand(experiment, None, problems)
+    problems.raise_all()
+    return experiment
+
+
+def _find(source: str | Path) -> Path:
+    path = Path(source)
+    if isinstance(source, str) and not path.suffix and path.name == source:
+        shipped = shipped_experiments()
+        if source in shipped:
+            return shipped[source]
+        if not path.is_file():
+            names = ", ".join(shipped) or "none"
+            raise UserError(
+                f"no experiment is named '{source}'{did_you_mean(source, shipped)}",
+                f"The experiments are: {names}. A file is named with its ending, for example mine.yaml.",
+            )
+    if not path.is_file():
+        raise UserError(f"{source}: no such experiment file", "Give a YAML file, or the name of a shipped experiment.")
+    return path
+
+
+def resolve(experiment: Experiment, model_defaults: Mapping[str, Mapping[str, Any]]) -> ResolvedExperiment:
+    """Decide every value: `model_defaults` holds, by model, the values the model itself suggests.
+
+    A scale recorded in the file (a resolved one) wins over the model's. Raises one `UserError` for all unknown
+    models, missing parameters and cells that cannot be told apart.
+    """
+    problems = Problems(experiment.source)
+    known = dict(model_defaults)
+    for model, recorded in experiment.recorded_defaults.items():
+        known[model] = dict(known.get(model, {})) | dict(recorded)
+    for model in experiment.settings.model:
+        if model not in known:
+            place = experiment.places.get("model", Place("model"))
+            problems.add(place, f"unknown model{did_you_mean(model, known)} (the models are {', '.join(known)})", model)
+    problems.raise_all()
+    cells = _expand(experiment, known, problems)
+    _note_same_ids(cells, problems)
+    problems.raise_all()
+    defaults = {model: float(known[model].get("cfg_scale") or 1.0) for model in experiment.settings.model}
+    return ResolvedExperiment(experiment.settings, tuple(cells), defaults)
+
+
+def _expand(experiment: Experiment, known: Mapping[str, Mapping[str, Any]] | None, problems: Problems) -> list[Cell]:
+    models = experiment.settings.model
+    cells: dict[Cell, None] = {}
+    used_flags: set[str] = set()
+    for model in models:
+        defaults = known[model] if known is not None else None
+        layer = experiment.models.get(model, {})
+        expansion = Expansion(experiment.flags, layer, experiment.top, defaults, problems, used_flags)
+        prefix = re.sub(r"[^A-Za-z0-9.+_-]", "_", model) + "-" if len(models) > 1 else ""
+        for spec in experiment.cells_of(model):
+            cells.update(dict.fromkeys(Cell(model, one, prefix) for one in expansion.expand(spec.values, spec.place)))
+    for key, given in experiment.flags.items():
+        if key not in used_flags and all(spec.modes for spec in experiment.cells):
+            experiment.note_idle_flag(key, given[0], problems)
+    return list(cells)
+
+
+def _note_same_ids(cells: list[Cell], problems: Problems) -> None:
+    first: dict[str, Cell] = {}
+    for cell in cells:
+        if cell.cell_id in first:
+            problems.add(Place("cells"), f"two cells differ too little to be told apart by name: {cell.cell_id}")
+        first[cell.cell_id] = cell

@@ -1,0 +1,242 @@
+"""Reading an experiment: which keys there are, what stands at each, and what the flags change.
+
+The result still holds lists and leaves out what only a model can say; `experiment.py` decides those. All problems
+are noted in one `Problems`, none is raised here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lantern_bench.spec.decoding import PARAMETERS
+from lantern_bench.spec.modes import MODES
+from lantern_bench.spec.overrides import Overrides
+from lantern_bench.spec.settings import ALLOWED, Settings, read_settings
+from lantern_bench.spec.source import KeyPath, Source
+from lantern_bench.spec.values import Given, Layer, Place, Problems, did_you_mean, read_parameter
+
+__all__ = ["CellSpec", "Experiment", "read_experiment"]
+
+_DEFAULTS = tuple(key for key in PARAMETERS if key != "mode")
+_BLOCKS = ("models", "model_defaults", "cells")
+_LISTS = ("model", "metrics")
+
+
+@dataclass(frozen=True)
+class CellSpec:
+    """One entry of `cells`: its values, its place, and the models it is for (empty: all)."""
+
+    values: Layer
+    place: Place
+    models: tuple[str, ...] = ()
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The modes of the entry."""
+        return tuple(given.value for given in self.values.get("mode", ()))
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A checked experiment in layers: run-wide settings, top-level values, models, cells, flags."""
+
+    settings: Settings
+    top: Layer
+    models: Mapping[str, Layer]
+    cells: tuple[CellSpec, ...]
+    flags: Layer
+    source: str
+    places: Mapping[str, Place] = field(default_factory=dict)
+    recorded_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The experiment's name."""
+        return self.settings.name
+
+    def cells_of(self, model: str) -> Iterator[CellSpec]:
+        """Yield the entries for a model; the baseline comes first where it is wanted and not there."""
+        entries = [spec for spec in self.cells if not spec.models or model in spec.models]
+        if self.settings.baseline and not any("ar" in spec.modes for spec in entries):
+            place = Place("baseline")
+            yield CellSpec({"mode": (Given("ar", place),)}, place)
+        yield from entries
+
+    def note_idle_flag(self, key: str, given: Given, problems: Problems) -> None:
+        """Note a flag that no cell of the experiment has a use for."""
+        modes = ", ".join(dict.fromkeys(mode for spec in self.cells for mode in spec.modes))
+        text = f"reaches no cell: it belongs to {PARAMETERS[key].to}, and the modes here are {modes or 'ar'}"
+        problems.add(given.place, text, given.value)
+
+
+@dataclass
+class _Reader:
+    source: Source
+    overrides: Overrides
+    problems: Problems
+
+    def place(self, path: KeyPath) -> Place:
+        dotted = ".".join(map(str, path))
+        if len(path) > 1 and dotted in self.overrides.values:
+            return self.overrides.place(dotted)
+        text = ""
+        for part in path:
+            text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        return Place(text, self.source.line(path), self.source.folder)
+
+    def mapping(self, raw: object, path: KeyPath, what: str) -> dict[str, Any]:
+        if isinstance(raw, dict):
+            return {str(key): value for key, value in raw.items()}
+        self.problems.add(self.place(path), f"must be {what}", "(empty)" if raw is None else raw)
+        return {}
+
+    def layer(self, raw: Mapping[str, Any], path: KeyPath, keys: tuple[str, ...], known: tuple[str, ...]) -> Layer:
+        """Read the parameters among `keys`; whatever is not `known` here is a problem."""
+        found: dict[str, tuple[Given, ...]] = {}
+        for key, value in raw.items():
+            place = self.place((*path, key))
+            if key in keys:
+                found[key] = read_parameter(key, value, place, self.problems)
+            elif key not in known:
+                self.unknown(key, place, bool(path), (*keys, *known))
+        return {key: given for key, given in found.items() if given}
+
+    def unknown(self, key: str, place: Place, inside: bool, known: tuple[str, ...]) -> None:
+        if inside and (key in ALLOWED or key in _BLOCKS):
+            self.problems.add(place, "belongs at the top level of the file, not here")
+        elif key == "mode":
+            self.problems.add(place, "belongs in cells, for example: cells: [{mode: lantern}]")
+        else:
+            self.problems.add(place, "unknown key" + did_you_mean(key, known))
+
+    def settings(self, data: Mapping[str, Any]) -> tuple[Settings, dict[str, Place]]:
+        """Read the run-wide settings with the flags over them; also return where each value stands."""
+        values: dict[str, Any] = {"name": Path(self.source.name).stem}
+        if isinstance(data.get("models"), dict) and "model" not in data:
+            values["model"] = [str(name) for name in data["models"]]
+        places: dict[str, Place] = {}
+        for key in ALLOWED:
+            if key in data:
+                values[key], places[key] = data[key], self.place((key,))
+            if key in self.overrides.values:
+                given, place = list(self.overrides.values[key]), self.overrides.place(key)
+                if len(given) != 1 and key not in _LISTS:
+                    self.problems.add(place, "takes one value", ",".join(map(str, given)))
+                    continue
+                values[key], places[key] = given if key in _LISTS else given[0], place
+        return read_settings(values, places, self.problems), places
+
+    def flags(self) -> Layer:
+        """Read the parameters typed as flags; dotted keys are laid into the data before (`_with_dotted`)."""
+        found: dict[str, tuple[Given, ...]] = {}
+        for key, values in self.overrides.values.items():
+            place = self.overrides.place(key)
+            if key in _DEFAULTS:
+                found[key] = read_parameter(key, list(values), place, self.problems)
+            elif key not in ALLOWED and "." not in key:
+                hint = "; cells are picked with --modes" if key == "mode" else did_you_mean(key, (*_DEFAULTS, *ALLOWED))
+                self.problems.add(Place(place.text.rstrip("=")), "unknown key" + hint)
+        return {key: given for key, given in found.items() if given}
+
+    def cells(self, raw: object) -> list[CellSpec]:
+        if not isinstance(raw, list) or not raw:
+            text = "must be a list of cells, for example: cells: [{mode: ar}, {mode: lantern, delta: 0.1}]"
+            self.problems.add(self.place(("cells",)), text)
+            return []
+        return [self.cell(item, ("cells", index)) for index, item in enumerate(raw)]
+
+    def cell(self, item: object, path: KeyPath) -> CellSpec:
+        raw = self.mapping(item, path, "a cell such as {mode: lantern, delta: 0.1}")
+        values = dict(self.layer(raw, path, tuple(PARAMETERS), ("model",)))
+        if "mode" not in raw and raw:
+            self.problems.add(self.place(path), f"has no mode; the modes are {', '.join(MODES)}")
+        models = raw.get("model", [])
+        return CellSpec(values, self.place(path), tuple([models] if isinstance(models, str) else map(str, models)))
+
+    def named_blocks(self, raw: object, path: KeyPath) -> dict[str, Layer]:
+        found = {}
+        for name, item in self.mapping(raw, path, "a mapping of model names to values").items():
+            inner = (*path, name)
+            block = self.mapping({} if item is None else item, inner, "a mapping of keys to values")
+            found[name] = self.layer(block, inner, _DEFAULTS, ())
+        return found
+
+
+def read_experiment(source: Source, overrides: Overrides) -> tuple[Experiment, Problems]:
+    """Read a parsed file with the flags over it; the experiment counts only when there are no problems."""
+    problems = Problems(source.name)
+    reader = _Reader(source, overrides, problems)
+    for path in source.twice:
+        problems.add(reader.place(path), "is written twice")
+    data = _with_dotted(source, overrides, problems)
+    settings, places = reader.settings(data)
+    top = reader.layer(data, (), _DEFAULTS, (*ALLOWED, *_BLOCKS))
+    models = reader.named_blocks(data.get("models", {}), ("models",))
+    recorded = reader.named_blocks(data.get("model_defaults", {}), ("model_defaults",))
+    cells = _keep_modes(reader.cells(data.get("cells")), settings, overrides, problems)
+    flags = reader.flags()
+    _note_unknown_models(settings, models, cells, reader)
+    plain = {name: {key: given[0].value for key, given in layer.items()} for name, layer in recorded.items()}
+    return Experiment(settings, top, models, tuple(cells), flags, source.name, places, plain), problems
+
+
+def _with_dotted(source: Source, overrides: Overrides, problems: Problems) -> dict[str, Any]:
+    """Return the file's data with `cells.2.delta` and `models.NAME.delta` of the flags laid into it."""
+    data = {str(key): value for key, value in source.data.items()}
+    for key, values in overrides.values.items():
+        block, dot, rest = key.partition(".")
+        name, _, inner = rest.rpartition(".")
+        if not dot:
+            continue
+        value = values[0] if len(values) == 1 else list(values)
+        items = data.get(block) if block in ("cells", "models") else None
+        if isinstance(items, list) and name.isdigit() and int(name) < len(items) and isinstance(items[int(name)], dict):
+            data[block] = [item | {inner: value} if i == int(name) else item for i, item in enumerate(items)]
+        elif isinstance(items, dict | None) and block == "models" and inner:
+            data[block] = (items or {}) | {name: ((items or {}).get(name) or {}) | {inner: value}}
+        else:
+            text = "no such place; write KEY=VALUE, cells.NUMBER.KEY=VALUE or models.NAME.KEY=VALUE"
+            problems.add(Place(overrides.place(key).text.rstrip("=")), text)
+    return data
+
+
+def _keep_modes(cells: list[CellSpec], settings: Settings, overrides: Overrides, problems: Problems) -> list[CellSpec]:
+    """Apply `--modes` and `--no-baseline`: keep the modes asked for, and `ar` unless it is not wanted."""
+    here = dict.fromkeys(mode for spec in cells for mode in spec.modes)
+    place, baseline = Place("--modes"), settings.baseline
+    for mode in overrides.modes:
+        if mode not in MODES:
+            problems.add(place, f"unknown mode{did_you_mean(mode, MODES)} (the modes are {', '.join(MODES)})", mode)
+        elif mode not in here and not (mode == "ar" and baseline) and here:
+            problems.add(place, f"no cell has this mode; the modes here are {', '.join(here)}", mode)
+    wanted = set(overrides.modes) & set(MODES) or set(MODES)
+    if baseline:
+        wanted.add("ar")
+    elif "baseline" in overrides.values and "ar" not in overrides.modes:
+        wanted.discard("ar")
+    kept = []
+    for spec in cells:
+        modes = tuple(given for given in spec.values.get("mode", ()) if given.value in wanted)
+        if modes or not spec.modes:
+            values = {**spec.values, "mode": modes} if modes else spec.values
+            kept.append(CellSpec(values, spec.place, spec.models))
+    if here and not kept and not baseline:
+        problems.add(Place("--no-baseline"), "leaves no cell to run")
+    return kept
+
+
+def _note_unknown_models(
+    settings: Settings, models: Mapping[str, Layer], cells: list[CellSpec], reader: _Reader
+) -> None:
+    """Note blocks and cells for models the experiment does not name; `--model` may leave some aside."""
+    if "model" in reader.overrides.values:
+        return
+    known = ", ".join(settings.model)
+    places = [(name, reader.place(("models", name))) for name in models]
+    places += [(name, spec.place) for spec in cells for name in spec.models]
+    for name, place in places:
+        if name not in settings.model:
+            reader.problems.add(place, f"the model {name} is not among the experiment's models ({known})")

@@ -1,0 +1,146 @@
+"""Values as they were given, with their place, and the problems found in them.
+
+Each value keeps where it came from, so that a message can name the flag or the key and the line, also when the
+mistake only shows later, in a combination. All problems are gathered and raised as one error.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+from pydantic import ValidationError
+
+from lantern_bench.errors import UserError
+from lantern_bench.spec.decoding import PARAMETERS
+from lantern_bench.spec.topologies import STATIC_TREES, check_topology, topology_name
+
+__all__ = ["Given", "Layer", "Place", "Problems", "did_you_mean", "is_tree", "read_parameter", "show"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value stands: a key's path in a file with its line, or a flag (line None)."""
+
+    text: str
+    line: int | None = None
+    folder: Path = Path()
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether the value was typed as a flag."""
+        return self.text.startswith("--")
+
+
+@dataclass(frozen=True)
+class Given:
+    """A checked value and its place."""
+
+    value: Any
+    place: Place
+
+
+Layer: TypeAlias = Mapping[str, tuple[Given, ...]]
+
+
+@dataclass
+class Problems:
+    """All that is wrong with one experiment; `name` is the file's, for the messages."""
+
+    name: str
+    found: list[tuple[Place, str]] = field(default_factory=list)
+
+    def add(self, place: Place, text: str, value: object = None) -> None:
+        """Note one problem; `value` is shown beside its place when it is not None."""
+        shown = "" if value is None else f"{'' if place.text.endswith('=') else ' '}{show(value)}"
+        entry = (place, f"{place.text}{shown}: {text}")
+        if entry not in self.found:
+            self.found.append(entry)
+
+    def raise_all(self) -> None:
+        """Raise one `UserError` with every problem, by line, flags last; do nothing when there are none."""
+        if not self.found:
+            return
+        in_order = sorted(self.found, key=lambda entry: (entry[0].is_flag, entry[0].line or 0))
+        lines = [f"line {place.line}: {text}" if place.line else text for place, text in in_order]
+        if len(lines) > 1:
+            raise UserError(f"{self.name}: {len(lines)} problems\n  " + "\n  ".join(lines))
+        place = in_order[0][0]
+        if place.is_flag:
+            raise UserError(lines[0])
+        raise UserError(f"{self.name}{' ' if place.line else ': '}{lines[0]}")
+
+
+def show(value: object) -> str:
+    """Return a value as a person would write it, long ones cut."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = "(empty)" if value is None or value == "" else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """Return `; did you mean X?` for a known word that is close, else an empty text."""
+    close = difflib.get_close_matches(str(word).lower().replace("-", "_"), list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def read_parameter(key: str, raw: object, place: Place, problems: Problems) -> tuple[Given, ...]:
+    """Check the values of one decoding parameter; a list is a grid. What is wrong goes to `problems`."""
+    items = raw if isinstance(raw, list) and not (key == "tree" and is_tree(raw)) else [raw]
+    if not items:
+        problems.add(place, "an empty list; give at least one value")
+    good = []
+    for item in items:
+        try:
+            good.append(Given(_read_tree(item, place) if key == "tree" else _read_one(key, item), place))
+        except ValueError as error:
+            problems.add(place, str(error), "(empty)" if item is None else item)
+    return tuple(good)
+
+
+def _read_one(key: str, item: object) -> Any:
+    parameter = PARAMETERS[key]
+    if parameter.choices and item not in parameter.choices:
+        noun = "mode" if key == "mode" else "value"
+        raise ValueError(f"unknown {noun}{did_you_mean(item, parameter.choices)} "
+                         f"({parameter.allowed} {', '.join(parameter.choices)})")  # fmt: skip
+    try:
+        return parameter.adapter.validate_python(item)
+    except ValidationError as error:
+        raise ValueError(parameter.allowed) from error
+
+
+def is_tree(raw: list[Any]) -> bool:
+    """Return whether a list is one tree (a list of paths) and not a grid of trees."""
+    return bool(raw) and all(isinstance(path, list) and not any(isinstance(r, list) for r in path) for path in raw)
+
+
+def _read_tree(item: object, place: Place) -> Any:
+    """Return a tree's name, or its checked paths when it has none."""
+    if isinstance(item, str) and item.startswith("@"):
+        item = _tree_file(place.folder / item[1:])
+    if isinstance(item, str):
+        if item not in STATIC_TREES:
+            raise ValueError(f"unknown tree{did_you_mean(item, STATIC_TREES)} (the trees are "
+                             f"{', '.join(STATIC_TREES)}; or @FILE, or a list of paths)")  # fmt: skip
+        return item
+    if not isinstance(item, list) or not is_tree(item):
+        raise ValueError("must be a tree's name, @FILE, or a list of child-rank paths such as [[0], [1], [0, 0]]")
+    try:
+        topology = check_topology(item)
+    except UserError as error:
+        raise ValueError(error.message + (f". {error.advice}" if error.advice else "")) from error
+    name = topology_name(topology)
+    return name if name in STATIC_TREES else topology
+
+
+def _tree_file(path: Path) -> object:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"cannot be read as a tree: {' '.join(str(error).split())}") from error
