@@ -1,0 +1,178 @@
+"""Scoring a run's folder: which rows come out, what they hold, and that it can be repeated.
+
+The judges are real classes with random weights; the pictures are files in a folder laid out like a run's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from PIL import Image
+
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.lanterns import classifier
+from lantern_bench.lanterns.captions import HELD_OUT
+from lantern_bench.lanterns.classifier import AttributeClassifier, predict, save_classifier
+from lantern_bench.lanterns.recipe_metrics import CLIP_CONFIG, save_clip
+from lantern_bench.lanterns.scenes import render
+from lantern_bench.measure import clip, fidelity
+from lantern_bench.runs import score
+from lantern_bench.spec.schema import TABLES
+
+PROMPTS = [HELD_OUT[number].caption() for number in range(5)] + ["a photo of a cat"]
+
+
+@pytest.fixture(scope="module")
+def judges(tmp_path_factory: pytest.TempPathFactory) -> score.Judges:
+    folder = tmp_path_factory.mktemp("judges")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        save_classifier(AttributeClassifier(), folder / "features.safetensors")
+        save_clip(open_clip.CLIP(**CLIP_CONFIG["model_cfg"]), folder / "clip")
+    path = folder / "features.safetensors"
+    scorer = clip.load_clip(f"local-dir:{folder / 'clip'}")
+    return score.Judges("embedded", scorer, fidelity.find_extractor(weights=path), classifier.load_classifier(path))
+
+
+@pytest.fixture(scope="module")
+def reference() -> score.Reference:
+    pictures = torch.from_numpy(render(HELD_OUT[:20], 8).transpose(0, 3, 1, 2).copy())
+    return score.Reference(pictures, "twenty scenes")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> tuple[Path, list[dict[str, Any]]]:
+    """Two cells of six pictures each, and one record that failed."""
+    painted = render([*HELD_OUT[:5], HELD_OUT[5]] * 2, 4)
+    records: list[dict[str, Any]] = []
+    for number, pixels in enumerate(painted):
+        cell = ("ar-none-none-t1", "speculative-static-small-7-t1")[number // 6]
+        name = f"images/{cell}/{number % 6:06d}.png"
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(tmp_path / name)
+        records.append(_record(f"key{number}", cell, PROMPTS[number % 6], name))
+    return tmp_path, [*records, _record("key99", "ar-none-none-t1", PROMPTS[0], "", status="failed")]
+
+
+def _record(key: str, cell: str, prompt: str, image: str, status: str = "ok") -> dict[str, Any]:
+    return {"record_key": key, "cell_id": cell, "prompt": prompt, "image": image, "status": status}
+
+
+def _score(run: tuple[Path, list[dict[str, Any]]], *judge_and_reference: Any) -> list[dict[str, Any]]:
+    folder, records = run
+    return list(score.score_records(records, folder, *judge_and_reference))
+
+
+def test_a_row_for_each_picture_and_each_cell(
+    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: score.Reference
+) -> None:
+    rows = _score(run, judges, reference)
+    assert [row["level"] for row in rows] == (["image"] * 6 + ["cell"]) * 2
+    assert {row["record_key"] for row in rows if row["level"] == "image"} == {f"key{number}" for number in range(12)}
+    declared = {column.name for column in TABLES["scores"]}
+    assert all(set(row) <= declared and row["protocol"] == "embedded" for row in rows)
+
+
+def test_image_rows_hold_each_judges_answer(
+    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: score.Reference
+) -> None:
+    folder, records = run
+    assert judges.clip is not None and judges.classifier is not None
+    images = [row for row in _score(run, judges, reference) if row["level"] == "image"]
+    for row, record in zip(images, records[:12], strict=True):
+        picture = Image.open(folder / record["image"])
+        assert row["clip_score"] == pytest.approx(judges.clip.score([picture], [record["prompt"]])[0], abs=1e-5)
+        assert row["clip_model"] == judges.clip.label
+    pictures = torch.stack([torch.from_numpy(np.array(Image.open(folder / r["image"]))) for r in records[:5]])
+    seen = predict(judges.classifier, pictures.permute(0, 3, 1, 2)).tolist()
+    expected = [float(tuple(row) == HELD_OUT[number].indices()) for number, row in enumerate(seen)]
+    assert [row["prompt_accuracy"] for row in images[:5]] == expected
+    assert images[5]["prompt_accuracy"] is None, "a prompt outside the grammar has no prompt accuracy"
+
+
+def test_cell_rows_hold_fidelity_and_what_it_was_measured_with(
+    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: score.Reference
+) -> None:
+    assert judges.extractor is not None
+    first, second = (row for row in _score(run, judges, reference) if row["level"] == "cell")
+    assert first["n"] == second["n"] == 6 and first["kid_subset"] == 3
+    assert first["fid"] is None and "fid needs 128 images" in first["note"]
+    assert isinstance(first["kid"], float) and 0 <= first["precision"] <= 1 and 0 <= first["recall"] <= 1
+    assert first["extractor"] == judges.extractor.label and first["reference"] == "twenty scenes"
+
+
+def test_scoring_again_gives_the_same(
+    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: score.Reference
+) -> None:
+    assert _score(run, judges, reference) == _score(run, judges, reference)
+
+
+def test_a_missing_picture_is_noted(
+    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: score.Reference
+) -> None:
+    folder, records = run
+    (folder / records[0]["image"]).unlink()
+    rows = _score(run, judges, reference)
+    assert "key0" not in {row.get("record_key") for row in rows}
+    cell = next(row for row in rows if row["level"] == "cell")
+    assert cell["n"] == 5 and "1 images are missing" in cell["note"]
+
+
+def test_the_last_record_of_a_key_counts(
+    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: score.Reference
+) -> None:
+    folder, records = run
+    again = _record("key0", records[0]["cell_id"], PROMPTS[0], records[0]["image"])
+    failed_first = [{**records[0], "status": "failed"}, *records[1:], again]
+    rows = list(score.score_records(failed_first, folder, judges, reference))
+    assert [row.get("record_key") for row in rows].count("key0") == 1
+
+
+def test_judges_that_are_not_there_leave_their_columns_empty(run: tuple[Path, list[dict[str, Any]]]) -> None:
+    rows = _score(run, score.Judges("nothing"))
+    assert {row["level"] for row in rows} == {"image"}
+    assert all(row["clip_score"] is None and row["prompt_accuracy"] is None for row in rows)
+
+
+def test_progress_is_told_cell_by_cell(run: tuple[Path, list[dict[str, Any]]]) -> None:
+    told: list[tuple[str, int, int]] = []
+    folder, records = run
+    list(score.score_records(records, folder, score.Judges("nothing"), None, lambda *event: told.append(event)))
+    assert told == [("ar-none-none-t1", 1, 2), ("speculative-static-small-7-t1", 2, 2)]
+
+
+def test_no_records_no_rows(tmp_path: Path, judges: score.Judges) -> None:
+    assert list(score.score_records([], tmp_path, judges)) == []
+
+
+def test_reference_scenes_are_the_held_out_captions_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(score, "_REFERENCE_LEAST", 12)
+    small, again, large = (score.held_out_reference(largest) for largest in (3, 3, 10))
+    assert small.pictures.shape == (12, 3, 64, 64) and len(large.pictures) == 20
+    assert small.label == again.label != large.label
+    assert torch.equal(small.pictures, again.pictures)
+    assert "n=12" in small.label and "seed=" in small.label and "sha256=" in small.label
+
+
+def test_reference_from_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no pictures"):
+        score.folder_reference(tmp_path)
+    for name, size in (("b.png", 16), ("a.png", 16)):
+        Image.new("RGB", (size, size), (200 if name == "a.png" else 10, 0, 0)).save(tmp_path / name)
+    reference = score.folder_reference(tmp_path)
+    assert reference.pictures[:, 0, 0, 0].tolist() == [200, 10]
+    Image.new("RGB", (20, 16)).save(tmp_path / "c.png")
+    with pytest.raises(UserError, match="differ in size"):
+        score.folder_reference(tmp_path)
+
+
+def test_full_size_judges_are_refused_without_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.delenv("LANTERN_BENCH_WEIGHTS", raising=False)
+    with pytest.raises(RefusedError, match="inception-v3-compat"):
+        score.full_size_judges()
