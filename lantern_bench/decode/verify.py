@@ -1,0 +1,167 @@
+"""Walk a draft tree against the target: which drafts a step commits, and the token that ends it.
+
+All nodes are judged at once (`judge.py`), then the walk only follows pointers: no host synchronisation and no loop over
+images or nodes (algorithms.md, section 3). The greedy walk, which has rules of its own, is `verify_greedy.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lantern_bench.decode.judge import Judgement, judge_children
+from lantern_bench.decode.relax import Relaxation
+from lantern_bench.decode.sampling import sample
+from lantern_bench.decode.tree import DraftTree
+
+__all__ = ["JudgedTree", "Verdict", "judge_tree", "verify"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one step commits, for each of B images and a tree of depth D.
+
+    path: int64 [B, D + 1], node numbers from the root to the last accepted node, then -1.
+    accepted: int64 [B], number of accepted drafts.
+    tokens: int64 [B, D + 1], the accepted drafts, then the one more token, then 0; `accepted + 1` of them count.
+    child_rank: int64 [B, D], by depth: rank of the child taken, -1 offered and all rejected, -2 nothing offered.
+    mass_accepted, mass_tried: float32 [B], m(x) summed over accepted drafts, and over all drafts looked at.
+    next_probs: float32 [B, V], the distribution that the last token comes from (greedy: p of the last accepted node).
+    """
+
+    path: Tensor
+    accepted: Tensor
+    tokens: Tensor
+    child_rank: Tensor
+    mass_accepted: Tensor
+    mass_tried: Tensor
+    next_probs: Tensor
+
+
+@dataclass(frozen=True)
+class JudgedTree:
+    """The nodes of B trees judged together; row `slot * B + image` belongs to the node `tree.layout.nodes[slot]`.
+
+    children: int64 [N, C], node numbers, -1 where none is offered within the depth limit. judgement: of the N rows.
+    """
+
+    children: Tensor
+    judgement: Judgement
+
+
+def judge_tree(
+    tree: DraftTree,
+    target_probs: Tensor,
+    relaxation: Relaxation,
+    table: Tensor | None,
+    depth_limit: Tensor | None = None,
+) -> JudgedTree:
+    """Judge the children of every node of B trees.
+
+    `target_probs` [B, M, V]; `table` [V, k]; `depth_limit` int64 [B]: nodes deeper than it are no children.
+    """
+    children = offered_children(tree, depth_limit)
+    tokens = tree.rows(tree.tokens.gather(1, children.clamp_min(0).flatten(1)).view_as(children))
+    children = tree.rows(children)
+    q = None if tree.q is None else tree.rows(tree.q)
+    active = [nodes * len(tree.tokens) for nodes in tree.layout.active]
+    judged = judge_children(tree.rows(target_probs), q, tokens, children >= 0, relaxation, table, active)
+    return JudgedTree(children, judged)
+
+
+def offered_children(tree: DraftTree, depth_limit: Tensor | None) -> Tensor:
+    """Return the children [B, M, C] of `tree` with -1 for those deeper than `depth_limit` int64 [B]."""
+    if depth_limit is None:
+        return tree.children
+    too_deep = tree.depths >= depth_limit[:, None]
+    return tree.children.masked_fill(too_deep[:, :, None], -1)
+
+
+def verify(
+    tree: DraftTree,
+    target_probs: Tensor,
+    relaxation: Relaxation,
+    table: Tensor | None,
+    uniforms: Tensor,
+    noise: Tensor,
+    depth_limit: Tensor | None = None,
+) -> Verdict:
+    """Verify B draft trees by sampling and return what each commits.
+
+    `target_probs` float32 [B, M, V] is p at every node, `table` int [V, >= relaxation.columns] the nearest codes (None
+    for the strict rule), `uniforms` [B, M, C] in [0, 1) decides the children of each node, `noise` [B, V] ~ Exp(1) the
+    one more token. `depth_limit` int64 [B] is the depth drafted to (free positions - 1); 0 or less drafts nothing.
+    algorithms.md, sections 3 and 4.
+    """
+    judged = judge_tree(tree, target_probs, relaxation, table, depth_limit)
+    nodes = _Steps.of(judged, tree.rows(uniforms))
+    return _walk(tree, target_probs, judged, nodes, noise)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """For each row of a judged tree: the rank that is taken or -1 or -2 (as in Verdict), where it leads, and masses."""
+
+    rank: Tensor
+    child: Tensor
+    mass_accepted: Tensor
+    mass_tried: Tensor
+
+    @staticmethod
+    def of(judged: JudgedTree, uniforms: Tensor) -> _Steps:
+        accept, mass = judged.judgement.accept, judged.judgement.mass
+        hit = uniforms < accept
+        # argmax gives the first of equal values: the first accepted child.
+        first, taken = hit.to(torch.uint8).argmax(dim=1), hit.any(dim=1)
+        offered = (judged.children >= 0).any(dim=1)
+        ranks = torch.arange(hit.shape[1], device=hit.device)
+        looked_at = (ranks <= first[:, None]) | ~taken[:, None]
+        return _Steps(
+            rank=torch.where(taken, first, offered.long() - 2),
+            child=judged.children.gather(1, first[:, None]).squeeze(1),
+            mass_accepted=torch.where(taken, mass.gather(1, first[:, None]).squeeze(1), 0.0),
+            mass_tried=torch.where(looked_at, mass, 0.0).sum(dim=1),
+        )
+
+
+def _walk(tree: DraftTree, target_probs: Tensor, judged: JudgedTree, steps: _Steps, noise: Tensor) -> Verdict:
+    """Follow the pointers from the root of each image and sample where they end."""
+    images = torch.arange(len(tree.tokens), device=tree.tokens.device)
+    node, moving = torch.zeros_like(images), torch.ones_like(images, dtype=torch.bool)
+    mass_accepted, mass_tried = noise.new_zeros(len(images)), noise.new_zeros(len(images))
+    path, ranks = [node], []
+    for _ in range(tree.max_depth):
+        row, internal = _row_of(tree, node, images)
+        here = moving & internal
+        rank = torch.where(here, steps.rank[row], -2)
+        moving = rank >= 0
+        mass_accepted = mass_accepted + torch.where(here, steps.mass_accepted[row], 0.0)
+        mass_tried = mass_tried + torch.where(here, steps.mass_tried[row], 0.0)
+        node = torch.where(moving, steps.child[row], node)
+        path.append(torch.where(moving, node, -1))
+        ranks.append(rank)
+    row, internal = _row_of(tree, node, images)
+    own = target_probs[images, node]
+    rejected = internal & (steps.rank[row] == -1)
+    next_probs = torch.where(rejected[:, None], judged.judgement.final(row, own), own)
+    trail = torch.stack(path, dim=1)
+    accepted, tokens = committed_tokens(tree, trail, sample(next_probs, noise))
+    child_rank = torch.stack(ranks, dim=1) if ranks else trail[:, 1:]
+    return Verdict(trail, accepted, tokens, child_rank, mass_accepted, mass_tried, next_probs)
+
+
+def _row_of(tree: DraftTree, node: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the row [B] in the judged tree of the nodes [B], and whether they have one."""
+    slot = tree.layout.slots[node]
+    return slot.clamp_min(0) * len(images) + images, slot >= 0
+
+
+def committed_tokens(tree: DraftTree, path: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (accepted [B], tokens [B, D + 1]) of a `path` [B, D + 1] and the one more token `last` [B]."""
+    drafts, on_path = path[:, 1:], path[:, 1:] >= 0
+    accepted = on_path.sum(dim=1)
+    tokens = torch.zeros_like(path)
+    tokens[:, :-1] = torch.where(on_path, tree.tokens.gather(1, drafts.clamp_min(0)), 0)
+    return accepted, tokens.scatter_(1, accepted[:, None], last[:, None])
