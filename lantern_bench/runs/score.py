@@ -6,40 +6,31 @@ carries the name of its protocol. How a score is computed is in `measure`; how t
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from lantern_bench.errors import UserError
-from lantern_bench.lanterns.captions import HELD_OUT, attributes_of
+from lantern_bench.lanterns.captions import attributes_of
 from lantern_bench.lanterns.classifier import AttributeClassifier, load_classifier, prompt_accuracy
-from lantern_bench.lanterns.scenes import render
 from lantern_bench.measure import clip, fidelity
+from lantern_bench.runs.reference import Reference, held_out_reference, read_picture, reference_name
+from lantern_bench.runs.store import RunStore, read_scores
 from lantern_bench.spec.schema import SCHEMA_VERSION
 
 __all__ = [
     "EMBEDDED_PROTOCOL",
     "Judges",
-    "Reference",
     "embedded_judges",
-    "folder_reference",
     "full_size_judges",
-    "held_out_reference",
     "score_records",
+    "score_run",
 ]
 
 EMBEDDED_PROTOCOL = "embedded"
-# Fewest reference scenes; a cell with more than half as many images gets twice its own number.
-_REFERENCE_LEAST = 500
-_REFERENCE_SEED = 730_113
-_PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg")
 
 Row = dict[str, Any]
 
@@ -53,13 +44,6 @@ class Judges:
     extractor: fidelity.Extractor | None = None
     classifier: AttributeClassifier | None = None
     device: torch.device | str = "cpu"
-
-
-class Reference(NamedTuple):
-    """The pictures fidelity is measured against: uint8 [m, 3, h, w], and how results name them."""
-
-    pictures: Tensor
-    label: str
 
 
 class _Scored(NamedTuple):
@@ -99,29 +83,53 @@ def full_size_judges(
     return Judges(f"{extractor}+{clip_model}", scorer, found, None, device)
 
 
-def held_out_reference(largest_cell: int, seed: int = _REFERENCE_SEED) -> Reference:
-    """Freshly painted scenes of the held-out captions, each caption as often as any other (one more at most).
+def score_run(
+    store: RunStore,
+    judges: Judges,
+    reference: Reference | None = None,
+    on_cell: Callable[[str, int, int], None] = lambda _cell_id, _done, _total: None,
+) -> int:
+    """Score the cells of a run that these judges have not scored as they stand; return the number of rows written.
 
-    There are twice as many as the largest cell has images, and 500 at least, the same for all cells of a run. The
-    seed is used nowhere in training.
+    A cell is scored anew when images were added to it, or when the reference or a judge's weights changed. Arguments
+    as for `score_records`.
     """
-    n = max(_REFERENCE_LEAST, 2 * largest_cell)
-    attributes = [HELD_OUT[number % len(HELD_OUT)] for number in range(n)]
-    pictures = torch.from_numpy(np.ascontiguousarray(render(attributes, seed).transpose(0, 3, 1, 2)))
-    return Reference(pictures, f"lanterns held-out scenes, n={n}, seed={seed}, sha256={_digest(pictures)}")
+    cells = _by_cell(store.records())
+    largest = max((len(rows) for rows in cells.values()), default=0)
+    name = reference_name(largest) if reference is None else reference.label
+    kept = [row for row in read_scores(store.folder) if row["protocol"] == judges.protocol]
+    pending = {cell_id: rows for cell_id, rows in cells.items() if not _is_scored(cell_id, rows, kept, judges, name)}
+    if not pending:
+        return 0
+    if judges.extractor is not None and reference is None:
+        reference = held_out_reference(largest)
+    written = 0
+    for row in score_records(
+        [row for rows in pending.values() for row in rows], store.folder, judges, reference, on_cell
+    ):
+        store.append_score(row)
+        written += 1
+    return written
 
 
-def folder_reference(folder: Path) -> Reference:
-    """All pictures of a folder, by name; `UserError` when there are none or they differ in size."""
-    files = sorted(path for path in folder.glob("*") if path.suffix.lower() in _PICTURE_SUFFIXES)
-    if not files:
-        raise UserError(f"no pictures in the reference folder {folder}", f"it takes {', '.join(_PICTURE_SUFFIXES)}")
-    pictures = [_read(path) for path in files]
-    sizes = {tuple(picture.shape[1:]) for picture in pictures}
-    if len(sizes) > 1:
-        raise UserError(f"the pictures of the reference folder {folder} differ in size: {sorted(sizes)[:3]}")
-    stacked = torch.stack(pictures)
-    return Reference(stacked, f"{folder.name}, n={len(files)}, sha256={_digest(stacked)}")
+def _is_scored(
+    cell_id: str, records: Sequence[Mapping[str, Any]], kept: Sequence[Row], judges: Judges, reference: str
+) -> bool:
+    """Whether the kept rows hold the last word of these judges on all of the cell's images."""
+    mine = [row for row in kept if row["cell_id"] == cell_id]
+    label = None if judges.clip is None else judges.clip.label
+    images = {row["record_key"] for row in mine if row["level"] == "image" and row["clip_model"] == label}
+    if not images.issuperset(record["record_key"] for record in records):
+        return False
+    if judges.extractor is None:
+        return True
+    whole = next((row for row in reversed(mine) if row["level"] == "cell"), None)
+    return (
+        whole is not None
+        and whole["n"] == len(records)
+        and whole["extractor"] == judges.extractor.label
+        and str(whole["reference"]).startswith(reference)
+    )
 
 
 def score_records(
@@ -160,7 +168,7 @@ def _by_cell(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str
 
 def _load(records: Sequence[Mapping[str, Any]], folder: Path) -> _Scored:
     there = [record for record in records if (folder / record["image"]).is_file()]
-    pictures = [_read(folder / record["image"]) for record in there]
+    pictures = [read_picture(folder / record["image"]) for record in there]
     stacked = torch.stack(pictures) if pictures else torch.zeros((0, 3, 1, 1), dtype=torch.uint8)
     return _Scored(there, stacked, len(records) - len(there))
 
@@ -216,15 +224,5 @@ def _cell_row(
         "n": scores.n,
         "extractor": scores.fid_features,
         "reference": reference.label,
-        "note": "; ".join([*notes, scores.note] if scores.note else notes),
+        "note": "; ".join([*notes, scores.note] if scores.note else notes) or None,
     }
-
-
-def _read(path: Path) -> Tensor:
-    """A picture file as uint8 [3, h, w]."""
-    with Image.open(path) as picture:
-        return torch.from_numpy(np.ascontiguousarray(np.asarray(picture.convert("RGB")).transpose(2, 0, 1)))
-
-
-def _digest(pictures: Tensor) -> str:
-    return hashlib.sha256(pictures.numpy().tobytes()).hexdigest()[:8]

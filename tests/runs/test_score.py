@@ -5,6 +5,9 @@ The judges are real classes with random weights; the pictures are files in a fol
 
 from __future__ import annotations
 
+import dataclasses
+import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.errors import RefusedError
 from lantern_bench.lanterns import classifier
 from lantern_bench.lanterns.captions import HELD_OUT
 from lantern_bench.lanterns.classifier import AttributeClassifier, predict, save_classifier
@@ -22,6 +25,10 @@ from lantern_bench.lanterns.recipe_metrics import CLIP_CONFIG, save_clip
 from lantern_bench.lanterns.scenes import render
 from lantern_bench.measure import clip, fidelity
 from lantern_bench.runs import score
+from lantern_bench.runs.reference import Reference
+from lantern_bench.runs.store import KeyFields, RunStore, read_scores
+from lantern_bench.spec.experiment import load_experiment, resolve
+from lantern_bench.spec.plan import Prompt, make_plan
 from lantern_bench.spec.schema import TABLES
 
 PROMPTS = [HELD_OUT[number].caption() for number in range(5)] + ["a photo of a cat"]
@@ -40,9 +47,9 @@ def judges(tmp_path_factory: pytest.TempPathFactory) -> score.Judges:
 
 
 @pytest.fixture(scope="module")
-def reference() -> score.Reference:
+def reference() -> Reference:
     pictures = torch.from_numpy(render(HELD_OUT[:20], 8).transpose(0, 3, 1, 2).copy())
-    return score.Reference(pictures, "twenty scenes")
+    return Reference(pictures, "twenty scenes")
 
 
 @pytest.fixture
@@ -69,7 +76,7 @@ def _score(run: tuple[Path, list[dict[str, Any]]], *judge_and_reference: Any) ->
 
 
 def test_a_row_for_each_picture_and_each_cell(
-    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: score.Reference
+    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: Reference
 ) -> None:
     rows = _score(run, judges, reference)
     assert [row["level"] for row in rows] == (["image"] * 6 + ["cell"]) * 2
@@ -79,7 +86,7 @@ def test_a_row_for_each_picture_and_each_cell(
 
 
 def test_image_rows_hold_each_judges_answer(
-    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: score.Reference
+    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: Reference
 ) -> None:
     folder, records = run
     assert judges.clip is not None and judges.classifier is not None
@@ -96,7 +103,7 @@ def test_image_rows_hold_each_judges_answer(
 
 
 def test_cell_rows_hold_fidelity_and_what_it_was_measured_with(
-    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: score.Reference
+    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: Reference
 ) -> None:
     assert judges.extractor is not None
     first, second = (row for row in _score(run, judges, reference) if row["level"] == "cell")
@@ -107,13 +114,13 @@ def test_cell_rows_hold_fidelity_and_what_it_was_measured_with(
 
 
 def test_scoring_again_gives_the_same(
-    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: score.Reference
+    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: Reference
 ) -> None:
     assert _score(run, judges, reference) == _score(run, judges, reference)
 
 
 def test_a_missing_picture_is_noted(
-    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: score.Reference
+    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: Reference
 ) -> None:
     folder, records = run
     (folder / records[0]["image"]).unlink()
@@ -124,7 +131,7 @@ def test_a_missing_picture_is_noted(
 
 
 def test_the_last_record_of_a_key_counts(
-    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: score.Reference
+    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: Reference
 ) -> None:
     folder, records = run
     again = _record("key0", records[0]["cell_id"], PROMPTS[0], records[0]["image"])
@@ -150,25 +157,64 @@ def test_no_records_no_rows(tmp_path: Path, judges: score.Judges) -> None:
     assert list(score.score_records([], tmp_path, judges)) == []
 
 
-def test_reference_scenes_are_the_held_out_captions_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(score, "_REFERENCE_LEAST", 12)
-    small, again, large = (score.held_out_reference(largest) for largest in (3, 3, 10))
-    assert small.pictures.shape == (12, 3, 64, 64) and len(large.pictures) == 20
-    assert small.label == again.label != large.label
-    assert torch.equal(small.pictures, again.pictures)
-    assert "n=12" in small.label and "seed=" in small.label and "sha256=" in small.label
+EXPERIMENT = """
+name: scored
+model: lanterns
+prompts: held-out
+images: 5
+cells:
+  - {mode: ar}
+  - {mode: speculative, drafting: static, tree: small-7}
+"""
 
 
-def test_reference_from_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no pictures"):
-        score.folder_reference(tmp_path)
-    for name, size in (("b.png", 16), ("a.png", 16)):
-        Image.new("RGB", (size, size), (200 if name == "a.png" else 10, 0, 0)).save(tmp_path / name)
-    reference = score.folder_reference(tmp_path)
-    assert reference.pictures[:, 0, 0, 0].tolist() == [200, 10]
-    Image.new("RGB", (20, 16)).save(tmp_path / "c.png")
-    with pytest.raises(UserError, match="differ in size"):
-        score.folder_reference(tmp_path)
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RunStore]:
+    """A real run's folder with five pictures in each of two cells."""
+    (tmp_path / "scored.yaml").write_text(EXPERIMENT)
+    experiment = resolve(load_experiment(tmp_path / "scored.yaml"), {"lanterns": {}})
+    key = KeyFields(
+        schema_version=1,
+        engine_version="0",
+        torch_version="0",
+        dtype="float32",
+        device_type="cpu",
+        compile=False,
+        batch=1,
+        weights={},
+    )
+    painted = dict(zip(PROMPTS, render(HELD_OUT[:5], 4), strict=False))
+    with RunStore(tmp_path / "run", experiment, key) as store:
+        for unit in make_plan(experiment, [Prompt(text) for text in PROMPTS[:5]]).units:
+            png = io.BytesIO()
+            Image.fromarray(painted[unit.prompt.text]).save(png, "PNG")
+            store.append(unit, {"image": store.write_image(unit, png.getvalue())})
+        yield store
+
+
+def test_a_run_is_scored_once(store: RunStore, judges: score.Judges, reference: Reference) -> None:
+    assert score.score_run(store, judges, reference) == 12
+    assert score.score_run(store, judges, reference) == 0
+    rows = read_scores(store.folder)
+    assert [row["level"] for row in rows].count("image") == 10
+    assert {row["cell_id"] for row in rows if row["level"] == "cell"} == {r["cell_id"] for r in store.records()}
+
+
+def test_another_judge_or_reference_scores_again(store: RunStore, judges: score.Judges, reference: Reference) -> None:
+    score.score_run(store, judges, reference)
+    assert score.score_run(store, judges, reference._replace(label="other scenes")) == 12
+    assert score.score_run(store, dataclasses.replace(judges, protocol="other"), reference) == 12
+
+
+def test_only_cells_with_new_images_are_scored_again(
+    store: RunStore, judges: score.Judges, reference: Reference
+) -> None:
+    first = store.records()[0]
+    kept = [record for record in store.records() if record is not first]
+    store.records = lambda: kept  # type: ignore[method-assign]
+    score.score_run(store, judges, reference)
+    store.records = lambda: [*kept, first]  # type: ignore[method-assign]
+    assert score.score_run(store, judges, reference) == 6
 
 
 def test_full_size_judges_are_refused_without_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
