@@ -219,7 +219,7 @@ def read_scores(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return a run's manifest; raises `UserError` when there is none, or one of another schema version."""
+    """Return a run's manifest; raises `UserError` when there is none, `RefusedError` for another schema version."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -229,7 +229,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: damaged, not JSON", "Restore it, or start a fresh run.") from error
     version = manifest.get("schema_version") if isinstance(manifest, dict) else None
     if version != SCHEMA_VERSION:
-        raise UserError(
+        raise RefusedError(
             f"{path}: schema version {version}, and this program reads {SCHEMA_VERSION}",
             "Use the release that made the run.",
         )

@@ -64,8 +64,9 @@ class Expansion:
         for layer in self._layers(cell):
             if key in layer:
                 return layer[key]
-        defaults = fallbacks(structure.drafting, structure.rule) | dict(self.model_defaults or {})
-        return (Given(defaults[key], _UNSTATED),) if defaults.get(key) is not None else ()
+        own = {name: value for name, value in (self.model_defaults or {}).items() if value is not None}
+        defaults = fallbacks(structure.drafting, structure.rule) | own
+        return (Given(defaults[key], _UNSTATED),) if key in defaults else ()
 
     def _structures(self, cell: Layer, place: Place) -> Iterator[Structure]:
         for mode in (given.value for given in cell.get("mode", ())):

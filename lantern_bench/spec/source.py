@@ -31,10 +31,10 @@ class Source:
     twice: tuple[KeyPath, ...] = ()
 
     def line(self, path: KeyPath) -> int | None:
-        """Return the line, from 1, of the value at `path` or of the nearest value that encloses it."""
+        """Return the line, from 1, of the value at `path` or of the nearest key or entry that encloses it."""
         while path and path not in self.lines:
             path = path[:-1]
-        return self.lines.get(path)
+        return self.lines[path] if path else None
 
 
 def read_source(path: Path) -> Source:

@@ -1,0 +1,319 @@
+"""A run's folder: nothing finished is lost, nothing is mixed, and whatever is refused is refused in plain words.
+
+The property test cuts records.jsonl at any byte, as a killed process would, and continues.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.runs.store import (
+    KeyFields,
+    RunStore,
+    done_images,
+    find_run,
+    read_manifest,
+    read_records,
+    read_run,
+    record_key,
+    run_folder,
+)
+from lantern_bench.spec.experiment import Overrides, ResolvedExperiment, load_experiment, resolve
+from lantern_bench.spec.plan import Plan, Prompt, make_plan
+from lantern_bench.spec.schema import columns
+
+KEY: KeyFields = {
+    "schema_version": 1,
+    "engine_version": "1",
+    "torch_version": "2.15.0",
+    "dtype": "float32",
+    "device_type": "cpu",
+    "compile": False,
+    "batch": 1,
+    "weights": {"lanterns/target": "3f9c", "lanterns/drafter": "b07a"},
+}
+PROMPTS = [Prompt("one red lantern"), Prompt("two “round” lanterns\n")]
+
+
+def experiment(**flags: Any) -> ResolvedExperiment:
+    loaded = load_experiment("lanterns", Overrides.from_flags({"images": 2} | flags, modes="ar,lantern++"))
+    return resolve(loaded, {"lanterns": {"cfg_scale": 3.0, "tree": "small-7"}})
+
+
+EXPERIMENT = experiment()
+PLAN: Plan = make_plan(EXPERIMENT, PROMPTS)
+
+
+def key(**changes: Any) -> KeyFields:
+    return {**KEY, **changes}  # type: ignore[typeddict-item]
+
+
+def fill(folder: Path, count: int | None = None, status: str = "ok") -> None:
+    with RunStore(folder, EXPERIMENT, KEY) as store:
+        for unit in store.to_do(PLAN.units)[:count]:
+            store.append(unit, {"status": status, "tokens": unit.seed % 97, "accepted_per_step": [1, 2]})
+
+
+def test_the_folder_is_named_by_the_experiment(tmp_path: Path) -> None:
+    folder = run_folder(EXPERIMENT, tmp_path)
+    assert folder == tmp_path / f"lanterns-{EXPERIMENT.hash8}"
+    assert run_folder(EXPERIMENT, tmp_path, tmp_path / "mine") == tmp_path / "mine"
+
+
+def test_a_fresh_run_stands_beside_the_old_one(tmp_path: Path) -> None:
+    folder = run_folder(EXPERIMENT, tmp_path, resume=False)
+    assert folder.name == EXPERIMENT.run_name
+    fill(folder, 1)
+    second = run_folder(EXPERIMENT, tmp_path, resume=False)
+    assert second.name == f"{EXPERIMENT.run_name}-2"
+    fill(second, 1)
+    assert run_folder(EXPERIMENT, tmp_path, resume=False).name == f"{EXPERIMENT.run_name}-3"
+    assert run_folder(EXPERIMENT, tmp_path) == folder
+
+
+def test_records_are_complete_and_in_the_order_of_the_schema(tmp_path: Path) -> None:
+    fill(tmp_path / "run")
+    lines = (tmp_path / "run" / "records.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == len(PLAN.units)
+    for unit, line in zip(PLAN.units, lines, strict=True):
+        row = json.loads(line)
+        assert list(row) == [column.name for column in columns("records")]
+        assert row["cell_id"] == unit.cell.cell_id
+        assert row["record_key"] == record_key(KEY, unit.cell.settings(), unit.prompt.id, unit.repeat, unit.seed)
+        assert (row["prompt"], row["seed"], row["order_index"]) == (unit.prompt.text, unit.seed, unit.order_index)
+        assert (row["status"], row["error"], row["accepted_per_step"]) == ("ok", None, [1, 2])
+
+
+def test_the_manifest_holds_an_experiment_that_is_one(tmp_path: Path) -> None:
+    with RunStore(tmp_path / "run", EXPERIMENT, KEY) as store:
+        store.update_manifest(started="2026-11-21T00:00:00Z")
+        store.update_manifest(machine={"cpu": "x"})
+    manifest = read_manifest(tmp_path / "run")
+    assert manifest["key"] == KEY
+    assert manifest["started"] == "2026-11-21T00:00:00Z"
+    (tmp_path / "again.json").write_text(json.dumps(manifest["experiment"]))
+    again = resolve(load_experiment(tmp_path / "again.json"), {"lanterns": {}})
+    assert again.run_name == EXPERIMENT.run_name
+    assert str(tmp_path) not in json.dumps(manifest)
+
+
+def test_what_is_done_is_not_to_do(tmp_path: Path) -> None:
+    fill(tmp_path / "run", 3)
+    with RunStore(tmp_path / "run", EXPERIMENT, KEY) as store:
+        assert store.to_do(PLAN.units) == list(PLAN.units[3:])
+        assert [store.is_done(unit) for unit in PLAN.units[:4]] == [True, True, True, False]
+    done = done_images(tmp_path / "run")
+    assert PLAN.estimate(done=done).done == 3
+
+
+def test_a_failed_image_is_tried_again_and_its_last_word_counts(tmp_path: Path) -> None:
+    fill(tmp_path / "run", 2, status="failed")
+    with RunStore(tmp_path / "run", EXPERIMENT, KEY) as store:
+        assert store.to_do(PLAN.units) == list(PLAN.units)
+        store.append(PLAN.units[0], {"tokens": 5})
+        assert [row["status"] for row in store.records()] == ["ok", "failed"]
+    assert [row["status"] for row in read_records(tmp_path / "run")] == ["ok", "failed"]
+    assert len((tmp_path / "run" / "records.jsonl").read_bytes().splitlines()) == 3
+
+
+def test_images_and_scores(tmp_path: Path) -> None:
+    with RunStore(tmp_path / "run", EXPERIMENT, KEY) as store:
+        unit = PLAN.units[0]
+        image = store.write_image(unit, b"png")
+        store.append(unit, {"image": image})
+        store.append_score({"level": "image", "record_key": store.key_of(unit), "clip_score": 0.25})
+    assert image == f"images/{unit.cell.cell_id}/{unit.image_index:06d}.png"
+    assert (tmp_path / "run" / image).read_bytes() == b"png"
+    data = read_run(tmp_path / "run")
+    assert (len(data.records), data.scores[0]["clip_score"], data.scores[0]["fid"]) == (1, 0.25, None)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir() if not path.name.startswith(".")) == [
+        "images", "manifest.json", "records.jsonl", "scores.jsonl"
+    ]  # fmt: skip
+
+
+def test_undeclared_columns_and_numbers_that_are_none_are_never_written(tmp_path: Path) -> None:
+    with RunStore(tmp_path / "run", EXPERIMENT, KEY) as store:
+        with pytest.raises(ValueError, match="no column speed"):
+            store.append(PLAN.units[0], {"speed": 3})
+        with pytest.raises(ValueError, match="no column fdi"):
+            store.append_score({"fdi": 3})
+        with pytest.raises(ValueError, match="JSON"):
+            store.append(PLAN.units[0], {"seconds": float("nan")})
+    assert read_records(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schema_version": 2}, {"engine_version": "2"}, {"torch_version": "3"}, {"dtype": "bfloat16"},
+        {"device_type": "cuda"}, {"compile": True}, {"batch": 2}, {"weights": {"lanterns/target": "0000"}},
+    ],
+)  # fmt: skip
+def test_a_key_covers_every_field(changes: dict[str, Any]) -> None:
+    cell = PLAN.cells[0].settings()
+    assert record_key(key(**changes), cell, "p", 0, 1) != record_key(KEY, cell, "p", 0, 1)
+
+
+def test_a_key_covers_cell_prompt_repeat_and_seed() -> None:
+    first, second = (cell.settings() for cell in PLAN.cells[:2])
+    keys = {
+        record_key(KEY, cell, prompt, repeat, seed)
+        for cell in (first, second, second | {"cfg_scale": 1.0})
+        for prompt in "ab"
+        for repeat in (0, 1)
+        for seed in (0, 1)
+    }
+    assert len(keys) == 24
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "typed"),
+    [
+        ({"torch_version": "2.16.0"}, "torch_version changed\n  recorded  2.15.0\n  now       2.16.0", "--no-resume"),
+        ({"dtype": "bfloat16"}, "dtype changed\n  recorded  float32\n  now       bfloat16", "--dtype float32"),
+        ({"device_type": "cuda"}, "device_type changed\n  recorded  cpu\n  now       cuda", "--device cpu"),
+        ({"batch": 4}, "batch changed\n  recorded  1\n  now       4", "--set batch=1"),
+        ({"compile": True}, "compile changed\n  recorded  false\n  now       true", "--set compile=false"),
+        (
+            {"weights": {"lanterns/target": "3f9c", "lanterns/drafter": "0000"}},
+            "weights of lanterns/drafter changed\n  recorded  b07a\n  now       0000",
+            "--out FOLDER",
+        ),
+    ],
+)
+def test_another_key_is_refused(tmp_path: Path, changes: dict[str, Any], said: str, typed: str) -> None:
+    fill(tmp_path / "run", 2)
+    before = (tmp_path / "run" / "manifest.json").read_bytes()
+    with pytest.raises(RefusedError) as caught:
+        RunStore(tmp_path / "run", EXPERIMENT, key(**changes))
+    assert caught.value.message.startswith(f"cannot continue run: {said}\n2 finished images")
+    assert typed in str(caught.value.advice)
+    assert (tmp_path / "run" / "manifest.json").read_bytes() == before
+    fill(tmp_path / "run")  # the lock was let go, and the run goes on as recorded
+
+
+def test_another_key_is_no_matter_while_nothing_is_finished(tmp_path: Path) -> None:
+    fill(tmp_path / "run", 2, status="failed")
+    with RunStore(tmp_path / "run", EXPERIMENT, key(dtype="bfloat16")) as store:
+        assert store.to_do(PLAN.units) == list(PLAN.units)
+    assert read_manifest(tmp_path / "run")["key"]["dtype"] == "bfloat16"
+
+
+def test_another_experiment_is_refused_and_more_images_are_not(tmp_path: Path) -> None:
+    fill(tmp_path / "run", 2)
+    with pytest.raises(RefusedError, match="seed changed\n  recorded  0\n  now       7"):
+        RunStore(tmp_path / "run", experiment(seed=7), KEY)
+    with pytest.raises(RefusedError, match=r'cells changed\n  recorded  .*"lambda": 2.0'):
+        RunStore(tmp_path / "run", experiment(**{"lambda": "3,5"}), KEY)
+    more = experiment(images=4, metrics="speed")
+    with RunStore(tmp_path / "run", more, KEY) as store:
+        assert len(store.to_do(make_plan(more, PROMPTS).units)) == 4 * 3 - 2
+
+
+def test_a_locked_run_is_refused(tmp_path: Path) -> None:
+    with RunStore(tmp_path / "run", EXPERIMENT, KEY), pytest.raises(RefusedError, match="is in use"):
+        RunStore(tmp_path / "run", EXPERIMENT, KEY)
+    fill(tmp_path / "run", 1)
+
+
+def test_a_run_locked_by_another_process_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    code = "import sys, filelock; l = filelock.FileLock(sys.argv[1]); l.acquire(); print('held', flush=True); input()"
+    command = [sys.executable, "-c", code, str(tmp_path / "run" / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(RefusedError, match="is in use"):
+            RunStore(tmp_path / "run", EXPERIMENT, KEY)
+        other.kill()
+    fill(tmp_path / "run", 1)
+
+
+@pytest.mark.parametrize("place", ["file", "file/run"])
+def test_a_place_that_cannot_be_written(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="cannot be written"):
+        RunStore(tmp_path / place, EXPERIMENT, KEY)
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(UserError, match=r"holds thesis\.tex and is no run"):
+        RunStore(tmp_path, EXPERIMENT, KEY)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def damage_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text("{")
+
+
+def age_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text('{"schema_version": 0}')
+
+
+def damage_record(folder: Path) -> None:
+    text = (folder / "records.jsonl").read_text()
+    (folder / "records.jsonl").write_text("garbage\n" + text)
+
+
+def foreign_record(folder: Path) -> None:
+    (folder / "records.jsonl").write_text('{"a": 1}\n')
+
+
+@pytest.mark.parametrize(
+    ("break_it", "error", "said"),
+    [
+        (damage_manifest, UserError, "damaged, not JSON"),
+        (age_manifest, RefusedError, "schema version 0, and this program reads 1"),
+        (damage_record, UserError, "records.jsonl line 1: damaged"),
+        (foreign_record, UserError, "records.jsonl line 1: not a record"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, break_it: Callable[[Path], None], error: type, said: str) -> None:
+    fill(tmp_path / "run", 2)
+    break_it(tmp_path / "run")
+    with pytest.raises(error) as caught:
+        RunStore(tmp_path / "run", EXPERIMENT, KEY)
+    assert said in caught.value.message
+
+
+def test_runs_are_found_by_path_name_and_beginning(tmp_path: Path) -> None:
+    for name in ("lanterns-aa11", "lanterns-bb22", "table1-cc33"):
+        fill(tmp_path / name, 1)
+    assert find_run(tmp_path / "lanterns-aa11", Path("nowhere")) == tmp_path / "lanterns-aa11"
+    assert find_run("lanterns-bb22", tmp_path) == tmp_path / "lanterns-bb22"
+    assert find_run("table1", tmp_path) == tmp_path / "table1-cc33"
+    with pytest.raises(UserError, match="several runs start so") as caught:
+        find_run("lanterns", tmp_path)
+    assert "lanterns-aa11, lanterns-bb22" in str(caught.value.advice)
+    with pytest.raises(UserError, match="no such run"):
+        find_run("other", tmp_path)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.data())
+def test_a_run_cut_at_any_byte_ends_as_if_it_was_not(tmp_path: Path, data: st.DataObject) -> None:
+    whole = tmp_path / "whole"
+    if not whole.exists():
+        fill(whole)
+    content = (whole / "records.jsonl").read_bytes()
+    kept = data.draw(st.integers(0, len(content)))
+    cut = tmp_path / "cut"
+    shutil.rmtree(cut, ignore_errors=True)
+    shutil.copytree(whole, cut)
+    (cut / "records.jsonl").write_bytes(content[:kept])
+    assert len(read_records(cut)) == content[:kept].count(b"\n")
+    fill(cut)
+    assert (cut / "records.jsonl").read_bytes() == content
