@@ -1,0 +1,99 @@
+"""Records, sorted into cells: which rows count, which cell they belong to, which cell is the baseline of which.
+
+Every table starts here, so that all of them agree on what a failed image is (it takes no part in means and is
+counted), on the order of cells (fixed: two runs diff cleanly) and on what a speedup is measured against. Nothing is
+computed from the contents of a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from lantern_bench.spec.modes import MODES
+from lantern_bench.spec.schema import CELL_COLUMNS
+
+__all__ = ["NOTE_SEPARATOR", "CellRecords", "Row", "baseline_of", "group", "joined", "settings_that_differ"]
+
+Row: TypeAlias = Mapping[str, Any]
+
+NOTE_SEPARATOR = " | "
+"""Between the notes of one row."""
+
+# What an `ar` cell should share with the cell it is compared to, most important first.
+_SAMPLING = ("cfg_scale", "temperature", "top_k", "top_p")
+_NUMBERS = ("temperature", "neighbours", "delta", "lambda", "top_k", "top_p", "cfg_scale")
+
+
+@dataclass(frozen=True)
+class CellRecords:
+    """One cell: its columns, its good records by (prompt, repeat), and how many images failed."""
+
+    columns: Mapping[str, Any]
+    good: tuple[Row, ...]
+    failed: int
+
+    @property
+    def cell_id(self) -> str:
+        """The cell's id."""
+        return str(self.columns["cell_id"])
+
+
+def group(records: Iterable[Row]) -> list[CellRecords]:
+    """Sort records into cells, in the fixed order of all tables.
+
+    Of rows with one `record_key` the last counts: a failed image that was retried appears again.
+    """
+    latest: dict[str, Row] = {str(row["record_key"]): row for row in records}
+    cells: dict[str, list[Row]] = {}
+    for row in latest.values():
+        cells.setdefault(str(row["cell_id"]), []).append(row)
+    grouped = [_cell(rows) for rows in cells.values()]
+    return sorted(grouped, key=lambda cell: _order(cell.columns))
+
+
+def baseline_of(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRecords | None:
+    """Return the `ar` cell a speedup is measured against: same model, closest sampling settings; None without one.
+
+    Guidance doubles the rows of every forward, so a cell with guidance is never compared to one without.
+    """
+    candidates = [other for other in cells if other.columns["mode"] == "ar" and _comparable(cell, other)]
+    return min(candidates, key=lambda other: _distance(cell, other), default=None)
+
+
+def settings_that_differ(cell: CellRecords, other: CellRecords) -> list[str]:
+    """Return the sampling settings in which two cells differ, as `name=value` of the other one."""
+    return [f"{name}={other.columns[name]:g}" for name in _SAMPLING if cell.columns[name] != other.columns[name]]
+
+
+def joined(notes: Iterable[str]) -> str | None:
+    """Return a row's notes as its `note`, each once; None without any."""
+    return NOTE_SEPARATOR.join(dict.fromkeys(notes)) or None
+
+
+def _comparable(cell: CellRecords, other: CellRecords) -> bool:
+    unguided = [each.columns["cfg_scale"] == 1 for each in (cell, other)]
+    return cell.columns["model"] == other.columns["model"] and unguided[0] == unguided[1]
+
+
+def _distance(cell: CellRecords, other: CellRecords) -> tuple[bool, ...]:
+    """Differences in order of weight; False sorts first, so the nearest cell is the least."""
+    return tuple(cell.columns[name] != other.columns[name] for name in _SAMPLING)
+
+
+def _cell(rows: list[Row]) -> CellRecords:
+    good = [row for row in rows if row["status"] == "ok"]
+    good.sort(key=lambda row: (str(row["prompt_id"]), row["repeat"]))
+    columns = {column.name: rows[0].get(column.name) for column in CELL_COLUMNS}
+    return CellRecords(columns, tuple(good), len(rows) - len(good))
+
+
+def _order(columns: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Modes as the papers list them, then parameters by value: delta 0.005 stands before 0.02."""
+    modes = list(MODES)
+    mode = columns["mode"]
+    place = modes.index(mode) if mode in modes else len(modes)
+    words = tuple(str(columns[name] or "") for name in ("drafting", "rule", "tree"))
+    numbers = tuple((columns[name] is not None, columns[name] or 0) for name in _NUMBERS)
+    return (str(columns["model"] or ""), place, *words, numbers, columns["cell_id"])

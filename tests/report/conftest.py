@@ -1,0 +1,111 @@
+"""A small made-up run: records and scores as a sweep leaves them, with walks that can be counted by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lantern_bench.spec.decoding import Decoding
+
+Row = dict[str, Any]
+
+
+def make_record(cell: Decoding, prompt: int, walks: list[list[int]], seconds: float | None, **changes: Any) -> Row:
+    """One image: `walks` are the child ranks of its steps. An ar image has empty walks."""
+    accepted = [sum(rank >= 0 for rank in walk) for walk in walks]
+    committed = [count + 1 for count in accepted]
+    starts = [1 + sum(committed[:step]) for step in range(len(walks))]
+    tokens = 1 + sum(committed)
+    row: Row = {
+        "schema_version": 1,
+        "record_key": f"{cell.cell_id}/{prompt}/0",
+        **cell.columns(),
+        "model": "lanterns",
+        "prompt_id": f"p{prompt:03d}",
+        "prompt": f"prompt {prompt}",
+        "repeat": 0,
+        "seed": prompt,
+        "order_index": prompt,
+        "status": "ok",
+        "error": None,
+        "tokens": tokens,
+        "target_forwards": 1 + len(walks),
+        "drafter_forwards": 0 if cell.mode == "ar" else 2 * len(walks),
+        "start_per_step": starts,
+        "committed_per_step": committed,
+        "accepted_per_step": accepted,
+        "offered_depth_per_step": [len(walk) for walk in walks],
+        "child_rank_per_step": walks,
+        "mal_uncut": sum(committed) / len(committed),
+        "seconds": seconds,
+        "draft_seconds": None if seconds is None else 0.2 * seconds,
+        "target_seconds": None if seconds is None else 0.5 * seconds,
+        "verify_seconds": None if seconds is None else 0.2 * seconds,
+        "other_seconds": None if seconds is None else 0.1 * seconds,
+        "peak_memory_bytes": None,
+        "moved_mass": 0.0 if cell.mode in ("ar", "speculative") else 0.01 * sum(accepted),
+        "image": f"images/{cell.cell_id}/{prompt:06d}.png",
+    }
+    return row | changes
+
+
+AR = Decoding(mode="ar", cfg_scale=2, cfg_default=2)
+STRICT = Decoding(mode="speculative", tree="small-7", cfg_scale=2, cfg_default=2)
+LOOSE = Decoding.model_validate(
+    {"mode": "lantern++", "tree": "small-7", "neighbours": 10, "lambda": 2, "cfg_scale": 2, "cfg_default": 2}
+)
+# Steps of an image: two drafts taken and the third node without children; one taken, then all rejected; all rejected.
+WALKS = [[0, 1], [0, -1], [-1]]
+
+
+@pytest.fixture
+def record() -> Callable[..., Row]:
+    return make_record
+
+
+@pytest.fixture
+def cells() -> dict[str, Decoding]:
+    return {"ar": AR, "strict": STRICT, "loose": LOOSE}
+
+
+@pytest.fixture
+def records() -> list[Row]:
+    """Three cells over four prompts; one image of the last cell failed."""
+    rows = []
+    for prompt in range(4):
+        rows.append(make_record(AR, prompt, [[]] * 6, 1.2 + 0.1 * prompt))
+        rows.append(make_record(STRICT, prompt, WALKS, 0.6 + 0.03 * prompt))
+        rows.append(make_record(LOOSE, prompt, [[0, 0], [0, 1]], 0.4))
+    rows[-1] |= {"status": "failed", "error": "out of memory", "seconds": None}
+    return rows
+
+
+@pytest.fixture
+def scores(records: list[Row]) -> list[Row]:
+    rows: list[Row] = []
+    for row in records:
+        if row["status"] == "ok":
+            value = {"clip_score": 0.3 + 0.001 * row["seed"], "prompt_accuracy": float(row["seed"] != 1)}
+            key = {"level": "image", "protocol": "embedded", "cell_id": row["cell_id"], "clip_model": "tiny-clip@1234"}
+            rows.append({**key, "record_key": row["record_key"], **value})
+    figures = {"fid": None, "kid": 0.01, "kid_std": 0.001, "precision": 0.5, "recall": 0.25}
+    note = "fid needs 128 images, twice its features; there are 4"
+    for cell in (AR, STRICT, LOOSE):
+        row = {"level": "cell", "protocol": "embedded", "cell_id": cell.cell_id, **figures, "note": note}
+        rows.append({**row, "n": 3 if cell is LOOSE else 4, "extractor": "lanterns-features-64@abcd", "reference": "r"})
+    return rows
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, records: list[Row], scores: list[Row]) -> Path:
+    """The same as files."""
+    folder = tmp_path / "made-up-run"
+    folder.mkdir()
+    for name, rows in (("records", records), ("scores", scores)):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    return folder
