@@ -153,8 +153,16 @@ class _Reader:
         values = dict(self.layer(raw, path, tuple(PARAMETERS), ("model",)))
         if "mode" not in raw and raw:
             self.problems.add(self.place(path), f"has no mode; the modes are {', '.join(MODES)}")
-        models = raw.get("model", [])
-        return CellSpec(values, self.place(path), tuple([models] if isinstance(models, str) else map(str, models)))
+        return CellSpec(values, self.place(path), self.models_of(raw, path))
+
+    def models_of(self, raw: Mapping[str, Any], path: KeyPath) -> tuple[str, ...]:
+        """Read the models a cell is for; none means all."""
+        given = raw.get("model", ())
+        names = given if isinstance(given, list | tuple) else [given]
+        if not all(isinstance(name, str) for name in names) or given == []:
+            self.problems.add(self.place((*path, "model")), ALLOWED["model"], "(empty)" if given is None else given)
+            return ()
+        return tuple(names)
 
     def named_blocks(self, raw: object, path: KeyPath) -> dict[str, Layer]:
         found = {}

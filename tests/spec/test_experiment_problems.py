@@ -73,6 +73,7 @@ def message(folder: Path, text: str, flags: dict[str, Any] | None = None, **more
         ("{mode: ar, images: 3}", "cells[0].images: belongs at the top level of the file, not here"),
         ("{delta: 0.3}", "cells[0]: has no mode; the modes are ar, speculative, lantern, lantern++"),
         ("5", "cells[0] 5: must be a cell such as {mode: lantern, delta: 0.1}"),
+        ("{mode: ar, model: 5}", "cells[0].model 5: must be a model's name or a list of names"),
         ("{mode: ar, model: other}", "cells[0]: the model other is not among the experiment's models (lanterns)"),
         ("{mode: lantern}", "cells[0]: mode lantern has the rule additive and needs delta; "
          "write delta: 0.1 in the cell, or type --delta 0.1"),
