@@ -14,12 +14,24 @@ from typing import Any, TypeAlias
 from lantern_bench.spec.modes import MODES
 from lantern_bench.spec.schema import CELL_COLUMNS
 
-__all__ = ["NOTE_SEPARATOR", "CellRecords", "Row", "baseline_of", "group", "joined", "settings_that_differ"]
+__all__ = [
+    "NOTE_SEPARATOR",
+    "SAMPLING_DEFAULTS",
+    "CellRecords",
+    "Row",
+    "baseline_of",
+    "group",
+    "joined",
+    "settings_that_differ",
+]
 
 Row: TypeAlias = Mapping[str, Any]
 
 NOTE_SEPARATOR = " | "
 """Between the notes of one row."""
+
+SAMPLING_DEFAULTS = {"temperature": 1, "top_k": 0, "top_p": 1}
+"""Values that need not be named where people read: plain sampling without filters."""
 
 # What an `ar` cell should share with the cell it is compared to, most important first.
 _SAMPLING = ("cfg_scale", "temperature", "top_k", "top_p")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.report.cells import SAMPLING_DEFAULTS
 from lantern_bench.report.tables import write_csv
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def draw_curves(runs: Mapping[str, Tables], folder: Path) -> list[Path]:
 
 
 def labels(table: pd.DataFrame) -> list[str]:
-    """Return a legend entry for each row of a table with cell columns: `LANTERN++ λ=2`, after run and model if several."""
+    """Return a legend entry for each row: `LANTERN++ λ=2`. Where there are several runs or models, they are named."""
     apart = [name for name in ("run", "model") if table[name].nunique() > 1]
     entries = []
     for _, row in table.iterrows():
@@ -87,7 +88,11 @@ def labels(table: pd.DataFrame) -> list[str]:
         parts.append(_METHODS.get(row["mode"], row["mode"]))
         parts += [form.format(row[name]) for name, form in _BOUNDS.items() if _given(row[name])]
         for name, form in _SETTINGS.items():
-            if rivals[name].nunique(dropna=False) > 1 and _given(row[name]):
+            if (
+                rivals[name].nunique(dropna=False) > 1
+                and _given(row[name])
+                and row[name] != SAMPLING_DEFAULTS.get(name)
+            ):
                 parts.append("greedy" if name == "temperature" and row[name] == 0 else form.format(row[name]))
         entries.append(" ".join(parts))
     return entries

@@ -53,6 +53,7 @@ _HEADS = {
     "kid_std": "KID std",
     "clip_score": "CLIP score",
     "cell_id": "cell",
+    "precision": "prec.",
     "index": "depth",
     "latency_s": "s / image",
     "tokens_per_s": "tokens / s",
@@ -100,6 +101,8 @@ def readable(table: pd.DataFrame, name: str | None = None) -> Readable:
     rows = table[table["axis"] == "depth"].reset_index(drop=True) if name == "acceptance" else table
     shown = [column for column in _figures(rows) if name is None or _worth_showing(rows, column, name)]
     units = {column.name: column.unit for column in TABLES[name]} if name is not None else {}
+    if name == "summary":  # as in the papers, for the width of a screen: the speed and quality tables hold the others
+        rows = rows.drop(columns=[column for column in rows if _is_end(str(column)) and "speedup" not in str(column)])
     text = {_head(rows, column): _texts(rows, column, units.get(column, "")) for column in shown}
     return Readable(pd.DataFrame(text), tuple(_notes(rows, name)) if name is not None else ())
 
@@ -138,14 +141,18 @@ def _notes(table: pd.DataFrame, name: str) -> list[str]:
 def _figures(table: pd.DataFrame) -> list[str]:
     """The columns that stand for themselves: the ends of an interval go with their figure."""
     names = [str(name) for name in table.columns]
-    ends = {f"{name}{end}" for name in names for end in ("_low", "_high")}
-    return [name for name in names if name not in ends]
+    return [name for name in names if not (_is_end(name) and name.rpartition("_")[0] in names)]
+
+
+def _is_end(column: str) -> bool:
+    return column.endswith(("_low", "_high"))
 
 
 def _head(table: pd.DataFrame, column: str) -> str:
     """The column's name in words; an FID names its features, a CLIP score its model."""
     judge = _MEASURED_BY.get(column)
-    measured_by = [str(name) for name in table[judge].dropna().unique()] if judge in table else []
+    there = table[table[column].notna()]
+    measured_by = [str(name) for name in there[judge].dropna().unique()] if judge in table else []
     if len(measured_by) == 1:
         # The hash of the weights stands in the notes.
         return f"{_HEADS[column]} ({measured_by[0].partition('@')[0]})"

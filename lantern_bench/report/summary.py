@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lantern_bench.report.cells import Row, joined
+from lantern_bench.report.cells import SAMPLING_DEFAULTS, Row, joined
 from lantern_bench.spec.modes import MODES
 
 __all__ = ["PUBLISHED", "parameters", "summary_rows"]
@@ -20,7 +20,7 @@ PUBLISHED = ("speedup", "mean_accepted_length", "fid", "clip_score", "precision"
 _FROM_SPEED = ("speedup", "mean_accepted_length")
 _FROM_QUALITY = ("fid", "fid_features", "clip_score", "clip_score_low", "clip_score_high", "clip_model")
 _FROM_MANIFOLD = ("precision", "recall")
-# Sampling settings are named where cells of the run differ in them; the others say which method it is.
+# Sampling settings are named where cells of the run differ in them, and by the cells that depart from the default.
 _SAMPLING = {"temperature": "T={:g}", "cfg_scale": "cfg={:g}", "top_k": "top_k={:g}", "top_p": "top_p={:g}"}
 
 
@@ -56,7 +56,7 @@ def parameters(cell: Row, cells: Sequence[Row]) -> str:
     parts += ["official residual"] if cell["residual"] == "official" else []
     for name, text in _SAMPLING.items():
         if len({other[name] for other in cells}) > 1 and cell[name] is not None:
-            parts.append(text.format(cell[name]))
+            parts += [text.format(cell[name])] if cell[name] != SAMPLING_DEFAULTS.get(name) else []
     return " ".join(parts)
 
 
