@@ -52,7 +52,9 @@ def random_relaxation(rng: np.random.Generator, vocabulary: int) -> Relaxation:
     if rule == "strict":
         return Relaxation(residual=residual)
     if rule == "additive":
-        return Relaxation("additive", neighbours, float(rng.choice([0.02, 0.1, 0.3, 0.8]) * rng.uniform(0.9, 1)), residual)
+        return Relaxation(
+            "additive", neighbours, float(rng.choice([0.02, 0.1, 0.3, 0.8]) * rng.uniform(0.9, 1)), residual
+        )
     return Relaxation("multiplicative", neighbours, float(rng.choice([1.1, 2.0, 6.0]) * rng.uniform(1, 1.1)), residual)
 
 
@@ -99,7 +101,10 @@ def random_dynamic(rng: np.random.Generator, batch: int, nodes: int, vocabulary:
     depth, fanout = int(rng.integers(1, 5)), int(rng.integers(1, min(6, vocabulary) + 1))
     columns: list[list[list[int]]] = [[], [], [], [], []]
     for _ in range(batch):
-        paths = [(), *sorted(random_topology(rng, int(rng.integers(0, nodes)), fanout, depth), key=lambda p: (len(p), p))]
+        paths = [
+            (),
+            *sorted(random_topology(rng, int(rng.integers(0, nodes)), fanout, depth), key=lambda p: (len(p), p)),
+        ]
         order = {path: rng.permutation(vocabulary) for path in paths}
         number = {path: place for place, path in enumerate(paths)}
         missing = nodes - len(paths)

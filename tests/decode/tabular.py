@@ -94,7 +94,9 @@ class Tabular:
         rows = [tokens for _, tokens in drafts]
         valid = torch.tensor([[token >= 0 for token in tokens] for tokens in rows])
         tokens = torch.tensor(rows).clamp_min(0)
-        q = torch.stack([torch.stack([self.q(_prefix(n, row, parents)) for n in range(len(parents))]) for row in tokens.tolist()])
+        q = torch.stack(
+            [torch.stack([self.q(_prefix(n, row, parents)) for n in range(len(parents))]) for row in tokens.tolist()]
+        )
         return weights, shape.draft(tokens, q, valid)
 
     def dynamic_draft(self, nodes: int, rounds: int, beam: int) -> DraftTree:
@@ -128,7 +130,10 @@ class Tabular:
         """p [B, M, V] at every node."""
         rows = zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)
         return torch.stack(
-            [torch.stack([self.p(_prefix(n, tokens, parents)) for n in range(len(parents))]) for tokens, parents in rows]
+            [
+                torch.stack([self.p(_prefix(n, tokens, parents)) for n in range(len(parents))])
+                for tokens, parents in rows
+            ]
         )
 
 

@@ -25,9 +25,7 @@ TREES = int(os.environ.get("LANTERN_BENCH_RANDOM_TREES", "400"))
 def check_sampled(draft: Draft, seed: int) -> int:
     """Compare the walks of all images; return the number of children looked at."""
     tree = draft.tree
-    verdict = verify(
-        tree, draft.probs, draft.relaxation, draft.table, draft.uniforms, draft.noise, draft.depth_limit
-    )
+    verdict = verify(tree, draft.probs, draft.relaxation, draft.table, draft.uniforms, draft.noise, draft.depth_limit)
     eps = torch.finfo(draft.probs.dtype).eps
     looks = 0
     for image in range(len(tree.tokens)):
@@ -100,7 +98,9 @@ def test_greedy_walks_equal_the_oracle() -> None:
             length = len(path) - 1
             message = f"seed {seed}, image {image}, {draft.relaxation}"
             assert verdict.path[image].tolist() == path + [-1] * (tree.max_depth - length), message
-            assert verdict.tokens[image, : length + 1].tolist() == [*(tokens[node] for node in path[1:]), token], message
+            assert verdict.tokens[image, : length + 1].tolist() == [*(tokens[node] for node in path[1:]), token], (
+                message
+            )
             ranks = [tree.children[image, a].tolist().index(b) for a, b in pairwise(path)]
             offers = bool((tree.children[image, path[-1]] >= 0).any()) and length < draft.limit(image)
             ends = ([-1] if offers else []) + [-2] * tree.max_depth
@@ -121,7 +121,9 @@ def test_a_batch_changes_nothing_for_an_image_and_no_input_is_written_to() -> No
         assert torch.equal(probs, draft.probs)
         assert q is None or torch.equal(q, tree.q)
         for image in range(len(tree.tokens)):
-            alone = {name: value[image : image + 1] for name, value in vars(tree).items() if isinstance(value, torch.Tensor)}
+            alone = {
+                name: value[image : image + 1] for name, value in vars(tree).items() if isinstance(value, torch.Tensor)
+            }
             one = slice(image, image + 1)
             limit = None if draft.depth_limit is None else draft.depth_limit[one]
             verdict = verify(
