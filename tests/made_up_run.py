@@ -1,13 +1,13 @@
-"""A small made-up run: records and scores as a sweep leaves them, with walks that can be counted by hand."""
+"""A small made-up run: records and scores as a sweep leaves them, with walks that can be counted by hand.
+
+Shared by the tests of tables, curves and commands; nothing is decoded.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from lantern_bench.spec.decoding import Decoding
 
@@ -62,18 +62,7 @@ LOOSE = Decoding.model_validate(
 WALKS = [[0, 1], [0, -1], [-1]]
 
 
-@pytest.fixture
-def record() -> Callable[..., Row]:
-    return make_record
-
-
-@pytest.fixture
-def cells() -> dict[str, Decoding]:
-    return {"ar": AR, "strict": STRICT, "loose": LOOSE}
-
-
-@pytest.fixture
-def records() -> list[Row]:
+def make_records() -> list[Row]:
     """Three cells over four prompts; one image of the last cell failed."""
     rows = []
     for prompt in range(4):
@@ -84,8 +73,7 @@ def records() -> list[Row]:
     return rows
 
 
-@pytest.fixture
-def scores(records: list[Row]) -> list[Row]:
+def make_scores(records: list[Row]) -> list[Row]:
     rows: list[Row] = []
     for row in records:
         if row["status"] == "ok":
@@ -100,12 +88,12 @@ def scores(records: list[Row]) -> list[Row]:
     return rows
 
 
-@pytest.fixture
-def run_folder(tmp_path: Path, records: list[Row], scores: list[Row]) -> Path:
-    """The same as files."""
-    folder = tmp_path / "made-up-run"
-    folder.mkdir()
+def write_run(folder: Path, records: list[Row], scores: list[Row], experiment: Row | None = None) -> Path:
+    """The same as a run's folder."""
+    folder.mkdir(parents=True)
     for name, rows in (("records", records), ("scores", scores)):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    manifest = {"schema_version": 1, "run": folder.name, "experiment": experiment or {}}
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     return folder

@@ -1,0 +1,173 @@
+"""The command line as typed: streams, exit codes, and the commands that look at runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+
+from lantern_bench import __version__
+from lantern_bench.cli import main as cli
+from lantern_bench.cli.places import RESULTS_VARIABLE, results_root
+from lantern_bench.errors import CheckFailedError, RecordsFailedError, RefusedError, UserError
+from lantern_bench.report.tables import NAMES
+from tests.made_up_run import make_records, make_scores, write_run
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run called made-up-1234 in the results folder."""
+    monkeypatch.setenv(RESULTS_VARIABLE, str(tmp_path / "results"))
+    records = make_records()
+    return write_run(tmp_path / "results" / "made-up-1234", records, make_scores(records))
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Let `show` raise what a test wants."""
+
+    def arrange(error: BaseException) -> None:
+        def find(_run: str) -> None:
+            raise error
+
+        monkeypatch.setattr("lantern_bench.cli.show.locate", find)
+
+    return arrange
+
+
+@pytest.mark.parametrize("name", ["made-up-1234", "made-up"])
+def test_show_finds_a_run_by_name_and_rebuilds_its_tables(run, capsys, name):
+    assert cli.main(["show", name]) == 0
+    written = capsys.readouterr()
+    assert pd.read_csv(io.StringIO(written.out))["method"].tolist() == ["ar", "speculative", "lantern++"]
+    assert written.err == ""
+    assert all((run / f"{table}.csv").is_file() for table in NAMES)
+
+
+@pytest.mark.parametrize("table", NAMES)
+def test_show_prints_what_it_writes(run, capsys, table):
+    assert cli.main(["show", str(run), "--table", table]) == 0
+    assert capsys.readouterr().out == (run / f"{table}.csv").read_text()
+
+
+def test_show_in_other_formats(run, capsys):
+    assert cli.main(["show", "made-up", "--format", "json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 3
+    assert cli.main(["show", "made-up", "--table", "speed", "--format", "table"]) == 0
+    assert "2.09x [2.03, 2.15]" in capsys.readouterr().out
+
+
+def test_show_still_prints_when_the_folder_cannot_be_written(run, capsys, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("lantern_bench.report.tables.write_atomically", refuse)
+    assert cli.main(["show", "made-up"]) == 0
+    written = capsys.readouterr()
+    assert len(written.out.splitlines()) == 4
+    assert "warning:" in written.err and "Permission denied" in written.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "wrong"),
+    [
+        (["show", "nope"], "no such run"),
+        (["show", "made-up", "--table", "sped"], "--table sped"),
+        (["show", "made-up", "--format", "yaml"], "--format yaml"),
+        (["show"], "Missing argument"),
+        (["show", "made-up", "--tabel", "speed"], "--tabel"),
+        (["shwo"], "Did you mean 'show'"),
+        (["curves", "made-up", "made-up", "nope"], "nope"),
+        (["experiments", "--format", "yaml"], "--format yaml"),
+    ],
+)
+def test_what_is_typed_wrong_exits_2_with_one_message(run, capsys, typed, wrong):
+    assert cli.main(typed) == 2
+    written = capsys.readouterr()
+    assert wrong in written.err
+    assert written.out == "" and "Traceback" not in written.err
+    assert not (run / "summary.csv").exists()
+
+
+@pytest.mark.parametrize("error", [UserError, RefusedError, RecordsFailedError, CheckFailedError])
+def test_errors_have_their_exit_codes(failing, capsys, error):
+    failing(error("it is so", "do that"))
+    assert cli.main(["show", "x"]) == error.exit_code
+    assert capsys.readouterr().err == "error: it is so\n  do that\n"
+
+
+def test_our_own_fault_is_one_line_and_1(failing, capsys):
+    failing(ZeroDivisionError("by zero"))
+    assert cli.main(["show", "x"]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "error: internal: ZeroDivisionError: by zero",
+        "  This is a fault of lantern-bench; --debug shows where it happened.",
+    ]
+    assert cli.main(["show", "x", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_interruption_is_130(failing):
+    failing(KeyboardInterrupt())
+    assert cli.main(["show", "x"]) == 130
+
+
+def test_flags_may_stand_anywhere(run, capsys, monkeypatch):
+    monkeypatch.setattr("lantern_bench.report.tables.write_atomically", lambda *_: (_ for _ in ()).throw(OSError("no")))
+    assert cli.main(["show", "made-up", "-q"]) == 0
+    assert capsys.readouterr().err == ""
+    assert cli.main(["-q", "show", "made-up"]) == 0
+    assert cli.main(["show", "--", "-q"]) == 2  # a run of that name
+    assert "-q: no such run" in capsys.readouterr().err
+
+
+def test_curves(run, capsys, tmp_path):
+    assert cli.main(["curves", "made-up"]) == 0
+    files = capsys.readouterr().out.splitlines()
+    assert len(files) == 6 and all(os.path.isfile(name) for name in files)
+    assert (run / "figures" / "acceptance-by-depth.png").is_file()
+    records = make_records()
+    write_run(run.parent / "other", records, make_scores(records))
+    assert cli.main(["curves", "made-up", "other"]) == 2
+    assert "--out" in capsys.readouterr().err
+    assert cli.main(["curves", "made-up", "other", "--out", str(tmp_path / "both")]) == 0
+    assert set(pd.read_csv(tmp_path / "both" / "acceptance-by-depth.csv")["run"]) == {"made-up-1234", "other"}
+
+
+def test_experiments_lists_what_is_shipped(capsys):
+    assert cli.main(["experiments"]) == 0
+    listed = pd.read_csv(io.StringIO(capsys.readouterr().out))
+    assert "lanterns" in set(listed["experiment"])
+    assert listed["about"].notna().all()
+
+
+def test_version_and_help(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"lantern-bench {__version__}\n"
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "Exit codes" in shown and "show" in shown and "\x1b" not in shown
+
+
+def test_results_are_where_the_variable_says(monkeypatch):
+    monkeypatch.delenv(RESULTS_VARIABLE, raising=False)
+    assert str(results_root()) == "results"
+    monkeypatch.setenv(RESULTS_VARIABLE, "elsewhere")
+    assert str(results_root()) == "elsewhere"
+
+
+def test_help_is_quick():
+    """Nothing heavy is imported until a command needs it."""
+    code = (
+        "import sys; from lantern_bench.cli.main import main; code = main(['--help']);"
+        "heavy = {'torch', 'pandas', 'scipy', 'matplotlib', 'numpy', 'rich'} & set(sys.modules);"
+        "assert code == 0 and not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    module = subprocess.run([sys.executable, "-m", "lantern_bench", "--version"], check=True, capture_output=True)
+    assert module.stdout.decode().startswith("lantern-bench ")

@@ -1,0 +1,85 @@
+"""Tables for reading: units, intervals, what is said once, what is left blank."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from lantern_bench.report.reading import readable, with_interval
+from lantern_bench.report.tables import build_tables
+from tests.made_up_run import make_records, make_scores
+
+
+@pytest.fixture
+def tables():
+    records = make_records()
+    return build_tables(records, make_scores(records))
+
+
+def test_interval_as_people_write_it():
+    assert with_interval(1.74, 1.7, 1.784, "{:.2f}", "x") == "1.74x [1.70, 1.78]"
+    assert with_interval(1.74, None, None, "{:.2f}", "x") == "1.74x"
+
+
+def test_summary(tables):
+    shown, notes = readable(tables["summary"], "summary")
+    heads = ["method", "parameters", "images", "failed", "speedup", "MAL", "FID", "CLIP score (tiny-clip)"]
+    assert list(shown.columns) == [*heads, "prec.", "recall"]
+    assert list(shown["speedup"]) == ["1.00x [1.00, 1.00]", "2.09x [2.03, 2.15]", "3.25x [3.00, 3.50]"]
+    assert list(shown["MAL"]) == ["1.00", "2.00", "3.00"]
+    assert list(shown["FID"]) == ["", "", ""]
+    assert "model: lanterns" in notes
+    assert "fid features: lanterns-features-64@abcd" in notes
+    assert "fid needs 128 images, twice its features; there are 4" in notes
+
+
+def test_fid_names_its_features(tables):
+    table = tables["summary"].assign(fid=[10.0, 11.25, 12.0])
+    shown, _ = readable(table, "summary")
+    assert list(shown["FID (lanterns-features-64)"]) == ["10.00", "11.25", "12.00"]
+
+
+def test_features_stay_in_a_column_when_they_differ(tables):
+    table = tables["summary"].assign(fid=[10.0, 11.0, 12.0], fid_features=["a", "b", "b"])
+    shown, _ = readable(table, "summary")
+    assert list(shown["FID features"]) == ["a", "b", "b"]
+    assert "FID" in shown
+
+
+def test_units_and_blanks(tables):
+    shown, notes = readable(tables["speed"], "speed")
+    assert shown["s / image"].iloc[1] == "0.645 s [0.615, 0.682]"
+    assert shown["draft / step"].iloc[1] == "43.00 ms"
+    assert shown["acceptance rate"].iloc[0] == ""
+    assert "peak memory" not in shown  # measured nowhere in this run
+    assert "mode" not in shown  # the cell's id says it
+    assert list(shown["failed"]) == ["0", "0", "1"]
+    assert any("accepted drafts are one less" in note for note in notes)
+
+
+def test_failures_are_shown_only_where_there_are_any(tables):
+    assert "failed" not in readable(tables["speed"].assign(failed=0), "speed").frame
+
+
+def test_acceptance_is_shown_by_depth(tables):
+    shown, notes = readable(tables["acceptance"], "acceptance")
+    assert list(shown["depth"]) == ["1", "2", "1", "2"]
+    assert shown["rate"].iloc[0] == "0.667 [0.391, 0.862]"
+    assert any("acceptance.csv" in note for note in notes)
+
+
+def test_a_note_names_its_cells(tables):
+    table = tables["speed"]
+    table.loc[1, "note"] = "first | second"
+    table.loc[2, "note"] = "second"
+    _, notes = readable(table, "speed")
+    ids = list(table["cell_id"])
+    assert f"{ids[1]}: first" in notes
+    assert f"{ids[1]}, {ids[2]}: second" in notes
+
+
+def test_a_table_without_a_name_is_shown_whole():
+    table = pd.DataFrame({"model": ["a", "a"], "size": [1, 2], "share": [0.123456, None]})
+    shown, notes = readable(table)
+    assert shown.to_dict("list") == {"model": ["a", "a"], "size": ["1", "2"], "share": ["0.1235", ""]}
+    assert notes == ()

@@ -1,0 +1,105 @@
+"""Intervals: against scipy and closed forms, and where scipy has no answer."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import bootstrap
+
+from lantern_bench.report.stats import proportion, ratio_of_sums
+
+
+def _paired(n: int = 60) -> tuple[list[float], list[float], list[str]]:
+    """Baseline and mode times whose difficulty varies far more between prompts than their ratio does."""
+    generator = np.random.default_rng(5)
+    slow = generator.lognormal(0.0, 0.5, n)
+    fast = slow / 1.8 * generator.normal(1.0, 0.03, n)
+    return slow.tolist(), fast.tolist(), [f"p{number:03d}" for number in range(n)]
+
+
+def test_interval_is_scipys_paired_bca():
+    slow, fast, prompts = _paired()
+    ours = ratio_of_sums(slow, fast, prompts, seed=3)
+    theirs = bootstrap(
+        (np.array(slow), np.array(fast)),
+        lambda a, b, axis: a.sum(axis=axis) / b.sum(axis=axis),
+        paired=True,
+        method="BCa",
+        rng=np.random.default_rng(3),
+    ).confidence_interval
+    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
+    assert ours.value == pytest.approx(sum(slow) / sum(fast))
+
+
+def test_pairing_takes_the_prompts_out():
+    """Resampling the two modes apart would give an interval many times wider."""
+    slow, fast, prompts = _paired()
+    paired = ratio_of_sums(slow, fast, prompts)
+    assert paired.low is not None and paired.high is not None and paired.value is not None
+    assert paired.low < paired.value < paired.high
+    apart = ratio_of_sums(slow, [1.0] * len(slow), prompts)
+    assert apart.low is not None and apart.high is not None and apart.value is not None
+    assert (paired.high - paired.low) / paired.value < 0.2 * (apart.high - apart.low) / apart.value
+
+
+def test_repeats_stay_inside_their_prompt():
+    """The same images ten times are no new prompts: the interval does not shrink."""
+    slow, fast, prompts = _paired(20)
+    once = ratio_of_sums(slow, fast, prompts)
+    tenfold = ratio_of_sums(slow * 10, fast * 10, prompts * 10)
+    assert (once.low, once.high) == pytest.approx((tenfold.low, tenfold.high), rel=1e-12)
+
+
+def test_order_of_images_does_not_matter():
+    slow, fast, prompts = _paired(20)
+    order = np.random.default_rng(0).permutation(20)
+    shuffled = ([slow[i] for i in order], [fast[i] for i in order], [prompts[i] for i in order])
+    assert ratio_of_sums(slow, fast, prompts) == ratio_of_sums(*shuffled)
+
+
+@pytest.mark.parametrize("values", [[0.3] * 5, [1.0, 2.0, 3.0], [0.1, 0.2, 0.7]])
+def test_constant_ratio_has_an_interval_of_no_width(values):
+    thrice = [3 * value for value in values]
+    found = ratio_of_sums(thrice, values, [str(number) for number in range(len(values))])
+    assert found.value == pytest.approx(3.0)
+    assert found.low == found.high == found.value
+
+
+def test_all_zero_is_constant_too():
+    found = ratio_of_sums([0.0] * 4, [1.0] * 4, list("abcd"))
+    assert (found.value, found.low, found.high) == (0.0, 0.0, 0.0)
+
+
+def test_too_little_data_says_so():
+    alone = ratio_of_sums([2.0, 4.0], [1.0, 1.0], ["a", "a"])
+    assert (alone.value, alone.low, alone.high) == (3.0, None, None)
+    assert "fewer than 2 prompts" in str(alone.note)
+    assert ratio_of_sums([], [], []).value is None
+    assert ratio_of_sums([1.0], [0.0], ["a"]).value is None
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 1e3), st.floats(1e-3, 1e3)), min_size=2, max_size=6))
+def test_never_nan(pairs):
+    found = ratio_of_sums([a for a, _ in pairs], [b for _, b in pairs], [str(number) for number in range(len(pairs))])
+    assert all(part is not None and math.isfinite(part) for part in (found.value, found.low, found.high))
+    assert found.low <= found.high
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(0, 10), (10, 10), (3, 10), (650, 1000)])
+def test_wilson(successes, trials):
+    z, share = 1.959963984540054, successes / trials
+    centre = (share + z**2 / (2 * trials)) / (1 + z**2 / trials)
+    half = z / (1 + z**2 / trials) * math.sqrt(share * (1 - share) / trials + z**2 / (4 * trials**2))
+    found = proportion(successes, trials)
+    assert found.value == share
+    assert found.low == pytest.approx(max(0.0, centre - half), abs=1e-9)
+    assert found.high == pytest.approx(min(1.0, centre + half), abs=1e-9)
+
+
+def test_no_trials_no_rate():
+    assert proportion(0, 0).value is None

@@ -1,0 +1,237 @@
+"""The four tables: columns of the schema, figures by hand, what is missing stays empty."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+
+import pytest
+
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.report.tables import NAMES, build_tables, frame, read_tables, write_csv, write_tables
+from lantern_bench.spec.decoding import Decoding
+from lantern_bench.spec.schema import columns
+from tests.made_up_run import AR, LOOSE, STRICT, WALKS, make_record, make_records, make_scores, write_run
+
+
+@pytest.fixture
+def tables():
+    records = make_records()
+    return build_tables(records, make_scores(records))
+
+
+def _row(table, cell):
+    return table.set_index("cell_id").loc[cell.cell_id]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_columns_are_the_schemas(tables, name):
+    assert list(tables[name].columns) == [column.name for column in columns(name)]
+    kinds = {"string": "string", "int": "Int64", "float": "float64"}
+    assert [str(kind) for kind in tables[name].dtypes] == [kinds[column.dtype] for column in columns(name)]
+    assert len(tables[name])
+
+
+def test_speed_by_hand(tables):
+    row = _row(tables["speed"], STRICT)
+    assert (row["images"], row["failed"]) == (4, 0)
+    assert row["latency_s"] == pytest.approx(0.645)
+    assert row["tokens_per_s"] == pytest.approx(4 * 7 / 2.58)
+    assert row["speedup"] == pytest.approx((1.2 + 1.3 + 1.4 + 1.5) / 2.58)  # ratio of sums
+    assert row["step_compression"] == pytest.approx(7 / 4)  # 7 tokens, 3 steps and the prefill
+    assert row["mean_accepted_length"] == pytest.approx(6 / 3)
+    assert row["accepted_drafts"] == pytest.approx(1.0)
+    assert row["acceptance_rate"] == pytest.approx(3 / 5)
+    assert row["target_forwards"] == 4
+    assert row["draft_ms"] == pytest.approx(1000 * 0.2 * 2.58 / 12)
+    assert math.isnan(row["peak_memory_mb"])
+
+
+def test_ar_is_exactly_one(tables):
+    row = _row(tables["speed"], AR)
+    for name in ("speedup", "mean_accepted_length", "step_compression"):
+        assert row[name] == row[f"{name}_low"] == row[f"{name}_high"] == 1.0
+    assert row["accepted_drafts"] == 0
+    assert math.isnan(row["acceptance_rate"])
+
+
+def test_failed_images_are_counted_and_left_out(tables):
+    row = _row(tables["speed"], LOOSE)
+    assert (row["images"], row["failed"]) == (3, 1)
+    assert row["speedup"] == pytest.approx((1.2 + 1.3 + 1.4) / 1.2)  # over the prompts that both have
+    assert _row(tables["summary"], LOOSE)["failed"] == 1
+    assert _row(tables["quality"], LOOSE)["images"] == 3
+
+
+def test_retried_image_counts_once():
+    records = make_records()
+    records.append({**records[-1], "status": "ok", "error": None, "seconds": 0.4})
+    row = _row(build_tables(records)["speed"], LOOSE)
+    assert (row["images"], row["failed"]) == (4, 0)
+
+
+def test_uncut_mean_weighs_by_steps():
+    short = make_record(STRICT, 0, [[0]], 1.0, mal_uncut=4.0)
+    long = make_record(STRICT, 1, [[-1]] * 3, 1.0, mal_uncut=1.0)
+    assert _row(build_tables([short, long])["speed"], STRICT)["mal_uncut"] == pytest.approx((4 + 3) / 4)
+
+
+def test_peak_memory_is_the_largest():
+    records = [make_record(STRICT, n, WALKS, 1.0, peak_memory_bytes=peak) for n, peak in enumerate((3e6, 5e6))]
+    assert _row(build_tables(records)["speed"], STRICT)["peak_memory_mb"] == 5.0
+
+
+def test_no_baseline_no_speedup():
+    row = _row(build_tables([make_record(STRICT, 0, WALKS, 1.0)])["speed"], STRICT)
+    assert math.isnan(row["speedup"])
+    assert "no ar cell" in row["note"]
+
+
+def test_baseline_has_the_same_guidance_and_the_same_settings_where_it_can():
+    plain = Decoding(mode="ar", cfg_scale=1, cfg_default=2)
+    warm = Decoding(mode="ar", temperature=0.5, cfg_scale=2, cfg_default=2)
+    greedy = Decoding(mode="speculative", tree="small-7", temperature=0, cfg_scale=2, cfg_default=2)
+    records = []
+    for prompt in range(3):
+        records += [make_record(plain, prompt, [[]] * 6, 9.0), make_record(warm, prompt, [[]] * 6, 3.0)]
+        records += [make_record(AR, prompt, [[]] * 6, 2.0), make_record(greedy, prompt, WALKS, 1.0)]
+        records += [make_record(STRICT, prompt, WALKS, 1.0)]
+    speed = build_tables(records)["speed"]
+    assert _row(speed, STRICT)["speedup"] == pytest.approx(2.0)
+    assert _row(speed, greedy)["speedup"] in (pytest.approx(2.0), pytest.approx(3.0))
+    assert "speedup against ar with temperature=" in _row(speed, greedy)["note"]
+    assert _row(speed, warm)["speedup"] == 1.0
+    only_plain = [row for row in records if row["cell_id"] in (plain.cell_id, STRICT.cell_id)]
+    assert math.isnan(_row(build_tables(only_plain)["speed"], STRICT)["speedup"])
+
+
+def test_untimed_run_is_empty_not_zero():
+    records = [make_record(cell, n, walks, None) for cell, walks in ((AR, [[]]), (STRICT, WALKS)) for n in range(2)]
+    row = _row(build_tables(records)["speed"], STRICT)
+    assert "not timed" in row["note"]
+    for name in ("latency_s", "tokens_per_s", "speedup", "draft_ms"):
+        assert math.isnan(row[name])
+    assert row["mean_accepted_length"] == 2.0
+
+
+def test_quality_by_hand(tables):
+    row = _row(tables["quality"], STRICT)
+    assert row["clip_score"] == pytest.approx(0.3015)
+    assert row["clip_score_low"] < 0.3015 < row["clip_score_high"]
+    assert row["prompt_accuracy"] == 0.75
+    assert math.isnan(row["fid"])
+    assert row["note"] == "fid needs 128 images, twice its features; there are 4"
+    assert (row["fid_features"], row["clip_model"]) == ("lanterns-features-64@abcd", "tiny-clip@1234")
+    assert row["moved_mass"] == 0.0
+    assert _row(tables["quality"], LOOSE)["moved_mass"] == pytest.approx(0.01)  # per accepted draft
+
+
+def test_one_quality_row_for_each_protocol():
+    records = make_records()
+    scores = make_scores(records)
+    again = [{**row, "protocol": "full", "extractor": "inception", "clip_model": "ViT"} for row in scores]
+    tables = build_tables(records, scores + again)
+    assert list(tables["quality"]["protocol"]) == ["embedded", "full"] * 3
+    assert list(tables["summary"]["fid_features"]) == ["lanterns-features-64@abcd", "inception"] * 3
+
+
+def test_unscored_cells_and_images_say_so():
+    records = make_records()
+    scores = [row for row in make_scores(records) if row["cell_id"] == STRICT.cell_id and row["level"] == "image"]
+    quality = build_tables(records, scores[:3])["quality"]
+    assert _row(quality, AR)["note"] == "not scored"
+    assert _row(quality, AR)["images"] == 0
+    assert _row(quality, STRICT)["note"] == "3 of 4 images scored"
+
+
+def test_last_score_counts():
+    records = make_records()
+    scores = make_scores(records)
+    tables = build_tables(records, [*scores, {**scores[-1], "kid": 0.5}])
+    assert tables["quality"]["kid"].iloc[-1] == 0.5
+
+
+def test_summary_has_the_published_figures_beside_ours(tmp_path):
+    records = make_records()
+    paper = {"name": "a table", "figures": {STRICT.cell_id: {"speedup": 2.0, "clip_score": 0.3}}}
+    run = write_run(tmp_path / "run", records, make_scores(records), {"paper": paper})
+    row = _row(read_tables(run)["summary"], STRICT)
+    assert row["speedup_published"] == 2.0
+    assert row["speedup_difference"] == pytest.approx(row["speedup"] - 2.0)
+    assert row["clip_score_difference"] == pytest.approx(0.0015)
+    assert math.isnan(row["fid_published"]) and math.isnan(row["fid_difference"])
+
+
+def test_parameters_for_reading(tables):
+    greedy = Decoding(mode="speculative", drafting="dynamic", temperature=0, cfg_scale=2, cfg_default=2)
+    records = [*make_records(), make_record(greedy, 0, WALKS, 1.0)]
+    summary = build_tables(records)["summary"].set_index("cell_id")
+    assert tables["summary"].set_index("cell_id").loc[LOOSE.cell_id, "parameters"] == "small-7 k=10 lambda=2"
+    assert summary.loc[greedy.cell_id, "parameters"] == "dynamic 58n5d10b T=0"
+    assert summary.loc[STRICT.cell_id, "parameters"] == "small-7"
+
+
+def test_order_is_fixed():
+    """Modes as the papers list them, parameters by value and not as text."""
+    cells = [Decoding.model_validate({"mode": "lantern", "delta": delta}) for delta in (0.05, 0.1, 0.005)]
+    records = [make_record(cell, n, WALKS, 1.0) for cell in (LOOSE, *cells, STRICT, AR) for n in range(2)]
+    random.Random(1).shuffle(records)
+    speed = build_tables(records)["speed"]
+    assert list(speed["mode"]) == ["ar", "speculative", "lantern", "lantern", "lantern", "lantern++"]
+    assert list(speed["delta"].dropna()) == [0.005, 0.05, 0.1]
+
+
+def test_files_do_not_depend_on_the_order_of_records(tmp_path):
+    records = make_records()
+    scores = make_scores(records)
+    one = write_run(tmp_path / "one", records, scores)
+    shuffled = records[:]
+    random.Random(2).shuffle(shuffled)
+    two = write_run(tmp_path / "two", shuffled, scores[::-1])
+    write_tables(one)
+    write_tables(two)
+    for name in NAMES:
+        content = (one / f"{name}.csv").read_bytes()
+        assert content == (two / f"{name}.csv").read_bytes()
+        assert b"nan" not in content and b"inf" not in content.replace(b"info", b"")
+        assert content.decode().splitlines()[0].split(",") == [column.name for column in columns(name)]
+
+
+def test_six_significant_digits(tmp_path):
+    table = frame("acceptance", [{"rate": 1 / 3, "offered": 1234567, "note": None}])
+    write_csv(table, tmp_path / "a.csv")
+    cells = dict(zip(*(line.split(",") for line in (tmp_path / "a.csv").read_text().splitlines()), strict=True))
+    assert (cells["rate"], cells["offered"], cells["note"], cells["rate_low"]) == ("0.333333", "1234567", "", "")
+
+
+def test_unknown_column_is_refused():
+    with pytest.raises(ValueError, match="not in the schema of speed: bogus"):
+        frame("speed", [{"bogus": 1}])
+
+
+def test_a_run_without_records_is_refused(tmp_path):
+    run = write_run(tmp_path / "run", [], [])
+    with pytest.raises(RefusedError, match="no records"):
+        read_tables(run)
+    with pytest.raises(UserError, match="not a run"):
+        read_tables(tmp_path)
+
+
+def test_a_cut_last_line_is_left_out(tmp_path):
+    run = write_run(tmp_path / "run", make_records(), [])
+    with (run / "records.jsonl").open("a") as file:
+        file.write(json.dumps(make_record(STRICT, 9, WALKS, 1.0))[:100])
+    assert _row(read_tables(run)["speed"], STRICT)["images"] == 4
+
+
+def test_a_file_that_cannot_be_written(tmp_path):
+    with pytest.raises(UserError, match="cannot be written"):
+        write_csv(frame("speed", []), tmp_path)
+
+
+def test_tables_need_no_torch():
+    code = "import sys, lantern_bench.report.tables, lantern_bench.report.curves; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

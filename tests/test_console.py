@@ -1,0 +1,232 @@
+"""The console: data on stdout, words on stderr, plain text where there is no terminal, and nothing ever cut."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+
+import pandas as pd
+import pytest
+
+from lantern_bench.console import Console, duration
+from lantern_bench.console import progress as progress_module
+from lantern_bench.errors import UserError
+from lantern_bench.report.reading import readable
+from lantern_bench.report.tables import build_tables
+from tests.made_up_run import make_records, make_scores
+
+ESCAPE = "\x1b"
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def summary():
+    records = make_records()
+    return build_tables(records, make_scores(records))["summary"]
+
+
+def console(terminal: bool = False, **flags) -> tuple[Console, io.StringIO, io.StringIO]:
+    kind = Terminal if terminal else io.StringIO
+    out, err = kind(), kind()
+    return Console(stdout=out, stderr=err, **flags), out, err
+
+
+def test_a_pipe_gets_csv_and_a_terminal_a_table(summary):
+    piped, out, err = console()
+    piped.table(summary, "summary")
+    assert pd.read_csv(io.StringIO(out.getvalue())).shape == summary.shape
+    assert err.getvalue() == ""
+    drawn, out, _ = console(terminal=True)
+    drawn.table(summary, "summary", title="a run")
+    assert "a run" in out.getvalue() and "2.09x [2.03, 2.15]" in out.getvalue()
+    assert ESCAPE in out.getvalue()
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_no_escape_codes_where_none_are_wanted(summary, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    drawn, out, err = console(terminal=True)
+    drawn.table(summary, "summary", title="a run")
+    with drawn.progress() as progress:
+        progress.start(2, "images")
+        progress.advance()
+    drawn.warn("careful")
+    assert "2.09x" in out.getvalue() and "images" in err.getvalue()
+    assert ESCAPE not in out.getvalue() + err.getvalue()
+
+
+@pytest.mark.parametrize("name", ["summary", "speed", "quality", "acceptance"])
+@pytest.mark.parametrize("columns", ["200", "80", "60"])
+def test_nothing_is_cut_on_a_narrow_terminal(monkeypatch, name, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("NO_COLOR", "1")
+    records = make_records()
+    table = build_tables(records, make_scores(records))[name]
+    narrow, out, _ = console(terminal=True)
+    narrow.table(table, name)
+    wide, whole, _ = console(format="table")
+    wide.table(table, name)
+    assert "…" not in out.getvalue() + whole.getvalue()
+    figures = Counter(word for word in whole.getvalue().split() if word[0].isdigit())
+    assert figures.total() > 3 * len(readable(table, name).frame)
+    assert not figures - Counter(out.getvalue().split())
+
+
+def test_a_table_in_a_pipe_is_as_wide_as_it_needs_to_be():
+    long = "x" * 300
+    piped, out, _ = console(format="table")
+    piped.table(pd.DataFrame({"about": [long], "n": [1]}))
+    assert long in out.getvalue()
+    assert not any(line != line.rstrip() for line in out.getvalue().splitlines())
+
+
+def test_json_keeps_figures_and_gaps(summary):
+    written, out, _ = console(format="json")
+    written.table(summary, "summary")
+    rows = json.loads(out.getvalue())
+    assert rows[1]["speedup"] == pytest.approx(summary["speedup"].iloc[1], rel=1e-12)
+    assert rows[0]["fid"] is None
+    assert list(rows[0]) == list(summary.columns)
+
+
+def test_markdown_and_latex(summary):
+    written, out, _ = console()
+    written.table(summary, "summary", format="md", title="a run")
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "**a run**"
+    table = [line for line in lines if line.startswith("|")]
+    assert len(table) == 2 + len(summary) and len({line.count(" | ") for line in table}) == 1
+    written, out, _ = console()
+    written.table(summary.assign(method="50%_x"), "summary", format="latex")
+    assert r"50\%\_x" in out.getvalue() and r"\end{tabular}" in out.getvalue()
+
+
+def test_an_unknown_format_is_refused(summary):
+    with pytest.raises(UserError, match="--format yaml"):
+        console()[0].table(summary, format="yaml")
+
+
+def test_errors_have_advice_and_come_through_when_quiet():
+    quiet, out, err = console(quiet=True)
+    quiet.say("hello")
+    quiet.detail("more")
+    quiet.warn("careful", "do this")
+    quiet.error(UserError("--delta 2: must lie between 0 and 1", "For example:\n--delta 0.1"))
+    assert out.getvalue() == ""
+    assert err.getvalue() == "error: --delta 2: must lie between 0 and 1\n  For example:\n  --delta 0.1\n"
+
+
+def test_details_are_for_those_who_ask():
+    for verbose, wanted in ((False, ""), (True, "more\n")):
+        told, _, err = console(verbose=verbose)
+        told.detail("more")
+        assert err.getvalue() == wanted
+
+
+def test_warnings_carry_advice():
+    told, _, err = console()
+    told.warn("the machine slowed down", "run it again")
+    assert err.getvalue() == "warning: the machine slowed down\n  run it again\n"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(progress_module, "now", clock)
+    return clock
+
+
+def test_a_log_gets_a_line_a_part_and_at_most_one_a_minute(clock):
+    told, _, err = console()
+    with told.progress() as progress:
+        progress.start(400, "images", {"ar": 200, "lantern": 200})
+        for number in range(400):
+            clock.seconds += 1.0
+            progress.advance(part=("ar", "lantern")[number % 2], mal=1.5, s_per_image=0.7123)
+    lines = err.getvalue().splitlines()
+    assert lines[0] == "images: 400"
+    assert lines[1] == "images: 60 of 400, 5 min 40 s left, mal 1.5, s/image 0.712"
+    assert [line for line in lines if "done" in line] == [
+        "images: ar done, 399 of 400, 1 s left, mal 1.5, s/image 0.712",
+        "images: lantern done, 400 of 400, mal 1.5, s/image 0.712",
+    ]
+    assert lines[-1] == "images: 400 of 400 in 6 min 40 s"
+    assert len(lines) == 1 + 6 + 2 + 1
+
+
+def test_a_share_is_shown_as_per_cent(clock):
+    told, _, err = console()
+    progress = told.progress()
+    progress.start(1.0, "training target")
+    clock.seconds = 100.0
+    progress.reach(0.25, loss=4.2)
+    progress.finish()
+    progress.finish()
+    assert err.getvalue().splitlines() == [
+        "training target",
+        "training target: 25%, 5 min 00 s left, loss 4.2",
+        "training target: 25% in 1 min 40 s",
+    ]
+
+
+def test_progress_ends_when_work_fails(clock):
+    told, _, err = console()
+    with pytest.raises(KeyboardInterrupt), told.progress() as progress:
+        progress.start(10, "images")
+        progress.advance(4)
+        raise KeyboardInterrupt
+    assert err.getvalue().splitlines()[-1] == "images: 4 of 10 in 0 s"
+
+
+def test_a_terminal_gets_bars_with_words_above_them():
+    told, out, err = console(terminal=True)
+    with told.progress() as progress:
+        progress.start(4, "images", {"ar": 2, "lantern": 2})
+        for number in range(4):
+            progress.advance(part=("ar", "lantern")[number % 2], mal=2.5)
+        told.warn("the machine slowed down")
+    told.say("finished")
+    text = err.getvalue()
+    assert "4/4" in text and "2/2" in text and "mal 2.5" in text
+    assert "warning: the machine slowed down" in text
+    assert text.endswith("finished\n")
+    assert out.getvalue() == ""
+
+
+def test_quiet_progress_draws_nothing(clock):
+    quiet, _, err = console(quiet=True)
+    with quiet.progress() as progress:
+        progress.start(2, "images", {"ar": 2})
+        clock.seconds = 1e6
+        progress.advance(part="ar")
+        progress.reach(2)
+    assert err.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (252, "4 min 12 s"), (3780, "1 h 03 min")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
