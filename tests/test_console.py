@@ -84,6 +84,8 @@ def test_nothing_is_cut_on_a_narrow_terminal(monkeypatch, name, columns):
     figures = Counter(word for word in whole.getvalue().split() if word[0].isdigit())
     assert figures.total() > 3 * len(readable(table, name).frame)
     assert not figures - Counter(out.getvalue().split())
+    intervals = [cell for row in readable(table, name).frame.to_numpy().tolist() for cell in row if "[" in cell]
+    assert intervals and all(cell in out.getvalue() for cell in intervals)
 
 
 def test_a_table_in_a_pipe_is_as_wide_as_it_needs_to_be():

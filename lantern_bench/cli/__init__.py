@@ -1,1 +1,4 @@
-"""The command line: one file per command, which parses, calls and renders, and holds no logic of its own."""
+"""The command line: one file per command, which parses, calls and renders.
+
+No command holds logic of its own, and none imports anything heavy before it runs; `main.py` joins them.
+"""

@@ -1,4 +1,7 @@
-"""`lantern-bench curves`: draw acceptance by depth and quality against speedup, for one run or several."""
+"""`lantern-bench curves`: draw acceptance by depth and quality against speedup, for one run or several.
+
+What it writes it names on stdout, a file a line; how a curve looks is `report/curves.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`lantern-bench experiments`: what can be swept by name."""
+"""`lantern-bench experiments`: what can be swept by name.
+
+Each is a YAML file that comes with the package; reading and checking them is `spec/experiment.py`.
+"""
 
 from __future__ import annotations
 

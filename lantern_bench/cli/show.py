@@ -1,4 +1,7 @@
-"""`lantern-bench show`: rebuild the tables of a run and print one of them."""
+"""`lantern-bench show`: rebuild the tables of a run and print one of them.
+
+The records are the truth: what is printed is made from them, never read from the CSV files, which are made anew.
+"""
 
 from __future__ import annotations
 

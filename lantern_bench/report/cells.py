@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from lantern_bench.runs.store import latest
 from lantern_bench.spec.modes import MODES
 from lantern_bench.spec.schema import CELL_COLUMNS
 
@@ -52,14 +53,13 @@ class CellRecords:
         return str(self.columns["cell_id"])
 
 
-def group(records: Iterable[Row]) -> list[CellRecords]:
+def group(records: Iterable[dict[str, Any]]) -> list[CellRecords]:
     """Sort records into cells, in the fixed order of all tables.
 
     Of rows with one `record_key` the last counts: a failed image that was retried appears again.
     """
-    latest: dict[str, Row] = {str(row["record_key"]): row for row in records}
     cells: dict[str, list[Row]] = {}
-    for row in latest.values():
+    for row in latest(records):
         cells.setdefault(str(row["cell_id"]), []).append(row)
     grouped = [_cell(rows) for rows in cells.values()]
     return sorted(grouped, key=lambda cell: _order(cell.columns))

@@ -31,7 +31,7 @@ _DTYPES = {"string": "string", "int": "Int64", "float": "float64"}
 
 
 def build_tables(
-    records: Iterable[Row],
+    records: Iterable[dict[str, Any]],
     scores: Iterable[Row] = (),
     published: Mapping[str, Mapping[str, float]] | None = None,
 ) -> dict[str, pd.DataFrame]:

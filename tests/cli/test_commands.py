@@ -117,6 +117,14 @@ def test_an_interruption_is_130(failing):
     assert cli.main(["show", "x"]) == 130
 
 
+def test_an_interruption_outside_a_command_is_130_too(monkeypatch):
+    def interrupt(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupt)
+    assert cli.main(["--version"]) == 130
+
+
 def test_flags_may_stand_anywhere(run, capsys, monkeypatch):
     monkeypatch.setattr("lantern_bench.report.tables.write_atomically", lambda *_: (_ for _ in ()).throw(OSError("no")))
     assert cli.main(["show", "made-up", "-q"]) == 0

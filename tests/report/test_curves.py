@@ -80,6 +80,14 @@ def test_an_untimed_run_takes_the_speedup_of_the_same_cell_elsewhere(tables):
     assert set(points["speed_run"]) == {"speed"}
 
 
+def test_a_timed_run_keeps_its_own_speedup(tables):
+    records = [{**row, "seconds": 9.0} if row["mode"] == "ar" and row["seconds"] else row for row in make_records()]
+    slow = build_tables(records, make_scores(records))
+    points = speed_quality_points({"slow": slow, "fast": tables}).set_index(["run", "mode"])["speedup"]
+    assert points["fast", "lantern++"] == pytest.approx(3.25)
+    assert points["slow", "lantern++"] == pytest.approx(22.5)
+
+
 def test_fid_of_different_features_never_shares_an_axis(tmp_path):
     records = make_records()
     scores = [{**row, "fid": 10.0} if row["level"] == "cell" else row for row in make_scores(records)]

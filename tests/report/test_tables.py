@@ -108,6 +108,15 @@ def test_baseline_has_the_same_guidance_and_the_same_settings_where_it_can():
     assert math.isnan(_row(build_tables(only_plain)["speed"], STRICT)["speedup"])
 
 
+def test_speedup_is_over_the_images_that_both_have():
+    records = make_records()
+    records[0] |= {"status": "failed", "seconds": None}  # the first prompt under ar
+    row = _row(build_tables(records)["speed"], STRICT)
+    assert row["speedup"] == pytest.approx((1.3 + 1.4 + 1.5) / (0.63 + 0.66 + 0.69))
+    assert row["latency_s"] == pytest.approx(0.645)
+    assert row["note"] == "speedup over the 3 of 4 images that ar has too"
+
+
 def test_untimed_run_is_empty_not_zero():
     records = [make_record(cell, n, walks, None) for cell, walks in ((AR, [[]]), (STRICT, WALKS)) for n in range(2)]
     row = _row(build_tables(records)["speed"], STRICT)
