@@ -35,7 +35,8 @@ class Frontier:
 class SelectedNodes:
     """The kept nodes [B, M], root first, then in the order they were generated, then those that only fill up.
 
-    tokens, parents (-1 for the root), depths, ranks: int64. log_q: float32, cumulative, 0 for the root. valid: bool.
+    tokens, parents (-1 for the root), depths, ranks: int64. log_q: float32, cumulative, 0 for the root. valid: bool,
+    False for those that only fill up; their other entries mean nothing.
     """
 
     tokens: Tensor
@@ -115,9 +116,9 @@ class Growth:
         places = torch.arange(1, kept.shape[1] + 1, device=kept.device).expand_as(kept)
         node = torch.zeros(len(tokens), total + 2, dtype=torch.int64, device=kept.device).scatter_(1, kept + 1, places)
         below = {
-            "tokens": tokens.gather(1, held).masked_fill(~valid, 0),
-            "parents": node.gather(1, parents.gather(1, held) + 1).masked_fill(~valid, 0),
-            "depths": depths.expand_as(tokens).gather(1, held).masked_fill(~valid, 1),
+            "tokens": tokens.gather(1, held),
+            "parents": node.gather(1, parents.gather(1, held) + 1),
+            "depths": depths.expand_as(tokens).gather(1, held),
             # The root's candidates and every parent's are `beam` in a row.
             "ranks": held % self.beam,
             "log_q": reach.gather(1, held),

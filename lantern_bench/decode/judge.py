@@ -98,7 +98,7 @@ class _Nodes:
         if self.q is None:
             self._reject_deterministic(x, tried, near, touched)
         else:
-            self._reject_sampled(x, tried, near, touched, p_x + mass - q_x)
+            self._reject_sampled(x, tried, near, touched)
         return accept.squeeze(1), torch.where(tried, mass, 0.0).squeeze(1)
 
     def _reject_deterministic(self, x: Tensor, tried: Tensor, near: Tensor | None, touched: Tensor | None) -> None:
@@ -114,12 +114,10 @@ class _Nodes:
             left = torch.where(empty, 1.0, left)
         self.p_mass[: len(x)] = torch.where(tried, left, self.p_mass[: len(x)])
 
-    def _reject_sampled(
-        self, x: Tensor, tried: Tensor, near: Tensor | None, touched: Tensor | None, excess: Tensor
-    ) -> None:
+    def _reject_sampled(self, x: Tensor, tried: Tensor, near: Tensor | None, touched: Tensor | None) -> None:
         """Set p to max(p~ - q, 0) renormalised (p and the reduced q under `official`), and take x out of q.
 
-        `excess` [n, 1] is p~(x) - q(x).
+        At x itself that is 0, as p - q is: a rejected x has p~(x) < q(x).
         """
         assert self.q is not None
         p, q = self.p[: len(x)], self.q[: len(x)]
@@ -127,8 +125,6 @@ class _Nodes:
         if near is not None and touched is not None:
             instead = p.gather(1, near) if self.official else 0.0
             rest.scatter_(1, near, torch.where(touched, instead, rest.gather(1, near)))
-            if not self.official:
-                rest.scatter_(1, x, excess.clamp_min(0.0))
         left = rest.sum(dim=1, keepdim=True)
         p.copy_(torch.where(tried & (left > 0), rest / left, p))
         self._settle_empty(tried & (left <= 0))

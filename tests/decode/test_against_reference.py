@@ -17,7 +17,7 @@ from lantern_bench.decode.sampling import greedy_probabilities
 from lantern_bench.decode.verify import verify
 from lantern_bench.decode.verify_greedy import verify_greedy
 from tests.decode.random_trees import Draft, random_draft
-from tests.decode.reference_walk import walk, walk_greedy
+from tests.decode.reference_walk import merge, walk, walk_greedy
 
 TREES = int(os.environ.get("LANTERN_BENCH_RANDOM_TREES", "400"))
 
@@ -106,6 +106,15 @@ def test_greedy_walks_equal_the_oracle() -> None:
             ends = ([-1] if offers else []) + [-2] * tree.max_depth
             assert verdict.child_rank[image].tolist() == (ranks + ends)[: tree.max_depth], message
             assert_allclose(verdict.next_probs[image], probs[path[-1]], atol=1e-6)
+            lent = [merge(probs[parent], tokens[child], draft.rules)[0] for parent, child in pairwise(path)]
+            assert_allclose(verdict.mass_accepted[image], sum(lent), atol=1e-6, err_msg=message)
+            judged = [
+                merge(probs[node], tokens[child], draft.rules)[0]
+                for depth, node in enumerate(path)
+                for child in tree.children[image, node].tolist()
+                if child >= 0 and depth < draft.limit(image)
+            ]
+            assert_allclose(verdict.mass_tried[image], sum(judged), atol=3e-6, err_msg=message)
             accepted += length
     print(f"{TREES} random drafts, {accepted} accepted greedily: all walks equal")
     assert accepted > TREES

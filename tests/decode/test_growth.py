@@ -125,11 +125,13 @@ def test_a_depth_limit_selects_what_fewer_rounds_would() -> None:
         assert int((tree.children[image] >= 0).sum()) == len(expected)
 
 
-def test_a_child_as_probable_as_its_parent_does_not_displace_it() -> None:
+@pytest.mark.parametrize("certain", [1.0, 1.0000002])
+def test_a_child_as_probable_as_its_parent_does_not_displace_it(certain: float) -> None:
     """Finding B1: a child with log q = 0 has exactly its parent's score."""
 
     def law(prefix: Prefix) -> Tensor:
-        return torch.tensor([0.0, 1.0, 0.0]) if prefix else torch.tensor([0.5, 0.3, 0.2])
+        # A probability that rounding lifted above 1 may not lift the child above its parent either.
+        return torch.tensor([0.0, certain, 0.0]) if prefix else torch.tensor([0.5, 0.3, 0.2])
 
     growth = grow([law], 3, 2)
     for nodes, expected in ((1, [(0,)]), (2, [(0,), (0, 1)]), (4, [(0,), (1,), (0, 1), (0, 1, 1)])):

@@ -68,6 +68,10 @@ def test_filters_keep_what_the_text_says(logits: list[int], temperature: float, 
     assert torch.equal(by_k, one_filter)
 
 
+def test_top_p_stops_at_the_token_that_reaches_the_mass_exactly() -> None:
+    assert probabilities(torch.zeros(4), temperature=1.0, top_p=0.5).tolist() == [0.5, 0.5, 0.0, 0.0]
+
+
 def test_a_temperature_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="positive"):
         probabilities(torch.zeros(3), temperature=0.0)
