@@ -65,7 +65,7 @@ def emitted_tv_static(
     """
     error = torch.zeros_like(p)
     for _ in range(draws):
-        noise = torch.empty_like(p).exponential_(generator=generator).clamp_min_(torch.finfo(p.dtype).tiny)
+        noise = torch.empty_like(p).exponential_(generator=generator)
         tokens, valid = draw_without_replacement(q, children, noise)
         error += emitted_first_token(p, q, tokens, valid, relaxation, table)
         error -= emitted_first_token(p, q, tokens, valid, STRICT, None)

@@ -135,11 +135,11 @@ class Draws:
         self.device = torch.device(device)
 
     def exponential(self, *shape: int) -> Tensor:
-        """Return Exp(1) noise [B, *shape], never 0."""
+        """Return Exp(1) noise [B, *shape]; torch never draws 0."""
         noise = torch.empty(len(self.generators), *shape, device=self.device)
         for row, generator in zip(noise, self.generators, strict=True):
             row.exponential_(generator=generator)
-        return noise.clamp_min_(torch.finfo(noise.dtype).tiny)
+        return noise
 
     def uniform(self, *shape: int) -> Tensor:
         """Return uniform numbers [B, *shape] in [0, 1)."""
