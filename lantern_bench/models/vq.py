@@ -1,0 +1,244 @@
+"""The VQ tokenizer of LlamaGen (arXiv 2406.06525, section 3.1): a convolutional autoencoder around a codebook.
+
+One class for every size: the published `vq_ds16_*.pt` files and the embedded tokenizer differ by `VQConfig` alone, and
+the parameter names are those of the published checkpoints. Training losses are not here (see `lanterns.recipe`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = ["Encoded", "VQConfig", "VQModel"]
+
+_GROUPS = 32
+
+
+@dataclass(frozen=True)
+class VQConfig:
+    """Sizes of a tokenizer. `channel_mult` has one entry a resolution; the picture is halved between entries."""
+
+    codes: int = 16384
+    code_dim: int = 8
+    z_channels: int = 256
+    channels: int = 128
+    channel_mult: tuple[int, ...] = (1, 1, 2, 2, 4)
+    res_blocks: int = 2
+
+    @property
+    def downsampling(self) -> int:
+        """Pixels a token spans in each direction."""
+        return int(2 ** (len(self.channel_mult) - 1))
+
+
+class Encoded(NamedTuple):
+    """What `VQModel.encode` returns: quantised [B, d, h, w], indices int64 [B, h, w], latents before it [B, d, h, w]."""
+
+    quantised: Tensor
+    indices: Tensor
+    latents: Tensor
+
+
+def _norm(channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(_GROUPS, channels, eps=1e-6, affine=True)
+
+
+class _ResBlock(nn.Module):
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.norm1 = _norm(inside)
+        self.conv1 = nn.Conv2d(inside, outside, 3, padding=1)
+        self.norm2 = _norm(outside)
+        self.conv2 = nn.Conv2d(outside, outside, 3, padding=1)
+        if inside != outside:
+            self.nin_shortcut = nn.Conv2d(inside, outside, 1)
+        self.changes_width = inside != outside
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv1(functional.silu(self.norm1(x)))
+        h = self.conv2(functional.silu(self.norm2(h)))
+        shortcut: Tensor = self.nin_shortcut(x) if self.changes_width else x
+        return shortcut + h
+
+
+class _AttnBlock(nn.Module):
+    """Single-head attention over all positions of a feature map."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = _norm(channels)
+        self.q = nn.Conv2d(channels, channels, 1)
+        self.k = nn.Conv2d(channels, channels, 1)
+        self.v = nn.Conv2d(channels, channels, 1)
+        self.proj_out = nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = (part(h).flatten(2).transpose(1, 2) for part in (self.q, self.k, self.v))
+        mixed = functional.scaled_dot_product_attention(q, k, v)
+        out: Tensor = x + self.proj_out(mixed.transpose(1, 2).reshape(x.shape))
+        return out
+
+
+class _Downsample(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The published model pads right and bottom only.
+        out: Tensor = self.conv(functional.pad(x, (0, 1, 0, 1)))
+        return out
+
+
+class _Upsample(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.conv(functional.interpolate(x, scale_factor=2.0, mode="nearest"))
+        return out
+
+
+class _Level(nn.Module):
+    """The blocks of one resolution; attention only at the lowest one."""
+
+    def __init__(self, inside: int, outside: int, blocks: int, attention: bool) -> None:
+        super().__init__()
+        widths = [inside] + [outside] * blocks
+        self.res = nn.ModuleList([_ResBlock(a, b) for a, b in zip(widths, widths[1:], strict=False)])
+        self.attn = nn.ModuleList([_AttnBlock(outside) for _ in range(blocks)] if attention else [])
+        self.downsample: nn.Module | None = None
+        self.upsample: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.res):
+            x = block(x)
+            if len(self.attn):
+                x = self.attn[number](x)
+        for change in (self.downsample, self.upsample):
+            if change is not None:
+                x = change(x)
+        return x
+
+
+def _middle(channels: int) -> nn.ModuleList:
+    return nn.ModuleList([_ResBlock(channels, channels), _AttnBlock(channels), _ResBlock(channels, channels)])
+
+
+class _Encoder(nn.Module):
+    def __init__(self, config: VQConfig) -> None:
+        super().__init__()
+        self.conv_in = nn.Conv2d(3, config.channels, 3, padding=1)
+        last = len(config.channel_mult) - 1
+        inside = config.channels
+        levels = []
+        for number, mult in enumerate(config.channel_mult):
+            outside = config.channels * mult
+            level = _Level(inside, outside, config.res_blocks, attention=number == last)
+            if number != last:
+                level.downsample = _Downsample(outside)
+            levels.append(level)
+            inside = outside
+        self.conv_blocks = nn.ModuleList(levels)
+        self.mid = _middle(inside)
+        self.norm_out = _norm(inside)
+        self.conv_out = nn.Conv2d(inside, config.z_channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv_in(x)
+        for block in (*self.conv_blocks, *self.mid):
+            x = block(x)
+        out: Tensor = self.conv_out(functional.silu(self.norm_out(x)))
+        return out
+
+
+class _Decoder(nn.Module):
+    def __init__(self, config: VQConfig) -> None:
+        super().__init__()
+        mults = tuple(reversed(config.channel_mult))
+        inside = config.channels * mults[0]
+        self.conv_in = nn.Conv2d(config.z_channels, inside, 3, padding=1)
+        self.mid = _middle(inside)
+        levels = []
+        for number, mult in enumerate(mults):
+            outside = config.channels * mult
+            level = _Level(inside, outside, config.res_blocks + 1, attention=number == 0)
+            if number != len(mults) - 1:
+                level.upsample = _Upsample(outside)
+            levels.append(level)
+            inside = outside
+        self.conv_blocks = nn.ModuleList(levels)
+        self.norm_out = _norm(inside)
+        self.conv_out = nn.Conv2d(inside, 3, 3, padding=1)
+
+    def forward(self, z: Tensor) -> Tensor:
+        x = self.conv_in(z)
+        for block in (*self.mid, *self.conv_blocks):
+            x = block(x)
+        out: Tensor = self.conv_out(functional.silu(self.norm_out(x)))
+        return out
+
+
+class _Codebook(nn.Module):
+    """The table of codes. Rows are L2-normalised when they are used, both ways, as the published model does."""
+
+    def __init__(self, codes: int, dim: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(codes, dim)
+
+    def rows(self) -> Tensor:
+        """Unit rows [codes, dim]."""
+        return functional.normalize(self.embedding.weight, dim=-1)
+
+    def nearest(self, latents: Tensor) -> Tensor:
+        """Index of the nearest code of each unit latent: [..., dim] -> int64 [...]."""
+        # Between unit vectors the nearest in distance is the largest in inner product.
+        return (latents @ self.rows().T).argmax(-1)
+
+
+class VQModel(nn.Module):
+    """Pictures to tokens and back. Pixels are float in about [-1, 1]."""
+
+    def __init__(self, config: VQConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = _Encoder(config)
+        self.decoder = _Decoder(config)
+        self.quantize = _Codebook(config.codes, config.code_dim)
+        self.quant_conv = nn.Conv2d(config.z_channels, config.code_dim, 1)
+        self.post_quant_conv = nn.Conv2d(config.code_dim, config.z_channels, 1)
+
+    def latents(self, pixels: Tensor) -> Tensor:
+        """Latents before quantisation, not normalised: [B, 3, H, W] -> [B, d, h, w]."""
+        out: Tensor = self.quant_conv(self.encoder(pixels))
+        return out
+
+    def encode(self, pixels: Tensor) -> Encoded:
+        """Encode pixels [B, 3, H, W] to the nearest code at each position."""
+        latents = self.latents(pixels)
+        unit = functional.normalize(latents.permute(0, 2, 3, 1).float(), dim=-1)
+        indices = self.quantize.nearest(unit)
+        quantised = self.quantize.rows()[indices].permute(0, 3, 1, 2)
+        return Encoded(quantised, indices, latents)
+
+    def decode(self, quantised: Tensor) -> Tensor:
+        """Decode code vectors [B, d, h, w] to pixels [B, 3, H, W], not clamped."""
+        out: Tensor = self.decoder(self.post_quant_conv(quantised))
+        return out
+
+    def decode_tokens(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Decode token numbers [B, h*w] (row-major) to pixels [B, 3, H, W], not clamped."""
+        rows = self.quantize.rows()[tokens.long()]
+        return self.decode(rows.reshape(len(tokens), *grid, -1).permute(0, 3, 1, 2))
+
+    @torch.no_grad()
+    def codebook(self, normalised: bool = False) -> Tensor:
+        """The codes [V, d] float32: raw as stored (what published nearest-code tables use) or as looked up."""
+        table = self.quantize.rows() if normalised else self.quantize.embedding.weight
+        return table.detach().float()

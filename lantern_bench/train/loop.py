@@ -1,0 +1,241 @@
+"""The one training loop: optimiser, schedule, autocast, checkpoints, resume, progress events.
+
+A task brings a module, a loss and an evaluation; the loop brings everything else, so that tokenizer, target, drafter
+and metric models are trained by the same lines. It draws nothing on the screen: events go to a callback.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lantern_bench.clock import now
+from lantern_bench.errors import RefusedError, UserError
+
+__all__ = ["Task", "TrainEvent", "TrainReport", "TrainSettings", "train"]
+
+
+class Task(Protocol):
+    """What the loop needs of a thing to train."""
+
+    name: str
+    module: nn.Module
+
+    def loss(self, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """One batch: the loss to minimise and named parts worth showing (detached scalars)."""
+        ...
+
+    def after_step(self, step: int, generator: torch.Generator) -> None:
+        """Called after each optimiser step (reviving dead codes, for instance)."""
+        ...
+
+    def evaluate(self) -> dict[str, float]:
+        """Figures on held-out data, for the training report."""
+        ...
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How to train. Either `steps` or `minutes` ends it; with both, whichever comes first.
+
+    The learning rate rises linearly over `warmup` steps and falls along a half cosine to `final_lr` of itself, over
+    the steps when `steps` is given (reproducible), else over the minutes.
+    """
+
+    steps: int | None = None
+    minutes: float | None = None
+    lr: float = 1e-3
+    final_lr: float = 0.02
+    warmup: int = 50
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.05
+    clip: float = 1.0
+    seed: int = 0
+    autocast: bool = True
+    log_every: int = 10
+    checkpoint_every: int = 100
+    checkpoint: Path | None = None
+    resume: bool = True
+
+
+@dataclass(frozen=True)
+class TrainEvent:
+    """Progress of a training: `fraction` in [0, 1], seconds so far, mean loss and parts since the last event."""
+
+    task: str
+    step: int
+    fraction: float
+    seconds: float
+    loss: float
+    lr: float
+    parts: Mapping[str, float]
+
+
+@dataclass
+class TrainReport:
+    """What is written beside the weights: settings, the course of the loss and the figures at the end."""
+
+    task: str
+    steps: int
+    seconds: float
+    settings: dict[str, Any]
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+def train(
+    task: Task,
+    settings: TrainSettings,
+    device: torch.device,
+    on_event: Callable[[TrainEvent], None] = lambda _event: None,
+) -> TrainReport:
+    """Train `task.module` in place and return the report (with `task.evaluate()` figures).
+
+    Raises `UserError` when neither steps nor minutes bound the training, and `RefusedError` when a checkpoint is there
+    that belongs to other settings.
+    """
+    if settings.steps is None and settings.minutes is None:
+        raise UserError("training needs an end", "give a number of steps or --minutes")
+    module = task.module.to(device).train()
+    optimiser = _optimiser(module, settings, device)
+    generator = torch.Generator().manual_seed(settings.seed)
+    state = _Progress()
+    if settings.checkpoint is not None and settings.resume and settings.checkpoint.exists():
+        state = _load(settings.checkpoint, module, optimiser, generator, settings)
+    _run(task, settings, device, optimiser, generator, state, on_event)
+    module.eval()
+    report = TrainReport(task.name, state.step, state.seconds, _described(settings), state.losses)
+    with torch.no_grad():
+        report.figures = task.evaluate()
+    return report
+
+
+@dataclass
+class _Progress:
+    step: int = 0
+    seconds: float = 0.0
+    losses: list[tuple[int, float]] = field(default_factory=list)
+
+
+def _run(
+    task: Task,
+    settings: TrainSettings,
+    device: torch.device,
+    optimiser: torch.optim.Optimizer,
+    generator: torch.Generator,
+    state: _Progress,
+    on_event: Callable[[TrainEvent], None],
+) -> None:
+    total, parts, count = 0.0, dict[str, float](), 0
+    clip_parameters = [p for p in task.module.parameters() if p.requires_grad]
+    while (done := _fraction(state, settings)) < 1.0:
+        began = now()
+        rate = _learning_rate(state.step, done, settings)
+        for group in optimiser.param_groups:
+            group["lr"] = rate
+        with torch.autocast(device.type, torch.bfloat16, enabled=settings.autocast):
+            loss, named = task.loss(generator)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(clip_parameters, settings.clip)
+        optimiser.step()
+        state.step += 1
+        task.after_step(state.step, generator)
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise RefusedError(
+                f"training of {task.name} diverged at step {state.step}: the loss is {value}",
+                "lower the learning rate or start from the last checkpoint",
+            )
+        total, count = total + value, count + 1
+        for key, part in named.items():
+            parts[key] = parts.get(key, 0.0) + float(part)
+        state.seconds += now() - began
+        if state.step % settings.log_every == 0:
+            state.losses.append((state.step, total / count))
+            means = {key: part / count for key, part in parts.items()}
+            fraction = min(1.0, _fraction(state, settings))
+            on_event(TrainEvent(task.name, state.step, fraction, state.seconds, total / count, rate, means))
+            total, parts, count = 0.0, {}, 0
+        if settings.checkpoint is not None and state.step % settings.checkpoint_every == 0:
+            _save(settings.checkpoint, task.module, optimiser, generator, state, settings)
+
+
+def _fraction(state: _Progress, settings: TrainSettings) -> float:
+    by_steps = state.step / settings.steps if settings.steps else 0.0
+    by_time = state.seconds / (60.0 * settings.minutes) if settings.minutes else 0.0
+    return max(by_steps, by_time)
+
+
+def _learning_rate(step: int, done: float, settings: TrainSettings) -> float:
+    warm = min(1.0, (step + 1) / max(1, settings.warmup))
+    fall = settings.final_lr + (1 - settings.final_lr) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+    return settings.lr * warm * fall
+
+
+def _optimiser(module: nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.Optimizer:
+    trained = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=device.type == "cuda")
+
+
+def _described(settings: TrainSettings) -> dict[str, Any]:
+    """Settings as plain data, without what is a matter of place."""
+    plain = asdict(settings)
+    plain.pop("checkpoint")
+    plain.pop("resume")
+    plain["betas"] = list(settings.betas)
+    return plain
+
+
+def _save(
+    path: Path,
+    module: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    generator: torch.Generator,
+    state: _Progress,
+    settings: TrainSettings,
+) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = {
+        "settings": _described(settings),
+        "module": module.state_dict(),
+        "optimiser": optimiser.state_dict(),
+        "generator": generator.get_state(),
+        "progress": asdict(state),
+    }
+    part = path.with_suffix(".part")
+    torch.save(whole, part)
+    os.replace(part, path)
+
+
+def _load(
+    path: Path,
+    module: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    generator: torch.Generator,
+    settings: TrainSettings,
+) -> _Progress:
+    whole = torch.load(path, map_location="cpu", weights_only=True)
+    for key, now_is in _described(settings).items():
+        was = whole["settings"].get(key)
+        if was != now_is:
+            raise RefusedError(
+                f"the checkpoint {path.name} was made with {key} = {was}, now it is {now_is}",
+                "train with the same settings, or start anew with --no-resume",
+            )
+    module.load_state_dict(whole["module"])
+    optimiser.load_state_dict(whole["optimiser"])
+    generator.set_state(whole["generator"])
+    progress = whole["progress"]
+    return _Progress(progress["step"], progress["seconds"], [tuple(entry) for entry in progress["losses"]])
