@@ -1,0 +1,107 @@
+"""What decoding needs of a model: three protocols and the values that pass between them.
+
+Everything is batched over B images. A session owns preallocated caches for one shape and is used for one batch at a
+time; with guidance it carries two rows an image inside, which nobody outside sees. Features are opaque here: what the
+target gives is handed to the drafter. No architecture and no file lives in this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Drafter", "DrafterSession", "Drafts", "PixelDecoder", "Scores", "Target", "TargetSession"]
+
+
+class Scores(NamedTuple):
+    """The target's answer at N nodes of B images.
+
+    cond, uncond: logits [B, N, V]; uncond is None without guidance. features: final-norm hidden states
+    [rows, N, width], rows = 2B with guidance (conditional rows first), B without.
+    """
+
+    cond: Tensor
+    uncond: Tensor | None
+    features: Tensor
+
+
+class Drafts(NamedTuple):
+    """The drafter's answer at n nodes of B images: logits [B, n, V], uncond None without guidance."""
+
+    cond: Tensor
+    uncond: Tensor | None
+
+
+class TargetSession(Protocol):
+    """The target at work on one batch of images."""
+
+    def prefill(self, condition: Any) -> Scores:
+        """Start B images afresh from their condition; scores of the last prefix position (N = 1) for the logits.
+
+        The features cover the whole prefix.
+        """
+        ...
+
+    def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Scores:
+        """One forward over the N nodes of a draft tree, root first, on top of what is committed.
+
+        tokens, depths: int64 [B, N]. attention: bool [B, N, N], node (row) sees node (column).
+        """
+        ...
+
+    def commit(self, path: Tensor, counts: Tensor, longest: int) -> None:
+        """Keep the first `counts` [B] nodes of `path` [B, D + 1] of the last `score`; `longest` is max(counts)."""
+        ...
+
+
+class DrafterSession(Protocol):
+    """The drafter at work on one batch of images (EAGLE: features of the target in, logits of its head out)."""
+
+    def prefill(self, condition: Any, features: Tensor, tokens: Tensor) -> Drafts:
+        """Start afresh: prefix features [rows, P, width] and the first token [B] of each image; drafts for the root."""
+        ...
+
+    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor, longest: int) -> Drafts:
+        """Feed committed tokens [B, n] with the true features [rows, n, width] that predicted them.
+
+        `counts` [B] of them count, `longest` is max(counts). Drafts for the new root, n = 1.
+        """
+        ...
+
+    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Drafts:
+        """Expand n nodes one level deeper, tokens [B, n].
+
+        origin [B, n]: the slot of each node's parent among the nodes of the call before (0, the root, in the first).
+        seen: bool [B, n, total], which of all nodes extended since `observe` each one attends to, itself included.
+        """
+        ...
+
+
+class Target(Protocol):
+    """A model whose distribution is to be sampled."""
+
+    vocab_size: int
+    image_tokens: int
+    device: torch.device
+
+    def session(self, batch: int, guided: bool, nodes: int) -> TargetSession:
+        """A session for B images and trees of at most `nodes` nodes, root included; caches are reused."""
+        ...
+
+
+class Drafter(Protocol):
+    """A model that proposes."""
+
+    def session(self, batch: int, guided: bool, nodes: int) -> DrafterSession:
+        """A session for B images that extends at most `nodes` nodes a step; caches are reused."""
+        ...
+
+
+class PixelDecoder(Protocol):
+    """Tokens to pictures."""
+
+    def pixels(self, tokens: Tensor) -> Tensor:
+        """Tokens int [B, N] -> uint8 RGB [B, H, W, 3] on the CPU."""
+        ...
