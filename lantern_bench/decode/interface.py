@@ -52,7 +52,10 @@ class TargetSession(Protocol):
         ...
 
     def commit(self, path: Tensor, counts: Tensor, longest: int) -> None:
-        """Keep the first `counts` [B] nodes of `path` [B, D + 1] of the last `score`; `longest` is max(counts)."""
+        """Keep the first `counts` [B] nodes of `path` [B, D + 1] of the last `score`.
+
+        `longest` is the most that any image has committed since the prefill, this step included.
+        """
         ...
 
 
@@ -66,7 +69,7 @@ class DrafterSession(Protocol):
     def observe(self, tokens: Tensor, features: Tensor, counts: Tensor, longest: int) -> Drafts:
         """Feed committed tokens [B, n] with the true features [rows, n, width] that predicted them.
 
-        `counts` [B] of them count, `longest` is max(counts). Drafts for the new root, n = 1.
+        `counts` [B] of them count; `longest` as in `TargetSession.commit`. Drafts for the new root, n = 1.
         """
         ...
 

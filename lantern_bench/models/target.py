@@ -1,0 +1,106 @@
+"""A transformer with a condition before it, as the target that `decode.interface` asks for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lantern_bench.decode.interface import Scores
+from lantern_bench.models.cache import KVCache
+from lantern_bench.models.conditioning import CaptionFeatures, ClassLabel, Condition, WordCaption
+from lantern_bench.models.transformer import Transformer, TransformerConfig
+
+__all__ = ["TransformerTarget", "causal_seen"]
+
+
+def causal_seen(batch: int, n: int, device: torch.device) -> Tensor:
+    """Who sees whom in a plain run of n positions: bool [B, n, n], lower triangular."""
+    return torch.ones(n, n, dtype=torch.bool, device=device).tril_().expand(batch, -1, -1)
+
+
+class TransformerTarget(nn.Module):
+    """Transformer, condition embedding and the sessions that decode with them."""
+
+    def __init__(self, config: TransformerConfig, condition: ClassLabel | CaptionFeatures | WordCaption) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = Transformer(config)
+        self.cls_embedding = condition
+        self.vocab_size = config.vocab_size
+        self.image_tokens = config.image_tokens
+        self._sessions: dict[tuple[int, bool, int], _Session] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.transformer.output.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights are."""
+        return self.transformer.output.weight.dtype
+
+    def session(self, batch: int, guided: bool, nodes: int) -> _Session:
+        """The session of this shape; its caches are made at the first call and reused."""
+        key = (batch, guided, nodes)
+        if key not in self._sessions:
+            self._sessions[key] = _Session(self, batch, guided, nodes)
+        return self._sessions[key]
+
+    def prefix(self, condition: Condition, guided: bool) -> Tensor:
+        """Prefix embeddings [rows, P, dim], conditional rows first."""
+        given = self.cls_embedding(condition.values.to(self.device))
+        return torch.cat([given, self.cls_embedding.null(len(given))]) if guided else given
+
+
+class _Session:
+    def __init__(self, target: TransformerTarget, batch: int, guided: bool, nodes: int) -> None:
+        config = target.config
+        self._target, self._batch, self._guided = target, batch, guided
+        self._groups = 2 if guided else 1
+        self.cache = KVCache(
+            config.layers,
+            self._groups,
+            batch,
+            # An image of a batch that is complete idles behind its end until the others are.
+            config.prefix + config.image_tokens + 2 * nodes,
+            config.kv_heads or config.heads,
+            config.head_dim,
+            target.dtype,
+            target.device,
+        )
+
+    def prefill(self, condition: Condition) -> Scores:
+        x = self._target.prefix(condition, self._guided)
+        n = x.shape[1]
+        self.cache.reset(condition.valid.to(x.device))
+        # Padded columns are hidden from everybody but themselves.
+        seen = causal_seen(self._batch, n, x.device) & self.cache.visible[:, None, :n]
+        seen = seen | torch.eye(n, dtype=torch.bool, device=x.device)
+        features = self._forward(x, torch.arange(n, device=x.device).expand(self._batch, -1), seen)
+        self.cache.advance(torch.full_like(self.cache.lengths, n), n)
+        cond, uncond = self._logits(features[:, -1:])
+        return Scores(cond, uncond, features)
+
+    def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Scores:
+        x = self._target.transformer.tok_embeddings(tokens).repeat(self._groups, 1, 1)
+        features = self._forward(x, self.cache.lengths[:, None] + depths, attention)
+        return Scores(*self._logits(features), features)
+
+    def commit(self, path: Tensor, counts: Tensor, longest: int) -> None:
+        longest += self._target.config.prefix
+        if path.shape[1] == 1:
+            self.cache.advance(counts, longest)
+        else:
+            self.cache.keep(path, counts, longest)
+
+    def _forward(self, x: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
+        mask = self.cache.mask(seen, 0, x.dtype)
+        slots = self.cache.slots(0, x.shape[1])
+        return self._target.transformer.step(x, positions.repeat(self._groups, 1), self.cache, slots, mask)
+
+    def _logits(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits = self._target.transformer.output(features)
+        if not self._guided:
+            return logits, None
+        return logits[: self._batch], logits[self._batch :]

@@ -1,0 +1,69 @@
+"""Where a sweep runs when it runs here: the device, the number type, the models, and what of them enters the keys.
+
+Choosing is done once, before anything is decoded, so that a record says `cpu` and `float32` and never `auto`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from lantern_bench.errors import RefusedError
+from lantern_bench.models.loaded import LoadedModel
+from lantern_bench.models.registry import load_model
+from lantern_bench.runs.store import KeyFields
+from lantern_bench.spec.experiment import ResolvedExperiment
+from lantern_bench.spec.schema import SCHEMA_VERSION
+from lantern_bench.spec.settings import Settings
+
+__all__ = ["ENGINE_VERSION", "Place", "choose_place", "key_fields", "load_models"]
+
+ENGINE_VERSION = "1"
+"""Raised with every change that makes the decode loop give other tokens for the same seed."""
+
+
+class Place(NamedTuple):
+    """A device and the number type the models have there."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """The number type as it is typed: `float32`."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+def choose_place(device: str = "auto", dtype: str = "auto") -> Place:
+    """Decide what `auto` means here: CUDA where there is one, bfloat16 there and float32 elsewhere.
+
+    Raises `RefusedError` for a device this machine lacks.
+    """
+    chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    here = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if (chosen.index or 0) >= here.get(chosen.type, 0):
+        raise RefusedError(f"--device {device}: there is no such device here", "Leave it out, or type --device cpu.")
+    if dtype == "auto":
+        dtype = "bfloat16" if chosen.type == "cuda" else "float32"
+    return Place(chosen, getattr(torch, dtype))
+
+
+def load_models(experiment: ResolvedExperiment, place: Place) -> dict[str, LoadedModel]:
+    """Load every model of an experiment, by name; raises as `registry.load_model`."""
+    return {name: load_model(name, place.device, place.dtype) for name in experiment.settings.model}
+
+
+def key_fields(models: Mapping[str, LoadedModel], settings: Settings, place: Place) -> KeyFields:
+    """What holds for the whole run and can change its tokens (`runs/keys.py`)."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "engine_version": ENGINE_VERSION,
+        "torch_version": str(torch.__version__),
+        "dtype": place.dtype_name,
+        "device_type": place.device.type,
+        "compile": settings.compile,
+        "batch": settings.batch,
+        "weights": {f"{name}/{part}": digest for name, model in models.items() for part, digest in model.weights.items()},
+    }

@@ -1,0 +1,69 @@
+"""The tokenizer against recordings of the official LlamaGen: encode, look up, decode; and what its sizes mean."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lantern_bench.models.vq import VQConfig, VQModel
+
+GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden")) / "llamagen_vq"
+
+
+@pytest.fixture(scope="module")
+def model() -> VQModel:
+    info = json.loads((GOLDEN / "vq_info.json").read_text())
+    config = VQConfig(info["K"], info["e"], info["z"], info["ch"], tuple(info["mult"]), res_blocks=2)
+    state = torch.load(GOLDEN / "vq.pt", weights_only=True)["model"]
+    state.pop("quantize.codebook_used")
+    model = VQModel(config)
+    model.load_state_dict(state)
+    return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Tensor]:
+    return load_file(GOLDEN / "vq_expected.safetensors")
+
+
+def test_tokens_decode_to_the_official_pixels(model: VQModel, expected: dict[str, Tensor]) -> None:
+    grid = tuple(expected["decode_shape"][2:].tolist())
+    pixels = model.decode_tokens(expected["codes"], grid)
+    torch.testing.assert_close(pixels, expected["pixels"], atol=1e-5, rtol=0)
+
+
+def test_looked_up_codes_are_the_normalised_rows(model: VQModel, expected: dict[str, Tensor]) -> None:
+    rows = model.quantize.rows()[expected["codes"]]
+    looked_up = rows.reshape(expected["quant_from_codes"].permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
+    torch.testing.assert_close(looked_up, expected["quant_from_codes"], atol=1e-6, rtol=0)
+    torch.testing.assert_close(rows.norm(dim=-1), torch.ones(rows.shape[:-1]))
+
+
+def test_pictures_encode_to_the_official_indices(model: VQModel, expected: dict[str, Tensor]) -> None:
+    encoded = model.encode(expected["image"])
+    torch.testing.assert_close(encoded.latents, expected["pre_quant"], atol=1e-5, rtol=0)
+    assert torch.equal(encoded.indices, expected["encode_indices"])
+    torch.testing.assert_close(encoded.quantised, expected["quant_from_image"], atol=1e-6, rtol=0)
+    torch.testing.assert_close(model.decode(encoded.quantised), expected["reconstruction"], atol=1e-5, rtol=0)
+
+
+def test_the_recording_tells_normalised_rows_from_raw_ones(model: VQModel, expected: dict[str, Tensor]) -> None:
+    latents = expected["pre_quant"].permute(0, 2, 3, 1)
+    raw = torch.cdist(latents.reshape(-1, latents.shape[-1]), model.codebook()).argmin(-1)
+    assert int((raw != expected["encode_indices"].flatten()).sum()) > 0
+    assert not torch.equal(model.codebook(), model.codebook(normalised=True))
+
+
+def test_downsampling_is_one_halving_between_levels() -> None:
+    assert VQConfig().downsampling == 16
+    config = VQConfig(codes=32, code_dim=4, z_channels=32, channels=32, channel_mult=(1, 1, 1), res_blocks=1)
+    with torch.no_grad():
+        encoded = VQModel(config).encode(torch.zeros(2, 3, 16, 24))
+    assert config.downsampling == 4
+    assert encoded.indices.shape == (2, 4, 6) and encoded.quantised.shape == (2, 4, 4, 6)
