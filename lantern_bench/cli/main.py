@@ -17,7 +17,10 @@ import typer
 from lantern_bench import __version__
 from lantern_bench.cli.curves import curves
 from lantern_bench.cli.experiments import experiments
+from lantern_bench.cli.generate import generate
+from lantern_bench.cli.models import models
 from lantern_bench.cli.show import show
+from lantern_bench.cli.sweep import sweep
 from lantern_bench.console import Console
 from lantern_bench.errors import LanternError
 
@@ -39,8 +42,11 @@ app = typer.Typer(
     epilog=_EPILOG,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(sweep)
 app.command()(show)
 app.command()(curves)
+app.command()(generate)
+app.command()(models)
 app.command()(experiments)
 
 

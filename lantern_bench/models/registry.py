@@ -89,9 +89,8 @@ def card_of(model: str) -> ModelCard:
     """The card of a model; raises `UserError` with the models there are, and the nearest name."""
     known = cards()
     if model not in known:
-        raise UserError(
-            f"--model {model}: unknown model{did_you_mean(model, known)}", f"The models are {', '.join(known) or 'none'}."
-        )
+        hint = did_you_mean(model, known)
+        raise UserError(f"--model {model}: unknown model{hint}", f"The models are {', '.join(known) or 'none'}.")
     return known[model]
 
 

@@ -57,6 +57,7 @@ def load_models(experiment: ResolvedExperiment, place: Place) -> dict[str, Loade
 
 def key_fields(models: Mapping[str, LoadedModel], settings: Settings, place: Place) -> KeyFields:
     """What holds for the whole run and can change its tokens (`runs/keys.py`)."""
+    parts = {f"{name}/{part}": digest for name, model in models.items() for part, digest in model.weights.items()}
     return {
         "schema_version": SCHEMA_VERSION,
         "engine_version": ENGINE_VERSION,
@@ -65,5 +66,5 @@ def key_fields(models: Mapping[str, LoadedModel], settings: Settings, place: Pla
         "device_type": place.device.type,
         "compile": settings.compile,
         "batch": settings.batch,
-        "weights": {f"{name}/{part}": digest for name, model in models.items() for part, digest in model.weights.items()},
+        "weights": parts,
     }

@@ -1,0 +1,117 @@
+"""A model family without weights: tables of logits by the token before, so that a run takes milliseconds.
+
+Shared by the tests of the runner and of the commands. `TinyFamily.broken` are captions at which the model fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lantern_bench.decode.interface import Drafts, Scores
+from lantern_bench.errors import UserError
+from lantern_bench.models.loaded import LoadedModel
+from lantern_bench.models.registry import ModelCard
+
+CODES, TOKENS, WIDTH = 16, 12, 4
+PROMPTS = ("one red lantern", "two blue lanterns", "three white lanterns")
+
+
+class TinyTarget:
+    """p(next | last token, caption): a table, shifted by the caption's number."""
+
+    vocab_size, image_tokens, device = CODES, TOKENS, torch.device("cpu")
+
+    def __init__(self, spread: float, seed: int) -> None:
+        self.cond, self.uncond = spread * torch.randn(2, CODES + 1, CODES, generator=torch.Generator().manual_seed(seed))
+
+    def session(self, batch: int, guided: bool, nodes: int) -> TinySession:
+        return TinySession(self, batch, guided)
+
+    def scores(self, tokens: Tensor, guided: bool) -> Scores:
+        rows = tokens.shape[0] * (1 + guided)
+        features = torch.zeros(rows, tokens.shape[1], WIDTH)
+        return Scores(self.cond[tokens], self.uncond[tokens] if guided else None, features)
+
+
+class TinySession:
+    """Both roles: a table needs no memory of what was committed."""
+
+    def __init__(self, table: TinyTarget, batch: int, guided: bool) -> None:
+        self.table, self.batch, self.guided = table, batch, guided
+
+    def prefill(self, condition: Any, features: Tensor | None = None, tokens: Tensor | None = None) -> Any:
+        if "broken" in condition:
+            raise RuntimeError("no memory\nleft")
+        start = torch.full((self.batch, 1), CODES) if tokens is None else tokens.reshape(self.batch, 1)
+        scores = self.table.scores(start, self.guided)
+        return scores if tokens is None else Drafts(scores.cond, scores.uncond)
+
+    def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Scores:
+        return self.table.scores(tokens, self.guided)
+
+    def commit(self, path: Tensor, counts: Tensor, longest: int) -> None:
+        """Nothing to keep."""
+
+    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor, longest: int) -> Drafts:
+        last = tokens.gather(1, (counts[:, None] - 1).clamp_min(0))
+        return self.extend(last, last, last)
+
+    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Drafts:
+        scores = self.table.scores(tokens, self.guided)
+        return Drafts(scores.cond, scores.uncond)
+
+
+class TinyPixels:
+    """Every token is a grey dot."""
+
+    def pixels(self, tokens: Tensor) -> Tensor:
+        return (tokens.reshape(-1, 3, 4, 1) * 15).to(torch.uint8).expand(-1, -1, -1, 3).contiguous()
+
+
+class TinyFamily:
+    """One model, `tiny`; it knows the words of its prompts."""
+
+    def __init__(self) -> None:
+        self.loads = 0
+
+    def cards(self) -> list[ModelCard]:
+        defaults = {"cfg_scale": 2.0, "tree": "small-7", "nodes": 6, "depth": 2, "beam": 2}
+        return [ModelCard("tiny", "tiny", "Tables", defaults, "held-out", "none", vocab_size=CODES)]
+
+    def check_prompt(self, text: str) -> None:
+        known = {"broken", *(word for prompt in PROMPTS for word in prompt.split())}
+        for word in text.split():
+            if word not in known:
+                raise UserError(f"caption {text!r}: unknown word {word!r}", "It knows little.")
+
+    def prompt_sets(self) -> Mapping[str, tuple[str, ...]]:
+        return {"held-out": PROMPTS}
+
+    def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+        self.loads += 1
+        codebook = torch.randn(CODES, WIDTH, generator=torch.Generator().manual_seed(9))
+        target, drafter = TinyTarget(1.0, 1), TinyTarget(1.0, 1)
+        drafter.cond = drafter.cond + 0.3 * torch.randn(CODES + 1, CODES, generator=torch.Generator().manual_seed(2))
+
+        def condition(prompts: Sequence[str]) -> list[str]:
+            return [word for prompt in prompts for word in prompt.split()]
+
+        return LoadedModel(name, target, drafter, TinyPixels(), codebook, condition, {"target": "1", "drafter": "2"}, (3, 4))
+
+
+EXPERIMENT = """
+name: tiny
+model: tiny
+images: 3
+metrics: [speed]
+cells:
+  - {mode: ar}
+  - {mode: speculative}
+  - {mode: lantern, neighbours: 3, delta: 0.2}
+  - {mode: lantern++, neighbours: 3, lambda: [2, 5]}
+  - {mode: speculative, temperature: 0}
+"""
