@@ -1,0 +1,1 @@
+"""The tests mirror the package; this file keeps their name apart from other packages' `tests`."""
