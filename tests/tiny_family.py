@@ -26,7 +26,8 @@ class TinyTarget:
     vocab_size, image_tokens, device = CODES, TOKENS, torch.device("cpu")
 
     def __init__(self, spread: float, seed: int) -> None:
-        self.cond, self.uncond = spread * torch.randn(2, CODES + 1, CODES, generator=torch.Generator().manual_seed(seed))
+        noise = torch.Generator().manual_seed(seed)
+        self.cond, self.uncond = spread * torch.randn(2, CODES + 1, CODES, generator=noise)
 
     def session(self, batch: int, guided: bool, nodes: int) -> TinySession:
         return TinySession(self, batch, guided)
@@ -100,7 +101,8 @@ class TinyFamily:
         def condition(prompts: Sequence[str]) -> list[str]:
             return [word for prompt in prompts for word in prompt.split()]
 
-        return LoadedModel(name, target, drafter, TinyPixels(), codebook, condition, {"target": "1", "drafter": "2"}, (3, 4))
+        weights = {"target": "1", "drafter": "2"}
+        return LoadedModel(name, target, drafter, TinyPixels(), codebook, condition, weights, (3, 4))
 
 
 EXPERIMENT = """

@@ -71,6 +71,7 @@ def generate(
 def _resolved(typed: dict[str, Any], mode: Sequence[str], settings: Sequence[str]) -> ResolvedExperiment:
     """Read the flags as the experiment they stand for; raises `UserError` for all that is wrong with them."""
     from lantern_bench.models.registry import card_of, cards
+    from lantern_bench.runs.admission import check_neighbours
     from lantern_bench.spec.experiment import resolve
     from lantern_bench.spec.modes import MODES
     from lantern_bench.spec.overrides import Overrides
@@ -90,7 +91,9 @@ def _resolved(typed: dict[str, Any], mode: Sequence[str], settings: Sequence[str
     experiment, problems = read_experiment(Source("generate", Path(), data), overrides)
     problems.raise_all()
     refuse_compile(experiment.settings.model_dump())
-    return resolve(experiment, {name: card.defaults for name, card in cards().items()})
+    resolved = resolve(experiment, {name: card.defaults for name, card in cards().items()})
+    check_neighbours(resolved)
+    return resolved
 
 
 def _check_caption(caption: str, model: str) -> None:

@@ -14,7 +14,7 @@ import typer
 from lantern_bench.cli.flags import DECODING, PLACE, refuse_compile, with_flags
 from lantern_bench.cli.places import results_root
 from lantern_bench.console import FORMATS, Console, duration
-from lantern_bench.errors import RecordsFailedError, UserError
+from lantern_bench.errors import RecordsFailedError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from lantern_bench.spec.plan import Plan
 
 __all__ = ["sweep"]
-
-_GRIDS = "Commas and repetition make a grid."
 
 
 class _Request(NamedTuple):
@@ -89,7 +87,7 @@ def _request(
 ) -> _Request:
     """Check everything; no torch."""
     from lantern_bench.models.registry import cards
-    from lantern_bench.runs.admission import check_folder
+    from lantern_bench.runs.admission import check_folder, check_neighbours
     from lantern_bench.runs.store import run_folder
     from lantern_bench.spec.experiment import load_experiment, resolve
     from lantern_bench.spec.overrides import Overrides
@@ -99,7 +97,7 @@ def _request(
     loaded = load_experiment(source, Overrides.from_flags(typed, modes=modes, settings=settings))
     refuse_compile(loaded.settings.model_dump())
     resolved = resolve(loaded, {name: card.defaults for name, card in cards().items()})
-    _check_neighbours(resolved)
+    check_neighbours(resolved)
     plan = _planned(loaded, resolved)
     folder = run_folder(resolved, results_root(), out, resume=resume)
     if part is not None:
@@ -118,15 +116,6 @@ def _planned(loaded: Experiment, resolved: ResolvedExperiment) -> Plan:
 
     lists = [load_prompts(loaded.settings.prompts, family_of(model)) for model in loaded.settings.model]
     return make_plan(resolved, lists[0])
-
-
-def _check_neighbours(resolved: ResolvedExperiment) -> None:
-    from lantern_bench.models.registry import card_of
-
-    for cell in resolved.cells:
-        codes, asked = card_of(cell.model).vocab_size, cell.decoding.neighbours
-        if codes is not None and asked is not None and asked >= codes:
-            raise UserError(f"--neighbours {asked}: the model {cell.model} has {codes} codes", f"At most {codes - 1}.")
 
 
 def _plan_table(request: _Request, console: Console) -> pd.DataFrame:

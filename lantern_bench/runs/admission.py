@@ -1,4 +1,4 @@
-"""Whether a sweep may begin, and what it would cost: everything about its folder that can be known without torch.
+"""Whether a sweep may begin, and what it would cost: what can be known of its folder and its models without torch.
 
 It writes nothing, so what is refused here leaves no trace. `RunStore` checks again when it opens the folder, under the
 lock and with the weights at hand.
@@ -13,11 +13,12 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models.registry import card_of
 from lantern_bench.runs.keys import check_same_experiment
 from lantern_bench.runs.store import LOCK, MANIFEST, RECORDS, SCORES, done_images, read_manifest, read_records
 from lantern_bench.spec.experiment import ResolvedExperiment
 
-__all__ = ["check_folder", "seconds_per_image"]
+__all__ = ["check_folder", "check_neighbours", "seconds_per_image"]
 
 
 def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
@@ -59,6 +60,14 @@ def _check_contents(folder: Path, experiment: ResolvedExperiment) -> None:
     if finished:
         recorded = read_manifest(folder).get("experiment", {})
         check_same_experiment(folder.name, recorded, experiment.to_dict(), finished)
+
+
+def check_neighbours(experiment: ResolvedExperiment) -> None:
+    """Raise `UserError` for a cell that asks for more neighbours than its model has other codes."""
+    for cell in experiment.cells:
+        codes, asked = card_of(cell.model).vocab_size, cell.decoding.neighbours
+        if codes is not None and asked is not None and asked >= codes:
+            raise UserError(f"--neighbours {asked}: the model {cell.model} has {codes} codes", f"At most {codes - 1}.")
 
 
 def seconds_per_image(folder: Path) -> dict[str, float]:

@@ -108,7 +108,7 @@ def make_images(
         condition = model.condition([unit.prompt.text for unit in units])
         reset_peak_memory(place.device)
         decoded: list[Decoded] = decode(
-            model, condition, decoding, generators, tokens=tokens, timed=True, keep_logits=keep_logits
+            model, condition, decoding, generators, tokens=tokens, keep_logits=keep_logits
         )
         peak = peak_memory_bytes(place.device)
         if tokens is not None:
