@@ -48,7 +48,7 @@ def generate(
     """Make pictures of a caption and show how they were decoded."""
     console: Console = ctx.obj
     chosen = console.checked_format(format) if format is not None else None
-    typed = {key: value or None for key, value in flags.items()} | {"model": [model]}
+    typed = {key: None if value == [] else value for key, value in flags.items()} | {"model": [model]}
     resolved = _resolved(typed, mode or ["lantern++"], settings or [])
     _check_caption(caption, model)
     if save_logits and save_tokens is None:
@@ -134,7 +134,7 @@ def _make(
 
     place = choose_place(resolved.settings.device, resolved.settings.dtype)
     model = load_models(resolved, place)[resolved.settings.model[0]]
-    made = []
+    made: list[list[Made]] = []
     with console.progress() as progress:
         progress.start(sum(map(len, columns)), "images")
         for units in columns:
@@ -166,7 +166,7 @@ def _write_tokens(path: Path, made: list[Made], with_logits: bool) -> None:
 
     from lantern_bench.runs.jsonl import write_atomically
 
-    arrays = {"tokens": torch.stack([one.tokens for one in made]).cpu().numpy().astype(np.int32)}
+    arrays: dict[str, Any] = {"tokens": torch.stack([one.tokens for one in made]).cpu().numpy().astype(np.int32)}
     if with_logits:
         logits = [one.logits for one in made if one.logits is not None]
         arrays["logits"] = torch.stack(logits).float().cpu().numpy()

@@ -59,9 +59,9 @@ def sweep(
     """Run an experiment: speed and quality of every cell, and the tables. The same command continues it."""
     console: Console = ctx.obj
     chosen = console.checked_format(format) if format is not None else None
-    typed = {"model": model or None, "prompts": prompts, "images": images, "repeats": repeats, "batch": batch}
-    typed |= {"metrics": metrics or None, "baseline": baseline, **{key: value or None for key, value in flags.items()}}
-    typed["compile"] = flags["compile"]
+    typed: dict[str, Any] = {"model": model or None, "prompts": prompts, "images": images, "repeats": repeats}
+    typed |= {"batch": batch, "metrics": metrics or None, "baseline": baseline}
+    typed |= {key: None if value == [] else value for key, value in flags.items()}
     request = _request(experiment, typed, modes or None, settings or [], out, resume, shard)
     if dry_run:
         console.table(_plan_table(request, console), title=str(request.folder), format=chosen)
