@@ -21,6 +21,7 @@ from lantern_bench.cli.generate import generate
 from lantern_bench.cli.models import models
 from lantern_bench.cli.show import show
 from lantern_bench.cli.sweep import sweep
+from lantern_bench.cli.train import train
 from lantern_bench.console import Console
 from lantern_bench.errors import LanternError
 
@@ -48,6 +49,7 @@ app.command()(curves)
 app.command()(generate)
 app.command()(models)
 app.command()(experiments)
+app.add_typer(train)
 
 
 def _version(asked: bool) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from lantern_bench.console.progress import Progress
-    from lantern_bench.lanterns.bars import Bar, OnProgress
+    from lantern_bench.lanterns.bars import Bar, Observations, OnProgress
     from lantern_bench.lanterns.recipe import RecipeSettings
     from lantern_bench.train.loop import TrainEvent
 
@@ -214,16 +214,23 @@ def _table(bars: Sequence[Bar]) -> pd.DataFrame:
     """One row a bar, with the interval where the figure was sampled."""
     import pandas as pd
 
-    from lantern_bench.report.stats import ratio_of_sums
-
     rows = []
     for bar in bars:
-        low = high = None
-        if bar.observations is not None:
-            interval = ratio_of_sums(*bar.observations)
-            low, high = interval.low, interval.high
+        low, high = _interval(bar.observations) if bar.observations is not None else (None, None)
         wanted = " and ".join(f"{side} {bound:g}" for side, bound in bar.wanted)
         met = {True: "yes", False: "NO", None: ""}[bar.passed]
         rows.append([bar.part, bar.name, bar.value, low, high, wanted, met])
     columns = ["part", "bar", "measured", "low", "high", "wanted", "met"]
     return pd.DataFrame(rows, columns=columns).astype({"low": float, "high": float})
+
+
+def _interval(observations: Observations) -> tuple[float | None, float | None]:
+    """95 % over prompts; Wilson's where all or none were right, since resampling sees no variation there."""
+    from lantern_bench.report.stats import proportion, ratio_of_sums
+
+    over, under, _ = observations
+    if set(under) == {1.0} and (set(over) == {1.0} or set(over) == {0.0}):
+        interval = proportion(int(sum(over)), len(over))
+    else:
+        interval = ratio_of_sums(*observations)
+    return interval.low, interval.high

@@ -1,0 +1,227 @@
+"""The recipe of the embedded family: five parts, what each learns from, for how long, and what is written of it.
+
+One function trains one part from start to end: it prepares the data, builds the task, runs the one loop (with
+checkpoints in the work folder), writes the weights and enters a report beside them. The losses are in `recipe_*`, the
+data in `recipe_data`; whether the result is good enough is `bars`' question.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lantern_bench import __version__
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.lanterns.files import FILES
+from lantern_bench.lanterns.recipe_data import OnProgress, RecipeData
+from lantern_bench.lanterns.recipe_drafter import DrafterTask, build_drafter
+from lantern_bench.lanterns.recipe_metrics import ClipTask, FeaturesTask, reconstruct, save_clip
+from lantern_bench.lanterns.recipe_target import TargetTask, build_target
+from lantern_bench.lanterns.recipe_tokenizer import TOKENIZER_CONFIG, TokenizerTask
+from lantern_bench.lanterns.recipe_weights import fill, load_tokenizer, part_hash, write_weights
+from lantern_bench.models.vq import VQModel
+from lantern_bench.spec.values import did_you_mean
+from lantern_bench.train.loop import Task, TrainEvent, TrainReport, TrainSettings, train
+
+__all__ = ["PARTS", "REPORT", "RecipeSettings", "check_part", "train_part"]
+
+REPORT = "training_report.json"
+_LIBRARIES = ("torch", "numpy", "open_clip_torch", "safetensors")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One model of the family: minutes it trains by default on a small CPU, how, and the parts it needs before."""
+
+    minutes: float
+    settings: TrainSettings
+    needs: tuple[str, ...] = ()
+
+
+PARTS: dict[str, Part] = {
+    "tokenizer": Part(10, TrainSettings(lr=1.5e-3, weight_decay=0.0, betas=(0.9, 0.99))),
+    "features": Part(6, TrainSettings(lr=2e-3, log_every=25), ("tokenizer",)),
+    "clip": Part(
+        8, TrainSettings(lr=1e-3, warmup=100, betas=(0.9, 0.98), weight_decay=0.1, log_every=25), ("tokenizer",)
+    ),
+    "target": Part(30, TrainSettings(lr=1.5e-3, warmup=100), ("tokenizer",)),
+    "drafter": Part(8, TrainSettings(lr=1e-3, warmup=100), ("tokenizer", "target")),
+}
+"""In the order in which they are trained."""
+
+
+@dataclass(frozen=True)
+class RecipeSettings:
+    """What may be chosen of a training. `minutes` and `steps` of None mean the part's own minutes.
+
+    `log_every` and `checkpoint_every` are steps; None leaves them to the part. `compiled` compiles the target's
+    training, where a compiler is at hand.
+    """
+
+    minutes: float | None = None
+    steps: int | None = None
+    seed: int = 0
+    resume: bool = True
+    init_from: Path | None = None
+    scenes: int = 16_000
+    held_out: int = 500
+    log_every: int | None = None
+    checkpoint_every: int | None = None
+    compiled: bool = True
+
+
+def check_part(part: str, folder: Path, among: tuple[str, ...] = ()) -> None:
+    """Raise `UserError` for a part there is not, and `RefusedError` when one it needs is missing in `folder`.
+
+    `among` are parts that will be trained before it.
+    """
+    if part not in PARTS:
+        raise UserError(f"--part {part}: unknown part{did_you_mean(part, PARTS)}", f"The parts are {', '.join(PARTS)}.")
+    for needed in PARTS[part].needs:
+        if needed not in among and not (folder / FILES[needed]).is_file():
+            raise RefusedError(
+                f"--part {part} needs the {needed}, and {FILES[needed]} is not in the folder of weights",
+                f"First: lantern-bench train lanterns --part {needed}",
+            )
+
+
+def train_part(
+    part: str,
+    folder: Path,
+    work: Path,
+    settings: RecipeSettings,
+    device: torch.device,
+    on_event: Callable[[TrainEvent], None] = lambda _event: None,
+    on_progress: OnProgress = lambda _what, _done: None,
+) -> TrainReport:
+    """Train one part, write its weights and its report into `folder`, and return the report.
+
+    `work` keeps rendered data and checkpoints; an interrupted training continues there. `on_progress(what, share)`
+    tells of the preparation, `on_event` of the training. Raises `UserError` for an unknown part or for weights of
+    another model in `init_from`, `RefusedError` for a part that is needed and missing, a checkpoint of other settings
+    and a loss that diverges.
+    """
+    check_part(part, folder)
+    data = RecipeData(work, settings.scenes, settings.held_out, on_progress)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)  # noqa: TID251  # layers draw from the global stream; this fork of it is ours
+        task = _BUILD[part](data, folder, settings, device)
+    if settings.init_from is not None:
+        _start_from(task.module, part, settings.init_from)
+    loop = _loop_settings(part, folder, work, settings)
+    report = train(task, loop, device, on_event)
+    _export(part, task.module, folder)
+    _enter(report, part, folder, settings, device, task.module)
+    return report
+
+
+def _loop_settings(part: str, folder: Path, work: Path, settings: RecipeSettings) -> TrainSettings:
+    """The part's settings with what was chosen; a checkpoint belongs to the weights the training rests on."""
+    chosen = PARTS[part]
+    minutes = settings.minutes if settings.minutes is not None or settings.steps is not None else chosen.minutes
+    changed: dict[str, Any] = {"minutes": minutes, "steps": settings.steps, "seed": settings.seed}
+    for key in ("log_every", "checkpoint_every"):
+        if getattr(settings, key) is not None:
+            changed[key] = getattr(settings, key)
+    rests_on = [part_hash(folder / FILES[needed])[:8] for needed in chosen.needs]
+    if settings.init_from is not None:
+        rests_on.append("from-" + part_hash(settings.init_from / FILES[part])[:8])
+    name = "-".join([part, str(settings.scenes), *rests_on])
+    return replace(chosen.settings, checkpoint=work / f"{name}.ckpt", resume=settings.resume, **changed)
+
+
+def _tokenizer_task(data: RecipeData, _folder: Path, settings: RecipeSettings, _device: torch.device) -> Task:
+    scenes, held_out = data.painted(), data.painted_held_out()
+    model = VQModel(TOKENIZER_CONFIG)
+    return TokenizerTask(model, scenes, held_out, *([settings.steps] if settings.steps else []))
+
+
+def _judge_task(kind: type[FeaturesTask] | type[ClipTask]) -> Callable[..., Task]:
+    def build(data: RecipeData, folder: Path, settings: RecipeSettings, device: torch.device) -> Task:
+        tokenizer, digest = _tokenizer(folder, device)
+        pool = data.pool(tokenizer, digest)
+        return kind(pool, lambda pictures: reconstruct(tokenizer, pictures), seed=settings.seed)
+
+    return build
+
+
+def _target_task(data: RecipeData, folder: Path, settings: RecipeSettings, device: torch.device) -> Task:
+    tokenizer, digest = _tokenizer(folder, device)
+    sequences, held_out = data.sequences(tokenizer, digest), data.held_out_sequences(tokenizer, digest)
+    target = build_target()
+    if settings.compiled and _can_compile():
+        target.transformer.compile()
+    return TargetTask(target, sequences, held_out)
+
+
+def _drafter_task(data: RecipeData, folder: Path, _settings: RecipeSettings, device: torch.device) -> Task:
+    tokenizer, digest = _tokenizer(folder, device)
+    sequences, held_out = data.sequences(tokenizer, digest), data.held_out_sequences(tokenizer, digest)
+    target = build_target()
+    fill(target, folder / FILES["target"])
+    target.to(device).eval().requires_grad_(False)
+    return DrafterTask(build_drafter(target), target, sequences, held_out)
+
+
+_BUILD: dict[str, Callable[[RecipeData, Path, RecipeSettings, torch.device], Task]] = {
+    "tokenizer": _tokenizer_task,
+    "features": _judge_task(FeaturesTask),
+    "clip": _judge_task(ClipTask),
+    "target": _target_task,
+    "drafter": _drafter_task,
+}
+
+
+def _tokenizer(folder: Path, device: torch.device) -> tuple[VQModel, str]:
+    return load_tokenizer(folder, device), part_hash(folder / FILES["tokenizer"])
+
+
+def _can_compile() -> bool:
+    """Whether torch finds the C++ compiler that compiled training needs."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++"))
+
+
+def _start_from(module: nn.Module, part: str, folder: Path) -> None:
+    path = folder / FILES[part]
+    if not path.is_file():
+        raise UserError(f"--init-from {folder}: there is no {FILES[part]}", "Give a folder with the part's weights.")
+    fill(module, path)
+
+
+def _export(part: str, module: nn.Module, folder: Path) -> None:
+    if part == "clip":
+        save_clip(module, folder / "clip")
+    else:
+        write_weights(module.state_dict(), folder / FILES[part])
+
+
+def _enter(
+    report: TrainReport, part: str, folder: Path, settings: RecipeSettings, device: torch.device, module: nn.Module
+) -> None:
+    """Put a part's report into the folder's report; the other parts' stay."""
+    path = folder / REPORT
+    whole: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    entry = {key: value for key, value in asdict(report).items() if key != "task"}
+    entry["seconds"] = round(report.seconds, 1)
+    entry["losses"] = [[step, round(loss, 5)] for step, loss in report.losses]
+    entry["data"] = {"scenes": settings.scenes, "held_out": settings.held_out}
+    entry["started_from_weights"] = settings.init_from is not None
+    entry["parameters"] = sum(parameter.numel() for parameter in module.parameters())
+    entry["weights_sha256"] = part_hash(folder / FILES[part])
+    entry["rests_on"] = {needed: part_hash(folder / FILES[needed]) for needed in PARTS[part].needs}
+    entry["device"] = device.type
+    entry["versions"] = {"lantern-bench": __version__, **{name: metadata.version(name) for name in _LIBRARIES}}
+    whole[part] = entry
+    temporary = path.with_suffix(".part")
+    ordered = {name: whole[name] for name in PARTS if name in whole}
+    temporary.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)

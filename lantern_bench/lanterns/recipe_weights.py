@@ -1,0 +1,73 @@
+"""Weights of the embedded models on disk: float16 safetensors, one file a part, replaced whole or not at all.
+
+How a module's weights come to be in a file, and from there into a module. Which part lies where is in `files`, how they
+are trained in `recipe`; loading them for decoding is in `family`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.lanterns.files import FILES, WEIGHTS_FOLDER
+from lantern_bench.lanterns.recipe_tokenizer import TOKENIZER_CONFIG
+from lantern_bench.models.vq import VQModel
+
+__all__ = ["fill", "load_tokenizer", "part_hash", "read_weights", "write_weights"]
+
+
+def part_hash(path: Path) -> str:
+    """The SHA-256 of a file of weights, in hex."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def write_weights(state: dict[str, Tensor], path: Path) -> None:
+    """Write weights as float16 safetensors; a file that was there is replaced when the new one is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    save_file({name: _half(value) for name, value in state.items()}, part)
+    os.replace(part, path)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Weights as they train and decode: float16 becomes float32.
+
+    Raises `UserError` for a file that cannot be read as safetensors.
+    """
+    try:
+        state = load_file(path)
+    except (OSError, SafetensorError) as problem:
+        raise UserError(f"{path} cannot be read as weights: {problem}") from problem
+    return {name: value.float() if value.is_floating_point() else value for name, value in state.items()}
+
+
+def fill(module: nn.Module, path: Path) -> None:
+    """Load a file of weights into a module; raises `UserError` where they are another model's."""
+    try:
+        module.load_state_dict(read_weights(path))
+    except RuntimeError as problem:
+        raise UserError(f"{path} holds the weights of another model: {problem}") from problem
+
+
+def load_tokenizer(folder: Path = WEIGHTS_FOLDER, device: torch.device | str = "cpu") -> VQModel:
+    """The trained tokenizer in float32, in evaluation mode; raises `RefusedError` when its file is missing."""
+    path = folder / FILES["tokenizer"]
+    if not path.is_file():
+        raise RefusedError(
+            f"the tokenizer's weights are missing: {path.name}",
+            "train them with `lantern-bench train lanterns --part tokenizer`",
+        )
+    tokenizer = VQModel(TOKENIZER_CONFIG)
+    fill(tokenizer, path)
+    return tokenizer.to(device).eval().requires_grad_(False)
+
+
+def _half(value: Tensor) -> Tensor:
+    return (value.detach().half() if value.is_floating_point() else value).cpu().contiguous()
