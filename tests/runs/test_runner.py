@@ -1,0 +1,183 @@
+"""The runner: records that say everything, runs that continue, images that fail alone.
+
+The model is a table of logits (`tests/tiny_family.py`); the decode loop is the real one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.runs.local import Place, choose_place, key_fields
+from lantern_bench.runs.runner import ImageDone, Started, WarmedUp, make_images, run_plan
+from lantern_bench.runs.store import RunStore, read_manifest, read_records
+from lantern_bench.spec.experiment import Overrides, ResolvedExperiment, load_experiment, resolve
+from lantern_bench.spec.plan import Plan, Prompt, make_plan
+from lantern_bench.spec.schema import columns
+from tests.tiny_family import EXPERIMENT, PROMPTS, TOKENS, TinyFamily
+
+CPU = Place(torch.device("cpu"), torch.float32)
+FAMILY = TinyFamily()
+MODEL = FAMILY.load("tiny", *CPU)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Any:
+    """Make a resolved experiment and its plan from flags."""
+
+    def make(prompts: tuple[str, ...] = PROMPTS, **flags: Any) -> tuple[ResolvedExperiment, Plan]:
+        path = tmp_path / "tiny.yaml"
+        path.write_text(EXPERIMENT)
+        loaded = load_experiment(path, Overrides.from_flags(flags))
+        resolved = resolve(loaded, {card.name: card.defaults for card in FAMILY.cards()})
+        return resolved, make_plan(resolved, [Prompt(text) for text in prompts])
+
+    return make
+
+
+def run(folder: Path, made: tuple[ResolvedExperiment, Plan], most: int | None = None) -> list[Any]:
+    """Run a plan, or its first `most` images; return the events."""
+    experiment, plan = made
+    events: list[Any] = []
+    with RunStore(folder, experiment, key_fields({"tiny": MODEL}, experiment.settings, CPU)) as store:
+        work = run_plan(store, plan, {"tiny": MODEL}, CPU)
+        for event in work:
+            events.append(event)
+            if most is not None and sum(isinstance(one, ImageDone) for one in events) == most:
+                work.close()
+                break
+    return events
+
+
+def tokens_by_key(folder: Path) -> dict[str, str]:
+    return {row["record_key"]: row["tokens_sha256"] for row in read_records(folder)}
+
+
+def test_every_image_has_a_full_record_and_a_picture(tmp_path: Path, tiny: Any) -> None:
+    made = tiny()
+    run(tmp_path / "run", made)
+    rows = read_records(tmp_path / "run")
+    assert len(rows) == len(made[1].units) == 18
+    may_be_empty = {"error", "tree", "neighbours", "delta", "lambda", "residual", "peak_memory_bytes"}
+    for row in rows:
+        assert not {c.name for c in columns("records") if row[c.name] is None} - may_be_empty
+        assert row["status"] == "ok" and row["tokens"] == TOKENS == 1 + sum(row["committed_per_step"])
+        phases = [row[f"{name}_seconds"] for name in ("draft", "target", "verify", "other")]
+        assert sum(phases) == pytest.approx(row["seconds"])
+        png = (tmp_path / "run" / row["image"]).read_bytes()
+        assert hashlib.sha256(png).hexdigest() == row["image_sha256"]
+    assert [row["order_index"] for row in rows] == list(range(18))
+
+
+def test_the_hash_is_of_the_tokens_as_little_endian_int32(tmp_path: Path, tiny: Any) -> None:
+    experiment, plan = tiny()
+    run(tmp_path / "run", (experiment, plan), most=1)
+    (row,) = read_records(tmp_path / "run")
+    tokens = make_images(MODEL, plan.units[:1], CPU)[0].tokens.tolist()
+    packed = b"".join(token.to_bytes(4, "little") for token in tokens)
+    assert row["tokens_sha256"] == hashlib.sha256(packed).hexdigest()
+
+
+def test_events_tell_what_happens(tmp_path: Path, tiny: Any) -> None:
+    events = run(tmp_path / "run", tiny())
+    assert isinstance(events[0], Started)
+    assert events[0].kept == 0 and set(events[0].to_do.values()) == {3} and len(events[0].to_do) == 6
+    assert [type(event) for event in events[1:]] == [WarmedUp] * 5 + [ImageDone] * 18
+    assert not any(event.failed for event in events[6:])
+
+
+def test_warm_up_is_in_the_manifest_and_nowhere_else(tmp_path: Path, tiny: Any) -> None:
+    run(tmp_path / "run", tiny())
+    manifest = read_manifest(tmp_path / "run")
+    (session,) = manifest["sessions"]
+    # lambda 2 and lambda 5 are of one kind; greedy decoding is a kind of its own.
+    assert len(session["warm_up"]) == 5 and all(row["seconds"] > 0 for row in session["warm_up"])
+    assert session["complete"] and session["images"] == 18 and manifest["ended"] == session["ended"]
+    assert manifest["device"] == "cpu" and manifest["dtype"] == "float32" and manifest["threads"] >= 1
+    assert manifest["machine"]["versions"]["torch"]
+    assert len(read_records(tmp_path / "run")) == 18
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_run_that_stopped_continues_with_the_same_tokens(tmp_path: Path, tiny: Any, batch: int) -> None:
+    made = tiny(batch=batch)
+    run(tmp_path / "whole", made)
+    run(tmp_path / "cut", made, most=7)
+    assert len(read_records(tmp_path / "cut")) == 7
+    assert not read_manifest(tmp_path / "cut")["sessions"][0]["complete"]
+    second = run(tmp_path / "cut", made)
+    assert second[0].kept == 7 and sum(second[0].to_do.values()) == 11
+    assert tokens_by_key(tmp_path / "cut") == tokens_by_key(tmp_path / "whole")
+    third = run(tmp_path / "cut", made)
+    assert third[0].kept == 18 and len(third) == 1
+
+
+def test_shards_together_make_what_the_whole_makes(tmp_path: Path, tiny: Any) -> None:
+    from lantern_bench.spec.plan import Shard
+
+    experiment, plan = tiny()
+    run(tmp_path / "whole", (experiment, plan))
+    found: dict[str, str] = {}
+    for index in (1, 2):
+        run(tmp_path / f"part{index}", (experiment, plan.shard(Shard(index, 2))))
+        found |= tokens_by_key(tmp_path / f"part{index}")
+    assert found == tokens_by_key(tmp_path / "whole")
+
+
+def test_one_image_that_fails_does_not_stop_the_others(tmp_path: Path, tiny: Any) -> None:
+    made = tiny(("one red lantern", "broken", "two blue lanterns"))
+    events = run(tmp_path / "run", made)
+    failed = [event for event in events if isinstance(event, ImageDone) and event.failed]
+    assert len(failed) == 6 and {event.unit.prompt.text for event in failed} == {"broken"}
+    rows = [row for row in read_records(tmp_path / "run") if row["status"] != "ok"]
+    assert {row["error"] for row in rows} == {"RuntimeError: no memory left"}
+    assert all(row["tokens_sha256"] is None and row["image"] is None for row in rows)
+    again = run(tmp_path / "run", made)
+    assert again[0].kept == 12 and sum(again[0].to_do.values()) == 6
+
+
+def test_cells_start_an_image_from_the_same_seed(tiny: Any) -> None:
+    _, plan = tiny()
+    by_prompt: dict[str, set[int]] = {}
+    for unit in plan.units:
+        by_prompt.setdefault(unit.prompt.id, set()).add(unit.seed)
+    assert all(len(seeds) == 1 for seeds in by_prompt.values())
+
+
+def test_loaded_tables_are_prefixes_of_each_other() -> None:
+    model = FAMILY.load("tiny", *CPU)
+    narrow = model.table(2).clone()
+    wide = model.table(9)
+    assert torch.equal(wide[:, :2], narrow) and torch.equal(model.table(2), narrow)
+    with pytest.raises(ValueError, match="16 codes"):
+        model.table(16)
+
+
+def test_auto_is_decided_once() -> None:
+    place = choose_place("cpu")
+    assert place.dtype_name == "float32" and choose_place("cpu", "bfloat16").dtype is torch.bfloat16
+    with pytest.raises(RefusedError, match="--device cuda:97"):
+        choose_place("cuda:97")
+
+
+def test_a_folder_of_another_experiment_is_refused_early(tmp_path: Path, tiny: Any) -> None:
+    from lantern_bench.runs.admission import check_folder, seconds_per_image
+
+    experiment, plan = tiny()
+    run(tmp_path / "run", (experiment, plan), most=4)
+    check_folder(tmp_path / "run", experiment)
+    assert 1 <= len(seconds_per_image(tmp_path / "run")) <= 4
+    with pytest.raises(RefusedError, match="seed changed"):
+        check_folder(tmp_path / "run", tiny(seed=5)[0])
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("")
+    with pytest.raises(UserError, match=r"holds thesis\.tex"):
+        check_folder(tmp_path / "mine", experiment)
+    with RunStore(tmp_path / "run", experiment, key_fields({"tiny": MODEL}, experiment.settings, CPU)):
+        pass
+    check_folder(tmp_path / "run", experiment)
