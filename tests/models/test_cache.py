@@ -1,0 +1,94 @@
+"""The cache: a tree's nodes see what a plain run of their path sees, and committing leaves what a fresh run leaves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lantern_bench.decode.tree import StaticTree
+from lantern_bench.models.conditioning import Condition, WordCaption
+from lantern_bench.models.target import TransformerTarget
+from lantern_bench.models.transformer import TransformerConfig
+
+TREE = StaticTree.of([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)])
+BATCH, PREFIX = 3, 5
+
+
+@pytest.fixture
+def target() -> TransformerTarget:
+    config = TransformerConfig(
+        vocab_size=23, dim=32, layers=3, heads=4, kv_heads=2, ffn_dim=48, prefix=PREFIX, grid=(4, 6),
+        prefix_rotary="identity",
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(5)  # noqa: TID251  # fresh layers draw from torch's own stream
+        return TransformerTarget(config, WordCaption(9, PREFIX, 32)).eval()
+
+
+def condition() -> Condition:
+    values = torch.tensor([[0, 0, 3, 4, 5], [1, 2, 3, 4, 5], [0, 7, 8, 1, 2]])
+    return Condition(values, values > 0)
+
+
+def row(number: int) -> Condition:
+    return Condition(*(part[number : number + 1] for part in condition()))
+
+
+def causal(n: int) -> Tensor:
+    return torch.ones(1, n, n, dtype=torch.bool).tril()
+
+
+@torch.no_grad()
+def logits_of(target: TransformerTarget, number: int, tokens: list[int]) -> Tensor:
+    """Guided rows of the last token of a plain causal run: [2, V]."""
+    session = target.session(1, guided=True, nodes=24)
+    session.prefill(row(number))
+    n = len(tokens)
+    scores = session.score(torch.tensor([tokens]), torch.arange(n)[None], causal(n))
+    return torch.cat([scores.cond[:, -1], scores.uncond[:, -1]])
+
+
+@pytest.mark.parametrize("accepted", [[0, 2, 3], [1, 1, 0]])
+@torch.no_grad()
+def test_trees_and_commits_equal_plain_runs(target: TransformerTarget, accepted: list[int]) -> None:
+    """Images of a batch accept different numbers of drafts, then are scored again."""
+    draws = torch.Generator().manual_seed(2)
+    session = target.session(BATCH, guided=True, nodes=7)
+    session.prefill(condition())
+    committed: list[list[int]] = [[] for _ in range(BATCH)]
+    for _step in range(2):
+        tokens = torch.randint(23, (BATCH, 7), generator=draws)
+        scores = session.score(
+            tokens, TREE.depths.expand(BATCH, -1), TREE.attention.expand(BATCH, -1, -1)
+        )
+        for image in range(BATCH):
+            for node in range(7):
+                path = tokens[image, TREE.attention[node]].tolist()
+                wanted = logits_of(target, image, committed[image] + path)
+                got = torch.stack([scores.cond[image, node], scores.uncond[image, node]])
+                assert (got - wanted).abs().max() < 1e-5
+        paths = torch.full((BATCH, 4), -1)
+        for image, drafts in enumerate(accepted):
+            path = next(path for path in TREE.paths.tolist() if path[drafts] >= 0)[: drafts + 1]
+            paths[image, : drafts + 1] = torch.tensor(path)
+            committed[image] += tokens[image, path].tolist()
+        counts = torch.tensor(accepted) + 1
+        session.commit(paths, counts, max(len(tokens) for tokens in committed))
+
+
+@torch.no_grad()
+def test_a_used_session_starts_afresh(target: TransformerTarget) -> None:
+    first = logits_of(target, 0, [1, 2, 3])
+    logits_of(target, 1, [7, 7, 7, 7, 7])
+    assert logits_of(target, 0, [1, 2, 3]).equal(first)
+
+
+@torch.no_grad()
+def test_a_run_through_the_cache_equals_the_run_that_trains(target: TransformerTarget) -> None:
+    from lantern_bench.lanterns.recipe_target import prefix_mask
+
+    tokens = torch.tensor([[4, 9, 1, 0, 22]])
+    x = torch.cat([target.cls_embedding(row(2).values), target.transformer.tok_embeddings(tokens)], dim=1)
+    hidden = target.transformer(x, prefix_mask(row(2).valid, x.shape[1]))
+    assert (target.transformer.output(hidden[0, -1]) - logits_of(target, 2, tokens[0].tolist())[0]).abs().max() < 1e-5
