@@ -1,0 +1,250 @@
+"""`sweep` before anything is decoded: the plan without torch, and everything that can be typed or written wrong.
+
+The embedded family is the real one; none of its weights are opened.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from filelock import FileLock
+
+from lantern_bench.cli import main as cli
+from lantern_bench.cli.places import RESULTS_VARIABLE
+
+CAPTION = "two round red lanterns over a lake at dusk"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """Stand in an empty folder, with the results in it; no model may be loaded."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(RESULTS_VARIABLE, "results")
+    monkeypatch.setattr("lantern_bench.models.registry.load_model", refuse)
+    return tmp_path
+
+
+def write(text: str, name: str = "mine.yaml") -> str:
+    Path(name).write_text(text)
+    return name
+
+
+def plan(capsys, *typed: str) -> pd.DataFrame:
+    assert cli.main(["sweep", *typed, "--dry-run", "-q"]) == 0
+    return pd.read_csv(io.StringIO(capsys.readouterr().out))
+
+
+def test_the_default_plan(capsys, here):
+    listed = plan(capsys)
+    assert listed["cell"].tolist()[:2] == ["ar-t1", "speculative-static-small-7-t1"]
+    assert len(listed) == 7 and set(listed["images"]) == {24} and set(listed["done"]) == {0}
+    assert list(here.iterdir()) == []
+
+
+def test_the_plan_says_where_and_how_long(capsys):
+    assert cli.main(["sweep", "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    assert "run: results/lanterns-" in said and "168 to do" in said and "unknown" in said
+
+
+def test_a_plan_needs_no_torch(tmp_path):
+    code = (
+        "import sys; from lantern_bench.cli.main import main; code = main(['sweep', '--dry-run']);"
+        "heavy = {'torch', 'torchvision', 'open_clip', 'torch_fidelity'} & set(sys.modules);"
+        "assert code == 0 and not heavy, (code, heavy)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("typed", "cells"),
+    [
+        (["--modes", "lantern", "--delta", "0.01,0.1", "--delta", "0.2"], 4),
+        (["--modes", "lantern++", "--lambda", "2,3", "--neighbours", "5,10"], 5),
+        (["--modes", "speculative", "--no-baseline", "--temperature", "1"], 1),
+        (["--modes", "speculative", "--drafting", "chain", "--temperature", "1"], 2),
+        (["--modes", "ar", "--set", "temperature=0.5,0.9"], 2),
+        (["--modes", "lantern", "--delta", "0.1", "--nodes", "8", "--depth", "3", "--beam", "4"], 2),
+        (["--modes", "ar", "--top-k", "100", "--top-p", "0.9", "--filter-order", "top_p_first", "--cfg-scale", "3"], 1),
+        (["--modes", "lantern++", "--residual", "official", "--lambda", "2"], 2),
+    ],
+)
+def test_flags_make_grids(capsys, typed, cells):
+    assert len(plan(capsys, *typed)) == cells
+
+
+def test_a_chain_is_recorded_as_the_tree_it_is(capsys):
+    listed = plan(capsys, "--modes", "speculative", "--drafting", "chain", "--temperature", "1")
+    assert listed["cell"].tolist() == ["ar-t1", "speculative-static-chain-5-t1"]
+
+
+def test_images_repeats_and_shards(capsys):
+    assert set(plan(capsys, "--images", "5", "--repeats", "2")["images"]) == {10}
+    assert set(plan(capsys, "--images", "5", "--shard", "1/2")["images"]) == {3}
+    assert set(plan(capsys, "--images", "5", "--shard", "2/2")["images"]) == {2}
+
+
+def test_what_is_done_is_counted_and_timed(capsys, here):
+    assert cli.main(["sweep", "--images", "1", "--modes", "ar", "--dry-run", "--out", "run"]) == 0
+    capsys.readouterr()
+    from lantern_bench.lanterns.captions import HELD_OUT
+    from lantern_bench.spec.plan import Prompt
+
+    key = {"prompt_id": Prompt(HELD_OUT[0].caption()).id, "repeat": 0}
+    row = {"record_key": "1", "status": "ok", "cell_id": "ar-t1", "seconds": 1.5, "pixel_seconds": 0.5, **key}
+    (here / "run").mkdir()
+    (here / "run" / "records.jsonl").write_text(json.dumps(row) + "\n")
+    assert cli.main(["sweep", "--images", "3", "--modes", "ar", "--dry-run", "--out", "run"]) == 0
+    written = capsys.readouterr()
+    assert "1 done, 2 to do; time left: 4 s" in written.err
+    assert pd.read_csv(io.StringIO(written.out))["s_per_image"].tolist() == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("typed", "wrong"),
+    [
+        (["--modes", "lantrn"], ["--modes lantrn: unknown mode; did you mean lantern?", "speculative"]),
+        (["--delta", "1.5"], ["--delta 1.5: must lie strictly between 0 and 1"]),
+        (["--delta", "0"], ["--delta 0: must lie strictly between 0 and 1"]),
+        (["--lambda", "1"], ["--lambda 1: must be a number above 1"]),
+        (["--delta", "0.1,x", "--lambda", "0.5"], ["2 problems", "--delta x:", "--lambda 0.5:"]),
+        (["--temperature", "-1"], ["--temperature -1: must be a number of at least 0"]),
+        (["--tree", "small-8"], ["--tree small-8: unknown tree; did you mean small-7?"]),
+        (["--drafting", "statc"], ["--drafting statc", "did you mean static?"]),
+        (["--images", "0"], ["--images 0: must be a whole number of at least 1"]),
+        (["--images", "many"], ["--images many: must be a whole number of at least 1"]),
+        (["--batch", "0"], ["--batch 0: must be a whole number of at least 1"]),
+        (["--seed", "-3"], ["--seed -3: must be a whole number of at least 0"]),
+        (["--metrics", "sped"], ["--metrics", "speed"]),
+        (["--dtype", "float3"], ["--dtype float3: must be one of auto"]),
+        (["--device", "gpu"], ["--device gpu: must be auto, cpu, mps, cuda or cuda:N"]),
+        (["--model", "lantern"], ["--model", "did you mean lanterns?"]),
+        (["--neighbours", "2048"], ["--neighbours 2048: the model lanterns has 2048 codes"]),
+        (["--prompts", "captions.txt"], ["--prompts captions.txt: no such file", "held-out"]),
+        (["--set", "delta"], ["--set delta: must have the form key=value"]),
+        (["--set", "detla=0.1"], ["--set detla: unknown key; did you mean delta?"]),
+        (["--shard", "3/2"], ["--shard 3/2: must be i/n"]),
+        (["--format", "yaml"], ["--format yaml: unknown"]),
+        (["--modes", "ar", "--delta", "0.1"], ["--delta 0.1: reaches no cell"]),
+        (["nothere"], ["no experiment is named 'nothere'", "lanterns"]),
+        (["nothere.yaml"], ["nothere.yaml: no such experiment file"]),
+    ],
+)
+def test_what_is_typed_wrong_is_one_error_and_2(capsys, here, typed, wrong):
+    assert cli.main(["sweep", *typed]) == 2
+    written = capsys.readouterr()
+    assert written.out == "" and written.err.startswith("error: ") and "Traceback" not in written.err
+    assert all(part in written.err for part in wrong), written.err
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("name: x\nmodel: lanterns\ncells:\n  - {mode: ar\n", ["mine.yaml line 5", "not valid YAML"]),
+        ("model: lanterns\ncells:\n  - {mode: lantern, detla: 0.1}\n", ["line 3", "detla", "did you mean delta?"]),
+        ("model: lanterns\nimagse: 3\ncells: [{mode: ar}]\n", ["line 2", "imagse: unknown key; did you mean images?"]),
+        ("model: lanterns\ncells: [{mode: lantern}]\n", ["needs delta", "--delta 0.1"]),
+        (
+            "model: lanterns\nimages: none\ncells:\n  - {mode: lantrn}\n  - {mode: lantern, delta: 2}\n",
+            ["3 problems", "line 2", "line 4", "line 5"],
+        ),
+        ("", ["the file is empty"]),
+    ],
+)
+def test_what_is_written_wrong_is_said_with_its_line(capsys, here, text, wrong):
+    assert cli.main(["sweep", write(text)]) == 2
+    said = capsys.readouterr().err
+    assert all(part in said for part in wrong), said
+    assert [path.name for path in here.iterdir()] == ["mine.yaml"]
+
+
+def test_a_word_the_model_does_not_know(capsys, here):
+    write(f"{CAPTION}\ntwo round pink lanterns over a lake at dusk\n", "captions.txt")
+    assert cli.main(["sweep", "--prompts", "captions.txt"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: --prompts captions.txt line 2:") and "'pink'" in said and "orange" in said
+    assert [path.name for path in here.iterdir()] == ["captions.txt"]
+
+
+def test_a_folder_that_cannot_be_written(capsys, here):
+    write("", "file")
+    assert cli.main(["sweep", "--out", "file/run"]) == 2
+    assert "--out file/run: file is a file, not a folder" in capsys.readouterr().err
+    (here / "notes").mkdir()
+    (here / "notes" / "todo.txt").write_text("")
+    assert cli.main(["sweep", "--out", "notes"]) == 2
+    assert "--out notes: the folder holds todo.txt and is no run" in capsys.readouterr().err
+
+
+def test_a_folder_without_permission(capsys, here, monkeypatch):
+    monkeypatch.setattr("lantern_bench.runs.admission.os.access", lambda *_: False)
+    assert cli.main(["sweep"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_locked_run_is_refused_with_3(capsys, here):
+    (here / "run").mkdir()
+    with FileLock(here / "run" / ".lock"):
+        assert cli.main(["sweep", "--out", "run"]) == 3
+    assert "run is in use" in capsys.readouterr().err
+
+
+def test_another_experiment_in_the_folder_is_refused_with_3(capsys, here):
+    (here / "run").mkdir()
+    row = {"record_key": "1", "status": "ok", "cell_id": "ar-t1", "prompt_id": "x", "repeat": 0}
+    (here / "run" / "records.jsonl").write_text(json.dumps(row) + "\n")
+    experiment = {"model": ["lanterns"], "prompts": "held-out", "seed": 4}
+    (here / "run" / "manifest.json").write_text(json.dumps({"schema_version": 1, "experiment": experiment}))
+    assert cli.main(["sweep", "--out", "run"]) == 3
+    said = capsys.readouterr().err
+    assert "cannot continue run: seed changed" in said and "--seed 4" in said and "--no-resume" in said
+
+
+@pytest.mark.parametrize("typed", [["--compile"], ["--set", "compile=true"]])
+def test_compiled_decoding_is_refused(capsys, here, typed):
+    assert cli.main(["sweep", *typed]) == 3
+    assert capsys.readouterr().err.startswith("error: --compile: compiled decoding is not there yet")
+
+
+@pytest.mark.parametrize(
+    ("typed", "wrong", "code"),
+    [
+        (["two pink lanterns"], "'pink'", 2),
+        ([CAPTION, "--mode", "lantrn"], "--mode lantrn: unknown mode; did you mean lantern?", 2),
+        ([CAPTION, "--model", "lantern"], "--model lantern: unknown model; did you mean lanterns?", 2),
+        ([CAPTION, "--delta", "0.1"], "--delta 0.1: reaches no cell", 2),
+        ([CAPTION, "--lambda", "1"], "--lambda 1: must be a number above 1", 2),
+        ([CAPTION, "--neighbours", "5000"], "--neighbours 5000", 2),
+        ([CAPTION, "--out", "nothere/a.png"], "--out nothere/a.png: cannot be written", 2),
+        ([CAPTION, "--out", "a.jpg"], "--out a.jpg: must end with .png", 2),
+        ([CAPTION, "--save-logits"], "--save-logits: needs", 2),
+        ([CAPTION, "--mode", "all", "--save-tokens", "a.npz"], "--save-tokens a.npz: holds one way", 2),
+        ([CAPTION, "--images", "0"], "--images", 2),
+        ([CAPTION, "--out", "there.png"], "there.png: is there already", 3),
+        ([CAPTION, "--compile"], "--compile", 3),
+    ],
+)
+def test_generate_checks_before_it_loads(capsys, here, typed, wrong, code):
+    write("", "there.png")
+    assert cli.main(["generate", *typed]) == code
+    written = capsys.readouterr()
+    assert wrong in written.err and "Traceback" not in written.err and written.out == ""
+    assert [path.name for path in here.iterdir()] == ["there.png"]
+
+
+def test_models_are_listed_with_their_licence(capsys):
+    assert cli.main(["models"]) == 0
+    listed = pd.read_csv(io.StringIO(capsys.readouterr().out))
+    (row,) = listed[listed["model"] == "lanterns"].to_dict("records")
+    assert row["licence"] == "Apache-2.0" and "small-7" in row["defaults"]
