@@ -76,7 +76,7 @@ def lanterns(
     from lantern_bench.runs.local import choose_place
 
     folder = out or WEIGHTS_FOLDER
-    parts = _parts(part, folder, evaluate)
+    parts = _parts(part, folder, init_from, evaluate)
     place = choose_place(device)
     if evaluate:
         _evaluate(parts, folder, place.device, images, seed, console, chosen)
@@ -114,7 +114,7 @@ def _check(
         )
 
 
-def _parts(named: Sequence[str] | None, folder: Path, evaluate: bool) -> list[str]:
+def _parts(named: Sequence[str] | None, folder: Path, init_from: Path | None, evaluate: bool) -> list[str]:
     """The parts in the order of the recipe; each has what it needs, or it will be trained before it."""
     from lantern_bench.lanterns.evaluation import check_weights
     from lantern_bench.lanterns.recipe import PARTS, check_part
@@ -126,7 +126,7 @@ def _parts(named: Sequence[str] | None, folder: Path, evaluate: bool) -> list[st
         check_weights(parts, folder)
     else:
         for number, part in enumerate(parts):
-            check_part(part, folder, tuple(parts[:number]))
+            check_part(part, folder, tuple(parts[:number]), init_from)
     return parts
 
 

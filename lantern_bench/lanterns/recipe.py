@@ -79,10 +79,10 @@ class RecipeSettings:
     compiled: bool = True
 
 
-def check_part(part: str, folder: Path, among: tuple[str, ...] = ()) -> None:
+def check_part(part: str, folder: Path, among: tuple[str, ...] = (), init_from: Path | None = None) -> None:
     """Raise `UserError` for a part there is not, and `RefusedError` when one it needs is missing in `folder`.
 
-    `among` are parts that will be trained before it.
+    `among` are parts that will be trained before it. `init_from`, when given, must hold the part (`UserError`).
     """
     if part not in PARTS:
         raise UserError(f"--part {part}: unknown part{did_you_mean(part, PARTS)}", f"The parts are {', '.join(PARTS)}.")
@@ -92,6 +92,8 @@ def check_part(part: str, folder: Path, among: tuple[str, ...] = ()) -> None:
                 f"--part {part} needs the {needed}, and {FILES[needed]} is not in the folder of weights",
                 f"First: lantern-bench train lanterns --part {needed}",
             )
+    if init_from is not None and not (init_from / FILES[part]).is_file():
+        raise UserError(f"--init-from {init_from}: there is no {FILES[part]}", "Give a folder with the part's weights.")
 
 
 def train_part(
@@ -110,17 +112,18 @@ def train_part(
     another model in `init_from`, `RefusedError` for a part that is needed and missing, a checkpoint of other settings
     and a loss that diverges.
     """
-    check_part(part, folder)
+    check_part(part, folder, init_from=settings.init_from)
+    whole = _entries(folder)
     data = RecipeData(work, settings.scenes, settings.held_out, on_progress)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)  # noqa: TID251  # layers draw from the global stream; this fork of it is ours
         task = _BUILD[part](data, folder, settings, device)
     if settings.init_from is not None:
-        _start_from(task.module, part, settings.init_from)
+        fill(task.module, settings.init_from / FILES[part])
     loop = _loop_settings(part, folder, work, settings)
     report = train(task, loop, device, on_event)
     _export(part, task.module, folder)
-    _enter(report, part, folder, settings, device, task.module)
+    _write_report(folder, whole | {part: _entry(report, part, folder, settings, device, task.module)})
     return report
 
 
@@ -190,13 +193,6 @@ def _can_compile() -> bool:
     return any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++"))
 
 
-def _start_from(module: nn.Module, part: str, folder: Path) -> None:
-    path = folder / FILES[part]
-    if not path.is_file():
-        raise UserError(f"--init-from {folder}: there is no {FILES[part]}", "Give a folder with the part's weights.")
-    fill(module, path)
-
-
 def _export(part: str, module: nn.Module, folder: Path) -> None:
     if part == "clip":
         save_clip(module, folder / "clip")
@@ -204,12 +200,22 @@ def _export(part: str, module: nn.Module, folder: Path) -> None:
         write_weights(module.state_dict(), folder / FILES[part])
 
 
-def _enter(
-    report: TrainReport, part: str, folder: Path, settings: RecipeSettings, device: torch.device, module: nn.Module
-) -> None:
-    """Put a part's report into the folder's report; the other parts' stay."""
+def _entries(folder: Path) -> dict[str, Any]:
+    """The folder's report, part by part; read before a training, so that a broken file costs nobody hours."""
     path = folder / REPORT
-    whole: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        whole = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise UserError(f"{path} cannot be read as JSON: {problem}", "Move it away; it is written anew.") from problem
+    return whole if isinstance(whole, dict) else {}
+
+
+def _entry(
+    report: TrainReport, part: str, folder: Path, settings: RecipeSettings, device: torch.device, module: nn.Module
+) -> dict[str, Any]:
+    """What the report says of one part."""
     entry = {key: value for key, value in asdict(report).items() if key != "task"}
     entry["seconds"] = round(report.seconds, 1)
     entry["losses"] = [[step, round(loss, 5)] for step, loss in report.losses]
@@ -220,8 +226,13 @@ def _enter(
     entry["rests_on"] = {needed: part_hash(folder / FILES[needed]) for needed in PARTS[part].needs}
     entry["device"] = device.type
     entry["versions"] = {"lantern-bench": __version__, **{name: metadata.version(name) for name in _LIBRARIES}}
-    whole[part] = entry
+    return entry
+
+
+def _write_report(folder: Path, whole: dict[str, Any]) -> None:
+    """Write the report with its parts in the order of the recipe."""
+    path = folder / REPORT
     temporary = path.with_suffix(".part")
-    ordered = {name: whole[name] for name in PARTS if name in whole}
+    ordered = {part: whole[part] for part in PARTS if part in whole}
     temporary.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
