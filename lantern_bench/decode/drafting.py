@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lantern_bench.decode.growth import Growth
 from lantern_bench.decode.interface import DrafterSession, Drafts
-from lantern_bench.decode.sampling import Draws, draw_without_replacement, guide, most_probable, probabilities
+from lantern_bench.decode.sampling import Draws, decoding_probabilities, draw_without_replacement, guide, most_probable
 from lantern_bench.decode.tree import DraftTree, StaticTree
 from lantern_bench.spec.decoding import Decoding
 
@@ -48,16 +48,7 @@ def _draft_probabilities(decoding: Decoding) -> ToProbabilities:
     """Q is made the way p is; greedy children are the top of the unfiltered q at temperature 1 (section 2)."""
 
     def to_probabilities(drafts: Drafts) -> Tensor:
-        logits = guide(drafts.cond, drafts.uncond, decoding.cfg_scale)
-        if decoding.greedy:
-            return probabilities(logits, temperature=1.0)
-        return probabilities(
-            logits,
-            temperature=decoding.temperature,
-            top_k=decoding.top_k,
-            top_p=decoding.top_p,
-            filter_order=decoding.filter_order,
-        )
+        return decoding_probabilities(guide(drafts.cond, drafts.uncond, decoding.cfg_scale), decoding)
 
     return to_probabilities
 

@@ -87,7 +87,11 @@ class Target(Protocol):
 
     vocab_size: int
     image_tokens: int
-    device: torch.device
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        ...
 
     def session(self, batch: int, guided: bool, nodes: int) -> TargetSession:
         """A session for B images and trees of at most `nodes` nodes, root included; caches are reused."""

@@ -1,4 +1,4 @@
-"""Decoding: autoregressive, and speculative with any drafting and rule. The names of the combinations are in spec.modes.
+"""Decoding: autoregressive, and speculative with any drafting and rule; spec.modes names the combinations.
 
 One loop serves `speculative`, `lantern` and `lantern++`; they differ in what their `Decoding` says. The only copy to
 the host inside a step is the number of tokens it committed; all else stays on the device until the image is done.
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lantern_bench.clock import Phases
 from lantern_bench.decode.drafting import drafting_of
-from lantern_bench.decode.interface import Drafter, Scores, Target, TargetSession
+from lantern_bench.decode.interface import Drafter, Scores, Target
 from lantern_bench.decode.relax import Relaxation
-from lantern_bench.decode.sampling import Draws, guide, probabilities, sample
+from lantern_bench.decode.sampling import Draws, decoding_probabilities, guide, sample
 from lantern_bench.decode.trace import ImageTrace, StepRecorder
 from lantern_bench.decode.tree import DraftTree
 from lantern_bench.decode.verify import Verdict, verify
@@ -96,17 +96,7 @@ class _Run:
         """One token [B] from guided logits [B, V]."""
         if self.decoding.greedy:
             return logits.argmax(dim=-1)
-        return sample(self.probabilities(logits), self.draws.exponential(logits.shape[-1]))
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """P of guided logits [..., V]."""
-        return probabilities(
-            logits,
-            temperature=self.decoding.temperature,
-            top_k=self.decoding.top_k,
-            top_p=self.decoding.top_p,
-            filter_order=self.decoding.filter_order,
-        )
+        return sample(decoding_probabilities(logits, self.decoding), self.draws.exponential(logits.shape[-1]))
 
     def guide(self, scores: Scores) -> Tensor:
         """Guided logits [B, n, V] of the target."""
@@ -161,7 +151,8 @@ class _Run:
         """Draft a tree, score it in one forward, walk it, commit what was accepted; until every image is complete."""
         if self.model.drafter is None:
             raise RefusedError(
-                f"mode {self.decoding.mode} needs a drafter, and this model has none", "use --modes ar, or add a drafter"
+                f"mode {self.decoding.mode} needs a drafter, and this model has none",
+                "use --modes ar, or add a drafter",
             )
         drafting = drafting_of(self.decoding, self.device)
         relaxation = relaxation_of(self.decoding)
@@ -195,7 +186,7 @@ class _Run:
                 kept.append((state.position, _at_path(logits, verdict.path)))
             counts, widest = state.commit(verdict)
             self.phases.mark("verify")
-            self._commit(target, verdict, counts, state)
+            target.commit(verdict.path, counts, state.longest)
             self.phases.mark("target")
             root = state.last_token(verdict, counts, root)
             drafts = None
@@ -214,11 +205,8 @@ class _Run:
             return verify_greedy(tree, logits, relaxation, table, limit)
         uniforms = self.draws.uniform(*tree.children.shape[1:])
         noise = self.draws.exponential(logits.shape[-1])
-        return verify(tree, self.probabilities(logits), relaxation, table, uniforms, noise, limit)
-
-    @staticmethod
-    def _commit(target: TargetSession, verdict: Verdict, counts: Tensor, state: _State) -> None:
-        target.commit(verdict.path, counts, state.longest)
+        p = decoding_probabilities(logits, self.decoding)
+        return verify(tree, p, relaxation, table, uniforms, noise, limit)
 
     def _assemble(self, first: Tensor, kept: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Guided logits [B, asked, V] of every kept token, from those of each step's path."""
@@ -268,7 +256,7 @@ class _State:
         taken = counts.tolist()  # the one copy to the host of a step
         self._host = [before + more for before, more in zip(self._host, taken, strict=True)]
         self.longest = max(self._host) - 1
-        return counts, max(1, *taken) if len(taken) > 1 else max(1, taken[0])
+        return counts, max([1, *taken])
 
     def last_token(self, verdict: Verdict, counts: Tensor, root: Tensor) -> Tensor:
         """The new root [B]: the last token committed; that of a complete image stays."""

@@ -13,9 +13,12 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from lantern_bench.spec.decoding import Decoding
+
 __all__ = [
     "Draws",
     "FilterOrder",
+    "decoding_probabilities",
     "draw_without_replacement",
     "greedy_probabilities",
     "guide",
@@ -56,6 +59,22 @@ def probabilities(
     if filter_order == "top_k_first":
         return torch.softmax(_keep_top_p(_keep_top_k(scaled, top_k), top_p), dim=-1)
     return torch.softmax(_keep_top_k(_keep_top_p(scaled, top_p), top_k), dim=-1)
+
+
+def decoding_probabilities(logits: Tensor, decoding: Decoding) -> Tensor:
+    """Return `probabilities` [..., V] of guided logits [..., V] with the temperature and filters of a configuration.
+
+    Greedy configurations have none of their own: theirs are `greedy_probabilities`.
+    """
+    if decoding.greedy:
+        return greedy_probabilities(logits)
+    return probabilities(
+        logits,
+        temperature=decoding.temperature,
+        top_k=decoding.top_k,
+        top_p=decoding.top_p,
+        filter_order=decoding.filter_order,
+    )
 
 
 def greedy_probabilities(logits: Tensor) -> Tensor:

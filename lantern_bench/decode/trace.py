@@ -79,9 +79,7 @@ class StepRecorder:
         self._mass.append(verdict.mass_accepted)
         self._tried.append(verdict.mass_tried)
 
-    def finish(
-        self, drafter_forwards: Sequence[int], seconds: float, phases: Mapping[str, float]
-    ) -> list[ImageTrace]:
+    def finish(self, drafter_forwards: Sequence[int], seconds: float, phases: Mapping[str, float]) -> list[ImageTrace]:
         """One trace an image; times are shared evenly among the images of the batch."""
         share = {name: value / self._batch for name, value in phases.items()}
         if not self._starts:

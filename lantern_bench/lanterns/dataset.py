@@ -59,9 +59,7 @@ def scene_set(
     return SceneSet(pixels, attributes)
 
 
-def _keep(
-    cache: Path, pixels: NDArray[np.uint8], attributes: NDArray[np.int64], seed: int, among: int
-) -> None:
+def _keep(cache: Path, pixels: NDArray[np.uint8], attributes: NDArray[np.int64], seed: int, among: int) -> None:
     cache.parent.mkdir(parents=True, exist_ok=True)
     part = cache.with_suffix(".part.npz")
     np.savez(part, pixels=pixels, attributes=attributes, seed=np.int64(seed), among=np.int64(among))

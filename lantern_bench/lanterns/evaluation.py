@@ -6,11 +6,13 @@ Which bars there are is in `bars`. The CLIP model comes from above, since instru
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from torch import nn
 
 from lantern_bench.errors import RefusedError
 from lantern_bench.lanterns import bars
@@ -18,10 +20,11 @@ from lantern_bench.lanterns.bars import Bar, Embedder, Settings
 from lantern_bench.lanterns.classifier import AttributeClassifier, load_classifier
 from lantern_bench.lanterns.family import LanternsFamily
 from lantern_bench.lanterns.files import FILES
-from lantern_bench.lanterns.recipe_weights import load_tokenizer
+from lantern_bench.lanterns.recipe_drafter import build_drafter
+from lantern_bench.lanterns.recipe_target import build_target, caption_condition
+from lantern_bench.lanterns.recipe_weights import fill, load_tokenizer, part_hash
 from lantern_bench.models.loaded import LoadedModel
 from lantern_bench.models.pixels import VQPixels
-from lantern_bench.models.registry import ModelCard
 from lantern_bench.models.vq import VQModel
 
 __all__ = ["Evaluation", "check_weights"]
@@ -35,6 +38,8 @@ _USES: dict[str, tuple[str, ...]] = {
     "drafter": ("drafter", "target", "tokenizer"),
 }
 _DRAFTER_PROMPTS = 100
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 def check_weights(parts: Sequence[str], folder: Path) -> None:
@@ -100,21 +105,20 @@ class Evaluation:
 
     @cached_property
     def model(self) -> LoadedModel:
-        """Target and drafter in the folder, in float32."""
-        family = _FamilyIn(self.folder)
-        model = family.load(family.cards()[0].name, self.device, torch.float32)
-        codebook = self.tokenizer.codebook(normalised=True)
-        return replace(model, pixels=VQPixels(self.tokenizer, model.grid), codebook=codebook)
+        """Target, drafter and tokenizer in the folder, in float32."""
+        target = self._filled(build_target(), "target")
+        drafter = self._filled(build_drafter(target), "drafter")
+        return LoadedModel(
+            name=LanternsFamily().cards()[0].name,
+            target=target,
+            drafter=drafter,
+            pixels=VQPixels(self.tokenizer, target.config.grid),
+            codebook=self.tokenizer.codebook(normalised=True),
+            condition=caption_condition,
+            weights={part: part_hash(self.folder / FILES[part]) for part in ("target", "drafter", "tokenizer")},
+            grid=target.config.grid,
+        )
 
-
-class _FamilyIn(LanternsFamily):
-    """The family with its weights in another folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def cards(self) -> Sequence[ModelCard]:
-        return [
-            replace(card, weights={part: self._folder / FILES[part] for part in card.weights})
-            for card in super().cards()
-        ]
+    def _filled(self, module: AnyModule, part: str) -> AnyModule:
+        fill(module, self.folder / FILES[part])
+        return module.to(self.device).eval().requires_grad_(False)

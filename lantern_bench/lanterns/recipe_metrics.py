@@ -22,9 +22,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lantern_bench.lanterns.augment import degrade
-from lantern_bench.lanterns.captions import ALL_ATTRIBUTES, FIELDS, HELD_OUT, Attributes
+from lantern_bench.lanterns.captions import ALL_ATTRIBUTES, HELD_OUT, Attributes
 from lantern_bench.lanterns.classifier import AttributeClassifier, prompt_accuracy
 from lantern_bench.lanterns.dataset import SceneSet
+from lantern_bench.lanterns.recipe_target import caption_numbers
 from lantern_bench.lanterns.scenes import render
 from lantern_bench.models.vq import VQModel
 
@@ -219,9 +220,7 @@ def _caption_tokens(attributes: Sequence[Attributes]) -> Tensor:
 
 def _rows_of_captions(attributes: Tensor) -> dict[int, Tensor]:
     """For each caption (its place in `ALL_ATTRIBUTES`) that has pictures, their rows in the pool."""
-    number = torch.zeros(len(attributes), dtype=torch.int64)
-    for column, values in enumerate(FIELDS.values()):
-        number = number * len(values) + attributes[:, column]
+    number = caption_numbers(attributes)
     order = number.argsort(stable=True)
     captions, counts = number[order].unique_consecutive(return_counts=True)
     return dict(zip(captions.tolist(), order.split(counts.tolist()), strict=True))

@@ -15,7 +15,15 @@ from lantern_bench.models.conditioning import Condition, WordCaption
 from lantern_bench.models.target import TransformerTarget
 from lantern_bench.models.transformer import TransformerConfig
 
-__all__ = ["TARGET_CONFIG", "Sequences", "TargetTask", "build_target", "caption_condition", "prefix_mask"]
+__all__ = [
+    "TARGET_CONFIG",
+    "Sequences",
+    "TargetTask",
+    "build_target",
+    "caption_condition",
+    "caption_numbers",
+    "prefix_mask",
+]
 
 TARGET_CONFIG = TransformerConfig(
     vocab_size=2048,
@@ -104,7 +112,7 @@ class TargetTask:
         """Final-norm hidden states [B, P + 255, dim] under teacher forcing, and which prefix words count [B, P]."""
         target = self.target
         device = target.device
-        number = _caption_numbers(sequences.attributes)
+        number = caption_numbers(sequences.attributes)
         condition = Condition(self._conditions.values[number].to(device), self._conditions.valid[number].to(device))
         prefix = target.cls_embedding(condition.values)
         null = target.cls_embedding.null(len(prefix))
@@ -130,7 +138,7 @@ def _all_conditions() -> Condition:
     return caption_condition([item.caption() for item in ALL_ATTRIBUTES])
 
 
-def _caption_numbers(attributes: Tensor) -> Tensor:
+def caption_numbers(attributes: Tensor) -> Tensor:
     """Attribute indices int64 [n, 5] -> place in `ALL_ATTRIBUTES` [n]."""
     number = torch.zeros(len(attributes), dtype=torch.int64)
     for column, values in enumerate(FIELDS.values()):

@@ -17,9 +17,7 @@ from lantern_bench.models.vq import VQConfig, VQModel
 
 __all__ = ["TOKENIZER_CONFIG", "TokenizerTask", "pixels_of", "psnr_and_usage", "tokenize"]
 
-TOKENIZER_CONFIG = VQConfig(
-    codes=2048, code_dim=8, z_channels=64, channels=32, channel_mult=(1, 2, 2), res_blocks=1
-)
+TOKENIZER_CONFIG = VQConfig(codes=2048, code_dim=8, z_channels=64, channels=32, channel_mult=(1, 2, 2), res_blocks=1)
 _REVIVE_EVERY = 10
 _REVIVE_UNTIL = 0.75
 _USE_DECAY = 0.95

@@ -53,7 +53,9 @@ def fill(module: nn.Module, path: Path) -> None:
     try:
         module.load_state_dict(read_weights(path))
     except RuntimeError as problem:
-        raise UserError(f"{path} holds the weights of another model: {problem}") from problem
+        # Torch's message has a heading and then a line for each tensor: one of them is enough.
+        first = str(problem).splitlines()[1:2] or [str(problem)]
+        raise UserError(f"{path} holds the weights of another model: {first[0].strip()}") from problem
 
 
 def load_tokenizer(folder: Path = WEIGHTS_FOLDER, device: torch.device | str = "cpu") -> VQModel:

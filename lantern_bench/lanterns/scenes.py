@@ -182,7 +182,7 @@ def _paint_lanterns(
         lit = np.clip(colour * shade[..., None] + 0.20 * np.exp(-2.5 * (dx * dx + dy * dy))[..., None], 0, 1)
         canvas = canvas * (1 - body[..., None]) + lit * body[..., None]
         cap = (np.abs(dx) < 0.42) * (np.abs(np.abs(dy) - 1.03) < 0.09) * present
-        canvas = canvas * (1 - cap[..., None]) + np.float32([0.16, 0.09, 0.05]) * cap[..., None]
+        canvas = canvas * (1 - cap[..., None]) + np.array([0.16, 0.09, 0.05], dtype=np.float32) * cap[..., None]
     return canvas
 
 
@@ -208,7 +208,8 @@ def _reflect(
     down = np.clip((y - horizon) / (1 - horizon), 0, 1)
     below = (y > horizon).astype(np.float32) * present
     wobble = 0.18 * np.sin(95 * y + 9 * cx)
-    streak = np.exp(-(((x - cx) / half_w + wobble) ** 2) * 1.7) * (0.62 + 0.3 * np.sin(120 * y + 7 * cx)) * (1 - 0.55 * down)
+    broken = (0.62 + 0.3 * np.sin(120 * y + 7 * cx)) * (1 - 0.55 * down)
+    streak = np.exp(-(((x - cx) / half_w + wobble) ** 2) * 1.7) * broken
     pool = np.exp(-(((x - cx) / (2.2 * half_w)) ** 2) - ((down - 0.35) / 0.33) ** 2) * 0.42
     light = np.where(lake, np.clip(streak, 0, 1) * 0.72, pool) * below
     return np.asarray(canvas * (1 - 0.55 * light[..., None]) + colour * light[..., None] * 0.75, dtype=np.float32)

@@ -1,1 +1,1 @@
-"""The only place that knows an architecture: transformer, drafter, tokenizer, conditioning, families and their files."""
+"""The only place that knows an architecture: transformer, drafter, tokenizer, conditioning, families, their files."""

@@ -6,10 +6,30 @@ accepted ones into place, and everything behind is free again. Rows are guidance
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
 import torch
 from torch import Tensor
 
-__all__ = ["KVCache"]
+__all__ = ["KVCache", "Sessions"]
+
+S = TypeVar("S")
+
+
+class Sessions(Generic[S]):
+    """Sessions by their shape (batch, guided, nodes): made at the first call, reused with their caches ever after."""
+
+    def __init__(self, make: Callable[[int, bool, int], S]) -> None:
+        self._make = make
+        self._made: dict[tuple[int, bool, int], S] = {}
+
+    def of(self, batch: int, guided: bool, nodes: int) -> S:
+        """The session of this shape."""
+        shape = (batch, guided, nodes)
+        if shape not in self._made:
+            self._made[shape] = self._make(*shape)
+        return self._made[shape]
 
 
 class KVCache:
@@ -64,11 +84,11 @@ class KVCache:
             store_v[self._rows, slots] = values
         return store_k[:, :span], store_v[:, :span]
 
-    def mask(self, seen: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
+    def mask(self, seen: Tensor, dtype: torch.dtype) -> Tensor:
         """The additive attention mask [rows, 1, n, span] of n new nodes.
 
-        seen: bool [B, n, offset + n], which uncommitted nodes each new node sees, its own included; the committed
-        and visible positions are seen by all. A position always sees itself, also a padded one.
+        seen: bool [B, n, m], which of the m uncommitted nodes, its own included, each new node sees; the committed and
+        visible positions are seen by all.
         """
         width = seen.shape[2]
         span = self.longest + width

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_bench.decode.interface import Drafts
-from lantern_bench.models.cache import KVCache
+from lantern_bench.models.cache import KVCache, Sessions
 from lantern_bench.models.conditioning import Condition
 from lantern_bench.models.target import causal_seen
 from lantern_bench.models.transformer import Block, TransformerConfig, attend_cached, attend_plain, grid_rotary
@@ -38,14 +38,11 @@ class EagleDrafter(nn.Module):
         self.layer = Block(config, input_norm=False)
         self.register_buffer("rotary", grid_rotary(config, config.prefix - 1), persistent=False)
         self._head = (head,)  # in a tuple, so that the module does not own it
-        self._sessions: dict[tuple[int, bool, int], _Session] = {}
+        self._sessions = Sessions(lambda *shape: _Session(self, *shape))
 
     def session(self, batch: int, guided: bool, nodes: int) -> _Session:
         """The session of this shape; its cache is made at the first call and reused."""
-        key = (batch, guided, nodes)
-        if key not in self._sessions:
-            self._sessions[key] = _Session(self, batch, guided, nodes)
-        return self._sessions[key]
+        return self._sessions.of(batch, guided, nodes)
 
     def fuse(self, tokens: Tensor, features: Tensor) -> Tensor:
         """Tokens [rows, n] and the features that predicted them [rows, n, dim] -> layer input [rows, n, dim]."""
@@ -126,16 +123,11 @@ class _Session:
     def _forward(self, tokens: Tensor, features: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
         drafter = self._drafter
         x = drafter.fuse(tokens.repeat(self._groups, 1), features)
-        mask = self.cache.mask(seen, self._offset_of(seen), x.dtype)
-        slots = self.cache.slots(self._offset_of(seen), tokens.shape[1])
+        mask = self.cache.mask(seen, x.dtype)
+        slots = self.cache.slots(seen.shape[2] - seen.shape[1], tokens.shape[1])
         at = positions.repeat(self._groups, 1).clamp_max(len(drafter.rotary) - 1)
         out: Tensor = drafter.layer(x, drafter.rotary[at][:, :, None], attend_cached(self.cache, 0, slots, mask))
         return out
-
-    @staticmethod
-    def _offset_of(seen: Tensor) -> int:
-        """How many uncommitted nodes come before the new ones."""
-        return seen.shape[2] - seen.shape[1]
 
     def _drafts(self, out: Tensor) -> Drafts:
         logits = self._drafter.head(out)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_bench.decode.interface import Scores
-from lantern_bench.models.cache import KVCache
+from lantern_bench.models.cache import KVCache, Sessions
 from lantern_bench.models.conditioning import CaptionFeatures, ClassLabel, Condition, WordCaption
 from lantern_bench.models.transformer import Transformer, TransformerConfig
 
@@ -28,7 +28,7 @@ class TransformerTarget(nn.Module):
         self.cls_embedding = condition
         self.vocab_size = config.vocab_size
         self.image_tokens = config.image_tokens
-        self._sessions: dict[tuple[int, bool, int], _Session] = {}
+        self._sessions = Sessions(lambda *shape: _Session(self, *shape))
 
     @property
     def device(self) -> torch.device:
@@ -42,10 +42,7 @@ class TransformerTarget(nn.Module):
 
     def session(self, batch: int, guided: bool, nodes: int) -> _Session:
         """The session of this shape; its caches are made at the first call and reused."""
-        key = (batch, guided, nodes)
-        if key not in self._sessions:
-            self._sessions[key] = _Session(self, batch, guided, nodes)
-        return self._sessions[key]
+        return self._sessions.of(batch, guided, nodes)
 
     def prefix(self, condition: Condition, guided: bool) -> Tensor:
         """Prefix embeddings [rows, P, dim], conditional rows first."""
@@ -95,7 +92,7 @@ class _Session:
             self.cache.keep(path, counts, longest)
 
     def _forward(self, x: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
-        mask = self.cache.mask(seen, 0, x.dtype)
+        mask = self.cache.mask(seen, x.dtype)
         slots = self.cache.slots(0, x.shape[1])
         return self._target.transformer.step(x, positions.repeat(self._groups, 1), self.cache, slots, mask)
 

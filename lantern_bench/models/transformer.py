@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ __all__ = ["Block", "RMSNorm", "Transformer", "TransformerConfig", "grid_rotary"
 
 # Rows behind the grid serve nodes that run over its end; their tokens are never kept (finding B5).
 _MARGIN = 64
+
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class _Attention(nn.Module):
         self.wqkv = nn.Linear(config.dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.wo = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, turn: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    def forward(self, x: Tensor, turn: Tensor, attend: Attend) -> Tensor:
         rows, n, _ = x.shape
         sizes = [self.heads * self.head_dim] + [self.kv_heads * self.head_dim] * 2
         q, k, v = (part.view(rows, n, -1, self.head_dim) for part in self.wqkv(x).split(sizes, dim=-1))
@@ -140,14 +142,14 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = _FeedForward(config)
 
-    def forward(self, x: Tensor, turn: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    def forward(self, x: Tensor, turn: Tensor, attend: Attend) -> Tensor:
         """X [rows, n, dim]; turn [rows, n, 1, head_dim / 2, 2]; attend mixes q, k, v [rows, n, heads, head_dim]."""
         x = x + self.attention(self.attention_norm(x), turn, attend)
         out: Tensor = x + self.feed_forward(self.ffn_norm(x))
         return out
 
 
-def attend_cached(cache: KVCache, layer: int, slots: Tensor, mask: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def attend_cached(cache: KVCache, layer: int, slots: Tensor, mask: Tensor) -> Attend:
     """Attention over a cache: writes the new keys and values, sees what `mask` [rows, 1, n, span] allows."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -157,7 +159,7 @@ def attend_cached(cache: KVCache, layer: int, slots: Tensor, mask: Tensor) -> Ca
     return attend
 
 
-def attend_plain(mask: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def attend_plain(mask: Tensor) -> Attend:
     """Attention without a cache, for training: mask [rows or 1, 1, n, n], additive."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

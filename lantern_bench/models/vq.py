@@ -6,6 +6,7 @@ the parameter names are those of the published checkpoints. Training losses are 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ class VQConfig:
 
 
 class Encoded(NamedTuple):
-    """What `VQModel.encode` returns: quantised [B, d, h, w], indices int64 [B, h, w], latents before it [B, d, h, w]."""
+    """What `VQModel.encode` returns: quantised and latents before it [B, d, h, w], indices int64 [B, h, w]."""
 
     quantised: Tensor
     indices: Tensor
@@ -111,7 +112,7 @@ class _Level(nn.Module):
     def __init__(self, inside: int, outside: int, blocks: int, attention: bool) -> None:
         super().__init__()
         widths = [inside] + [outside] * blocks
-        self.res = nn.ModuleList([_ResBlock(a, b) for a, b in zip(widths, widths[1:], strict=False)])
+        self.res = nn.ModuleList([_ResBlock(a, b) for a, b in itertools.pairwise(widths)])
         self.attn = nn.ModuleList([_AttnBlock(outside) for _ in range(blocks)] if attention else [])
         self.downsample: nn.Module | None = None
         self.upsample: nn.Module | None = None

@@ -30,7 +30,7 @@ class TabularModel:
         order = torch.arange(self.vocab_size)
         return torch.stack([(order + 1 + x) % self.vocab_size for x in range(self.vocab_size)])[:, :columns]
 
-    def session(self, batch: int, guided: bool, nodes: int) -> _TargetSession:  # noqa: ARG002
+    def session(self, batch: int, guided: bool, nodes: int) -> _TargetSession:
         return _TargetSession(self, batch, guided)
 
     def state_after(self, state: Tensor, tokens: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class _TargetSession:
         self.model, self.batch, self.guided = model, batch, guided
         self.state = torch.zeros(batch, dtype=torch.int64)
 
-    def prefill(self, condition: Any) -> Scores:  # noqa: ARG002
+    def prefill(self, condition: Any) -> Scores:
         self.state = torch.zeros(self.batch, dtype=torch.int64)
         return self._scores(self.state[:, None])
 
@@ -71,7 +71,7 @@ class _TargetSession:
         self.nodes = states
         return self._scores(states)
 
-    def commit(self, path: Tensor, counts: Tensor, longest: int) -> None:  # noqa: ARG002
+    def commit(self, path: Tensor, counts: Tensor, longest: int) -> None:
         last = path.clamp_min(0).gather(1, (counts - 1).clamp_min(0)[:, None]).squeeze(1)
         kept = self.nodes.gather(1, last[:, None]).squeeze(1)
         self.state = torch.where(counts > 0, kept, self.state)
@@ -85,7 +85,7 @@ class _DrafterFactory:
     def __init__(self, model: TabularModel) -> None:
         self.model = model
 
-    def session(self, batch: int, guided: bool, nodes: int) -> _DrafterSession:  # noqa: ARG002
+    def session(self, batch: int, guided: bool, nodes: int) -> _DrafterSession:
         return _DrafterSession(self.model, batch, guided)
 
 
@@ -95,17 +95,17 @@ class _DrafterSession:
         self.state = torch.zeros(batch, dtype=torch.int64)
         self.last = torch.zeros(batch, 1, dtype=torch.int64)
 
-    def prefill(self, condition: Any, features: Tensor, tokens: Tensor) -> Drafts:  # noqa: ARG002
+    def prefill(self, condition: Any, features: Tensor, tokens: Tensor) -> Drafts:
         self.state = self.model.state_after(torch.zeros_like(tokens), tokens)
         return self._drafts(self.state[:, None])
 
-    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor, longest: int) -> Drafts:  # noqa: ARG002
+    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor, longest: int) -> Drafts:
         for column in range(tokens.shape[1]):
             after = self.model.state_after(self.state, tokens[:, column])
             self.state = torch.where(column < counts, after, self.state)
         return self._drafts(self.state[:, None])
 
-    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Drafts:  # noqa: ARG002
+    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Drafts:
         return self._drafts(self.model.state_after(self.last.gather(1, origin), tokens))
 
     def _drafts(self, states: Tensor) -> Drafts:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import lantern_bench.decode.verify as verify_module
 from lantern_bench.decode.loop import Decoded, decode
-from lantern_bench.decode.sampling import guide, probabilities
+from lantern_bench.decode.sampling import decoding_probabilities, guide
 from lantern_bench.spec.decoding import Decoding
 from tests.decode.tabular_model import TabularModel
 from tests.decode.test_lossless_sampled import judged_without_residual
@@ -31,7 +31,9 @@ def generators(count: int, seed: int) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(seed * 1_000_003 + image) for image in range(count)]
 
 
-def run(decoding: Decoding, images: int = IMAGES, seed: int = 1, batch: int = 1000) -> tuple[TabularModel, list[Decoded]]:
+def run(
+    decoding: Decoding, images: int = IMAGES, seed: int = 1, batch: int = 1000
+) -> tuple[TabularModel, list[Decoded]]:
     model = TabularModel(VOCABULARY, LENGTH, seed=4)
     made: list[Decoded] = []
     streams = generators(images, seed)
@@ -43,13 +45,7 @@ def run(decoding: Decoding, images: int = IMAGES, seed: int = 1, batch: int = 10
 def p_value(model: TabularModel, made: list[Decoded], decoding: Decoding) -> float:
     def p(cond: Tensor, uncond: Tensor) -> Tensor:
         logits = guide(cond, uncond if decoding.cfg_scale != 1 else None, decoding.cfg_scale)
-        return probabilities(
-            logits,
-            temperature=decoding.temperature,
-            top_k=decoding.top_k,
-            top_p=decoding.top_p,
-            filter_order=decoding.filter_order,
-        )
+        return decoding_probabilities(logits, decoding)
 
     law = model.law(p).numpy()
     tokens = torch.stack([item.tokens for item in made]).long()
@@ -97,7 +93,10 @@ def test_a_batch_gives_each_image_what_it_gets_alone() -> None:
     decoding = Decoding(mode="speculative", **DRAFTINGS["static"], **SETTINGS["filtered"])
     _model, together = run(decoding, images=24, batch=24)
     _model, alone = run(decoding, images=24, batch=1)
-    assert all(a.tokens.equal(b.tokens) and a.trace.committed == b.trace.committed for a, b in zip(together, alone))
+    assert all(
+        a.tokens.equal(b.tokens) and a.trace.committed == b.trace.committed
+        for a, b in zip(together, alone, strict=True)
+    )
 
 
 @pytest.mark.parametrize("drafting", DRAFTINGS)
@@ -149,9 +148,7 @@ def test_kept_logits_are_those_the_tokens_came_from(mode: str) -> None:
 def test_relaxing_with_no_neighbours_is_the_strict_rule_token_for_token() -> None:
     strict = Decoding(mode="speculative", **DRAFTINGS["static"])
     for residual in ("exact", "official"):
-        relaxed = Decoding(
-            mode="lantern++", **DRAFTINGS["static"], neighbours=0, residual=residual, **{"lambda": 2.0}
-        )
+        relaxed = Decoding(mode="lantern++", **DRAFTINGS["static"], neighbours=0, residual=residual, **{"lambda": 2.0})
         _model, first = run(strict, images=64, batch=64)
         _model, second = run(relaxed, images=64, batch=64)
         assert all(a.tokens.equal(b.tokens) for a, b in zip(first, second, strict=True))

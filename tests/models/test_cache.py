@@ -22,7 +22,7 @@ def target() -> TransformerTarget:
         prefix_rotary="identity",
     )  # fmt: skip
     with torch.random.fork_rng():
-        torch.manual_seed(5)  # noqa: TID251  # fresh layers draw from torch's own stream
+        torch.manual_seed(5)  # fresh layers draw from torch's own stream
         return TransformerTarget(config, WordCaption(9, PREFIX, 32)).eval()
 
 
@@ -59,9 +59,7 @@ def test_trees_and_commits_equal_plain_runs(target: TransformerTarget, accepted:
     committed: list[list[int]] = [[] for _ in range(BATCH)]
     for _step in range(2):
         tokens = torch.randint(23, (BATCH, 7), generator=draws)
-        scores = session.score(
-            tokens, TREE.depths.expand(BATCH, -1), TREE.attention.expand(BATCH, -1, -1)
-        )
+        scores = session.score(tokens, TREE.depths.expand(BATCH, -1), TREE.attention.expand(BATCH, -1, -1))
         for image in range(BATCH):
             for node in range(7):
                 path = tokens[image, TREE.attention[node]].tolist()

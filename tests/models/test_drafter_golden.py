@@ -151,9 +151,7 @@ class Whole:
     """Target, drafter and table of the end-to-end recording."""
 
     def __init__(self, table: Tensor) -> None:
-        config = TransformerConfig(
-            vocab_size=128, dim=48, layers=3, heads=3, ffn_dim=128, prefix=120, grid=(16, 16)
-        )
+        config = TransformerConfig(vocab_size=128, dim=48, layers=3, heads=3, ffn_dim=128, prefix=120, grid=(16, 16))
         self.target = TransformerTarget(config, CaptionFeatures(120, 32, 48)).eval()
         official = torch.load(GOLDEN / "llamagen_gpt" / "t2i.pt", weights_only=True)["model"]
         self.target.load_state_dict(from_official(official))
