@@ -171,7 +171,8 @@ def _make(plan: Plan, store: RunStore, models: Any, place: Any, console: Console
         for event in run_plan(store, plan, models, place):
             if isinstance(event, Started):
                 to_do = sum(event.to_do.values())
-                console.say(f"{event.kept} images kept, {to_do} to do" if event.kept else f"{to_do} images to make")
+                if event.kept:
+                    console.say(f"{event.kept} images kept, {to_do} to do")
                 if to_do:
                     progress.start(to_do, "images", event.to_do)
             elif isinstance(event, WarmedUp):

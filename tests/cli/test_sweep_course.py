@@ -1,0 +1,150 @@
+"""How a sweep goes and ends: continued, interrupted, with failed images. On a model of tables, so it takes no time."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from lantern_bench.cli import main as cli
+from lantern_bench.cli.places import RESULTS_VARIABLE
+from lantern_bench.models import registry
+from lantern_bench.runs.store import read_records
+from tests.tiny_family import EXPERIMENT, TinyFamily
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch) -> TinyFamily:
+    """A family of one tiny model, an experiment beside it, and an empty results folder."""
+    family = TinyFamily()
+    monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(RESULTS_VARIABLE, "results")
+    Path("tiny.yaml").write_text(EXPERIMENT)
+    Path("broken.txt").write_text("one red lantern\nbroken\ntwo blue lanterns\n")
+    return family
+
+
+def runs() -> list[Path]:
+    return sorted(Path("results").iterdir())
+
+
+def test_a_sweep_says_its_folder_first_and_last(tiny, capsys) -> None:
+    assert cli.main(["sweep", "tiny.yaml"]) == 0
+    written = capsys.readouterr()
+    (run,) = runs()
+    lines = written.err.splitlines()
+    assert lines[0] == lines[-1] == f"run: {run}"
+    assert any(line.startswith("images: 18 of 18") for line in lines) and "mal " in written.err
+    assert "s/image" in written.err
+    assert len(pd.read_csv(io.StringIO(written.out))) == 6
+
+
+def test_the_same_command_continues_and_a_fresh_one_does_not(tiny, capsys) -> None:
+    assert cli.main(["sweep", "tiny.yaml", "--images", "2"]) == 0
+    before = {row["record_key"]: row["seconds"] for row in read_records(runs()[0])}
+    capsys.readouterr()
+    assert cli.main(["sweep", "tiny.yaml", "--images", "2"]) == 0
+    assert "12 images kept, 0 to do" in capsys.readouterr().err
+    assert {row["record_key"]: row["seconds"] for row in read_records(runs()[0])} == before
+    assert cli.main(["sweep", "tiny.yaml", "--images", "2", "--no-resume"]) == 0
+    assert runs()[1].name == f"{runs()[0].name}-2"
+    assert {row["record_key"] for row in read_records(runs()[1])} == set(before)
+
+
+def test_more_images_into_the_same_folder(tiny, capsys) -> None:
+    assert cli.main(["sweep", "tiny.yaml", "--images", "1", "--out", "run"]) == 0
+    assert cli.main(["sweep", "tiny.yaml", "--images", "3", "--out", "run"]) == 0
+    assert "6 images kept, 12 to do" in capsys.readouterr().err
+    assert cli.main(["sweep", "tiny.yaml", "--seed", "1", "--out", "run"]) == 3
+
+
+def test_the_table_has_the_format_that_was_asked_for(tiny, capsys) -> None:
+    assert cli.main(["sweep", "tiny.yaml", "-q", "--format", "table"]) == 0
+    written = capsys.readouterr()
+    assert written.err == "" and "speedup" in written.out and "1.00x [1.00, 1.00]" in written.out
+
+
+def test_failed_images_are_4_and_tried_again(tiny, capsys) -> None:
+    typed = ["sweep", "tiny.yaml", "--prompts", "broken.txt", "--out", "run"]
+    assert cli.main(typed) == 4
+    written = capsys.readouterr()
+    assert "6 of 18 images failed" in written.err and "RuntimeError: no memory left" in written.err
+    assert "Traceback" not in written.err
+    listed = pd.read_csv(io.StringIO(written.out))
+    assert set(listed["failed"]) == {1} and set(listed["images"]) == {2}
+    assert cli.main(typed) == 4
+    assert "12 images kept, 6 to do" in capsys.readouterr().err
+
+
+def test_all_images_failed_is_4_too(tiny, capsys) -> None:
+    Path("broken.txt").write_text("broken\n")
+    assert cli.main(["sweep", "tiny.yaml", "--prompts", "broken.txt", "--images", "1"]) == 4
+    assert "6 of 6 images failed" in capsys.readouterr().err
+
+
+def test_an_interruption_says_what_is_kept(tiny, capsys, monkeypatch) -> None:
+    from lantern_bench.runs import runner
+
+    whole: Callable[..., Any] = runner.make_images
+    calls: Iterator[int] = iter(range(100))
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        if named.get("tokens") is None and next(calls) == 4:
+            raise KeyboardInterrupt
+        return whole(*given, **named)
+
+    monkeypatch.setattr(runner, "make_images", interrupted)
+    assert cli.main(["sweep", "tiny.yaml", "--out", "run"]) == 130
+    written = capsys.readouterr()
+    assert "interrupted: 4 of 18 images are done and kept in run" in written.err
+    assert "The same command continues." in written.err and written.out == ""
+    assert cli.main(["sweep", "tiny.yaml", "--out", "run"]) == 0
+    assert "4 images kept, 14 to do" in capsys.readouterr().err
+
+
+def test_weights_that_changed_are_refused(tiny, capsys) -> None:
+    assert cli.main(["sweep", "tiny.yaml", "--out", "run"]) == 0
+    load = tiny.load
+
+    def other(*given: Any) -> Any:
+        model = load(*given)
+        model.weights = {**model.weights, "drafter": "3"}
+        return model
+
+    tiny.load = other
+    capsys.readouterr()
+    assert cli.main(["sweep", "tiny.yaml", "--out", "run"]) == 3
+    assert "weights of tiny/drafter changed" in capsys.readouterr().err
+
+
+def test_quality_without_judges_is_refused_before_a_model_is_loaded(tiny, capsys, monkeypatch) -> None:
+    from lantern_bench.errors import RefusedError
+    from lantern_bench.runs import score
+
+    def missing() -> None:
+        raise RefusedError("the CLIP model is missing", "train it")
+
+    monkeypatch.setattr(score, "embedded_judges", missing)
+    assert cli.main(["sweep", "tiny.yaml", "--metrics", "speed,quality"]) == 3
+    assert "the CLIP model is missing" in capsys.readouterr().err
+    assert tiny.loads == 0 and not Path("results").exists()
+
+
+def test_generate_makes_the_same_image_twice_and_others_with_another_seed(tiny, capsys) -> None:
+    typed = ["generate", "one red lantern", "--model", "tiny", "--neighbours", "3", "--images", "3"]
+    for name, more in (("a", []), ("b", []), ("c", ["--seed", "1"])):
+        assert cli.main([*typed, "--out", f"{name}.png", *more]) == 0
+    assert len(pd.read_csv(io.StringIO(capsys.readouterr().out.split("cell_id", 2)[1]))) == 3
+    made = [Path(f"{name}.png").read_bytes() for name in "abc"]
+    assert made[0] == made[1] != made[2]
+
+
+def test_generate_with_a_failing_model_is_4(tiny, capsys) -> None:
+    typed = ["generate", "broken", "--model", "tiny", "--mode", "ar", "--out", "a.png"]
+    assert cli.main(typed) == 4
+    assert "RuntimeError" in capsys.readouterr().err and not Path("a.png").exists()
