@@ -107,9 +107,7 @@ def make_images(
     with torch.inference_mode():
         condition = model.condition([unit.prompt.text for unit in units])
         reset_peak_memory(place.device)
-        decoded: list[Decoded] = decode(
-            model, condition, decoding, generators, tokens=tokens, keep_logits=keep_logits
-        )
+        decoded: list[Decoded] = decode(model, condition, decoding, generators, tokens=tokens, keep_logits=keep_logits)
         peak = peak_memory_bytes(place.device)
         if tokens is not None:
             return [Made(one.tokens, one.trace, torch.empty(0), 0.0, peak, one.logits) for one in decoded]
