@@ -49,10 +49,10 @@ def scene_set(
     for start in range(0, n, _CHUNK):
         stop = min(n, start + _CHUNK)
         sequence = np.random.SeedSequence([seed, start // _CHUNK])
-        chosen = [among[i] for i in np.random.default_rng(sequence).integers(len(among), size=_CHUNK)][: stop - start]
-        # The whole chunk is drawn even when less is wanted, so that sets of one seed share their beginning.
-        pixels[start:stop] = render(chosen, int(sequence.generate_state(1)[0]))
-        attributes[start:stop] = [item.indices() for item in chosen]
+        chosen = [among[i] for i in np.random.default_rng(sequence).integers(len(among), size=_CHUNK)]
+        # The whole chunk is painted even when less is wanted, so that sets of one seed share their beginning.
+        pixels[start:stop] = render(chosen, int(sequence.generate_state(1)[0]))[: stop - start]
+        attributes[start:stop] = [item.indices() for item in chosen[: stop - start]]
         on_chunk(stop, n)
     if cache is not None:
         _keep(cache, pixels, attributes, seed, len(among))
