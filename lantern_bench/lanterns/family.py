@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["FAMILY", "LanternsFamily"]
 
 _NAME = "lanterns"
-_GUIDANCE = 2.0
+_GUIDANCE = 1.5
 
 
 class LanternsFamily:
