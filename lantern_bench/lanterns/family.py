@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_bench.errors import RefusedError
 from lantern_bench.lanterns.captions import HELD_OUT, TRAIN, words
+from lantern_bench.lanterns.defaults import GUIDANCE, TREE
 from lantern_bench.lanterns.files import FILES, WEIGHTS_FOLDER
 from lantern_bench.models.registry import ModelCard
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["FAMILY", "LanternsFamily"]
 
 _NAME = "lanterns"
-_GUIDANCE = 1.5
 
 
 class LanternsFamily:
@@ -35,7 +35,7 @@ class LanternsFamily:
                 name=_NAME,
                 family=_NAME,
                 description="embedded miniature: 64x64 px scenes of paper lanterns, 256 tokens",
-                defaults={"cfg_scale": _GUIDANCE, "tree": "small-7"},
+                defaults={"cfg_scale": GUIDANCE, "tree": TREE},
                 prompt_set="held-out",
                 licence="Apache-2.0",
                 weights={part: WEIGHTS_FOLDER / FILES[part] for part in parts},

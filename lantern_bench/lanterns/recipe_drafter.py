@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lantern_bench.decode.sampling import guide
+from lantern_bench.lanterns.defaults import GUIDANCE
 from lantern_bench.lanterns.recipe_target import Sequences, TargetTask, prefix_mask
 from lantern_bench.models.drafter import EagleDrafter
 from lantern_bench.models.target import TransformerTarget
@@ -87,7 +88,7 @@ class DrafterTask:
         """Nothing to do between steps."""
 
     def evaluate(self) -> dict[str, float]:
-        """1 - TV(p, q) at depth 1 on held-out sequences, guidance 2: how often a first draft is accepted."""
+        """1 - TV(p, q) at depth 1 on held-out sequences, the default guidance: how often a first draft is accepted."""
         part = Sequences(*(tensor[:_EVALUATED] for tensor in self._held_out))
         start = self.drafter.config.prefix - 1
         logits = []
@@ -96,7 +97,7 @@ class DrafterTask:
             guess = self._predict(part.tokens, hidden, valid)
             logits.append((self.drafter.head(hidden[:, start + 1 :]), self.drafter.head(guess[:, start:-1])))
         (p_cond, q_cond), (p_null, q_null) = logits
-        p, q = guide(p_cond, p_null, 2.0).softmax(-1), guide(q_cond, q_null, 2.0).softmax(-1)
+        p, q = guide(p_cond, p_null, GUIDANCE).softmax(-1), guide(q_cond, q_null, GUIDANCE).softmax(-1)
         return {"one_minus_tv": float(torch.minimum(p, q).sum(-1).mean())}
 
     def _predict(self, tokens: Tensor, hidden: Tensor, valid: Tensor) -> Tensor:

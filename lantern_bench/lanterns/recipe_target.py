@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from lantern_bench.decode.sampling import guide
 from lantern_bench.lanterns.captions import ALL_ATTRIBUTES, FIELDS, MAX_WORDS, VOCABULARY, words
+from lantern_bench.lanterns.defaults import GUIDANCE
 from lantern_bench.models.conditioning import Condition, WordCaption
 from lantern_bench.models.target import TransformerTarget
 from lantern_bench.models.transformer import TransformerConfig
@@ -96,7 +97,7 @@ class TargetTask:
         """Nothing to do between steps."""
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out NLL in nats a token, and mean top-1 and top-10 probability at guidance 2, teacher forced."""
+        """Held-out NLL (nats a token); mean top-1 and top-10 probability, default guidance, teacher forced."""
         part = Sequences(*(tensor[:_EVALUATED] for tensor in self._held_out))
         keep = torch.zeros(len(part.tokens), dtype=torch.bool)
         nll = sum(
@@ -105,7 +106,7 @@ class TargetTask:
         ) / (len(keep) // _BATCH)
         sharp = Sequences(*(tensor[:_BATCH] for tensor in part))
         logits = [self.logits(sharp, torch.full((_BATCH,), dropped)) for dropped in (False, True)]
-        top = guide(logits[0], logits[1], 2.0).softmax(-1).topk(10, dim=-1).values
+        top = guide(logits[0], logits[1], GUIDANCE).softmax(-1).topk(10, dim=-1).values
         return {"nll_held_out": nll, "top1": float(top[..., 0].mean()), "top10": float(top.sum(-1).mean())}
 
     def features(self, sequences: Sequences, dropped: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from lantern_bench.lanterns import bars, recipe, recipe_drafter, recipe_metrics,
 from lantern_bench.lanterns import family as family_module
 from lantern_bench.lanterns.bars import Bar, Observations
 from lantern_bench.lanterns.captions import HELD_OUT
+from lantern_bench.lanterns.defaults import GUIDANCE
 from lantern_bench.lanterns.evaluation import Evaluation, check_weights
 from lantern_bench.lanterns.files import FILES
 from lantern_bench.lanterns.recipe import PARTS, RecipeSettings, train_part
@@ -84,7 +85,7 @@ def test_teacher_forcing_through_a_session_is_the_plain_forward(evaluation: Eval
     found = by_name(list(evaluation.measure(["target"])))
     task = TargetTask(evaluation.model.target, sequences, sequences)  # type: ignore[arg-type]
     cond, uncond = (task.logits(sequences, torch.full((6,), dropped)) for dropped in (False, True))
-    top = guide(cond, uncond, 2.0).softmax(-1).topk(10).values
+    top = guide(cond, uncond, GUIDANCE).softmax(-1).topk(10).values
     nll = torch.nn.functional.cross_entropy(cond.flatten(0, 1), sequences.tokens.long().flatten())
     assert found["mean top-1 probability"].value == pytest.approx(float(top[..., 0].mean()), rel=1e-4)
     assert found["mean top-10 probability"].value == pytest.approx(float(top.sum(-1).mean()), rel=1e-4)

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from lantern_bench.decode.loop import decode
 from lantern_bench.lanterns.captions import HELD_OUT
+from lantern_bench.lanterns.defaults import GUIDANCE
 from lantern_bench.lanterns.family import FAMILY
 from lantern_bench.models.loaded import LoadedModel
 from lantern_bench.spec.decoding import Decoding
 
 CAPTIONS = [item.caption() for item in HELD_OUT[:6]]
-GREEDY: dict[str, Any] = {"temperature": 0.0, "cfg_scale": 2.0}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "cfg_scale": GUIDANCE}
 NEAR_TIE = 1e-4
 
 

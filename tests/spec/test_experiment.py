@@ -47,10 +47,11 @@ def test_the_default_experiment() -> None:
     assert ids(resolve(load_experiment("lanterns"), MODELS)) == [
         "ar-t1",
         "speculative-static-small-7-t1",
-        "lantern-dynamic-58n5d10b-k20-delta0.005-t1",
-        "lantern-dynamic-58n5d10b-k20-delta0.02-t1",
-        "lantern++-static-small-7-k10-lambda2-t1",
-        "lantern++-static-small-7-k10-lambda5-t1",
+        "speculative-static-eagle1-25-t1",
+        "lantern-dynamic-24n4d6b-k100-delta0.1-t1",
+        "lantern-dynamic-24n4d6b-k100-delta0.3-t1",
+        "lantern++-static-small-7-k100-lambda2-t1",
+        "lantern++-static-small-7-k100-lambda5-t1",
         "speculative-static-small-7-t0",
     ]
 
@@ -145,12 +146,16 @@ def test_the_baseline_is_added_once_with_the_top_level_values(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("flags", "more", "expected"),
     [
-        ({}, {"modes": "speculative"}, ["ar-t1", "speculative-static-small-7-t1", "speculative-static-small-7-t0"]),
+        (
+            {"tree": "small-7"},
+            {"modes": "speculative"},
+            ["ar-t1", "speculative-static-small-7-t1", "speculative-static-small-7-t0"],
+        ),
         ({}, {"modes": "ar"}, ["ar-t1"]),
         (
             {"baseline": False},
             {"modes": ["lantern"], "settings": ["delta=0.3"]},
-            ["lantern-dynamic-58n5d10b-k20-delta0.3-t1"],
+            ["lantern-dynamic-24n4d6b-k100-delta0.3-t1"],
         ),
         (
             {"drafting": "chain"},
@@ -162,11 +167,15 @@ def test_the_baseline_is_added_once_with_the_top_level_values(tmp_path: Path) ->
             {"modes": "speculative"},
             ["ar-t1", "speculative-dynamic-58n5d10b-t1", "speculative-dynamic-58n5d10b-t0"],
         ),
-        ({"temperature": 0}, {"modes": "speculative"}, ["ar-t0", "speculative-static-small-7-t0"]),
+        (
+            {"temperature": 0},
+            {"modes": "speculative"},
+            ["ar-t0", "speculative-static-small-7-t0", "speculative-static-eagle1-25-t0"],
+        ),
         (
             {"nodes": "10,20", "delta": ["0.1"]},
             {"modes": "lantern"},
-            ["ar-t1", "lantern-dynamic-10n5d10b-k20-delta0.1-t1", "lantern-dynamic-20n5d10b-k20-delta0.1-t1"],
+            ["ar-t1", "lantern-dynamic-10n4d6b-k100-delta0.1-t1", "lantern-dynamic-20n4d6b-k100-delta0.1-t1"],
         ),
         (
             {"lambda": "3"},
