@@ -50,8 +50,8 @@ def test_the_default_experiment() -> None:
         "speculative-static-eagle1-25-t1",
         "lantern-dynamic-24n4d6b-k100-delta0.1-t1",
         "lantern-dynamic-24n4d6b-k100-delta0.3-t1",
-        "lantern++-static-small-7-k100-lambda2-t1",
         "lantern++-static-small-7-k100-lambda5-t1",
+        "lantern++-static-small-7-k100-lambda10-t1",
         "speculative-static-small-7-t0",
     ]
 
