@@ -214,7 +214,7 @@ def test_another_experiment_is_refused_and_more_images_are_not(tmp_path: Path) -
     fill(tmp_path / "run", 2)
     with pytest.raises(RefusedError, match="seed changed\n  recorded  0\n  now       7"):
         RunStore(tmp_path / "run", experiment(seed=7), KEY)
-    with pytest.raises(RefusedError, match=r'cells changed\n  recorded  .*"lambda": 2.0'):
+    with pytest.raises(RefusedError, match=r'cells changed\n  recorded  .*"lambda": 10.0'):
         RunStore(tmp_path / "run", experiment(**{"lambda": "3,5"}), KEY)
     more = experiment(images=4, metrics="speed")
     with RunStore(tmp_path / "run", more, KEY) as store:
