@@ -1,7 +1,8 @@
 """Which models there are: families found by entry point, each with cards that say what can be known without loading.
 
 A family is an object under the entry point group `lantern_bench.families`; the embedded one comes the same way as a
-stranger's. Plans, captions and listings need only this module, so it imports no torch and opens no weights.
+stranger's. A model is named, or described by a user's own YAML file (`model_file`). Plans, captions and listings need
+only this module, so it imports no torch and opens no weights.
 """
 
 from __future__ import annotations
@@ -11,17 +12,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models.model_file import ModelFile, is_model_file, read_model_file
 from lantern_bench.spec.values import did_you_mean
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from lantern_bench.models.loaded import LoadedModel
+    from lantern_bench.models.parts import Parts
 
-__all__ = ["GROUP", "Family", "ModelCard", "card_of", "cards", "families", "family_of", "load_model"]
+__all__ = [
+    "GROUP",
+    "Buildable",
+    "Family",
+    "FromFile",
+    "ModelCard",
+    "card_of",
+    "cards",
+    "defaults_of",
+    "families",
+    "family_of",
+    "load_model",
+]
 
 GROUP = "lantern_bench.families"
 
@@ -32,7 +49,8 @@ class ModelCard:
 
     `defaults` are the decoding values the model suggests (cfg_scale, tree, ...), by the names of an experiment file;
     `prompt_set` names the prompts to use where none are given. `weights` maps a part to its file, for listings;
-    `vocab_size` is the number of image codes, where it is known.
+    `vocab_size` is the number of image codes, where it is known; `tokens` those of one picture; `parameters` the
+    target's. `also_called` are other names of the same model.
     """
 
     name: str
@@ -43,6 +61,9 @@ class ModelCard:
     licence: str = ""
     weights: Mapping[str, Path] = field(default_factory=dict)
     vocab_size: int | None = None
+    tokens: int | None = None
+    parameters: int | None = None
+    also_called: tuple[str, ...] = ()
 
 
 class Family(Protocol):
@@ -62,6 +83,44 @@ class Family(Protocol):
 
     def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         """Load a model; raises `RefusedError` when its weights are missing."""
+        ...
+
+
+@runtime_checkable
+class FromFile(Protocol):
+    """A family whose models a user can describe in a YAML file."""
+
+    def takes(self, file: ModelFile) -> bool:
+        """Whether `family:` of the file names this family; opens no checkpoint unless the name leaves it open."""
+        ...
+
+    def card_of_file(self, file: ModelFile) -> ModelCard:
+        """The card of the model; its name is `file.path` as typed. Raises `UserError` for sizes that cannot be."""
+        ...
+
+    def check_prompt_of_file(self, file: ModelFile, text: str) -> None:
+        """As `Family.check_prompt`, for the model of the file."""
+        ...
+
+    def load_file(self, file: ModelFile, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+        """Load it; raises `UserError` for checkpoints that are malformed or of another model or stage."""
+        ...
+
+
+@runtime_checkable
+class Buildable(Protocol):
+    """A family whose models can be made without their files: random weights, sizes without allocating."""
+
+    def build(self, name: str) -> Parts:
+        """Fresh modules of the full shape; under `torch.device("meta")` nothing is allocated."""
+        ...
+
+    def assemble(self, name: str, parts: Parts, weights: Mapping[str, str]) -> LoadedModel:
+        """Put parts that have their weights together; `weights` maps a part to the hash that records carry."""
+        ...
+
+    def random_condition(self, name: str, parts: Parts) -> Callable[[Sequence[str]], Any]:
+        """What stands for the text encoder when weights are random: a function of the prompts alone."""
         ...
 
 
@@ -86,20 +145,74 @@ def cards() -> dict[str, ModelCard]:
 
 
 def card_of(model: str) -> ModelCard:
-    """The card of a model; raises `UserError` with the models there are, and the nearest name."""
+    """The card of a model, by name or by its file; raises `UserError` with the models there are, and the nearest."""
+    if is_model_file(model):
+        return family_of(model).cards()[0]
     known = cards()
-    if model not in known:
-        hint = did_you_mean(model, known)
-        raise UserError(f"--model {model}: unknown model{hint}", f"The models are {', '.join(known) or 'none'}.")
-    return known[model]
+    if model in known:
+        return known[model]
+    for card in known.values():
+        if model in card.also_called:
+            return card
+    hint = did_you_mean(model, known)
+    raise UserError(
+        f"--model {model}: unknown model{hint}",
+        f"The models are {', '.join(known) or 'none'}; or give a YAML file that describes one.",
+    )
+
+
+def defaults_of(models: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """The decoding values every model suggests, by name; `models` adds those given by file or by another name."""
+    known = {name: card.defaults for name, card in cards().items()}
+    others = {name for card in cards().values() for name in card.also_called}
+    for model in models:
+        if model not in known and (is_model_file(model) or model in others):
+            known[model] = card_of(model).defaults
+    return known
 
 
 def family_of(model: str) -> Family:
     """The family a model belongs to; raises `UserError` as `card_of`."""
+    if is_model_file(model):
+        return _FileFamily(model)
     card = card_of(model)
     return next(family for family in families().values() if card in family.cards())
 
 
 def load_model(model: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
     """Load a model on a device; raises `UserError` for an unknown one, `RefusedError` without its weights."""
-    return family_of(model).load(model, device, dtype)
+    name = model if is_model_file(model) else card_of(model).name
+    return family_of(model).load(name, device, dtype)
+
+
+class _FileFamily:
+    """The one model of a model file, as a family of its own."""
+
+    def __init__(self, model: str) -> None:
+        self._file = read_model_file(Path(model))
+        self._family = _family_named(self._file)
+
+    def cards(self) -> Sequence[ModelCard]:
+        return [self._family.card_of_file(self._file)]
+
+    def check_prompt(self, text: str) -> None:
+        self._family.check_prompt_of_file(self._file, text)
+
+    def prompt_sets(self) -> Mapping[str, tuple[str, ...]]:
+        sets: Mapping[str, tuple[str, ...]] = getattr(self._family, "prompt_sets", dict)()
+        return sets
+
+    def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+        loaded = self._family.load_file(self._file, device, dtype)
+        loaded.name = name
+        return loaded
+
+
+def _family_named(file: ModelFile) -> FromFile:
+    """The family that takes a file; raises `UserError` with those that can be described."""
+    able = {name: family for name, family in families().items() if isinstance(family, FromFile)}
+    for family in able.values():
+        if family.takes(file):
+            return family
+    hint = did_you_mean(file.family, able)
+    raise file.wrong("family", f"{file.family}: unknown family{hint}", f"The families are {', '.join(able) or 'none'}.")
