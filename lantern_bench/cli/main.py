@@ -19,9 +19,11 @@ from lantern_bench.cli.curves import curves
 from lantern_bench.cli.experiments import experiments
 from lantern_bench.cli.generate import generate
 from lantern_bench.cli.models import models
+from lantern_bench.cli.neighbours import neighbours
 from lantern_bench.cli.show import show
 from lantern_bench.cli.sweep import sweep
 from lantern_bench.cli.train import train
+from lantern_bench.cli.weights import weights
 from lantern_bench.console import Console
 from lantern_bench.errors import LanternError
 
@@ -49,7 +51,9 @@ app.command()(curves)
 app.command()(generate)
 app.command()(models)
 app.command()(experiments)
+app.command()(neighbours)
 app.add_typer(train)
+app.add_typer(weights)
 
 
 def _version(asked: bool) -> None:
