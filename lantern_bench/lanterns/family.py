@@ -83,7 +83,8 @@ class LanternsFamily:
             drafter=drafter,
             pixels=VQPixels(tokenizer, TARGET_CONFIG.grid),
             # Distances between the rows as they are looked up: of unit length (finding C1).
-            codebook=tokenizer.codebook(normalised=True),
+            codebook=tokenizer.codebook(),
+            neighbour_space="normalised",
             condition=caption_condition,
             weights={part: part_hash(path) for part, path in card.weights.items()},
             grid=TARGET_CONFIG.grid,

@@ -6,7 +6,6 @@ are trained in `recipe`; loading them for decoding is in `family`.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.lanterns.files import FILES, WEIGHTS_FOLDER
 from lantern_bench.lanterns.recipe_tokenizer import TOKENIZER_CONFIG
+from lantern_bench.models.files import file_sha256
 from lantern_bench.models.vq import VQModel
 
 __all__ = ["fill", "load_tokenizer", "part_hash", "read_weights", "write_weights"]
@@ -25,7 +25,7 @@ __all__ = ["fill", "load_tokenizer", "part_hash", "read_weights", "write_weights
 
 def part_hash(path: Path) -> str:
     """The SHA-256 of a file of weights, in hex."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return file_sha256(path)
 
 
 def write_weights(state: dict[str, Tensor], path: Path) -> None:

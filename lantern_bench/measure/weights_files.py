@@ -7,19 +7,18 @@ with a message that says where it was looked for.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import zipfile
 from pathlib import Path
 
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models.files import remembered_sha256
+from lantern_bench.models.weights import WEIGHTS_FOLDER_VARIABLE
 
 __all__ = ["WEIGHTS_FOLDER_VARIABLE", "check_plain_weights", "find_weights", "fingerprint"]
 
-WEIGHTS_FOLDER_VARIABLE = "LANTERN_BENCH_WEIGHTS"
 _HASH_DIGITS = 8
-_CHUNK = 1 << 20
 
 
 def find_weights(judge: str, file_name: str | None, given: Path | None, advice: str) -> Path:
@@ -76,8 +75,4 @@ def check_plain_weights(path: Path, with_key: str | None = None) -> None:
 
 def fingerprint(path: Path) -> str:
     """The first eight hex digits of the file's SHA-256."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_CHUNK):
-            digest.update(block)
-    return digest.hexdigest()[:_HASH_DIGITS]
+    return remembered_sha256(path)[:_HASH_DIGITS]

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from lantern_bench.errors import UserError
+from lantern_bench.models.files import write_atomically
 
 __all__ = ["JsonLines", "read_lines", "write_atomically"]
 
@@ -75,14 +76,3 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             )
         rows.append(row)
     return rows
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that it is either there as a whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.part")
-    with draft.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
