@@ -59,11 +59,16 @@ class KVCache:
         self._columns = torch.arange(capacity, device=device)
 
     def reset(self, visible: Tensor | None = None) -> None:
-        """Forget everything. `visible` bool [B, P]: which of the first P positions may ever be seen (padding not)."""
+        """Forget everything. `visible` bool: which of the first P positions may ever be seen (padding not).
+
+        [B, P] where all rows of an image are padded alike, [rows, P] where each is padded in its own way.
+        """
         self.lengths.zero_()
         self.longest = 0
         self.visible.fill_(True)
         if visible is not None:
+            if len(visible) != len(self.visible):
+                self.visible = self.visible.new_ones(len(visible), self.capacity)
             self.visible[:, : visible.shape[1]] = visible
 
     def slots(self, offset: int, count: int) -> Tensor:
@@ -87,19 +92,22 @@ class KVCache:
     def mask(self, seen: Tensor, dtype: torch.dtype) -> Tensor:
         """The additive attention mask [rows, 1, n, span] of n new nodes.
 
-        seen: bool [B, n, m], which of the m uncommitted nodes, its own included, each new node sees; the committed and
-        visible positions are seen by all.
+        seen: bool [B or rows, n, m], which of the m uncommitted nodes, its own included, each new node sees; the
+        committed and visible positions are seen by all.
         """
         width = seen.shape[2]
         span = self.longest + width
         columns = self._columns[:span]
-        behind = columns[None, :] - self.lengths[:, None]  # [B, span]
+        padded = len(self.visible) // self.batch  # guidance groups that are padded in a way of their own
+        if len(seen) != len(self.visible):
+            seen = seen.repeat(padded, 1, 1)
+        behind = (columns[None, :] - self.lengths[:, None]).repeat(padded, 1)  # [B or rows, span]
         committed = (behind < 0) & self.visible[:, :span]
         inside = (behind >= 0) & (behind < width)
         index = behind.clamp(0, width - 1)[:, None, :].expand(-1, seen.shape[1], -1)
         allowed = committed[:, None, :] | (seen.gather(2, index) & inside[:, None, :])
         mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -torch.inf)
-        return mask.repeat(self.groups, 1, 1)[:, None]
+        return mask.repeat(self.groups // padded, 1, 1)[:, None]
 
     def advance(self, counts: Tensor, longest: int) -> None:
         """Commit the first `counts` [B] uncommitted positions where they stand; `longest` is then max(lengths)."""

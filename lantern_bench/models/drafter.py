@@ -3,6 +3,7 @@
 At image position j it sees the embedding of token j and the feature that predicted it, and predicts the next feature.
 Tree levels are one forward each; committed tokens are fed again with the target's true features, so its cache never
 holds guessed ones (algorithms.md, section 5). The position table is one shorter than the target's (finding B5).
+Chameleon's drafters read the prompt's tokens before the image, where LlamaGen's have fillers.
 """
 
 from __future__ import annotations
@@ -12,9 +13,17 @@ from torch import Tensor, nn
 
 from lantern_bench.decode.interface import Drafts
 from lantern_bench.models.cache import KVCache, Sessions
-from lantern_bench.models.conditioning import Condition
-from lantern_bench.models.target import causal_seen
-from lantern_bench.models.transformer import Block, TransformerConfig, attend_cached, attend_plain, grid_rotary
+from lantern_bench.models.conditioning import Condition, prompt_words, visible_rows
+from lantern_bench.models.line_ends import force_line_ends
+from lantern_bench.models.target import causal_seen, padding_of
+from lantern_bench.models.transformer import (
+    Block,
+    TokenEmbedding,
+    TransformerConfig,
+    attend_cached,
+    attend_plain,
+    rotary_table,
+)
 
 __all__ = ["EagleDrafter"]
 
@@ -22,21 +31,25 @@ __all__ = ["EagleDrafter"]
 class EagleDrafter(nn.Module):
     """Fuse, one layer, the target's frozen head.
 
-    `mask_padding`: whether padded prefix positions are hidden (ours) or read (the published drafters, finding B4).
+    `mask_padding`: whether padded prefix positions are hidden (ours, and Chameleon's) or read (the published drafters
+    of LlamaGen, finding B4). `input_norm`: whether the layer norms its input (Chameleon's) or not.
     The head belongs to the target and is not part of the drafter's parameters.
     """
 
     rotary: Tensor
 
-    def __init__(self, config: TransformerConfig, head: nn.Linear, mask_padding: bool = True) -> None:
+    def __init__(
+        self, config: TransformerConfig, head: nn.Linear, mask_padding: bool = True, input_norm: bool = False
+    ) -> None:
         super().__init__()
         self.config = config
         self.mask_padding = mask_padding
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.embed_tokens = TokenEmbedding(config)
         self.embed_tokens.weight.requires_grad_(False)
         self.fc = nn.Linear(2 * config.dim, config.dim)
-        self.layer = Block(config, input_norm=False)
-        self.register_buffer("rotary", grid_rotary(config, config.prefix - 1), persistent=False)
+        self.layer = Block(config, input_norm=input_norm)
+        self.register_buffer("rotary", None, persistent=False)
+        self.compute_buffers(self.fc.weight.device)
         self._head = (head,)  # in a tuple, so that the module does not own it
         self._sessions = Sessions(lambda *shape: _Session(self, *shape))
 
@@ -44,9 +57,13 @@ class EagleDrafter(nn.Module):
         """The session of this shape; its cache is made at the first call and reused."""
         return self._sessions.of(batch, guided, nodes)
 
-    def fuse(self, tokens: Tensor, features: Tensor) -> Tensor:
-        """Tokens [rows, n] and the features that predicted them [rows, n, dim] -> layer input [rows, n, dim]."""
-        out: Tensor = self.fc(torch.cat([self.embed_tokens(tokens).to(features.dtype), features], dim=-1))
+    def compute_buffers(self, device: torch.device) -> None:
+        """Make anew what no checkpoint holds."""
+        self.rotary = rotary_table(self.config, self.config.prefix - 1).to(device)
+
+    def fuse(self, embedded: Tensor, features: Tensor) -> Tensor:
+        """Embedded tokens and the features that predicted them -> layer input, all [rows, n, dim]."""
+        out: Tensor = self.fc(torch.cat([embedded.to(features.dtype), features], dim=-1))
         return out
 
     def forward(self, tokens: Tensor, features: Tensor, mask: Tensor) -> Tensor:
@@ -55,7 +72,7 @@ class EagleDrafter(nn.Module):
         tokens int64 [rows, n] are shifted: token t follows features t; `mask` [rows or 1, 1, n, n] is additive.
         """
         turn = self.rotary[None, : tokens.shape[1], None]
-        out: Tensor = self.layer(self.fuse(tokens, features), turn, attend_plain(mask))
+        out: Tensor = self.layer(self.fuse(self.embed_tokens(tokens), features), turn, attend_plain(mask))
         return out
 
     def head(self, features: Tensor) -> Tensor:
@@ -83,22 +100,36 @@ class _Session:
         self._rows = torch.arange(self._groups * batch, device=weight.device)[:, None]
         self._level = 0
         self._features: Tensor | None = None
+        self._prefix = config.prefix
+        self._padding: Tensor | int = 0
 
     def prefill(self, condition: Condition, features: Tensor, tokens: Tensor) -> Drafts:
-        n = features.shape[1]
-        fillers = tokens.new_zeros(self._batch, n - 1)
-        valid = condition.valid.to(tokens.device)
-        self.cache.reset(valid if self._drafter.mask_padding else torch.ones_like(valid))
-        seen = causal_seen(self._batch, n, tokens.device) & self.cache.visible[:, None, :n]
+        n = self._prefix = features.shape[1]
+        visible = visible_rows(condition.valid.to(tokens.device), self._groups)
+        self._padding = padding_of(visible, len(self._rows), self._drafter.config)
+        visible = visible if self._drafter.mask_padding else torch.ones_like(visible)
+        self.cache.reset(visible)
+        seen = causal_seen(len(visible), n, tokens.device) & visible[:, None]
         seen = seen | torch.eye(n, dtype=torch.bool, device=tokens.device)
-        out = self._forward(torch.cat([fillers, tokens[:, None]], dim=1), features, self._behind(n), seen)
+        out = self._forward(self._before_image(condition, tokens), features, self._behind(n), seen)
         self.cache.advance(torch.full_like(self.cache.lengths, n), n)
         return self._root(out[:, -1:])
 
+    def _before_image(self, condition: Condition, tokens: Tensor) -> Tensor:
+        """What the prefix positions are fed, [rows, P, dim]: the tokens behind each of them, the image's first last."""
+        embed = self._drafter.embed_tokens
+        first = embed(tokens.repeat(self._groups)[:, None])
+        if self._drafter.config.words is None:
+            fillers = tokens.new_zeros(len(first), self._prefix - 1)
+            return torch.cat([embed(fillers), first], dim=1)
+        words = prompt_words(condition.values.to(tokens.device), self._groups)
+        return torch.cat([embed.of_words(words[:, 1:]), first], dim=1)
+
     def observe(self, tokens: Tensor, features: Tensor, counts: Tensor, longest: int) -> Drafts:
         n = tokens.shape[1]
-        out = self._forward(tokens, features, self._behind(n), causal_seen(self._batch, n, tokens.device))
-        self.cache.advance(counts, self._drafter.config.prefix + longest)
+        seen = causal_seen(self._batch, n, tokens.device)
+        out = self._forward(self._embed(tokens), features, self._behind(n), seen)
+        self.cache.advance(counts, self._prefix + longest)
         last = (counts - 1).clamp_min(0).repeat(self._groups)[:, None]
         return self._root(out[self._rows, last])
 
@@ -107,10 +138,10 @@ class _Session:
             raise RuntimeError("prefill or observe comes before extend")
         features = self._features[self._rows, origin.repeat(self._groups, 1)]
         positions = (self.cache.lengths[:, None] + self._level).expand_as(tokens)
-        out = self._forward(tokens, features, positions, seen)
+        out = self._forward(self._embed(tokens), features, positions, seen)
         self._level += 1
         self._features = out
-        return self._drafts(out)
+        return self._drafts(out, positions)
 
     def _behind(self, n: int) -> Tensor:
         return self.cache.lengths[:, None] + torch.arange(n, device=self.cache.lengths.device)
@@ -118,19 +149,25 @@ class _Session:
     def _root(self, out: Tensor) -> Drafts:
         """`out` [rows, 1, dim] belongs to the root: what is extended next hangs on it."""
         self._features, self._level = out, 0
-        return self._drafts(out)
+        return self._drafts(out, self.cache.lengths[:, None] - 1)
 
-    def _forward(self, tokens: Tensor, features: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Image tokens [B, n] -> [rows, n, dim]."""
+        return self._drafter.embed_tokens(tokens.repeat(self._groups, 1))
+
+    def _forward(self, embedded: Tensor, features: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
         drafter = self._drafter
-        x = drafter.fuse(tokens.repeat(self._groups, 1), features)
+        x = drafter.fuse(embedded, features)
         mask = self.cache.mask(seen, x.dtype)
-        slots = self.cache.slots(seen.shape[2] - seen.shape[1], tokens.shape[1])
-        at = positions.repeat(self._groups, 1).clamp_max(len(drafter.rotary) - 1)
+        slots = self.cache.slots(seen.shape[2] - seen.shape[1], x.shape[1])
+        at = (positions.repeat(self._groups, 1) - self._padding).clamp(0, len(drafter.rotary) - 1)
         out: Tensor = drafter.layer(x, drafter.rotary[at][:, :, None], attend_cached(self.cache, 0, slots, mask))
         return out
 
-    def _drafts(self, out: Tensor) -> Drafts:
-        logits = self._drafter.head(out)
+    def _drafts(self, out: Tensor, positions: Tensor) -> Drafts:
+        """The drafts of what was fed at `positions` [B, n]: the last of the prefix holds the image's first token."""
+        places = positions - self._prefix + 2
+        logits = force_line_ends(self._drafter.head(out), places, self._drafter.config)
         if self._groups == 1:
             return Drafts(logits, None)
         return Drafts(logits[: self._batch], logits[self._batch :])

@@ -7,10 +7,18 @@ from torch import Tensor, nn
 
 from lantern_bench.decode.interface import Scores
 from lantern_bench.models.cache import KVCache, Sessions
-from lantern_bench.models.conditioning import CaptionFeatures, ClassLabel, Condition, WordCaption
+from lantern_bench.models.conditioning import (
+    CaptionFeatures,
+    ClassLabel,
+    Condition,
+    PromptTokens,
+    WordCaption,
+    visible_rows,
+)
+from lantern_bench.models.line_ends import force_line_ends
 from lantern_bench.models.transformer import Transformer, TransformerConfig
 
-__all__ = ["TransformerTarget", "causal_seen"]
+__all__ = ["TransformerTarget", "causal_seen", "padding_of"]
 
 
 def causal_seen(batch: int, n: int, device: torch.device) -> Tensor:
@@ -18,14 +26,27 @@ def causal_seen(batch: int, n: int, device: torch.device) -> Tensor:
     return torch.ones(n, n, dtype=torch.bool, device=device).tril_().expand(batch, -1, -1)
 
 
+def padding_of(visible: Tensor, rows: int, config: TransformerConfig) -> Tensor | int:
+    """How far the positions of each row are moved back, [rows, 1]: by its padding, where they are a sequence.
+
+    `visible` bool [B or rows, P] as in `KVCache.reset`; a grid's positions are never moved.
+    """
+    if config.positions == "grid":
+        return 0
+    return (~visible).sum(dim=1).repeat(rows // len(visible))[:, None]
+
+
 class TransformerTarget(nn.Module):
     """Transformer, condition embedding and the sessions that decode with them."""
 
-    def __init__(self, config: TransformerConfig, condition: ClassLabel | CaptionFeatures | WordCaption) -> None:
+    def __init__(
+        self, config: TransformerConfig, condition: ClassLabel | CaptionFeatures | WordCaption | None = None
+    ) -> None:
+        """`condition` None: prompts in the transformer's own vocabulary."""
         super().__init__()
         self.config = config
         self.transformer = Transformer(config)
-        self.cls_embedding = condition
+        self.cls_embedding = PromptTokens(self.transformer.tok_embeddings) if condition is None else condition
         self.vocab_size = config.vocab_size
         self.image_tokens = config.image_tokens
         self._sessions = Sessions(lambda *shape: _Session(self, *shape))
@@ -46,8 +67,7 @@ class TransformerTarget(nn.Module):
 
     def prefix(self, condition: Condition, guided: bool) -> Tensor:
         """Prefix embeddings [rows, P, dim], conditional rows first."""
-        given = self.cls_embedding(condition.values.to(self.device))
-        return torch.cat([given, self.cls_embedding.null(len(given))]) if guided else given
+        return self.cls_embedding.rows(condition.values.to(self.device), guided)
 
 
 class _Session:
@@ -55,6 +75,8 @@ class _Session:
         config = target.config
         self._target, self._batch, self._guided = target, batch, guided
         self._groups = 2 if guided else 1
+        self._prefix = config.prefix
+        self._padding: Tensor | int = 0
         self.cache = KVCache(
             config.layers,
             self._groups,
@@ -69,23 +91,26 @@ class _Session:
 
     def prefill(self, condition: Condition) -> Scores:
         x = self._target.prefix(condition, self._guided)
-        n = x.shape[1]
-        self.cache.reset(condition.valid.to(x.device))
+        n = self._prefix = x.shape[1]
+        visible = visible_rows(condition.valid.to(x.device), self._groups)
+        self.cache.reset(visible)
+        self._padding = padding_of(visible, self._groups * self._batch, self._target.config)
         # Padded columns are hidden from everybody but themselves.
-        seen = causal_seen(self._batch, n, x.device) & self.cache.visible[:, None, :n]
+        seen = causal_seen(len(visible), n, x.device) & visible[:, None]
         seen = seen | torch.eye(n, dtype=torch.bool, device=x.device)
         features = self._forward(x, torch.arange(n, device=x.device).expand(self._batch, -1), seen)
         self.cache.advance(torch.full_like(self.cache.lengths, n), n)
-        cond, uncond = self._logits(features[:, -1:])
+        cond, uncond = self._logits(features[:, -1:], torch.zeros_like(self.cache.lengths)[:, None])
         return Scores(cond, uncond, features)
 
     def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Scores:
         x = self._target.transformer.tok_embeddings(tokens).repeat(self._groups, 1, 1)
-        features = self._forward(x, self.cache.lengths[:, None] + depths, attention)
-        return Scores(*self._logits(features), features)
+        positions = self.cache.lengths[:, None] + depths
+        features = self._forward(x, positions, attention)
+        return Scores(*self._logits(features, positions - self._prefix + 1), features)
 
     def commit(self, path: Tensor, counts: Tensor, longest: int) -> None:
-        longest += self._target.config.prefix
+        longest += self._prefix
         if path.shape[1] == 1:
             self.cache.advance(counts, longest)
         else:
@@ -94,10 +119,12 @@ class _Session:
     def _forward(self, x: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
         mask = self.cache.mask(seen, x.dtype)
         slots = self.cache.slots(0, x.shape[1])
-        return self._target.transformer.step(x, positions.repeat(self._groups, 1), self.cache, slots, mask)
+        at = (positions.repeat(self._groups, 1) - self._padding).clamp_min(0)
+        return self._target.transformer.step(x, at, self.cache, slots, mask)
 
-    def _logits(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        logits = self._target.transformer.output(features)
+    def _logits(self, features: Tensor, places: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The logits of `features` [rows, n, dim], which are for the image tokens at `places` [B, n]."""
+        logits = force_line_ends(self._target.transformer.output(features), places, self._target.config)
         if not self._guided:
             return logits, None
         return logits[: self._batch], logits[self._batch :]

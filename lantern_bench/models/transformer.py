@@ -1,14 +1,16 @@
 """THE decoder: RMSNorm, rotary attention over a cache with a tree mask, SwiGLU. Every model here is one of its sizes.
 
 It follows LlamaGen (arXiv 2406.06525, section 3.2): pre-norm, no biases, grid rotary embedding of interleaved pairs,
-in which the prefix is either not rotated or, as in the published weights, multiplied by zero. What goes in (class,
-caption features, words) is `conditioning`; what is done with the answer is `decode`.
+in which the prefix is either not rotated or, as in the published weights, multiplied by zero. What Chameleon
+(arXiv 2405.09818, section 2.2) does otherwise is configuration: positions in sequence, pairs of halves, normed queries
+and keys, a vocabulary of which images use a part. What goes in (class, caption features, words) is `conditioning`; what
+is done with the answer is `decode`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import torch
@@ -17,7 +19,7 @@ from torch.nn import functional
 
 from lantern_bench.models.cache import KVCache
 
-__all__ = ["Block", "RMSNorm", "Transformer", "TransformerConfig", "grid_rotary"]
+__all__ = ["Block", "RMSNorm", "TokenEmbedding", "Transformer", "TransformerConfig", "grid_rotary", "rotary_table"]
 
 # Rows behind the grid serve nodes that run over its end; their tokens are never kept (finding B5).
 _MARGIN = 64
@@ -27,10 +29,16 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Sizes of a decoder. `prefix` positions of condition come before `grid` (rows, columns) image tokens.
+    """Sizes of a decoder. `prefix` positions of condition (the most there are) come before `grid` (rows, columns).
 
-    `prefix_rotary` is what the rotary embedding does to the prefix: "zero" (LlamaGen: queries and keys there vanish)
-    or "identity" (left as they are).
+    `prefix_rotary` is what the grid's rotary embedding does to the prefix: "zero" (LlamaGen: queries and keys there
+    vanish) or "identity" (left as they are). `positions`: "grid" turns with row and column, "sequence" with the place
+    behind the padding. `pairs` turn together: "interleaved" (2i, 2i + 1) or "halves" (i, i + head_dim / 2). `qk_norm`:
+    a LayerNorm of each head's queries and keys before that. `norm_after`: norms stand behind attention and feed-forward
+    instead of before them (Chameleon's `swin_norm`).
+
+    `token_ids`: the number of each of the `vocab_size` tokens of an image in a larger vocabulary of `words` embeddings,
+    where the two differ. `line_ends`: a token that is no code, the last of the vocabulary, ends each row of the grid.
     """
 
     vocab_size: int
@@ -44,6 +52,13 @@ class TransformerConfig:
     norm_eps: float = 1e-5
     rope_base: float = 10000.0
     prefix_rotary: Literal["zero", "identity"] = "zero"
+    positions: Literal["grid", "sequence"] = "grid"
+    pairs: Literal["interleaved", "halves"] = "interleaved"
+    qk_norm: bool = False
+    norm_after: bool = False
+    words: int | None = None
+    token_ids: tuple[int, ...] | None = field(default=None, repr=False)
+    line_ends: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -52,8 +67,13 @@ class TransformerConfig:
 
     @property
     def image_tokens(self) -> int:
-        """Tokens of one picture."""
-        return self.grid[0] * self.grid[1]
+        """Tokens of one picture, ends of lines included."""
+        return self.grid[0] * self.line_length
+
+    @property
+    def line_length(self) -> int:
+        """Tokens of one row of a picture, its end included."""
+        return self.grid[1] + self.line_ends
 
 
 class RMSNorm(nn.Module):
@@ -96,11 +116,34 @@ def grid_rotary(config: TransformerConfig, prefix: int | None = None) -> Tensor:
     return torch.cat([head, grid, torch.zeros(_MARGIN, half, 2)])
 
 
-def _rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Rotate interleaved pairs: x [rows, n, heads, head_dim], turn [rows, n, 1, head_dim / 2, 2]."""
-    a, b = x.float().reshape(*x.shape[:-1], -1, 2).unbind(-1)
+def rotary_table(config: TransformerConfig, prefix: int | None = None) -> Tensor:
+    """The rotary table [positions, head_dim / 2, 2] of a config; a sequence has no `prefix` of its own to override."""
+    if config.positions == "grid":
+        return grid_rotary(config, prefix)
+    steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
+    places = torch.arange(config.prefix + config.image_tokens + _MARGIN, dtype=torch.float32)
+    angles = torch.outer(places, 1.0 / config.rope_base ** (steps / config.head_dim))
+    return torch.stack([angles.cos(), angles.sin()], dim=-1)
+
+
+def _rotate(x: Tensor, turn: Tensor, interleaved: bool) -> Tensor:
+    """Rotate pairs: x [rows, n, heads, head_dim], turn [rows, n, 1, head_dim / 2, 2]."""
+    axis, shape = (-1, (-1, 2)) if interleaved else (-2, (2, -1))
+    a, b = x.float().reshape(*x.shape[:-1], *shape).unbind(axis)
     cosine, sine = turn.unbind(-1)
-    return torch.stack([a * cosine - b * sine, a * sine + b * cosine], dim=-1).flatten(-2).to(x.dtype)
+    return torch.stack([a * cosine - b * sine, a * sine + b * cosine], dim=axis).flatten(-2).to(x.dtype)
+
+
+class _HeadNorm(nn.Module):
+    """LayerNorm over each head, with a scale and an offset of its own for each of them."""
+
+    def __init__(self, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(heads, head_dim))
+        self.bias = nn.Parameter(torch.zeros(heads, head_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, x.shape[-1:], eps=1e-5) * self.weight + self.bias
 
 
 class _Attention(nn.Module):
@@ -108,6 +151,9 @@ class _Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads = config.heads, config.kv_heads or config.heads
         self.head_dim = config.head_dim
+        self.interleaved = config.pairs == "interleaved"
+        self.q_norm: nn.Module = _HeadNorm(self.heads, self.head_dim) if config.qk_norm else nn.Identity()
+        self.k_norm: nn.Module = _HeadNorm(self.kv_heads, self.head_dim) if config.qk_norm else nn.Identity()
         self.wqkv = nn.Linear(config.dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.wo = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
 
@@ -115,7 +161,8 @@ class _Attention(nn.Module):
         rows, n, _ = x.shape
         sizes = [self.heads * self.head_dim] + [self.kv_heads * self.head_dim] * 2
         q, k, v = (part.view(rows, n, -1, self.head_dim) for part in self.wqkv(x).split(sizes, dim=-1))
-        mixed = attend(_rotate(q, turn), _rotate(k, turn), v)
+        q, k = (_rotate(part, turn, self.interleaved) for part in (self.q_norm(q), self.k_norm(k)))
+        mixed = attend(q, k, v)
         out: Tensor = self.wo(mixed.reshape(rows, n, -1))
         return out
 
@@ -137,6 +184,7 @@ class Block(nn.Module):
 
     def __init__(self, config: TransformerConfig, input_norm: bool = True) -> None:
         super().__init__()
+        self.norm_after = config.norm_after
         self.attention_norm: nn.Module = RMSNorm(config.dim, config.norm_eps) if input_norm else nn.Identity()
         self.attention = _Attention(config)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
@@ -144,6 +192,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, turn: Tensor, attend: Attend) -> Tensor:
         """X [rows, n, dim]; turn [rows, n, 1, head_dim / 2, 2]; attend mixes q, k, v [rows, n, heads, head_dim]."""
+        if self.norm_after:
+            x = x + self.attention_norm(self.attention(x, turn, attend))
+            after: Tensor = x + self.ffn_norm(self.feed_forward(x))
+            return after
         x = x + self.attention(self.attention_norm(x), turn, attend)
         out: Tensor = x + self.feed_forward(self.ffn_norm(x))
         return out
@@ -176,6 +228,30 @@ def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor
     return mixed.transpose(1, 2)
 
 
+class TokenEmbedding(nn.Embedding):
+    """The embeddings of a vocabulary, of which the tokens of images may be a part (`TransformerConfig.token_ids`)."""
+
+    token_ids: Tensor | None
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config.words or config.vocab_size, config.dim)
+        self._ids = config.token_ids
+        self.register_buffer("token_ids", None, persistent=False)
+        self.compute_buffers(self.weight.device)
+
+    def compute_buffers(self, device: torch.device) -> None:
+        """Make anew what no checkpoint holds."""
+        self.token_ids = None if self._ids is None else torch.tensor(self._ids, device=device)
+
+    def of_words(self, words: Tensor) -> Tensor:
+        """Embeddings [..., dim] of numbers of the whole vocabulary int64 [...]."""
+        return super().forward(words)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Embeddings [..., dim] of an image's tokens int64 [...]."""
+        return super().forward(tokens if self.token_ids is None else self.token_ids[tokens])
+
+
 class Transformer(nn.Module):
     """Embedding, layers, final norm and output head over the image vocabulary."""
 
@@ -184,11 +260,16 @@ class Transformer(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.tok_embeddings = TokenEmbedding(config)
         self.layers = nn.ModuleList([Block(config) for _ in range(config.layers)])
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.register_buffer("rotary", grid_rotary(config), persistent=False)
+        self.register_buffer("rotary", None, persistent=False)
+        self.compute_buffers(self.output.weight.device)
+
+    def compute_buffers(self, device: torch.device) -> None:
+        """Make anew what no checkpoint holds."""
+        self.rotary = rotary_table(self.config).to(device)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """Final-norm hidden states of whole sequences x [rows, n, dim] (no cache, for training and references).

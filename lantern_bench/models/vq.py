@@ -1,7 +1,7 @@
 """The VQ tokenizer of LlamaGen (arXiv 2406.06525, section 3.1): a convolutional autoencoder around a codebook.
 
-One class for every size: the published `vq_ds16_*.pt` files and the embedded tokenizer differ by `VQConfig` alone, and
-the parameter names are those of the published checkpoints. Training losses are not here (see `lanterns.recipe`).
+One class for every size: the published `vq_ds16_*.pt` files, Chameleon's and the embedded tokenizer differ by `VQConfig`
+alone, and the parameter names are those of LlamaGen's checkpoints. Training losses are not here (see `lanterns.recipe`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ _GROUPS = 32
 
 @dataclass(frozen=True)
 class VQConfig:
-    """Sizes of a tokenizer. `channel_mult` has one entry a resolution; the picture is halved between entries."""
+    """Sizes of a tokenizer. `channel_mult` has one entry a resolution; the picture is halved between entries.
+
+    `unit_codes`: whether codes and latents are brought to unit length. `attention`: whether the blocks of the lowest
+    resolution attend; those in the middle always do.
+    """
 
     codes: int = 16384
     code_dim: int = 8
@@ -29,6 +33,8 @@ class VQConfig:
     channels: int = 128
     channel_mult: tuple[int, ...] = (1, 1, 2, 2, 4)
     res_blocks: int = 2
+    unit_codes: bool = True
+    attention: bool = True
 
     @property
     def downsampling(self) -> int:
@@ -141,7 +147,7 @@ class _Encoder(nn.Module):
         levels = []
         for number, mult in enumerate(config.channel_mult):
             outside = config.channels * mult
-            level = _Level(inside, outside, config.res_blocks, attention=number == last)
+            level = _Level(inside, outside, config.res_blocks, attention=config.attention and number == last)
             if number != last:
                 level.downsample = _Downsample(outside)
             levels.append(level)
@@ -169,7 +175,7 @@ class _Decoder(nn.Module):
         levels = []
         for number, mult in enumerate(mults):
             outside = config.channels * mult
-            level = _Level(inside, outside, config.res_blocks + 1, attention=number == 0)
+            level = _Level(inside, outside, config.res_blocks + 1, attention=config.attention and number == 0)
             if number != len(mults) - 1:
                 level.upsample = _Upsample(outside)
             levels.append(level)
@@ -187,20 +193,23 @@ class _Decoder(nn.Module):
 
 
 class _Codebook(nn.Module):
-    """The table of codes. Rows are L2-normalised when they are used, both ways, as the published model does."""
+    """The table of codes. LlamaGen's rows are L2-normalised when they are used, both ways (`unit`)."""
 
-    def __init__(self, codes: int, dim: int) -> None:
+    def __init__(self, codes: int, dim: int, unit: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(codes, dim)
+        self.unit = unit
 
     def rows(self) -> Tensor:
-        """Unit rows [codes, dim]."""
-        return functional.normalize(self.embedding.weight, dim=-1)
+        """Rows as they are used [codes, dim]."""
+        return functional.normalize(self.embedding.weight, dim=-1) if self.unit else self.embedding.weight
 
     def nearest(self, latents: Tensor) -> Tensor:
-        """Index of the nearest code of each unit latent: [..., dim] -> int64 [...]."""
+        """Index of the nearest code of each latent: [..., dim] -> int64 [...]."""
+        if not self.unit:
+            return torch.cdist(latents.flatten(0, -2), self.rows()).argmin(-1).reshape(latents.shape[:-1])
         # Between unit vectors the nearest in distance is the largest in inner product.
-        return (latents @ self.rows().T).argmax(-1)
+        return (functional.normalize(latents, dim=-1) @ self.rows().T).argmax(-1)
 
 
 class VQModel(nn.Module):
@@ -211,7 +220,7 @@ class VQModel(nn.Module):
         self.config = config
         self.encoder = _Encoder(config)
         self.decoder = _Decoder(config)
-        self.quantize = _Codebook(config.codes, config.code_dim)
+        self.quantize = _Codebook(config.codes, config.code_dim, config.unit_codes)
         self.quant_conv = nn.Conv2d(config.z_channels, config.code_dim, 1)
         self.post_quant_conv = nn.Conv2d(config.code_dim, config.z_channels, 1)
 
@@ -223,8 +232,7 @@ class VQModel(nn.Module):
     def encode(self, pixels: Tensor) -> Encoded:
         """Encode pixels [B, 3, H, W] to the nearest code at each position."""
         latents = self.latents(pixels)
-        unit = functional.normalize(latents.permute(0, 2, 3, 1).float(), dim=-1)
-        indices = self.quantize.nearest(unit)
+        indices = self.quantize.nearest(latents.permute(0, 2, 3, 1).float())
         quantised = self.quantize.rows()[indices].permute(0, 3, 1, 2)
         return Encoded(quantised, indices, latents)
 
