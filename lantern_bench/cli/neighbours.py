@@ -49,6 +49,8 @@ def neighbours(
     place = choose_place(device, "float32")
     loaded = load_model(model, place.device, place.dtype)
     chosen = next((one for one in SPACES if one == space), loaded.neighbour_space)
+    if loaded.codebook is None:
+        raise UserError(f"{model}: has no tokenizer, so nobody knows its codes", "Name one in the model's file.")
     codes = len(loaded.codebook)
     folder = out or loaded.table_folder or Path()
     path = table_path(folder, loaded.codebook, chosen)

@@ -86,7 +86,7 @@ def _request(
     shard: str | None,
 ) -> _Request:
     """Check everything; no torch."""
-    from lantern_bench.models.registry import cards
+    from lantern_bench.models.registry import defaults_of
     from lantern_bench.runs.admission import check_folder, check_neighbours
     from lantern_bench.runs.store import run_folder
     from lantern_bench.spec.experiment import load_experiment, resolve
@@ -96,7 +96,7 @@ def _request(
     part = parse_shard(shard) if shard is not None else None
     loaded = load_experiment(source, Overrides.from_flags(typed, modes=modes, settings=settings))
     refuse_compile(loaded.settings.model_dump())
-    resolved = resolve(loaded, {name: card.defaults for name, card in cards().items()})
+    resolved = resolve(loaded, defaults_of(loaded.settings.model))
     check_neighbours(resolved)
     plan = _planned(loaded, resolved)
     folder = run_folder(resolved, results_root(), out, resume=resume)
@@ -164,12 +164,16 @@ def _run(request: _Request, console: Console) -> int:
 
 
 def _make(plan: Plan, store: RunStore, models: Any, place: Any, console: Console) -> int:
-    from lantern_bench.runs.runner import ImageDone, Started, WarmedUp, run_plan
+    from lantern_bench.runs.runner import ImageDone, Preparing, Started, WarmedUp, run_plan
 
     failed, lengths, seconds = 0, [], []
     with console.progress() as progress:
         for event in run_plan(store, plan, models, place):
-            if isinstance(event, Started):
+            if isinstance(event, Preparing):
+                if event.done == 0:
+                    progress.start(event.total, f"captions for {event.model}")
+                progress.reach(event.done)
+            elif isinstance(event, Started):
                 to_do = sum(event.to_do.values())
                 if event.kept:
                     console.say(f"{event.kept} images kept, {to_do} to do")

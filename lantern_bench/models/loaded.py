@@ -5,7 +5,7 @@ Families make it (`registry.Family.load`); what its parts can do is `decode/inte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,25 @@ from torch import Tensor
 
 from lantern_bench.decode.interface import Drafter, PixelDecoder, Target
 from lantern_bench.decode.neighbours import Space
+from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.tables import neighbour_table
 
 __all__ = ["LoadedModel"]
 
 
-def _nothing_to_prepare(prompts: Sequence[str]) -> None:
+def _nothing_to_prepare(_prompts: Sequence[str]) -> Iterator[tuple[int, int]]:
     """Most models read a prompt when its image is made."""
+    yield from ()
 
 
 @dataclass
 class LoadedModel:
     """A target, its drafter and what turns prompts into conditions and tokens into pictures.
 
-    codebook: float [V, d], rows as stored; neighbour_space: in which space codes are near each other, as published.
-    table_folder: where the table of nearest codes is kept; None keeps it in memory. prepare: hears all prompts that
-    are to come, before the first is decoded, so that a text encoder can do its work and go.
+    codebook: float [V, d], rows as stored, None without a tokenizer; neighbour_space: in which space codes are near
+    each other, as published. table_folder: where the table of nearest codes is kept; None keeps it in memory.
+    given_table: nearest codes int [V, k] that the user has made, instead of the codebook's. prepare: hears all prompts
+    that are to come, before the first is decoded, so that a text encoder can do its work and go.
     condition: prompts (one an image) -> what `Target.session(...).prefill` takes. weights: part -> SHA-256 of its
     file. grid: rows and columns of the image's tokens.
     """
@@ -39,21 +42,30 @@ class LoadedModel:
     target: Target
     drafter: Drafter | None
     pixels: PixelDecoder
-    codebook: Tensor
+    codebook: Tensor | None
     condition: Callable[[Sequence[str]], Any]
     weights: Mapping[str, str]
     grid: tuple[int, int]
     neighbour_space: Space = "raw"
     table_folder: Path | None = None
-    prepare: Callable[[Sequence[str]], None] = _nothing_to_prepare
+    prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = _nothing_to_prepare
+    given_table: Tensor | None = None
     _table: Tensor | None = field(default=None, init=False, repr=False)
 
     def table(self, columns: int) -> Tensor:
         """The `columns` nearest codes of every code, int32 [V, columns], on the target's device, nearest first.
 
         Made once for the widest table asked for; a narrower one is its beginning, which the fixed order of ties
-        guarantees. Raises `ValueError` for more columns than there are other codes, `RefusedError` for a damaged file.
+        guarantees. Raises `ValueError` for more columns than there are other codes, `RefusedError` for a damaged file,
+        and for a model whose codes nobody knows.
         """
+        if self.given_table is not None:
+            return self._given(columns)
+        if self.codebook is None:
+            raise RefusedError(
+                f"{self.name}: relaxed rules need to know which codes are near each other, and it has no tokenizer",
+                "Name the tokenizer's checkpoint, or a table of nearest codes, in the model's file.",
+            )
         if self._table is None or self._table.shape[1] < columns:
             with torch.inference_mode():
                 table = neighbour_table(
@@ -61,3 +73,10 @@ class LoadedModel:
                 )
                 self._table = table.to(self.target.device, torch.int32)
         return self._table[:, :columns].contiguous()
+
+    def _given(self, columns: int) -> Tensor:
+        table = self.given_table
+        if table is None or table.shape[1] < columns:
+            width = 0 if table is None else table.shape[1]
+            raise UserError(f"--neighbours {columns}: the model's own table names {width} for each code")
+        return table[:, :columns].to(self.target.device, torch.int32).contiguous()

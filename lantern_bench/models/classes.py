@@ -1,0 +1,27 @@
+"""Class labels as prompts: `class 207: golden retriever`, so that plans, records and seeds work as for captions.
+
+The number decides the picture, the name after it is for people and for CLIP. No torch here.
+"""
+
+from __future__ import annotations
+
+import re
+
+from lantern_bench.errors import UserError
+
+__all__ = ["class_number", "class_prompt"]
+
+
+def class_prompt(number: int, name: str = "") -> str:
+    """The prompt of a class: `class 207`, or `class 207: golden retriever` where it has a name."""
+    return f"class {number}: {name}" if name else f"class {number}"
+
+
+def class_number(text: str, classes: int) -> int:
+    """The class a prompt stands for: `207`, `class 207` or `class 207: name`; raises `UserError` for any other."""
+    match = re.fullmatch(r"(?:class\s+)?(\d{1,9})(?:\s*:.*)?", text.strip(), flags=re.IGNORECASE | re.DOTALL)
+    if match is None:
+        raise UserError(f"{text!r} is no class", f"Give a number from 0 to {classes - 1}, or `class 207: its name`.")
+    if int(match[1]) >= classes:
+        raise UserError(f"class {match[1]}: there are {classes} classes", f"Give a number from 0 to {classes - 1}.")
+    return int(match[1])

@@ -1,0 +1,224 @@
+"""Caption features against transformers called directly, the published padding, the cache, and what may be missing."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, T5EncoderModel
+
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models import text_encoder
+from lantern_bench.models.caption_cleaning import cleaned
+from lantern_bench.models.text_encoder import CaptionFeatureSource, left_padded
+from tests.models.tiny_t5 import WIDTH, save_tiny_t5
+
+GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden"))
+CAPTIONS = ["A cat on the grass", "two red lanterns over a lake at dusk"]
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory):
+    return save_tiny_t5(tmp_path_factory.mktemp("t5"))
+
+
+def source(folder, cache, **more):
+    options = {"positions": 24, "width": WIDTH, "dtype": torch.float32, "model": "llamagen-t2i-stage1"}
+    return CaptionFeatureSource(folder, cache, **options | more)
+
+
+def by_transformers(folder, caption, positions=24):
+    """What transformers gives for one caption, padded on the right: features and mask."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    words = tokenizer([caption], max_length=positions, padding="max_length", truncation=True, return_tensors="pt")
+    model = T5EncoderModel.from_pretrained(folder).eval()
+    with torch.no_grad():
+        hidden = model(input_ids=words["input_ids"], attention_mask=words["attention_mask"]).last_hidden_state
+    return hidden, words["attention_mask"]
+
+
+def flipped(embeddings, mask):
+    """The published way to pad on the left, written out for one row at a time."""
+    rows = []
+    for features, row in zip(embeddings, mask, strict=True):
+        count = int(row.sum())
+        rows.append(torch.cat([features[count:], features[:count]]))
+    turned = torch.flip(mask, dims=[-1])
+    return torch.stack(rows) * turned[..., None], turned
+
+
+def test_features_are_those_of_transformers_flipped_as_published(t5, tmp_path):
+    values, valid = source(t5, tmp_path)(CAPTIONS)
+    for row, caption in enumerate(CAPTIONS):
+        wanted, mask = flipped(*by_transformers(t5, caption.lower()))
+        assert torch.equal(valid[row], mask[0].bool())
+        assert torch.allclose(values[row], wanted[0], atol=1e-6)
+    assert valid.sum(dim=1).tolist() == [6, 9] and values.dtype == torch.float32
+
+
+def test_the_recorded_padding_of_the_official_code():
+    for file, pairs in (
+        ("llamagen_gpt/t2i_expected.safetensors", [("", "")]),
+        ("end_to_end/e2e_expected.safetensors", [("full.", ""), ("padded.", "")]),
+    ):
+        recorded = load_file(GOLDEN / file)
+        for prefix, _ in pairs:
+            given = [recorded[f"{prefix}t5_{name}_right_padded"] for name in ("embeddings", "mask")]
+            values, valid = left_padded(given[0], given[1])
+            assert torch.equal(values, recorded[f"{prefix}caption_embs"])
+            assert torch.equal(valid, recorded[f"{prefix}emb_masks"].bool())
+            again = left_padded(values, valid)
+            assert torch.equal(again.values, values) and torch.equal(again.valid, valid)
+
+
+def test_a_mask_with_holes_is_refused():
+    with pytest.raises(ValueError, match="stand together"):
+        left_padded(torch.ones(1, 4, 2), torch.tensor([[1, 0, 1, 0]]))
+
+
+def test_a_whole_checkpoint_gives_the_features_of_its_encoder(tmp_path):
+    folder = save_tiny_t5(tmp_path / "whole", whole=True)
+    values, _ = source(folder, tmp_path / "cache")(CAPTIONS[:1])
+    wanted, _ = flipped(*by_transformers(folder, CAPTIONS[0].lower()))
+    assert torch.allclose(values[0], wanted[0], atol=1e-6)
+
+
+def test_a_caption_longer_than_the_positions_is_cut(t5, tmp_path):
+    values, valid = source(t5, tmp_path, positions=5)(["the cat on the grass at the lake at dusk"])
+    assert values.shape == (1, 5, WIDTH) and valid.all()
+
+
+def test_each_caption_is_encoded_once_and_the_encoder_is_freed(t5, tmp_path, monkeypatch):
+    loads, models = [], []
+    real = text_encoder._Encoder
+
+    class Watched(real):
+        def __init__(self, *args):
+            super().__init__(*args)
+            loads.append(1)
+            models.append(weakref.ref(self.model))
+
+    monkeypatch.setattr(text_encoder, "_Encoder", Watched)
+    features = source(t5, tmp_path)
+    assert list(features.prepare([*CAPTIONS, CAPTIONS[0]])) == [(0, 2), (1, 2), (2, 2)]
+    gc.collect()
+    assert models[0]() is None
+    first = features(CAPTIONS)
+    # A later process finds what was kept.
+    second = source(t5, tmp_path)
+    assert list(second.prepare(CAPTIONS)) == []
+    assert torch.equal(second(CAPTIONS).values, first.values) and len(loads) == 1
+    # Alone or in company, a caption has the same features.
+    alone = source(t5, tmp_path / "other")(CAPTIONS[1:])
+    assert torch.equal(alone.values[0], first.values[1])
+
+
+def test_another_encoder_another_type_another_length_share_nothing(t5, tmp_path):
+    other = save_tiny_t5(tmp_path / "other", seed=1)
+    cache = tmp_path / "cache"
+    kinds = [source(t5, cache), source(other, cache), source(t5, cache, dtype=torch.bfloat16)]
+    kinds.append(source(t5, cache, positions=30))
+    for kind in kinds:
+        kind(CAPTIONS[:1])
+    assert len({kind.sha256 for kind in kinds}) == 4
+    assert len(list(cache.glob("*/encoder.json"))) == 4
+    assert kinds[2](CAPTIONS[:1]).values.dtype == torch.bfloat16
+
+
+def test_features_serve_without_the_encoder(t5, tmp_path):
+    wanted = source(t5, tmp_path)(CAPTIONS)
+    alone = source(None, tmp_path)
+    assert torch.equal(alone(CAPTIONS).values, wanted.values)
+    with pytest.raises(RefusedError, match=r"text encoder .* for the caption 'a cat'") as caught:
+        alone(["a cat"])
+    assert "weights get llamagen-t2i-stage1" in str(caught.value.advice)
+    source(save_tiny_t5(tmp_path / "b", seed=2), tmp_path)(CAPTIONS[:1])
+    with pytest.raises(RefusedError, match="of 2 text encoders"):
+        source(None, tmp_path)(CAPTIONS)
+
+
+def test_a_missing_encoder_is_one_line_with_the_fix(tmp_path):
+    with pytest.raises(RefusedError) as caught:
+        source(None, tmp_path)(CAPTIONS)
+    assert caught.value.exit_code == 3 and "\n" not in caught.value.message
+    assert "weights get llamagen-t2i-stage1" in str(caught.value.advice)
+
+
+def test_missing_transformers_is_said_with_the_extra(t5, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(RefusedError, match="transformers, which is not installed") as caught:
+        source(t5, tmp_path)(CAPTIONS)
+    assert "lantern-bench[hf]" in str(caught.value.advice)
+
+
+class Code:
+    def __reduce__(self):
+        return (os.mkdir, ("never",))
+
+
+def test_what_is_no_encoder_is_refused_in_one_line(t5, tmp_path):
+    def refused(folder):
+        with pytest.raises(UserError) as caught:
+            source(folder, tmp_path / "cache")(CAPTIONS)
+        assert "\n" not in caught.value.message and str(folder) in caught.value.message
+        return caught.value.message
+
+    def copy(name):
+        folder = tmp_path / name
+        folder.mkdir()
+        for path in t5.iterdir():
+            (folder / path.name).write_bytes(path.read_bytes())
+        return folder
+
+    assert "config.json cannot be read" in refused(tmp_path)
+    other = copy("other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
+    assert "model_type bert" in refused(other)
+    assert "have 16 numbers, and the model takes 32" in refused(save_tiny_t5(tmp_path / "narrow", d_model=16))
+    cut = copy("cut")
+    weights = cut / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    refused(cut)
+    coded = copy("coded")
+    (coded / "model.safetensors").unlink()
+    (coded / "pytorch_model.bin").write_bytes(pickle.dumps({"a": Code()}))
+    refused(coded)
+    assert not Path("never").exists()
+
+
+def test_a_damaged_feature_file_is_refused(t5, tmp_path):
+    features = source(t5, tmp_path)
+    features(CAPTIONS)
+    one, two = (features._features().path(caption) for caption in CAPTIONS)
+    one.write_bytes(two.read_bytes())
+    with pytest.raises(RefusedError, match="of another caption"):
+        features(CAPTIONS)
+    one.write_bytes(b"no tensors")
+    with pytest.raises(RefusedError, match="damaged"):
+        features(CAPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("caption", "wanted"),
+    [
+        ("A Cat on the Grass. ", "a cat on the grass."),
+        ("Two <b>red</b> lanterns &amp; a lake", "two red lanterns a lake"),
+        ("lanterns \u2014 at dusk, see http://www.example.com/a/b.html", "lanterns - at dusk, see html"),
+        ("\u201cLanterns\u201d by @someone IMG1234.jpg", '"lanterns" by'),
+        ("'red lanterns'", "red lanterns"),
+        ("red_lanterns-over_the-lake", "red lanterns over the lake"),
+        ("free shipping: 1200x800 \u6587 lanterns  #123456", "lanterns"),
+    ],
+)
+def test_captions_are_cleaned_as_published(caption, wanted):
+    # What the published function gives for these, oddities included.
+    assert cleaned(caption) == wanted
