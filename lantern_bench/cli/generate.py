@@ -1,24 +1,31 @@
-"""`lantern-bench generate`: pictures of one caption, and the numbers of how they were decoded.
+"""`lantern-bench generate`: pictures of one prompt, and the numbers of how they were decoded.
 
 Several modes, or a grid of values, stand side by side in one picture, an image a row. The same flags and the same
-checks as a sweep's; nothing is kept but the files that were asked for.
+checks as a sweep's; nothing is kept but the files that were asked for. What is written is `generate_output`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from lantern_bench.cli.flags import DECODING, PLACE, refuse_compile, with_flags
+from lantern_bench.cli.generate_output import (
+    check_file,
+    memory_table,
+    numbers_table,
+    write_picture,
+    write_tokens,
+)
 from lantern_bench.console import FORMATS, Console
-from lantern_bench.errors import RecordsFailedError, RefusedError, UserError
+from lantern_bench.errors import RecordsFailedError, UserError
 
 if TYPE_CHECKING:
-    import pandas as pd
-
+    from lantern_bench.models.loaded import LoadedModel
+    from lantern_bench.runs.local import Place
     from lantern_bench.runs.runner import Made
     from lantern_bench.spec.experiment import ResolvedExperiment
     from lantern_bench.spec.plan import Unit
@@ -29,15 +36,35 @@ __all__ = ["generate"]
 _BOUNDS = {"delta": 0.02, "lambda": 2.0}
 
 
+class _Asked(NamedTuple):
+    """What the picture is of: a prompt, or the features in a file; with random weights, anything."""
+
+    caption: str | None
+    label: int | None
+    condition: Path | None
+    random: bool
+
+
 @with_flags(*DECODING, *PLACE)
 def generate(
     ctx: typer.Context,
-    caption: Annotated[str, typer.Argument(help="What the picture shows.")],
-    model: Annotated[str, typer.Option(help="The model.")] = "lanterns",
+    caption: Annotated[str | None, typer.Argument(help="What the picture shows.")] = None,
+    model: Annotated[str, typer.Option(help="The model, or the YAML file that describes one.")] = "lanterns",
+    label: Annotated[int | None, typer.Option("--class", min=0, help="A class instead of a caption.")] = None,
+    condition: Annotated[
+        Path | None, typer.Option(help="Caption features instead of a caption: .npz with embeddings and mask.")
+    ] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Weights and caption features are random numbers (--seed).")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show sizes and memory, and make nothing.")] = False,
     mode: Annotated[list[str] | None, typer.Option(help="ar, speculative, lantern, lantern++, or all.")] = None,
     images: Annotated[int, typer.Option(min=1, help="Pictures of each mode, one below the other.")] = 1,
     out: Annotated[Path, typer.Option(help="The PNG file.")] = Path("picture.png"),
-    save_tokens: Annotated[Path | None, typer.Option(help="Also write the tokens, int32 [n, N], to this .npz.")] = None,
+    save_tokens: Annotated[
+        Path | None,
+        typer.Option(help="Also write tokens, int32 [n, N], and accept_lengths of the steps to this .npz."),
+    ] = None,
     save_logits: Annotated[bool, typer.Option(help="Add guided float32 logits [n, N, V] to the .npz.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
     settings: Annotated[list[str] | None, typer.Option("--set", help="key=value, as for a sweep.")] = None,
@@ -45,32 +72,41 @@ def generate(
     *,
     flags: dict[str, Any],
 ) -> None:
-    """Make pictures of a caption and show how they were decoded."""
+    """Make pictures of a caption or a class and show how they were decoded."""
     console: Console = ctx.obj
     chosen = console.checked_format(format) if format is not None else None
     typed = {key: None if value == [] else value for key, value in flags.items()} | {"model": [model]}
     resolved = _resolved(typed, mode or ["lantern++"], settings or [])
-    _check_caption(caption, model)
+    if dry_run:
+        console.table(memory_table(resolved, console), title=model, format=chosen)
+        return
+    asked = _Asked(caption, label, condition, random_weights)
+    _check_asked(asked, model)
     if save_logits and save_tokens is None:
         raise UserError("--save-logits: needs the file to put them in", "Add --save-tokens FILE.npz.")
     if save_tokens is not None and len(resolved.cells) > 1:
         raise UserError(f"--save-tokens {save_tokens}: holds one way of decoding", f"These are {len(resolved.cells)}.")
-    _check_file("--out", out, ".png", force)
+    check_file("--out", out, ".png", force)
     if save_tokens is not None:
-        _check_file("--save-tokens", save_tokens, ".npz", force)
+        check_file("--save-tokens", save_tokens, ".npz", force)
 
-    columns = _columns(resolved, caption, images)
-    made = _make(resolved, columns, save_logits, console)
-    _write_picture(out, made)
+    place, loaded = _loaded(resolved, random_weights, console)
+    drawn = _check_pixels(loaded, save_tokens, console)
+    prompts = _prompts(asked, loaded)
+    columns = _columns(resolved, prompts, images)
+    made = _make(loaded, place, columns, save_logits, drawn, console)
+    if drawn:
+        write_picture(out, made)
     if save_tokens is not None:
-        _write_tokens(save_tokens, made[0], save_logits)
-    console.table(_numbers(columns, made), title=caption, format=chosen)
-    console.say(f"picture: {out}" + (f", tokens: {save_tokens}" if save_tokens is not None else ""))
+        write_tokens(save_tokens, made[0], save_logits)
+    console.table(numbers_table(columns, made), title=", ".join(prompts[:3]), format=chosen)
+    written = ([f"picture: {out}"] if drawn else []) + ([f"tokens: {save_tokens}"] if save_tokens is not None else [])
+    console.say(", ".join(written))
 
 
 def _resolved(typed: dict[str, Any], mode: Sequence[str], settings: Sequence[str]) -> ResolvedExperiment:
     """Read the flags as the experiment they stand for; raises `UserError` for all that is wrong with them."""
-    from lantern_bench.models.registry import card_of, cards
+    from lantern_bench.models.registry import card_of, defaults_of
     from lantern_bench.runs.admission import check_neighbours
     from lantern_bench.spec.experiment import resolve
     from lantern_bench.spec.modes import MODES
@@ -91,49 +127,132 @@ def _resolved(typed: dict[str, Any], mode: Sequence[str], settings: Sequence[str
     experiment, problems = read_experiment(Source("generate", Path(), data), overrides)
     problems.raise_all()
     refuse_compile(experiment.settings.model_dump())
-    resolved = resolve(experiment, {name: card.defaults for name, card in cards().items()})
+    resolved = resolve(experiment, defaults_of(typed["model"]))
     check_neighbours(resolved)
     return resolved
 
 
-def _check_caption(caption: str, model: str) -> None:
+def _check_asked(asked: _Asked, model: str) -> None:
+    """Refuse more than one subject, none, and one the model cannot take."""
     from lantern_bench.models.registry import family_of
 
-    family_of(model).check_prompt(caption)
+    given = {"a caption": asked.caption, "--class": asked.label, "--condition": asked.condition}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise UserError(f"{' and '.join(names)}: one of them says what the picture is of, not {len(names)}")
+    if not names and not asked.random:
+        raise UserError("nothing to make a picture of", "Give a caption, --class N or --condition FILE.npz.")
+    if asked.condition is not None:
+        if not asked.condition.is_file():
+            raise UserError(f"--condition {asked.condition}: no such file")
+        return
+    text = _text(asked, model)
+    try:
+        family_of(model).check_prompt(text)
+    except UserError as error:
+        if asked.label is None:
+            raise
+        raise UserError(f"--class {asked.label}: {model} takes no such class: {error.message}", error.advice) from error
 
 
-def _check_file(flag: str, path: Path, suffix: str, force: bool) -> None:
-    """Refuse a file that is of another kind, is there already, or cannot be."""
-    import os
+def _text(asked: _Asked, model: str) -> str:
+    """The prompt that was typed; with random weights and none typed, the first of the family's own."""
+    from lantern_bench.models.classes import class_prompt
+    from lantern_bench.models.registry import family_of
 
-    if path.suffix.lower() != suffix:
-        raise UserError(f"{flag} {path}: must end with {suffix}")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UserError(f"{flag} {path}: cannot be written", "Give a file in a folder that is there.")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UserError(f"{flag} {path}: cannot be written", "Give a file that you may write.")
-    if path.exists() and not force:
-        raise RefusedError(f"{flag} {path}: is there already", "Give another name, or --force to write over it.")
+    if asked.label is not None:
+        return class_prompt(asked.label)
+    if asked.caption is not None:
+        return asked.caption
+    sets = family_of(model).prompt_sets()
+    return next((prompts[0] for prompts in sets.values() if prompts), "anything")
 
 
-def _columns(resolved: ResolvedExperiment, caption: str, images: int) -> list[list[Unit]]:
+def _loaded(resolved: ResolvedExperiment, random: bool, console: Console) -> tuple[Place, LoadedModel]:
+    """The model, from its files or from random numbers."""
+    from lantern_bench.runs.local import choose_place, load_models
+
+    place = choose_place(resolved.settings.device, resolved.settings.dtype)
+    name = resolved.settings.model[0]
+    if not random:
+        return place, load_models(resolved, place)[name]
+    import torch
+
+    from lantern_bench.models.random_weights import random_model
+
+    seed = resolved.settings.seed
+    console.warn(
+        f"the weights of {name} are random (seed {seed}, {place.dtype_name}), and random numbers stand for the text "
+        "encoder: the picture means nothing"
+    )
+    return place, random_model(name, place.device, place.dtype, torch.Generator(place.device).manual_seed(seed))
+
+
+def _check_pixels(loaded: LoadedModel, save_tokens: Path | None, console: Console) -> bool:
+    """Whether there will be a picture; without one the tokens must be asked for."""
+    from lantern_bench.models.pixels import NoPixels
+
+    if not isinstance(loaded.pixels, NoPixels):
+        return True
+    if save_tokens is None:
+        raise loaded.pixels.problem
+    console.warn(loaded.pixels.problem.message)
+    return False
+
+
+def _prompts(asked: _Asked, loaded: LoadedModel) -> list[str]:
+    """The prompts to make; features from a file are put into the model's own condition under names of theirs."""
+    if asked.condition is None:
+        return [_text(asked, loaded.name)]
+    from lantern_bench.models.files import file_sha256
+    from lantern_bench.models.given_condition import read_condition
+
+    rows = read_condition(asked.condition, loaded)
+    # By content: the same features have the same seeds wherever they lie.
+    digest = file_sha256(asked.condition)[:12]
+    named = {f"{asked.condition.name} {digest} row {number}": row for number, row in enumerate(rows)}
+    loaded.condition = _chosen(named)
+    return list(named)
+
+
+def _chosen(named: dict[str, Any]) -> Callable[[Sequence[str]], Any]:
+    def condition(prompts: Sequence[str]) -> Any:
+        import torch
+
+        rows = [named[text] for text in prompts]
+        return type(rows[0])(*(torch.cat(parts) for parts in zip(*rows, strict=True)))
+
+    return condition
+
+
+def _columns(resolved: ResolvedExperiment, prompts: Sequence[str], images: int) -> list[list[Unit]]:
     """The images to make, a column for each cell; the same seeds in all."""
     from lantern_bench.spec.plan import Prompt, Unit
     from lantern_bench.spec.seeds import record_seed
 
-    prompt = Prompt(caption)
-    seeds = [record_seed(resolved.settings.seed, prompt.id, number) for number in range(images)]
-    return [[Unit(cell, prompt, n, seed, n, n) for n, seed in enumerate(seeds)] for cell in resolved.cells]
+    subjects = [
+        (prompt, n, record_seed(resolved.settings.seed, prompt.id, n))
+        for prompt in map(Prompt, prompts)
+        for n in range(images)
+    ]
+    return [
+        [Unit(cell, prompt, n, seed, index, index) for index, (prompt, n, seed) in enumerate(subjects)]
+        for cell in resolved.cells
+    ]
 
 
 def _make(
-    resolved: ResolvedExperiment, columns: list[list[Unit]], keep_logits: bool, console: Console
+    model: LoadedModel,
+    place: Place,
+    columns: list[list[Unit]],
+    keep_logits: bool,
+    drawn: bool,
+    console: Console,
 ) -> list[list[Made]]:
-    from lantern_bench.runs.local import choose_place, load_models
+    """Decode every image; without a tokenizer (`drawn` False) their tokens alone."""
     from lantern_bench.runs.runner import make_images
 
-    place = choose_place(resolved.settings.device, resolved.settings.dtype)
-    model = load_models(resolved, place)[resolved.settings.model[0]]
+    tokens = None if drawn else model.target.image_tokens
     made: list[list[Made]] = []
     with console.progress() as progress:
         progress.start(sum(map(len, columns)), "images")
@@ -141,56 +260,8 @@ def _make(
             made.append([])
             for unit in units:
                 try:
-                    made[-1] += make_images(model, [unit], place, keep_logits=keep_logits)
+                    made[-1] += make_images(model, [unit], place, tokens=tokens, keep_logits=keep_logits)
                 except (RuntimeError, MemoryError) as error:
                     raise RecordsFailedError(f"{unit.cell.cell_id}: {type(error).__name__}: {error}") from error
                 progress.advance()
     return made
-
-
-def _write_picture(path: Path, made: list[list[Made]]) -> None:
-    import torch
-
-    from lantern_bench.runs.jsonl import write_atomically
-    from lantern_bench.runs.runner import png_bytes
-
-    columns = [torch.cat([one.pixels for one in column], dim=0) for column in made]
-    _written("--out", path, lambda: write_atomically(path, png_bytes(torch.cat(columns, dim=1))))
-
-
-def _write_tokens(path: Path, made: list[Made], with_logits: bool) -> None:
-    import io
-
-    import numpy as np
-    import torch
-
-    from lantern_bench.runs.jsonl import write_atomically
-
-    arrays: dict[str, Any] = {"tokens": torch.stack([one.tokens for one in made]).cpu().numpy().astype(np.int32)}
-    if with_logits:
-        logits = [one.logits for one in made if one.logits is not None]
-        arrays["logits"] = torch.stack(logits).float().cpu().numpy()
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, **arrays)
-    _written("--save-tokens", path, lambda: write_atomically(path, buffer.getvalue()))
-
-
-def _written(flag: str, path: Path, write: Any) -> None:
-    try:
-        write()
-    except OSError as error:
-        raise UserError(f"{flag} {path}: cannot be written: {error.strerror}") from error
-
-
-def _numbers(columns: list[list[Unit]], made: list[list[Made]]) -> pd.DataFrame:
-    import pandas as pd
-
-    rows = []
-    units = [unit for column in columns for unit in column]
-    for unit, one in zip(units, [one for column in made for one in column], strict=True):
-        trace = one.trace
-        row = {"cell_id": unit.cell.cell_id, "image": unit.image_index, "tokens": trace.tokens}
-        row |= {"target_forwards": trace.target_forwards, "mean_accepted_length": trace.mean_accepted_length}
-        row |= {"step_compression": trace.step_compression, "seconds": trace.seconds}
-        rows.append(row | {"pixel_seconds": one.pixel_seconds})
-    return pd.DataFrame(rows)

@@ -58,6 +58,11 @@ class KVCache:
         self._rows = torch.arange(groups * batch, device=device)[:, None]
         self._columns = torch.arange(capacity, device=device)
 
+    @property
+    def nbytes(self) -> int:
+        """The memory that keys and values take, also on the meta device, where they take none."""
+        return self._store.nbytes
+
     def reset(self, visible: Tensor | None = None) -> None:
         """Forget everything. `visible` bool: which of the first P positions may ever be seen (padding not).
 

@@ -1,0 +1,264 @@
+"""LlamaGen as `models.registry` wants it: the text-conditional and the class-conditional models, by name or by file.
+
+Two families, since they take different prompts: captions, or ImageNet classes. Nothing here imports torch before a
+model is loaded. What the sizes are is `llamagen_sizes`, what is in the files `llamagen_files`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lantern_bench.errors import UserError
+from lantern_bench.models.llamagen_sizes import PUBLISHED, Kind, LlamaGenSize
+from lantern_bench.models.model_file import ModelFile
+from lantern_bench.models.registry import ModelCard
+from lantern_bench.models.sources import SOURCES
+from lantern_bench.models.weights import Found, expected_paths, find_part, hashes_of, require_part
+
+if TYPE_CHECKING:
+    import torch
+
+    from lantern_bench.models.loaded import LoadedModel
+    from lantern_bench.models.parts import Parts
+
+__all__ = ["C2I", "T2I", "LlamaGenFamily", "one_hash"]
+
+# What the authors sample with: section 5 of the official README, and its demos.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "t2i": {"cfg_scale": 7.5, "top_k": 1000, "tree": "eagle1-25"},
+    "c2i": {"cfg_scale": 4.0, "top_k": 2000, "tree": "eagle1-25"},
+}
+_ABOUT = {"t2i": "text-conditional LlamaGen", "c2i": "class-conditional LlamaGen (ImageNet)"}
+_CAPTIONS = (
+    "a red paper lantern hanging over a wooden door at night",
+    "a bowl of ripe oranges on a blue table",
+    "an old fishing boat on a calm lake at sunrise",
+    "a small dog asleep on a green sofa",
+    "a steam train crossing a stone bridge in the mountains",
+    "a street market in the rain, seen from above",
+    "a glass jar full of buttons beside a sewing machine",
+    "a lighthouse on a cliff under heavy clouds",
+)
+_CLASSES = (207, 360, 387, 974, 88, 979, 417, 279)
+_TOP_CLASSES = {"llamagen-c2i-B": 256, "llamagen-c2i-L": 256}
+
+
+class LlamaGenFamily:
+    """The models of one kind of condition."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind: Kind = kind
+        self.name = f"llamagen-{kind}"
+        self._sizes = {name: size for name, size in PUBLISHED.items() if size.kind == kind}
+
+    # ---- what can be known without loading
+
+    def cards(self) -> Sequence[ModelCard]:
+        """The published models of this kind."""
+        return [self._card(name, size) for name, size in self._sizes.items()]
+
+    def check_prompt(self, text: str) -> None:
+        """Raise `UserError` for an empty caption, or for what is no ImageNet class."""
+        self._check(text, 1000)
+
+    def prompt_sets(self) -> Mapping[str, tuple[str, ...]]:
+        """A few prompts to begin with."""
+        if self.kind == "t2i":
+            return {"examples": _CAPTIONS}
+        return {"examples": tuple(f"class {number}" for number in _CLASSES)}
+
+    # ---- models of a user's file
+
+    def takes(self, file: ModelFile) -> bool:
+        """Whether `family:` is this family or one of its models; plain `llamagen` is decided by the target."""
+        if file.family != "llamagen":
+            return file.family == self.name or self._named(file) is not None
+        from lantern_bench.models.checkpoint import open_checkpoint
+        from lantern_bench.models.llamagen_files import kind_of_checkpoint, stated_sizes
+
+        stated = stated_sizes(file).get("kind")
+        kind = stated if stated is not None else kind_of_checkpoint(open_checkpoint(file.target.path))
+        # What is neither is refused as text-conditional, with what it is.
+        return (kind or "t2i") == self.kind
+
+    def card_of_file(self, file: ModelFile) -> ModelCard:
+        """The card of a model in a file."""
+        from lantern_bench.models.llamagen_files import stated_sizes
+
+        stated, published = stated_sizes(file), self._named(file)
+        vocab_size = stated.get("vocab_size", published.vocab_size if published is not None else None)
+        grid = file.grid or (published.grid if published is not None else None)
+        parts = {"target": file.target, "tokenizer": file.tokenizer, "drafter": file.drafter}
+        return ModelCard(
+            name=str(file.path),
+            family=self.name,
+            description=file.description or f"{file.name}: {_ABOUT[self.kind]}",
+            defaults=_DEFAULTS[self.kind] | dict(file.defaults),
+            prompt_set="examples",
+            weights={name: part.path for name, part in parts.items() if part is not None},
+            vocab_size=vocab_size,
+            tokens=grid[0] * grid[1] if grid is not None else stated.get("block_size"),
+        )
+
+    def check_prompt_of_file(self, file: ModelFile, text: str) -> None:
+        """As `check_prompt`; the number of classes is the file's."""
+        from lantern_bench.models.llamagen_files import stated_sizes
+
+        published = self._named(file)
+        self._check(text, stated_sizes(file).get("classes", published.classes if published is not None else 1000))
+
+    def load_file(self, file: ModelFile, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+        """Load the model of a file; raises `UserError` for every way in which its checkpoints do not fit."""
+        from lantern_bench.models.checkpoint import open_checkpoint
+        from lantern_bench.models.eagle import load_drafter
+        from lantern_bench.models.llamagen_files import describe, load_target
+        from lantern_bench.models.llamagen_model import hash_of, loaded_model, table_of_file
+        from lantern_bench.models.parts import Parts
+        from lantern_bench.models.vq_files import load_vq
+
+        checkpoint = open_checkpoint(file.target.path)
+        size, stated = describe(file, checkpoint, self.kind, self._named(file))
+        layout: Any = file.target.layout
+        target = load_target(
+            checkpoint,
+            size,
+            layout,
+            config=stated,
+            dtype=dtype,
+            device=device,
+            advice=f"Give the grid the checkpoint was trained for in {file.path}, or the checkpoint of this grid.",
+        )
+        hashes = {"target": hash_of(checkpoint.paths)}
+        drafter = tokenizer = None
+        if file.drafter is not None:
+            drafter = load_drafter(file.drafter.path, target, dtype=dtype, device=device)
+            hashes["drafter"] = hash_of(open_checkpoint(file.drafter.path).paths)
+        if file.tokenizer is not None:
+            tokenizer = load_vq(file.tokenizer.path, device, file.tokenizer.config)
+            hashes["tokenizer"] = hash_of((file.tokenizer.path,))
+        folder = file.text_encoder.path if file.text_encoder is not None else None
+        return loaded_model(
+            str(file.path),
+            size,
+            Parts(target, drafter, tokenizer),
+            hashes,
+            text_encoder=folder,
+            table=table_of_file(file, size.vocab_size),
+            table_folder=file.tokenizer.path.parent if file.tokenizer is not None else None,
+        )
+
+    # ---- published models
+
+    def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+        """Load a published model; `RefusedError` when a file is missing, `UserError` when it is not what it should be.
+
+        The drafter may be missing: then only `ar` can be asked of it.
+        """
+        from lantern_bench.models.checkpoint import open_checkpoint
+        from lantern_bench.models.eagle import load_drafter
+        from lantern_bench.models.llamagen_files import config_beside, load_target
+        from lantern_bench.models.llamagen_model import loaded_model
+        from lantern_bench.models.parts import Parts
+        from lantern_bench.models.vq_files import load_vq
+
+        size = self._sizes[name]
+        found = {"target": require_part(name, "target"), "tokenizer": require_part(name, "tokenizer")}
+        drafter = self._optional(name, "drafter")
+        if drafter is not None:
+            found["drafter"] = drafter
+        checkpoint = open_checkpoint(found["target"].path)
+        layout: Any = found["target"].source.layout or None
+        target = load_target(
+            checkpoint,
+            size,
+            layout,
+            config=config_beside(found["target"].path, layout),
+            dtype=dtype,
+            device=device,
+            advice=f"Type `lantern-bench weights get {name}`, or name the file's own model.",
+        )
+        parts = Parts(
+            target,
+            None if drafter is None else load_drafter(drafter.folder, target, dtype=dtype, device=device),
+            load_vq(found["tokenizer"].path, device),
+        )
+        text = self._optional(name, "text_encoder")
+        return loaded_model(
+            name,
+            size,
+            parts,
+            {part: one_hash(hashes_of(files)) for part, files in found.items()},
+            text_encoder=text.folder if text is not None else None,
+            table_folder=found["tokenizer"].folder,
+        )
+
+    def build(self, name: str) -> Parts:
+        """Fresh modules of the full shape, a drafter of the published shape among them."""
+        from lantern_bench.models.llamagen_model import build
+
+        return build(self._sizes[name])
+
+    def assemble(self, name: str, parts: Parts, weights: Mapping[str, str]) -> LoadedModel:
+        """Put parts that have their weights together."""
+        from lantern_bench.models.llamagen_model import loaded_model
+
+        return loaded_model(name, self._sizes[name], parts, weights)
+
+    def random_condition(self, name: str, parts: Parts) -> Callable[[Sequence[str]], Any]:  # noqa: ARG002
+        """Random features for a caption, the same for the same text; classes are what they are."""
+        from lantern_bench.models.llamagen_model import class_condition, random_features
+
+        size = self._sizes[name]
+        return random_features(size) if self.kind == "t2i" else class_condition(size.classes)
+
+    # ----
+
+    def _card(self, name: str, size: LlamaGenSize) -> ModelCard:
+        side, stem = size.grid[0], name.rsplit("-", 1)[0]
+        usual = _TOP_CLASSES.get(stem, 384)
+        return ModelCard(
+            name=name,
+            family=self.name,
+            description=f"{_ABOUT[self.kind]}, {16 * side}x{16 * side} px, {size.parameters / 1e6:,.0f}M parameters",
+            defaults=_DEFAULTS[self.kind],
+            prompt_set="examples",
+            licence="MIT",
+            weights=expected_paths(name) if name in SOURCES else {},
+            vocab_size=size.vocab_size,
+            tokens=size.tokens,
+            parameters=size.parameters,
+            also_called=(stem,) if self.kind == "c2i" and name.endswith(f"-{usual}") else (),
+        )
+
+    def _named(self, file: ModelFile) -> LlamaGenSize | None:
+        """The published size that `family:` names, if it is a model's name."""
+        for card in self.cards():
+            if file.family in (card.name, *card.also_called):
+                return self._sizes[card.name]
+        return None
+
+    def _check(self, text: str, classes: int) -> None:
+        if self.kind == "c2i":
+            from lantern_bench.models.classes import class_number
+
+            class_number(text, classes)
+        elif not text.strip():
+            raise UserError("the caption is empty", "Type what the picture shows.")
+
+    def _optional(self, name: str, part: str) -> Found | None:
+        known = {one.name for one in SOURCES.get(name, ())}
+        return find_part(name, part) if part in known else None
+
+
+def one_hash(hashes: Mapping[str, str]) -> str:
+    """The hash of a part of several files, from theirs."""
+    import hashlib
+
+    if len(hashes) == 1:
+        return next(iter(hashes.values()))
+    return hashlib.sha256("".join(hashes[name] for name in sorted(hashes)).encode()).hexdigest()
+
+
+T2I = LlamaGenFamily("t2i")
+C2I = LlamaGenFamily("c2i")

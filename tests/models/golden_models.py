@@ -1,0 +1,72 @@
+"""Model files over the recordings, as a user would write them; sizes are read from what lies beside the recordings.
+
+The folder is the one LANTERN_BENCH_GOLDEN names (default tests/golden).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from lantern_bench.models.checkpoint import open_checkpoint
+from lantern_bench.models.loaded import LoadedModel
+from lantern_bench.models.registry import load_model
+
+GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden")).absolute()
+
+
+def gpt_config(kind: str) -> dict[str, Any]:
+    """The official arguments of a recorded target."""
+    args: dict[str, Any] = json.loads((GOLDEN / "llamagen_gpt" / "gpt_info.json").read_text())[f"{kind}_args"]
+    return args
+
+
+def write_model(folder: Path, **parts: Any) -> Path:
+    """Write a model file; paths in `parts` become relative to it."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def relative(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: relative(one) for key, one in value.items()}
+        return os.path.relpath(value, folder) if isinstance(value, Path) else value
+
+    path = folder / "model.yaml"
+    path.write_text(yaml.safe_dump(relative(parts)))
+    return path
+
+
+def recorded_target(folder: Path, kind: str, **parts: Any) -> Path:
+    """The model file of a recorded target alone."""
+    config = gpt_config(kind)
+    side = int(config["block_size"] ** 0.5)
+    target = {"checkpoint": GOLDEN / "llamagen_gpt" / f"{kind}.pt", "layout": "official", "config": config}
+    return write_model(folder, **({"family": f"llamagen-{kind}", "target": target, "grid": [side, side]} | parts))
+
+
+def end_to_end(folder: Path, **parts: Any) -> Path:
+    """The model file of the end-to-end recording: the target on the drafter's grid, with the recorded table."""
+    config = gpt_config("t2i") | {"block_size": 256}
+    recording = GOLDEN / "end_to_end"
+    given: dict[str, Any] = {
+        "family": "llamagen",
+        "target": {"checkpoint": GOLDEN / "llamagen_gpt" / "t2i.pt", "config": config},
+        "drafter": {"dir": recording},
+        "neighbours": {"table": recording / "e2e_expected.safetensors"},
+        "grid": [16, 16],
+    }
+    return write_model(folder, **(given | parts))
+
+
+def load(path: Path) -> LoadedModel:
+    """Load a model file as a command would, in float32 on the CPU."""
+    return load_model(str(path), torch.device("cpu"), torch.float32)
+
+
+def names_in(path: Path) -> list[str]:
+    """The names in a checkpoint."""
+    return list(open_checkpoint(path))
