@@ -19,6 +19,16 @@ from lantern_bench.models.registry import load_model
 
 GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden")).absolute()
 
+SIDES = {"t2i": 16, "t2i2": 32}
+TREES = {
+    "mc_sim_7b_63": "eagle1-25",
+    "mc_sim_7b_63_balanced": "balanced-25",
+    "reverse_balanced_25": "deep-25",
+    "naive_extend_57": "extended-57",
+    "medusa_2_7b_63": "medusa-63",
+}
+"""The names of the published trees -> ours."""
+
 
 def gpt_config(kind: str) -> dict[str, Any]:
     """The official arguments of a recorded target."""
@@ -50,14 +60,15 @@ def recorded_target(folder: Path, kind: str, **parts: Any) -> Path:
 
 def end_to_end(folder: Path, **parts: Any) -> Path:
     """The model file of the end-to-end recording: the target on the drafter's grid, with the recorded table."""
-    config = gpt_config("t2i") | {"block_size": 256}
     recording = GOLDEN / "end_to_end"
+    side = SIDES[json.loads((recording / "config.json").read_text())["input_type"]]
+    config = gpt_config("t2i") | {"block_size": side * side}
     given: dict[str, Any] = {
         "family": "llamagen",
         "target": {"checkpoint": GOLDEN / "llamagen_gpt" / "t2i.pt", "config": config},
         "drafter": {"dir": recording},
         "neighbours": {"table": recording / "e2e_expected.safetensors"},
-        "grid": [16, 16],
+        "grid": [side, side],
     }
     return write_model(folder, **(given | parts))
 

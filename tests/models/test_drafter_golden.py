@@ -6,15 +6,13 @@ Reads the folder named by LANTERN_BENCH_GOLDEN (default tests/golden), sections 
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from lantern_bench.decode.growth import Growth
 from lantern_bench.decode.interface import Drafts
@@ -22,34 +20,17 @@ from lantern_bench.decode.loop import decode
 from lantern_bench.decode.sampling import guide, probabilities
 from lantern_bench.models.conditioning import CaptionFeatures, Condition
 from lantern_bench.models.drafter import EagleDrafter
-from lantern_bench.models.eagle import from_published
-from lantern_bench.models.llamagen import from_official
+from lantern_bench.models.eagle import load_drafter
+from lantern_bench.models.loaded import LoadedModel
 from lantern_bench.models.target import TransformerTarget
 from lantern_bench.models.transformer import TransformerConfig
 from lantern_bench.spec.decoding import Decoding
 from lantern_bench.spec.topologies import STATIC_TREES
+from tests.models import golden_models
+from tests.models.golden_models import GOLDEN, SIDES, TREES
 
-GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden"))
-SCALE = 7.5
-
-
-def drafter_of(folder: Path, head: nn.Linear) -> EagleDrafter:
-    config = json.loads((folder / "config.json").read_text())
-    shape = TransformerConfig(
-        vocab_size=config["vocab_size"],
-        dim=config["hidden_size"],
-        layers=1,
-        heads=config["num_attention_heads"],
-        kv_heads=config["num_key_value_heads"],
-        ffn_dim=config["intermediate_size"],
-        norm_eps=config["rms_norm_eps"],
-        prefix=120,
-        grid=(16, 16),
-    )
-    drafter = EagleDrafter(shape, head, mask_padding=False).eval()
-    state = torch.load(folder / "pytorch_model.bin", weights_only=True)
-    drafter.load_state_dict(from_published(state))
-    return drafter
+INFO = json.loads((GOLDEN / "eagle_drafter" / "drafter_info.json").read_text())
+SCALE = INFO["cfg_scale"]
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +41,22 @@ def recorded() -> dict[str, Tensor]:
 
 @pytest.fixture
 def drafter(recorded: dict[str, Tensor]) -> EagleDrafter:
-    weight = recorded["lm_head.weight"]
-    head = nn.Linear(*reversed(weight.shape), bias=False)
-    head.weight.data.copy_(weight)
-    return drafter_of(GOLDEN / "eagle_drafter", head)
+    """The recorded drafter, for a target of which only the head was recorded."""
+    folder, weight = GOLDEN / "eagle_drafter", recorded["lm_head.weight"]
+    config = json.loads((folder / "config.json").read_text())
+    side = SIDES[config["input_type"]]
+    shape = TransformerConfig(
+        vocab_size=weight.shape[0],
+        dim=weight.shape[1],
+        layers=0,
+        heads=config["num_attention_heads"],
+        ffn_dim=config["intermediate_size"],
+        prefix=recorded["tree.hidden_0"].shape[1],
+        grid=(side, side),
+    )
+    target = TransformerTarget(shape, CaptionFeatures(shape.prefix, 1, shape.dim))
+    target.transformer.output.weight.data.copy_(weight)
+    return load_drafter(folder, target, dtype=torch.float32, device=torch.device("cpu"))
 
 
 @torch.no_grad()
@@ -77,13 +70,15 @@ def test_features_equal_the_recorded_ones(drafter: EagleDrafter, recorded: dict[
 def states(drafter: EagleDrafter, recorded: dict[str, Tensor], number: int) -> tuple[Any, Drafts, Tensor]:
     """The session in state 0 or 1 of the recording, its drafts for the root, and the root [1]."""
     session = drafter.session(1, guided=True, nodes=64)
-    condition = Condition(torch.zeros(1, 120), torch.ones(1, 120, dtype=torch.bool))
+    prefix = recorded["tree.hidden_0"].shape[1]
+    condition = Condition(torch.zeros(1, prefix), torch.ones(1, prefix, dtype=torch.bool))
     first = recorded["tree.input_ids_0"][:1, -1].long()
     drafts = session.prefill(condition, recorded["tree.hidden_0"], first)
     if number == 0:
         return session, drafts, first
-    more = recorded["tree.input_ids_1"][:1, -3:].long()
-    drafts = session.observe(more, recorded["tree.hidden_1"], torch.tensor([3]), 3)
+    n = recorded["tree.hidden_1"].shape[1]
+    more = recorded["tree.input_ids_1"][:1, -n:].long()
+    drafts = session.observe(more, recorded["tree.hidden_1"], torch.tensor([n]), n)
     return session, drafts, more[:, -1]
 
 
@@ -94,7 +89,7 @@ def test_dynamic_trees_equal_the_recorded_ones(
     name: str, number: int, drafter: EagleDrafter, recorded: dict[str, Tensor]
 ) -> None:
     key = f"dynamic.{name}.state{number}."
-    info = json.loads((GOLDEN / "eagle_drafter" / "drafter_info.json").read_text())[key]
+    info = INFO[key]
     session, drafts, root = states(drafter, recorded, number)
     processor = info["processor"] or {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
@@ -125,7 +120,7 @@ def test_static_levels_equal_the_recorded_ones(
     from lantern_bench.decode.sampling import Draws
     from lantern_bench.decode.tree import StaticTree
 
-    name = {"mc_sim_7b_63": "eagle1-25", "naive_extend_57": "extended-57"}[tree]
+    name = TREES[tree]
     session, drafts, root = states(drafter, recorded, number)
     seen: list[Tensor] = [guide(drafts.cond, drafts.uncond, SCALE)]
     extend = session.extend
@@ -147,47 +142,43 @@ def test_static_levels_equal_the_recorded_ones(
     assert (best.values - recorded[key + "group_logits"]).abs().max() < 2e-3
 
 
-class Whole:
+E2E = json.loads((GOLDEN / "end_to_end" / "e2e_info.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     """Target, drafter and table of the end-to-end recording."""
-
-    def __init__(self, table: Tensor) -> None:
-        config = TransformerConfig(vocab_size=128, dim=48, layers=3, heads=3, ffn_dim=128, prefix=120, grid=(16, 16))
-        self.target = TransformerTarget(config, CaptionFeatures(120, 32, 48)).eval()
-        official = torch.load(GOLDEN / "llamagen_gpt" / "t2i.pt", weights_only=True)["model"]
-        self.target.load_state_dict(from_official(official))
-        self.drafter = drafter_of(GOLDEN / "end_to_end", self.target.transformer.output)
-        self._table = table
-
-    def table(self, columns: int) -> Tensor:
-        return self._table[:, :columns]
+    return golden_models.load(golden_models.end_to_end(tmp_path_factory.mktemp("e2e")))
 
 
-RUNS = ["off", "k8_d0.25", "k20_d1.5", "k20_d3.0"]
+def decoding_of(run: str) -> Decoding:
+    """A recorded run's name, such as `full.dynamic_k8_d0.25`, as a configuration."""
+    drafting, rest = run.split(".", 1)[1].split("_", 1)
+    shape: dict[str, Any] = {"drafting": "static", "tree": TREES[E2E["tree"]]}
+    if drafting == "dynamic":
+        # There the root counts as a node, and `depth` the expansions behind the first.
+        shape = {"drafting": "dynamic", "nodes": E2E["total_token"] - 1, "depth": E2E["depth"] + 1}
+        shape["beam"] = E2E["top_k"]
+    if rest == "off":
+        return Decoding(mode="speculative", **shape, temperature=0, cfg_scale=E2E["cfg_scale"])
+    k, bound = (float(part[1:]) for part in rest.split("_"))
+    rule = {"rule": "additive", "delta": bound} if bound <= 1 else {"rule": "multiplicative", "lambda": bound}
+    return Decoding(mode="speculative", **shape, **rule, neighbours=int(k), temperature=0, cfg_scale=E2E["cfg_scale"])
 
 
 # The recorded relaxed runs of the padded prompt read pad rows in a way of their own (finding B4).
-@pytest.mark.parametrize(("prompt", "run"), [*(("full", run) for run in RUNS), ("padded", "off")])
-@pytest.mark.parametrize("drafting", ["dynamic", "static"])
-def test_greedy_decoding_equals_the_recorded_one(run: str, drafting: str, prompt: str) -> None:
-    expected = load_file(GOLDEN / "end_to_end" / "e2e_expected.safetensors")
-    key = f"{prompt}.{drafting}_{run}"
-    model = Whole(expected["nearest"].int())
+@pytest.mark.parametrize("run", [run for run in E2E["runs"] if run.startswith("full.") or run.endswith("_off")])
+def test_greedy_decoding_equals_the_recorded_one(run: str, whole: LoadedModel) -> None:
+    expected, prompt = load_file(GOLDEN / "end_to_end" / "e2e_expected.safetensors"), run.split(".")[0]
     condition = Condition(expected[f"{prompt}.caption_embs"], expected[f"{prompt}.emb_masks"].bool())
-    shape: dict[str, Any] = {"drafting": "dynamic", "nodes": 29, "depth": 5, "beam": 10}
-    if drafting == "static":
-        shape = {"drafting": "static", "tree": "eagle1-25"}
-    decoding = Decoding(mode="speculative", **shape, temperature=0, cfg_scale=3.0)
-    if run != "off":
-        k, bound = (float(part[1:]) for part in run.split("_"))
-        rule = {"rule": "additive", "delta": bound} if bound <= 1 else {"rule": "multiplicative", "lambda": bound}
-        decoding = Decoding(mode="speculative", **shape, **rule, neighbours=int(k), temperature=0, cfg_scale=3.0)
-    made = decode(model, condition, decoding, [torch.Generator()], tokens=64)[0]
-    assert made.tokens.tolist() == expected[f"{key}.tokens"].flatten().tolist()
-    if run == "off":
+    wanted = expected[f"{run}.tokens"].flatten().tolist()
+    made = decode(whole, condition, decoding_of(run), [torch.Generator()], tokens=len(wanted))[0]
+    assert made.tokens.tolist() == wanted
+    if run.endswith("_off"):
         assert made.tokens.tolist() == expected[f"{prompt}.ar_greedy_tokens"].flatten().tolist()
     if prompt == "full":
-        lengths = expected[f"{key}.accept_lengths"].flatten().tolist()
+        lengths = expected[f"{run}.accept_lengths"].flatten().tolist()
         ours = [count - 1 for count in made.trace.uncut]
         assert ours == lengths[: len(ours)]
         # The published loop goes on until it has more tokens than asked for (finding C6): one step at the most.
-        assert len(lengths) - len(ours) == (sum(made.trace.uncut) <= 64)
+        assert len(lengths) - len(ours) == (sum(made.trace.uncut) <= len(wanted))

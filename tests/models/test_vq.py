@@ -12,19 +12,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lantern_bench.models.vq import VQConfig, VQModel
+from lantern_bench.models.vq_files import load_vq
 
 GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden")) / "llamagen_vq"
 
 
 @pytest.fixture(scope="module")
 def model() -> VQModel:
-    info = json.loads((GOLDEN / "vq_info.json").read_text())
-    config = VQConfig(info["K"], info["e"], info["z"], info["ch"], tuple(info["mult"]), res_blocks=2)
-    state = torch.load(GOLDEN / "vq.pt", weights_only=True)["model"]
-    state.pop("quantize.codebook_used")
-    model = VQModel(config)
-    model.load_state_dict(state)
-    return model.eval().requires_grad_(False)
+    return load_vq(GOLDEN / "vq.pt", torch.device("cpu"), json.loads((GOLDEN / "vq_info.json").read_text()))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,187 @@
+"""Checkpoints on disk: every layout they come in, everything that can be wrong with a file, and memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lantern_bench.errors import UserError
+from lantern_bench.models.checkpoint import open_checkpoint
+from lantern_bench.models.recognise import what_is
+
+STATE = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.bias": torch.ones(4)}
+
+
+def saved(path: Path, state: Any, **how: Any) -> Path:
+    torch.save(state, path, **how)
+    return path
+
+
+def same(path: Path) -> bool:
+    opened = open_checkpoint(path)
+    return set(opened) == set(STATE) and all(torch.equal(opened[name], STATE[name]) for name in STATE)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: state,
+        lambda state: {"model": state, "steps": 3, "args": argparse.Namespace(image_size=256)},
+        lambda state: {"module": state, "optimizer": {"lr": 0.1}},
+        lambda state: {"state_dict": state},
+        lambda state: {"model": {f"module.{name}": value for name, value in state.items()}},
+        lambda state: {f"_orig_mod.{name}": value for name, value in state.items()},
+        lambda state: {f"_fsdp_wrapped_module.{name}": value for name, value in state.items()},
+    ],
+)
+@pytest.mark.parametrize("zipped", [True, False])
+def test_frameworks_wrap_a_state_dict_in_their_own_ways(wrap: Any, zipped: bool, tmp_path: Path) -> None:
+    assert same(saved(tmp_path / "file.pt", wrap(STATE), _use_new_zipfile_serialization=zipped))
+
+
+def test_the_arguments_of_a_training_are_read(tmp_path: Path) -> None:
+    path = saved(tmp_path / "file.pt", {"model": STATE, "args": argparse.Namespace(image_size=384)})
+    assert open_checkpoint(path).settings["image_size"] == 384
+
+
+def test_safetensors_in_a_file_a_folder_and_shards(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "model.safetensors")
+    assert same(tmp_path / "model.safetensors") and same(tmp_path)
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for number, (name, value) in enumerate(STATE.items()):
+        save_file({name: value}, shards / f"{number}.safetensors")
+    places = {name: f"{number}.safetensors" for number, name in enumerate(STATE)}
+    (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert same(shards)
+    assert open_checkpoint(shards).shape("a.weight") == (2, 3)
+    (shards / "1.safetensors").unlink()
+    with pytest.raises(UserError, match=r"of its 2 files are missing 1\.safetensors"):
+        open_checkpoint(shards)
+
+
+class Code:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch ran",)
+
+
+@pytest.mark.parametrize("how", ["zip", "legacy", "pickle"])
+def test_a_pickle_with_code_is_not_run(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "file.pt"
+    if how == "pickle":
+        path.write_bytes(pickle.dumps({"model": Code()}))
+    else:
+        saved(path, {"model": Code(), **STATE}, _use_new_zipfile_serialization=how == "zip")
+    with pytest.raises(UserError, match="a pickle with code in it") as caught:
+        open_checkpoint(path)
+    assert "system" in caught.value.message and caught.value.exit_code == 2
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kept", [0.3, 0.9, 0.999])
+@pytest.mark.parametrize("kind", ["zip", "legacy", "safetensors"])
+def test_a_file_that_is_cut_off_is_one_line(kind: str, kept: float, tmp_path: Path) -> None:
+    state = {"a.weight": torch.randn(64, 64)}
+    path = tmp_path / ("file.safetensors" if kind == "safetensors" else "file.pt")
+    if kind == "safetensors":
+        save_file(state, path)
+    else:
+        saved(path, state, _use_new_zipfile_serialization=kind == "zip")
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * kept)])
+    with pytest.raises(UserError, match="cut off") as caught:
+        open_checkpoint(path)
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "Git LFS pointer"),
+        (b"<html>404</html>" * 20, "cut off or no checkpoint|cannot be read as a checkpoint"),
+    ],
+)
+def test_what_is_no_checkpoint_says_so(content: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=said):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [([1, 2], "holds a list"), ({}, "holds nothing"), ({"a": torch.ones(1), "b": 3}, "b is no tensor")],
+)
+def test_what_holds_no_tensors_says_so(state: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        open_checkpoint(saved(tmp_path / "file.pt", state))
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        open_checkpoint(tmp_path / "none.pt")
+    with pytest.raises(UserError, match="holds no weights"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("cls_embedding.uncond_embedding", "LlamaGen, text-conditional, in the official layout"),
+        ("cls_embedding.embedding_table.weight", "LlamaGen, class-conditional, in the official layout"),
+        ("model.cls_embedding.uncond_embedding", "LlamaGen, text-conditional, in the layout of the HF conversion"),
+        ("quantize.embedding.weight", "a VQ tokenizer"),
+        ("fc.weight", "an EAGLE drafter"),
+        ("model.layers.0.self_attn.q_norm.weight", "a Chameleon model (Anole, Lumina-mGPT)"),
+        ("model.layers.0.self_attn.q_proj.weight", "a Llama language model"),
+        ("something.else", None),
+    ],
+)
+def test_a_checkpoint_is_recognised_by_its_names(name: str, kind: str | None) -> None:
+    assert what_is([name]) == kind
+
+
+_PEAK = """
+import resource, sys, torch
+from pathlib import Path
+from lantern_bench.models.checkpoint import open_checkpoint
+from lantern_bench.models.filling import Piece, fill
+path, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
+with torch.device("meta"):
+    module = torch.nn.ModuleList([torch.nn.Linear(2048, 3072, bias=False) for _ in range(12)])
+pieces = {f"{n}.weight": (Piece(f"{n}.q", 1024), Piece(f"{n}.k", 1024), Piece(f"{n}.v", 1024)) for n in range(12)}
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+fill(module, open_checkpoint(path), pieces, dtype=dtype, device=torch.device("cpu"))
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((after - before) * 1024 / path.stat().st_size)
+"""
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("pt", "float32"), ("pt", "bfloat16"), ("safetensors", "float32")])
+def test_filling_takes_little_more_memory_than_the_file(kind: str, dtype: str, tmp_path: Path) -> None:
+    """Peak resident memory of a process of its own, over what it had before, per byte of a file of 302 MB."""
+    state = {f"{number}.{part}": torch.ones(1024, 2048) for number in range(12) for part in "qkv"}
+    path = tmp_path / f"file.{kind}"
+    if kind == "pt":
+        torch.save({"model": state}, path)
+    else:
+        save_file(state, path)
+    del state
+    done = subprocess.run([sys.executable, "-c", _PEAK, str(path), dtype], check=True, capture_output=True, text=True)
+    ratio = float(done.stdout)
+    print(f"{kind} into {dtype}: {ratio:.2f} x the file")
+    assert ratio < (1.3 if dtype == "float32" else 0.8)
