@@ -24,7 +24,7 @@ def neighbours(
     model: Annotated[str, typer.Argument(help="A model, or the YAML file of one.")],
     space: Annotated[str | None, typer.Option(help=f"{_SPACES}. Default: the model's published one.")] = None,
     k_max: Annotated[int, typer.Option("--k-max", min=1, help="Columns: the largest k that is read from disk.")] = 1000,
-    out: Annotated[Path | None, typer.Option(help="Folder of the table. Default: beside the tokenizer.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the table. Default: beside the weights.")] = None,
     export: Annotated[Path | None, typer.Option(help="Also write it as .npy, uint16 [V, k], as LANTERN does.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Make it anew even if it is there.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, mps, cuda or cuda:N.")] = "cpu",
@@ -42,6 +42,7 @@ def neighbours(
     if export is not None and export.suffix != ".npy":
         raise UserError(f"--export {export}: must end with .npy")
 
+    from lantern_bench.models.files import cache_folder
     from lantern_bench.models.registry import load_model
     from lantern_bench.models.tables import export_table, neighbour_table, table_path
     from lantern_bench.runs.local import choose_place
@@ -52,7 +53,7 @@ def neighbours(
     if loaded.codebook is None:
         raise UserError(f"{model}: has no tokenizer, so nobody knows its codes", "Name one in the model's file.")
     codes = len(loaded.codebook)
-    folder = out or loaded.table_folder or Path()
+    folder = out or loaded.table_folder or cache_folder() / "tables"
     path = table_path(folder, loaded.codebook, chosen)
     if force:
         path.unlink(missing_ok=True)

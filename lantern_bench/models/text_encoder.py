@@ -129,9 +129,12 @@ class CaptionFeatureSource:
         return self.folder
 
     def _missing(self, what: str) -> RefusedError:
+        fetch = f"Type `lantern-bench weights get {self.model}`"
+        if Path(self.model).suffix in (".yaml", ".yml"):
+            fetch = f"Name its folder in {self.model}, text_encoder: {{dir: ...}}"
         return RefusedError(
             f"{self.model} needs its text encoder (FLAN-T5-XL){what}, and it is not on this machine",
-            f"Type `lantern-bench weights get {self.model}`; or give features: generate --condition FILE.npz.",
+            f"{fetch}; or give features: generate --condition FILE.npz.",
         )
 
 

@@ -150,6 +150,9 @@ def test_a_missing_encoder_is_one_line_with_the_fix(tmp_path):
         source(None, tmp_path)(CAPTIONS)
     assert caught.value.exit_code == 3 and "\n" not in caught.value.message
     assert "weights get llamagen-t2i-stage1" in str(caught.value.advice)
+    with pytest.raises(RefusedError) as caught:
+        source(None, tmp_path, model="own/model.yaml")(CAPTIONS)
+    assert "text_encoder: {dir: ...}" in str(caught.value.advice)
 
 
 def test_missing_transformers_is_said_with_the_extra(t5, tmp_path, monkeypatch):

@@ -1,0 +1,159 @@
+"""Nearest-code tables: the recorded ones, spaces, storage, chunks, the cache on disk and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from lantern_bench.decode.neighbours import in_space, index_dtype, nearest_codes
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models import tables
+from lantern_bench.models.loaded import LoadedModel
+from lantern_bench.models.tables import export_table, neighbour_table, read_table, table_path, write_table
+from tests.decode.golden_cases import golden_path
+from tests.tiny_family import TinyFamily
+
+
+def codebook(codes=50, width=4, seed=0):
+    noise = torch.Generator().manual_seed(seed)
+    return torch.randn(codes, width, generator=noise) * torch.rand(codes, 1, generator=noise)
+
+
+@pytest.mark.parametrize("name", ["a", "b", "vq_model"])
+def test_the_recorded_tables_through_the_disk_in_int16(tmp_path, name):
+    if name == "vq_model":
+        codes = torch.load(golden_path("llamagen_vq", "vq.pt"), weights_only=True)["model"]["quantize.embedding.weight"]
+    else:
+        codes = torch.from_numpy(np.load(golden_path("nearest_table", "latents.npz"))[f"{name}_latents"])
+    total = len(codes)
+    neighbour_table(codes, "raw", total - 1, tmp_path)
+    table = neighbour_table(codes, "raw", total - 1, tmp_path)
+    assert table.dtype == torch.int16 and len(list(tmp_path.iterdir())) == 1
+    export_table(table, tmp_path / "ours.npy")
+    ours = np.load(tmp_path / "ours.npy")
+    theirs = np.load(golden_path("nearest_table", f"{name}_top_{total - 1}_indices.npy"))
+    assert ours.dtype == theirs.dtype == np.uint16 and ours.shape == theirs.shape
+    distance = torch.cdist(codes.double(), codes.double()).numpy()
+    gap = np.take_along_axis(distance, ours.astype(int), 1) - np.take_along_axis(distance, theirs.astype(int), 1)
+    assert np.abs(gap)[ours != theirs].max(initial=0.0) < 1e-5
+
+
+def test_the_spaces_differ_as_the_published_example_says():
+    codes = torch.tensor([[1.0, 0.0], [0.1, 0.0], [1.0, 0.5]])
+    assert nearest_codes(in_space(codes, "raw"), 1)[0].tolist() == [2]
+    assert nearest_codes(in_space(codes, "normalised"), 1)[0].tolist() == [1]
+    with pytest.raises(ValueError, match="raw, normalised"):
+        in_space(codes, "cosine")
+
+
+def test_the_smallest_type_that_numbers_the_codes():
+    assert [index_dtype(codes) for codes in (8192, 16384, 32768, 32769, 65536, 65537)] == [
+        torch.int16,
+        torch.int16,
+        torch.int16,
+        torch.uint16,
+        torch.uint16,
+        torch.int32,
+    ]
+    with pytest.raises(ValueError, match="cannot number 40000"):
+        nearest_codes(torch.zeros(40_000, 1), 1, dtype=torch.int16)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 50, None])
+def test_chunks_change_nothing_and_rows_are_counted(chunk):
+    counted = []
+    table = nearest_codes(codebook(), 9, chunk, on_rows=counted.append)
+    assert torch.equal(table, nearest_codes(codebook(), 49)[:, :9]) and sum(counted) == 50
+
+
+def test_a_large_codebook_is_never_squared(monkeypatch):
+    seen = []
+    real = torch.cdist
+
+    def watched(rows, codes, **options):
+        seen.append(len(rows) * len(codes))
+        return real(rows, codes, **options)
+
+    monkeypatch.setattr(torch, "cdist", watched)
+    monkeypatch.setattr("lantern_bench.decode.neighbours._DISTANCES_AT_ONCE", 1 << 16)
+    codes = codebook(2048)
+    table = nearest_codes(codes, 20, dtype=index_dtype(2048))
+    assert max(seen) <= 1 << 16 and sum(seen) == 2048**2 and table.shape == (2048, 20)
+
+
+def test_a_table_is_made_once_and_wide_enough(tmp_path, monkeypatch):
+    made = []
+    real = tables.nearest_codes
+    monkeypatch.setattr(tables, "nearest_codes", lambda *args, **more: made.append(args[1]) or real(*args, **more))
+    codes = codebook()
+    first = neighbour_table(codes, "raw", 5, tmp_path, k_max=20)
+    again = neighbour_table(codes, "raw", 20, tmp_path, k_max=20)
+    assert made == [20] and torch.equal(first, again)
+    wider = neighbour_table(codes, "raw", 30, tmp_path, k_max=20)
+    assert made == [20, 30] and torch.equal(wider[:, :20], first)
+    assert neighbour_table(codes, "raw", 5, tmp_path, k_max=20).shape == (50, 30) and made == [20, 30]
+    neighbour_table(codes, "normalised", 5, tmp_path)
+    neighbour_table(codebook(seed=1), "raw", 5, tmp_path)
+    assert made == [20, 30, 49, 49] and len(list(tmp_path.iterdir())) == 3
+    # Without a folder nothing is kept, and no more is made than is asked.
+    assert neighbour_table(codes, "raw", 3).shape == (50, 3)
+
+
+def test_what_a_file_says_of_itself(tmp_path):
+    codes = codebook()
+    neighbour_table(codes, "raw", 5, tmp_path)
+    path = table_path(tmp_path, codes, "raw")
+    with safe_open(path, framework="pt") as file:
+        facts = file.metadata()
+    assert facts["space"] == "raw" and facts["codebook_sha256"] == tables.codebook_sha256(codes)
+    assert path.name == f"nearest-raw-{facts['codebook_sha256'][:12]}.safetensors"
+
+
+def test_a_table_of_something_else_is_refused(tmp_path):
+    codes, other = codebook(), codebook(seed=1)
+    path = table_path(tmp_path, codes, "raw")
+
+    def refused(why):
+        with pytest.raises(RefusedError, match=why) as caught:
+            neighbour_table(codes, "raw", 5, tmp_path)
+        assert "\n" not in caught.value.message and "--force" in str(caught.value.advice)
+
+    write_table(path, nearest_codes(other, 5), other, "raw")
+    refused("codebook sha256 is")
+    write_table(path, nearest_codes(codes, 5), codes, "normalised")
+    refused("space is normalised, not raw")
+    path.write_bytes(path.read_bytes()[:-20])
+    refused("cannot be read")
+    save_file({"table": torch.zeros(50, 5, dtype=torch.int16)}, path)
+    refused("format is None")
+    write_table(path, nearest_codes(codes, 5), codes, "raw")
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+    refused("not those that were written")
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert neighbour_table(codebook(), "raw", 5, tmp_path / "file").shape == (50, 49)
+
+
+def test_a_model_reads_its_table_from_its_folder_in_its_space(tmp_path):
+    model: LoadedModel = TinyFamily().load("tiny", torch.device("cpu"), torch.float32)
+    model.table_folder = tmp_path
+    raw = model.table(3)
+    assert raw.dtype == torch.int32 and torch.equal(raw, nearest_codes(model.codebook, 3))
+    assert torch.equal(read_table(next(tmp_path.iterdir()), model.codebook, "raw")[:, :3].int(), raw)
+    other: LoadedModel = TinyFamily().load("tiny", torch.device("cpu"), torch.float32)
+    other.neighbour_space = "normalised"
+    assert torch.equal(other.table(3), nearest_codes(in_space(other.codebook, "normalised"), 3))
+    assert not torch.equal(other.table(3), raw)
+
+
+def test_an_export_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--export"):
+        export_table(nearest_codes(codebook(), 3), tmp_path / "file" / "x.npy")
