@@ -1,7 +1,8 @@
 """The VQ tokenizer of LlamaGen (arXiv 2406.06525, section 3.1): a convolutional autoencoder around a codebook.
 
-One class for every size: the published `vq_ds16_*.pt` files, Chameleon's and the embedded tokenizer differ by `VQConfig`
-alone, and the parameter names are those of LlamaGen's checkpoints. Training losses are not here (see `lanterns.recipe`).
+One class for every size: the published `vq_ds16_*.pt` files, Chameleon's tokenizer and the embedded one differ by
+`VQConfig` alone, and the parameter names are those of LlamaGen's checkpoints. Training losses are not here (see
+`lanterns.recipe`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,151 @@
+"""Chameleon's drafter against its layer written out, and its session against whole sequences without a cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
+
+from lantern_bench.errors import UserError
+from lantern_bench.models.chameleon import drafter_key_map, load_drafter, load_target
+from lantern_bench.models.chameleon_prompts import prompt_condition
+from lantern_bench.models.chameleon_sizes import STYLES, Vocabulary, read_config
+from lantern_bench.models.checkpoint import open_checkpoint
+from lantern_bench.models.drafter import EagleDrafter
+from lantern_bench.models.filling import export
+from lantern_bench.models.target import TransformerTarget
+from tests.models import tiny_chameleon as tiny
+
+STYLE = replace(STYLES["anole-7b"], grid=(3, 4), positions=12)
+PROMPTS = [[0, 80, 81, 82, 70, 68], [0, 83, 70, 68]]
+CPU = {"dtype": torch.float32, "device": torch.device("cpu")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chameleon")
+    tiny.write_target(folder / "target")
+    tiny.write_drafter(folder / "drafter")
+    return folder
+
+
+def loaded(folder: Path) -> tuple[TransformerTarget, EagleDrafter]:
+    ids = Vocabulary(tiny.vocabulary(), "tiny").token_ids(STYLE)
+    size = read_config(tiny.config(), lambda key, text: UserError(f"{key}: {text}"))
+    target = load_target(open_checkpoint(folder / "target"), size.transformer(STYLE, ids), **CPU)
+    return target, load_drafter(folder / "drafter", target, **CPU)
+
+
+def written_out(state: dict[str, Tensor], words: Tensor, features: Tensor) -> Tensor:
+    """The published drafter, step by step, on one sequence: words int64 [n], features [n, dim] -> [n, dim]."""
+    n, head = len(words), tiny.DIM // tiny.HEADS
+
+    def rms(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+    def turned(x: Tensor) -> Tensor:
+        angles = torch.arange(n)[:, None] / 10000 ** (torch.arange(0, head, 2) / head)
+        cosine, sine = (torch.cat([part, part], dim=-1)[:, None] for part in (angles.cos(), angles.sin()))
+        return x * cosine + torch.cat([-x[..., head // 2 :], x[..., : head // 2]], dim=-1) * sine
+
+    def heads(x: Tensor, part: str) -> Tensor:
+        y = (x @ state[f"layers.0.self_attn.{part}_proj.weight"].T).reshape(n, tiny.HEADS, head)
+        if part == "v":
+            return y
+        norm = f"layers.0.self_attn.{part}_norm."
+        y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+        return turned(y * state[norm + "weight"] + state[norm + "bias"])
+
+    x = torch.cat([state["embed_tokens.weight"][words], features], dim=-1) @ state["fc.weight"].T + state["fc.bias"]
+    y = rms(x, state["layers.0.input_layernorm.weight"])
+    scores = torch.einsum("qhd,khd->hqk", heads(y, "q"), heads(y, "k")) / head**0.5
+    seen = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+    mixed = torch.einsum("hqk,khd->qhd", seen, heads(y, "v")).reshape(n, -1)
+    x = x + mixed @ state["layers.0.self_attn.o_proj.weight"].T
+    y = rms(x, state["layers.0.post_attention_layernorm.weight"])
+    gate = functional.silu(y @ state["layers.0.mlp.gate_proj.weight"].T)
+    return x + (gate * (y @ state["layers.0.mlp.up_proj.weight"].T)) @ state["layers.0.mlp.down_proj.weight"].T
+
+
+@torch.no_grad()
+def test_drafts_equal_the_layer_written_out(folder: Path) -> None:
+    """Prompts of two lengths in one batch, guidance, then committed tokens, then a level of the tree."""
+    target, drafter = loaded(folder)
+    state = torch.load(folder / "drafter" / "pytorch_model.bin", weights_only=True)
+    ids = torch.tensor(target.config.token_ids)
+    condition = prompt_condition(PROMPTS, STYLE)
+    tokens = torch.randint(tiny.CODES, (2, 4), generator=torch.Generator().manual_seed(5))
+
+    scores = target.session(2, guided=True, nodes=8).prefill(condition)
+    session = drafter.session(2, guided=True, nodes=8)
+    more = torch.randn(4, 2, tiny.DIM, generator=torch.Generator().manual_seed(6))
+    got = [session.prefill(condition, scores.features, tokens[:, 0])]
+    got.append(session.observe(tokens[:, 1:3], more, torch.tensor([2, 2]), 2))
+    seen = torch.ones(2, 1, 1, dtype=torch.bool)
+    got.append(session.extend(tokens[:, 3:], torch.zeros(2, 1, dtype=torch.int64), seen))
+
+    for row in range(4):
+        image, kind = row % 2, row // 2
+        prompt = condition.values[image, kind][condition.valid[image, kind]]
+        features = torch.cat([scores.features[row, -len(prompt) :], more[row]])
+        words = torch.cat([prompt[1:], ids[tokens[image, :3]]])
+        out = written_out(state, words, features)
+        # A level below the root is fed the feature that the drafter itself predicted.
+        deeper = written_out(state, torch.cat([words, ids[tokens[image, 3:]]]), torch.cat([features, out[-1:]]))
+        for drafts, feature in zip(got, (out[-3], out[-1], deeper[-1]), strict=True):
+            logits = drafts.cond if kind == 0 else drafts.uncond
+            assert logits is not None
+            assert (logits[image, 0] - target.transformer.output(feature)).abs().max() < 2e-4
+
+
+def test_a_drafter_is_exported_as_it_came(folder: Path) -> None:
+    drafter = loaded(folder)[1]
+    state = torch.load(folder / "drafter" / "pytorch_model.bin", weights_only=True)
+    out = export(drafter, drafter_key_map(drafter))
+    assert out.keys() == state.keys()
+    assert all(torch.equal(out[name], tensor) for name, tensor in state.items())
+
+
+def test_a_safetensors_drafter_is_the_same(folder: Path, tmp_path: Path) -> None:
+    target, drafter = loaded(folder)
+    state = torch.load(folder / "drafter" / "pytorch_model.bin", weights_only=True)
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "drafter" / "config.json").read_text())
+    other = load_drafter(tmp_path, target, **CPU)
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"hidden_size": 64}, "hidden_size is 64, and the drafter of this target has 32"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2"),
+        ({"vocab_size": 100}, "vocab_size is 100"),
+        ({"num_attention_heads": 5}, "num_attention_heads: 5 heads do not go into 32"),
+    ],
+)
+def test_a_drafter_of_another_model_is_refused(
+    folder: Path, tmp_path: Path, changes: dict[str, int], told: str
+) -> None:
+    import json
+
+    target = loaded(folder)[0]
+    (tmp_path / "config.json").write_text(json.dumps(tiny.config(num_hidden_layers=1) | changes))
+    with pytest.raises(UserError) as caught:
+        load_drafter(tmp_path, target, **CPU)
+    assert told in caught.value.message
+
+
+def test_a_drafter_of_llamagen_is_refused(folder: Path, tmp_path: Path) -> None:
+    target = loaded(folder)[0]
+    state = torch.load(folder / "drafter" / "pytorch_model.bin", weights_only=True)
+    save_file({name: part for name, part in state.items() if "_norm." not in name}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "drafter" / "config.json").read_text())
+    with pytest.raises(UserError, match="is not an EAGLE drafter of Chameleon: it"):
+        load_drafter(tmp_path, target, **CPU)

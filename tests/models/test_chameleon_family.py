@@ -1,0 +1,243 @@
+"""Anole and Lumina-mGPT as a user has them: files in the published layouts, described by a model file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lantern_bench.decode.loop import decode
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models import registry
+from lantern_bench.models.chameleon_family import FAMILY
+from lantern_bench.models.parts import Parts
+from lantern_bench.models.registry import card_of, family_of, load_model
+from lantern_bench.models.sizes import sizes_of
+from lantern_bench.spec.decoding import Decoding
+from tests.models import tiny_chameleon as tiny
+
+CPU, FLOAT = torch.device("cpu"), torch.float32
+GRIDS = {"anole-7b": (4, 4), "lumina-mgpt-7b-768": (4, 6)}
+MODES: dict[str, dict[str, Any]] = {
+    "ar": {},
+    "speculative": {"tree": "eagle1-25"},
+    "lantern": {"neighbours": 5, "delta": 0.3, "nodes": 12, "depth": 3, "beam": 3},
+    "lantern++": {"neighbours": 63, "lambda": 3.0, "tree": "small-7"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _families(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "families", lambda: {"chameleon": FAMILY})
+
+
+@pytest.fixture(params=GRIDS)
+def described(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return tiny.write_model_file(tmp_path, request.param, GRIDS[request.param])
+
+
+@pytest.fixture
+def anole(tmp_path: Path) -> Path:
+    return tiny.write_model_file(tmp_path, "anole", (4, 4))
+
+
+def test_cards_say_what_is_published() -> None:
+    cards = {card.name: card for card in FAMILY.cards()}
+    assert {name: card.tokens for name, card in cards.items()} == {"anole-7b": 1024, "lumina-mgpt-7b-768": 2352}
+    assert all(6.9e9 < (card.parameters or 0) < 7.1e9 and card.vocab_size == 8192 for card in cards.values())
+    assert card_of("anole").name == "anole-7b"
+    assert card_of("lumina-mgpt").defaults["cfg_scale"] == 3.0
+
+
+def test_a_described_model_makes_pictures_in_every_mode(described: Path) -> None:
+    card = card_of(str(described))
+    model = load_model(str(described), CPU, FLOAT)
+    family_of(str(described)).check_prompt("a red lantern")
+    condition = model.condition(["a red lantern"])
+    rows, columns = model.grid
+    for mode, shape in MODES.items():
+        decoding = Decoding(mode=mode, cfg_scale=3.0, **shape)
+        made = decode(model, condition, decoding, [torch.Generator().manual_seed(1)])[0]
+        assert len(made.tokens) == card.tokens == model.target.image_tokens
+        assert model.pixels.pixels(made.tokens[None]).shape == (1, 2 * rows, 2 * columns, 3)
+    assert set(model.weights) == {"target", "drafter", "tokenizer"}
+
+
+def test_greedy_modes_agree(described: Path) -> None:
+    model = load_model(str(described), CPU, FLOAT)
+    condition = model.condition(["a red lantern", "an image of the lantern over a lantern"])
+    made = []
+    for shape in ({"mode": "ar"}, {"mode": "speculative", "tree": "eagle1-25"}):
+        generators = [torch.Generator(), torch.Generator()]
+        decoded = decode(model, condition, Decoding(temperature=0, cfg_scale=2.0, **shape), generators)
+        made.append([one.tokens.tolist() for one in decoded])
+    assert made[0] == made[1]
+
+
+def test_batched_prompts_are_decoded_as_alone(described: Path) -> None:
+    """The longer prompt of a batch pads the shorter one, which must not notice."""
+    model = load_model(str(described), CPU, FLOAT)
+    prompts = ["red", "an image of the lantern over a lantern"]
+    decoding = Decoding(mode="ar", temperature=0, cfg_scale=2.0)
+    together = decode(model, model.condition(prompts), decoding, [torch.Generator()] * 2, keep_logits=True)
+    for prompt, made in zip(prompts, together, strict=True):
+        alone = decode(model, model.condition([prompt]), decoding, [torch.Generator()], keep_logits=True)[0]
+        assert alone.logits is not None and made.logits is not None
+        assert (alone.logits - made.logits).abs().max() < 2e-4
+        assert alone.tokens.equal(made.tokens)
+
+
+def test_only_the_codes_rows_of_the_head_are_held(anole: Path) -> None:
+    target: Any = load_model(str(anole), CPU, FLOAT).target
+    head = load_file(anole.parent / "target" / "model-00002-of-00002.safetensors")["lm_head.weight"]
+    numbers = [tiny.vocabulary()[tiny.code_name(code)] for code in range(tiny.CODES)]
+    assert target.transformer.output.weight.equal(head[numbers])
+
+
+def test_the_table_has_a_row_for_the_end_of_a_line(tmp_path: Path) -> None:
+    model = load_model(str(tiny.write_model_file(tmp_path, "lumina-mgpt", (4, 4))), CPU, FLOAT)
+    table = model.table(63)
+    assert table.shape == (65, 63)
+    assert int(table.max()) == 63  # the end of a line is near to nothing
+
+
+def test_prompts_as_numbers(anole: Path) -> None:
+    model: Any = load_model(str(anole), CPU, FLOAT)
+    caption = model.condition(["a red lantern"])
+    ids = caption.values[0, 0].numpy()
+    given = model.condition_of_arrays({"input_ids": ids})
+    assert given.values.equal(caption.values) and given.valid.equal(caption.valid)
+    padded = np.concatenate([[1, 1], ids])
+    given = model.condition_of_arrays({"input_ids": padded[None], "mask": (np.arange(len(padded)) > 1)[None]})
+    assert given.values.equal(caption.values)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "told"),
+    [
+        ({}, "input_ids must be there"),
+        ({"input_ids": np.ones((2, 3))}, "whole numbers"),
+        ({"input_ids": np.array([3, tiny.WORDS])}, f"from 0 to {tiny.WORDS - 1}"),
+        ({"input_ids": np.array([3, 4]), "mask": np.array([1, 0])}, "its zeros on the left"),
+        ({"input_ids": np.array([3, 4]), "mask": np.array([1])}, "the shape of input_ids"),
+        ({"input_ids": np.zeros(300, np.int64)}, "has 300 tokens, and at most 256 are taken"),
+    ],
+)
+def test_numbers_that_are_no_prompt_are_refused(anole: Path, arrays: dict[str, np.ndarray], told: str) -> None:
+    model: Any = load_model(str(anole), CPU, FLOAT)
+    with pytest.raises(ValueError, match=told):
+        model.condition_of_arrays(arrays)
+
+
+def rewritten(file: Path, old: str, new: str) -> str:
+    file.write_text(file.read_text().replace(old, new))
+    return str(file)
+
+
+def refused(model: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_model(model, CPU, FLOAT)
+    return caught.value.message
+
+
+def test_what_does_not_fit_is_refused_in_one_error(anole: Path) -> None:
+    shard = anole.parent / "target" / "model-00002-of-00002.safetensors"
+    state = load_file(shard)
+    save_file({"model.norm.weight": state["model.norm.weight"][:8].clone(), "model.rope": torch.zeros(1)}, shard)
+    told = refused(str(anole))
+    for part in ("lm_head.weight", "1 unexpected: model.rope", "model.norm.weight is 8, not 32"):
+        assert part in told
+    (anole.parent / "target" / "model-00001-of-00002.safetensors").unlink()
+    assert "model-00001-of-00002.safetensors" in refused(str(anole))
+
+
+def test_a_head_of_another_vocabulary_is_told_by_its_own_size(anole: Path) -> None:
+    shard = anole.parent / "target" / "model-00002-of-00002.safetensors"
+    state = load_file(shard)
+    save_file(state | {"lm_head.weight": state["lm_head.weight"][:100].clone()}, shard)
+    assert f"lm_head.weight is 100x32, not {tiny.WORDS}x32" in refused(str(anole))
+
+
+def test_a_truncated_shard_is_refused(anole: Path) -> None:
+    shard = anole.parent / "target" / "model-00001-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:2000])
+    told = refused(str(anole))
+    assert "is cut off" in told and "\n" not in told
+
+
+def test_another_family_is_refused_in_one_line(anole: Path) -> None:
+    save_file({"cls_embedding.uncond_embedding": torch.zeros(4, 4)}, anole.parent / "other.safetensors")
+    told = refused(rewritten(anole, "checkpoint: target,", "checkpoint: other.safetensors,"))
+    assert "is not a Chameleon model in the HF layout: it is LlamaGen, text-conditional" in told and "\n" not in told
+    (anole.parent / "config.json").write_text(json.dumps(tiny.config()))
+    told = refused(str(anole))
+    assert "is not a Chameleon model in the HF layout: it is LlamaGen, text-conditional" in told and "\n" not in told
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("layout: hf", "layout: official", "target.layout: official: Chameleon is read in the layout hf"),
+        ("layout: hf", "config: {hidden_act: gelu}", "target.config.hidden_act: is gelu"),
+        ("family: anole", "family: anolé", "unknown family"),
+        ("dir: drafter", "dir: target", "num_hidden_layers is 2"),
+        ("vq/vqgan.ckpt", "vq/vqgan.yaml", "vqgan.yaml"),
+    ],
+)
+def test_model_files_that_are_wrong(anole: Path, old: str, new: str, told: str) -> None:
+    assert told in refused(rewritten(anole, old, new))
+
+
+def test_a_model_without_tokenizer_and_drafter_gives_tokens(anole: Path) -> None:
+    rewritten(anole, "tokenizer: {checkpoint: vq/vqgan.ckpt}\n", "")
+    model = load_model(rewritten(anole, "drafter: {dir: drafter}\n", ""), CPU, FLOAT)
+    condition = model.condition(["a red lantern"])
+    made = decode(model, condition, Decoding(mode="ar", cfg_scale=1), [torch.Generator().manual_seed(1)])[0]
+    assert len(made.tokens) == 16
+    with pytest.raises(UserError, match="it has no tokenizer"):
+        model.pixels.pixels(made.tokens[None])
+    with pytest.raises(RefusedError):
+        model.table(3)
+
+
+def test_a_tokenizer_of_another_size_draws_nothing(anole: Path) -> None:
+    words = {name: number for name, number in tiny.vocabulary().items() if name != tiny.code_name(tiny.CODES - 1)}
+    (anole.parent / "target" / "config.json").write_text(json.dumps(tiny.config(vocabulary_map=words)))
+    (anole.parent / "target" / "tokenizer.json").unlink()
+    model = load_model(str(anole), CPU, FLOAT)
+    with pytest.raises(UserError, match="the tokenizer has 64 codes, the target 63"):
+        model.pixels.pixels(torch.zeros(1, 16))
+    with pytest.raises(UserError, match=r"tokenizer\.json: no such file"):
+        family_of(str(anole)).check_prompt("a red lantern")
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_missing_files_are_refused_with_the_command_that_fetches_them(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LANTERN_BENCH_WEIGHTS", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
+    with pytest.raises(RefusedError) as caught:
+        load_model(name, CPU, FLOAT)
+    assert f"weights get {name}" in (caught.value.advice or "")
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_full_shapes_are_counted_without_memory(name: str) -> None:
+    with torch.device("meta"):
+        parts: Parts = FAMILY.build(name)
+    assert all(parameter.is_meta for module in parts if module is not None for parameter in module.parameters())
+    sizes = {size.part: size for size in sizes_of(parts, torch.bfloat16, guided=True, nodes=26)}
+    # Of the head only the rows of the image's tokens are held.
+    codes = 8192 + (name != "anole-7b")
+    card = card_of(name)
+    assert sizes["target"].parameters == (card.parameters or 0) - (65536 - codes) * 4096
+    assert sizes["target"].bytes == 2 * sizes["target"].parameters
+    positions = 256 + (card.tokens or 0) + 2 * 26
+    assert sizes["target's cache"].bytes == 2 * 2 * 32 * positions * 4096 * 2
+    assert sizes["tokenizer"].parameters > 6e7

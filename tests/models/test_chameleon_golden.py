@@ -1,0 +1,123 @@
+"""Chameleon against recordings of transformers' implementation: hidden states, logits, padding, placement of norms.
+
+Reads the folder named by LANTERN_BENCH_GOLDEN (default tests/golden), section 8 of its README.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lantern_bench.decode.loop import decode
+from lantern_bench.errors import UserError
+from lantern_bench.models.chameleon import load_target
+from lantern_bench.models.chameleon_prompts import prompt_condition
+from lantern_bench.models.chameleon_sizes import STYLES, ChameleonSize, Vocabulary, read_config
+from lantern_bench.models.checkpoint import open_checkpoint
+from lantern_bench.models.conditioning import Condition
+from lantern_bench.models.target import TransformerTarget
+from lantern_bench.spec.decoding import Decoding
+
+GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden")) / "chameleon"
+STYLE = replace(STYLES["anole-7b"], grid=(3, 4))
+STATED = json.loads((GOLDEN / "config.json").read_text())
+
+
+def wrong(key: str, text: str) -> UserError:
+    return UserError(f"{key}: {text}")
+
+
+def target_of(swin: bool, ids: list[int] | None = None) -> TransformerTarget:
+    """The recorded model; every word is an image token where `ids` names none."""
+    size: ChameleonSize = read_config(STATED | {"swin_norm": swin}, wrong)
+    config = size.transformer(STYLE, list(range(size.words)) if ids is None else ids)
+    return load_target(open_checkpoint(GOLDEN), config, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def prompts(ids: Tensor, mask: Tensor) -> Condition:
+    """The recorded rows as conditional and, unused, as unconditional prompts."""
+    return Condition(ids.long()[:, None].expand(-1, 2, -1), mask.bool()[:, None].expand(-1, 2, -1))
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Tensor]:
+    return load_file(GOLDEN / "chameleon_expected.safetensors")
+
+
+@pytest.mark.parametrize("swin", [False, True])
+@torch.no_grad()
+def test_hidden_states_and_logits_equal_the_recorded_ones(swin: bool, expected: dict[str, Tensor]) -> None:
+    target, key = target_of(swin), f"swin{int(swin)}"
+    ids = expected["input_ids"]
+    session = target.session(len(ids), guided=False, nodes=1)
+    features = session.prefill(prompts(ids, torch.ones_like(ids))).features
+    assert (features - expected[f"{key}.hidden"]).abs().max() < 2e-4
+    assert (target.transformer.output(features) - expected[f"{key}.logits_unmasked"]).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("swin", [False, True])
+@pytest.mark.parametrize("given", [1, 6, 13])
+@torch.no_grad()
+def test_logits_through_the_cache_equal_the_recorded_ones(swin: bool, given: int, expected: dict[str, Tensor]) -> None:
+    target = target_of(swin)
+    ids = expected["input_ids"].long()
+    rest = ids.shape[1] - given
+    session = target.session(len(ids), guided=True, nodes=rest)
+    start = session.prefill(prompts(ids[:, :given], torch.ones_like(ids[:, :given])))
+    causal = torch.ones(rest, rest, dtype=torch.bool).tril().expand(len(ids), -1, -1)
+    more = session.score(ids[:, given:], torch.arange(rest).expand(len(ids), -1), causal)
+    wanted = expected[f"swin{int(swin)}.logits_unmasked"][:, given - 1 :]
+    assert (torch.cat([start.cond, more.cond], dim=1) - wanted).abs().max() < 2e-4
+    assert more.uncond is not None and (more.uncond - more.cond).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("swin", [False, True])
+@torch.no_grad()
+def test_left_padding_counts_positions_from_the_first_valid_one(swin: bool, expected: dict[str, Tensor]) -> None:
+    """Each row of guidance is padded in its own way: one row is the recorded one, the other a whole prompt."""
+    target, ids = target_of(swin), expected["input_ids"].long()
+    valid = torch.ones(1, 2, ids.shape[1], dtype=torch.bool)
+    valid[0, 0, :4] = False
+    session = target.session(1, guided=True, nodes=1)
+    features = session.prefill(Condition(torch.stack([ids[1], ids[0]])[None], valid)).features
+    logits, key = target.transformer.output(features), f"swin{int(swin)}"
+    assert (logits[0, 4:] - expected[f"{key}.logits_unmasked_leftpad_row1_valid"]).abs().max() < 2e-4
+    assert (logits[1] - expected[f"{key}.logits_unmasked"][0]).abs().max() < 2e-4
+
+
+class Alone:
+    """A target without a drafter."""
+
+    drafter = None
+
+    def __init__(self, target: TransformerTarget) -> None:
+        self.target = target
+
+    def table(self, columns: int) -> Tensor:
+        raise AssertionError("nothing is merged")
+
+
+@torch.no_grad()
+def test_greedy_decoding_takes_the_best_image_token_of_the_recorded_logits(expected: dict[str, Tensor]) -> None:
+    """The first token from the recording itself, every later one from a run of the whole sequence without a cache."""
+    ids = list(Vocabulary(STATED["vocabulary_map"], "the recording").codes)
+    whole, row = target_of(False), expected["input_ids"][0].tolist()
+    decoding = Decoding(mode="ar", temperature=0, cfg_scale=1)
+    model = Alone(target_of(False, ids))
+    made = decode(model, prompt_condition([row], STYLE), decoding, [torch.Generator()], keep_logits=True)[0]
+    assert made.logits is not None
+    assert (made.logits[0] - expected["swin0.logits_unmasked"][0, -1, ids]).abs().max() < 2e-4
+    for token, logits in zip(made.tokens.tolist(), made.logits, strict=True):
+        prompt = torch.tensor([row])
+        features = whole.session(1, guided=False, nodes=1).prefill(prompts(prompt, torch.ones_like(prompt))).features
+        wanted = whole.transformer.output(features)[0, -1, ids]
+        assert (logits - wanted).abs().max() < 2e-4
+        assert token == wanted.argmax()
+        row.append(ids[token])
