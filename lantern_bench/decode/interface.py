@@ -7,12 +7,21 @@ target gives is handed to the drafter. No architecture and no file lives in this
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-__all__ = ["Drafter", "DrafterSession", "Drafts", "PixelDecoder", "Scores", "Target", "TargetSession"]
+__all__ = [
+    "Drafter",
+    "DrafterSession",
+    "Drafts",
+    "PixelDecoder",
+    "Scores",
+    "Target",
+    "TargetSession",
+    "WithForcedTokens",
+]
 
 
 class Scores(NamedTuple):
@@ -95,6 +104,19 @@ class Target(Protocol):
 
     def session(self, batch: int, guided: bool, nodes: int) -> TargetSession:
         """A session for B images and trees of at most `nodes` nodes, root included; caches are reused."""
+        ...
+
+
+@runtime_checkable
+class WithForcedTokens(Protocol):
+    """A target that may have tokens nobody chooses: all behind the first `choices` of its vocabulary.
+
+    Its logits make them certain where they stand and impossible elsewhere, and so do its drafter's.
+    """
+
+    @property
+    def choices(self) -> int:
+        """How many tokens are ever chosen."""
         ...
 
 

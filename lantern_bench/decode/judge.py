@@ -132,8 +132,12 @@ class _Nodes:
         self.q_mass[: len(x)] = q.sum(dim=1, keepdim=True)
 
     def _settle_empty(self, empty: Tensor) -> None:
-        """Nothing is left of p: uniform over all tokens under `official`, else the node offers no more children."""
+        """Nothing is left of p: uniform over all tokens under `official`, else the node offers no more children.
+
+        A token that nobody chooses has no part in it: where it must stand it was never rejected.
+        """
         if self.official:
-            self.p[: len(empty)].masked_fill_(empty, 1.0 / self.p.shape[1])
+            choices = self.relaxation.choices or self.p.shape[1]
+            self.p[: len(empty), :choices].masked_fill_(empty, 1.0 / choices)
         else:
             self.exhausted[: len(empty)] |= empty

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lantern_bench.clock import Phases
 from lantern_bench.decode.drafting import drafting_of
-from lantern_bench.decode.interface import Drafter, Scores, Target
+from lantern_bench.decode.interface import Drafter, Scores, Target, WithForcedTokens
 from lantern_bench.decode.relax import Relaxation
 from lantern_bench.decode.sampling import Draws, decoding_probabilities, guide, sample
 from lantern_bench.decode.trace import ImageTrace, StepRecorder
@@ -48,12 +48,15 @@ class Decoded:
     logits: Tensor | None = None
 
 
-def relaxation_of(decoding: Decoding) -> Relaxation:
-    """The acceptance rule of a configuration."""
+def relaxation_of(decoding: Decoding, target: Target | None = None) -> Relaxation:
+    """The acceptance rule of a configuration, as it is for this target."""
+    choices = target.choices if isinstance(target, WithForcedTokens) else None
     if decoding.rule == "additive":
-        return Relaxation("additive", decoding.neighbours or 0, decoding.delta or 0.0, decoding.residual)
+        return Relaxation("additive", decoding.neighbours or 0, decoding.delta or 0.0, decoding.residual, choices)
     if decoding.rule == "multiplicative":
-        return Relaxation("multiplicative", decoding.neighbours or 0, decoding.lambda_ or 1.0, decoding.residual)
+        return Relaxation(
+            "multiplicative", decoding.neighbours or 0, decoding.lambda_ or 1.0, decoding.residual, choices
+        )
     return Relaxation("strict")
 
 
@@ -155,7 +158,7 @@ class _Run:
                 "use --modes ar, or add a drafter",
             )
         drafting = drafting_of(self.decoding, self.device)
-        relaxation = relaxation_of(self.decoding)
+        relaxation = relaxation_of(self.decoding, self.model.target)
         table = self.model.table(relaxation.columns) if relaxation.merges else None
         target = self.model.target.session(self.batch, self.guided, drafting.nodes)
         drafter = self.model.drafter.session(self.batch, self.guided, drafting.nodes)

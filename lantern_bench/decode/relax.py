@@ -24,13 +24,16 @@ class Relaxation:
 
     `bound` is delta (additive: m(x) <= delta, delta > 0) or lambda (multiplicative: p~(x) <= lambda p(x), lambda > 1);
     the strict rule ignores it. `neighbours` is k, 0 means strict. `residual` says what a rejection leaves: `exact`
-    takes out the merged mass only, `official` repeats the published code. Values outside the ranges raise ValueError.
+    takes out the merged mass only, `official` repeats the published code. `choices`: how many tokens, the first of the
+    vocabulary, are ever chosen; the others stand where they must (None: all are). Values outside the ranges raise
+    ValueError.
     """
 
     rule: Rule = "strict"
     neighbours: int = 0
     bound: float = 0.0
     residual: Residual = "exact"
+    choices: int | None = None
 
     def __post_init__(self) -> None:
         if self.rule not in ("strict", "additive", "multiplicative"):

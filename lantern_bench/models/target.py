@@ -52,6 +52,11 @@ class TransformerTarget(nn.Module):
         self._sessions = Sessions(lambda *shape: _Session(self, *shape))
 
     @property
+    def choices(self) -> int:
+        """How many tokens are ever chosen: all but the ends of lines."""
+        return self.vocab_size - self.config.line_ends
+
+    @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.transformer.output.weight.device

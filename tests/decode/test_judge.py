@@ -90,3 +90,14 @@ def test_a_uniform_of_zero_does_not_accept_the_impossible(sampled: bool) -> None
     assert verdict.child_rank.tolist() == [[-1]]
     # The residual is p - q = [., .1, .4], or p without token 0.
     assert verdict.tokens.tolist() == [[2 if sampled else 1, 0]]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_official_fallback_leaves_out_what_nobody_chooses(sampled: bool) -> None:
+    """Tokens behind `choices` are forced: when nothing is left, what takes its place is uniform over the others."""
+    p = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0]])
+    q = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0]]) if sampled else None
+    table = torch.tensor([[1, 2], [0, 2], [0, 1], [0, 1], [0, 1]])
+    rule = Relaxation("additive", 1, 0.5, "official", choices=4)
+    judged = judge_children(p, q, torch.tensor([[0]]), torch.tensor([[True]]), rule, table)
+    assert judged.final(torch.tensor([0]), torch.zeros(1, 5)).tolist() == [[0.25, 0.25, 0.25, 0.25, 0.0]]
