@@ -16,6 +16,7 @@ _TELLS: tuple[tuple[str, str], ...] = (
     (r"model\.cls_embedding\.", "LlamaGen, text-conditional, in the layout of the HF conversion"),
     (r"cls_embedding\.uncond_embedding$", "LlamaGen, text-conditional, in the official layout"),
     (r"cls_embedding\.embedding_table\.", "LlamaGen, class-conditional, in the official layout"),
+    (r"(encoder\.down|decoder\.up)\.\d+\.block\.", "a VQGAN, such as Chameleon's vqgan.ckpt"),
     (r"quantize\.embedding\.", "a VQ tokenizer"),
     (r"(encoder|shared)\.(block|weight)\b", "a T5 text encoder"),
     (r"fc\.weight$", "an EAGLE drafter"),
