@@ -56,8 +56,9 @@ PLACE: tuple[Flag, ...] = (
     _text("device", "auto, cpu, mps, cuda or cuda:N."),
     _text("dtype", "auto, float32, bfloat16 or float16; auto is bfloat16 on CUDA, else float32."),
     _switch("compile", "Compiled decoding."),
+    _text("neighbour_space", "raw or normalised: where codes are near each other; default as published."),
 )
-"""Where and from which randomness."""
+"""Where, from which randomness, and with which neighbours."""
 
 
 def with_flags(*flags: Flag) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -27,12 +27,16 @@ if TYPE_CHECKING:
 __all__ = ["sweep"]
 
 
+_PROMPTS = "A prompt set, a file, coco:FILE, parti:FILE or imagenet; with #100 a hundred of them."
+
+
 class _Request(NamedTuple):
     """A sweep with everything checked that can be checked without models."""
 
     experiment: ResolvedExperiment
     plan: Plan
     folder: Path
+    prompts: dict[str, Any]
 
 
 @with_flags(*DECODING, *PLACE)
@@ -41,7 +45,7 @@ def sweep(
     experiment: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped experiment.")] = "lanterns",
     model: Annotated[list[str] | None, typer.Option(help="Model, or several.")] = None,
     modes: Annotated[list[str] | None, typer.Option(help="Keep the cells of these modes.")] = None,
-    prompts: Annotated[str | None, typer.Option(help="A prompt set, or a .txt, .csv or .jsonl file.")] = None,
+    prompts: Annotated[str | None, typer.Option(help=_PROMPTS)] = None,
     images: Annotated[str | None, typer.Option(help="Images per cell.")] = None,
     repeats: Annotated[str | None, typer.Option(help="Make the images so many times, with fresh seeds.")] = None,
     metrics: Annotated[list[str] | None, typer.Option(help="speed, quality, or both.")] = None,
@@ -98,24 +102,25 @@ def _request(
     refuse_compile(loaded.settings.model_dump())
     resolved = resolve(loaded, defaults_of(loaded.settings.model))
     check_neighbours(resolved)
-    plan = _planned(loaded, resolved)
+    plan, prompts = _planned(loaded, resolved)
     folder = run_folder(resolved, results_root(), out, resume=resume)
     if part is not None:
         plan = plan.shard(part)
         # Shards run at the same time, and a folder has one writer.
         folder = folder if out is not None else folder.with_name(f"{folder.name}-shard{part.index}of{part.count}")
     check_folder(folder, resolved)
-    return _Request(resolved, plan, folder)
+    return _Request(resolved, plan, folder, prompts)
 
 
-def _planned(loaded: Experiment, resolved: ResolvedExperiment) -> Plan:
-    """Make the plan; every prompt is one that every model can take."""
-    from lantern_bench.measure.prompts import load_prompts
+def _planned(loaded: Experiment, resolved: ResolvedExperiment) -> tuple[Plan, dict[str, Any]]:
+    """Make the plan, and what the manifest says of its prompts; every prompt is one that every model can take."""
+    from lantern_bench.measure.prompts import load_prompts, prompt_facts
     from lantern_bench.models.registry import family_of
     from lantern_bench.spec.plan import make_plan
 
-    lists = [load_prompts(loaded.settings.prompts, family_of(model)) for model in loaded.settings.model]
-    return make_plan(resolved, lists[0])
+    source, families = loaded.settings.prompts, [family_of(model) for model in loaded.settings.model]
+    lists = [load_prompts(source, family) for family in families]
+    return make_plan(resolved, lists[0]), prompt_facts(source, families[0], lists[0])
 
 
 def _plan_table(request: _Request, console: Console) -> pd.DataFrame:
@@ -150,6 +155,7 @@ def _run(request: _Request, console: Console) -> int:
     models = load_models(request.experiment, place)
     console.detail(f"device {place.device}, {place.dtype_name}")
     with RunStore(request.folder, request.experiment, key_fields(models, settings, place)) as store:
+        store.update_manifest(prompts=request.prompts)
         try:
             failed = _make(request.plan, store, models, place, console)
             if judges is not None:

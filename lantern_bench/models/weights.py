@@ -188,10 +188,15 @@ def _folders(source: Source, base: Path) -> Sequence[Path]:
 
 def _hub_cache(source: Source) -> list[Path]:
     """The snapshot in the Hugging Face cache, where there is one; no network."""
+    home = os.environ.get("HF_HOME") or cache_folder().parent / "huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
+    # Most often there is none: then the hub's package, which is slow to import, is not needed.
+    if not (cache / f"models--{source.repo.replace('/', '--')}").is_dir():
+        return []
     from huggingface_hub import try_to_load_from_cache
 
     first = next(file.path for file in source.files if not file.optional)
-    cached = try_to_load_from_cache(source.repo, first, revision=source.revision)
+    cached = try_to_load_from_cache(source.repo, first, cache_dir=cache, revision=source.revision)
     return [Path(cached).parents[first.count("/")]] if isinstance(cached, str) else []
 
 

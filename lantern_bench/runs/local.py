@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from lantern_bench.errors import RefusedError
+from lantern_bench.decode.neighbours import Space
+from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.loaded import LoadedModel
 from lantern_bench.models.registry import load_model
 from lantern_bench.runs.store import KeyFields
@@ -18,7 +19,7 @@ from lantern_bench.spec.experiment import ResolvedExperiment
 from lantern_bench.spec.schema import SCHEMA_VERSION
 from lantern_bench.spec.settings import Settings
 
-__all__ = ["ENGINE_VERSION", "Place", "choose_place", "key_fields", "load_models"]
+__all__ = ["ENGINE_VERSION", "Place", "choose_place", "key_fields", "load_models", "set_space"]
 
 ENGINE_VERSION = "1"
 """Raised with every change that makes the decode loop give other tokens for the same seed."""
@@ -51,13 +52,30 @@ def choose_place(device: str = "auto", dtype: str = "auto") -> Place:
 
 
 def load_models(experiment: ResolvedExperiment, place: Place) -> dict[str, LoadedModel]:
-    """Load every model of an experiment, by name; raises as `registry.load_model`."""
-    return {name: load_model(name, place.device, place.dtype) for name in experiment.settings.model}
+    """Load every model of an experiment, by name; raises as `registry.load_model`, and for a space it cannot take."""
+    models = {name: load_model(name, place.device, place.dtype) for name in experiment.settings.model}
+    for model in models.values():
+        set_space(model, experiment.settings.neighbour_space)
+    return models
+
+
+def set_space(model: LoadedModel, space: Space | None) -> None:
+    """Let a model's neighbours be those of a space; None leaves the published one.
+
+    Raises `UserError` for a model that comes with a table of its own.
+    """
+    if space is None:
+        return
+    if model.given_table is not None:
+        raise UserError(f"--neighbour-space {space}: {model.name} names a table of its own", "Leave one of them out.")
+    model.neighbour_space = space
 
 
 def key_fields(models: Mapping[str, LoadedModel], settings: Settings, place: Place) -> KeyFields:
     """What holds for the whole run and can change its tokens (`runs/keys.py`)."""
     parts = {f"{name}/{part}": digest for name, model in models.items() for part, digest in model.weights.items()}
+    if settings.neighbour_space is not None:
+        parts |= {f"{name}/neighbours": settings.neighbour_space for name in models}
     return {
         "schema_version": SCHEMA_VERSION,
         "engine_version": ENGINE_VERSION,

@@ -127,6 +127,7 @@ class RunStore:
             raise ValueError(f"records have no column {', '.join(sorted(unknown))}")
         known = {"schema_version": SCHEMA_VERSION, "record_key": self.key_of(unit), **unit.cell.columns()}
         known |= {"prompt_id": unit.prompt.id, "prompt": unit.prompt.text, "repeat": unit.repeat, "seed": unit.seed}
+        known |= {"prompt_source": unit.prompt.source or None}
         known |= {"order_index": unit.order_index, "status": "ok", **record}
         row = {name: known.get(name) for name in names}
         self._records.append(row)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lantern_bench.errors import UserError
@@ -22,9 +22,13 @@ __all__ = ["Cell", "Estimate", "Plan", "Prompt", "Shard", "Unit", "make_plan", "
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt; its id depends on its text alone, so that lists may be reordered and extended."""
+    """A prompt; its id depends on its text alone, so that lists may be reordered and extended.
+
+    `source` is what its set calls it (`coco:391895`) and makes no prompt another one.
+    """
 
     text: str
+    source: str = field(default="", compare=False)
 
     @cached_property
     def id(self) -> str:

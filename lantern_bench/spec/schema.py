@@ -70,6 +70,7 @@ _RECORDS = (
     *CELL_COLUMNS,
     Column("prompt_id", "string", "", "12 hex digits of the hash of the prompt's text"),
     Column("prompt", "string", "", "the prompt"),
+    Column("prompt_source", "string", "", "what the prompt's set calls it, such as coco:391895"),
     Column("repeat", "int", "", "how often the prompt was used before in this cell"),
     Column("seed", "int", "", "seed of the image's generator, the same in all cells"),
     Column("order_index", "int", "", "place in the run's order of execution"),

@@ -32,7 +32,8 @@ class Settings(BaseModel):
     """The run-wide part of an experiment.
 
     `images` counts per cell: prompts in order, then again with the next repeat; None is every prompt once. `repeats`
-    makes that list of images so many times over, with fresh seeds.
+    makes that list of images so many times over, with fresh seeds. `neighbour_space` is where codes are near each
+    other (`decode/neighbours.py`); None is what was published for the model.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,6 +51,7 @@ class Settings(BaseModel):
     device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     compile: bool = False
+    neighbour_space: Literal["raw", "normalised"] | None = None
     baseline: bool = True
 
     @field_validator("model", "metrics")
@@ -72,10 +74,11 @@ ALLOWED: dict[str, str] = {
     "device": "must be auto, cpu, mps, cuda or cuda:N",
     "dtype": f"must be one of {', '.join(_DTYPES)}",
     "compile": "must be true or false",
+    "neighbour_space": "must be raw or normalised; left out, it is what was published for the model",
     "baseline": "must be true or false",
 }
 _STAND_IN = {"name": "unnamed", "model": "unnamed"}
-_WORDS = {"metrics": METRICS, "dtype": _DTYPES}
+_WORDS = {"metrics": METRICS, "dtype": _DTYPES, "neighbour_space": ("raw", "normalised")}
 
 
 def read_settings(values: Mapping[str, Any], places: Mapping[str, Place], problems: Problems) -> Settings:

@@ -43,7 +43,7 @@ def one_model(tmp_path, monkeypatch):
     monkeypatch.setitem(SOURCES, "toy", parts)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(WEIGHTS_FOLDER_VARIABLE, raising=False)
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: None)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
 class FakeHub:
@@ -195,13 +195,16 @@ def test_the_text_encoder_is_found_as_the_authors_place_it(tmp_path, place):
     assert find_part("llamagen-t2i-stage1", "text_encoder", tmp_path) is None
 
 
-def test_the_hugging_face_cache_counts(tmp_path, monkeypatch):
-    snapshot = tmp_path / "hub/models--maker--toys/snapshots/abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "big.pt").write_bytes(b"x")
-    kept = {"maker/toys": str(snapshot / "big.pt")}
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repo, *_, **__: kept.get(repo))
-    assert require_part("toy", "target", tmp_path / "none").path == snapshot / "big.pt"
+def test_the_hugging_face_cache_counts(tmp_path):
+    kept = tmp_path / "hub/models--maker--toys"
+    for commit, file in (("abc", "big.pt"), (COMMIT, "vq.pt")):
+        (kept / "snapshots" / commit).mkdir(parents=True)
+        (kept / "snapshots" / commit / file).write_bytes(b"x")
+    (kept / "refs").mkdir()
+    (kept / "refs/main").write_text("abc")
+    assert require_part("toy", "target", tmp_path / "none").path == kept / "snapshots/abc/big.pt"
+    # The pinned revision, whatever the newest one is.
+    assert require_part("toy", "tokenizer", tmp_path / "none").path == kept / "snapshots" / COMMIT / "vq.pt"
 
 
 def test_what_is_missing_is_one_line_with_the_command(tmp_path):

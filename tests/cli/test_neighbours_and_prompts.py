@@ -1,0 +1,143 @@
+"""`neighbours` and what a sweep does with spaces, prompt sets and text encoders. On a model of tables."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from lantern_bench.cli import main as cli
+from lantern_bench.cli.places import RESULTS_VARIABLE
+from lantern_bench.decode.neighbours import in_space, nearest_codes
+from lantern_bench.errors import RefusedError
+from lantern_bench.models import registry
+from lantern_bench.models.loaded import LoadedModel
+from lantern_bench.runs.store import read_manifest, read_records
+from tests.tiny_family import CODES, EXPERIMENT, TinyFamily
+
+
+class PreparedFamily(TinyFamily):
+    """Its model hears the prompts before the first is decoded, as one with a text encoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[list[str]] = []
+        self.refusal: RefusedError | None = None
+
+    def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+        model = super().load(name, device, dtype)
+        decode = model.condition
+
+        def prepare(prompts: Sequence[str]) -> Iterator[tuple[int, int]]:
+            if self.refusal is not None:
+                raise self.refusal
+            self.heard.append(list(prompts))
+            yield from ((done, len(prompts)) for done in range(len(prompts) + 1))
+
+        def condition(prompts: Sequence[str]) -> object:
+            assert self.heard and set(prompts) <= set(self.heard[-1])
+            return decode(prompts)
+
+        model.prepare, model.condition = prepare, condition
+        return model
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch) -> PreparedFamily:
+    family = PreparedFamily()
+    monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(RESULTS_VARIABLE, "results")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("tiny.yaml").write_text(EXPERIMENT)
+    return family
+
+
+def codebook() -> torch.Tensor:
+    return TinyFamily().load("tiny", torch.device("cpu"), torch.float32).codebook
+
+
+def test_neighbours_makes_a_table_once_and_exports_it(tiny, capsys) -> None:
+    typed = ["neighbours", "tiny", "--out", "tables", "--k-max", "7", "--export", "t.npy"]
+    assert cli.main(typed) == 0
+    written = capsys.readouterr()
+    row = pd.read_csv(io.StringIO(written.out)).iloc[0]
+    assert (row["space"], row["codes"], row["k_max"], row["type"], row["state"]) == ("raw", CODES, 7, "int16", "made")
+    assert "table: tables/nearest-raw-" in written.err
+    exported = np.load("t.npy")
+    assert exported.dtype == np.uint16
+    assert exported.tolist() == nearest_codes(codebook(), 7).tolist()
+    assert cli.main(typed) == 0
+    assert pd.read_csv(io.StringIO(capsys.readouterr().out)).iloc[0]["state"] == "was there"
+    (table,) = Path("tables").iterdir()
+    table.write_bytes(b"damaged")
+    assert cli.main(typed) == 3
+    assert "--force" in capsys.readouterr().err
+    assert cli.main([*typed, "--force", "--space", "normalised"]) == 0
+    assert np.load("t.npy").tolist() == nearest_codes(in_space(codebook(), "normalised"), 7).tolist()
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (["tiny", "--space", "cosine"], "--space cosine"),
+        (["tiny", "--export", "t.txt"], "must end with .npy"),
+        (["tinny"], "did you mean tiny"),
+        (["tiny", "--k-max", "0"], "--k-max"),
+    ],
+)
+def test_what_is_typed_wrong(tiny, capsys, words, wrong) -> None:
+    assert cli.main(["neighbours", *words]) == 2
+    assert wrong in capsys.readouterr().err
+
+
+def test_the_space_is_a_setting_that_keys_the_records(tiny, capsys) -> None:
+    typed = ["sweep", "tiny.yaml", "--images", "1", "--modes", "lantern++"]
+    assert cli.main([*typed, "--out", "a"]) == 0
+    assert cli.main([*typed, "--out", "b", "--neighbour-space", "normalised"]) == 0
+    plain, other = read_manifest(Path("a")), read_manifest(Path("b"))
+    assert "neighbour_space" not in plain["experiment"] and "tiny/neighbours" not in plain["key"]["weights"]
+    assert other["experiment"]["neighbour_space"] == "normalised"
+    assert other["key"]["weights"]["tiny/neighbours"] == "normalised"
+    keys = [{row["record_key"] for row in read_records(Path(run))} for run in "ab"]
+    assert not keys[0] & keys[1]
+    capsys.readouterr()
+    assert cli.main([*typed, "--out", "a", "--neighbour-space", "normalised"]) == 3
+    assert cli.main([*typed, "--out", "c", "--neighbour-space", "cosine"]) == 2
+    assert "--neighbour-space cosine: must be raw or normalised" in capsys.readouterr().err
+
+
+def test_records_and_manifest_say_where_prompts_are_from(tiny, capsys) -> None:
+    rows = [{"image_id": 9 + n, "caption": text} for n, text in enumerate(["one red", "two blue lanterns"])]
+    rows.append({"image_id": 9, "caption": "one red lantern"})
+    Path("captions.json").write_text(json.dumps({"annotations": rows}))
+    typed = ["sweep", "tiny.yaml", "--modes", "ar", "--images", "2", "--prompts", "coco:captions.json", "--out", "run"]
+    assert cli.main(typed) == 0
+    found = {row["prompt_source"]: row["prompt"] for row in read_records(Path("run"))}
+    assert found == {"coco:9": "one red lantern", "coco:10": "two blue lanterns"}
+    said = read_manifest(Path("run"))["prompts"]
+    assert said["set"] == "coco:captions.json" and said["prompts"] == 2 and len(said["file_sha256"]) == 64
+
+
+def test_captions_are_prepared_once_and_only_those_that_are_to_do(tiny, capsys) -> None:
+    typed = ["sweep", "tiny.yaml", "--modes", "ar", "--out", "run"]
+    assert cli.main([*typed, "--images", "2"]) == 0
+    assert "captions for tiny: 2 of 2" in capsys.readouterr().err
+    assert cli.main([*typed, "--images", "3"]) == 0
+    assert [len(prompts) for prompts in tiny.heard] == [2, 1]
+    sessions = read_manifest(Path("run"))["sessions"]
+    assert all(session["prepare_seconds"] >= 0 and session["complete"] for session in sessions)
+
+
+def test_a_missing_text_encoder_stops_the_sweep_with_3(tiny, capsys) -> None:
+    tiny.refusal = RefusedError("tiny needs its text encoder", "Type `lantern-bench weights get tiny`.")
+    assert cli.main(["sweep", "tiny.yaml", "--modes", "ar", "--out", "run"]) == 3
+    written = capsys.readouterr()
+    assert "error: tiny needs its text encoder\n  Type" in written.err and written.out == ""
+    assert read_records(Path("run")) == []
