@@ -48,7 +48,7 @@ class Decoded:
     logits: Tensor | None = None
 
 
-def relaxation_of(decoding: Decoding, target: Target | None = None) -> Relaxation:
+def relaxation_of(decoding: Decoding, target: object = None) -> Relaxation:
     """The acceptance rule of a configuration, as it is for this target."""
     choices = target.choices if isinstance(target, WithForcedTokens) else None
     if decoding.rule == "additive":

@@ -18,6 +18,7 @@ from lantern_bench.models.chameleon_family import FAMILY
 from lantern_bench.models.parts import Parts
 from lantern_bench.models.registry import card_of, family_of, load_model
 from lantern_bench.models.sizes import sizes_of
+from lantern_bench.models.sources import SOURCES
 from lantern_bench.spec.decoding import Decoding
 from tests.models import tiny_chameleon as tiny
 
@@ -225,6 +226,35 @@ def test_missing_files_are_refused_with_the_command_that_fetches_them(
     with pytest.raises(RefusedError) as caught:
         load_model(name, CPU, FLOAT)
     assert f"weights get {name}" in (caught.value.advice or "")
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_published_folders_are_loaded_by_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files lie as the hub names them; only their sizes are small."""
+    monkeypatch.setenv("LANTERN_BENCH_WEIGHTS", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
+    sources = {part.name: part.choices[0] for part in SOURCES[name]}
+    shards = sum("-of-" in file.path for file in sources["target"].files)
+    tiny.write_target(tmp_path / sources["target"].repo, shards)
+    tokenizer = tmp_path / sources["tokenizer"].repo / "tokenizer"
+    tiny.write_vqgan(tokenizer)
+    tiny.write_tokenizer(tokenizer / "text_tokenizer.json")
+    for file in (*sources["target"].files, *sources["tokenizer"].files):
+        there = tmp_path / (sources["target"] if file in sources["target"].files else sources["tokenizer"]).repo
+        if not (there / file.path).is_file():
+            (there / file.path).write_text("{}")
+    if "drafter" in sources:
+        tiny.write_drafter(tmp_path / sources["drafter"].repo)
+    model = load_model(name, CPU, FLOAT)
+    assert (model.drafter is not None) == ("drafter" in sources) == ("drafter" in model.weights)
+    condition = model.condition(["a red lantern"])
+    modes = ["ar", "speculative"] if model.drafter else ["ar"]
+    for mode in modes:
+        decoding = Decoding(mode=mode, temperature=0, cfg_scale=3.0)
+        made = decode(model, condition, decoding, [torch.Generator()], tokens=60)[0]
+        assert len(made.tokens) == 60
+        assert (made.tokens == tiny.CODES).nonzero().flatten().tolist() == ([48] if "lumina" in name else [])
+    assert len(family_of(name).prompt_sets()["examples"]) > 3
 
 
 @pytest.mark.parametrize("name", GRIDS)

@@ -27,6 +27,7 @@ def vocabulary() -> dict[str, int]:
     """Every token's number below WORDS."""
     order = torch.randperm(CODES, generator=torch.Generator().manual_seed(8)).tolist()
     special = ["<racm3:break>", "<eoss>", "<reserved08706>", "<reserved08799>", "<reserved08802>", "<reserved08803>"]
+    special.append("<reserved08824>")
     names = ["<s>", "<pad>", "</s>", "<unk>", *(code_name(code) for code in order), *special, *TEXT]
     return {name: number for number, name in enumerate(names)}
 
@@ -61,8 +62,8 @@ def _drawn(name: str, shape: tuple[int, ...], draws: torch.Generator) -> Tensor:
     return around + torch.randn(shape, generator=draws) * (0.2 if "norm" in name else 2 * shape[-1] ** -0.5)
 
 
-def write_target(folder: Path) -> Path:
-    """The target's folder, in two shards, with the encoder that nobody needs."""
+def write_target(folder: Path, shards: int = 2) -> Path:
+    """The target's folder, in two shards or more, with the encoder that nobody needs."""
     draws = torch.Generator().manual_seed(1)
     folder.mkdir(parents=True)
     first = {"model.embed_tokens.weight": torch.randn(WORDS, DIM, generator=draws)}
@@ -71,8 +72,9 @@ def write_target(folder: Path) -> Path:
         first |= layer(f"model.layers.{number}.", draws)
     second = {"model.norm.weight": torch.ones(DIM), "lm_head.weight": torch.randn(WORDS, DIM, generator=draws)}
     weight_map = {}
-    for number, shard in enumerate((first, second), start=1):
-        name = f"model-{number:05d}-of-00002.safetensors"
+    rest = [{f"model.vqmodel.part{number}": torch.zeros(1)} for number in range(shards - 2)]
+    for number, shard in enumerate((first, second, *rest), start=1):
+        name = f"model-{number:05d}-of-{shards:05d}.safetensors"
         save_file(shard, folder / name)
         weight_map |= dict.fromkeys(shard, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

@@ -1,0 +1,132 @@
+"""Ends of lines stand where they must in every way of decoding, and change nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lantern_bench.decode.loop import decode
+from lantern_bench.decode.sampling import guide
+from lantern_bench.models.chameleon import build_drafter
+from lantern_bench.models.chameleon_prompts import prompt_condition
+from lantern_bench.models.chameleon_sizes import STYLES, ChameleonSize
+from lantern_bench.models.line_ends import force_line_ends, without_line_ends
+from lantern_bench.models.target import TransformerTarget
+from lantern_bench.spec.decoding import Decoding
+
+ROWS, COLUMNS, CODES = 3, 4, 12
+LINE = COLUMNS + 1
+STYLE = replace(STYLES["lumina-mgpt-7b-768"], grid=(ROWS, COLUMNS), positions=8)
+IDS = [*range(4, 4 + CODES), 30]
+WAYS: dict[str, dict[str, Any]] = {
+    "static": {"mode": "speculative", "drafting": "static", "tree": "eagle1-25"},
+    "chain": {"mode": "speculative", "drafting": "static", "tree": "chain-5"},
+    "dynamic": {"mode": "speculative", "drafting": "dynamic", "nodes": 14, "depth": 4, "beam": 4},
+    "lantern": {"mode": "lantern", "neighbours": 5, "delta": 0.3, "nodes": 14, "depth": 4, "beam": 4},
+    "lantern++": {"mode": "lantern++", "neighbours": 5, "lambda": 4.0, "tree": "eagle1-25"},
+    "official static": {"mode": "lantern++", "neighbours": 5, "lambda": 4.0, "tree": "small-7", "residual": "official"},
+    "official dynamic": {
+        "mode": "lantern", "neighbours": 5, "delta": 0.3, "nodes": 9, "depth": 3, "beam": 3, "residual": "official"
+    },
+}  # fmt: skip
+
+
+class Model:
+    """A target and a drafter with weights from a seed; the drafter is like the target or like nothing."""
+
+    def __init__(self, seed: int = 4) -> None:
+        config = ChameleonSize(words=40, dim=32, layers=1, heads=4, ffn_dim=48).transformer(STYLE, IDS)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)  # fresh layers draw from torch's own stream
+            self.target = TransformerTarget(config).eval()
+            self.drafter = build_drafter(config, self.target).eval()
+            torch.nn.init.normal_(self.target.transformer.output.weight, std=0.7)
+
+    def table(self, columns: int) -> Tensor:
+        away = torch.arange(1, columns + 1)
+        codes = (torch.arange(CODES)[:, None] + away) % CODES
+        return torch.cat([codes, codes[:1]]).int()
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model()
+
+
+def condition(images: int) -> Any:
+    lengths = [[*[0, 31, 32, 33][: 2 + number], 35, 36, 37] for number in range(images)]
+    return prompt_condition(lengths, STYLE)
+
+
+def decoding(way: str, **more: Any) -> Decoding:
+    shape = {"mode": "ar"} if way == "ar" else WAYS[way]
+    return Decoding(**(shape | {"temperature": 1.0, "cfg_scale": 2.0} | more))
+
+
+def check(tokens: Tensor) -> None:
+    lines = tokens.reshape(ROWS, LINE)
+    assert (lines[:, -1] == CODES).all()
+    assert (lines[:, :-1] < CODES).all()
+
+
+@pytest.mark.parametrize("way", ["ar", *WAYS])
+@pytest.mark.parametrize("more", [{}, {"top_k": 3}, {"top_p": 0.6, "cfg_scale": 1.0}, {"temperature": 0.0}], ids=str)
+def test_every_way_of_decoding_ends_every_line(model: Model, way: str, more: dict[str, Any]) -> None:
+    """Images of a batch have prompts of different lengths and reach their ends at different steps."""
+    generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
+    for made in decode(model, condition(3), decoding(way, **more), generators, keep_logits=True):
+        assert len(made.tokens) == ROWS * LINE
+        check(made.tokens)
+        assert made.logits is not None and bool(made.logits.isfinite().all())
+        assert made.trace.tokens == ROWS * LINE
+
+
+@pytest.mark.parametrize("way", ["static", "chain", "dynamic"])
+def test_greedy_speculation_is_greedy_decoding(model: Model, way: str) -> None:
+    generators = [torch.Generator(), torch.Generator()]
+    plain = decode(model, condition(2), decoding("ar", temperature=0.0), generators)
+    drafted = decode(model, condition(2), decoding(way, temperature=0.0), generators)
+    assert [made.tokens.tolist() for made in plain] == [made.tokens.tolist() for made in drafted]
+
+
+@pytest.mark.parametrize("way", ["static", "dynamic"])
+def test_a_drafted_end_of_line_is_always_accepted(model: Model, way: str) -> None:
+    """A step whose first draft is an end of line never stops in front of it."""
+    for seed in range(4):
+        made = decode(model, condition(1), decoding(way), [torch.Generator().manual_seed(seed)])[0]
+        steps = zip(made.trace.start, made.trace.child_rank, strict=True)
+        ends = [ranks for start, ranks in steps if (start + 1) % LINE == 0 and start < ROWS * LINE - 1]
+        assert all(ranks[0] == 0 for ranks in ends)
+
+
+@torch.inference_mode()
+def test_the_first_line_is_distributed_as_without_ends(model: Model) -> None:
+    """Up to the first end the same seed gives the same tokens, whether or not lines end: nothing else moved."""
+    lined = decode(model, condition(1), decoding("ar"), [torch.Generator().manual_seed(3)], keep_logits=True)[0]
+    scores = model.target.session(1, guided=True, nodes=1).prefill(condition(1))
+    raw = model.target.transformer.output(scores.features[:, -1:])
+    free = guide(raw[:1], raw[1:], 2.0)[0, 0]
+    assert lined.logits is not None
+    assert torch.equal(lined.logits[0, :CODES], free[:CODES])
+    assert lined.logits[0, CODES] < -1e30
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 3.0, 12.5])
+def test_guidance_leaves_certainty_certain(dtype: torch.dtype, scale: float, model: Model) -> None:
+    draws = torch.Generator().manual_seed(1)
+    rows = (0.1 * torch.randn(2, 2 * LINE, CODES + 1, generator=draws)).to(dtype)
+    forced = force_line_ends(rows, torch.arange(2 * LINE)[None], model.target.config)
+    p = guide(forced[:1], forced[1:], scale).div(0.3).softmax(-1)[0]
+    ends = torch.arange(2 * LINE) % LINE == COLUMNS
+    assert (p[ends] == torch.eye(CODES + 1)[-1]).all()
+    assert (p[~ends, -1] == 0).all() and (p[~ends, :-1] > 0).all()
+
+
+def test_ends_are_taken_out_of_pictures() -> None:
+    tokens = torch.tensor([[0, 1, 2, 3, CODES, 4, 5, 6, 7, CODES, 8, 9, 10, 11, CODES]])
+    assert without_line_ends(tokens, (ROWS, COLUMNS)).tolist() == [list(range(CODES))]
