@@ -199,11 +199,10 @@ def _offline(repo: str, file: str) -> RefusedError:
 
 def _counting(on_bytes: OnBytes) -> type[Any]:
     """A progress bar for huggingface_hub that draws nothing and tells the bytes."""
-    from tqdm import tqdm
+    from huggingface_hub.utils import tqdm
 
     class Counting(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs.pop("name", None)
             super().__init__(*args, **kwargs | {"file": io.StringIO(), "disable": False, "mininterval": 60.0})
             on_bytes(int(kwargs.get("initial") or 0))
 
