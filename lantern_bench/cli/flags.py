@@ -40,6 +40,7 @@ DECODING: tuple[Flag, ...] = (
     _grid("depth", "Depth of a dynamic tree."),
     _grid("beam", "Beam of a dynamic tree."),
     _grid("neighbours", "Nearest codes whose mass a draft may take (k)."),
+    _grid("neighbour_metric", "What near is: l2, cosine or random."),
     _grid("delta", "Bound of the additive rule, between 0 and 1."),
     _grid("lambda", "Bound of the multiplicative rule, above 1."),
     _grid("residual", "exact or official."),

@@ -23,7 +23,7 @@ from lantern_bench.decode.tree import DraftTree
 from lantern_bench.decode.verify import Verdict, verify
 from lantern_bench.decode.verify_greedy import verify_greedy
 from lantern_bench.errors import RefusedError
-from lantern_bench.spec.decoding import Decoding
+from lantern_bench.spec.decoding import Decoding, NeighbourMetric
 
 __all__ = ["Decoded", "Model", "decode", "relaxation_of"]
 
@@ -34,8 +34,8 @@ class Model(Protocol):
     target: Target
     drafter: Drafter | None
 
-    def table(self, columns: int) -> Tensor:
-        """The nearest codes int [V, columns]."""
+    def table(self, columns: int, metric: NeighbourMetric) -> Tensor:
+        """The nearest codes int [V, columns] by a metric."""
         ...
 
 
@@ -156,7 +156,7 @@ class _Run:
             )
         drafting = drafting_of(self.decoding, self.device)
         relaxation = relaxation_of(self.decoding)
-        table = self.model.table(relaxation.columns) if relaxation.merges else None
+        table = self.model.table(relaxation.columns, self.decoding.neighbour_metric) if relaxation.merges else None
         target = self.model.target.session(self.batch, self.guided, drafting.nodes)
         drafter = self.model.drafter.session(self.batch, self.guided, drafting.nodes)
         recorder = StepRecorder(self.batch, self.asked)

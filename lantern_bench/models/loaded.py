@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lantern_bench.decode.interface import Drafter, PixelDecoder, Target
 from lantern_bench.decode.neighbours import nearest_codes
+from lantern_bench.spec.decoding import NeighbourMetric
 
 __all__ = ["LoadedModel"]
 
@@ -35,15 +36,15 @@ class LoadedModel:
     condition: Callable[[Sequence[str]], Any]
     weights: Mapping[str, str]
     grid: tuple[int, int]
-    _table: Tensor | None = field(default=None, init=False, repr=False)
+    _tables: dict[NeighbourMetric, Tensor] = field(default_factory=dict, init=False, repr=False)
 
-    def table(self, columns: int) -> Tensor:
+    def table(self, columns: int, metric: NeighbourMetric = "l2") -> Tensor:
         """The `columns` nearest codes of every code, int32 [V, columns], on the target's device, nearest first.
 
-        Made once for the widest table asked for; a narrower one is its beginning, which the fixed order of ties
-        guarantees. Raises `ValueError` for more columns than there are other codes.
+        Made once for each metric and the widest table asked for; a narrower one is its beginning, which the fixed order
+        of ties guarantees. Raises `ValueError` for more columns than there are other codes.
         """
-        if self._table is None or self._table.shape[1] < columns:
+        if metric not in self._tables or self._tables[metric].shape[1] < columns:
             with torch.inference_mode():
-                self._table = nearest_codes(self.codebook.to(self.target.device), columns)
-        return self._table[:, :columns].contiguous()
+                self._tables[metric] = nearest_codes(self.codebook.to(self.target.device), columns, metric=metric)
+        return self._tables[metric][:, :columns].contiguous()

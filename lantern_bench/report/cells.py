@@ -16,6 +16,7 @@ from lantern_bench.spec.modes import MODES
 from lantern_bench.spec.schema import CELL_COLUMNS
 
 __all__ = [
+    "NEIGHBOUR_METRIC",
     "NOTE_SEPARATOR",
     "SAMPLING_DEFAULTS",
     "CellRecords",
@@ -33,6 +34,9 @@ NOTE_SEPARATOR = " | "
 
 SAMPLING_DEFAULTS = {"temperature": 1, "top_k": 0, "top_p": 1}
 """Values that need not be named where people read: plain sampling without filters."""
+
+NEIGHBOUR_METRIC = "l2"
+"""The metric that need not be named."""
 
 # What an `ar` cell should share with the cell it is compared to, most important first.
 _SAMPLING = ("cfg_scale", "temperature", "top_k", "top_p")

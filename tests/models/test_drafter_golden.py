@@ -158,7 +158,7 @@ class Whole:
         self.drafter = drafter_of(GOLDEN / "end_to_end", self.target.transformer.output)
         self._table = table
 
-    def table(self, columns: int) -> Tensor:
+    def table(self, columns: int, metric: str = "l2") -> Tensor:
         return self._table[:, :columns]
 
 
