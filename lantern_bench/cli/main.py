@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from lantern_bench import __version__
+from lantern_bench.cli.compare import compare
 from lantern_bench.cli.curves import curves
 from lantern_bench.cli.experiments import experiments
 from lantern_bench.cli.generate import generate
@@ -46,6 +47,7 @@ app = typer.Typer(
 app.command()(sweep)
 app.command()(show)
 app.command()(curves)
+app.command()(compare)
 app.command()(generate)
 app.command()(models)
 app.command()(experiments)
