@@ -57,5 +57,6 @@ def test_plain_is_ascii():
 
 
 def test_nothing_to_draw():
+    records = [make_record(AR, n, [[]], 1.0) for n in range(2)]
     with pytest.raises(RefusedError, match="nothing to draw"):
-        terminal_curves({"run": tables_from([make_record(AR, n, [[]], 1.0) for n in range(2)])})
+        terminal_curves({"run": curve_tables(RunData(Path("run"), {}, records, []))})
