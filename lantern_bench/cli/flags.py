@@ -43,6 +43,7 @@ DECODING: tuple[Flag, ...] = (
     _grid("neighbour_metric", "What near is: l2, cosine or random."),
     _grid("delta", "Bound of the additive rule, between 0 and 1."),
     _grid("lambda", "Bound of the multiplicative rule, above 1."),
+    _grid("bound", "Bound of a rule from outside the package."),
     _grid("residual", "exact or official."),
     _grid("temperature", "Sampling temperature; 0 is greedy."),
     _grid("top_k", "Keep the k most probable tokens; 0 is off."),

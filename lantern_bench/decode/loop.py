@@ -16,6 +16,7 @@ from torch import Tensor
 from lantern_bench.clock import Phases
 from lantern_bench.decode.drafting import drafting_of
 from lantern_bench.decode.interface import Drafter, Scores, Target
+from lantern_bench.decode.judge import Judge, judge_children
 from lantern_bench.decode.relax import Relaxation
 from lantern_bench.decode.sampling import Draws, decoding_probabilities, guide, sample
 from lantern_bench.decode.trace import ImageTrace, StepRecorder
@@ -50,11 +51,10 @@ class Decoded:
 
 def relaxation_of(decoding: Decoding) -> Relaxation:
     """The acceptance rule of a configuration."""
-    if decoding.rule == "additive":
-        return Relaxation("additive", decoding.neighbours or 0, decoding.delta or 0.0, decoding.residual)
-    if decoding.rule == "multiplicative":
-        return Relaxation("multiplicative", decoding.neighbours or 0, decoding.lambda_ or 1.0, decoding.residual)
-    return Relaxation("strict")
+    if decoding.rule in ("none", "strict"):
+        return Relaxation("strict")
+    bound = decoding.delta or decoding.lambda_ or decoding.bound or 0.0
+    return Relaxation(decoding.rule, decoding.neighbours or 0, bound, decoding.residual)
 
 
 @torch.inference_mode()
@@ -66,15 +66,16 @@ def decode(
     *,
     tokens: int | None = None,
     keep_logits: bool = False,
+    judge: Judge = judge_children,
 ) -> list[Decoded]:
     """Decode one image for each generator, together.
 
     `condition` is what the target's `prefill` takes, for as many images. `tokens` asks for fewer than the whole grid.
-    `keep_logits` keeps the guided logits that each token was drawn from. Raises `RefusedError` when drafts are asked
-    of a model without a drafter.
+    `keep_logits` keeps the guided logits that each token was drawn from. `judge` as in `verify`. Raises
+    `RefusedError` when drafts are asked of a model without a drafter.
     """
     asked = model.target.image_tokens if tokens is None else min(tokens, model.target.image_tokens)
-    run = _Run(model, decoding, generators, asked, keep_logits)
+    run = _Run(model, decoding, generators, asked, keep_logits, judge)
     return run.autoregressive(condition) if decoding.drafting == "none" else run.speculative(condition)
 
 
@@ -82,8 +83,15 @@ class _Run:
     """The decoding of one batch: what stays the same from step to step."""
 
     def __init__(
-        self, model: Model, decoding: Decoding, generators: Sequence[torch.Generator], asked: int, keep_logits: bool
+        self,
+        model: Model,
+        decoding: Decoding,
+        generators: Sequence[torch.Generator],
+        asked: int,
+        keep_logits: bool,
+        judge: Judge,
     ) -> None:
+        self.judge = judge
         self.model, self.decoding, self.asked, self.keep_logits = model, decoding, asked, keep_logits
         self.batch = len(generators)
         self.device = model.target.device
@@ -206,7 +214,7 @@ class _Run:
         uniforms = self.draws.uniform(*tree.children.shape[1:])
         noise = self.draws.exponential(logits.shape[-1])
         p = decoding_probabilities(logits, self.decoding)
-        return verify(tree, p, relaxation, table, uniforms, noise, limit)
+        return verify(tree, p, relaxation, table, uniforms, noise, limit, self.judge)
 
     def _assemble(self, first: Tensor, kept: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Guided logits [B, asked, V] of every kept token, from those of each step's path."""

@@ -40,7 +40,7 @@ NEIGHBOUR_METRIC = "l2"
 
 # What an `ar` cell should share with the cell it is compared to, most important first.
 _SAMPLING = ("cfg_scale", "temperature", "top_k", "top_p")
-_NUMBERS = ("temperature", "neighbours", "delta", "lambda", "top_k", "top_p", "cfg_scale")
+_NUMBERS = ("temperature", "neighbours", "delta", "lambda", "bound", "top_k", "top_p", "cfg_scale")
 
 
 @dataclass(frozen=True)

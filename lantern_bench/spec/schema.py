@@ -43,14 +43,15 @@ def _beside_paper(name: str) -> tuple[Column, Column]:
 
 CELL_COLUMNS: tuple[Column, ...] = (
     Column("cell_id", "string", "", "the cell: one fully resolved decoding configuration"),
-    Column("mode", "string", "", "ar, speculative, lantern or lantern++"),
+    Column("mode", "string", "", "ar, speculative, lantern, lantern++, or the name of a rule from outside"),
     Column("drafting", "string", "", "none, static (fixed tree, sampled) or dynamic (best of a beam)"),
     Column("tree", "string", "", "name of the static tree, or nodes, depth and beam of the dynamic one"),
-    Column("rule", "string", "", "acceptance rule: none, strict, additive or multiplicative"),
+    Column("rule", "string", "", "acceptance rule: none, strict, additive, multiplicative, or one from outside"),
     Column("neighbours", "int", "codes", "nearest codes whose mass a draft may take (k)"),
     Column("neighbour_metric", "string", "", "what near is: l2, cosine or random"),
     Column("delta", "float", "", "bound of the additive rule: most mass one draft may take"),
     Column("lambda", "float", "", "bound of the multiplicative rule: most a draft's probability may grow"),
+    Column("bound", "float", "", "bound of a rule from outside the package; the rule says what it means"),
     Column("residual", "string", "", "residual after a relaxed rejection: exact or official"),
     Column("temperature", "float", "", "sampling temperature; 0 is greedy"),
     Column("top_k", "int", "tokens", "keep the k most probable tokens; 0 is off"),
