@@ -7,6 +7,7 @@ stands in the way of comparing is written out by `comparability`; `trends` says 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["NOT_HAD", "comparability", "reproduction_rows", "trends"]
 
 NOT_HAD = "no published figure could be had"
+_UNSTATED = "not stated"
 
 # Ours alone: what a published table of other models cannot hold, and what says how sure quality is.
 _OURS = ("prompt_accuracy", "kid")
 _FROM_SPEED = ("speedup", "step_compression", "mean_accepted_length")
 # A figure and the column that says what measured it; two of them are of one kind when that begins alike.
-_MEASURED_BY = {
-    "fid": "fid_features",
-    "clip_score": "clip_model",
-    "precision": "fid_features",
-    "recall": "fid_features",
-}
+_MEASURED_BY = {"clip_score": "clip_model"} | dict.fromkeys(("fid", "precision", "recall"), "fid_features")
 _SERIES = ("model", "mode", "drafting", "tree", "rule", "neighbours", "neighbour_metric", "residual", "temperature")
 
 
@@ -67,7 +64,7 @@ def trends(tables: Mapping[str, pd.DataFrame]) -> list[str]:
                 key = (*(row.get(name) for name in _SERIES), row.get("cfg_scale"))
                 series.setdefault(key, []).append((row[bound], row["mean_accepted_length"]))
         runs = [[length for _, length in sorted(points)] for points in series.values() if len(points) > 1]
-        rising = sum(all(b >= a for a, b in zip(run, run[1:], strict=False)) for run in runs)
+        rising = sum(all(b >= a for a, b in itertools.pairwise(run)) for run in runs)
         ends = sum(run[-1] > run[0] for run in runs)
         if runs:
             sentences.append(
@@ -89,22 +86,20 @@ def comparability(tables: Mapping[str, pd.DataFrame], paper: Paper | None, manif
     notes = [f"published: {paper.title}."]
     if paper.model:
         notes.append(
-            f"Other model: published {paper.model}; ours {_listed(models)}. Where they differ, compare the shape of the "
-            "table, not its digits."
+            f"Not comparable, model: published {paper.model}; ours {_listed(models)}. "
+            "Where they differ, compare the shape of the table, not its digits."
         )
-    notes.append(
-        f"Other hardware: published {paper.hardware or 'not stated'}; ours {_device(manifest)}. Speedups differ."
-    )
-    notes.append(f"Other n: published {paper.images or 'not stated'} images; ours {_listed(counts)} a cell.")
+    notes.append(f"Not comparable, hardware: published {paper.hardware or _UNSTATED}; ours {_device(manifest)}.")
+    notes.append(f"Not comparable, n: published {paper.images or _UNSTATED} images; ours {_listed(counts)} a cell.")
     if "fid" in paper.columns:
+        theirs = paper.fid_features or _UNSTATED
         notes.append(
-            f"Other extractor: published {paper.fid_features or 'not stated'}; ours {_listed(features) or 'none'}. "
+            f"Not comparable, extractor: published {theirs}; ours {_listed(features) or 'none'}. "
             "No difference is given between FIDs, precisions or recalls of different features."
         )
     if "clip_score" in paper.columns:
-        notes.append(
-            f"Other CLIP model: published {paper.clip_model or 'not stated'}; ours {_listed(clips) or 'none'}."
-        )
+        theirs = paper.clip_model or _UNSTATED
+        notes.append(f"Not comparable, CLIP model: published {theirs}; ours {_listed(clips) or 'none'}.")
     notes += [paper.missing] if paper.missing else []
     return [" ".join(note.split()) for note in (*notes, *paper.notes)]
 

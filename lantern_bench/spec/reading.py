@@ -60,6 +60,13 @@ class Experiment:
         """The experiment's name."""
         return self.settings.name
 
+    @property
+    def is_relaxed(self) -> bool:
+        """Whether any cell may have a relaxed rule, by its mode or by what it says."""
+        own = [given.value for spec in self.cells for given in spec.values.get("rule", ())]
+        rules = [*own, *(MODES[mode].rule for spec in self.cells for mode in spec.modes)]
+        return any(PARAMETERS["residual"].belongs("static", rule) for rule in rules)
+
     def cells_of(self, model: str) -> Iterator[CellSpec]:
         """Yield the entries for a model; the baseline comes first where it is wanted and not there."""
         entries = [spec for spec in self.cells if not spec.models or model in spec.models]
