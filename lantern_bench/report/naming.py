@@ -32,6 +32,14 @@ PARAMETER_NAMES = {"delta": "δ", "lambda": "λ", "tree": "draft tree", "tempera
 
 _COLOURS = {"ar": "#000000", "speculative": "#0072B2", "lantern": "#D55E00", "lantern++": "#009E73"}
 _OTHER_COLOUR = "#CC79A7"
+# The same hues, light enough for a dark ground.
+_ON_DARK = {
+    "#000000": "#F2F0EC",
+    "#0072B2": "#56A8E0",
+    "#D55E00": "#F58549",
+    "#009E73": "#34C99F",
+    "#767676": "#9A9A9A",
+}
 _WITHOUT = "#767676"
 _CATEGORIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 # Nine and four have no common divisor: marker and line repeat together after 36 cells only.
@@ -63,6 +71,11 @@ class Style(NamedTuple):
     colour: str
     marker: str
     line: str
+
+    @property
+    def colour_on_dark(self) -> str:
+        """The colour for a dark ground."""
+        return _ON_DARK.get(self.colour, self.colour)
 
 
 def cell_key(row: Mapping[Hashable, Any] | pd.Series) -> CellKey:

@@ -14,7 +14,7 @@ from lantern_bench.spec.schema import CELL_COLUMNS, TABLES
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Readable", "readable", "with_interval"]
+__all__ = ["Readable", "readable", "with_interval", "written"]
 
 # How a figure is written: form and unit. What is not listed has four digits and the unit of the schema.
 _FORMATS = {
@@ -87,6 +87,12 @@ def with_interval(value: float, low: float | None, high: float | None, form: str
     """Return a figure as people read it: `1.74x [1.70, 1.78]`, without the bracket when there is no interval."""
     text = form.format(value) + unit
     return text if low is None or high is None else f"{text} [{form.format(low)}, {form.format(high)}]"
+
+
+def written(column: str, value: Any, low: Any = None, high: Any = None) -> str:
+    """Return a figure of a column as people read it, with its unit and interval; empty when it is missing."""
+    form, mark = _FORMATS.get(column, ("{:.4g}", ""))
+    return _text(value, low, high, form, mark)
 
 
 def readable(table: pd.DataFrame, name: str | None = None) -> Readable:
