@@ -145,12 +145,13 @@ class _Reader:
     def _of_model(self, data: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, tuple[Any, Place]]:
         """Return the run-wide settings in the block of the run's only model; with several models each must agree."""
         models = self.overrides.values.get("model") or data.get("model") or values.get("model") or ()
-        blocks = data.get("models") if isinstance(data.get("models"), dict) else {}
+        given = data.get("models")
+        blocks: dict[Any, Any] = given if isinstance(given, dict) else {}
         found: dict[str, tuple[Any, Place]] = {}
-        for name in models if isinstance(models, list | tuple) else [models]:
-            block = blocks.get(name) if isinstance(name, str) else None
-            for key in _OF_MODEL if isinstance(block, dict) else ():
-                if key not in block or key in self.overrides.values:
+        for name in (str(one) for one in (models if isinstance(models, list | tuple) else [models])):
+            block = blocks.get(name)
+            for key in _OF_MODEL:
+                if not isinstance(block, dict) or key not in block or key in self.overrides.values:
                     continue
                 place = self.place(("models", name, key))
                 if key in found and found[key][0] != block[key]:
