@@ -32,12 +32,13 @@ _FORMATS = {
     "target_forwards": ("{:.1f}", ""),
     "drafter_forwards": ("{:.1f}", ""),
     "fid": ("{:.2f}", ""),
+    "fid_infinity": ("{:.2f}", ""),
     "clip_score": ("{:.4f}", ""),
     "prompt_accuracy": ("{:.3f}", ""),
     "precision": ("{:.3f}", ""),
     "recall": ("{:.3f}", ""),
-    "kid": ("{:.5f}", ""),
-    "kid_std": ("{:.5f}", ""),
+    "kid": ("{:.4g}", ""),
+    "kid_std": ("{:.4g}", ""),
     "moved_mass": ("{:.4f}", ""),
     "draft_ms": ("{:.2f}", " ms"),
     "target_ms": ("{:.2f}", " ms"),
@@ -49,6 +50,7 @@ _HEADS = {
     "mean_accepted_length": "MAL",
     "mal_uncut": "MAL uncut",
     "fid": "FID",
+    "fid_infinity": "FID-infinity",
     "kid": "KID",
     "kid_std": "KID std",
     "clip_score": "CLIP score",
@@ -69,7 +71,17 @@ _HEADS = {
 _MEASURED_BY = {"fid": "fid_features", "clip_score": "clip_model"}
 # The cell's id holds the other settings; `parameters` holds them in the summary.
 _IN_ID = {column.name for column in CELL_COLUMNS} - {"cell_id", "model"}
-_SAID_ONCE = ("model", "images", "fid_features", "clip_model", "reference", "protocol")
+_SAID_ONCE = (
+    "model",
+    "images",
+    "fid_features",
+    "clip_model",
+    "reference",
+    "n_reference",
+    "protocol",
+    "protocol_version",
+    "kid_subset",
+)
 # What a summary shows even where it is missing: the notes say why.
 _HEADLINE = ("speedup", "mean_accepted_length", "fid", "clip_score")
 _NAMED_CELLS = 3
