@@ -38,8 +38,10 @@ def curves(
         raise UserError(f"--out {out}: --terminal writes no files", "Leave one of the two out.")
 
     from lantern_bench.report.named_runs import read_named
+    from lantern_bench.report.naming import check_grouping
     from lantern_bench.report.points import curve_tables
 
+    check_grouping(by)
     tables = {name: curve_tables(data) for name, data in read_named(folders).items()}
     if terminal:
         from lantern_bench.console.charts import plain, terminal_curves

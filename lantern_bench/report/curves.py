@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.report import drawing
-from lantern_bench.report.naming import GROUPINGS, CellKey, Style, styles
+from lantern_bench.report.naming import CellKey, Style, check_grouping, styles
 from lantern_bench.report.points import acceptance_points, bound_points, fronts, length_points
 from lantern_bench.report.tables import write_csv
 
@@ -82,8 +82,7 @@ def run_styles(runs: Mapping[str, Tables], by: str = "mode") -> dict[CellKey, St
     """Return the style of every cell of the runs, the same in all their pictures; `UserError` for an unknown `by`."""
     import pandas as pd
 
-    if by not in GROUPINGS:
-        raise UserError(f"--by {by}: unknown", f"One of {', '.join(GROUPINGS)}.")
+    check_grouping(by)
     speed = pd.concat([tables["speed"].assign(run=run) for run, tables in runs.items()], ignore_index=True)
     return styles(speed, by)
 

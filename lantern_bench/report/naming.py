@@ -11,12 +11,24 @@ from collections.abc import Hashable, Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from lantern_bench.errors import UserError
 from lantern_bench.report.cells import NEIGHBOUR_METRIC, SAMPLING_DEFAULTS
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["GROUPINGS", "METHODS", "PARAMETER_NAMES", "CellKey", "Style", "cell_key", "is_given", "labels", "styles"]
+__all__ = [
+    "GROUPINGS",
+    "METHODS",
+    "PARAMETER_NAMES",
+    "CellKey",
+    "Style",
+    "cell_key",
+    "check_grouping",
+    "is_given",
+    "labels",
+    "styles",
+]
 
 CellKey: TypeAlias = tuple[str, str, str]
 """Run, model, cell id."""
@@ -76,6 +88,12 @@ class Style(NamedTuple):
     def colour_on_dark(self) -> str:
         """The colour for a dark ground."""
         return _ON_DARK.get(self.colour, self.colour)
+
+
+def check_grouping(by: str) -> None:
+    """Raise `UserError` unless `by` is one of `GROUPINGS`."""
+    if by not in GROUPINGS:
+        raise UserError(f"--by {by}: unknown", f"One of {', '.join(GROUPINGS)}.")
 
 
 def cell_key(row: Mapping[Hashable, Any] | pd.Series) -> CellKey:

@@ -176,7 +176,7 @@ def _pictures(
                 "runs": _digits(length_at_positions(row)) if grid and row.get("drafting") != "none" else None,
             }
         )  # fmt: skip
-    return {"prompts": list(prompts), "pictures": pictures, "thumbs": thumbnails.kept, "grid": grid}
+    return {"prompts": list(prompts), "pictures": pictures, "thumbs": thumbnails.encoded(), "grid": grid}
 
 
 def _image_scores(run: RunData) -> dict[str, Plain]:

@@ -37,7 +37,7 @@ _COLUMNS: tuple[tuple[str, str, str, bool | None], ...] = (
     ("precision", "precision", "share of pictures inside the reference's manifold", False),
     ("recall", "recall", "share of the reference inside the pictures' manifold", False),
 )
-_ALWAYS = ("images", "speedup", "mean_accepted_length")
+_ALWAYS = ("speedup", "mean_accepted_length")
 
 
 class Head(NamedTuple):
@@ -190,6 +190,9 @@ def _joined(made: Mapping[str, Tables]) -> pd.DataFrame:
 
 
 def _has(table: pd.DataFrame, name: str) -> bool:
+    """Whether a column says something: the number of images where it differs, failures where there are any."""
+    if name == "images":
+        return table[name].nunique() > 1
     return bool(table[name].notna().any() and (name != "failed" or (table[name] > 0).any()))
 
 
@@ -211,6 +214,8 @@ def _entries(table: pd.DataFrame, name: str, less_is_better: bool | None) -> lis
             continue
         own = [None if end is None or not is_given(end.iloc[number]) else float(end.iloc[number]) for end in ends]
         figure = int(value) if name in ("images", "failed") else float(value)
+        if own[0] == own[1] == value:  # by definition, or of one prompt many times: nothing is uncertain
+            own = [None, None]
         whole = written(name, figure, own[0], own[1])
         text, _, interval = whole.partition(" [")
         bar = _bar(float(value), own, low, high)

@@ -28,19 +28,28 @@ function draw(id, traces, arrangement) {
   }
 }
 
+// Names at the points; where there are many, only those on the front.
+function frontNames(front) {
+  const few = front.points.length <= 12;
+  const named = front.points.filter((point) => (few || !point.dominated) && !isShadow(point.cell)).sort((a, b) => a.x[0] - b.x[0]);
+  return named.map((point, place) => ({
+    x: point.x[0], y: point.y[0], text: data.cells[point.cell].name, showarrow: false, xanchor: "left", xshift: 9, yshift: place % 2 ? 11 : -11,
+    font: { size: 12, color: ink(point.dominated ? "--soft" : "--ink") }, bgcolor: ink("--card"), opacity: 0.9, borderpad: 1,
+  }));
+}
+
 function drawFront() {
   const front = data.fronts.find((one) => one.speed === find("#front-speed").value && one.axis === find("#front-quality").value);
   if (!front) return;
   const best = front.points.filter((point) => !point.dominated).sort((a, b) => a.x[0] - b.x[0]);
   const line = { x: best.map((p) => p.x[0]), y: best.map((p) => p.y[0]), mode: "lines", line: { color: GREY, width: 1.5 }, hoverinfo: "skip" };
   const title = front.axis.replace("\n", " "), speed = data.speeds[front.speed];
-  const traces = front.points.map((point, place) => {
+  const traces = front.points.map((point) => {
     const cell = data.cells[point.cell], colour = colourOf(cell), shadow = isShadow(point.cell);
     const fine = front.quality === "fid" ? 2 : 4;
     const ends = (v, digits) => (v[1] === null ? "" : ` [${figure(v[1], digits)}, ${figure(v[2], digits)}]`);
     return {
-      x: [point.x[0]], y: [point.y[0]], customdata: [point.cell], mode: point.dominated ? "markers" : "markers+text",
-      text: [cell.name], textposition: place % 2 ? "top center" : "bottom center", textfont: { color: ink("--ink"), size: 12 },
+      x: [point.x[0]], y: [point.y[0]], customdata: [point.cell], mode: "markers",
       marker: { symbol: cell.marker + (point.dominated ? "-open" : ""), size: 12, color: colour, line: { width: point.dominated ? 2 : 0, color: colour } },
       error_x: whiskers([point.x[0]], [point.x[1]], [point.x[2]], colour), error_y: whiskers([point.y[0]], [point.y[1]], [point.y[2]], colour),
       opacity: shadow ? 0.12 : point.dominated ? 0.5 : 1,
@@ -48,7 +57,8 @@ function drawFront() {
     };
   });
   const direction = front.less ? "reversed" : true;
-  const arrangement = layout(axis(`${speed}, 95 % interval`), axis(title, { autorange: direction }));
+  const arrangement = layout(axis(`${speed}, 95 % interval`), axis(front.axis.replace("\n", "<br>"), { autorange: direction }));
+  arrangement.annotations = frontNames(front);
   if (front.speed === "speedup") arrangement.shapes = [{ type: "line", x0: 1, x1: 1, yref: "paper", y0: 0, y1: 1, line: { color: GREY, width: 1, dash: "dot" } }];
   draw("front", [line, ...traces], arrangement);
 }
@@ -81,7 +91,7 @@ function drawBound() {
       hovertemplate: "<b>%{text}</b><br>mean accepted length %{y:.3f}<extra></extra>",
     };
   });
-  draw("bound", traces, layout(axis(bound.name, bound.parameter === "tree" ? { type: "category" } : {}), axis("mean accepted length")));
+  draw("bound", traces, layout(axis(bound.name, bound.parameter === "tree" ? { type: "category" } : { tickvals: [...new Set(bound.lines.flatMap((line) => line.x))] }), axis("mean accepted length")));
 }
 
 function choices(select, options, redraw) {
