@@ -20,6 +20,7 @@ from lantern_bench.cli.curves import curves
 from lantern_bench.cli.experiments import experiments
 from lantern_bench.cli.generate import generate
 from lantern_bench.cli.models import models
+from lantern_bench.cli.report import report
 from lantern_bench.cli.reproduce import reproduce
 from lantern_bench.cli.score import score
 from lantern_bench.cli.show import show
@@ -52,6 +53,7 @@ app.command()(score)
 app.command()(show)
 app.command()(curves)
 app.command()(compare)
+app.command()(report)
 app.command()(generate)
 app.command()(models)
 app.command()(experiments)
