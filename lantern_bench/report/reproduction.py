@@ -8,17 +8,17 @@ stands in the way of comparing is written out by `comparability`; `trends` says 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.report.cells import Row, joined
 from lantern_bench.report.summary import parameters
-from lantern_bench.spec.paper import Paper, PaperRow
+from lantern_bench.spec.paper import Figure, Paper, PaperRow
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["NOT_HAD", "comparability", "reproduction_rows", "trends"]
+__all__ = ["NOT_HAD", "comparability", "reproduction_rows", "rows_of", "trends"]
 
 NOT_HAD = "no published figure could be had"
 _UNSTATED = "not stated"
@@ -36,7 +36,7 @@ def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -
 
     Cells without a published row have rows of their own figures; published rows without a cell come last.
     """
-    ours = [_ours(speed, tables["quality"]) for speed in _records(tables["speed"])]
+    ours = [_ours(speed, tables["quality"]) for speed in rows_of(tables["speed"])]
     columns = tuple(paper.columns) if paper else _FROM_SPEED
     rows: list[dict[str, Any]] = []
     seen: set[str] = set()
@@ -44,8 +44,9 @@ def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -
         beside = [row for row in (paper.rows if paper else ()) if _stands_beside(row, cell, ours)]
         seen |= {row.name for row in beside}
         about = _about(cell, ours)
-        for published in beside or [None]:
-            rows += _figures(cell, about, published, paper, columns)
+        alone: list[PaperRow | None] = [None]
+        for published in beside or alone:
+            rows += [_figure_row(cell, about, published, name, paper) for name in columns]
         rows += [_figure_row(cell, about, None, name, None) for name in _OURS if cell.get(name) is not None]
     for row in paper.rows if paper else ():
         if row.name not in seen:
@@ -56,7 +57,7 @@ def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -
 def trends(tables: Mapping[str, pd.DataFrame]) -> list[str]:
     """Return a sentence on each relaxed rule: in how many series of cells MAL rises (or stays) with the bound."""
     sentences = []
-    rows = _records(tables["speed"])
+    rows = rows_of(tables["speed"])
     for bound in ("delta", "lambda"):
         series: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
         for row in rows:
@@ -78,7 +79,7 @@ def comparability(tables: Mapping[str, pd.DataFrame], paper: Paper | None, manif
     """Return in plain sentences what stands between the published figures and ours."""
     if paper is None:
         return ["This experiment names no published table: only our figures are shown."]
-    speed, quality = _records(tables["speed"]), _records(tables["quality"])
+    speed, quality = rows_of(tables["speed"]), rows_of(tables["quality"])
     models = sorted({str(row["model"]) for row in speed})
     counts = sorted({int(row["images"]) for row in speed})
     features = sorted({str(row["fid_features"]) for row in quality if row.get("fid_features")})
@@ -115,16 +116,9 @@ def _stands_beside(row: PaperRow, cell: Row, cells: Sequence[Row]) -> bool:
     return bool(rivals) and max(rivals)[1] == cell["cell_id"]
 
 
-def _figures(
-    cell: Row, about: Row, published: PaperRow | None, paper: Paper | None, columns: Iterable[str]
-) -> Iterator[dict[str, Any]]:
-    for name in columns:
-        yield _figure_row(cell, about, published, name, paper)
-
-
 def _figure_row(cell: Row, about: Row, published: PaperRow | None, name: str, paper: Paper | None) -> dict[str, Any]:
-    figures: Mapping[str, Any] = published.figures if published else {}
-    figure, notes = figures.get(name), []
+    figure = _published(published, name) if published else None
+    notes: list[str] = []
     row = {**about, "figure": name, "ours": cell.get(name), "paper_row": published.name if published else None}
     row |= {"ours_low": cell.get(f"{name}_low"), "ours_high": cell.get(f"{name}_high")}
     row["measured_by"] = cell.get(_MEASURED_BY.get(name, ""))
@@ -153,8 +147,12 @@ def _one_kind(name: str, cell: Row, paper: Paper | None) -> bool:
     return theirs is not None and mine.partition("@")[0].lower().startswith(str(theirs).split(" ")[0].lower())
 
 
+def _published(row: PaperRow, name: str) -> Figure | None:
+    return next((figure for key, figure in row.figures.items() if key == name), None)
+
+
 def _uncovered(row: PaperRow, name: str) -> dict[str, Any]:
-    figure = row.figures.get(name)
+    figure = _published(row, name)
     published: dict[str, Any] = {"figure": name, "paper_row": row.name}
     if figure is not None:
         published |= {"published": figure.value, "source": figure.source, "confidence": figure.confidence}
@@ -166,7 +164,7 @@ def _uncovered(row: PaperRow, name: str) -> dict[str, Any]:
 def _ours(speed: Row, quality: pd.DataFrame) -> dict[str, Any]:
     """A cell's figures: its speed, and of its quality under each protocol what the first that has it says."""
     cell = dict(speed)
-    for scored in _records(quality[quality["cell_id"] == speed["cell_id"]]):
+    for scored in rows_of(quality[quality["cell_id"] == speed["cell_id"]]):
         for name, value in scored.items():
             if name == "note":
                 cell["quality_note"] = cell.get("quality_note") or value
@@ -182,7 +180,7 @@ def _about(cell: Row, cells: Sequence[Row]) -> dict[str, Any]:
     return about | {"parameters": text, "images": cell["images"], "failed": cell["failed"]}
 
 
-def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
+def rows_of(table: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows of a table with None for what is missing."""
     import pandas as pd
 

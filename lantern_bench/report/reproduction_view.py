@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.report.reading import with_interval
+from lantern_bench.report.reproduction import rows_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,14 +36,16 @@ def side_by_side(table: pd.DataFrame) -> pd.DataFrame:
     import pandas as pd
 
     own = table[table["paper_row"].isna() & table["figure"].isin(["prompt_accuracy", "kid"])]
-    lines: dict[tuple[Any, Any], dict[str, str]] = {}
-    for row in table.drop(own.index).to_dict("records"):
-        key = tuple("" if pd.isna(row[name]) else row[name] for name in ("cell_id", "paper_row"))
-        line = lines.setdefault(key, _about(row))
-        line |= _cells(row)
-    for row in own.to_dict("records"):
-        for key, line in lines.items():
-            if key[0] == row["cell_id"]:
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows_of(table.drop(own.index)):
+        line = lines.setdefault((_word(row["cell_id"]), _word(row["paper_row"])), _about(row))
+        cells = _cells(row)
+        sources = [line.get("source"), cells.get("source")]
+        line |= cells
+        line["source"] = "; ".join(dict.fromkeys(source for source in sources if source))
+    for row in rows_of(own):
+        for (cell_id, _), line in lines.items():
+            if cell_id == row["cell_id"]:
                 line |= _cells(row)
     shown = pd.DataFrame(list(lines.values())).fillna("")
     figures = [head for name in _FORMS for head in _heads(name) if head in shown]
@@ -56,27 +59,25 @@ def _heads(name: str) -> tuple[str, str, str]:
     return head, f"{head} published", f"{head} diff."
 
 
-def _about(row: dict[str, Any]) -> dict[str, str]:
-    import pandas as pd
+def _word(value: object) -> str:
+    return "" if value is None else str(value)
 
-    text = {name: "" if pd.isna(row[name]) else str(row[name]) for name in ("parameters", "residual")}
-    method = _NO_CELL if pd.isna(row["method"]) else str(row["method"])
-    return {"method": method, **text, "published row": "" if pd.isna(row["paper_row"]) else str(row["paper_row"])}
+
+def _about(row: dict[str, Any]) -> dict[str, str]:
+    about = {"method": row["method"] or _NO_CELL, "parameters": row["parameters"], "residual": row["residual"]}
+    return {name: _word(value) for name, value in (about | {"published row": row["paper_row"]}).items()}
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
     """Ours with its interval, the published figure, the difference, and where the published one is from."""
-    import pandas as pd
-
     _, form, unit = _FORMS[row["figure"]]
     heads = _heads(row["figure"])
     line: dict[str, str] = {}
-    if not pd.isna(row["ours"]):
-        ends = [None if pd.isna(row[f"ours_{end}"]) else row[f"ours_{end}"] for end in ("low", "high")]
-        line[heads[0]] = with_interval(row["ours"], *ends, form, unit)
-    if not pd.isna(row["published"]):
+    if row["ours"] is not None:
+        line[heads[0]] = with_interval(row["ours"], row["ours_low"], row["ours_high"], form, unit)
+    if row["published"] is not None:
         line[heads[1]] = form.format(row["published"]) + unit
         line["source"] = f"{row['source']} ({row['confidence']})"
-    if not pd.isna(row["difference"]):
+    if row["difference"] is not None:
         line[heads[2]] = form.replace("{:", "{:+").format(row["difference"]) + unit
     return line
