@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from lantern_bench.runs.judges import Judges
+    from lantern_bench.runs.reference import Reference
     from lantern_bench.runs.store import RunStore
     from lantern_bench.spec.experiment import Experiment, ResolvedExperiment
     from lantern_bench.spec.plan import Plan
@@ -110,19 +111,24 @@ def plan_table(request: Request, console: Console) -> pd.DataFrame:
 
 def carry_out(request: Request, console: Console) -> int:
     """Make what is to be made and score it; return how many images failed."""
+    from lantern_bench.runs.judges import judges_of
     from lantern_bench.runs.local import choose_place, key_fields, load_models
+    from lantern_bench.runs.reference import find_reference
     from lantern_bench.runs.store import RunStore
 
     settings = request.experiment.settings
     place = choose_place(settings.device, settings.dtype)
-    judges = _judges(request.protocol, place.device) if "quality" in settings.metrics else None
+    judges = reference = None
+    if "quality" in settings.metrics:
+        judges = judges_of(request.protocol, device=place.device)
+        reference = find_reference(settings.reference, request.protocol)
     models = load_models(request.experiment, place)
     console.detail(f"device {place.device}, {place.dtype_name}")
     with RunStore(request.folder, request.experiment, key_fields(models, settings, place)) as store:
         try:
             failed = _make(request.plan, store, models, place, console)
             if judges is not None:
-                _score(store, judges, settings.reference, console)
+                _score(store, judges, reference, console)
         except KeyboardInterrupt:
             units = request.plan.units
             done = sum(store.is_done(unit) for unit in units)
@@ -160,24 +166,16 @@ def _make(plan: Plan, store: RunStore, models: Any, place: Any, console: Console
     return failed
 
 
-def _judges(protocol: Protocol, device: Any) -> Judges:
-    from lantern_bench.runs.judges import judges_of
-
-    return judges_of(protocol, device=device)
-
-
-def _score(store: RunStore, judges: Judges, reference: str | None, console: Console) -> None:
-    from lantern_bench.runs.reference import find_reference
+def _score(store: RunStore, judges: Judges, reference: Reference | None, console: Console) -> None:
     from lantern_bench.runs.reference_cache import cache_folder
     from lantern_bench.runs.score import score_run
 
-    found = find_reference(reference) if reference is not None else None
     with console.progress() as progress:
         progress.start(1, "scoring")
         score_run(
             store,
             judges,
-            found,
+            reference,
             on_cell=lambda _cell, done, total: progress.reach(done / total),
             cache=cache_folder(),
         )

@@ -59,7 +59,7 @@ def score(
     place = choose_place(device)
     judges = judges_of(rules, clip_weights=clip_weights, features_weights=features_weights, device=place.device)
     given = reference or (recorded.get("reference") if named == recorded.get("protocol") else None)
-    against = find_reference(given) if given is not None else None
+    against = find_reference(given, rules)
     with ScoreBook(folder) as book, console.progress() as progress:
         progress.start(1, "scoring")
         written = score_run(

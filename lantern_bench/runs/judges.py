@@ -36,10 +36,10 @@ class Judges:
     rewards: Mapping[str, Reward] = field(default_factory=dict)
 
     @property
-    def labels(self) -> dict[str, str]:
-        """The judges of single pictures by their columns: two sets with equal labels score alike."""
-        found = {name: reward.label for name, reward in self.rewards.items()}
-        return found if self.clip is None else {"clip_score": self.clip.label, **found}
+    def label(self) -> str | None:
+        """What judges pictures with their captions, and its weights; None where nothing does."""
+        judges = [*([] if self.clip is None else [self.clip]), *self.rewards.values()]
+        return "; ".join(judge.label for judge in judges) or None
 
 
 def judges_of(

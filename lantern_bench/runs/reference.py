@@ -23,6 +23,7 @@ from lantern_bench.errors import UserError
 from lantern_bench.lanterns.captions import HELD_OUT
 from lantern_bench.lanterns.scenes import render
 from lantern_bench.measure.features import FeatureSet, Pictures
+from lantern_bench.spec.protocols import Protocol
 
 __all__ = [
     "EMBEDDED_REFERENCE",
@@ -76,13 +77,18 @@ class FilePictures:
         return read_picture(self.files[index])
 
 
-def find_reference(given: str) -> Reference | None:
-    """The reference a person named (`REFERENCE_HELP`); None for the embedded one, whose size depends on the run.
+def find_reference(given: str | None, protocol: Protocol) -> Reference | None:
+    """The reference a person named (`REFERENCE_HELP`); None for the protocol's own, whose size depends on the run.
 
-    Raises `UserError` for what is none of these.
+    Raises `UserError` for what is no reference, and for painted scenes under a protocol that is not made for them.
     """
-    if given == EMBEDDED_REFERENCE:
+    if given is None or given == protocol.reference:
         return None
+    if given == EMBEDDED_REFERENCE:
+        raise UserError(
+            f"--reference {given}: the painted scenes are not for the protocol {protocol.name}",
+            "Give a folder, a .json or a .npz, or --protocol embedded.",
+        )
     file, equals, folder = given.partition("=")
     path = Path(file)
     if path.suffix.lower() == ".json" and path.is_file():

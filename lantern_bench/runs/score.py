@@ -131,8 +131,7 @@ def _is_scored(
 ) -> bool:
     """Whether the kept rows hold the last word of these judges on all of the cell's images."""
     mine = [row for row in kept if row["cell_id"] == cell_id]
-    label = judges.labels.get("clip_score")
-    images = {row["record_key"] for row in mine if row["level"] == "image" and row["clip_model"] == label}
+    images = {row["record_key"] for row in mine if row["level"] == "image" and row["clip_model"] == judges.label}
     if not images.issuperset(record["record_key"] for record in records):
         return False
     if judges.extractor is None:
@@ -221,7 +220,7 @@ def _image_rows(cell_id: str, scored: _Scored, judges: Judges) -> Iterator[Row]:
             "cell_id": cell_id,
             "record_key": record["record_key"],
             **{name: values[number] for name, values in answers.items()},
-            "clip_model": judges.labels.get("clip_score"),
+            "clip_model": judges.label,
         }
 
 

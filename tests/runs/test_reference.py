@@ -16,8 +16,9 @@ from lantern_bench.errors import UserError
 from lantern_bench.lanterns.classifier import AttributeClassifier, save_classifier
 from lantern_bench.measure import features, fidelity
 from lantern_bench.runs import reference, reference_cache
-from lantern_bench.spec.protocols import Preparation
+from lantern_bench.spec.protocols import PROTOCOLS, Preparation
 
+EMBEDDED = PROTOCOLS["embedded"]
 PLAIN = Preparation()
 CROPPED = Preparation(crop=True, size=64)
 
@@ -55,7 +56,7 @@ def test_a_folder_is_read_by_name_when_it_is_needed(tmp_path: Path) -> None:
         reference.folder_reference(tmp_path)
     for name, size in (("b.png", 16), ("a.png", 20)):
         Image.new("RGB", (size, size), (200 if name == "a.png" else 10, 0, 0)).save(tmp_path / name)
-    found = reference.find_reference(str(tmp_path))
+    found = reference.find_reference(str(tmp_path), EMBEDDED)
     assert found is not None and found.pictures is not None
     assert [int(found.pictures[number][0, 0, 0]) for number in range(2)] == [200, 10]
     assert f"{tmp_path.name}, n=2, sha256=" in found.label
@@ -77,7 +78,7 @@ def test_a_coco_annotation_lists_the_pictures(tmp_path: Path) -> None:
     listed = {"images": [{"id": 1, "file_name": "b.png"}, {"id": 2, "file_name": "d.png"}], "annotations": []}
     (tmp_path / "val.json").write_text(json.dumps(listed))
     for given in (f"{tmp_path / 'val.json'}", f"{tmp_path / 'val.json'}={folder}"):
-        found = reference.find_reference(given)
+        found = reference.find_reference(given, EMBEDDED)
         assert found is not None and found.pictures is not None and len(found.pictures) == 2
         assert torch.equal(found.pictures[1], reference.read_picture(folder / "d.png"))
 
@@ -95,20 +96,20 @@ def test_annotations_that_are_wrong(tmp_path: Path, text: str, said: str) -> Non
     paint(tmp_path / "val")
     (tmp_path / "val.json").write_text(text)
     with pytest.raises(UserError, match=said):
-        reference.find_reference(str(tmp_path / "val.json"))
+        reference.find_reference(str(tmp_path / "val.json"), EMBEDDED)
 
 
 def test_statistics_from_a_file(tmp_path: Path, extractor: fidelity.Extractor) -> None:
     path = tmp_path / "coco.npz"
     np.savez(path, mu=np.zeros(64), sigma=np.eye(64), n=np.int64(5000))
-    found = reference.find_reference(str(path))
+    found = reference.find_reference(str(path), EMBEDDED)
     assert found is not None and found.statistics is not None and found.label.startswith("coco (statistics), n=5000")
     kept = reference_cache.reference_features(found, extractor, PLAIN)
     scores = fidelity.compare(torch.randn(200, 64, generator=torch.Generator().manual_seed(0)), kept, extractor)
     assert scores.fid is not None and 0 < scores.fid < 20
     assert scores.kid is None and scores.precision is None and "statistics only" in scores.note
     np.savez(path, mu=np.zeros(10), sigma=np.eye(10))
-    narrow = reference.find_reference(str(path))
+    narrow = reference.find_reference(str(path), EMBEDDED)
     assert narrow is not None
     with pytest.raises(UserError, match="has 10 features, lanterns-features has 64"):
         reference_cache.reference_features(narrow, extractor, PLAIN)
@@ -118,13 +119,15 @@ def test_statistics_from_a_file(tmp_path: Path, extractor: fidelity.Extractor) -
 def test_statistics_that_are_wrong(tmp_path: Path, arrays: dict[str, Any]) -> None:
     np.savez(tmp_path / "wrong.npz", **arrays)
     with pytest.raises(UserError, match="mu"):
-        reference.find_reference(str(tmp_path / "wrong.npz"))
+        reference.find_reference(str(tmp_path / "wrong.npz"), EMBEDDED)
 
 
 def test_what_is_no_reference(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder or file"):
-        reference.find_reference(str(tmp_path / "nowhere"))
-    assert reference.find_reference("embedded") is None
+        reference.find_reference(str(tmp_path / "nowhere"), EMBEDDED)
+    assert reference.find_reference("embedded", EMBEDDED) is None and reference.find_reference(None, EMBEDDED) is None
+    with pytest.raises(UserError, match="not for the protocol lantern-coco"):
+        reference.find_reference("embedded", PROTOCOLS["lantern-coco"])
 
 
 def test_features_are_kept_by_content_extractor_and_preparation(
