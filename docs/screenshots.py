@@ -1,7 +1,7 @@
 """Pictures of the report page for the documentation: `make screenshots RUN=results/<run>`.
 
-The page is written anew, opened in a headless Chromium without network, and photographed in light and dark, part by
-part. The time it took to open is printed.
+The page is written anew, opened in a headless Chromium without network, and photographed part by part, some of it in
+dark. Its size and the time it took to open are printed.
 """
 
 from __future__ import annotations
@@ -27,41 +27,42 @@ def main(runs: list[str], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as scratch:
         page = write_report([Path(run) for run in runs], Path(scratch) / "report.html")
-        print(f"{page.stat().st_size / 1e6:.2f} MB")
-        for theme in ("light", "dark"):
-            photograph(page, folder, theme)
+        with opened(
+            viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light", reduced_motion="reduce"
+        ) as context:
+            tab = context.new_page()
+            tab.goto(page.as_uri())
+            tab.wait_for_selector("html[data-ready]")
+            ready = int(tab.evaluate("document.documentElement.dataset.ready"))
+            print(f"{page.stat().st_size / 1e6:.1f} MB, opened in {ready} ms")
+            photograph(tab, folder)
 
 
-def photograph(page: Path, folder: Path, theme: str) -> None:
-    """Light: every part; dark: the top and the pictures."""
-    settings = {"viewport": {"width": WIDTH, "height": HEIGHT}, "color_scheme": theme, "device_scale_factor": 1}
-    with opened(**settings) as context:
-        tab = context.new_page()
-        tab.goto(page.as_uri())
-        tab.wait_for_selector("html[data-ready]")
-        print(f"{theme}: opened in {tab.evaluate('document.documentElement.dataset.ready')} ms")
-        tab.evaluate("document.querySelector('.bar').style.position = 'static'")
-        save(tab, folder / f"report-{theme}.png")
-        for part in ("charts", "stage", "maps", "pictures") if theme == "light" else ("stage", "charts"):
-            if part == "stage":
-                to_last(tab)
-            save(tab.locator(f"#{part}"), folder / f"report-{part}-{theme}.png")
-
-
-def to_last(tab: Any) -> None:
-    """Move the slider to its last cell, with the map over the picture."""
+def photograph(tab: Any, folder: Path) -> None:
+    """Each part in light; the slider at its other end, with the map over the picture, and the curves in dark."""
     tab.locator("#stage-slider").press("End")
+    for part in ("summary", "charts", "stage", "maps", "pictures"):
+        show(tab, part)
+        save(tab, folder / f"report-{part}.png")
+    tab.locator("#theme").click()
+    for part in ("charts", "stage"):
+        if part == "stage":
+            tab.locator("#stage-overlay").check()
+        show(tab, part)
+        save(tab, folder / f"report-{part}-dark.png")
 
 
-def save(what: Any, path: Path) -> None:
-    """Take the picture and make it small: 128 colours are enough for a page of text and lines."""
-    from PIL import Image
+def show(tab: Any, part: str) -> None:
+    """Scroll a part to the top; the summary has the page's head above it."""
+    where = 0 if part == "summary" else tab.evaluate(f"document.querySelector('#{part}').offsetTop - 120")
+    tab.evaluate(f"scrollTo(0, {where})")
+    tab.wait_for_timeout(300)
 
-    what.screenshot(path=str(path))
-    with Image.open(path) as picture:
-        small = picture.convert("RGB").quantize(192, dither=Image.Dither.NONE)
-    small.save(path, optimize=True)
-    print(path)
+
+def save(tab: Any, path: Path) -> None:
+    """Take the picture."""
+    tab.screenshot(path=str(path))
+    print(path.relative_to(ROOT))
 
 
 if __name__ == "__main__":

@@ -86,9 +86,9 @@ def _scored_rows(
             values = [_measured(cell.good, _score(one, figure), _one) for cell, one in zip(cells, judged, strict=True)]
             yield from _row(cells[0], figure, "difference", values, protocol=protocol)
         for figure in ("fid", "kid", "precision", "recall"):
-            whole = [one.cells.get(cell.cell_id, {}).get(figure) for cell, one in zip(cells, judged, strict=True)]
-            if None not in whole:
-                yield _untested(cells[0], figure, protocol, whole[0], whole[1])
+            a, b = (one.cells.get(cell.cell_id, {}).get(figure) for cell, one in zip(cells, judged, strict=True))
+            if a is not None and b is not None:
+                yield _untested(cells[0], figure, protocol, a, b)
 
 
 def _row(

@@ -140,7 +140,7 @@ def _bounds(made: Mapping[str, Tables], numbers: Numbers) -> list[Plain]:
         if points[parameter].nunique() < 2:
             continue
         family = [name for name in FAMILY if name in points and name != parameter]
-        lines = []
+        lines: list[Plain] = []
         for _, line in points.groupby(family, sort=False, dropna=False):
             values = [value if parameter == "tree" else float(value) for value in line[parameter]]
             cells = [numbers[cell_key(row)] for _, row in line.iterrows()]
@@ -155,7 +155,8 @@ def _pictures(
     runs: Mapping[str, RunData], records: Mapping[CellKey, CellRecords], numbers: Numbers, home: Path
 ) -> Plain:
     """Prompts by first appearance in the plan, and a picture for each good record with its own figures."""
-    thumbnails, prompts, pictures = Thumbnails(), {}, []
+    thumbnails, pictures = Thumbnails(), []
+    prompts: dict[str, int] = {}
     scores = {name: _image_scores(run) for name, run in runs.items()}
     grid = grid_side([row for cell in records.values() for row in cell.good])
     ordered = sorted(

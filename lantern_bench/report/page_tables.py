@@ -124,8 +124,8 @@ def highlights(made: Mapping[str, Tables], numbers: Mapping[CellKey, int], names
         if name is None or not _has(table, name):
             continue
         there = table[table[name].notna()]
-        less = name == "fid"
-        best = there.loc[there[name].astype(float).idxmin() if less else there[name].astype(float).idxmax()]
+        values = [float(value) for value in there[name]]
+        best = there.iloc[values.index(min(values) if name == "fid" else max(values))]
         ends = [best.get(f"{name}{end}") for end in ("_low", "_high")]
         text, _, interval = written(name, float(best[name]), *ends).partition(" [")
         number = numbers[cell_key(best)]

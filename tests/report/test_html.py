@@ -77,7 +77,7 @@ def test_published_figures_stand_beside_ours_with_their_source(page):
 
 def test_what_is_typed_in_a_prompt_stays_text(tmp_path):
     bad = "</script><script>alert(1)</script><!-- & \"quotes\" 'both'"
-    records = [make_record(cell, 0, [[0]], 1.0, prompt=bad) for cell in (AR, STRICT)]
+    records = [make_record(cell, 0, [[0]], 1.0) | {"prompt": bad} for cell in (AR, STRICT)]
     folder = write_run(tmp_path / "<b>run</b>", records, [], {"description": "<i>tilted</i>"})
     page = render(read_named([folder]), folder)
     assert "alert(1)</script>" not in page and "<i>tilted" not in page and "<b>run" not in page

@@ -28,14 +28,24 @@ function draw(id, traces, arrangement) {
   }
 }
 
-// Names at the points; where there are many, only those on the front.
-function frontNames(front) {
+// Names at the points, each where it covers neither a point nor another name; where there are many, those on the front.
+const PLACES = [[9, -11, "left"], [9, 11, "left"], [-9, -11, "right"], [-9, 11, "right"], [9, -27, "left"], [9, 27, "left"], [-9, -27, "right"], [-9, 27, "right"]];
+
+function overlaps(a, b) { return a.x0 < b.x1 && b.x0 < a.x1 && a.y0 < b.y1 && b.y0 < a.y1; }
+
+function frontNames(front, frame) {
+  const at = (point) => [frame.xaxis.l2p(point.x[0]), frame.yaxis.l2p(point.y[0])];
+  const taken = front.points.map((point) => { const [x, y] = at(point); return { x0: x - 7, x1: x + 7, y0: y - 7, y1: y + 7 }; });
   const few = front.points.length <= 12;
-  const named = front.points.filter((point) => (few || !point.dominated) && !isShadow(point.cell)).sort((a, b) => a.x[0] - b.x[0]);
-  return named.map((point, place) => ({
-    x: point.x[0], y: point.y[0], text: data.cells[point.cell].name, showarrow: false, xanchor: "left", xshift: 9, yshift: place % 2 ? 11 : -11,
-    font: { size: 12, color: ink(point.dominated ? "--soft" : "--ink") }, bgcolor: ink("--card"), opacity: 0.9, borderpad: 1,
-  }));
+  const named = front.points.filter((point) => (few || !point.dominated) && !isShadow(point.cell)).sort((a, b) => a.dominated - b.dominated || a.x[0] - b.x[0]);
+  return named.map((point) => {
+    const name = data.cells[point.cell].name, width = 6.7 * name.length + 4, [x, y] = at(point);
+    const box = ([right, down, anchor]) => { const x0 = anchor === "left" ? x + right : x + right - width; return { x0, x1: x0 + width, y0: y + down - 8, y1: y + down + 8 }; };
+    const inside = (one) => one.x0 >= 0 && one.x1 <= frame.xaxis._length && one.y0 >= 0 && one.y1 <= frame.yaxis._length;
+    const place = PLACES.find((one) => inside(box(one)) && !taken.some((other) => overlaps(box(one), other))) || PLACES[0];
+    taken.push(box(place));
+    return { x: point.x[0], y: point.y[0], text: name, showarrow: false, xanchor: place[2], xshift: place[0], yshift: -place[1], font: { size: 12, color: ink(point.dominated ? "--soft" : "--ink") } };
+  });
 }
 
 function drawFront() {
@@ -58,9 +68,9 @@ function drawFront() {
   });
   const direction = front.less ? "reversed" : true;
   const arrangement = layout(axis(`${speed}, 95 % interval`), axis(front.axis.replace("\n", "<br>"), { autorange: direction }));
-  arrangement.annotations = frontNames(front);
   if (front.speed === "speedup") arrangement.shapes = [{ type: "line", x0: 1, x1: 1, yref: "paper", y0: 0, y1: 1, line: { color: GREY, width: 1, dash: "dot" } }];
   draw("front", [line, ...traces], arrangement);
+  Plotly.relayout("front", { annotations: frontNames(front, find("#front")._fullLayout) });
 }
 
 function drawLines(id, more = {}) {

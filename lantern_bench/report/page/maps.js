@@ -42,6 +42,7 @@ function drawMaps() {
   const high = find("#maps-prompt").checked ? Math.max(1.5, ...found.flatMap(([, values]) => values.filter((v) => v !== null))) : scale.high;
   find("#scale-low").textContent = "1";
   find("#scale-high").textContent = high.toFixed(1);
+  find("#maps-grid").style.setProperty("--across", Math.min(8, Math.max(4, found.length)));
   find("#maps-grid").replaceChildren(...found.map(([number, values]) => mapFigure(number, values, high)));
   if (!found.length) find("#maps-grid").append(element("p", { class: "lead" }, "None of the cells shown drafts anything."));
 }

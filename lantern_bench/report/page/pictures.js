@@ -16,7 +16,7 @@ function pictureFigure(row, number) {
   const picture = pictureAt.get(`${row}/${number}`), cell = data.cells[number];
   if (!picture) return element("div", { class: "gone" }, "no picture");
   const prompt = data.prompts[picture.prompt];
-  const image = picture.thumb === null ? element("div", { class: "gone" }, "file missing") : element("img", { src: source(picture), alt: `${prompt}, ${cell.name}`, loading: "lazy" });
+  const image = picture.thumb === null ? element("div", { class: "gone" }, "file missing") : element("img", { src: source(picture), alt: `${prompt}, ${cell.name}`, decoding: "async" });
   const linked = picture.file ? element("a", { href: encodeURI(picture.file), target: "_blank", rel: "noopener", title: "the file itself" }, image) : image;
   const fill = element("i", { style: `width:${((100 * (picture.length || 0)) / longest).toFixed(1)}%;--c:${cell.colour};--d:${cell.dark}` });
   const first = element("div", {}, element("b", {}, figure(picture.length, 2)), " tokens/step");
