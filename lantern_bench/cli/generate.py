@@ -109,7 +109,7 @@ def _resolved(typed: dict[str, Any], mode: Sequence[str], settings: Sequence[str
     from lantern_bench.models.registry import card_of, defaults_of
     from lantern_bench.runs.admission import check_neighbours
     from lantern_bench.spec.experiment import resolve
-    from lantern_bench.spec.modes import MODES
+    from lantern_bench.spec.modes import MODES, OUTSIDE_RULES
     from lantern_bench.spec.overrides import Overrides
     from lantern_bench.spec.reading import read_experiment
     from lantern_bench.spec.source import Source
@@ -122,7 +122,9 @@ def _resolved(typed: dict[str, Any], mode: Sequence[str], settings: Sequence[str
             hint = did_you_mean(name, MODES)
             raise UserError(f"--mode {name}: unknown mode{hint}", f"The modes are {', '.join(MODES)}, or all.")
     card_of(typed["model"][0])
-    data = {"name": "generate", "model": "?", "baseline": False, **_BOUNDS, "cells": [{"mode": m} for m in names]}
+    own = {name: {"bound": rule.example} for name, rule in OUTSIDE_RULES.items()}
+    cells = [{"mode": name, **own.get(name, {})} for name in names]
+    data = {"name": "generate", "model": "?", "baseline": False, **_BOUNDS, "cells": cells}
     overrides = Overrides.from_flags(typed, settings=settings)
     experiment, problems = read_experiment(Source("generate", Path(), data), overrides)
     problems.raise_all()

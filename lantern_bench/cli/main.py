@@ -15,11 +15,15 @@ from typing import Annotated
 import typer
 
 from lantern_bench import __version__
+from lantern_bench.cli.compare import compare
 from lantern_bench.cli.curves import curves
 from lantern_bench.cli.experiments import experiments
 from lantern_bench.cli.generate import generate
 from lantern_bench.cli.models import models
 from lantern_bench.cli.neighbours import neighbours
+from lantern_bench.cli.report import report
+from lantern_bench.cli.reproduce import reproduce
+from lantern_bench.cli.score import score
 from lantern_bench.cli.show import show
 from lantern_bench.cli.sweep import sweep
 from lantern_bench.cli.train import train
@@ -46,8 +50,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(sweep)
+app.command()(reproduce)
+app.command()(score)
 app.command()(show)
 app.command()(curves)
+app.command()(compare)
+app.command()(report)
 app.command()(generate)
 app.command()(models)
 app.command()(experiments)

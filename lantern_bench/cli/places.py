@@ -6,9 +6,10 @@ The folder is `results` where the command is typed, or the one that `LANTERN_BEN
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["RESULTS_VARIABLE", "RUN_HELP", "locate", "results_root"]
+__all__ = ["RESULTS_VARIABLE", "RUN_HELP", "locate", "locate_all", "results_root"]
 
 RESULTS_VARIABLE = "LANTERN_BENCH_RESULTS"
 RUN_HELP = "A run's folder, its name under results/, or the beginning of the name."
@@ -24,3 +25,8 @@ def locate(run: str) -> Path:
     from lantern_bench.runs.store import find_run
 
     return find_run(run, results_root())
+
+
+def locate_all(runs: Sequence[str]) -> list[Path]:
+    """Return the folders of several runs, each once; raises as `locate`."""
+    return list(dict.fromkeys(locate(run) for run in runs))

@@ -8,6 +8,7 @@ decided in `report.reading`; nothing is computed here.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias, get_args
 
@@ -46,6 +47,16 @@ class Console:
         self._err = stderr or sys.stderr
         self.format: Format = format or ("table" if self._out.isatty() else "csv")
         self._bars: Bars | None = None
+
+    @property
+    def width(self) -> int:
+        """Columns of a line on stdout: the terminal's, and 100 where there is none."""
+        return shutil.get_terminal_size((100, 24)).columns if self._out.isatty() else 100
+
+    @property
+    def writes_blocks(self) -> bool:
+        """Whether stdout can write more than ASCII."""
+        return "utf" in (getattr(self._out, "encoding", None) or "utf-8").lower()
 
     def data(self, text: str) -> None:
         """Write text to stdout, as it is, with a line end."""

@@ -2,10 +2,13 @@
 
 The bound of a rule holds for one given draft; over all drafts the excess adds up, and this is the number that says how
 much (algorithms.md, section 4). Computed exactly per set of children with the same routine that verification uses,
-never from token counts. Not defined at temperature 0.
+never from token counts. Not defined at temperature 0. Where the distributions come from is `measure/relaxation_cost`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +17,39 @@ from lantern_bench.decode.judge import judge_children
 from lantern_bench.decode.relax import STRICT, Relaxation
 from lantern_bench.decode.sampling import draw_without_replacement
 
-__all__ = ["emitted_first_token", "emitted_tv_dynamic", "emitted_tv_static", "total_variation"]
+__all__ = [
+    "Emission",
+    "SampledTV",
+    "emitted",
+    "emitted_first_token",
+    "emitted_tv_dynamic",
+    "emitted_tv_sampled",
+    "emitted_tv_static",
+    "total_variation",
+]
+
+
+class Emission(NamedTuple):
+    """What a step does with its root's children: the law [N, V] of its first token, and the mass it moved [N].
+
+    moved: m(x) of each child times the chance that the child is tried, summed. For deterministic drafts under `exact`
+    the emitted TV is at most this.
+    """
+
+    law: Tensor
+    moved: Tensor
+
+
+class SampledTV(NamedTuple):
+    """Two estimates [N] of one emitted TV from the same draws; on average the truth lies between them.
+
+    tv: half the L1 norm of the mean error; what noise is left in the mean makes it too large. crossed: the signs of
+    one half of the draws on the errors of the other; signs that noise turned make it too small. More draws bring them
+    together.
+    """
+
+    tv: Tensor
+    crossed: Tensor
 
 
 def total_variation(p: Tensor, other: Tensor) -> Tensor:
@@ -22,10 +57,10 @@ def total_variation(p: Tensor, other: Tensor) -> Tensor:
     return 0.5 * (p - other).abs().sum(dim=-1)
 
 
-def emitted_first_token(
+def emitted(
     p: Tensor, q: Tensor | None, tokens: Tensor, valid: Tensor, relaxation: Relaxation, table: Tensor | None
-) -> Tensor:
-    """Return the exact distribution [N, V] of a step's first token, given the root's children.
+) -> Emission:
+    """Return exactly what a step's first token is, given the root's children.
 
     `p` [N, V]; `q` [N, V], or None for a deterministic draft; `tokens` int64 and `valid` bool [N, C]. The inputs are
     left as they are.
@@ -34,8 +69,16 @@ def emitted_first_token(
     judged = judge_children(p.clone(), None if q is None else q.clone(), tokens, valid, relaxation, table)
     all_rejected = (1.0 - judged.accept).cumprod(dim=1)
     reached = torch.cat([torch.ones_like(all_rejected[:, :1]), all_rejected[:, :-1]], dim=1)
-    emitted = judged.final(rows, p) * all_rejected[:, -1:]
-    return emitted.scatter_add_(1, tokens, reached * judged.accept)
+    law = judged.final(rows, p) * all_rejected[:, -1:]
+    law.scatter_add_(1, tokens, reached * judged.accept)
+    return Emission(law, (reached * judged.mass).sum(dim=1))
+
+
+def emitted_first_token(
+    p: Tensor, q: Tensor | None, tokens: Tensor, valid: Tensor, relaxation: Relaxation, table: Tensor | None
+) -> Tensor:
+    """Return the exact distribution [N, V] of a step's first token, given the root's children; as `emitted`."""
+    return emitted(p, q, tokens, valid, relaxation, table).law
 
 
 def emitted_tv_dynamic(
@@ -48,6 +91,38 @@ def emitted_tv_dynamic(
     return total_variation(p, emitted_first_token(p, None, tokens, valid, relaxation, table))
 
 
+def emitted_tv_sampled(
+    p: Tensor,
+    q: Tensor,
+    children: int,
+    draws: int,
+    rules: Sequence[tuple[Relaxation, Tensor | None]],
+    exponential: Callable[[], Tensor],
+) -> list[SampledTV]:
+    """Estimate the emitted TV of sampled drafts under several rules (with their tables of nearest codes) at once.
+
+    `p`, `q` [N, V] at the root; `children` are drawn `draws` times (at least 2) from q with the noise that
+    `exponential` gives, Exp(1) [N, V], the same for all rules. For each draw the emitted distribution is computed
+    exactly under the relaxed and under the strict rule, whose mean is p; the mean difference is the error.
+    """
+    if draws < 2:
+        raise ValueError(f"draws must be at least 2, not {draws}")
+    errors = p.new_zeros(len(rules), 2, *p.shape)
+    for number in range(draws):
+        tokens, valid = draw_without_replacement(q, children, exponential())
+        strict = emitted_first_token(p, q, tokens, valid, STRICT, None)
+        for place, (relaxation, table) in enumerate(rules):
+            errors[place, number % 2] += emitted_first_token(p, q, tokens, valid, relaxation, table) - strict
+    return [_estimate(halves, draws) for halves in errors]
+
+
+def _estimate(halves: Tensor, draws: int) -> SampledTV:
+    """From the summed errors [2, N, V] of the even and the odd draws."""
+    first, second = halves[0] / ((draws + 1) // 2), halves[1] / (draws // 2)
+    crossed = (first.sign() * second + second.sign() * first).sum(dim=-1) / 4.0
+    return SampledTV(0.5 * (halves.sum(dim=0) / draws).abs().sum(dim=-1), crossed)
+
+
 def emitted_tv_static(
     p: Tensor,
     q: Tensor,
@@ -57,16 +132,9 @@ def emitted_tv_static(
     table: Tensor | None,
     generator: torch.Generator,
 ) -> Tensor:
-    """Return an estimate [N] of the emitted TV of sampled drafts.
+    """Return an estimate [N] of the emitted TV of sampled drafts under one rule, as `emitted_tv_sampled`."""
 
-    `p`, `q` [N, V] at the root; `children` are drawn `draws` times from q. For each draw the emitted distribution is
-    computed exactly under the relaxed and under the strict rule (whose mean is p); the mean difference is the error,
-    half its L1 norm the TV.
-    """
-    error = torch.zeros_like(p)
-    for _ in range(draws):
-        noise = torch.empty_like(p).exponential_(generator=generator)
-        tokens, valid = draw_without_replacement(q, children, noise)
-        error += emitted_first_token(p, q, tokens, valid, relaxation, table)
-        error -= emitted_first_token(p, q, tokens, valid, STRICT, None)
-    return 0.5 * (error / draws).abs().sum(dim=-1)
+    def exponential() -> Tensor:
+        return torch.empty_like(p).exponential_(generator=generator)
+
+    return emitted_tv_sampled(p, q, children, draws, [(relaxation, table)], exponential)[0].tv

@@ -7,15 +7,16 @@ probability and the residuals are written; `verify.py` walks with them and `emit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from lantern_bench.decode.relax import Relaxation, merge_prefix, neighbour_columns
 
-__all__ = ["Judgement", "judge_children"]
+__all__ = ["Judge", "Judgement", "judge_children"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,12 @@ class Judgement:
         """
         chosen = torch.where(self.exhausted[rows, None], own, self.rest[rows])
         return chosen / chosen.sum(dim=-1, keepdim=True)
+
+
+Judge: TypeAlias = Callable[
+    [Tensor, Tensor | None, Tensor, Tensor, Relaxation, Tensor | None, Sequence[int] | None], Judgement
+]
+"""What judges children as `judge_children` does; a check that wants to see a broken rule caught brings another."""
 
 
 def judge_children(
@@ -90,7 +97,7 @@ class _Nodes:
         if self.relaxation.merges:
             near = neighbour_columns(self.table, x.squeeze(1), self.relaxation)
             near_p = p.gather(1, near[:, : self.relaxation.neighbours]) / p_mass
-            merged, taken = merge_prefix(near_p, p_x.squeeze(1), self.relaxation)
+            merged, taken = merge_prefix(near_p, p_x.squeeze(1), self.relaxation, lambda: p / p_mass)
             mass = merged[:, None]
             # A rejection touches the merged codes; under `official` all k + 1 as soon as one merged.
             touched = taken[:, :1].expand_as(near) if self.official else taken

@@ -16,6 +16,7 @@ from torch import Tensor
 from lantern_bench.clock import Phases
 from lantern_bench.decode.drafting import drafting_of
 from lantern_bench.decode.interface import Drafter, Scores, Target, WithForcedTokens
+from lantern_bench.decode.judge import Judge, judge_children
 from lantern_bench.decode.relax import Relaxation
 from lantern_bench.decode.sampling import Draws, decoding_probabilities, guide, sample
 from lantern_bench.decode.trace import ImageTrace, StepRecorder
@@ -23,7 +24,7 @@ from lantern_bench.decode.tree import DraftTree
 from lantern_bench.decode.verify import Verdict, verify
 from lantern_bench.decode.verify_greedy import verify_greedy
 from lantern_bench.errors import RefusedError
-from lantern_bench.spec.decoding import Decoding
+from lantern_bench.spec.decoding import Decoding, NeighbourMetric
 
 __all__ = ["Decoded", "Model", "decode", "relaxation_of"]
 
@@ -34,8 +35,8 @@ class Model(Protocol):
     target: Target
     drafter: Drafter | None
 
-    def table(self, columns: int) -> Tensor:
-        """The nearest codes int [V, columns]."""
+    def table(self, columns: int, metric: NeighbourMetric) -> Tensor:
+        """The nearest codes int [V, columns] by a metric."""
         ...
 
 
@@ -50,14 +51,11 @@ class Decoded:
 
 def relaxation_of(decoding: Decoding, target: object = None) -> Relaxation:
     """The acceptance rule of a configuration, as it is for this target."""
+    if decoding.rule in ("none", "strict"):
+        return Relaxation("strict")
     choices = target.choices if isinstance(target, WithForcedTokens) else None
-    if decoding.rule == "additive":
-        return Relaxation("additive", decoding.neighbours or 0, decoding.delta or 0.0, decoding.residual, choices)
-    if decoding.rule == "multiplicative":
-        return Relaxation(
-            "multiplicative", decoding.neighbours or 0, decoding.lambda_ or 1.0, decoding.residual, choices
-        )
-    return Relaxation("strict")
+    bound = decoding.delta or decoding.lambda_ or decoding.bound or 0.0
+    return Relaxation(decoding.rule, decoding.neighbours or 0, bound, decoding.residual, choices)
 
 
 @torch.inference_mode()
@@ -69,15 +67,16 @@ def decode(
     *,
     tokens: int | None = None,
     keep_logits: bool = False,
+    judge: Judge = judge_children,
 ) -> list[Decoded]:
     """Decode one image for each generator, together.
 
     `condition` is what the target's `prefill` takes, for as many images. `tokens` asks for fewer than the whole grid.
-    `keep_logits` keeps the guided logits that each token was drawn from. Raises `RefusedError` when drafts are asked
-    of a model without a drafter.
+    `keep_logits` keeps the guided logits that each token was drawn from. `judge` as in `verify`. Raises
+    `RefusedError` when drafts are asked of a model without a drafter.
     """
     asked = model.target.image_tokens if tokens is None else min(tokens, model.target.image_tokens)
-    run = _Run(model, decoding, generators, asked, keep_logits)
+    run = _Run(model, decoding, generators, asked, keep_logits, judge)
     return run.autoregressive(condition) if decoding.drafting == "none" else run.speculative(condition)
 
 
@@ -85,8 +84,15 @@ class _Run:
     """The decoding of one batch: what stays the same from step to step."""
 
     def __init__(
-        self, model: Model, decoding: Decoding, generators: Sequence[torch.Generator], asked: int, keep_logits: bool
+        self,
+        model: Model,
+        decoding: Decoding,
+        generators: Sequence[torch.Generator],
+        asked: int,
+        keep_logits: bool,
+        judge: Judge,
     ) -> None:
+        self.judge = judge
         self.model, self.decoding, self.asked, self.keep_logits = model, decoding, asked, keep_logits
         self.batch = len(generators)
         self.device = model.target.device
@@ -159,7 +165,7 @@ class _Run:
             )
         drafting = drafting_of(self.decoding, self.device)
         relaxation = relaxation_of(self.decoding, self.model.target)
-        table = self.model.table(relaxation.columns) if relaxation.merges else None
+        table = self.model.table(relaxation.columns, self.decoding.neighbour_metric) if relaxation.merges else None
         target = self.model.target.session(self.batch, self.guided, drafting.nodes)
         drafter = self.model.drafter.session(self.batch, self.guided, drafting.nodes)
         recorder = StepRecorder(self.batch, self.asked)
@@ -209,7 +215,7 @@ class _Run:
         uniforms = self.draws.uniform(*tree.children.shape[1:])
         noise = self.draws.exponential(logits.shape[-1])
         p = decoding_probabilities(logits, self.decoding)
-        return verify(tree, p, relaxation, table, uniforms, noise, limit)
+        return verify(tree, p, relaxation, table, uniforms, noise, limit, self.judge)
 
     def _assemble(self, first: Tensor, kept: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Guided logits [B, asked, V] of every kept token, from those of each step's path."""

@@ -1,20 +1,24 @@
 """The relaxed rules: how much probability the neighbours of a draft token lend it, and within which bound.
 
 Strict, additive (LANTERN, arXiv 2410.03355) and multiplicative (LANTERN++, arXiv 2502.06352); algorithms.md, section 4.
+Rules from outside the package (`spec/rules.py`) bring another limit of m(x); all else is the same for all of them.
 Probabilities in, probabilities out: accepting, rejecting and residuals are `judge.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["STRICT", "Relaxation", "Residual", "Rule", "merge_prefix", "merged_mass", "neighbour_columns", "relaxed"]
+from lantern_bench.spec.modes import OUTSIDE_RULES, RULES
+from lantern_bench.spec.rules import DraftView
 
-Rule: TypeAlias = Literal["strict", "additive", "multiplicative"]
+__all__ = ["STRICT", "Relaxation", "Residual", "merge_prefix", "merged_mass", "neighbour_columns", "relaxed"]
+
 Residual: TypeAlias = Literal["exact", "official"]
 
 
@@ -23,20 +27,20 @@ class Relaxation:
     """A rule with its parameters.
 
     `bound` is delta (additive: m(x) <= delta, delta > 0) or lambda (multiplicative: p~(x) <= lambda p(x), lambda > 1);
-    the strict rule ignores it. `neighbours` is k, 0 means strict. `residual` says what a rejection leaves: `exact`
-    takes out the merged mass only, `official` repeats the published code. `choices`: how many tokens, the first of the
-    vocabulary, are ever chosen; the others stand where they must (None: all are). Values outside the ranges raise
-    ValueError.
+    the strict rule ignores it, and a rule from outside says what it means. `neighbours` is k, 0 means strict.
+    `residual` says what a rejection leaves: `exact` takes out the merged mass only, `official` repeats the published
+    code. `choices`: how many tokens, the first of the vocabulary, are ever chosen; the others stand where they must
+    (None: all are). Values outside the ranges raise ValueError.
     """
 
-    rule: Rule = "strict"
+    rule: str = "strict"
     neighbours: int = 0
     bound: float = 0.0
     residual: Residual = "exact"
     choices: int | None = None
 
     def __post_init__(self) -> None:
-        if self.rule not in ("strict", "additive", "multiplicative"):
+        if self.rule == "none" or self.rule not in RULES:
             raise ValueError(f"unknown rule {self.rule!r}")
         if self.residual not in ("exact", "official"):
             raise ValueError(f"unknown residual {self.residual!r}")
@@ -46,6 +50,8 @@ class Relaxation:
             raise ValueError(f"delta must be above 0, not {self.bound}")
         if self.rule == "multiplicative" and not self.bound > 1.0:
             raise ValueError(f"lambda must be above 1, not {self.bound}")
+        if self.rule in OUTSIDE_RULES and not OUTSIDE_RULES[self.rule].allows(self.bound):
+            raise ValueError(f"bound {self.bound:g}: {OUTSIDE_RULES[self.rule].allowed}")
 
     @property
     def merges(self) -> bool:
@@ -76,17 +82,44 @@ def neighbour_columns(table: Tensor | None, tokens: Tensor, relaxation: Relaxati
     return table[tokens, :width].long()
 
 
-def merge_prefix(near_probs: Tensor, token_probs: Tensor, relaxation: Relaxation) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class _View:
+    """What a rule may look at (`spec.rules.DraftView`); `make_whole` gives p [..., V]."""
+
+    own: Tensor
+    near: Tensor
+    make_whole: Callable[[], Tensor]
+
+    @property
+    def whole(self) -> Tensor:
+        return self.make_whole()
+
+
+def _delta(draft: DraftView, delta: float) -> Tensor:
+    return torch.full_like(draft.own, delta)
+
+
+def _lambda(draft: DraftView, lambda_: float) -> Tensor:
+    limit: Tensor = draft.own * (lambda_ - 1.0)
+    return limit
+
+
+_Limit: TypeAlias = Callable[[DraftView, float], Tensor]
+_LIMITS: dict[str, _Limit] = {"additive": _delta, "multiplicative": _lambda}
+_LIMITS |= {name: rule.limit for name, rule in OUTSIDE_RULES.items()}
+
+
+def merge_prefix(
+    near_probs: Tensor, token_probs: Tensor, relaxation: Relaxation, whole: Callable[[], Tensor]
+) -> tuple[Tensor, Tensor]:
     """Return (m(x) [...], taken bool [..., k]): the longest prefix of neighbours whose mass keeps the bound.
 
-    `near_probs` [..., k] are p of the neighbours in table order, `token_probs` [...] is p(x). The sum runs in table
-    order and is compared with the bound in the dtype of p (float32 in decoding), so m never exceeds the bound by a
-    rounding. Under `exact` a token of probability 0 merges nothing. algorithms.md, section 4.
+    `near_probs` [..., k] are p of the neighbours in table order, `token_probs` [...] is p(x), `whole` gives p [..., V]
+    to a rule that asks for it. The sum runs in table order and is compared with the bound in the dtype of p (float32
+    in decoding), so m never exceeds the bound by a rounding. Under `exact` a token of probability 0 merges nothing.
+    algorithms.md, section 4.
     """
-    if relaxation.rule == "additive":
-        bound = torch.full_like(token_probs, relaxation.bound)
-    else:
-        bound = token_probs * (relaxation.bound - 1.0)
+    bound = _LIMITS[relaxation.rule](_View(token_probs, near_probs, whole), relaxation.bound)
     running = near_probs.cumsum(dim=-1)
     # cumprod: nothing after the first neighbour that breaks the bound, even where a parallel scan rounds downwards.
     taken = (running <= bound[..., None]).cumprod(dim=-1, dtype=torch.uint8).bool()
@@ -105,7 +138,7 @@ def merged_mass(p: Tensor, tokens: Tensor, table: Tensor | None, relaxation: Rel
     if not relaxation.merges:
         return torch.zeros_like(token_probs), token_probs.new_empty(*token_probs.shape, 0, dtype=torch.bool)
     near = neighbour_columns(table, tokens, relaxation)[..., : relaxation.neighbours]
-    return merge_prefix(p.gather(-1, near), token_probs, relaxation)
+    return merge_prefix(p.gather(-1, near), token_probs, relaxation, lambda: p)
 
 
 def relaxed(p: Tensor, tokens: Tensor, table: Tensor | None, relaxation: Relaxation) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lantern_bench.decode.judge import Judgement, judge_children
+from lantern_bench.decode.judge import Judge, Judgement, judge_children
 from lantern_bench.decode.relax import Relaxation
 from lantern_bench.decode.sampling import sample
 from lantern_bench.decode.tree import DraftTree
@@ -57,6 +57,7 @@ def judge_tree(
     relaxation: Relaxation,
     table: Tensor | None,
     depth_limit: Tensor | None = None,
+    judge: Judge = judge_children,
 ) -> JudgedTree:
     """Judge the children of every node of B trees.
 
@@ -67,7 +68,7 @@ def judge_tree(
     children = tree.rows(children)
     q = None if tree.q is None else tree.rows(tree.q)
     active = [nodes * len(tree.tokens) for nodes in tree.layout.active]
-    judged = judge_children(tree.rows(target_probs), q, tokens, children >= 0, relaxation, table, active)
+    judged = judge(tree.rows(target_probs), q, tokens, children >= 0, relaxation, table, active)
     return JudgedTree(children, judged)
 
 
@@ -87,15 +88,16 @@ def verify(
     uniforms: Tensor,
     noise: Tensor,
     depth_limit: Tensor | None = None,
+    judge: Judge = judge_children,
 ) -> Verdict:
     """Verify B draft trees by sampling and return what each commits.
 
     `target_probs` float32 [B, M, V] is p at every node, `table` int [V, >= relaxation.columns] the nearest codes (None
     for the strict rule), `uniforms` [B, M, C] in [0, 1) decides the children of each node, `noise` [B, V] ~ Exp(1) the
     one more token. `depth_limit` int64 [B] is the depth drafted to (free positions - 1); 0 or less drafts nothing.
-    algorithms.md, sections 3 and 4.
+    `judge` is another one only where a check wants to see a broken rule caught. algorithms.md, sections 3 and 4.
     """
-    judged = judge_tree(tree, target_probs, relaxation, table, depth_limit)
+    judged = judge_tree(tree, target_probs, relaxation, table, depth_limit, judge)
     nodes = _Steps.of(judged, tree.rows(uniforms))
     return _walk(tree, target_probs, judged, nodes, noise)
 

@@ -8,7 +8,7 @@ temperature 1, no filters. Nothing here trains, and nothing is timed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lantern_bench.decode.interface import Scores
+from lantern_bench.decode.forcing import Forced, drafts_along, teacher_forced
 from lantern_bench.decode.loop import decode
 from lantern_bench.decode.sampling import guide
 from lantern_bench.decode.trace import ImageTrace
@@ -27,6 +27,7 @@ from lantern_bench.lanterns.recipe_tokenizer import psnr_and_usage, tokenize
 from lantern_bench.models.loaded import LoadedModel
 from lantern_bench.models.vq import VQModel
 from lantern_bench.spec.decoding import Decoding
+from lantern_bench.spec.progress import OnProgress, unheard
 from lantern_bench.spec.seeds import record_seed
 
 __all__ = [
@@ -42,14 +43,6 @@ __all__ = [
     "tokenizer_bars",
     "unheard",
 ]
-
-OnProgress = Callable[[str, float], None]
-"""What is being measured, and the share that is done."""
-
-
-def unheard(_what: str, _done: float) -> None:
-    """Progress that nobody listens to."""
-
 
 _SCENES = 500
 _RETRIEVAL = 100
@@ -227,9 +220,10 @@ def _teacher_forced(model: LoadedModel, tokenizer: VQModel, settings: Settings) 
     """Probability of the likeliest and the ten likeliest codes with guidance, and NLL without it."""
     figures: dict[str, list[float]] = {"top1": [], "top10": [], "nll": []}
     prompts: list[str] = []
-    for captions, tokens, _start, scores in _forced(model, tokenizer, settings):
+    for captions, forced in _forced(model, tokenizer, settings):
+        scores = forced.scores
         top = guide(scores.cond, scores.uncond, settings.cfg_scale).softmax(-1).topk(10, dim=-1).values
-        nll = -scores.cond.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+        nll = -scores.cond.float().log_softmax(-1).gather(-1, forced.tokens[..., None])[..., 0]
         figures["top1"] += top[..., 0].mean(1).tolist()
         figures["top10"] += top.sum(-1).mean(1).tolist()
         figures["nll"] += nll.mean(1).tolist()
@@ -248,46 +242,24 @@ def _overlap(model: LoadedModel, tokenizer: VQModel, settings: Settings) -> Obse
     if model.drafter is None:
         raise ValueError(f"{model.name} has no drafter")
     values, prompts = [], list[str]()
-    for captions, tokens, start, scores in _forced(model, tokenizer, settings):
-        session = model.drafter.session(len(captions), start.uncond is not None, 1)
-        drafts = session.prefill(model.condition(captions), start.features, tokens[:, 0])
-        p = guide(scores.cond, scores.uncond, settings.cfg_scale).softmax(-1)
-        ones = torch.ones(len(captions), dtype=torch.int64, device=tokens.device)
-        overlap = torch.zeros(len(captions), device=tokens.device)
-        for position in range(1, tokens.shape[1]):
+    for captions, forced in _forced(model, tokenizer, settings):
+        p = guide(forced.scores.cond, forced.scores.uncond, settings.cfg_scale).softmax(-1)
+        overlap = torch.zeros(len(captions), device=p.device)
+        for position, drafts in enumerate(drafts_along(model.drafter, forced), start=1):
             q = guide(drafts.cond, drafts.uncond, settings.cfg_scale).softmax(-1)[:, 0]
             overlap += torch.minimum(p[:, position], q).sum(-1)
-            feature = scores.features[:, position - 1 : position]
-            drafts = session.observe(tokens[:, position : position + 1], feature, ones, position)
-        values += (overlap / (tokens.shape[1] - 1)).tolist()
+        values += (overlap / (forced.tokens.shape[1] - 1)).tolist()
         prompts += captions
     return _each(values, prompts)
 
 
 @torch.inference_mode()
-def _forced(
-    model: LoadedModel, tokenizer: VQModel, settings: Settings
-) -> Iterator[tuple[list[str], Tensor, Scores, Scores]]:
-    """Batches of held-out sequences under teacher forcing.
-
-    Yields captions, tokens int64 [B, N], the prefill's scores, and scores whose logits [B, N, V] predict the tokens
-    and whose features [rows, N, width] are those of the tokens.
-    """
+def _forced(model: LoadedModel, tokenizer: VQModel, settings: Settings) -> Iterator[tuple[list[str], Forced]]:
+    """Captions and target of batches of held-out sequences under teacher forcing."""
     pixels, attributes = held_out_scenes(_TEACHER_FORCED, _ACCEPTANCE_SEED)
-    device = model.target.device
-    tokens = tokenize(tokenizer, pixels.permute(0, 2, 3, 1)).long().to(device)
+    tokens = tokenize(tokenizer, pixels.permute(0, 2, 3, 1)).long().to(model.target.device)
     for first in range(0, _TEACHER_FORCED, _AT_ONCE):
         part = tokens[first : first + _AT_ONCE]
         captions = [item.caption() for item in attributes[first : first + _AT_ONCE]]
-        batch, n = part.shape
-        session = model.target.session(batch, settings.cfg_scale != 1.0, n)
-        start = session.prefill(model.condition(captions))
-        # A whole picture is a chain hanging on the prefix: one forward, as if every token had been drafted.
-        chain = torch.ones(n, n, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
-        after = session.score(part, torch.arange(n, device=device).expand(batch, -1), chain)
-        cond = torch.cat([start.cond, after.cond[:, :-1]], dim=1)
-        uncond = None
-        if start.uncond is not None and after.uncond is not None:
-            uncond = torch.cat([start.uncond, after.uncond[:, :-1]], dim=1)
-        yield captions, part, start, Scores(cond, uncond, after.features)
-        settings.on_progress("teacher forcing", (first + batch) / _TEACHER_FORCED)
+        yield captions, teacher_forced(model.target, model.condition(captions), part, settings.cfg_scale != 1.0)
+        settings.on_progress("teacher forcing", (first + len(part)) / _TEACHER_FORCED)

@@ -23,7 +23,7 @@ from torch import Tensor
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.measure import weights_files
 
-__all__ = ["EMBEDDED", "EMBEDDED_FOLDER", "LOCAL_DIR", "ClipScorer", "load_clip"]
+__all__ = ["EMBEDDED", "EMBEDDED_FOLDER", "LOCAL_DIR", "ClipScorer", "as_pil", "load_clip"]
 
 EMBEDDED = "lanterns-clip"
 EMBEDDED_FOLDER = Path(__file__).parent.parent / "lanterns" / "weights" / "clip"
@@ -61,21 +61,25 @@ class ClipScorer:
             rows.append(self.model.encode_text(tokens.to(self.device), normalize=True).float().cpu())
         return torch.cat(rows)
 
-    def score(self, pictures: Tensor | Sequence[Image.Image], captions: Sequence[str]) -> list[float]:
+    def score(self, pictures: Tensor | Sequence[Tensor | Image.Image], captions: Sequence[str]) -> list[float]:
         """The cosine of each picture with its own caption, in [-1, 1].
 
-        `pictures` are PIL images or uint8 [n, 3, h, w]; there must be as many captions (`ValueError`).
+        `pictures` are PIL images or tensors uint8 [3, h, w], or one of [n, 3, h, w]; there must be as many captions
+        (`ValueError`).
         """
         if len(pictures) != len(captions):
             raise ValueError(f"{len(pictures)} pictures, {len(captions)} captions")
         if not len(pictures):
             return []
-        unlike = pictures if not isinstance(pictures, Tensor) else [_to_pil(picture) for picture in pictures]
-        cosines: list[float] = (self.images(unlike) * self.captions(captions)).sum(1).tolist()
+        images = self.images([as_pil(picture) for picture in pictures])
+        cosines: list[float] = (images * self.captions(captions)).sum(1).tolist()
         return cosines
 
 
-def _to_pil(picture: Tensor) -> Image.Image:
+def as_pil(picture: Tensor | Image.Image) -> Image.Image:
+    """A picture uint8 [3, h, w] as a PIL image; a PIL image as it is."""
+    if not isinstance(picture, Tensor):
+        return picture
     return Image.fromarray(np.ascontiguousarray(picture.permute(1, 2, 0).cpu().numpy()))
 
 
@@ -85,20 +89,22 @@ def load_clip(
     *,
     prefix: str = "",
     device: torch.device | str = "cpu",
+    label: str | None = None,
 ) -> ClipScorer:
     """Load a CLIP model.
 
     `name` is `lanterns-clip` (the embedded one), `local-dir:FOLDER` (a folder with `open_clip_config.json` and
-    weights), or an architecture of open_clip such as `ViT-B-32`, whose checkpoint `weights` must be given by path
-    (OpenAI's own weights need the `-quickgelu` architectures). `prefix` is put before every caption, e.g.
-    "a photo of ". Raises `UserError` for a name or file that is wrong, `RefusedError` when weights are missing.
+    weights), or an architecture of open_clip such as `ViT-B-32`, whose checkpoint is `weights` or `NAME.safetensors` in
+    the folder of weights (OpenAI's own weights need the `-quickgelu` architectures). `prefix` is put before every
+    caption, e.g. "a photo of "; `label` is what results call the model, its name by default. Raises `UserError` for a
+    name or file that is wrong, `RefusedError` when weights are missing.
     """
     if name == EMBEDDED or name.startswith(LOCAL_DIR):
         folder = EMBEDDED_FOLDER if name == EMBEDDED else Path(name.removeprefix(LOCAL_DIR))
         path, source, pretrained = _weights_in(folder, name), f"{LOCAL_DIR}{folder}", None
-        label = name if name == EMBEDDED else folder.name
+        called = name if name == EMBEDDED else folder.name
     else:
-        path, source, label = _checkpoint(name, weights), name, name
+        path, source, called = _checkpoint(name, weights), name, name
         pretrained = str(path)
     try:
         model, _, preprocess = open_clip.create_model_and_transforms(source, pretrained, device=device)
@@ -109,8 +115,8 @@ def load_clip(
             "its architecture must be the checkpoint's own; OpenAI's weights need the -quickgelu ones",
         ) from problem
     model.eval().requires_grad_(False)
-    label = f"{label}@{weights_files.fingerprint(path)}"
-    return ClipScorer(model, preprocess, tokenizer, label, prefix, torch.device(device))
+    named = f"{label or called}@{weights_files.fingerprint(path)}"
+    return ClipScorer(model, preprocess, tokenizer, named, prefix, torch.device(device))
 
 
 def _weights_in(folder: Path, name: str) -> Path:
@@ -140,8 +146,9 @@ def _checkpoint(name: str, weights: Path | None) -> Path:
             f"unknown CLIP model {name!r}",
             f"{EMBEDDED}, {LOCAL_DIR}FOLDER, or an architecture of open_clip such as ViT-B-32, ViT-L-14",
         )
-    advice = f"give the path of a checkpoint of {name} (nothing is downloaded while measuring)"
-    path = weights_files.find_weights(f"the CLIP model {name}", None, weights, advice)
+    file_name = f"{name}.safetensors"
+    advice = f"give the path of a checkpoint of {name}, or put it there as {file_name}"
+    path = weights_files.find_weights(f"the CLIP model {name}", file_name, weights, advice)
     if path.suffix != ".safetensors":
         weights_files.check_plain_weights(path)
     return path

@@ -21,20 +21,17 @@ __all__ = ["WEIGHTS_FOLDER_VARIABLE", "check_plain_weights", "find_weights", "fi
 _HASH_DIGITS = 8
 
 
-def find_weights(judge: str, file_name: str | None, given: Path | None, advice: str) -> Path:
+def find_weights(judge: str, file_name: str, given: Path | None, advice: str) -> Path:
     """The weights file of `judge`, from the first place that has it.
 
     The places: the path that was given; the folder named by the environment variable `LANTERN_BENCH_WEIGHTS`; the
-    cache of torch.hub. `file_name` is the name under which the weights are published (None: there is no such name,
-    and a path must be given). Raises `UserError` for a given path that is no file and `RefusedError` when no place has
-    the file; `advice` is shown with both.
+    cache of torch.hub. `file_name` is the name under which the weights are published. Raises `UserError` for a given
+    path that is no file and `RefusedError` when no place has the file; `advice` is shown with both.
     """
     if given is not None:
         if not given.is_file():
             raise UserError(f"the weights given for {judge} are not a file: {given}", advice)
         return given
-    if file_name is None:
-        raise RefusedError(f"the weights of {judge} must be given by path", advice)
     for folder in _folders():
         if (folder / file_name).is_file():
             return folder / file_name

@@ -27,6 +27,7 @@ from lantern_bench.models.pixels import NoPixels, VQPixels
 from lantern_bench.models.target import TransformerTarget
 from lantern_bench.models.vq import VQModel
 from lantern_bench.models.vqgan_files import PUBLISHED_VQGAN
+from lantern_bench.spec.decoding import NeighbourMetric
 
 __all__ = ["ChameleonModel", "build", "loaded_model"]
 
@@ -38,12 +39,12 @@ class ChameleonModel(LoadedModel):
     style: Style | None = None
     words: int = 0
 
-    def table(self, columns: int) -> Tensor:
+    def table(self, columns: int, metric: NeighbourMetric = "l2") -> Tensor:
         """As `LoadedModel.table`; ends of lines have a row too, of which nothing is ever asked.
 
         An end of line is drafted and accepted with certainty, so no rule looks for codes to lend it mass.
         """
-        table = super().table(columns)
+        table = super().table(columns, metric)
         return torch.cat([table, table.new_zeros(self.target.vocab_size - len(table), columns)])
 
     def condition_of_arrays(self, arrays: Mapping[str, np.ndarray]) -> Condition:

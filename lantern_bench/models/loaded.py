@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from lantern_bench.decode.interface import Drafter, PixelDecoder, Target
-from lantern_bench.decode.neighbours import Space
+from lantern_bench.decode.neighbours import Space, nearest_codes
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.tables import neighbour_table
+from lantern_bench.spec.decoding import NeighbourMetric
 
 __all__ = ["LoadedModel"]
 
@@ -50,33 +51,39 @@ class LoadedModel:
     table_folder: Path | None = None
     prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = _nothing_to_prepare
     given_table: Tensor | None = None
-    _table: Tensor | None = field(default=None, init=False, repr=False)
+    _tables: dict[NeighbourMetric, Tensor] = field(default_factory=dict, init=False, repr=False)
 
-    def table(self, columns: int) -> Tensor:
+    def table(self, columns: int, metric: NeighbourMetric = "l2") -> Tensor:
         """The `columns` nearest codes of every code, int32 [V, columns], on the target's device, nearest first.
 
-        Made once for the widest table asked for; a narrower one is its beginning, which the fixed order of ties
-        guarantees. Raises `ValueError` for more columns than there are other codes, `RefusedError` for a damaged file,
-        and for a model whose codes nobody knows.
+        Made once for each metric and the widest table asked for; a narrower one is its beginning, which the fixed order
+        of ties guarantees. Raises `ValueError` for more columns than there are other codes, `RefusedError` for a damaged
+        file, and for a model whose codes nobody knows, `UserError` where the model's own table has no answer.
         """
         if self.given_table is not None:
-            return self._given(columns)
+            return self._given(self.given_table, columns, metric)
         if self.codebook is None:
             raise RefusedError(
                 f"{self.name}: relaxed rules need to know which codes are near each other, and it has no tokenizer",
                 "Name the tokenizer's checkpoint, or a table of nearest codes, in the model's file.",
             )
-        if self._table is None or self._table.shape[1] < columns:
+        if metric not in self._tables or self._tables[metric].shape[1] < columns:
             with torch.inference_mode():
-                table = neighbour_table(
-                    self.codebook, self.neighbour_space, columns, self.table_folder, device=self.target.device
-                )
-                self._table = table.to(self.target.device, torch.int32)
-        return self._table[:, :columns].contiguous()
+                self._tables[metric] = self._made(self.codebook, columns, metric).to(self.target.device, torch.int32)
+        return self._tables[metric][:, :columns].contiguous()
 
-    def _given(self, columns: int) -> Tensor:
-        table = self.given_table
-        if table is None or table.shape[1] < columns:
-            width = 0 if table is None else table.shape[1]
-            raise UserError(f"--neighbours {columns}: the model's own table names {width} for each code")
+    def _made(self, codebook: Tensor, columns: int, metric: NeighbourMetric) -> Tensor:
+        device = self.target.device
+        if metric == "l2":
+            return neighbour_table(codebook, self.neighbour_space, columns, self.table_folder, device=device)
+        # Angles are the same in both spaces, and random neighbours have none: nothing of it is worth a file.
+        return nearest_codes(codebook.to(device), columns, metric=metric)
+
+    def _given(self, table: Tensor, columns: int, metric: NeighbourMetric) -> Tensor:
+        if metric != "l2":
+            raise UserError(
+                f"--neighbour-metric {metric}: {self.name} names a table of its own", "Leave one of them out."
+            )
+        if table.shape[1] < columns:
+            raise UserError(f"--neighbours {columns}: the model's own table names {table.shape[1]} for each code")
         return table[:, :columns].to(self.target.device, torch.int32).contiguous()

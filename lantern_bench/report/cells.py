@@ -16,6 +16,7 @@ from lantern_bench.spec.modes import MODES
 from lantern_bench.spec.schema import CELL_COLUMNS
 
 __all__ = [
+    "NEIGHBOUR_METRIC",
     "NOTE_SEPARATOR",
     "SAMPLING_DEFAULTS",
     "CellRecords",
@@ -34,9 +35,12 @@ NOTE_SEPARATOR = " | "
 SAMPLING_DEFAULTS = {"temperature": 1, "top_k": 0, "top_p": 1}
 """Values that need not be named where people read: plain sampling without filters."""
 
+NEIGHBOUR_METRIC = "l2"
+"""The metric that need not be named."""
+
 # What an `ar` cell should share with the cell it is compared to, most important first.
 _SAMPLING = ("cfg_scale", "temperature", "top_k", "top_p")
-_NUMBERS = ("temperature", "neighbours", "delta", "lambda", "top_k", "top_p", "cfg_scale")
+_NUMBERS = ("temperature", "neighbours", "delta", "lambda", "bound", "top_k", "top_p", "cfg_scale")
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,11 @@ from lantern_bench.report.stats import Interval, ratio_of_sums
 
 __all__ = ["Scores", "quality_rows", "sort_scores"]
 
-_OF_CELL = ("fid", "kid", "kid_std", "precision", "recall", "reference")
-_OF_IMAGE = ("clip_score", "prompt_accuracy")
+_FIDELITY = ("fid", "fid_infinity", "fid_infinity_low", "fid_infinity_high", "kid", "kid_std", "kid_subset")
+_OF_CELL = (*_FIDELITY, "precision", "recall", "n_reference", "reference")
+_OF_IMAGE = ("clip_score", "prompt_accuracy", "hpsv2", "image_reward")
+# Rows from before protocols had versions are of the first.
+_FIRST_VERSION = 1
 
 
 @dataclass
@@ -63,6 +66,8 @@ def _row(cell: CellRecords, protocol: str, images: Sequence[tuple[Row, Row]], wh
         notes.append(f"fid, kid, precision and recall over {whole.get('n')} images")
     row: dict[str, Any] = {**cell.columns, "images": count, "failed": cell.failed, "protocol": protocol}
     row |= {name: whole.get(name) for name in _OF_CELL}
+    scored_by = whole or images[0][1]
+    row["protocol_version"] = scored_by.get("protocol_version") or _FIRST_VERSION
     row["fid_features"] = whole.get("extractor")
     row["clip_model"] = next((score["clip_model"] for _, score in images if score.get("clip_model")), None)
     for name in _OF_IMAGE:

@@ -14,7 +14,7 @@ from lantern_bench.spec.schema import CELL_COLUMNS, TABLES
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Readable", "readable", "with_interval"]
+__all__ = ["Readable", "readable", "with_interval", "written"]
 
 # How a figure is written: form and unit. What is not listed has four digits and the unit of the schema.
 _FORMATS = {
@@ -32,12 +32,13 @@ _FORMATS = {
     "target_forwards": ("{:.1f}", ""),
     "drafter_forwards": ("{:.1f}", ""),
     "fid": ("{:.2f}", ""),
+    "fid_infinity": ("{:.2f}", ""),
     "clip_score": ("{:.4f}", ""),
     "prompt_accuracy": ("{:.3f}", ""),
     "precision": ("{:.3f}", ""),
     "recall": ("{:.3f}", ""),
-    "kid": ("{:.5f}", ""),
-    "kid_std": ("{:.5f}", ""),
+    "kid": ("{:.4g}", ""),
+    "kid_std": ("{:.4g}", ""),
     "moved_mass": ("{:.4f}", ""),
     "draft_ms": ("{:.2f}", " ms"),
     "target_ms": ("{:.2f}", " ms"),
@@ -49,6 +50,7 @@ _HEADS = {
     "mean_accepted_length": "MAL",
     "mal_uncut": "MAL uncut",
     "fid": "FID",
+    "fid_infinity": "FID-infinity",
     "kid": "KID",
     "kid_std": "KID std",
     "clip_score": "CLIP score",
@@ -69,7 +71,17 @@ _HEADS = {
 _MEASURED_BY = {"fid": "fid_features", "clip_score": "clip_model"}
 # The cell's id holds the other settings; `parameters` holds them in the summary.
 _IN_ID = {column.name for column in CELL_COLUMNS} - {"cell_id", "model"}
-_SAID_ONCE = ("model", "images", "fid_features", "clip_model", "reference", "protocol")
+_SAID_ONCE = (
+    "model",
+    "images",
+    "fid_features",
+    "clip_model",
+    "reference",
+    "n_reference",
+    "protocol",
+    "protocol_version",
+    "kid_subset",
+)
 # What a summary shows even where it is missing: the notes say why.
 _HEADLINE = ("speedup", "mean_accepted_length", "fid", "clip_score")
 _NAMED_CELLS = 3
@@ -87,6 +99,12 @@ def with_interval(value: float, low: float | None, high: float | None, form: str
     """Return a figure as people read it: `1.74x [1.70, 1.78]`, without the bracket when there is no interval."""
     text = form.format(value) + unit
     return text if low is None or high is None else f"{text} [{form.format(low)}, {form.format(high)}]"
+
+
+def written(column: str, value: Any, low: Any = None, high: Any = None) -> str:
+    """Return a figure of a column as people read it, with its unit and interval; empty when it is missing."""
+    form, mark = _FORMATS.get(column, ("{:.4g}", ""))
+    return _text(value, low, high, form, mark)
 
 
 def readable(table: pd.DataFrame, name: str | None = None) -> Readable:

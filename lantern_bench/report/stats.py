@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LEVEL", "Interval", "proportion", "ratio_of_sums"]
+__all__ = ["LEVEL", "Interval", "bootstrap_interval", "proportion", "ratio_of_sums", "sums_per_prompt"]
 
 LEVEL = 0.95
 # Fewer resamples for thousands of prompts, where the interval is smooth and tables are to come in seconds.
@@ -49,7 +49,7 @@ def ratio_of_sums(
     not defined. The result does not depend on the order of the images. Data that give every prompt the same ratio
     yield an interval of width 0; fewer than two prompts yield no interval.
     """
-    over, under = _per_prompt(numerators, denominators, prompts)
+    over, under = sums_per_prompt(numerators, denominators, prompts)
     total = float(under.sum())
     if over.size == 0 or total == 0.0:
         return Interval(None, note="no data")
@@ -58,7 +58,7 @@ def ratio_of_sums(
         return Interval(value, note="no interval: fewer than 2 prompts")
     if _constant(over, under):
         return Interval(value, value, value)
-    low, high = _bootstrap(over, under, seed)
+    low, high = bootstrap_interval((over, under), _ratio, seed)
     return Interval(value, low, high)
 
 
@@ -72,10 +72,10 @@ def proportion(successes: int, trials: int) -> Interval:
     return Interval(successes / trials, float(low), float(high))
 
 
-def _per_prompt(
+def sums_per_prompt(
     numerators: Sequence[float], denominators: Sequence[float], prompts: Sequence[str]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Both sums of each prompt, prompts in sorted order so that the seed alone decides the resamples.
+    """Return both sums of each prompt as arrays [prompts], in sorted order: the seed alone decides the resamples.
 
     `fsum` because a prompt's repeats arrive in the order they were recorded, which differs between runs.
     """
@@ -95,26 +95,33 @@ def _constant(over: NDArray[np.float64], under: NDArray[np.float64]) -> bool:
     return bool(np.allclose(over, ratio * under, rtol=1e-12, atol=0.0))
 
 
-def _bootstrap(over: NDArray[np.float64], under: NDArray[np.float64], seed: int) -> tuple[float, float]:
+def _ratio(over: NDArray[np.float64], under: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
+    return over.sum(axis=axis) / under.sum(axis=axis)
+
+
+def bootstrap_interval(
+    sums: Sequence[NDArray[np.float64]], statistic: Callable[..., NDArray[np.float64]], seed: int = 0
+) -> tuple[float, float]:
+    """Return the ends of the 95 % interval of `statistic(*sums, axis=)` over prompts.
+
+    `sums` are arrays [prompts], resampled together. BCa (Efron 1987), percentile where BCa is not defined.
+    """
     from scipy.stats import bootstrap
 
-    resamples = min(_MOST, max(_LEAST, _DRAWS // over.size))
-
-    def ratio(a: NDArray[np.float64], b: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
-        return a.sum(axis=axis) / b.sum(axis=axis)
-
+    size = sums[0].size
+    resamples = min(_MOST, max(_LEAST, _DRAWS // size))
     for method in ("BCa", "percentile"):
         with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
             # What scipy warns of is handled: a method that fails gives nan, and the next one is taken.
             warnings.simplefilter("ignore")
             low, high = bootstrap(
-                (over, under),
-                ratio,
+                tuple(sums),
+                statistic,
                 paired=True,
                 vectorized=True,
                 axis=-1,
                 n_resamples=resamples,
-                batch=max(1, _BLOCK // over.size),
+                batch=max(1, _BLOCK // size),
                 confidence_level=LEVEL,
                 method=method,
                 rng=np.random.default_rng(seed),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lantern_bench.report.cells import SAMPLING_DEFAULTS, Row, joined
+from lantern_bench.report.cells import NEIGHBOUR_METRIC, SAMPLING_DEFAULTS, Row, joined
 from lantern_bench.spec.modes import MODES
 
 __all__ = ["PUBLISHED", "parameters", "summary_rows"]
@@ -51,8 +51,10 @@ def parameters(cell: Row, cells: Sequence[Row]) -> str:
     preset = MODES.get(str(cell["mode"]))
     parts = [str(cell[name]) for name in ("drafting", "rule") if preset and cell[name] != getattr(preset, name)]
     parts += [str(cell["tree"])] if cell["tree"] else []
-    for name, text in (("neighbours", "k={:g}"), ("delta", "delta={:g}"), ("lambda", "lambda={:g}")):
-        parts += [text.format(cell[name])] if cell[name] is not None else []
+    for name, text in (("neighbours", "k"), ("delta", "delta"), ("lambda", "lambda"), ("bound", "bound")):
+        parts += [f"{text}={cell[name]:g}"] if cell.get(name) is not None else []
+    metric = cell.get("neighbour_metric")
+    parts += [f"{metric} neighbours"] if metric and metric != NEIGHBOUR_METRIC else []
     parts += ["official residual"] if cell["residual"] == "official" else []
     for name, text in _SAMPLING.items():
         if len({other[name] for other in cells}) > 1 and cell[name] is not None:

@@ -11,20 +11,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.errors import UserError
 from lantern_bench.report.acceptance import acceptance_rows
 from lantern_bench.report.cells import Row, group
+from lantern_bench.report.named_runs import read_named
 from lantern_bench.report.quality import quality_rows, sort_scores
 from lantern_bench.report.speed import speed_row
 from lantern_bench.report.summary import summary_rows
 from lantern_bench.runs.jsonl import write_atomically
-from lantern_bench.runs.store import read_run
+from lantern_bench.runs.store import RunData
 from lantern_bench.spec.schema import columns
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["NAMES", "build_tables", "frame", "read_tables", "save_tables", "write_csv", "write_tables"]
+__all__ = ["NAMES", "build_tables", "frame", "read_tables", "save_tables", "tables_of", "write_csv", "write_tables"]
 
 NAMES = ("speed", "quality", "acceptance", "summary")
 _DTYPES = {"string": "string", "int": "Int64", "float": "float64"}
@@ -57,9 +58,12 @@ def read_tables(run: Path) -> dict[str, pd.DataFrame]:
 
     Raises `RefusedError` when the folder has no records yet, and `UserError` when it is no run or is damaged.
     """
-    data = read_run(run)
-    if not data.records:
-        raise RefusedError(f"{run} holds no records yet", "The command that began this run continues it.")
+    (data,) = read_named([run]).values()
+    return tables_of(data)
+
+
+def tables_of(data: RunData) -> dict[str, pd.DataFrame]:
+    """Build the tables of a run that was read."""
     paper = data.manifest.get("experiment", {}).get("paper") or {}
     return build_tables(data.records, data.scores, paper.get("figures"))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -17,8 +18,12 @@ from lantern_bench.models.registry import card_of
 from lantern_bench.runs.keys import check_same_experiment
 from lantern_bench.runs.store import LOCK, MANIFEST, RECORDS, SCORES, done_images, read_manifest, read_records
 from lantern_bench.spec.experiment import ResolvedExperiment
+from lantern_bench.spec.protocols import EMBEDDED, LANTERN_COCO
 
-__all__ = ["check_folder", "check_neighbours", "seconds_per_image"]
+__all__ = ["check_folder", "check_neighbours", "default_protocol", "seconds_per_image"]
+
+# The family whose pictures the shipped judges were trained on.
+_EMBEDDED_FAMILY = "lanterns"
 
 
 def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
@@ -68,6 +73,12 @@ def check_neighbours(experiment: ResolvedExperiment) -> None:
         codes, asked = card_of(cell.model).vocab_size, cell.decoding.neighbours
         if codes is not None and asked is not None and asked >= codes:
             raise UserError(f"--neighbours {asked}: the model {cell.model} has {codes} codes", f"At most {codes - 1}.")
+
+
+def default_protocol(models: Sequence[str]) -> str:
+    """Return the protocol a run of these models is judged by where none is named: the embedded one only for its own."""
+    embedded = all(card_of(model).family == _EMBEDDED_FAMILY for model in models)
+    return EMBEDDED if embedded else LANTERN_COCO
 
 
 def seconds_per_image(folder: Path) -> dict[str, float]:

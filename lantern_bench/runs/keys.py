@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from lantern_bench.errors import RefusedError
 
@@ -17,7 +17,10 @@ __all__ = ["KeyFields", "check_same_experiment", "check_same_key", "record_key"]
 
 
 class KeyFields(TypedDict):
-    """The fields of a key that hold for the whole run; `weights` maps `model/part` to the SHA-256 of its file."""
+    """The fields of a key that hold for the whole run; `weights` maps `model/part` to the SHA-256 of its file.
+
+    `rules` maps the rules from outside that the run uses to the fingerprint of their code; left out without any.
+    """
 
     schema_version: int
     engine_version: str
@@ -27,6 +30,7 @@ class KeyFields(TypedDict):
     compile: bool
     batch: int
     weights: dict[str, str]
+    rules: NotRequired[dict[str, str]]
 
 
 # What to type to go on with the recorded value; other fields are not a matter of flags.
@@ -60,8 +64,11 @@ def check_same_experiment(folder: str, recorded: Mapping[str, Any], now: Mapping
 
 
 def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
-    flat = {key: value for key, value in fields.items() if key != "weights"}
-    return flat | {f"weights of {part}": value for part, value in dict(fields.get("weights") or {}).items()}
+    named = {"weights": "weights of {}", "rules": "code of the rule {}"}
+    flat = {key: value for key, value in fields.items() if key not in named}
+    for key, text in named.items():
+        flat |= {text.format(part): value for part, value in dict(fields.get(key) or {}).items()}
+    return flat
 
 
 def _check_same(folder: str, recorded: Mapping[str, Any], now: Mapping[str, Any], finished: int) -> None:

@@ -5,7 +5,7 @@ Choosing is done once, before anything is decoded, so that a record says `cpu` a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,8 @@ from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.loaded import LoadedModel
 from lantern_bench.models.registry import load_model
 from lantern_bench.runs.store import KeyFields
-from lantern_bench.spec.experiment import ResolvedExperiment
+from lantern_bench.spec.experiment import Cell, ResolvedExperiment
+from lantern_bench.spec.modes import OUTSIDE_RULES
 from lantern_bench.spec.schema import SCHEMA_VERSION
 from lantern_bench.spec.settings import Settings
 
@@ -71,12 +72,15 @@ def set_space(model: LoadedModel, space: Space | None) -> None:
     model.neighbour_space = space
 
 
-def key_fields(models: Mapping[str, LoadedModel], settings: Settings, place: Place) -> KeyFields:
+def key_fields(
+    models: Mapping[str, LoadedModel], settings: Settings, place: Place, cells: Iterable[Cell] = ()
+) -> KeyFields:
     """What holds for the whole run and can change its tokens (`runs/keys.py`)."""
+    rules = {cell.decoding.rule for cell in cells} & set(OUTSIDE_RULES)
     parts = {f"{name}/{part}": digest for name, model in models.items() for part, digest in model.weights.items()}
     if settings.neighbour_space is not None:
         parts |= {f"{name}/neighbours": settings.neighbour_space for name in models}
-    return {
+    fields: KeyFields = {
         "schema_version": SCHEMA_VERSION,
         "engine_version": ENGINE_VERSION,
         "torch_version": str(torch.__version__),
@@ -86,3 +90,6 @@ def key_fields(models: Mapping[str, LoadedModel], settings: Settings, place: Pla
         "batch": settings.batch,
         "weights": parts,
     }
+    if rules:
+        fields["rules"] = {name: OUTSIDE_RULES[name].fingerprint() for name in sorted(rules)}
+    return fields

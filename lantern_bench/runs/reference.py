@@ -1,37 +1,103 @@
-"""What fidelity is measured against: freshly painted scenes, or the pictures of a folder.
+"""What fidelity is measured against: painted scenes, a folder, an annotation file with its folder, or statistics.
 
-A reference is part of the figure: its label holds its size, its seed and a hash of its pixels. How the distance to it
-is measured is in `measure.fidelity`.
+A reference is part of the figure: its label holds its size and a hash of its content, and what is kept of it is kept
+under that hash, never under a name (`runs/reference_cache.py`). Pictures of a folder are read when they are needed, one
+at a time. How the distance to a reference is measured is in `measure.fidelity`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from lantern_bench.errors import UserError
 from lantern_bench.lanterns.captions import HELD_OUT
 from lantern_bench.lanterns.scenes import render
+from lantern_bench.measure.features import FeatureSet, Pictures
+from lantern_bench.spec.protocols import Protocol
 
-__all__ = ["Reference", "folder_reference", "held_out_reference", "read_picture", "reference_name"]
+__all__ = [
+    "EMBEDDED_REFERENCE",
+    "REFERENCE_HELP",
+    "FilePictures",
+    "Reference",
+    "annotated_reference",
+    "find_reference",
+    "folder_reference",
+    "held_out_reference",
+    "read_picture",
+    "reference_name",
+    "statistics_reference",
+]
+
+EMBEDDED_REFERENCE = "embedded"
+REFERENCE_HELP = (
+    "What fidelity is measured against: embedded (freshly painted scenes), a folder of pictures, a COCO annotation "
+    ".json (its pictures in the folder of the same name, or FILE.json=FOLDER), or a .npz of mu and sigma."
+)
 
 # Fewest reference scenes; a cell with more than half as many images gets twice its own number.
 _LEAST = 500
 _SEED = 730_113
-_SUFFIXES = (".png", ".jpg", ".jpeg")
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+_DIGITS = 8
 
 
 class Reference(NamedTuple):
-    """The pictures fidelity is measured against: uint8 [m, 3, h, w], and how results name them."""
+    """What fidelity is measured against, and how results name it.
 
-    pictures: Tensor
+    pictures: uint8 [3, h, w] each, None where only `statistics` are there; digest: of the content, for the cache.
+    """
+
+    pictures: Pictures | None
     label: str
+    statistics: FeatureSet | None = None
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class FilePictures:
+    """Pictures read from files when they are asked for."""
+
+    files: tuple[Path, ...] = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return read_picture(self.files[index])
+
+
+def find_reference(given: str | None, protocol: Protocol) -> Reference | None:
+    """The reference a person named (`REFERENCE_HELP`); None for the protocol's own, whose size depends on the run.
+
+    Raises `UserError` for what is no reference, and for painted scenes under a protocol that is not made for them.
+    """
+    if given is None or given == protocol.reference:
+        return None
+    if given == EMBEDDED_REFERENCE:
+        raise UserError(
+            f"--reference {given}: the painted scenes are not for the protocol {protocol.name}",
+            "Give a folder, a .json or a .npz, or --protocol embedded.",
+        )
+    file, equals, folder = given.partition("=")
+    path = Path(file)
+    if path.suffix.lower() == ".json" and path.is_file():
+        return annotated_reference(path, Path(folder) if equals else path.with_suffix(""))
+    if path.suffix.lower() == ".npz" and path.is_file():
+        return statistics_reference(path)
+    if Path(given).is_dir():
+        return folder_reference(Path(given))
+    raise UserError(f"--reference {given}: no such folder or file", REFERENCE_HELP)
 
 
 def held_out_reference(largest_cell: int, seed: int = _SEED) -> Reference:
@@ -43,7 +109,8 @@ def held_out_reference(largest_cell: int, seed: int = _SEED) -> Reference:
     n = _size(largest_cell)
     attributes = [HELD_OUT[number % len(HELD_OUT)] for number in range(n)]
     pictures = torch.from_numpy(np.ascontiguousarray(render(attributes, seed).transpose(0, 3, 1, 2)))
-    return Reference(pictures, f"{reference_name(largest_cell, seed)}, sha256={_digest(pictures)}")
+    digest = hashlib.sha256(pictures.numpy().tobytes()).hexdigest()
+    return Reference(pictures, f"{reference_name(largest_cell, seed)}, sha256={digest[:_DIGITS]}", digest=digest)
 
 
 def reference_name(largest_cell: int, seed: int = _SEED) -> str:
@@ -56,23 +123,67 @@ def _size(largest_cell: int) -> int:
 
 
 def folder_reference(folder: Path) -> Reference:
-    """All pictures of a folder, by name; `UserError` when there are none or they differ in size."""
+    """All pictures of a folder, by name; `UserError` when there are none."""
     files = sorted(path for path in folder.glob("*") if path.suffix.lower() in _SUFFIXES)
     if not files:
         raise UserError(f"no pictures in the reference folder {folder}", f"it takes {', '.join(_SUFFIXES)}")
-    pictures = [read_picture(path) for path in files]
-    sizes = {tuple(picture.shape[1:]) for picture in pictures}
-    if len(sizes) > 1:
-        raise UserError(f"the pictures of the reference folder {folder} differ in size: {sorted(sizes)[:3]}")
-    stacked = torch.stack(pictures)
-    return Reference(stacked, f"{folder.name}, n={len(files)}, sha256={_digest(stacked)}")
+    return _of_files(folder.name, files)
+
+
+def annotated_reference(annotations: Path, folder: Path) -> Reference:
+    """The pictures that a COCO annotation file lists under `images`, in `folder`.
+
+    Raises `UserError` for a file that is no such annotation and for pictures that the folder lacks.
+    """
+    try:
+        listed = json.loads(annotations.read_text(encoding="utf-8"))["images"]
+        names = sorted({str(entry["file_name"]) for entry in listed})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"--reference {annotations}: not a COCO annotation file: it needs images, each with file_name"
+        ) from error
+    if not folder.is_dir():
+        raise UserError(f"--reference {annotations}: no folder {folder}", f"Write {annotations}=FOLDER.")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if not names:
+        raise UserError(f"--reference {annotations}: lists no pictures")
+    if missing:
+        what = f"{len(missing)} of {len(names)} pictures are not in {folder}, the first is {missing[0]}"
+        raise UserError(f"--reference {annotations}: {what}", f"Write {annotations}=FOLDER.")
+    return _of_files(annotations.stem, [folder / name for name in names])
+
+
+def statistics_reference(path: Path) -> Reference:
+    """Mean and covariance under `mu` and `sigma`, as clean-fid and pytorch-fid keep them; `n` where it is there.
+
+    They must come from the extractor and the preparation of the protocol: a file does not say. Raises `UserError` for
+    a file without the two, or of shapes that do not belong together.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            mean, covariance = (np.asarray(file[name], dtype=np.float64) for name in ("mu", "sigma"))
+            n = int(file["n"]) if "n" in file else None
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--reference {path}: not a file of statistics: it needs the arrays mu and sigma") from error
+    if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
+        raise UserError(f"--reference {path}: mu {mean.shape} and sigma {covariance.shape} do not belong together")
+    digest = hashlib.sha256(mean.tobytes() + covariance.tobytes()).hexdigest()
+    size = "n unknown" if n is None else f"n={n}"
+    label = f"{path.stem} (statistics), {size}, sha256={digest[:_DIGITS]}"
+    return Reference(None, label, FeatureSet(mean, covariance, n), digest)
+
+
+def _of_files(name: str, files: Sequence[Path]) -> Reference:
+    """A set of files; its hash is that of their contents, whatever they are called and in whichever order."""
+    hashes = sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
+    digest = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+    return Reference(FilePictures(tuple(files)), f"{name}, n={len(files)}, sha256={digest[:_DIGITS]}", digest=digest)
 
 
 def read_picture(path: Path) -> Tensor:
-    """A picture file as uint8 [3, h, w]."""
-    with Image.open(path) as picture:
-        return torch.from_numpy(np.ascontiguousarray(np.asarray(picture.convert("RGB")).transpose(2, 0, 1)))
-
-
-def _digest(pictures: Tensor) -> str:
-    return hashlib.sha256(pictures.numpy().tobytes()).hexdigest()[:8]
+    """A picture file as uint8 [3, h, w]; `UserError` for one that cannot be read."""
+    try:
+        with Image.open(path) as picture:
+            return torch.from_numpy(np.ascontiguousarray(np.asarray(picture.convert("RGB")).transpose(2, 0, 1)))
+    except (OSError, UnidentifiedImageError) as error:
+        raise UserError(f"{path}: cannot be read as a picture") from error

@@ -27,15 +27,18 @@ __all__ = [
     "KeyFields",
     "RunData",
     "RunStore",
+    "completed_score",
     "done_images",
     "find_run",
     "latest",
+    "lock_run",
     "read_manifest",
     "read_records",
     "read_run",
     "read_scores",
     "record_key",
     "run_folder",
+    "write_manifest",
 ]
 
 MANIFEST, RECORDS, SCORES, LOCK = "manifest.json", "records.jsonl", "scores.jsonl", ".lock"
@@ -72,7 +75,7 @@ class RunStore:
     def __init__(self, folder: Path, experiment: ResolvedExperiment, key: KeyFields) -> None:
         self.folder = folder
         self.key = key
-        self._lock = _locked(folder)
+        self._lock = lock_run(folder)
         try:
             self._open(experiment)
         except BaseException:
@@ -99,8 +102,12 @@ class RunStore:
     def update_manifest(self, **facts: Any) -> None:
         """Set keys of the manifest and write it as a whole."""
         self.manifest |= facts
-        text = json.dumps(_plain(self.manifest), indent=2, ensure_ascii=False, allow_nan=False)
-        write_atomically(self.folder / MANIFEST, text.encode() + b"\n")
+        write_manifest(self.folder, self.manifest)
+
+    def note_protocol(self, protocol: Mapping[str, Any]) -> None:
+        """Keep what a quality protocol says in the manifest, by name."""
+        known = self.manifest.get("protocols", {})
+        self.update_manifest(protocols={**known, str(protocol["name"]): dict(protocol)})
 
     def key_of(self, unit: Unit) -> str:
         """Return the record key of a planned image under this run's settings."""
@@ -136,12 +143,7 @@ class RunStore:
 
     def append_score(self, score: Mapping[str, Any]) -> None:
         """Append a score; raises `ValueError` for a column that `spec/schema.py` does not declare."""
-        names = [column.name for column in columns("scores")]
-        unknown = set(score) - set(names)
-        if unknown:
-            raise ValueError(f"scores have no column {', '.join(sorted(unknown))}")
-        known = {"schema_version": SCHEMA_VERSION, **score}
-        self._scores.append({name: known.get(name) for name in names})
+        self._scores.append(completed_score(score))
 
     def write_image(self, unit: Unit, png: bytes) -> str:
         """Write an image's PNG file; return its path relative to the folder, for the record's `image`."""
@@ -167,7 +169,27 @@ class RunStore:
         self.close()
 
 
-def _locked(folder: Path) -> FileLock:
+def completed_score(score: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a score with every column in order; raises `ValueError` for one that `spec/schema.py` does not declare."""
+    names = [column.name for column in columns("scores")]
+    unknown = set(score) - set(names)
+    if unknown:
+        raise ValueError(f"scores have no column {', '.join(sorted(unknown))}")
+    known = {"schema_version": SCHEMA_VERSION, **score}
+    return {name: known.get(name) for name in names}
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write a run's manifest as a whole."""
+    text = json.dumps(_plain(dict(manifest)), indent=2, ensure_ascii=False, allow_nan=False)
+    write_atomically(folder / MANIFEST, text.encode() + b"\n")
+
+
+def lock_run(folder: Path) -> FileLock:
+    """Take a run folder's lock, making the folder where there is none.
+
+    Raises `UserError` for a folder that holds something else or cannot be written, `RefusedError` for one in use.
+    """
     if folder.is_dir() and not (folder / MANIFEST).exists():
         strangers = sorted(path.name for path in folder.iterdir() if path.name not in (LOCK, RECORDS, SCORES))
         if strangers:

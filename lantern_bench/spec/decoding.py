@@ -13,13 +13,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, model_validator
 
-from lantern_bench.spec.modes import MODES, RELAXED_RULES, Drafting, Rule
+from lantern_bench.spec.modes import MODES, OUTSIDE_RULES, RELAXED_RULES, RULES, Drafting
 from lantern_bench.spec.topologies import STATIC_TREES, Topology, check_topology, topology_name
 
 __all__ = [
     "DYNAMIC_TREE",
     "PARAMETERS",
     "Decoding",
+    "NeighbourMetric",
     "Parameter",
     "fallbacks",
     "most_nodes",
@@ -41,7 +42,9 @@ Scale = Annotated[float, _NUMBER, Field(ge=0, allow_inf_nan=False)]
 TopP = Annotated[float, _NUMBER, Field(gt=0, le=1)]
 Delta = Annotated[float, _NUMBER, Field(gt=0, lt=1)]
 Lambda = Annotated[float, _NUMBER, Field(gt=1, allow_inf_nan=False)]
+Bound = Annotated[float, _NUMBER, Field(allow_inf_nan=False)]
 Residual = Literal["exact", "official"]
+NeighbourMetric = Literal["l2", "cosine", "random"]
 FilterOrder = Literal["top_k_first", "top_p_first"]
 
 
@@ -72,12 +75,8 @@ def _drafted(drafting: str, _rule: str) -> bool:
     return drafting != "none"
 
 
-def _static(drafting: str, _rule: str) -> bool:
-    return drafting == "static"
-
-
-def _dynamic(drafting: str, _rule: str) -> bool:
-    return drafting == "dynamic"
+def _one_of(*names: str) -> Callable[[str, str], bool]:
+    return lambda drafting, rule: drafting in names or rule in names
 
 
 def _relaxed(_drafting: str, rule: str) -> bool:
@@ -88,25 +87,23 @@ _COUNT = "must be a whole number of at least 1"
 _NATURAL = "must be a whole number of at least 0"
 _CHOICE = "must be one of"
 _DRAFTING_WORDS = ("none", "static", "dynamic", "chain")
-_RULE_WORDS = ("none", "strict", "additive", "multiplicative")
-_RELAXED_TO = "the rules additive and multiplicative"
+_RELAXED_TO = "the rules " + " and ".join(rule for rule in RULES if rule in RELAXED_RULES)
+_OUTSIDE_TO = f"rules from outside the package ({', '.join(OUTSIDE_RULES) or 'none is installed'})"
 
 # The order is that of a grid's axes, the first varying slowest.
 PARAMETERS: dict[str, Parameter] = {
     "mode": _parameter(str, _CHOICE, _everybody, "every cell", tuple(MODES)),
     "drafting": _parameter(str, _CHOICE, _drafted, "modes that draft", _DRAFTING_WORDS),
-    "rule": _parameter(str, _CHOICE, _drafted, "modes that draft", _RULE_WORDS),
-    "tree": _parameter(Any, "must be a tree", _static, "the drafting static", tuple(STATIC_TREES)),
-    "nodes": _parameter(Count, _COUNT + " (root not counted)", _dynamic, "the drafting dynamic"),
-    "depth": _parameter(Count, _COUNT, _dynamic, "the drafting dynamic"),
-    "beam": _parameter(Count, _COUNT, _dynamic, "the drafting dynamic"),
+    "rule": _parameter(str, _CHOICE, _drafted, "modes that draft", RULES),
+    "tree": _parameter(Any, "must be a tree", _one_of("static"), "the drafting static", tuple(STATIC_TREES)),
+    "nodes": _parameter(Count, _COUNT + " (root not counted)", _one_of("dynamic"), "the drafting dynamic"),
+    "depth": _parameter(Count, _COUNT, _one_of("dynamic"), "the drafting dynamic"),
+    "beam": _parameter(Count, _COUNT, _one_of("dynamic"), "the drafting dynamic"),
     "neighbours": _parameter(Natural, _NATURAL, _relaxed, _RELAXED_TO),
-    "delta": _parameter(
-        Delta, "must lie strictly between 0 and 1", lambda _, rule: rule == "additive", "the rule additive"
-    ),
-    "lambda": _parameter(
-        Lambda, "must be a number above 1", lambda _, rule: rule == "multiplicative", "the rule multiplicative"
-    ),
+    "neighbour_metric": _parameter(NeighbourMetric, _CHOICE, _relaxed, _RELAXED_TO, ("l2", "cosine", "random")),
+    "delta": _parameter(Delta, "must lie strictly between 0 and 1", _one_of("additive"), "the rule additive"),
+    "lambda": _parameter(Lambda, "must be a number above 1", _one_of("multiplicative"), "the rule multiplicative"),
+    "bound": _parameter(Bound, "must be a number", _one_of(*OUTSIDE_RULES), _OUTSIDE_TO),
     "residual": _parameter(Residual, _CHOICE, _relaxed, _RELAXED_TO, ("exact", "official")),
     "temperature": _parameter(Scale, "must be a number of at least 0 (0 is greedy)", _everybody, "every cell"),
     "top_k": _parameter(Natural, _NATURAL + " (0 is off)", _everybody, "every cell"),
@@ -116,21 +113,28 @@ PARAMETERS: dict[str, Parameter] = {
 }
 
 DYNAMIC_TREE = {"nodes": 58, "depth": 5, "beam": 10}
-_NEIGHBOURS = {"additive": 20, "multiplicative": 10}
+_NEIGHBOURS = {"additive": 20, "multiplicative": 10} | {name: r.neighbours for name, r in OUTSIDE_RULES.items()}
 _SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "filter_order": "top_k_first", "cfg_scale": 1.0}
 # Settings that leave the id when they have their default; the order is that of the id.
-_NAMED_IN_ID = {"residual": "exact", "top_k": 0, "top_p": 1.0, "filter_order": "top_k_first"}
+_OF_SAMPLING: dict[str, Any] = {"residual": "exact", "top_k": 0, "top_p": 1.0, "filter_order": "top_k_first"}
+_METRIC: NeighbourMetric = "l2"
+_NAMED_IN_ID: dict[str, Any] = {"neighbour_metric": _METRIC, **_OF_SAMPLING}
+# Younger than the first runs: left out of a cell's settings where it has its default, so that their keys stay valid.
+_LEFT_OUT = {"neighbour_metric": _METRIC}
+
+# In the tables, after what names the cell and its structure.
+_COLUMNS = [key for key in list(PARAMETERS)[list(PARAMETERS).index("neighbours") :] if key != "filter_order"]
 
 
 def fallbacks(drafting: str, rule: str) -> dict[str, Any]:
-    """Return the values used when neither the experiment nor the model says otherwise; delta and lambda have none."""
+    """Return the values used when neither the experiment nor the model says otherwise; bounds have none."""
     values: dict[str, Any] = dict(_SAMPLING)
     if drafting == "static":
         values["tree"] = "eagle1-25"
     if drafting == "dynamic":
         values |= DYNAMIC_TREE
     if rule in RELAXED_RULES:
-        values |= {"neighbours": _NEIGHBOURS[rule], "residual": "exact"}
+        values |= {"neighbours": _NEIGHBOURS[rule], "neighbour_metric": _METRIC, "residual": "exact"}
     return values
 
 
@@ -152,7 +156,7 @@ class Decoding(BaseModel):
 
     mode: str
     drafting: Drafting
-    rule: Rule
+    rule: str
     tree: str | None = None
     topology: Topology | None = None
     nodes: Count | None = None
@@ -161,6 +165,8 @@ class Decoding(BaseModel):
     neighbours: Natural | None = None
     delta: Delta | None = None
     lambda_: Lambda | None = Field(default=None, alias="lambda")
+    bound: Bound | None = None
+    neighbour_metric: NeighbourMetric = _METRIC
     residual: Residual = "exact"
     temperature: Scale = 1.0
     top_k: Natural = 0
@@ -187,26 +193,31 @@ class Decoding(BaseModel):
             if values.get(key) is None:
                 values[key] = value if key != "nodes" else _enough_nodes(value, values)
         if values["temperature"] == 0:
-            values |= _NAMED_IN_ID
+            values |= _OF_SAMPLING
         return values
 
     @model_validator(mode="after")
     def _check(self) -> Decoding:
         if self.mode not in MODES:
             raise ValueError(f"unknown mode '{self.mode}'; the modes are {', '.join(MODES)}")
+        if self.rule not in RULES:
+            raise ValueError(f"unknown rule '{self.rule}'; the rules are {', '.join(RULES)}")
         if (self.drafting == "none") != (self.rule == "none") or (self.mode == "ar") != (self.drafting == "none"):
             raise ValueError(f"mode {self.mode} cannot have the drafting {self.drafting} with the rule {self.rule}")
         if self.tree is not None and self.topology is None and self.tree not in STATIC_TREES:
             raise ValueError(f"unknown tree '{self.tree}'; the trees are {', '.join(STATIC_TREES)}")
-        for key in ("tree", "nodes", "depth", "beam", "neighbours", "delta", "lambda"):
-            parameter, value = PARAMETERS[key], self._value(key)
-            belongs = parameter.belongs(self.drafting, self.rule)
-            if (value is not None) != belongs:
-                wrong = "is missing" if belongs else "does not belong here"
-                raise ValueError(f"{key} {wrong}: it is for {parameter.to}")
+        for key in ("tree", "nodes", "depth", "beam", "neighbours", "delta", "lambda", "bound"):
+            if (self._value(key) is not None) != self._has(key):
+                wrong = "is missing" if self._has(key) else "does not belong here"
+                raise ValueError(f"{key} {wrong}: it is for {PARAMETERS[key].to}")
+        if self.bound is not None and not OUTSIDE_RULES[self.rule].allows(self.bound):
+            raise ValueError(f"bound {self.bound:g}: {OUTSIDE_RULES[self.rule].allowed}")
         if self.nodes and self.depth and self.beam and self.nodes > most_nodes(self.depth, self.beam):
             raise ValueError(f"nodes {self.nodes}: {too_many_nodes(self.depth, self.beam)}")
         return self
+
+    def _has(self, key: str) -> bool:
+        return PARAMETERS[key].belongs(self.drafting, self.rule)
 
     def _value(self, key: str) -> Any:
         return getattr(self, "lambda_" if key == "lambda" else key)
@@ -232,16 +243,18 @@ class Decoding(BaseModel):
 
     @property
     def cell_id(self) -> str:
-        """The id of results.md: mode-drafting-tree[-kK][-deltaD|-lambdaL]-tT and what else is not a default.
+        """The id of results.md: mode-drafting-tree[-kK][-deltaD|-lambdaL|-boundB]-tT and what else is not a default.
 
         It serves as a folder's name.
         """
         parts = [self.mode]
         if self.drafting != "none":
             parts += [self.drafting, str(self.tree_label)]
-        for letter, value in (("k", self.neighbours), ("delta", self.delta), ("lambda", self.lambda_)):
-            if value is not None:
-                parts.append(letter + _text(value))
+        if self.rule in OUTSIDE_RULES and MODES[self.mode].rule != self.rule:
+            parts.append(self.rule)
+        for key in ("neighbours", "delta", "lambda", "bound"):
+            if self._value(key) is not None:
+                parts.append(("k" if key == "neighbours" else key) + _text(self._value(key)))
         parts.append("t" + _text(self.temperature))
         for key, default in {**_NAMED_IN_ID, "cfg_scale": self.cfg_default}.items():
             if self._value(key) != default:
@@ -250,16 +263,15 @@ class Decoding(BaseModel):
 
     def columns(self) -> dict[str, Any]:
         """Return the cell columns of `spec/schema.py` without the model; None where a cell lacks the parameter."""
-        values: dict[str, Any] = {"cell_id": self.cell_id, "mode": self.mode, "drafting": self.drafting}
-        values |= {"tree": self.tree_label, "rule": self.rule, "neighbours": self.neighbours, "delta": self.delta}
-        values |= {"lambda": self.lambda_, "residual": self.residual if self.rule in RELAXED_RULES else None}
-        return values | {key: self._value(key) for key in ("temperature", "top_k", "top_p", "cfg_scale")}
+        values = {"cell_id": self.cell_id, "mode": self.mode, "drafting": self.drafting, "tree": self.tree_label}
+        values |= {"rule": self.rule}
+        return values | {key: self._value(key) if self._has(key) else None for key in _COLUMNS}
 
     def settings(self) -> dict[str, Any]:
-        """Return the cell as an experiment file writes it: every parameter it has, and no other."""
+        """Return the cell as an experiment file writes it: every parameter it has and no other, `l2` left unsaid."""
         values: dict[str, Any] = {"mode": self.mode}
-        for key, parameter in PARAMETERS.items():
-            if parameter.belongs(self.drafting, self.rule):
+        for key in PARAMETERS:
+            if self._has(key) and self._value(key) != _LEFT_OUT.get(key, ...):
                 values[key] = self._value(key)
         if self.topology is not None and self.tree not in STATIC_TREES:
             values["tree"] = [list(path) for path in self.topology]

@@ -41,6 +41,10 @@ __all__ = [
 ]
 
 
+# What of an experiment says nothing about the images that are made.
+_NOT_RUN = ("name", "description", "paper", "protocol", "reference")
+
+
 @dataclass(frozen=True)
 class Cell:
     """One model with one decoding. `prefix` is the model's name in the id, when a run has several models."""
@@ -90,8 +94,8 @@ class ResolvedExperiment:
 
     @cached_property
     def hash8(self) -> str:
-        """8 hex digits that change with everything that is run: all but name, description and paper."""
-        covered = {key: value for key, value in self.to_dict().items() if key not in ("name", "description", "paper")}
+        """8 hex digits that change with everything that is decoded: names, figures and ways of scoring are not."""
+        covered = {key: value for key, value in self.to_dict().items() if key not in _NOT_RUN}
         return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()[:8]
 
     @property

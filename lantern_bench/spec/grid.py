@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lantern_bench.spec.decoding import PARAMETERS, Decoding, fallbacks, most_nodes, too_many_nodes
-from lantern_bench.spec.modes import MODES
+from lantern_bench.spec.modes import MODES, OUTSIDE_RULES
 from lantern_bench.spec.values import Given, Layer, Place, Problems
 
 __all__ = ["Expansion", "Structure"]
@@ -108,7 +108,7 @@ class Expansion:
         axes = [self._lookup(key, cell, structure) for key in keys]
         complete = True
         for key, values in zip(keys, axes, strict=True):
-            if not values and key in ("delta", "lambda"):
+            if not values and key in ("delta", "lambda", "bound"):
                 complete = False
                 self._note_missing(key, structure, place)
         if complete:
@@ -129,6 +129,10 @@ class Expansion:
                 self.problems.add(at, too_many_nodes(values["depth"], values["beam"]), values["nodes"])
                 return None
             values["nodes"] = most_nodes(values["depth"], values["beam"])
+        rule = OUTSIDE_RULES.get(structure.rule)
+        if rule is not None and not rule.allows(values["bound"]):
+            self.problems.add(given["bound"].place, rule.allowed, values["bound"])
+            return None
         scale = (self.model_defaults or {}).get("cfg_scale")
         return Decoding.model_validate(
             {"mode": structure.mode, "drafting": structure.drafting, "rule": structure.rule, **values}
@@ -138,7 +142,8 @@ class Expansion:
     def _note_missing(self, key: str, structure: Structure, place: Place) -> None:
         if self.model_defaults is None:
             return
-        example = {"delta": "0.1", "lambda": "2"}[key]
+        rule = OUTSIDE_RULES.get(structure.rule)
+        example = f"{rule.example:g}" if rule is not None else {"delta": "0.1", "lambda": "2"}[key]
         self.problems.add(
             place,
             f"mode {structure.mode} has the rule {structure.rule} and needs {key}; "

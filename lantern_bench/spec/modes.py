@@ -2,28 +2,29 @@
 
 A mode is a row of a table, not a class: all of them run the same loop (algorithms.md, section 4). The table lives
 here and not beside the loop, because a plan must be made without importing torch. Every part of a preset can be
-overridden in an experiment, for ablations; what a mode fixes is only its name and its starting point.
+overridden in an experiment, for ablations; what a mode fixes is only its name and its starting point. Rules from
+outside the package (`rules.py`) bring a mode of their name each; they are found when this module is imported.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
-__all__ = ["DRAFTINGS", "MODES", "RELAXED_RULES", "RULES", "Drafting", "ModePreset", "Rule"]
+from lantern_bench.spec.rules import RelaxedRule, find_rules
+
+__all__ = ["DRAFTINGS", "MODES", "OUTSIDE_RULES", "RELAXED_RULES", "RULES", "Drafting", "ModePreset"]
 
 Drafting: TypeAlias = Literal["none", "static", "dynamic"]
-Rule: TypeAlias = Literal["none", "strict", "additive", "multiplicative"]
 
-DRAFTINGS: tuple[Drafting, ...] = ("none", "static", "dynamic")
-RULES: tuple[Rule, ...] = ("none", "strict", "additive", "multiplicative")
-RELAXED_RULES: frozenset[str] = frozenset({"additive", "multiplicative"})
+DRAFTINGS: tuple[Drafting, ...] = get_args(Drafting)
+_PUBLISHED = ("additive", "multiplicative")
 
 
 class ModePreset(NamedTuple):
     """The drafting and the rule that a mode starts from."""
 
-    drafting: Drafting
-    rule: Rule
+    drafting: str
+    rule: str
 
 
 MODES: dict[str, ModePreset] = {
@@ -32,3 +33,11 @@ MODES: dict[str, ModePreset] = {
     "lantern": ModePreset("dynamic", "additive"),
     "lantern++": ModePreset("static", "multiplicative"),
 }
+
+OUTSIDE_RULES: dict[str, RelaxedRule] = find_rules({*MODES, *DRAFTINGS, *_PUBLISHED, "strict", "all"})
+"""Relaxed rules that other packages bring, by name."""
+
+RULES: tuple[str, ...] = ("none", "strict", *_PUBLISHED, *OUTSIDE_RULES)
+RELAXED_RULES: frozenset[str] = frozenset({*_PUBLISHED, *OUTSIDE_RULES})
+
+MODES.update({name: ModePreset(rule.drafting, name) for name, rule in OUTSIDE_RULES.items()})

@@ -14,6 +14,7 @@ from typing import Any
 from lantern_bench.spec.decoding import PARAMETERS
 from lantern_bench.spec.modes import MODES
 from lantern_bench.spec.overrides import Overrides
+from lantern_bench.spec.paper import paper_problems
 from lantern_bench.spec.settings import ALLOWED, Settings, read_settings
 from lantern_bench.spec.source import KeyPath, Source
 from lantern_bench.spec.values import Given, Layer, Place, Problems, did_you_mean, read_parameter
@@ -23,6 +24,8 @@ __all__ = ["CellSpec", "Experiment", "read_experiment"]
 _DEFAULTS = tuple(key for key in PARAMETERS if key != "mode")
 _BLOCKS = ("models", "model_defaults", "cells")
 _LISTS = ("model", "metrics")
+# Run-wide settings that a model's block may hold, for experiments that are run with one model at a time.
+_OF_MODEL = ("prompts", "images", "protocol", "reference")
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,13 @@ class Experiment:
     def name(self) -> str:
         """The experiment's name."""
         return self.settings.name
+
+    @property
+    def is_relaxed(self) -> bool:
+        """Whether any cell may have a relaxed rule, by its mode or by what it says."""
+        own = [given.value for spec in self.cells for given in spec.values.get("rule", ())]
+        rules = [*own, *(MODES[mode].rule for spec in self.cells for mode in spec.modes)]
+        return any(PARAMETERS["residual"].belongs("static", rule) for rule in rules)
 
     def cells_of(self, model: str) -> Iterator[CellSpec]:
         """Yield the entries for a model; the baseline comes first where it is wanted and not there."""
@@ -118,9 +128,12 @@ class _Reader:
         if isinstance(data.get("models"), dict) and "model" not in data:
             values["model"] = [str(name) for name in data["models"]]
         places: dict[str, Place] = {}
+        own = self._of_model(data, values)
         for key in ALLOWED:
             if key in data:
                 values[key], places[key] = data[key], self.place((key,))
+            if key in own:
+                values[key], places[key] = own[key]
             if key in self.overrides.values:
                 given, place = list(self.overrides.values[key]), self.overrides.place(key)
                 if len(given) != 1 and key not in _LISTS:
@@ -128,6 +141,23 @@ class _Reader:
                     continue
                 values[key], places[key] = given if key in _LISTS else given[0], place
         return read_settings(values, places, self.problems), places
+
+    def _of_model(self, data: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, tuple[Any, Place]]:
+        """Return the run-wide settings in the block of the run's only model; with several models each must agree."""
+        models = self.overrides.values.get("model") or data.get("model") or values.get("model") or ()
+        given = data.get("models")
+        blocks: dict[Any, Any] = given if isinstance(given, dict) else {}
+        found: dict[str, tuple[Any, Place]] = {}
+        for name in (str(one) for one in (models if isinstance(models, list | tuple) else [models])):
+            block = blocks.get(name)
+            for key in _OF_MODEL:
+                if not isinstance(block, dict) or key not in block or key in self.overrides.values:
+                    continue
+                place = self.place(("models", name, key))
+                if key in found and found[key][0] != block[key]:
+                    self.problems.add(place, "differs from another model's; run one of them, with --model", block[key])
+                found[key] = (block[key], place)
+        return found
 
     def flags(self) -> Layer:
         """Read the parameters typed as flags; dotted keys are laid into the data before (`_with_dotted`)."""
@@ -164,12 +194,17 @@ class _Reader:
             return ()
         return tuple(names)
 
-    def named_blocks(self, raw: object, path: KeyPath) -> dict[str, Layer]:
+    def paper(self, block: Mapping[str, Any] | None) -> None:
+        """Note what is wrong with the published figures."""
+        for path, text in paper_problems(block):
+            self.problems.add(self.place(("paper", *path)), text)
+
+    def named_blocks(self, raw: object, path: KeyPath, known: tuple[str, ...] = ()) -> dict[str, Layer]:
         found = {}
         for name, item in self.mapping(raw, path, "a mapping of model names to values").items():
             inner = (*path, name)
             block = self.mapping({} if item is None else item, inner, "a mapping of keys to values")
-            found[name] = self.layer(block, inner, _DEFAULTS, ())
+            found[name] = self.layer(block, inner, _DEFAULTS, known)
         return found
 
 
@@ -182,11 +217,12 @@ def read_experiment(source: Source, overrides: Overrides) -> tuple[Experiment, P
     data = _with_dotted(source, overrides, problems)
     settings, places = reader.settings(data)
     top = reader.layer(data, (), _DEFAULTS, (*ALLOWED, *_BLOCKS))
-    models = reader.named_blocks(data.get("models", {}), ("models",))
+    models = reader.named_blocks(data.get("models", {}), ("models",), _OF_MODEL)
     recorded = reader.named_blocks(data.get("model_defaults", {}), ("model_defaults",))
     cells = _keep_modes(reader.cells(data.get("cells")), settings, overrides, problems)
     flags = reader.flags()
     _note_unknown_models(settings, models, cells, reader)
+    reader.paper(settings.paper)
     plain = {name: {key: given[0].value for key, given in layer.items()} for name, layer in recorded.items()}
     return Experiment(settings, top, models, tuple(cells), flags, source.name, places, plain), problems
 
@@ -239,12 +275,15 @@ def _keep_modes(cells: list[CellSpec], settings: Settings, overrides: Overrides,
 def _note_unknown_models(
     settings: Settings, models: Mapping[str, Layer], cells: list[CellSpec], reader: _Reader
 ) -> None:
-    """Note blocks and cells for models the experiment does not name; `--model` may leave some aside."""
+    """Note cells for models the experiment does not name, and blocks whose name is nearly one of theirs.
+
+    `--model` may leave some aside, and so may `model`: other blocks hold the sizes for another time.
+    """
     if "model" in reader.overrides.values:
         return
     known = ", ".join(settings.model)
-    places = [(name, reader.place(("models", name))) for name in models]
-    places += [(name, spec.place) for spec in cells for name in spec.models]
+    places = [(name, reader.place(("models", name))) for name in models if did_you_mean(name, settings.model)]
+    places += [(name, spec.place) for spec in cells for name in spec.models if name not in models]
     for name, place in places:
         if name not in settings.model:
             reader.problems.add(place, f"the model {name} is not among the experiment's models ({known})")

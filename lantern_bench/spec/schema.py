@@ -7,31 +7,13 @@ figure is computed: that is `report/`, after algorithms.md, section 7.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from lantern_bench.errors import UserError
+from lantern_bench.spec.columns import CELL_COLUMNS, NOTE, Column, figure
+from lantern_bench.spec.schema_checks import CHECK_TABLES
 
 __all__ = ["CELL_COLUMNS", "SCHEMA_VERSION", "TABLES", "Column", "columns", "to_markdown"]
 
 SCHEMA_VERSION = 1
-
-
-class Column(NamedTuple):
-    """One column; `dtype` is `string`, `int`, `float`, `list[int]` or `list[list[int]]`, `unit` may be empty."""
-
-    name: str
-    dtype: str
-    unit: str
-    meaning: str
-
-
-def _figure(name: str, unit: str, meaning: str) -> tuple[Column, Column, Column]:
-    """Return an uncertain figure with the two ends of its 95 % interval."""
-    return (
-        Column(name, "float", unit, meaning),
-        Column(f"{name}_low", "float", unit, f"lower end of the 95 % interval of {name}"),
-        Column(f"{name}_high", "float", unit, f"upper end of the 95 % interval of {name}"),
-    )
 
 
 def _beside_paper(name: str) -> tuple[Column, Column]:
@@ -41,24 +23,6 @@ def _beside_paper(name: str) -> tuple[Column, Column]:
     )
 
 
-CELL_COLUMNS: tuple[Column, ...] = (
-    Column("cell_id", "string", "", "the cell: one fully resolved decoding configuration"),
-    Column("mode", "string", "", "ar, speculative, lantern or lantern++"),
-    Column("drafting", "string", "", "none, static (fixed tree, sampled) or dynamic (best of a beam)"),
-    Column("tree", "string", "", "name of the static tree, or nodes, depth and beam of the dynamic one"),
-    Column("rule", "string", "", "acceptance rule: none, strict, additive or multiplicative"),
-    Column("neighbours", "int", "codes", "nearest codes whose mass a draft may take (k)"),
-    Column("delta", "float", "", "bound of the additive rule: most mass one draft may take"),
-    Column("lambda", "float", "", "bound of the multiplicative rule: most a draft's probability may grow"),
-    Column("residual", "string", "", "residual after a relaxed rejection: exact or official"),
-    Column("temperature", "float", "", "sampling temperature; 0 is greedy"),
-    Column("top_k", "int", "tokens", "keep the k most probable tokens; 0 is off"),
-    Column("top_p", "float", "", "keep the smallest set of this mass; 1 is off"),
-    Column("cfg_scale", "float", "", "classifier-free guidance scale; 1 is off"),
-    Column("model", "string", "", "name of the model"),
-)
-
-_NOTE = Column("note", "string", "", "why a figure is missing, or what to know about it")
 _IMAGES = (
     Column("images", "int", "images", "images behind the means of this row"),
     Column("failed", "int", "images", "images that failed and take no part in any mean"),
@@ -105,31 +69,36 @@ _SCORES = (
     Column("schema_version", "int", "", "version of this schema"),
     Column("level", "string", "", "image or cell: what the row scores"),
     Column("protocol", "string", "", "name of the scoring protocol"),
+    Column("protocol_version", "int", "", "version of the protocol; the manifest holds what it says"),
     Column("cell_id", "string", "", "the cell"),
     Column("record_key", "string", "", "the image's record (level image)"),
     Column("clip_score", "float", "", "cosine between picture and caption, not scaled (level image)"),
     Column("prompt_accuracy", "float", "", "1 when all attributes of the caption are seen, else 0 (level image)"),
-    Column("clip_model", "string", "", "the CLIP model and its weights"),
+    Column("clip_model", "string", "", "the CLIP or reward model and its weights"),
+    Column("hpsv2", "float", "", "HPSv2.1: cosine between picture and caption, not scaled (level image)"),
+    Column("image_reward", "float", "", "ImageReward 1.0 (level image)"),
     Column("fid", "float", "", "Frechet distance to the reference (level cell)"),
+    *figure("fid_infinity", "", "fid extrapolated to infinitely many pictures (level cell, on request)"),
     Column("kid", "float", "", "kernel distance to the reference, mean over subsets (level cell)"),
     Column("kid_std", "float", "", "standard deviation of kid over subsets (level cell)"),
     Column("kid_subset", "int", "images", "images in one subset of kid: min(1000, n/2)"),
     Column("precision", "float", "", "share of pictures inside the reference's manifold (level cell)"),
     Column("recall", "float", "", "share of the reference inside the pictures' manifold (level cell)"),
     Column("n", "int", "images", "pictures scored (level cell)"),
+    Column("n_reference", "int", "images", "pictures of the reference; empty where it does not say (level cell)"),
     Column("extractor", "string", "", "feature extractor and its weights (level cell)"),
     Column("reference", "string", "", "reference set, its size and hash (level cell)"),
-    _NOTE,
+    NOTE,
 )
 
 _SPEED = (
     *CELL_COLUMNS,
     *_IMAGES,
-    *_figure("latency_s", "s", "mean seconds per image"),
+    *figure("latency_s", "s", "mean seconds per image"),
     Column("tokens_per_s", "float", "tokens/s", "tokens kept per second"),
-    *_figure("speedup", "", "seconds of ar / seconds of the cell, sums over the same prompts of the same run"),
-    *_figure("step_compression", "tokens/forward", "tokens kept per target forward, prefill included; 1 for ar"),
-    *_figure("mean_accepted_length", "tokens/step", "tokens committed per step, bonus included"),
+    *figure("speedup", "", "seconds of ar / seconds of the cell, sums over the same prompts of the same run"),
+    *figure("step_compression", "tokens/forward", "tokens kept per target forward, prefill included; 1 for ar"),
+    *figure("mean_accepted_length", "tokens/step", "tokens committed per step, bonus included"),
     Column("mal_uncut", "float", "tokens/step", "the same with last steps uncut, as published code counts"),
     Column("accepted_drafts", "float", "tokens/step", "drafts accepted per step, bonus token not counted"),
     Column("acceptance_rate", "float", "", "depths accepted / depths offered"),
@@ -140,25 +109,31 @@ _SPEED = (
     Column("verify_ms", "float", "ms", "verification, per step"),
     Column("other_ms", "float", "ms", "the rest, per step"),
     Column("peak_memory_mb", "float", "MB", "largest peak memory of an image"),
-    _NOTE,
+    NOTE,
 )
 
 _QUALITY = (
     *CELL_COLUMNS,
     *_IMAGES,
     Column("fid", "float", "", "Frechet distance to the reference, with the features of fid_features"),
+    *figure("fid_infinity", "", "fid extrapolated to infinitely many pictures, where it was asked for"),
     Column("kid", "float", "", "kernel distance to the reference, mean over subsets"),
     Column("kid_std", "float", "", "standard deviation of kid over subsets"),
+    Column("kid_subset", "int", "images", "images in one subset of kid: min(1000, n/2)"),
+    Column("n_reference", "int", "images", "pictures of the reference; empty where it does not say"),
     Column("precision", "float", "", "share of pictures inside the reference's manifold"),
     Column("recall", "float", "", "share of the reference inside the pictures' manifold"),
-    *_figure("clip_score", "", "mean cosine between picture and caption, not scaled"),
-    *_figure("prompt_accuracy", "", "share of pictures that show all attributes of the caption"),
+    *figure("clip_score", "", "mean cosine between picture and caption, not scaled"),
+    *figure("prompt_accuracy", "", "share of pictures that show all attributes of the caption"),
+    *figure("hpsv2", "", "mean HPSv2.1, not scaled"),
+    *figure("image_reward", "", "mean ImageReward 1.0"),
     Column("fid_features", "string", "", "feature extractor behind fid, kid, precision and recall"),
-    Column("clip_model", "string", "", "CLIP model behind clip_score"),
+    Column("clip_model", "string", "", "CLIP model behind clip_score, or the reward model"),
     Column("reference", "string", "", "reference set"),
     Column("protocol", "string", "", "name of the scoring protocol"),
+    Column("protocol_version", "int", "", "version of the protocol; the manifest holds what it says"),
     Column("moved_mass", "float", "", "mean mass taken from neighbours per accepted draft"),
-    _NOTE,
+    NOTE,
 )
 
 _ACCEPTANCE = (
@@ -167,8 +142,32 @@ _ACCEPTANCE = (
     Column("index", "int", "", "the depth, from 1, or the position, from 0"),
     Column("offered", "int", "steps", "steps whose walk stood there with a child to try"),
     Column("accepted", "int", "steps", "those of them that moved on"),
-    *_figure("rate", "", "accepted / offered"),
-    _NOTE,
+    *figure("rate", "", "accepted / offered"),
+    NOTE,
+)
+
+_LENGTHS = (
+    *CELL_COLUMNS,
+    Column("length", "int", "tokens", "tokens a step committed, bonus included"),
+    Column("steps", "int", "steps", "steps of that length"),
+    *figure("share", "", "steps of that length / steps"),
+)
+
+_COMPARISON = (
+    Column("cell_id", "string", "", "the cell, the same in both runs"),
+    Column("model", "string", "", "name of the model"),
+    Column("quantity", "string", "", "what is compared, by the name of its column"),
+    Column("protocol", "string", "", "scoring protocol behind a quality figure"),
+    Column("a", "float", "", "the figure in the first run, over the pairs"),
+    Column("b", "float", "", "the figure in the second run, over the pairs"),
+    Column("kind", "string", "", "ratio (how many times better, above 1 for the second run) or difference (b - a)"),
+    *figure("effect", "", "the ratio or the difference"),
+    Column("p_value", "float", "", "two-sided, runs exchanged within prompts"),
+    Column("p_holm", "float", "", "the same after Holm, over all comparisons of the table"),
+    Column("verdict", "string", "", "of the second run: better, worse or not distinguishable; empty where not tested"),
+    Column("pairs", "int", "images", "(prompt, repeat) pairs that both runs have"),
+    Column("prompts", "int", "prompts", "prompts among them: what is resampled and exchanged"),
+    NOTE,
 )
 
 _SUMMARY = (
@@ -177,21 +176,39 @@ _SUMMARY = (
     Column("method", "string", "", "the mode"),
     Column("parameters", "string", "", "what is set beyond the mode, for reading"),
     *_IMAGES,
-    *_figure("speedup", "", "seconds of ar / seconds of the cell, sums over the same prompts of the same run"),
+    *figure("speedup", "", "seconds of ar / seconds of the cell, sums over the same prompts of the same run"),
     *_beside_paper("speedup"),
-    *_figure("mean_accepted_length", "tokens/step", "tokens committed per step, bonus included"),
+    *figure("mean_accepted_length", "tokens/step", "tokens committed per step, bonus included"),
     *_beside_paper("mean_accepted_length"),
     Column("fid", "float", "", "Frechet distance to the reference, with the features of fid_features"),
     *_beside_paper("fid"),
     Column("fid_features", "string", "", "feature extractor behind fid, precision and recall"),
-    *_figure("clip_score", "", "mean cosine between picture and caption, not scaled"),
+    *figure("clip_score", "", "mean cosine between picture and caption, not scaled"),
     *_beside_paper("clip_score"),
     Column("clip_model", "string", "", "CLIP model behind clip_score"),
     Column("precision", "float", "", "share of pictures inside the reference's manifold"),
     *_beside_paper("precision"),
     Column("recall", "float", "", "share of the reference inside the pictures' manifold"),
     *_beside_paper("recall"),
-    _NOTE,
+    NOTE,
+)
+
+_REPRODUCTION = (
+    Column("cell_id", "string", "", "the cell; empty for a published row that no cell stands for"),
+    Column("model", "string", "", "name of the model"),
+    Column("method", "string", "", "the mode"),
+    Column("parameters", "string", "", "what is set beyond the mode, for reading"),
+    Column("residual", "string", "", "residual after a relaxed rejection: exact or official"),
+    *_IMAGES,
+    Column("paper_row", "string", "", "the published row that stands beside the cell"),
+    Column("figure", "string", "", "the figure, by the name of its column in the other tables"),
+    Column("published", "float", "", "the published figure; empty where none could be had"),
+    Column("source", "string", "", "where the published figure was read"),
+    Column("confidence", "string", "", "paper, secondary, derived, definition or user"),
+    *figure("ours", "", "the figure of this run"),
+    Column("difference", "float", "", "ours minus published; empty where the two are not of one kind"),
+    Column("measured_by", "string", "", "the network and its weights behind ours, where there is one"),
+    NOTE,
 )
 
 TABLES: dict[str, tuple[Column, ...]] = {
@@ -200,7 +217,11 @@ TABLES: dict[str, tuple[Column, ...]] = {
     "speed": _SPEED,
     "quality": _QUALITY,
     "acceptance": _ACCEPTANCE,
+    "lengths": _LENGTHS,
+    "comparison": _COMPARISON,
     "summary": _SUMMARY,
+    "reproduction": _REPRODUCTION,
+    **CHECK_TABLES,
 }
 
 

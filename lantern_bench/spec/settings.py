@@ -32,8 +32,9 @@ class Settings(BaseModel):
     """The run-wide part of an experiment.
 
     `images` counts per cell: prompts in order, then again with the next repeat; None is every prompt once. `repeats`
-    makes that list of images so many times over, with fresh seeds. `neighbour_space` is where codes are near each
-    other (`decode/neighbours.py`); None is what was published for the model.
+    makes that list of images so many times over, with fresh seeds. `protocol` names how quality is judged (None: the
+    model's own way), `reference` the pictures it is judged against (None: the protocol's own). `neighbour_space` is
+    where codes are near each other (`decode/neighbours.py`); None is what was published for the model.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -46,6 +47,8 @@ class Settings(BaseModel):
     images: Count | None = None
     repeats: Count = 1
     seed: Annotated[Natural, Field(lt=2**63)] = 0
+    protocol: str | None = Field(default=None, min_length=1)
+    reference: str | None = Field(default=None, min_length=1)
     metrics: Annotated[tuple[Metric, ...], BeforeValidator(_as_list), Field(min_length=1)] = METRICS
     batch: Count = 1
     device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
@@ -69,6 +72,8 @@ ALLOWED: dict[str, str] = {
     "images": "must be a whole number of at least 1",
     "repeats": "must be a whole number of at least 1",
     "seed": "must be a whole number of at least 0",
+    "protocol": "must be the name of a quality protocol",
+    "reference": "must be embedded, a folder, a .json or a .npz file",
     "metrics": f"must be a list of {' and '.join(METRICS)}",
     "batch": "must be a whole number of at least 1",
     "device": "must be auto, cpu, mps, cuda or cuda:N",

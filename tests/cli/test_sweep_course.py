@@ -123,15 +123,12 @@ def test_weights_that_changed_are_refused(tiny, capsys) -> None:
 
 
 def test_quality_without_judges_is_refused_before_a_model_is_loaded(tiny, capsys, monkeypatch) -> None:
-    from lantern_bench.errors import RefusedError
-    from lantern_bench.runs import score
-
-    def missing() -> None:
-        raise RefusedError("the CLIP model is missing", "train it")
-
-    monkeypatch.setattr(score, "embedded_judges", missing)
+    monkeypatch.setenv("TORCH_HOME", str(Path.cwd()))
+    monkeypatch.delenv("LANTERN_BENCH_WEIGHTS", raising=False)
     assert cli.main(["sweep", "tiny.yaml", "--metrics", "speed,quality"]) == 3
-    assert "the CLIP model is missing" in capsys.readouterr().err
+    assert "the weights of the feature extractor inception-v3-compat are not on this machine" in capsys.readouterr().err
+    assert cli.main(["sweep", "tiny.yaml", "--metrics", "speed,quality", "--protocol", "embeded"]) == 2
+    assert "unknown protocol; did you mean embedded?" in capsys.readouterr().err
     assert tiny.loads == 0 and not Path("results").exists()
 
 

@@ -26,7 +26,7 @@ class TabularModel:
         self.target = self
         self.drafter: Any = _DrafterFactory(self)
 
-    def table(self, columns: int) -> Tensor:
+    def table(self, columns: int, metric: str = "l2") -> Tensor:
         order = torch.arange(self.vocab_size)
         return torch.stack([(order + 1 + x) % self.vocab_size for x in range(self.vocab_size)])[:, :columns]
 

@@ -8,12 +8,12 @@ import torch
 from scipy.stats import power_divergence
 from torch import Tensor
 
-import lantern_bench.decode.verify as verify_module
+from lantern_bench.decode.judge import Judge, judge_children
 from lantern_bench.decode.loop import Decoded, decode
 from lantern_bench.decode.sampling import decoding_probabilities, guide
+from lantern_bench.measure.broken_rules import judge_without_residual
 from lantern_bench.spec.decoding import Decoding
 from tests.decode.tabular_model import TabularModel
-from tests.decode.test_lossless_sampled import judged_without_residual
 
 VOCABULARY, LENGTH, IMAGES = 4, 3, 5_000
 TREE = [[0], [1], [0, 0], [1, 0]]
@@ -32,13 +32,13 @@ def generators(count: int, seed: int) -> list[torch.Generator]:
 
 
 def run(
-    decoding: Decoding, images: int = IMAGES, seed: int = 1, batch: int = 1000
+    decoding: Decoding, images: int = IMAGES, seed: int = 1, batch: int = 1000, judge: Judge = judge_children
 ) -> tuple[TabularModel, list[Decoded]]:
     model = TabularModel(VOCABULARY, LENGTH, seed=4)
     made: list[Decoded] = []
     streams = generators(images, seed)
     for start in range(0, images, batch):
-        made += decode(model, None, decoding, streams[start : start + batch])
+        made += decode(model, None, decoding, streams[start : start + batch], judge=judge)
     return model, made
 
 
@@ -69,10 +69,9 @@ def test_the_loop_is_lossless(drafting: str, setting: str) -> None:
 
 
 @pytest.mark.parametrize("drafting", DRAFTINGS)
-def test_without_the_residual_the_loop_is_rejected(drafting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_module, "judge_children", judged_without_residual)
+def test_without_the_residual_the_loop_is_rejected(drafting: str) -> None:
     decoding = Decoding(mode="speculative", **DRAFTINGS[drafting], **SETTINGS["plain"])
-    model, made = run(decoding)
+    model, made = run(decoding, judge=judge_without_residual)
     value = p_value(model, made, decoding)
     print(f"loop, residual left out, {drafting}: p = {value:.1e}")
     assert value < 1e-6

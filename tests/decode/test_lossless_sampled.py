@@ -12,12 +12,12 @@ import torch
 from scipy.stats import power_divergence
 from torch import Tensor
 
-import lantern_bench.decode.verify as verify_module
-from lantern_bench.decode.judge import Judgement
-from lantern_bench.decode.relax import STRICT, Relaxation
+from lantern_bench.decode.judge import Judge, judge_children
+from lantern_bench.decode.relax import STRICT
 from lantern_bench.decode.sampling import Draws, draw_without_replacement, sample
 from lantern_bench.decode.tree import DraftTree, StaticTree
 from lantern_bench.decode.verify import verify
+from lantern_bench.measure.broken_rules import judge_without_residual
 from tests.decode.tabular import Prefix, Setting, Tabular
 
 VOCABULARY, LENGTH, IMAGES = 4, 3, 20_000
@@ -73,13 +73,14 @@ def dynamic_draft(model: Tabular) -> DraftTree:
     return DraftTree(**{**vars(one), **batched})
 
 
-def p_values(model: Tabular, tables: Tables, tree: DraftTree, noise: torch.Generator) -> tuple[float, float]:
+def p_values(
+    model: Tabular, tables: Tables, tree: DraftTree, noise: torch.Generator, judge: Judge = judge_children
+) -> tuple[float, float]:
     """Decode one step for all images, complete to LENGTH tokens, and G-test first and joint tokens."""
     draws = Draws([noise], "cpu")
     uniforms = draws.uniform(*tree.children.shape)[0]
-    verdict = verify(
-        tree, tables.p[Tables.codes(tree)], STRICT, None, uniforms, draws.exponential(IMAGES, VOCABULARY)[0]
-    )
+    last = draws.exponential(IMAGES, VOCABULARY)[0]
+    verdict = verify(tree, tables.p[Tables.codes(tree)], STRICT, None, uniforms, last, judge=judge)
     code = torch.zeros(IMAGES, dtype=torch.int64)
     made = []
     for place in range(LENGTH):
@@ -102,12 +103,12 @@ def g_test(model: Tabular, tokens: Tensor, length: int) -> float:
     return float(power_divergence(observed, expected / expected.sum() * len(tokens), lambda_="log-likelihood").pvalue)
 
 
-def run(drafting: str, setting: str) -> tuple[float, float]:
+def run(drafting: str, setting: str, judge: Judge = judge_children) -> tuple[float, float]:
     noise = torch.Generator().manual_seed(11)
     model = Tabular(VOCABULARY, SETTINGS[setting], seed=6)
     tables = Tables(model)
     tree = static_draft(tables, noise) if drafting == "static" else dynamic_draft(model)
-    return p_values(model, tables, tree, noise)
+    return p_values(model, tables, tree, noise, judge)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -118,26 +119,9 @@ def test_sampled_steps_follow_the_target(drafting: str, setting: str) -> None:
     assert min(first, joint) > 1e-3
 
 
-def judged_without_residual(
-    p: Tensor, q: Tensor | None, tokens: Tensor, offered: Tensor, relaxation: Relaxation, table: None, active: object
-) -> Judgement:
-    """Every child is judged on the node's own p, and so is the one more token."""
-    accept = torch.zeros(tokens.shape)
-    left = None if q is None else q.clone()
-    for rank in range(tokens.shape[1]):
-        x = tokens[:, rank, None]
-        share = torch.ones(len(x), 1) if left is None else left.gather(1, x) / left.sum(dim=1, keepdim=True)
-        chance = (p.gather(1, x) / share).clamp(max=1)
-        accept[:, rank] = torch.where(offered[:, rank, None] & (share > 0), chance, 0.0).squeeze(1)
-        if left is not None:
-            left.scatter_(1, x, torch.where(offered[:, rank, None], 0.0, left.gather(1, x)))
-    return Judgement(accept, torch.zeros_like(accept), p, torch.zeros(len(p), dtype=torch.bool))
-
-
 @pytest.mark.parametrize("drafting", ["static", "dynamic"])
-def test_without_the_residual_the_test_rejects(drafting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_module, "judge_children", judged_without_residual)
-    first, joint = run(drafting, "plain")
+def test_without_the_residual_the_test_rejects(drafting: str) -> None:
+    first, joint = run(drafting, "plain", judge_without_residual)
     print(f"broken, residual left out, {drafting}: first p = {first:.1e}, joint p = {joint:.1e}")
     assert max(first, joint) < 1e-6
 

@@ -46,7 +46,7 @@ class Model:
             self.drafter = build_drafter(config, self.target).eval()
             torch.nn.init.normal_(self.target.transformer.output.weight, std=0.7)
 
-    def table(self, columns: int) -> Tensor:
+    def table(self, columns: int, metric: str = "l2") -> Tensor:
         away = torch.arange(1, columns + 1)
         codes = (torch.arange(CODES)[:, None] + away) % CODES
         return torch.cat([codes, codes[:1]]).int()

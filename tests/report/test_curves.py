@@ -2,37 +2,120 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pandas as pd
 import pytest
 from PIL import Image
 
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.report import curves
-from lantern_bench.report.curves import acceptance_points, draw_curves, speed_quality_points
-from lantern_bench.report.tables import build_tables
+from lantern_bench.report import drawing
+from lantern_bench.report.curves import KINDS, draw_curves, pictures, run_styles
+from lantern_bench.report.points import acceptance_points, curve_tables, fronts, is_dominated, speed_quality_points
+from lantern_bench.runs.store import RunData
 from lantern_bench.spec.decoding import Decoding
 from tests.made_up_run import AR, STRICT, WALKS, make_record, make_records, make_scores
+
+
+def tables_from(records, scores=()):
+    return curve_tables(RunData(Path("run"), {}, records, list(scores)))
 
 
 @pytest.fixture
 def tables():
     records = make_records()
-    return build_tables(records, make_scores(records))
+    return tables_from(records, make_scores(records))
 
 
 def test_files_and_the_data_behind_them(tables, tmp_path):
     files = draw_curves({"run": tables}, tmp_path / "figures")
-    names = ["acceptance-by-depth", "speed-quality-clip_score", "speed-quality-prompt_accuracy"]
-    assert [path.name for path in files] == [f"{name}.{kind}" for name in names for kind in ("png", "csv")]
-    with Image.open(files[0]) as picture:
+    names = ["acceptance-by-depth", "acceptance-by-position", "accepted-lengths"]
+    names += [f"{x}-quality-{y}" for x in ("speed", "length") for y in ("clip_score", "prompt_accuracy")]
+    assert [path.name for path in files] == [f"{name}.{kind}" for name in names for kind in KINDS]
+    at = {path.name: path for path in files}
+    with Image.open(at["acceptance-by-depth.png"]) as picture:
         assert picture.width > 800
-    behind = pd.read_csv(files[1])
+    assert "<svg" in at["acceptance-by-depth.svg"].read_text()[:500]
+    behind = pd.read_csv(at["acceptance-by-depth.csv"])
     wanted = tables["acceptance"][tables["acceptance"]["axis"] == "depth"]
     assert behind["rate"].tolist() == pytest.approx(wanted["rate"].tolist(), rel=1e-5)
-    scatter = pd.read_csv(files[3])
+    scatter = pd.read_csv(at["speed-quality-clip_score.csv"])
     assert scatter["speedup"].tolist() == pytest.approx(tables["speed"]["speedup"].tolist(), rel=1e-5)
     assert scatter["clip_score"].tolist() == pytest.approx(tables["quality"]["clip_score"].tolist(), rel=1e-5)
     assert "prompt_accuracy" not in scatter and "prompt_accuracy_low" not in scatter
+
+
+def test_accepted_lengths_are_counted_by_step(tables):
+    rows = tables["lengths"].set_index(["mode", "length"])["steps"].to_dict()
+    assert rows == {
+        ("speculative", 1): 4, ("speculative", 2): 4, ("speculative", 3): 4,
+        ("lantern++", 1): 0, ("lantern++", 2): 0, ("lantern++", 3): 6,
+    }  # fmt: skip
+    means = tables["lengths"].groupby("mode")[["length", "share"]].apply(lambda t: (t["length"] * t["share"]).sum())
+    assert means["lantern++"] == pytest.approx(3) and means["speculative"] == pytest.approx(2)
+
+
+def test_along_the_image_positions_are_pooled(tables):
+    long = [make_record(STRICT, 0, [[0, -1]] * 100, 1.0), make_record(AR, 0, [[]] * 200, 1.0)]
+    whole = tables_from(long)["acceptance"]
+    pooled = acceptance_points({"run": tables_from(long)}, "position")
+    assert len(pooled) <= 32 < len(whole[whole["axis"] == "position"])
+    assert pooled["offered"].sum() == 200 and pooled["accepted"].sum() == 100
+    assert (pooled["index_end"] - pooled["index"]).max() == 6
+    short = acceptance_points({"run": tables}, "position")
+    assert (short["index"] == short["index_end"]).all()
+
+
+def test_the_front_is_what_nothing_beats():
+    points = pd.DataFrame({"run": "r", "model": "m", "x": [1, 2, 3, 3.0, 0.5], "y": [5, 4, 4, 3.0, 5]})
+    assert is_dominated(points, "x", "y", less_is_better=False) == [False, True, False, True, True]
+    assert is_dominated(points, "x", "y", less_is_better=True) == [True, True, True, False, True]
+    twins = pd.DataFrame({"run": "r", "model": "m", "x": [1.0, 1.0], "y": [2.0, 2.0]})
+    assert is_dominated(twins, "x", "y", less_is_better=True) == [False, False]
+    apart = points.assign(run=list("abcde"))
+    assert not any(is_dominated(apart, "x", "y", less_is_better=False))
+
+
+def test_dominated_cells_are_pale_and_hollow(tables):
+    front = next(front for front in fronts({"run": tables}) if front.name == "speed-quality-clip_score")
+    points = front.points.assign(dominated=[False, True, False])
+    axes = drawing.draw_front(front._replace(points=points), run_styles({"run": tables})).axes[0]
+    looks = [(c.lines[0].get_alpha() < 1, c.lines[0].get_markerfacecolor() == "none") for c in axes.containers]
+    assert looks == [(False, False), (True, True), (False, False)]
+
+
+def bounded(**parameters):
+    cell = {"mode": "lantern", "neighbours": 20, "cfg_scale": 2, "cfg_default": 2} | parameters
+    return Decoding.model_validate(cell)
+
+
+@pytest.mark.parametrize(
+    ("by", "cells"),
+    [
+        ("delta", [bounded(delta=d) for d in (0.05, 0.2)]),
+        ("lambda", [bounded(mode="lantern++", **{"lambda": x}) for x in (2, 5)]),
+        (
+            "tree",
+            [bounded(mode="speculative", drafting="static", neighbours=None, tree=t) for t in ("small-7", "chain-5")],
+        ),
+        ("temperature", [STRICT, STRICT.model_copy(update={"temperature": 0.0})]),
+    ],
+)
+def test_by_a_parameter(by, cells):
+    records = [make_record(c, n, WALKS if c is not AR else [[]], 1.0) for c in [AR, *cells] for n in range(2)]
+    tables = tables_from(records, make_scores(records))
+    drawn = {picture.name: picture for picture in pictures({"run": tables}, by)}
+    points = drawn[f"mean-accepted-length-by-{by}"].points
+    assert points["mean_accepted_length"].tolist() == [2.0, 2.0] and points[by].nunique() == 2
+    look = run_styles({"run": tables}, by)
+    colours = [look["run", "lanterns", cell.cell_id].colour for cell in cells]
+    assert colours[0] != colours[1]
+
+
+def test_by_something_else(tables, tmp_path):
+    with pytest.raises(UserError, match="--by colour"):
+        draw_curves({"run": tables}, tmp_path / "figures", "colour")
+    assert not (tmp_path / "figures").exists()
 
 
 def test_equal_tables_give_equal_pictures(tables, tmp_path):
@@ -48,7 +131,7 @@ def test_methods_are_named_as_in_the_papers():
     for neighbours in (10, 100):
         cells.append(Decoding.model_validate({"mode": "lantern++", "lambda": 2, "neighbours": neighbours, **guided}))
     records = [make_record(cell, n, WALKS if cell is not AR else [[]], 1.0) for cell in cells for n in range(2)]
-    tables = build_tables(records, make_scores(records))
+    tables = tables_from(records, make_scores(records))
     labels = set(speed_quality_points({"run": tables})["label"])
     assert labels == {
         "AR",
@@ -70,8 +153,9 @@ def test_several_runs_are_named(tables):
 
 def test_an_untimed_run_takes_the_speedup_of_the_same_cell_elsewhere(tables):
     records = [{**row, "seconds": None} for row in make_records()]
-    untimed = build_tables(records, make_scores(records))
-    assert len(speed_quality_points({"quality": untimed})) == 0
+    untimed = tables_from(records, make_scores(records))
+    assert speed_quality_points({"quality": untimed})["speedup"].isna().all()
+    assert all(front.speed != "speedup" for front in fronts({"quality": untimed}))
     points = speed_quality_points({"quality": untimed, "speed": tables})
     assert points.groupby("run")["speedup"].apply(list).to_dict() == {
         "quality": tables["speed"]["speedup"].tolist(),
@@ -82,7 +166,7 @@ def test_an_untimed_run_takes_the_speedup_of_the_same_cell_elsewhere(tables):
 
 def test_a_timed_run_keeps_its_own_speedup(tables):
     records = [{**row, "seconds": 9.0} if row["mode"] == "ar" and row["seconds"] else row for row in make_records()]
-    slow = build_tables(records, make_scores(records))
+    slow = tables_from(records, make_scores(records))
     points = speed_quality_points({"slow": slow, "fast": tables}).set_index(["run", "mode"])["speedup"]
     assert points["fast", "lantern++"] == pytest.approx(3.25)
     assert points["slow", "lantern++"] == pytest.approx(22.5)
@@ -92,8 +176,8 @@ def test_fid_of_different_features_never_shares_an_axis(tmp_path):
     records = make_records()
     scores = [{**row, "fid": 10.0} if row["level"] == "cell" else row for row in make_scores(records)]
     again = [{**row, "protocol": "full", "extractor": "inception"} for row in scores if row["level"] == "cell"]
-    files = draw_curves({"run": build_tables(records, scores + again)}, tmp_path)
-    fid = [path for path in files if "fid" in path.name and path.suffix == ".csv"]
+    files = draw_curves({"run": tables_from(records, scores + again)}, tmp_path)
+    fid = [path for path in files if path.name.startswith("speed-quality-fid") and path.suffix == ".csv"]
     assert [path.name for path in fid] == [
         "speed-quality-fid-inception.csv",
         "speed-quality-fid-lanterns-features-64-abcd.csv",
@@ -103,18 +187,18 @@ def test_fid_of_different_features_never_shares_an_axis(tmp_path):
 
 def test_lines_differ_in_more_than_colour(tables):
     """In grey, too, every cell has a marker of its own, and every interval its whiskers."""
-    axes = curves._draw_speed_quality(
-        speed_quality_points({"run": tables}).drop(columns=["fid", "prompt_accuracy"]), "y"
-    ).axes[0]
+    look = run_styles({"run": tables})
+    front = next(fronts({"run": tables}))
+    axes = drawing.draw_front(front, look).axes[0]
     markers = [container.lines[0].get_marker() for container in axes.containers]
     assert len(markers) == 3 == len(set(markers))
     assert all(container.has_xerr and container.has_yerr for container in axes.containers)
-    lines = curves._draw_acceptance(acceptance_points({"run": tables})).axes[0].containers
+    lines = drawing.draw_depths(acceptance_points({"run": tables}), look).axes[0].containers
     assert len({(line.lines[0].get_marker(), line.lines[0].get_linestyle()) for line in lines}) == len(lines) == 2
 
 
 def test_nothing_to_draw(tmp_path):
-    tables = build_tables([make_record(AR, n, [[]], 1.0) for n in range(2)])
+    tables = tables_from([make_record(AR, n, [[]], 1.0) for n in range(2)])
     with pytest.raises(RefusedError, match="nothing to draw"):
         draw_curves({"run": tables}, tmp_path / "figures")
     assert not (tmp_path / "figures").exists()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,18 +25,23 @@ from lantern_bench.lanterns.classifier import AttributeClassifier, predict, save
 from lantern_bench.lanterns.recipe_metrics import CLIP_CONFIG, save_clip
 from lantern_bench.lanterns.scenes import render
 from lantern_bench.measure import clip, fidelity
+from lantern_bench.runs import judges as judging
 from lantern_bench.runs import score
 from lantern_bench.runs.reference import Reference
+from lantern_bench.runs.scorebook import ScoreBook
 from lantern_bench.runs.store import KeyFields, RunStore, read_scores
 from lantern_bench.spec.experiment import load_experiment, resolve
 from lantern_bench.spec.plan import Prompt, make_plan
+from lantern_bench.spec.protocols import PROTOCOLS, Protocol
 from lantern_bench.spec.schema import TABLES
 
+EMBEDDED = PROTOCOLS["embedded"]
+NOTHING = Protocol("nothing", 1, "judges nothing")
 PROMPTS = [HELD_OUT[number].caption() for number in range(5)] + ["a photo of a cat"]
 
 
 @pytest.fixture(scope="module")
-def judges(tmp_path_factory: pytest.TempPathFactory) -> score.Judges:
+def judges(tmp_path_factory: pytest.TempPathFactory) -> judging.Judges:
     folder = tmp_path_factory.mktemp("judges")
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -43,7 +49,7 @@ def judges(tmp_path_factory: pytest.TempPathFactory) -> score.Judges:
         save_clip(open_clip.CLIP(**CLIP_CONFIG["model_cfg"]), folder / "clip")
     path = folder / "features.safetensors"
     scorer = clip.load_clip(f"local-dir:{folder / 'clip'}")
-    return score.Judges("embedded", scorer, fidelity.find_extractor(weights=path), classifier.load_classifier(path))
+    return judging.Judges(EMBEDDED, scorer, fidelity.find_extractor(weights=path), classifier.load_classifier(path))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +82,7 @@ def _score(run: tuple[Path, list[dict[str, Any]]], *judge_and_reference: Any) ->
 
 
 def test_a_row_for_each_picture_and_each_cell(
-    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: Reference
+    run: tuple[Path, list[dict[str, Any]]], judges: judging.Judges, reference: Reference
 ) -> None:
     rows = _score(run, judges, reference)
     assert [row["level"] for row in rows] == (["image"] * 6 + ["cell"]) * 2
@@ -86,7 +92,7 @@ def test_a_row_for_each_picture_and_each_cell(
 
 
 def test_image_rows_hold_each_judges_answer(
-    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: Reference
+    run: tuple[Path, list[dict[str, Any]]], judges: judging.Judges, reference: Reference
 ) -> None:
     folder, records = run
     assert judges.clip is not None and judges.classifier is not None
@@ -103,7 +109,7 @@ def test_image_rows_hold_each_judges_answer(
 
 
 def test_cell_rows_hold_fidelity_and_what_it_was_measured_with(
-    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: Reference
+    run: tuple[Path, list[dict[str, Any]]], judges: judging.Judges, reference: Reference
 ) -> None:
     assert judges.extractor is not None
     first, second = (row for row in _score(run, judges, reference) if row["level"] == "cell")
@@ -114,13 +120,13 @@ def test_cell_rows_hold_fidelity_and_what_it_was_measured_with(
 
 
 def test_scoring_again_gives_the_same(
-    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: Reference
+    run: tuple[Path, list[dict[str, Any]]], judges: judging.Judges, reference: Reference
 ) -> None:
     assert _score(run, judges, reference) == _score(run, judges, reference)
 
 
 def test_a_missing_picture_is_noted(
-    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: Reference
+    run: tuple[Path, list[dict[str, Any]]], judges: judging.Judges, reference: Reference
 ) -> None:
     folder, records = run
     (folder / records[0]["image"]).unlink()
@@ -131,7 +137,7 @@ def test_a_missing_picture_is_noted(
 
 
 def test_the_last_record_of_a_key_counts(
-    run: tuple[Path, list[dict[str, Any]]], judges: score.Judges, reference: Reference
+    run: tuple[Path, list[dict[str, Any]]], judges: judging.Judges, reference: Reference
 ) -> None:
     folder, records = run
     again = _record("key0", records[0]["cell_id"], PROMPTS[0], records[0]["image"])
@@ -141,7 +147,7 @@ def test_the_last_record_of_a_key_counts(
 
 
 def test_judges_that_are_not_there_leave_their_columns_empty(run: tuple[Path, list[dict[str, Any]]]) -> None:
-    rows = _score(run, score.Judges("nothing"))
+    rows = _score(run, judging.Judges(NOTHING))
     assert {row["level"] for row in rows} == {"image"}
     assert all(row["clip_score"] is None and row["prompt_accuracy"] is None for row in rows)
 
@@ -149,11 +155,11 @@ def test_judges_that_are_not_there_leave_their_columns_empty(run: tuple[Path, li
 def test_progress_is_told_cell_by_cell(run: tuple[Path, list[dict[str, Any]]]) -> None:
     told: list[tuple[str, int, int]] = []
     folder, records = run
-    list(score.score_records(records, folder, score.Judges("nothing"), None, lambda *event: told.append(event)))
+    list(score.score_records(records, folder, judging.Judges(NOTHING), None, lambda *event: told.append(event)))
     assert told == [("ar-none-none-t1", 1, 2), ("speculative-static-small-7-t1", 2, 2)]
 
 
-def test_no_records_no_rows(tmp_path: Path, judges: score.Judges) -> None:
+def test_no_records_no_rows(tmp_path: Path, judges: judging.Judges) -> None:
     assert list(score.score_records([], tmp_path, judges)) == []
 
 
@@ -192,7 +198,7 @@ def store(tmp_path: Path) -> Iterator[RunStore]:
         yield store
 
 
-def test_a_run_is_scored_once(store: RunStore, judges: score.Judges, reference: Reference) -> None:
+def test_a_run_is_scored_once(store: RunStore, judges: judging.Judges, reference: Reference) -> None:
     assert score.score_run(store, judges, reference) == 12
     assert score.score_run(store, judges, reference) == 0
     rows = read_scores(store.folder)
@@ -200,14 +206,17 @@ def test_a_run_is_scored_once(store: RunStore, judges: score.Judges, reference: 
     assert {row["cell_id"] for row in rows if row["level"] == "cell"} == {r["cell_id"] for r in store.records()}
 
 
-def test_another_judge_or_reference_scores_again(store: RunStore, judges: score.Judges, reference: Reference) -> None:
+def test_another_judge_or_reference_scores_again(store: RunStore, judges: judging.Judges, reference: Reference) -> None:
     score.score_run(store, judges, reference)
     assert score.score_run(store, judges, reference._replace(label="other scenes")) == 12
-    assert score.score_run(store, dataclasses.replace(judges, protocol="other"), reference) == 12
+    newer = dataclasses.replace(judges, protocol=dataclasses.replace(EMBEDDED, version=2))
+    assert score.score_run(store, newer, reference) == 12
+    other = dataclasses.replace(judges, protocol=dataclasses.replace(EMBEDDED, name="other"))
+    assert score.score_run(store, other, reference) == 12
 
 
 def test_only_cells_with_new_images_are_scored_again(
-    store: RunStore, judges: score.Judges, reference: Reference
+    store: RunStore, judges: judging.Judges, reference: Reference
 ) -> None:
     first = store.records()[0]
     kept = [record for record in store.records() if record is not first]
@@ -221,4 +230,45 @@ def test_full_size_judges_are_refused_without_their_weights(tmp_path: Path, monk
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.delenv("LANTERN_BENCH_WEIGHTS", raising=False)
     with pytest.raises(RefusedError, match="inception-v3-compat"):
-        score.full_size_judges()
+        judging.judges_of(PROTOCOLS["lantern-coco"])
+
+
+def test_a_finished_run_is_scored_without_decoding(
+    store: RunStore, judges: judging.Judges, reference: Reference
+) -> None:
+    folder = store.folder
+    store.close()
+    before = (folder / "records.jsonl").read_bytes()
+    with ScoreBook(folder) as book:
+        assert score.score_run(book, judges, reference) == 12
+        with pytest.raises(RefusedError, match="in use"):
+            ScoreBook(folder)
+        assert score.score_run(book, judges, reference) == 0
+        assert score.score_run(book, judges, reference, again=True) == 12
+    assert (folder / "records.jsonl").read_bytes() == before
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["protocols"]["embedded"] == json.loads(json.dumps(EMBEDDED.to_dict()))
+    assert manifest["experiment"]["name"] == "scored"
+
+
+def test_a_run_without_images_is_not_scored(store: RunStore) -> None:
+    store.close()
+    (store.folder / "records.jsonl").write_text("")
+    with pytest.raises(RefusedError, match="no images to score"):
+        ScoreBook(store.folder)
+
+
+def test_a_protocol_without_a_reference_says_so(run: tuple[Path, list[dict[str, Any]]], judges: judging.Judges) -> None:
+    bare = dataclasses.replace(judges, protocol=dataclasses.replace(EMBEDDED, reference=None))
+    cells = [row for row in _score(run, bare) if row["level"] == "cell"]
+    assert [row.get("fid") for row in cells] == [None, None]
+    assert all("--reference" in row["note"] and row["reference"] is None for row in cells)
+
+
+def test_rewards_are_judges_like_others(run: tuple[Path, list[dict[str, Any]]], judges: judging.Judges) -> None:
+    assert judges.clip is not None
+    protocol = Protocol("hpsv2", 1, "a stand-in", rewards=("hpsv2",))
+    rows = _score(run, judging.Judges(protocol, rewards={"hpsv2": judges.clip}))
+    by_clip = [row for row in _score(run, judges) if row["level"] == "image"]
+    assert [row["hpsv2"] for row in rows] == [row["clip_score"] for row in by_clip]
+    assert all(row["clip_score"] is None for row in rows)

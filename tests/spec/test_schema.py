@@ -10,11 +10,11 @@ import pytest
 from lantern_bench.errors import UserError
 from lantern_bench.spec.schema import CELL_COLUMNS, TABLES, columns, to_markdown
 
-RECORDS = """schema_version, record_key, cell_id, mode, drafting, tree, rule, neighbours, delta, lambda, residual,
-temperature, top_k, top_p, cfg_scale, model, prompt_id, prompt, prompt_source, repeat, seed, order_index, status,
-error, tokens, target_forwards, drafter_forwards, start_per_step, committed_per_step, accepted_per_step,
-offered_depth_per_step, child_rank_per_step, mean_accepted_length, mal_uncut, step_compression, seconds,
-draft_seconds, target_seconds, verify_seconds, other_seconds, pixel_seconds, peak_memory_bytes, moved_mass,
+RECORDS = """schema_version, record_key, cell_id, mode, drafting, tree, rule, neighbours, neighbour_metric, delta, lambda,
+bound, residual, temperature, top_k, top_p, cfg_scale, model, prompt_id, prompt, prompt_source, repeat, seed,
+order_index, status, error, tokens, target_forwards, drafter_forwards, start_per_step, committed_per_step,
+accepted_per_step, offered_depth_per_step, child_rank_per_step, mean_accepted_length, mal_uncut, step_compression,
+seconds, draft_seconds, target_seconds, verify_seconds, other_seconds, pixel_seconds, peak_memory_bytes, moved_mass,
 moved_mass_tried, tokens_sha256, image_sha256, image"""
 
 
@@ -47,7 +47,7 @@ def test_tables_of_cells_begin_with_the_cell(table: str) -> None:
 
 
 def test_intervals_stand_beside_their_figure() -> None:
-    for table in ("speed", "quality", "acceptance", "summary"):
+    for table in ("speed", "quality", "acceptance", "summary", "reproduction"):
         names = [column.name for column in columns(table)]
         for name in names:
             if name.endswith("_low"):

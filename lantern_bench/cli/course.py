@@ -1,0 +1,190 @@
+"""The course of a run, shared by the commands that decode an experiment: check, plan, make, score.
+
+All that can be wrong is checked first, before torch is imported: the experiment, the prompts, the protocol, the folder.
+What follows only puts together what `spec`, `runs` and `measure` do, and tells people about it. Flags are the
+commands' own, and so is what is shown at the end.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lantern_bench.cli.flags import refuse_compile
+from lantern_bench.cli.places import results_root
+from lantern_bench.console import Console, duration
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from lantern_bench.runs.judges import Judges
+    from lantern_bench.runs.reference import Reference
+    from lantern_bench.runs.store import RunStore
+    from lantern_bench.spec.experiment import Experiment, ResolvedExperiment
+    from lantern_bench.spec.plan import Plan
+    from lantern_bench.spec.protocols import Protocol
+
+__all__ = ["Request", "carry_out", "make_request", "plan_table"]
+
+
+class Request(NamedTuple):
+    """A run with everything checked that can be checked without models."""
+
+    experiment: ResolvedExperiment
+    plan: Plan
+    folder: Path
+    protocol: Protocol
+    prompts: dict[str, Any]
+
+
+def make_request(
+    source: str,
+    typed: dict[str, Any],
+    *,
+    modes: list[str] | None = None,
+    settings: list[str] | None = None,
+    out: Path | None = None,
+    resume: bool = True,
+    shard: str | None = None,
+) -> Request:
+    """Check everything, with what was typed (by key, None: not typed) laid over the experiment; no torch."""
+    from lantern_bench.models.registry import defaults_of
+    from lantern_bench.runs.admission import check_folder, check_neighbours
+    from lantern_bench.runs.store import run_folder
+    from lantern_bench.spec.experiment import load_experiment, resolve
+    from lantern_bench.spec.overrides import Overrides
+    from lantern_bench.spec.plan import parse_shard
+
+    part = parse_shard(shard) if shard is not None else None
+    loaded = load_experiment(source, Overrides.from_flags(typed, modes=modes, settings=settings or []))
+    refuse_compile(loaded.settings.model_dump())
+    resolved = resolve(loaded, defaults_of(loaded.settings.model))
+    check_neighbours(resolved)
+    protocol = _protocol(resolved)
+    plan, prompts = _planned(loaded, resolved)
+    folder = run_folder(resolved, results_root(), out, resume=resume)
+    if part is not None:
+        plan = plan.shard(part)
+        # Shards run at the same time, and a folder has one writer.
+        folder = folder if out is not None else folder.with_name(f"{folder.name}-shard{part.index}of{part.count}")
+    check_folder(folder, resolved)
+    return Request(resolved, plan, folder, protocol, prompts)
+
+
+def _protocol(resolved: ResolvedExperiment) -> Protocol:
+    """The protocol that was asked for, else that of the models."""
+    from lantern_bench.runs.admission import default_protocol
+    from lantern_bench.spec.protocols import protocol_of
+
+    return protocol_of(resolved.settings.protocol or default_protocol(resolved.settings.model))
+
+
+def _planned(loaded: Experiment, resolved: ResolvedExperiment) -> tuple[Plan, dict[str, Any]]:
+    """Make the plan, and what the manifest says of its prompts; every prompt is one that every model can take."""
+    from lantern_bench.measure.prompts import load_prompts, prompt_facts
+    from lantern_bench.models.registry import family_of
+    from lantern_bench.spec.plan import make_plan
+
+    source, families = loaded.settings.prompts, [family_of(model) for model in loaded.settings.model]
+    lists = [load_prompts(source, family) for family in families]
+    return make_plan(resolved, lists[0]), prompt_facts(source, families[0], lists[0])
+
+
+def plan_table(request: Request, console: Console) -> pd.DataFrame:
+    """The plan by cell, with what is done and what the rest will take."""
+    import pandas as pd
+
+    from lantern_bench.runs.admission import seconds_per_image
+    from lantern_bench.runs.store import done_images
+
+    pace, done = seconds_per_image(request.folder), done_images(request.folder)
+    whole = request.plan.estimate(pace, done)
+    rows = []
+    for cell in request.plan.cells:
+        units = [unit for unit in request.plan.units if unit.cell == cell]
+        made = sum((cell.cell_id, unit.prompt.id, unit.repeat) in done for unit in units)
+        row = {"cell": cell.cell_id, "images": len(units), "done": made, "to_do": len(units) - made}
+        rows.append(row | {"s_per_image": pace.get(cell.cell_id)})
+    time = "unknown, nothing is measured yet" if whole.seconds is None else duration(whole.seconds)
+    console.say(f"run: {request.folder}")
+    console.say(f"{len(rows)} cells, {whole.images} images, {whole.done} done, {whole.to_do} to do; time left: {time}")
+    return pd.DataFrame(rows)
+
+
+def carry_out(request: Request, console: Console) -> int:
+    """Make what is to be made and score it; return how many images failed."""
+    from lantern_bench.runs.judges import judges_of
+    from lantern_bench.runs.local import choose_place, key_fields, load_models
+    from lantern_bench.runs.reference import find_reference
+    from lantern_bench.runs.store import RunStore
+
+    settings = request.experiment.settings
+    place = choose_place(settings.device, settings.dtype)
+    judges = reference = None
+    if "quality" in settings.metrics:
+        judges = judges_of(request.protocol, device=place.device)
+        reference = find_reference(settings.reference, request.protocol)
+    models = load_models(request.experiment, place)
+    console.detail(f"device {place.device}, {place.dtype_name}")
+    key = key_fields(models, settings, place, request.experiment.cells)
+    with RunStore(request.folder, request.experiment, key) as store:
+        store.update_manifest(prompts=request.prompts)
+        try:
+            failed = _make(request.plan, store, models, place, console)
+            if judges is not None:
+                _score(store, judges, reference, console)
+        except KeyboardInterrupt:
+            units = request.plan.units
+            done = sum(store.is_done(unit) for unit in units)
+            console.say(f"interrupted: {done} of {len(units)} images are done and kept in {request.folder}")
+            console.say("The same command continues.")
+            raise
+    return failed
+
+
+def _make(plan: Plan, store: RunStore, models: Any, place: Any, console: Console) -> int:
+    from lantern_bench.runs.runner import ImageDone, Preparing, Started, WarmedUp, run_plan
+
+    failed, lengths, seconds = 0, [], []
+    with console.progress() as progress:
+        for event in run_plan(store, plan, models, place):
+            if isinstance(event, Preparing):
+                if event.done == 0:
+                    progress.start(event.total, f"captions for {event.model}")
+                progress.reach(event.done)
+            elif isinstance(event, Started):
+                to_do = sum(event.to_do.values())
+                if event.kept:
+                    console.say(f"{event.kept} images kept, {to_do} to do")
+                if to_do:
+                    progress.start(to_do, "images", event.to_do)
+            elif isinstance(event, WarmedUp):
+                console.detail(f"warm-up of {event.cell_id}: {event.seconds or 0.0:.2f} s")
+            elif isinstance(event, ImageDone):
+                failed += event.failed
+                if event.failed:
+                    console.warn(f"{event.unit.image} failed: {event.record['error']}")
+                else:
+                    seconds.append(event.record["seconds"])
+                    if event.unit.cell.decoding.mode != "ar" and event.record["mean_accepted_length"]:
+                        lengths.append(event.record["mean_accepted_length"])
+                live = {"mal": sum(lengths) / len(lengths)} if lengths else {}
+                live |= {"s_per_image": sum(seconds) / len(seconds)} if seconds else {}
+                progress.advance(part=event.unit.cell.cell_id, **live)
+    return failed
+
+
+def _score(store: RunStore, judges: Judges, reference: Reference | None, console: Console) -> None:
+    from lantern_bench.runs.reference_cache import cache_folder
+    from lantern_bench.runs.score import score_run
+
+    with console.progress() as progress:
+        progress.start(1, "scoring")
+        score_run(
+            store,
+            judges,
+            reference,
+            on_cell=lambda _cell, done, total: progress.reach(done / total),
+            cache=cache_folder(),
+        )
+        progress.reach(1)

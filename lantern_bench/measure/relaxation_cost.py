@@ -1,0 +1,180 @@
+"""What relaxation costs: the emitted TV of relaxed modes at sampled places of real images, one row a place and mode.
+
+All modes are measured at the same places, so they are compared within a place. Static drafts are drawn afresh many
+times from the drafter's own q, with the same draws for every rule; dynamic drafts are what they are (algorithms.md,
+section 4). Means and intervals are made of the rows in `report/relaxation_cost.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lantern_bench.decode.drafting import drafting_of
+from lantern_bench.decode.emitted_tv import emitted, emitted_tv_sampled, total_variation
+from lantern_bench.decode.forcing import drafts_at
+from lantern_bench.decode.loop import relaxation_of
+from lantern_bench.decode.relax import Relaxation
+from lantern_bench.decode.sampling import Draws, decoding_probabilities, guide
+from lantern_bench.decode.tree import StaticTree
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.measure.images import Made, generators, lossless_images, plain
+from lantern_bench.models.loaded import LoadedModel
+from lantern_bench.spec.decoding import Decoding
+from lantern_bench.spec.experiment import Cell
+from lantern_bench.spec.plan import Prompt
+from lantern_bench.spec.progress import OnProgress, unheard
+from lantern_bench.spec.seeds import record_seed
+
+__all__ = ["CostSettings", "check_cells", "emitted_tv_rows"]
+
+Row = dict[str, Any]
+# The first place that a drafter session can be brought to, and what stays free behind the last: a draft and its bonus.
+_FIRST, _FREE = 2, 2
+
+
+@dataclass(frozen=True)
+class CostSettings:
+    """How much is measured: `positions` places in all, `per_image` of them in an image, `draws` of a static draft."""
+
+    positions: int = 200
+    per_image: int = 4
+    draws: int = 256
+    seed: int = 0
+    batch: int = 16
+
+    @property
+    def images(self) -> int:
+        """How many images are needed."""
+        return -(-self.positions // self.per_image)
+
+
+class _Place(NamedTuple):
+    """One place in each of B images: tokens committed there [B], and the target's guided logits for the next [B, V]."""
+
+    made: Made
+    positions: Tensor
+    logits: Tensor
+
+
+def check_cells(cells: Sequence[Cell]) -> None:
+    """Raise `UserError` where the emitted TV is not defined: at temperature 0, and where nothing is drafted."""
+    for cell in cells:
+        if cell.decoding.greedy:
+            raise UserError(f"{cell.cell_id}: emitted TV is not defined at temperature 0", "Give a --temperature.")
+        if cell.decoding.drafting == "none":
+            raise UserError(f"{cell.cell_id}: drafts nothing and has no emitted TV", "Leave the mode ar out.")
+
+
+@torch.inference_mode()
+def emitted_tv_rows(
+    model: LoadedModel,
+    cells: Sequence[Cell],
+    prompts: Sequence[Prompt],
+    settings: CostSettings,
+    on_progress: OnProgress = unheard,
+) -> Iterator[Row]:
+    """Yield the rows of `emitted_tv_places` (`spec/schema.py`): one a place and cell.
+
+    The cells are of this model; cells of one sampling setting share their images. Raises as `check_cells`, and
+    `RefusedError` for a model without a drafter or with images too short to have a place.
+    """
+    check_cells(cells)
+    if model.drafter is None:
+        raise RefusedError(f"the model {model.name} has no drafter, so nothing is emitted from drafts")
+    if model.target.image_tokens < _FIRST + _FREE + settings.per_image - 1:
+        raise RefusedError(f"the images of {model.name} are too short for {settings.per_image} places each")
+    groups: dict[Decoding, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(plain(cell.decoding), []).append(cell)
+    for sampling, members in groups.items():
+        left = settings.positions
+        images = lossless_images(model, prompts, settings.images, sampling, seed=settings.seed, batch=settings.batch)
+        for made in images:
+            for place in _places(made, sampling, settings.per_image):
+                rows = list(_measured(model, place, members, settings)) if left > 0 else []
+                # The last images may have more places than are asked for.
+                yield from (row for row in rows if row.pop("number") < left)
+                left -= len(made.prompts)
+                on_progress(f"emitted TV of {len(members)} modes", 1 - max(0, left) / settings.positions)
+
+
+def _places(made: Made, sampling: Decoding, per_image: int) -> Iterator[_Place]:
+    """Places of each image, drawn without repetition from all those that a step may start at, the first excepted."""
+    tokens = made.forced.tokens
+    possible = tokens.shape[1] - _FIRST - _FREE + 1
+    drawn = [
+        torch.randperm(possible, generator=torch.Generator().manual_seed(seed))[:per_image].sort().values + _FIRST
+        for seed in made.seeds
+    ]
+    rows = torch.arange(len(tokens), device=tokens.device)
+    scores = made.forced.scores
+    for positions in torch.stack(drawn, dim=1).T.to(tokens.device):
+        uncond = None if scores.uncond is None else scores.uncond[rows, positions]
+        yield _Place(made, positions, guide(scores.cond[rows, positions], uncond, sampling.cfg_scale))
+
+
+def _measured(model: LoadedModel, place: _Place, cells: Sequence[Cell], settings: CostSettings) -> Iterator[Row]:
+    """Rows of all cells at one place an image; cells that draft alike share the drafts."""
+    alike: dict[tuple[Any, ...], list[Cell]] = {}
+    for cell in cells:
+        one = cell.decoding
+        alike.setdefault((one.drafting, one.paths, one.nodes, one.depth, one.beam), []).append(cell)
+    for members in alike.values():
+        measure = _static if members[0].decoding.drafting == "static" else _dynamic
+        for cell, figures in zip(members, measure(model, place, members, settings), strict=True):
+            for number, prompt in enumerate(place.made.prompts):
+                row: Row = {**cell.columns(), "prompt_id": prompt.id, "repeat": place.made.repeats[number]}
+                row |= {"position": int(place.positions[number]), "number": number}
+                yield row | {name: float(values[number]) for name, values in figures.items()}
+
+
+def _rule(model: LoadedModel, decoding: Decoding) -> tuple[Relaxation, Tensor | None]:
+    relaxation = relaxation_of(decoding, model.target)
+    table = model.table(relaxation.columns, decoding.neighbour_metric) if relaxation.merges else None
+    return relaxation, table
+
+
+def _static(
+    model: LoadedModel, place: _Place, cells: Sequence[Cell], settings: CostSettings
+) -> Iterator[dict[str, Tensor]]:
+    assert model.drafter is not None
+    decoding = cells[0].decoding
+    _, drafts = drafts_at(model.drafter, place.made.forced, place.positions, 1)
+    p = decoding_probabilities(place.logits, decoding)
+    q = decoding_probabilities(guide(drafts.cond, drafts.uncond, decoding.cfg_scale), decoding)[:, 0]
+    seeds = [
+        record_seed(seed, str(int(position)), 0)
+        for seed, position in zip(place.made.seeds, place.positions, strict=True)
+    ]
+    draws = Draws(generators(model, seeds), p.device)
+    children = StaticTree.of(decoding.paths).levels[0].fanout
+    rules = [_rule(model, cell.decoding) for cell in cells]
+    for found in emitted_tv_sampled(p, q, children, settings.draws, rules, lambda: draws.exponential(p.shape[1])):
+        yield {"emitted_tv": found.tv, "emitted_tv_crossed": found.crossed}
+
+
+def _dynamic(
+    model: LoadedModel,
+    place: _Place,
+    cells: Sequence[Cell],
+    settings: CostSettings,  # noqa: ARG001  # a deterministic draft is not drawn
+) -> Iterator[dict[str, Tensor]]:
+    assert model.drafter is not None
+    decoding = cells[0].decoding
+    drafting = drafting_of(decoding, place.logits.device)
+    session, drafts = drafts_at(model.drafter, place.made.forced, place.positions, drafting.nodes)
+    rows = torch.arange(len(place.positions), device=place.positions.device)
+    root = place.made.forced.tokens[rows, place.positions - 1]
+    limit = (model.target.image_tokens - 1 - place.positions).clamp_max(drafting.depth)
+    tree = drafting.draft(session, drafts, root, Draws([], place.logits.device), limit)
+    children = tree.children[:, 0]
+    tokens = tree.tokens.gather(1, children.clamp_min(0))
+    p = decoding_probabilities(place.logits, decoding)
+    for cell in cells:
+        emission = emitted(p, None, tokens, children >= 0, *_rule(model, cell.decoding))
+        yield {"emitted_tv": total_variation(p, emission.law), "moved_mass": emission.moved}

@@ -1,0 +1,134 @@
+// Curves, drawn by Plotly over the page's data. Cells that are off stay as shadows, so that a curve keeps its place.
+const AXES = { lengths: ["tokens committed by a step", "share of steps"], depth: ["depth", "acceptance rate"], position: ["position (tokens, row by row)", "acceptance rate"] };
+const CONFIG = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+const GREY = "rgba(128,128,128,0.35)";
+
+function ink(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
+function isShadow(cell) { return !state.shown.has(cell); }
+function axis(title, more = {}) {
+  return { title: { text: title, standoff: 8 }, gridcolor: ink("--rail"), linecolor: ink("--line"), zeroline: false, ticks: "outside", tickcolor: ink("--line"), automargin: true, ...more };
+}
+function layout(x, y, more = {}) {
+  return {
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { family: getComputedStyle(document.body).fontFamily, size: 12.5, color: ink("--soft") },
+    margin: { l: 56, r: 16, t: 12, b: 44 }, showlegend: false, hovermode: "closest", xaxis: x, yaxis: y,
+    hoverlabel: { bgcolor: ink("--card"), bordercolor: ink("--line"), font: { color: ink("--ink") } }, ...more,
+  };
+}
+function whiskers(values, lows, highs, colour) {
+  const length = (a, b) => (a === null || b === null ? 0 : Math.max(0, a - b));
+  return { type: "data", symmetric: false, array: values.map((v, i) => length(highs[i], v)), arrayminus: values.map((v, i) => length(v, lows[i])), thickness: 1.2, width: 3, color: colour };
+}
+function draw(id, traces, arrangement) {
+  const plot = find(`#${id}`);
+  Plotly.react(plot, traces, arrangement, CONFIG);
+  if (!plot.dataset.listens) {
+    plot.dataset.listens = "yes";
+    plot.on("plotly_click", (event) => { const cell = event.points[0].customdata; if (cell !== undefined) solo(cell); });
+  }
+}
+
+// Names at the points, each where it covers neither a point nor another name; where there are many, those on the front.
+const PLACES = [[9, -11, "left"], [9, 11, "left"], [-9, -11, "right"], [-9, 11, "right"], [9, -27, "left"], [9, 27, "left"], [-9, -27, "right"], [-9, 27, "right"]];
+
+function overlaps(a, b) { return a.x0 < b.x1 && b.x0 < a.x1 && a.y0 < b.y1 && b.y0 < a.y1; }
+
+function frontNames(front, frame) {
+  const at = (point) => [frame.xaxis.l2p(point.x[0]), frame.yaxis.l2p(point.y[0])];
+  const taken = front.points.map((point) => { const [x, y] = at(point); return { x0: x - 7, x1: x + 7, y0: y - 7, y1: y + 7 }; });
+  const few = front.points.length <= 12;
+  const named = front.points.filter((point) => (few || !point.dominated) && !isShadow(point.cell)).sort((a, b) => a.dominated - b.dominated || a.x[0] - b.x[0]);
+  return named.map((point) => {
+    const name = data.cells[point.cell].name, width = 6.7 * name.length + 4, [x, y] = at(point);
+    const box = ([right, down, anchor]) => { const x0 = anchor === "left" ? x + right : x + right - width; return { x0, x1: x0 + width, y0: y + down - 8, y1: y + down + 8 }; };
+    const inside = (one) => one.x0 >= 0 && one.x1 <= frame.xaxis._length && one.y0 >= 0 && one.y1 <= frame.yaxis._length;
+    const place = PLACES.find((one) => inside(box(one)) && !taken.some((other) => overlaps(box(one), other))) || PLACES[0];
+    taken.push(box(place));
+    return { x: point.x[0], y: point.y[0], text: name, showarrow: false, xanchor: place[2], xshift: place[0], yshift: -place[1], font: { size: 12, color: ink(point.dominated ? "--soft" : "--ink") } };
+  });
+}
+
+function drawFront() {
+  const front = data.fronts.find((one) => one.speed === find("#front-speed").value && one.axis === find("#front-quality").value);
+  if (!front) return;
+  const best = front.points.filter((point) => !point.dominated).sort((a, b) => a.x[0] - b.x[0]);
+  const line = { x: best.map((p) => p.x[0]), y: best.map((p) => p.y[0]), mode: "lines", line: { color: GREY, width: 1.5 }, hoverinfo: "skip" };
+  const title = front.axis.replace("\n", " "), speed = data.speeds[front.speed];
+  const traces = front.points.map((point) => {
+    const cell = data.cells[point.cell], colour = colourOf(cell), shadow = isShadow(point.cell);
+    const fine = front.quality === "fid" ? 2 : 4;
+    const ends = (v, digits) => (v[1] === null ? "" : ` [${figure(v[1], digits)}, ${figure(v[2], digits)}]`);
+    return {
+      x: [point.x[0]], y: [point.y[0]], customdata: [point.cell], mode: "markers",
+      marker: { symbol: cell.marker + (point.dominated ? "-open" : ""), size: 12, color: colour, line: { width: point.dominated ? 2 : 0, color: colour } },
+      error_x: whiskers([point.x[0]], [point.x[1]], [point.x[2]], colour), error_y: whiskers([point.y[0]], [point.y[1]], [point.y[2]], colour),
+      opacity: shadow ? 0.12 : point.dominated ? 0.5 : 1,
+      hovertemplate: `<b>${cell.name}</b><br>${speed}: ${figure(point.x[0], 2)}${ends(point.x, 2)}<br>${title.split(",")[0]}: ${figure(point.y[0], fine)}${ends(point.y, fine)}${point.dominated ? "<br>dominated" : ""}<extra></extra>`,
+    };
+  });
+  const direction = front.less ? "reversed" : true;
+  const arrangement = layout(axis(`${speed}, 95 % interval`), axis(front.axis.replace("\n", "<br>"), { autorange: direction }));
+  if (front.speed === "speedup") arrangement.shapes = [{ type: "line", x0: 1, x1: 1, yref: "paper", y0: 0, y1: 1, line: { color: GREY, width: 1, dash: "dot" } }];
+  draw("front", [line, ...traces], arrangement);
+  Plotly.relayout("front", { annotations: frontNames(front, find("#front")._fullLayout) });
+}
+
+function drawLines(id, more = {}) {
+  const [x, y] = AXES[id];
+  const traces = data[id].map((line) => {
+    const cell = data.cells[line.cell], colour = colourOf(cell);
+    return {
+      x: line.x, y: line.y, customdata: line.x.map(() => line.cell), mode: "lines+markers", name: cell.name, opacity: isShadow(line.cell) ? 0.1 : 1,
+      line: { color: colour, dash: cell.dash, width: id === "position" ? 1.4 : 2 }, marker: { symbol: cell.marker, size: id === "position" ? 5 : 8, color: colour },
+      // Whiskers of many curves along the image would hide them; there they show for a few cells.
+      error_y: id === "position" && state.shown.size > 2 ? undefined : whiskers(line.y, line.low, line.high, colour),
+      hovertemplate: `<b>${cell.name}</b><br>${x.split(" (")[0]} %{x}: %{y:.3f}<extra></extra>`,
+    };
+  });
+  draw(id, traces, layout(axis(x, id === "position" ? {} : { dtick: 1 }), axis(y, { rangemode: "tozero", ...more })));
+}
+
+function drawBound() {
+  const bound = data.bounds.find((one) => one.parameter === find("#bound-parameter").value);
+  find("#bound-figure").hidden = !bound;
+  if (!bound) return;
+  const traces = bound.lines.map((line) => {
+    const last = line.cells[line.cells.length - 1], cell = data.cells[last], colour = colourOf(cell), values = line.y.map((v) => v[0]);
+    return {
+      x: line.x, y: values, customdata: line.cells, mode: "lines+markers", line: { color: colour, dash: cell.dash, width: 2 }, opacity: line.cells.every(isShadow) ? 0.1 : 1,
+      marker: { symbol: line.cells.map((number) => data.cells[number].marker), size: 9, color: colour },
+      error_y: whiskers(values, line.y.map((v) => v[1]), line.y.map((v) => v[2]), colour), text: line.cells.map((number) => data.cells[number].name),
+      hovertemplate: "<b>%{text}</b><br>mean accepted length %{y:.3f}<extra></extra>",
+    };
+  });
+  draw("bound", traces, layout(axis(bound.name, bound.parameter === "tree" ? { type: "category" } : { tickvals: [...new Set(bound.lines.flatMap((line) => line.x))] }), axis("mean accepted length")));
+}
+
+function choices(select, options, redraw) {
+  select.replaceChildren(...options.map(([value, text]) => element("option", { value }, text)));
+  select.addEventListener("change", redraw);
+  select.closest("label").hidden = options.length < 2;
+}
+
+function drawCharts() { drawFront(); drawLines("depth", { range: [0, 1.02] }); drawLines("lengths"); drawLines("position"); drawBound(); }
+
+function startCharts() {
+  const unique = (values) => [...new Set(values)];
+  choices(find("#front-speed"), unique(data.fronts.map((f) => f.speed)).map((key) => [key, data.speeds[key]]), drawFront);
+  choices(find("#front-quality"), unique(data.fronts.map((f) => f.axis)).map((key) => [key, key.replace("\n", " ")]), drawFront);
+  choices(find("#bound-parameter"), data.bounds.map((b) => [b.parameter, b.name]), drawBound);
+  find("#front").closest("figure").hidden = !data.fronts.length;
+  for (const id of ["depth", "lengths", "position"]) find(`#${id}`).closest("figure").hidden = !data[id].length;
+  drawCharts();
+  onChange(drawCharts);
+}
+
+// Plotly's library lies packed in the page: a third of its size, unpacked by the browser itself.
+async function unpackPlotly() {
+  const packed = Uint8Array.from(atob(find("#plotly").textContent.trim()), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  find("#plotly").remove();
+  const script = document.createElement("script");
+  script.textContent = await new Response(stream).text();
+  document.head.append(script);
+}

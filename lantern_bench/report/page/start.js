@@ -1,0 +1,10 @@
+// Begin: pictures and tables at once, charts as soon as their library is unpacked. `data-ready` says when all is there.
+changed();
+const opened = unpackPlotly().then(startCharts).catch((reason) => {
+  const note = find("#no-charts");
+  note.hidden = false;
+  note.textContent = typeof DecompressionStream === "undefined"
+    ? "The charts need a browser of 2023 or later; tables and pictures are complete."
+    : `The charts could not be drawn: ${reason.message}. Tables and pictures are complete.`;
+});
+opened.finally(() => { document.documentElement.dataset.ready = Math.round(performance.now()); });

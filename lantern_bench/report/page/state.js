@@ -1,0 +1,41 @@
+// What is shown: the cells that are on, the picture on the stage. Everybody who draws listens here.
+const data = JSON.parse(document.getElementById("data").textContent);
+const find = (selector, root = document) => root.querySelector(selector);
+const every = (selector, root = document) => [...root.querySelectorAll(selector)];
+const listeners = [];
+const state = { shown: new Set(data.cells.keys()), row: 0 };
+
+function onChange(listener) { listeners.push(listener); }
+function changed() { for (const listener of listeners) listener(); }
+function isAll() { return state.shown.size === data.cells.length; }
+function show(cells) { state.shown = new Set(cells); changed(); }
+function showAll() { show(data.cells.keys()); }
+
+// One cell alone; asked for a second time, all of them again.
+function solo(cell) { state.shown.size === 1 && state.shown.has(cell) ? showAll() : show([cell]); }
+
+function isDark() { return document.documentElement.dataset.theme === "dark"; }
+function colourOf(cell) { return isDark() ? cell.dark : cell.colour; }
+function shownCells() { return [...state.shown].sort((a, b) => a - b); }
+
+// A row of pictures is a prompt and a repeat; a picture is found by row and cell.
+const rows = [], rowAt = new Map(), pictureAt = new Map();
+for (const picture of data.pictures) {
+  const key = `${picture.prompt}/${picture.repeat}`;
+  if (!rowAt.has(key)) { rowAt.set(key, rows.length); rows.push({ prompt: picture.prompt, repeat: picture.repeat, lengths: [] }); }
+  const row = rowAt.get(key);
+  pictureAt.set(`${row}/${picture.cell}`, picture);
+  if (picture.runs && picture.length) rows[row].lengths.push(picture.length);
+}
+
+function source(picture) { return picture.thumb === null ? "" : `data:image/webp;base64,${data.thumbs[picture.thumb]}`; }
+function figure(value, digits) { return value === null || value === undefined ? "" : value.toFixed(digits); }
+function element(name, attributes = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key === "class") made.className = value; else if (value !== null) made.setAttribute(key, value);
+  }
+  made.append(...children.filter((child) => child !== null));
+  return made;
+}
+function glyphOf(number) { return find(`.chip[data-cell="${number}"] .glyph`).cloneNode(true); }

@@ -1,0 +1,160 @@
+"""`reproduce` and `score` from end to end on the embedded model, with a handful of images."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+
+from lantern_bench.cli import main as cli
+from lantern_bench.cli.places import RESULTS_VARIABLE
+from lantern_bench.runs.reference_cache import CACHE_VARIABLE
+from lantern_bench.runs.store import read_manifest, read_scores
+from lantern_bench.spec.experiment import shipped_experiments
+
+TABLE = """
+name: small-table
+model: lanterns
+models:
+  lanterns: {images: 2, tree: small-7, neighbours: 100, lambda: [2, 10]}
+  llamagen-t2i-stage1: {images: 1000, neighbours: 1000, lambda: [5, 10]}
+cells:
+  - {mode: ar}
+  - {mode: lantern++}
+paper:
+  title: A paper, Table 1
+  model: LlamaGen-XL
+  hardware: one RTX 3090
+  images: 1000
+  fid_features: inception-v3
+  clip_model: ViT-B-32
+  columns: [speedup, mean_accepted_length, fid, clip_score]
+  missing: Half of the table could not be had.
+  rows:
+    - name: vanilla AR
+      match: {mode: ar}
+      figures: {speedup: {value: 1, source: by definition, confidence: definition}}
+    - name: its rule
+      match: {mode: lantern++}
+      models: {lanterns: {lambda: 10}}
+      figures:
+        mean_accepted_length: {value: 3.5, source: the abstract, confidence: paper}
+        clip_score: {value: 0.31, source: a note, confidence: secondary}
+    - {name: a row to fill, match: {mode: lantern++}, models: {lanterns: {lambda: 2}}}
+    - {name: another method, figures: {speedup: {value: 2.5, source: a note, confidence: secondary}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One reproduction: its folder and what it printed."""
+    with pytest.MonkeyPatch.context() as patch:
+        at = tmp_path_factory.mktemp("reproduce")
+        patch.chdir(at)
+        patch.setenv(RESULTS_VARIABLE, str(at / "results"))
+        patch.setenv(CACHE_VARIABLE, str(at / "cache"))
+        (at / "table.yaml").write_text(TABLE)
+        yield at / "run"
+
+
+def test_both_residuals_stand_beside_the_paper(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["reproduce", "table.yaml", "--out", str(run)]) == 0
+    said = capsys.readouterr()
+    listed = pd.read_csv(io.StringIO(said.out))
+    assert listed.equals(pd.read_csv(run / "reproduction.csv"))
+    relaxed = listed[(listed["figure"] == "mean_accepted_length") & (listed["method"] == "lantern++")]
+    assert sorted(zip(relaxed["parameters"], relaxed["residual"], strict=True)) == [
+        (f"small-7 k=100 lambda={bound}", residual) for bound in (10, 2) for residual in ("exact", "official")
+    ]
+    for _, row in relaxed[relaxed["paper_row"] == "its rule"].iterrows():
+        assert row["published"] == 3.5 and row["source"] == "the abstract" and row["confidence"] == "paper"
+        assert row["difference"] == pytest.approx(row["ours"] - 3.5, abs=1e-5)
+        assert row["ours_low"] <= row["ours"] <= row["ours_high"]
+    empty = listed[listed["paper_row"] == "a row to fill"]
+    assert empty["published"].isna().all() and empty["note"].str.contains("no published figure could be had").all()
+    assert empty.loc[empty["figure"] == "mean_accepted_length", "ours"].notna().all()
+    uncovered = listed[listed["paper_row"] == "another method"]
+    assert uncovered["published"].tolist() == [2.5] and uncovered["cell_id"].isna().all()
+    assert uncovered["note"].tolist() == ["no mode of ours covers this row"]
+    clip = listed[(listed["figure"] == "clip_score") & listed["published"].notna()]
+    assert clip["difference"].isna().all() and clip["measured_by"].str.startswith("lanterns-clip@").all()
+    accuracy = listed[listed["figure"] == "prompt_accuracy"]
+    assert len(accuracy) == 5 and accuracy["ours"].between(0, 1).all()
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "Not comparable, model: published LlamaGen-XL; ours lanterns.",
+        "Not comparable, hardware: published one RTX 3090; ours",
+        "Not comparable, n: published 1000 images; ours 2 a cell.",
+        "Not comparable, extractor: published inception-v3; ours lanterns-features-64@",
+        "Not comparable, CLIP model: published ViT-B-32; ours lanterns-clip@",
+        "Half of the table could not be had.",
+        "MAL rises with every step of lambda in",
+    ],
+)
+def test_what_is_not_comparable_is_said(run: Path, capsys: pytest.CaptureFixture[str], sentence: str) -> None:
+    """The same command again decodes nothing and shows the same; in a table the remarks stand below it."""
+    assert cli.main(["reproduce", "table.yaml", "--out", str(run), "--format", "md"]) == 0
+    said = capsys.readouterr()
+    assert sentence in said.out
+    assert "10 images kept, 0 to do" in said.err
+    assert "| its rule |" in said.out and "3.50" in said.out and "(not ours)" in said.out
+
+
+def test_a_run_is_scored_again_by_its_protocol(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, records = read_scores(run), (run / "records.jsonl").read_bytes()
+    assert cli.main(["score", str(run)]) == 0
+    assert "nothing to add" in capsys.readouterr().err and read_scores(run) == before
+    assert cli.main(["score", str(run), "--again", "--fid-infinity"]) == 0
+    said = capsys.readouterr()
+    listed = pd.read_csv(io.StringIO(said.out))
+    assert (listed["protocol"] == "embedded").all() and (listed["protocol_version"] == 1).all()
+    assert listed["note"].str.contains("fid_infinity needs 143 images; there are 2").all()
+    assert len(read_scores(run)) == 2 * len(before)
+    assert (run / "records.jsonl").read_bytes() == records
+    assert read_manifest(run)["protocols"]["embedded"]["features"] == "lanterns-features"
+
+
+def test_score_refuses_in_one_sentence(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(run))
+    monkeypatch.delenv("LANTERN_BENCH_WEIGHTS", raising=False)
+    cases = {
+        ("--protocol", "lantern-cocoa"): (2, "did you mean lantern-coco?"),
+        ("--protocol", "lantern-coco"): (3, "weights-inception-2015-12-05-6726825d.pth"),
+        ("--protocol", "image-reward"): (3, "ImageReward is not installed"),
+        ("--protocol", "hpsv2"): (3, "HPS_v2.1_compressed.pt"),
+        ("--reference", "nowhere"): (2, "--reference nowhere: no such folder or file"),
+    }
+    for typed, (code, said) in cases.items():
+        assert cli.main(["score", str(run), *typed]) == code
+        shown = capsys.readouterr().err
+        assert said in shown and "Traceback" not in shown
+
+
+def test_a_figure_from_memory_is_refused(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(TABLE.replace("confidence: paper", "confidence: memory"))
+    assert cli.main(["reproduce", str(tmp_path / "mine.yaml"), "--dry-run"]) == 2
+    assert "a figure from memory is not used" in capsys.readouterr().err
+
+
+REPRODUCED = [
+    name for name, path in shipped_experiments().items() if "paper" in yaml.safe_load(path.read_text(encoding="utf-8"))
+]
+
+
+@pytest.mark.parametrize("name", REPRODUCED)
+def test_every_table_is_planned_with_both_residuals(name: str, capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    assert cli.main(["reproduce", name, "--model", "lanterns", "--dry-run"]) == 0
+    plan = pd.read_csv(io.StringIO(capsys.readouterr().out))
+    relaxed = [cell for cell in plan["cell"] if cell.startswith("lantern") and "-t0" not in cell]
+    official = {cell for cell in relaxed if cell.endswith("residualofficial") or "-residualofficial-" in cell}
+    assert {cell.replace("-residualofficial", "") for cell in official} == set(relaxed) - official != set()
+    assert plan["images"].sum() <= 400, "minutes on two cores"

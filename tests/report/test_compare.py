@@ -1,0 +1,123 @@
+"""Two runs, cell by cell: what is matched, what is refused, what the verdicts say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lantern_bench.errors import RefusedError
+from lantern_bench.report.compare import BETTER, SAME, WORSE, compare_runs
+from lantern_bench.report.likeness import check_likeness, differences
+from lantern_bench.runs.store import RunData
+from tests.made_up_run import AR, LOOSE, STRICT, WALKS, make_record, make_scores
+
+MANIFEST = {
+    "key": {"dtype": "float32", "batch": 1, "weights": {"lanterns/target": "a" * 64}},
+    "experiment": {"prompts": "held-out", "seed": 0},
+    "machine": {"cpu": {"model": "One", "cores": 2}, "gpus": []},
+    "device": "cpu",
+    "threads": 2,
+}
+
+
+def make_run(prompts=16, factor=1.0, cells=(AR, STRICT, LOOSE), manifest=None, scores=make_scores, **changes):
+    """A run whose STRICT cell takes `factor` times as long, with some noise from prompt to prompt."""
+    records = []
+    for prompt in range(prompts):
+        for cell in cells:
+            noise = 1 + 0.02 * ((7 * prompt) % 5 - 2) * (1 if factor != 1 else 0)
+            seconds = (1.0 + 0.1 * (prompt % 3)) * noise * (factor if cell is STRICT else 1)
+            records.append(make_record(cell, prompt, [[]] * 6 if cell is AR else WALKS, seconds, **changes))
+    return RunData(Path("run"), MANIFEST | (manifest or {}), records, scores(records))
+
+
+def verdicts(found):
+    said = found.table[found.table["verdict"].notna()]
+    return {(row["cell_id"].split("-")[0], row["quantity"]): row["verdict"] for _, row in said.iterrows()}
+
+
+def test_a_faster_cell_is_better_and_the_rest_not_distinguishable():
+    found = compare_runs(make_run(factor=1.0), make_run(factor=0.8))
+    said = verdicts(found)
+    assert said["speculative", "latency_s"] == said["speculative", "speedup"] == BETTER
+    others = {key: value for key, value in said.items() if key[0] != "speculative"}
+    assert set(others.values()) == {SAME}
+    row = found.table.set_index(["cell_id", "quantity"]).loc[(STRICT.cell_id, "latency_s")]
+    assert row["effect"] == pytest.approx(1.25, rel=0.02) and row["effect_low"] < row["effect"] < row["effect_high"]
+    assert row["a"] > row["b"] and row["kind"] == "ratio" and row["pairs"] == row["prompts"] == 16
+
+
+def test_the_other_way_round_it_is_worse():
+    assert verdicts(compare_runs(make_run(factor=0.8), make_run(factor=1.0)))["speculative", "speedup"] == WORSE
+
+
+def test_a_run_is_not_distinguishable_from_itself():
+    found = compare_runs(make_run(), make_run())
+    assert set(verdicts(found).values()) == {SAME}
+    ratios = found.table[found.table["kind"] == "ratio"]
+    assert (ratios[["effect", "effect_low", "effect_high"]] == 1.0).all(axis=None)
+
+
+def test_distances_stand_side_by_side_without_a_verdict():
+    found = compare_runs(make_run(), make_run())
+    kid = found.table[found.table["quantity"] == "kid"]
+    assert len(kid) == 3 and kid["verdict"].isna().all() and kid["note"].str.contains("not tested").all()
+    assert not (found.table["quantity"] == "fid").any()  # empty in both
+
+
+def test_many_comparisons_are_corrected_and_few_prompts_named():
+    found = compare_runs(make_run(prompts=4), make_run(prompts=4, factor=0.5))
+    assert set(verdicts(found).values()) == {SAME}
+    assert any("Holm" in note for note in found.notes)
+    assert any("4 prompts cannot tell" in note for note in found.notes)
+    tested = found.table[found.table["p_value"].notna()]
+    assert (tested["p_holm"] >= tested["p_value"]).all()
+
+
+def test_only_what_both_have_is_compared():
+    found = compare_runs(make_run(prompts=6), make_run(prompts=9, cells=(AR, LOOSE)))
+    assert found.only_a == (STRICT.cell_id,) and found.only_b == ()
+    assert set(found.table["cell_id"]) == {AR.cell_id, LOOSE.cell_id}
+    assert set(found.table["pairs"].dropna()) == {6}
+
+
+def test_runs_without_a_common_prompt_have_no_row():
+    elsewhere = make_run(scores=lambda _: [])
+    moved = [row | {"prompt_id": f"x{row['prompt_id']}"} for row in elsewhere.records]
+    assert not len(compare_runs(make_run(scores=lambda _: []), RunData(Path("b"), MANIFEST, moved, [])).table)
+
+
+def other(**changes):
+    return make_run(manifest=changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "b"),
+    [
+        ("weights", other(key=MANIFEST["key"] | {"weights": {"lanterns/target": "b" * 64}})),
+        ("machine", other(machine={"cpu": {"model": "Two", "cores": 64}, "gpus": []})),
+        ("machine", other(machine=MANIFEST["machine"] | {"gpus": [{"name": "H"}]}, device="cuda")),
+        ("protocol", make_run(scores=lambda rows: [row | {"protocol": "other"} for row in make_scores(rows)])),
+        ("protocol", make_run(scores=lambda rows: [row | {"clip_model": "big"} for row in make_scores(rows)])),
+    ],
+)
+def test_unlike_runs_are_refused_unless_allowed(kind, b):
+    found = differences(make_run(), b)
+    with pytest.raises(RefusedError, match=f"differ in {kind}") as refusal:
+        check_likeness(found, [])
+    assert f"--across {kind}" in refusal.value.advice
+    check_likeness(found, [kind])
+
+
+def test_what_may_differ_is_only_told():
+    found = differences(make_run(), other(key=MANIFEST["key"] | {"dtype": "bfloat16"}))
+    assert [str(one) for one in found] == ["dtype: float32 in the first, bfloat16 in the second"]
+    check_likeness(found, [])
+    assert differences(make_run(), make_run()) == []
+
+
+def test_protocols_that_differ_are_compared_when_allowed():
+    b = make_run(scores=lambda rows: [row | {"protocol": "other"} for row in make_scores(rows)])
+    table = compare_runs(make_run(), b).table
+    assert set(table[table["quantity"] == "clip_score"]["protocol"]) == {"embedded / other"}

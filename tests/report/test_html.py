@@ -1,0 +1,138 @@
+"""The report page as text: self-contained, within its weight, escaped, the figures of the tables."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.report.html import render, write_report
+from lantern_bench.report.named_runs import read_named, run_names
+from lantern_bench.report.tables import read_tables
+from lantern_bench.report.thumbnails import Thumbnails
+from lantern_bench.spec.decoding import Decoding
+from tests.made_up_run import AR, LOOSE, STRICT, make_record, write_run
+from tests.report.page_run import write_page_run
+
+
+def data_of(page: str) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_page_run(tmp_path_factory.mktemp("page") / "run")
+
+
+@pytest.fixture(scope="module")
+def page(run: Path) -> str:
+    return write_report([run], run / "report.html").read_text(encoding="utf-8")
+
+
+def test_it_holds_everything_and_fetches_nothing(page):
+    assert not re.search(r"<(script|img|iframe|source)[^>]+src=", page)
+    assert re.findall(r"<link[^>]+>", page) == ['<link rel="icon" href="data:,">']
+    without_plotly = re.sub(r'id="plotly">.*?</script>', "", page, flags=re.DOTALL)
+    assert "http://" not in without_plotly and "https://" not in without_plotly and "@import" not in without_plotly
+    packed = re.search(r'id="plotly">(.*?)</script>', page, re.DOTALL)[1]
+    assert b"Plotly" in gzip.decompress(base64.b64decode(packed))
+
+
+def test_its_table_has_the_figures_of_the_tables(run, page):
+    speed = read_tables(run)["speed"]
+    body = re.search(r'id="table">.*?<tbody>(.*?)</tbody>', page, re.DOTALL)[1]
+    orders = [re.findall(r'<td data-order="([^"]*)"', row) for row in body.split("</tr>")[:-1]]
+    assert [float(row[0]) for row in orders] == pytest.approx(speed["speedup"].tolist())
+    assert [float(row[1]) for row in orders] == pytest.approx(speed["mean_accepted_length"].tolist())
+    text = html.unescape(re.sub(r"<[^>]+>", " ", body))
+    assert "LANTERN++ λ=2" in text and "3.22x" in text.replace("\n", " ")
+
+
+def test_the_pictures_their_figures_and_their_files(run, page):
+    data = data_of(page)
+    assert len(data["pictures"]) == 12 and len(data["prompts"]) == 4 and data["grid"] == 4
+    for picture in data["pictures"]:
+        assert (run / picture["file"]).is_file()
+        cell = data["cells"][picture["cell"]]
+        assert picture["length"] == pytest.approx({"ar": 1, "speculative": 15 / 8, "lantern++": 3}[cell["mode"]])
+        assert (picture["runs"] is None) == (cell["mode"] == "ar")
+        assert "clip_score" in picture and picture["prompt_accuracy"] in (0, 1)
+    loose = next(cell for cell in data["cells"] if cell["mode"] == "lantern++")
+    assert loose["map"] == [None] + [3.0] * 15
+
+
+def test_published_figures_stand_beside_ours_with_their_source(page):
+    section = page[page.index("Published figures") :]
+    assert "A paper, Table 1" in section
+    row = re.sub(r"<[^>]+>", " ", re.search(r"<tr><td>their method.*?</tr>", section)[0]).split()
+    assert "2.50x" in row and "page" in row
+
+
+def test_what_is_typed_in_a_prompt_stays_text(tmp_path):
+    bad = "</script><script>alert(1)</script><!-- & \"quotes\" 'both'"
+    records = [make_record(cell, 0, [[0]], 1.0) | {"prompt": bad} for cell in (AR, STRICT)]
+    folder = write_run(tmp_path / "<b>run</b>", records, [], {"description": "<i>tilted</i>"})
+    page = render(read_named([folder]), folder)
+    assert "alert(1)</script>" not in page and "<i>tilted" not in page and "<b>run" not in page
+    assert page.count("</script>") == 4
+    assert data_of(page)["pictures"][0]["thumb"] is None
+    assert data_of(page)["prompts"] == [bad]
+
+
+def test_the_same_run_gives_the_same_page(run):
+    assert render(read_named([run]), run) == render(read_named([run]), run)
+
+
+def test_eight_cells_of_64_pictures_stay_under_8_megabytes(tmp_path):
+    loose = [
+        {"mode": "lantern++", "lambda": 2 + n, "neighbours": 10, "cfg_scale": 2, "cfg_default": 2} for n in range(5)
+    ]
+    cells = (AR, STRICT, LOOSE, *(Decoding.model_validate(one | {"tree": "chain-5"}) for one in loose))
+    folder = write_page_run(tmp_path / "run", prompts=64, side=128, cells=cells)
+    out = write_report([folder], folder / "report.html")
+    assert len(data_of(out.read_text(encoding="utf-8"))["thumbs"]) == 512
+    assert out.stat().st_size < 8_000_000
+
+
+def test_thumbnails_are_small_never_enlarged_and_kept_once(tmp_path):
+    for name, side in (("large", 300), ("again", 300), ("small", 40)):
+        Image.new("RGB", (side, side // 2), "red").save(tmp_path / f"{name}.png")
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    thumbnails = Thumbnails()
+    names = ("large", "again", "small", "broken", "missing")
+    assert [thumbnails.place(tmp_path / f"{name}.png") for name in names] == [0, 0, 1, None, None]
+    for text, size in zip(thumbnails.encoded(), [(128, 64), (40, 20)], strict=True):
+        (tmp_path / "one.webp").write_bytes(base64.b64decode(text))
+        with Image.open(tmp_path / "one.webp") as picture:
+            assert picture.size == size and picture.format == "WEBP"
+    assert sum(map(len, thumbnails.encoded(budget=0))) <= sum(map(len, thumbnails.encoded()))
+
+
+def test_several_runs_on_one_page(run, tmp_path):
+    other = write_page_run(tmp_path / "run", prompts=2)
+    assert len(set(run_names([run, other]))) == 2
+    out = write_report([run, other], tmp_path / "both.html")
+    data = data_of(out.read_text(encoding="utf-8"))
+    assert len(data["cells"]) == 6 and len({cell["name"] for cell in data["cells"]}) == 6
+    assert all((tmp_path / picture["file"]).is_file() for picture in data["pictures"])
+
+
+def test_a_run_without_quality_pictures_or_drafts(tmp_path):
+    folder = write_run(tmp_path / "bare", [make_record(AR, n, [[]], 1.0, image=None) for n in range(2)], [])
+    data = data_of(render(read_named([folder]), folder))
+    assert data["pictures"] == data["fronts"] == data["depth"] == data["bounds"] == []
+
+
+def test_an_empty_run_and_a_place_that_cannot_be_written(run, tmp_path):
+    with pytest.raises(RefusedError, match="no records"):
+        write_report([write_run(tmp_path / "empty", [], [])], tmp_path / "report.html")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        write_report([run], tmp_path / "file" / "report.html")

@@ -1,0 +1,120 @@
+"""Published beside ours: which row stands beside which cell, when there is a difference, and what is said of it.
+
+The figures come from a made-up run; nothing is decoded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from lantern_bench.report.reproduction import NOT_HAD, comparability, reproduction_rows, trends
+from lantern_bench.report.reproduction_view import side_by_side
+from lantern_bench.report.tables import build_tables, frame
+from lantern_bench.spec.decoding import Decoding
+from lantern_bench.spec.paper import Paper
+from tests.made_up_run import AR, LOOSE, make_record, make_records, make_scores
+
+FIGURE = {"source": "a note", "confidence": "secondary"}
+COLUMNS = ["speedup", "mean_accepted_length", "fid", "clip_score"]
+
+
+def paper(*rows: dict[str, Any], **more: Any) -> Paper:
+    return Paper.model_validate({"title": "A paper", "columns": COLUMNS, "rows": rows} | more)
+
+
+@pytest.fixture(scope="module")
+def tables() -> dict[str, pd.DataFrame]:
+    records = make_records()
+    return build_tables(records, make_scores(records))
+
+
+def compared(tables: dict[str, pd.DataFrame], *rows: dict[str, Any], **more: Any) -> pd.DataFrame:
+    return frame("reproduction", reproduction_rows(tables, paper(*rows, **more)))
+
+
+def test_a_difference_is_ours_minus_published(tables: dict[str, pd.DataFrame]) -> None:
+    row = {"name": "its rule", "match": {"mode": "lantern++"}, "figures": {"speedup": FIGURE | {"value": 2.0}}}
+    found = compared(tables, row)
+    (mine,) = found[(found["paper_row"] == "its rule") & (found["figure"] == "speedup")].to_dict("records")
+    ours = tables["speed"].set_index("cell_id").loc[LOOSE.cell_id, "speedup"]
+    assert mine["ours"] == ours and mine["difference"] == pytest.approx(ours - 2.0)
+    assert mine["source"] == "a note" and mine["images"] == 3 and mine["failed"] == 1
+    rest = found[(found["paper_row"] == "its rule") & (found["figure"] != "speedup")]
+    assert rest["published"].isna().all() and rest["note"].str.contains(NOT_HAD).all()
+
+
+def test_figures_of_other_networks_have_no_difference(tables: dict[str, pd.DataFrame]) -> None:
+    row = {"name": "ar", "match": {"mode": "ar"}, "figures": {"clip_score": FIGURE | {"value": 0.32}}}
+    other = compared(tables, row, clip_model="ViT-B-32")
+    same = compared(tables, row, clip_model="tiny-clip")
+    unknown = compared(tables, row)
+    for found, expected in ((other, None), (same, True), (unknown, None)):
+        (mine,) = found[(found["paper_row"] == "ar") & (found["figure"] == "clip_score")].to_dict("records")
+        assert mine["published"] == 0.32 and mine["measured_by"] == "tiny-clip@1234"
+        assert pd.isna(mine["difference"]) == (expected is None)
+        assert ("no difference: measured by another network" in str(mine["note"])) == (expected is None)
+
+
+def test_every_published_row_is_shown_and_every_cell(tables: dict[str, pd.DataFrame]) -> None:
+    rows = [
+        {"name": "one", "match": {"mode": "ar"}, "figures": {"speedup": FIGURE | {"value": 1.0}}},
+        {"name": "again", "match": {"mode": "ar"}, "figures": {"speedup": FIGURE | {"value": 1.1}}},
+        {"name": "no cell", "match": {"mode": "lantern"}, "figures": {"speedup": FIGURE | {"value": 3.0}}},
+        {"name": "no mode", "figures": {"fid": FIGURE | {"value": 20.0}}, "note": "a method of its own"},
+        {"name": "unread", "match": {"mode": "lantern"}},
+    ]
+    found = compared(tables, *rows)
+    assert set(found["paper_row"].dropna()) == {row["name"] for row in rows}
+    assert found[found["figure"] == "speedup"]["published"].dropna().tolist() == [1.0, 1.1, 3.0]
+    assert set(found["cell_id"].dropna()) == set(tables["speed"]["cell_id"])
+    alone = found[found["cell_id"].isna()].set_index("paper_row")
+    assert alone.loc["no cell", "note"] == "no cell of this run stands for this row"
+    assert alone.loc["no mode", "note"] == "no mode of ours covers this row | a method of its own"
+    assert alone.loc["unread", "note"].str.contains(NOT_HAD).all() and len(alone.loc["unread"]) == len(COLUMNS)
+
+
+def test_a_best_figure_stands_beside_our_best() -> None:
+    records = []
+    for bound, walks in ((2, [[0, -1]]), (5, [[0, 0, 0]]), (10, [[0, 0]])):
+        cell = Decoding.model_validate({"mode": "lantern++", "tree": "small-7", "lambda": bound})
+        records += [make_record(cell, prompt, walks, 1.0) for prompt in range(3)]
+    row = {"name": "best", "match": {"mode": "lantern++"}, "best": True}
+    found = compared(build_tables(records), row | {"figures": {"mean_accepted_length": FIGURE | {"value": 3.6}}})
+    assert found[found["paper_row"] == "best"]["parameters"].unique().tolist() == ["small-7 k=10 lambda=5"]
+
+
+@pytest.mark.parametrize(("lengths", "steps", "ends"), [((1, 2, 3), 1, 1), ((2, 1, 3), 0, 1), ((3, 2, 1), 0, 0)])
+def test_trends_count_the_series_that_rise(lengths: tuple[int, ...], steps: int, ends: int) -> None:
+    records = []
+    for bound, length in zip((0.01, 0.1, 0.4), lengths, strict=True):
+        cell = Decoding.model_validate({"mode": "lantern", "delta": bound})
+        records += [make_record(cell, prompt, [[0] * length], 1.0) for prompt in range(3)]
+    (said,) = trends(build_tables(records))
+    assert f"every step of delta in {steps} of 1 series" in said and f"the largest in {ends} of 1" in said
+
+
+def test_what_is_not_comparable_is_said_in_words(tables: dict[str, pd.DataFrame]) -> None:
+    block = paper(model="Big", hardware="A40", images=5000, missing="The rest.")
+    said = comparability(tables, block, {"device": "cpu"})
+    text = " ".join(said)
+    assert "published Big; ours lanterns" in text and "published A40; ours a CPU" in text
+    assert "published 5000 images; ours 3, 4 a cell" in text
+    assert "published not stated; ours lanterns-features-64@abcd" in text and said[-1] == "The rest."
+    assert comparability(tables, None, {}) == ["This experiment names no published table: only our figures are shown."]
+
+
+def test_the_view_has_a_line_for_each_cell_and_row(tables: dict[str, pd.DataFrame]) -> None:
+    row = {"name": "its rule", "match": {"mode": "lantern++"}, "figures": {"speedup": FIGURE | {"value": 2.0}}}
+    none = {"name": "other", "figures": {"fid": FIGURE | {"value": 20.0}}}
+    shown = side_by_side(compared(tables, row, none))
+    assert shown["method"].tolist() == ["ar", "speculative", "lantern++", "(not ours)"]
+    assert shown["published row"].tolist() == ["", "", "its rule", "other"]
+    assert shown["speedup published"].tolist() == ["", "", "2.00x", ""]
+    assert shown["speedup diff."].str.match(r"^$|^[+-]\d\.\d\dx$").all()
+    assert shown["FID published"].tolist() == ["", "", "", "20.00"] and "FID" not in shown
+    assert shown["source"].tolist() == ["", "", "a note (secondary)", "a note (secondary)"]
+    assert shown["MAL"].str.contains(r"\[").iloc[:3].all() and "MAL published" not in shown
+    assert AR.cell_id and not shown.isna().any().any()
