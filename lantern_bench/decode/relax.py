@@ -6,7 +6,7 @@ Probabilities in, probabilities out: accepting, rejecting and residuals are `jud
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import torch
@@ -25,12 +25,15 @@ class Relaxation:
     `bound` is delta (additive: m(x) <= delta, delta > 0) or lambda (multiplicative: p~(x) <= lambda p(x), lambda > 1);
     the strict rule ignores it. `neighbours` is k, 0 means strict. `residual` says what a rejection leaves: `exact`
     takes out the merged mass only, `official` repeats the published code. Values outside the ranges raise ValueError.
+    `margin`, a tensor of no dimensions, stands for the bound where it is given: delta, or lambda - 1. A program that
+    reads it serves every bound.
     """
 
     rule: Rule = "strict"
     neighbours: int = 0
     bound: float = 0.0
     residual: Residual = "exact"
+    margin: Tensor | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.rule not in ("strict", "additive", "multiplicative"):
@@ -80,10 +83,11 @@ def merge_prefix(near_probs: Tensor, token_probs: Tensor, relaxation: Relaxation
     order and is compared with the bound in the dtype of p (float32 in decoding), so m never exceeds the bound by a
     rounding. Under `exact` a token of probability 0 merges nothing. algorithms.md, section 4.
     """
+    margin = relaxation.margin
     if relaxation.rule == "additive":
-        bound = torch.full_like(token_probs, relaxation.bound)
+        bound = torch.full_like(token_probs, relaxation.bound) if margin is None else margin.expand_as(token_probs)
     else:
-        bound = token_probs * (relaxation.bound - 1.0)
+        bound = token_probs * (relaxation.bound - 1.0 if margin is None else margin)
     running = near_probs.cumsum(dim=-1)
     # cumprod: nothing after the first neighbour that breaks the bound, even where a parallel scan rounds downwards.
     taken = (running <= bound[..., None]).cumprod(dim=-1, dtype=torch.uint8).bool()

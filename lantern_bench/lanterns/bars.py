@@ -250,15 +250,16 @@ def _overlap(model: LoadedModel, tokenizer: VQModel, settings: Settings) -> Obse
     values, prompts = [], list[str]()
     for captions, tokens, start, scores in _forced(model, tokenizer, settings):
         session = model.drafter.session(len(captions), start.uncond is not None, 1)
-        drafts = session.prefill(model.condition(captions), start.features, tokens[:, 0])
+        session.prefill(model.condition(captions), start.features)
         p = guide(scores.cond, scores.uncond, settings.cfg_scale).softmax(-1)
         ones = torch.ones(len(captions), dtype=torch.int64, device=tokens.device)
         overlap = torch.zeros(len(captions), device=tokens.device)
+        drafts = session.observe(tokens[:, :1], start.features[:, -1:], ones)
         for position in range(1, tokens.shape[1]):
             q = guide(drafts.cond, drafts.uncond, settings.cfg_scale).softmax(-1)[:, 0]
             overlap += torch.minimum(p[:, position], q).sum(-1)
             feature = scores.features[:, position - 1 : position]
-            drafts = session.observe(tokens[:, position : position + 1], feature, ones, position)
+            drafts = session.observe(tokens[:, position : position + 1], feature, ones)
         values += (overlap / (tokens.shape[1] - 1)).tolist()
         prompts += captions
     return _each(values, prompts)
