@@ -109,6 +109,7 @@ name: tiny
 model: tiny
 images: 3
 metrics: [speed]
+compile: false
 cells:
   - {mode: ar}
   - {mode: speculative}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lantern_bench.cli.flags import DECODING, PLACE, refuse_compile, with_flags
+from lantern_bench.cli.flags import DECODING, PLACE, with_flags
 from lantern_bench.console import FORMATS, Console
 from lantern_bench.errors import RecordsFailedError, RefusedError, UserError
 
@@ -27,6 +27,8 @@ __all__ = ["generate"]
 
 # What a relaxed mode takes where nothing is said; a sweep has no such values, since it is there to compare them.
 _BOUNDS = {"delta": 0.02, "lambda": 2.0}
+# Enough to run every program of a step more than once.
+_COMPILED_TOKENS = 16
 
 
 @with_flags(*DECODING, *PLACE)
@@ -90,7 +92,6 @@ def _resolved(typed: dict[str, Any], mode: Sequence[str], settings: Sequence[str
     overrides = Overrides.from_flags(typed, settings=settings)
     experiment, problems = read_experiment(Source("generate", Path(), data), overrides)
     problems.raise_all()
-    refuse_compile(experiment.settings.model_dump())
     resolved = resolve(experiment, {name: card.defaults for name, card in cards().items()})
     check_neighbours(resolved)
     return resolved
@@ -129,16 +130,22 @@ def _columns(resolved: ResolvedExperiment, caption: str, images: int) -> list[li
 def _make(
     resolved: ResolvedExperiment, columns: list[list[Unit]], keep_logits: bool, console: Console
 ) -> list[list[Made]]:
-    from lantern_bench.runs.local import choose_place, load_models
+    from lantern_bench.runs.local import choose_place, compile_models, load_models
     from lantern_bench.runs.runner import make_images
 
     place = choose_place(resolved.settings.device, resolved.settings.dtype)
     model = load_models(resolved, place)[resolved.settings.model[0]]
+    # One picture is made sooner than its programs: compiled only when asked for, and then before it is timed.
+    problem = compile_models([model], place) if resolved.settings.compile else None
+    if problem is not None:
+        console.warn(f"decoding is not compiled: {problem}")
     made: list[list[Made]] = []
     with console.progress() as progress:
         progress.start(sum(map(len, columns)), "images")
         for units in columns:
             made.append([])
+            if model.engine.compile:
+                make_images(model, units[:1], place, tokens=_COMPILED_TOKENS, keep_logits=keep_logits)
             for unit in units:
                 try:
                     made[-1] += make_images(model, [unit], place, keep_logits=keep_logits)

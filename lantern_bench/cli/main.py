@@ -20,6 +20,7 @@ from lantern_bench.cli.experiments import experiments
 from lantern_bench.cli.generate import generate
 from lantern_bench.cli.models import models
 from lantern_bench.cli.neighbours import neighbours
+from lantern_bench.cli.profile import profile
 from lantern_bench.cli.show import show
 from lantern_bench.cli.sweep import sweep
 from lantern_bench.cli.train import train
@@ -51,6 +52,7 @@ app.command()(curves)
 app.command()(generate)
 app.command()(models)
 app.command()(experiments)
+app.command()(profile)
 app.command()(neighbours)
 app.add_typer(train)
 app.add_typer(weights)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from lantern_bench.cli.flags import DECODING, PLACE, refuse_compile, with_flags
+from lantern_bench.cli.flags import DECODING, PLACE, with_flags
 from lantern_bench.cli.places import results_root
 from lantern_bench.console import FORMATS, Console, duration
 from lantern_bench.errors import RecordsFailedError
@@ -19,6 +19,7 @@ from lantern_bench.errors import RecordsFailedError
 if TYPE_CHECKING:
     import pandas as pd
 
+    from lantern_bench.runs.local import Place
     from lantern_bench.runs.score import Judges
     from lantern_bench.runs.store import RunStore
     from lantern_bench.spec.experiment import Experiment, ResolvedExperiment
@@ -95,7 +96,6 @@ def _request(
 
     part = parse_shard(shard) if shard is not None else None
     loaded = load_experiment(source, Overrides.from_flags(typed, modes=modes, settings=settings))
-    refuse_compile(loaded.settings.model_dump())
     resolved = resolve(loaded, {name: card.defaults for name, card in cards().items()})
     check_neighbours(resolved)
     plan = _planned(loaded, resolved)
@@ -148,6 +148,7 @@ def _run(request: _Request, console: Console) -> int:
     place = choose_place(settings.device, settings.dtype)
     judges = _judges() if "quality" in settings.metrics else None
     models = load_models(request.experiment, place)
+    _compile(models, settings.compile, place, console)
     console.detail(f"device {place.device}, {place.dtype_name}")
     with RunStore(request.folder, request.experiment, key_fields(models, settings, place)) as store:
         try:
@@ -163,6 +164,19 @@ def _run(request: _Request, console: Console) -> int:
     return failed
 
 
+def _compile(models: Any, asked: bool | None, place: Place, console: Console) -> None:
+    """Compile unless told not to; where it cannot be, say why and go on as it is."""
+    from lantern_bench.runs.local import compile_models
+
+    if asked is False:
+        return
+    problem = compile_models(models.values(), place)
+    if problem is not None:
+        console.warn(
+            f"decoding is not compiled: {problem}", "It is slower so. Install a C++ compiler, or --no-compile."
+        )
+
+
 def _make(plan: Plan, store: RunStore, models: Any, place: Any, console: Console) -> int:
     from lantern_bench.runs.runner import ImageDone, Started, WarmedUp, run_plan
 
@@ -176,7 +190,9 @@ def _make(plan: Plan, store: RunStore, models: Any, place: Any, console: Console
                 if to_do:
                     progress.start(to_do, "images", event.to_do)
             elif isinstance(event, WarmedUp):
-                console.detail(f"warm-up of {event.cell_id}: {event.seconds or 0.0:.2f} s")
+                compiled = any(model.engine.compile for model in models.values())
+                tell = console.say if compiled else console.detail
+                tell(f"{'compiled' if compiled else 'warm-up of'} {event.cell_id}: {event.seconds or 0.0:.1f} s")
             elif isinstance(event, ImageDone):
                 failed += event.failed
                 if event.failed:

@@ -26,11 +26,12 @@ class Engine:
     """Programs of one model, made once for every shape and kept.
 
     `compile` False runs functions as they stand. What a program reads besides its arguments must stay the same object
-    in the same place for as long as the engine lives; its arguments must have the shapes of the first call.
+    in the same place for as long as the engine lives; its arguments must have the shapes of the first call. `backend`
+    is the compiler's.
     """
 
-    def __init__(self, compile: bool = False) -> None:
-        self.compile = compile
+    def __init__(self, compile: bool = False, backend: str = "inductor") -> None:
+        self.compile, self._backend = compile, backend
         self._made: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -44,10 +45,10 @@ class Engine:
         """`function`, run this engine's way on `device`; the one of the first call with this key."""
         if not self.compile:
             return function
-        return self.once(("program", key), lambda: _compiled(function, device))
+        return self.once(("program", key), lambda: _compiled(function, device, self._backend))
 
 
-def _compiled(function: Callable[..., T], device: torch.device) -> Callable[..., T]:
+def _compiled(function: Callable[..., T], device: torch.device, backend: str = "inductor") -> Callable[..., T]:
     """`function` through inductor, and on CUDA replayed as a graph."""
 
     def run(*arguments: Any) -> T:
@@ -58,7 +59,11 @@ def _compiled(function: Callable[..., T], device: torch.device) -> Callable[...,
     code = run.__code__.replace(co_name=f"program_{next(_numbers)}")
     alone = FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
     compiled: Callable[..., T] = torch.compile(
-        alone, dynamic=False, fullgraph=True, options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+        alone,
+        backend=backend,
+        dynamic=False,
+        fullgraph=True,
+        options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
     )
     return _Graph(compiled) if device.type == "cuda" else compiled
 

@@ -110,10 +110,7 @@ class _Run:
         """Scores of the prefix, the guided logits [B, V] of the first token, and that token [B]."""
         scores = session.prefill(condition)
         logits = guide(scores.cond, scores.uncond, self.decoding.cfg_scale)[:, -1]
-        self.phases.mark("target")
-        first = _chosen(logits, self.decoding, self.noise())
-        self.phases.mark("verify")
-        return scores, logits, first
+        return scores, logits, _chosen(logits, self.decoding, self.noise())
 
     # ---- autoregressive
 
@@ -128,9 +125,10 @@ class _Run:
         _, logits, token = self.prefill(steps.session, condition)
         kept = [logits]
         steps.begin(token)
+        self.phases.mark("prefill")
         for _ in range(self.asked - 1):
             noise = self.noise()
-            self.phases.mark("verify")
+            self.phases.mark("noise")
             logits = step(noise)
             self.phases.mark("target")
             if self.keep_logits:
@@ -165,11 +163,13 @@ class _Run:
         self.phases.start()
         scores, logits, root = self.prefill(speculation.target, condition)
         speculation.begin(relaxation, condition, scores, root, self.asked)
+        self.phases.mark("prefill")
         kept: list[tuple[list[int], Tensor]] = []
         positions = [1] * self.batch
         steps = 0
         while any(at < self.asked for at in positions):
             drafting, last, uniforms = speculation.noise(self.draws)
+            self.phases.mark("noise")
             tree = speculation.draft(drafting)
             self.phases.mark("draft")
             scores = speculation.score(tree)

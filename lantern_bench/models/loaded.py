@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lantern_bench.decode.engine import Engine
 from lantern_bench.decode.interface import Drafter, PixelDecoder, Target
 from lantern_bench.decode.neighbours import Space
 from lantern_bench.models.tables import neighbour_table
@@ -32,7 +33,7 @@ class LoadedModel:
     table_folder: where the table of nearest codes is kept; None keeps it in memory. prepare: hears all prompts that
     are to come, before the first is decoded, so that a text encoder can do its work and go.
     condition: prompts (one an image) -> what `Target.session(...).prefill` takes. weights: part -> SHA-256 of its
-    file. grid: rows and columns of the image's tokens.
+    file. grid: rows and columns of the image's tokens. engine: how its steps are run, as they stand unless told.
     """
 
     name: str
@@ -46,6 +47,7 @@ class LoadedModel:
     neighbour_space: Space = "raw"
     table_folder: Path | None = None
     prepare: Callable[[Sequence[str]], None] = _nothing_to_prepare
+    engine: Engine = field(default_factory=Engine, repr=False)
     _table: Tensor | None = field(default=None, init=False, repr=False)
 
     def table(self, columns: int) -> Tensor:

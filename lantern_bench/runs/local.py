@@ -5,11 +5,12 @@ Choosing is done once, before anything is decoded, so that a record says `cpu` a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 
+from lantern_bench.decode.engine import Engine, compiler_problem
 from lantern_bench.errors import RefusedError
 from lantern_bench.models.loaded import LoadedModel
 from lantern_bench.models.registry import load_model
@@ -18,9 +19,9 @@ from lantern_bench.spec.experiment import ResolvedExperiment
 from lantern_bench.spec.schema import SCHEMA_VERSION
 from lantern_bench.spec.settings import Settings
 
-__all__ = ["ENGINE_VERSION", "Place", "choose_place", "key_fields", "load_models"]
+__all__ = ["ENGINE_VERSION", "Place", "choose_place", "compile_models", "key_fields", "load_models"]
 
-ENGINE_VERSION = "1"
+ENGINE_VERSION = "2"
 """Raised with every change that makes the decode loop give other tokens for the same seed."""
 
 
@@ -55,6 +56,18 @@ def load_models(experiment: ResolvedExperiment, place: Place) -> dict[str, Loade
     return {name: load_model(name, place.device, place.dtype) for name in experiment.settings.model}
 
 
+def compile_models(models: Iterable[LoadedModel], place: Place) -> str | None:
+    """Have the models' decode steps compiled from their first use on.
+
+    Where nothing can be compiled they stay as they are, and the reason is returned, in one line.
+    """
+    problem = compiler_problem(place.device)
+    if problem is None:
+        for model in models:
+            model.engine = Engine(compile=True)
+    return problem
+
+
 def key_fields(models: Mapping[str, LoadedModel], settings: Settings, place: Place) -> KeyFields:
     """What holds for the whole run and can change its tokens (`runs/keys.py`)."""
     parts = {f"{name}/{part}": digest for name, model in models.items() for part, digest in model.weights.items()}
@@ -64,7 +77,7 @@ def key_fields(models: Mapping[str, LoadedModel], settings: Settings, place: Pla
         "torch_version": str(torch.__version__),
         "dtype": place.dtype_name,
         "device_type": place.device.type,
-        "compile": settings.compile,
+        "compile": any(model.engine.compile for model in models.values()),
         "batch": settings.batch,
         "weights": parts,
     }
