@@ -63,6 +63,8 @@ def profile(
     console: Console = ctx.obj
     chosen = console.checked_format(format) if format is not None else None
     trees = [name.strip() for text in tree or [_TREES] for name in text.split(",") if name.strip()]
+    if search and (random_weights or size is not None):
+        raise UserError("--search: needs weights that mean something", "Leave out --random-weights and --size.")
     shapes = {"ar": {"mode": "ar"}, **{name: _tree_settings(name) for name in trees}}
     from lantern_bench.runs.local import choose_place
 
@@ -204,8 +206,6 @@ def _search(subject: _Subject, rows: list[dict[str, Any]], seed: int, console: C
     from lantern_bench.measure.tree_search import acceptance_by_rank, best_trees, interpolated
     from lantern_bench.spec.decoding import Decoding
 
-    if not subject.real:
-        raise UserError("--search: needs weights that mean something", "Leave out --random-weights and --size.")
     probe = Decoding(mode="speculative", topology=_PROBE, cfg_scale=subject.guidance)
     traces = step_cost(subject.model, probe, subject.prompts, seed + 1).traces
     rates = acceptance_by_rank(traces, _RANKS)
