@@ -16,7 +16,7 @@ ARGS  ?=
 # Test processes; each of them computes on one thread.
 WORKERS ?= logical
 
-.PHONY: help sweep test check lint test-long screenshots constraints wheel clean
+.PHONY: help sweep test check lint test-long compare-plain screenshots constraints wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -41,6 +41,9 @@ lint: $(DEV) ## ruff, mypy, import contracts
 
 test-long: check ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600 -m long $(ARGS)
+
+compare-plain: $(DEV) ## milliseconds a step: a plain implementation, and this one (ARGS: --images N --cells ...)
+	$(BIN)/python -m tests.plain.compare $(ARGS)
 
 screenshots: check ## photograph the report page into docs/pictures (RUN: a run's folder; by default the default sweep's)
 	$(if $(RUN),,$(BIN)/lantern-bench sweep --out build/screenshots > /dev/null)

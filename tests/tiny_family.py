@@ -44,20 +44,19 @@ class TinySession:
     def __init__(self, table: TinyTarget, batch: int, guided: bool) -> None:
         self.table, self.batch, self.guided = table, batch, guided
 
-    def prefill(self, condition: Any, features: Tensor | None = None, tokens: Tensor | None = None) -> Any:
+    def prefill(self, condition: Any, features: Tensor | None = None) -> Any:
         if "broken" in condition:
             raise RuntimeError("no memory\nleft")
-        start = torch.full((self.batch, 1), CODES) if tokens is None else tokens.reshape(self.batch, 1)
-        scores = self.table.scores(start, self.guided)
-        return scores if tokens is None else Drafts(scores.cond, scores.uncond)
+        start = torch.full((self.batch, 1), CODES)
+        return self.table.scores(start, self.guided) if features is None else None
 
     def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Scores:
         return self.table.scores(tokens, self.guided)
 
-    def commit(self, path: Tensor, counts: Tensor, longest: int) -> None:
+    def commit(self, path: Tensor, counts: Tensor) -> None:
         """Nothing to keep."""
 
-    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor, longest: int) -> Drafts:
+    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> Drafts:
         last = tokens.gather(1, (counts[:, None] - 1).clamp_min(0))
         return self.extend(last, last, last)
 
@@ -110,6 +109,7 @@ name: tiny
 model: tiny
 images: 3
 metrics: [speed]
+compile: false
 cells:
   - {mode: ar}
   - {mode: speculative}

@@ -7,17 +7,19 @@ commands' own, and so is what is shown at the end.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lantern_bench.cli.flags import refuse_compile
 from lantern_bench.cli.places import results_root
 from lantern_bench.console import Console, duration
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from lantern_bench.models.loaded import LoadedModel
     from lantern_bench.runs.judges import Judges
+    from lantern_bench.runs.local import Place
     from lantern_bench.runs.reference import Reference
     from lantern_bench.runs.store import RunStore
     from lantern_bench.spec.experiment import Experiment, ResolvedExperiment
@@ -57,7 +59,6 @@ def make_request(
 
     part = parse_shard(shard) if shard is not None else None
     loaded = load_experiment(source, Overrides.from_flags(typed, modes=modes, settings=settings or []))
-    refuse_compile(loaded.settings.model_dump())
     resolved = resolve(loaded, defaults_of(loaded.settings.model))
     check_neighbours(resolved)
     protocol = _protocol(resolved)
@@ -125,6 +126,7 @@ def carry_out(request: Request, console: Console) -> int:
         judges = judges_of(request.protocol, device=place.device)
         reference = find_reference(settings.reference, request.protocol)
     models = load_models(request.experiment, place)
+    _compile(models, settings.compile, place, console)
     console.detail(f"device {place.device}, {place.dtype_name}")
     key = key_fields(models, settings, place, request.experiment.cells)
     with RunStore(request.folder, request.experiment, key) as store:
@@ -142,7 +144,20 @@ def carry_out(request: Request, console: Console) -> int:
     return failed
 
 
-def _make(plan: Plan, store: RunStore, models: Any, place: Any, console: Console) -> int:
+def _compile(models: Mapping[str, LoadedModel], asked: bool | None, place: Place, console: Console) -> None:
+    """Compile unless told not to; where it cannot be, say why and go on as it is."""
+    from lantern_bench.runs.local import compile_models
+
+    if asked is False:
+        return
+    problem = compile_models(models.values(), place)
+    if problem is not None:
+        console.warn(
+            f"decoding is not compiled: {problem}", "It is slower so. Install a C++ compiler, or --no-compile."
+        )
+
+
+def _make(plan: Plan, store: RunStore, models: Mapping[str, LoadedModel], place: Place, console: Console) -> int:
     from lantern_bench.runs.runner import ImageDone, Preparing, Started, WarmedUp, run_plan
 
     failed, lengths, seconds = 0, [], []
@@ -159,7 +174,9 @@ def _make(plan: Plan, store: RunStore, models: Any, place: Any, console: Console
                 if to_do:
                     progress.start(to_do, "images", event.to_do)
             elif isinstance(event, WarmedUp):
-                console.detail(f"warm-up of {event.cell_id}: {event.seconds or 0.0:.2f} s")
+                compiled = any(model.engine.compile for model in models.values())
+                tell = console.say if compiled else console.detail
+                tell(f"{'compiled' if compiled else 'warm-up of'} {event.cell_id}: {event.seconds or 0.0:.1f} s")
             elif isinstance(event, ImageDone):
                 failed += event.failed
                 if event.failed:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
-from lantern_bench.errors import RefusedError
 from lantern_bench.spec.topologies import STATIC_TREES
 
-__all__ = ["DECODING", "PLACE", "refuse_compile", "with_flags"]
+__all__ = ["DECODING", "PLACE", "with_flags"]
 
 Flag = tuple[str, Any]
 
@@ -57,7 +56,7 @@ PLACE: tuple[Flag, ...] = (
     _text("seed", "Seed of everything random."),
     _text("device", "auto, cpu, mps, cuda or cuda:N."),
     _text("dtype", "auto, float32, bfloat16 or float16; auto is bfloat16 on CUDA, else float32."),
-    _switch("compile", "Compiled decoding."),
+    _switch("compile", "Compile the decode steps first: minutes once, then faster. A sweep does where it can."),
     _text("neighbour_space", "raw or normalised: where codes are near each other; default as published."),
 )
 """Where, from which randomness, and with which neighbours."""
@@ -84,9 +83,3 @@ def with_flags(*flags: Flag) -> Callable[[Callable[..., None]], Callable[..., No
         return command
 
     return wrap
-
-
-def refuse_compile(settings: Mapping[str, Any]) -> None:
-    """Raise `RefusedError` where compiled decoding is asked for."""
-    if settings.get("compile"):
-        raise RefusedError("--compile: compiled decoding is not there yet", "Leave it out, or write compile: false.")

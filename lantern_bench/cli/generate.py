@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from lantern_bench.cli.flags import DECODING, PLACE, refuse_compile, with_flags
+from lantern_bench.cli.flags import DECODING, PLACE, with_flags
 from lantern_bench.cli.generate_output import (
     check_file,
     memory_table,
@@ -34,6 +34,8 @@ __all__ = ["generate"]
 
 # What a relaxed mode takes where nothing is said; a sweep has no such values, since it is there to compare them.
 _BOUNDS = {"delta": 0.02, "lambda": 2.0}
+# Enough to run every program of a step more than once.
+_COMPILED_TOKENS = 16
 
 
 class _Asked(NamedTuple):
@@ -128,7 +130,6 @@ def _resolved(typed: dict[str, Any], mode: Sequence[str], settings: Sequence[str
     overrides = Overrides.from_flags(typed, settings=settings)
     experiment, problems = read_experiment(Source("generate", Path(), data), overrides)
     problems.raise_all()
-    refuse_compile(experiment.settings.model_dump())
     resolved = resolve(experiment, defaults_of(typed["model"]))
     check_neighbours(resolved)
     return resolved
@@ -171,23 +172,30 @@ def _text(asked: _Asked, model: str) -> str:
 
 
 def _loaded(resolved: ResolvedExperiment, random: bool, console: Console) -> tuple[Place, LoadedModel]:
-    """The model, from its files or from random numbers."""
-    from lantern_bench.runs.local import choose_place, load_models
+    """The model, from its files or from random numbers; compiled where that was asked for."""
+    from lantern_bench.runs.local import choose_place, compile_models, load_models
 
-    place = choose_place(resolved.settings.device, resolved.settings.dtype)
-    name = resolved.settings.model[0]
-    if not random:
-        return place, load_models(resolved, place)[name]
+    settings = resolved.settings
+    place = choose_place(settings.device, settings.dtype)
+    name = settings.model[0]
+    model = _random(name, place, settings.seed, console) if random else load_models(resolved, place)[name]
+    # One picture is made sooner than its programs: compiled only when asked for, and then before it is timed.
+    problem = compile_models([model], place) if settings.compile else None
+    if problem is not None:
+        console.warn(f"decoding is not compiled: {problem}")
+    return place, model
+
+
+def _random(name: str, place: Place, seed: int, console: Console) -> LoadedModel:
     import torch
 
     from lantern_bench.models.random_weights import random_model
 
-    seed = resolved.settings.seed
     console.warn(
         f"the weights of {name} are random (seed {seed}, {place.dtype_name}), and random numbers stand for the text "
         "encoder: the picture means nothing"
     )
-    return place, random_model(name, place.device, place.dtype, torch.Generator(place.device).manual_seed(seed))
+    return random_model(name, place.device, place.dtype, torch.Generator(place.device).manual_seed(seed))
 
 
 def _check_pixels(loaded: LoadedModel, save_tokens: Path | None, console: Console) -> bool:
@@ -260,6 +268,8 @@ def _make(
         progress.start(sum(map(len, columns)), "images")
         for units in columns:
             made.append([])
+            if model.engine.compile:
+                make_images(model, units[:1], place, tokens=_COMPILED_TOKENS, keep_logits=keep_logits)
             for unit in units:
                 try:
                     made[-1] += make_images(model, [unit], place, tokens=tokens, keep_logits=keep_logits)

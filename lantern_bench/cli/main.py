@@ -21,6 +21,7 @@ from lantern_bench.cli.experiments import experiments
 from lantern_bench.cli.generate import generate
 from lantern_bench.cli.models import models
 from lantern_bench.cli.neighbours import neighbours
+from lantern_bench.cli.profile import profile
 from lantern_bench.cli.report import report
 from lantern_bench.cli.reproduce import reproduce
 from lantern_bench.cli.score import score
@@ -59,6 +60,7 @@ app.command()(report)
 app.command()(generate)
 app.command()(models)
 app.command()(experiments)
+app.command()(profile)
 app.command()(neighbours)
 app.add_typer(train)
 app.add_typer(weights)

@@ -1,7 +1,8 @@
 """How a step's draft tree is made from a drafter session: fixed topology sampled, or grown along the best paths.
 
 The only two kinds there are (algorithms.md, section 2). Both ask the session for one forward a level and return the
-`DraftTree` that verification walks; neither knows the acceptance rule.
+`DraftTree` that verification walks; neither knows the acceptance rule. Randomness comes in as noise, and all shapes are
+known beforehand, so that a whole draft is one program.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from lantern_bench.decode.growth import Growth
 from lantern_bench.decode.interface import DrafterSession, Drafts
-from lantern_bench.decode.sampling import Draws, decoding_probabilities, draw_without_replacement, guide, most_probable
-from lantern_bench.decode.tree import DraftTree, StaticTree
+from lantern_bench.decode.sampling import decoding_probabilities, draw_without_replacement, guide, most_probable
+from lantern_bench.decode.tree import DraftTree, Level, StaticTree
 from lantern_bench.spec.decoding import Decoding
 
 __all__ = ["Drafting", "DynamicDrafting", "StaticDrafting", "drafting_of"]
@@ -24,16 +25,24 @@ ToProbabilities = Callable[[Drafts], Tensor]
 
 
 class Drafting(Protocol):
-    """One way to draft: `nodes` of the tree with its root, `depth` of the deepest, `forwards` of the drafter a step."""
+    """One way to draft: `nodes` of the tree with its root, `depth` of the deepest, `forwards` of the drafter a step.
+
+    `noises` is how many vectors of Exp(1) noise over the vocabulary a step takes, `fanout` the most children of a node.
+    """
 
     nodes: int
     depth: int
     forwards: int
+    noises: int
+    fanout: int
 
     def draft(
-        self, session: DrafterSession, drafts: Drafts, root: Tensor, draws: Draws, depth_limit: Tensor
+        self, session: DrafterSession, drafts: Drafts, root: Tensor, noise: Tensor, depth_limit: Tensor
     ) -> DraftTree:
-        """The tree below the tokens `root` [B], whose children `drafts` describes; `depth_limit` [B]."""
+        """The tree below the tokens `root` [B], whose children `drafts` describes.
+
+        `noise` float32 [B, noises, V], `depth_limit` int64 [B].
+        """
         ...
 
 
@@ -54,11 +63,18 @@ def _draft_probabilities(decoding: Decoding) -> ToProbabilities:
 
 
 class _Round(NamedTuple):
-    """What is handed to `extend` at one level: nodes [n], slot of their parent in the round before, who sees whom."""
+    """One level: its nodes are drawn from what `extend` gives (the root's from what `observe` gave).
 
-    nodes: Tensor
-    origin: Tensor
-    seen: Tensor
+    within: int64 [n], which nodes of the level above are extended. origin: int64 [n], slot of their parent in the round
+    before; seen: bool [n, extended so far], who sees whom. All three are None for the root. noise: the place of its
+    noise in that of the step.
+    """
+
+    level: Level
+    within: Tensor | None
+    origin: Tensor | None
+    seen: Tensor | None
+    noise: slice
 
 
 class StaticDrafting:
@@ -70,56 +86,58 @@ class StaticDrafting:
         self._greedy = decoding.greedy
         self._to_probabilities = _draft_probabilities(decoding)
         self._rounds = _rounds(tree)
-        self.forwards = 1 + len(self._rounds)
-        self._q: Tensor | None = None
+        self.forwards = len(self._rounds)
+        self.noises = 0 if decoding.greedy else self._rounds[-1].noise.stop
+        self.fanout = max(level.fanout for level in tree.levels)
+        self._q_row = _places(torch.cat([level.nodes for level in tree.levels]), self.nodes)
 
     def draft(
         self,
         session: DrafterSession,
         drafts: Drafts,
         root: Tensor,
-        draws: Draws,
+        noise: Tensor,
         depth_limit: Tensor,  # noqa: ARG002  # what is too deep is left out by the verification
     ) -> DraftTree:
         """Draw level by level; every node below the root that has children is one row of a drafter forward."""
-        batch, device = len(root), root.device
-        tokens = torch.zeros(batch, self.nodes, dtype=torch.int64, device=device)
-        valid = torch.ones(batch, self.nodes, dtype=torch.bool, device=device)
-        tokens[:, 0] = root
-        for number, level in enumerate(self.tree.levels):
-            if number:
-                step = self._rounds[number - 1]
-                drafts = session.extend(
-                    tokens[:, step.nodes], step.origin.expand(batch, -1), step.seen.expand(batch, -1, -1)
-                )
+        batch = len(root)
+        tokens, valid, made = [root[:, None]], [torch.ones_like(root, dtype=torch.bool)[:, None]], list[Tensor]()
+        for step in self._rounds:
+            if step.within is not None and step.origin is not None and step.seen is not None:
+                nodes = tokens[-1][:, step.within]
+                drafts = session.extend(nodes, step.origin.expand(batch, -1), step.seen[None].expand(batch, -1, -1))
             q = self._to_probabilities(drafts)
             if self._greedy:
-                drawn, able = most_probable(q, level.fanout)
+                drawn, able = most_probable(q, step.level.fanout)
             else:
-                self._buffer(q)[:, level.nodes] = q
-                drawn, able = draw_without_replacement(q, level.fanout, draws.exponential(*q.shape[1:]))
-            tokens[:, level.children] = drawn[:, level.slot, level.rank]
-            valid[:, level.children] = able[:, level.slot, level.rank]
-        return self.tree.draft(tokens, None if self._greedy else self._q, valid)
+                made.append(q)
+                drawn, able = draw_without_replacement(q, step.level.fanout, noise[:, step.noise])
+            tokens.append(drawn[:, step.level.slot, step.level.rank])
+            valid.append(able[:, step.level.slot, step.level.rank])
+        # The rows of leaves are never read: any q will do.
+        of_nodes = None if self._greedy else torch.cat(made, dim=1)[:, self._q_row]
+        return self.tree.draft(torch.cat(tokens, dim=1), of_nodes, torch.cat(valid, dim=1))
 
-    def _buffer(self, q: Tensor) -> Tensor:
-        """Where the q of all nodes is gathered, allocated once for a batch size."""
-        if self._q is None or len(self._q) != len(q):
-            self._q = torch.zeros(len(q), self.nodes, q.shape[-1], device=q.device)
-        return self._q
+
+def _places(nodes: Tensor, total: int) -> Tensor:
+    """Where each of `total` nodes stands in `nodes`, 0 where it does not: int64 [total]."""
+    places = torch.zeros(total, dtype=torch.int64, device=nodes.device)
+    return places.scatter_(0, nodes, torch.arange(len(nodes), device=nodes.device))
 
 
 def _rounds(tree: StaticTree) -> list[_Round]:
-    """One `_Round` for each level below the root's."""
-    rounds: list[_Round] = []
+    """One `_Round` for each level of a tree."""
+    first = tree.levels[0]
+    rounds = [_Round(first, None, None, None, slice(0, 1))]
     extended = tree.parents.new_zeros(0)
-    above = tree.levels[0].nodes
-    for level in tree.levels[1:]:
+    for above, level in zip(tree.levels, tree.levels[1:], strict=False):
         parents = tree.parents[level.nodes]
-        origin = (parents[:, None] == above[None, :]).to(torch.uint8).argmax(dim=1)
+        origin = (parents[:, None] == above.nodes[None, :]).to(torch.uint8).argmax(dim=1)
+        within = (level.nodes[:, None] == above.children[None, :]).to(torch.uint8).argmax(dim=1)
         extended = torch.cat([extended, level.nodes])
-        rounds.append(_Round(level.nodes, origin, tree.attention[level.nodes][:, extended]))
-        above = level.nodes
+        begin = rounds[-1].noise.stop
+        seen = tree.attention[level.nodes][:, extended]
+        rounds.append(_Round(level, within, origin, seen, slice(begin, begin + len(level.nodes))))
     return rounds
 
 
@@ -129,9 +147,9 @@ class DynamicDrafting:
     def __init__(self, decoding: Decoding) -> None:
         if decoding.nodes is None or decoding.depth is None or decoding.beam is None:
             raise ValueError("dynamic drafting needs nodes, depth and beam")
-        self._kept, self.depth, self._beam = decoding.nodes, decoding.depth, decoding.beam
+        self._kept, self.depth, self.fanout = decoding.nodes, decoding.depth, decoding.beam
         self.nodes = self._kept + 1
-        self.forwards = self.depth
+        self.forwards, self.noises = self.depth, 0
         self._to_probabilities = _draft_probabilities(decoding)
 
     def draft(
@@ -139,11 +157,11 @@ class DynamicDrafting:
         session: DrafterSession,
         drafts: Drafts,
         root: Tensor,
-        draws: Draws,  # noqa: ARG002  # the draft is deterministic given the prefix
+        noise: Tensor,  # noqa: ARG002  # the draft is deterministic given the prefix
         depth_limit: Tensor,
     ) -> DraftTree:
         """Grow from the root; the session extends `beam` nodes a round."""
-        growth = Growth(self._beam)
+        growth = Growth(self.fanout)
         frontier = growth.start(self._to_probabilities(drafts)[:, 0])
         for _ in range(self.depth - 1):
             drafts = session.extend(frontier.tokens, frontier.origin, frontier.seen)

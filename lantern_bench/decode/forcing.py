@@ -49,24 +49,23 @@ def drafts_along(drafter: Drafter, forced: Forced) -> Iterator[Drafts]:
     tokens = forced.tokens
     session = drafter.session(len(tokens), forced.start.uncond is not None, 1)
     ones = torch.ones(len(tokens), dtype=torch.int64, device=tokens.device)
-    drafts = session.prefill(forced.condition, forced.start.features, tokens[:, 0])
-    for position in range(1, tokens.shape[1]):
-        yield drafts
-        if position + 1 < tokens.shape[1]:
-            feature = forced.scores.features[:, position - 1 : position]
-            drafts = session.observe(tokens[:, position : position + 1], feature, ones, position)
+    session.prefill(forced.condition, forced.start.features)
+    feature = forced.start.features[:, -1:]
+    for position in range(tokens.shape[1] - 1):
+        yield session.observe(tokens[:, position : position + 1], feature, ones)
+        feature = forced.scores.features[:, position : position + 1]
 
 
 def drafts_at(drafter: Drafter, forced: Forced, positions: Tensor, nodes: int) -> tuple[DrafterSession, Drafts]:
     """Bring a drafter session to a place of each sequence: (the session, its drafts for the token there).
 
-    `positions` int64 [B], from 2, is the number of tokens committed there. The session, of `nodes` nodes, stands where
+    `positions` int64 [B], from 1, is the number of tokens committed there. The session, of `nodes` nodes, stands where
     a step of decoding starts, whatever steps came before: its cache holds committed tokens and true features only.
     """
     tokens, most = forced.tokens, int(positions.max())
-    if int(positions.min()) < 2:
-        raise ValueError("a place has at least 2 tokens before it")
+    if int(positions.min()) < 1:
+        raise ValueError("a place has at least one token before it")
     session = drafter.session(len(tokens), forced.start.uncond is not None, nodes)
-    session.prefill(forced.condition, forced.start.features, tokens[:, 0])
-    features = forced.scores.features[:, : most - 1]
-    return session, session.observe(tokens[:, 1:most], features, positions - 1, most - 1)
+    session.prefill(forced.condition, forced.start.features)
+    features = torch.cat([forced.start.features[:, -1:], forced.scores.features[:, : most - 1]], dim=1)
+    return session, session.observe(tokens[:, :most], features, positions)

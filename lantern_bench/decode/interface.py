@@ -44,7 +44,10 @@ class Drafts(NamedTuple):
 
 
 class TargetSession(Protocol):
-    """The target at work on one batch of images."""
+    """The target at work on one batch of images.
+
+    `score` and `commit` may be compiled: what changes from step to step is in tensors of fixed shapes.
+    """
 
     def prefill(self, condition: Any) -> Scores:
         """Start B images afresh from their condition; scores of the last prefix position (N = 1) for the logits.
@@ -60,25 +63,25 @@ class TargetSession(Protocol):
         """
         ...
 
-    def commit(self, path: Tensor, counts: Tensor, longest: int) -> None:
-        """Keep the first `counts` [B] nodes of `path` [B, D + 1] of the last `score`.
-
-        `longest` is the most that any image has committed since the prefill, this step included.
-        """
+    def commit(self, path: Tensor, counts: Tensor) -> None:
+        """Keep the first `counts` [B] nodes of `path` [B, D + 1] of the last `score`; the rest is filler."""
         ...
 
 
 class DrafterSession(Protocol):
     """The drafter at work on one batch of images (EAGLE: features of the target in, logits of its head out)."""
 
-    def prefill(self, condition: Any, features: Tensor, tokens: Tensor) -> Drafts:
-        """Start afresh: prefix features [rows, P, width] and the first token [B] of each image; drafts for the root."""
+    def prefill(self, condition: Any, features: Tensor) -> None:
+        """Start afresh from the prefix features [rows, P, width].
+
+        The last of them predicts the first token and comes with it through `observe`.
+        """
         ...
 
-    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor, longest: int) -> Drafts:
+    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> Drafts:
         """Feed committed tokens [B, n] with the true features [rows, n, width] that predicted them.
 
-        `counts` [B] of them count; `longest` as in `TargetSession.commit`. Drafts for the new root, n = 1.
+        `counts` [B] of them count, the rest is filler. Drafts for the new root, n = 1.
         """
         ...
 

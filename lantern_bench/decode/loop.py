@@ -1,11 +1,13 @@
 """Decoding: autoregressive, and speculative with any drafting and rule; spec.modes names the combinations.
 
 One loop serves `speculative`, `lantern` and `lantern++`; they differ in what their `Decoding` says. The only copy to
-the host inside a step is the number of tokens it committed; all else stays on the device until the image is done.
+the host inside a step is how far the images are, and there is none in an autoregressive step; all else stays on the
+device until the image is done. What a step does is `speculation`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,15 +16,13 @@ import torch
 from torch import Tensor
 
 from lantern_bench.clock import Phases
-from lantern_bench.decode.drafting import drafting_of
+from lantern_bench.decode.engine import Engine
 from lantern_bench.decode.interface import Drafter, Scores, Target, WithForcedTokens
 from lantern_bench.decode.judge import Judge, judge_children
 from lantern_bench.decode.relax import Relaxation
 from lantern_bench.decode.sampling import Draws, decoding_probabilities, guide, sample
-from lantern_bench.decode.trace import ImageTrace, StepRecorder
-from lantern_bench.decode.tree import DraftTree
-from lantern_bench.decode.verify import Verdict, verify
-from lantern_bench.decode.verify_greedy import verify_greedy
+from lantern_bench.decode.speculation import Speculation, sampling_key
+from lantern_bench.decode.trace import ImageTrace
 from lantern_bench.errors import RefusedError
 from lantern_bench.spec.decoding import Decoding, NeighbourMetric
 
@@ -67,16 +67,18 @@ def decode(
     *,
     tokens: int | None = None,
     keep_logits: bool = False,
+    engine: Engine | None = None,
     judge: Judge = judge_children,
 ) -> list[Decoded]:
     """Decode one image for each generator, together.
 
     `condition` is what the target's `prefill` takes, for as many images. `tokens` asks for fewer than the whole grid.
-    `keep_logits` keeps the guided logits that each token was drawn from. `judge` as in `verify`. Raises
-    `RefusedError` when drafts are asked of a model without a drafter.
+    `keep_logits` keeps the guided logits that each token was drawn from. `engine` is the model's own and says how
+    steps are run; without one they run as they stand. `judge` as in `verify`. Raises `RefusedError` when drafts are
+    asked of a model without a drafter.
     """
     asked = model.target.image_tokens if tokens is None else min(tokens, model.target.image_tokens)
-    run = _Run(model, decoding, generators, asked, keep_logits, judge)
+    run = _Run(model, decoding, generators, asked, keep_logits, Engine() if engine is None else engine, judge)
     return run.autoregressive(condition) if decoding.drafting == "none" else run.speculative(condition)
 
 
@@ -90,52 +92,53 @@ class _Run:
         generators: Sequence[torch.Generator],
         asked: int,
         keep_logits: bool,
+        engine: Engine,
         judge: Judge,
     ) -> None:
-        self.judge = judge
         self.model, self.decoding, self.asked, self.keep_logits = model, decoding, asked, keep_logits
+        self.engine, self.judge = engine, judge
         self.batch = len(generators)
         self.device = model.target.device
-        self.draws = Draws(list(generators), self.device)
+        self.draws = Draws(generators, self.device)
         self.guided = decoding.cfg_scale != 1
         self.phases = Phases(self.device)
-        self.logits: list[Tensor] = []
 
-    def choose(self, logits: Tensor) -> Tensor:
-        """One token [B] from guided logits [B, V]."""
+    def noise(self) -> Tensor:
+        """What one token of each image is drawn with: [B, V], or nothing for greedy decoding."""
         if self.decoding.greedy:
-            return logits.argmax(dim=-1)
-        return sample(decoding_probabilities(logits, self.decoding), self.draws.exponential(logits.shape[-1]))
+            return torch.empty(self.batch, 0, device=self.device)
+        return self.draws.exponential(self.model.target.vocab_size)
 
-    def guide(self, scores: Scores) -> Tensor:
-        """Guided logits [B, n, V] of the target."""
-        return guide(scores.cond, scores.uncond, self.decoding.cfg_scale)
+    def prefill(self, session: Any, condition: Any) -> tuple[Scores, Tensor, Tensor]:
+        """Scores of the prefix, the guided logits [B, V] of the first token, and that token [B]."""
+        scores = session.prefill(condition)
+        logits = guide(scores.cond, scores.uncond, self.decoding.cfg_scale)[:, -1]
+        return scores, logits, _chosen(logits, self.decoding, self.noise())
 
     # ---- autoregressive
 
     def autoregressive(self, condition: Any) -> list[Decoded]:
-        """One token a forward; nothing is copied to the host before the end."""
-        session = self.model.target.session(self.batch, self.guided, 1)
-        zero = torch.zeros(self.batch, 1, dtype=torch.int64, device=self.device)
-        one = torch.ones(self.batch, dtype=torch.int64, device=self.device)
-        itself = torch.ones(self.batch, 1, 1, dtype=torch.bool, device=self.device)
-        out = torch.empty(self.batch, self.asked, dtype=torch.int64, device=self.device)
+        """One token a forward, drawn in the same program; nothing is copied to the host before the end."""
+        key = (self.batch, sampling_key(self.decoding))
+        steps: _PlainSteps = self.engine.once(
+            ("plain", key), lambda: _PlainSteps(self.model.target, self.decoding, self.batch)
+        )
+        step = self.engine.program(("plain", key), steps.step, self.device)
         self.phases.start()
-        logits = self.guide(session.prefill(condition))[:, -1]
-        self.phases.mark("target")
-        for made in range(self.asked):
+        _, logits, token = self.prefill(steps.session, condition)
+        kept = [logits]
+        steps.begin(token)
+        self.phases.mark("prefill")
+        for _ in range(self.asked - 1):
+            noise = self.noise()
+            self.phases.mark("noise")
+            logits = step(noise)
+            self.phases.mark("target")
             if self.keep_logits:
-                self.logits.append(logits)
-            out[:, made] = self.choose(logits)
-            self.phases.mark("verify")
-            if made + 1 < self.asked:
-                logits = self.guide(session.score(out[:, made : made + 1], zero, itself))[:, 0]
-                session.commit(zero, one, made + 1)
-                self.phases.mark("target")
+                kept.append(logits.clone())
         self.phases.stop()
-        kept = torch.stack(self.logits, dim=1).float().cpu() if self.keep_logits else None
         traces = [self._plain_trace() for _ in range(self.batch)]
-        return self._decoded(out, traces, kept)
+        return self._decoded(steps.out, traces, torch.stack(kept, dim=1) if self.keep_logits else None)
 
     def _plain_trace(self) -> ImageTrace:
         steps = self.asked - 1
@@ -158,128 +161,99 @@ class _Run:
 
     def speculative(self, condition: Any) -> list[Decoded]:
         """Draft a tree, score it in one forward, walk it, commit what was accepted; until every image is complete."""
-        if self.model.drafter is None:
+        relaxation = relaxation_of(self.decoding, self.model.target)
+        speculation = self._speculation(relaxation)
+        self.phases.start()
+        scores, logits, root = self.prefill(speculation.target, condition)
+        speculation.begin(relaxation, condition, scores, root, self.asked)
+        self.phases.mark("prefill")
+        kept: list[tuple[list[int], Tensor]] = []
+        positions = [1] * self.batch
+        steps = 0
+        while any(at < self.asked for at in positions):
+            drafting, last, uniforms = speculation.noise(self.draws)
+            self.phases.mark("noise")
+            tree = speculation.draft(drafting)
+            self.phases.mark("draft")
+            scores = speculation.score(tree)
+            self.phases.mark("target")
+            on_path = speculation.settle(tree, scores, uniforms, last)
+            if on_path is not None:
+                kept.append((positions, on_path.clone()))
+            positions = speculation.progress.position.tolist()  # the one copy to the host of a step
+            self.phases.mark("verify")
+            steps += 1
+        self.phases.stop()
+        progress = speculation.progress
+        forwards = [speculation.drafting.forwards] * steps
+        traces = progress.recorder.finish(self.asked, forwards, self.phases.total(), self.phases.seconds())
+        return self._decoded(progress.out, traces, self._assemble(logits, kept) if self.keep_logits else None)
+
+    def _speculation(self, relaxation: Relaxation) -> Speculation:
+        """The programs of this configuration; raises `RefusedError` without a drafter."""
+        drafter, target = self.model.drafter, self.model.target
+        if drafter is None:
             raise RefusedError(
                 f"mode {self.decoding.mode} needs a drafter, and this model has none",
                 "use --modes ar, or add a drafter",
             )
-        drafting = drafting_of(self.decoding, self.device)
-        relaxation = relaxation_of(self.decoding, self.model.target)
         table = self.model.table(relaxation.columns, self.decoding.neighbour_metric) if relaxation.merges else None
-        target = self.model.target.session(self.batch, self.guided, drafting.nodes)
-        drafter = self.model.drafter.session(self.batch, self.guided, drafting.nodes)
-        recorder = StepRecorder(self.batch, self.asked)
-        state = _State(self.batch, self.asked, drafting.depth, self.device)
-        forwards: list[int] = []
-        self.phases.start()
-        scores = target.prefill(condition)
-        logits = self.guide(scores)[:, -1]
-        self.phases.mark("target")
-        root = self.choose(logits)
-        state.out[:, 0] = root
-        self.phases.mark("verify")
-        first_logits = logits
-        kept: list[tuple[Tensor, Tensor]] = []
-        drafts = drafter.prefill(condition, scores.features, root) if self.asked > 1 else None
-        while drafts is not None:
-            limit = (self.model.target.image_tokens - 1 - state.position).clamp_max(drafting.depth)
-            tree = drafting.draft(drafter, drafts, root, self.draws, limit)
-            forwards.append(drafting.forwards)
-            self.phases.mark("draft")
-            scores = target.score(tree.tokens, tree.depths, tree.attention)
-            self.phases.mark("target")
-            logits = self.guide(scores)
-            verdict = self._verify(tree, logits, relaxation, table, limit)
-            recorder.add(state.position, verdict, limit)
-            if self.keep_logits:
-                kept.append((state.position, _at_path(logits, verdict.path)))
-            counts, widest = state.commit(verdict)
-            self.phases.mark("verify")
-            target.commit(verdict.path, counts, state.longest)
-            self.phases.mark("target")
-            root = state.last_token(verdict, counts, root)
-            drafts = None
-            if not state.complete:
-                features = _features_on_path(scores.features, verdict.path[:, :widest])
-                drafts = drafter.observe(verdict.tokens[:, :widest], features, counts, state.longest)
-            self.phases.mark("draft")
-        self.phases.stop()
-        traces = recorder.finish(forwards, self.phases.total(), self.phases.seconds())
-        return self._decoded(state.out, traces, self._assemble(first_logits, kept) if self.keep_logits else None)
+        values = (target, drafter, self.decoding, relaxation, table, self.batch, self.engine, self.keep_logits)
+        key = ("speculation", self.batch, sampling_key(self.decoding), self.keep_logits, self.judge)
+        return self.engine.once(key, functools.partial(Speculation, *values, judge=self.judge))
 
-    def _verify(
-        self, tree: DraftTree, logits: Tensor, relaxation: Relaxation, table: Tensor | None, limit: Tensor
-    ) -> Verdict:
-        if self.decoding.greedy:
-            return verify_greedy(tree, logits, relaxation, table, limit)
-        uniforms = self.draws.uniform(*tree.children.shape[1:])
-        noise = self.draws.exponential(logits.shape[-1])
-        p = decoding_probabilities(logits, self.decoding)
-        return verify(tree, p, relaxation, table, uniforms, noise, limit, self.judge)
-
-    def _assemble(self, first: Tensor, kept: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def _assemble(self, first: Tensor, kept: list[tuple[list[int], Tensor]]) -> Tensor:
         """Guided logits [B, asked, V] of every kept token, from those of each step's path."""
         width = kept[0][1].shape[1] if kept else 1
         whole = first.new_zeros(self.batch, self.asked + width, first.shape[-1])
         whole[:, 0] = first
-        rows = torch.arange(self.batch, device=first.device)[:, None]
-        for position, logits in kept:
-            at = position[:, None] + torch.arange(width, device=first.device)
-            whole[rows, at.clamp_max(self.asked + width - 1)] = logits
-        return whole[:, : self.asked].float().cpu()
+        for positions, logits in kept:
+            for image, at in enumerate(positions):
+                if at < self.asked:
+                    whole[image, at : at + width] = logits[image]
+        return whole[:, : self.asked]
 
     def _decoded(self, out: Tensor, traces: list[ImageTrace], logits: Tensor | None) -> list[Decoded]:
         tokens = out[:, : self.asked].to(torch.int32).cpu()
+        kept = None if logits is None else logits.float().cpu()
         return [
-            Decoded(tokens[image], traces[image], None if logits is None else logits[image])
-            for image in range(self.batch)
+            Decoded(tokens[image], traces[image], None if kept is None else kept[image]) for image in range(self.batch)
         ]
 
 
-class _State:
-    """Where each image stands: tokens, positions on the device, and what the host knows of them."""
+class _PlainSteps:
+    """Autoregressive steps of B images, each one program: score the last token, draw the next."""
 
-    def __init__(self, batch: int, asked: int, depth: int, device: torch.device) -> None:
-        self._asked = asked
-        self.out = torch.zeros(batch, asked + depth + 1, dtype=torch.int64, device=device)
-        self.position = torch.ones(batch, dtype=torch.int64, device=device)
-        self._rows = torch.arange(batch, device=device)[:, None]
-        self._ahead = torch.arange(depth + 1, device=device)
-        self._host = [1] * batch
-        self.longest = 0
+    def __init__(self, target: Target, decoding: Decoding, batch: int) -> None:
+        device = target.device
+        self.session = target.session(batch, decoding.cfg_scale != 1, 1)
+        self._decoding = decoding
+        self.out = torch.zeros(batch, target.image_tokens, dtype=torch.int64, device=device)
+        self._made = torch.zeros(1, dtype=torch.int64, device=device)
+        self._token, self._zero = (torch.zeros(batch, 1, dtype=torch.int64, device=device) for _ in range(2))
+        self._one = torch.ones(batch, dtype=torch.int64, device=device)
+        self._itself = torch.ones(batch, 1, 1, dtype=torch.bool, device=device)
 
-    @property
-    def complete(self) -> bool:
-        """Whether every image has the tokens asked for."""
-        return all(at >= self._asked for at in self._host)
+    def begin(self, first: Tensor) -> None:
+        """The first tokens [B] are drawn."""
+        self._made.fill_(1)
+        self._token[:, 0] = first
+        self.out[:, 0] = first
 
-    def commit(self, verdict: Verdict) -> tuple[Tensor, int]:
-        """Append the tokens of a verdict; return how many each image takes [B], and the most of them."""
-        active = self.position < self._asked
-        counts = torch.where(active, verdict.accepted + 1, 0)
-        # Behind what counts stands filler: it is overwritten by the next step or cut off at the end.
-        at = (self.position[:, None] + self._ahead[: verdict.tokens.shape[1]]).clamp_max(self.out.shape[1] - 1)
-        keep = active[:, None].expand_as(at)
-        self.out[self._rows, at] = torch.where(keep, verdict.tokens, self.out[self._rows, at])
-        self.position = self.position + counts
-        taken = counts.tolist()  # the one copy to the host of a step
-        self._host = [before + more for before, more in zip(self._host, taken, strict=True)]
-        self.longest = max(self._host) - 1
-        return counts, max([1, *taken])
-
-    def last_token(self, verdict: Verdict, counts: Tensor, root: Tensor) -> Tensor:
-        """The new root [B]: the last token committed; that of a complete image stays."""
-        last = verdict.tokens.gather(1, (counts - 1).clamp_min(0)[:, None]).squeeze(1)
-        return torch.where(counts > 0, last, root)
+    def step(self, noise: Tensor) -> Tensor:
+        """Append a token to each image and return the guided logits [B, V] it was drawn from."""
+        scores = self.session.score(self._token, self._zero, self._itself)
+        self.session.commit(self._zero, self._one)
+        logits = guide(scores.cond, scores.uncond, self._decoding.cfg_scale)[:, 0]
+        token = _chosen(logits, self._decoding, noise)[:, None]
+        self._token.copy_(token)
+        self.out.index_copy_(1, self._made, token)
+        self._made.add_(1)
+        return logits
 
 
-def _at_path(logits: Tensor, path: Tensor) -> Tensor:
-    """Logits [B, D + 1, V] at the nodes of a path [B, D + 1]."""
-    return logits.gather(1, path.clamp_min(0)[:, :, None].expand(-1, -1, logits.shape[-1]))
-
-
-def _features_on_path(features: Tensor, path: Tensor) -> Tensor:
-    """Features [rows, n, width] at the nodes `path` [B, n] of each image, for all its rows."""
-    groups = len(features) // len(path)
-    index = path.clamp_min(0).repeat(groups, 1)[:, :, None].expand(-1, -1, features.shape[-1])
-    return features.gather(1, index)
+def _chosen(logits: Tensor, decoding: Decoding, noise: Tensor) -> Tensor:
+    """One token [B] from guided logits [B, V]."""
+    if decoding.greedy:
+        return logits.argmax(dim=-1)
+    return sample(decoding_probabilities(logits, decoding), noise)

@@ -8,14 +8,13 @@ Probabilities in, probabilities out: accepting, rejecting and residuals are `jud
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lantern_bench.spec.modes import OUTSIDE_RULES, RULES
-from lantern_bench.spec.rules import DraftView
 
 __all__ = ["STRICT", "Relaxation", "Residual", "merge_prefix", "merged_mass", "neighbour_columns", "relaxed"]
 
@@ -30,7 +29,8 @@ class Relaxation:
     the strict rule ignores it, and a rule from outside says what it means. `neighbours` is k, 0 means strict.
     `residual` says what a rejection leaves: `exact` takes out the merged mass only, `official` repeats the published
     code. `choices`: how many tokens, the first of the vocabulary, are ever chosen; the others stand where they must
-    (None: all are). Values outside the ranges raise ValueError.
+    (None: all are). Values outside the ranges raise ValueError. `margin`, a tensor of no dimensions, stands for the
+    bound of a published rule where it is given: delta, or lambda - 1. A program that reads it serves every bound.
     """
 
     rule: str = "strict"
@@ -38,6 +38,7 @@ class Relaxation:
     bound: float = 0.0
     residual: Residual = "exact"
     choices: int | None = None
+    margin: Tensor | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.rule == "none" or self.rule not in RULES:
@@ -95,18 +96,15 @@ class _View:
         return self.make_whole()
 
 
-def _delta(draft: DraftView, delta: float) -> Tensor:
-    return torch.full_like(draft.own, delta)
-
-
-def _lambda(draft: DraftView, lambda_: float) -> Tensor:
-    limit: Tensor = draft.own * (lambda_ - 1.0)
-    return limit
-
-
-_Limit: TypeAlias = Callable[[DraftView, float], Tensor]
-_LIMITS: dict[str, _Limit] = {"additive": _delta, "multiplicative": _lambda}
-_LIMITS |= {name: rule.limit for name, rule in OUTSIDE_RULES.items()}
+def _limit(draft: _View, relaxation: Relaxation) -> Tensor:
+    """The most m(x) [...] that the rule lets the draft borrow."""
+    if relaxation.rule in OUTSIDE_RULES:
+        limit: Tensor = OUTSIDE_RULES[relaxation.rule].limit(draft, relaxation.bound)
+        return limit
+    margin = relaxation.margin
+    if relaxation.rule == "additive":
+        return torch.full_like(draft.own, relaxation.bound) if margin is None else margin.expand_as(draft.own)
+    return draft.own * (relaxation.bound - 1.0 if margin is None else margin)
 
 
 def merge_prefix(
@@ -119,7 +117,7 @@ def merge_prefix(
     in decoding), so m never exceeds the bound by a rounding. Under `exact` a token of probability 0 merges nothing.
     algorithms.md, section 4.
     """
-    bound = _LIMITS[relaxation.rule](_View(token_probs, near_probs, whole), relaxation.bound)
+    bound = _limit(_View(token_probs, near_probs, whole), relaxation)
     running = near_probs.cumsum(dim=-1)
     # cumprod: nothing after the first neighbour that breaks the bound, even where a parallel scan rounds downwards.
     taken = (running <= bound[..., None]).cumprod(dim=-1, dtype=torch.uint8).bool()

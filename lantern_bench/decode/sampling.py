@@ -41,7 +41,7 @@ def guide(cond: Tensor, uncond: Tensor | None, cfg_scale: float) -> Tensor:
     if uncond is None:
         raise ValueError(f"cfg_scale {cfg_scale} needs unconditional logits")
     base = uncond.float()
-    return base + cfg_scale * (cond.float() - base)
+    return base.add(cond.float() - base, alpha=cfg_scale)
 
 
 def probabilities(
@@ -55,7 +55,7 @@ def probabilities(
     """
     if temperature <= 0.0:
         raise ValueError(f"temperature must be positive here, not {temperature}")
-    scaled = logits.float() / temperature
+    scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
     if filter_order == "top_k_first":
         return torch.softmax(_keep_top_p(_keep_top_k(scaled, top_k), top_p), dim=-1)
     return torch.softmax(_keep_top_k(_keep_top_p(scaled, top_p), top_k), dim=-1)
@@ -155,14 +155,14 @@ class Draws:
 
     def exponential(self, *shape: int) -> Tensor:
         """Return Exp(1) noise [B, *shape]; torch never draws 0."""
-        noise = torch.empty(len(self.generators), *shape, device=self.device)
-        for row, generator in zip(noise, self.generators, strict=True):
-            row.exponential_(generator=generator)
-        return noise
+        return self._drawn(shape, "exponential_")
 
     def uniform(self, *shape: int) -> Tensor:
         """Return uniform numbers [B, *shape] in [0, 1)."""
+        return self._drawn(shape, "uniform_")
+
+    def _drawn(self, shape: tuple[int, ...], fill: str) -> Tensor:
         numbers = torch.empty(len(self.generators), *shape, device=self.device)
         for row, generator in zip(numbers, self.generators, strict=True):
-            row.uniform_(generator=generator)
+            getattr(row, fill)(generator=generator)
         return numbers

@@ -59,48 +59,53 @@ class ImageTrace:
 
 
 class StepRecorder:
-    """Gathers the verdicts of a batch on the device; `finish` copies them once."""
+    """Gathers the verdicts of a batch on the device, in place, a row a step; `finish` copies them once."""
 
-    def __init__(self, batch: int, asked: int) -> None:
-        self._batch, self._asked = batch, asked
-        self._starts: list[Tensor] = []
-        self._accepted: list[Tensor] = []
-        self._ranks: list[Tensor] = []
-        self._offered: list[Tensor] = []
-        self._mass: list[Tensor] = []
-        self._tried: list[Tensor] = []
+    def __init__(self, batch: int, steps: int, depth: int, device: torch.device) -> None:
+        self._batch = batch
+        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+        # Of each step and image: position, accepted drafts, depth offered, and the rank taken at each depth.
+        self._counts = torch.zeros(steps, batch, 3 + depth, dtype=torch.int64, device=device)
+        self._masses = torch.zeros(steps, batch, 2, device=device)
+
+    def begin(self) -> None:
+        """Forget the steps of the batch before."""
+        self._step.zero_()
 
     def add(self, start: Tensor, verdict: Verdict, offered_depth: Tensor) -> None:
         """Note one step: tokens committed before it [B], its verdict, the depth drafted [B]."""
-        self._starts.append(start)
-        self._accepted.append(verdict.accepted)
-        self._ranks.append(verdict.child_rank)
-        self._offered.append(offered_depth)
-        self._mass.append(verdict.mass_accepted)
-        self._tried.append(verdict.mass_tried)
+        heads = torch.stack([start, verdict.accepted, offered_depth], dim=1)
+        self._counts.index_copy_(0, self._step, torch.cat([heads, verdict.child_rank], dim=1)[None])
+        masses = torch.stack([verdict.mass_accepted, verdict.mass_tried], dim=1)
+        self._masses.index_copy_(0, self._step, masses[None])
+        self._step.add_(1)
 
-    def finish(self, drafter_forwards: Sequence[int], seconds: float, phases: Mapping[str, float]) -> list[ImageTrace]:
-        """One trace an image; times are shared evenly among the images of the batch."""
+    def finish(
+        self, asked: int, drafter_forwards: Sequence[int], seconds: float, phases: Mapping[str, float]
+    ) -> list[ImageTrace]:
+        """One trace an image of `asked` tokens; `drafter_forwards` has an entry a step.
+
+        Times are shared evenly among the images of the batch.
+        """
         share = {name: value / self._batch for name, value in phases.items()}
-        if not self._starts:
-            return [self._trace([], [], [], [], 0.0, 0.0, 0, seconds / self._batch, share)] * self._batch
-        starts, accepted, offered = (
-            torch.stack(part).cpu().tolist() for part in (self._starts, self._accepted, self._offered)
-        )
-        ranks = torch.stack(self._ranks).cpu().tolist()
-        mass, tried = (torch.stack(part).cpu().double() for part in (self._mass, self._tried))
+        taken = len(drafter_forwards)
+        counts = self._counts[:taken].cpu()
+        starts, accepted, offered = counts[..., :3].unbind(-1)
+        starts, accepted, offered, ranks = (part.tolist() for part in (starts, accepted, offered, counts[..., 3:]))
+        masses = self._masses[:taken].tolist()
         traces = []
         for image in range(self._batch):
             # A finished image of a batch idles along; its steps end where it was complete.
-            steps = [step for step in range(len(starts)) if starts[step][image] < self._asked]
+            steps = [step for step in range(len(starts)) if starts[step][image] < asked]
             traces.append(
                 self._trace(
+                    asked,
                     [starts[s][image] for s in steps],
                     [accepted[s][image] for s in steps],
                     [offered[s][image] for s in steps],
                     [ranks[s][image] for s in steps],
-                    float(mass[steps, image].sum()),
-                    float(tried[steps, image].sum()),
+                    sum(masses[s][image][0] for s in steps),
+                    sum(masses[s][image][1] for s in steps),
                     sum(drafter_forwards[s] for s in steps),
                     seconds / self._batch,
                     share,
@@ -110,6 +115,7 @@ class StepRecorder:
 
     def _trace(
         self,
+        asked: int,
         starts: list[int],
         accepted: list[int],
         offered: list[int],
@@ -121,7 +127,7 @@ class StepRecorder:
         phases: Mapping[str, float],
     ) -> ImageTrace:
         uncut = [count + 1 for count in accepted]
-        committed = [min(count, self._asked - at) for count, at in zip(uncut, starts, strict=True)]
+        committed = [min(count, asked - at) for count, at in zip(uncut, starts, strict=True)]
         return ImageTrace(
             start=starts,
             committed=committed,
@@ -131,7 +137,7 @@ class StepRecorder:
             child_rank=[[rank for rank in row if rank != _NOT_OFFERED] for row in ranks],
             target_forwards=len(starts) + 1,
             drafter_forwards=drafter_forwards,
-            tokens=min(self._asked, 1 + sum(committed)),
+            tokens=min(asked, 1 + sum(committed)),
             moved_mass=mass,
             moved_mass_tried=tried,
             seconds=seconds,

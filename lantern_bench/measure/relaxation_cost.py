@@ -33,8 +33,8 @@ from lantern_bench.spec.seeds import record_seed
 __all__ = ["CostSettings", "check_cells", "emitted_tv_rows"]
 
 Row = dict[str, Any]
-# The first place that a drafter session can be brought to, and what stays free behind the last: a draft and its bonus.
-_FIRST, _FREE = 2, 2
+# The place of the first step, and what stays free behind the last: a draft and its bonus.
+_FIRST, _FREE = 1, 2
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def emitted_tv_rows(
 
 
 def _places(made: Made, sampling: Decoding, per_image: int) -> Iterator[_Place]:
-    """Places of each image, drawn without repetition from all those that a step may start at, the first excepted."""
+    """Places of each image, drawn without repetition from all those that a step may start at."""
     tokens = made.forced.tokens
     possible = tokens.shape[1] - _FIRST - _FREE + 1
     drawn = [
@@ -171,7 +171,8 @@ def _dynamic(
     rows = torch.arange(len(place.positions), device=place.positions.device)
     root = place.made.forced.tokens[rows, place.positions - 1]
     limit = (model.target.image_tokens - 1 - place.positions).clamp_max(drafting.depth)
-    tree = drafting.draft(session, drafts, root, Draws([], place.logits.device), limit)
+    nothing = torch.empty(len(rows), 0, device=rows.device)  # such a draft takes no noise
+    tree = drafting.draft(session, drafts, root, nothing, limit)
     children = tree.children[:, 0]
     tokens = tree.tokens.gather(1, children.clamp_min(0))
     p = decoding_probabilities(place.logits, decoding)

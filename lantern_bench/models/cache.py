@@ -33,9 +33,11 @@ class Sessions(Generic[S]):
 
 
 class KVCache:
-    """Keys and values [layers, rows, capacity, heads, head_dim] for B images and `groups` rows an image.
+    """Keys and values [layers, 2, rows, capacity, heads, head_dim] for B images and `groups` rows an image.
 
-    `lengths` int64 [B] are the committed positions; `longest` is their maximum, known on the host.
+    `lengths` int64 [B] are the committed positions. All of it has fixed shapes and fixed places: a forward always reads
+    the whole capacity under a mask, so that no number that changes from step to step is known on the host and a step
+    can be compiled once (or captured as a graph) and run for ever.
     """
 
     def __init__(
@@ -49,13 +51,14 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (2, layers, groups * batch, capacity, heads, head_dim)
-        self._store = torch.zeros(shape, dtype=dtype, device=device)
+        rows = groups * batch
+        self._store = torch.zeros((layers, 2, rows, capacity, heads, head_dim), dtype=dtype, device=device)
+        # The layers apart: a compiled forward writes each in place, and a view of the whole would be copied whole.
+        self._layers = [(layer[0], layer[1]) for layer in self._store]
         self.groups, self.batch, self.capacity = groups, batch, capacity
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.longest = 0
-        self.visible = torch.ones(batch, capacity, dtype=torch.bool, device=device)
-        self._rows = torch.arange(groups * batch, device=device)[:, None]
+        self._visible = torch.ones(rows, capacity, dtype=torch.bool, device=device)
+        self._rows = torch.arange(rows, device=device)[:, None]
         self._columns = torch.arange(capacity, device=device)
 
     @property
@@ -63,69 +66,67 @@ class KVCache:
         """The memory that keys and values take, also on the meta device, where they take none."""
         return self._store.nbytes
 
-    def reset(self, visible: Tensor | None = None) -> None:
-        """Forget everything. `visible` bool: which of the first P positions may ever be seen (padding not).
-
-        [B, P] where all rows of an image are padded alike, [rows, P] where each is padded in its own way.
-        """
+    def reset(self) -> None:
+        """Forget everything."""
         self.lengths.zero_()
-        self.longest = 0
-        self.visible.fill_(True)
-        if visible is not None:
-            if len(visible) != len(self.visible):
-                self.visible = self.visible.new_ones(len(visible), self.capacity)
-            self.visible[:, : visible.shape[1]] = visible
+        self._visible.fill_(True)
+
+    def hide(self, visible: Tensor) -> None:
+        """Say which of the first P positions may be seen from now on (padding not), once they are committed.
+
+        bool [B, P] where all rows of an image are padded alike, [rows, P] where each is padded in its own way.
+        """
+        self._visible[:, : visible.shape[1]] = visible.repeat(len(self._rows) // len(visible), 1)
+
+    def per_row(self, values: Tensor) -> Tensor:
+        """What holds for the B images [B, ...], for their rows [rows, ...]."""
+        return values if self.groups == 1 else torch.cat([values] * self.groups)
 
     def slots(self, offset: int, count: int) -> Tensor:
-        """Positions [rows, count] that start `offset` behind what is committed."""
-        at = self.lengths[:, None] + self._columns[offset : offset + count]
-        return at.repeat(self.groups, 1)
+        """Positions int64 [B, count] that start `offset` behind what is committed."""
+        return self.lengths[:, None] + self._columns[offset : offset + count]
 
-    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor, span: int) -> tuple[Tensor, Tensor]:
-        """Put keys and values [rows, n, heads, head_dim] at `slots`; return all of the layer up to `span`."""
-        store_k, store_v = self._store[0, layer], self._store[1, layer]
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Put keys and values [rows, n, heads, head_dim] at `slots` [B, n]; return all of the layer."""
+        store_k, store_v = self._layers[layer]
         if self.batch == 1:
-            # One image: the slots are one run, and a slice is cheaper than an index.
-            start = span - keys.shape[1]
-            store_k[:, start:span] = keys
-            store_v[:, start:span] = values
+            # One image: its rows have the same slots.
+            store_k.index_copy_(1, slots[0], keys)
+            store_v.index_copy_(1, slots[0], values)
         else:
-            store_k[self._rows, slots] = keys
-            store_v[self._rows, slots] = values
-        return store_k[:, :span], store_v[:, :span]
+            places = self.per_row(slots)
+            store_k[self._rows, places] = keys
+            store_v[self._rows, places] = values
+        return store_k, store_v
 
     def mask(self, seen: Tensor, dtype: torch.dtype) -> Tensor:
-        """The additive attention mask [rows, 1, n, span] of n new nodes.
+        """The additive attention mask [rows, 1, n, capacity] of n new nodes.
 
         seen: bool [B or rows, n, m], which of the m uncommitted nodes, its own included, each new node sees; the
         committed and visible positions are seen by all.
         """
         width = seen.shape[2]
-        span = self.longest + width
-        columns = self._columns[:span]
-        padded = len(self.visible) // self.batch  # guidance groups that are padded in a way of their own
-        if len(seen) != len(self.visible):
-            seen = seen.repeat(padded, 1, 1)
-        behind = (columns[None, :] - self.lengths[:, None]).repeat(padded, 1)  # [B or rows, span]
-        committed = (behind < 0) & self.visible[:, :span]
+        behind = self.per_row(self._columns - self.lengths[:, None])  # [rows, capacity]
+        seen = seen.expand(len(self._rows), -1, -1) if len(seen) == 1 else seen.repeat(len(behind) // len(seen), 1, 1)
         inside = (behind >= 0) & (behind < width)
         index = behind.clamp(0, width - 1)[:, None, :].expand(-1, seen.shape[1], -1)
+        committed = (behind < 0) & self._visible
         allowed = committed[:, None, :] | (seen.gather(2, index) & inside[:, None, :])
-        mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -torch.inf)
-        return mask.repeat(self.groups // padded, 1, 1)[:, None]
+        return torch.where(allowed, 0.0, -torch.inf).to(dtype)[:, None]
 
-    def advance(self, counts: Tensor, longest: int) -> None:
-        """Commit the first `counts` [B] uncommitted positions where they stand; `longest` is then max(lengths)."""
-        self.lengths += counts
-        self.longest = longest
+    def advance(self, counts: Tensor) -> None:
+        """Commit the first `counts` [B] uncommitted positions where they stand."""
+        self.lengths.add_(counts)
 
-    def keep(self, path: Tensor, counts: Tensor, longest: int) -> None:
+    def keep(self, path: Tensor, counts: Tensor) -> None:
         """Commit the nodes `path` [B, n] (their order behind what is committed; negative ones are filler).
 
         Only the first `counts` [B] of them count; the rest is written behind and never seen.
         """
-        source = (self.lengths[:, None] + path.clamp_min(0)).repeat(self.groups, 1)
-        target = self.slots(0, path.shape[1])
-        moved = self._store[:, :, self._rows, source]
-        self._store[:, :, self._rows, target] = moved
-        self.advance(counts, longest)
+        source = self.per_row(self.lengths[:, None] + path.clamp_min(0))
+        target = self.per_row(self.slots(0, path.shape[1]))
+        if self.batch == 1:
+            self._store.index_copy_(3, target[0], self._store.index_select(3, source[0]))
+        else:
+            self._store[:, :, self._rows, target] = self._store[:, :, self._rows, source]
+        self.advance(counts)

@@ -39,7 +39,7 @@ class EagleDrafter(nn.Module):
     rotary: Tensor
 
     def __init__(
-        self, config: TransformerConfig, head: nn.Linear, mask_padding: bool = True, input_norm: bool = False
+        self, config: TransformerConfig, head: nn.Module, mask_padding: bool = True, input_norm: bool = False
     ) -> None:
         super().__init__()
         self.config = config
@@ -71,7 +71,7 @@ class EagleDrafter(nn.Module):
 
         tokens int64 [rows, n] are shifted: token t follows features t; `mask` [rows or 1, 1, n, n] is additive.
         """
-        turn = self.rotary[None, : tokens.shape[1], None]
+        turn = self.rotary[None, : tokens.shape[1]]
         out: Tensor = self.layer(self.fuse(self.embed_tokens(tokens), features), turn, attend_plain(mask))
         return out
 
@@ -100,43 +100,45 @@ class _Session:
         self._rows = torch.arange(self._groups * batch, device=weight.device)[:, None]
         self._level = 0
         self._features: Tensor | None = None
-        self._prefix = config.prefix
-        self._padding: Tensor | int = 0
+        self._prefix = torch.zeros((), dtype=torch.int64, device=weight.device)
+        self._padding = torch.zeros_like(self._rows)
 
-    def prefill(self, condition: Condition, features: Tensor, tokens: Tensor) -> Drafts:
-        n = self._prefix = features.shape[1]
-        visible = visible_rows(condition.valid.to(tokens.device), self._groups)
-        self._padding = padding_of(visible, len(self._rows), self._drafter.config)
+    def prefill(self, condition: Condition, features: Tensor) -> None:
+        n, device = features.shape[1] - 1, features.device
+        visible = visible_rows(condition.valid.to(device), self._groups)
+        self.cache.reset()
+        self._prefix.fill_(n + 1)
+        self._padding.copy_(padding_of(visible, len(features), self._drafter.config))
         visible = visible if self._drafter.mask_padding else torch.ones_like(visible)
-        self.cache.reset(visible)
-        seen = causal_seen(len(visible), n, tokens.device) & visible[:, None]
-        seen = seen | torch.eye(n, dtype=torch.bool, device=tokens.device)
-        out = self._forward(self._before_image(condition, tokens), features, self._behind(n), seen)
-        self.cache.advance(torch.full_like(self.cache.lengths, n), n)
-        return self._root(out[:, -1:])
+        if n > 0:
+            seen = causal_seen(len(visible), n, device) & visible[:, None, :n]
+            seen = seen | torch.eye(n, dtype=torch.bool, device=device)
+            self._forward(self._before_image(condition, n), features[:, :n], self._behind(n), seen)
+        self.cache.hide(visible)
+        self.cache.advance(torch.full_like(self.cache.lengths, n))
 
-    def _before_image(self, condition: Condition, tokens: Tensor) -> Tensor:
-        """What the prefix positions are fed, [rows, P, dim]: the tokens behind each of them, the image's first last."""
+    def _before_image(self, condition: Condition, n: int) -> Tensor:
+        """What the first n prefix positions are fed, [rows, n, dim]: the tokens behind each of them."""
         embed = self._drafter.embed_tokens
-        first = embed(tokens.repeat(self._groups)[:, None])
         if self._drafter.config.words is None:
-            fillers = tokens.new_zeros(len(first), self._prefix - 1)
-            return torch.cat([embed(fillers), first], dim=1)
-        words = prompt_words(condition.values.to(tokens.device), self._groups)
-        return torch.cat([embed.of_words(words[:, 1:]), first], dim=1)
+            return embed(self._rows.new_zeros(len(self._rows), n))
+        words = prompt_words(condition.values.to(self._rows.device), self._groups)
+        return embed.of_words(words[:, 1:])
 
-    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor, longest: int) -> Drafts:
+    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> Drafts:
         n = tokens.shape[1]
-        seen = causal_seen(self._batch, n, tokens.device)
+        seen = causal_seen(1, n, tokens.device)
         out = self._forward(self._embed(tokens), features, self._behind(n), seen)
-        self.cache.advance(counts, self._prefix + longest)
-        last = (counts - 1).clamp_min(0).repeat(self._groups)[:, None]
-        return self._root(out[self._rows, last])
+        self.cache.advance(counts)
+        last = self.cache.per_row((counts - 1).clamp_min(0))[:, None]
+        # `out` belongs to the root from here on: what is extended next hangs on it.
+        self._features, self._level = out[self._rows, last], 0
+        return self._drafts(self._features, self.cache.lengths[:, None] - 1)
 
     def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Drafts:
         if self._features is None:
-            raise RuntimeError("prefill or observe comes before extend")
-        features = self._features[self._rows, origin.repeat(self._groups, 1)]
+            raise RuntimeError("observe comes before extend")
+        features = self._features[self._rows, self.cache.per_row(origin)]
         positions = (self.cache.lengths[:, None] + self._level).expand_as(tokens)
         out = self._forward(self._embed(tokens), features, positions, seen)
         self._level += 1
@@ -144,24 +146,23 @@ class _Session:
         return self._drafts(out, positions)
 
     def _behind(self, n: int) -> Tensor:
-        return self.cache.lengths[:, None] + torch.arange(n, device=self.cache.lengths.device)
-
-    def _root(self, out: Tensor) -> Drafts:
-        """`out` [rows, 1, dim] belongs to the root: what is extended next hangs on it."""
-        self._features, self._level = out, 0
-        return self._drafts(out, self.cache.lengths[:, None] - 1)
+        return self.cache.slots(0, n)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Image tokens [B, n] -> [rows, n, dim]."""
-        return self._drafter.embed_tokens(tokens.repeat(self._groups, 1))
+        return self.cache.per_row(self._drafter.embed_tokens(tokens))
 
     def _forward(self, embedded: Tensor, features: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
         drafter = self._drafter
         x = drafter.fuse(embedded, features)
         mask = self.cache.mask(seen, x.dtype)
         slots = self.cache.slots(seen.shape[2] - seen.shape[1], x.shape[1])
-        at = (positions.repeat(self._groups, 1) - self._padding).clamp(0, len(drafter.rotary) - 1)
-        out: Tensor = drafter.layer(x, drafter.rotary[at][:, :, None], attend_cached(self.cache, 0, slots, mask))
+        if drafter.config.positions == "sequence":
+            at = (self.cache.per_row(positions) - self._padding).clamp_min(0)
+        else:
+            at = positions if self._batch == 1 else self.cache.per_row(positions)
+        turn = drafter.rotary[at.clamp_max(len(drafter.rotary) - 1)]
+        out: Tensor = drafter.layer(x, turn, attend_cached(self.cache, 0, slots, mask))
         return out
 
     def _drafts(self, out: Tensor, positions: Tensor) -> Drafts:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lantern_bench.decode.engine import Engine
 from lantern_bench.decode.interface import Drafter, PixelDecoder, Target
 from lantern_bench.decode.neighbours import Space, nearest_codes
 from lantern_bench.errors import RefusedError, UserError
@@ -34,9 +35,9 @@ class LoadedModel:
     codebook: float [V, d], rows as stored, None without a tokenizer; neighbour_space: in which space codes are near
     each other, as published. table_folder: where the table of nearest codes is kept; None keeps it in memory.
     given_table: nearest codes int [V, k] that the user has made, instead of the codebook's. prepare: hears all prompts
-    that are to come, before the first is decoded, so that a text encoder can do its work and go.
-    condition: prompts (one an image) -> what `Target.session(...).prefill` takes. weights: part -> SHA-256 of its
-    file. grid: rows and columns of the image's tokens.
+    that are to come, before the first is decoded, so that a text encoder can do its work and go. condition: prompts
+    (one an image) -> what `Target.session(...).prefill` takes. weights: part -> SHA-256 of its file. grid: rows and
+    columns of the image's tokens. engine: how its steps are run, as they stand unless told.
     """
 
     name: str
@@ -51,14 +52,15 @@ class LoadedModel:
     table_folder: Path | None = None
     prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = _nothing_to_prepare
     given_table: Tensor | None = None
+    engine: Engine = field(default_factory=Engine, repr=False)
     _tables: dict[NeighbourMetric, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def table(self, columns: int, metric: NeighbourMetric = "l2") -> Tensor:
         """The `columns` nearest codes of every code, int32 [V, columns], on the target's device, nearest first.
 
         Made once for each metric and the widest table asked for; a narrower one is its beginning, which the fixed order
-        of ties guarantees. Raises `ValueError` for more columns than there are other codes, `RefusedError` for a damaged
-        file, and for a model whose codes nobody knows, `UserError` where the model's own table has no answer.
+        of ties guarantees. Raises `ValueError` for more columns than there are other codes, `RefusedError` for a
+        damaged file, and for a model whose codes nobody knows, `UserError` where the model's own table has no answer.
         """
         if self.given_table is not None:
             return self._given(self.given_table, columns, metric)

@@ -15,7 +15,7 @@ from lantern_bench.models.loaded import LoadedModel
 from lantern_bench.models.parts import Parts
 from lantern_bench.models.registry import Buildable, card_of, families, family_of
 
-__all__ = ["blueprint", "random_model"]
+__all__ = ["blueprint", "fill_at_random", "random_model"]
 
 
 def blueprint(model: str) -> tuple[str, Buildable, Parts]:
@@ -37,7 +37,7 @@ def random_model(model: str, device: torch.device, dtype: torch.dtype, generator
     name, family, parts = blueprint(model)
     for module, kind in zip(parts, (dtype, dtype, torch.float32), strict=True):
         if module is not None:
-            _draw(module.to(kind).to_empty(device=device), device, generator)
+            fill_at_random(module.to(kind).to_empty(device=device), device, generator)
     label = f"random-{generator.initial_seed()}"
     names = [part for part, module in zip(parts._fields, parts, strict=True) if module is not None]
     made = family.assemble(name, parts, dict.fromkeys(names, label))
@@ -47,8 +47,8 @@ def random_model(model: str, device: torch.device, dtype: torch.dtype, generator
 
 
 @torch.no_grad()
-def _draw(module: nn.Module, device: torch.device, generator: torch.Generator) -> None:
-    """Fill a module: matrices so that what goes in and what comes out are of one size, norms with ones."""
+def fill_at_random(module: nn.Module, device: torch.device, generator: torch.Generator) -> None:
+    """Fill a module in place: matrices so that what goes in and what comes out are of one size, norms with ones."""
     for name, parameter in module.named_parameters():
         if name.endswith("bias"):
             parameter.zero_()

@@ -29,7 +29,7 @@ def causal_seen(batch: int, n: int, device: torch.device) -> Tensor:
 def padding_of(visible: Tensor, rows: int, config: TransformerConfig) -> Tensor | int:
     """How far the positions of each row are moved back, [rows, 1]: by its padding, where they are a sequence.
 
-    `visible` bool [B or rows, P] as in `KVCache.reset`; a grid's positions are never moved.
+    `visible` bool [B or rows, P] as in `KVCache.hide`; a grid's positions are never moved.
     """
     if config.positions == "grid":
         return 0
@@ -63,8 +63,8 @@ class TransformerTarget(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the weights are."""
-        return self.transformer.output.weight.dtype
+        """What the weights are, those of the head apart: logits are float32."""
+        return self.transformer.norm.weight.dtype
 
     def session(self, batch: int, guided: bool, nodes: int) -> _Session:
         """The session of this shape; its caches are made at the first call and reused."""
@@ -80,8 +80,6 @@ class _Session:
         config = target.config
         self._target, self._batch, self._guided = target, batch, guided
         self._groups = 2 if guided else 1
-        self._prefix = config.prefix
-        self._padding: Tensor | int = 0
         self.cache = KVCache(
             config.layers,
             self._groups,
@@ -93,38 +91,44 @@ class _Session:
             target.dtype,
             target.device,
         )
+        self._prefix = torch.zeros((), dtype=torch.int64, device=target.device)
+        self._padding = torch.zeros(self._groups * batch, 1, dtype=torch.int64, device=target.device)
 
     def prefill(self, condition: Condition) -> Scores:
         x = self._target.prefix(condition, self._guided)
-        n = self._prefix = x.shape[1]
+        n = x.shape[1]
         visible = visible_rows(condition.valid.to(x.device), self._groups)
-        self.cache.reset(visible)
-        self._padding = padding_of(visible, self._groups * self._batch, self._target.config)
+        self.cache.reset()
+        self._prefix.fill_(n)
+        self._padding.copy_(padding_of(visible, len(x), self._target.config))
         # Padded columns are hidden from everybody but themselves.
         seen = causal_seen(len(visible), n, x.device) & visible[:, None]
         seen = seen | torch.eye(n, dtype=torch.bool, device=x.device)
         features = self._forward(x, torch.arange(n, device=x.device).expand(self._batch, -1), seen)
-        self.cache.advance(torch.full_like(self.cache.lengths, n), n)
+        self.cache.hide(visible)
+        self.cache.advance(torch.full_like(self.cache.lengths, n))
         cond, uncond = self._logits(features[:, -1:], torch.zeros_like(self.cache.lengths)[:, None])
         return Scores(cond, uncond, features)
 
     def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Scores:
-        x = self._target.transformer.tok_embeddings(tokens).repeat(self._groups, 1, 1)
+        x = self.cache.per_row(self._target.transformer.tok_embeddings(tokens))
         positions = self.cache.lengths[:, None] + depths
         features = self._forward(x, positions, attention)
         return Scores(*self._logits(features, positions - self._prefix + 1), features)
 
-    def commit(self, path: Tensor, counts: Tensor, longest: int) -> None:
-        longest += self._prefix
+    def commit(self, path: Tensor, counts: Tensor) -> None:
         if path.shape[1] == 1:
-            self.cache.advance(counts, longest)
+            self.cache.advance(counts)
         else:
-            self.cache.keep(path, counts, longest)
+            self.cache.keep(path, counts)
 
     def _forward(self, x: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
         mask = self.cache.mask(seen, x.dtype)
         slots = self.cache.slots(0, x.shape[1])
-        at = (positions.repeat(self._groups, 1) - self._padding).clamp_min(0)
+        if self._target.config.positions == "sequence":
+            at = (self.cache.per_row(positions) - self._padding).clamp_min(0)
+        else:
+            at = positions if self._batch == 1 else self.cache.per_row(positions)
         return self._target.transformer.step(x, at, self.cache, slots, mask)
 
     def _logits(self, features: Tensor, places: Tensor) -> tuple[Tensor, Tensor | None]:

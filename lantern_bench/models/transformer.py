@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,16 @@ from torch.nn import functional
 
 from lantern_bench.models.cache import KVCache
 
-__all__ = ["Block", "RMSNorm", "TokenEmbedding", "Transformer", "TransformerConfig", "grid_rotary", "rotary_table"]
+__all__ = [
+    "Block",
+    "Head",
+    "RMSNorm",
+    "TokenEmbedding",
+    "Transformer",
+    "TransformerConfig",
+    "grid_rotary",
+    "rotary_table",
+]
 
 # Rows behind the grid serve nodes that run over its end; their tokens are never kept (finding B5).
 _MARGIN = 64
@@ -117,21 +126,39 @@ def grid_rotary(config: TransformerConfig, prefix: int | None = None) -> Tensor:
 
 
 def rotary_table(config: TransformerConfig, prefix: int | None = None) -> Tensor:
-    """The rotary table [positions, head_dim / 2, 2] of a config; a sequence has no `prefix` of its own to override."""
+    """What queries and keys are turned by at each position, [positions, 2, head_dim], as `rotary_turns` says.
+
+    `prefix` overrides the config's; a sequence has none of its own to override.
+    """
+    interleaved = config.pairs == "interleaved"
     if config.positions == "grid":
-        return grid_rotary(config, prefix)
+        return rotary_turns(grid_rotary(config, prefix), interleaved)
     steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
     places = torch.arange(config.prefix + config.image_tokens + _MARGIN, dtype=torch.float32)
     angles = torch.outer(places, 1.0 / config.rope_base ** (steps / config.head_dim))
-    return torch.stack([angles.cos(), angles.sin()], dim=-1)
+    return rotary_turns(torch.stack([angles.cos(), angles.sin()], dim=-1), interleaved)
+
+
+def rotary_turns(rotary: Tensor, interleaved: bool) -> Tensor:
+    """What `_rotate` multiplies with, [positions, 2, head_dim], of a table [positions, head_dim / 2, 2].
+
+    The cosine of each number's pair, and the sine with the sign with which its partner enters.
+    """
+    cosine, sine = rotary.unbind(-1)
+    if interleaved:
+        pairs = [torch.stack([cosine, cosine], dim=-1), torch.stack([-sine, sine], dim=-1)]
+        return torch.stack([pair.flatten(-2) for pair in pairs], dim=1)
+    return torch.stack([torch.cat([cosine, cosine], dim=-1), torch.cat([-sine, sine], dim=-1)], dim=1)
 
 
 def _rotate(x: Tensor, turn: Tensor, interleaved: bool) -> Tensor:
-    """Rotate pairs: x [rows, n, heads, head_dim], turn [rows, n, 1, head_dim / 2, 2]."""
-    axis, shape = (-1, (-1, 2)) if interleaved else (-2, (2, -1))
-    a, b = x.float().reshape(*x.shape[:-1], *shape).unbind(axis)
-    cosine, sine = turn.unbind(-1)
-    return torch.stack([a * cosine - b * sine, a * sine + b * cosine], dim=axis).flatten(-2).to(x.dtype)
+    """Rotate pairs: x [rows, n, heads, head_dim], turn [1 or rows, n, 2, head_dim]."""
+    wide = x.float()
+    if interleaved:
+        partner = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        partner = wide.roll(wide.shape[-1] // 2, dims=-1)
+    return (wide * turn[:, :, :1] + partner * turn[:, :, 1:]).to(x.dtype)
 
 
 class _HeadNorm(nn.Module):
@@ -152,16 +179,19 @@ class _Attention(nn.Module):
         self.heads, self.kv_heads = config.heads, config.kv_heads or config.heads
         self.head_dim = config.head_dim
         self.interleaved = config.pairs == "interleaved"
-        self.q_norm: nn.Module = _HeadNorm(self.heads, self.head_dim) if config.qk_norm else nn.Identity()
-        self.k_norm: nn.Module = _HeadNorm(self.kv_heads, self.head_dim) if config.qk_norm else nn.Identity()
+        self.q_norm = _HeadNorm(self.heads, self.head_dim) if config.qk_norm else None
+        self.k_norm = _HeadNorm(self.kv_heads, self.head_dim) if config.qk_norm else None
         self.wqkv = nn.Linear(config.dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.wo = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, turn: Tensor, attend: Attend) -> Tensor:
         rows, n, _ = x.shape
-        sizes = [self.heads * self.head_dim] + [self.kv_heads * self.head_dim] * 2
-        q, k, v = (part.view(rows, n, -1, self.head_dim) for part in self.wqkv(x).split(sizes, dim=-1))
-        q, k = (_rotate(part, turn, self.interleaved) for part in (self.q_norm(q), self.k_norm(k)))
+        made = self.wqkv(x).view(rows, n, -1, self.head_dim)
+        turned, v = made.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = turned.split([self.heads, self.kv_heads], dim=2)
+            turned = torch.cat([self.q_norm(q), self.k_norm(k)], dim=2)
+        q, k = _rotate(turned, turn, self.interleaved).split([self.heads, self.kv_heads], dim=2)
         mixed = attend(q, k, v)
         out: Tensor = self.wo(mixed.reshape(rows, n, -1))
         return out
@@ -191,7 +221,7 @@ class Block(nn.Module):
         self.feed_forward = _FeedForward(config)
 
     def forward(self, x: Tensor, turn: Tensor, attend: Attend) -> Tensor:
-        """X [rows, n, dim]; turn [rows, n, 1, head_dim / 2, 2]; attend mixes q, k, v [rows, n, heads, head_dim]."""
+        """X [rows, n, dim]; turn [1 or rows, n, 2, head_dim]; attend mixes q, k, v [rows, n, heads, head_dim]."""
         if self.norm_after:
             x = x + self.attention_norm(self.attention(x, turn, attend))
             after: Tensor = x + self.ffn_norm(self.feed_forward(x))
@@ -202,10 +232,10 @@ class Block(nn.Module):
 
 
 def attend_cached(cache: KVCache, layer: int, slots: Tensor, mask: Tensor) -> Attend:
-    """Attention over a cache: writes the new keys and values, sees what `mask` [rows, 1, n, span] allows."""
+    """Attention over a cache: writes the new keys and values, sees what `mask` [rows, 1, n, capacity] allows."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = cache.write(layer, slots, k, v, mask.shape[-1])
+        keys, values = cache.write(layer, slots, k, v)
         return _scaled_dot_product(q, keys, values, mask)
 
     return attend
@@ -252,6 +282,24 @@ class TokenEmbedding(nn.Embedding):
         return super().forward(tokens if self.token_ids is None else self.token_ids[tokens])
 
 
+class Head(nn.Linear):
+    """Features to logits in float32, whatever the type of the other weights: moved with them, never rounded with them.
+
+    What is sampled, accepted and rejected is decided on these numbers; rounded to bfloat16 they would be off by 0.03.
+    """
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[..., dim] of any type -> float32 [..., V]."""
+        return super().forward(features.to(self.weight.dtype))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def moved(tensor: Tensor) -> Tensor:
+            made = fn(tensor)
+            return made if made.dtype == tensor.dtype else tensor.to(made.device)
+
+        return super()._apply(moved, recurse)
+
+
 class Transformer(nn.Module):
     """Embedding, layers, final norm and output head over the image vocabulary."""
 
@@ -263,7 +311,7 @@ class Transformer(nn.Module):
         self.tok_embeddings = TokenEmbedding(config)
         self.layers = nn.ModuleList([Block(config) for _ in range(config.layers)])
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.output = Head(config.dim, config.vocab_size, bias=False)
         self.register_buffer("rotary", None, persistent=False)
         self.compute_buffers(self.output.weight.device)
 
@@ -276,15 +324,15 @@ class Transformer(nn.Module):
 
         `mask` [rows or 1, 1, n, n] is additive.
         """
-        turn = self.rotary[None, : x.shape[1], None]
+        turn = self.rotary[None, : x.shape[1]]
         for layer in self.layers:
             x = layer(x, turn, attend_plain(mask))
         out: Tensor = self.norm(x)
         return out
 
     def step(self, x: Tensor, positions: Tensor, cache: KVCache, slots: Tensor, mask: Tensor) -> Tensor:
-        """Final-norm hidden states of new nodes x [rows, n, dim] at `positions` int64 [rows, n], on top of a cache."""
-        turn = self.rotary[positions.clamp_max(len(self.rotary) - 1)][:, :, None]
+        """Final-norm hidden states of new nodes x [rows, n, dim] on a cache; `positions` int64 [1 or rows, n]."""
+        turn = self.rotary[positions.clamp_max(len(self.rotary) - 1)]
         for number, layer in enumerate(self.layers):
             x = layer(x, turn, attend_cached(cache, number, slots, mask))
         out: Tensor = self.norm(x)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from lantern_bench.decode.engine import Engine, compiler_problem
 from lantern_bench.decode.neighbours import Space
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.loaded import LoadedModel
@@ -20,9 +21,9 @@ from lantern_bench.spec.modes import OUTSIDE_RULES
 from lantern_bench.spec.schema import SCHEMA_VERSION
 from lantern_bench.spec.settings import Settings
 
-__all__ = ["ENGINE_VERSION", "Place", "choose_place", "key_fields", "load_models", "set_space"]
+__all__ = ["ENGINE_VERSION", "Place", "choose_place", "compile_models", "key_fields", "load_models", "set_space"]
 
-ENGINE_VERSION = "1"
+ENGINE_VERSION = "2"
 """Raised with every change that makes the decode loop give other tokens for the same seed."""
 
 
@@ -72,6 +73,18 @@ def set_space(model: LoadedModel, space: Space | None) -> None:
     model.neighbour_space = space
 
 
+def compile_models(models: Iterable[LoadedModel], place: Place) -> str | None:
+    """Have the models' decode steps compiled from their first use on.
+
+    Where nothing can be compiled they stay as they are, and the reason is returned, in one line.
+    """
+    problem = compiler_problem(place.device)
+    if problem is None:
+        for model in models:
+            model.engine = Engine(compile=True)
+    return problem
+
+
 def key_fields(
     models: Mapping[str, LoadedModel], settings: Settings, place: Place, cells: Iterable[Cell] = ()
 ) -> KeyFields:
@@ -86,7 +99,7 @@ def key_fields(
         "torch_version": str(torch.__version__),
         "dtype": place.dtype_name,
         "device_type": place.device.type,
-        "compile": settings.compile,
+        "compile": any(model.engine.compile for model in models.values()),
         "batch": settings.batch,
         "weights": parts,
     }

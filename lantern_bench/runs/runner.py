@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lantern_bench.clock import now, peak_memory_bytes, reset_peak_memory, stamp, synchronize
 from lantern_bench.decode.loop import Decoded, decode
+from lantern_bench.decode.speculation import sampling_key
 from lantern_bench.decode.trace import ImageTrace
 from lantern_bench.measure.machine import gpu_blocks, machine_block
 from lantern_bench.models.loaded import LoadedModel
@@ -53,7 +54,7 @@ class Started:
 
 @dataclass(frozen=True)
 class WarmedUp:
-    """A kind of cell has been decoded once."""
+    """A kind of cell has been decoded once, and compiled where that was asked for, in so many seconds."""
 
     cell_id: str
     seconds: float | None
@@ -91,12 +92,11 @@ def run_plan(store: RunStore, plan: Plan, models: Mapping[str, LoadedModel], pla
     """Make the images of `plan` that `store` lacks; yields what happens, in the order of the events' definitions.
 
     Captions are encoded before the first image is decoded, and what that took stands in the manifest by itself.
-
     An image that raises gets a failed record and the run goes on. What is interrupted is kept up to the last image.
     """
     groups = [group for group in plan.batches() if not all(store.is_done(unit) for unit in group)]
     waiting = Counter(unit.cell.cell_id for group in groups for unit in group if not store.is_done(unit))
-    session = _begin(store, place)
+    session = _begin(store, models, place)
     try:
         yield from _prepare(store, session, models, groups)
         yield Started(len(plan.units) - waiting.total(), waiting)
@@ -119,7 +119,9 @@ def make_images(
     with torch.inference_mode():
         condition = model.condition([unit.prompt.text for unit in units])
         reset_peak_memory(place.device)
-        decoded: list[Decoded] = decode(model, condition, decoding, generators, tokens=tokens, keep_logits=keep_logits)
+        decoded: list[Decoded] = decode(
+            model, condition, decoding, generators, tokens=tokens, keep_logits=keep_logits, engine=model.engine
+        )
         peak = peak_memory_bytes(place.device)
         if tokens is not None:
             return [Made(one.tokens, one.trace, torch.empty(0), 0.0, peak, one.logits) for one in decoded]
@@ -140,7 +142,7 @@ def png_bytes(pixels: Tensor) -> bytes:
     return buffer.getvalue()
 
 
-def _begin(store: RunStore, place: Place) -> dict[str, Any]:
+def _begin(store: RunStore, models: Mapping[str, LoadedModel], place: Place) -> dict[str, Any]:
     """Note this sitting in the manifest; the dictionary that is returned is part of it."""
     session: dict[str, Any] = {"started": stamp(), "ended": None, "complete": False, "images": 0, "failed": 0}
     session["warm_up"] = []
@@ -148,6 +150,7 @@ def _begin(store: RunStore, place: Place) -> dict[str, Any]:
     device = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else place.device.type
     facts = {"started": store.manifest.get("started", session["started"]), "ended": None}
     where = {"device": device, "dtype": place.dtype_name, "threads": torch.get_num_threads()}
+    where["compile"] = any(model.engine.compile for model in models.values())
     store.update_manifest(**facts, **where, machine=machine_block(), sessions=sessions)
     return session
 
@@ -169,18 +172,18 @@ def _prepare(
 
 
 def _kinds(groups: Sequence[tuple[Unit, ...]]) -> dict[tuple[Any, ...], tuple[Cell, tuple[Unit, ...]]]:
-    """One batch for every kind of cell there is to do: what differs only in a bound or a temperature is one kind."""
+    """One batch for every kind of cell there is to do: what differs only in a bound runs the same programs."""
     found: dict[tuple[Any, ...], tuple[Cell, tuple[Unit, ...]]] = {}
     for group in groups:
-        cell, one = group[0].cell, group[0].cell.decoding
-        kind = (cell.model, one.mode, one.tree_label, one.rule, one.neighbours, one.greedy, one.cfg_scale != 1)
-        found.setdefault((*kind, len(group)), (cell, group))
+        cell = group[0].cell
+        found.setdefault((cell.model, sampling_key(cell.decoding), len(group)), (cell, group))
     return found
 
 
 def _warm_up(
     store: RunStore, session: dict[str, Any], model: LoadedModel, group: tuple[Unit, ...], place: Place
 ) -> WarmedUp:
+    # Compiling happens here and never in a timed window: these are the shapes of the images, and the programs.
     cell_id, count = group[0].cell.cell_id, max(1, model.target.image_tokens // _WARM_UP_SHARE)
     row: dict[str, Any] = {"cell_id": cell_id, "batch": len(group), "tokens": count, "seconds": None}
     try:
@@ -219,6 +222,7 @@ def _do(
 
 def _record(made: Made) -> dict[str, Any]:
     trace, phases = made.trace, made.trace.phases
+    known = {"draft", "target", "verify", "prefill"}
     numbers = made.tokens.cpu().numpy().astype(np.dtype("<i4"))
     return {
         "tokens": trace.tokens,
@@ -234,9 +238,9 @@ def _record(made: Made) -> dict[str, Any]:
         "step_compression": trace.step_compression,
         "seconds": trace.seconds,
         "draft_seconds": phases.get("draft", 0.0),
-        "target_seconds": phases.get("target", 0.0),
+        "target_seconds": phases.get("target", 0.0) + phases.get("prefill", 0.0),
         "verify_seconds": phases.get("verify", 0.0),
-        "other_seconds": max(0.0, trace.seconds - sum(phases.values())),
+        "other_seconds": max(0.0, trace.seconds - sum(phases[name] for name in known & phases.keys())),
         "pixel_seconds": made.pixel_seconds,
         "peak_memory_bytes": made.peak_memory,
         "moved_mass": trace.moved_mass,

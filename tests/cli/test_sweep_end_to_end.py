@@ -26,6 +26,7 @@ EXPERIMENT = """
 name: small
 model: lanterns
 images: 2
+compile: false
 cells:
   - {mode: ar}
   - {mode: speculative, tree: small-7}

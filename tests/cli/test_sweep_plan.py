@@ -211,12 +211,6 @@ def test_another_experiment_in_the_folder_is_refused_with_3(capsys, here):
     assert "cannot continue run: seed changed" in said and "--seed 4" in said and "--no-resume" in said
 
 
-@pytest.mark.parametrize("typed", [["--compile"], ["--set", "compile=true"]])
-def test_compiled_decoding_is_refused(capsys, here, typed):
-    assert cli.main(["sweep", *typed]) == 3
-    assert capsys.readouterr().err.startswith("error: --compile: compiled decoding is not there yet")
-
-
 @pytest.mark.parametrize(
     ("typed", "wrong", "code"),
     [
@@ -232,7 +226,6 @@ def test_compiled_decoding_is_refused(capsys, here, typed):
         ([CAPTION, "--mode", "all", "--save-tokens", "a.npz"], "--save-tokens a.npz: holds one way", 2),
         ([CAPTION, "--images", "0"], "--images", 2),
         ([CAPTION, "--out", "there.png"], "there.png: is there already", 3),
-        ([CAPTION, "--compile"], "--compile", 3),
     ],
 )
 def test_generate_checks_before_it_loads(capsys, here, typed, wrong, code):

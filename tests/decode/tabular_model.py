@@ -71,7 +71,7 @@ class _TargetSession:
         self.nodes = states
         return self._scores(states)
 
-    def commit(self, path: Tensor, counts: Tensor, longest: int) -> None:
+    def commit(self, path: Tensor, counts: Tensor) -> None:
         last = path.clamp_min(0).gather(1, (counts - 1).clamp_min(0)[:, None]).squeeze(1)
         kept = self.nodes.gather(1, last[:, None]).squeeze(1)
         self.state = torch.where(counts > 0, kept, self.state)
@@ -95,11 +95,10 @@ class _DrafterSession:
         self.state = torch.zeros(batch, dtype=torch.int64)
         self.last = torch.zeros(batch, 1, dtype=torch.int64)
 
-    def prefill(self, condition: Any, features: Tensor, tokens: Tensor) -> Drafts:
-        self.state = self.model.state_after(torch.zeros_like(tokens), tokens)
-        return self._drafts(self.state[:, None])
+    def prefill(self, condition: Any, features: Tensor) -> None:
+        self.state = torch.zeros_like(self.state)
 
-    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor, longest: int) -> Drafts:
+    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> Drafts:
         for column in range(tokens.shape[1]):
             after = self.model.state_after(self.state, tokens[:, column])
             self.state = torch.where(column < counts, after, self.state)

@@ -84,8 +84,9 @@ def test_drafts_equal_the_layer_written_out(folder: Path) -> None:
     scores = target.session(2, guided=True, nodes=8).prefill(condition)
     session = drafter.session(2, guided=True, nodes=8)
     more = torch.randn(4, 2, tiny.DIM, generator=torch.Generator().manual_seed(6))
-    got = [session.prefill(condition, scores.features, tokens[:, 0])]
-    got.append(session.observe(tokens[:, 1:3], more, torch.tensor([2, 2]), 2))
+    session.prefill(condition, scores.features)
+    got = [session.observe(tokens[:, :1], scores.features[:, -1:], torch.tensor([1, 1]))]
+    got.append(session.observe(tokens[:, 1:3], more, torch.tensor([2, 2])))
     seen = torch.ones(2, 1, 1, dtype=torch.bool)
     got.append(session.extend(tokens[:, 3:], torch.zeros(2, 1, dtype=torch.int64), seen))
 

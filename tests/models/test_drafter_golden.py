@@ -73,12 +73,13 @@ def states(drafter: EagleDrafter, recorded: dict[str, Tensor], number: int) -> t
     prefix = recorded["tree.hidden_0"].shape[1]
     condition = Condition(torch.zeros(1, prefix), torch.ones(1, prefix, dtype=torch.bool))
     first = recorded["tree.input_ids_0"][:1, -1].long()
-    drafts = session.prefill(condition, recorded["tree.hidden_0"], first)
+    session.prefill(condition, recorded["tree.hidden_0"])
+    drafts = session.observe(first[:, None], recorded["tree.hidden_0"][:, -1:], torch.tensor([1]))
     if number == 0:
         return session, drafts, first
     n = recorded["tree.hidden_1"].shape[1]
     more = recorded["tree.input_ids_1"][:1, -n:].long()
-    drafts = session.observe(more, recorded["tree.hidden_1"], torch.tensor([n]), n)
+    drafts = session.observe(more, recorded["tree.hidden_1"], torch.tensor([n]))
     return session, drafts, more[:, -1]
 
 
@@ -117,7 +118,6 @@ def test_static_levels_equal_the_recorded_ones(
     tree: str, number: int, drafter: EagleDrafter, recorded: dict[str, Tensor]
 ) -> None:
     from lantern_bench.decode.drafting import StaticDrafting
-    from lantern_bench.decode.sampling import Draws
     from lantern_bench.decode.tree import StaticTree
 
     name = TREES[tree]
@@ -133,7 +133,7 @@ def test_static_levels_equal_the_recorded_ones(
     session.extend = listen
     decoding = Decoding(mode="speculative", tree=name, temperature=0, cfg_scale=SCALE)
     drafting = StaticDrafting(StaticTree.of(STATIC_TREES[name]), decoding)
-    drafting.draft(session, drafts, root, Draws([torch.Generator()], "cpu"), torch.tensor([64]))
+    drafting.draft(session, drafts, root, torch.empty(1, 0), torch.tensor([64]))
     logits = torch.cat(seen, dim=1)[0]
     best = logits.topk(10, dim=-1)
     key = f"static.{tree}.greedy.state{number}."

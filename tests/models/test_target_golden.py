@@ -58,8 +58,8 @@ def test_greedy_decoding_equals_the_official_one(kind: str, tmp_path: Path) -> N
         scores = session.prefill(condition)
         tokens: list[Tensor] = []
         itself = torch.ones(batch, 1, 1, dtype=torch.bool)
-        for made in range(n):
+        for _ in range(n):
             tokens.append(guide(scores.cond, scores.uncond, scale)[:, -1].argmax(-1))
             scores = session.score(tokens[-1][:, None], torch.zeros(batch, 1, dtype=torch.int64), itself)
-            session.commit(torch.zeros(batch, 1, dtype=torch.int64), torch.ones(batch, dtype=torch.int64), made + 1)
+            session.commit(torch.zeros(batch, 1, dtype=torch.int64), torch.ones(batch, dtype=torch.int64))
         assert torch.stack(tokens, dim=1).equal(wanted), name

@@ -7,7 +7,6 @@ drafter is the target with other numbers, so that speculation has something to r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,23 +50,23 @@ class Session:
         cond = self.table.logits[self.prompts[:, None], tokens]
         return cond, self.table.logits.mean(0)[tokens] if self.guided else None
 
-    def prefill(self, condition: Tensor, features: Tensor | None = None, tokens: Tensor | None = None) -> Any:
-        """Begin: as a target without `tokens`, as a drafter with the first one."""
+    def prefill(self, condition: Tensor, features: Tensor | None = None) -> Scores | None:
+        """Begin: as a target without `features`, as a drafter with them."""
         self.prompts = condition
-        begin = torch.full((len(condition), 1), CODES) if tokens is None else tokens[:, None]
-        cond, uncond = self.look_up(begin)
-        rows = len(condition) * (1 + self.guided)
-        return Scores(cond, uncond, torch.zeros(rows, 1, 1)) if tokens is None else Drafts(cond, uncond)
+        if features is not None:
+            return None
+        cond, uncond = self.look_up(torch.full((len(condition), 1), CODES))
+        return Scores(cond, uncond, torch.zeros(len(condition) * (1 + self.guided), 1, 1))
 
     def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Scores:
         """The nodes of a tree; each depends on its own token alone."""
         cond, uncond = self.look_up(tokens)
         return Scores(cond, uncond, torch.zeros(len(tokens) * (1 + self.guided), tokens.shape[1], 1))
 
-    def commit(self, path: Tensor, counts: Tensor, longest: int) -> None:
+    def commit(self, path: Tensor, counts: Tensor) -> None:
         """Nothing to keep."""
 
-    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor, longest: int) -> Drafts:
+    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> Drafts:
         """Drafts behind the last committed token."""
         return Drafts(*self.look_up(tokens.gather(1, (counts[:, None] - 1).clamp_min(0))))
 

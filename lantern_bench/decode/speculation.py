@@ -1,0 +1,188 @@
+"""One step of speculative decoding as three programs: draft a tree, score it, settle what is kept.
+
+Everything that changes from step to step is in tensors of fixed places, written by the programs themselves, so that the
+host only calls them, draws the noise and reads how far the images are. Who calls them is `loop`; how they are run
+(as they stand, compiled, as graphs) is `engine`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lantern_bench.decode.drafting import Drafting, drafting_of
+from lantern_bench.decode.engine import Engine
+from lantern_bench.decode.interface import Drafter, Scores, Target
+from lantern_bench.decode.judge import Judge, judge_children
+from lantern_bench.decode.relax import Relaxation
+from lantern_bench.decode.sampling import Draws, decoding_probabilities, guide
+from lantern_bench.decode.trace import StepRecorder
+from lantern_bench.decode.tree import DraftTree
+from lantern_bench.decode.verify import Verdict, verify
+from lantern_bench.decode.verify_greedy import verify_greedy
+from lantern_bench.spec.decoding import Decoding
+
+__all__ = ["Progress", "Speculation", "sampling_key"]
+
+# What of a configuration the acceptance of drafts depends on, and their making does not.
+_ACCEPTANCE = ("mode", "rule", "neighbours", "neighbour_metric", "bound", "residual")
+# One program serves every bound of a published rule; what another makes of its bound nobody knows.
+_BOUNDS = ("delta", "lambda")
+
+
+def sampling_key(decoding: Decoding, *without: str) -> tuple[tuple[str, str], ...]:
+    """A configuration but for its bounds and for `without`, as the key of a program."""
+    settings = decoding.settings()
+    return tuple((key, repr(value)) for key, value in settings.items() if key not in (*_BOUNDS, *without))
+
+
+class Progress:
+    """Where B images stand, in tensors of fixed places: shared by all configurations of one batch size and depth.
+
+    out: int64 [B, N + D + 1], the tokens so far, then filler. position: [B], how many count. limit: [B], the depth that
+    may still be drafted. tokens [B, D + 1], features [rows, D + 1, width], counts [B]: what the last step committed
+    (what the drafter has not seen yet), the new root [B] among it.
+    """
+
+    def __init__(self, batch: int, image_tokens: int, depth: int, prefix_features: Tensor) -> None:
+        device = prefix_features.device
+        rows, _, width = prefix_features.shape
+        self._grid, self._depth = image_tokens, depth
+        self.out = torch.zeros(batch, image_tokens + depth + 1, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(batch, depth + 1, dtype=torch.int64, device=device)
+        self.features = torch.zeros(rows, depth + 1, width, dtype=prefix_features.dtype, device=device)
+        self.position, self.limit, self.counts, self.root = (
+            torch.zeros(batch, dtype=torch.int64, device=device) for _ in range(4)
+        )
+        self.asked = torch.zeros((), dtype=torch.int64, device=device)
+        self.recorder = StepRecorder(batch, image_tokens, depth, device)
+        self._ahead = torch.arange(depth + 1, device=device)
+
+    def begin(self, asked: int, prefix_features: Tensor, root: Tensor) -> None:
+        """The prefill is done and the first tokens `root` [B] are drawn."""
+        self.recorder.begin()
+        self.asked.fill_(asked)
+        self.position.fill_(1)
+        self.limit.fill_(min(self._depth, self._grid - 2))
+        self.counts.fill_(1)
+        self.root.copy_(root)
+        self.out[:, 0] = root
+        self.tokens[:, 0] = root
+        self.features[:, 0] = prefix_features[:, -1]
+
+    def commit(self, verdict: Verdict, features: Tensor) -> None:
+        """Append what a verdict keeps; complete images stay as they are."""
+        self.recorder.add(self.position, verdict, self.limit)
+        active = self.position < self.asked
+        counts = torch.where(active, verdict.accepted + 1, 0)
+        # Behind what counts stands filler: it is overwritten by the next step or cut off at the end.
+        at = (self.position[:, None] + self._ahead).clamp_max(self.out.shape[1] - 1)
+        self.out.scatter_(1, at, torch.where(active[:, None], verdict.tokens, self.out.gather(1, at)))
+        last = verdict.tokens.gather(1, (counts - 1).clamp_min(0)[:, None]).squeeze(1)
+        self.root.copy_(torch.where(active, last, self.root))
+        self.position.add_(counts)
+        self.counts.copy_(counts)
+        self.limit.copy_((self._grid - 1 - self.position).clamp_max(self._depth))
+        self.tokens.copy_(verdict.tokens)
+        index = verdict.path.clamp_min(0).repeat(len(features) // len(active), 1)
+        self.features.copy_(features.gather(1, index[:, :, None].expand(-1, -1, features.shape[-1])))
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What a verification needs to know: the rule, the nearest codes where it merges, how p is made."""
+
+    decoding: Decoding
+    relaxation: Relaxation
+    table: Tensor | None
+    judge: Judge
+
+
+class Speculation:
+    """The programs of one configuration for B images; bounds may differ from one image to the next (`begin`)."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        decoding: Decoding,
+        relaxation: Relaxation,
+        table: Tensor | None,
+        batch: int,
+        engine: Engine,
+        keep_logits: bool,
+        judge: Judge = judge_children,
+    ) -> None:
+        device, guided = target.device, decoding.cfg_scale != 1
+        drafted = (batch, sampling_key(decoding, *_ACCEPTANCE))
+        self.drafting: Drafting = engine.once(("drafting", drafted), lambda: drafting_of(decoding, device))
+        self._engine, self._batch, self._keep_logits = engine, batch, keep_logits
+        self._grid, self._vocabulary = target.image_tokens, target.vocab_size
+        self.target = target.session(batch, guided, self.drafting.nodes)
+        self.drafter = drafter.session(batch, guided, self.drafting.nodes)
+        self._margin = torch.zeros((), device=device)
+        self._rules = _Rules(decoding, replace(relaxation, margin=self._margin), table, judge)
+        self._draft = engine.program(("draft", drafted), self._draft_step, device)
+        self._score = engine.program(("score", batch, guided, self.drafting.nodes), self.target.score, device)
+        kind = ("settle", batch, sampling_key(decoding), keep_logits, judge)
+        self._settle = engine.program(kind, self._settle_step, device)
+
+    def begin(self, relaxation: Relaxation, condition: Any, scores: Scores, root: Tensor, asked: int) -> None:
+        """Start a batch of images: the target's prefill gave `scores`, and `root` [B] are the first tokens."""
+        if relaxation.merges:
+            self._margin.fill_(relaxation.bound - (relaxation.rule == "multiplicative"))
+        batch, depth = self._batch, self.drafting.depth
+        self.progress = self._engine.once(
+            ("progress", batch, len(scores.features), depth),
+            lambda: Progress(batch, self._grid, depth, scores.features),
+        )
+        self.progress.begin(asked, scores.features, root)
+        self.drafter.prefill(condition, scores.features)
+
+    def draft(self, noise: Tensor) -> DraftTree:
+        """Show the drafter what was committed and draft below it; `noise` [B, noises, V]."""
+        return self._draft(noise)
+
+    def score(self, tree: DraftTree) -> Scores:
+        """One forward of the target over the tree."""
+        return self._score(tree.tokens, tree.depths, tree.attention)
+
+    def settle(self, tree: DraftTree, scores: Scores, uniforms: Tensor, noise: Tensor) -> Tensor | None:
+        """Verify, commit and note it.
+
+        `uniforms` [B, M, C] and `noise` [B, V] as in `verify`. Returns the guided logits [B, D + 1, V] along the path
+        that was taken, where they are kept.
+        """
+        return self._settle(tree, scores, uniforms, noise)
+
+    def noise(self, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
+        """All the random numbers of a step: noise of the draft and of the last token, uniforms."""
+        if self._rules.decoding.greedy:
+            none = torch.empty(self._batch, 0, device=draws.device)
+            return none, none, none
+        exponential = draws.exponential(self.drafting.noises + 1, self._vocabulary)
+        uniforms = draws.uniform(self.drafting.nodes, self.drafting.fanout)
+        return exponential[:, :-1], exponential[:, -1], uniforms
+
+    def _draft_step(self, noise: Tensor) -> DraftTree:
+        at = self.progress
+        drafts = self.drafter.observe(at.tokens, at.features, at.counts)
+        return self.drafting.draft(self.drafter, drafts, at.root, noise, at.limit)
+
+    def _settle_step(self, tree: DraftTree, scores: Scores, uniforms: Tensor, noise: Tensor) -> Tensor | None:
+        decoding, relaxation, table = self._rules.decoding, self._rules.relaxation, self._rules.table
+        logits = guide(scores.cond, scores.uncond, decoding.cfg_scale)
+        at = self.progress
+        if decoding.greedy:
+            verdict = verify_greedy(tree, logits, relaxation, table, at.limit)
+        else:
+            p = decoding_probabilities(logits, decoding)
+            verdict = verify(tree, p, relaxation, table, uniforms, noise, at.limit, self._rules.judge)
+        at.commit(verdict, scores.features)
+        self.target.commit(verdict.path, at.counts)
+        if not self._keep_logits:
+            return None
+        return logits.gather(1, verdict.path.clamp_min(0)[:, :, None].expand(-1, -1, logits.shape[-1]))

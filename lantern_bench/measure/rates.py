@@ -1,0 +1,83 @@
+"""What this device can do at best, and what a forward needs at least: bytes over bandwidth, operations over rate.
+
+The bandwidth is measured on as many bytes as a forward reads, so that weights which fit a cache are held against the
+cache and not against the memory behind it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from lantern_bench.clock import now, synchronize
+from lantern_bench.models.target import TransformerTarget
+
+__all__ = ["Need", "Rates", "device_rates", "forward_need"]
+
+_REPEATS = 12
+_SIDE = {"cpu": 1024, "cuda": 8192}
+
+
+class Rates(NamedTuple):
+    """Bytes read a second, and operations (a multiplication with its addition is two) a second."""
+
+    bytes_per_s: float
+    operations_per_s: float
+
+
+class Need(NamedTuple):
+    """What one forward cannot do without: bytes of weights and cache, operations."""
+
+    bytes: int
+    operations: float
+
+    def bound_ms(self, rates: Rates) -> float:
+        """The least milliseconds it can take: the slower of the two."""
+        return 1e3 * max(self.bytes / rates.bytes_per_s, self.operations / rates.operations_per_s)
+
+
+@torch.inference_mode()
+def device_rates(device: torch.device, dtype: torch.dtype, working_set: int) -> Rates:
+    """Measure reading `working_set` bytes over and over, and square matrix products in `dtype`."""
+    numbers = torch.ones(max(1, working_set // 4), device=device)
+    read = _best(lambda: numbers.sum(), device)
+    side = _SIDE.get(device.type, 1024)
+    a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
+    multiply = _best(lambda: a @ b, device)
+    return Rates(numbers.nbytes / read, 2.0 * side**3 / multiply)
+
+
+def forward_need(target: TransformerTarget, nodes: int, guided: bool) -> Need:
+    """A forward of one image over `nodes`, with half an image committed."""
+    config, rows = target.config, 2 if guided else 1
+    layers = [*target.transformer.layers, target.transformer.norm, target.transformer.output]
+    length = config.prefix + config.image_tokens // 2
+    kv_width = (config.kv_heads or config.heads) * config.head_dim
+    size = torch.finfo(target.dtype).bits // 8
+    cache = 2 * config.layers * rows * length * kv_width * size
+    weights = sum(_nbytes(module) for module in layers)
+    products = sum(_numbers(module) for module in layers)
+    attention = 2 * config.layers * (length + nodes) * config.heads * config.head_dim
+    return Need(weights + cache, 2.0 * rows * nodes * (products + attention))
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _numbers(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _best(work: object, device: torch.device) -> float:
+    assert callable(work)
+    seconds = []
+    for _ in range(_REPEATS):
+        synchronize(device)
+        began = now()
+        work()
+        synchronize(device)
+        seconds.append(now() - began)
+    return min(seconds)

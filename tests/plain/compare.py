@@ -1,0 +1,108 @@
+"""`make compare-plain`: milliseconds a step of the plain implementation and of the package, interleaved, in one run.
+
+The plain one counts only while it is no slower than the published code: its step over a bare eager float32 forward of
+as many nodes is shown beside the published code's. Ratios are above 1 where the package is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import pandas as pd
+import torch
+
+from lantern_bench.console import Console
+from lantern_bench.decode.loop import decode
+from lantern_bench.lanterns.captions import HELD_OUT
+from lantern_bench.lanterns.defaults import GUIDANCE
+from lantern_bench.lanterns.family import FAMILY
+from lantern_bench.measure.steps import forward_ms
+from lantern_bench.models.loaded import LoadedModel
+from lantern_bench.runs.local import choose_place, compile_models
+from lantern_bench.spec.decoding import Decoding
+from lantern_bench.spec.topologies import STATIC_TREES
+from tests.plain.decoding import Plain
+from tests.plain.network import PlainDrafter, PlainTarget
+
+# (mode, settings of ours, settings of the plain one, nodes, step over bare forward of the published code)
+CELLS: dict[str, tuple[dict[str, Any], dict[str, Any], int, float | None]] = {
+    "ar": ({"mode": "ar"}, {}, 1, 1.25),
+    "small-7": ({"mode": "speculative", "tree": "small-7"}, {"paths": STATIC_TREES["small-7"]}, 8, None),
+    "eagle1-25": ({"mode": "speculative", "tree": "eagle1-25"}, {"paths": STATIC_TREES["eagle1-25"]}, 26, 1.6),
+    "58n5d10b": (
+        {"mode": "speculative", "drafting": "dynamic", "nodes": 58, "depth": 5, "beam": 10},
+        {"dynamic": (58, 5, 10)},
+        59,
+        1.5,
+    ),
+}
+
+
+def ours(model: LoadedModel, decoding: Decoding, caption: str, seed: int, tokens: int | None = None) -> float:
+    """Milliseconds a step."""
+    noise = [torch.Generator().manual_seed(seed)]
+    trace = decode(model, model.condition([caption]), decoding, noise, tokens=tokens, engine=model.engine)[0].trace
+    return 1e3 * (trace.seconds - trace.phases["prefill"]) / max(1, len(trace.committed))
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--images", type=int, default=6)
+    arguments.add_argument("--cells", default=",".join(CELLS))
+    chosen = arguments.parse_args()
+    console = Console()
+    cpu, place = torch.device("cpu"), choose_place("cpu")
+    models = {"equal": FAMILY.load("lanterns", cpu, torch.float32), "default": FAMILY.load("lanterns", *place)}
+    eager = FAMILY.load("lanterns", cpu, torch.float32)
+    problem = compile_models(models.values(), place)
+    if problem is not None:
+        console.warn(f"nothing is compiled: {problem}")
+    plain = Plain(PlainTarget(eager.target), PlainDrafter(eager.drafter), eager.table(20), GUIDANCE)
+    bare = eager.condition([HELD_OUT[0].caption()])
+    rows = []
+    for name in chosen.cells.split(","):
+        settings, theirs, nodes, published = CELLS[name]
+        decoding = Decoding(**settings, cfg_scale=GUIDANCE)
+        courses: dict[str, Callable[[str, int], float]] = {"plain": _plain(plain, theirs, eager)}
+        for kind, model in models.items():
+            courses[kind] = _bind(model, decoding)
+            ours(model, decoding, HELD_OUT[0].caption(), 0, 24)  # compiled before it is timed
+        found: dict[str, list[float]] = defaultdict(list)
+        for seed in range(chosen.images):
+            for kind, course in courses.items():
+                found[kind].append(course(HELD_OUT[seed].caption(), seed))
+            found["bare"].append(forward_ms(eager, bare, nodes, GUIDANCE != 1, repeats=20))
+            found["bare_default"].append(forward_ms(models["default"], bare, nodes, GUIDANCE != 1, repeats=20))
+        ms = {kind: median(values) for kind, values in found.items()}
+        row = {"cell": name, "nodes": nodes, "plain_ms": ms["plain"], "bare_float32_ms": ms["bare"]}
+        row |= {"plain_over_bare": ms["plain"] / ms["bare"], "published_over_bare": published}
+        row |= {"equal_dtype_ms": ms["equal"], "default_ms": ms["default"], "default_bare_ms": ms["bare_default"]}
+        row |= {"default_over_bare": ms["default"] / ms["bare_default"]}
+        rows.append(row | {"ratio_equal": ms["plain"] / ms["equal"], "ratio_default": ms["plain"] / ms["default"]})
+        console.say(f"{name}: plain {ms['plain']:.2f}, equal {ms['equal']:.2f}, default {ms['default']:.2f} ms a step")
+    title = f"embedded model, {place.dtype_name} by default, {torch.get_num_threads()} threads"
+    console.table(pd.DataFrame(rows).round(3), title=title)
+
+
+def _plain(plain: Plain, settings: dict[str, Any], model: LoadedModel) -> Callable[[str, int], float]:
+    def course(caption: str, seed: int) -> float:
+        condition, noise = model.condition([caption]), torch.Generator().manual_seed(seed)
+        if settings:
+            made = plain.speculative(condition, noise, plain.grid, **settings)
+        else:
+            made = plain.autoregressive(condition, noise, plain.grid)
+        return 1e3 * made.seconds / len(made.committed)
+
+    return course
+
+
+def _bind(model: LoadedModel, decoding: Decoding) -> Callable[[str, int], float]:
+    return lambda caption, seed: ours(model, decoding, caption, seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""Plain decoding of one image: a Python walk over children, distributions of V numbers for each, trees made anew.
+
+The same mathematics as the package (algorithms.md, sections 1 to 4, `exact` residuals, temperature 1, no filters),
+written as the published code is: one child after the other, the host deciding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lantern_bench.clock import now
+from lantern_bench.models.conditioning import Condition
+from tests.plain.network import PlainDrafter, PlainTarget
+
+Path = tuple[int, ...]
+
+
+@dataclass
+class Course:
+    """One image: its tokens, committed a step, and the seconds behind the prefill."""
+
+    tokens: list[int]
+    committed: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass
+class Tree:
+    """Nodes with the root first: token, parent, children in the order of trial, q of each child when it was drawn."""
+
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+    children: list[list[int]]
+    q: dict[int, Tensor] = field(default_factory=dict)
+
+
+def guided(logits: Tensor, scale: float) -> Tensor:
+    """[2, n, V] -> [n, V]."""
+    cond, uncond = logits[0], logits[1]
+    return uncond + scale * (cond - uncond)
+
+
+def probabilities(logits: Tensor, scale: float) -> Tensor:
+    return torch.softmax(guided(logits, scale), dim=-1)
+
+
+class Plain:
+    """A target, a drafter and the nearest codes."""
+
+    def __init__(self, target: PlainTarget, drafter: PlainDrafter, table: Tensor, scale: float) -> None:
+        self.target, self.drafter, self.table, self.scale = target, drafter, table, scale
+        self.grid = target.target.image_tokens
+
+    # ---- one token a forward
+
+    @torch.inference_mode()
+    def autoregressive(self, condition: Condition, noise: torch.Generator, tokens: int, greedy: bool = False) -> Course:
+        logits, _ = self.target.prefill(condition)
+        out = [self._next(probabilities(logits[:, -1:], self.scale)[0], noise, greedy)]
+        course, began = Course([]), now()
+        while len(out) < tokens:
+            logits, _ = self.target.forward(
+                out[-1].view(1), torch.tensor([self.target.length]), torch.ones(1, 1, dtype=torch.bool)
+            )
+            out.append(self._next(probabilities(logits, self.scale)[0], noise, greedy))
+            course.committed.append(1)
+        course.tokens = torch.stack(out).tolist()
+        course.seconds = now() - began
+        return course
+
+    # ---- a tree a step
+
+    @torch.inference_mode()
+    def speculative(
+        self,
+        condition: Condition,
+        noise: torch.Generator,
+        tokens: int,
+        paths: Sequence[Path] | None = None,
+        dynamic: tuple[int, int, int] | None = None,
+        rule: tuple[str, int, float] | None = None,
+        greedy: bool = False,
+    ) -> Course:
+        """`paths` of a static tree, or `dynamic` nodes, depth and beam; `rule` additive or multiplicative, k, bound."""
+        logits, features = self.target.prefill(condition)
+        first = self._next(probabilities(logits[:, -1:], self.scale)[0], noise, greedy)
+        out = [int(first)]
+        root = self.drafter.prefill(condition, features, first)
+        course, began = Course(out), now()
+        while len(out) < tokens:
+            limit = self.grid - 1 - len(out)
+            at = self.drafter.length
+            if paths is not None:
+                tree = self._static(out[-1], root, paths, noise, limit, greedy)
+            else:
+                assert dynamic is not None
+                tree = self._dynamic(out[-1], root, dynamic, limit)
+            self.drafter.cut(at)
+            before = self.target.length
+            seen = attention_of(tree)
+            logits, features = self.target.forward(torch.tensor(tree.tokens), torch.tensor(tree.depths) + before, seen)
+            path, last = self._walk(tree, guided(logits, self.scale), rule, noise, greedy)
+            self.target.keep(before, path)
+            new = [tree.tokens[node] for node in path[1:]] + [last]
+            out += new
+            course.committed.append(len(new))
+            fed = len(new)
+            root = self.drafter.forward(
+                torch.tensor(new), features[:, path], torch.arange(at, at + fed), torch.ones(fed, fed).bool().tril()
+            )
+        course.tokens = out[:tokens]
+        course.seconds = now() - began
+        return course
+
+    def _next(self, p: Tensor, noise: torch.Generator, greedy: bool) -> Tensor:
+        return p.argmax() if greedy else torch.multinomial(p, 1, generator=noise)[0]
+
+    def _static(
+        self,
+        token: int,
+        root: tuple[Tensor, Tensor],
+        paths: Sequence[Path],
+        noise: torch.Generator,
+        limit: int,
+        greedy: bool,
+    ) -> Tree:
+        """EAGLE-1: a fixed shape, a forward of the drafter for each level."""
+        tree = Tree([token], [-1], [0], [[]])
+        number: dict[Path, int] = {(): 0}
+        logits, features = root[0][:, -1:], root[1][:, -1:]
+        level: list[Path] = [()]
+        extended: list[Path] = []
+        for depth in range(1, min(len(paths[-1]), limit) + 1):
+            q = probabilities(logits, self.scale)
+            for slot, path in enumerate(level):
+                ranks = [child[-1] for child in paths if child[:-1] == path]
+                if not ranks:
+                    continue
+                drawn = (
+                    q[slot].topk(len(ranks)).indices
+                    if greedy
+                    else torch.multinomial(q[slot], len(ranks), replacement=False, generator=noise)
+                )
+                left = q[slot]
+                for rank in ranks:
+                    node = number[(*path, rank)] = len(tree.tokens)
+                    tree.q[node] = left
+                    tree.tokens.append(int(drawn[rank]))
+                    tree.parents.append(number[path])
+                    tree.depths.append(depth)
+                    tree.children.append([])
+                    tree.children[number[path]].append(node)
+                    left = left.clone()
+                    left[drawn[rank]] = 0
+                    left = left / left.sum()
+            above = level
+            level = [path for path in paths if len(path) == depth and any(p[:-1] == path for p in paths)]
+            if not level or depth == limit:
+                break
+            extended += level
+            slots = [above.index(path[:-1]) for path in level]
+            seen = torch.zeros(len(level), len(extended), dtype=torch.bool)
+            for row, path in enumerate(level):
+                for column, other in enumerate(extended):
+                    seen[row, column] = path[: len(other)] == other
+            position = self.drafter.length - (len(extended) - len(level)) + depth - 1
+            logits, features = self.drafter.forward(
+                torch.tensor([tree.tokens[number[path]] for path in level]),
+                features[:, slots],
+                torch.full((len(level),), position),
+                seen,
+            )
+        return tree
+
+    def _dynamic(self, token: int, root: tuple[Tensor, Tensor], shape: tuple[int, int, int], limit: int) -> Tree:
+        """EAGLE-2: the best of a beam, then the best of all."""
+        nodes, rounds, beam = shape
+        q = probabilities(root[0][:, -1:], self.scale)
+        best = q[0].topk(beam)
+        tokens, scores, parents = [best.indices], [best.values.log()], [torch.full((beam,), -1)]
+        depths = [torch.ones(beam, dtype=torch.int64)]
+        numbers, reach = torch.arange(beam), scores[0]
+        frontier, features = best.indices, root[1][:, -1:].expand(-1, beam, -1)
+        seen = torch.eye(beam, dtype=torch.bool)
+        start = self.drafter.length
+        for depth in range(2, min(rounds, limit) + 1):
+            positions = torch.full((beam,), start + depth - 2)
+            logits, out = self.drafter.forward(frontier, features, positions, seen)
+            top = probabilities(logits, self.scale).topk(beam, dim=-1)
+            made = reach[:, None] + top.values.log()
+            tokens.append(top.indices.flatten())
+            scores.append(made.flatten())
+            parents.append(numbers[:, None].expand(-1, beam).flatten())
+            depths.append(torch.full((beam * beam,), depth))
+            chosen = made.flatten().topk(beam)
+            first = sum(len(part) for part in tokens[:-1])
+            slots = chosen.indices // beam
+            numbers, reach = first + chosen.indices, chosen.values
+            frontier, features = tokens[-1][chosen.indices], out[:, slots]
+            seen = torch.cat([seen[slots], torch.eye(beam, dtype=torch.bool)], dim=1)
+        if limit < 1:
+            return Tree([token], [-1], [0], [[]])
+        flat = [torch.cat(part) for part in (tokens, scores, parents, depths)]
+        kept = flat[1].topk(min(nodes, len(flat[1]))).indices.sort().values.tolist()
+        place = {candidate: node + 1 for node, candidate in enumerate(kept)} | {-1: 0}
+        tree = Tree([token], [-1], [0], [[] for _ in range(len(kept) + 1)])
+        for candidate in kept:
+            node = place[candidate]
+            parent = place[int(flat[2][candidate])]
+            tree.tokens.append(int(flat[0][candidate]))
+            tree.parents.append(parent)
+            tree.depths.append(int(flat[3][candidate]))
+            tree.children[parent].append(node)
+        return tree
+
+    def _walk(
+        self,
+        tree: Tree,
+        logits: Tensor,
+        rule: tuple[str, int, float] | None,
+        noise: torch.Generator,
+        greedy: bool,
+    ) -> tuple[list[int], int]:
+        """Section 3, one child after the other."""
+        path = [0]
+        while True:
+            p = torch.softmax(logits[path[-1]], dim=-1)
+            taken = None
+            for child in tree.children[path[-1]]:
+                x = tree.tokens[child]
+                if greedy:
+                    accepted = x == int(p.argmax())
+                else:
+                    mass, merged = self._merged(p, x, rule)
+                    q = tree.q.get(child)
+                    share = 1.0 if q is None else float(q[x])
+                    accepted = float(torch.rand((), generator=noise)) * share < float(p[x]) + mass
+                    if not accepted:
+                        p = rejected(p, q, x, mass, merged)
+                if accepted:
+                    taken = child
+                    break
+            if taken is None:
+                last = p.argmax() if greedy else torch.multinomial(p, 1, generator=noise)[0]
+                return path, int(last)
+            path.append(taken)
+
+    def _merged(self, p: Tensor, x: int, rule: tuple[str, int, float] | None) -> tuple[float, Tensor]:
+        if rule is None:
+            return 0.0, torch.empty(0, dtype=torch.int64)
+        name, neighbours, bound = rule
+        near = self.table[x, :neighbours].long()
+        running = p[near].cumsum(0)
+        limit = bound if name == "additive" else (bound - 1) * float(p[x])
+        count = int((running <= limit).cumprod(0).sum())
+        return (float(running[count - 1]) if count else 0.0), near[:count]
+
+
+def rejected(p: Tensor, q: Tensor | None, x: int, mass: float, merged: Tensor) -> Tensor:
+    """The exact residual."""
+    tilde = p.clone()
+    tilde[merged] = 0
+    tilde[x] += mass
+    if q is None:
+        tilde[x] = 0
+    else:
+        tilde = (tilde - q).clamp_min(0)
+    total = tilde.sum()
+    return tilde / total if total > 0 else p
+
+
+def attention_of(tree: Tree) -> Tensor:
+    """Who sees whom, bool [M, M]."""
+    seen = torch.eye(len(tree.tokens), dtype=torch.bool)
+    for node, parent in enumerate(tree.parents):
+        if parent >= 0:
+            seen[node] |= seen[parent]
+    return seen

@@ -1,0 +1,66 @@
+"""The plain implementation and the package decode the same model to the same greedy tokens, and commit alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lantern_bench.decode.loop import decode
+from lantern_bench.lanterns.captions import HELD_OUT
+from lantern_bench.lanterns.defaults import GUIDANCE
+from lantern_bench.lanterns.family import FAMILY
+from lantern_bench.models.loaded import LoadedModel
+from lantern_bench.spec.decoding import Decoding
+from lantern_bench.spec.topologies import STATIC_TREES
+from tests.plain.decoding import Plain
+from tests.plain.network import PlainDrafter, PlainTarget
+
+TOKENS = 40
+CAPTION = HELD_OUT[1].caption()
+DRAFTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "static": ({"tree": "small-7"}, {"paths": STATIC_TREES["small-7"]}),
+    "dynamic": ({"drafting": "dynamic", "nodes": 12, "depth": 3, "beam": 4}, {"dynamic": (12, 3, 4)}),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return FAMILY.load("lanterns", torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def plain(model: LoadedModel) -> Plain:
+    return Plain(PlainTarget(model.target), PlainDrafter(model.drafter), model.table(20), GUIDANCE)
+
+
+def test_greedy_tokens_are_equal(model: LoadedModel, plain: Plain) -> None:
+    condition = model.condition([CAPTION])
+    made = decode(
+        model, condition, Decoding(mode="ar", temperature=0, cfg_scale=GUIDANCE), [torch.Generator()], tokens=TOKENS
+    )
+    wanted = made[0].tokens.tolist()
+    assert plain.autoregressive(condition, torch.Generator(), TOKENS, greedy=True).tokens == wanted
+    for ours, theirs in DRAFTINGS.values():
+        course = plain.speculative(condition, torch.Generator(), TOKENS, greedy=True, **theirs)
+        assert course.tokens == wanted
+        decoding = Decoding(mode="speculative", **ours, temperature=0, cfg_scale=GUIDANCE)
+        trace = decode(model, condition, decoding, [torch.Generator()], tokens=TOKENS)[0].trace
+        # Static trees of both draft the same tokens; dynamic ones may settle equal scores otherwise.
+        if "tree" in ours:
+            assert sum(course.committed) / len(course.committed) == pytest.approx(trace.mal_uncut)
+
+
+def test_a_relaxed_rule_commits_more(model: LoadedModel, plain: Plain) -> None:
+    condition = model.condition([CAPTION])
+    lengths = []
+    for rule in (None, ("multiplicative", 20, 10.0)):
+        committed = [
+            plain.speculative(
+                condition, torch.Generator().manual_seed(seed), TOKENS, STATIC_TREES["small-7"], rule=rule
+            ).committed
+            for seed in range(4)
+        ]
+        lengths.append(sum(map(sum, committed)) / sum(map(len, committed)))
+    assert 1.0 < lengths[0] < lengths[1]
