@@ -150,7 +150,7 @@ def _rows(
     with console.progress() as progress:
         progress.start(len(_NODES) + len(shapes), "measurements")
         for nodes in _NODES:
-            milliseconds = forward_ms(model, condition, nodes, guided)
+            milliseconds = forward_ms(model, condition, nodes, subject.guidance)
             rows.append(_forward_row(subject, nodes, milliseconds, rates))
             progress.advance()
         for name, settings in shapes.items():

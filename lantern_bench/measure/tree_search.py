@@ -8,6 +8,7 @@ the child of some rank. Then the best tree of n nodes and D levels is a dynamic 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -101,7 +102,7 @@ def interpolated(points: Mapping[int, float]) -> Callable[[float], float]:
     known = sorted(points.items())
 
     def value(at: float) -> float:
-        pairs = list(zip(known, known[1:], strict=False))
+        pairs = list(itertools.pairwise(known))
         if not pairs:
             return known[0][1]
         (x0, y0), (x1, y1) = next((pair for pair in pairs if at <= pair[1][0]), pairs[-1])

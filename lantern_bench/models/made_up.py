@@ -24,7 +24,7 @@ _CODE_WIDTH = 8
 
 
 def read_size(text: str) -> TransformerConfig:
-    """The shape that `SIZE_HELP` describes: heads of 64, feed-forward 8/3 of the width; `UserError` for anything else."""
+    """The shape that `SIZE_HELP` describes, heads of 64, feed-forward 8/3 of the width; `UserError` for what is none."""
     if re.fullmatch(r"\d+(x\d+){1,3}", text) is None:
         raise UserError(f"--size {text}: is no size", f"Write {SIZE_HELP}")
     given = [int(part) for part in text.split("x")]
