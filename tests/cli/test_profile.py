@@ -1,4 +1,4 @@
-"""`lantern-bench profile` on a made-up model: every part of a step has its milliseconds, and what is wrong is refused."""
+"""`lantern-bench profile` on a made-up model: every part of a step has its milliseconds; what is wrong is refused."""
 
 from __future__ import annotations
 
