@@ -80,6 +80,8 @@ def profile(
         from lantern_bench.report.step_costs import write_step_costs
 
         console.say("written: " + ", ".join(str(path) for path in write_step_costs(table, out)))
+    if subject.real and place.dtype_name != "float32":
+        _rounding(subject, model, place, console)
     if search:
         _search(subject, rows, seed, console)
 
@@ -145,7 +147,7 @@ def _rows(
     with console.progress() as progress:
         progress.start(len(_NODES) + len(shapes), "measurements")
         for nodes in _NODES:
-            milliseconds = forward_ms(model, condition, nodes, guided)
+            milliseconds = forward_ms(model, condition, nodes, subject.guidance)
             rows.append(_forward_row(subject, nodes, milliseconds, rates))
             progress.advance()
         for name, settings in shapes.items():
@@ -193,6 +195,21 @@ def _step_row(
         model, nodes, subject.guidance != 1, 0, lambda: step_cost(model, decoding, subject.prompts[:1], tokens=24)
     )
     return row | {"peak_memory_mb": memory.peak / _MB, "accounted_memory_mb": memory.accounted / _MB}
+
+
+def _rounding(subject: _Subject, name: str, place: Place, console: Console) -> None:
+    """Say how far the number type moves the distribution."""
+    import torch
+
+    from lantern_bench.measure.rounding import rounding_tv
+    from lantern_bench.models.registry import load_model
+
+    exact = load_model(name, place.device, torch.float32)
+    tv = rounding_tv(exact, subject.model, subject.prompts[:2], subject.guidance)
+    console.say(
+        f"TV of {place.dtype_name} against float32, {len(tv)} positions: mean {tv.mean():.4f}, "
+        f"99th per cent {tv.quantile(0.99):.4f}, most {tv.max():.4f}"
+    )
 
 
 def _search(subject: _Subject, rows: list[dict[str, Any]], seed: int, console: Console) -> None:

@@ -8,7 +8,7 @@ known beforehand, so that a whole draft is one program.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,12 +16,14 @@ from torch import Tensor
 from lantern_bench.decode.growth import Growth
 from lantern_bench.decode.interface import DrafterSession, Drafts
 from lantern_bench.decode.sampling import decoding_probabilities, draw_without_replacement, guide, most_probable
-from lantern_bench.decode.tree import DraftTree, Level, StaticTree
+from lantern_bench.decode.tree import DraftTree, Level, StaticTree, full_layout
 from lantern_bench.spec.decoding import Decoding
 
-__all__ = ["Drafting", "DynamicDrafting", "StaticDrafting", "drafting_of"]
+__all__ = ["Drafted", "Drafting", "DynamicDrafting", "StaticDrafting", "drafting_of"]
 
 ToProbabilities = Callable[[Drafts], Tensor]
+Drafted: TypeAlias = tuple[Tensor | None, ...]
+"""What a draft computed, for its `Drafting` to read; what is the same for every draft is not in it."""
 
 
 class Drafting(Protocol):
@@ -38,11 +40,19 @@ class Drafting(Protocol):
 
     def draft(
         self, session: DrafterSession, drafts: Drafts, root: Tensor, noise: Tensor, depth_limit: Tensor
-    ) -> DraftTree:
-        """The tree below the tokens `root` [B], whose children `drafts` describes.
+    ) -> Drafted:
+        """Draft below the tokens `root` [B], whose children `drafts` describes.
 
         `noise` float32 [B, noises, V], `depth_limit` int64 [B].
         """
+        ...
+
+    def to_score(self, drafted: Drafted) -> tuple[Tensor, Tensor, Tensor]:
+        """What the target is shown: tokens, depths [B, M] and attention [B, M, M]."""
+        ...
+
+    def tree(self, drafted: Drafted) -> DraftTree:
+        """The tree that verification walks."""
         ...
 
 
@@ -81,7 +91,7 @@ class StaticDrafting:
     """A fixed topology; the children of a node are drawn from its q without replacement, greedy: the top of it."""
 
     def __init__(self, tree: StaticTree, decoding: Decoding) -> None:
-        self.tree = tree
+        self._shape = tree
         self.nodes, self.depth = len(tree.parents), tree.max_depth
         self._greedy = decoding.greedy
         self._to_probabilities = _draft_probabilities(decoding)
@@ -98,10 +108,11 @@ class StaticDrafting:
         root: Tensor,
         noise: Tensor,
         depth_limit: Tensor,  # noqa: ARG002  # what is too deep is left out by the verification
-    ) -> DraftTree:
+    ) -> Drafted:
         """Draw level by level; every node below the root that has children is one row of a drafter forward."""
         batch = len(root)
-        tokens, valid, made = [root[:, None]], [torch.ones_like(root, dtype=torch.bool)[:, None]], list[Tensor]()
+        tokens, valid = [root[:, None]], [torch.ones_like(root, dtype=torch.bool)[:, None]]
+        made: list[Tensor] = []
         for step in self._rounds:
             if step.within is not None and step.origin is not None and step.seen is not None:
                 nodes = tokens[-1][:, step.within]
@@ -116,7 +127,22 @@ class StaticDrafting:
             valid.append(able[:, step.level.slot, step.level.rank])
         # The rows of leaves are never read: any q will do.
         of_nodes = None if self._greedy else torch.cat(made, dim=1)[:, self._q_row]
-        return self.tree.draft(torch.cat(tokens, dim=1), of_nodes, torch.cat(valid, dim=1))
+        return torch.cat(tokens, dim=1), of_nodes, torch.cat(valid, dim=1)
+
+    def to_score(self, drafted: Drafted) -> tuple[Tensor, Tensor, Tensor]:
+        """Depths and attention are the topology's."""
+        tokens, shape = _given(drafted[0]), self._shape
+        return tokens, shape.depths.expand(len(tokens), -1), shape.attention.expand(len(tokens), -1, -1)
+
+    def tree(self, drafted: Drafted) -> DraftTree:
+        """The topology with the tokens that were drawn."""
+        tokens, q, valid = drafted
+        return self._shape.draft(_given(tokens), q, valid)
+
+
+def _given(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
 
 
 def _places(nodes: Tensor, total: int) -> Tensor:
@@ -159,11 +185,22 @@ class DynamicDrafting:
         root: Tensor,
         noise: Tensor,  # noqa: ARG002  # the draft is deterministic given the prefix
         depth_limit: Tensor,
-    ) -> DraftTree:
+    ) -> Drafted:
         """Grow from the root; the session extends `beam` nodes a round."""
         growth = Growth(self.fanout)
         frontier = growth.start(self._to_probabilities(drafts)[:, 0])
         for _ in range(self.depth - 1):
             drafts = session.extend(frontier.tokens, frontier.origin, frontier.seen)
             frontier = growth.grow(self._to_probabilities(drafts))
-        return growth.tree(root, self._kept, depth_limit)
+        tree = growth.tree(root, self._kept, depth_limit)
+        return tree.tokens, tree.parents, tree.depths, tree.children, tree.attention, tree.path_order
+
+    def to_score(self, drafted: Drafted) -> tuple[Tensor, Tensor, Tensor]:
+        """All of it was computed."""
+        tokens, _, depths, _, attention, _ = map(_given, drafted)
+        return tokens, depths, attention
+
+    def tree(self, drafted: Drafted) -> DraftTree:
+        """The tree that grew; any of its nodes can have children."""
+        parts = [_given(part) for part in drafted]
+        return DraftTree(*parts, layout=full_layout(self.nodes, self.fanout, parts[0].device), max_depth=self.depth)

@@ -173,11 +173,11 @@ class _Run:
         while any(at < self.asked for at in positions):
             drafting, last, uniforms = speculation.noise(self.draws)
             self.phases.mark("noise")
-            tree = speculation.draft(drafting)
+            drafted = speculation.draft(drafting)
             self.phases.mark("draft")
-            scores = speculation.score(tree)
+            scored = speculation.score(drafted)
             self.phases.mark("target")
-            on_path = speculation.settle(tree, scores, uniforms, last)
+            on_path = speculation.settle(drafted, scored, uniforms, last)
             if on_path is not None:
                 kept.append((positions, on_path.clone()))
             positions = speculation.progress.position.tolist()  # the one copy to the host of a step

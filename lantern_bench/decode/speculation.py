@@ -7,25 +7,25 @@ host only calls them, draws the noise and reads how far the images are. Who call
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lantern_bench.decode.drafting import Drafting, drafting_of
+from lantern_bench.decode.drafting import Drafted, Drafting, drafting_of
 from lantern_bench.decode.engine import Engine
-from lantern_bench.decode.interface import Drafter, Scores, Target
+from lantern_bench.decode.interface import Drafter, Scores, Target, TargetSession
 from lantern_bench.decode.judge import Judge, judge_children
 from lantern_bench.decode.relax import Relaxation
 from lantern_bench.decode.sampling import Draws, decoding_probabilities, guide
 from lantern_bench.decode.trace import StepRecorder
-from lantern_bench.decode.tree import DraftTree
 from lantern_bench.decode.verify import Verdict, verify
 from lantern_bench.decode.verify_greedy import verify_greedy
 from lantern_bench.spec.decoding import Decoding
 
-__all__ = ["Progress", "Speculation", "sampling_key"]
+__all__ = ["Progress", "Scored", "Speculation", "sampling_key", "scoring"]
 
 # What of a configuration the acceptance of drafts depends on, and their making does not.
 _ACCEPTANCE = ("mode", "rule", "neighbours", "neighbour_metric", "bound", "residual")
@@ -37,6 +37,26 @@ def sampling_key(decoding: Decoding, *without: str) -> tuple[tuple[str, str], ..
     """A configuration but for its bounds and for `without`, as the key of a program."""
     settings = decoding.settings()
     return tuple((key, repr(value)) for key, value in settings.items() if key not in (*_BOUNDS, *without))
+
+
+class Scored(NamedTuple):
+    """A tree before the target: guided logits float32 [B, M, V], features [rows, M, width]."""
+
+    logits: Tensor
+    features: Tensor
+
+
+def scoring(
+    target: Target, batch: int, nodes: int, cfg_scale: float, engine: Engine
+) -> tuple[TargetSession, Callable[[Tensor, Tensor, Tensor], Scored]]:
+    """The target's session for trees of `nodes`, and the program that scores tokens, depths and attention there."""
+    session = target.session(batch, cfg_scale != 1, nodes)
+
+    def score(tokens: Tensor, depths: Tensor, attention: Tensor) -> Scored:
+        scores = session.score(tokens, depths, attention)
+        return Scored(guide(scores.cond, scores.uncond, cfg_scale), scores.features)
+
+    return session, engine.program(("score", batch, nodes, cfg_scale), score, target.device)
 
 
 class Progress:
@@ -116,17 +136,16 @@ class Speculation:
         keep_logits: bool,
         judge: Judge = judge_children,
     ) -> None:
-        device, guided = target.device, decoding.cfg_scale != 1
+        device, scale = target.device, decoding.cfg_scale
         drafted = (batch, sampling_key(decoding, *_ACCEPTANCE))
         self.drafting: Drafting = engine.once(("drafting", drafted), lambda: drafting_of(decoding, device))
         self._engine, self._batch, self._keep_logits = engine, batch, keep_logits
         self._grid, self._vocabulary = target.image_tokens, target.vocab_size
-        self.target = target.session(batch, guided, self.drafting.nodes)
-        self.drafter = drafter.session(batch, guided, self.drafting.nodes)
+        self.target, self._score = scoring(target, batch, self.drafting.nodes, scale, engine)
+        self.drafter = drafter.session(batch, scale != 1, self.drafting.nodes)
         self._margin = torch.zeros((), device=device)
         self._rules = _Rules(decoding, replace(relaxation, margin=self._margin), table, judge)
         self._draft = engine.program(("draft", drafted), self._draft_step, device)
-        self._score = engine.program(("score", batch, guided, self.drafting.nodes), self.target.score, device)
         kind = ("settle", batch, sampling_key(decoding), keep_logits, judge)
         self._settle = engine.program(kind, self._settle_step, device)
 
@@ -142,21 +161,21 @@ class Speculation:
         self.progress.begin(asked, scores.features, root)
         self.drafter.prefill(condition, scores.features)
 
-    def draft(self, noise: Tensor) -> DraftTree:
+    def draft(self, noise: Tensor) -> Drafted:
         """Show the drafter what was committed and draft below it; `noise` [B, noises, V]."""
         return self._draft(noise)
 
-    def score(self, tree: DraftTree) -> Scores:
+    def score(self, drafted: Drafted) -> Scored:
         """One forward of the target over the tree."""
-        return self._score(tree.tokens, tree.depths, tree.attention)
+        return self._score(*self.drafting.to_score(drafted))
 
-    def settle(self, tree: DraftTree, scores: Scores, uniforms: Tensor, noise: Tensor) -> Tensor | None:
+    def settle(self, drafted: Drafted, scored: Scored, uniforms: Tensor, noise: Tensor) -> Tensor | None:
         """Verify, commit and note it.
 
         `uniforms` [B, M, C] and `noise` [B, V] as in `verify`. Returns the guided logits [B, D + 1, V] along the path
         that was taken, where they are kept.
         """
-        return self._settle(tree, scores, uniforms, noise)
+        return self._settle(drafted, scored, uniforms, noise)
 
     def noise(self, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
         """All the random numbers of a step: noise of the draft and of the last token, uniforms."""
@@ -167,21 +186,20 @@ class Speculation:
         uniforms = draws.uniform(self.drafting.nodes, self.drafting.fanout)
         return exponential[:, :-1], exponential[:, -1], uniforms
 
-    def _draft_step(self, noise: Tensor) -> DraftTree:
+    def _draft_step(self, noise: Tensor) -> Drafted:
         at = self.progress
         drafts = self.drafter.observe(at.tokens, at.features, at.counts)
         return self.drafting.draft(self.drafter, drafts, at.root, noise, at.limit)
 
-    def _settle_step(self, tree: DraftTree, scores: Scores, uniforms: Tensor, noise: Tensor) -> Tensor | None:
+    def _settle_step(self, drafted: Drafted, scored: Scored, uniforms: Tensor, noise: Tensor) -> Tensor | None:
         decoding, relaxation, table = self._rules.decoding, self._rules.relaxation, self._rules.table
-        logits = guide(scores.cond, scores.uncond, decoding.cfg_scale)
-        at = self.progress
+        tree, logits, at = self.drafting.tree(drafted), scored.logits, self.progress
         if decoding.greedy:
             verdict = verify_greedy(tree, logits, relaxation, table, at.limit)
         else:
             p = decoding_probabilities(logits, decoding)
             verdict = verify(tree, p, relaxation, table, uniforms, noise, at.limit, self._rules.judge)
-        at.commit(verdict, scores.features)
+        at.commit(verdict, scored.features)
         self.target.commit(verdict.path, at.counts)
         if not self._keep_logits:
             return None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lantern_bench.spec.topologies import Topology, check_topology
 
-__all__ = ["DraftTree", "Layout", "Level", "StaticTree", "link_nodes"]
+__all__ = ["DraftTree", "Layout", "Level", "StaticTree", "full_layout", "link_nodes"]
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def link_nodes(
         children=children,
         attention=attention,
         path_order=below.amin(dim=1),
-        layout=_full_layout(nodes, fanout, tokens.device),
+        layout=full_layout(nodes, fanout, tokens.device),
         max_depth=max_depth,
     )
 
@@ -217,6 +217,7 @@ def _ancestors(parents: Tensor, max_depth: int) -> Tensor:
     return seen
 
 
-def _full_layout(nodes: int, fanout: int, device: torch.device) -> Layout:
+def full_layout(nodes: int, fanout: int, device: torch.device) -> Layout:
+    """The layout of a tree of which any node can have `fanout` children."""
     every = torch.arange(nodes, device=device)
     return Layout(nodes=every, slots=every, active=(nodes,) * fanout)

@@ -172,7 +172,7 @@ def _dynamic(
     root = place.made.forced.tokens[rows, place.positions - 1]
     limit = (model.target.image_tokens - 1 - place.positions).clamp_max(drafting.depth)
     nothing = torch.empty(len(rows), 0, device=rows.device)  # such a draft takes no noise
-    tree = drafting.draft(session, drafts, root, nothing, limit)
+    tree = drafting.tree(drafting.draft(session, drafts, root, nothing, limit))
     children = tree.children[:, 0]
     tokens = tree.tokens.gather(1, children.clamp_min(0))
     p = decoding_probabilities(place.logits, decoding)

@@ -14,6 +14,7 @@ import torch
 
 from lantern_bench.clock import now, synchronize
 from lantern_bench.decode.loop import decode
+from lantern_bench.decode.speculation import scoring
 from lantern_bench.decode.trace import ImageTrace
 from lantern_bench.models.loaded import LoadedModel
 from lantern_bench.spec.decoding import Decoding
@@ -46,21 +47,20 @@ class StepCost(NamedTuple):
 
 
 @torch.inference_mode()
-def forward_ms(model: LoadedModel, condition: Any, nodes: int, guided: bool, repeats: int = 30) -> float:
+def forward_ms(model: LoadedModel, condition: Any, nodes: int, cfg_scale: float, repeats: int = 30) -> float:
     """Median milliseconds of one forward of the target over a chain of `nodes`, with half an image in the cache.
 
-    `condition` is that of one image.
+    `condition` is that of one image; guidance is part of the forward.
     """
     target = model.target
     device = target.device
-    session = target.session(1, guided, nodes)
+    session, run = scoring(target, 1, nodes, cfg_scale, model.engine)
     session.prefill(condition)
     whole = torch.zeros(1, 1, dtype=torch.int64, device=device)
     session.commit(whole, torch.full((1,), target.image_tokens // 2, device=device))
     chain = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()[None]
     tokens = torch.zeros(1, nodes, dtype=torch.int64, device=device)
     depths = torch.arange(nodes, device=device)[None]
-    run = model.engine.program(("score", 1, guided, nodes), session.score, device)
     seconds = []
     for repeat in range(repeats + _WARM_FORWARDS):
         synchronize(device)

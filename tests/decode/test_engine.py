@@ -31,12 +31,14 @@ CELLS: dict[str, dict[str, Any]] = {
 class Small:
     """A transformer of two layers and a drafter, both of random weights, sharp enough to accept some drafts."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, device: str = "cpu") -> None:
         with torch.random.fork_rng():
             torch.manual_seed(seed)  # fresh layers draw from torch's own stream
             self.target = TransformerTarget(CONFIG, WordCaption(9, PREFIX, 64)).eval().requires_grad_(False)
             self.drafter = EagleDrafter(CONFIG, self.target.transformer.output).eval().requires_grad_(False)
-        order = torch.arange(VOCABULARY)
+        self.target.to(device)
+        self.drafter.to(device)
+        order = torch.arange(VOCABULARY, device=device)
         self._table = torch.stack([(order + 1 + x) % VOCABULARY for x in range(VOCABULARY)])[:, : VOCABULARY - 1]
 
     def table(self, columns: int) -> torch.Tensor:
@@ -45,7 +47,7 @@ class Small:
 
 def decoded(model: Small, decoding: Decoding, images: int, engine: Engine | None = None) -> list[Decoded]:
     values = torch.tensor([[0, 3, 4, 5], [1, 2, 3, 4], [0, 0, 8, 1]])[:images]
-    noise = [torch.Generator().manual_seed(image) for image in range(images)]
+    noise = [torch.Generator(model.target.device).manual_seed(image) for image in range(images)]
     return decode(model, Condition(values, values > 0), decoding, noise, engine=engine, keep_logits=True)
 
 
@@ -91,3 +93,14 @@ def test_programs_of_two_shapes_are_not_mixed() -> None:
     for cell in ("static", "dynamic", "static"):
         decoding = Decoding(**CELLS[cell])
         same(decoded(model, decoding, 1, engine), decoded(model, decoding, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("images", [1, 3])
+@pytest.mark.parametrize("cell", CELLS)
+def test_graphs_give_the_same_tokens(cell: str, images: int) -> None:
+    """Run, captured, replayed; and once more, for another set of images."""
+    model, decoding, engine = Small(device="cuda"), Decoding(**CELLS[cell]), Engine(compile=True)
+    wanted = decoded(model, decoding, images)
+    for _again in range(2):
+        same(decoded(model, decoding, images, engine), wanted)

@@ -75,8 +75,8 @@ def main() -> None:
         for seed in range(chosen.images):
             for kind, course in courses.items():
                 found[kind].append(course(HELD_OUT[seed].caption(), seed))
-            found["bare"].append(forward_ms(eager, bare, nodes, GUIDANCE != 1, repeats=20))
-            found["bare_default"].append(forward_ms(models["default"], bare, nodes, GUIDANCE != 1, repeats=20))
+            found["bare"].append(forward_ms(eager, bare, nodes, GUIDANCE, repeats=20))
+            found["bare_default"].append(forward_ms(models["default"], bare, nodes, GUIDANCE, repeats=20))
         ms = {kind: median(values) for kind, values in found.items()}
         row = {"cell": name, "nodes": nodes, "plain_ms": ms["plain"], "bare_float32_ms": ms["bare"]}
         row |= {"plain_over_bare": ms["plain"] / ms["bare"], "published_over_bare": published}
