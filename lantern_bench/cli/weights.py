@@ -89,7 +89,7 @@ def check(ctx: typer.Context, model: _MODEL, dir: _DIR = None, format: _FORMAT =
     chosen = console.checked_format(format) if format is not None else None
     root = _root(dir)
     ledger = Ledger(root)
-    rows = []
+    rows: list[dict[str, object]] = []
     for part in parts_of(_known(model)):
         found = find_part(model, part.name, root)
         if found is None:
