@@ -7,12 +7,17 @@ authors' code reads it.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from lantern_bench.console import FORMATS, Console
 from lantern_bench.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lantern_bench.decode.neighbours import Space
 
 __all__ = ["neighbours"]
 
@@ -33,42 +38,71 @@ def neighbours(
     """Make a model's table of nearest codes, and say what it is."""
     import pandas as pd
 
+    console: Console = ctx.obj
+    chosen = console.checked_format(format) if format is not None else None
+    _check(space, export)
+
+    from lantern_bench.models.tables import export_table
+
+    made = _make(model, space, k_max, out, force, device, console)
+    if export is not None:
+        export_table(made.table, export)
+    codes, columns = made.table.shape
+    row = {"model": model, "space": made.space, "codes": codes, "k_max": columns, "type": str(made.table.dtype)[6:]}
+    row |= {"mb": made.path.stat().st_size / 1e6, "state": made.state}
+    console.table(pd.DataFrame([row]), format=chosen)
+    console.say(f"table: {made.path}" + (f", exported: {export}" if export is not None else ""))
+
+
+class _Made(NamedTuple):
+    """A table, the space it is of, its file, and whether it `was there` or was `made`."""
+
+    table: Tensor
+    space: Space
+    path: Path
+    state: str
+
+
+def _check(space: str | None, export: Path | None) -> None:
     from lantern_bench.decode.neighbours import SPACES
 
-    console: Console = ctx.obj
-    chosen_format = console.checked_format(format) if format is not None else None
     if space is not None and space not in SPACES:
         raise UserError(f"--space {space}: unknown space", f"The spaces are {', '.join(SPACES)}.")
     if export is not None and export.suffix != ".npy":
         raise UserError(f"--export {export}: must end with .npy")
 
+
+def _make(
+    model: str, space: str | None, k_max: int, out: Path | None, force: bool, device: str, console: Console
+) -> _Made:
+    """Read or make the table of a model; `UserError` for one without codes, and where nothing can be written."""
+    from lantern_bench.decode.neighbours import SPACES
     from lantern_bench.models.files import cache_folder
     from lantern_bench.models.registry import load_model
-    from lantern_bench.models.tables import export_table, neighbour_table, table_path
+    from lantern_bench.models.tables import neighbour_table, table_path
     from lantern_bench.runs.local import choose_place
 
     place = choose_place(device, "float32")
     loaded = load_model(model, place.device, place.dtype)
-    chosen = next((one for one in SPACES if one == space), loaded.neighbour_space)
     if loaded.codebook is None:
         raise UserError(f"{model}: has no tokenizer, so nobody knows its codes", "Name one in the model's file.")
-    codes = len(loaded.codebook)
-    folder = out or loaded.table_folder or cache_folder() / "tables"
+    chosen = next((one for one in SPACES if one == space), loaded.neighbour_space)
+    codes, folder = len(loaded.codebook), out or loaded.table_folder or cache_folder() / "tables"
     path = table_path(folder, loaded.codebook, chosen)
     if force:
         path.unlink(missing_ok=True)
-    there = path.is_file()
+    heard = 0
     with console.progress() as progress:
-        if not there:
-            progress.start(codes, "codes")
-        table = neighbour_table(
-            loaded.codebook, chosen, min(k_max, codes - 1), folder, k_max, place.device, progress.advance
-        )
+
+        def rows_done(count: int) -> None:
+            nonlocal heard
+            if not heard:
+                progress.start(codes, "codes")
+            heard += count
+            progress.reach(heard)
+
+        columns = min(k_max, codes - 1)
+        table = neighbour_table(loaded.codebook, chosen, columns, folder, k_max, place.device, rows_done)
     if not path.is_file():
         raise UserError(f"--out {folder}: cannot be written", "Give a folder that you may write to.")
-    if export is not None:
-        export_table(table, export)
-    row = {"model": model, "space": chosen, "codes": codes, "k_max": table.shape[1], "type": str(table.dtype)[6:]}
-    row |= {"mb": path.stat().st_size / 1e6, "state": "was there" if there else "made"}
-    console.table(pd.DataFrame([row]), format=chosen_format)
-    console.say(f"table: {path}" + (f", exported: {export}" if export is not None else ""))
+    return _Made(table, chosen, path, "made" if heard else "was there")

@@ -89,13 +89,13 @@ def check(ctx: typer.Context, model: _MODEL, dir: _DIR = None, format: _FORMAT =
     chosen = console.checked_format(format) if format is not None else None
     root = _root(dir)
     ledger = Ledger(root)
-    rows = []
+    rows: list[dict[str, object]] = []
     for part in parts_of(_known(model)):
         found = find_part(model, part.name, root)
         if found is None:
             source = part.choices[0]
-            row = {"part": part.name, "repository": source.repo, "file": source.files[0].path, "state": "missing"}
-            rows.append(row | {"revision": _revision(source.revision, None)})
+            row: dict[str, object] = {"part": part.name, "repository": source.repo, "file": source.files[0].path}
+            rows.append(row | {"revision": _revision(source.revision, None), "state": "missing"})
             continue
         rows += _checked(found, ledger, console)
     columns = ["part", "repository", "file", "mb", "revision", "sha256", "state"]

@@ -199,7 +199,7 @@ def _offline(repo: str, file: str) -> RefusedError:
 
 def _counting(on_bytes: OnBytes) -> type[Any]:
     """A progress bar for huggingface_hub that draws nothing and tells the bytes."""
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils.tqdm import tqdm
 
     class Counting(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -75,6 +75,10 @@ def test_neighbours_makes_a_table_once_and_exports_it(tiny, capsys) -> None:
     assert exported.tolist() == nearest_codes(codebook(), 7).tolist()
     assert cli.main(typed) == 0
     assert pd.read_csv(io.StringIO(capsys.readouterr().out)).iloc[0]["state"] == "was there"
+    wider = ["neighbours", "tiny", "--out", "tables", "--k-max", "9"]
+    assert cli.main(wider) == 0
+    row = pd.read_csv(io.StringIO(capsys.readouterr().out)).iloc[0]
+    assert (row["k_max"], row["state"]) == (9, "made")
     (table,) = Path("tables").iterdir()
     table.write_bytes(b"damaged")
     assert cli.main(typed) == 3
