@@ -124,7 +124,7 @@ def carry_out(request: Request, console: Console) -> int:
         reference = find_reference(settings.reference, request.protocol)
     models = load_models(request.experiment, place)
     console.detail(f"device {place.device}, {place.dtype_name}")
-    with RunStore(request.folder, request.experiment, key_fields(models, settings, place)) as store:
+    with RunStore(request.folder, request.experiment, key_fields(models, settings, place, request.plan.cells)) as store:
         try:
             failed = _make(request.plan, store, models, place, console)
             if judges is not None:
