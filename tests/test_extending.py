@@ -34,7 +34,7 @@ def run(folder: Path, *commands: list[str], path: Path = EXAMPLE) -> subprocess.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(path)]), "PYTHONDONTWRITEBYTECODE": "1"}
     words = [json.dumps(command) for command in commands]
     script = [sys.executable, str(ROOT / "tests" / "examples" / "with_tiny_family.py"), *words]
-    return subprocess.run(script, cwd=folder, env=environment, capture_output=True, text=True, timeout=1100, check=False)
+    return subprocess.run(script, cwd=folder, env=environment, capture_output=True, text=True, timeout=1100)
 
 
 def rows(path: Path) -> list[dict[str, str]]:
