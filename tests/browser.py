@@ -51,7 +51,7 @@ def opened(**settings: Any) -> Iterator[Any]:
         browser = playwright.chromium.launch(executable_path=executable(), args=arguments)
         try:
             context = browser.new_context(offline=True, **settings)
-            context.set_default_timeout(120_000)
+            context.set_default_timeout(600_000)
             yield context
         finally:
             browser.close()

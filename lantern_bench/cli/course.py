@@ -128,8 +128,7 @@ def carry_out(request: Request, console: Console) -> int:
     models = load_models(request.experiment, place)
     _compile(models, settings.compile, place, console)
     console.detail(f"device {place.device}, {place.dtype_name}")
-    key = key_fields(models, settings, place, request.experiment.cells)
-    with RunStore(request.folder, request.experiment, key) as store:
+    with RunStore(request.folder, request.experiment, key_fields(models, settings, place, request.plan.cells)) as store:
         store.update_manifest(prompts=request.prompts)
         try:
             failed = _make(request.plan, store, models, place, console)

@@ -22,7 +22,7 @@ def curves(
     ctx: typer.Context,
     runs: Annotated[list[str], typer.Argument(help=RUN_HELP + " Several are laid over each other.")],
     by: Annotated[
-        str, typer.Option(help="What colours tell apart: mode, delta, lambda, tree or temperature.")
+        str, typer.Option(help="What colours tell apart: mode, delta, lambda, bound, tree or temperature.")
     ] = "mode",
     out: Annotated[
         Path | None, typer.Option(help="Folder for the files; by default figures/ of the run. Needed for several runs.")

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from lantern_bench import __version__
+from lantern_bench.cli.certify import certify
 from lantern_bench.cli.compare import compare
 from lantern_bench.cli.curves import curves
 from lantern_bench.cli.experiments import experiments
@@ -57,6 +58,7 @@ app.command()(show)
 app.command()(curves)
 app.command()(compare)
 app.command()(report)
+app.command()(certify)
 app.command()(generate)
 app.command()(models)
 app.command()(experiments)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from lantern_bench.console.progress import Progress
-    from lantern_bench.lanterns.bars import Bar, Observations, OnProgress
+    from lantern_bench.lanterns.bars import Bar, Observations
     from lantern_bench.lanterns.recipe import RecipeSettings
     from lantern_bench.train.loop import TrainEvent
 
@@ -150,8 +150,7 @@ def _train(
         path = folder / FILES[part]
         before = path.is_file()
         with console.progress() as progress:
-            prepared = _preparing(progress)
-            report = train_part(part, folder, work, settings, device, _Training(progress, part), prepared)
+            report = train_part(part, folder, work, settings, device, _Training(progress, part), progress.share)
         figures = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in report.figures.items())
         console.say(f"{part}: {report.steps} steps in {duration(report.seconds)}; {figures}")
         console.say(f"{part}: {'replaced' if before else 'wrote'} {path}")
@@ -171,20 +170,6 @@ class _Training:
         self._progress.reach(event.fraction, step=str(event.step), loss=event.loss, **event.parts)
 
 
-def _preparing(progress: Progress) -> OnProgress:
-    """What is prepared or measured as progress, one bar after another."""
-    running = ""
-
-    def heard(what: str, done: float) -> None:
-        nonlocal running
-        if what != running:
-            running = what
-            progress.start(1, what)
-        progress.reach(done)
-
-    return heard
-
-
 def _evaluate(
     parts: Sequence[str],
     folder: Path,
@@ -199,7 +184,7 @@ def _evaluate(
 
     clip = load_clip(f"{LOCAL_DIR}{folder / 'clip'}", device=device) if "clip" in parts else None
     with console.progress() as progress:
-        evaluation = Evaluation(folder, clip, device, images, seed, on_progress=_preparing(progress))
+        evaluation = Evaluation(folder, clip, device, images, seed, on_progress=progress.share)
         bars = list(evaluation.measure(parts))
     console.table(_table(bars), title="bars of the embedded family", format=format)
     failed = [bar for bar in bars if bar.passed is False]

@@ -12,6 +12,7 @@ from string import ascii_uppercase
 from typing import TYPE_CHECKING
 
 from lantern_bench.errors import RefusedError
+from lantern_bench.report.naming import BOUNDS
 from lantern_bench.report.points import QUALITIES, SPEEDS, Front, acceptance_points, bound_points, fronts, length_points
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def terminal_curves(runs: Mapping[str, Tables], by: str = "mode", width: int = 1
     Raises `RefusedError` when there is nothing to draw.
     """
     charts = [*_depths(acceptance_points(runs)), *_lengths(length_points(runs))]
-    for parameter in (by,) if by != "mode" else ("delta", "lambda"):
+    for parameter in (by,) if by != "mode" else BOUNDS:
         charts += _bounds(bound_points(runs, parameter), parameter, width)
     charts += [_front(front, width) for front in fronts(runs) if front.speed == "speedup"]
     if not charts:

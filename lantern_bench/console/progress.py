@@ -47,6 +47,12 @@ class Progress:
         """Say how much is done in all."""
         self._move(done, None, live)
 
+    def share(self, what: str, done: float) -> None:
+        """Say which share of `what` is done; another `what` than before begins anew."""
+        if not self._running or self._description != what:
+            self.start(1, what)
+        self.reach(done)
+
     def finish(self) -> None:
         """End; what was drawn stays."""
         if self._running:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.decode.judge import judge_children
-from lantern_bench.decode.relax import STRICT, Relaxation
+from lantern_bench.decode.relax import STRICT, Relaxation, merge_prefix, neighbour_columns
 from lantern_bench.decode.sampling import draw_without_replacement
 
 __all__ = [
@@ -30,14 +30,15 @@ __all__ = [
 
 
 class Emission(NamedTuple):
-    """What a step does with its root's children: the law [N, V] of its first token, and the mass it moved [N].
+    """What a step does with its root's children: the law [N, V] of its first token, and what it did to get there.
 
-    moved: m(x) of each child times the chance that the child is tried, summed. For deterministic drafts under `exact`
-    the emitted TV is at most this.
+    moved: [N], m(x) of each child times the chance that the child is tried, summed. For deterministic drafts under
+    `exact` the emitted TV is at most this. first: [N], the chance that the first child is accepted.
     """
 
     law: Tensor
     moved: Tensor
+    first: Tensor
 
 
 class SampledTV(NamedTuple):
@@ -71,7 +72,7 @@ def emitted(
     reached = torch.cat([torch.ones_like(all_rejected[:, :1]), all_rejected[:, :-1]], dim=1)
     law = judged.final(rows, p) * all_rejected[:, -1:]
     law.scatter_add_(1, tokens, reached * judged.accept)
-    return Emission(law, (reached * judged.mass).sum(dim=1))
+    return Emission(law, (reached * judged.mass).sum(dim=1), judged.accept[:, 0])
 
 
 def emitted_first_token(
@@ -103,24 +104,40 @@ def emitted_tv_sampled(
 
     `p`, `q` [N, V] at the root; `children` are drawn `draws` times (at least 2) from q with the noise that
     `exponential` gives, Exp(1) [N, V], the same for all rules. For each draw the emitted distribution is computed
-    exactly under the relaxed and under the strict rule, whose mean is p; the mean difference is the error.
+    exactly under the relaxed and under the strict rule, whose mean is p; the mean difference is the error. What the
+    first child adds to it is known for all drafts at once and is not drawn.
     """
     if draws < 2:
         raise ValueError(f"draws must be at least 2, not {draws}")
-    errors = p.new_zeros(len(rules), 2, *p.shape)
+    drawn = p.new_zeros(len(rules), 2, *p.shape)
     for number in range(draws):
         tokens, valid = draw_without_replacement(q, children, exponential())
-        strict = emitted_first_token(p, q, tokens, valid, STRICT, None)
+        strict = emitted(p, q, tokens, valid, STRICT, None)
         for place, (relaxation, table) in enumerate(rules):
-            errors[place, number % 2] += emitted_first_token(p, q, tokens, valid, relaxation, table) - strict
-    return [_estimate(halves, draws) for halves in errors]
+            loose = emitted(p, q, tokens, valid, relaxation, table)
+            error = loose.law - strict.law
+            error.scatter_add_(1, tokens[:, :1], (strict.first - loose.first)[:, None])
+            drawn[place, number % 2] += error
+    known = [_first_child(p, q, relaxation, table) - torch.minimum(p, q) for relaxation, table in rules]
+    return [_estimate(exact, halves, draws) for exact, halves in zip(known, drawn, strict=True)]
 
 
-def _estimate(halves: Tensor, draws: int) -> SampledTV:
-    """From the summed errors [2, N, V] of the even and the odd draws."""
-    first, second = halves[0] / ((draws + 1) // 2), halves[1] / (draws // 2)
+def _first_child(p: Tensor, q: Tensor, relaxation: Relaxation, table: Tensor | None) -> Tensor:
+    """Return the chance [N, V] that each token is drawn as the first child and accepted: min(q, p + m), exactly."""
+    if not relaxation.merges:
+        return torch.minimum(p, q)
+    near = neighbour_columns(table, torch.arange(p.shape[1], device=p.device), relaxation)
+    near = near[:, : relaxation.neighbours]
+    # A row at a time: [V, k] is large enough.
+    masses = [merge_prefix(row[near], row, relaxation, lambda row=row: row[None])[0] for row in p]
+    return torch.minimum(q, p + torch.stack(masses))
+
+
+def _estimate(known: Tensor, drawn: Tensor, draws: int) -> SampledTV:
+    """From the error [N, V] that is known and the summed errors [2, N, V] of the even and the odd draws."""
+    first, second = known + drawn[0] / ((draws + 1) // 2), known + drawn[1] / (draws // 2)
     crossed = (first.sign() * second + second.sign() * first).sum(dim=-1) / 4.0
-    return SampledTV(0.5 * (halves.sum(dim=0) / draws).abs().sum(dim=-1), crossed)
+    return SampledTV(0.5 * (known + drawn.sum(dim=0) / draws).abs().sum(dim=-1), crossed)
 
 
 def emitted_tv_static(

@@ -21,9 +21,11 @@ from lantern_bench.spec.decoding import Decoding
 from lantern_bench.spec.plan import Prompt
 from lantern_bench.spec.progress import OnProgress, unheard
 
-__all__ = ["ambiguity_rows"]
+__all__ = ["AMBIGUOUS", "ambiguity_rows"]
 
 _MOST = 10
+AMBIGUOUS = 0.05
+"""A token whose likeliest code is less probable than this counts as ambiguous."""
 
 
 @torch.inference_mode()
@@ -59,7 +61,8 @@ def ambiguity_rows(
 def _certainty(p: Tensor) -> dict[str, Tensor]:
     """How sure p [B, N, V] is: each figure [B, N]."""
     top = p.topk(min(_MOST, p.shape[-1]), dim=-1).values
-    return {"top1": top[..., 0], "top10": top.sum(-1), "entropy": torch.special.entr(p).sum(-1)}
+    figures = {"top1": top[..., 0], "top10": top.sum(-1), "entropy": torch.special.entr(p).sum(-1)}
+    return figures | {"ambiguous": (top[..., 0] < AMBIGUOUS).float()}
 
 
 def _acceptance(model: LoadedModel, made: Made, p: Tensor, decoding: Decoding) -> dict[str, Tensor]:

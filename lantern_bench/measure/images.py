@@ -62,7 +62,7 @@ def lossless_images(
         chosen = slots[start : start + batch]
         seeds = [record_seed(seed, prompt.id, repeat) for prompt, repeat in chosen]
         condition = model.condition([prompt.text for prompt, _ in chosen])
-        decoded = decode(model, condition, plain(decoding), generators(model, seeds))
+        decoded = decode(model, condition, plain(decoding), generators(model, seeds), engine=model.engine)
         tokens = torch.stack([image.tokens for image in decoded]).long().to(model.target.device)
         forced = teacher_forced(model.target, condition, tokens, decoding.cfg_scale != 1)
         yield Made([prompt for prompt, _ in chosen], [repeat for _, repeat in chosen], seeds, forced)

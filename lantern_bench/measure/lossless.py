@@ -143,7 +143,9 @@ def first_tokens_test(
             count = min(batch, samples - start)
             streams = generators(model, [record_seed(seed, prompt.id, start + image) for image in range(count)])
             condition = model.condition([prompt.text] * count)
-            decoded = decode(model, condition, decoding, streams, tokens=law.sequences.shape[1], judge=judge)
+            decoded = decode(
+                model, condition, decoding, streams, tokens=law.sequences.shape[1], engine=model.engine, judge=judge
+            )
             made += [image.tokens.long() for image in decoded]
             on_progress("first tokens", (number * samples + start + count) / (len(prompts) * samples))
         lots.append(torch.stack(made))

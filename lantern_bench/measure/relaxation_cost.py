@@ -107,13 +107,13 @@ def _places(made: Made, sampling: Decoding, per_image: int) -> Iterator[_Place]:
     """Places of each image, drawn without repetition from all those that a step may start at."""
     tokens = made.forced.tokens
     possible = tokens.shape[1] - _FIRST - _FREE + 1
-    drawn = [
-        torch.randperm(possible, generator=torch.Generator().manual_seed(seed))[:per_image].sort().values + _FIRST
-        for seed in made.seeds
-    ]
+    drawn = []
+    for seed in made.seeds:
+        generator = torch.Generator().manual_seed(record_seed(seed, "places", 0))
+        drawn.append(torch.randperm(possible, generator=generator)[:per_image].sort().values + _FIRST)
     rows = torch.arange(len(tokens), device=tokens.device)
     scores = made.forced.scores
-    for positions in torch.stack(drawn, dim=1).T.to(tokens.device):
+    for positions in torch.stack(drawn, dim=1).to(tokens.device):
         uncond = None if scores.uncond is None else scores.uncond[rows, positions]
         yield _Place(made, positions, guide(scores.cond[rows, positions], uncond, sampling.cfg_scale))
 

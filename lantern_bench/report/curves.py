@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.report import drawing
-from lantern_bench.report.naming import CellKey, Style, check_grouping, styles
+from lantern_bench.report.naming import BOUNDS, CellKey, Style, check_grouping, styles
 from lantern_bench.report.points import acceptance_points, bound_points, fronts, length_points
 from lantern_bench.report.tables import write_csv
 
@@ -27,8 +27,6 @@ __all__ = ["KINDS", "Picture", "draw_curves", "pictures", "run_styles"]
 
 KINDS = ("png", "svg", "csv")
 """The files of a curve."""
-
-_BOUNDS = ("delta", "lambda")
 
 
 class Picture(NamedTuple):
@@ -71,7 +69,7 @@ def pictures(runs: Mapping[str, Tables], by: str = "mode") -> Iterator[Picture]:
         yield Picture("accepted-lengths", lengths, drawing.draw_lengths(lengths, look))
     for front in fronts(runs):
         yield Picture(front.name, front.points, drawing.draw_front(front, look))
-    for parameter in (by,) if by != "mode" else _BOUNDS:
+    for parameter in (by,) if by != "mode" else BOUNDS:
         points = bound_points(runs, parameter)
         if points[parameter].nunique() > 1:
             name = f"mean-accepted-length-by-{parameter}"

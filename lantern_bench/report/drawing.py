@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lantern_bench.report.naming import PARAMETER_NAMES, CellKey, Style, cell_key
+from lantern_bench.report.naming import BOUNDS, PARAMETER_NAMES, CellKey, Style, cell_key
 from lantern_bench.report.points import FAMILY, SPEEDS, Front
 
 if TYPE_CHECKING:
@@ -127,7 +127,8 @@ def _family_label(line: pd.DataFrame, parameter: str) -> str:
     """The label of one of the cells without the value of the parameter that is on the axis."""
     label, value = str(line["label"].iloc[0]), line[parameter].iloc[0]
     text = str(value) if parameter == "tree" else f"{value:g}"
-    spoken = {"delta": f"δ={text}", "lambda": f"λ={text}", "temperature": "greedy" if text == "0" else f"T={text}"}
+    spoken = {name: f"{word}={text}" for name, word in BOUNDS.items()}
+    spoken["temperature"] = "greedy" if text == "0" else f"T={text}"
     return " ".join(word for word in label.split(" ") if word != spoken.get(parameter, text))
 
 

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lantern_bench.errors import UserError
 from lantern_bench.report.cells import NEIGHBOUR_METRIC, SAMPLING_DEFAULTS
+from lantern_bench.spec.modes import OUTSIDE_RULES
 
 if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
+    "BOUNDS",
     "GROUPINGS",
     "METHODS",
     "PARAMETER_NAMES",
@@ -34,12 +36,16 @@ CellKey: TypeAlias = tuple[str, str, str]
 """Run, model, cell id."""
 
 METHODS = {"ar": "AR", "speculative": "speculative (strict)", "lantern": "LANTERN", "lantern++": "LANTERN++"}
-"""The modes as the papers write them."""
+METHODS |= {name: rule.label or name for name, rule in OUTSIDE_RULES.items()}
+"""The modes as the papers write them, and those of rules from outside as they call themselves."""
 
-GROUPINGS = ("mode", "delta", "lambda", "tree", "temperature")
+BOUNDS = {"delta": "δ", "lambda": "λ", "bound": "bound"}
+"""What bounds a relaxed rule, as axes and legends write it."""
+
+GROUPINGS = ("mode", *BOUNDS, "tree", "temperature")
 """What colours may tell apart."""
 
-PARAMETER_NAMES = {"delta": "δ", "lambda": "λ", "tree": "draft tree", "temperature": "temperature"}
+PARAMETER_NAMES = {**BOUNDS, "tree": "draft tree", "temperature": "temperature"}
 """The parameters of `GROUPINGS` as axes write them."""
 
 _COLOURS = {"ar": "#000000", "speculative": "#0072B2", "lantern": "#D55E00", "lantern++": "#009E73"}
@@ -73,7 +79,6 @@ _SETTINGS = {
     "top_k": "top-k={:g}",
     "top_p": "top-p={:g}",
 }
-_BOUNDS = {"delta": "δ={:g}", "lambda": "λ={:g}"}
 _UNNAMED = {**SAMPLING_DEFAULTS, "neighbour_metric": NEIGHBOUR_METRIC}
 
 
@@ -117,7 +122,7 @@ def labels(table: pd.DataFrame) -> list[str]:
         rivals = table[table["mode"] == row["mode"]]
         parts = [f"{row[name]}:" for name in apart]
         parts.append(METHODS.get(row["mode"], row["mode"]))
-        parts += [form.format(row[name]) for name, form in _BOUNDS.items() if is_given(row[name])]
+        parts += [f"{word}={row[name]:g}" for name, word in BOUNDS.items() if is_given(row.get(name))]
         for name, form in settings.items():
             if rivals[name].nunique(dropna=False) > 1 and is_given(row[name]) and row[name] != _UNNAMED.get(name):
                 parts.append("greedy" if name == "temperature" and row[name] == 0 else form.format(row[name]))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from lantern_bench.report.cells import CellRecords, Row, group
 from lantern_bench.report.curves import run_styles
 from lantern_bench.report.lengths import grid_side, length_at_positions, mean_length_map
-from lantern_bench.report.naming import GROUPINGS, PARAMETER_NAMES, CellKey, cell_key, labels
+from lantern_bench.report.naming import BOUNDS, GROUPINGS, PARAMETER_NAMES, CellKey, cell_key, labels
 from lantern_bench.report.points import (
     FAMILY,
     SPEEDS,
@@ -146,7 +146,7 @@ def _bounds(made: Mapping[str, Tables], numbers: Numbers) -> list[Plain]:
             cells = [numbers[cell_key(row)] for _, row in line.iterrows()]
             lengths = [_interval(row, "mean_accepted_length") for _, row in line.iterrows()]
             lines.append({"cells": cells, "x": values, "y": lengths})
-        if parameter in ("delta", "lambda") or any(len(line["x"]) > 1 for line in lines):
+        if parameter in BOUNDS or any(len(line["x"]) > 1 for line in lines):
             found.append({"parameter": parameter, "name": PARAMETER_NAMES[parameter], "lines": lines})
     return found
 

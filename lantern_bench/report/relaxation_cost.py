@@ -1,8 +1,7 @@
 """What relaxation costs, from the places it was measured at: means over places with intervals over prompts.
 
 The rows come from `measure/relaxation_cost.py`. Places of one prompt enter a resample together. A mean of estimates
-that each err upwards errs upwards: the estimate that errs downwards stands beside it, and the note says when they are
-apart.
+that each err upwards errs upwards: the one that errs downwards stands beside it, and the note says when they are apart.
 """
 
 from __future__ import annotations

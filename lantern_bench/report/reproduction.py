@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.report.cells import Row, joined
+from lantern_bench.report.naming import BOUNDS
 from lantern_bench.report.summary import parameters
 from lantern_bench.spec.paper import Figure, Paper, PaperRow
 
@@ -58,7 +59,7 @@ def trends(tables: Mapping[str, pd.DataFrame]) -> list[str]:
     """Return a sentence on each relaxed rule: in how many series of cells MAL rises (or stays) with the bound."""
     sentences = []
     rows = rows_of(tables["speed"])
-    for bound in ("delta", "lambda"):
+    for bound in BOUNDS:
         series: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
         for row in rows:
             if row.get(bound) is not None and row["mean_accepted_length"] is not None:

@@ -39,7 +39,7 @@ class DraftView(Protocol):
 
     @property
     def whole(self) -> Any:
-        """The current distribution p [..., V]; made when it is asked for."""
+        """The current distribution p [..., V], or one that is broadcast to it; made when it is asked for."""
         ...
 
 

@@ -44,6 +44,7 @@ _MODEL = next(column for column in CELL_COLUMNS if column.name == "model")
 AMBIGUITY = {
     "top1": ("", "probability of the likeliest code"),
     "top10": ("", "probability of the ten likeliest codes together"),
+    "ambiguous": ("", "share of tokens whose likeliest code has a probability below 0.05"),
     "entropy": ("nats", "entropy of the target's distribution"),
     "accepted_sampled": ("", "chance that the strict rule accepts one draft sampled from the drafter: 1 - TV(p, q)"),
     "accepted_best": ("", "chance that the strict rule accepts the drafter's likeliest code"),
@@ -64,7 +65,7 @@ _AMBIGUITY_MEANS = (
     Column("index", "int", "", "the row or the position, from 0; empty for all"),
     Column("places", "int", "places", "tokens behind the row"),
     Column("prompts", "int", "prompts", "prompts among them: what is resampled"),
-    *(column for name, (unit, meaning) in AMBIGUITY.items() for column in figure(name, unit, "mean " + meaning)),
+    *(column for name, (unit, meaning) in AMBIGUITY.items() for column in figure(name, unit, meaning + ", mean")),
     NOTE,
 )
 

@@ -19,6 +19,7 @@ from lantern_bench.spec.experiment import shipped_experiments
 TABLE = """
 name: small-table
 model: lanterns
+compile: false
 models:
   lanterns: {images: 2, tree: small-7, neighbours: 100, lambda: [2, 10]}
   llamagen-t2i-stage1: {images: 1000, neighbours: 1000, lambda: [5, 10]}

@@ -41,7 +41,7 @@ class Small:
         order = torch.arange(VOCABULARY, device=device)
         self._table = torch.stack([(order + 1 + x) % VOCABULARY for x in range(VOCABULARY)])[:, : VOCABULARY - 1]
 
-    def table(self, columns: int) -> torch.Tensor:
+    def table(self, columns: int, metric: str = "l2") -> torch.Tensor:
         return self._table[:, :columns]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lantern_bench.decode.engine import Engine
 from lantern_bench.decode.loop import decode
 from lantern_bench.decode.sampling import guide
 from lantern_bench.models.chameleon import build_drafter
@@ -91,6 +92,20 @@ def test_greedy_speculation_is_greedy_decoding(model: Model, way: str) -> None:
     plain = decode(model, condition(2), decoding("ar", temperature=0.0), generators)
     drafted = decode(model, condition(2), decoding(way, temperature=0.0), generators)
     assert [made.tokens.tolist() for made in plain] == [made.tokens.tolist() for made in drafted]
+
+
+@pytest.mark.parametrize("way", ["ar", "lantern++", "official dynamic"])
+def test_compiled_steps_end_every_line_too(model: Model, way: str) -> None:
+    """Prompts of different lengths through the programs of one shape, traced whole."""
+    engine = Engine(compile=True, backend="aot_eager")
+    for _again in range(2):
+        plain, compiled = (
+            decode(model, condition(2), decoding(way), [torch.Generator().manual_seed(n) for n in (5, 6)], engine=run)
+            for run in (None, engine)
+        )
+        assert [made.tokens.tolist() for made in plain] == [made.tokens.tolist() for made in compiled]
+        for made in compiled:
+            check(made.tokens)
 
 
 @pytest.mark.parametrize("way", ["static", "dynamic"])

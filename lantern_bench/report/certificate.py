@@ -1,0 +1,105 @@
+"""The certificate: one row a check, with what was wanted and whether it held. Plain numbers in, rows out.
+
+What is checked and with which bar is written here and nowhere else, after algorithms.md, section 6. A figure without a
+bar is reported: that relaxation costs more than its bound is a finding, not a fault of the model or of the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lantern_bench.report.cells import Row
+from lantern_bench.report.stats import proportion
+from lantern_bench.report.summary import parameters
+
+__all__ = ["broken_row", "cost_check_rows", "failures", "identity_row", "lossless_row", "strict_row"]
+
+_LOSSLESS, _BROKEN, _ROUNDING = 1e-3, 1e-6, 1e-5
+_NEAR_TIES = "near-ties (rounding may choose either): "
+
+
+def lossless_row(model: str, setting: str, p_value: float, samples: int, impossible: int) -> dict[str, Any]:
+    """Whether the first tokens of whole decodes follow the target's law."""
+    note = f"{impossible} samples have no probability under the target" if impossible else None
+    row = _row(model, "lossless first tokens", setting, "p-value of the G-test", p_value, samples)
+    return _judged(row, f"> {_LOSSLESS:g}", p_value > _LOSSLESS) | {"note": note}
+
+
+def broken_row(model: str, setting: str, p_value: float, samples: int) -> dict[str, Any]:
+    """Whether the same test, with as many samples, rejects the rule without its residual."""
+    row = _row(model, "broken rule rejected", setting, "p-value of the G-test", p_value, samples)
+    note = "the residual was left out on purpose: this is the power of the test above"
+    return _judged(row, f"< {_BROKEN:g}", p_value < _BROKEN) | {"note": note}
+
+
+def identity_row(
+    model: str, setting: str, same: int, near_ties: Sequence[tuple[int, float]], others: Sequence[tuple[int, float]]
+) -> dict[str, Any]:
+    """Whether greedy speculation is greedy decoding; differences are pairs of a position and the margin there."""
+    n = same + len(near_ties) + len(others)
+    share = proportion(same, n)
+    row = _row(model, "greedy identity", setting, "share of prompts with equal tokens", share.value, n)
+    row |= {"measured_low": share.low, "measured_high": share.high}
+    notes = [_NEAR_TIES + _places(near_ties)] if near_ties else []
+    notes += ["different: " + _places(others)] if others else []
+    return _judged(row, "equal, or a near-tie", not others) | {"note": "; ".join(notes) or None}
+
+
+def strict_row(model: str, setting: str, places: Sequence[Row]) -> dict[str, Any]:
+    """Whether the strict rule emits the target itself, exactly, at places of real images."""
+    worst = max(float(place["emitted_tv"]) for place in places)
+    row = _row(model, "strict rule emits the target", setting, "largest emitted TV", worst, len(places))
+    return _judged(row, f"<= {_ROUNDING:g}", worst <= _ROUNDING)
+
+
+def cost_check_rows(means: Sequence[Row], places: Sequence[Row]) -> list[dict[str, Any]]:
+    """The emitted TV of each relaxed cell, and for deterministic drafts under `exact` whether it keeps what is proved.
+
+    What is proved: at each place the emitted TV is at most the mass that the children move, each by the chance that it
+    is tried. Of sampled drafts, and of `official`, nothing of the kind is true.
+    """
+    rows = []
+    for mean in means:
+        here = [place for place in places if place["cell_id"] == mean["cell_id"]]
+        row = _row(mean["model"], "emitted TV", _setting(mean), "mean", mean["emitted_tv"], mean["places"])
+        row |= {"measured_low": mean["emitted_tv_low"], "measured_high": mean["emitted_tv_high"]}
+        row["note"] = _beside_bound(mean)
+        if mean["moved_mass"] is not None and mean["residual"] == "exact":
+            excess = max(float(place["emitted_tv"]) - float(place["moved_mass"]) for place in here)
+            row = _judged(row, "<= mass moved, at each place", excess <= _ROUNDING)
+        rows.append(row)
+    return rows
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """Return the checks that did not hold, in words."""
+    return [f"{row['check']} ({row['setting']})" for row in rows if row.get("passed") == "NO"]
+
+
+def _row(model: str, check: str, setting: str, figure: str, measured: float | None, n: int) -> dict[str, Any]:
+    return {"model": model, "check": check, "setting": setting, "figure": figure, "measured": measured, "n": n}
+
+
+def _judged(row: dict[str, Any], wanted: str, held: bool) -> dict[str, Any]:
+    return row | {"wanted": wanted, "passed": "yes" if held else "NO"}
+
+
+def _places(differences: Sequence[tuple[int, float]]) -> str:
+    return ", ".join(f"token {position}, margin {margin:.1e}" for position, margin in differences)
+
+
+def _setting(cell: Row) -> str:
+    """The mode and what is set beyond it, the residual always."""
+    text = f"{cell['mode']} {parameters(cell, [cell])}".removesuffix(" official residual")
+    return f"{text} {cell['residual']} residual"
+
+
+def _beside_bound(mean: Row) -> str | None:
+    notes = [str(mean["note"])] if mean.get("note") else []
+    if mean.get("times_delta") is not None:
+        share = f"above it at {mean['above_delta']:.0%} of places"
+        notes.insert(0, f"{mean['times_delta']:.2g} times delta {mean['delta']:g}, {share}")
+    elif mean["lambda"] is not None:
+        notes.insert(0, f"lambda {mean['lambda']:g}")
+    return " | ".join(notes) or None

@@ -1,0 +1,105 @@
+"""`lantern-bench certify` on a model of tables: the certificate, its files, its exit codes."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from lantern_bench.cli import main as cli
+from lantern_bench.decode import judge
+from lantern_bench.measure.broken_rules import judge_without_residual
+from lantern_bench.models import registry
+from tests.tiny_family import TinyFamily
+
+SMALL = ["--neighbours", "3", "--positions", "9", "--draws", "8", "--samples", "400", "--greedy", "3"]
+
+
+@pytest.fixture(autouse=True)
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyFamily:
+    family = TinyFamily()
+    monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
+    monkeypatch.chdir(tmp_path)
+    return family
+
+
+def rows(path: str) -> list[dict[str, str]]:
+    with Path(path).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_certificate_holds_and_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["certify", "tiny", *SMALL]) == 0
+    found = rows("results/certify-tiny/certificate.csv")
+    assert capsys.readouterr().out.splitlines()[0].startswith("model,check,setting,figure,measured")
+    checks = [row["check"] for row in found]
+    assert checks[:4] == ["lossless first tokens", "broken rule rejected"] * 2
+    assert checks[4:7] == ["greedy identity"] * 2 + ["strict rule emits the target"]
+    assert set(checks[7:]) == {"emitted TV"}
+    assert {row["passed"] for row in found[:7]} == {"yes"}
+    assert {row["passed"] for row in found[7:]} == {"yes", ""}
+    assert all(row["measured_low"] and row["measured_high"] for row in found if row["check"] == "emitted TV")
+    assert len(rows("results/certify-tiny/emitted_tv_places.csv")) == 9 * len(
+        rows("results/certify-tiny/emitted_tv.csv")
+    )
+    facts = json.loads(Path("results/certify-tiny/measurement.json").read_text())
+    assert (facts["dtype"], facts["positions"], facts["weights"]) == ("float32", 9, {"target": "1", "drafter": "2"})
+
+
+def test_a_decoder_that_is_not_lossless_ends_with_5(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(judge, "judge_children", judge_without_residual)
+    assert cli.main(["certify", "tiny", *SMALL, "--format", "table"]) == 5
+    said = capsys.readouterr()
+    assert "NO" in said.out
+    assert "error: 2 checks do not hold: lossless first tokens (static small-7" in said.err
+    assert Path("results/certify-tiny/certificate.csv").is_file()
+
+
+def test_the_measurements_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    typed = ["certify", "tiny", "--emitted-tv", "--ambiguity", "--delta", "0.05,0.4", "--lambda", "3", *SMALL]
+    assert cli.main([*typed, "--images", "4", "--out", "here"]) == 0
+    cost = rows("here/emitted_tv.csv")
+    assert {(row["mode"], row["drafting"], row["residual"]) for row in cost} == {
+        ("lantern", "dynamic", "exact"),
+        ("lantern", "dynamic", "official"),
+        ("lantern", "static", "exact"),
+        ("lantern", "static", "official"),
+        ("lantern++", "static", "exact"),
+        ("lantern++", "static", "official"),
+    }
+    assert len(cost) == 2 * 2 * 2 + 2
+    assert {row["places"] for row in cost} == {"9"}
+    exact = {row["delta"]: float(row["emitted_tv"]) for row in cost if row["residual"] == "exact" and row["delta"]}
+    assert exact["0.4"] > exact["0.05"]
+    table = rows("here/ambiguity.csv")
+    assert [row["axis"] for row in table].count("position") == 12
+    assert not Path("here/certificate.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "message"),
+    [
+        (["certify", "tinny"], 2, "--model tinny: unknown model; did you mean tiny?"),
+        (["certify", "tiny", "--temperature", "0", "--neighbours", "3"], 2, "not defined at temperature 0"),
+        (["certify", "tiny", "--modes", "ar"], 2, "no cell of it is relaxed"),
+        (["certify", "tiny", "--delta", "2"], 2, "--delta 2: must lie strictly between 0 and 1"),
+        (["certify", "tiny"], 2, "--neighbours 20: the model tiny has 16 codes"),
+        (["certify", "tiny", "--experiment", "nothing"], 2, "no experiment is named 'nothing'"),
+        (["certify", "tiny", "--neighbours", "3", "--out", "file/there"], 2, "is a file, not a folder"),
+        (["certify", "tiny", "--neighbours", "3", "--device", "cuda:9"], 3, "there is no such device"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_measured(
+    typed: list[str], code: int, message: str, tiny: TinyFamily, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("file").write_text("")
+    assert cli.main(typed) == code
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.out == ""
+    assert tiny.loads == 0
+    assert not Path("results").exists()

@@ -1,0 +1,88 @@
+"""The certificate and the tables of emitted TV: what is a failure, what is a finding, and the means behind them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lantern_bench.report.certificate import (
+    broken_row,
+    cost_check_rows,
+    failures,
+    identity_row,
+    lossless_row,
+    strict_row,
+)
+from lantern_bench.report.relaxation_cost import cost_rows
+from lantern_bench.report.tables import frame
+from lantern_bench.spec.decoding import Decoding
+from lantern_bench.spec.experiment import Cell
+
+
+def places(
+    mode: str, figures: list[tuple[str, float, float | None, float | None]], **values: Any
+) -> list[dict[str, Any]]:
+    cell = Cell("m", Decoding.model_validate({"mode": mode, **values}))
+    rows = []
+    for position, (prompt, tv, crossed, moved) in enumerate(figures):
+        row = {**cell.columns(), "prompt_id": prompt, "repeat": 0, "position": position, "emitted_tv": tv}
+        rows.append(row | {"emitted_tv_crossed": crossed, "moved_mass": moved})
+    return rows
+
+
+def test_what_holds_and_what_does_not() -> None:
+    rows = [
+        lossless_row("m", "static", 0.4, 100, 0),
+        lossless_row("m", "static", 0.0, 100, 3),
+        broken_row("m", "static", 1e-9, 100),
+        broken_row("m", "dynamic", 0.2, 100),
+        identity_row("m", "static", 7, [(5, 2e-5)], []),
+        identity_row("m", "dynamic", 7, [], [(9, 0.3)]),
+        strict_row("m", "dynamic", [{"emitted_tv": 1e-7}, {"emitted_tv": 3e-6}]),
+        strict_row("m", "dynamic x", [{"emitted_tv": 1e-2}]),
+    ]
+    assert [row["passed"] for row in rows] == ["yes", "NO", "yes", "NO", "yes", "NO", "yes", "NO"]
+    assert rows[1]["note"] == "3 samples have no probability under the target"
+    assert "near-ties (rounding may choose either): token 5, margin 2.0e-05" in rows[4]["note"]
+    assert rows[5]["note"] == "different: token 9, margin 3.0e-01"
+    assert rows[4]["measured"] == pytest.approx(7 / 8)
+    assert rows[4]["measured_low"] < 7 / 8 < rows[4]["measured_high"]
+    named = ["lossless first tokens (static)", "broken rule rejected (dynamic)", "greedy identity (dynamic)"]
+    assert failures(rows) == [*named, "strict rule emits the target (dynamic x)"]
+    assert len(frame("certificate", rows)) == 8
+
+
+def test_means_stand_beside_delta() -> None:
+    figures = [("a", 0.3, None, 0.31), ("a", 0.1, None, 0.1), ("b", 0.5, None, 0.6), ("c", 0.1, None, 0.2)]
+    (mean,) = cost_rows(places("lantern", figures, delta=0.2, tree=None))
+    assert (mean["places"], mean["prompts"]) == (4, 3)
+    assert mean["emitted_tv"] == pytest.approx(0.25)
+    assert mean["emitted_tv_low"] < 0.25 < mean["emitted_tv_high"]
+    assert mean["emitted_tv_max"] == 0.5
+    assert mean["times_delta"] == pytest.approx(1.25)
+    assert mean["above_delta"] == 0.5
+    assert mean["moved_mass"] == pytest.approx(0.3025)
+    assert mean["note"] is None
+    frame("emitted_tv", [mean])
+
+
+def test_too_few_draws_are_said() -> None:
+    near = places("lantern++", [("a", 0.2, 0.19, None), ("b", 0.3, 0.29, None)], **{"lambda": 2})
+    apart = places("lantern++", [("a", 0.2, 0.1, None), ("b", 0.3, 0.2, None)], **{"lambda": 2})
+    assert next(cost_rows(near))["note"] is None
+    assert "more draws are needed" in next(cost_rows(apart))["note"]
+
+
+def test_costing_more_than_delta_is_a_finding_and_breaking_the_proof_a_failure() -> None:
+    kept = places("lantern", [("a", 0.3, None, 0.31), ("b", 0.4, None, 0.4)], delta=0.2)
+    broken = places("lantern", [("a", 0.3, None, 0.1), ("b", 0.4, None, 0.6)], delta=0.3)
+    official = places("lantern", [("a", 0.9, None, 0.1), ("b", 0.4, None, 0.6)], delta=0.3, residual="official")
+    sampled = places("lantern++", [("a", 0.9, 0.9, None), ("b", 0.4, 0.4, None)], **{"lambda": 2})
+    everything = [*kept, *broken, *official, *sampled]
+    rows = cost_check_rows(list(cost_rows(everything)), everything)
+    assert [row.get("passed") for row in rows] == ["yes", "NO", None, None]
+    assert rows[0]["note"] == "1.8 times delta 0.2, above it at 100% of places"
+    assert rows[3]["note"] == "lambda 2"
+    assert rows[0]["setting"] == "lantern 58n5d10b k=20 delta=0.2 exact residual"
+    assert rows[2]["setting"] == "lantern 58n5d10b k=20 delta=0.3 official residual"
