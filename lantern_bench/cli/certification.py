@@ -101,12 +101,6 @@ class Certification:
         set_space(model, self.settings.neighbour_space)
         return model
 
-    def compile(self) -> str | None:
-        """Check the compiled steps, where that was asked for; return why that cannot be."""
-        from lantern_bench.runs.local import compile_models
-
-        return compile_models([self.loaded], self.place) if self.settings.compile else None
-
     def prepare(self, progress: Progress) -> None:
         """Let the model see all prompts: a text encoder is loaded, used and freed before anything is decoded."""
         for done, total in self.loaded.prepare([prompt.text for prompt in self.prompts]):

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from lantern_bench.cli.certification import Certification, Sizes, make_certification
-from lantern_bench.cli.flags import DECODING, PLACE, with_flags
+from lantern_bench.cli.compiling import compile_steps
+from lantern_bench.cli.flags import DECODING, PLACE, PROMPTS_HELP, with_flags
 from lantern_bench.cli.places import results_root
 from lantern_bench.console import FORMATS, Console
 from lantern_bench.errors import CheckFailedError
@@ -36,7 +37,7 @@ def certify(
         typer.Option(help="Whose relaxed cells are measured; certify, or relaxation-cost with --emitted-tv."),
     ] = None,
     modes: Annotated[list[str] | None, typer.Option(help="Keep the cells of these modes.")] = None,
-    prompts: Annotated[str | None, typer.Option(help="A prompt set, or a .txt, .csv or .jsonl file.")] = None,
+    prompts: Annotated[str | None, typer.Option(help=PROMPTS_HELP)] = None,
     positions: Annotated[
         int | None, typer.Option(min=1, help="Places of emitted TV: 48, and 200 with --emitted-tv.")
     ] = None,
@@ -67,9 +68,8 @@ def certify(
     course = make_certification(source, typed, modes or None, settings or [], sizes)
     folder = out or results_root() / f"certify-{Path(model).name}"
     course.check_folder(folder)
-    problem = course.compile()
-    if problem is not None:
-        console.warn(f"decoding is not compiled: {problem}")
+    if course.settings.compile:
+        compile_steps([course.loaded], course.place, console)
     if emitted_tv or ambiguity:
         _measure(course, folder, console, emitted_tv, ambiguity, chosen)
         return

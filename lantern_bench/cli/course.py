@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lantern_bench.cli.compiling import compile_steps
 from lantern_bench.cli.places import results_root
 from lantern_bench.console import Console, duration
+from lantern_bench.errors import RecordsFailedError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from lantern_bench.spec.plan import Plan
     from lantern_bench.spec.protocols import Protocol
 
-__all__ = ["Request", "carry_out", "make_request", "plan_table"]
+__all__ = ["Request", "carry_out", "check_failed", "make_request", "plan_table"]
 
 
 class Request(NamedTuple):
@@ -126,7 +128,8 @@ def carry_out(request: Request, console: Console) -> int:
         judges = judges_of(request.protocol, device=place.device)
         reference = find_reference(settings.reference, request.protocol)
     models = load_models(request.experiment, place)
-    _compile(models, settings.compile, place, console)
+    if settings.compile is not False:
+        compile_steps(models.values(), place, console)
     console.detail(f"device {place.device}, {place.dtype_name}")
     with RunStore(request.folder, request.experiment, key_fields(models, settings, place, request.plan.cells)) as store:
         store.update_manifest(prompts=request.prompts)
@@ -143,16 +146,12 @@ def carry_out(request: Request, console: Console) -> int:
     return failed
 
 
-def _compile(models: Mapping[str, LoadedModel], asked: bool | None, place: Place, console: Console) -> None:
-    """Compile unless told not to; where it cannot be, say why and go on as it is."""
-    from lantern_bench.runs.local import compile_models
-
-    if asked is False:
-        return
-    problem = compile_models(models.values(), place)
-    if problem is not None:
-        console.warn(
-            f"decoding is not compiled: {problem}", "It is slower so. Install a C++ compiler, or --no-compile."
+def check_failed(request: Request, failed: int) -> None:
+    """Raise `RecordsFailedError` where images failed."""
+    if failed:
+        raise RecordsFailedError(
+            f"{failed} of {len(request.plan.units)} images failed; they are in {request.folder / 'records.jsonl'}",
+            "The same command tries them again.",
         )
 
 

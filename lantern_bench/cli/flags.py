@@ -15,7 +15,9 @@ import typer
 
 from lantern_bench.spec.topologies import STATIC_TREES
 
-__all__ = ["DECODING", "PLACE", "with_flags"]
+__all__ = ["DECODING", "PLACE", "PROMPTS_HELP", "with_flags"]
+
+PROMPTS_HELP = "A prompt set, a file, coco:FILE, parti:FILE or imagenet; with #100 a hundred of them."
 
 Flag = tuple[str, Any]
 

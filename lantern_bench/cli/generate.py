@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from lantern_bench.cli.compiling import compile_steps
 from lantern_bench.cli.flags import DECODING, PLACE, with_flags
 from lantern_bench.cli.generate_output import (
     check_file,
@@ -173,16 +174,15 @@ def _text(asked: _Asked, model: str) -> str:
 
 def _loaded(resolved: ResolvedExperiment, random: bool, console: Console) -> tuple[Place, LoadedModel]:
     """The model, from its files or from random numbers; compiled where that was asked for."""
-    from lantern_bench.runs.local import choose_place, compile_models, load_models
+    from lantern_bench.runs.local import choose_place, load_models
 
     settings = resolved.settings
     place = choose_place(settings.device, settings.dtype)
     name = settings.model[0]
     model = _random(name, place, settings.seed, console) if random else load_models(resolved, place)[name]
     # One picture is made sooner than its programs: compiled only when asked for, and then before it is timed.
-    problem = compile_models([model], place) if settings.compile else None
-    if problem is not None:
-        console.warn(f"decoding is not compiled: {problem}")
+    if settings.compile:
+        compile_steps([model], place, console)
     return place, model
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from lantern_bench.cli.compiling import compile_steps
 from lantern_bench.console import FORMATS, Console
 from lantern_bench.errors import UserError
 
@@ -70,7 +71,8 @@ def profile(
 
     place = choose_place(device, dtype)
     subject = _subject(model, size, random_weights, seed, images, cfg_scale, place)
-    _compiled(subject.model, compile, place, console)
+    if compile:
+        compile_steps([subject.model], place, console)
     import pandas as pd
 
     rows = _rows(subject, shapes, seed, tokens, console)
@@ -118,14 +120,6 @@ def _subject(
     loaded = random_model(name, *place, noise) if random else load_model(name, *place)
     guidance = card_of(name).defaults.get("cfg_scale", 1.0) if scale is None else scale
     return _Subject(loaded, not random, [prompts[n % len(prompts)] for n in range(images)], float(guidance))
-
-
-def _compiled(model: LoadedModel, asked: bool, place: Place, console: Console) -> None:
-    from lantern_bench.runs.local import compile_models
-
-    problem = compile_models([model], place) if asked else None
-    if problem is not None:
-        console.warn(f"decoding is not compiled: {problem}")
 
 
 def _rows(

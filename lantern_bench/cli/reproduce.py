@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lantern_bench.cli.course import Request, carry_out, make_request, plan_table
-from lantern_bench.cli.flags import DECODING, PLACE, with_flags
+from lantern_bench.cli.course import Request, carry_out, check_failed, make_request, plan_table
+from lantern_bench.cli.flags import DECODING, PLACE, PROMPTS_HELP, with_flags
 from lantern_bench.console import FORMATS, Console
-from lantern_bench.errors import RecordsFailedError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,7 +29,7 @@ def reproduce(
     experiment: Annotated[str, typer.Argument(help="A shipped experiment with published figures, or a YAML file.")],
     model: Annotated[str | None, typer.Option(help="The model; by default the experiment's.")] = None,
     modes: Annotated[list[str] | None, typer.Option(help="Keep the cells of these modes.")] = None,
-    prompts: Annotated[str | None, typer.Option(help="A prompt set, or a .txt, .csv or .jsonl file.")] = None,
+    prompts: Annotated[str | None, typer.Option(help=PROMPTS_HELP)] = None,
     images: Annotated[str | None, typer.Option(help="Images per cell; published tables use 1,000 to 5,000.")] = None,
     metrics: Annotated[list[str] | None, typer.Option(help="speed, quality, or both.")] = None,
     protocol: Annotated[str | None, typer.Option(help="How quality is judged; see `lantern-bench score`.")] = None,
@@ -56,11 +55,7 @@ def reproduce(
     console.say(f"run: {request.folder}")
     failed = carry_out(request, console)
     _show(request.folder, console, chosen)
-    if failed:
-        raise RecordsFailedError(
-            f"{failed} of {len(request.plan.units)} images failed; they are in {request.folder / 'records.jsonl'}",
-            "The same command tries them again.",
-        )
+    check_failed(request, failed)
 
 
 def _request(experiment: str, typed: dict[str, Any], **more: Any) -> Request:

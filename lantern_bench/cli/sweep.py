@@ -10,15 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from lantern_bench.cli.course import Request, carry_out, make_request, plan_table
-from lantern_bench.cli.flags import DECODING, PLACE, with_flags
+from lantern_bench.cli.course import Request, carry_out, check_failed, make_request, plan_table
+from lantern_bench.cli.flags import DECODING, PLACE, PROMPTS_HELP, with_flags
 from lantern_bench.console import FORMATS, Console
-from lantern_bench.errors import RecordsFailedError
 
 __all__ = ["sweep"]
-
-
-_PROMPTS = "A prompt set, a file, coco:FILE, parti:FILE or imagenet; with #100 a hundred of them."
 
 
 @with_flags(*DECODING, *PLACE)
@@ -27,7 +23,7 @@ def sweep(
     experiment: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped experiment.")] = "lanterns",
     model: Annotated[list[str] | None, typer.Option(help="Model, or several.")] = None,
     modes: Annotated[list[str] | None, typer.Option(help="Keep the cells of these modes.")] = None,
-    prompts: Annotated[str | None, typer.Option(help=_PROMPTS)] = None,
+    prompts: Annotated[str | None, typer.Option(help=PROMPTS_HELP)] = None,
     images: Annotated[str | None, typer.Option(help="Images per cell.")] = None,
     repeats: Annotated[str | None, typer.Option(help="Make the images so many times, with fresh seeds.")] = None,
     metrics: Annotated[list[str] | None, typer.Option(help="speed, quality, or both.")] = None,
@@ -60,11 +56,7 @@ def sweep(
     console.say(f"run: {request.folder}")
     failed = carry_out(request, console)
     _finish(request, console, chosen)
-    if failed:
-        raise RecordsFailedError(
-            f"{failed} of {len(request.plan.units)} images failed; they are in {request.folder / 'records.jsonl'}",
-            "The same command tries them again.",
-        )
+    check_failed(request, failed)
 
 
 def _finish(request: Request, console: Console, format: str | None) -> None:
