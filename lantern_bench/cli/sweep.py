@@ -146,6 +146,7 @@ def _plan_table(request: _Request, console: Console) -> pd.DataFrame:
 
 def _run(request: _Request, console: Console) -> int:
     """Make what is to be made and score it; return how many images failed."""
+    from lantern_bench.models.pixels import NoPixels
     from lantern_bench.runs.local import choose_place, key_fields, load_models
     from lantern_bench.runs.store import RunStore
 
@@ -153,6 +154,9 @@ def _run(request: _Request, console: Console) -> int:
     place = choose_place(settings.device, settings.dtype)
     judges = _judges() if "quality" in settings.metrics else None
     models = load_models(request.experiment, place)
+    for model in models.values():
+        if isinstance(model.pixels, NoPixels):
+            raise model.pixels.problem
     console.detail(f"device {place.device}, {place.dtype_name}")
     with RunStore(request.folder, request.experiment, key_fields(models, settings, place)) as store:
         store.update_manifest(prompts=request.prompts)
