@@ -116,6 +116,7 @@ def plan_table(request: Request, console: Console) -> pd.DataFrame:
 
 def carry_out(request: Request, console: Console) -> int:
     """Make what is to be made and score it; return how many images failed."""
+    from lantern_bench.models.pixels import NoPixels
     from lantern_bench.runs.judges import judges_of
     from lantern_bench.runs.local import choose_place, key_fields, load_models
     from lantern_bench.runs.reference import find_reference
@@ -128,6 +129,9 @@ def carry_out(request: Request, console: Console) -> int:
         judges = judges_of(request.protocol, device=place.device)
         reference = find_reference(settings.reference, request.protocol)
     models = load_models(request.experiment, place)
+    for model in models.values():
+        if isinstance(model.pixels, NoPixels):
+            raise model.pixels.problem
     if settings.compile is not False:
         compile_steps(models.values(), place, console)
     console.detail(f"device {place.device}, {place.dtype_name}")

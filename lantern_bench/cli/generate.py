@@ -138,7 +138,7 @@ def _resolved(typed: dict[str, Any], mode: Sequence[str], settings: Sequence[str
 
 def _check_asked(asked: _Asked, model: str) -> None:
     """Refuse more than one subject, none, and one the model cannot take."""
-    from lantern_bench.models.registry import family_of
+    from lantern_bench.models.registry import card_of, family_of
 
     given = {"a caption": asked.caption, "--class": asked.label, "--condition": asked.condition}
     names = [name for name, value in given.items() if value is not None]
@@ -150,13 +150,12 @@ def _check_asked(asked: _Asked, model: str) -> None:
         if not asked.condition.is_file():
             raise UserError(f"--condition {asked.condition}: no such file")
         return
-    text = _text(asked, model)
-    try:
-        family_of(model).check_prompt(text)
-    except UserError as error:
-        if asked.label is None:
-            raise
-        raise UserError(f"--class {asked.label}: {model} takes no such class: {error.message}", error.advice) from error
+    classes = card_of(model).classes
+    if asked.label is not None and classes is None:
+        raise UserError(f"--class {asked.label}: {model} takes no classes", "Give a caption.")
+    if asked.label is not None and classes is not None and asked.label >= classes:
+        raise UserError(f"--class {asked.label}: {model} has {classes} classes", f"At most {classes - 1}.")
+    family_of(model).check_prompt(_text(asked, model))
 
 
 def _text(asked: _Asked, model: str) -> str:

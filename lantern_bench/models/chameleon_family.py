@@ -27,7 +27,7 @@ from lantern_bench.models.llamagen_family import T2I, one_hash
 from lantern_bench.models.model_file import ModelFile
 from lantern_bench.models.registry import ModelCard
 from lantern_bench.models.sources import CHAMELEON, SOURCES
-from lantern_bench.models.weights import expected_paths, find_part, hashes_of, require_part
+from lantern_bench.models.weights import ExpectedPaths, find_part, hashes_of, require_part
 
 if TYPE_CHECKING:
     import torch
@@ -184,7 +184,7 @@ class ChameleonFamily:
             defaults=_DEFAULTS,
             prompt_set="examples",
             licence=CHAMELEON.name,
-            weights=expected_paths(name),
+            weights=ExpectedPaths(name),
             vocab_size=_CODES,
             tokens=style.grid[0] * (style.grid[1] + style.line_ends),
             parameters=PUBLISHED.parameters,

@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
+import pickletools
 import re
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -197,14 +199,16 @@ class _Pickled:
             raise UserError(f"{self.path}: is cut off: its end is missing", _ADVICE)
         try:
             # Official training scripts save their arguments beside the weights: a plain namespace of plain values.
-            with torch.serialization.safe_globals([argparse.Namespace]):
+            with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+                # Torch remarks on how a pickle was written; what is wrong with it is said below.
+                warnings.simplefilter("ignore")
                 return torch.load(self.path, map_location="cpu", mmap=self._zipped or None, weights_only=True)
         except pickle.UnpicklingError as error:
-            code = re.search(r"(?:GLOBAL|global:?|class) `?([A-Za-z_][\w.]*\.[\w.]+)", str(error))
+            code = _code_in(self.path, str(error))
             if code is None:
                 raise UserError(f"{self.path}: cannot be read as a checkpoint ({_short(error)})", _ADVICE) from error
             raise UserError(
-                f"{self.path}: is a pickle with code in it ({code[1]}), which is not run and not loaded",
+                f"{self.path}: is a pickle with code in it ({code}), which is not run and not loaded",
                 "Only files of tensors are: save the state dict alone, or convert it to safetensors.",
             ) from error
         except (RuntimeError, EOFError, ValueError, LookupError, AttributeError, OSError) as error:
@@ -237,3 +241,24 @@ def _short(error: BaseException) -> str:
     """The first sentence of an error, in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return re.split(r"(?<=[.:]) ", text, maxsplit=1)[0][:120].rstrip(".:")
+
+
+def _code_in(path: Path, said: str) -> str | None:
+    """What a pickle would have called: as torch names it, or else the first name in it; nothing is run for that."""
+    named = re.search(r"(?:GLOBAL|global:?|class) `?([A-Za-z_][\w.]*\.[\w.]+)", said)
+    if named is not None:
+        return named[1]
+    words: list[str] = []
+    try:
+        with path.open("rb") as file:
+            for code, argument, _at in pickletools.genops(file):
+                if code.name == "GLOBAL":
+                    return str(argument).replace(" ", ".")
+                if code.name == "STACK_GLOBAL":
+                    return ".".join(words[-2:])
+                if isinstance(argument, str):
+                    words.append(argument)
+    except (ValueError, OSError):
+        # No pickle at all.
+        return None
+    return None

@@ -14,7 +14,7 @@ from lantern_bench.models.llamagen_sizes import PUBLISHED, Kind, LlamaGenSize
 from lantern_bench.models.model_file import ModelFile
 from lantern_bench.models.registry import ModelCard
 from lantern_bench.models.sources import SOURCES
-from lantern_bench.models.weights import Found, expected_paths, find_part, hashes_of, require_part
+from lantern_bench.models.weights import ExpectedPaths, Found, find_part, hashes_of, require_part
 
 if TYPE_CHECKING:
     import torch
@@ -99,21 +99,19 @@ class LlamaGenFamily:
             weights={name: part.path for name, part in parts.items() if part is not None},
             vocab_size=vocab_size,
             tokens=grid[0] * grid[1] if grid is not None else stated.get("block_size"),
+            classes=self._classes(file) if self.kind == "c2i" else None,
         )
 
     def check_prompt_of_file(self, file: ModelFile, text: str) -> None:
         """As `check_prompt`; the number of classes is the file's."""
-        from lantern_bench.models.llamagen_files import stated_sizes
-
-        published = self._named(file)
-        self._check(text, stated_sizes(file).get("classes", published.classes if published is not None else 1000))
+        self._check(text, self._classes(file))
 
     def load_file(self, file: ModelFile, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         """Load the model of a file; raises `UserError` for every way in which its checkpoints do not fit."""
         from lantern_bench.models.checkpoint import open_checkpoint
         from lantern_bench.models.eagle import load_drafter
         from lantern_bench.models.llamagen_files import describe, load_target
-        from lantern_bench.models.llamagen_model import hash_of, loaded_model, table_of_file
+        from lantern_bench.models.llamagen_model import hash_of, hash_of_text, loaded_model, table_of_file
         from lantern_bench.models.parts import Parts
         from lantern_bench.models.vq_files import load_vq
 
@@ -129,14 +127,18 @@ class LlamaGenFamily:
             device=device,
             advice=f"Give the grid the checkpoint was trained for in {file.path}, or the checkpoint of this grid.",
         )
-        hashes = {"target": hash_of(checkpoint.paths)}
+        # Sizes that the checkpoint does not tell change what it computes.
+        hashes = {"target": hash_of(checkpoint.paths), "sizes": hash_of_text(repr(size))}
         drafter = tokenizer = None
         if file.drafter is not None:
             drafter = load_drafter(file.drafter.path, target, dtype=dtype, device=device)
-            hashes["drafter"] = hash_of(open_checkpoint(file.drafter.path).paths)
+            weights = open_checkpoint(file.drafter.path).paths
+            hashes["drafter"] = hash_of((*weights, file.drafter.path / "config.json"))
         if file.tokenizer is not None:
             tokenizer = load_vq(file.tokenizer.path, device, file.tokenizer.config)
             hashes["tokenizer"] = hash_of((file.tokenizer.path,))
+        if file.neighbours is not None:
+            hashes["neighbour_table"] = hash_of((file.neighbours.path,))
         folder = file.text_encoder.path if file.text_encoder is not None else None
         return loaded_model(
             str(file.path),
@@ -157,7 +159,7 @@ class LlamaGenFamily:
         """
         from lantern_bench.models.checkpoint import open_checkpoint
         from lantern_bench.models.eagle import load_drafter
-        from lantern_bench.models.llamagen_files import config_beside, load_target
+        from lantern_bench.models.llamagen_files import as_stated, config_beside, load_target
         from lantern_bench.models.llamagen_model import loaded_model
         from lantern_bench.models.parts import Parts
         from lantern_bench.models.vq_files import load_vq
@@ -169,11 +171,13 @@ class LlamaGenFamily:
             found["drafter"] = drafter
         checkpoint = open_checkpoint(found["target"].path)
         layout: Any = found["target"].source.layout or None
+        config = config_beside(found["target"].path, layout)
+        size = as_stated(size, config, found["target"].path)
         target = load_target(
             checkpoint,
             size,
             layout,
-            config=config_beside(found["target"].path, layout),
+            config=config,
             dtype=dtype,
             device=device,
             advice=f"Type `lantern-bench weights get {name}`, or name the file's own model.",
@@ -203,7 +207,7 @@ class LlamaGenFamily:
         """Put parts that have their weights together."""
         from lantern_bench.models.llamagen_model import loaded_model
 
-        return loaded_model(name, self._sizes[name], parts, weights)
+        return loaded_model(name, self._sizes[name], parts, weights, captions=False)
 
     def random_condition(self, name: str, parts: Parts) -> Callable[[Sequence[str]], Any]:  # noqa: ARG002
         """Random features for a caption, the same for the same text; classes are what they are."""
@@ -224,10 +228,11 @@ class LlamaGenFamily:
             defaults=_DEFAULTS[self.kind],
             prompt_set="examples",
             licence="MIT",
-            weights=expected_paths(name) if name in SOURCES else {},
+            weights=ExpectedPaths(name) if name in SOURCES else {},
             vocab_size=size.vocab_size,
             tokens=size.tokens,
             parameters=size.parameters,
+            classes=size.classes if self.kind == "c2i" else None,
             also_called=(stem,) if self.kind == "c2i" and name.endswith(f"-{usual}") else (),
         )
 
@@ -237,6 +242,13 @@ class LlamaGenFamily:
             if file.family in (card.name, *card.also_called):
                 return self._sizes[card.name]
         return None
+
+    def _classes(self, file: ModelFile) -> int:
+        """The classes a file states; the checkpoint may tell of others when it is opened."""
+        from lantern_bench.models.llamagen_files import stated_sizes
+
+        published = self._named(file)
+        return int(stated_sizes(file).get("classes", published.classes if published is not None else 1000))
 
     def _check(self, text: str, classes: int) -> None:
         if self.kind == "c2i":

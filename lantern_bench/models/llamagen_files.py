@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from lantern_bench.models.model_file import ModelFile
 from lantern_bench.models.recognise import what_is
 from lantern_bench.models.target import TransformerTarget
 
-__all__ = ["config_beside", "describe", "kind_of_checkpoint", "load_target", "stated_sizes"]
+__all__ = ["as_stated", "config_beside", "describe", "kind_of_checkpoint", "load_target", "stated_sizes"]
 
 _KINDS: dict[tuple[str, str], str] = {
     ("t2i", "official"): "LlamaGen, text-conditional, in the official layout",
@@ -59,6 +59,16 @@ def load_target(
     wanted = f"LlamaGen of {size.layers} layers of width {size.dim}"
     fill(target, checkpoint, names, dtype=dtype, device=device, computed=is_computed, wanted=wanted)
     return target
+
+
+def as_stated(size: LlamaGenSize, config: Mapping[str, Any], path: Path) -> LlamaGenSize:
+    """A published size with the constants that a config.json beside the weights states (finding B6)."""
+
+    def wrong(name: str, text: str) -> UserError:
+        return UserError(f"{path.parent / 'config.json'}: {name}: {text}")
+
+    stated = read_config(config, wrong)
+    return replace(size, **{name: stated[name] for name in ("norm_eps", "rope_base") if name in stated})
 
 
 def stated_sizes(file: ModelFile) -> dict[str, Any]:

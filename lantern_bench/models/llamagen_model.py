@@ -6,6 +6,7 @@ and no pictures; one without a text encoder takes features that somebody else ma
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lantern_bench.errors import RefusedError
 from lantern_bench.models.classes import class_number
 from lantern_bench.models.conditioning import Condition
 from lantern_bench.models.eagle import build_drafter
@@ -30,7 +32,7 @@ from lantern_bench.models.pixels import NoPixels, VQPixels
 from lantern_bench.models.text_encoder import CaptionFeatureSource
 from lantern_bench.models.vq import VQConfig, VQModel
 
-__all__ = ["build", "class_condition", "hash_of", "loaded_model", "random_features", "table_of_file"]
+__all__ = ["build", "class_condition", "hash_of", "hash_of_text", "loaded_model", "random_features", "table_of_file"]
 
 
 def build(size: LlamaGenSize) -> Parts:
@@ -49,9 +51,12 @@ def loaded_model(
     text_encoder: Path | None = None,
     table: Tensor | None = None,
     table_folder: Path | None = None,
+    captions: bool = True,
 ) -> LoadedModel:
     """Put parts together.
 
+    `captions`: whether a text-conditional model encodes its captions itself, with the encoder in `text_encoder` or
+    from what an encoder left behind; else its condition is to be given.
     `table` [V, k] holds the nearest codes where the user has made them; else they come from the codebook, and are
     kept in `table_folder`.
     """
@@ -61,8 +66,8 @@ def loaded_model(
     codes = tokenizer.config.codes if tokenizer is not None else 0
     fits = codes == size.vocab_size
     reason = f"the tokenizer has {codes} codes, the target {size.vocab_size}" if codes else "it has no tokenizer"
-    source = None
-    if size.kind == "t2i":
+    source, hashes = None, dict(weights)
+    if size.kind == "t2i" and captions:
         cache = cache_folder() / "features"
         source = CaptionFeatureSource(
             text_encoder,
@@ -73,6 +78,9 @@ def loaded_model(
             dtype=target.dtype,
             model=name,
         )
+        # Without encoder and features no caption can be taken, and there is nothing to hash.
+        with contextlib.suppress(RefusedError):
+            hashes["text_encoder"] = source.sha256
     model = LoadedModel(
         name=name,
         target=target,
@@ -80,7 +88,7 @@ def loaded_model(
         pixels=VQPixels(tokenizer, size.grid) if fits else NoPixels(name, reason),
         codebook=tokenizer.codebook() if fits else None,
         condition=source if source is not None else class_condition(size.classes),
-        weights=dict(weights),
+        weights=hashes,
         grid=size.grid,
         neighbour_space="raw",
         table_folder=table_folder,
@@ -119,6 +127,11 @@ def hash_of(paths: Sequence[Path]) -> str:
     """One hash for a part of one file or several."""
     hashes = [remembered_sha256(path) for path in paths]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def hash_of_text(text: str) -> str:
+    """The hash of what is no file."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def table_of_file(file: ModelFile, codes: int) -> Tensor | None:

@@ -6,12 +6,12 @@ official code, of the HF conversion, or of this package; what it leaves out is t
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from lantern_bench.errors import UserError
-from lantern_bench.spec.values import did_you_mean
 
 if TYPE_CHECKING:
     from lantern_bench.models.transformer import TransformerConfig
@@ -126,6 +126,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "width": ("width", "caption_dim"),
     "kind": ("kind", "input_type", "model_type"),
 }
+# How alike an unknown name and a known one must be to be taken for a slip of the pen.
+_A_SLIP = 0.82
 _FRACTIONS = ("multiplier", "norm_eps", "rope_base")
 
 
@@ -139,9 +141,9 @@ def read_config(config: Mapping[str, Any], wrong: Callable[[str, str], UserError
     known = {name: ours for ours, names in _NAMES.items() for name in names}
     for name, value in config.items():
         if name not in known:
-            hint = did_you_mean(name, known)
-            if hint and name.removesuffix("s").removesuffix("_p") not in known and _a_slip(str(name), hint):
-                raise wrong(str(name), f"unknown{hint}")
+            meant = difflib.get_close_matches(str(name), list(known), n=1, cutoff=_A_SLIP)
+            if meant:
+                raise wrong(str(name), f"unknown; did you mean {meant[0]}?")
             continue
         ours = known[name]
         if value is None or (name == "model_type" and value not in ("t2i", "c2i")):
@@ -153,12 +155,6 @@ def read_config(config: Mapping[str, Any], wrong: Callable[[str, str], UserError
     if "ffn_dim" not in said and "dim" in said and (multiple or multiplier):
         said["ffn_dim"] = ffn_width(said["dim"], multiple or 256, multiplier)
     return said
-
-
-def _a_slip(name: str, hint: str) -> bool:
-    """Whether an unknown name is one letter away from the one that was hinted at."""
-    meant = hint.removeprefix("; did you mean ").removesuffix("?")
-    return abs(len(name) - len(meant)) <= 1 and sum(a != b for a, b in zip(name, meant, strict=False)) <= 1
 
 
 def _checked(ours: str, name: str, value: object, wrong: Callable[[str, str], UserError]) -> Any:

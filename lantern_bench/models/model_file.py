@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from lantern_bench.errors import UserError
+from lantern_bench.spec.decoding import PARAMETERS
 from lantern_bench.spec.source import KeyPath, Source, read_source
-from lantern_bench.spec.values import Place, Problems, did_you_mean, show
+from lantern_bench.spec.values import Place, Problems, did_you_mean, read_parameter, show
 
 __all__ = ["KEYS", "ModelFile", "PartFile", "is_model_file", "read_model_file"]
 
@@ -25,7 +26,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "tokenizer": ("checkpoint", "config"),
     "drafter": ("dir",),
     "text_encoder": ("dir",),
-    "neighbours": ("table", "space"),
+    "neighbours": ("table",),
 }
 """The keys of each part; `config` is a mapping, or the path of a JSON file."""
 _TOP = ("name", "description", "family", "grid", "defaults", *KEYS)
@@ -38,7 +39,6 @@ class PartFile:
     path: Path
     config: Mapping[str, Any] | None = None
     layout: str | None = None
-    space: str | None = None
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,7 @@ def read_model_file(path: Path) -> ModelFile:
     if "target" not in source.data:
         problems.add(Place("target"), "missing; give target: {checkpoint: FILE}")
     grid = _grid(source, problems)
-    defaults = source.data.get("defaults") or {}
-    if not isinstance(defaults, Mapping):
-        problems.add(_place(source, ("defaults",)), "must be a mapping of decoding values", defaults)
+    defaults = _defaults(source, problems)
     problems.raise_all()
     target = parts.pop("target")
     if target is None or texts["family"] is None:
@@ -135,14 +133,12 @@ def _part(source: Source, part: str, problems: Problems) -> PartFile | None:
         return None
     where = KEYS[part][0]
     path = _existing(source, part, where, data.get(where), problems)
-    layout, space = data.get("layout"), data.get("space")
+    layout = data.get("layout")
     if layout is not None and layout not in LAYOUTS:
         hint = did_you_mean(layout, LAYOUTS)
         problems.add(_place(source, (part, "layout")), f"must be one of {', '.join(LAYOUTS)}{hint}", layout)
-    if space is not None and space not in ("raw", "normalised"):
-        problems.add(_place(source, (part, "space")), "must be raw or normalised", space)
     config = _config(source, part, data.get("config"), problems)
-    return PartFile(path, config, layout, space) if path is not None else None
+    return PartFile(path, config, layout) if path is not None else None
 
 
 def _existing(source: Source, part: str, key: str, value: object, problems: Problems) -> Path | None:
@@ -174,6 +170,26 @@ def _config(source: Source, part: str, value: object, problems: Problems) -> Map
         problems.add(place, "must be a mapping, or the path of a JSON file", value)
         return None
     return value
+
+
+def _defaults(source: Source, problems: Problems) -> dict[str, Any]:
+    """The decoding values that the model suggests, checked as an experiment's are."""
+    written = source.data.get("defaults") or {}
+    if not isinstance(written, Mapping):
+        problems.add(_place(source, ("defaults",)), "must be a mapping of decoding values", written)
+        return {}
+    values: dict[str, Any] = {}
+    for key, raw in written.items():
+        place = _place(source, ("defaults", key))
+        if key not in PARAMETERS or key == "mode":
+            problems.add(place, f"unknown value{did_you_mean(key, PARAMETERS)}")
+            continue
+        given = read_parameter(key, raw, place, problems)
+        if len(given) > 1:
+            problems.add(place, "must be one value")
+        if given:
+            values[key] = given[0].value
+    return values
 
 
 def _grid(source: Source, problems: Problems) -> tuple[int, int] | None:

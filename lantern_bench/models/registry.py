@@ -50,7 +50,8 @@ class ModelCard:
     `defaults` are the decoding values the model suggests (cfg_scale, tree, ...), by the names of an experiment file;
     `prompt_set` names the prompts to use where none are given. `weights` maps a part to its file, for listings;
     `vocab_size` is the number of image codes, where it is known; `tokens` those of one picture; `parameters` the
-    target's. `also_called` are other names of the same model.
+    target's. `classes` is their number, for a model that takes classes and no captions. `also_called` are other names
+    of the same model.
     """
 
     name: str
@@ -63,6 +64,7 @@ class ModelCard:
     vocab_size: int | None = None
     tokens: int | None = None
     parameters: int | None = None
+    classes: int | None = None
     also_called: tuple[str, ...] = ()
 
 
@@ -175,8 +177,8 @@ def family_of(model: str) -> Family:
     """The family a model belongs to; raises `UserError` as `card_of`."""
     if is_model_file(model):
         return _FileFamily(model)
-    card = card_of(model)
-    return next(family for family in families().values() if card in family.cards())
+    name = card_of(model).name
+    return next(family for family in families().values() if any(card.name == name for card in family.cards()))
 
 
 def load_model(model: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from lantern_bench.models.sources import SOURCES, HubFile, Part, Source
 
 __all__ = [
     "WEIGHTS_FOLDER_VARIABLE",
+    "ExpectedPaths",
     "Found",
     "Ledger",
     "expected_paths",
@@ -140,6 +141,22 @@ def expected_paths(model: str, root: Path | None = None) -> dict[str, Path]:
         found, first = find_part(model, part.name, base), part.choices[0]
         places[part.name] = found.path if found is not None else base / first.repo / first.files[0].path
     return places
+
+
+class ExpectedPaths(Mapping[str, Path]):
+    """`expected_paths`, looked up when somebody asks: a card is made far more often than its files are wanted."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def __getitem__(self, part: str) -> Path:
+        return expected_paths(self._model)[part]
+
+    def __iter__(self) -> Iterator[str]:
+        return (part.name for part in parts_of(self._model))
+
+    def __len__(self) -> int:
+        return len(parts_of(self._model))
 
 
 def hashes_of(found: Found, root: Path | None = None, on_bytes: Callable[[int], None] | None = None) -> dict[str, str]:

@@ -94,7 +94,7 @@ class StripesFamily:
                 name="stripes",
                 family="stripes",
                 description="example of a third-party family: 16 grey squares",
-                defaults={"cfg_scale": 1.5, "tree": "small-7"},
+                defaults={"cfg_scale": 1.5, "tree": "small-7", "neighbours": 2},
                 prompt_set="both",
                 licence="Apache-2.0",
                 vocab_size=CODES,

@@ -1,0 +1,291 @@
+"""LlamaGen's files: layouts there and back, sizes told by shapes, and every way in which a file does not fit."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lantern_bench.cli import main as cli
+from lantern_bench.errors import UserError
+from lantern_bench.models.conditioning import Condition
+from lantern_bench.models.eagle import build_drafter, drafter_config, drafter_key_map
+from lantern_bench.models.filling import export
+from lantern_bench.models.llamagen import build_target, key_map
+from lantern_bench.models.llamagen_sizes import PUBLISHED, LlamaGenSize
+from lantern_bench.models.registry import cards
+from lantern_bench.models.transformer import grid_rotary
+from tests.models import golden_models
+
+T2I = LlamaGenSize("t2i", 48, 2, 3, 64, (4, 4), 5, vocab_size=32, width=8)
+C2I = LlamaGenSize("c2i", 48, 2, 3, 64, (4, 4), 1, vocab_size=32, classes=7, kv_heads=1)
+
+
+@pytest.fixture
+def official() -> Callable[[LlamaGenSize], dict[str, Tensor]]:
+    def make(size: LlamaGenSize) -> dict[str, Tensor]:
+        target = build_target(size)
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for parameter in target.parameters():
+                parameter.normal_(std=0.3, generator=generator)
+        return export(target, key_map(target, "official"))
+
+    return make
+
+
+def model_of(folder: Path, state: Any, size: LlamaGenSize, **parts: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    torch.save(state, folder / "target.pt")
+    target = {"checkpoint": folder / "target.pt", "config": {"n_head": size.heads}}
+    given: dict[str, Any] = {"family": f"llamagen-{size.kind}", "target": target, "grid": list(size.grid)}
+    return golden_models.write_model(folder, **(given | parts))
+
+
+def logits(model: Path, size: LlamaGenSize) -> Tensor:
+    target: Any = golden_models.load(model).target
+    generator = torch.Generator().manual_seed(6)
+    valid = torch.ones(2, size.positions, dtype=torch.bool)
+    values = torch.tensor([1, 2])
+    if size.kind == "t2i":
+        values, valid[0, 0] = torch.randn(2, size.positions, size.width, generator=generator), False
+    session = target.session(2, True, 1)
+    with torch.no_grad():
+        return torch.cat(session.prefill(Condition(values, valid))[:2])
+
+
+@pytest.mark.parametrize("size", [T2I, C2I], ids=["t2i", "c2i"])
+def test_official_to_ours_to_hf_and_back_gives_identical_logits(
+    size: LlamaGenSize, official: Any, tmp_path: Path
+) -> None:
+    state = official(size)
+    first = model_of(tmp_path / "first", {"model": state}, size)
+    wanted = logits(first, size)
+    ours: Any = golden_models.load(first).target
+    converted = export(ours, key_map(ours, "hf"))
+    assert any(name.endswith("self_attn.k_proj.weight") for name in converted) and "lm_head.weight" in converted
+    (tmp_path / "hf").mkdir()
+    save_file(converted, tmp_path / "hf" / "model.safetensors")
+    target = {"checkpoint": tmp_path / "hf", "layout": "hf", "config": {"num_attention_heads": size.heads}}
+    second = golden_models.write_model(tmp_path / "hf", family="llamagen", target=target, grid=list(size.grid))
+    assert torch.equal(logits(second, size), wanted)
+    again: Any = golden_models.load(second).target
+    back = export(again, key_map(again, "official"))
+    assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("wrap", [{"model": None}, {"module": None}, None])
+def test_the_layouts_of_the_training_frameworks(wrap: dict[str, None] | None, official: Any, tmp_path: Path) -> None:
+    state = official(C2I)
+    model = model_of(tmp_path, state if wrap is None else dict.fromkeys(wrap, state), C2I)
+    assert golden_models.load(model).target.image_tokens == 16
+
+
+def test_a_load_is_in_the_asked_type(official: Any, tmp_path: Path) -> None:
+    from lantern_bench.models.registry import load_model
+
+    loaded: Any = load_model(str(model_of(tmp_path, official(C2I), C2I)), torch.device("cpu"), torch.bfloat16)
+    assert {parameter.dtype for parameter in loaded.target.parameters()} == {torch.bfloat16}
+    assert loaded.target.transformer.rotary.dtype == torch.float32
+
+
+def test_every_key_that_does_not_fit_is_listed(official: Any, tmp_path: Path) -> None:
+    state = official(T2I)
+    del state["norm.weight"], state["layers.1.attention.wo.weight"]
+    state |= {"layers.0.extra": torch.ones(2), "output.weight": torch.ones(33, 48)}
+    with pytest.raises(UserError) as caught:
+        golden_models.load(model_of(tmp_path, state, T2I))
+    message = caught.value.message
+    assert "2 missing: layers.1.attention.wo.weight, norm.weight" in message
+    assert "1 unexpected: layers.0.extra" in message
+    assert "1 misshapen: output.weight is 33x48, not 32x48" in message
+
+
+def stage_signs() -> dict[str, Any]:
+    table = grid_rotary(LlamaGenSize("c2i", 48, 2, 3, 64, (6, 6), 1).transformer())[: 1 + 36]
+    margin = torch.cat([table, torch.zeros(10, 8, 2)])
+    return {
+        "freqs_cis": lambda state: {"model": state | {"freqs_cis": table}},
+        "with margin": lambda state: {"model": state | {"freqs_cis": margin}},
+        "args": lambda state: {"model": state, "args": argparse.Namespace(image_size=96, downsample_size=16)},
+    }
+
+
+@pytest.mark.parametrize("sign", ["freqs_cis", "with margin", "args"])
+def test_a_checkpoint_of_another_stage_is_refused_with_the_reason(sign: str, official: Any, tmp_path: Path) -> None:
+    made = stage_signs()[sign](official(C2I))
+    wrong = model_of(tmp_path / "wrong", made, C2I)
+    with pytest.raises(UserError) as caught:
+        golden_models.load(wrong)
+    for said in ("is of another stage", "6x6 grid (36 tokens)", "4x4"):
+        assert said in caught.value.message
+    assert caught.value.exit_code == 2 and "\n" not in caught.value.message
+    right = model_of(tmp_path / "right", made, C2I, grid=[6, 6])
+    assert golden_models.load(right).grid == (6, 6)
+
+
+def test_the_same_number_of_positions_on_another_grid_is_refused(official: Any, tmp_path: Path) -> None:
+    table = grid_rotary(LlamaGenSize("c2i", 48, 2, 3, 64, (2, 8), 1).transformer())[:17]
+    with pytest.raises(UserError, match="its position table is of another grid"):
+        golden_models.load(model_of(tmp_path, official(C2I) | {"freqs_cis": table}, C2I))
+
+
+def test_what_the_config_says_of_the_grid_must_be_so(official: Any, tmp_path: Path) -> None:
+    target = {"checkpoint": tmp_path / "target.pt", "config": {"n_head": 3, "block_size": 64}}
+    with pytest.raises(UserError, match=r"its config \(block_size 64\) is for a 8x8 grid"):
+        golden_models.load(model_of(tmp_path, official(C2I), C2I, target=target))
+
+
+def test_published_files_are_known_by_name(official: Any) -> None:
+    from lantern_bench.models.llamagen_stage import check_stage
+
+    class Named(dict):  # type: ignore[type-arg]
+        path, settings = Path("t2i_XL_stage2_512.pt"), {}
+
+    with pytest.raises(UserError, match=r"published file of that name .* 32x32"):
+        check_stage(Named(), PUBLISHED["llamagen-t2i-stage1"], {}, "")  # type: ignore[arg-type]
+    check_stage(Named(), PUBLISHED["llamagen-t2i-stage2"], {}, "")  # type: ignore[arg-type]
+    check_stage(Named(), T2I, {}, "")  # type: ignore[arg-type]
+
+
+def test_files_of_another_kind_say_what_they_are(official: Any, tmp_path: Path) -> None:
+    for number, (state, size, said) in enumerate(
+        [
+            (official(C2I), T2I, "it is LlamaGen, class-conditional, in the official layout"),
+            (official(T2I), C2I, "it is LlamaGen, text-conditional, in the official layout"),
+            ({"quantize.embedding.weight": torch.ones(2, 2)}, C2I, "it is a VQ tokenizer"),
+            ({"fc.weight": torch.ones(2, 4)}, C2I, "it is an EAGLE drafter"),
+            ({"model.layers.0.self_attn.q_norm.weight": torch.ones(2)}, T2I, "it is a Chameleon model"),
+            ({"what": torch.ones(2)}, T2I, "none of its keys are known"),
+        ]
+    ):
+        with pytest.raises(UserError, match=said) as caught:
+            golden_models.load(model_of(tmp_path / str(number), state, size))
+        assert "\n" not in caught.value.message
+    target = {"checkpoint": tmp_path / "0" / "target.pt", "layout": "hf", "config": {"n_head": 3}}
+    model = golden_models.write_model(tmp_path, family="llamagen", target=target, grid=[4, 4])
+    with pytest.raises(UserError, match="is not in the layout hf"):
+        golden_models.load(model)
+
+
+def test_what_no_shape_tells_must_be_said(official: Any, tmp_path: Path) -> None:
+    bare = {"checkpoint": tmp_path / "target.pt"}
+    model = model_of(tmp_path, official(C2I), C2I, target=bare)
+    with pytest.raises(UserError, match=r"target\.config\.n_head: missing"):
+        golden_models.load(model)
+    model = model_of(tmp_path, official(C2I), C2I, target=bare | {"config": {"n_head": 5}})
+    with pytest.raises(UserError, match="does not divide the width 48"):
+        golden_models.load(model)
+    model = model_of(tmp_path, official(C2I), C2I, grid=None)
+    with pytest.raises(UserError, match="grid: missing"):
+        golden_models.load(model)
+
+
+def drafter_in(folder: Path, size: LlamaGenSize, **stated: Any) -> Path:
+    """A folder with a drafter in the published layout."""
+    import json
+
+    target = build_target(size)
+    config = {"hidden_size": size.dim, "vocab_size": size.vocab_size, "num_attention_heads": size.heads}
+    config |= {"num_key_value_heads": size.kv_heads or size.heads, "intermediate_size": 32, "num_hidden_layers": 1}
+    drafter = build_drafter(drafter_config(config, target.config, folder), target)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | stated))
+    torch.save(export(drafter, drafter_key_map(drafter)), folder / "pytorch_model.bin")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ({}, None),
+        ({"input_type": "t2i2"}, "is a drafter of another stage: its input_type t2i2 is for a 32x32 grid"),
+        ({"hidden_size": 64}, "hidden_size is 64, and this target needs 48"),
+        ({"vocab_size": 16384}, "vocab_size is 16384, and this target needs 32"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2"),
+        ({"num_attention_heads": 5}, "num_attention_heads is 5, which cannot be"),
+        ({"intermediate_size": 33}, "3 misshapen"),
+    ],
+)
+def test_a_drafter_must_be_the_targets(stated: dict[str, Any], said: str | None, official: Any, tmp_path: Path) -> None:
+    folder = drafter_in(tmp_path / "drafter", T2I, **stated)
+    model = model_of(tmp_path / "model", official(T2I), T2I, drafter={"dir": folder})
+    if said is None:
+        assert golden_models.load(model).drafter is not None
+        return
+    with pytest.raises(UserError) as caught:
+        golden_models.load(model)
+    assert said in caught.value.message
+
+
+def test_a_tokenizer_must_be_one(official: Any, tmp_path: Path) -> None:
+    model = model_of(tmp_path, official(C2I), C2I, tokenizer={"checkpoint": tmp_path / "target.pt"})
+    with pytest.raises(UserError, match="is no VQ tokenizer: it is LlamaGen, class-conditional"):
+        golden_models.load(model)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["--class", "3"], "no picture can be drawn: it has no tokenizer"),
+        (["--class", "7"], "--class 7: "),
+        (["a caption"], "'a caption' is no class"),
+        ([], "nothing to make a picture of"),
+        (["--class", "1", "a caption"], "a caption and --class"),
+        (["--condition", "none.npz"], "--condition none.npz: no such file"),
+    ],
+)
+def test_what_is_typed_wrong_leaves_nothing(
+    typed: list[str], said: str, official: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = {"checkpoint": tmp_path / "model" / "target.pt", "config": {"n_head": 3, "num_classes": 7}}
+    model = model_of(tmp_path / "model", official(C2I), C2I, target=target)
+    out = tmp_path / "picture.png"
+    assert cli.main(["generate", *typed, "--model", str(model), "--mode", "ar", "--out", str(out)]) == 2
+    assert said in capsys.readouterr().err and not out.exists()
+
+
+def test_relaxed_rules_need_codes(official: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = drafter_in(tmp_path / "drafter", C2I)
+    model = model_of(tmp_path / "model", official(C2I), C2I, drafter={"dir": folder})
+    typed = ["generate", "--class", "3", "--model", str(model), "--save-tokens", str(tmp_path / "t.npz")]
+    assert cli.main([*typed, "--mode", "lantern++", "--neighbours", "3"]) == 3
+    assert "which codes are near each other" in capsys.readouterr().err
+    assert cli.main([*typed, "--mode", "speculative"]) == 0
+    assert cli.main([*typed, "--mode", "ar", "--force"]) == 0
+
+
+def test_a_published_model_without_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("LANTERN_BENCH_WEIGHTS", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    out = tmp_path / "picture.png"
+    assert cli.main(["generate", "a lamp", "--model", "llamagen-t2i-stage1", "--out", str(out)]) == 3
+    said = capsys.readouterr().err
+    assert "the target of llamagen-t2i-stage1 is not on this machine" in said
+    assert "lantern-bench weights get llamagen-t2i-stage1" in said
+    assert cli.main(["generate", "--class", "1", "--model", "llamagen-c2i-3B-256", "--out", str(out)]) == 2
+    assert "no files of this model are published" in capsys.readouterr().err
+
+
+def test_the_published_sizes_are_those_of_the_paper() -> None:
+    """Parameters in millions, arXiv 2406.06525 table 1, and the key list of the text-conditional target."""
+    counted = {name: round(card.parameters / 1e6) for name, card in cards().items() if card.parameters is not None}
+    for scale, millions in {"B": 111, "L": 343, "XL": 775, "XXL": 1411, "3B": 3097}.items():
+        assert abs(counted[f"llamagen-c2i-{scale}-384"] - millions) <= 1
+    with torch.device("meta"):
+        target = build_target(PUBLISHED["llamagen-t2i-stage1"])
+    names = key_map(target, "hf")
+    assert sum(len(pieces) for pieces in names.values()) == 330
+    total = sum(parameter.numel() for parameter in target.parameters())
+    assert total == 777923840 == PUBLISHED["llamagen-t2i-stage1"].parameters
+    c2i = PUBLISHED["llamagen-c2i-3B-384"]
+    with torch.device("meta"):
+        assert sum(parameter.numel() for parameter in build_target(c2i).parameters()) == c2i.parameters

@@ -1,0 +1,125 @@
+"""Model files: what may stand in them, every problem at once with its line, and how they are reached by `--model`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lantern_bench.errors import UserError
+from lantern_bench.models.model_file import read_model_file
+from lantern_bench.models.registry import card_of, defaults_of, family_of
+
+WHOLE = """
+name: mine
+family: llamagen-c2i
+target: {checkpoint: weights/target.pt, layout: official, config: {n_head: 2, num_classes: 7, vocab_size: 32}}
+tokenizer: {checkpoint: weights/vq.pt, config: {codebook_size: 32}}
+drafter: {dir: drafter}
+grid: [4, 6]
+defaults: {cfg_scale: 3}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "drafter").mkdir()
+    for name in ("target.pt", "vq.pt"):
+        (tmp_path / "weights" / name).touch()
+    return tmp_path
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "model.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_paths_are_relative_to_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    file = read_model_file(write(folder, WHOLE))
+    assert file.target.path == folder / "weights" / "target.pt" and file.target.layout == "official"
+    assert file.tokenizer is not None and file.tokenizer.config == {"codebook_size": 32}
+    assert file.drafter is not None and file.drafter.path == folder / "drafter"
+    assert file.grid == (4, 6) and file.text_encoder is None
+
+
+def test_a_card_is_known_without_opening_a_checkpoint(folder: Path) -> None:
+    path = write(folder, WHOLE)  # its checkpoints are empty files
+    card = card_of(str(path))
+    assert (card.family, card.tokens, card.vocab_size) == ("llamagen-c2i", 24, 32)
+    assert card.defaults["cfg_scale"] == 3 and defaults_of([str(path)])[str(path)] == card.defaults
+    family_of(str(path)).check_prompt("class 6")
+    with pytest.raises(UserError, match="there are 7 classes"):
+        family_of(str(path)).check_prompt("7")
+
+
+def test_every_problem_is_named_with_its_line(folder: Path) -> None:
+    text = """family: llamagen-c2i
+target: {checkpoint: weights/none.pt, layout: offical, conifg: {}}
+tokeniser: {checkpoint: weights/vq.pt}
+drafter: {dir: weights/vq.pt}
+grid: [4]
+defaults: {cfg_scale: -1, tre: small-7}
+"""
+    with pytest.raises(UserError) as caught:
+        read_model_file(write(folder, text))
+    message = caught.value.message
+    assert message.startswith(f"{folder / 'model.yaml'}: 8 problems")
+    for said in (
+        "line 2: target.checkpoint weights/none.pt: no such file",
+        "line 2: target.layout offical: must be one of official, hf; did you mean official?",
+        "line 2: target.conifg: unknown key; did you mean config?",
+        "line 3: tokeniser: unknown key; did you mean tokenizer?",
+        "line 4: drafter.dir weights/vq.pt: must be a folder",
+        "line 5: grid [4]: must be [rows, columns]",
+        "line 6: defaults.cfg_scale -1: must be a number of at least 0",
+        "line 6: defaults.tre: unknown value; did you mean tree?",
+    ):
+        assert said in message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("family: llamagen-c2i", "target: missing"),
+        ("target: {checkpoint: weights/target.pt}", "family: missing"),
+        ("family: lamagen\ntarget: {checkpoint: weights/target.pt}", "lamagen: unknown family; did you mean llamagen"),
+        ("family: llamagen-c2i\ntarget: weights/target.pt", "target weights/target.pt: must be a mapping"),
+        ("family: llamagen-c2i\ntarget: {checkpoint: 3}", "target.checkpoint 3: must be a path"),
+        ("family: [", "not valid YAML"),
+        (WHOLE.replace("n_head: 2", "n_head: two"), "target.config.n_head: two: must be a whole number"),
+        (WHOLE.replace("n_head: 2", "n_haed: 2"), "target.config.n_haed: unknown; did you mean n_head?"),
+        (WHOLE.replace("n_head: 2", "n_heads: 2"), "target.config.n_heads: unknown; did you mean n_head?"),
+        (WHOLE.replace("n_head: 2", "n_head: 2, heads: 3"), "another name of it says"),
+        (WHOLE.replace("n_head: 2", "model_type: c3i"), None),
+    ],
+)
+def test_what_is_written_wrong(text: str, said: str | None, folder: Path) -> None:
+    path = write(folder, text)
+    if said is None:
+        assert card_of(str(path)).family == "llamagen-c2i"
+        return
+    with pytest.raises(UserError) as caught:
+        card_of(str(path))
+    assert said in caught.value.message and str(path) in caught.value.message
+
+
+def test_sizes_may_stand_in_a_json_file(folder: Path) -> None:
+    (folder / "sizes.json").write_text('{"num_classes": 3, "n_head": 2}')
+    path = write(folder, "family: llamagen-c2i\ntarget: {checkpoint: weights/target.pt, config: sizes.json}\n")
+    with pytest.raises(UserError, match="there are 3 classes"):
+        family_of(str(path)).check_prompt("3")
+    (folder / "sizes.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read as JSON"):
+        card_of(str(path))
+
+
+def test_a_file_that_is_not_there_and_names_that_nearly_are() -> None:
+    with pytest.raises(UserError, match=r"--model nothing\.yaml: no such file"):
+        card_of("nothing.yaml")
+    with pytest.raises(UserError, match="did you mean llamagen-t2i-stage"):
+        card_of("llamagen-t2i-stage")
+    assert card_of("llamagen-c2i-XL").name == "llamagen-c2i-XL-384"
+    assert card_of("llamagen-c2i-B").name == "llamagen-c2i-B-256"

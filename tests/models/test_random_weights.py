@@ -1,0 +1,73 @@
+"""Models of full shape without their files: sizes without memory, random weights, through the command line."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from lantern_bench.cli import main as cli
+from lantern_bench.models.llamagen_family import C2I, T2I
+from lantern_bench.models.llamagen_sizes import LlamaGenSize
+from lantern_bench.models.random_weights import blueprint, random_model
+from lantern_bench.models.registry import Buildable, FromFile
+from lantern_bench.models.sizes import sizes_of
+
+SMALL = LlamaGenSize("t2i", 32, 2, 2, 64, (2, 2), 6, vocab_size=16384, width=8)
+
+
+@pytest.mark.parametrize("family", [T2I, C2I])
+def test_both_families_offer_what_they_may(family: Any) -> None:
+    assert isinstance(family, Buildable) and isinstance(family, FromFile)
+
+
+def test_sizes_are_counted_without_memory() -> None:
+    _name, _family, parts = blueprint("llamagen-t2i-stage1")
+    assert {parameter.device.type for part in parts if part is not None for parameter in part.parameters()} == {"meta"}
+    sizes = {size.part: size for size in sizes_of(parts, torch.bfloat16, guided=True, nodes=26)}
+    assert sizes["target"].parameters == 777923840 and sizes["target"].bytes == 2 * 777923840
+    assert sizes["drafter"].parameters == 44567040
+    assert sizes["tokenizer"].bytes == 4 * sizes["tokenizer"].parameters
+    rows, positions = 2, 120 + 256 + 2 * 26
+    assert sizes["target's cache"].bytes == 2 * 36 * rows * positions * 1280 * 2
+
+
+def test_a_dry_run_states_sizes_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "picture.png"
+    typed = ["generate", "--model", "llamagen-c2i-3B", "--random-weights", "--dry-run", "--dtype", "bfloat16"]
+    assert cli.main([*typed, "--out", str(out)]) == 0
+    written = capsys.readouterr()
+    table = pd.read_csv(io.StringIO(written.out)).set_index("part")
+    assert table.loc["target", "gigabytes"] == pytest.approx(2 * 3.097, abs=0.01)
+    assert "memory needed" in written.err and not out.exists()
+
+
+def test_random_weights_depend_on_the_seed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(T2I._sizes, "llamagen-t2i-stage1", SMALL)
+    made = [
+        random_model("llamagen-t2i-stage1", torch.device("cpu"), dtype, torch.Generator().manual_seed(3))
+        for dtype in (torch.float32, torch.float32, torch.bfloat16)
+    ]
+    first, second, half = (dict(model.target.named_parameters()) for model in made)  # type: ignore[attr-defined]
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert {value.dtype for value in half.values()} == {torch.bfloat16}
+    drafter: Any = made[0].drafter
+    assert drafter.head(torch.ones(1, 32)).shape == (1, 16384)
+    condition = made[0].condition(["a lamp"])
+    assert torch.equal(condition.values, made[1].condition(["a lamp"]).values)
+    assert not torch.equal(condition.values, made[0].condition(["another"]).values)
+
+
+def test_a_picture_of_random_weights_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(T2I._sizes, "llamagen-t2i-stage1", SMALL)
+    out = tmp_path / "picture.png"
+    typed = ["generate", "--model", "llamagen-t2i-stage1", "--random-weights", "--out", str(out)]
+    assert cli.main([*typed, "--tree", "small-7"]) == 0
+    assert "the weights of llamagen-t2i-stage1 are random (seed 0, float32)" in capsys.readouterr().err
+    assert out.is_file()
