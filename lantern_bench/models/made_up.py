@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,7 @@ def _draw(module: nn.Module, device: torch.device, generator: torch.Generator) -
             parameter.zero_()
         else:
             parameter.normal_(std=parameter[0].numel() ** -0.5, generator=generator)
+    part: Any
     for part in module.modules():
         if hasattr(part, "compute_buffers"):
             part.compute_buffers(device)
