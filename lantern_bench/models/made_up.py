@@ -25,7 +25,7 @@ _CODE_WIDTH = 8
 
 
 def read_size(text: str) -> TransformerConfig:
-    """The shape that `SIZE_HELP` describes, heads of 64, feed-forward 8/3 of the width; `UserError` for what is none."""
+    """The shape that `SIZE_HELP` describes, heads of 64, feed-forward 8/3 of the width; else `UserError`."""
     if re.fullmatch(r"\d+(x\d+){1,3}", text) is None:
         raise UserError(f"--size {text}: is no size", f"Write {SIZE_HELP}")
     given = [int(part) for part in text.split("x")]
@@ -37,7 +37,7 @@ def read_size(text: str) -> TransformerConfig:
 
 
 class _NoPictures:
-    def pixels(self, tokens: Tensor) -> Tensor:
+    def pixels(self, tokens: Tensor) -> Tensor:  # noqa: ARG002
         raise UserError("a model of random weights makes no pictures")
 
 

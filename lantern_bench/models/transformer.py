@@ -331,7 +331,7 @@ class Transformer(nn.Module):
         return out
 
     def step(self, x: Tensor, positions: Tensor, cache: KVCache, slots: Tensor, mask: Tensor) -> Tensor:
-        """Final-norm hidden states of new nodes x [rows, n, dim] on top of a cache; `positions` int64 [1 or rows, n]."""
+        """Final-norm hidden states of nodes x [rows, n, dim] on top of a cache; `positions` int64 [1 or rows, n]."""
         turn = self.rotary[positions.clamp_max(len(self.rotary) - 1)]
         for number, layer in enumerate(self.layers):
             x = layer(x, turn, attend_cached(cache, number, slots, mask))
