@@ -212,7 +212,8 @@ def _search(subject: _Subject, rows: list[dict[str, Any]], seed: int, console: C
     from lantern_bench.measure.tree_search import acceptance_by_rank, best_trees, interpolated
     from lantern_bench.spec.decoding import Decoding
 
-    probe = Decoding(mode="speculative", topology=_PROBE, cfg_scale=subject.guidance)
+    settings: dict[str, Any] = {"mode": "speculative", "topology": _PROBE, "cfg_scale": subject.guidance}
+    probe = Decoding(**settings)
     traces = step_cost(subject.model, probe, subject.prompts, seed + 1).traces
     rates = acceptance_by_rank(traces, _RANKS)
     forward = interpolated({row["nodes"]: row["milliseconds"] for row in rows if row["what"] == "forward"})

@@ -202,5 +202,6 @@ class DynamicDrafting:
 
     def tree(self, drafted: Drafted) -> DraftTree:
         """The tree that grew; any of its nodes can have children."""
-        parts = [_given(part) for part in drafted]
-        return DraftTree(*parts, layout=full_layout(self.nodes, self.fanout, parts[0].device), max_depth=self.depth)
+        tokens, parents, depths, children, attention, path_order = map(_given, drafted)
+        layout = full_layout(self.nodes, self.fanout, tokens.device)
+        return DraftTree(tokens, parents, depths, children, attention, path_order, layout, self.depth)

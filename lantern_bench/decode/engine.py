@@ -96,7 +96,7 @@ class _Graph:
 
     def _aside(self, arguments: tuple[Any, ...]) -> Any:
         """On a stream of its own, as capturing asks of what runs before it."""
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             result = self._function(*arguments)

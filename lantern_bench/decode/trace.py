@@ -90,8 +90,9 @@ class StepRecorder:
         share = {name: value / self._batch for name, value in phases.items()}
         taken = len(drafter_forwards)
         counts = self._counts[:taken].cpu()
-        starts, accepted, offered = counts[..., :3].unbind(-1)
-        starts, accepted, offered, ranks = (part.tolist() for part in (starts, accepted, offered, counts[..., 3:]))
+        heads = (part.tolist() for part in counts[..., :3].unbind(-1))
+        starts, accepted, offered = heads
+        ranks = counts[..., 3:].tolist()
         masses = self._masses[:taken].tolist()
         traces = []
         for image in range(self._batch):

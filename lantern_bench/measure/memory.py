@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from lantern_bench.clock import peak_memory_bytes, reset_peak_memory
 from lantern_bench.models.loaded import LoadedModel
@@ -26,13 +25,11 @@ class Memory(NamedTuple):
 
 
 def decode_memory(model: LoadedModel, nodes: int, guided: bool, columns: int, run: Callable[[], Any]) -> Memory:
-    """Measure `run`, a decode of one image with trees of `nodes` that has run before."""
+    """Measure `run`, on transformers: a decode of one image with trees of `nodes` that has run before."""
     target, drafter = model.target, model.drafter
-    sessions = [target.session(1, guided, nodes)]
-    sessions += [drafter.session(1, guided, nodes)] if nodes > 1 and drafter is not None else []
-    parts = [target, drafter] if nodes > 1 else [target]
-    weights = sum(p.nbytes for part in parts if isinstance(part, nn.Module) for p in part.parameters())
-    standing = weights + sum(session.cache.nbytes for session in sessions if hasattr(session, "cache"))
+    parts: list[Any] = [target, drafter] if nodes > 1 and drafter is not None else [target]
+    standing = sum(part.session(1, guided, nodes).cache.nbytes for part in parts)
+    standing += sum(parameter.nbytes for part in parts for parameter in part.parameters())
     standing += model.table(columns).nbytes if columns else 0
     logits = (1 + guided) * nodes * target.vocab_size * 4
     device = target.device

@@ -26,13 +26,13 @@ def causal_seen(batch: int, n: int, device: torch.device) -> Tensor:
     return torch.ones(n, n, dtype=torch.bool, device=device).tril_().expand(batch, -1, -1)
 
 
-def padding_of(visible: Tensor, rows: int, config: TransformerConfig) -> Tensor | int:
+def padding_of(visible: Tensor, rows: int, config: TransformerConfig) -> Tensor:
     """How far the positions of each row are moved back, [rows, 1]: by its padding, where they are a sequence.
 
     `visible` bool [B or rows, P] as in `KVCache.hide`; a grid's positions are never moved.
     """
     if config.positions == "grid":
-        return 0
+        return torch.zeros(rows, 1, dtype=torch.int64, device=visible.device)
     return (~visible).sum(dim=1).repeat(rows // len(visible))[:, None]
 
 

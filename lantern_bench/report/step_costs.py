@@ -56,12 +56,12 @@ def _draw_speedups(axes: Axes, steps: pd.DataFrame) -> None:
     drafted = steps[steps["break_even_mal"].notna() & (steps["name"] != "ar")]
     longest = max([6.0, *(drafted["mean_accepted_length"].dropna() + 1)])
     for number, row in enumerate(drafted.to_dict("records")):
-        style = {"color": f"C{number}", "linestyle": _LINES[number % len(_LINES)]}
-        lengths = [1.0, longest]
-        axes.plot(lengths, [length / row["break_even_mal"] for length in lengths], label=row["name"], **style)
+        colour, lengths = f"C{number}", [1.0, longest]
+        speedups = [length / row["break_even_mal"] for length in lengths]
+        axes.plot(lengths, speedups, label=row["name"], color=colour, linestyle=_LINES[number % len(_LINES)])
         measured = row["mean_accepted_length"]
         if measured == measured:  # measured: a model of random weights has none
-            axes.plot([measured], [measured / row["break_even_mal"]], marker="o", color=style["color"])
+            axes.plot([measured], [measured / row["break_even_mal"]], marker="o", color=colour)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xlabel("mean accepted length (points: measured)")
     axes.set_ylabel("speedup over ar")
