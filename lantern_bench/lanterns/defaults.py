@@ -4,5 +4,5 @@ from __future__ import annotations
 
 __all__ = ["GUIDANCE", "TREE"]
 
-GUIDANCE = 1.5
+GUIDANCE = 2.0
 TREE = "small-7"

@@ -35,6 +35,7 @@ from lantern_bench.train.loop import Task, TrainEvent, TrainReport, TrainSetting
 __all__ = ["PARTS", "REPORT", "RecipeSettings", "check_part", "train_part"]
 
 REPORT = "training_report.json"
+_TOKENIZER_STEPS_A_MINUTE = 80  # a guess from two cores: says only until when dead codes are revived
 _LIBRARIES = ("torch", "numpy", "open_clip_torch", "safetensors")
 
 
@@ -48,13 +49,13 @@ class Part:
 
 
 PARTS: dict[str, Part] = {
-    "tokenizer": Part(10, TrainSettings(lr=1.5e-3, weight_decay=0.0, betas=(0.9, 0.99))),
+    "tokenizer": Part(20, TrainSettings(lr=1.5e-3, weight_decay=0.0, betas=(0.9, 0.99))),
     "features": Part(6, TrainSettings(lr=2e-3, log_every=25), ("tokenizer",)),
     "clip": Part(
         8, TrainSettings(lr=1e-3, warmup=100, betas=(0.9, 0.98), weight_decay=0.1, log_every=25), ("tokenizer",)
     ),
-    "target": Part(30, TrainSettings(lr=1.5e-3, warmup=100), ("tokenizer",)),
-    "drafter": Part(8, TrainSettings(lr=1e-3, warmup=100), ("tokenizer", "target")),
+    "target": Part(60, TrainSettings(lr=1.5e-3, warmup=100), ("tokenizer",)),
+    "drafter": Part(15, TrainSettings(lr=1e-3, warmup=100), ("tokenizer", "target")),
 }
 """In the order in which they are trained."""
 
@@ -63,8 +64,8 @@ PARTS: dict[str, Part] = {
 class RecipeSettings:
     """What may be chosen of a training. `minutes` and `steps` of None mean the part's own minutes.
 
-    `log_every` and `checkpoint_every` are steps; None leaves them to the part. `compiled` compiles the target's
-    training, where a compiler is at hand.
+    `log_every` and `checkpoint_every` are steps; None leaves them to the part. `compiled` compiles the training of
+    tokenizer, target and drafter, where a compiler is at hand.
     """
 
     minutes: float | None = None
@@ -145,7 +146,11 @@ def _loop_settings(part: str, folder: Path, work: Path, settings: RecipeSettings
 def _tokenizer_task(data: RecipeData, _folder: Path, settings: RecipeSettings, _device: torch.device) -> Task:
     scenes, held_out = data.painted(), data.painted_held_out()
     model = VQModel(TOKENIZER_CONFIG)
-    return TokenizerTask(model, scenes, held_out, *([settings.steps] if settings.steps else []))
+    if settings.compiled and _can_compile():
+        model.encoder.compile()
+        model.decoder.compile()
+    minutes = settings.minutes if settings.minutes is not None else PARTS["tokenizer"].minutes
+    return TokenizerTask(model, scenes, held_out, settings.steps or int(minutes * _TOKENIZER_STEPS_A_MINUTE))
 
 
 def _judge_task(kind: type[FeaturesTask] | type[ClipTask]) -> Callable[..., Task]:
@@ -166,14 +171,18 @@ def _target_task(data: RecipeData, folder: Path, settings: RecipeSettings, devic
     return TargetTask(target, sequences, held_out)
 
 
-def _drafter_task(data: RecipeData, folder: Path, _settings: RecipeSettings, device: torch.device) -> Task:
+def _drafter_task(data: RecipeData, folder: Path, settings: RecipeSettings, device: torch.device) -> Task:
     tokenizer, digest = _tokenizer(folder, device)
     sequences, held_out = data.sequences(tokenizer, digest), data.held_out_sequences(tokenizer, digest)
     target = build_target()
     fill(target, folder / FILES["target"])
     target.to(device).eval().requires_grad_(False)
+    drafter = build_drafter(target)
+    if settings.compiled and _can_compile():
+        target.transformer.compile()
+        drafter.compile()
     # Image tokens are ambiguous: matching the distribution counts more here than the feature (EAGLE: 1 and 0.1).
-    return DrafterTask(build_drafter(target), target, sequences, held_out, feature_weight=0.2, soft_weight=1.0)
+    return DrafterTask(drafter, target, sequences, held_out, feature_weight=0.2, soft_weight=1.0)
 
 
 _BUILD: dict[str, Callable[[RecipeData, Path, RecipeSettings, torch.device], Task]] = {

@@ -1,8 +1,9 @@
 """How the drafter is trained: on the target's true features, after EAGLE (arXiv 2401.15077, section 4.2).
 
 SmoothL1 between predicted and true feature, soft cross-entropy against the target's distribution, uniform noise on the
-features that go in, the null condition one time in ten (algorithms.md, section 5). The token embedding is the target's
-input embedding, frozen; padding is masked.
+features that go in, the null condition one time in ten (algorithms.md, section 5). Deeper in a tree the drafter sees
+its own guesses instead of true features, so a share of the features that go in are guesses here too (the idea of HASS,
+arXiv 2408.15766). The token embedding is the target's input embedding, frozen; padding is masked.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ __all__ = ["DrafterTask", "build_drafter"]
 _BATCH = 16
 _DROPPED = 0.1
 _NOISE = 0.1
+_GUESSED = 0.3
 _EVALUATED = 32
 
 
@@ -71,8 +73,7 @@ class DrafterTask:
         batch = Sequences(self._sequences.tokens[rows], self._sequences.attributes[rows])
         with torch.no_grad():
             hidden, valid = self._target.features(batch, drop)
-        noise = (torch.rand(hidden.shape, generator=generator) - 0.5).to(hidden) * (2 * _NOISE)
-        predicted = self._predict(batch.tokens, hidden + noise, valid)
+        predicted = self._predict(batch.tokens, self._seen(batch.tokens, hidden, valid, generator), valid)
         start = self.drafter.config.prefix - 1
         wanted, guess = hidden[:, start + 1 :], predicted[:, start:-1]
         feature_loss = functional.smooth_l1_loss(guess.float(), wanted.float())
@@ -99,6 +100,16 @@ class DrafterTask:
         (p_cond, q_cond), (p_null, q_null) = logits
         p, q = guide(p_cond, p_null, GUIDANCE).softmax(-1), guide(q_cond, q_null, GUIDANCE).softmax(-1)
         return {"one_minus_tv": float(torch.minimum(p, q).sum(-1).mean())}
+
+    @torch.no_grad()
+    def _seen(self, tokens: Tensor, hidden: Tensor, valid: Tensor, generator: torch.Generator) -> Tensor:
+        """True features with noise, some of the image's replaced by what the drafter predicts for them."""
+        noise = (torch.rand(hidden.shape, generator=generator) - 0.5).to(hidden) * (2 * _NOISE)
+        noisy = hidden + noise
+        start = self.drafter.config.prefix - 1
+        guessed = torch.cat([noisy[:, : start + 1], self._predict(tokens, noisy, valid)[:, start:-1]], dim=1)
+        taken = (torch.rand(*hidden.shape[:2], 1, generator=generator) < _GUESSED).to(hidden.device)
+        return torch.where(taken, guessed.to(noisy), noisy)
 
     def _predict(self, tokens: Tensor, hidden: Tensor, valid: Tensor) -> Tensor:
         """Predicted features [B, P + 255, dim]; position t sees feature t and the token that follows it."""

@@ -17,7 +17,7 @@ from lantern_bench.models.vq import VQConfig, VQModel
 
 __all__ = ["TOKENIZER_CONFIG", "TokenizerTask", "pixels_of", "psnr_and_usage", "tokenize"]
 
-TOKENIZER_CONFIG = VQConfig(codes=2048, code_dim=8, z_channels=64, channels=32, channel_mult=(1, 2, 2), res_blocks=1)
+TOKENIZER_CONFIG = VQConfig(codes=2048, code_dim=8, z_channels=64, channels=32, channel_mult=(1, 2, 3), res_blocks=1)
 _REVIVE_EVERY = 10
 _REVIVE_UNTIL = 0.75
 _USE_DECAY = 0.95
@@ -81,6 +81,14 @@ class TokenizerTask:
             table = self.model.quantize.embedding.weight
             table[dead.to(table.device)] = self._last_latents[chosen].to(table)
         self._use[dead] = 1.0
+
+    def memory(self) -> dict[str, Tensor]:
+        """How much each code was used of late."""
+        return {"use": self._use}
+
+    def remember(self, memory: Mapping[str, Tensor]) -> None:
+        """Go on counting from there."""
+        self._use = memory["use"].clone()
 
     def evaluate(self) -> dict[str, float]:
         """PSNR in dB on held-out scenes and the share of codes they use."""

@@ -1,8 +1,9 @@
 """The painter of the embedded world: attributes and a seed in, 64x64 pictures of paper lanterns out.
 
-Skies, water, sand and snow are fractal noise, so that many codes of a tokenizer are interchangeable there (the token
-selection ambiguity under study); lanterns, horizon and colour are exact, so that quality can be judged. Everything is
-vectorised over the batch and drawn from one numpy generator. What a caption says is in `captions`.
+Skies, water, sand and snow are fractal noise, and a mottle as fine as a token's cell lies over everything, so that
+many codes of a tokenizer are interchangeable (the token selection ambiguity under study); lanterns, horizon and colour
+are exact, so that quality can be judged. Everything is vectorised over the batch and drawn from one numpy generator.
+What a caption says is in `captions`.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ _COLOUR = np.array(
 # Half width and half height of a single lantern as a share of the picture, and how they shrink with the count.
 _SHAPE = np.array([[0.150, 0.150], [0.092, 0.190], [0.136, 0.136]], dtype=np.float32)
 _SHRINK = np.array([1.0, 0.84, 0.70], dtype=np.float32)
+_MOTTLE = 0.16  # amplitude of the mottle where the picture is white
+_WARMTH = np.array([0.55, 0.0, -0.55], dtype=np.float32)
 _PLACES = ((0.5,), (0.29, 0.71), (0.19, 0.5, 0.81))
 
 
@@ -78,7 +81,7 @@ def render(attributes: Sequence[Attributes], seed: int) -> NDArray[np.uint8]:
     sky = _paint_sky(index, y, horizon, rng)
     canvas = _paint_ground(index, sky, x, y, horizon, rng)
     lanterns = _place_lanterns(index, rng)
-    canvas = _paint_lanterns(index, canvas, lanterns, x, y, horizon)
+    canvas = _mottle(_paint_lanterns(index, canvas, lanterns, x, y, horizon), rng)
     small = canvas.reshape(len(index), SIZE, _SUPERSAMPLE, SIZE, _SUPERSAMPLE, 3).mean((2, 4))
     grain = rng.normal(0, 0.010, small.shape).astype(np.float32)
     return (np.clip(small + grain, 0, 1) * 255 + 0.5).astype(np.uint8)
@@ -109,6 +112,20 @@ def _stretch(grid: Array, side: int, axis: int) -> Array:
     return np.asarray(np.take(grid, low, axis) * (1 - part) + np.take(grid, low + 1, axis) * part, dtype=np.float32)
 
 
+def _mottle(canvas: Array, rng: np.random.Generator) -> Array:
+    """Lay noise of the size of a token's cell over the picture: brightness, and a shift between warm and cool.
+
+    Coarser noise can be told from the cells before it, finer noise is lost by the tokenizer: neither makes a code hard
+    to guess. It is weaker where the picture is dark.
+    """
+    n = len(canvas)
+    bright = _noise(rng, n, ((13, 15), (21, 19)), (1.0, 0.9))
+    warm = _noise(rng, n, ((15, 13), (19, 21)), (1.0, 0.6))
+    strength = _MOTTLE * (0.35 + 0.65 * np.clip(canvas.mean(-1), 0, 1))
+    change = bright[..., None] + _WARMTH * warm[..., None]
+    return np.asarray(canvas + strength[..., None] * change, dtype=np.float32)
+
+
 def _paint_sky(index: NDArray[np.int64], y: Array, horizon: Array, rng: np.random.Generator) -> Array:
     """Gradient, fractal clouds and, at night, stars: [n, side, side, 3]."""
     n, kind = len(index), index[:, 4]
@@ -122,7 +139,7 @@ def _paint_sky(index: NDArray[np.int64], y: Array, horizon: Array, rng: np.rando
     stars = rng.random((n, side // 2, side // 2)).astype(np.float32)
     bright = np.clip((stars - 0.985) / 0.015, 0, 1) * (kind == 1)[:, None, None]
     bright = np.repeat(np.repeat(bright, 2, 1), 2, 2) * np.clip(1.2 - y / horizon, 0, 1)
-    return np.asarray(sky + 0.9 * bright[..., None], dtype=np.float32)
+    return np.asarray(sky + 0.5 * bright[..., None], dtype=np.float32)
 
 
 def _paint_ground(

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lantern_bench.clock import now
 from lantern_bench.errors import RefusedError, UserError
 
-__all__ = ["Task", "TrainEvent", "TrainReport", "TrainSettings", "train"]
+__all__ = ["Remembers", "Task", "TrainEvent", "TrainReport", "TrainSettings", "train"]
 
 
 class Task(Protocol):
@@ -38,6 +38,19 @@ class Task(Protocol):
 
     def evaluate(self) -> dict[str, float]:
         """Figures on held-out data, for the training report."""
+        ...
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A task whose steps depend on more than weights, optimiser and generator: a checkpoint keeps that as well."""
+
+    def memory(self) -> dict[str, Tensor]:
+        """What to keep."""
+        ...
+
+    def remember(self, memory: Mapping[str, Tensor]) -> None:
+        """Take up what was kept."""
         ...
 
 
@@ -108,11 +121,12 @@ def train(
     generator = torch.Generator().manual_seed(settings.seed)
     state = _Progress()
     if settings.checkpoint is not None and settings.resume and settings.checkpoint.exists():
-        state = _load(settings.checkpoint, module, optimiser, generator, settings)
+        state = _load(settings.checkpoint, task, optimiser, generator, settings)
     _run(task, settings, device, optimiser, generator, state, on_event)
     module.eval()
     report = TrainReport(task.name, state.step, state.seconds, _described(settings), state.losses)
-    with torch.no_grad():
+    # Figures come from few batches of other shapes and precision: not worth compiling anew.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         report.figures = task.evaluate()
     return report
 
@@ -165,7 +179,7 @@ def _run(
             on_event(TrainEvent(task.name, state.step, fraction, state.seconds, total / count, rate, means))
             total, parts, count = 0.0, {}, 0
         if settings.checkpoint is not None and state.step % settings.checkpoint_every == 0:
-            _save(settings.checkpoint, task.module, optimiser, generator, state, settings)
+            _save(settings.checkpoint, task, optimiser, generator, state, settings)
 
 
 def _fraction(state: _Progress, settings: TrainSettings) -> float:
@@ -200,7 +214,7 @@ def _described(settings: TrainSettings) -> dict[str, Any]:
 
 def _save(
     path: Path,
-    module: nn.Module,
+    task: Task,
     optimiser: torch.optim.Optimizer,
     generator: torch.Generator,
     state: _Progress,
@@ -209,7 +223,8 @@ def _save(
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = {
         "settings": _described(settings),
-        "module": module.state_dict(),
+        "module": task.module.state_dict(),
+        "memory": task.memory() if isinstance(task, Remembers) else {},
         "optimiser": optimiser.state_dict(),
         "generator": generator.get_state(),
         "progress": asdict(state),
@@ -221,7 +236,7 @@ def _save(
 
 def _load(
     path: Path,
-    module: nn.Module,
+    task: Task,
     optimiser: torch.optim.Optimizer,
     generator: torch.Generator,
     settings: TrainSettings,
@@ -234,7 +249,9 @@ def _load(
                 f"the checkpoint {path.name} was made with {key} = {was}, now it is {now_is}",
                 "train with the same settings, or start anew with --no-resume",
             )
-    module.load_state_dict(whole["module"])
+    task.module.load_state_dict(whole["module"])
+    if isinstance(task, Remembers):
+        task.remember(whole["memory"])
     optimiser.load_state_dict(whole["optimiser"])
     generator.set_state(whole["generator"])
     progress = whole["progress"]
