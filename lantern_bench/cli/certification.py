@@ -187,6 +187,9 @@ class Certification:
         from lantern_bench.measure.lossless import first_tokens_test, law_of_first_tokens
         from lantern_bench.report.certificate import broken_row, lossless_row
 
+        def named(about: str) -> OnProgress:
+            return lambda _, done: heard(about, done)
+
         chosen = self.prompts[:_PROMPTS]
         rows: list[dict[str, Any]] = []
         laws: list[Law] = []
@@ -201,7 +204,7 @@ class Certification:
                     self.sizes.samples,
                     judge=judge,
                     seed=self.settings.seed,
-                    on_progress=lambda _, done, about=about: heard(about, done),
+                    on_progress=named(about),
                 )
                 for judge, about in (
                     (judge_children, f"first tokens, {setting}"),
@@ -227,8 +230,8 @@ class Certification:
             found[setting] += agreements
         rows = []
         for setting, agreements in found.items():
-            near = [(one.position, one.margin) for one in agreements if one.near_tie]
-            others = [(one.position, one.margin) for one in agreements if not one.holds]
+            near = [one.place for one in agreements if one.near_tie]
+            others = [one.place for one in agreements if not one.holds]
             rows.append(identity_row(self.model, setting, len(agreements) - len(near) - len(others), near, others))
         return rows
 

@@ -128,9 +128,12 @@ def _first_child(p: Tensor, q: Tensor, relaxation: Relaxation, table: Tensor | N
         return torch.minimum(p, q)
     near = neighbour_columns(table, torch.arange(p.shape[1], device=p.device), relaxation)
     near = near[:, : relaxation.neighbours]
+
+    def mass(row: Tensor) -> Tensor:
+        return merge_prefix(row[near], row, relaxation, lambda: row[None])[0]
+
     # A row at a time: [V, k] is large enough.
-    masses = [merge_prefix(row[near], row, relaxation, lambda row=row: row[None])[0] for row in p]
-    return torch.minimum(q, p + torch.stack(masses))
+    return torch.minimum(q, p + torch.stack([mass(row) for row in p]))
 
 
 def _estimate(known: Tensor, drawn: Tensor, draws: int) -> SampledTV:

@@ -35,6 +35,12 @@ class Agreement(NamedTuple):
     margin: float | None
 
     @property
+    def place(self) -> tuple[int, float]:
+        """Position and margin of a difference; there must be one."""
+        assert self.position is not None and self.margin is not None
+        return self.position, self.margin
+
+    @property
     def near_tie(self) -> bool:
         """Whether there is a difference and rounding explains it."""
         return self.margin is not None and self.margin < NEAR_TIE

@@ -26,10 +26,11 @@ def rounding_tv(
 ) -> Tensor:
     """TV float32 [images * tokens] between the guided distributions of two models at temperature 1, no filters."""
     found = []
+    decoding = Decoding.model_validate({"mode": "ar", "cfg_scale": cfg_scale})
     for number, prompt in enumerate(prompts):
         noise = torch.Generator(exact.target.device).manual_seed(seed + number)
         condition = exact.condition([prompt])
-        made = decode(exact, condition, Decoding(mode="ar", cfg_scale=cfg_scale), [noise])[0].tokens.long()
+        made = decode(exact, condition, decoding, [noise])[0].tokens.long()
         both = [_laws(model, condition, made, cfg_scale) for model in (exact, rounded)]
         found.append(total_variation(*both))
     return torch.cat(found)
