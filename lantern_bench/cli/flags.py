@@ -54,7 +54,7 @@ PLACE: tuple[Flag, ...] = (
     _text("seed", "Seed of everything random."),
     _text("device", "auto, cpu, mps, cuda or cuda:N."),
     _text("dtype", "auto, float32, bfloat16 or float16; auto is bfloat16 on CUDA, else float32."),
-    _switch("compile", "Compile the decode steps first: minutes once, then faster. A sweep does where it can."),
+    _switch("compile", "Compile the decode steps first, outside what is timed."),
 )
 """Where and from which randomness."""
 

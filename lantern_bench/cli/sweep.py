@@ -164,11 +164,11 @@ def _run(request: _Request, console: Console) -> int:
     return failed
 
 
-def _compile(models: Any, asked: bool | None, place: Place, console: Console) -> None:
-    """Compile unless told not to; where it cannot be, say why and go on as it is."""
+def _compile(models: Any, asked: bool, place: Place, console: Console) -> None:
+    """Compile where that is asked for; where it cannot be, say why and go on as it is."""
     from lantern_bench.runs.local import compile_models
 
-    if asked is False:
+    if not asked:
         return
     problem = compile_models(models.values(), place)
     if problem is not None:

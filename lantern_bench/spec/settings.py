@@ -32,7 +32,7 @@ class Settings(BaseModel):
     """The run-wide part of an experiment.
 
     `images` counts per cell: prompts in order, then again with the next repeat; None is every prompt once. `repeats`
-    makes that list of images so many times over, with fresh seeds. `compile` None leaves it to the device.
+    makes that list of images so many times over, with fresh seeds.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -49,7 +49,7 @@ class Settings(BaseModel):
     batch: Count = 1
     device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    compile: bool | None = None
+    compile: bool = False
     baseline: bool = True
 
     @field_validator("model", "metrics")
