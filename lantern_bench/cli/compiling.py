@@ -24,5 +24,5 @@ def compile_steps(models: Iterable[LoadedModel], place: Place, console: Console)
     problem = compile_models(models, place)
     if problem is not None:
         console.warn(
-            f"decoding is not compiled: {problem}", "It is slower so. Install a C++ compiler, or type --no-compile."
+            f"decoding is not compiled: {problem}", "It is slower so. Install a C++ compiler, or leave compiling out."
         )

@@ -132,7 +132,7 @@ def carry_out(request: Request, console: Console) -> int:
     for model in models.values():
         if isinstance(model.pixels, NoPixels):
             raise model.pixels.problem
-    if settings.compile is not False:
+    if settings.compile:
         compile_steps(models.values(), place, console)
     console.detail(f"device {place.device}, {place.dtype_name}")
     with RunStore(request.folder, request.experiment, key_fields(models, settings, place, request.plan.cells)) as store:

@@ -182,9 +182,9 @@ def _step_row(
     # An autoregressive step draws its token in the target's program: what is outside is what a bare forward is not.
     outside = cost.total - forward if decoding.drafting == "none" else cost.verify + cost.other
     row |= {"outside_share": outside / cost.total, "break_even_mal": cost.total / plain}
-    if subject.real:
-        row |= {"mean_accepted_length": cost.mean_accepted_length}
-        row |= {"speedup": cost.mean_accepted_length * plain / cost.total}
+    # Random weights accept drafts by chance: their length says nothing and stays empty.
+    length = cost.mean_accepted_length if subject.real else float("nan")
+    row |= {"mean_accepted_length": length, "speedup": length * plain / cost.total}
     memory = decode_memory(
         model, nodes, subject.guidance != 1, 0, lambda: step_cost(model, decoding, subject.prompts[:1], tokens=24)
     )

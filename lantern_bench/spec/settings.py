@@ -33,9 +33,8 @@ class Settings(BaseModel):
 
     `images` counts per cell: prompts in order, then again with the next repeat; None is every prompt once. `repeats`
     makes that list of images so many times over, with fresh seeds. `protocol` names how quality is judged (None: the
-    model's own way), `reference` the pictures it is judged against (None: the protocol's own). `compile` None leaves it
-    to the command. `neighbour_space` is where codes are near each other (`decode/neighbours.py`); None is what was
-    published for the model.
+    model's own way), `reference` the pictures it is judged against (None: the protocol's own). `neighbour_space` is
+    where codes are near each other (`decode/neighbours.py`); None is what was published for the model.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,7 +53,7 @@ class Settings(BaseModel):
     batch: Count = 1
     device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    compile: bool | None = None
+    compile: bool = False
     neighbour_space: Literal["raw", "normalised"] | None = None
     baseline: bool = True
 
