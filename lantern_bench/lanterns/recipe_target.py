@@ -115,10 +115,7 @@ class TargetTask:
         device = target.device
         number = caption_numbers(sequences.attributes)
         condition = Condition(self._conditions.values[number].to(device), self._conditions.valid[number].to(device))
-        captions = target.cls_embedding
-        assert isinstance(captions, WordCaption)
-        prefix = captions(condition.values)
-        null = captions.null(len(prefix))
+        prefix, null = target.cls_embedding.rows(condition.values, guided=True).chunk(2)
         prefix = torch.where(dropped.to(device)[:, None, None], null, prefix)
         tokens = sequences.tokens.long().to(device)
         x = torch.cat([prefix, target.transformer.tok_embeddings(tokens[:, :-1])], dim=1)
