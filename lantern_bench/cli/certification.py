@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -17,6 +17,7 @@ from lantern_bench.errors import UserError
 
 if TYPE_CHECKING:
     from lantern_bench.console import Progress
+    from lantern_bench.decode.judge import Judge
     from lantern_bench.measure.lossless import Law
     from lantern_bench.models.loaded import LoadedModel
     from lantern_bench.runs.local import Place
@@ -31,7 +32,7 @@ __all__ = ["Certification", "Sizes", "make_certification"]
 Tables: TypeAlias = dict[str, list[dict[str, Any]]]
 
 # Filters that leave few sequences of first tokens, so that the exact law of all of them can be tested.
-_FIRST_TOKENS, _TOP_K, _PROMPTS = 3, 6, 2
+_FIRST_TOKENS, _TOP_K, _PROMPTS = 3, 4, 2
 _SMALL_TREE = {"nodes": 10, "depth": 2, "beam": 5}
 
 
@@ -184,6 +185,8 @@ class Certification:
         laws: list[Law] = []
         for setting, decoding in self._drafted(top_k=_TOP_K).items():
             laws = laws or [law_of_first_tokens(self.loaded, p, decoding, _FIRST_TOKENS) for p in chosen]
+            kinds: dict[str, Judge] = {f"first tokens, {setting}": judge_children}
+            kinds[f"first tokens, {setting}, broken on purpose"] = judge_without_residual
             found = [
                 first_tokens_test(
                     self.loaded,
@@ -193,12 +196,9 @@ class Certification:
                     self.sizes.samples,
                     judge=judge,
                     seed=self.settings.seed,
-                    on_progress=lambda _, done, about=about: heard(about, done),
+                    on_progress=partial(_renamed, heard, about),
                 )
-                for judge, about in (
-                    (judge_children, f"first tokens, {setting}"),
-                    (judge_without_residual, f"first tokens, {setting}, broken on purpose"),
-                )
+                for about, judge in kinds.items()
             ]
             text = f"{setting}, {_FIRST_TOKENS} tokens, top-k {_TOP_K}"
             rows.append(lossless_row(self.model, text, found[0].p_value, found[0].samples, found[0].impossible))
@@ -219,8 +219,9 @@ class Certification:
             found[setting] += agreements
         rows = []
         for setting, agreements in found.items():
-            near = [(one.position, one.margin) for one in agreements if one.near_tie]
-            others = [(one.position, one.margin) for one in agreements if not one.holds]
+            differences = [(one, one.difference) for one in agreements if one.difference is not None]
+            near = [place for one, place in differences if one.near_tie]
+            others = [place for one, place in differences if not one.near_tie]
             rows.append(identity_row(self.model, setting, len(agreements) - len(near) - len(others), near, others))
         return rows
 
@@ -240,3 +241,8 @@ class Certification:
 
         sizes = CostSettings(positions=self.sizes.positions, draws=self.sizes.draws, seed=self.settings.seed)
         return list(emitted_tv_rows(self.loaded, cells, self.prompts, sizes, heard))
+
+
+def _renamed(heard: OnProgress, about: str, _what: str, done: float) -> None:
+    """Tell progress under another name."""
+    heard(about, done)

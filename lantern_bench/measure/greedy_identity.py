@@ -35,6 +35,11 @@ class Agreement(NamedTuple):
     margin: float | None
 
     @property
+    def difference(self) -> tuple[int, float] | None:
+        """Position and margin of the first difference."""
+        return None if self.position is None or self.margin is None else (self.position, self.margin)
+
+    @property
     def near_tie(self) -> bool:
         """Whether there is a difference and rounding explains it."""
         return self.margin is not None and self.margin < NEAR_TIE
