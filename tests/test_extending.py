@@ -119,7 +119,9 @@ def test_a_rule_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path) -> No
     (package / "broken-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
     (package / "broken-1.0.dist-info" / "entry_points.txt").write_text("[lantern_bench.rules]\nmine = broken:RULE\n")
     (package / "broken.py").write_text("import nothing_of_this_name\n")
-    refused = run(tmp_path, ["sweep", str(EXAMPLE / "ambiguity.yaml")], path=package)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(package)])}
+    script = [sys.executable, "-m", "lantern_bench", "sweep", str(EXAMPLE / "ambiguity.yaml")]
+    refused = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1100)
     assert refused.returncode == 3
     assert "error: the rule mine cannot be loaded: ModuleNotFoundError" in refused.stderr
     assert "Traceback" not in refused.stderr

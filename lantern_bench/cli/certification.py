@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -17,6 +17,7 @@ from lantern_bench.errors import UserError
 
 if TYPE_CHECKING:
     from lantern_bench.console import Progress
+    from lantern_bench.decode.judge import Judge
     from lantern_bench.measure.lossless import Law
     from lantern_bench.models.loaded import LoadedModel
     from lantern_bench.runs.local import Place
@@ -31,7 +32,7 @@ __all__ = ["Certification", "Sizes", "make_certification"]
 Tables: TypeAlias = dict[str, list[dict[str, Any]]]
 
 # Filters that leave few sequences of first tokens, so that the exact law of all of them can be tested.
-_FIRST_TOKENS, _TOP_K, _PROMPTS = 3, 6, 2
+_FIRST_TOKENS, _TOP_K, _PROMPTS = 3, 4, 2
 _SMALL_TREE = {"nodes": 10, "depth": 2, "beam": 5}
 
 
@@ -50,16 +51,16 @@ def make_certification(
 ) -> Certification:
     """Check everything that can be checked without models: the experiment, its cells, the prompts; no torch."""
     from lantern_bench.measure.prompts import load_prompts
-    from lantern_bench.models.registry import card_of, defaults_of, family_of
+    from lantern_bench.models.registry import card_of, cards, family_of
     from lantern_bench.runs.admission import check_neighbours
     from lantern_bench.spec.experiment import load_experiment, resolve
     from lantern_bench.spec.modes import RELAXED_RULES
     from lantern_bench.spec.overrides import Overrides
 
     card = card_of(typed["model"][0])
-    given = typed | {"model": [card.name], "prompts": typed["prompts"] or card.prompt_set}
+    given = typed if typed["prompts"] is not None else typed | {"prompts": card.prompt_set}
     loaded = load_experiment(experiment, Overrides.from_flags(given, modes=modes, settings=settings))
-    resolved = resolve(loaded, defaults_of([card.name]))
+    resolved = resolve(loaded, {name: card.defaults for name, card in cards().items()})
     check_neighbours(resolved)
     relaxed = [cell for cell in resolved.cells if cell.decoding.rule in RELAXED_RULES]
     for cell in relaxed:
@@ -95,16 +96,8 @@ class Certification:
     def loaded(self) -> LoadedModel:
         """The model, loaded when it is first needed."""
         from lantern_bench.models.registry import load_model
-        from lantern_bench.runs.local import set_space
 
-        model = load_model(self.model, self.place.device, self.place.dtype)
-        set_space(model, self.settings.neighbour_space)
-        return model
-
-    def prepare(self, progress: Progress) -> None:
-        """Let the model see all prompts: a text encoder is loaded, used and freed before anything is decoded."""
-        for done, total in self.loaded.prepare([prompt.text for prompt in self.prompts]):
-            progress.share("captions", done / total)
+        return load_model(self.model, self.place.device, self.place.dtype)
 
     @staticmethod
     def check_folder(folder: Path) -> None:
@@ -187,14 +180,13 @@ class Certification:
         from lantern_bench.measure.lossless import first_tokens_test, law_of_first_tokens
         from lantern_bench.report.certificate import broken_row, lossless_row
 
-        def named(about: str) -> OnProgress:
-            return lambda _, done: heard(about, done)
-
         chosen = self.prompts[:_PROMPTS]
         rows: list[dict[str, Any]] = []
         laws: list[Law] = []
         for setting, decoding in self._drafted(top_k=_TOP_K).items():
             laws = laws or [law_of_first_tokens(self.loaded, p, decoding, _FIRST_TOKENS) for p in chosen]
+            kinds: dict[str, Judge] = {f"first tokens, {setting}": judge_children}
+            kinds[f"first tokens, {setting}, broken on purpose"] = judge_without_residual
             found = [
                 first_tokens_test(
                     self.loaded,
@@ -204,12 +196,9 @@ class Certification:
                     self.sizes.samples,
                     judge=judge,
                     seed=self.settings.seed,
-                    on_progress=named(about),
+                    on_progress=partial(_renamed, heard, about),
                 )
-                for judge, about in (
-                    (judge_children, f"first tokens, {setting}"),
-                    (judge_without_residual, f"first tokens, {setting}, broken on purpose"),
-                )
+                for about, judge in kinds.items()
             ]
             text = f"{setting}, {_FIRST_TOKENS} tokens, top-k {_TOP_K}"
             rows.append(lossless_row(self.model, text, found[0].p_value, found[0].samples, found[0].impossible))
@@ -230,8 +219,9 @@ class Certification:
             found[setting] += agreements
         rows = []
         for setting, agreements in found.items():
-            near = [one.place for one in agreements if one.near_tie]
-            others = [one.place for one in agreements if not one.holds]
+            differences = [(one, one.difference) for one in agreements if one.difference is not None]
+            near = [place for one, place in differences if one.near_tie]
+            others = [place for one, place in differences if not one.near_tie]
             rows.append(identity_row(self.model, setting, len(agreements) - len(near) - len(others), near, others))
         return rows
 
@@ -251,3 +241,8 @@ class Certification:
 
         sizes = CostSettings(positions=self.sizes.positions, draws=self.sizes.draws, seed=self.settings.seed)
         return list(emitted_tv_rows(self.loaded, cells, self.prompts, sizes, heard))
+
+
+def _renamed(heard: OnProgress, about: str, _what: str, done: float) -> None:
+    """Tell progress under another name."""
+    heard(about, done)

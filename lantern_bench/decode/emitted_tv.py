@@ -8,6 +8,7 @@ never from token counts. Not defined at temperature 0. Where the distributions c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -128,12 +129,9 @@ def _first_child(p: Tensor, q: Tensor, relaxation: Relaxation, table: Tensor | N
         return torch.minimum(p, q)
     near = neighbour_columns(table, torch.arange(p.shape[1], device=p.device), relaxation)
     near = near[:, : relaxation.neighbours]
-
-    def mass(row: Tensor) -> Tensor:
-        return merge_prefix(row[near], row, relaxation, lambda: row[None])[0]
-
     # A row at a time: [V, k] is large enough.
-    return torch.minimum(q, p + torch.stack([mass(row) for row in p]))
+    masses = [merge_prefix(row[near], row, relaxation, partial(row.unsqueeze, 0))[0] for row in p]
+    return torch.minimum(q, p + torch.stack(masses))
 
 
 def _estimate(known: Tensor, drawn: Tensor, draws: int) -> SampledTV:

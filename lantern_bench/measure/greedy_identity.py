@@ -35,10 +35,9 @@ class Agreement(NamedTuple):
     margin: float | None
 
     @property
-    def place(self) -> tuple[int, float]:
-        """Position and margin of a difference; there must be one."""
-        assert self.position is not None and self.margin is not None
-        return self.position, self.margin
+    def difference(self) -> tuple[int, float] | None:
+        """Position and margin of the first difference."""
+        return None if self.position is None or self.margin is None else (self.position, self.margin)
 
     @property
     def near_tie(self) -> bool:
@@ -64,9 +63,9 @@ def greedy_agreements(
         chosen = prompts[start : start + batch]
         condition = model.condition([prompt.text for prompt in chosen])
         streams = generators(model, [0] * len(chosen))
-        alone = decode(model, condition, plain(decodings[0]), streams, keep_logits=True, engine=model.engine)
+        alone = decode(model, condition, plain(decodings[0]), streams, keep_logits=True)
         for number, decoding in enumerate(decodings):
-            drafted = decode(model, condition, decoding, generators(model, [0] * len(chosen)), engine=model.engine)
+            drafted = decode(model, condition, decoding, generators(model, [0] * len(chosen)))
             agreements = []
             for prompt, one, other in zip(chosen, alone, drafted, strict=True):
                 assert one.logits is not None

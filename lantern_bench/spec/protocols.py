@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lantern_bench.errors import UserError
-from lantern_bench.spec.values import did_you_mean
+from lantern_bench.spec.hints import did_you_mean
 
 __all__ = ["EMBEDDED", "LANTERN_COCO", "PROTOCOLS", "REWARDS", "Preparation", "Protocol", "protocol_of"]
 

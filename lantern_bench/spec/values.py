@@ -6,8 +6,7 @@ mistake only shows later, in a combination. All problems are gathered and raised
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,6 +16,7 @@ from pydantic import ValidationError
 
 from lantern_bench.errors import UserError
 from lantern_bench.spec.decoding import PARAMETERS
+from lantern_bench.spec.hints import did_you_mean
 from lantern_bench.spec.topologies import STATIC_TREES, check_topology, topology_name
 
 __all__ = ["Given", "Layer", "Place", "Problems", "did_you_mean", "is_tree", "read_parameter", "show"]
@@ -81,12 +81,6 @@ def show(value: object) -> str:
         return str(value).lower()
     text = "(empty)" if value is None or value == "" else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return `; did you mean X?` for a known word that is close, else an empty text."""
-    close = difflib.get_close_matches(str(word).lower().replace("-", "_"), list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def read_parameter(key: str, raw: object, place: Place, problems: Problems) -> tuple[Given, ...]:

@@ -14,7 +14,7 @@ from lantern_bench.measure.broken_rules import judge_without_residual
 from lantern_bench.models import registry
 from tests.tiny_family import TinyFamily
 
-SMALL = ["--neighbours", "3", "--positions", "9", "--draws", "8", "--samples", "400", "--greedy", "3"]
+SMALL = ["--neighbours", "3", "--positions", "9", "--draws", "8", "--samples", "1000", "--greedy", "3"]
 
 
 @pytest.fixture(autouse=True)

@@ -205,7 +205,7 @@ def test_files_do_not_depend_on_the_order_of_records(tmp_path):
     for name in NAMES:
         content = (one / f"{name}.csv").read_bytes()
         assert content == (two / f"{name}.csv").read_bytes()
-        assert b"nan" not in content and b"inf" not in content.replace(b"info", b"")
+        assert b"nan" not in content and b"inf" not in content.replace(b"info", b"").replace(b"fid_infinity", b"")
         assert content.decode().splitlines()[0].split(",") == [column.name for column in columns(name)]
 
 
