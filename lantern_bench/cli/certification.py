@@ -51,16 +51,16 @@ def make_certification(
 ) -> Certification:
     """Check everything that can be checked without models: the experiment, its cells, the prompts; no torch."""
     from lantern_bench.measure.prompts import load_prompts
-    from lantern_bench.models.registry import card_of, cards, family_of
+    from lantern_bench.models.registry import card_of, defaults_of, family_of
     from lantern_bench.runs.admission import check_neighbours
     from lantern_bench.spec.experiment import load_experiment, resolve
     from lantern_bench.spec.modes import RELAXED_RULES
     from lantern_bench.spec.overrides import Overrides
 
     card = card_of(typed["model"][0])
-    given = typed if typed["prompts"] is not None else typed | {"prompts": card.prompt_set}
+    given = typed | {"model": [card.name], "prompts": typed["prompts"] or card.prompt_set}
     loaded = load_experiment(experiment, Overrides.from_flags(given, modes=modes, settings=settings))
-    resolved = resolve(loaded, {name: card.defaults for name, card in cards().items()})
+    resolved = resolve(loaded, defaults_of([card.name]))
     check_neighbours(resolved)
     relaxed = [cell for cell in resolved.cells if cell.decoding.rule in RELAXED_RULES]
     for cell in relaxed:
@@ -96,8 +96,16 @@ class Certification:
     def loaded(self) -> LoadedModel:
         """The model, loaded when it is first needed."""
         from lantern_bench.models.registry import load_model
+        from lantern_bench.runs.local import set_space
 
-        return load_model(self.model, self.place.device, self.place.dtype)
+        model = load_model(self.model, self.place.device, self.place.dtype)
+        set_space(model, self.settings.neighbour_space)
+        return model
+
+    def prepare(self, progress: Progress) -> None:
+        """Let the model see all prompts: a text encoder is loaded, used and freed before anything is decoded."""
+        for done, total in self.loaded.prepare([prompt.text for prompt in self.prompts]):
+            progress.share("captions", done / total)
 
     @staticmethod
     def check_folder(folder: Path) -> None:
@@ -179,6 +187,9 @@ class Certification:
         from lantern_bench.measure.broken_rules import judge_without_residual
         from lantern_bench.measure.lossless import first_tokens_test, law_of_first_tokens
         from lantern_bench.report.certificate import broken_row, lossless_row
+
+        def named(about: str) -> OnProgress:
+            return lambda _, done: heard(about, done)
 
         chosen = self.prompts[:_PROMPTS]
         rows: list[dict[str, Any]] = []

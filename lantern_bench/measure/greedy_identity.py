@@ -63,9 +63,9 @@ def greedy_agreements(
         chosen = prompts[start : start + batch]
         condition = model.condition([prompt.text for prompt in chosen])
         streams = generators(model, [0] * len(chosen))
-        alone = decode(model, condition, plain(decodings[0]), streams, keep_logits=True)
+        alone = decode(model, condition, plain(decodings[0]), streams, keep_logits=True, engine=model.engine)
         for number, decoding in enumerate(decodings):
-            drafted = decode(model, condition, decoding, generators(model, [0] * len(chosen)))
+            drafted = decode(model, condition, decoding, generators(model, [0] * len(chosen)), engine=model.engine)
             agreements = []
             for prompt, one, other in zip(chosen, alone, drafted, strict=True):
                 assert one.logits is not None
