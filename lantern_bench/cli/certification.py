@@ -188,9 +188,6 @@ class Certification:
         from lantern_bench.measure.lossless import first_tokens_test, law_of_first_tokens
         from lantern_bench.report.certificate import broken_row, lossless_row
 
-        def named(about: str) -> OnProgress:
-            return lambda _, done: heard(about, done)
-
         chosen = self.prompts[:_PROMPTS]
         rows: list[dict[str, Any]] = []
         laws: list[Law] = []

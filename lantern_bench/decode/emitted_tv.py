@@ -129,10 +129,6 @@ def _first_child(p: Tensor, q: Tensor, relaxation: Relaxation, table: Tensor | N
         return torch.minimum(p, q)
     near = neighbour_columns(table, torch.arange(p.shape[1], device=p.device), relaxation)
     near = near[:, : relaxation.neighbours]
-
-    def mass(row: Tensor) -> Tensor:
-        return merge_prefix(row[near], row, relaxation, lambda: row[None])[0]
-
     # A row at a time: [V, k] is large enough.
     masses = [merge_prefix(row[near], row, relaxation, partial(row.unsqueeze, 0))[0] for row in p]
     return torch.minimum(q, p + torch.stack(masses))

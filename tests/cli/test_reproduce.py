@@ -52,13 +52,14 @@ paper:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One reproduction: its folder and what it printed."""
+    """The folder of one reproduction; the commands of the tests then find its images and make none."""
     with pytest.MonkeyPatch.context() as patch:
         at = tmp_path_factory.mktemp("reproduce")
         patch.chdir(at)
         patch.setenv(RESULTS_VARIABLE, str(at / "results"))
         patch.setenv(CACHE_VARIABLE, str(at / "cache"))
         (at / "table.yaml").write_text(TABLE)
+        assert cli.main(["reproduce", "table.yaml", "--out", str(at / "run")]) == 0
         yield at / "run"
 
 

@@ -54,7 +54,9 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path: Path, monkeypatch: py
     ]
     first, second, half = (dict(model.target.named_parameters()) for model in made)  # type: ignore[attr-defined]
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert {value.dtype for value in half.values()} == {torch.bfloat16}
+    assert {name for name, value in half.items() if value.dtype != torch.bfloat16} == {
+        "transformer.output.weight"
+    }  # logits are float32
     drafter: Any = made[0].drafter
     assert drafter.head(torch.ones(1, 32)).shape == (1, 16384)
     condition = made[0].condition(["a lamp"])
