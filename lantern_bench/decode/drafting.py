@@ -16,7 +16,7 @@ from torch import Tensor
 from lantern_bench.decode.growth import Growth
 from lantern_bench.decode.interface import DrafterSession, Drafts
 from lantern_bench.decode.sampling import decoding_probabilities, draw_without_replacement, guide, most_probable
-from lantern_bench.decode.tree import DraftTree, Level, StaticTree, full_layout
+from lantern_bench.decode.tree import DraftTree, Level, StaticTree, first_true, full_layout
 from lantern_bench.spec.decoding import Decoding
 
 __all__ = ["Drafted", "Drafting", "DynamicDrafting", "StaticDrafting", "drafting_of"]
@@ -158,8 +158,8 @@ def _rounds(tree: StaticTree) -> list[_Round]:
     extended = tree.parents.new_zeros(0)
     for above, level in zip(tree.levels, tree.levels[1:], strict=False):
         parents = tree.parents[level.nodes]
-        origin = (parents[:, None] == above.nodes[None, :]).to(torch.uint8).argmax(dim=1)
-        within = (level.nodes[:, None] == above.children[None, :]).to(torch.uint8).argmax(dim=1)
+        origin = first_true(parents[:, None] == above.nodes[None, :])
+        within = first_true(level.nodes[:, None] == above.children[None, :])
         extended = torch.cat([extended, level.nodes])
         begin = rounds[-1].noise.stop
         seen = tree.attention[level.nodes][:, extended]

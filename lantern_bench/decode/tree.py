@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lantern_bench.spec.topologies import Topology, check_topology
 
-__all__ = ["DraftTree", "Layout", "Level", "StaticTree", "full_layout", "link_nodes"]
+__all__ = ["DraftTree", "Layout", "Level", "StaticTree", "first_true", "full_layout", "link_nodes"]
 
 
 @dataclass(frozen=True)
@@ -221,3 +221,12 @@ def full_layout(nodes: int, fanout: int, device: torch.device) -> Layout:
     """The layout of a tree of which any node can have `fanout` children."""
     every = torch.arange(nodes, device=device)
     return Layout(nodes=every, slots=every, active=(nodes,) * fanout)
+
+
+def first_true(hit: Tensor) -> Tensor:
+    """Return int64 [...]: where the first True stands along the last dimension of bool [..., C]; C - 1 if nowhere.
+
+    Not `argmax` of the bits: compiled for a CPU (inductor of torch 2.15) that gives wrong places for 8-bit numbers.
+    """
+    last = hit.shape[-1] - 1
+    return torch.where(hit, torch.arange(last + 1, device=hit.device), last).amin(dim=-1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from lantern_bench.decode.judge import Judge, Judgement, judge_children
 from lantern_bench.decode.relax import Relaxation
 from lantern_bench.decode.sampling import sample
-from lantern_bench.decode.tree import DraftTree
+from lantern_bench.decode.tree import DraftTree, first_true
 
 __all__ = ["JudgedTree", "Verdict", "judge_tree", "verify"]
 
@@ -115,8 +115,7 @@ class _Steps:
     def of(judged: JudgedTree, uniforms: Tensor) -> _Steps:
         accept, mass = judged.judgement.accept, judged.judgement.mass
         hit = uniforms < accept
-        # argmax gives the first of equal values: the first accepted child.
-        first, taken = hit.to(torch.uint8).argmax(dim=1), hit.any(dim=1)
+        first, taken = first_true(hit), hit.any(dim=1)
         offered = (judged.children >= 0).any(dim=1)
         ranks = torch.arange(hit.shape[1], device=hit.device)
         looked_at = (ranks <= first[:, None]) | ~taken[:, None]

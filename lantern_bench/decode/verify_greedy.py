@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lantern_bench.decode.relax import Relaxation, relaxed
 from lantern_bench.decode.sampling import greedy_probabilities
-from lantern_bench.decode.tree import DraftTree
+from lantern_bench.decode.tree import DraftTree, first_true
 from lantern_bench.decode.verify import Verdict, committed_tokens, offered_children
 
 __all__ = ["verify_greedy"]
@@ -101,8 +101,7 @@ def _ranks_along(tree: DraftTree, children: Tensor, on_path: Tensor, path: Tenso
     none_taken = torch.where(path[:, :-1] >= 0, none_taken, -2)
     parent_children = children.gather(1, path[:, :-1].clamp_min(0)[:, :, None].expand(-1, -1, children.shape[2]))
     goes_on = parent_children == path[:, 1:, None]
-    rank = goes_on.to(torch.uint8).argmax(dim=-1)
-    return torch.where(path[:, 1:] >= 0, rank, none_taken)
+    return torch.where(path[:, 1:] >= 0, first_true(goes_on), none_taken)
 
 
 def _sum_taken(mass: Tensor, path: Tensor, child_rank: Tensor) -> Tensor:

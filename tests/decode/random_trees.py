@@ -82,8 +82,10 @@ def random_topology(rng: np.random.Generator, nodes: int, fanout: int, depth: in
     return paths[1:]
 
 
-def random_static(rng: np.random.Generator, noise: torch.Generator, q: Tensor, shape: StaticTree) -> DraftTree:
-    """Draw the children of every node from `q` [B, M, V]."""
+def random_static(
+    rng: np.random.Generator, noise: torch.Generator, q: Tensor, shape: StaticTree, filled: bool | None = None
+) -> DraftTree:
+    """Draw the children of every node from `q` [B, M, V]; `filled` says whether those with q = 0 stay in the table."""
     batch, nodes, _ = q.shape
     tokens = torch.zeros(batch, nodes, dtype=torch.int64)
     valid = torch.ones(batch, nodes, dtype=torch.bool)
@@ -93,12 +95,19 @@ def random_static(rng: np.random.Generator, noise: torch.Generator, q: Tensor, s
         tokens[:, level.children] = drawn[:, level.slot, level.rank]
         valid[:, level.children] = able[:, level.slot, level.rank]
     # Leaving q = 0 children in the table must give the same walk: they are skipped.
-    return shape.draft(tokens, q, valid if rng.integers(2) else None)
+    return shape.draft(tokens, q, valid if (rng.integers(2) if filled is None else not filled) else None)
 
 
 def random_dynamic(rng: np.random.Generator, batch: int, nodes: int, vocabulary: int) -> DraftTree:
     """Trees of a different shape for each image, distinct tokens below each node, some nodes filling up."""
     depth, fanout = int(rng.integers(1, 5)), int(rng.integers(1, min(6, vocabulary) + 1))
+    return dynamic_trees(rng, batch, nodes, vocabulary, depth, fanout)
+
+
+def dynamic_trees(
+    rng: np.random.Generator, batch: int, nodes: int, vocabulary: int, depth: int, fanout: int
+) -> DraftTree:
+    """As `random_dynamic`, of a given depth and width."""
     columns: list[list[list[int]]] = [[], [], [], [], []]
     for _ in range(batch):
         paths = [
