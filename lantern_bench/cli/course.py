@@ -123,7 +123,7 @@ def carry_out(request: Request, console: Console) -> int:
     from lantern_bench.runs.store import RunStore
 
     settings = request.experiment.settings
-    place = choose_place(settings.device, settings.dtype)
+    place = choose_place(settings.device, settings.dtype, fast=True)
     judges = reference = None
     if "quality" in settings.metrics:
         judges = judges_of(request.protocol, device=place.device)

@@ -57,7 +57,7 @@ DECODING: tuple[Flag, ...] = (
 PLACE: tuple[Flag, ...] = (
     _text("seed", "Seed of everything random."),
     _text("device", "auto, cpu, mps, cuda or cuda:N."),
-    _text("dtype", "auto, float32, bfloat16 or float16; auto is bfloat16 on CUDA, else float32."),
+    _text("dtype", "auto, float32, bfloat16 or float16; auto is bfloat16 on CUDA, and in sweeps on a CPU made for it."),
     _switch("compile", "Compile the decode steps first, outside what is timed."),
     _text("neighbour_space", "raw or normalised: where codes are near each other; default as published."),
 )

@@ -69,7 +69,7 @@ def profile(
     shapes = {"ar": {"mode": "ar"}, **{name: _tree_settings(name) for name in trees}}
     from lantern_bench.runs.local import choose_place
 
-    place = choose_place(device, dtype)
+    place = choose_place(device, dtype, fast=True)
     subject = _subject(model, size, random_weights, seed, images, cfg_scale, place)
     if compile:
         compile_steps([subject.model], place, console)

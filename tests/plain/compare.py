@@ -55,7 +55,7 @@ def main() -> None:
     arguments.add_argument("--cells", default=",".join(CELLS))
     chosen = arguments.parse_args()
     console = Console()
-    cpu, place = torch.device("cpu"), choose_place("cpu")
+    cpu, place = torch.device("cpu"), choose_place("cpu", fast=True)
     models = {"equal": FAMILY.load("lanterns", cpu, torch.float32), "default": FAMILY.load("lanterns", *place)}
     eager = FAMILY.load("lanterns", cpu, torch.float32)
     problem = compile_models(models.values(), place)

@@ -162,6 +162,7 @@ def test_loaded_tables_are_prefixes_of_each_other() -> None:
 
 def test_auto_is_decided_once() -> None:
     place = choose_place("cpu")
+    assert choose_place("cpu", fast=True).dtype_name in ("float32", "bfloat16")
     assert place.dtype_name == "float32" and choose_place("cpu", "bfloat16").dtype is torch.bfloat16
     with pytest.raises(RefusedError, match="--device cuda:97"):
         choose_place("cuda:97")
