@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lantern_bench.cli.compiling import compile_steps
 from lantern_bench.cli.places import results_root
 from lantern_bench.console import Console, duration
-from lantern_bench.errors import RecordsFailedError
+from lantern_bench.errors import RecordsFailedError, RefusedError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,7 +60,7 @@ def make_request(
     from lantern_bench.spec.plan import parse_shard
 
     part = parse_shard(shard) if shard is not None else None
-    loaded = load_experiment(source, Overrides.from_flags(typed, modes=modes, settings=settings or []))
+    loaded = _with_prompts(load_experiment(source, Overrides.from_flags(typed, modes=modes, settings=settings or [])))
     resolved = resolve(loaded, defaults_of(loaded.settings.model))
     check_neighbours(resolved)
     protocol = _protocol(resolved)
@@ -72,6 +72,18 @@ def make_request(
         folder = folder if out is not None else folder.with_name(f"{folder.name}-shard{part.index}of{part.count}")
     check_folder(folder, resolved)
     return Request(resolved, plan, folder, protocol, prompts)
+
+
+def _with_prompts(loaded: Experiment) -> Experiment:
+    """The experiment with the prompts of its first model, where nobody said any."""
+    from dataclasses import replace
+
+    from lantern_bench.models.registry import card_of
+
+    if "prompts" in loaded.settings.model_fields_set:
+        return loaded
+    own = card_of(loaded.settings.model[0]).prompt_set
+    return replace(loaded, settings=loaded.settings.model_copy(update={"prompts": own}))
 
 
 def _protocol(resolved: ResolvedExperiment) -> Protocol:
@@ -126,8 +138,12 @@ def carry_out(request: Request, console: Console) -> int:
     place = choose_place(settings.device, settings.dtype)
     judges = reference = None
     if "quality" in settings.metrics:
-        judges = judges_of(request.protocol, device=place.device)
-        reference = find_reference(settings.reference, request.protocol)
+        try:
+            judges = judges_of(request.protocol, device=place.device)
+            reference = find_reference(settings.reference, request.protocol)
+        except RefusedError as error:
+            advice = f"{error.advice.rstrip('.')}. " if error.advice else ""
+            raise RefusedError(error.message, f"{advice}Or leave quality out: --metrics speed.") from error
     models = load_models(request.experiment, place)
     for model in models.values():
         if isinstance(model.pixels, NoPixels):
@@ -135,10 +151,11 @@ def carry_out(request: Request, console: Console) -> int:
     if settings.compile:
         compile_steps(models.values(), place, console)
     console.detail(f"device {place.device}, {place.dtype_name}")
+    prepared = _ready(request, models, console)
     with RunStore(request.folder, request.experiment, key_fields(models, settings, place, request.plan.cells)) as store:
         store.update_manifest(prompts=request.prompts)
         try:
-            failed = _make(request.plan, store, models, place, console)
+            failed = _make(request.plan, store, models, place, prepared, console)
             if judges is not None:
                 _score(store, judges, reference, console)
         except KeyboardInterrupt:
@@ -159,17 +176,36 @@ def check_failed(request: Request, failed: int) -> None:
         )
 
 
-def _make(plan: Plan, store: RunStore, models: Mapping[str, LoadedModel], place: Place, console: Console) -> int:
-    from lantern_bench.runs.runner import ImageDone, Preparing, Started, WarmedUp, run_plan
+def _ready(request: Request, models: Mapping[str, LoadedModel], console: Console) -> float:
+    """Have everything at hand that the images need, before there is a folder; return the seconds it took."""
+    from lantern_bench.runs.readiness import Ready, get_ready
+
+    seconds = 0.0
+    with console.progress() as progress:
+        for event in get_ready(request.plan, models, request.folder):
+            if isinstance(event, Ready):
+                seconds = event.seconds
+                continue
+            if event.done == 0:
+                progress.start(event.total, f"captions for {event.model}")
+            progress.reach(event.done)
+    return seconds
+
+
+def _make(
+    plan: Plan,
+    store: RunStore,
+    models: Mapping[str, LoadedModel],
+    place: Place,
+    prepared: float,
+    console: Console,
+) -> int:
+    from lantern_bench.runs.runner import ImageDone, Started, WarmedUp, run_plan
 
     failed, lengths, seconds = 0, [], []
     with console.progress() as progress:
-        for event in run_plan(store, plan, models, place):
-            if isinstance(event, Preparing):
-                if event.done == 0:
-                    progress.start(event.total, f"captions for {event.model}")
-                progress.reach(event.done)
-            elif isinstance(event, Started):
+        for event in run_plan(store, plan, models, place, prepared):
+            if isinstance(event, Started):
                 to_do = sum(event.to_do.values())
                 if event.kept:
                     console.say(f"{event.kept} images kept, {to_do} to do")

@@ -23,7 +23,8 @@ from lantern_bench.models.chameleon_sizes import (
     read_config,
     read_vocabulary,
 )
-from lantern_bench.models.llamagen_family import T2I, one_hash
+from lantern_bench.models.first_prompts import CAPTIONS
+from lantern_bench.models.llamagen_family import one_hash
 from lantern_bench.models.model_file import ModelFile
 from lantern_bench.models.registry import ModelCard
 from lantern_bench.models.sources import CHAMELEON, SOURCES
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from lantern_bench.models.loaded import LoadedModel
     from lantern_bench.models.parts import Parts
+    from lantern_bench.models.tables import Codes
 
 __all__ = ["FAMILY", "ChameleonFamily"]
 
@@ -59,8 +61,8 @@ class ChameleonFamily:
             raise UserError("the caption is empty", "Type what the picture shows.")
 
     def prompt_sets(self) -> Mapping[str, tuple[str, ...]]:
-        """A few prompts to begin with, those of LlamaGen."""
-        return T2I.prompt_sets()
+        """A few prompts to begin with."""
+        return {"examples": CAPTIONS}
 
     # ---- models of a user's file
 
@@ -93,7 +95,7 @@ class ChameleonFamily:
         from lantern_bench.models.chameleon import load_drafter, load_target
         from lantern_bench.models.chameleon_model import loaded_model
         from lantern_bench.models.checkpoint import open_checkpoint
-        from lantern_bench.models.llamagen_model import hash_of, table_of_file
+        from lantern_bench.models.llamagen_model import hash_of, hash_of_text, table_of_file
         from lantern_bench.models.parts import Parts
         from lantern_bench.models.vqgan_files import load_vqgan
 
@@ -103,14 +105,20 @@ class ChameleonFamily:
         config = self._size(file).transformer(style, vocabulary.token_ids(style))
         checkpoint = open_checkpoint(file.target.path)
         target = load_target(checkpoint, config, dtype=dtype, device=device)
-        hashes = {"target": hash_of(checkpoint.paths)}
+        # Sizes, prompts and the order of codes stand in the files beside the weights, and change what is computed.
+        words = tuple(path for path in (_folder(file) / "tokenizer.json",) if path.is_file())
+        sizes = hash_of_text(repr((style, config, config.token_ids)))
+        hashes = {"target": hash_of((*checkpoint.paths, *words)), "sizes": sizes}
         drafter = tokenizer = None
         if file.drafter is not None:
             drafter = load_drafter(file.drafter.path, target, dtype=dtype, device=device)
-            hashes["drafter"] = hash_of(open_checkpoint(file.drafter.path).paths)
+            weights = open_checkpoint(file.drafter.path).paths
+            hashes["drafter"] = hash_of((*weights, file.drafter.path / "config.json"))
         if file.tokenizer is not None:
             tokenizer = load_vqgan(file.tokenizer.path, device, file.tokenizer.config)
-            hashes["tokenizer"] = hash_of((file.tokenizer.path,))
+            hashes["tokenizer"] = hash_of(open_checkpoint(file.tokenizer.path).paths)
+        if file.neighbours is not None:
+            hashes["neighbour_table"] = hash_of((file.neighbours.path,))
         return loaded_model(
             str(file.path),
             style,
@@ -121,7 +129,17 @@ class ChameleonFamily:
             table_folder=file.tokenizer.path.parent if file.tokenizer is not None else None,
         )
 
+    def codes_of_file(self, file: ModelFile) -> Codes:
+        """The codes of a model file's tokenizer, which is there."""
+        assert file.tokenizer is not None
+        return self._codes(file.tokenizer.path, file.tokenizer.path.parent, file.tokenizer.config)
+
     # ---- published models
+
+    def codes(self, name: str) -> Codes:
+        """The codes of a published model, from its tokenizer alone; `RefusedError` where that is missing."""
+        found = require_part(name, "tokenizer")
+        return self._codes(found.path, found.folder)
 
     def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         """Load a published model; `RefusedError` when a file is missing, `UserError` when it is not what it should be.
@@ -190,6 +208,14 @@ class ChameleonFamily:
             parameters=PUBLISHED.parameters,
             also_called=tuple(other for other, meant in _ALSO.items() if meant == name and other != "chameleon"),
         )
+
+    def _codes(self, path: Path, folder: Path, config: Mapping[str, Any] | None = None) -> Codes:
+        import torch
+
+        from lantern_bench.models.tables import Codes
+        from lantern_bench.models.vqgan_files import load_vqgan
+
+        return Codes(load_vqgan(path, torch.device("cpu"), config).codebook(), folder)
 
     def _named(self, file: ModelFile) -> str:
         return _ALSO.get(file.family, file.family)

@@ -217,10 +217,9 @@ class _Pickled:
 
 def _state_dict(path: Path, loaded: Any) -> Mapping[str, Tensor]:
     """The state dict inside what a file holds; raises `UserError` where there is none."""
-    for name in _CONTAINERS:
-        if isinstance(loaded, Mapping) and isinstance(loaded.get(name), Mapping):
-            loaded = loaded[name]
-            break
+    # One in another, where a script has saved what another one had.
+    while (inner := _inside(loaded)) is not None:
+        loaded = inner
     if not isinstance(loaded, Mapping) or not loaded:
         what = "nothing" if isinstance(loaded, Mapping) else f"a {type(loaded).__name__}"
         raise UserError(f"{path}: holds {what}, not tensors by name")
@@ -230,6 +229,13 @@ def _state_dict(path: Path, loaded: Any) -> Mapping[str, Tensor]:
             f"{path}: is no state dict: {', '.join(wrong[:5])} {'are' if len(wrong) > 1 else 'is'} no tensor"
         )
     return loaded
+
+
+def _inside(loaded: Any) -> Mapping[str, Any] | None:
+    """What stands under the first known name of a container; None where there is none."""
+    if not isinstance(loaded, Mapping):
+        return None
+    return next((loaded[name] for name in _CONTAINERS if isinstance(loaded.get(name), Mapping)), None)
 
 
 def _training_settings(loaded: Any) -> Mapping[str, Any]:

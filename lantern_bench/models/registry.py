@@ -25,18 +25,21 @@ if TYPE_CHECKING:
 
     from lantern_bench.models.loaded import LoadedModel
     from lantern_bench.models.parts import Parts
+    from lantern_bench.models.tables import Codes
 
 __all__ = [
     "GROUP",
     "Buildable",
     "Family",
     "FromFile",
+    "HasCodes",
     "ModelCard",
     "card_of",
     "cards",
     "defaults_of",
     "families",
     "family_of",
+    "load_codes",
     "load_model",
 ]
 
@@ -126,6 +129,15 @@ class Buildable(Protocol):
         ...
 
 
+@runtime_checkable
+class HasCodes(Protocol):
+    """A family that knows the codes of a model without its target, which may be gigabytes."""
+
+    def codes(self, name: str) -> Codes:
+        """The codes of a model; raises as `Family.load`, and `UserError` for a model without a tokenizer."""
+        ...
+
+
 @functools.cache
 def families() -> dict[str, Family]:
     """All families by the name of their entry point; raises `RefusedError` for one that cannot be imported."""
@@ -187,6 +199,30 @@ def load_model(model: str, device: torch.device, dtype: torch.dtype) -> LoadedMo
     return family_of(model).load(name, device, dtype)
 
 
+def load_codes(model: str) -> Codes:
+    """The codes of a model on the CPU, of its tokenizer alone where its family can; raises as `HasCodes.codes`."""
+    family, name = family_of(model), model if is_model_file(model) else card_of(model).name
+    if isinstance(family, HasCodes):
+        return family.codes(name)
+    return _codes_of_whole(family, name)
+
+
+def _codes_of_whole(family: Family, name: str) -> Codes:
+    import torch
+
+    from lantern_bench.models.tables import Codes
+
+    loaded = family.load(name, torch.device("cpu"), torch.float32)
+    if loaded.codebook is None:
+        raise without_codes(name)
+    return Codes(loaded.codebook, loaded.table_folder, loaded.neighbour_space)
+
+
+def without_codes(name: str) -> UserError:
+    """The error for a model whose codes nobody knows."""
+    return UserError(f"{name}: has no tokenizer, so nobody knows its codes", "Name one in the model's file.")
+
+
 class _FileFamily:
     """The one model of a model file, as a family of its own."""
 
@@ -201,13 +237,26 @@ class _FileFamily:
         self._family.check_prompt_of_file(self._file, text)
 
     def prompt_sets(self) -> Mapping[str, tuple[str, ...]]:
-        sets: Mapping[str, tuple[str, ...]] = getattr(self._family, "prompt_sets", dict)()
+        # What a family may say of prompts is not asked of one that describes models: both are optional there.
+        own = getattr(self._family, "prompt_sets_of_file", None)
+        sets: Mapping[str, tuple[str, ...]] = (
+            own(self._file) if own is not None else getattr(self._family, "prompt_sets", dict)()
+        )
         return sets
 
     def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         loaded = self._family.load_file(self._file, device, dtype)
         loaded.name = name
         return loaded
+
+    def codes(self, name: str) -> Codes:
+        own = getattr(self._family, "codes_of_file", None)
+        if own is None:
+            return _codes_of_whole(self, name)
+        if self._file.tokenizer is None:
+            raise without_codes(name)
+        codes: Codes = own(self._file)
+        return codes
 
 
 def _family_named(file: ModelFile) -> FromFile:

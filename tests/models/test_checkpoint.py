@@ -39,6 +39,7 @@ def same(path: Path) -> bool:
         lambda state: {"model": state, "steps": 3, "args": argparse.Namespace(image_size=256)},
         lambda state: {"module": state, "optimizer": {"lr": 0.1}},
         lambda state: {"state_dict": state},
+        lambda state: {"state_dict": {"model": state}, "epoch": 3},
         lambda state: {"model": {f"module.{name}": value for name, value in state.items()}},
         lambda state: {f"_orig_mod.{name}": value for name, value in state.items()},
         lambda state: {f"_fsdp_wrapped_module.{name}": value for name, value in state.items()},
