@@ -129,21 +129,12 @@ def plan_table(request: Request, console: Console) -> pd.DataFrame:
 def carry_out(request: Request, console: Console) -> int:
     """Make what is to be made and score it; return how many images failed."""
     from lantern_bench.models.pixels import NoPixels
-    from lantern_bench.runs.judges import judges_of
     from lantern_bench.runs.local import choose_place, key_fields, load_models
-    from lantern_bench.runs.reference import find_reference
     from lantern_bench.runs.store import RunStore
 
     settings = request.experiment.settings
     place = choose_place(settings.device, settings.dtype)
-    judges = reference = None
-    if "quality" in settings.metrics:
-        try:
-            judges = judges_of(request.protocol, device=place.device)
-            reference = find_reference(settings.reference, request.protocol)
-        except RefusedError as error:
-            advice = f"{error.advice.rstrip('.')}. " if error.advice else ""
-            raise RefusedError(error.message, f"{advice}Or leave quality out: --metrics speed.") from error
+    judges, reference = _judges(request, place)
     models = load_models(request.experiment, place)
     for model in models.values():
         if isinstance(model.pixels, NoPixels):
@@ -167,6 +158,21 @@ def carry_out(request: Request, console: Console) -> int:
     return failed
 
 
+def _judges(request: Request, place: Place) -> tuple[Judges | None, Reference | None]:
+    """What quality is judged by, where it is asked for."""
+    from lantern_bench.runs.judges import judges_of
+    from lantern_bench.runs.reference import find_reference
+
+    if "quality" not in request.experiment.settings.metrics:
+        return None, None
+    try:
+        judges = judges_of(request.protocol, device=place.device)
+        return judges, find_reference(request.experiment.settings.reference, request.protocol)
+    except RefusedError as error:
+        advice = f"{error.advice.rstrip('.')}. " if error.advice else ""
+        raise RefusedError(error.message, f"{advice}Or leave quality out: --metrics speed.") from error
+
+
 def check_failed(request: Request, failed: int) -> None:
     """Raise `RecordsFailedError` where images failed."""
     if failed:
@@ -181,14 +187,19 @@ def _ready(request: Request, models: Mapping[str, LoadedModel], console: Console
     from lantern_bench.runs.readiness import Ready, get_ready
 
     seconds = 0.0
-    with console.progress() as progress:
-        for event in get_ready(request.plan, models, request.folder):
-            if isinstance(event, Ready):
-                seconds = event.seconds
-                continue
-            if event.done == 0:
-                progress.start(event.total, f"captions for {event.model}")
-            progress.reach(event.done)
+    try:
+        with console.progress() as progress:
+            for event in get_ready(request.plan, models, request.folder):
+                if isinstance(event, Ready):
+                    seconds = event.seconds
+                    continue
+                if event.done == 0:
+                    progress.start(event.total, f"captions for {event.model}")
+                progress.reach(event.done)
+    except KeyboardInterrupt:
+        console.say("interrupted before the first image; captions that were encoded are kept")
+        console.say("The same command continues.")
+        raise
     return seconds
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from lantern_bench.models.loaded import LoadedModel
     from lantern_bench.models.parts import Parts
-    from lantern_bench.models.tables import Codes
+    from lantern_bench.models.vq import VQModel
 
 __all__ = ["FAMILY", "ChameleonFamily"]
 
@@ -97,7 +97,6 @@ class ChameleonFamily:
         from lantern_bench.models.checkpoint import open_checkpoint
         from lantern_bench.models.llamagen_model import hash_of, hash_of_text, table_of_file
         from lantern_bench.models.parts import Parts
-        from lantern_bench.models.vqgan_files import load_vqgan
 
         if file.target.layout == "official":
             raise file.wrong("target.layout", "official: Chameleon is read in the layout hf", "Convert it, or say hf.")
@@ -115,7 +114,7 @@ class ChameleonFamily:
             weights = open_checkpoint(file.drafter.path).paths
             hashes["drafter"] = hash_of((*weights, file.drafter.path / "config.json"))
         if file.tokenizer is not None:
-            tokenizer = load_vqgan(file.tokenizer.path, device, file.tokenizer.config)
+            tokenizer = self.load_tokenizer(file.tokenizer.path, device, file.tokenizer.config)
             hashes["tokenizer"] = hash_of(open_checkpoint(file.tokenizer.path).paths)
         if file.neighbours is not None:
             hashes["neighbour_table"] = hash_of((file.neighbours.path,))
@@ -129,17 +128,13 @@ class ChameleonFamily:
             table_folder=file.tokenizer.path.parent if file.tokenizer is not None else None,
         )
 
-    def codes_of_file(self, file: ModelFile) -> Codes:
-        """The codes of a model file's tokenizer, which is there."""
-        assert file.tokenizer is not None
-        return self._codes(file.tokenizer.path, file.tokenizer.path.parent, file.tokenizer.config)
+    def load_tokenizer(self, path: Path, device: torch.device, config: Mapping[str, Any] | None = None) -> VQModel:
+        """Load a tokenizer alone; raises `UserError` for a file that is none, or not of the sizes in `config`."""
+        from lantern_bench.models.vqgan_files import load_vqgan
+
+        return load_vqgan(path, device, config)
 
     # ---- published models
-
-    def codes(self, name: str) -> Codes:
-        """The codes of a published model, from its tokenizer alone; `RefusedError` where that is missing."""
-        found = require_part(name, "tokenizer")
-        return self._codes(found.path, found.folder)
 
     def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         """Load a published model; `RefusedError` when a file is missing, `UserError` when it is not what it should be.
@@ -151,7 +146,6 @@ class ChameleonFamily:
         from lantern_bench.models.checkpoint import open_checkpoint
         from lantern_bench.models.llamagen_files import config_beside
         from lantern_bench.models.parts import Parts
-        from lantern_bench.models.vqgan_files import load_vqgan
 
         style = STYLES[name]
         found = {part: require_part(name, part) for part in ("target", "tokenizer")}
@@ -169,7 +163,7 @@ class ChameleonFamily:
         return loaded_model(
             name,
             style,
-            Parts(target, drafter, load_vqgan(found["tokenizer"].path, device)),
+            Parts(target, drafter, self.load_tokenizer(found["tokenizer"].path, device)),
             {part: one_hash(hashes_of(files)) for part, files in found.items()},
             PromptTokenizer(folder / "tokenizer.json", vocabulary, style),
             table_folder=found["tokenizer"].folder,
@@ -208,14 +202,6 @@ class ChameleonFamily:
             parameters=PUBLISHED.parameters,
             also_called=tuple(other for other, meant in _ALSO.items() if meant == name and other != "chameleon"),
         )
-
-    def _codes(self, path: Path, folder: Path, config: Mapping[str, Any] | None = None) -> Codes:
-        import torch
-
-        from lantern_bench.models.tables import Codes
-        from lantern_bench.models.vqgan_files import load_vqgan
-
-        return Codes(load_vqgan(path, torch.device("cpu"), config).codebook(), folder)
 
     def _named(self, file: ModelFile) -> str:
         return _ALSO.get(file.family, file.family)

@@ -251,7 +251,8 @@ def _short(error: BaseException) -> str:
 
 def _code_in(path: Path, said: str) -> str | None:
     """What a pickle would have called: as torch names it, or else the first name in it; nothing is run for that."""
-    named = re.search(r"(?:GLOBAL|global:?|class) `?([A-Za-z_][\w.]*\.[\w.]+)", said)
+    # Functions that are built in are named without their module.
+    named = re.search(r"GLOBAL `?([A-Za-z_][\w.]*)", said) or re.search(r"(?:global:?|class) `?(\w+\.[\w.]+)", said)
     if named is not None:
         return named[1]
     words: list[str] = []

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from lantern_bench.models.loaded import LoadedModel
     from lantern_bench.models.parts import Parts
-    from lantern_bench.models.tables import Codes
+    from lantern_bench.models.vq import VQModel
 
 __all__ = ["C2I", "T2I", "LlamaGenFamily", "one_hash"]
 
@@ -109,7 +109,6 @@ class LlamaGenFamily:
         from lantern_bench.models.llamagen_files import describe, load_target
         from lantern_bench.models.llamagen_model import hash_of, hash_of_text, loaded_model, table_of_file
         from lantern_bench.models.parts import Parts
-        from lantern_bench.models.vq_files import load_vq
 
         checkpoint = open_checkpoint(file.target.path)
         size, stated = describe(file, checkpoint, self.kind, self._named(file))
@@ -131,7 +130,7 @@ class LlamaGenFamily:
             weights = open_checkpoint(file.drafter.path).paths
             hashes["drafter"] = hash_of((*weights, file.drafter.path / "config.json"))
         if file.tokenizer is not None:
-            tokenizer = load_vq(file.tokenizer.path, device, file.tokenizer.config)
+            tokenizer = self.load_tokenizer(file.tokenizer.path, device, file.tokenizer.config)
             hashes["tokenizer"] = hash_of(open_checkpoint(file.tokenizer.path).paths)
         if file.neighbours is not None:
             hashes["neighbour_table"] = hash_of((file.neighbours.path,))
@@ -146,17 +145,13 @@ class LlamaGenFamily:
             table_folder=file.tokenizer.path.parent if file.tokenizer is not None else None,
         )
 
-    def codes_of_file(self, file: ModelFile) -> Codes:
-        """The codes of a model file's tokenizer, which is there."""
-        assert file.tokenizer is not None
-        return self._codes(file.tokenizer.path, file.tokenizer.path.parent, file.tokenizer.config)
+    def load_tokenizer(self, path: Path, device: torch.device, config: Mapping[str, Any] | None = None) -> VQModel:
+        """Load a tokenizer alone; raises `UserError` for a file that is none, or not of the sizes in `config`."""
+        from lantern_bench.models.vq_files import load_vq
+
+        return load_vq(path, device, config)
 
     # ---- published models
-
-    def codes(self, name: str) -> Codes:
-        """The codes of a published model, from its tokenizer alone; `RefusedError` where that is missing."""
-        found = require_part(name, "tokenizer")
-        return self._codes(found.path, found.folder)
 
     def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         """Load a published model; `RefusedError` when a file is missing, `UserError` when it is not what it should be.
@@ -168,7 +163,6 @@ class LlamaGenFamily:
         from lantern_bench.models.llamagen_files import as_stated, config_beside, load_target
         from lantern_bench.models.llamagen_model import loaded_model
         from lantern_bench.models.parts import Parts
-        from lantern_bench.models.vq_files import load_vq
 
         size = self._sizes[name]
         found = {"target": require_part(name, "target"), "tokenizer": require_part(name, "tokenizer")}
@@ -191,7 +185,7 @@ class LlamaGenFamily:
         parts = Parts(
             target,
             None if drafter is None else load_drafter(drafter.folder, target, dtype=dtype, device=device),
-            load_vq(found["tokenizer"].path, device),
+            self.load_tokenizer(found["tokenizer"].path, device),
         )
         text = self._optional(name, "text_encoder")
         return loaded_model(
@@ -255,14 +249,6 @@ class LlamaGenFamily:
 
         names = [name for name in wanted if name != "classes" or self.kind == "c2i"]
         return known_sizes(file, self.kind, self._named(file), names)
-
-    def _codes(self, path: Path, folder: Path, config: Mapping[str, Any] | None = None) -> Codes:
-        import torch
-
-        from lantern_bench.models.tables import Codes
-        from lantern_bench.models.vq_files import load_vq
-
-        return Codes(load_vq(path, torch.device("cpu"), config).codebook(), folder)
 
     def _check(self, text: str, classes: int) -> None:
         if self.kind == "c2i":

@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.model_file import ModelFile, is_model_file, read_model_file
+from lantern_bench.models.sources import SOURCES
+from lantern_bench.models.weights import require_part
 from lantern_bench.spec.values import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+    from torch import Tensor
 
     from lantern_bench.models.loaded import LoadedModel
     from lantern_bench.models.parts import Parts
@@ -32,8 +35,9 @@ __all__ = [
     "Buildable",
     "Family",
     "FromFile",
-    "HasCodes",
+    "HasTokenizer",
     "ModelCard",
+    "WithCodes",
     "card_of",
     "cards",
     "defaults_of",
@@ -130,11 +134,19 @@ class Buildable(Protocol):
 
 
 @runtime_checkable
-class HasCodes(Protocol):
-    """A family that knows the codes of a model without its target, which may be gigabytes."""
+class HasTokenizer(Protocol):
+    """A family that loads a tokenizer without its target, which may be gigabytes."""
 
-    def codes(self, name: str) -> Codes:
-        """The codes of a model; raises as `Family.load`, and `UserError` for a model without a tokenizer."""
+    def load_tokenizer(self, path: Path, device: torch.device, config: Mapping[str, Any] | None = None) -> WithCodes:
+        """Load the tokenizer in a file; `config` is what a model file says of it. Raises `UserError` for another's."""
+        ...
+
+
+class WithCodes(Protocol):
+    """A loaded tokenizer."""
+
+    def codebook(self) -> Tensor:
+        """The codes, rows [V, d] as stored."""
         ...
 
 
@@ -200,27 +212,31 @@ def load_model(model: str, device: torch.device, dtype: torch.dtype) -> LoadedMo
 
 
 def load_codes(model: str) -> Codes:
-    """The codes of a model on the CPU, of its tokenizer alone where its family can; raises as `HasCodes.codes`."""
-    family, name = family_of(model), model if is_model_file(model) else card_of(model).name
-    if isinstance(family, HasCodes):
-        return family.codes(name)
-    return _codes_of_whole(family, name)
+    """The codes of a model on the CPU, from its tokenizer alone where its family can.
 
-
-def _codes_of_whole(family: Family, name: str) -> Codes:
+    Raises as `load_model`, and `UserError` for a model without a tokenizer.
+    """
     import torch
 
     from lantern_bench.models.tables import Codes
 
-    loaded = family.load(name, torch.device("cpu"), torch.float32)
+    device = torch.device("cpu")
+    if is_model_file(model):
+        file = read_model_file(Path(model))
+        described = _family_named(file)
+        if isinstance(described, HasTokenizer) and file.tokenizer is not None:
+            path = file.tokenizer.path
+            return Codes(described.load_tokenizer(path, device, file.tokenizer.config).codebook(), path.parent)
+    else:
+        model = card_of(model).name
+        family = family_of(model)
+        if isinstance(family, HasTokenizer) and model in SOURCES:
+            found = require_part(model, "tokenizer")
+            return Codes(family.load_tokenizer(found.path, device).codebook(), found.folder)
+    loaded = load_model(model, device, torch.float32)
     if loaded.codebook is None:
-        raise without_codes(name)
+        raise UserError(f"{model}: has no tokenizer, so nobody knows its codes", "Name one in the model's file.")
     return Codes(loaded.codebook, loaded.table_folder, loaded.neighbour_space)
-
-
-def without_codes(name: str) -> UserError:
-    """The error for a model whose codes nobody knows."""
-    return UserError(f"{name}: has no tokenizer, so nobody knows its codes", "Name one in the model's file.")
 
 
 class _FileFamily:
@@ -248,15 +264,6 @@ class _FileFamily:
         loaded = self._family.load_file(self._file, device, dtype)
         loaded.name = name
         return loaded
-
-    def codes(self, name: str) -> Codes:
-        own = getattr(self._family, "codes_of_file", None)
-        if own is None:
-            return _codes_of_whole(self, name)
-        if self._file.tokenizer is None:
-            raise without_codes(name)
-        codes: Codes = own(self._file)
-        return codes
 
 
 def _family_named(file: ModelFile) -> FromFile:

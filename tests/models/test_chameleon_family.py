@@ -66,7 +66,7 @@ def test_a_described_model_makes_pictures_in_every_mode(described: Path) -> None
         made = decode(model, condition, decoding, [torch.Generator().manual_seed(1)])[0]
         assert len(made.tokens) == card.tokens == model.target.image_tokens
         assert model.pixels.pixels(made.tokens[None]).shape == (1, 2 * rows, 2 * columns, 3)
-    assert set(model.weights) == {"target", "drafter", "tokenizer"}
+    assert set(model.weights) == {"target", "sizes", "drafter", "tokenizer"}
 
 
 def test_greedy_modes_agree(described: Path) -> None:

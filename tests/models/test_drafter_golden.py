@@ -170,7 +170,8 @@ def test_distributions_behind_recorded_draws_equal_the_recorded_ones(
     drafting = module.StaticDrafting(StaticTree.of(STATIC_TREES[name]), decoding)
     drafting.draft(session, drafts, root, torch.empty(1, drafting.noises), torch.tensor([64]))
     assert len(rows) == len(drawn)
-    assert (torch.stack(rows) - recorded[key + "group_draft_dist"]).abs().max() < 1e-5
+    # Guidance multiplies what float32 rounds.
+    assert (torch.stack(rows) - recorded[key + "group_draft_dist"]).abs().max() < 1e-5 * (1 + SCALE)
 
 
 def test_the_recording_has_trees_of_both_kinds() -> None:
