@@ -166,8 +166,9 @@ def _judges(request: Request, place: Place) -> tuple[Judges | None, Reference | 
     if "quality" not in request.experiment.settings.metrics:
         return None, None
     try:
-        judges = judges_of(request.protocol, device=place.device)
-        return judges, find_reference(request.experiment.settings.reference, request.protocol)
+        # The reference first: to find it is quick, and judges are large.
+        reference = find_reference(request.experiment.settings.reference, request.protocol)
+        return judges_of(request.protocol, device=place.device), reference
     except RefusedError as error:
         advice = f"{error.advice.rstrip('.')}. " if error.advice else ""
         raise RefusedError(error.message, f"{advice}Or leave quality out: --metrics speed.") from error
