@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lantern_bench.cli.compiling import compile_steps
 from lantern_bench.cli.places import results_root
 from lantern_bench.console import Console, duration
-from lantern_bench.errors import RecordsFailedError
+from lantern_bench.errors import RecordsFailedError, RefusedError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,7 +60,7 @@ def make_request(
     from lantern_bench.spec.plan import parse_shard
 
     part = parse_shard(shard) if shard is not None else None
-    loaded = load_experiment(source, Overrides.from_flags(typed, modes=modes, settings=settings or []))
+    loaded = _with_prompts(load_experiment(source, Overrides.from_flags(typed, modes=modes, settings=settings or [])))
     resolved = resolve(loaded, defaults_of(loaded.settings.model))
     check_neighbours(resolved)
     protocol = _protocol(resolved)
@@ -72,6 +72,18 @@ def make_request(
         folder = folder if out is not None else folder.with_name(f"{folder.name}-shard{part.index}of{part.count}")
     check_folder(folder, resolved)
     return Request(resolved, plan, folder, protocol, prompts)
+
+
+def _with_prompts(loaded: Experiment) -> Experiment:
+    """The experiment with the prompts of its first model, where nobody said any."""
+    from dataclasses import replace
+
+    from lantern_bench.models.registry import card_of
+
+    if "prompts" in loaded.settings.model_fields_set:
+        return loaded
+    own = card_of(loaded.settings.model[0]).prompt_set
+    return replace(loaded, settings=loaded.settings.model_copy(update={"prompts": own}))
 
 
 def _protocol(resolved: ResolvedExperiment) -> Protocol:
@@ -117,17 +129,12 @@ def plan_table(request: Request, console: Console) -> pd.DataFrame:
 def carry_out(request: Request, console: Console) -> int:
     """Make what is to be made and score it; return how many images failed."""
     from lantern_bench.models.pixels import NoPixels
-    from lantern_bench.runs.judges import judges_of
     from lantern_bench.runs.local import choose_place, key_fields, load_models
-    from lantern_bench.runs.reference import find_reference
     from lantern_bench.runs.store import RunStore
 
     settings = request.experiment.settings
     place = choose_place(settings.device, settings.dtype, fast=True)
-    judges = reference = None
-    if "quality" in settings.metrics:
-        judges = judges_of(request.protocol, device=place.device)
-        reference = find_reference(settings.reference, request.protocol)
+    judges, reference = _judges(request, place)
     models = load_models(request.experiment, place)
     for model in models.values():
         if isinstance(model.pixels, NoPixels):
@@ -135,10 +142,11 @@ def carry_out(request: Request, console: Console) -> int:
     if settings.compile:
         compile_steps(models.values(), place, console)
     console.detail(f"device {place.device}, {place.dtype_name}")
+    prepared = _ready(request, models, console)
     with RunStore(request.folder, request.experiment, key_fields(models, settings, place, request.plan.cells)) as store:
         store.update_manifest(prompts=request.prompts)
         try:
-            failed = _make(request.plan, store, models, place, console)
+            failed = _make(request.plan, store, models, place, prepared, console)
             if judges is not None:
                 _score(store, judges, reference, console)
         except KeyboardInterrupt:
@@ -150,6 +158,22 @@ def carry_out(request: Request, console: Console) -> int:
     return failed
 
 
+def _judges(request: Request, place: Place) -> tuple[Judges | None, Reference | None]:
+    """What quality is judged by, where it is asked for."""
+    from lantern_bench.runs.judges import judges_of
+    from lantern_bench.runs.reference import find_reference
+
+    if "quality" not in request.experiment.settings.metrics:
+        return None, None
+    try:
+        # The reference first: to find it is quick, and judges are large.
+        reference = find_reference(request.experiment.settings.reference, request.protocol)
+        return judges_of(request.protocol, device=place.device), reference
+    except RefusedError as error:
+        advice = f"{error.advice.rstrip('.')}. " if error.advice else ""
+        raise RefusedError(error.message, f"{advice}Or leave quality out: --metrics speed.") from error
+
+
 def check_failed(request: Request, failed: int) -> None:
     """Raise `RecordsFailedError` where images failed."""
     if failed:
@@ -159,17 +183,41 @@ def check_failed(request: Request, failed: int) -> None:
         )
 
 
-def _make(plan: Plan, store: RunStore, models: Mapping[str, LoadedModel], place: Place, console: Console) -> int:
-    from lantern_bench.runs.runner import ImageDone, Preparing, Started, WarmedUp, run_plan
+def _ready(request: Request, models: Mapping[str, LoadedModel], console: Console) -> float:
+    """Have everything at hand that the images need, before there is a folder; return the seconds it took."""
+    from lantern_bench.runs.readiness import Ready, get_ready
 
-    failed, lengths, seconds = 0, [], []
-    with console.progress() as progress:
-        for event in run_plan(store, plan, models, place):
-            if isinstance(event, Preparing):
+    seconds = 0.0
+    try:
+        with console.progress() as progress:
+            for event in get_ready(request.plan, models, request.folder):
+                if isinstance(event, Ready):
+                    seconds = event.seconds
+                    continue
                 if event.done == 0:
                     progress.start(event.total, f"captions for {event.model}")
                 progress.reach(event.done)
-            elif isinstance(event, Started):
+    except KeyboardInterrupt:
+        console.say("interrupted before the first image; captions that were encoded are kept")
+        console.say("The same command continues.")
+        raise
+    return seconds
+
+
+def _make(
+    plan: Plan,
+    store: RunStore,
+    models: Mapping[str, LoadedModel],
+    place: Place,
+    prepared: float,
+    console: Console,
+) -> int:
+    from lantern_bench.runs.runner import ImageDone, Started, WarmedUp, run_plan
+
+    failed, lengths, seconds = 0, [], []
+    with console.progress() as progress:
+        for event in run_plan(store, plan, models, place, prepared):
+            if isinstance(event, Started):
                 to_do = sum(event.to_do.values())
                 if event.kept:
                     console.say(f"{event.kept} images kept, {to_do} to do")

@@ -72,9 +72,11 @@ def _row(card: ModelCard) -> dict[str, Any]:
 
 def _files(card: ModelCard) -> list[dict[str, Any]]:
     """The parts of a model: their files, where those are or would be, and where they come from."""
+    from lantern_bench.models.model_file import is_model_file
     from lantern_bench.models.sources import SOURCES
 
     published = {part.name: part.choices for part in SOURCES.get(card.name, ())}
+    own = "your model file" if is_model_file(card.name) else "this package"
     rows = []
     for part, path in card.weights.items():
         choices = published.get(part, ())
@@ -85,7 +87,7 @@ def _files(card: ModelCard) -> list[dict[str, Any]]:
                 "files": " ".join(needed),
                 "found": path.exists(),
                 "place": _shown(path),
-                "from": " or ".join(choice.repo for choice in dict.fromkeys(choices)) if choices else "this package",
+                "from": " or ".join(dict.fromkeys(choice.repo for choice in choices)) or own,
                 "licence": choices[0].licence.name if choices else card.licence,
             }
         )

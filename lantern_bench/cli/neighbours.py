@@ -78,17 +78,15 @@ def _make(
     """Read or make the table of a model; `UserError` for one without codes, and where nothing can be written."""
     from lantern_bench.decode.neighbours import SPACES
     from lantern_bench.models.files import cache_folder
-    from lantern_bench.models.registry import load_model
+    from lantern_bench.models.registry import load_codes
     from lantern_bench.models.tables import neighbour_table, table_path
     from lantern_bench.runs.local import choose_place
 
     place = choose_place(device, "float32")
-    loaded = load_model(model, place.device, place.dtype)
-    if loaded.codebook is None:
-        raise UserError(f"{model}: has no tokenizer, so nobody knows its codes", "Name one in the model's file.")
-    chosen = next((one for one in SPACES if one == space), loaded.neighbour_space)
-    codes, folder = len(loaded.codebook), out or loaded.table_folder or cache_folder() / "tables"
-    path = table_path(folder, loaded.codebook, chosen)
+    known = load_codes(model)
+    chosen = next((one for one in SPACES if one == space), known.space)
+    codes, folder = len(known.rows), out or known.folder or cache_folder() / "tables"
+    path = table_path(folder, known.rows, chosen)
     if force:
         path.unlink(missing_ok=True)
     heard = 0
@@ -102,7 +100,7 @@ def _make(
             progress.reach(heard)
 
         columns = min(k_max, codes - 1)
-        table = neighbour_table(loaded.codebook, chosen, columns, folder, k_max, place.device, rows_done)
+        table = neighbour_table(known.rows, chosen, columns, folder, k_max, place.device, rows_done)
     if not path.is_file():
         raise UserError(f"--out {folder}: cannot be written", "Give a folder that you may write to.")
     return _Made(table, chosen, path, "made" if heard else "was there")

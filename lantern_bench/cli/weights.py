@@ -185,9 +185,11 @@ def _known(model: str) -> str:
         return model
     from lantern_bench.models.registry import card_of
 
-    if did_you_mean(model, SOURCES):
-        raise UserError(f"{model}: unknown model{did_you_mean(model, SOURCES)}", f"Published: {', '.join(SOURCES)}.")
-    name = card_of(model).name
+    try:
+        name = card_of(model).name
+    except UserError as error:
+        hint = did_you_mean(model, SOURCES)
+        raise UserError(f"{model}: unknown model{hint}", f"Published: {', '.join(SOURCES)}.") from error
     if name not in SOURCES:
         raise UserError(f"{model}: has no files to fetch", f"Published models: {', '.join(SOURCES)}.")
     return name

@@ -26,7 +26,7 @@ from lantern_bench.decode.trace import ImageTrace
 from lantern_bench.errors import RefusedError
 from lantern_bench.spec.decoding import Decoding, NeighbourMetric
 
-__all__ = ["Decoded", "Model", "decode", "relaxation_of"]
+__all__ = ["Decoded", "Model", "decode", "drafter_and_table", "relaxation_of"]
 
 
 class Model(Protocol):
@@ -56,6 +56,19 @@ def relaxation_of(decoding: Decoding, target: object = None) -> Relaxation:
     choices = target.choices if isinstance(target, WithForcedTokens) else None
     bound = decoding.delta or decoding.lambda_ or decoding.bound or 0.0
     return Relaxation(decoding.rule, decoding.neighbours or 0, bound, decoding.residual, choices)
+
+
+def drafter_and_table(model: Model, decoding: Decoding) -> tuple[Drafter, Tensor | None]:
+    """What a speculative configuration needs of a model besides the target: its drafter and, to merge, nearest codes.
+
+    Raises `RefusedError` for a model without a drafter, and as `Model.table`.
+    """
+    if model.drafter is None:
+        raise RefusedError(
+            f"mode {decoding.mode} needs a drafter, and this model has none", "Use --modes ar, or add a drafter."
+        )
+    relaxation = relaxation_of(decoding, model.target)
+    return model.drafter, model.table(relaxation.columns, decoding.neighbour_metric) if relaxation.merges else None
 
 
 @torch.inference_mode()
@@ -190,15 +203,10 @@ class _Run:
         return self._decoded(progress.out, traces, self._assemble(logits, kept) if self.keep_logits else None)
 
     def _speculation(self, relaxation: Relaxation) -> Speculation:
-        """The programs of this configuration; raises `RefusedError` without a drafter."""
-        drafter, target = self.model.drafter, self.model.target
-        if drafter is None:
-            raise RefusedError(
-                f"mode {self.decoding.mode} needs a drafter, and this model has none",
-                "use --modes ar, or add a drafter",
-            )
-        table = self.model.table(relaxation.columns, self.decoding.neighbour_metric) if relaxation.merges else None
-        values = (target, drafter, self.decoding, relaxation, table, self.batch, self.engine, self.keep_logits)
+        """The programs of this configuration; raises as `drafter_and_table`."""
+        drafter, table = drafter_and_table(self.model, self.decoding)
+        target, decoding = self.model.target, self.decoding
+        values = (target, drafter, decoding, relaxation, table, self.batch, self.engine, self.keep_logits)
         key = ("speculation", self.batch, sampling_key(self.decoding), self.keep_logits, self.judge)
         return self.engine.once(key, functools.partial(Speculation, *values, judge=self.judge))
 

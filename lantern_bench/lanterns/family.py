@@ -40,6 +40,8 @@ class LanternsFamily:
                 licence="Apache-2.0",
                 weights={part: WEIGHTS_FOLDER / FILES[part] for part in parts},
                 vocab_size=2048,
+                tokens=256,
+                parameters=7_485_440,
             )
         ]
 

@@ -45,10 +45,11 @@ def load_prompts(source: str, family: Family) -> list[Prompt]:
     asked = _asked(source, family)
     sets = family.prompt_sets()
     if asked.name in sets and asked.kind is None:
-        items = [Item("", f"{asked.name}:{number}", text) for number, text in enumerate(sets[asked.name], start=1)]
+        own = enumerate(sets[asked.name], start=1)
+        items = [Item(f"prompt {number}", f"{asked.name}:{number}", text) for number, text in own]
     else:
         items = _read(source, asked)
-        _check(source, items, family)
+    _check(source, items, family)
     return _part(source, asked.part, [Prompt(item.text, item.source) for item in items])
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from lantern_bench.decode.drafting import drafting_of
 from lantern_bench.decode.emitted_tv import emitted, emitted_tv_sampled, total_variation
 from lantern_bench.decode.forcing import drafts_at
-from lantern_bench.decode.loop import relaxation_of
+from lantern_bench.decode.loop import drafter_and_table, relaxation_of
 from lantern_bench.decode.relax import Relaxation
 from lantern_bench.decode.sampling import Draws, decoding_probabilities, guide
 from lantern_bench.decode.tree import StaticTree
@@ -134,9 +134,7 @@ def _measured(model: LoadedModel, place: _Place, cells: Sequence[Cell], settings
 
 
 def _rule(model: LoadedModel, decoding: Decoding) -> tuple[Relaxation, Tensor | None]:
-    relaxation = relaxation_of(decoding, model.target)
-    table = model.table(relaxation.columns, decoding.neighbour_metric) if relaxation.merges else None
-    return relaxation, table
+    return relaxation_of(decoding, model.target), drafter_and_table(model, decoding)[1]
 
 
 def _static(

@@ -23,7 +23,8 @@ from lantern_bench.models.chameleon_sizes import (
     read_config,
     read_vocabulary,
 )
-from lantern_bench.models.llamagen_family import T2I, one_hash
+from lantern_bench.models.first_prompts import CAPTIONS
+from lantern_bench.models.llamagen_family import one_hash
 from lantern_bench.models.model_file import ModelFile
 from lantern_bench.models.registry import ModelCard
 from lantern_bench.models.sources import CHAMELEON, SOURCES
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from lantern_bench.models.loaded import LoadedModel
     from lantern_bench.models.parts import Parts
+    from lantern_bench.models.vq import VQModel
 
 __all__ = ["FAMILY", "ChameleonFamily"]
 
@@ -59,8 +61,8 @@ class ChameleonFamily:
             raise UserError("the caption is empty", "Type what the picture shows.")
 
     def prompt_sets(self) -> Mapping[str, tuple[str, ...]]:
-        """A few prompts to begin with, those of LlamaGen."""
-        return T2I.prompt_sets()
+        """A few prompts to begin with."""
+        return {"examples": CAPTIONS}
 
     # ---- models of a user's file
 
@@ -93,9 +95,8 @@ class ChameleonFamily:
         from lantern_bench.models.chameleon import load_drafter, load_target
         from lantern_bench.models.chameleon_model import loaded_model
         from lantern_bench.models.checkpoint import open_checkpoint
-        from lantern_bench.models.llamagen_model import hash_of, table_of_file
+        from lantern_bench.models.llamagen_model import hash_of, hash_of_text, table_of_file
         from lantern_bench.models.parts import Parts
-        from lantern_bench.models.vqgan_files import load_vqgan
 
         if file.target.layout == "official":
             raise file.wrong("target.layout", "official: Chameleon is read in the layout hf", "Convert it, or say hf.")
@@ -103,14 +104,20 @@ class ChameleonFamily:
         config = self._size(file).transformer(style, vocabulary.token_ids(style))
         checkpoint = open_checkpoint(file.target.path)
         target = load_target(checkpoint, config, dtype=dtype, device=device)
-        hashes = {"target": hash_of(checkpoint.paths)}
+        # Sizes, prompts and the order of codes stand in the files beside the weights, and change what is computed.
+        words = tuple(path for path in (_folder(file) / "tokenizer.json",) if path.is_file())
+        sizes = hash_of_text(repr((style, config, config.token_ids)))
+        hashes = {"target": hash_of((*checkpoint.paths, *words)), "sizes": sizes}
         drafter = tokenizer = None
         if file.drafter is not None:
             drafter = load_drafter(file.drafter.path, target, dtype=dtype, device=device)
-            hashes["drafter"] = hash_of(open_checkpoint(file.drafter.path).paths)
+            weights = open_checkpoint(file.drafter.path).paths
+            hashes["drafter"] = hash_of((*weights, file.drafter.path / "config.json"))
         if file.tokenizer is not None:
-            tokenizer = load_vqgan(file.tokenizer.path, device, file.tokenizer.config)
-            hashes["tokenizer"] = hash_of((file.tokenizer.path,))
+            tokenizer = self.load_tokenizer(file.tokenizer.path, device, file.tokenizer.config)
+            hashes["tokenizer"] = hash_of(open_checkpoint(file.tokenizer.path).paths)
+        if file.neighbours is not None:
+            hashes["neighbour_table"] = hash_of((file.neighbours.path,))
         return loaded_model(
             str(file.path),
             style,
@@ -120,6 +127,12 @@ class ChameleonFamily:
             table=table_of_file(file, len(vocabulary.codes)),
             table_folder=file.tokenizer.path.parent if file.tokenizer is not None else None,
         )
+
+    def load_tokenizer(self, path: Path, device: torch.device, config: Mapping[str, Any] | None = None) -> VQModel:
+        """Load a tokenizer alone; raises `UserError` for a file that is none, or not of the sizes in `config`."""
+        from lantern_bench.models.vqgan_files import load_vqgan
+
+        return load_vqgan(path, device, config)
 
     # ---- published models
 
@@ -133,7 +146,6 @@ class ChameleonFamily:
         from lantern_bench.models.checkpoint import open_checkpoint
         from lantern_bench.models.llamagen_files import config_beside
         from lantern_bench.models.parts import Parts
-        from lantern_bench.models.vqgan_files import load_vqgan
 
         style = STYLES[name]
         found = {part: require_part(name, part) for part in ("target", "tokenizer")}
@@ -151,7 +163,7 @@ class ChameleonFamily:
         return loaded_model(
             name,
             style,
-            Parts(target, drafter, load_vqgan(found["tokenizer"].path, device)),
+            Parts(target, drafter, self.load_tokenizer(found["tokenizer"].path, device)),
             {part: one_hash(hashes_of(files)) for part, files in found.items()},
             PromptTokenizer(folder / "tokenizer.json", vocabulary, style),
             table_folder=found["tokenizer"].folder,

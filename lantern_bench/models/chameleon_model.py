@@ -50,12 +50,14 @@ class ChameleonModel(LoadedModel):
     def condition_of_arrays(self, arrays: Mapping[str, np.ndarray]) -> Condition:
         """The condition of prompts given as numbers: `input_ids` int [P] or [n, P], `mask` of the same shape or none.
 
-        What is masked must stand on the left. Raises `ValueError` for anything else.
+        `attention_mask` is another name of the mask. What is masked must stand on the left. Raises `ValueError` for
+        anything else.
         """
         if self.style is None:
             raise ValueError(f"{self.name} takes no prompts as numbers")
         ids = _whole_rows("input_ids", arrays.get("input_ids"))
-        kept = _whole_rows("mask", arrays["mask"]).astype(bool) if "mask" in arrays else np.ones(ids.shape, bool)
+        masks = [_whole_rows(name, arrays[name]).astype(bool) for name in ("mask", "attention_mask") if name in arrays]
+        kept = masks[0] if masks else np.ones(ids.shape, bool)
         words = self.words
         if kept.shape != ids.shape or (np.diff(kept.astype(int), axis=1) < 0).any() or not kept[:, -1].all():
             raise ValueError("mask must have the shape of input_ids, its zeros on the left")

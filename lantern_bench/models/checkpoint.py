@@ -217,10 +217,9 @@ class _Pickled:
 
 def _state_dict(path: Path, loaded: Any) -> Mapping[str, Tensor]:
     """The state dict inside what a file holds; raises `UserError` where there is none."""
-    for name in _CONTAINERS:
-        if isinstance(loaded, Mapping) and isinstance(loaded.get(name), Mapping):
-            loaded = loaded[name]
-            break
+    # One in another, where a script has saved what another one had.
+    while (inner := _inside(loaded)) is not None:
+        loaded = inner
     if not isinstance(loaded, Mapping) or not loaded:
         what = "nothing" if isinstance(loaded, Mapping) else f"a {type(loaded).__name__}"
         raise UserError(f"{path}: holds {what}, not tensors by name")
@@ -230,6 +229,13 @@ def _state_dict(path: Path, loaded: Any) -> Mapping[str, Tensor]:
             f"{path}: is no state dict: {', '.join(wrong[:5])} {'are' if len(wrong) > 1 else 'is'} no tensor"
         )
     return loaded
+
+
+def _inside(loaded: Any) -> Mapping[str, Any] | None:
+    """What stands under the first known name of a container; None where there is none."""
+    if not isinstance(loaded, Mapping):
+        return None
+    return next((loaded[name] for name in _CONTAINERS if isinstance(loaded.get(name), Mapping)), None)
 
 
 def _training_settings(loaded: Any) -> Mapping[str, Any]:
@@ -245,7 +251,8 @@ def _short(error: BaseException) -> str:
 
 def _code_in(path: Path, said: str) -> str | None:
     """What a pickle would have called: as torch names it, or else the first name in it; nothing is run for that."""
-    named = re.search(r"(?:GLOBAL|global:?|class) `?([A-Za-z_][\w.]*\.[\w.]+)", said)
+    # Functions that are built in are named without their module.
+    named = re.search(r"GLOBAL `?([A-Za-z_][\w.]*)", said) or re.search(r"(?:global:?|class) `?(\w+\.[\w.]+)", said)
     if named is not None:
         return named[1]
     words: list[str] = []

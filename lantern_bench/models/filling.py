@@ -20,6 +20,9 @@ from lantern_bench.models.recognise import what_is
 __all__ = ["KeyMap", "Piece", "compute_buffers", "export", "fill", "plain"]
 
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
 class Piece(NamedTuple):
     """A tensor of a checkpoint as part of one of ours.
 
@@ -57,8 +60,8 @@ def fill(
     """Give a module (on the meta device) its weights; it is then in evaluation mode, on `device`, in `dtype`.
 
     `computed` tells the keys that a file may have and nobody needs. Raises one `UserError` with every missing,
-    unexpected and misshapen key; `wanted` says there what was looked for. Needs the memory of the module and of one
-    tensor more.
+    unexpected and misshapen key, and one for a tensor without weights or with some that are not finite; `wanted` says
+    there what was looked for. Needs the memory of the module and of one tensor more.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     _check(checkpoint, shapes, key_map, computed, wanted)
@@ -69,8 +72,18 @@ def fill(
         for piece in pieces:
             rows = shapes[name][0] if piece.rows is None else piece.rows
             read = checkpoint[piece.key]
+            if read.dtype not in _FLOATS:
+                raise UserError(
+                    f"{checkpoint.path}: {piece.key} holds {str(read.dtype).removeprefix('torch.')}, no weights",
+                    "Weights are read as float32, bfloat16, float16 or float64; quantised ones are not.",
+                )
             tensor[at : at + rows].copy_(read if piece.prepare is None else piece.prepare(read))
             at += rows
+        if not torch.isfinite(tensor).all():
+            raise UserError(
+                f"{checkpoint.path}: {name} has numbers that are not finite in {str(dtype).removeprefix('torch.')}",
+                "The file is damaged, or needs a type with a wider range, such as --dtype bfloat16.",
+            )
         state[name] = tensor
     module.load_state_dict(state, strict=True, assign=True)
     module.requires_grad_(False).eval()

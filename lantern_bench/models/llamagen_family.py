@@ -7,9 +7,11 @@ model is loaded. What the sizes are is `llamagen_sizes`, what is in the files `l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.errors import UserError
+from lantern_bench.models.first_prompts import CAPTIONS, some_classes
 from lantern_bench.models.llamagen_sizes import PUBLISHED, Kind, LlamaGenSize
 from lantern_bench.models.model_file import ModelFile
 from lantern_bench.models.registry import ModelCard
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
     from lantern_bench.models.loaded import LoadedModel
     from lantern_bench.models.parts import Parts
+    from lantern_bench.models.vq import VQModel
 
 __all__ = ["C2I", "T2I", "LlamaGenFamily", "one_hash"]
 
@@ -30,17 +33,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "c2i": {"cfg_scale": 4.0, "top_k": 2000, "tree": "eagle1-25"},
 }
 _ABOUT = {"t2i": "text-conditional LlamaGen", "c2i": "class-conditional LlamaGen (ImageNet)"}
-_CAPTIONS = (
-    "a red paper lantern hanging over a wooden door at night",
-    "a bowl of ripe oranges on a blue table",
-    "an old fishing boat on a calm lake at sunrise",
-    "a small dog asleep on a green sofa",
-    "a steam train crossing a stone bridge in the mountains",
-    "a street market in the rain, seen from above",
-    "a glass jar full of buttons beside a sewing machine",
-    "a lighthouse on a cliff under heavy clouds",
-)
-_CLASSES = (207, 360, 387, 974, 88, 979, 417, 279)
 _TOP_CLASSES = {"llamagen-c2i-B": 256, "llamagen-c2i-L": 256}
 
 
@@ -65,8 +57,8 @@ class LlamaGenFamily:
     def prompt_sets(self) -> Mapping[str, tuple[str, ...]]:
         """A few prompts to begin with."""
         if self.kind == "t2i":
-            return {"examples": _CAPTIONS}
-        return {"examples": tuple(f"class {number}" for number in _CLASSES)}
+            return {"examples": CAPTIONS}
+        return {"examples": some_classes(1000)}
 
     # ---- models of a user's file
 
@@ -84,11 +76,8 @@ class LlamaGenFamily:
 
     def card_of_file(self, file: ModelFile) -> ModelCard:
         """The card of a model in a file."""
-        from lantern_bench.models.llamagen_files import stated_sizes
-
-        stated, published = stated_sizes(file), self._named(file)
-        vocab_size = stated.get("vocab_size", published.vocab_size if published is not None else None)
-        grid = file.grid or (published.grid if published is not None else None)
+        known, published = self._known(file, "vocab_size", "classes"), self._named(file)
+        grid = file.grid or known.get("grid")
         parts = {"target": file.target, "tokenizer": file.tokenizer, "drafter": file.drafter}
         return ModelCard(
             name=str(file.path),
@@ -97,14 +86,21 @@ class LlamaGenFamily:
             defaults=_DEFAULTS[self.kind] | dict(file.defaults),
             prompt_set="examples",
             weights={name: part.path for name, part in parts.items() if part is not None},
-            vocab_size=vocab_size,
-            tokens=grid[0] * grid[1] if grid is not None else stated.get("block_size"),
-            classes=self._classes(file) if self.kind == "c2i" else None,
+            vocab_size=known["vocab_size"],
+            tokens=grid[0] * grid[1] if grid is not None else known.get("block_size"),
+            parameters=published.parameters if published is not None else None,
+            classes=known["classes"] if self.kind == "c2i" else None,
         )
 
     def check_prompt_of_file(self, file: ModelFile, text: str) -> None:
         """As `check_prompt`; the number of classes is the file's."""
-        self._check(text, self._classes(file))
+        self._check(text, self._known(file, "classes").get("classes", 0))
+
+    def prompt_sets_of_file(self, file: ModelFile) -> Mapping[str, tuple[str, ...]]:
+        """As `prompt_sets`, of the classes that the model of the file has."""
+        if self.kind == "t2i":
+            return self.prompt_sets()
+        return {"examples": some_classes(self._known(file, "classes")["classes"])}
 
     def load_file(self, file: ModelFile, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         """Load the model of a file; raises `UserError` for every way in which its checkpoints do not fit."""
@@ -113,7 +109,6 @@ class LlamaGenFamily:
         from lantern_bench.models.llamagen_files import describe, load_target
         from lantern_bench.models.llamagen_model import hash_of, hash_of_text, loaded_model, table_of_file
         from lantern_bench.models.parts import Parts
-        from lantern_bench.models.vq_files import load_vq
 
         checkpoint = open_checkpoint(file.target.path)
         size, stated = describe(file, checkpoint, self.kind, self._named(file))
@@ -135,8 +130,8 @@ class LlamaGenFamily:
             weights = open_checkpoint(file.drafter.path).paths
             hashes["drafter"] = hash_of((*weights, file.drafter.path / "config.json"))
         if file.tokenizer is not None:
-            tokenizer = load_vq(file.tokenizer.path, device, file.tokenizer.config)
-            hashes["tokenizer"] = hash_of((file.tokenizer.path,))
+            tokenizer = self.load_tokenizer(file.tokenizer.path, device, file.tokenizer.config)
+            hashes["tokenizer"] = hash_of(open_checkpoint(file.tokenizer.path).paths)
         if file.neighbours is not None:
             hashes["neighbour_table"] = hash_of((file.neighbours.path,))
         folder = file.text_encoder.path if file.text_encoder is not None else None
@@ -150,6 +145,12 @@ class LlamaGenFamily:
             table_folder=file.tokenizer.path.parent if file.tokenizer is not None else None,
         )
 
+    def load_tokenizer(self, path: Path, device: torch.device, config: Mapping[str, Any] | None = None) -> VQModel:
+        """Load a tokenizer alone; raises `UserError` for a file that is none, or not of the sizes in `config`."""
+        from lantern_bench.models.vq_files import load_vq
+
+        return load_vq(path, device, config)
+
     # ---- published models
 
     def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
@@ -162,7 +163,6 @@ class LlamaGenFamily:
         from lantern_bench.models.llamagen_files import as_stated, config_beside, load_target
         from lantern_bench.models.llamagen_model import loaded_model
         from lantern_bench.models.parts import Parts
-        from lantern_bench.models.vq_files import load_vq
 
         size = self._sizes[name]
         found = {"target": require_part(name, "target"), "tokenizer": require_part(name, "tokenizer")}
@@ -185,7 +185,7 @@ class LlamaGenFamily:
         parts = Parts(
             target,
             None if drafter is None else load_drafter(drafter.folder, target, dtype=dtype, device=device),
-            load_vq(found["tokenizer"].path, device),
+            self.load_tokenizer(found["tokenizer"].path, device),
         )
         text = self._optional(name, "text_encoder")
         return loaded_model(
@@ -243,12 +243,12 @@ class LlamaGenFamily:
                 return self._sizes[card.name]
         return None
 
-    def _classes(self, file: ModelFile) -> int:
-        """The classes a file states; the checkpoint may tell of others when it is opened."""
-        from lantern_bench.models.llamagen_files import stated_sizes
+    def _known(self, file: ModelFile, *wanted: str) -> dict[str, Any]:
+        """The sizes in a file and, for what is wanted besides, in its checkpoint; classes only where there are any."""
+        from lantern_bench.models.llamagen_files import known_sizes
 
-        published = self._named(file)
-        return int(stated_sizes(file).get("classes", published.classes if published is not None else 1000))
+        names = [name for name in wanted if name != "classes" or self.kind == "c2i"]
+        return known_sizes(file, self.kind, self._named(file), names)
 
     def _check(self, text: str, classes: int) -> None:
         if self.kind == "c2i":

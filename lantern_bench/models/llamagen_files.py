@@ -8,8 +8,9 @@ lists it.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from lantern_bench.errors import UserError
-from lantern_bench.models.checkpoint import Checkpoint
+from lantern_bench.models.checkpoint import Checkpoint, open_checkpoint
 from lantern_bench.models.filling import fill
 from lantern_bench.models.llamagen import Layout, build_target, is_computed, key_map, layout_of
 from lantern_bench.models.llamagen_sizes import Kind, LlamaGenSize, ffn_width, heads_of_published, read_config
@@ -26,7 +27,15 @@ from lantern_bench.models.model_file import ModelFile
 from lantern_bench.models.recognise import what_is
 from lantern_bench.models.target import TransformerTarget
 
-__all__ = ["as_stated", "config_beside", "describe", "kind_of_checkpoint", "load_target", "stated_sizes"]
+__all__ = [
+    "as_stated",
+    "config_beside",
+    "describe",
+    "kind_of_checkpoint",
+    "known_sizes",
+    "load_target",
+    "stated_sizes",
+]
 
 _KINDS: dict[tuple[str, str], str] = {
     ("t2i", "official"): "LlamaGen, text-conditional, in the official layout",
@@ -81,6 +90,27 @@ def stated_sizes(file: ModelFile) -> dict[str, Any]:
         return file.wrong(f"{where}.{name}", text)
 
     return read_config(config, wrong)
+
+
+def known_sizes(file: ModelFile, kind: Kind, published: LlamaGenSize | None, wanted: Iterable[str]) -> dict[str, Any]:
+    """What is known of a target before it is loaded, by our names, `wanted` among it.
+
+    The checkpoint is opened only for what neither the file nor the family's name tells. Raises `UserError` as
+    `describe`.
+    """
+    known = {} if published is None else {item.name: getattr(published, item.name) for item in fields(published)}
+    known |= stated_sizes(file)
+    if not known.keys() >= set(wanted):
+        known = _told(file.target.path, file.target.path.stat().st_mtime_ns, kind) | known
+    return known
+
+
+@functools.lru_cache(maxsize=8)
+def _told(path: Path, _changed: int, kind: Kind) -> dict[str, Any]:
+    """What the shapes in a checkpoint tell, read once while the file stays as it is."""
+    checkpoint = open_checkpoint(path)
+    _check_kind(checkpoint, kind, None)
+    return _shapes(checkpoint, kind)
 
 
 def describe(

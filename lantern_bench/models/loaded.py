@@ -59,8 +59,8 @@ class LoadedModel:
         """The `columns` nearest codes of every code, int32 [V, columns], on the target's device, nearest first.
 
         Made once for each metric and the widest table asked for; a narrower one is its beginning, which the fixed order
-        of ties guarantees. Raises `ValueError` for more columns than there are other codes, `RefusedError` for a
-        damaged file, and for a model whose codes nobody knows, `UserError` where the model's own table has no answer.
+        of ties guarantees. Raises `RefusedError` for a damaged file and for a model whose codes nobody knows,
+        `UserError` for more columns than there are other codes, or than the model's own table has.
         """
         if self.given_table is not None:
             return self._given(self.given_table, columns, metric)
@@ -69,6 +69,9 @@ class LoadedModel:
                 f"{self.name}: relaxed rules need to know which codes are near each other, and it has no tokenizer",
                 "Name the tokenizer's checkpoint, or a table of nearest codes, in the model's file.",
             )
+        codes = len(self.codebook)
+        if columns >= codes:
+            raise UserError(f"--neighbours {columns}: the model {self.name} has {codes} codes", f"At most {codes - 1}.")
         if metric not in self._tables or self._tables[metric].shape[1] < columns:
             with torch.inference_mode():
                 self._tables[metric] = self._made(self.codebook, columns, metric).to(self.target.device, torch.int32)

@@ -73,8 +73,9 @@ def is_model_file(name: str) -> bool:
 def read_model_file(path: Path) -> ModelFile:
     """Read a model file; raises one `UserError` with every problem of it, by line."""
     if not path.is_file():
-        raise UserError(f"--model {path}: no such file", "Give a model's name, or a YAML file that describes one.")
-    source = read_source(path)
+        what = "is a folder, not a file" if path.is_dir() else "no such file"
+        raise UserError(f"--model {path}: {what}", "Give a model's name, or a YAML file that describes one.")
+    source = read_source(path, "Start with: family and target.")
     problems = Problems(str(path))
     _check_keys(source, (), _TOP, problems)
     texts = {key: _text(source, key, problems) for key in ("name", "description", "family")}
@@ -151,8 +152,9 @@ def _existing(source: Source, part: str, key: str, value: object, problems: Prob
     if not path.exists():
         problems.add(place, f"no such {wanted}", value)
         return None
-    if key == "dir" and not path.is_dir():
-        problems.add(place, "must be a folder", value)
+    # A checkpoint may be either.
+    if (key == "dir" and not path.is_dir()) or (key == "table" and not path.is_file()):
+        problems.add(place, f"must be a {wanted}", value)
     return path
 
 

@@ -25,8 +25,8 @@ def blueprint(model: str) -> tuple[str, Buildable, Parts]:
     if not isinstance(family, Buildable):
         able = [card.name for other in families().values() if isinstance(other, Buildable) for card in other.cards()]
         raise UserError(
-            f"--random-weights: {model} cannot be made without its files",
-            f"The models that can are {', '.join(able) or 'none'}.",
+            f"{model}: random weights, and sizes without its files, are to be had of models with a published shape",
+            f"Those are {', '.join(able) or 'none'}.",
         )
     with torch.device("meta"):
         return name, family, family.build(name)

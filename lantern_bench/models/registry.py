@@ -16,27 +16,34 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.model_file import ModelFile, is_model_file, read_model_file
+from lantern_bench.models.sources import SOURCES
+from lantern_bench.models.weights import require_part
 from lantern_bench.spec.values import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+    from torch import Tensor
 
     from lantern_bench.models.loaded import LoadedModel
     from lantern_bench.models.parts import Parts
+    from lantern_bench.models.tables import Codes
 
 __all__ = [
     "GROUP",
     "Buildable",
     "Family",
     "FromFile",
+    "HasTokenizer",
     "ModelCard",
+    "WithCodes",
     "card_of",
     "cards",
     "defaults_of",
     "families",
     "family_of",
+    "load_codes",
     "load_model",
 ]
 
@@ -126,6 +133,23 @@ class Buildable(Protocol):
         ...
 
 
+@runtime_checkable
+class HasTokenizer(Protocol):
+    """A family that loads a tokenizer without its target, which may be gigabytes."""
+
+    def load_tokenizer(self, path: Path, device: torch.device, config: Mapping[str, Any] | None = None) -> WithCodes:
+        """Load the tokenizer in a file; `config` is what a model file says of it. Raises `UserError` for another's."""
+        ...
+
+
+class WithCodes(Protocol):
+    """A loaded tokenizer."""
+
+    def codebook(self) -> Tensor:
+        """The codes, rows [V, d] as stored."""
+        ...
+
+
 @functools.cache
 def families() -> dict[str, Family]:
     """All families by the name of their entry point; raises `RefusedError` for one that cannot be imported."""
@@ -187,6 +211,34 @@ def load_model(model: str, device: torch.device, dtype: torch.dtype) -> LoadedMo
     return family_of(model).load(name, device, dtype)
 
 
+def load_codes(model: str) -> Codes:
+    """The codes of a model on the CPU, from its tokenizer alone where its family can.
+
+    Raises as `load_model`, and `UserError` for a model without a tokenizer.
+    """
+    import torch
+
+    from lantern_bench.models.tables import Codes
+
+    device = torch.device("cpu")
+    if is_model_file(model):
+        file = read_model_file(Path(model))
+        described = _family_named(file)
+        if isinstance(described, HasTokenizer) and file.tokenizer is not None:
+            path = file.tokenizer.path
+            return Codes(described.load_tokenizer(path, device, file.tokenizer.config).codebook(), path.parent)
+    else:
+        model = card_of(model).name
+        family = family_of(model)
+        if isinstance(family, HasTokenizer) and model in SOURCES:
+            found = require_part(model, "tokenizer")
+            return Codes(family.load_tokenizer(found.path, device).codebook(), found.folder)
+    loaded = load_model(model, device, torch.float32)
+    if loaded.codebook is None:
+        raise UserError(f"{model}: has no tokenizer, so nobody knows its codes", "Name one in the model's file.")
+    return Codes(loaded.codebook, loaded.table_folder, loaded.neighbour_space)
+
+
 class _FileFamily:
     """The one model of a model file, as a family of its own."""
 
@@ -201,7 +253,11 @@ class _FileFamily:
         self._family.check_prompt_of_file(self._file, text)
 
     def prompt_sets(self) -> Mapping[str, tuple[str, ...]]:
-        sets: Mapping[str, tuple[str, ...]] = getattr(self._family, "prompt_sets", dict)()
+        # What a family may say of prompts is not asked of one that describes models: both are optional there.
+        own = getattr(self._family, "prompt_sets_of_file", None)
+        sets: Mapping[str, tuple[str, ...]] = (
+            own(self._file) if own is not None else getattr(self._family, "prompt_sets", dict)()
+        )
         return sets
 
     def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:

@@ -11,7 +11,7 @@ import hashlib
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +21,28 @@ from lantern_bench.decode.neighbours import Space, in_space, index_dtype, neares
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.files import write_atomically
 
-__all__ = ["K_MAX", "codebook_sha256", "export_table", "neighbour_table", "read_table", "table_path", "write_table"]
+__all__ = [
+    "K_MAX",
+    "Codes",
+    "codebook_sha256",
+    "export_table",
+    "neighbour_table",
+    "read_table",
+    "table_path",
+    "write_table",
+]
 
 K_MAX = 1000
 """Columns of a table that is kept, where nothing else is asked: the most that published settings use."""
+
+
+class Codes(NamedTuple):
+    """A model's codes alone: rows [V, d] as stored, where their table is kept, in which space they were published."""
+
+    rows: Tensor
+    folder: Path | None
+    space: Space = "raw"
+
 
 _FORMAT = "lantern-bench nearest codes 1"
 

@@ -151,8 +151,10 @@ class _Encoder:
                 "captions need the package transformers, which is not installed",
                 "Type `pip install 'lantern-bench[hf]'`; or give features: generate --condition FILE.npz.",
             ) from error
-        shown = logging.get_verbosity()
+        shown, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
         logging.set_verbosity_error()
+        # The console draws the only progress there is.
+        logging.disable_progress_bar()
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             model, about = T5EncoderModel.from_pretrained(
@@ -163,6 +165,8 @@ class _Encoder:
             raise UserError(f"{folder}: cannot be read as a T5 encoder: {reason}") from error
         finally:
             logging.set_verbosity(shown)
+            if bars:
+                logging.enable_progress_bar()
         if about["missing_keys"]:
             raise UserError(
                 f"{folder}: is no whole T5 encoder, it lacks {', '.join(sorted(about['missing_keys'])[:5])}"

@@ -29,19 +29,10 @@ from lantern_bench.runs.local import Place
 from lantern_bench.runs.store import RunStore
 from lantern_bench.spec.plan import Cell, Plan, Unit
 
-__all__ = ["Event", "ImageDone", "Made", "Preparing", "Started", "WarmedUp", "make_images", "png_bytes", "run_plan"]
+__all__ = ["Event", "ImageDone", "Made", "Started", "WarmedUp", "make_images", "png_bytes", "run_plan"]
 
 # The course of a warm-up is that of an image, only shorter.
 _WARM_UP_SHARE = 4
-
-
-@dataclass(frozen=True)
-class Preparing:
-    """A model's text encoder is at work: captions encoded, and how many there are to encode."""
-
-    model: str
-    done: int
-    total: int
 
 
 @dataclass(frozen=True)
@@ -73,7 +64,7 @@ class ImageDone:
         return bool(self.record["status"] != "ok")
 
 
-Event: TypeAlias = Preparing | Started | WarmedUp | ImageDone
+Event: TypeAlias = Started | WarmedUp | ImageDone
 
 
 @dataclass(frozen=True)
@@ -88,17 +79,18 @@ class Made:
     logits: Tensor | None = None
 
 
-def run_plan(store: RunStore, plan: Plan, models: Mapping[str, LoadedModel], place: Place) -> Iterator[Event]:
+def run_plan(
+    store: RunStore, plan: Plan, models: Mapping[str, LoadedModel], place: Place, prepare_seconds: float = 0.0
+) -> Iterator[Event]:
     """Make the images of `plan` that `store` lacks; yields what happens, in the order of the events' definitions.
 
-    Captions are encoded before the first image is decoded, and what that took stands in the manifest by itself.
+    `prepare_seconds`, what `readiness` took, stands in the manifest by itself.
     An image that raises gets a failed record and the run goes on. What is interrupted is kept up to the last image.
     """
     groups = [group for group in plan.batches() if not all(store.is_done(unit) for unit in group)]
     waiting = Counter(unit.cell.cell_id for group in groups for unit in group if not store.is_done(unit))
-    session = _begin(store, models, place)
+    session = _begin(store, models, place, prepare_seconds)
     try:
-        yield from _prepare(store, session, models, groups)
         yield Started(len(plan.units) - waiting.total(), waiting)
         for cell, group in _kinds(groups).values():
             yield _warm_up(store, session, models[cell.model], group, place)
@@ -142,10 +134,10 @@ def png_bytes(pixels: Tensor) -> bytes:
     return buffer.getvalue()
 
 
-def _begin(store: RunStore, models: Mapping[str, LoadedModel], place: Place) -> dict[str, Any]:
+def _begin(store: RunStore, models: Mapping[str, LoadedModel], place: Place, prepare_seconds: float) -> dict[str, Any]:
     """Note this sitting in the manifest; the dictionary that is returned is part of it."""
     session: dict[str, Any] = {"started": stamp(), "ended": None, "complete": False, "images": 0, "failed": 0}
-    session["warm_up"] = []
+    session |= {"prepare_seconds": prepare_seconds, "warm_up": []}
     sessions = [*store.manifest.get("sessions", []), session]
     device = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else place.device.type
     facts = {"started": store.manifest.get("started", session["started"]), "ended": None}
@@ -153,22 +145,6 @@ def _begin(store: RunStore, models: Mapping[str, LoadedModel], place: Place) -> 
     where["compile"] = any(model.engine.compile for model in models.values())
     store.update_manifest(**facts, **where, machine=machine_block(), sessions=sessions)
     return session
-
-
-def _prepare(
-    store: RunStore,
-    session: dict[str, Any],
-    models: Mapping[str, LoadedModel],
-    groups: Sequence[tuple[Unit, ...]],
-) -> Iterator[Preparing]:
-    """Let every model see the prompts it will get; its text encoder is loaded, used and freed here."""
-    began = now()
-    for name, model in models.items():
-        prompts = [unit.prompt.text for group in groups for unit in group if unit.cell.model == name]
-        for done, total in model.prepare(list(dict.fromkeys(prompts))):
-            yield Preparing(name, done, total)
-    session["prepare_seconds"] = now() - began
-    store.update_manifest()
 
 
 def _kinds(groups: Sequence[tuple[Unit, ...]]) -> dict[tuple[Any, ...], tuple[Cell, tuple[Unit, ...]]]:

@@ -21,7 +21,7 @@ from lantern_bench.runs.jsonl import JsonLines, read_lines, write_atomically
 from lantern_bench.runs.keys import KeyFields, check_same_experiment, check_same_key, record_key
 from lantern_bench.spec.experiment import ResolvedExperiment
 from lantern_bench.spec.plan import Unit
-from lantern_bench.spec.schema import SCHEMA_VERSION, columns
+from lantern_bench.spec.schema import READABLE, SCHEMA_VERSION, columns
 
 __all__ = [
     "KeyFields",
@@ -233,12 +233,18 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     for number, row in enumerate(rows, start=1):
         if "record_key" not in row or "status" not in row:
             raise UserError(f"{folder / RECORDS} line {number}: not a record", "Remove this line.")
-    return latest(rows)
+    return latest(_with_all_columns(rows, "records"))
 
 
 def read_scores(folder: Path) -> list[dict[str, Any]]:
     """Return all scores of a run in the order in which they were made; raises `UserError` for a damaged line."""
-    return read_lines(folder / SCORES)
+    return _with_all_columns(read_lines(folder / SCORES), "scores")
+
+
+def _with_all_columns(rows: Iterable[dict[str, Any]], table: str) -> list[dict[str, Any]]:
+    """Rows with every column of today; those that their version did not have are empty."""
+    empty: dict[str, Any] = dict.fromkeys(column.name for column in columns(table))
+    return [empty | row for row in rows]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -251,9 +257,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path}: damaged, not JSON", "Restore it, or start a fresh run.") from error
     version = manifest.get("schema_version") if isinstance(manifest, dict) else None
-    if version != SCHEMA_VERSION:
+    if version not in READABLE:
         raise RefusedError(
-            f"{path}: schema version {version}, and this program reads {SCHEMA_VERSION}",
+            f"{path}: schema version {version}, and this program reads {' and '.join(map(str, READABLE))}",
             "Use the release that made the run.",
         )
     return dict(manifest)

@@ -11,9 +11,15 @@ from lantern_bench.errors import UserError
 from lantern_bench.spec.columns import CELL_COLUMNS, NOTE, Column, figure
 from lantern_bench.spec.schema_checks import CHECK_TABLES
 
-__all__ = ["CELL_COLUMNS", "SCHEMA_VERSION", "TABLES", "Column", "columns", "to_markdown"]
+__all__ = ["CELL_COLUMNS", "READABLE", "SCHEMA_VERSION", "TABLES", "Column", "columns", "to_markdown"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READABLE = (1, 2)
+"""The versions of runs that are read. A run is continued only in its own, since the version is in every key.
+
+1: the first. 2: records with neighbour_metric, bound and prompt_source, scores with protocol_version, hpsv2,
+image_reward and n_reference; in rows of version 1 they are empty.
+"""
 
 
 def _beside_paper(name: str) -> tuple[Column, Column]:

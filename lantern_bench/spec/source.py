@@ -37,22 +37,28 @@ class Source:
         return self.lines[path] if path else None
 
 
-def read_source(path: Path) -> Source:
-    """Read a YAML file; raises `UserError` when it cannot be read or is no mapping, with line and column."""
+_BEGINNING = "Start with: name, model, prompts and cells."
+
+
+def read_source(path: Path, beginning: str = _BEGINNING) -> Source:
+    """Read a YAML file; raises `UserError` when it cannot be read or is no mapping, with line and column.
+
+    `beginning` says what to write into an empty one.
+    """
     try:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a text file in UTF-8") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    return parse_source(text, str(path), path.parent)
+    return parse_source(text, str(path), path.parent, beginning)
 
 
-def parse_source(text: str, name: str, folder: Path) -> Source:
+def parse_source(text: str, name: str, folder: Path, beginning: str = _BEGINNING) -> Source:
     """Parse the text of a YAML mapping; raises `UserError` as `read_source` does."""
     data, node = _load(text, name)
     if node is None:
-        raise UserError(f"{name}: the file is empty", "Start with: name, model, prompts and cells.")
+        raise UserError(f"{name}: the file is empty", beginning)
     if not isinstance(data, dict):
         raise UserError(f"{name}: must be a mapping of keys to values, not {_kind(data)}")
     lines: dict[KeyPath, int] = {}

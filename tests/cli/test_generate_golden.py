@@ -115,30 +115,55 @@ def converted(folder: Path, official: Path, kind: str) -> Path:
     save_file(export(target, key_map(target, "hf")), out / "model.safetensors")
     sizes = {"hidden_size": config["dim"], "num_hidden_layers": config["n_layer"], "input_type": kind}
     sizes |= {"num_attention_heads": config["n_head"], "rms_norm_eps": config["norm_eps"]}
-    sizes |= {"block_size": config["block_size"], "model_type": "llama", "tie_word_embeddings": False}
+    sizes |= {"block_size": config["block_size"], "rope_theta": config["rope_base"], "tie_word_embeddings": False}
     (out / "config.json").write_text(json.dumps(sizes))
     target_part = {"checkpoint": out / "model.safetensors", "layout": "hf"}
     return golden_models.write_model(folder / "hf", family=f"llamagen-{kind}", target=target_part)
 
 
-def test_speculation_through_the_command(tmp_path: Path) -> None:
-    """One dynamic and one static run of the end-to-end recording; all of them are in test_drafter_golden."""
-    info = json.loads((GOLDEN / "end_to_end" / "e2e_info.json").read_text())
+def typed_for(run: str, info: dict[str, Any]) -> list[str]:
+    """The flags of a recorded run's name, such as `full.dynamic_k8_d0.25`."""
+    drafting, rest = run.split(".", 1)[1].split("_", 1)
+    typed = ["--drafting", "static", "--tree", golden_models.TREES[info["tree"]]]
+    if drafting == "dynamic":
+        # There the root counts as a node, and `depth` the expansions behind the first.
+        typed = ["--drafting", "dynamic", "--nodes", str(info["total_token"] - 1)]
+        typed += ["--depth", str(info["depth"] + 1), "--beam", str(info["top_k"])]
+    if rest == "off":
+        return ["--mode", "speculative", *typed]
+    k, bound = (part[1:] for part in rest.split("_"))
+    rule = ["--mode", "lantern", "--delta"] if float(bound) <= 1 else ["--mode", "lantern++", "--lambda"]
+    return [*rule, bound, "--neighbours", k, *typed]
+
+
+END_TO_END = json.loads((GOLDEN / "end_to_end" / "e2e_info.json").read_text())
+
+
+# The recorded relaxed runs of the padded prompt read pad rows in a way of their own (finding B4).
+@pytest.mark.parametrize("run", [run for run in END_TO_END["runs"] if run.startswith("full.") or run.endswith("_off")])
+def test_recorded_runs_through_the_command(run: str, tmp_path: Path) -> None:
     expected = load_file(GOLDEN / "end_to_end" / "e2e_expected.safetensors")
-    model = golden_models.end_to_end(tmp_path)
-    given = features(tmp_path, expected["full.t5_embeddings_right_padded"], expected["full.t5_mask_right_padded"])
-    static = ["--drafting", "static", "--tree", golden_models.TREES[info["tree"]]]
-    dynamic = ["--drafting", "dynamic", "--nodes", str(info["total_token"] - 1), "--depth", str(info["depth"] + 1)]
-    dynamic += ["--beam", str(info["top_k"])]
-    for drafting in (static, dynamic):
-        run = f"full.{drafting[1]}_off"
-        wanted = expected[f"{run}.tokens"].flatten().tolist()
-        typed = ["--condition", given, "--mode", "speculative", "--cfg-scale", str(info["cfg_scale"]), *drafting]
-        made = generate(tmp_path, model, *typed, logits=False)
-        assert made["tokens"][0, : len(wanted)].tolist() == wanted
-        assert wanted == expected["full.ar_greedy_tokens"].flatten().tolist()
+    prompt = run.split(".")[0]
+    given = features(tmp_path, *(expected[f"{prompt}.t5_{part}_right_padded"] for part in ("embeddings", "mask")))
+    typed = ["--condition", given, "--cfg-scale", str(END_TO_END["cfg_scale"]), *typed_for(run, END_TO_END)]
+    made = generate(tmp_path, golden_models.end_to_end(tmp_path), *typed, logits=False)
+    wanted = expected[f"{run}.tokens"].flatten().tolist()
+    assert made["tokens"][0, : len(wanted)].tolist() == wanted
+    if run.endswith("_off"):
+        assert wanted == expected[f"{prompt}.ar_greedy_tokens"].flatten().tolist()
+    if prompt == "full":
         lengths = expected[f"{run}.accept_lengths"].flatten().tolist()
         assert made["accept_lengths"][0, : len(lengths)].tolist() == lengths
+
+
+@pytest.mark.parametrize("prompt", END_TO_END["prompts"])
+def test_recorded_plain_decoding_through_the_command(prompt: str, tmp_path: Path) -> None:
+    expected = load_file(GOLDEN / "end_to_end" / "e2e_expected.safetensors")
+    given = features(tmp_path, expected[f"{prompt}.caption_embs"], expected[f"{prompt}.emb_masks"])
+    typed = ["--condition", given, "--cfg-scale", str(END_TO_END["cfg_scale"]), "--mode", "ar"]
+    wanted = expected[f"{prompt}.ar_greedy_tokens"].flatten().tolist()
+    made = generate(tmp_path, golden_models.end_to_end(tmp_path), *typed, logits=False)
+    assert made["tokens"][0, : len(wanted)].tolist() == wanted
 
 
 def test_a_picture_is_the_official_decoding_of_its_tokens(tmp_path: Path) -> None:

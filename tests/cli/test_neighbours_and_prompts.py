@@ -139,9 +139,26 @@ def test_captions_are_prepared_once_and_only_those_that_are_to_do(tiny, capsys) 
     assert all(session["prepare_seconds"] >= 0 and session["complete"] for session in sessions)
 
 
+def test_an_interruption_while_captions_are_encoded(tiny, capsys, monkeypatch) -> None:
+    def interrupted(*_given: object) -> Iterator[tuple[int, int]]:
+        raise KeyboardInterrupt
+        yield 0, 1
+
+    whole = PreparedFamily.load
+
+    def load(self: PreparedFamily, *given: object) -> LoadedModel:
+        model = whole(self, *given)  # type: ignore[arg-type]
+        model.prepare = interrupted
+        return model
+
+    monkeypatch.setattr(PreparedFamily, "load", load)
+    assert cli.main(["sweep", "tiny.yaml", "--modes", "ar", "--out", "run"]) == 130
+    assert "interrupted before the first image" in capsys.readouterr().err and not Path("run").exists()
+
+
 def test_a_missing_text_encoder_stops_the_sweep_with_3(tiny, capsys) -> None:
     tiny.refusal = RefusedError("tiny needs its text encoder", "Type `lantern-bench weights get tiny`.")
     assert cli.main(["sweep", "tiny.yaml", "--modes", "ar", "--out", "run"]) == 3
     written = capsys.readouterr()
     assert "error: tiny needs its text encoder\n  Type" in written.err and written.out == ""
-    assert read_records(Path("run")) == []
+    assert not Path("run").exists()

@@ -14,9 +14,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from filelock import FileLock
+from safetensors.numpy import load_file
 
 from lantern_bench.cli import main as cli
 from lantern_bench.cli.places import RESULTS_VARIABLE
+from lantern_bench.lanterns.files import FILES, WEIGHTS_FOLDER
 
 CAPTION = "two round red lanterns over a lake at dusk"
 
@@ -241,3 +243,10 @@ def test_models_are_listed_with_their_licence(capsys):
     listed = pd.read_csv(io.StringIO(capsys.readouterr().out))
     (row,) = listed[listed["model"] == "lanterns"].to_dict("records")
     assert row["licence"] == "Apache-2.0" and "small-7" in row["defaults"]
+    weights = load_file(WEIGHTS_FOLDER / FILES["target"])
+    assert row["tokens"] == 256 and row["parameters_m"] == round(sum(part.size for part in weights.values()) / 1e6)
+    # Of every model: its size, its files, and where those that are not here come from.
+    assert listed[["parameters_m", "tokens"]].notna().all(axis=None)
+    published = listed[listed["files"].notna()]
+    assert {"llamagen-t2i-stage1", "llamagen-c2i-3B-384", "anole-7b", "lumina-mgpt-7b-768"} <= set(published["model"])
+    assert (published["missing"].isna() | published["get"].str.startswith("lantern-bench weights get")).all()

@@ -55,7 +55,6 @@ def test_static_trees_equal_the_recorded_ones() -> None:
         built.append(name)
     print(f"golden trees: {len(built)} equal, {len(refused)} with gaps refused")
     assert set(PUBLISHED_NAMES.values()) <= set(built)
-    assert refused
 
 
 @pytest.mark.parametrize(("ours", "published"), PUBLISHED_NAMES.items())

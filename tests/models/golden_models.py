@@ -62,10 +62,12 @@ def end_to_end(folder: Path, **parts: Any) -> Path:
     """The model file of the end-to-end recording: the target on the drafter's grid, with the recorded table."""
     recording = GOLDEN / "end_to_end"
     side = SIDES[json.loads((recording / "config.json").read_text())["input_type"]]
+    # Such as "../llamagen_gpt/t2i.pt with block_size 256".
+    base = recording / json.loads((recording / "e2e_info.json").read_text())["base"].split()[0]
     config = gpt_config("t2i") | {"block_size": side * side}
     given: dict[str, Any] = {
         "family": "llamagen",
-        "target": {"checkpoint": GOLDEN / "llamagen_gpt" / "t2i.pt", "config": config},
+        "target": {"checkpoint": base, "config": config},
         "drafter": {"dir": recording},
         "neighbours": {"table": recording / "e2e_expected.safetensors"},
         "grid": [side, side],

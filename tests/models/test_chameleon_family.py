@@ -66,7 +66,7 @@ def test_a_described_model_makes_pictures_in_every_mode(described: Path) -> None
         made = decode(model, condition, decoding, [torch.Generator().manual_seed(1)])[0]
         assert len(made.tokens) == card.tokens == model.target.image_tokens
         assert model.pixels.pixels(made.tokens[None]).shape == (1, 2 * rows, 2 * columns, 3)
-    assert set(model.weights) == {"target", "drafter", "tokenizer"}
+    assert set(model.weights) == {"target", "sizes", "drafter", "tokenizer"}
 
 
 def test_greedy_modes_agree(described: Path) -> None:
@@ -114,8 +114,9 @@ def test_prompts_as_numbers(anole: Path) -> None:
     given = model.condition_of_arrays({"input_ids": ids})
     assert given.values.equal(caption.values) and given.valid.equal(caption.valid)
     padded = np.concatenate([[1, 1], ids])
-    given = model.condition_of_arrays({"input_ids": padded[None], "mask": (np.arange(len(padded)) > 1)[None]})
-    assert given.values.equal(caption.values)
+    for name in ("mask", "attention_mask"):
+        given = model.condition_of_arrays({"input_ids": padded[None], name: (np.arange(len(padded)) > 1)[None]})
+        assert given.values.equal(caption.values)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +127,7 @@ def test_prompts_as_numbers(anole: Path) -> None:
         ({"input_ids": np.array([3, tiny.WORDS])}, f"from 0 to {tiny.WORDS - 1}"),
         ({"input_ids": np.array([3, 4]), "mask": np.array([1, 0])}, "its zeros on the left"),
         ({"input_ids": np.array([3, 4]), "mask": np.array([1])}, "the shape of input_ids"),
+        ({"input_ids": np.array([3, 4]), "attention_mask": np.array([1, 0])}, "its zeros on the left"),
         ({"input_ids": np.zeros(300, np.int64)}, "has 300 tokens, and at most 256 are taken"),
     ],
 )

@@ -39,6 +39,7 @@ def same(path: Path) -> bool:
         lambda state: {"model": state, "steps": 3, "args": argparse.Namespace(image_size=256)},
         lambda state: {"module": state, "optimizer": {"lr": 0.1}},
         lambda state: {"state_dict": state},
+        lambda state: {"state_dict": {"model": state}, "epoch": 3},
         lambda state: {"model": {f"module.{name}": value for name, value in state.items()}},
         lambda state: {f"_orig_mod.{name}": value for name, value in state.items()},
         lambda state: {f"_fsdp_wrapped_module.{name}": value for name, value in state.items()},
@@ -71,23 +72,31 @@ def test_safetensors_in_a_file_a_folder_and_shards(tmp_path: Path) -> None:
 
 
 class Code:
-    """Runs a command when it is unpickled."""
+    """Runs a function when it is unpickled."""
+
+    def __init__(self, call: Any, given: str) -> None:
+        self.call, self.given = call, given
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("touch ran",)
+        return self.call, (self.given,)
 
 
 @pytest.mark.parametrize("how", ["zip", "legacy", "pickle"])
-def test_a_pickle_with_code_is_not_run(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "code"), [("system", Code(os.system, "touch ran")), ("eval", Code(eval, "open('ran', 'w')"))]
+)
+def test_a_pickle_with_code_is_not_run(
+    how: str, name: str, code: Code, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "file.pt"
     if how == "pickle":
-        path.write_bytes(pickle.dumps({"model": Code()}))
+        path.write_bytes(pickle.dumps({"model": code}))
     else:
-        saved(path, {"model": Code(), **STATE}, _use_new_zipfile_serialization=how == "zip")
+        saved(path, {"model": code, **STATE}, _use_new_zipfile_serialization=how == "zip")
     with pytest.raises(UserError, match="a pickle with code in it") as caught:
         open_checkpoint(path)
-    assert "system" in caught.value.message and caught.value.exit_code == 2
+    assert name in caught.value.message and caught.value.exit_code == 2
     assert not (tmp_path / "ran").exists()
 
 

@@ -15,13 +15,12 @@ from torch import Tensor
 from lantern_bench.cli import main as cli
 from lantern_bench.errors import UserError
 from lantern_bench.models.conditioning import Condition
-from lantern_bench.models.eagle import build_drafter, drafter_config, drafter_key_map
 from lantern_bench.models.filling import export
 from lantern_bench.models.llamagen import build_target, key_map
 from lantern_bench.models.llamagen_sizes import PUBLISHED, LlamaGenSize
 from lantern_bench.models.registry import cards
 from lantern_bench.models.transformer import grid_rotary
-from tests.models import golden_models
+from tests.models import golden_models, tiny_llamagen
 
 T2I = LlamaGenSize("t2i", 48, 2, 3, 64, (4, 4), 5, vocab_size=32, width=8)
 C2I = LlamaGenSize("c2i", 48, 2, 3, 64, (4, 4), 1, vocab_size=32, classes=7, kv_heads=1)
@@ -29,15 +28,7 @@ C2I = LlamaGenSize("c2i", 48, 2, 3, 64, (4, 4), 1, vocab_size=32, classes=7, kv_
 
 @pytest.fixture
 def official() -> Callable[[LlamaGenSize], dict[str, Tensor]]:
-    def make(size: LlamaGenSize) -> dict[str, Tensor]:
-        target = build_target(size)
-        generator = torch.Generator().manual_seed(5)
-        with torch.no_grad():
-            for parameter in target.parameters():
-                parameter.normal_(std=0.3, generator=generator)
-        return export(target, key_map(target, "official"))
-
-    return make
+    return tiny_llamagen.official_state
 
 
 def model_of(folder: Path, state: Any, size: LlamaGenSize, **parts: Any) -> Path:
@@ -105,6 +96,33 @@ def test_every_key_that_does_not_fit_is_listed(official: Any, tmp_path: Path) ->
     assert "2 missing: layers.1.attention.wo.weight, norm.weight" in message
     assert "1 unexpected: layers.0.extra" in message
     assert "1 misshapen: output.weight is 33x48, not 32x48" in message
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "said"),
+    [
+        (torch.int64, None, "tok_embeddings.weight holds int64, no weights"),
+        (torch.float8_e4m3fn, None, "holds float8_e4m3fn, no weights"),
+        (torch.float32, torch.nan, "has numbers that are not finite in float32"),
+        (torch.float16, None, None),
+        (torch.float64, None, None),
+    ],
+)
+def test_numbers_that_are_no_weights_are_refused(
+    dtype: torch.dtype, value: float | None, said: str | None, official: Any, tmp_path: Path
+) -> None:
+    state = {name: tensor.to(dtype) for name, tensor in official(C2I).items()}
+    if value is not None:
+        state["norm.weight"][3] = value
+    save_file(state, tmp_path / "target.safetensors")
+    target = {"checkpoint": tmp_path / "target.safetensors", "config": {"n_head": 3}}
+    model = golden_models.write_model(tmp_path, family="llamagen-c2i", target=target, grid=[4, 4])
+    if said is None:
+        assert golden_models.load(model).grid == (4, 4)
+        return
+    with pytest.raises(UserError, match=said) as caught:
+        golden_models.load(model)
+    assert "\n" not in caught.value.message
 
 
 def stage_signs() -> dict[str, Any]:
@@ -187,20 +205,6 @@ def test_what_no_shape_tells_must_be_said(official: Any, tmp_path: Path) -> None
         golden_models.load(model)
 
 
-def drafter_in(folder: Path, size: LlamaGenSize, **stated: Any) -> Path:
-    """A folder with a drafter in the published layout."""
-    import json
-
-    target = build_target(size)
-    config = {"hidden_size": size.dim, "vocab_size": size.vocab_size, "num_attention_heads": size.heads}
-    config |= {"num_key_value_heads": size.kv_heads or size.heads, "intermediate_size": 32, "num_hidden_layers": 1}
-    drafter = build_drafter(drafter_config(config, target.config, folder), target)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config | stated))
-    torch.save(export(drafter, drafter_key_map(drafter)), folder / "pytorch_model.bin")
-    return folder
-
-
 @pytest.mark.parametrize(
     ("stated", "said"),
     [
@@ -214,7 +218,7 @@ def drafter_in(folder: Path, size: LlamaGenSize, **stated: Any) -> Path:
     ],
 )
 def test_a_drafter_must_be_the_targets(stated: dict[str, Any], said: str | None, official: Any, tmp_path: Path) -> None:
-    folder = drafter_in(tmp_path / "drafter", T2I, **stated)
+    folder = tiny_llamagen.write_drafter(tmp_path / "drafter", T2I, **stated)
     model = model_of(tmp_path / "model", official(T2I), T2I, drafter={"dir": folder})
     if said is None:
         assert golden_models.load(model).drafter is not None
@@ -252,7 +256,7 @@ def test_what_is_typed_wrong_leaves_nothing(
 
 
 def test_relaxed_rules_need_codes(official: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = drafter_in(tmp_path / "drafter", C2I)
+    folder = tiny_llamagen.write_drafter(tmp_path / "drafter", C2I)
     model = model_of(tmp_path / "model", official(C2I), C2I, drafter={"dir": folder})
     typed = ["generate", "--class", "3", "--model", str(model), "--save-tokens", str(tmp_path / "t.npz")]
     assert cli.main([*typed, "--mode", "lantern++", "--neighbours", "3"]) == 3

@@ -89,6 +89,8 @@ defaults: {cfg_scale: -1, tre: small-7}
         ("family: llamagen-c2i\ntarget: weights/target.pt", "target weights/target.pt: must be a mapping"),
         ("family: llamagen-c2i\ntarget: {checkpoint: 3}", "target.checkpoint 3: must be a path"),
         ("family: [", "not valid YAML"),
+        ("", "the file is empty"),
+        (WHOLE + "neighbours: {table: drafter}", "neighbours.table drafter: must be a file"),
         (WHOLE.replace("n_head: 2", "n_head: two"), "target.config.n_head: two: must be a whole number"),
         (WHOLE.replace("n_head: 2", "n_haed: 2"), "target.config.n_haed: unknown; did you mean n_head?"),
         (WHOLE.replace("n_head: 2", "n_heads: 2"), "target.config.n_heads: unknown; did you mean n_head?"),
@@ -116,9 +118,12 @@ def test_sizes_may_stand_in_a_json_file(folder: Path) -> None:
         card_of(str(path))
 
 
-def test_a_file_that_is_not_there_and_names_that_nearly_are() -> None:
+def test_a_file_that_is_not_there_and_names_that_nearly_are(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--model nothing\.yaml: no such file"):
         card_of("nothing.yaml")
+    (tmp_path / "folder.yaml").mkdir()
+    with pytest.raises(UserError, match="is a folder, not a file"):
+        card_of(str(tmp_path / "folder.yaml"))
     with pytest.raises(UserError, match="did you mean llamagen-t2i-stage"):
         card_of("llamagen-t2i-stage")
     assert card_of("llamagen-c2i-XL").name == "llamagen-c2i-XL-384"

@@ -259,6 +259,7 @@ def test_where_and_which_root(tmp_path, capsys, monkeypatch):
     [
         (["get", "toyy"], "did you mean toy"),
         (["get", "lanterns"], "has no files to fetch"),
+        (["get", "llamagen-c2i-XL-256"], "has no files to fetch"),
         (["check", "nothing-like-it"], "unknown model"),
     ],
 )

@@ -156,7 +156,7 @@ def test_loaded_tables_are_prefixes_of_each_other() -> None:
     narrow = model.table(2).clone()
     wide = model.table(9)
     assert torch.equal(wide[:, :2], narrow) and torch.equal(model.table(2), narrow)
-    with pytest.raises(ValueError, match="16 codes"):
+    with pytest.raises(UserError, match="16 codes"):
         model.table(16)
 
 

@@ -31,7 +31,7 @@ from lantern_bench.runs.store import (
 )
 from lantern_bench.spec.experiment import Overrides, ResolvedExperiment, load_experiment, resolve
 from lantern_bench.spec.plan import Plan, Prompt, make_plan
-from lantern_bench.spec.schema import columns
+from lantern_bench.spec.schema import SCHEMA_VERSION, columns
 
 KEY: KeyFields = {
     "schema_version": 1,
@@ -253,6 +253,21 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds thesis\.tex and is no run"):
         RunStore(tmp_path, EXPERIMENT, KEY)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_run_of_an_older_version_is_read_and_not_continued(tmp_path: Path) -> None:
+    """Version 1 had no prompt_source, for one: such columns are empty."""
+    with RunStore(tmp_path, EXPERIMENT, KEY) as store:
+        store.append(PLAN.units[0], {"tokens": 256})
+    (row,) = read_records(tmp_path)
+    lines = [{name: value for name, value in row.items() if name != "prompt_source"} | {"schema_version": 1}]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    manifest = read_manifest(tmp_path) | {"schema_version": 1}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    (old,) = read_run(tmp_path).records
+    assert old["tokens"] == 256 and old["prompt_source"] is None
+    with pytest.raises(RefusedError, match="schema_version changed"):
+        RunStore(tmp_path, EXPERIMENT, key(schema_version=SCHEMA_VERSION))
 
 
 def damage_manifest(folder: Path) -> None:

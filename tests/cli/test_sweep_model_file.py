@@ -1,0 +1,246 @@
+"""Sweeps of a model that a YAML file describes: from its files to the tables, and everything that may be missing.
+
+The models are tiny and lie on disk as the published ones do, the text encoder of transformers included.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from lantern_bench.cli import main as cli
+from lantern_bench.cli.places import RESULTS_VARIABLE
+from lantern_bench.runs.store import read_manifest, read_records
+from tests.models import tiny_chameleon, tiny_llamagen
+from tests.models.tiny_t5 import save_tiny_t5
+
+EXPERIMENT = """
+name: tiny
+model: lanterns
+images: 2
+metrics: [speed]
+cells:
+  - {mode: ar}
+  - {mode: speculative, tree: small-7}
+  - {mode: lantern, neighbours: 5, delta: 0.2, nodes: 6, depth: 2, beam: 2}
+  - {mode: lantern++, neighbours: 5, lambda: 2, tree: small-7}
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own, with no file of any published model in reach."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(RESULTS_VARIABLE, "results")
+    for name in ("LANTERN_BENCH_WEIGHTS", "HF_HOME", "XDG_CACHE_HOME", "TORCH_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    Path("tiny.yaml").write_text(EXPERIMENT)
+    return tmp_path
+
+
+def write_model(kind: str, folder: str = "model", **parts: Any) -> str:
+    """A model file; its path as it would be typed."""
+    if kind == "chameleon":
+        tiny_chameleon.write_model_file(Path(folder), "anole", (4, 4))
+    else:
+        if kind == "t2i":
+            parts = {"text_encoder": {"dir": save_tiny_t5(Path(folder + "-t5"))}} | parts
+        tiny_llamagen.write_model_file(Path(folder), kind, **parts)
+    return f"{folder}/model.yaml"
+
+
+def change(path: str, **values: Any) -> None:
+    """Change top-level keys of a model file."""
+    data = yaml.safe_load(Path(path).read_text()) | values
+    Path(path).write_text(yaml.safe_dump(data))
+
+
+def spoil(path: Path) -> None:
+    """Change a weight of a checkpoint."""
+    pickled = path.suffix != ".safetensors"
+    state: Any = torch.load(path, weights_only=True) if pickled else load_file(path)
+    inner = state.get("model", state)
+    name = next(name for name, value in inner.items() if value.dim() == 2)
+    inner[name] = inner[name] + 1
+    if pickled:
+        torch.save(state, path)
+    else:
+        save_file(state, path, metadata={"format": "pt"})
+
+
+PARTS = {
+    "c2i": {"target", "sizes", "drafter", "tokenizer"},
+    "t2i": {"target", "sizes", "drafter", "tokenizer", "text_encoder"},
+    "chameleon": {"target", "sizes", "drafter", "tokenizer"},
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_model_file_is_swept_from_files_to_tables(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts are the model's own, since neither the experiment nor the command names any."""
+    model = write_model(kind)
+    if kind == "chameleon":
+        Path("prompts.txt").write_text("a red lantern\nan image of a lantern\n")
+    prompts = ["--prompts", "prompts.txt"] if kind == "chameleon" else []
+    typed = ["sweep", "tiny.yaml", "--model", model, *prompts, "--out", "run"]
+    assert cli.main(typed) == 0
+    records = read_records(Path("run"))
+    assert len(records) == 8 and {row["status"] for row in records} == {"ok"}
+    assert {row["mode"] for row in records} == {"ar", "speculative", "lantern", "lantern++"}
+    assert all((Path("run") / row["image"]).is_file() and row["model"] == model for row in records)
+    assert all(row["prompt_id"] and row["prompt_source"] for row in records)
+    manifest = read_manifest(Path("run"))
+    assert {name.removeprefix(f"{model}/") for name in manifest["key"]["weights"]} == PARTS[kind]
+    assert manifest["experiment"]["prompts"] == (prompts[1] if prompts else "examples")
+    assert Path("run/summary.csv").read_text().count("\n") == 5
+    written = capsys.readouterr()
+    assert "Loading weights" not in written.err and written.out.count("\n") == 5
+    assert cli.main(typed) == 0
+    assert "8 images kept, 0 to do" in capsys.readouterr().err
+
+
+def sizes_of(model: str) -> None:
+    change(model, target={"checkpoint": "target.pt", "config": {"n_head": 6}})
+
+
+def norms_of(model: str) -> None:
+    change(model, target={"checkpoint": "target", "config": {"swin_norm": True}})
+
+
+CHANGES: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    "target": ("c2i", lambda _: spoil(Path("model/target.pt")), "target"),
+    "drafter": ("c2i", lambda _: spoil(Path("model/drafter/pytorch_model.bin")), "drafter"),
+    "drafter's config": (
+        "c2i",
+        lambda _: Path("model/drafter/config.json").write_text(
+            json.dumps(json.loads(Path("model/drafter/config.json").read_text()) | {"rms_norm_eps": 1e-3})
+        ),
+        "drafter",
+    ),
+    "what the file says of the target": ("c2i", sizes_of, "sizes"),
+    "text encoder": ("t2i", lambda _: spoil(Path("model-t5/model.safetensors")), "text_encoder"),
+    "norms": (
+        "chameleon",
+        lambda model: change(model, target={"checkpoint": "target", "config": {"swin_norm": True}}),
+        "sizes",
+    ),
+    "drafter of Chameleon": ("chameleon", lambda _: spoil(Path("model/drafter/pytorch_model.bin")), "drafter"),
+}
+
+
+@pytest.mark.parametrize("changed", CHANGES)
+def test_what_can_change_tokens_is_in_the_key(changed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    kind, make_change, part = CHANGES[changed]
+    model = write_model(kind)
+    Path("prompts.txt").write_text("a red lantern\n" if kind != "c2i" else "class 3\n")
+    typed = ["sweep", "tiny.yaml", "--model", model, "--modes", "speculative", "--images", "1", "--out", "run"]
+    typed += ["--prompts", "prompts.txt"]
+    assert cli.main(typed) == 0
+    make_change(model)
+    assert cli.main(typed) == 3
+    said = capsys.readouterr().err
+    assert f"cannot continue run: weights of {model}/{part} changed" in said and "--no-resume" in said
+
+
+def no_encoder() -> list[str]:
+    return ["--model", write_model("t2i", text_encoder=None)]
+
+
+def no_drafter() -> list[str]:
+    return ["--model", write_model("c2i", drafter=None)]
+
+
+def no_tokenizer() -> list[str]:
+    return ["--model", write_model("c2i", tokenizer=None)]
+
+
+def empty_encoder() -> list[str]:
+    Path("empty").mkdir()
+    return ["--model", write_model("t2i", text_encoder={"dir": Path("empty")})]
+
+
+def cut_target() -> list[str]:
+    model = write_model("c2i")
+    content = Path("model/target.pt").read_bytes()
+    Path("model/target.pt").write_bytes(content[: len(content) // 2])
+    return ["--model", model]
+
+
+def code_in_drafter() -> list[str]:
+    model = write_model("c2i")
+    torch.save({"fc.weight": print}, "model/drafter/pytorch_model.bin")
+    return ["--model", model]
+
+
+def damaged_table(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    model = write_model("c2i")
+    assert cli.main(["neighbours", model]) == 0
+    (table,) = Path("model").glob("nearest-*")
+    table.write_bytes(b"damaged")
+    capsys.readouterr()
+    return ["--model", model]
+
+
+MISSING: dict[str, tuple[Callable[..., list[str]], int, str]] = {
+    "text encoder": (no_encoder, 3, "needs its text encoder (FLAN-T5-XL), and it is not on this machine"),
+    "text encoder's files": (empty_encoder, 2, "is no T5 encoder"),
+    "drafter": (no_drafter, 3, "needs a drafter, and this model has none"),
+    "tokenizer": (no_tokenizer, 2, "no picture can be drawn: it has no tokenizer"),
+    "table": (damaged_table, 3, "no table of nearest codes for this codebook"),
+    "end of the target": (cut_target, 2, "is cut off"),
+    "code": (code_in_drafter, 2, "is a pickle with code in it"),
+    "weights": (lambda: ["--model", "llamagen-t2i-stage1"], 3, "is not on this machine"),
+    "judges": (lambda: ["--model", write_model("c2i"), "--metrics", "quality"], 3, "--metrics speed"),
+    "reference": (lambda: ["--metrics", "quality", "--reference", "none.json"], 2, "none.json"),
+    "other codes": (lambda: ["--model", write_model("c2i"), "--neighbours", "32"], 2, "has 32 codes\n  At most 31."),
+    "classes": (lambda: ["--model", write_model("c2i"), "--prompts", "imagenet"], 2, "there are 7 classes"),
+}
+
+
+@pytest.mark.parametrize("what", MISSING)
+def test_what_is_missing_stops_a_sweep_before_there_is_a_folder(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    make, code, said = MISSING[what]
+    typed = make(capsys) if make is damaged_table else make()
+    capsys.readouterr()
+    assert cli.main(["sweep", "tiny.yaml", *typed, "--out", "run"]) == code
+    written = capsys.readouterr()
+    assert said in written.err and "Traceback" not in written.err and written.out == ""
+    assert written.err.count("error: ") == 1 and "internal" not in written.err
+    assert not Path("run").exists() and not Path("results").exists()
+
+
+def test_classes_of_a_small_model_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither the file nor the command says how many there are: the checkpoint does."""
+    model = write_model("c2i")
+    assert cli.main(["generate", "--class", "7", "--model", model]) == 2
+    assert "--class 7" in capsys.readouterr().err
+    assert cli.main(["models", model, "--format", "json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["part"] for row in rows] == ["target", "tokenizer", "drafter"] and all(row["found"] for row in rows)
+    assert {row["from"] for row in rows} == {"your model file"}
+
+
+@pytest.mark.parametrize("kind", ["c2i", "chameleon"])
+def test_a_table_needs_the_tokenizer_alone(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """No target is read for it, and a sweep finds it."""
+    model = write_model(kind)
+    checkpoint = Path("model/target.pt" if kind == "c2i" else "model/target/model-00001-of-00002.safetensors")
+    content = checkpoint.read_bytes()
+    checkpoint.write_bytes(b"")
+    assert cli.main(["neighbours", model, "--format", "json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["state"] == "made" and row["k_max"] == row["codes"] - 1
+    checkpoint.write_bytes(content)
+    (table,) = Path("model").rglob("nearest-*")
+    changed = table.stat().st_mtime_ns
+    typed = ["generate", "--model", model, "--mode", "lantern++", "--neighbours", "5"]
+    typed += ["--class", "3"] if kind == "c2i" else ["a red lantern"]
+    assert cli.main(typed) == 0
+    assert [(path, path.stat().st_mtime_ns) for path in Path("model").rglob("nearest-*")] == [(table, changed)]
