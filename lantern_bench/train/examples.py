@@ -79,7 +79,7 @@ def make_examples(
     if data.pictures is not None:
         reader = _reader(model)
         shards = Shards(work, "tokens", key | {"tokenizer": model.weights.get("tokenizer"), "size": list(reader.size)})
-        make, at_once, what = _encoder(data, data.pictures, reader), _AT_ONCE, "encoding pictures"
+        make, at_once, what = _encoder(data.pictures, reader), _AT_ONCE, "encoding pictures"
     else:
         key |= {"weights": dict(model.weights), "decoding": decoding.model_dump(mode="json"), "seed": seed}
         shards = Shards(work, "samples", key | {"dtype": str(getattr(model.target, "dtype", ""))})
@@ -105,7 +105,9 @@ def picture_array(path: Path, size: tuple[int, int]) -> np.ndarray:
         with Image.open(path) as opened:
             picture = opened.convert("RGB")
     except (OSError, UnidentifiedImageError, Image.DecompressionBombError, SyntaxError, ValueError) as error:
-        raise UserError(f"--data: {path}: cannot be read as a picture: {error}", "Remove it, or save it anew.") from error
+        raise UserError(
+            f"--data: {path}: cannot be read as a picture: {error}", "Remove it, or save it anew."
+        ) from error
     if picture.size != (width, height):
         scale = max(width / picture.width, height / picture.height)
         larger = max(width, round(picture.width * scale)), max(height, round(picture.height * scale))
@@ -124,9 +126,7 @@ def _reader(model: LoadedModel) -> ReadsPictures:
     return model.pixels
 
 
-def _encoder(
-    data: Data, pictures: Sequence[Path], reader: ReadsPictures
-) -> Callable[[int, int], Mapping[str, Tensor]]:
+def _encoder(pictures: Sequence[Path], reader: ReadsPictures) -> Callable[[int, int], Mapping[str, Tensor]]:
     def make(start: int, stop: int) -> Mapping[str, Tensor]:
         out = []
         for index in range(start, stop):

@@ -22,9 +22,9 @@ from lantern_bench.train.shards import Shards
 from lantern_bench.train.teacher import Taught, teach
 from lantern_bench.train.workers import ALONE, Workers
 
-__all__ = ["FeatureShards", "Lessons", "LiveFeatures", "Order", "Sequenced", "bytes_a_row"]
+__all__ = ["SHARD_BYTES", "FeatureShards", "Lessons", "LiveFeatures", "Order", "Sequenced", "bytes_a_row"]
 
-_SHARD_BYTES = 256 * 10**6
+SHARD_BYTES = 256 * 10**6
 _HELD_OUT_AT_ONCE = 8
 
 
@@ -134,7 +134,7 @@ class FeatureShards:
                     made.append(live.of(list(rows), dropped[first : rows.stop]))
             return _stored(_joined(made), self._dtype)
 
-        at_once = max(1, _SHARD_BYTES // row_bytes)
+        at_once = max(1, SHARD_BYTES // row_bytes)
         self.shards.fill(len(dropped), at_once, part, "making features", on_progress)
 
     def of(self, rows: Sequence[int], dropped: Tensor) -> Taught:  # noqa: ARG002  # decided when they were made

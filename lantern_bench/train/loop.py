@@ -118,7 +118,7 @@ def train(
     """Train `task.module` in place and return the report (with `task.evaluate()` figures).
 
     `workers` are the processes that train together; the first of them writes checkpoints. `on_event` is called after
-    every `log_every` steps; what it takes is not counted as training.
+    every `log_every` steps and at the end; what it takes is not counted as training.
 
     Raises `UserError` when neither steps nor minutes bound the training, and `RefusedError` when a checkpoint is there
     that belongs to other settings.
@@ -177,7 +177,7 @@ class _Run:
                 parts[key] = parts.get(key, 0.0) + part
             state.seconds += now() - began
             fraction = min(1.0, _fraction(state, settings))
-            if state.step % settings.log_every == 0:
+            if state.step % settings.log_every == 0 or fraction == 1.0:
                 state.losses.append((state.step, total / count))
                 means = {key: part / count for key, part in parts.items()}
                 on_event(TrainEvent(task.name, state.step, fraction, state.seconds, total / count, rate, means))
