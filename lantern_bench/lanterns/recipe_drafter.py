@@ -35,7 +35,8 @@ def drafter_task(
     rows = range(min(_EVALUATED, len(held_out.tokens)))
     learnt = range(len(sequences.tokens))
     lessons = Lessons(features, learnt, recipe.batch, recipe.dropped, seed, lambda: examined.examined(rows))
-    return DrafterTask(drafter, lessons, recipe, Decoding(mode="ar", cfg_scale=GUIDANCE))
+    examined_with = Decoding(mode="ar", drafting="none", rule="none", cfg_scale=GUIDANCE)
+    return DrafterTask(drafter, lessons, recipe, examined_with)
 
 
 def _sequenced(sequences: Sequences) -> Sequenced:

@@ -195,7 +195,7 @@ class _Run:
         if job.features == "live":
             return self.live
         config, dtype = target.config, torch.bfloat16 if job.recipe.autocast else target.dtype
-        key = {"weights": dict(self.model.weights), "sequences": self.examples.sha256}
+        key: dict[str, Any] = {"weights": dict(self.model.weights), "sequences": self.examples.sha256}
         key |= {"dropped": job.recipe.dropped, "seed": job.seed}
         shards = FeatureShards(job.work, key, dtype, target.device)
         draws = torch.Generator().manual_seed(job.seed)

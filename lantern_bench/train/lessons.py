@@ -140,10 +140,10 @@ class FeatureShards:
     def of(self, rows: Sequence[int], dropped: Tensor) -> Taught:  # noqa: ARG002  # decided when they were made
         """See `Features`."""
         read = [self.shards.row(row) for row in rows]
-        taught = [
-            Taught(*(None if name not in row else row[name][None].to(self._device) for name in Taught._fields))
-            for row in read
-        ]
+        taught = []
+        for row in read:
+            one = {name: tensor[None].to(self._device) for name, tensor in row.items()}
+            taught.append(Taught(one["tokens"], one["hidden"], one["valid"], one.get("words")))
         return _joined(taught)
 
 
@@ -165,13 +165,8 @@ def _joined(parts: Sequence[Taught]) -> Taught:
         behind = (0, 0) * (tensor.dim() - 1 - axis)
         return functional.pad(tensor, (*behind, longest - prefix, 0))
 
-    columns: list[list[Tensor]] = [[], [], [], []]
-    for tokens, hidden, valid, words in parts:
-        prefix = valid.shape[1]
-        columns[0].append(tokens.long())
-        columns[1].append(padded(hidden, 1, prefix))
-        columns[2].append(padded(valid, 1, prefix))
-        if words is not None:
-            columns[3].append(padded(words, 1, prefix))
-    tokens, hidden, valid, *words = (torch.cat(column) for column in columns if column)
-    return Taught(tokens, hidden, valid, words[0] if words else None)
+    tokens = torch.cat([part.tokens.long() for part in parts])
+    hidden = torch.cat([padded(part.hidden, 1, part.valid.shape[1]) for part in parts])
+    valid = torch.cat([padded(part.valid, 1, part.valid.shape[1]) for part in parts])
+    words = [padded(part.words, 1, part.valid.shape[1]) for part in parts if part.words is not None]
+    return Taught(tokens, hidden, valid, torch.cat(words) if words else None)
