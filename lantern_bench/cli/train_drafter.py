@@ -6,7 +6,6 @@ its events become progress, and its end a table with intervals.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -15,16 +14,24 @@ import typer
 
 from lantern_bench.cli.flags import PROMPTS_HELP
 from lantern_bench.cli.places import results_root
+from lantern_bench.cli.train_drafter_input import (
+    check_numbers,
+    check_words,
+    chosen_recipe,
+    examined_with,
+    given_data,
+    prompts_of,
+    target_of,
+)
 from lantern_bench.console import FORMATS, Console, duration
 from lantern_bench.errors import CheckFailedError, UserError
 from lantern_bench.spec.topologies import STATIC_TREES
 
 if TYPE_CHECKING:
     from lantern_bench.console.progress import Progress
-    from lantern_bench.models.registry import Family
     from lantern_bench.spec.decoding import Decoding
+    from lantern_bench.train.drafter_job import DrafterJob, Examined
     from lantern_bench.train.drafter_recipe import DrafterRecipe
-    from lantern_bench.train.drafter_run import DrafterJob, Examined
     from lantern_bench.train.examples import Data
     from lantern_bench.train.loop import TrainEvent
 
@@ -87,24 +94,17 @@ def drafter(
     """Train a drafter for a target and write it as the published ones are. The same command continues a training."""
     console: Console = ctx.obj
     chosen = console.checked_format(format) if format is not None else None
-    counts = {"--images": images, "--steps": steps, "--batch": batch, "--accumulate": accumulate}
-    _check_numbers(counts, 1)
-    _check_numbers({"--eval-every": eval_every, "--eval-images": eval_images, "--final-images": final_images}, 0)
-    _check_numbers({"--seed": seed}, 0)
-    if minutes is not None and not 0 < minutes < float("inf"):
-        raise UserError(f"--minutes {minutes:g}: must be a number above 0")
-    _check_words(device, dtype, features)
+    check_numbers({"--images": images, "--steps": steps, "--batch": batch, "--accumulate": accumulate}, 1)
+    often = {"--eval-every": eval_every, "--eval-images": eval_images, "--final-images": final_images}
+    check_numbers(often | {"--seed": seed}, 0)
+    check_words(device, dtype, features, minutes)
     typed = {"steps": steps, "epochs": epochs, "batch": batch, "accumulate": accumulate, "lr": lr}
-    numbers = _recipe(recipe, typed, settings or [])
-
-    from lantern_bench.models.registry import card_of, family_of
-
-    card = card_of(target)
-    family = family_of(target)
-    given = _data(data, captions, images, mirror, family)
+    numbers = chosen_recipe(recipe, typed, settings or [])
+    card, family = target_of(target)
+    given = given_data(data, captions, images, mirror, family)
     sampling = {"cfg_scale": cfg_scale, "temperature": temperature, "top_k": top_k, "tree": tree}
-    decoding = _decoding(sampling, dict(card.defaults))
-    prompts = _eval_prompts(eval_prompts, family)
+    decoding = examined_with(sampling, dict(card.defaults))
+    prompts = [] if eval_prompts is None else prompts_of(eval_prompts, "--eval-prompts", family)
     folder = out or results_root() / "drafters" / Path(card.name).stem
     sizes = _Sizes(eval_every, eval_images, final_images, minutes)
     job = _job(target, given, numbers, decoding, folder, work, prompts, init, features, seed, sizes, resume, compile)
@@ -123,104 +123,6 @@ class _Sizes(NamedTuple):
     minutes: float | None
 
 
-def _check_numbers(values: dict[str, int | None], least: int) -> None:
-    for flag, value in values.items():
-        if value is not None and value < least:
-            raise UserError(f"{flag} {value}: must be a whole number of at least {least}")
-
-
-def _check_words(device: str, dtype: str, features: str) -> None:
-    """Refuse words that mean nothing, before torch is imported."""
-    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
-        raise UserError(f"--device {device}: unknown device", "The devices are auto, cpu, mps, cuda and cuda:N.")
-    for flag, value, words in (
-        ("--dtype", dtype, ("auto", "float32", "bfloat16", "float16")),
-        ("--features", features, ("live", "shards")),
-    ):
-        if value not in words:
-            raise UserError(f"{flag} {value}: unknown", f"One of {', '.join(words)}.")
-
-
-def _recipe(source: str, typed: dict[str, Any], settings: Sequence[str]) -> DrafterRecipe:
-    """The recipe with what was typed over it; a flag goes before `--set`."""
-    import yaml
-
-    from lantern_bench.train.drafter_recipe import read_recipe, with_settings
-
-    recipe = read_recipe(source)
-    values: dict[str, Any] = {}
-    for text in settings:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise UserError(f"--set {text}: must be key=value", "For example --set noise=0.05.")
-        try:
-            values[key.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise UserError(f"--set {text}: cannot be read as a value") from error
-    recipe = with_settings(recipe, values, "--set")
-    for key, value in typed.items():
-        if value is not None:
-            recipe = with_settings(recipe, {key: value}, "--recipe:" if key not in typed else f"--{key}:")
-    return recipe
-
-
-def _data(source: str, captions: Path | None, images: int | None, mirror: bool, family: Family) -> Data:
-    """A folder is pictures; anything else captions alone."""
-    from lantern_bench.train.examples import Data
-
-    folder = Path(source)
-    if folder.is_dir():
-        from lantern_bench.measure.captioned import read_captioned
-
-        found = read_captioned(folder, captions, family)
-        if images is not None and images > len(found):
-            raise UserError(f"--images {images}: --data {source} holds {len(found)} pictures")
-        found = found[:images]
-        made = Data([item.caption for item in found], [item.path for item in found], mirror)
-    else:
-        for flag, wrong in (("--captions", captions is not None), ("--mirror", mirror)):
-            if wrong:
-                raise UserError(f"{flag}: goes with pictures, and --data {source} is no folder", "Leave it out.")
-        texts = _prompts(source, "--data", family)
-        made = Data([texts[number % len(texts)] for number in range(images or len(texts))])
-    if len(made) < 2:
-        raise UserError(f"--data {source}: one picture is too few", "Some are held out; give two at least.")
-    return made
-
-
-def _prompts(source: str, flag: str, family: Family) -> list[str]:
-    """The prompts of a set or a file; what is wrong is said of the flag they were typed with."""
-    from lantern_bench.measure.prompts import load_prompts
-
-    try:
-        return [prompt.text for prompt in load_prompts(source, family)]
-    except UserError as error:
-        advice = error.advice
-        if flag == "--data" and "no such file" in error.message:
-            advice = f"{advice or ''} Or a folder of pictures with captions.".strip()
-        raise UserError(error.message.replace("--prompts", flag), advice) from error
-
-
-def _eval_prompts(source: str | None, family: Family) -> list[str]:
-    return [] if source is None else _prompts(source, "--eval-prompts", family)
-
-
-def _decoding(values: dict[str, Any], defaults: dict[str, Any]) -> Decoding:
-    """Lossless speculative decoding with a stated tree, at the model's guidance where nothing is said."""
-    from lantern_bench.spec.decoding import Decoding
-    from lantern_bench.spec.values import Place, Problems, read_parameter
-
-    problems, read = Problems("train drafter"), dict[str, Any]()
-    for key in ("cfg_scale", "temperature", "top_k", "tree"):
-        value = values[key] if values[key] is not None else defaults.get(key)
-        if value is not None:
-            for one in read_parameter(key, value, Place(f"--{key.replace('_', '-')}"), problems):
-                read["topology" if isinstance(one.value, tuple) else key] = one.value
-    problems.raise_all()
-    usual = defaults.get("cfg_scale", 1.0)
-    return Decoding(mode="speculative", drafting="static", rule="strict", cfg_default=usual, **read)
-
-
 def _job(
     target: str,
     data: Data,
@@ -236,7 +138,7 @@ def _job(
     resume: bool,
     compiled: bool,
 ) -> DrafterJob:
-    from lantern_bench.train.drafter_run import DrafterJob
+    from lantern_bench.train.drafter_job import DrafterJob
 
     start: Any = init if init in ("random", "shipped") else Path(init)
     if isinstance(start, Path) and not start.is_dir():
@@ -298,8 +200,12 @@ def _run(job: DrafterJob, device: str, dtype: str, min_mal: float | None, consol
     model = load_model(job.target, place.device, place.dtype)
     shown = console if workers.first else Console(quiet=True)
     before = (job.out / "model.safetensors").is_file()
-    with shown.progress() as progress:
-        report, examined = train_drafter(job, model, _Training(progress), progress.share, workers)
+    try:
+        with shown.progress() as progress:
+            report, examined = train_drafter(job, model, _Training(progress), progress.share, workers)
+    except KeyboardInterrupt:
+        shown.say(f"stopped; the same command continues from what is in {job.work}")
+        raise
     if not workers.first:
         return
     console.table(_table(examined, job.decoding), title=f"drafter for {job.target}", format=format)

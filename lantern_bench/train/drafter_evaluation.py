@@ -47,10 +47,11 @@ class Examination:
     prompts: Sequence[str]
     decoding: Decoding
     seed: int
-    on_progress: OnProgress = unheard
 
-    def accepted(self, drafter: EagleDrafter, images: int, what: str) -> Accepted:
-        """Measure a drafter over so many images; `drafter` has the target's type."""
+    def accepted(
+        self, drafter: EagleDrafter, images: int, what: str = "", on_progress: OnProgress = unheard
+    ) -> Accepted:
+        """Measure a drafter, which has the target's type, over so many images; `what` is said of the progress."""
         # An engine of its own: programs of another drafter must not be met.
         model = replace(self.model, drafter=drafter, engine=Engine())
         slots = [(self.prompts[n % len(self.prompts)], n // len(self.prompts)) for n in range(images)]
@@ -64,5 +65,5 @@ class Examination:
                 found.committed.append(float(sum(image.trace.committed)))
                 found.steps.append(float(len(image.trace.committed)))
                 found.prompts.append(text)
-            self.on_progress(what, (start + len(part)) / images)
+            on_progress(what, (start + len(part)) / images)
         return found

@@ -10,7 +10,7 @@ from lantern_bench.models.random_weights import blueprint
 from lantern_bench.models.registry import Buildable, family_of, load_model
 from lantern_bench.models.target import TransformerTarget
 from lantern_bench.models.transformer import TransformerConfig
-from lantern_bench.train.drafter_run import DrafterJob
+from lantern_bench.train.drafter_job import DrafterJob
 from lantern_bench.train.lessons import SHARD_BYTES, bytes_a_row
 
 __all__ = ["plan_rows", "shape_of"]

@@ -119,15 +119,19 @@ def read_recipe(source: str) -> DrafterRecipe:
 
 
 def with_settings(recipe: DrafterRecipe, values: Mapping[str, Any], place: str) -> DrafterRecipe:
-    """A recipe with other values; raises `UserError` for a key or value that cannot be, `place` in front."""
+    """A recipe with other values; raises `UserError` for a key or value that cannot be, `place` in front.
+
+    `place` is what was typed, such as `--set`; `--` alone for flags with the keys' names.
+    """
+    place = place if place == "--" else f"{place} "
     hints, changed = get_type_hints(DrafterRecipe), dict[str, Any]()
     for key, value in values.items():
         if key not in hints:
             hint = did_you_mean(str(key), hints)
-            raise UserError(f"{place} {key}: unknown setting{hint}", f"The settings are {', '.join(_names())}.")
+            raise UserError(f"{place}{key}: unknown setting{hint}", f"The settings are {', '.join(_names())}.")
         wanted, read = _read(key, hints[key], value)
         if wanted is not None:
-            raise UserError(f"{place} {key} {value}: must be {wanted}")
+            raise UserError(f"{place}{key} {value}: must be {wanted}")
         changed[key] = read
     return replace(recipe, **changed)
 

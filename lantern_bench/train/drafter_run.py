@@ -6,17 +6,15 @@ again. Command line and tables are `cli.train_drafter`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.errors import UserError
 from lantern_bench.models.drafter import EagleDrafter
-from lantern_bench.models.files import write_atomically
 from lantern_bench.models.loaded import LoadedModel
 from lantern_bench.models.own_drafter import read_drafter, transformer_of
 from lantern_bench.models.target import TransformerTarget
@@ -24,57 +22,17 @@ from lantern_bench.spec.decoding import Decoding
 from lantern_bench.spec.progress import OnProgress, unheard
 from lantern_bench.train.drafter_evaluation import Accepted, Examination
 from lantern_bench.train.drafter_files import write_drafter
-from lantern_bench.train.drafter_recipe import DrafterRecipe, described
+from lantern_bench.train.drafter_job import DrafterJob, Examined, check_work, write_report
 from lantern_bench.train.drafter_task import DrafterTask, build_drafter, drafter_like, loop_settings
-from lantern_bench.train.examples import Data, Examples, make_examples, split
+from lantern_bench.train.examples import Examples, make_examples, split
 from lantern_bench.train.lessons import Features, FeatureShards, Lessons, LiveFeatures, Sequenced, bytes_a_row
 from lantern_bench.train.loop import TrainEvent, TrainReport, TrainSettings, train
 from lantern_bench.train.training_log import TrainingLog
 from lantern_bench.train.workers import ALONE, Workers
 
-__all__ = ["DrafterJob", "Examined", "train_drafter"]
+__all__ = ["train_drafter"]
 
 _TEACHER_FORCED = 32
-_ABOUT = "run.json"
-
-
-@dataclass(frozen=True)
-class DrafterJob:
-    """What to train and how.
-
-    `prompts` are for accepted lengths; without any the captions held out of the data are taken. `decoding` is how they
-    are decoded: mode `speculative`, its tree, guidance and filters; self-distilled pictures are sampled with the same
-    guidance and filters. `init`: random, shipped (the model's own drafter) or a folder. `examine_every` steps,
-    `examine_images` are decoded, `final_images` at the end.
-    """
-
-    target: str
-    data: Data
-    recipe: DrafterRecipe
-    decoding: Decoding
-    out: Path
-    work: Path
-    prompts: Sequence[str] = ()
-    init: Path | Literal["random", "shipped"] = "random"
-    features: Literal["live", "shards"] = "live"
-    seed: int = 0
-    minutes: float | None = None
-    examine_every: int = 500
-    examine_images: int = 8
-    final_images: int = 32
-    log_every: int = 10
-    checkpoint_every: int = 100
-    resume: bool = True
-    compiled: bool = False
-
-
-@dataclass(frozen=True)
-class Examined:
-    """A drafter at the end: 1 - TV on held-out sequences, and accepted lengths; None where no image was decoded."""
-
-    name: str
-    one_minus_tv: float
-    accepted: Accepted | None
 
 
 def train_drafter(
@@ -98,7 +56,7 @@ def train_drafter(
         return report, []
     write_drafter(run.drafter, job.out, job.target, model.weights)
     examined = run.final()
-    _write_report(job, report, examined)
+    write_report(job, report, examined)
     return report, examined
 
 
@@ -115,7 +73,7 @@ class _Run:
     ) -> None:
         self.job, self.model, self.target, self.workers, self.on_progress = job, model, target, workers, on_progress
         self.drafter = _initial(job, model, target)
-        _check_work(job, model, workers)
+        check_work(job, model, workers)
         self.examples = self._examples()
         learnt, held_out = split(len(self.examples.tokens), job.recipe.held_out, job.seed)
         self.held_out = held_out.tolist()
@@ -134,7 +92,7 @@ class _Run:
         self.settings = _settings(job, len(learnt))
         captions = list(dict.fromkeys(self.examples.caption(row) for row in self.held_out))
         prompts = list(job.prompts) or captions
-        self.examination = Examination(model, prompts, job.decoding, job.seed, on_progress)
+        self.examination = Examination(model, prompts, job.decoding, job.seed)
 
     def train(self, on_event: Callable[[TrainEvent], None]) -> TrainReport:
         """The loop, with a row of the log for each event."""
@@ -162,7 +120,7 @@ class _Run:
             drafters["the model's own"] = self.model.drafter
         with torch.compiler.set_stance("force_eager"):
             return [
-                Examined(name, self.task.overlap(drafter), self._accepted(drafter, self.job.final_images, name))
+                Examined(name, self.task.overlap(drafter), self._accepted(drafter, name))
                 for name, drafter in drafters.items()
             ]
 
@@ -214,12 +172,14 @@ class _Run:
         with torch.compiler.set_stance("force_eager"):
             overlap = self.task.overlap(self.drafter)
             decoding = drafter_like(self.drafter, self.target.dtype, self.target.device).eval()
-            accepted = self._accepted(decoding, self.job.examine_images, "examining the drafter")
-        images = len(accepted.steps) if accepted else 0
-        return {"one_minus_tv": overlap, "mal": accepted.mal if accepted else None, "mal_images": images}
+            images = self.job.examine_images
+            mal = self.examination.accepted(decoding, images).mal if images else None
+        return {"one_minus_tv": overlap, "mal": mal, "mal_images": images}
 
-    def _accepted(self, drafter: EagleDrafter, images: int, name: str) -> Accepted | None:
-        return self.examination.accepted(drafter, images, f"decoding with {name}") if images else None
+    def _accepted(self, drafter: EagleDrafter, name: str) -> Accepted | None:
+        images = self.job.final_images
+        what = f"decoding, drafter: {name}"
+        return self.examination.accepted(drafter, images, what, self.on_progress) if images else None
 
     def _row(self, event: TrainEvent, before: tuple[int, float]) -> dict[str, float | None]:
         recipe, parts = self.job.recipe, event.parts
@@ -269,49 +229,3 @@ def _settings(job: DrafterJob, learnt: int) -> TrainSettings:
         checkpoint=job.work / "drafter.ckpt",
         resume=job.resume,
     )
-
-
-def _check_work(job: DrafterJob, model: LoadedModel, workers: Workers) -> None:
-    """Refuse to continue what was begun with other data, weights or settings; note what this is."""
-    init = job.init if isinstance(job.init, str) else "folder"
-    about = {
-        "target weights": model.weights.get("target", ""),
-        "data": job.data.sha256()[:16],
-        "seed": job.seed,
-        "init": init,
-        "features": job.features,
-    } | described(job.recipe)
-    path = job.work / _ABOUT
-    if job.resume and path.is_file() and (job.work / "drafter.ckpt").is_file():
-        was = json.loads(path.read_text(encoding="utf-8"))
-        for key, now_is in about.items():
-            if was.get(key) != now_is:
-                raise RefusedError(
-                    f"{job.out}: was begun with {key} = {was.get(key)}, now it is {now_is}",
-                    "Continue with the same, give another --out, or start anew with --no-resume.",
-                )
-    if workers.first:
-        write_atomically(path, json.dumps(about, indent=1).encode() + b"\n")
-
-
-def _write_report(job: DrafterJob, report: TrainReport, examined: Sequence[Examined]) -> None:
-    found = {
-        one.name: {
-            "one_minus_tv": one.one_minus_tv,
-            "mal": one.accepted.mal if one.accepted else None,
-            "images": len(one.accepted.steps) if one.accepted else 0,
-        }
-        for one in examined
-    }
-    about = {
-        "target": job.target if not job.target.endswith((".yaml", ".yml")) else Path(job.target).name,
-        "init": job.init if isinstance(job.init, str) else "folder",
-        "sequences": len(job.data),
-        "recipe": described(job.recipe),
-        "decoding": job.decoding.model_dump(mode="json"),
-        "steps": report.steps,
-        "seconds": round(report.seconds, 1),
-        "settings": report.settings,
-        "drafters": found,
-    }
-    write_atomically(job.out / "training_report.json", json.dumps(about, indent=1).encode() + b"\n")

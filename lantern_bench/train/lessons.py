@@ -58,7 +58,7 @@ class Order:
 
     def _epoch(self, number: int) -> Tensor:
         if self._kept is None or self._kept[0] != number:
-            generator = torch.Generator().manual_seed((self._seed << 20) + number)
+            generator = torch.Generator().manual_seed(((self._seed << 20) + number) % 2**63)
             self._kept = number, torch.randperm(self._count, generator=generator)
         return self._kept[1]
 

@@ -198,7 +198,8 @@ class _Run:
             for key, part in {"": loss.detach(), **named}.items():
                 figures[key] = figures.get(key, torch.zeros_like(part)) + part * share
         self.workers.average([p.grad for p in self.trained if p.grad is not None])
-        self.clip()
+        clip = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}[self.settings.clip_by]
+        clip(self.trained, self.settings.clip)
         self.optimiser.step()
         self.state.step += 1
         self.task.after_step(self.state.step, self.generator)
@@ -211,13 +212,6 @@ class _Run:
                 "lower the learning rate or start from the last checkpoint",
             )
         return value, dict(zip(list(figures)[1:], means, strict=True))
-
-    def clip(self) -> None:
-        """Clip the gradients as the settings say."""
-        if self.settings.clip_by == "value":
-            nn.utils.clip_grad_value_(self.trained, self.settings.clip)
-        else:
-            nn.utils.clip_grad_norm_(self.trained, self.settings.clip)
 
 
 def _fraction(state: _Progress, settings: TrainSettings) -> float:

@@ -1,4 +1,4 @@
-"""A target of a few thousand numbers with words for captions, and the family that loads it: training takes milliseconds.
+"""A target of a few thousand numbers with words for captions, and its family: training takes milliseconds.
 
 The picture is 4 x 4 tokens of 32 codes; a tokenizer with random weights reads and draws them.
 """
