@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +55,7 @@ class Data:
     def sha256(self) -> str:
         """A hash of captions, and of the pictures' names and sizes: reading them all for it would take too long."""
         pictures = [[path.name, path.stat().st_size] for path in self.pictures or ()]
-        return hashlib.sha256(json.dumps([list(self.captions), pictures, self.mirrored]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([list(self.captions), pictures]).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -75,17 +74,34 @@ def make_examples(
 
     Raises `UserError` for a picture that cannot be read, and for a model without a tokenizer.
     """
-    key: dict[str, Any] = {"data": data.sha256(), "grid": list(model.grid)}
     if data.pictures is not None:
-        reader = _reader(model)
-        shards = Shards(work, "tokens", key | {"tokenizer": model.weights.get("tokenizer"), "size": list(reader.size)})
-        make, at_once, what = _encoder(data.pictures, reader), _AT_ONCE, "encoding pictures"
+        parts = [_encoded(data, model, mirrored, work, on_progress) for mirrored in (False, True)[: 1 + data.mirrored]]
     else:
-        key |= {"weights": dict(model.weights), "decoding": decoding.model_dump(mode="json"), "seed": seed}
-        shards = Shards(work, "samples", key | {"dtype": str(getattr(model.target, "dtype", ""))})
-        make, at_once, what = _sampler(data, model, decoding, seed), _SAMPLED_AT_ONCE, "sampling from the target"
-    shards.fill(len(data), at_once, make, what, on_progress)
-    return Examples(shards.whole("tokens"), data.caption, shards.folder.name)
+        parts = [_sampled(data, model, decoding, seed, work, on_progress)]
+    names = "+".join(shards.folder.name for shards in parts)
+    return Examples(torch.cat([shards.whole("tokens") for shards in parts]), data.caption, names)
+
+
+def _encoded(data: Data, model: LoadedModel, mirrored: bool, work: Path, on_progress: OnProgress) -> Shards:
+    """Tokens of the pictures, or of their mirror images, which are kept apart."""
+    reader, pictures = _reader(model), data.pictures or ()
+    key = {"data": data.sha256(), "grid": list(model.grid), "size": list(reader.size), "mirrored": mirrored}
+    shards = Shards(work, "tokens", key | {"tokenizer": model.weights.get("tokenizer")})
+    what = "encoding mirror images" if mirrored else "encoding pictures"
+    shards.fill(len(pictures), _AT_ONCE, _encoder(pictures, reader, mirrored), what, on_progress)
+    return shards
+
+
+def _sampled(
+    data: Data, model: LoadedModel, decoding: Decoding, seed: int, work: Path, on_progress: OnProgress
+) -> Shards:
+    """The target's own pictures of the captions."""
+    key = {"data": data.sha256(), "grid": list(model.grid), "weights": dict(model.weights), "seed": seed}
+    key |= {"decoding": decoding.model_dump(mode="json"), "dtype": str(getattr(model.target, "dtype", ""))}
+    shards = Shards(work, "samples", key)
+    make = _sampler(data, model, decoding, seed)
+    shards.fill(len(data), _SAMPLED_AT_ONCE, make, "sampling from the target", on_progress)
+    return shards
 
 
 def split(count: int, held_out: float, seed: int) -> tuple[Tensor, Tensor]:
@@ -126,13 +142,13 @@ def _reader(model: LoadedModel) -> ReadsPictures:
     return model.pixels
 
 
-def _encoder(pictures: Sequence[Path], reader: ReadsPictures) -> Callable[[int, int], Mapping[str, Tensor]]:
+def _encoder(
+    pictures: Sequence[Path], reader: ReadsPictures, mirrored: bool
+) -> Callable[[int, int], Mapping[str, Tensor]]:
     def make(start: int, stop: int) -> Mapping[str, Tensor]:
-        out = []
-        for index in range(start, stop):
-            array = torch.from_numpy(picture_array(pictures[index % len(pictures)], reader.size).copy())
-            out.append(array.flip(1) if index >= len(pictures) else array)
-        parts = torch.stack(out).split(_SAMPLED_AT_ONCE)
+        arrays = np.stack([picture_array(path, reader.size) for path in pictures[start:stop]])
+        whole = torch.from_numpy(arrays)
+        parts = (whole.flip(2) if mirrored else whole).split(_SAMPLED_AT_ONCE)
         return {"tokens": torch.cat([reader.tokens(part) for part in parts]).int()}
 
     return make
