@@ -90,7 +90,7 @@ def test_the_result_is_a_model_for_every_command(tiny: TinyFamily, capsys: pytes
     assert loaded.weights["target"] == "a" * 64 and len(loaded.weights["drafter"]) == 64
     assert card_of("out/model.yaml").defaults["cfg_scale"] == 2.0
     Path("e.yaml").write_text(
-        "name: e\nmodel: out/model.yaml\nimages: 2\nmetrics: [speed]\ncompile: false\n"
+        "name: e\nmodel: out/model.yaml\nprompts: all\nimages: 2\nmetrics: [speed]\ncompile: false\n"
         "cells: [{mode: ar}, {mode: speculative}]\n"
     )
     assert main(["sweep", "e.yaml", "--out", "run"]) == 0
