@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from lantern_bench.cli.main import main
 from lantern_bench.cli.places import RESULTS_VARIABLE
 from lantern_bench.models import registry
-from lantern_bench.models.random_weights import fill_at_random
 from lantern_bench.models.registry import card_of, load_model
 from lantern_bench.runs.store import read_records
 from lantern_bench.train import drafter_job, drafter_run
@@ -354,12 +353,9 @@ def test_two_processes_train_the_drafter_of_one(tiny: TinyFamily, tmp_path: Path
     assert all(torch.allclose(one[name], both[name], atol=1e-5) for name in KEYS)
 
 
-def test_random_weights_fill_what_training_starts_from(tiny: TinyFamily) -> None:
-    """A drafter of random numbers is worse than one that was trained: the test of the tests above."""
-    assert run("--data", "all", "--images", "64", "--steps", "150", "--lr", "3e-3", "--recipe", "lanterns") == 0
-    report = json.loads(Path("out/training_report.json").read_text())["drafters"]["trained"]
-    loaded = load_model("out/model.yaml", CPU, torch.float32)
-    fill_at_random(loaded.drafter, CPU, torch.Generator().manual_seed(0))  # type: ignore[arg-type]
+def test_it_learns(tiny: TinyFamily) -> None:
+    assert run("--data", "all", "--images", "64", "--steps", "100", "--lr", "3e-3", "--recipe", "lanterns") == 0
     log = pd.read_csv("out/log.csv")
     assert log["soft_loss"].iloc[-1] < log["soft_loss"].iloc[0]
-    assert report["one_minus_tv"] > log["one_minus_tv"].dropna().iloc[0] > 0
+    examined = log["one_minus_tv"].dropna()
+    assert examined.iloc[-1] > 1.1 * examined.iloc[0] > 0
