@@ -6,7 +6,7 @@ Every problem is one line that names the flag, its value and what to type. The c
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["check_numbers", "check_words", "chosen_recipe", "examined_with", "given_data", "prompts_of", "target_of"]
 
 
-def check_numbers(values: dict[str, int | None], least: int) -> None:
+def check_numbers(values: Mapping[str, int | None], least: int) -> None:
     """Refuse whole numbers, by flag, that are below `least`."""
     for flag, value in values.items():
         if value is not None and value < least:

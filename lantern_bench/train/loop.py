@@ -198,7 +198,8 @@ class _Run:
             for key, part in {"": loss.detach(), **named}.items():
                 figures[key] = figures.get(key, torch.zeros_like(part)) + part * share
         self.workers.average([p.grad for p in self.trained if p.grad is not None])
-        clip = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}[self.settings.clip_by]
+        by_norm = self.settings.clip_by == "norm"
+        clip: Callable[..., Any] = nn.utils.clip_grad_norm_ if by_norm else nn.utils.clip_grad_value_
         clip(self.trained, self.settings.clip)
         self.optimiser.step()
         self.state.step += 1
