@@ -1,4 +1,4 @@
-"""`lantern-bench train lanterns`: make the embedded models, or measure the ones there are against their bars.
+"""`lantern-bench train`: `lanterns` makes the embedded models, or measures them against their bars; and `drafter`.
 
 All that can be wrong is checked before anything is painted or trained. The recipe is `lanterns.recipe`; here its events
 become progress, and its bars a table with intervals.
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lantern_bench.cli.places import results_root
+from lantern_bench.cli.train_drafter import drafter
 from lantern_bench.console import FORMATS, Console, duration
 from lantern_bench.errors import CheckFailedError, UserError
 
@@ -27,20 +28,18 @@ if TYPE_CHECKING:
     from lantern_bench.lanterns.recipe import RecipeSettings
     from lantern_bench.train.loop import TrainEvent
 
-__all__ = ["train"]
+__all__ = ["train", "writable"]
 
 train = typer.Typer(
     name="train",
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Train a model family with its own recipe.",
+    help="Train a drafter for any target, or the embedded family with its own recipe.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
-@train.callback()
-def _families() -> None:
-    """Keep the family a word of its own: with one command typer would leave it out."""
+train.command()(drafter)
 
 
 @train.command()
@@ -81,8 +80,8 @@ def lanterns(
     if evaluate:
         _evaluate(parts, folder, place.device, images, seed, console, chosen)
         return
-    _writable(folder, "--out")
-    _writable(work, "--work")
+    writable(folder, "--out")
+    writable(work, "--work")
     settings = RecipeSettings(minutes=minutes, steps=steps, seed=seed, resume=resume, init_from=init_from)
     _train(parts, folder, work, settings, place.device, console)
 
@@ -130,7 +129,7 @@ def _parts(named: Sequence[str] | None, folder: Path, init_from: Path | None, ev
     return parts
 
 
-def _writable(folder: Path, flag: str) -> None:
+def writable(folder: Path, flag: str) -> None:
     """Make the folder; raises `UserError` where nothing can be written into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -20,12 +20,12 @@ from lantern_bench.lanterns.bars import Bar, Embedder, Settings
 from lantern_bench.lanterns.classifier import AttributeClassifier, load_classifier
 from lantern_bench.lanterns.family import LanternsFamily
 from lantern_bench.lanterns.files import FILES
-from lantern_bench.lanterns.recipe_drafter import build_drafter
 from lantern_bench.lanterns.recipe_target import build_target, caption_condition
 from lantern_bench.lanterns.recipe_weights import fill, load_tokenizer, part_hash
 from lantern_bench.models.loaded import LoadedModel
 from lantern_bench.models.pixels import VQPixels
 from lantern_bench.models.vq import VQModel
+from lantern_bench.train.drafter_task import build_drafter
 
 __all__ = ["Evaluation", "check_weights"]
 

@@ -58,11 +58,11 @@ class LanternsFamily:
 
     def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         """Load target, drafter and tokenizer; raises `RefusedError` when a file is missing."""
-        from lantern_bench.lanterns.recipe_drafter import build_drafter
         from lantern_bench.lanterns.recipe_target import TARGET_CONFIG, build_target, caption_condition
         from lantern_bench.lanterns.recipe_weights import fill, load_tokenizer, part_hash
         from lantern_bench.models.loaded import LoadedModel
         from lantern_bench.models.pixels import VQPixels
+        from lantern_bench.train.drafter_task import build_drafter
 
         card = self.cards()[0]
         for part, path in card.weights.items():

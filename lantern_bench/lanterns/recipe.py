@@ -23,13 +23,15 @@ from lantern_bench import __version__
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.lanterns.files import FILES
 from lantern_bench.lanterns.recipe_data import OnProgress, RecipeData
-from lantern_bench.lanterns.recipe_drafter import DrafterTask, build_drafter
+from lantern_bench.lanterns.recipe_drafter import drafter_task
 from lantern_bench.lanterns.recipe_metrics import ClipTask, FeaturesTask, reconstruct, save_clip
 from lantern_bench.lanterns.recipe_target import TargetTask, build_target
 from lantern_bench.lanterns.recipe_tokenizer import TOKENIZER_CONFIG, TokenizerTask
 from lantern_bench.lanterns.recipe_weights import fill, load_tokenizer, part_hash, write_weights
 from lantern_bench.models.vq import VQModel
 from lantern_bench.spec.values import did_you_mean
+from lantern_bench.train.drafter_recipe import RECIPES
+from lantern_bench.train.drafter_task import build_drafter, loop_settings
 from lantern_bench.train.loop import Task, TrainEvent, TrainReport, TrainSettings, train
 
 __all__ = ["PARTS", "REPORT", "RecipeSettings", "check_part", "train_part"]
@@ -55,7 +57,7 @@ PARTS: dict[str, Part] = {
         8, TrainSettings(lr=1e-3, warmup=100, betas=(0.9, 0.98), weight_decay=0.1, log_every=25), ("tokenizer",)
     ),
     "target": Part(60, TrainSettings(lr=1.5e-3, warmup=100), ("tokenizer",)),
-    "drafter": Part(15, TrainSettings(lr=1e-3, warmup=100), ("tokenizer", "target")),
+    "drafter": Part(15, loop_settings(RECIPES["lanterns"]), ("tokenizer", "target")),
 }
 """In the order in which they are trained."""
 
@@ -181,8 +183,7 @@ def _drafter_task(data: RecipeData, folder: Path, settings: RecipeSettings, devi
     if settings.compiled and _can_compile():
         target.transformer.compile()
         drafter.compile()
-    # Image tokens are ambiguous: matching the distribution counts more here than the feature (EAGLE: 1 and 0.1).
-    return DrafterTask(drafter, target, sequences, held_out, feature_weight=0.2, soft_weight=1.0)
+    return drafter_task(drafter, target, sequences, held_out, settings.seed)
 
 
 _BUILD: dict[str, Callable[[RecipeData, Path, RecipeSettings, torch.device], Task]] = {

@@ -15,15 +15,16 @@ from lantern_bench.lanterns.defaults import GUIDANCE
 from lantern_bench.models.conditioning import Condition, WordCaption
 from lantern_bench.models.target import TransformerTarget
 from lantern_bench.models.transformer import TransformerConfig
+from lantern_bench.train.teacher import Taught, teach
 
 __all__ = [
     "TARGET_CONFIG",
     "Sequences",
     "TargetTask",
+    "all_conditions",
     "build_target",
     "caption_condition",
     "caption_numbers",
-    "prefix_mask",
 ]
 
 TARGET_CONFIG = TransformerConfig(
@@ -67,14 +68,6 @@ def caption_condition(captions: Sequence[str]) -> Condition:
     return Condition(values, values > 0)
 
 
-def prefix_mask(valid: Tensor, length: int) -> Tensor:
-    """The additive mask [B, 1, n, n] of training: causal, padding (`valid` bool [B, P]) seen by itself alone."""
-    allowed = torch.ones(length, length, dtype=torch.bool, device=valid.device).tril().repeat(len(valid), 1, 1)
-    allowed[:, :, : valid.shape[1]] &= valid[:, None, :]
-    allowed |= torch.eye(length, dtype=torch.bool, device=valid.device)
-    return torch.zeros(allowed.shape, device=valid.device).masked_fill_(~allowed, -torch.inf)[:, None]
-
-
 class TargetTask:
     """Train the target on token sequences; every sequence's mirror image is in `sequences` as well."""
 
@@ -84,7 +77,7 @@ class TargetTask:
         self.target = target
         self.module: nn.Module = target
         self._sequences, self._held_out = sequences, held_out
-        self._conditions = _all_conditions()
+        self._conditions = all_conditions()
 
     def loss(self, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Cross-entropy of a random batch."""
@@ -109,21 +102,15 @@ class TargetTask:
         top = guide(logits[0], logits[1], GUIDANCE).softmax(-1).topk(10, dim=-1).values
         return {"nll_held_out": nll, "top1": float(top[..., 0].mean()), "top10": float(top.sum(-1).mean())}
 
-    def features(self, sequences: Sequences, dropped: Tensor) -> tuple[Tensor, Tensor]:
-        """Final-norm hidden states [B, P + 255, dim] under teacher forcing, and which prefix words count [B, P]."""
-        target = self.target
-        device = target.device
+    def features(self, sequences: Sequences, dropped: Tensor) -> Taught:
+        """Final-norm hidden states [B, P + 255, dim] under teacher forcing."""
         number = caption_numbers(sequences.attributes)
-        condition = Condition(self._conditions.values[number].to(device), self._conditions.valid[number].to(device))
-        prefix, null = target.cls_embedding.rows(condition.values, guided=True).chunk(2)
-        prefix = torch.where(dropped.to(device)[:, None, None], null, prefix)
-        tokens = sequences.tokens.long().to(device)
-        x = torch.cat([prefix, target.transformer.tok_embeddings(tokens[:, :-1])], dim=1)
-        return target.transformer(x, prefix_mask(condition.valid, x.shape[1])), condition.valid
+        condition = Condition(self._conditions.values[number], self._conditions.valid[number])
+        return teach(self.target, condition, sequences.tokens.long(), dropped)
 
     def logits(self, sequences: Sequences, dropped: Tensor) -> Tensor:
         """Logits [B, 256, V] that predict each token."""
-        hidden, _valid = self.features(sequences, dropped)
+        hidden = self.features(sequences, dropped).hidden
         out: Tensor = self.target.transformer.output(hidden[:, self.target.config.prefix - 1 :])
         return out
 
@@ -133,7 +120,7 @@ class TargetTask:
         return functional.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten())
 
 
-def _all_conditions() -> Condition:
+def all_conditions() -> Condition:
     """The condition of every caption, by its number (attribute indices in mixed base)."""
     return caption_condition([item.caption() for item in ALL_ATTRIBUTES])
 

@@ -20,7 +20,7 @@ from lantern_bench.models.chameleon import build_drafter
 from lantern_bench.models.chameleon_prompts import prompt_condition
 from lantern_bench.models.chameleon_sizes import PUBLISHED, Style, published_vocabulary
 from lantern_bench.models.conditioning import Condition
-from lantern_bench.models.line_ends import without_line_ends
+from lantern_bench.models.line_ends import with_line_ends, without_line_ends
 from lantern_bench.models.loaded import LoadedModel
 from lantern_bench.models.parts import Parts
 from lantern_bench.models.pixels import NoPixels, VQPixels
@@ -78,11 +78,18 @@ def _whole_rows(name: str, array: np.ndarray | None) -> np.ndarray:
 class _WithoutLineEnds:
     """Pictures of tokens whose lines have ends."""
 
-    def __init__(self, decoder: PixelDecoder, grid: tuple[int, int]) -> None:
-        self._decoder, self._grid = decoder, grid
+    def __init__(self, decoder: VQPixels, grid: tuple[int, int], end: int) -> None:
+        self._decoder, self._grid, self._end = decoder, grid, end
 
     def pixels(self, tokens: Tensor) -> Tensor:
         return self._decoder.pixels(without_line_ends(tokens, self._grid))
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self._decoder.size
+
+    def tokens(self, pictures: Tensor) -> Tensor:
+        return with_line_ends(self._decoder.tokens(pictures), self._grid, self._end)
 
 
 def build(style: Style) -> Parts:
@@ -110,8 +117,8 @@ def loaded_model(
     codes = tokenizer.config.codes if tokenizer is not None else 0
     pixels: PixelDecoder = NoPixels(name, "it has no tokenizer")
     if codes == wanted:
-        pixels = VQPixels(tokenizer, style.grid)
-        pixels = _WithoutLineEnds(pixels, style.grid) if style.line_ends else pixels
+        drawn = VQPixels(tokenizer, style.grid)
+        pixels = _WithoutLineEnds(drawn, style.grid, codes) if style.line_ends else drawn
     elif codes:
         pixels = NoPixels(name, f"the tokenizer has {codes} codes, the target {wanted}")
     return ChameleonModel(

@@ -66,14 +66,31 @@ class EagleDrafter(nn.Module):
         out: Tensor = self.fc(torch.cat([embedded.to(features.dtype), features], dim=-1))
         return out
 
-    def forward(self, tokens: Tensor, features: Tensor, mask: Tensor) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        mask: Tensor,
+        words: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Predicted features of whole sequences [rows, n, dim], without a cache (training).
 
         tokens int64 [rows, n] are shifted: token t follows features t; `mask` [rows or 1, 1, n, n] is additive.
+        `words` [rows, m] of the whole vocabulary come before the tokens, which are then n - m; `positions` int64
+        [rows, n] are given where they are not 0 to n - 1.
         """
-        turn = self.rotary[None, : tokens.shape[1]]
-        out: Tensor = self.layer(self.fuse(self.embed_tokens(tokens), features), turn, attend_plain(mask))
+        embedded = self.embed_tokens(tokens)
+        if words is not None:
+            embedded = torch.cat([self.embed_tokens.of_words(words), embedded], dim=1)
+        turn = self.rotary[None, : features.shape[1]] if positions is None else self.rotary[positions]
+        out: Tensor = self.layer(self.fuse(embedded, features), turn, attend_plain(mask))
         return out
+
+    @property
+    def head_module(self) -> nn.Module:
+        """The target's head."""
+        return self._head[0]
 
     def head(self, features: Tensor) -> Tensor:
         """Logits of predicted features, through the target's head and with no norm between."""

@@ -41,6 +41,8 @@ def load_drafter(folder: Path, target: TransformerTarget, *, dtype: torch.dtype,
     _check_stage(stated, target.config, folder)
     with torch.device("meta"):
         drafter = build_drafter(config, target)
+        # Ours state it; the published ones read padding and say nothing.
+        drafter.mask_padding = stated.get("mask_padding", False) is True
     checkpoint = open_checkpoint(folder)
     key_map = drafter_key_map(drafter)
     wanted = "the EAGLE drafter of its config.json"

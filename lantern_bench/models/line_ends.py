@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lantern_bench.models.transformer import TransformerConfig
 
-__all__ = ["force_line_ends", "without_line_ends"]
+__all__ = ["force_line_ends", "with_line_ends", "without_line_ends"]
 
 
 def force_line_ends(logits: Tensor, places: Tensor, config: TransformerConfig) -> Tensor:
@@ -31,3 +31,9 @@ def without_line_ends(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
     """The codes int [B, rows * columns] of images int [B, rows * (columns + 1)] whose lines have ends."""
     rows, columns = grid
     return tokens.reshape(len(tokens), rows, columns + 1)[:, :, :columns].flatten(1)
+
+
+def with_line_ends(codes: Tensor, grid: tuple[int, int], end: int) -> Tensor:
+    """The inverse of `without_line_ends`: codes int [B, rows * columns] with token `end` behind each line."""
+    lines = codes.reshape(len(codes), *grid)
+    return torch.cat([lines, torch.full_like(lines[:, :, :1], end)], dim=2).flatten(1)

@@ -18,7 +18,7 @@ from lantern_bench.spec.decoding import PARAMETERS
 from lantern_bench.spec.source import KeyPath, Source, read_source
 from lantern_bench.spec.values import Place, Problems, did_you_mean, read_parameter, show
 
-__all__ = ["KEYS", "ModelFile", "PartFile", "is_model_file", "read_model_file"]
+__all__ = ["KEYS", "ModelFile", "OwnDrafter", "PartFile", "is_model_file", "read_model_file", "read_own_drafter"]
 
 LAYOUTS = ("official", "hf")
 KEYS: dict[str, tuple[str, ...]] = {
@@ -30,6 +30,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 }
 """The keys of each part; `config` is a mapping, or the path of a JSON file."""
 _TOP = ("name", "description", "family", "grid", "defaults", *KEYS)
+_OWN_DRAFTER = ("model", "drafter", "description", "defaults")
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,20 @@ class ModelFile:
         return UserError(f"{self.path}: {key}: {text}", advice)
 
 
+@dataclass(frozen=True)
+class OwnDrafter:
+    """A model file that takes a model as it is and gives it another drafter.
+
+    `path` is the file as typed; `model` the model's name, or the path of its own file.
+    """
+
+    path: Path
+    model: str
+    drafter: Path
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    description: str = ""
+
+
 def is_model_file(name: str) -> bool:
     """Whether a model's name is the path of a model file."""
     return name.lower().endswith((".yaml", ".yml"))
@@ -94,6 +109,30 @@ def read_model_file(path: Path) -> ModelFile:
     return ModelFile(
         path, name, texts["family"], grid, target, **parts, defaults=defaults, description=texts["description"] or ""
     )
+
+
+def read_own_drafter(path: Path) -> OwnDrafter | None:
+    """Read a model file that names a `model`; None for one that describes its own. Raises as `read_model_file`."""
+    source = read_source(path) if path.is_file() else None
+    if source is None or "model" not in source.data:
+        return None
+    problems = Problems(str(path))
+    _check_keys(source, (), _OWN_DRAFTER, problems)
+    model, description = (_text(source, key, problems) for key in ("model", "description"))
+    drafter = _part(source, "drafter", problems)
+    if source.data.get("drafter") is None:
+        problems.add(Place("drafter"), "missing; give drafter: {dir: FOLDER}")
+    if model is None:
+        problems.add(_place(source, ("model",)), "missing; the name of the model, or the path of its file")
+    elif is_model_file(model):
+        model = str(source.folder / model)
+        if Path(model).resolve() == path.resolve():
+            problems.add(_place(source, ("model",)), "is this file itself")
+    defaults = _defaults(source, problems)
+    problems.raise_all()
+    if model is None or drafter is None:
+        raise RuntimeError("a model file without model or drafter was not refused")
+    return OwnDrafter(path, model, drafter.path, defaults, description or "")
 
 
 def _place(source: Source, path: KeyPath) -> Place:

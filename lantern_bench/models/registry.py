@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models.model_file import ModelFile, is_model_file, read_model_file
+from lantern_bench.models.model_file import ModelFile, OwnDrafter, is_model_file, read_model_file, read_own_drafter
 from lantern_bench.models.sources import SOURCES
 from lantern_bench.models.weights import require_part
 from lantern_bench.spec.values import did_you_mean
@@ -200,7 +200,8 @@ def defaults_of(models: Sequence[str]) -> dict[str, Mapping[str, Any]]:
 def family_of(model: str) -> Family:
     """The family a model belongs to; raises `UserError` as `card_of`."""
     if is_model_file(model):
-        return _FileFamily(model)
+        own = read_own_drafter(Path(model))
+        return _FileFamily(model) if own is None else _OwnDrafterFamily(own)
     name = card_of(model).name
     return next(family for family in families().values() if any(card.name == name for card in family.cards()))
 
@@ -262,6 +263,39 @@ class _FileFamily:
 
     def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         loaded = self._family.load_file(self._file, device, dtype)
+        loaded.name = name
+        return loaded
+
+
+class _OwnDrafterFamily:
+    """The one model of a file that gives a model another drafter."""
+
+    def __init__(self, file: OwnDrafter) -> None:
+        self._file, self._model = file, family_of(file.model)
+
+    def cards(self) -> Sequence[ModelCard]:
+        card, file = card_of(self._file.model), self._file
+        return [
+            replace(
+                card,
+                name=str(file.path),
+                description=file.description or f"{card.description}; drafter {file.drafter.name or file.drafter}",
+                defaults=dict(card.defaults) | dict(file.defaults),
+                weights=dict(card.weights) | {"drafter": file.drafter},
+                also_called=(),
+            )
+        ]
+
+    def check_prompt(self, text: str) -> None:
+        self._model.check_prompt(text)
+
+    def prompt_sets(self) -> Mapping[str, tuple[str, ...]]:
+        return self._model.prompt_sets()
+
+    def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+        from lantern_bench.models.own_drafter import with_drafter
+
+        loaded = with_drafter(load_model(self._file.model, device, dtype), self._file.drafter)
         loaded.name = name
         return loaded
 

@@ -322,12 +322,12 @@ class Transformer(nn.Module):
         """Make anew what no checkpoint holds."""
         self.rotary = rotary_table(self.config).to(device)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor, positions: Tensor | None = None) -> Tensor:
         """Final-norm hidden states of whole sequences x [rows, n, dim] (no cache, for training and references).
 
-        `mask` [rows or 1, 1, n, n] is additive.
+        `mask` [rows or 1, 1, n, n] is additive; `positions` int64 [rows, n] where they are not 0 to n - 1.
         """
-        turn = self.rotary[None, : x.shape[1]]
+        turn = self.rotary[None, : x.shape[1]] if positions is None else self.rotary[positions]
         for layer in self.layers:
             x = layer(x, turn, attend_plain(mask))
         out: Tensor = self.norm(x)

@@ -11,13 +11,14 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from lantern_bench.clock import now
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.train.workers import ALONE, Workers
 
 __all__ = ["Remembers", "Task", "TrainEvent", "TrainReport", "TrainSettings", "train"]
 
@@ -58,8 +59,9 @@ class Remembers(Protocol):
 class TrainSettings:
     """How to train. Either `steps` or `minutes` ends it; with both, whichever comes first.
 
-    The learning rate rises linearly over `warmup` steps and falls along a half cosine to `final_lr` of itself, over
-    the steps when `steps` is given (reproducible), else over the minutes.
+    The learning rate rises linearly over `warmup` steps and falls to `final_lr` of itself along a half cosine or a
+    line (`schedule`), over the steps when `steps` is given (reproducible), else over the minutes. A step is made of
+    `accumulate` batches. Gradients are clipped by their norm or each by its value (`clip_by`).
     """
 
     steps: int | None = None
@@ -70,6 +72,9 @@ class TrainSettings:
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.05
     clip: float = 1.0
+    clip_by: Literal["norm", "value"] = "norm"
+    schedule: Literal["cosine", "linear"] = "cosine"
+    accumulate: int = 1
     seed: int = 0
     autocast: bool = True
     log_every: int = 10
@@ -108,8 +113,12 @@ def train(
     settings: TrainSettings,
     device: torch.device,
     on_event: Callable[[TrainEvent], None] = lambda _event: None,
+    workers: Workers = ALONE,
 ) -> TrainReport:
     """Train `task.module` in place and return the report (with `task.evaluate()` figures).
+
+    `workers` are the processes that train together; the first of them writes checkpoints. `on_event` is called after
+    every `log_every` steps and at the end; what it takes is not counted as training.
 
     Raises `UserError` when neither steps nor minutes bound the training, and `RefusedError` when a checkpoint is there
     that belongs to other settings.
@@ -122,7 +131,7 @@ def train(
     state = _Progress()
     if settings.checkpoint is not None and settings.resume and settings.checkpoint.exists():
         state = _load(settings.checkpoint, task, optimiser, generator, settings)
-    _run(task, settings, device, optimiser, generator, state, on_event)
+    _Run(task, settings, device, optimiser, generator, state, workers).to_the_end(on_event)
     module.eval()
     report = TrainReport(task.name, state.step, state.seconds, _described(settings), state.losses)
     # Figures come from few batches of other shapes and precision: not worth compiling anew.
@@ -138,48 +147,72 @@ class _Progress:
     losses: list[tuple[int, float]] = field(default_factory=list)
 
 
-def _run(
-    task: Task,
-    settings: TrainSettings,
-    device: torch.device,
-    optimiser: torch.optim.Optimizer,
-    generator: torch.Generator,
-    state: _Progress,
-    on_event: Callable[[TrainEvent], None],
-) -> None:
-    total, parts, count = 0.0, dict[str, float](), 0
-    clip_parameters = [p for p in task.module.parameters() if p.requires_grad]
-    while (done := _fraction(state, settings)) < 1.0:
-        began = now()
-        rate = _learning_rate(state.step, done, settings)
-        for group in optimiser.param_groups:
+class _Run:
+    """A training on its way."""
+
+    def __init__(
+        self,
+        task: Task,
+        settings: TrainSettings,
+        device: torch.device,
+        optimiser: torch.optim.Optimizer,
+        generator: torch.Generator,
+        state: _Progress,
+        workers: Workers,
+    ) -> None:
+        self.task, self.settings, self.device = task, settings, device
+        self.optimiser, self.generator, self.state, self.workers = optimiser, generator, state, workers
+        self.trained = [p for p in task.module.parameters() if p.requires_grad]
+
+    def to_the_end(self, on_event: Callable[[TrainEvent], None]) -> None:
+        """Step until it is over, telling of it and keeping checkpoints."""
+        task, settings, state = self.task, self.settings, self.state
+        total, parts, count = 0.0, dict[str, float](), 0
+        while (done := _fraction(state, settings)) < 1.0:
+            began = now()
+            rate = _learning_rate(state.step, done, settings)
+            value, named = self.step(rate)
+            total, count = total + value, count + 1
+            for key, part in named.items():
+                parts[key] = parts.get(key, 0.0) + part
+            state.seconds += now() - began
+            fraction = min(1.0, _fraction(state, settings))
+            if state.step % settings.log_every == 0 or fraction == 1.0:
+                state.losses.append((state.step, total / count))
+                means = {key: part / count for key, part in parts.items()}
+                on_event(TrainEvent(task.name, state.step, fraction, state.seconds, total / count, rate, means))
+                total, parts, count = 0.0, {}, 0
+            if settings.checkpoint is not None and state.step % settings.checkpoint_every == 0 and self.workers.first:
+                _save(settings.checkpoint, task, self.optimiser, self.generator, state, settings)
+
+    def step(self, rate: float) -> tuple[float, dict[str, float]]:
+        """One step at a learning rate: the loss and its parts, means over its batches and workers."""
+        for group in self.optimiser.param_groups:
             group["lr"] = rate
-        with torch.autocast(device.type, torch.bfloat16, enabled=settings.autocast):
-            loss, named = task.loss(generator)
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(clip_parameters, settings.clip)
-        optimiser.step()
-        state.step += 1
-        task.after_step(state.step, generator)
-        value = float(loss.detach())
+        self.optimiser.zero_grad(set_to_none=True)
+        share, figures = 1 / self.settings.accumulate, dict[str, Tensor]()
+        for _ in range(self.settings.accumulate):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.autocast):
+                loss, named = self.task.loss(self.generator)
+            (loss * share).backward()
+            for key, part in {"": loss.detach(), **named}.items():
+                figures[key] = figures.get(key, torch.zeros_like(part)) + part * share
+        self.workers.average([p.grad for p in self.trained if p.grad is not None])
+        by_norm = self.settings.clip_by == "norm"
+        clip: Callable[..., Any] = nn.utils.clip_grad_norm_ if by_norm else nn.utils.clip_grad_value_
+        clip(self.trained, self.settings.clip)
+        self.optimiser.step()
+        self.state.step += 1
+        self.task.after_step(self.state.step, self.generator)
+        shared = torch.stack([figure.float() for figure in figures.values()])
+        self.workers.average([shared])
+        value, *means = shared.tolist()
         if not math.isfinite(value):
             raise RefusedError(
-                f"training of {task.name} diverged at step {state.step}: the loss is {value}",
+                f"training of {self.task.name} diverged at step {self.state.step}: the loss is {value}",
                 "lower the learning rate or start from the last checkpoint",
             )
-        total, count = total + value, count + 1
-        for key, part in named.items():
-            parts[key] = parts.get(key, 0.0) + float(part)
-        state.seconds += now() - began
-        if state.step % settings.log_every == 0:
-            state.losses.append((state.step, total / count))
-            means = {key: part / count for key, part in parts.items()}
-            fraction = min(1.0, _fraction(state, settings))
-            on_event(TrainEvent(task.name, state.step, fraction, state.seconds, total / count, rate, means))
-            total, parts, count = 0.0, {}, 0
-        if settings.checkpoint is not None and state.step % settings.checkpoint_every == 0:
-            _save(settings.checkpoint, task, optimiser, generator, state, settings)
+        return value, dict(zip(list(figures)[1:], means, strict=True))
 
 
 def _fraction(state: _Progress, settings: TrainSettings) -> float:
@@ -190,8 +223,9 @@ def _fraction(state: _Progress, settings: TrainSettings) -> float:
 
 def _learning_rate(step: int, done: float, settings: TrainSettings) -> float:
     warm = min(1.0, (step + 1) / max(1, settings.warmup))
-    fall = settings.final_lr + (1 - settings.final_lr) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-    return settings.lr * warm * fall
+    done = min(done, 1.0)
+    left = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
+    return settings.lr * warm * (settings.final_lr + (1 - settings.final_lr) * left)
 
 
 def _optimiser(module: nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.Optimizer:
@@ -208,6 +242,9 @@ def _described(settings: TrainSettings) -> dict[str, Any]:
     plain = asdict(settings)
     plain.pop("checkpoint")
     plain.pop("resume")
+    for name in ("clip_by", "schedule", "accumulate"):  # younger than the first reports: left out at their defaults
+        if plain[name] == getattr(TrainSettings, name):
+            plain.pop(name)
     plain["betas"] = list(settings.betas)
     return plain
 
@@ -242,8 +279,9 @@ def _load(
     settings: TrainSettings,
 ) -> _Progress:
     whole = torch.load(path, map_location="cpu", weights_only=True)
-    for key, now_is in _described(settings).items():
-        was = whole["settings"].get(key)
+    described = _described(settings)
+    for key in {**described, **whole["settings"]}:
+        now_is, was = (values.get(key, getattr(TrainSettings, key)) for values in (described, whole["settings"]))
         if was != now_is:
             raise RefusedError(
                 f"the checkpoint {path.name} was made with {key} = {was}, now it is {now_is}",

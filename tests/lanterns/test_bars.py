@@ -20,7 +20,7 @@ from lantern_bench.lanterns.defaults import GUIDANCE
 from lantern_bench.lanterns.evaluation import Evaluation, check_weights
 from lantern_bench.lanterns.files import FILES
 from lantern_bench.lanterns.recipe import PARTS, RecipeSettings, train_part
-from lantern_bench.lanterns.recipe_drafter import DrafterTask
+from lantern_bench.lanterns.recipe_drafter import drafter_task
 from lantern_bench.lanterns.recipe_metrics import held_out_scenes
 from lantern_bench.lanterns.recipe_target import Sequences, TargetTask
 from lantern_bench.lanterns.recipe_tokenizer import tokenize
@@ -99,7 +99,7 @@ def test_overlap_through_sessions_is_that_of_the_plain_forward(
     evaluation: Evaluation, drafting: dict[str, Bar], sequences: Sequences
 ) -> None:
     drafter, target = evaluation.model.drafter, evaluation.model.target
-    plain = DrafterTask(drafter, target, sequences, sequences).evaluate()  # type: ignore[arg-type]
+    plain = drafter_task(drafter, target, sequences, sequences).evaluate()  # type: ignore[arg-type]
     assert drafting["1 - TV at depth 1"].value == pytest.approx(plain["one_minus_tv"], rel=1e-4)
 
 

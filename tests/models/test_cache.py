@@ -84,7 +84,7 @@ def test_a_used_session_starts_afresh(target: TransformerTarget) -> None:
 
 @torch.no_grad()
 def test_a_run_through_the_cache_equals_the_run_that_trains(target: TransformerTarget) -> None:
-    from lantern_bench.lanterns.recipe_target import prefix_mask
+    from lantern_bench.train.teacher import prefix_mask
 
     tokens = torch.tensor([[4, 9, 1, 0, 22]])
     x = torch.cat([target.cls_embedding(row(2).values), target.transformer.tok_embeddings(tokens)], dim=1)

@@ -140,3 +140,18 @@ class _Silent(Line):
     def __init__(self) -> None:
         with torch.random.fork_rng(devices=[]):
             super().__init__()
+
+
+def test_the_published_schedule_and_clipping() -> None:
+    settings = replace(PLAIN, log_every=1, schedule="linear", final_lr=0.0, warmup=4, clip_by="value", clip=1e-3)
+    task, _, events = run(replace(settings, steps=8))
+    wanted = [0.05 * min(1.0, (done + 1) / 4) * (1 - done / 8) for done in range(8)]
+    assert [event.lr for event in events] == pytest.approx(wanted)
+    assert task.module.weight.grad.abs().max() <= 1e-3  # type: ignore[union-attr, operator]
+
+
+def test_accumulated_batches_make_one_step() -> None:
+    task, report, events = run(replace(PLAIN, steps=5, log_every=1, accumulate=3))
+    assert report.steps == 5 and len(task.steps) == 5 and report.settings["accumulate"] == 3
+    assert "accumulate" not in run(replace(PLAIN, steps=5))[1].settings
+    assert len(events) == 5

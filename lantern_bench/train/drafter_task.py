@@ -1,0 +1,169 @@
+"""Training an EAGLE drafter for a frozen target (arXiv 2401.15077, section 4.2): its loss, and how it is examined.
+
+SmoothL1 between predicted and true feature, soft cross-entropy against the target's distribution, uniform noise on the
+features that go in; in some recipes a share of them are the drafter's own guesses, as deeper in a tree (the idea of
+HASS, arXiv 2408.15766). The token embedding is the target's input embedding, frozen; padding is masked. Numbers are
+the recipe's, sequences the lessons'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lantern_bench.decode.sampling import decoding_probabilities, guide
+from lantern_bench.models.drafter import EagleDrafter
+from lantern_bench.models.filling import compute_buffers
+from lantern_bench.models.line_ends import force_line_ends
+from lantern_bench.models.target import TransformerTarget
+from lantern_bench.spec.decoding import Decoding
+from lantern_bench.train.drafter_recipe import DrafterRecipe
+from lantern_bench.train.lessons import Lessons
+from lantern_bench.train.loop import TrainSettings
+from lantern_bench.train.teacher import Taught, positions_of, prefix_mask
+
+__all__ = ["DrafterTask", "build_drafter", "drafter_like", "loop_settings"]
+
+
+def loop_settings(recipe: DrafterRecipe, sequences: int | None = None) -> TrainSettings:
+    """A recipe as the loop takes it, over that many sequences; None leaves the end to be set."""
+    known = {"lr", "betas", "weight_decay", "clip", "clip_by", "schedule", "final_lr", "accumulate", "autocast"}
+    values = {name: getattr(recipe, name) for name in known}
+    steps = None if sequences is None else recipe.total_steps(sequences)
+    return TrainSettings(steps=steps, warmup=recipe.warmup_steps(sequences or 0), **values)
+
+
+def build_drafter(target: TransformerTarget) -> EagleDrafter:
+    """A drafter of the target's width with fresh weights (drawn from torch's current stream) and its embedding.
+
+    Chameleon's drafters norm what comes into their layer, as they were published; the others do not.
+    """
+    config = replace(target.config, layers=1)
+    drafter = EagleDrafter(config, target.transformer.output, mask_padding=True, input_norm=config.qk_norm)
+    for parameter in drafter.parameters():
+        if parameter.dim() >= 2 and parameter.requires_grad and not _is_head_norm(parameter, drafter):
+            nn.init.normal_(parameter, std=0.02)
+    with torch.no_grad():
+        # The fusion starts as the feature itself: a fair first guess of the next one.
+        drafter.fc.weight[:, config.dim :] += torch.eye(config.dim)
+        drafter.fc.bias.zero_()
+        drafter.embed_tokens.weight.copy_(target.transformer.tok_embeddings.weight)
+    return drafter
+
+
+def _is_head_norm(parameter: Tensor, drafter: EagleDrafter) -> bool:
+    norms = (drafter.layer.attention.q_norm, drafter.layer.attention.k_norm)
+    return any(parameter is one for norm in norms if norm is not None for one in norm.parameters())
+
+
+def drafter_like(drafter: EagleDrafter, dtype: torch.dtype, device: torch.device) -> EagleDrafter:
+    """A copy that shares the head and nothing else, in another type: float32 to train, the target's to decode."""
+    norms_input = not isinstance(drafter.layer.attention_norm, nn.Identity)
+    config = replace(drafter.config, layers=1)
+    with torch.device("meta"):
+        copy = EagleDrafter(config, drafter.head_module, drafter.mask_padding, norms_input)
+    state = {name: tensor.detach().to(device, dtype, copy=True) for name, tensor in drafter.state_dict().items()}
+    copy.load_state_dict(state, strict=True, assign=True)
+    copy.requires_grad_(True)
+    copy.embed_tokens.weight.requires_grad_(False)
+    compute_buffers(copy, device)
+    return copy
+
+
+class DrafterTask:
+    """Train a drafter for a frozen target; `decoding` says with which guidance and filters it is examined."""
+
+    name = "drafter"
+
+    def __init__(self, drafter: EagleDrafter, lessons: Lessons, recipe: DrafterRecipe, decoding: Decoding) -> None:
+        self.drafter = drafter
+        self.module: nn.Module = drafter
+        self._lessons, self._recipe, self._decoding = lessons, recipe, decoding
+
+    def loss(self, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Feature and distribution loss of the next batch."""
+        taught, seeds = self._lessons.draw(generator)
+        taught = taught._replace(hidden=taught.hidden.to(self.drafter.fc.weight.dtype))
+        wanted, guess = self._behind(taught.hidden, self._predict(taught, self._seen(taught, seeds)))
+        feature_loss = functional.smooth_l1_loss(guess.float(), wanted.float())
+        p = self._logits(wanted).softmax(-1)
+        log_q = self._logits(guess).log_softmax(-1)
+        soft_loss = -(p * log_q).sum(-1).mean()
+        overlap = torch.minimum(p, log_q.detach().exp()).sum(-1).mean()
+        total = self._recipe.feature_weight * feature_loss + self._recipe.soft_weight * soft_loss
+        return total, {"feature": feature_loss.detach(), "soft": soft_loss.detach(), "one_minus_tv": overlap}
+
+    def after_step(self, step: int, generator: torch.Generator) -> None:
+        """Nothing to do between steps."""
+
+    def memory(self) -> dict[str, Tensor]:
+        """How much of the order of the sequences was drawn."""
+        return {"drawn": torch.tensor(self._lessons.order.drawn)}
+
+    def remember(self, memory: Mapping[str, Tensor]) -> None:
+        """Go on where it was left."""
+        self._lessons.order.drawn = int(memory["drawn"])
+
+    def evaluate(self) -> dict[str, float]:
+        """1 - TV(p, q) at depth 1 on held-out sequences: how often a first draft is accepted."""
+        return {"one_minus_tv": self.overlap(self.drafter)}
+
+    @torch.no_grad()
+    def overlap(self, drafter: EagleDrafter) -> float:
+        """`evaluate` of any drafter of this target."""
+        total, count = 0.0, 0
+        dtype, scale = drafter.fc.weight.dtype, self._decoding.cfg_scale
+        for pair in self._lessons.held_out():
+            logits = []
+            for taught in pair:
+                true = taught._replace(hidden=taught.hidden.to(dtype))
+                features = self._behind(true.hidden, self._predict(true, true.hidden, drafter))
+                logits.append([self._logits(feature) for feature in features])
+            (p_cond, q_cond), (p_null, q_null) = logits
+            p = decoding_probabilities(guide(p_cond, p_null, scale), self._decoding)
+            q = decoding_probabilities(guide(q_cond, q_null, scale), self._decoding)
+            total += float(torch.minimum(p, q).sum(-1).mean(-1).sum())
+            count += len(p)
+        return total / count
+
+    def _behind(self, hidden: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor]:
+        """True and predicted features that predict tokens 1 to N - 1 of the image."""
+        first = hidden.shape[1] - self.drafter.config.image_tokens
+        return hidden[:, first + 1 :], predicted[:, first:-1]
+
+    def _logits(self, features: Tensor) -> Tensor:
+        """Logits float32 [B, N - 1, V] of the tokens 1 to N - 1."""
+        places = torch.arange(1, features.shape[1] + 1, device=features.device).expand(len(features), -1)
+        return force_line_ends(self.drafter.head(features).float(), places, self.drafter.config)
+
+    @torch.no_grad()
+    def _seen(self, taught: Taught, seeds: list[int]) -> Tensor:
+        """True features with noise, some of the image's replaced by what the drafter predicts for them."""
+        hidden, recipe = taught.hidden, self._recipe
+        draws = [torch.Generator().manual_seed(seed) for seed in seeds]
+        width = recipe.noise * (512 / hidden.shape[1] if recipe.noise_by_length else 1.0)
+        noise = torch.stack([torch.rand(hidden.shape[1:], generator=draw) for draw in draws])
+        noisy = hidden + (2 * noise.to(hidden) - 1) * width
+        if recipe.guessed == 0:
+            return noisy
+        first = hidden.shape[1] - self.drafter.config.image_tokens
+        guessed = torch.cat([noisy[:, : first + 1], self._predict(taught, noisy)[:, first:-1]], dim=1)
+        chances = torch.stack([torch.rand(hidden.shape[1], 1, generator=draw) for draw in draws])
+        return torch.where((chances < recipe.guessed).to(hidden.device), guessed.to(noisy), noisy)
+
+    def _predict(self, taught: Taught, hidden: Tensor, drafter: EagleDrafter | None = None) -> Tensor:
+        """Predicted features [B, P + N - 1, dim]; position t sees feature t and the token that follows it."""
+        drafter = drafter or self.drafter
+        tokens, words, valid = taught.tokens, taught.words, taught.valid
+        if words is None:
+            tokens = torch.cat([tokens.new_zeros(len(tokens), valid.shape[1] - 1), tokens], dim=1)
+        seen = valid if drafter.mask_padding else torch.ones_like(valid)
+        mask = prefix_mask(seen, hidden.shape[1])
+        before = None if words is None else words[:, 1:]
+        positions = positions_of(valid, hidden.shape[1], drafter.config)
+        out: Tensor = drafter(tokens, hidden, mask, before, positions)
+        return out

@@ -1,0 +1,361 @@
+"""`train drafter` through the command line, on a target of a few thousand numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lantern_bench.cli.main import main
+from lantern_bench.cli.places import RESULTS_VARIABLE
+from lantern_bench.models import registry
+from lantern_bench.models.registry import card_of, load_model
+from lantern_bench.runs.store import read_records
+from lantern_bench.train import drafter_job, drafter_run
+from lantern_bench.train.loop import TrainEvent, TrainReport, train
+from lantern_bench.train.training_log import COLUMNS
+from tests.models import golden_models, tiny_chameleon
+from tests.train.tiny_target import CAPTIONS, TinyFamily, tiny_model, write_pictures
+
+CPU = torch.device("cpu")
+QUICK = ["--steps", "6", "--batch", "2", "--set", "autocast=false", "--eval-every", "3", "--eval-images", "2"]
+QUICK += ["--final-images", "2", "--device", "cpu"]
+KEYS = {
+    "embed_tokens.weight",
+    "fc.weight",
+    "fc.bias",
+    *(f"layers.0.self_attn.{part}_proj.weight" for part in "qkvo"),
+    *(f"layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+    "layers.0.post_attention_layernorm.weight",
+}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyFamily:
+    family = TinyFamily()
+    monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(RESULTS_VARIABLE, "results")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return family
+
+
+def run(*arguments: str, out: str = "out", quick: list[str] = QUICK) -> int:
+    return main(["train", "drafter", "--target", "tiny", "--out", out, *quick, *arguments])
+
+
+def weights(folder: str = "out") -> dict[str, torch.Tensor]:
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_captions_alone_are_drawn_learnt_and_written_as_published(
+    tiny: TinyFamily, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--data", "all", "--images", "8", "--format", "csv") == 0
+    told = capsys.readouterr()
+    assert set(weights()) == KEYS
+    assert torch.equal(weights()["embed_tokens.weight"], tiny_model().target.transformer.tok_embeddings.weight)  # type: ignore[attr-defined]
+    config = json.loads(Path("out/config.json").read_text())
+    assert (config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]) == (32, 1, 32)
+    log = pd.read_csv("out/log.csv")
+    assert tuple(log.columns) == COLUMNS and list(log["step"]) == [6]
+    assert log["mal"].notna().all() and (log["mal_images"] == 2).all() and (log["lr"] > 0).all()
+    (header, row), report = told.out.splitlines(), json.loads(Path("out/training_report.json").read_text())
+    assert header.startswith("drafter,one_minus_tv,tree,images,mal") and row.startswith("trained,")
+    assert report["steps"] == 6 and report["recipe"]["batch"] == 2 and report["decoding"]["cfg_scale"] == 2.0
+    assert 1 <= report["drafters"]["trained"]["mal"] <= 6
+    assert "wrote out; use it: --model out/model.yaml" in told.err and "sampling from the target: 100%" in told.err
+
+
+def test_the_result_is_a_model_for_every_command(tiny: TinyFamily, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--data", "all", "--images", "8") == 0
+    loaded = load_model("out/model.yaml", CPU, torch.float32)
+    state = loaded.drafter.state_dict()  # type: ignore[union-attr]
+    assert torch.equal(state["fc.weight"], weights()["fc.weight"]) and loaded.drafter.mask_padding  # type: ignore[union-attr]
+    assert loaded.weights["target"] == "a" * 64 and len(loaded.weights["drafter"]) == 64
+    assert card_of("out/model.yaml").defaults["cfg_scale"] == 2.0
+    Path("e.yaml").write_text(
+        "name: e\nmodel: out/model.yaml\nprompts: all\nimages: 2\nmetrics: [speed]\ncompile: false\n"
+        "cells: [{mode: ar}, {mode: speculative}]\n"
+    )
+    assert main(["sweep", "e.yaml", "--out", "run"]) == 0
+    records, _ = read_records(Path("run"))
+    assert {record["status"] for record in records} == {"ok"} and len(records) == 4
+
+
+def test_a_drafter_starts_from_another_and_is_compared_with_the_models_own(
+    tiny: TinyFamily, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--data", "all", "--images", "8") == 0
+    again = ["--steps", "1", "--lr", "1e-9", "--batch", "2", "--set", "autocast=false", "--final-images", "2"]
+    for init in ("out", "shipped"):
+        arguments = ["--target", "out/model.yaml", "--data", "all", "--images", "8", "--init", init, "--out", "two"]
+        capsys.readouterr()
+        assert main(["train", "drafter", *arguments, *again, "--no-resume", "--format", "csv"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split(",")[0] for line in lines] == ["drafter", "trained", "the model's own"]
+        first, second = weights(), weights("two")
+        assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in KEYS)
+        assert Path("two/model.yaml").read_text().startswith("model: ../out/model.yaml")
+    assert load_model("two/model.yaml", CPU, torch.float32).drafter is not None
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_pictures_with_captions_are_encoded_by_the_tokenizer(
+    beside: bool, tiny: TinyFamily, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_pictures(Path("pictures"), 6, beside)
+    assert run("--data", "pictures", "--mirror", "--features", "shards") == 0
+    assert "encoding pictures: 100%" in capsys.readouterr().err
+    tokens = torch.cat([load_file(path)["tokens"] for path in sorted(Path("out/work").glob("tokens-*/*.safetensors"))])
+    assert tokens.shape == (12, 16) and int(tokens.max()) < 32
+    assert not torch.equal(tokens[:6], tokens[6:])
+    (manifest,) = Path("out/work").glob("features-*/manifest.json")
+    made = json.loads(manifest.read_text())
+    assert made["key"]["weights"]["target"] == "a" * 64 and sum(made["rows"]) == 12
+
+
+def test_live_and_stored_features_make_the_same_figures_apart_from_dropping(tiny: TinyFamily) -> None:
+    for features in ("live", "shards"):
+        arguments = ["--data", "all", "--images", "8", "--set", "dropped=0", "--features", features]
+        assert run(*arguments, out=features) == 0
+    one, other = weights("live"), weights("shards")
+    assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in KEYS)
+
+
+def stop_behind(step: int) -> Callable[..., TrainReport]:
+    """The training loop, interrupted behind a step's event."""
+
+    def stopping(task: Any, settings: Any, device: Any, on_event: Callable[[TrainEvent], None], workers: Any) -> Any:
+        def hear(event: TrainEvent) -> None:
+            on_event(event)
+            if event.step == step:
+                raise KeyboardInterrupt
+
+        return train(task, settings, device, hear, workers)
+
+    return stopping
+
+
+def test_a_training_that_was_stopped_ends_as_one_that_was_not(
+    tiny: TinyFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = drafter_job.DrafterJob
+    often = {"log_every": 1, "checkpoint_every": 2}
+    monkeypatch.setattr(drafter_job, "DrafterJob", lambda *args, **kwargs: job(*args, **kwargs, **often))
+    data = ["--data", "all", "--images", "9"]
+    assert run(*data, out="whole") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter_run, "train", stop_behind(5))
+        assert run(*data) == 130
+    assert list(pd.read_csv("out/log.csv")["step"]) == [1, 2, 3, 4, 5] and not Path("out/model.safetensors").exists()
+    assert run(*data) == 0
+    assert same(weights(), weights("whole"))
+    logs = [pd.read_csv(f"{name}/log.csv") for name in ("out", "whole")]
+    timing = ["seconds", "tokens_per_s"]
+    pd.testing.assert_frame_equal(*(log.drop(columns=timing) for log in logs))
+    assert list(logs[0]["step"]) == [1, 2, 3, 4, 5, 6] and list(logs[0]["mal"].notna()) == [False, False, True] * 2
+
+    assert run(*data, "--lr", "0.5") == 3
+    assert run(*data, "--lr", "0.5", "--no-resume") == 0
+    assert not same(weights(), weights("whole"))
+
+
+def test_the_same_seed_trains_the_same_and_another_does_not(tiny: TinyFamily) -> None:
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        assert run("--data", "all", "--images", "6", "--seed", seed, out=name) == 0
+    assert same(weights("a"), weights("b")) and not same(weights("a"), weights("c"))
+
+
+def test_a_dry_run_says_what_would_be_made_and_makes_nothing(
+    tiny: TinyFamily, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_pictures(Path("pictures"), 40)
+    before = sorted(Path().rglob("*"))
+    arguments = ["--data", "pictures", "--mirror", "--features", "shards", "--dry-run", "--format", "csv"]
+    assert run(*arguments, "--epochs", "3", quick=["--batch", "4", "--eval-every", "10"]) == 0
+    told = capsys.readouterr()
+    assert sorted(Path().rglob("*")) == before
+    rows = dict(line.split(",", 1) for line in told.out.replace('"', "").splitlines())
+    assert rows["pictures encoded"] == "80 with mirror images" and rows["held out"] == "4 of 80"
+    assert rows["tokens"] == "1,280 (16 a picture)" and rows["steps"] == "57 of 4 sequences"
+    # 18 positions of 32 numbers in bfloat16, 16 tokens, three prefix positions; 80 pictures.
+    assert rows["feature shards"].startswith("99.4 kB in 1 files of bfloat16, written")
+    assert rows["epochs"] == "3" and rows["examinations"].startswith("5 of 8 images")
+
+
+def test_a_published_target_is_planned_without_its_files(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--target", "llamagen-t2i-stage1", "--data", "examples", "--images", "100000", "--dry-run"]
+    assert main(["train", "drafter", *arguments, "--format", "csv"]) == 0
+    out = capsys.readouterr().out
+    assert "25,600,000 (256 a picture)" in out.replace('"', "") and "96" in out and "475,000 of 4 sequences" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--data", "none"], 2, "--data none: no such file and no prompt set"),
+        (["--data", "all", "--target", "tinny"], 2, "--target tinny: unknown model; did you mean tiny?"),
+        (["--data", "empty"], 2, "--data empty: holds no picture"),
+        (["--data", "bare"], 2, "--data bare: 1 of 1 pictures have no caption, the first 00.png"),
+        (["--data", "wrong"], 2, "--data wrong: 00.txt: caption 'red fish': unknown word 'fish'"),
+        (["--data", "broken"], 2, "broken/00.png: cannot be read as a picture"),
+        (["--data", "named"], 2, "captions.csv line 2: no such picture x.png"),
+        (["--data", "bare", "--captions", "none.csv"], 2, "--captions none.csv: no such file"),
+        (["--data", "pictures", "--images", "9"], 2, "--images 9: --data pictures holds 4 pictures"),
+        (["--data", "one.txt"], 2, "--data one.txt: one picture is too few"),
+        (["--data", "fish.txt"], 2, "--data fish.txt line 1: caption 'a fish': unknown word"),
+        (["--data", "all", "--mirror"], 2, "--mirror: goes with pictures"),
+        (["--data", "all", "--recipe", "publisht"], 2, "--recipe publisht: unknown recipe; did you mean published?"),
+        (["--data", "all", "--recipe", "r.yaml"], 2, "--recipe r.yaml: noise -1: must be a number of at least 0"),
+        (["--data", "all", "--set", "batches=3"], 2, "--set batches: unknown setting; did you mean batch?"),
+        (["--data", "all", "--set", "schedule=step"], 2, "--set schedule step: must be one of cosine, linear"),
+        (["--data", "all", "--set", "lr"], 2, "--set lr: must be key=value"),
+        (["--data", "all", "--lr", "0"], 2, "--lr 0.0: must be a number above 0"),
+        (["--data", "all", "--steps", "0"], 2, "--steps 0: must be a whole number of at least 1"),
+        (["--data", "all", "--minutes", "0"], 2, "--minutes 0: must be a number above 0"),
+        (["--data", "all", "--init", "nowhere"], 2, "--init nowhere: no such folder"),
+        (["--data", "all", "--init", "shipped"], 2, "--init shipped: tiny has no drafter"),
+        (["--data", "all", "--init", "empty"], 2, "empty/config.json: no such file"),
+        (["--data", "all", "--features", "disk"], 2, "--features disk: unknown"),
+        (["--data", "all", "--tree", "oak"], 2, "--tree oak: unknown tree"),
+        (["--data", "all", "--cfg-scale", "-1"], 2, "--cfg-scale -1.0: must be a number of at least 0"),
+        (["--data", "all", "--device", "gpu"], 2, "--device gpu: unknown device"),
+        (["--data", "all", "--out", "one.txt"], 2, "--out one.txt: cannot be made"),
+        (["--data", "all", "--min-mal", "17"], 5, "--min-mal 17: the drafter's MAL is"),
+    ],
+)
+def test_what_is_wrong_is_one_line_with_its_flag(
+    tiny: TinyFamily, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
+) -> None:
+    write_pictures(Path("pictures"), 4)
+    for name in ("bare", "wrong", "broken"):
+        write_pictures(Path(name), 1 if name == "bare" else 2)
+    Path("bare/00.txt").unlink()
+    Path("wrong/00.txt").write_text("red fish")
+    Path("broken/00.png").write_bytes(b"no picture")
+    Path("empty").mkdir()
+    Path("named").mkdir()
+    Path("named/captions.csv").write_text("image,caption\nx.png,red lantern\n")
+    Path("one.txt").write_text(CAPTIONS[0])
+    Path("fish.txt").write_text("a fish\n")
+    Path("r.yaml").write_text("base: lanterns\nnoise: -1\n")
+    assert run(*arguments) == code
+    told = capsys.readouterr()
+    assert said in told.err and "Traceback" not in told.err
+    assert told.err.count("error:") == 1
+    assert code != 2 or not Path("out/model.safetensors").exists()
+
+
+def test_a_file_of_captions_and_a_recipe_of_ones_own(tiny: TinyFamily) -> None:
+    Path("captions.jsonl").write_text("\n".join(json.dumps({"caption": text}) for text in CAPTIONS))
+    Path("mine.yaml").write_text("base: lanterns\nlr: 3e-4\nnoise: 0.05\n")
+    assert run("--data", "captions.jsonl", "--recipe", "mine.yaml", "--eval-prompts", "all") == 0
+    recipe = json.loads(Path("out/training_report.json").read_text())["recipe"]
+    assert recipe["lr"] == 3e-4 and recipe["noise"] == 0.05 and recipe["guessed"] == 0.3 and recipe["batch"] == 2
+
+
+@pytest.mark.parametrize("kind", ["t2i", "c2i"])
+def test_a_llamagen_of_ones_own(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = golden_models.recorded_target(tmp_path / "model", kind)
+    name = os.path.relpath(path, tmp_path)
+    if kind == "t2i":
+        return _with_random_features(name, monkeypatch)
+    few = ["--steps", "2", "--batch", "2", "--final-images", "1", "--eval-images", "1", "--set", "autocast=false"]
+    Path("classes.txt").write_text("class 1\nclass 2\nclass 3\n")
+    assert main(["train", "drafter", "--target", name, "--data", "classes.txt", "--out", "out", *few]) == 0
+    assert set(weights()) == KEYS
+    assert load_model("out/model.yaml", CPU, torch.float32).drafter is not None
+    return None
+
+
+def _with_random_features(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captions need an encoder: without one it is said, in one line, with 3."""
+    few = ["--steps", "2", "--batch", "2", "--final-images", "0"]
+    assert main(["train", "drafter", "--target", name, "--data", "examples", "--out", "out", *few]) == 3
+    assert not Path("out/model.safetensors").exists()
+
+
+def test_a_chameleon_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_chameleon.write_model_file(tmp_path / "model", "lumina-mgpt-7b-768", (4, 4))
+    write_pictures(Path("pictures"), 4)
+    for text in Path("pictures").glob("*.txt"):
+        text.write_text("a red lantern" if text.stem < "02" else "red")
+    few = ["--steps", "3", "--batch", "2", "--final-images", "1", "--set", "autocast=false", "--features", "shards"]
+    assert main(["train", "drafter", "--target", "model/model.yaml", "--data", "pictures", "--out", "out", *few]) == 0
+    assert {"layers.0.self_attn.q_norm.weight", "layers.0.input_layernorm.weight"} < set(weights())
+    made = load_model("out/model.yaml", CPU, torch.float32)
+    assert torch.equal(made.drafter.state_dict()["fc.weight"], weights()["fc.weight"])  # type: ignore[union-attr]
+
+
+def test_several_processes_need_accelerate_and_say_so(
+    tiny: TinyFamily, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    assert run("--data", "all", "--images", "8") == 3
+    assert "several processes need the package accelerate" in capsys.readouterr().err
+    assert run("--data", "all", "--images", "8", "--minutes", "1") == 2
+
+
+_WORKER = """
+import sys
+from lantern_bench.models import registry
+from tests.train.tiny_target import TinyFamily
+registry.families = lambda: {"tiny": TinyFamily()}
+from lantern_bench.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_two_processes_train_the_drafter_of_one(tiny: TinyFamily, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="trains on several processes")
+    data = ["--data", "all", "--images", "9"]
+    assert run(*data, out="alone") == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    typed = ["train", "drafter", "--target", "tiny", "--out", "both", *QUICK, *data]
+    root = Path(__file__).parents[2]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", _WORKER, *typed],
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(root)},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [worker.communicate(timeout=240) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], told
+    assert told[0][0] and not told[1][0]
+    one, both = weights("alone"), weights("both")
+    assert all(torch.allclose(one[name], both[name], atol=1e-5) for name in KEYS)
+
+
+def test_it_learns(tiny: TinyFamily) -> None:
+    assert run("--data", "all", "--images", "64", "--steps", "100", "--lr", "3e-3", "--recipe", "lanterns") == 0
+    log = pd.read_csv("out/log.csv")
+    assert log["soft_loss"].iloc[-1] < log["soft_loss"].iloc[0]
+    examined = log["one_minus_tv"].dropna()
+    assert examined.iloc[-1] > 1.1 * examined.iloc[0] > 0

@@ -1,0 +1,93 @@
+"""Model files that give a model another drafter, and pictures on their way to tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lantern_bench.errors import UserError
+from lantern_bench.models.line_ends import with_line_ends, without_line_ends
+from lantern_bench.models.own_drafter import read_drafter, transformer_of
+from lantern_bench.models.pixels import ReadsPictures
+from lantern_bench.models.registry import card_of, family_of, load_model
+from tests.models import golden_models, tiny_chameleon
+from tests.models.golden_models import GOLDEN
+from tests.tiny_family import TinyFamily
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: lanterns\n", "drafter: missing; give drafter: {dir: FOLDER}"),
+        ("model: lanterns\ndrafter: {dir: none}\n", "drafter.dir none: no such folder"),
+        ("model: lanterns\ndrafter: {dir: .}\nfamily: lanterns\n", "family: unknown key"),
+        ("model: m.yaml\ndrafter: {dir: .}\n", "model: is this file itself"),
+        ("model: 3\ndrafter: {dir: .}\n", "model 3: must be text"),
+        ("model: lanterns\ndrafter: {dir: .}\ndefaults: {trees: a}\n", "defaults.trees: unknown value"),
+    ],
+)
+def test_a_file_that_is_wrong_says_where(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        family_of(str(path))
+    assert said in caught.value.message and "m.yaml" in caught.value.message
+
+
+def test_it_is_the_model_with_defaults_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    path.write_text("model: lanterns\ndrafter: {dir: .}\ndefaults: {cfg_scale: 3}\ndescription: mine\n")
+    card, known = card_of(str(path)), card_of("lanterns")
+    assert (card.name, card.description, card.family) == (str(path), "mine", "lanterns")
+    assert card.defaults == dict(known.defaults) | {"cfg_scale": 3.0} and card.weights["drafter"] == tmp_path
+    assert card.weights["target"] == known.weights["target"]
+    family = family_of(str(path))
+    assert family.prompt_sets() == family_of("lanterns").prompt_sets()
+    with pytest.raises(UserError):
+        family.check_prompt("a submarine")
+
+
+def test_the_recorded_drafter_by_another_way_is_the_same(tmp_path: Path) -> None:
+    whole = golden_models.end_to_end(tmp_path / "whole")
+    (tmp_path / "own").mkdir()
+    path = golden_models.write_model(tmp_path / "own", model=whole, drafter={"dir": GOLDEN / "end_to_end"})
+    one, other = golden_models.load(whole), golden_models.load(path)
+    assert other.name == str(path) and not other.drafter.mask_padding  # type: ignore[union-attr]
+    for name, tensor in one.drafter.state_dict().items():  # type: ignore[union-attr]
+        assert torch.equal(tensor, other.drafter.state_dict()[name])  # type: ignore[union-attr]
+    assert one.weights == other.weights
+
+
+def test_a_drafter_of_another_family_is_refused(tmp_path: Path) -> None:
+    llamagen = golden_models.load(golden_models.recorded_target(tmp_path / "t2i", "t2i"))
+    folder = tiny_chameleon.write_drafter(tmp_path / "drafter")
+    with pytest.raises(UserError, match="hidden_size is 32"):
+        read_drafter(folder, transformer_of(llamagen), torch.float32, CPU)
+    with pytest.raises(UserError, match="its target is no transformer"):
+        transformer_of(TinyFamily().load("tiny", CPU, torch.float32))
+
+
+def test_pictures_become_tokens_with_ends_of_lines(tmp_path: Path) -> None:
+    path = tiny_chameleon.write_model_file(tmp_path / "lumina", "lumina-mgpt-7b-768", (4, 4))
+    model = load_model(str(path), CPU, torch.float32)
+    reader = model.pixels
+    assert isinstance(reader, ReadsPictures) and reader.size == (8, 8)
+    pictures = torch.randint(256, (2, 8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    tokens = reader.tokens(pictures)
+    assert tokens.shape == (2, 20) and (tokens[:, 4::5] == model.target.vocab_size - 1).all()
+    codes = without_line_ends(tokens, (4, 4))
+    assert torch.equal(with_line_ends(codes, (4, 4), model.target.vocab_size - 1), tokens) and int(codes.max()) < 64
+
+
+def test_a_picture_the_model_drew_is_read_as_nearly_the_same_picture() -> None:
+    model = load_model("lanterns", CPU, torch.float32)
+    reader = model.pixels
+    assert isinstance(reader, ReadsPictures) and reader.size == (64, 64)
+    tokens = torch.randint(2048, (2, 256), generator=torch.Generator().manual_seed(1))
+    drawn = reader.pixels(tokens)  # type: ignore[attr-defined]
+    again = reader.pixels(reader.tokens(drawn))  # type: ignore[attr-defined]
+    assert (again.float() - drawn.float()).abs().mean() < 12

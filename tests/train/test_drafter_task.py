@@ -1,0 +1,186 @@
+"""The task of every drafter: its features, its losses and its 1 - TV are those that decoding sees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lantern_bench.decode.forcing import drafts_along, teacher_forced
+from lantern_bench.decode.sampling import guide
+from lantern_bench.models import registry
+from lantern_bench.models.conditioning import Condition
+from lantern_bench.models.own_drafter import read_drafter
+from lantern_bench.models.target import TransformerTarget
+from lantern_bench.spec.decoding import Decoding
+from lantern_bench.train.drafter_files import write_drafter
+from lantern_bench.train.drafter_recipe import RECIPES
+from lantern_bench.train.drafter_task import DrafterTask, build_drafter, drafter_like
+from lantern_bench.train.lessons import FeatureShards, Lessons, LiveFeatures, Order, Sequenced, bytes_a_row
+from lantern_bench.train.teacher import teach
+from lantern_bench.train.workers import Workers
+from tests.models import golden_models, tiny_chameleon
+from tests.train.tiny_target import CAPTIONS, CONFIG, caption_condition, tiny_target
+
+CPU = torch.device("cpu")
+RECIPE = replace(RECIPES["lanterns"], batch=4, autocast=False)
+DECODING = Decoding(mode="ar", cfg_scale=2.0)
+CHAMELEON = ("a red lantern", "red", "a red lantern over a lantern")
+
+
+def tiny_sequences(count: int = 8) -> Sequenced:
+    tokens = torch.randint(CONFIG.vocab_size, (count, 16), generator=torch.Generator().manual_seed(1))
+    return Sequenced(tokens, lambda rows: caption_condition([CAPTIONS[row % 4] for row in rows]))
+
+
+def task_of(
+    target: TransformerTarget, sequences: Sequenced, workers: Workers | None = None, guessed: float = 0.3
+) -> DrafterTask:
+    live = LiveFeatures(target, sequences)
+    rows = range(len(sequences.tokens))
+    recipe = replace(RECIPE, guessed=guessed)
+    lessons = Lessons(live, rows, 4, 0.1, 0, lambda: live.examined(rows), workers or Workers())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return DrafterTask(build_drafter(target), lessons, recipe, DECODING)
+
+
+@pytest.fixture(scope="module")
+def lumina(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformerTarget, Sequenced]:
+    """A Chameleon with ends of lines, prompts of several lengths and tokens that obey its grid."""
+    folder = tmp_path_factory.mktemp("lumina")
+    path = tiny_chameleon.write_model_file(folder, "lumina-mgpt-7b-768", (4, 4))
+    return _loaded(path)
+
+
+@pytest.fixture(scope="module")
+def anole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformerTarget, Sequenced]:
+    return _loaded(tiny_chameleon.write_model_file(tmp_path_factory.mktemp("anole"), "anole-7b", (4, 4)))
+
+
+@pytest.fixture(scope="module")
+def llamagen(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformerTarget, Sequenced]:
+    """The recorded text-conditional target, with made-up features of which some positions are padding."""
+    loaded = golden_models.load(golden_models.recorded_target(tmp_path_factory.mktemp("t2i"), "t2i"))
+    assert isinstance(loaded.target, TransformerTarget)
+    target = loaded.target
+    positions, width = target.cls_embedding.uncond_embedding.shape  # type: ignore[union-attr]
+    draws = torch.Generator().manual_seed(4)
+    values = torch.randn(3, positions, width, generator=draws)
+    valid = torch.arange(positions)[None] >= torch.tensor([0, positions - 9, positions - 1])[:, None]
+    tokens = torch.randint(target.vocab_size, (3, target.image_tokens), generator=draws)
+    return target, Sequenced(tokens, lambda rows: Condition(values[list(rows)], valid[list(rows)]))
+
+
+@pytest.fixture(scope="module")
+def embedded() -> tuple[TransformerTarget, Sequenced]:
+    return tiny_target(), tiny_sequences()
+
+
+def _loaded(path: Path) -> tuple[TransformerTarget, Sequenced]:
+    loaded = registry.load_model(str(path), CPU, torch.float32)
+    target = loaded.target
+    assert isinstance(target, TransformerTarget)
+    draws = torch.Generator().manual_seed(2)
+    lines = torch.randint(target.choices, (3, 4, target.config.line_length), generator=draws)
+    if target.config.line_ends:
+        lines[:, :, -1] = target.vocab_size - 1
+    return target, Sequenced(lines.flatten(1), lambda rows: loaded.condition([CHAMELEON[row] for row in rows]))
+
+
+@pytest.mark.parametrize("family", ["embedded", "llamagen", "anole", "lumina"])
+@torch.no_grad()
+def test_features_and_drafts_are_those_of_the_decode_sessions(family: str, request: pytest.FixtureRequest) -> None:
+    target, sequences = request.getfixturevalue(family)
+    rows = range(3)
+    condition, tokens = sequences.condition(rows), sequences.tokens[:3].long()
+    forced = teacher_forced(target, condition, tokens, guided=True)
+    given, null = (teach(target, condition, tokens, torch.full((3,), gone)) for gone in (False, True))
+    count = tokens.shape[1]
+    features = torch.cat([given.hidden, null.hidden])[:, -(count - 1) :]
+    assert (features - forced.scores.features[:, :-1]).abs().max() < 1e-4
+
+    task = task_of(target, Sequenced(sequences.tokens[:3], sequences.condition))
+    p = guide(forced.scores.cond, forced.scores.uncond, 2.0).softmax(-1)
+    q = [guide(drafts.cond, drafts.uncond, 2.0).softmax(-1)[:, 0] for drafts in drafts_along(task.drafter, forced)]
+    overlap = torch.minimum(p[:, 1:], torch.stack(q, dim=1)).sum(-1).mean()
+    assert task.evaluate()["one_minus_tv"] == pytest.approx(float(overlap), abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["embedded", "llamagen", "anole", "lumina"])
+def test_every_family_learns_and_comes_back_from_its_files(
+    family: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    target, sequences = request.getfixturevalue(family)
+    target.requires_grad_(False)
+    task = task_of(target, sequences)
+    before = task.evaluate()["one_minus_tv"]
+    optimiser = torch.optim.AdamW([p for p in task.drafter.parameters() if p.requires_grad], lr=3e-3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        loss, parts = task.loss(generator)
+        assert torch.isfinite(loss) and set(parts) == {"feature", "soft", "one_minus_tv"}
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    assert task.evaluate()["one_minus_tv"] > before
+    assert all(p.grad is None for p in target.parameters())
+    write_drafter(task.drafter, tmp_path / "out", "tiny", {"target": "x"})
+    read = read_drafter(tmp_path / "out", target, torch.float32, CPU)
+    assert read.mask_padding and task.overlap(read) == pytest.approx(task.evaluate()["one_minus_tv"], abs=1e-6)
+    assert {name: tuple(t.shape) for name, t in read.state_dict().items()} == {
+        name: tuple(t.shape) for name, t in task.drafter.state_dict().items()
+    }
+
+
+def test_two_workers_make_the_gradient_of_one() -> None:
+    target, sequences = tiny_target(), tiny_sequences()
+    grads = []
+    for count in (1, 2):
+        total: list[Tensor] = []
+        for rank in range(count):
+            task = task_of(target, sequences, Workers(rank, count))
+            task.loss(torch.Generator().manual_seed(7))[0].backward()
+            total.append(torch.cat([p.grad.flatten() for p in task.drafter.parameters() if p.grad is not None]))
+        grads.append(torch.stack(total).mean(0))
+    assert (grads[0] - grads[1]).abs().max() < 1e-6 and grads[0].abs().max() > 1e-3
+
+
+def test_features_from_shards_train_as_those_made_live(tmp_path: Path) -> None:
+    target, sequences = tiny_target(), tiny_sequences()
+    live = LiveFeatures(target, sequences)
+    dropped = torch.rand(8, generator=torch.Generator().manual_seed(0)) < 0.5
+    assert 0 < int(dropped.sum()) < 8
+    shards = FeatureShards(tmp_path, {"weights": "a"}, torch.float32, CPU)
+    row = bytes_a_row(CONFIG.prefix, 16, CONFIG.dim, torch.float32)
+    shards.make(live, 10**8, 3, dropped, False, lambda _what, _done: None)
+    assert len(list(shards.shards.folder.glob("*.safetensors"))) == 4  # two rows of 100 MB a file
+    again = FeatureShards(tmp_path, {"weights": "a"}, torch.float32, CPU)
+    rows = [5, 0, 3]
+    kept, made = again.of(rows, torch.zeros(3, dtype=torch.bool)), live.of(rows, dropped[rows])
+    for one, other in zip(kept, made, strict=True):
+        assert one is other is None or (one is not None and torch.allclose(one, other, atol=1e-6))  # type: ignore[arg-type]
+    one_file = next(iter(shards.shards.folder.glob("*.safetensors"))).stat().st_size
+    assert abs(one_file - 2 * row) < 1000
+
+
+def test_the_order_shows_everything_once_before_anything_twice() -> None:
+    order, other = Order(7, seed=1), Order(7, seed=1)
+    drawn = order.take(5) + order.take(9)
+    assert sorted(drawn[:7]) == sorted(drawn[7:]) == list(range(7)) and drawn[:7] != drawn[7:]
+    other.drawn = 5
+    assert other.take(9) == drawn[5:]
+
+
+def test_a_copy_shares_nothing_but_the_head() -> None:
+    target = tiny_target()
+    drafter = build_drafter(target)
+    copy = drafter_like(drafter, torch.bfloat16, CPU)
+    assert copy.fc.weight.dtype == torch.bfloat16 and copy.rotary.dtype == torch.float32
+    assert copy.head_module is drafter.head_module and not copy.embed_tokens.weight.requires_grad
+    with torch.no_grad():
+        copy.fc.weight.zero_()
+    assert drafter.fc.weight.abs().max() > 0
