@@ -93,7 +93,7 @@ def test_the_result_is_a_model_for_every_command(tiny: TinyFamily, capsys: pytes
         "cells: [{mode: ar}, {mode: speculative}]\n"
     )
     assert main(["sweep", "e.yaml", "--out", "run"]) == 0
-    records, _ = read_records(Path("run"))
+    records = read_records(Path("run"))
     assert {record["status"] for record in records} == {"ok"} and len(records) == 4
 
 
