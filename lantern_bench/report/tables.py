@@ -63,9 +63,14 @@ def read_tables(run: Path) -> dict[str, pd.DataFrame]:
 
 
 def tables_of(data: RunData) -> dict[str, pd.DataFrame]:
-    """Build the tables of a run that was read."""
-    paper = data.manifest.get("experiment", {}).get("paper") or {}
-    return build_tables(data.records, data.scores, paper.get("figures"))
+    """Build the tables of a run that was read; without the metric speed its seconds are nobody's measurement."""
+    experiment = data.manifest.get("experiment", {})
+    records = data.records if "speed" in experiment.get("metrics", ("speed",)) else [_untimed(r) for r in data.records]
+    return build_tables(records, data.scores, (experiment.get("paper") or {}).get("figures"))
+
+
+def _untimed(record: Row) -> dict[str, Any]:
+    return {name: None if name.endswith("seconds") else value for name, value in record.items()}
 
 
 def write_tables(run: Path) -> dict[str, pd.DataFrame]:

@@ -244,3 +244,13 @@ def test_a_file_that_cannot_be_written(tmp_path):
 def test_tables_need_no_torch():
     code = "import sys, lantern_bench.report.tables, lantern_bench.report.curves; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_run_without_the_metric_speed_is_not_timed(tmp_path):
+    records = make_records()
+    timed = write_run(tmp_path / "timed", records, [], {"metrics": ["speed", "quality"]})
+    scored = write_run(tmp_path / "scored", records, [], {"metrics": ["quality"]})
+    before, after = read_tables(timed)["speed"], read_tables(scored)["speed"]
+    assert before["speedup"].notna().all() and after["speedup"].isna().all()
+    assert after["latency_s"].isna().all() and after["note"].str.contains("not timed").all()
+    assert after["mean_accepted_length"].equals(before["mean_accepted_length"])
