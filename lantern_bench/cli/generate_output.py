@@ -107,7 +107,7 @@ def memory_table(resolved: ResolvedExperiment, console: Console) -> pd.DataFrame
     _name, _family, parts = blueprint(resolved.settings.model[0])
     nodes = max(1 + (cell.decoding.nodes or len(cell.decoding.paths)) for cell in resolved.cells)
     guided = any(cell.decoding.cfg_scale != 1 for cell in resolved.cells)
-    sizes = sizes_of(parts, place.dtype, guided=guided, nodes=nodes, batch=resolved.settings.batch)
+    sizes = sizes_of(parts, place.dtype, guided=guided, nodes=nodes, batch=max(resolved.settings.batch))
     total = sum(size.bytes for size in sizes)
     rows = [
         {

@@ -29,7 +29,7 @@ def sweep(
     metrics: Annotated[list[str] | None, typer.Option(help="speed, quality, or both.")] = None,
     protocol: Annotated[str | None, typer.Option(help="How quality is judged; see `lantern-bench score`.")] = None,
     reference: Annotated[str | None, typer.Option(help="What fidelity is measured against; see `score`.")] = None,
-    batch: Annotated[str | None, typer.Option(help="Images decoded at once; published timings use 1.")] = None,
+    batch: Annotated[str | None, typer.Option(help="Images decoded at once, or a list; published: 1.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; by default results/<name>-<hash>.")] = None,
     resume: Annotated[bool, typer.Option(help="Continue what is there, or start afresh beside it.")] = True,
     baseline: Annotated[bool | None, typer.Option("--baseline/--no-baseline", help="Add ar to a run without.")] = None,

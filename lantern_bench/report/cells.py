@@ -32,15 +32,15 @@ Row: TypeAlias = Mapping[str, Any]
 NOTE_SEPARATOR = " | "
 """Between the notes of one row."""
 
-SAMPLING_DEFAULTS = {"temperature": 1, "top_k": 0, "top_p": 1}
-"""Values that need not be named where people read: plain sampling without filters."""
+SAMPLING_DEFAULTS = {"temperature": 1, "top_k": 0, "top_p": 1, "batch": 1}
+"""Values that need not be named where people read: plain sampling without filters, one image at a time."""
 
 NEIGHBOUR_METRIC = "l2"
 """The metric that need not be named."""
 
 # What an `ar` cell should share with the cell it is compared to, most important first.
-_SAMPLING = ("cfg_scale", "temperature", "top_k", "top_p")
-_NUMBERS = ("temperature", "neighbours", "delta", "lambda", "bound", "top_k", "top_p", "cfg_scale")
+_SAMPLING = ("cfg_scale", "batch", "temperature", "top_k", "top_p")
+_NUMBERS = ("temperature", "neighbours", "delta", "lambda", "bound", "top_k", "top_p", "cfg_scale", "batch")
 
 
 @dataclass(frozen=True)

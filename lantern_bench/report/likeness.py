@@ -19,7 +19,7 @@ __all__ = ["ACROSS", "Difference", "check_likeness", "differences"]
 ACROSS = ("weights", "protocol", "machine")
 """What a comparison may be allowed to reach across."""
 
-_KEY_FIELDS = ("dtype", "device_type", "batch", "compile", "engine_version", "torch_version")
+_KEY_FIELDS = ("dtype", "device_type", "compile", "engine_version", "torch_version")
 _JUDGES = ("clip_model", "extractor", "reference")
 _MEANING = {
     "weights": "they are different models",
@@ -116,7 +116,7 @@ def _settings(a: RunData, b: RunData) -> Iterator[Difference]:
         if first.get(name) != second.get(name):
             yield Difference("setting", name, str(first.get(name)), str(second.get(name)))
     ours, theirs = ((run.manifest.get("experiment") or {}) for run in (a, b))
-    for name in ("prompts", "seed"):
+    for name in ("prompts", "seed", "batch"):
         if ours.get(name) != theirs.get(name):
             yield Difference("setting", name, str(ours.get(name)), str(theirs.get(name)))
 

@@ -78,6 +78,7 @@ _SETTINGS = {
     "cfg_scale": "cfg={:g}",
     "top_k": "top-k={:g}",
     "top_p": "top-p={:g}",
+    "batch": "batch={:g}",
 }
 _UNNAMED = {**SAMPLING_DEFAULTS, "neighbour_metric": NEIGHBOUR_METRIC}
 

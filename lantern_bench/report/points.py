@@ -57,7 +57,7 @@ SPEEDS = {"speedup": "speedup over AR", "mean_accepted_length": "mean accepted l
 
 FAMILY = (
     "run", "model", "mode", "drafting", "rule", "tree", "neighbours", "neighbour_metric", "residual", "delta", "lambda",
-    "bound", "temperature", "cfg_scale", "top_k", "top_p",
+    "bound", "temperature", "cfg_scale", "top_k", "top_p", "batch",
 )  # fmt: skip
 """Columns that tell cells apart; without a parameter they name the family that the parameter is varied in."""
 

@@ -21,7 +21,10 @@ _FROM_SPEED = ("speedup", "mean_accepted_length")
 _FROM_QUALITY = ("fid", "fid_features", "clip_score", "clip_score_low", "clip_score_high", "clip_model")
 _FROM_MANIFOLD = ("precision", "recall")
 # Sampling settings are named where cells of the run differ in them, and by the cells that depart from the default.
-_SAMPLING = {"temperature": "T={:g}", "cfg_scale": "cfg={:g}", "top_k": "top_k={:g}", "top_p": "top_p={:g}"}
+_SAMPLING = {
+    "temperature": "T={:g}", "cfg_scale": "cfg={:g}", "top_k": "top_k={:g}", "top_p": "top_p={:g}",
+    "batch": "batch={:g}",
+}  # fmt: skip
 
 
 def summary_rows(

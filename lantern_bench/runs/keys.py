@@ -28,7 +28,6 @@ class KeyFields(TypedDict):
     dtype: str
     device_type: str
     compile: bool
-    batch: int
     weights: dict[str, str]
     rules: NotRequired[dict[str, str]]
 
@@ -37,12 +36,12 @@ class KeyFields(TypedDict):
 _FLAGS = {
     "dtype": "--dtype {}",
     "device_type": "--device {}",
-    "batch": "--set batch={}",
     "compile": "--set compile={}",
+    "batch": "--batch {}",
     "seed": "--seed {}",
     "prompts": "--prompts {}",
 }
-_COMPARED = ("model", "prompts", "seed", "model_defaults", "cells")
+_COMPARED = ("model", "prompts", "seed", "batch", "model_defaults", "cells")
 
 
 def record_key(fields: KeyFields, cell: Mapping[str, Any], prompt_id: str, repeat: int, seed: int) -> str:

@@ -110,7 +110,6 @@ def key_fields(
         "dtype": place.dtype_name,
         "device_type": place.device.type,
         "compile": any(model.engine.compile for model in models.values()),
-        "batch": settings.batch,
         "weights": parts,
     }
     if rules:

@@ -44,6 +44,7 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("top_k", "int", "tokens", "keep the k most probable tokens; 0 is off"),
     Column("top_p", "float", "", "keep the smallest set of this mass; 1 is off"),
     Column("cfg_scale", "float", "", "classifier-free guidance scale; 1 is off"),
+    Column("batch", "int", "images", "images decoded at once"),
     Column("model", "string", "", "name of the model"),
 )
 

@@ -47,24 +47,29 @@ _NOT_RUN = ("name", "description", "paper", "protocol", "reference")
 
 @dataclass(frozen=True)
 class Cell:
-    """One model with one decoding. `prefix` is the model's name in the id, when a run has several models."""
+    """One model with one decoding, `batch` images at once.
+
+    `prefix` and `suffix` are the model's name and the batch in the id, when a run has several of them.
+    """
 
     model: str
     decoding: Decoding
     prefix: str = ""
+    batch: int = 1
+    suffix: str = ""
 
     @property
     def cell_id(self) -> str:
-        """The decoding's id, after the model's name when the run has several models; serves as a folder's name."""
-        return self.prefix + self.decoding.cell_id
+        """The decoding's id, with model and batch where the run has several; serves as a folder's name."""
+        return self.prefix + self.decoding.cell_id + self.suffix
 
     def columns(self) -> dict[str, Any]:
         """Return the cell columns of `spec/schema.py`, in their order; None where the cell lacks the parameter."""
-        return self.decoding.columns() | {"cell_id": self.cell_id, "model": self.model}
+        return self.decoding.columns() | {"cell_id": self.cell_id, "batch": self.batch, "model": self.model}
 
     def settings(self) -> dict[str, Any]:
         """Return the cell as an experiment file writes it, the model included: what a record's key covers."""
-        return {"model": self.model, **self.decoding.settings()}
+        return {"model": self.model, "batch": self.batch, **self.decoding.settings()}
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,11 @@ class ResolvedExperiment:
         values = self.settings.model_dump(mode="json", exclude_none=True)
         values["model_defaults"] = {model: {"cfg_scale": scale} for model, scale in self.cfg_defaults.items()}
         several = len(self.settings.model) > 1
-        values["cells"] = [cell.settings() if several else cell.decoding.settings() for cell in self.cells]
+        values["batch"] = values["batch"] if len(self.settings.batch) > 1 else self.settings.batch[0]
+        # Each decoding once: the batches stand above.
+        found = {cell.prefix + cell.decoding.cell_id: cell for cell in self.cells}.values()
+        named = ({"model": cell.model} if several else {} for cell in found)
+        values["cells"] = [name | cell.decoding.settings() for name, cell in zip(named, found, strict=True)]
         return values
 
     def to_yaml(self) -> str:
@@ -165,7 +174,8 @@ def resolve(experiment: Experiment, model_defaults: Mapping[str, Mapping[str, An
 
 
 def _expand(experiment: Experiment, known: Mapping[str, Mapping[str, Any]] | None, problems: Problems) -> list[Cell]:
-    models = experiment.settings.model
+    models, several = experiment.settings.model, len(experiment.settings.batch) > 1
+    batches = [(batch, f"-batch{batch}" if several else "") for batch in experiment.settings.batch]
     cells: dict[Cell, None] = {}
     used_flags: set[str] = set()
     for model in models:
@@ -174,7 +184,8 @@ def _expand(experiment: Experiment, known: Mapping[str, Mapping[str, Any]] | Non
         expansion = Expansion(experiment.flags, layer, experiment.top, defaults, problems, used_flags)
         prefix = re.sub(r"[^A-Za-z0-9.+_-]", "_", model) + "-" if len(models) > 1 else ""
         for spec in experiment.cells_of(model):
-            cells.update(dict.fromkeys(Cell(model, one, prefix) for one in expansion.expand(spec.values, spec.place)))
+            for one in expansion.expand(spec.values, spec.place):
+                cells.update(dict.fromkeys(Cell(model, one, prefix, *batch) for batch in batches))
     for key, given in experiment.flags.items():
         if key not in used_flags and all(spec.modes for spec in experiment.cells):
             experiment.note_idle_flag(key, given[0], problems)

@@ -78,22 +78,22 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """Cells and the images to make, in order of execution; `batch` images of one cell stand together."""
+    """Cells and the images to make, in order of execution; `together` images of one cell stand together."""
 
     cells: tuple[Cell, ...]
     units: tuple[Unit, ...]
-    batch: int = 1
+    together: int = 1
 
     def shard(self, shard: Shard) -> Plan:
         """Return the units of one shard: all cells of a prompt stay together, since they are compared."""
-        mine = (unit for unit in self.units if (unit.image_index // self.batch) % shard.count == shard.index - 1)
+        mine = (unit for unit in self.units if (unit.image_index // self.together) % shard.count == shard.index - 1)
         return replace(self, units=tuple(mine))
 
     def batches(self) -> Iterator[tuple[Unit, ...]]:
-        """Yield the units that are decoded at once: up to `batch` images of one cell."""
+        """Yield the units that are decoded at once: as many images of a cell as its batch says, or what is left."""
         group: list[Unit] = []
         for unit in self.units:
-            if group and (unit.cell != group[0].cell or len(group) == self.batch):
+            if group and (unit.cell != group[0].cell or len(group) == unit.cell.batch):
                 yield tuple(group)
                 group = []
             group.append(unit)
@@ -131,13 +131,15 @@ def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan
         raise UserError(f"prompts {settings.prompts}: holds no prompt", "Give a file with one prompt a line.")
     slots = _slots(unique, settings.images or len(unique), settings.repeats)
     units: list[Unit] = []
-    for start in range(0, len(slots), settings.batch):
+    # The largest batch decides how many images of one cell follow each other: all cells see a prompt at about one time.
+    together = max(settings.batch)
+    for start in range(0, len(slots), together):
         for cell in _order(experiment.cells, settings.seed, *slots[start]):
-            for image_index in range(start, min(start + settings.batch, len(slots))):
+            for image_index in range(start, min(start + together, len(slots))):
                 prompt, repeat = slots[image_index]
                 seed = record_seed(settings.seed, prompt.id, repeat)
                 units.append(Unit(cell, prompt, repeat, seed, image_index, len(units)))
-    return Plan(experiment.cells, tuple(units), settings.batch)
+    return Plan(experiment.cells, tuple(units), together)
 
 
 def _order(cells: tuple[Cell, ...], seed: int, prompt: Prompt, repeat: int) -> list[Cell]:

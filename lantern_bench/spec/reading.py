@@ -23,7 +23,7 @@ __all__ = ["CellSpec", "Experiment", "read_experiment"]
 
 _DEFAULTS = tuple(key for key in PARAMETERS if key != "mode")
 _BLOCKS = ("models", "model_defaults", "cells")
-_LISTS = ("model", "metrics")
+_LISTS = ("model", "metrics", "batch")
 # Run-wide settings that a model's block may hold, for experiments that are run with one model at a time.
 _OF_MODEL = ("prompts", "images", "protocol", "reference")
 

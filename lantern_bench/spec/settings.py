@@ -25,6 +25,10 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _as_numbers(value: object) -> object:
+    return value if isinstance(value, list | tuple) else [value]
+
+
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_list), Field(min_length=1)]
 
 
@@ -32,9 +36,10 @@ class Settings(BaseModel):
     """The run-wide part of an experiment.
 
     `images` counts per cell: prompts in order, then again with the next repeat; None is every prompt once. `repeats`
-    makes that list of images so many times over, with fresh seeds. `protocol` names how quality is judged (None: the
-    model's own way), `reference` the pictures it is judged against (None: the protocol's own). `neighbour_space` is
-    where codes are near each other (`decode/neighbours.py`); None is what was published for the model.
+    makes that list of images so many times over, with fresh seeds. `batch` is how many images are decoded at once;
+    every cell is made with each of several. `protocol` names how quality is judged (None: the model's own way),
+    `reference` the pictures it is judged against (None: the protocol's own). `neighbour_space` is where codes are near
+    each other (`decode/neighbours.py`); None is what was published for the model.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,7 +55,7 @@ class Settings(BaseModel):
     protocol: str | None = Field(default=None, min_length=1)
     reference: str | None = Field(default=None, min_length=1)
     metrics: Annotated[tuple[Metric, ...], BeforeValidator(_as_list), Field(min_length=1)] = METRICS
-    batch: Count = 1
+    batch: Annotated[tuple[Count, ...], BeforeValidator(_as_numbers), Field(min_length=1)] = (1,)
     device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     compile: bool = False
@@ -61,6 +66,11 @@ class Settings(BaseModel):
     @classmethod
     def _no_name_twice(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(names))
+
+    @field_validator("batch")
+    @classmethod
+    def _no_number_twice(cls, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(numbers))
 
 
 ALLOWED: dict[str, str] = {
@@ -75,7 +85,7 @@ ALLOWED: dict[str, str] = {
     "protocol": "must be the name of a quality protocol",
     "reference": "must be embedded, a folder, a .json or a .npz file",
     "metrics": f"must be a list of {' and '.join(METRICS)}",
-    "batch": "must be a whole number of at least 1",
+    "batch": "must be a whole number of at least 1, or a list of them",
     "device": "must be auto, cpu, mps, cuda or cuda:N",
     "dtype": f"must be one of {', '.join(_DTYPES)}",
     "compile": "must be true or false",

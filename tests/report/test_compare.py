@@ -13,7 +13,7 @@ from lantern_bench.runs.store import RunData
 from tests.made_up_run import AR, LOOSE, STRICT, WALKS, make_record, make_scores
 
 MANIFEST = {
-    "key": {"dtype": "float32", "batch": 1, "weights": {"lanterns/target": "a" * 64}},
+    "key": {"dtype": "float32", "weights": {"lanterns/target": "a" * 64}},
     "experiment": {"prompts": "held-out", "seed": 0},
     "machine": {"cpu": {"model": "One", "cores": 2}, "gpus": []},
     "device": "cpu",

@@ -40,7 +40,6 @@ KEY: KeyFields = {
     "dtype": "float32",
     "device_type": "cpu",
     "compile": False,
-    "batch": 1,
     "weights": {"lanterns/target": "3f9c", "lanterns/drafter": "b07a"},
 }
 PROMPTS = [Prompt("one red lantern"), Prompt("two “round” lanterns\n")]
@@ -157,7 +156,7 @@ def test_undeclared_columns_and_numbers_that_are_none_are_never_written(tmp_path
     "changes",
     [
         {"schema_version": 2}, {"engine_version": "2"}, {"torch_version": "3"}, {"dtype": "bfloat16"},
-        {"device_type": "cuda"}, {"compile": True}, {"batch": 2}, {"weights": {"lanterns/target": "0000"}},
+        {"device_type": "cuda"}, {"compile": True}, {"weights": {"lanterns/target": "0000"}},
     ],
 )  # fmt: skip
 def test_a_key_covers_every_field(changes: dict[str, Any]) -> None:
@@ -169,12 +168,12 @@ def test_a_key_covers_cell_prompt_repeat_and_seed() -> None:
     first, second = (cell.settings() for cell in PLAN.cells[:2])
     keys = {
         record_key(KEY, cell, prompt, repeat, seed)
-        for cell in (first, second, second | {"cfg_scale": 1.0})
+        for cell in (first, second, second | {"cfg_scale": 1.0}, second | {"batch": 2})
         for prompt in "ab"
         for repeat in (0, 1)
         for seed in (0, 1)
     }
-    assert len(keys) == 24
+    assert len(keys) == 32
 
 
 @pytest.mark.parametrize(
@@ -183,7 +182,6 @@ def test_a_key_covers_cell_prompt_repeat_and_seed() -> None:
         ({"torch_version": "2.16.0"}, "torch_version changed\n  recorded  2.15.0\n  now       2.16.0", "--no-resume"),
         ({"dtype": "bfloat16"}, "dtype changed\n  recorded  float32\n  now       bfloat16", "--dtype float32"),
         ({"device_type": "cuda"}, "device_type changed\n  recorded  cpu\n  now       cuda", "--device cpu"),
-        ({"batch": 4}, "batch changed\n  recorded  1\n  now       4", "--set batch=1"),
         ({"compile": True}, "compile changed\n  recorded  false\n  now       true", "--set compile=false"),
         (
             {"weights": {"lanterns/target": "3f9c", "lanterns/drafter": "0000"}},

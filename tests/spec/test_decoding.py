@@ -102,7 +102,7 @@ def test_what_cannot_be_is_refused(values: dict[str, Any]) -> None:
 
 def test_columns_are_those_of_the_schema_in_order() -> None:
     columns = Decoding.model_validate({"mode": "lantern", "delta": 0.1}).columns()
-    assert list(columns) == [column.name for column in CELL_COLUMNS if column.name != "model"]
+    assert list(columns) == [column.name for column in CELL_COLUMNS if column.name not in ("batch", "model")]
     assert columns["lambda"] is None
     assert columns["residual"] == "exact"
     assert Decoding(mode="ar", drafting="none", rule="none").columns()["residual"] is None

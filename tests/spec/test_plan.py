@@ -90,9 +90,9 @@ def test_no_number_of_images_is_every_prompt_once(tmp_path: Path) -> None:
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 4))
-def test_shards_share_the_work_and_keep_cells_of_a_prompt_together(images: int, count: int, batch: int) -> None:
-    experiment = load_experiment("lanterns", Overrides({"images": [images], "batch": [batch]}))
+@given(st.integers(1, 12), st.integers(1, 5), st.lists(st.integers(1, 4), min_size=1, max_size=3, unique=True))
+def test_shards_share_the_work_and_keep_cells_of_a_prompt_together(images: int, count: int, batch: list[int]) -> None:
+    experiment = load_experiment("lanterns", Overrides({"images": [images], "batch": batch}))
     made = make_plan(resolve(experiment, {"lanterns": {}}), PROMPTS)
     shards = [made.shard(Shard(index + 1, count)) for index in range(count)]
     together = [unit for shard in shards for unit in shard.units]
@@ -101,8 +101,8 @@ def test_shards_share_the_work_and_keep_cells_of_a_prompt_together(images: int, 
     for shard in shards:
         assert all(number == len(made.cells) for number in Counter(u.image_index for u in shard.units).values())
         for group in shard.batches():
-            assert len(group) <= batch
             assert len({unit.cell for unit in group}) == 1
+            assert len(group) <= group[0].cell.batch
         assert [unit for group in shard.batches() for unit in group] == list(shard.units)
 
 
@@ -110,6 +110,24 @@ def test_batches_are_full_where_they_can_be() -> None:
     sizes = Counter(len(group) for group in plan(images=7, batch=3).batches())
     cells = len(plan().cells)
     assert sizes == {3: 2 * cells, 1: cells}
+
+
+def test_several_batches_are_an_axis() -> None:
+    made = plan(images=6, batch="1,4")
+    one = plan(images=6)
+    assert [cell.cell_id for cell in made.cells] == [
+        f"{cell.cell_id}-batch{batch}" for cell in one.cells for batch in (1, 4)
+    ]
+    assert {cell.columns()["batch"] for cell in made.cells} == {1, 4}
+    sizes = Counter((group[0].cell.batch, len(group)) for group in made.batches())
+    assert sizes == {(1, 1): 6 * len(one.cells), (4, 4): len(one.cells), (4, 2): len(one.cells)}
+    # The same prompts and seeds with every batch, so that its cells are compared prompt by prompt.
+    drawn = {batch: {(u.prompt.id, u.seed) for u in made.units if u.cell.batch == batch} for batch in (1, 4)}
+    assert drawn[1] == drawn[4] and len(drawn[1]) == 6
+
+
+def test_one_batch_changes_no_id() -> None:
+    assert [cell.cell_id for cell in plan(batch=4).cells] == [cell.cell_id for cell in plan().cells]
 
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "1/0", "-1/2", "1/2/3"])
