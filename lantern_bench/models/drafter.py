@@ -88,8 +88,17 @@ class EagleDrafter(nn.Module):
         return out
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What the weights are."""
+        return self.layer.ffn_norm.weight.dtype
+
+    def draft_with(self, head: nn.Module) -> None:
+        """Take another head than the target's, which must give nearly the same."""
+        self._head = (head,)
+
+    @property
     def head_module(self) -> nn.Module:
-        """The target's head."""
+        """The target's head, or what stands for it."""
         return self._head[0]
 
     def head(self, features: Tensor) -> Tensor:
@@ -101,7 +110,7 @@ class EagleDrafter(nn.Module):
 class _Session:
     def __init__(self, drafter: EagleDrafter, batch: int, guided: bool, nodes: int) -> None:
         config = drafter.config
-        weight = drafter.fc.weight
+        weight = drafter.layer.ffn_norm.weight
         self._drafter, self._batch = drafter, batch
         self._groups = 2 if guided else 1
         self.cache = KVCache(

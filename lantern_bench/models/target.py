@@ -59,7 +59,7 @@ class TransformerTarget(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.transformer.output.weight.device
+        return self.transformer.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:

@@ -21,6 +21,7 @@ from lantern_bench.models.cache import KVCache
 
 __all__ = [
     "Block",
+    "FeedForward",
     "Head",
     "RMSNorm",
     "TokenEmbedding",
@@ -197,15 +198,28 @@ class _Attention(nn.Module):
         return out
 
 
-class _FeedForward(nn.Module):
+class FeedForward(nn.Module):
+    """SwiGLU; `join` makes its first two products one, for decoding."""
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w13: nn.Module | None = None
+
+    def join(self) -> None:
+        """Put the gate's weight and the other one into one; checkpoints are read and written before that."""
+        if self.w13 is None:
+            joined = nn.Linear(self.w1.in_features, 2 * self.w1.out_features, bias=False, device="meta")
+            joined.weight = nn.Parameter(torch.cat([self.w1.weight, self.w3.weight]), requires_grad=False)
+            self.w13 = joined
+            del self.w1, self.w3
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.w2(functional.silu(self.w1(x)) * self.w3(x))
+        """[..., dim] -> [..., dim]."""
+        gate, wide = (self.w1(x), self.w3(x)) if self.w13 is None else self.w13(x).chunk(2, dim=-1)
+        out: Tensor = self.w2(functional.silu(gate) * wide)
         return out
 
 
@@ -218,7 +232,7 @@ class Block(nn.Module):
         self.attention_norm: nn.Module = RMSNorm(config.dim, config.norm_eps) if input_norm else nn.Identity()
         self.attention = _Attention(config)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward = _FeedForward(config)
+        self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, turn: Tensor, attend: Attend) -> Tensor:
         """X [rows, n, dim]; turn [1 or rows, n, 2, head_dim]; attend mixes q, k, v [rows, n, heads, head_dim]."""

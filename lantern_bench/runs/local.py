@@ -14,6 +14,7 @@ from lantern_bench.decode.engine import Engine, compiler_problem
 from lantern_bench.decode.neighbours import Space
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.loaded import LoadedModel
+from lantern_bench.models.packing import lower_packed_products, pack_for_decoding
 from lantern_bench.models.registry import load_model
 from lantern_bench.runs.store import KeyFields
 from lantern_bench.spec.experiment import Cell, ResolvedExperiment
@@ -84,13 +85,15 @@ def set_space(model: LoadedModel, space: Space | None) -> None:
 
 
 def compile_models(models: Iterable[LoadedModel], place: Place) -> str | None:
-    """Have the models' decode steps compiled from their first use on.
+    """Have the models' decode steps compiled from their first use on, and their weights laid out for that.
 
     Where nothing can be compiled they stay as they are, and the reason is returned, in one line.
     """
     problem = compiler_problem(place.device)
     if problem is None:
+        lower_packed_products()
         for model in models:
+            pack_for_decoding(model.target, model.drafter)
             model.engine = Engine(compile=True)
     return problem
 
