@@ -20,7 +20,7 @@ from lantern_bench.decode.engine import Engine
 from lantern_bench.decode.interface import Drafter, Scores, Target, WithForcedTokens
 from lantern_bench.decode.judge import Judge, judge_children
 from lantern_bench.decode.relax import Relaxation
-from lantern_bench.decode.sampling import Draws, decoding_probabilities, guide, sample
+from lantern_bench.decode.sampling import Draws, decoding_probabilities, exponential, guide, sample
 from lantern_bench.decode.speculation import Speculation, sampling_key
 from lantern_bench.decode.trace import ImageTrace
 from lantern_bench.errors import RefusedError
@@ -117,10 +117,10 @@ class _Run:
         self.phases = Phases(self.device)
 
     def noise(self) -> Tensor:
-        """What one token of each image is drawn with: [B, V], or nothing for greedy decoding."""
+        """What one token of each image is drawn with: bits [B, V], or nothing for greedy decoding."""
         if self.decoding.greedy:
-            return torch.empty(self.batch, 0, device=self.device)
-        return self.draws.exponential(self.model.target.vocab_size)
+            return torch.empty(self.batch, 0, dtype=torch.int32, device=self.device)
+        return self.draws.bits(self.model.target.vocab_size)
 
     def prefill(self, session: Any, condition: Any) -> tuple[Scores, Tensor, Tensor]:
         """Scores of the prefix, the guided logits [B, V] of the first token, and that token [B]."""
@@ -261,7 +261,7 @@ class _PlainSteps:
 
 
 def _chosen(logits: Tensor, decoding: Decoding, noise: Tensor) -> Tensor:
-    """One token [B] from guided logits [B, V]."""
+    """One token [B] from guided logits [B, V] and bits of noise."""
     if decoding.greedy:
         return logits.argmax(dim=-1)
-    return sample(decoding_probabilities(logits, decoding), noise)
+    return sample(decoding_probabilities(logits, decoding), exponential(noise))

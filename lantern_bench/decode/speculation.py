@@ -19,7 +19,7 @@ from lantern_bench.decode.engine import Engine
 from lantern_bench.decode.interface import Drafter, Scores, Target, TargetSession
 from lantern_bench.decode.judge import Judge, judge_children
 from lantern_bench.decode.relax import Relaxation
-from lantern_bench.decode.sampling import Draws, decoding_probabilities, guide
+from lantern_bench.decode.sampling import Draws, decoding_probabilities, exponential, guide
 from lantern_bench.decode.trace import StepRecorder
 from lantern_bench.decode.verify import Verdict, verify
 from lantern_bench.decode.verify_greedy import verify_greedy
@@ -162,7 +162,7 @@ class Speculation:
         self.drafter.prefill(condition, scores.features)
 
     def draft(self, noise: Tensor) -> Drafted:
-        """Show the drafter what was committed and draft below it; `noise` [B, noises, V]."""
+        """Show the drafter what was committed and draft below it; `noise` [B, noises, V], bits."""
         return self._draft(noise)
 
     def score(self, drafted: Drafted) -> Scored:
@@ -172,24 +172,24 @@ class Speculation:
     def settle(self, drafted: Drafted, scored: Scored, uniforms: Tensor, noise: Tensor) -> Tensor | None:
         """Verify, commit and note it.
 
-        `uniforms` [B, M, C] and `noise` [B, V] as in `verify`. Returns the guided logits [B, D + 1, V] along the path
-        that was taken, where they are kept.
+        `uniforms` [B, M, C] as in `verify`, `noise` [B, V] the bits of its noise. Returns the guided logits
+        [B, D + 1, V] along the path that was taken, where they are kept.
         """
         return self._settle(drafted, scored, uniforms, noise)
 
     def noise(self, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
-        """All the random numbers of a step: noise of the draft and of the last token, uniforms."""
+        """All the random numbers of a step: bits for the noise of the draft and of the last token, uniforms."""
         if self._rules.decoding.greedy:
-            none = torch.empty(self._batch, 0, device=draws.device)
+            none = torch.empty(self._batch, 0, dtype=torch.int32, device=draws.device)
             return none, none, none
-        exponential = draws.exponential(self.drafting.noises + 1, self._vocabulary)
+        bits = draws.bits(self.drafting.noises + 1, self._vocabulary)
         uniforms = draws.uniform(self.drafting.nodes, self.drafting.fanout)
-        return exponential[:, :-1], exponential[:, -1], uniforms
+        return bits[:, :-1], bits[:, -1], uniforms
 
     def _draft_step(self, noise: Tensor) -> Drafted:
         at = self.progress
         drafts = self.drafter.observe(at.tokens, at.features, at.counts)
-        return self.drafting.draft(self.drafter, drafts, at.root, noise, at.limit)
+        return self.drafting.draft(self.drafter, drafts, at.root, exponential(noise), at.limit)
 
     def _settle_step(self, drafted: Drafted, scored: Scored, uniforms: Tensor, noise: Tensor) -> Tensor | None:
         decoding, relaxation, table = self._rules.decoding, self._rules.relaxation, self._rules.table
@@ -198,7 +198,8 @@ class Speculation:
             verdict = verify_greedy(tree, logits, relaxation, table, at.limit)
         else:
             p = decoding_probabilities(logits, decoding)
-            verdict = verify(tree, p, relaxation, table, uniforms, noise, at.limit, self._rules.judge)
+            last = exponential(noise)
+            verdict = verify(tree, p, relaxation, table, uniforms, last, at.limit, self._rules.judge)
         at.commit(verdict, scored.features)
         self.target.commit(verdict.path, at.counts)
         if not self._keep_logits:

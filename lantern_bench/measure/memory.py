@@ -13,6 +13,7 @@ import torch
 
 from lantern_bench.clock import peak_memory_bytes, reset_peak_memory
 from lantern_bench.models.loaded import LoadedModel
+from lantern_bench.models.packing import weight_bytes
 
 __all__ = ["Memory", "decode_memory"]
 
@@ -29,7 +30,7 @@ def decode_memory(model: LoadedModel, nodes: int, guided: bool, columns: int, ru
     target, drafter = model.target, model.drafter
     parts: list[Any] = [target, drafter] if nodes > 1 and drafter is not None else [target]
     standing = sum(part.session(1, guided, nodes).cache.nbytes for part in parts)
-    standing += sum(parameter.nbytes for part in parts for parameter in part.parameters())
+    standing += sum(weight_bytes(part) for part in parts)
     standing += model.table(columns).nbytes if columns else 0
     logits = (1 + guided) * nodes * target.vocab_size * 4
     device = target.device

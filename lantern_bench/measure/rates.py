@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from lantern_bench.clock import now, synchronize
+from lantern_bench.models.packing import weight_bytes, weight_count
 from lantern_bench.models.target import TransformerTarget
 
 __all__ = ["Need", "Rates", "device_rates", "forward_need"]
@@ -58,18 +58,10 @@ def forward_need(target: TransformerTarget, nodes: int, guided: bool) -> Need:
     kv_width = (config.kv_heads or config.heads) * config.head_dim
     size = torch.finfo(target.dtype).bits // 8
     cache = 2 * config.layers * rows * length * kv_width * size
-    weights = sum(_nbytes(module) for module in layers)
-    products = sum(_numbers(module) for module in layers)
+    weights = sum(weight_bytes(module) for module in layers)
+    products = sum(weight_count(module) for module in layers)
     attention = 2 * config.layers * (length + nodes) * config.heads * config.head_dim
     return Need(weights + cache, 2.0 * rows * nodes * (products + attention))
-
-
-def _nbytes(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
-
-
-def _numbers(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _best(work: Callable[[], object], device: torch.device) -> float:

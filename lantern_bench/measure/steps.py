@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lantern_bench.clock import now, synchronize
+from lantern_bench.clock import now, settle_garbage, synchronize
 from lantern_bench.decode.loop import decode
 from lantern_bench.decode.speculation import scoring
 from lantern_bench.decode.trace import ImageTrace
@@ -84,6 +84,7 @@ def step_cost(
         return decode(model, condition, decoding, [noise], tokens=most, engine=model.engine)[0].trace
 
     made(prompts[0], 0, min(_WARM_TOKENS, tokens or _WARM_TOKENS))
+    settle_garbage()
     traces = [made(prompt, number, tokens) for number, prompt in enumerate(prompts)]
     steps = max(1, sum(len(trace.committed) for trace in traces))
 

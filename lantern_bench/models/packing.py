@@ -7,6 +7,7 @@ The drafter gets a head of its own: what is drafted must be known exactly, but n
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +17,14 @@ from lantern_bench.models.drafter import EagleDrafter
 from lantern_bench.models.target import TransformerTarget
 from lantern_bench.models.transformer import FeedForward
 
-__all__ = ["PackedLinear", "can_pack", "lower_packed_products", "pack_for_decoding", "packed_nbytes"]
+__all__ = [
+    "PackedLinear",
+    "can_pack",
+    "lower_packed_products",
+    "pack_for_decoding",
+    "weight_bytes",
+    "weight_count",
+]
 
 _ROWS = 16  # of the product that the layout is chosen for; it serves every number of rows
 _library = torch.library.Library("lantern_bench", "DEF")
@@ -31,7 +39,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 _library.impl("packed_linear", _multiply, "MkldnnCPU")
 
 
-@torch.library.register_fake("lantern_bench::packed_linear")
+@torch.library.register_fake("lantern_bench::packed_linear")  # type: ignore[untyped-decorator]
 def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG001  # the signature is the op's
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
@@ -45,7 +53,7 @@ def lower_packed_products() -> None:
         return
     call = lowering.fallback_handler(kernel)
 
-    @lowering.register_lowering(packed, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+    @lowering.register_lowering(packed, type_promotion_kind=None)
     def lower(x: Any, weight: Any, bias: Any) -> Any:
         return call(x, weight, bias, "none", [], "")
 
@@ -64,7 +72,8 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.dtype, self.nbytes = weight.dtype, weight.nbytes + (0 if bias is None else bias.nbytes)
+        self.dtype = weight.dtype
+        self.numel = weight.numel() + (0 if bias is None else bias.numel())
         self._bias = None if bias is None else bias.detach()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
 
@@ -74,9 +83,19 @@ class PackedLinear(nn.Module):
         return made
 
 
-def packed_nbytes(module: nn.Module) -> int:
-    """Bytes of the packed weights in `module`, which `parameters` no longer knows."""
-    return sum(part.nbytes for part in module.modules() if isinstance(part, PackedLinear))
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes of all weights of a module; `parameters` does not know packed ones."""
+    packed = sum(part.numel * part.dtype.itemsize for part in _packed_parts(module))
+    return packed + sum(parameter.nbytes for parameter in module.parameters())
+
+
+def weight_count(module: nn.Module) -> int:
+    """How many numbers the weights of a module are, as `weight_bytes`."""
+    return sum(part.numel for part in _packed_parts(module)) + sum(one.numel() for one in module.parameters())
+
+
+def _packed_parts(module: nn.Module) -> Iterator[PackedLinear]:
+    return (part for part in module.modules() if isinstance(part, PackedLinear))
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lantern_bench.clock import now, peak_memory_bytes, reset_peak_memory, stamp, synchronize
+from lantern_bench.clock import now, peak_memory_bytes, reset_peak_memory, settle_garbage, stamp, synchronize
 from lantern_bench.decode.loop import Decoded, decode
 from lantern_bench.decode.speculation import sampling_key
 from lantern_bench.decode.trace import ImageTrace
@@ -94,6 +94,7 @@ def run_plan(
         yield Started(len(plan.units) - waiting.total(), waiting)
         for cell, group in _kinds(groups).values():
             yield _warm_up(store, session, models[cell.model], group, place)
+        settle_garbage()
         for group in groups:
             yield from _do(store, session, models[group[0].cell.model], group, place)
         session["complete"] = True

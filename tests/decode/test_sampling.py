@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import kstest
 
 from lantern_bench.decode.sampling import (
     Draws,
     draw_without_replacement,
+    exponential,
     guide,
     most_probable,
     probabilities,
@@ -90,6 +94,25 @@ def test_draws_without_replacement_have_the_sequential_distribution() -> None:
             assert abs(float(seen) - expected) < 0.012
     assert not (tokens == 1).any()
     assert torch.equal(sample(p.expand(draws, 4), noise), tokens[:, 0])
+
+
+def test_noise_is_exponential_down_to_its_smallest_values() -> None:
+    noise = Draws([torch.Generator().manual_seed(11)], "cpu").exponential(1_000_001)[0].double()
+    assert noise.min() > 0 and noise.max() < 17
+    assert noise[:4].unique().numel() == 4  # both halves of a number of 63 bits
+    assert kstest(noise.numpy(), "expon").pvalue > 0.01
+    # Not only as a whole: the even and the odd ones come from different bits, and small ones decide draws.
+    for part in (noise[0::2], noise[1::2]):
+        assert kstest(part.numpy(), "expon").pvalue > 0.01
+        small = part[part < 1e-3]
+        assert kstest((1 - (-small).exp()).numpy() / (1 - math.exp(-1e-3)), "uniform").pvalue > 0.01
+    assert torch.corrcoef(torch.stack([noise[0:-1:2], noise[1::2]]))[0, 1].abs() < 0.006
+
+
+def test_the_ends_of_the_noise_are_finite_and_above_zero() -> None:
+    ends = exponential(torch.tensor([0, 1, -(2**31), 2**31 - 1, -1], dtype=torch.int32))
+    assert ends[0] == ends[2] > 0 and ends[0] < ends[1] < 1e-9
+    assert 16 < ends[3] == ends[4] < 17
 
 
 def test_tokens_without_mass_are_not_drafted() -> None:
