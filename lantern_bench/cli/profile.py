@@ -26,9 +26,6 @@ __all__ = ["profile"]
 
 _NODES = (1, 8, 16, 32, 64)
 _TREES = "chain-5,small-7,eagle1-25,58n5d10b"
-# Wide enough to see at which ranks drafts are accepted, at every depth.
-_PROBE = [[r] for r in range(6)] + [[0] * d + [r] for d in range(1, 6) for r in range(4)]
-_RANKS, _MOST_NODES, _SHOWN = 6, 32, 5
 _MB = 1e6
 
 
@@ -56,6 +53,10 @@ def profile(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     compile: Annotated[bool, typer.Option(help="Compile the steps first.")] = True,
     search: Annotated[bool, typer.Option("--search", help="Look for the fastest static tree as well.")] = False,
+    lambda_: Annotated[
+        float | None, typer.Option("--lambda", help="Search for the trees of lantern++ with this lambda.")
+    ] = None,
+    neighbours: Annotated[int, typer.Option(min=1, help="Nearest codes of lantern++ in the search.")] = 100,
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for profile.csv and profile.png.")] = None,
     format: Annotated[str | None, typer.Option(help=f"Of the table: one of {', '.join(FORMATS)}.")] = None,
@@ -66,6 +67,11 @@ def profile(
     trees = [name.strip() for text in tree or [_TREES] for name in text.split(",") if name.strip()]
     if search and (random_weights or size is not None):
         raise UserError("--search: needs weights that mean something", "Leave out --random-weights and --size.")
+    rule: dict[str, Any] = {"mode": "speculative"}
+    if lambda_ is not None:
+        if not search or lambda_ <= 1:
+            raise UserError(f"--lambda {lambda_:g}: is for --search, and above 1")
+        rule = {"mode": "lantern++", "neighbours": neighbours, "lambda": lambda_}
     shapes = {"ar": {"mode": "ar"}, **{name: _tree_settings(name) for name in trees}}
     from lantern_bench.runs.local import choose_place
 
@@ -85,7 +91,9 @@ def profile(
     if subject.real and place.dtype_name != "float32":
         _rounding(subject, model, place, console)
     if search:
-        _search(subject, rows, seed, console)
+        from lantern_bench.cli.tree_searching import search_trees
+
+        search_trees(subject.model, rule | {"cfg_scale": subject.guidance}, subject.prompts, rows, seed, console)
 
 
 def _tree_settings(name: str) -> dict[str, Any]:
@@ -204,35 +212,3 @@ def _rounding(subject: _Subject, name: str, place: Place, console: Console) -> N
         f"TV of {place.dtype_name} against float32, {len(tv)} positions: mean {tv.mean():.4f}, "
         f"99th per cent {tv.quantile(0.99):.4f}, most {tv.max():.4f}"
     )
-
-
-def _search(subject: _Subject, rows: list[dict[str, Any]], seed: int, console: Console) -> None:
-    """Print the fastest static trees by measured acceptance and costs, to be written into an experiment."""
-    from lantern_bench.measure.steps import step_cost
-    from lantern_bench.measure.tree_search import acceptance_by_rank, best_trees, interpolated
-    from lantern_bench.spec.decoding import Decoding
-
-    settings: dict[str, Any] = {"mode": "speculative", "topology": _PROBE, "cfg_scale": subject.guidance}
-    probe = Decoding(**settings)
-    traces = step_cost(subject.model, probe, subject.prompts, seed + 1).traces
-    rates = acceptance_by_rank(traces, _RANKS)
-    forward = interpolated({row["nodes"]: row["milliseconds"] for row in rows if row["what"] == "forward"})
-    static = [row for row in rows if row["what"] == "step" and row["name"] in _drafted_levels()]
-    if not static:
-        raise UserError("--search: needs the cost of a static tree", "Add one to --tree, such as chain-5.")
-    levels = _drafted_levels()
-    level_ms = sum(row["draft_ms"] for row in static) / sum(levels[row["name"]] for row in static)
-    rest = sum(row["verify_ms"] + row["other_ms"] for row in static) / len(static)
-    found = best_trees(
-        rates, _MOST_NODES, lambda paths: forward(len(paths) + 1) + level_ms * len(paths[-1]) + rest, _SHOWN
-    )
-    console.say("accepted at depth 1, 2, ... by rank: " + "; ".join(" ".join(f"{r:.2f}" for r in d) for d in rates))
-    for one in found:
-        paths = " ".join("".join(map(str, path)) for path in one.topology)
-        console.data(f"{one.length:.2f} tokens in {one.milliseconds:.2f} ms: {len(one.topology)} nodes: {paths}")
-
-
-def _drafted_levels() -> dict[str, int]:
-    from lantern_bench.spec.topologies import STATIC_TREES
-
-    return {name: len(paths[-1]) for name, paths in STATIC_TREES.items()}
