@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["search_trees"]
 
 # Wide enough to see at which ranks drafts are accepted, at every depth.
-_PROBE = [[r] for r in range(5)] + [[0] * d + [r] for d in range(1, 8) for r in range(3)]
+_PROBE = tuple([(r,) for r in range(5)] + [(*[0] * d, r) for d in range(1, 8) for r in range(3)])
 _RANKS, _MOST_NODES, _SHOWN = 5, 26, 5
 _NODES = (1, 2, 4, 6, 8, 12, 16, 24, 32)
 _FORWARDS = 100
