@@ -6,6 +6,7 @@ inside a decode step. On a CPU work is done when the call returns and the wall c
 
 from __future__ import annotations
 
+import atexit
 import gc
 import time
 from datetime import UTC, datetime
@@ -42,6 +43,7 @@ def settle_garbage() -> None:
     """
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # or what is collected at the end is reported as leaked
 
 
 def reset_peak_memory(device: torch.device) -> None:

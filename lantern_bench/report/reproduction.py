@@ -136,8 +136,15 @@ def _figure_row(cell: Row, about: Row, published: PaperRow | None, name: str, pa
     if name == "kid" and cell.get("kid_std") is not None:
         notes.append(f"standard deviation over subsets {cell['kid_std']:.3g}")
     if row["ours"] is None:
-        notes.append(str(cell.get("quality_note") or "not measured") if name not in _FROM_SPEED else "not measured")
+        notes.append(_why_missing(cell, name))
     return row | {"note": joined(notes)}
+
+
+def _why_missing(cell: Row, name: str) -> str:
+    note = str(cell.get("quality_note") or "")
+    # A note that begins with a figure's name is about that one: HPSv2 is not missing for want of images.
+    about_another = note.startswith(("fid", "kid")) and not note.startswith(name)
+    return "not measured" if about_another or not note else note
 
 
 def _one_kind(name: str, cell: Row, paper: Paper | None) -> bool:

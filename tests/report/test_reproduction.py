@@ -118,3 +118,11 @@ def test_the_view_has_a_line_for_each_cell_and_row(tables: dict[str, pd.DataFram
     assert shown["source"].tolist() == ["", "", "a note (secondary)", "a note (secondary)"]
     assert shown["MAL"].str.contains(r"\[").iloc[:3].all() and "MAL published" not in shown
     assert AR.cell_id and not shown.isna().any().any()
+
+
+def test_a_missing_figure_is_not_explained_by_another_ones_note(tables: dict[str, pd.DataFrame]) -> None:
+    noted = tables["quality"].assign(fid=None, note="fid needs 128 images, twice its features; there are 3")
+    found = frame("reproduction", reproduction_rows({**tables, "quality": noted}, paper(columns=["fid", "hpsv2"])))
+    why = found[found["cell_id"] == AR.cell_id].set_index("figure")["note"]
+    assert why["fid"].endswith("fid needs 128 images, twice its features; there are 3")
+    assert why["hpsv2"].endswith("not measured")
