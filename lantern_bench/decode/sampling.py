@@ -27,6 +27,7 @@ __all__ = [
     "most_probable",
     "probabilities",
     "sample",
+    "uniform",
 ]
 
 FilterOrder: TypeAlias = Literal["top_k_first", "top_p_first"]
@@ -144,13 +145,18 @@ def _padded(tokens: Tensor, valid: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return torch.nn.functional.pad(tokens, missing), torch.nn.functional.pad(valid, missing)
 
 
+def uniform(bits: Tensor) -> Tensor:
+    """Return uniform numbers float32 in [0, 1) of random `bits` int32 [...], of which the lowest 31 count."""
+    return ((bits & _LARGEST).float() * (1.0 / (_LARGEST + 1))).clamp_max(_BELOW_ONE)
+
+
 def exponential(bits: Tensor) -> Tensor:
-    """Return Exp(1) noise float32 of random `bits` int32 [...], of which the lowest 31 count; never 0.
+    """Return Exp(1) noise float32 of random `bits` int32 [...], as `uniform`; never 0.
 
     The smallest clock decides, so the grid is finest there: steps of 5e-10 near 0, where torch's own are 6e-8.
     """
-    uniform = ((bits & _LARGEST).float() + 0.5) * (1.0 / (_LARGEST + 1))
-    return -torch.log1p(-uniform.clamp_max(_BELOW_ONE))
+    halfway = ((bits & _LARGEST).float() + 0.5) * (1.0 / (_LARGEST + 1))
+    return -torch.log1p(-halfway.clamp_max(_BELOW_ONE))
 
 
 _LARGEST = 2**31 - 1
@@ -158,24 +164,26 @@ _BELOW_ONE = 1.0 - 2.0**-24
 
 
 class Draws:
-    """Noise for a batch of images, each image from a generator of its own.
+    """Random bits for a batch of images, each image's from a generator of its own.
 
     An image's stream of random numbers is then the same whatever else is in its batch. Every call draws the same
-    amount from each generator; the generators live on `device`.
+    amount from each generator; the generators live on `device`. Bits are what is drawn, and programs make `exponential`
+    and `uniform` numbers of them where they are used.
     """
 
     def __init__(self, generators: Sequence[torch.Generator], device: torch.device | str) -> None:
         self.generators = list(generators)
         self.device = torch.device(device)
+        self._stock: dict[int, list[Tensor]] = {}
 
     def bits(self, *shape: int) -> Tensor:
-        """Return what `exponential` takes, int32 [B, *shape]: a program makes the noise of it where it is used."""
+        """Return random bits int32 [B, *shape], the lowest 31 of each; drawn for the next calls as well."""
         count = math.prod(shape)
-        # One random number of 63 bits serves two; drawing is what costs.
-        pairs = torch.empty(len(self.generators), -(-count // 2), dtype=torch.int64, device=self.device)
-        for row, generator in zip(pairs, self.generators, strict=True):
-            row.random_(generator=generator)
-        return pairs.view(torch.int32)[:, :count].reshape(-1, *shape)
+        stock = self._stock.setdefault(count, [])
+        if not stock:
+            # Between two programs a call costs more than what it does, so there are few of them.
+            stock += self._drawn(_AHEAD * count).view(len(self.generators), _AHEAD, count).unbind(1)[::-1]
+        return stock.pop().view(len(self.generators), *shape)
 
     def exponential(self, *shape: int) -> Tensor:
         """Return Exp(1) noise [B, *shape]."""
@@ -183,7 +191,14 @@ class Draws:
 
     def uniform(self, *shape: int) -> Tensor:
         """Return uniform numbers [B, *shape] in [0, 1)."""
-        numbers = torch.empty(len(self.generators), *shape, device=self.device)
-        for row, generator in zip(numbers, self.generators, strict=True):
-            row.uniform_(generator=generator)
-        return numbers
+        return uniform(self.bits(*shape))
+
+    def _drawn(self, count: int) -> Tensor:
+        # One random number of 63 bits serves two; drawing is what costs.
+        pairs = torch.empty(len(self.generators), -(-count // 2), dtype=torch.int64, device=self.device)
+        for row, generator in zip(pairs, self.generators, strict=True):
+            row.random_(generator=generator)
+        return pairs.view(torch.int32)[:, :count].contiguous()
+
+
+_AHEAD = 8

@@ -19,7 +19,7 @@ from lantern_bench.decode.engine import Engine
 from lantern_bench.decode.interface import Drafter, Scores, Target, TargetSession
 from lantern_bench.decode.judge import Judge, judge_children
 from lantern_bench.decode.relax import Relaxation
-from lantern_bench.decode.sampling import Draws, decoding_probabilities, exponential, guide
+from lantern_bench.decode.sampling import Draws, decoding_probabilities, exponential, guide, uniform
 from lantern_bench.decode.trace import StepRecorder
 from lantern_bench.decode.verify import Verdict, verify
 from lantern_bench.decode.verify_greedy import verify_greedy
@@ -172,19 +172,24 @@ class Speculation:
     def settle(self, drafted: Drafted, scored: Scored, uniforms: Tensor, noise: Tensor) -> Tensor | None:
         """Verify, commit and note it.
 
-        `uniforms` [B, M, C] as in `verify`, `noise` [B, V] the bits of its noise. Returns the guided logits
+        `uniforms` [B, M, C] and `noise` [B, V] are bits for those of `verify`. Returns the guided logits
         [B, D + 1, V] along the path that was taken, where they are kept.
         """
         return self._settle(drafted, scored, uniforms, noise)
 
     def noise(self, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
-        """All the random numbers of a step: bits for the noise of the draft and of the last token, uniforms."""
+        """The random bits of a step: for the noise of the draft and of the last token, for the uniforms."""
         if self._rules.decoding.greedy:
             none = torch.empty(self._batch, 0, dtype=torch.int32, device=draws.device)
             return none, none, none
-        bits = draws.bits(self.drafting.noises + 1, self._vocabulary)
-        uniforms = draws.uniform(self.drafting.nodes, self.drafting.fanout)
-        return bits[:, :-1], bits[:, -1], uniforms
+        drafting, vocabulary = self.drafting, self._vocabulary
+        parts = [drafting.noises * vocabulary, vocabulary, drafting.nodes * drafting.fanout]
+        drafted, last, uniforms = torch.split(draws.bits(sum(parts)), parts, dim=1)
+        return (
+            drafted.view(-1, drafting.noises, vocabulary),
+            last,
+            uniforms.view(-1, drafting.nodes, drafting.fanout),
+        )
 
     def _draft_step(self, noise: Tensor) -> Drafted:
         at = self.progress
@@ -198,8 +203,8 @@ class Speculation:
             verdict = verify_greedy(tree, logits, relaxation, table, at.limit)
         else:
             p = decoding_probabilities(logits, decoding)
-            last = exponential(noise)
-            verdict = verify(tree, p, relaxation, table, uniforms, last, at.limit, self._rules.judge)
+            last, chances = exponential(noise), uniform(uniforms)
+            verdict = verify(tree, p, relaxation, table, chances, last, at.limit, self._rules.judge)
         at.commit(verdict, scored.features)
         self.target.commit(verdict.path, at.counts)
         if not self._keep_logits:

@@ -30,7 +30,7 @@ def _depth_first_by_level(path: Path) -> tuple[int, Path]:
 
 
 STATIC_TREES: dict[str, Topology] = {
-    "chain-5": _paths("0 00 000 0000 00000"),
+    **{f"chain-{depth}": tuple((0,) * level for level in range(1, depth + 1)) for depth in range(3, 8)},
     "small-7": _paths("0 1 00 01 10 000 0000"),
     "eagle1-25": _paths("0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"),
     "balanced-25": _paths(

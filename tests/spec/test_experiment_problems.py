@@ -64,7 +64,8 @@ def message(folder: Path, text: str, flags: dict[str, Any] | None = None, **more
         ("{mode: speculative, drafting: chain, tree: small-7}", "cells[0].tree small-7: the drafting chain is static with "
          "the tree chain-5; leave tree out, or write drafting: static"),
         ("{mode: speculative, tree: smal-7}", "cells[0].tree smal-7: unknown tree; did you mean small-7? (the trees are "
-         "chain-5, small-7, eagle1-25, balanced-25, deep-25, extended-57, medusa-63; or @FILE, or a list of paths)"),
+         "chain-3, chain-4, chain-5, chain-6, chain-7, small-7, eagle1-25, balanced-25, deep-25, extended-57, "
+         "medusa-63; or @FILE, or a list of paths)"),
         ("{mode: speculative, tree: [[0], [2]]}", "cells[0].tree [[0], [2]]: the path [2] leaves a gap: its sibling [1] is "
          "missing. Number the children of a node 0, 1, 2, ... without gaps."),
         ("{mode: lantern, delta: 0.1, depth: 1, nodes: 20}", "cells[0].nodes 20: depth 1 and beam 10 make only 10 candidates"),

@@ -34,6 +34,12 @@ def test_named_trees_are_the_published_ones(ours: str) -> None:
     assert [list(path) for path in STATIC_TREES[ours]] == published["sorted_node_paths"][1:]
 
 
+def test_chains_are_as_deep_as_their_names() -> None:
+    assert {name: topology[-1] for name, topology in STATIC_TREES.items() if name.startswith("chain")} == {
+        f"chain-{depth}": (0,) * depth for depth in (3, 4, 5, 6, 7)
+    }
+
+
 def test_small_tree_is_the_design() -> None:
     assert STATIC_TREES["small-7"] == ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0))
 
