@@ -186,9 +186,9 @@ class Speculation:
         parts = [drafting.noises * vocabulary, vocabulary, drafting.nodes * drafting.fanout]
         drafted, last, uniforms = torch.split(draws.bits(sum(parts)), parts, dim=1)
         return (
-            drafted.view(-1, drafting.noises, vocabulary),
+            drafted.view(self._batch, drafting.noises, vocabulary),
             last,
-            uniforms.view(-1, drafting.nodes, drafting.fanout),
+            uniforms.view(self._batch, drafting.nodes, drafting.fanout),
         )
 
     def _draft_step(self, noise: Tensor) -> Drafted:

@@ -48,7 +48,7 @@ def plan(capsys, *typed: str) -> pd.DataFrame:
 
 def test_the_default_plan(capsys, here):
     listed = plan(capsys)
-    assert listed["cell"].tolist()[:2] == ["ar-t1", "speculative-static-small-7-t1"]
+    assert listed["cell"].tolist()[:2] == ["ar-t1", "speculative-static-chain-4-t1"]
     assert len(listed) == 8 and set(listed["images"]) == {24} and set(listed["done"]) == {0}
     assert list(here.iterdir()) == []
 
@@ -242,7 +242,7 @@ def test_models_are_listed_with_their_licence(capsys):
     assert cli.main(["models"]) == 0
     listed = pd.read_csv(io.StringIO(capsys.readouterr().out))
     (row,) = listed[listed["model"] == "lanterns"].to_dict("records")
-    assert row["licence"] == "Apache-2.0" and "small-7" in row["defaults"]
+    assert row["licence"] == "Apache-2.0" and "chain-4" in row["defaults"]
     weights = load_file(WEIGHTS_FOLDER / FILES["target"])
     assert row["tokens"] == 256 and row["parameters_m"] == round(sum(part.size for part in weights.values()) / 1e6)
     # Of every model: its size, its files, and where those that are not here come from.

@@ -46,13 +46,13 @@ def cells(text: str) -> str:
 def test_the_default_experiment() -> None:
     assert ids(resolve(load_experiment("lanterns"), MODELS)) == [
         "ar-t1",
-        "speculative-static-small-7-t1",
+        "speculative-static-chain-4-t1",
         "speculative-static-eagle1-25-t1",
         "lantern-dynamic-24n4d6b-k100-delta0.1-t1",
         "lantern-dynamic-24n4d6b-k100-delta0.3-t1",
-        "lantern++-static-small-7-k100-lambda5-t1",
-        "lantern++-static-small-7-k100-lambda10-t1",
-        "speculative-static-small-7-t0",
+        "lantern++-static-chain-4-k100-lambda5-t1",
+        "lantern++-static-chain-4-k100-lambda10-t1",
+        "speculative-static-chain-4-t0",
     ]
 
 
@@ -170,7 +170,7 @@ def test_the_baseline_is_added_once_with_the_top_level_values(tmp_path: Path) ->
         (
             {"temperature": 0},
             {"modes": "speculative"},
-            ["ar-t0", "speculative-static-small-7-t0", "speculative-static-eagle1-25-t0"],
+            ["ar-t0", "speculative-static-chain-4-t0", "speculative-static-eagle1-25-t0"],
         ),
         (
             {"nodes": "10,20", "delta": ["0.1"]},
@@ -180,7 +180,7 @@ def test_the_baseline_is_added_once_with_the_top_level_values(tmp_path: Path) ->
         (
             {"lambda": "3"},
             {"modes": "lantern++", "settings": ["cells.3.neighbours=99"]},
-            ["ar-t1", "lantern++-static-small-7-k99-lambda3-t1"],
+            ["ar-t1", "lantern++-static-chain-4-k99-lambda3-t1"],
         ),
         ({}, {"modes": "ar", "settings": ["top-p=0.5,0.25"]}, ["ar-t1-topp0.5", "ar-t1-topp0.25"]),
     ],
