@@ -62,7 +62,7 @@ def show(tab: Any, part: str) -> None:
 def save(tab: Any, path: Path) -> None:
     """Take the picture."""
     tab.screenshot(path=str(path))
-    print(path.relative_to(ROOT))
+    print(path)
 
 
 if __name__ == "__main__":
