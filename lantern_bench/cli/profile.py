@@ -27,6 +27,7 @@ __all__ = ["profile"]
 _NODES = (1, 8, 16, 32, 64)
 _TREES = "chain-5,small-7,eagle1-25,58n5d10b"
 _MB = 1e6
+_NEIGHBOURS = 100
 
 
 class _Subject(NamedTuple):
@@ -56,7 +57,9 @@ def profile(
     lambda_: Annotated[
         float | None, typer.Option("--lambda", help="Search for the trees of lantern++ with this lambda.")
     ] = None,
-    neighbours: Annotated[int, typer.Option(min=1, help="Nearest codes of lantern++ in the search.")] = 100,
+    neighbours: Annotated[
+        int | None, typer.Option(min=1, help=f"Nearest codes of lantern++ in the search. Default {_NEIGHBOURS}.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for profile.csv and profile.png.")] = None,
     format: Annotated[str | None, typer.Option(help=f"Of the table: one of {', '.join(FORMATS)}.")] = None,
@@ -68,10 +71,12 @@ def profile(
     if search and (random_weights or size is not None):
         raise UserError("--search: needs weights that mean something", "Leave out --random-weights and --size.")
     rule: dict[str, Any] = {"mode": "speculative"}
+    if neighbours is not None and lambda_ is None:
+        raise UserError(f"--neighbours {neighbours}: is for --search with --lambda")
     if lambda_ is not None:
         if not search or lambda_ <= 1:
             raise UserError(f"--lambda {lambda_:g}: is for --search, and above 1")
-        rule = {"mode": "lantern++", "neighbours": neighbours, "lambda": lambda_}
+        rule = {"mode": "lantern++", "neighbours": neighbours or _NEIGHBOURS, "lambda": lambda_}
     shapes = {"ar": {"mode": "ar"}, **{name: _tree_settings(name) for name in trees}}
     from lantern_bench.runs.local import choose_place
 

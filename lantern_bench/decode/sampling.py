@@ -182,7 +182,7 @@ class Draws:
         stock = self._stock.setdefault(count, [])
         if not stock:
             # Between two programs a call costs more than what it does, so there are few of them.
-            stock += self._drawn(_AHEAD * count).view(len(self.generators), _AHEAD, count).unbind(1)[::-1]
+            stock += self._drawn(count).unbind(1)[::-1]
         return stock.pop().view(len(self.generators), *shape)
 
     def exponential(self, *shape: int) -> Tensor:
@@ -195,10 +195,10 @@ class Draws:
 
     def _drawn(self, count: int) -> Tensor:
         # One random number of 63 bits serves two; drawing is what costs.
-        pairs = torch.empty(len(self.generators), -(-count // 2), dtype=torch.int64, device=self.device)
+        pairs = torch.empty(len(self.generators), _AHEAD // 2 * count, dtype=torch.int64, device=self.device)
         for row, generator in zip(pairs, self.generators, strict=True):
             row.random_(generator=generator)
-        return pairs.view(torch.int32)[:, :count].contiguous()
+        return pairs.view(torch.int32).view(len(self.generators), _AHEAD, count)
 
 
 _AHEAD = 8

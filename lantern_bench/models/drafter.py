@@ -15,6 +15,7 @@ from lantern_bench.decode.interface import Drafts
 from lantern_bench.models.cache import KVCache, Sessions
 from lantern_bench.models.conditioning import Condition, prompt_words, visible_rows
 from lantern_bench.models.line_ends import force_line_ends
+from lantern_bench.models.rotary import rotary_table
 from lantern_bench.models.target import causal_seen, padding_of
 from lantern_bench.models.transformer import (
     Block,
@@ -22,7 +23,6 @@ from lantern_bench.models.transformer import (
     TransformerConfig,
     attend_cached,
     attend_plain,
-    rotary_table,
 )
 
 __all__ = ["EagleDrafter"]

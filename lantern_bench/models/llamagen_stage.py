@@ -16,7 +16,7 @@ import torch
 from lantern_bench.errors import UserError
 from lantern_bench.models.checkpoint import Checkpoint
 from lantern_bench.models.llamagen_sizes import PUBLISHED, LlamaGenSize
-from lantern_bench.models.transformer import grid_rotary
+from lantern_bench.models.rotary import grid_rotary
 
 __all__ = ["check_stage", "grid_of_table"]
 

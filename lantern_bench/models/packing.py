@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lantern_bench.models.drafter import EagleDrafter
 from lantern_bench.models.target import TransformerTarget
-from lantern_bench.models.transformer import FeedForward
+from lantern_bench.models.transformer import FeedForward, linear_of
 
 __all__ = [
     "PackedLinear",
@@ -107,7 +107,7 @@ def _packed_parts(module: nn.Module) -> Iterator[PackedLinear]:
 def pack_for_decoding(target: object, drafter: object) -> None:
     """Replace the linear layers of a target and its drafter, in place, where they are what this package makes.
 
-    On devices without packed kernels only the drafter's head changes. Doing it again changes nothing.
+    Without packed kernels only products are joined and the drafter's head narrowed. Doing it again changes nothing.
     """
     if isinstance(drafter, EagleDrafter):
         drafter.draft_with(_narrow_head(drafter.head_module, drafter.dtype))
@@ -121,9 +121,7 @@ def _narrow_head(head: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The head in the drafter's type: a copy, where it differs."""
     if not isinstance(head, nn.Linear) or head.weight.dtype == dtype:
         return head
-    narrow = nn.Linear(head.in_features, head.out_features, bias=False, device="meta")
-    narrow.weight = nn.Parameter(head.weight.to(dtype), requires_grad=False)
-    return narrow
+    return linear_of(head.weight.to(dtype))
 
 
 def _pack_below(module: nn.Module) -> None:

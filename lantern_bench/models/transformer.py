@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lantern_bench.models.cache import KVCache
+from lantern_bench.models.rotary import rotary_table, rotate
 
 __all__ = [
     "Block",
@@ -27,12 +28,8 @@ __all__ = [
     "TokenEmbedding",
     "Transformer",
     "TransformerConfig",
-    "grid_rotary",
-    "rotary_table",
+    "linear_of",
 ]
-
-# Rows behind the grid serve nodes that run over its end; their tokens are never kept (finding B5).
-_MARGIN = 64
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -99,69 +96,6 @@ class RMSNorm(nn.Module):
         return functional.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
 
 
-def grid_rotary(config: TransformerConfig, prefix: int | None = None) -> Tensor:
-    """The rotary table [positions, head_dim / 2, 2] (cosine, sine) of prefix, grid and margin.
-
-    The first half of the pairs turns with the row, the second with the column; the first image token is cell (0, 0).
-    `prefix` overrides the config's (a drafter's is one shorter, finding B5).
-    """
-    prefix = config.prefix if prefix is None else prefix
-    half = config.head_dim // 2
-    steps = torch.arange(0, half, 2, dtype=torch.float32)[: half // 2]
-    frequency = 1.0 / config.rope_base ** (steps / half)
-    rows, columns = config.grid
-    by_row = torch.outer(torch.arange(rows, dtype=torch.float32), frequency)
-    by_column = torch.outer(torch.arange(columns, dtype=torch.float32), frequency)
-    angles = torch.cat(
-        [
-            by_row[:, None, :].expand(rows, columns, -1),
-            by_column[None, :, :].expand(rows, columns, -1),
-        ],
-        dim=-1,
-    ).reshape(rows * columns, half)
-    grid = torch.stack([angles.cos(), angles.sin()], dim=-1)
-    head = torch.zeros(prefix, half, 2)
-    if config.prefix_rotary == "identity":
-        head[..., 0] = 1.0
-    return torch.cat([head, grid, torch.zeros(_MARGIN, half, 2)])
-
-
-def rotary_table(config: TransformerConfig, prefix: int | None = None) -> Tensor:
-    """What queries and keys are turned by at each position, [positions, 2, head_dim], as `rotary_turns` says.
-
-    `prefix` overrides the config's; a sequence has none of its own to override.
-    """
-    interleaved = config.pairs == "interleaved"
-    if config.positions == "grid":
-        return rotary_turns(grid_rotary(config, prefix), interleaved)
-    steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
-    places = torch.arange(config.prefix + config.image_tokens + _MARGIN, dtype=torch.float32)
-    angles = torch.outer(places, 1.0 / config.rope_base ** (steps / config.head_dim))
-    return rotary_turns(torch.stack([angles.cos(), angles.sin()], dim=-1), interleaved)
-
-
-def rotary_turns(rotary: Tensor, interleaved: bool) -> Tensor:
-    """What `_rotate` multiplies with, [positions, 2, head_dim], of a table [positions, head_dim / 2, 2].
-
-    The cosine of each number's pair, and the sine with the sign with which its partner enters.
-    """
-    cosine, sine = rotary.unbind(-1)
-    if interleaved:
-        pairs = [torch.stack([cosine, cosine], dim=-1), torch.stack([-sine, sine], dim=-1)]
-        return torch.stack([pair.flatten(-2) for pair in pairs], dim=1)
-    return torch.stack([torch.cat([cosine, cosine], dim=-1), torch.cat([-sine, sine], dim=-1)], dim=1)
-
-
-def _rotate(x: Tensor, turn: Tensor, interleaved: bool) -> Tensor:
-    """Rotate pairs: x [rows, n, heads, head_dim], turn [1 or rows, n, 2, head_dim]."""
-    wide = x.float()
-    if interleaved:
-        partner = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    else:
-        partner = wide.roll(wide.shape[-1] // 2, dims=-1)
-    return (wide * turn[:, :, :1] + partner * turn[:, :, 1:]).to(x.dtype)
-
-
 class _HeadNorm(nn.Module):
     """LayerNorm over each head, with a scale and an offset of its own for each of them."""
 
@@ -192,10 +126,17 @@ class _Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = turned.split([self.heads, self.kv_heads], dim=2)
             turned = torch.cat([self.q_norm(q), self.k_norm(k)], dim=2)
-        q, k = _rotate(turned, turn, self.interleaved).split([self.heads, self.kv_heads], dim=2)
+        q, k = rotate(turned, turn, self.interleaved).split([self.heads, self.kv_heads], dim=2)
         mixed = attend(q, k, v)
         out: Tensor = self.wo(mixed.reshape(rows, n, -1))
         return out
+
+
+def linear_of(weight: Tensor) -> nn.Linear:
+    """A product with a weight [out, in] that is there, without a bias; not for training."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
 
 
 class FeedForward(nn.Module):
@@ -211,9 +152,7 @@ class FeedForward(nn.Module):
     def join(self) -> None:
         """Put the gate's weight and the other one into one; checkpoints are read and written before that."""
         if self.w13 is None:
-            joined = nn.Linear(self.w1.in_features, 2 * self.w1.out_features, bias=False, device="meta")
-            joined.weight = nn.Parameter(torch.cat([self.w1.weight, self.w3.weight]), requires_grad=False)
-            self.w13 = joined
+            self.w13 = linear_of(torch.cat([self.w1.weight, self.w3.weight]))
             del self.w1, self.w3
 
     def forward(self, x: Tensor) -> Tensor:

@@ -91,7 +91,8 @@ def compile_models(models: Iterable[LoadedModel], place: Place) -> str | None:
     """
     problem = compiler_problem(place.device)
     if problem is None:
-        lower_packed_products()
+        if place.device.type == "cpu":
+            lower_packed_products()
         for model in models:
             pack_for_decoding(model.target, model.drafter)
             model.engine = Engine(compile=True)

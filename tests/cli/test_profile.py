@@ -40,6 +40,7 @@ def test_a_made_up_model_is_measured(tmp_path: Path, capsys: pytest.CaptureFixtu
             ["--size", "1x64x16x4", "--search"],
             "--search: needs weights",
         ),
+        (["--neighbours", "9", "--search"], "--neighbours 9: is for --search with --lambda"),
         (["--lambda", "5"], "--lambda 5: is for --search"),
         (["--search", "--lambda", "0.5"], "--lambda 0.5: is for --search, and above 1"),
         (["--search", "--tree", "6n2d3b", "--no-compile", "--images", "1", "--tokens", "8"], "Add one to --tree"),

@@ -19,7 +19,7 @@ from lantern_bench.models.filling import export
 from lantern_bench.models.llamagen import build_target, key_map
 from lantern_bench.models.llamagen_sizes import PUBLISHED, LlamaGenSize
 from lantern_bench.models.registry import cards
-from lantern_bench.models.transformer import grid_rotary
+from lantern_bench.models.rotary import grid_rotary
 from tests.models import golden_models, tiny_llamagen
 
 T2I = LlamaGenSize("t2i", 48, 2, 3, 64, (4, 4), 5, vocab_size=32, width=8)

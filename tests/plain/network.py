@@ -12,8 +12,9 @@ from torch.nn import functional
 
 from lantern_bench.models.conditioning import Condition
 from lantern_bench.models.drafter import EagleDrafter
+from lantern_bench.models.rotary import grid_rotary
 from lantern_bench.models.target import TransformerTarget
-from lantern_bench.models.transformer import Block, RMSNorm, grid_rotary
+from lantern_bench.models.transformer import Block, RMSNorm
 
 Past = list[tuple[Tensor, Tensor]]
 
