@@ -112,8 +112,8 @@ class _Nodes:
         """Take x and the touched codes out of p."""
         p = self.p[: len(x)]
         if near is not None and touched is not None:
-            p.scatter_(1, near, torch.where(touched & tried, 0.0, p.gather(1, near)))
-        p.scatter_(1, x, torch.where(tried, 0.0, p.gather(1, x)))
+            _put(p, near, torch.where(touched & tried, 0.0, p.gather(1, near)))
+        _put(p, x, torch.where(tried, 0.0, p.gather(1, x)))
         left = p.sum(dim=1, keepdim=True)
         empty = tried & (left <= 0)
         self._settle_empty(empty)
@@ -131,11 +131,11 @@ class _Nodes:
         rest = (p - q / self.q_mass[: len(x)]).clamp_min_(0.0)
         if near is not None and touched is not None:
             instead = p.gather(1, near) if self.official else 0.0
-            rest.scatter_(1, near, torch.where(touched, instead, rest.gather(1, near)))
+            _put(rest, near, torch.where(touched, instead, rest.gather(1, near)))
         left = rest.sum(dim=1, keepdim=True)
         p.copy_(torch.where(tried & (left > 0), rest / left, p))
         self._settle_empty(tried & (left <= 0))
-        q.scatter_(1, x, torch.where(tried, 0.0, q.gather(1, x)))
+        _put(q, x, torch.where(tried, 0.0, q.gather(1, x)))
         self.q_mass[: len(x)] = q.sum(dim=1, keepdim=True)
 
     def _settle_empty(self, empty: Tensor) -> None:
@@ -148,3 +148,9 @@ class _Nodes:
             self.p[: len(empty), :choices].masked_fill_(empty, 1.0 / choices)
         else:
             self.exhausted[: len(empty)] |= empty
+
+
+def _put(values: Tensor, columns: Tensor, chosen: Tensor) -> None:
+    """`scatter_` along the rows of `values`, said so that compiled programs write in place and copy nothing."""
+    rows = torch.arange(len(values), device=values.device)[:, None]
+    values.index_put_((rows, columns), chosen)

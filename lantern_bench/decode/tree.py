@@ -55,8 +55,12 @@ class DraftTree:
     q: Tensor | None = None
 
     def rows(self, values: Tensor) -> Tensor:
-        """Return a copy [I * B, ...] of the `values` [B, M, ...] of the nodes that are judged, node by node."""
-        return values.transpose(0, 1).index_select(0, self.layout.nodes).flatten(0, 1)
+        """Return a copy [I * B, ...] of the `values` [B, M, ...] of the nodes that are judged, node by node.
+
+        Indexed at once, and not by views: compiled programs then change the copy in place.
+        """
+        nodes, images = self.layout.nodes, torch.arange(len(values), device=values.device)
+        return values[images.repeat(len(nodes)), nodes.repeat_interleave(len(values))]
 
 
 @dataclass(frozen=True)

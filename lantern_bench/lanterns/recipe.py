@@ -57,7 +57,7 @@ PARTS: dict[str, Part] = {
         8, TrainSettings(lr=1e-3, warmup=100, betas=(0.9, 0.98), weight_decay=0.1, log_every=25), ("tokenizer",)
     ),
     "target": Part(60, TrainSettings(lr=1.5e-3, warmup=100), ("tokenizer",)),
-    "drafter": Part(15, loop_settings(RECIPES["lanterns"]), ("tokenizer", "target")),
+    "drafter": Part(55, loop_settings(RECIPES["lanterns"]), ("tokenizer", "target")),
 }
 """In the order in which they are trained."""
 

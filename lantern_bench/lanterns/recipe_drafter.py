@@ -34,7 +34,9 @@ def drafter_task(
     features, examined = (LiveFeatures(target, _sequenced(part)) for part in (sequences, held_out))
     rows = range(min(_EVALUATED, len(held_out.tokens)))
     learnt = range(len(sequences.tokens))
-    lessons = Lessons(features, learnt, recipe.batch, recipe.dropped, seed, lambda: examined.examined(rows))
+    lessons = Lessons(
+        features, learnt, recipe.batch, recipe.dropped, seed, lambda: examined.examined(rows), guided=recipe.guided
+    )
     examined_with = Decoding(mode="ar", drafting="none", rule="none", cfg_scale=GUIDANCE)
     return DrafterTask(drafter, lessons, recipe, examined_with)
 

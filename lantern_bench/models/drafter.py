@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_bench.decode.interface import Drafts
+from lantern_bench.models.attention import attend_cached, attend_plain
 from lantern_bench.models.cache import KVCache, Sessions
 from lantern_bench.models.conditioning import Condition, prompt_words, visible_rows
 from lantern_bench.models.line_ends import force_line_ends
@@ -21,8 +22,6 @@ from lantern_bench.models.transformer import (
     Block,
     TokenEmbedding,
     TransformerConfig,
-    attend_cached,
-    attend_plain,
 )
 
 __all__ = ["EagleDrafter"]
@@ -73,18 +72,19 @@ class EagleDrafter(nn.Module):
         mask: Tensor,
         words: Tensor | None = None,
         positions: Tensor | None = None,
+        before: list[tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:
         """Predicted features of whole sequences [rows, n, dim], without a cache (training).
 
         tokens int64 [rows, n] are shifted: token t follows features t; `mask` [rows or 1, 1, n, n] is additive.
         `words` [rows, m] of the whole vocabulary come before the tokens, which are then n - m; `positions` int64
-        [rows, n] are given where they are not 0 to n - 1.
+        [rows, n] are given where they are not 0 to n - 1. `before`: as in `attend_plain`.
         """
         embedded = self.embed_tokens(tokens)
         if words is not None:
             embedded = torch.cat([self.embed_tokens.of_words(words), embedded], dim=1)
         turn = self.rotary[None, : features.shape[1]] if positions is None else self.rotary[positions]
-        out: Tensor = self.layer(self.fuse(embedded, features), turn, attend_plain(mask))
+        out: Tensor = self.layer(self.fuse(embedded, features), turn, attend_plain(mask, before))
         return out
 
     @property

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Self, TypeAlias
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lantern_bench.models.attention import Attend, attend_cached, attend_plain
 from lantern_bench.models.cache import KVCache
 from lantern_bench.models.rotary import rotary_table, rotate
 
@@ -30,8 +31,6 @@ __all__ = [
     "TransformerConfig",
     "linear_of",
 ]
-
-Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -182,36 +181,6 @@ class Block(nn.Module):
         x = x + self.attention(self.attention_norm(x), turn, attend)
         out: Tensor = x + self.feed_forward(self.ffn_norm(x))
         return out
-
-
-def attend_cached(cache: KVCache, layer: int, slots: Tensor, mask: Tensor) -> Attend:
-    """Attention over a cache: writes the new keys and values, sees what `mask` [rows, 1, n, capacity] allows."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = cache.write(layer, slots, k, v)
-        return _scaled_dot_product(q, keys, values, mask)
-
-    return attend
-
-
-def attend_plain(mask: Tensor) -> Attend:
-    """Attention without a cache, for training: mask [rows or 1, 1, n, n], additive."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _scaled_dot_product(q, k, v, mask.to(q.dtype))
-
-    return attend
-
-
-def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    grouped = q.shape[2] != k.shape[2]
-    if q.shape[1] == 1 and q.device.type == "cpu" and q.dtype != torch.float32:
-        # torch's kernel multiplies a single row in half precision three times as slowly as two.
-        return _scaled_dot_product(q.expand(-1, 2, -1, -1), k, v, mask.expand(-1, -1, 2, -1))[:, :1]
-    mixed = functional.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, enable_gqa=grouped
-    )
-    return mixed.transpose(1, 2)
 
 
 class TokenEmbedding(nn.Embedding):

@@ -28,8 +28,14 @@ class DrafterRecipe:
     SmoothL1 between predicted and true feature plus `soft_weight` times cross-entropy against the target's
     distribution. Uniform noise of at most `noise` is added to the features that go in, times 512 over their number
     where `noise_by_length`. `dropped` is the share of sequences without their condition; `guessed` the share of
-    features that go in as the drafter's own guesses (the idea of HASS, arXiv 2408.15766). `held_out` is the share of
-    the data kept for evaluation. `autocast`: matrix products in bfloat16.
+    features that go in as the drafter's own guesses. `held_out` is the share of the data kept for evaluation.
+    `autocast`: matrix products in bfloat16.
+
+    `levels` of a draft are followed, each fed the guesses of the one before and seeing the true features before it, as
+    a tree's levels are (HASS, arXiv 2408.15766); each weighs `level_decay` times the one before. `guided`: every
+    sequence is shown with and without its condition, and what is compared are the guided distributions that decoding
+    draws from; a share `dropped` is not guided. `overlap_weight` weighs the total variation between the two, the share
+    of first drafts that is rejected.
     """
 
     lr: float = 1e-4
@@ -51,6 +57,10 @@ class DrafterRecipe:
     noise_by_length: bool = True
     dropped: float = 0.1
     guessed: float = 0.0
+    levels: int = 1
+    level_decay: float = 0.8
+    guided: bool = False
+    overlap_weight: float = 0.0
     held_out: float = 0.05
     autocast: bool = True
 
@@ -69,8 +79,8 @@ class DrafterRecipe:
 
 RECIPES: dict[str, DrafterRecipe] = {
     "published": DrafterRecipe(),
-    # Image tokens are ambiguous: matching the distribution counts more here than the feature. Found on the embedded
-    # model, whose drafter sees each picture about once.
+    # Image tokens are ambiguous: matching the distribution that is decoded from counts more here than the feature.
+    # Found on the embedded model, whose drafter sees each picture about once.
     "lanterns": DrafterRecipe(
         lr=1e-3,
         weight_decay=0.05,
@@ -81,14 +91,17 @@ RECIPES: dict[str, DrafterRecipe] = {
         warmup=100,
         epochs=1.0,
         batch=16,
-        feature_weight=0.2,
-        soft_weight=1.0,
+        feature_weight=0.1,
+        soft_weight=0.3,
+        overlap_weight=1.0,
+        noise=0.0,
         noise_by_length=False,
-        guessed=0.3,
+        levels=3,
+        guided=True,
     ),
 }
-_POSITIVE = {"lr", "clip", "epochs", "steps", "batch", "accumulate"}
-_SHARES = {"final_lr", "warmup_share", "dropped", "guessed", "held_out"}
+_POSITIVE = {"lr", "clip", "epochs", "steps", "batch", "accumulate", "levels"}
+_SHARES = {"final_lr", "warmup_share", "dropped", "guessed", "level_decay", "held_out"}
 
 
 def read_recipe(source: str) -> DrafterRecipe:

@@ -87,6 +87,7 @@ class _Run:
             job.seed,
             lambda: self.live.examined(examined),
             workers,
+            job.recipe.guided,
         )
         self.task = DrafterTask(self.drafter, lessons, job.recipe, job.decoding)
         self.settings = _settings(job, len(learnt))
@@ -158,6 +159,9 @@ class _Run:
         shards = FeatureShards(job.work, key, dtype, target.device)
         draws = torch.Generator().manual_seed(job.seed)
         dropped = torch.rand(len(self.examples.tokens), generator=draws) < job.recipe.dropped
+        if job.recipe.guided:
+            key |= {"dropped": "both"}
+            dropped = torch.arange(2 * len(dropped)) >= len(dropped)
         row = bytes_a_row(config.prefix, config.image_tokens, config.dim, dtype)
         if self.workers.first:
             shards.make(self.live, row, max(8, job.recipe.batch), dropped, job.recipe.autocast, self.on_progress)

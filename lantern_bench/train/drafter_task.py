@@ -22,9 +22,10 @@ from lantern_bench.models.line_ends import force_line_ends
 from lantern_bench.models.target import TransformerTarget
 from lantern_bench.spec.decoding import Decoding
 from lantern_bench.train.drafter_recipe import DrafterRecipe
-from lantern_bench.train.lessons import Lessons
+from lantern_bench.train.lessons import Lesson, Lessons
 from lantern_bench.train.loop import TrainSettings
-from lantern_bench.train.teacher import Taught, positions_of, prefix_mask
+from lantern_bench.train.teacher import Taught
+from lantern_bench.train.unrolling import unroll
 
 __all__ = ["DrafterTask", "build_drafter", "drafter_like", "loop_settings"]
 
@@ -86,16 +87,21 @@ class DrafterTask:
 
     def loss(self, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Feature and distribution loss of the next batch."""
-        taught, seeds = self._lessons.draw(generator)
-        taught = taught._replace(hidden=taught.hidden.to(self.drafter.fc.weight.dtype))
-        wanted, guess = self._behind(taught.hidden, self._predict(taught, self._seen(taught, seeds)))
-        feature_loss = functional.smooth_l1_loss(guess.float(), wanted.float())
-        p = self._logits(wanted).softmax(-1)
-        log_q = self._logits(guess).log_softmax(-1)
-        soft_loss = -(p * log_q).sum(-1).mean()
-        overlap = torch.minimum(p, log_q.detach().exp()).sum(-1).mean()
-        total = self._recipe.feature_weight * feature_loss + self._recipe.soft_weight * soft_loss
-        return total, {"feature": feature_loss.detach(), "soft": soft_loss.detach(), "one_minus_tv": overlap}
+        lesson, recipe = self._lessons.draw(generator), self._recipe
+        taught = lesson.taught._replace(hidden=lesson.taught.hidden.to(self.drafter.fc.weight.dtype))
+        p = self._distribution(self._behind(taught.hidden), lesson).softmax(-1)
+        seen = self._seen(taught, lesson.seeds)
+        total, first = torch.zeros((), device=p.device), dict[str, Tensor]()
+        for level, predicted in enumerate(unroll(self.drafter, taught, seen, recipe.levels)):
+            wanted, guess = self._behind(taught.hidden)[:, level:], self._drafted(predicted)[:, level:]
+            feature = functional.smooth_l1_loss(guess.float(), wanted.float())
+            log_q = self._distribution(self._drafted(predicted), lesson)[:, level:].log_softmax(-1)
+            soft = -(p[:, level:] * log_q).sum(-1).mean()
+            overlap = torch.minimum(p[:, level:], log_q.exp()).sum(-1).mean()
+            part = recipe.feature_weight * feature + recipe.soft_weight * soft + recipe.overlap_weight * (1 - overlap)
+            total = total + recipe.level_decay**level * part
+            first = first or {name: one.detach() for name, one in _named(feature, soft, overlap)}
+        return total / sum(recipe.level_decay**level for level in range(recipe.levels)), first
 
     def after_step(self, step: int, generator: torch.Generator) -> None:
         """Nothing to do between steps."""
@@ -121,7 +127,8 @@ class DrafterTask:
             logits = []
             for taught in pair:
                 true = taught._replace(hidden=taught.hidden.to(dtype))
-                features = self._behind(true.hidden, self._predict(true, true.hidden, drafter))
+                (predicted,) = unroll(drafter, true, true.hidden, 1)
+                features = self._behind(true.hidden), self._drafted(predicted)
                 logits.append([self._logits(feature) for feature in features])
             (p_cond, q_cond), (p_null, q_null) = logits
             p = decoding_probabilities(guide(p_cond, p_null, scale), self._decoding)
@@ -130,10 +137,22 @@ class DrafterTask:
             count += len(p)
         return total / count
 
-    def _behind(self, hidden: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor]:
-        """True and predicted features that predict tokens 1 to N - 1 of the image."""
-        first = hidden.shape[1] - self.drafter.config.image_tokens
-        return hidden[:, first + 1 :], predicted[:, first:-1]
+    def _behind(self, hidden: Tensor) -> Tensor:
+        """The true features that predict tokens 1 to N - 1 of the image."""
+        return hidden[:, hidden.shape[1] - self.drafter.config.image_tokens + 1 :]
+
+    def _drafted(self, predicted: Tensor) -> Tensor:
+        """The drafter's for the same tokens."""
+        return predicted[:, predicted.shape[1] - self.drafter.config.image_tokens : -1]
+
+    def _distribution(self, features: Tensor, lesson: Lesson) -> Tensor:
+        """Logits [B, N - 1, V] that are compared: guided where the lesson is."""
+        if self._recipe.guided:
+            # The head is linear: guiding what goes in guides what comes out, and half of it is to be computed.
+            cond, null = features.float().chunk(2)
+            alone = lesson.dropped.to(cond.device)[:, None, None]
+            features = torch.where(alone, cond, guide(cond, null, self._decoding.cfg_scale)).to(features.dtype)
+        return self._logits(features)
 
     def _logits(self, features: Tensor) -> Tensor:
         """Logits float32 [B, N - 1, V] of the tokens 1 to N - 1."""
@@ -144,26 +163,18 @@ class DrafterTask:
     def _seen(self, taught: Taught, seeds: list[int]) -> Tensor:
         """True features with noise, some of the image's replaced by what the drafter predicts for them."""
         hidden, recipe = taught.hidden, self._recipe
-        draws = [torch.Generator().manual_seed(seed) for seed in seeds]
+        draws = [torch.Generator().manual_seed(seed) for seed in seeds * (len(hidden) // len(seeds))]
         width = recipe.noise * (512 / hidden.shape[1] if recipe.noise_by_length else 1.0)
         noise = torch.stack([torch.rand(hidden.shape[1:], generator=draw) for draw in draws])
         noisy = hidden + (2 * noise.to(hidden) - 1) * width
         if recipe.guessed == 0:
             return noisy
         first = hidden.shape[1] - self.drafter.config.image_tokens
-        guessed = torch.cat([noisy[:, : first + 1], self._predict(taught, noisy)[:, first:-1]], dim=1)
+        (predicted,) = unroll(self.drafter, taught, noisy, 1)
+        guessed = torch.cat([noisy[:, : first + 1], predicted[:, first:-1]], dim=1)
         chances = torch.stack([torch.rand(hidden.shape[1], 1, generator=draw) for draw in draws])
         return torch.where((chances < recipe.guessed).to(hidden.device), guessed.to(noisy), noisy)
 
-    def _predict(self, taught: Taught, hidden: Tensor, drafter: EagleDrafter | None = None) -> Tensor:
-        """Predicted features [B, P + N - 1, dim]; position t sees feature t and the token that follows it."""
-        drafter = drafter or self.drafter
-        tokens, words, valid = taught.tokens, taught.words, taught.valid
-        if words is None:
-            tokens = torch.cat([tokens.new_zeros(len(tokens), valid.shape[1] - 1), tokens], dim=1)
-        seen = valid if drafter.mask_padding else torch.ones_like(valid)
-        mask = prefix_mask(seen, hidden.shape[1])
-        before = None if words is None else words[:, 1:]
-        positions = positions_of(valid, hidden.shape[1], drafter.config)
-        out: Tensor = drafter(tokens, hidden, mask, before, positions)
-        return out
+
+def _named(feature: Tensor, soft: Tensor, overlap: Tensor) -> list[tuple[str, Tensor]]:
+    return [("feature", feature), ("soft", soft), ("one_minus_tv", overlap)]

@@ -22,7 +22,7 @@ from lantern_bench.train.shards import Shards
 from lantern_bench.train.teacher import Taught, teach
 from lantern_bench.train.workers import ALONE, Workers
 
-__all__ = ["SHARD_BYTES", "FeatureShards", "Lessons", "LiveFeatures", "Order", "Sequenced", "bytes_a_row"]
+__all__ = ["SHARD_BYTES", "FeatureShards", "Lesson", "Lessons", "LiveFeatures", "Order", "Sequenced", "bytes_a_row"]
 
 SHARD_BYTES = 256 * 10**6
 _HELD_OUT_AT_ONCE = 8
@@ -41,6 +41,22 @@ class Features(Protocol):
     def of(self, rows: Sequence[int], dropped: Tensor) -> Taught:
         """Of the rows with these numbers; `dropped` bool [B] says which have no condition, where that is still open."""
         ...
+
+    def both(self, rows: Sequence[int]) -> Taught:
+        """Of the rows with their conditions, and after these of the same rows without."""
+        ...
+
+
+class Lesson(NamedTuple):
+    """A batch of B sequences: `taught` has B rows, or guided 2 B, those without condition behind the others.
+
+    seeds: one for each sequence, for what is random about it. dropped bool [B]: sequences without their condition, or
+    guided without their guidance.
+    """
+
+    taught: Taught
+    seeds: list[int]
+    dropped: Tensor
 
 
 class Order:
@@ -75,19 +91,22 @@ class Lessons:
         seed: int,
         examined: Callable[[], Iterator[tuple[Taught, Taught]]],
         workers: Workers = ALONE,
+        guided: bool = False,
     ) -> None:
-        """`examined` yields held-out sequences with and without their condition."""
+        """`examined` yields held-out sequences with and without their condition; `guided`: as in `Lesson`."""
         self._features, self._learnt, self._batch, self._dropped = features, list(learnt), batch, dropped
+        self._guided = guided
         self.order, self.held_out, self._workers = Order(len(self._learnt), seed), examined, workers
 
     @torch.no_grad()
-    def draw(self, generator: torch.Generator) -> tuple[Taught, list[int]]:
-        """The next batch, and a seed for each of its rows."""
+    def draw(self, generator: torch.Generator) -> Lesson:
+        """The next batch."""
         rows = [self._learnt[number] for number in self.order.take(self._batch)]
         dropped = torch.rand(self._batch, generator=generator) < self._dropped
         seeds = torch.randint(2**62, (self._batch,), generator=generator).tolist()
         mine = slice(self._workers.rank, None, self._workers.count)
-        return self._features.of(rows[mine], dropped[mine]), seeds[mine]
+        taught = self._features.both(rows[mine]) if self._guided else self._features.of(rows[mine], dropped[mine])
+        return Lesson(taught, seeds[mine], dropped[mine])
 
 
 class LiveFeatures:
@@ -96,10 +115,18 @@ class LiveFeatures:
     def __init__(self, target: TransformerTarget, sequences: Sequenced) -> None:
         self._target, self._sequences = target, sequences
 
+    def __len__(self) -> int:
+        """Sequences there are."""
+        return len(self._sequences.tokens)
+
     def of(self, rows: Sequence[int], dropped: Tensor) -> Taught:
         """See `Features`."""
         tokens = self._sequences.tokens[torch.tensor(rows)].long()
         return teach(self._target, self._sequences.condition(rows), tokens, dropped)
+
+    def both(self, rows: Sequence[int]) -> Taught:
+        """See `Features`."""
+        return self.of([*rows, *rows], torch.arange(2 * len(rows)) >= len(rows))
 
     @torch.no_grad()
     def examined(self, rows: Sequence[int]) -> Iterator[tuple[Taught, Taught]]:
@@ -113,7 +140,8 @@ class LiveFeatures:
 class FeatureShards:
     """Features from disk, made once: nothing of the target's layers is needed while training.
 
-    Which sequences have no condition is decided when they are made, as in the published training.
+    Which sequences have no condition is decided when they are made, as in the published training; or all of them are
+    there twice, with and without it.
     """
 
     def __init__(self, root: Path, key: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
@@ -124,14 +152,14 @@ class FeatureShards:
     def make(
         self, live: LiveFeatures, row_bytes: int, batch: int, dropped: Tensor, autocast: bool, on_progress: OnProgress
     ) -> None:
-        """Make those that are missing, `batch` sequences a forward; `dropped` bool [n]."""
+        """Make those that are missing, `batch` sequences a forward; `dropped` bool [n], or [2 n] for `both`."""
 
         def part(start: int, stop: int) -> Mapping[str, Tensor]:
             made = []
             for first in range(start, stop, batch):
                 rows = range(first, min(stop, first + batch))
                 with torch.autocast(self._device.type, torch.bfloat16, enabled=autocast):
-                    made.append(live.of(list(rows), dropped[first : rows.stop]))
+                    made.append(live.of([row % len(live) for row in rows], dropped[first : rows.stop]))
             return _stored(_joined(made), self._dtype)
 
         at_once = max(1, SHARD_BYTES // row_bytes)
@@ -145,6 +173,11 @@ class FeatureShards:
             one = {name: tensor[None].to(self._device) for name, tensor in row.items()}
             taught.append(Taught(one["tokens"], one["hidden"], one["valid"], one.get("words")))
         return _joined(taught)
+
+    def both(self, rows: Sequence[int]) -> Taught:
+        """See `Features`."""
+        half = len(self.shards) // 2
+        return self.of([*rows, *(half + row for row in rows)], torch.empty(0))
 
 
 def bytes_a_row(prefix: int, tokens: int, dim: int, dtype: torch.dtype) -> int:

@@ -266,7 +266,7 @@ def test_a_file_of_captions_and_a_recipe_of_ones_own(tiny: TinyFamily) -> None:
     Path("mine.yaml").write_text("base: lanterns\nlr: 3e-4\nnoise: 0.05\n")
     assert run("--data", "captions.jsonl", "--recipe", "mine.yaml", "--eval-prompts", "all") == 0
     recipe = json.loads(Path("out/training_report.json").read_text())["recipe"]
-    assert recipe["lr"] == 3e-4 and recipe["noise"] == 0.05 and recipe["guessed"] == 0.3 and recipe["batch"] == 2
+    assert recipe["lr"] == 3e-4 and recipe["noise"] == 0.05 and recipe["levels"] == 3 and recipe["batch"] == 2
 
 
 @pytest.mark.parametrize("kind", ["t2i", "c2i"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,18 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.decode.forcing import drafts_along, teacher_forced
+from lantern_bench.decode.forcing import drafts_along, drafts_at, teacher_forced
 from lantern_bench.decode.sampling import guide
 from lantern_bench.models import registry
 from lantern_bench.models.conditioning import Condition
+from lantern_bench.models.line_ends import force_line_ends
 from lantern_bench.models.own_drafter import read_drafter
 from lantern_bench.models.target import TransformerTarget
 from lantern_bench.spec.decoding import Decoding
 from lantern_bench.train.drafter_files import write_drafter
-from lantern_bench.train.drafter_recipe import RECIPES
+from lantern_bench.train.drafter_recipe import RECIPES, DrafterRecipe
 from lantern_bench.train.drafter_task import DrafterTask, build_drafter, drafter_like
 from lantern_bench.train.lessons import FeatureShards, Lessons, LiveFeatures, Order, Sequenced, bytes_a_row
 from lantern_bench.train.teacher import teach
+from lantern_bench.train.unrolling import unroll
 from lantern_bench.train.workers import Workers
 from tests.models import golden_models, tiny_chameleon
 from tests.train.tiny_target import CAPTIONS, CONFIG, caption_condition, tiny_target
@@ -37,12 +40,12 @@ def tiny_sequences(count: int = 8) -> Sequenced:
 
 
 def task_of(
-    target: TransformerTarget, sequences: Sequenced, workers: Workers | None = None, guessed: float = 0.3
+    target: TransformerTarget, sequences: Sequenced, workers: Workers | None = None, recipe: DrafterRecipe = RECIPE
 ) -> DrafterTask:
     live = LiveFeatures(target, sequences)
     rows = range(len(sequences.tokens))
-    recipe = replace(RECIPE, guessed=guessed)
-    lessons = Lessons(live, rows, 4, 0.1, 0, lambda: live.examined(rows), workers or Workers())
+    examined = functools.partial(live.examined, rows)
+    lessons = Lessons(live, rows, recipe.batch, recipe.dropped, 0, examined, workers or Workers(), guided=recipe.guided)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         return DrafterTask(build_drafter(target), lessons, recipe, DECODING)
@@ -111,12 +114,54 @@ def test_features_and_drafts_are_those_of_the_decode_sessions(family: str, reque
 
 
 @pytest.mark.parametrize("family", ["embedded", "llamagen", "anole", "lumina"])
+@torch.no_grad()
+def test_levels_are_those_of_a_draft(family: str, request: pytest.FixtureRequest) -> None:
+    """From any position on, level after level is what the decode session drafts there, fed the same tokens."""
+    target, sequences = request.getfixturevalue(family)
+    drafter = task_of(target, sequences).drafter
+    condition, tokens = sequences.condition(range(3)), sequences.tokens[:3].long()
+    forced = teacher_forced(target, condition, tokens, guided=True)
+    taught = LiveFeatures(target, sequences).both(range(3))
+    levels = unroll(drafter, taught, taught.hidden, 3)
+    for root in (1, 4):
+        session, drafts = drafts_at(drafter, forced, torch.full((3,), root), 4)
+        for level, predicted in enumerate(levels):
+            place = taught.valid.shape[1] - 2 + root + level
+            assert drafts.uncond is not None
+            wanted = torch.cat([drafts.cond, drafts.uncond])
+            number = torch.full((3, 1), root + level)
+            got = force_line_ends(drafter.head(predicted[:, place : place + 1]), number, drafter.config)
+            assert (got - wanted).abs().max() < 1e-4
+            seen = torch.ones(3, 1, level + 1, dtype=torch.bool)
+            drafts = session.extend(tokens[:, root + level][:, None], torch.zeros(3, 1, dtype=torch.int64), seen)
+    assert (levels[1] - levels[0]).abs().max() > 1e-3  # a guess is not the truth
+
+
+def test_guided_lessons_compare_what_decoding_draws_from() -> None:
+    target, sequences = tiny_target(), tiny_sequences(4)
+    recipe = replace(RECIPE, guided=True, levels=1, dropped=0.0)
+    task = task_of(target, sequences, recipe=recipe)
+    _, parts = task.loss(torch.Generator().manual_seed(0))
+    assert float(parts["one_minus_tv"]) == pytest.approx(task.evaluate()["one_minus_tv"], abs=1e-6)
+    alone = task_of(target, sequences, recipe=replace(recipe, dropped=1.0))
+    plain = task_of(target, sequences, recipe=replace(recipe, guided=False))
+    losses = [one.loss(torch.Generator().manual_seed(0)) for one in (alone, plain)]
+    assert float(losses[0][1]["soft"]) == pytest.approx(float(losses[1][1]["soft"]), abs=1e-6)
+    assert float(losses[0][1]["one_minus_tv"]) != pytest.approx(float(parts["one_minus_tv"]), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [RECIPE, replace(RECIPE, guided=False, levels=1, guessed=0.3, noise=0.1, soft_weight=1.0)],
+    ids=["levels", "guesses"],
+)
+@pytest.mark.parametrize("family", ["embedded", "llamagen", "anole", "lumina"])
 def test_every_family_learns_and_comes_back_from_its_files(
-    family: str, request: pytest.FixtureRequest, tmp_path: Path
+    family: str, recipe: DrafterRecipe, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     target, sequences = request.getfixturevalue(family)
     target.requires_grad_(False)
-    task = task_of(target, sequences)
+    task = task_of(target, sequences, recipe=recipe)
     before = task.evaluate()["one_minus_tv"]
     optimiser = torch.optim.AdamW([p for p in task.drafter.parameters() if p.requires_grad], lr=3e-3)
     generator = torch.Generator().manual_seed(0)
@@ -162,6 +207,10 @@ def test_features_from_shards_train_as_those_made_live(tmp_path: Path) -> None:
     rows = [5, 0, 3]
     kept, made = again.of(rows, torch.zeros(3, dtype=torch.bool)), live.of(rows, dropped[rows])
     for one, other in zip(kept, made, strict=True):
+        assert one is other is None or (one is not None and torch.allclose(one, other, atol=1e-6))  # type: ignore[arg-type]
+    doubled = FeatureShards(tmp_path, {"weights": "both"}, torch.float32, CPU)
+    doubled.make(live, row, 3, torch.arange(16) >= 8, False, lambda _what, _done: None)
+    for one, other in zip(doubled.both(rows), live.both(rows), strict=True):
         assert one is other is None or (one is not None and torch.allclose(one, other, atol=1e-6))  # type: ignore[arg-type]
     one_file = next(iter(shards.shards.folder.glob("*.safetensors"))).stat().st_size
     assert abs(one_file - 2 * row) < 1000
