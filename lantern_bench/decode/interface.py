@@ -16,6 +16,7 @@ __all__ = [
     "Drafter",
     "DrafterSession",
     "Drafts",
+    "GuidesFeatures",
     "PixelDecoder",
     "Scores",
     "Target",
@@ -107,6 +108,17 @@ class Target(Protocol):
 
     def session(self, batch: int, guided: bool, nodes: int) -> TargetSession:
         """A session for B images and trees of at most `nodes` nodes, root included; caches are reused."""
+        ...
+
+
+@runtime_checkable
+class GuidesFeatures(Protocol):
+    """A session whose head is linear: it may guide the features, and need not compute the logits of both rows."""
+
+    def score_guided(
+        self, tokens: Tensor, depths: Tensor, attention: Tensor, cfg_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """As `score`, the logits float32 [B, N, V] guided by `cfg_scale`, and the features [rows, N, width]."""
         ...
 
 

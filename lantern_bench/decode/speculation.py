@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lantern_bench.decode.drafting import Drafted, Drafting, drafting_of
 from lantern_bench.decode.engine import Engine
-from lantern_bench.decode.interface import Drafter, Scores, Target, TargetSession
+from lantern_bench.decode.interface import Drafter, GuidesFeatures, Scores, Target, TargetSession
 from lantern_bench.decode.judge import Judge, judge_children
 from lantern_bench.decode.relax import Relaxation
 from lantern_bench.decode.sampling import Draws, decoding_probabilities, exponential, guide, uniform
@@ -53,6 +53,8 @@ def scoring(
     session = target.session(batch, cfg_scale != 1, nodes)
 
     def score(tokens: Tensor, depths: Tensor, attention: Tensor) -> Scored:
+        if cfg_scale != 1 and isinstance(session, GuidesFeatures):
+            return Scored(*session.score_guided(tokens, depths, attention, cfg_scale))
         scores = session.score(tokens, depths, attention)
         return Scored(guide(scores.cond, scores.uncond, cfg_scale), scores.features)
 

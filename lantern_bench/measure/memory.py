@@ -32,7 +32,7 @@ def decode_memory(model: LoadedModel, nodes: int, guided: bool, columns: int, ru
     standing = sum(part.session(1, guided, nodes).cache.nbytes for part in parts)
     standing += sum(weight_bytes(part) for part in parts)
     standing += model.table(columns).nbytes if columns else 0
-    logits = (1 + guided) * nodes * target.vocab_size * 4
+    logits = nodes * target.vocab_size * 4
     device = target.device
     if device.type == "cuda":
         reset_peak_memory(device)

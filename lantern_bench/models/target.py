@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_bench.decode.interface import Scores
+from lantern_bench.decode.sampling import guide
 from lantern_bench.models.cache import KVCache, Sessions
 from lantern_bench.models.conditioning import (
     CaptionFeatures,
@@ -111,16 +112,27 @@ class _Session:
         return Scores(cond, uncond, features)
 
     def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Scores:
-        x = self.cache.per_row(self._target.transformer.tok_embeddings(tokens))
-        positions = self.cache.lengths[:, None] + depths
-        features = self._forward(x, positions, attention)
-        return Scores(*self._logits(features, positions - self._prefix + 1), features)
+        features, places = self._features(tokens, depths, attention)
+        return Scores(*self._logits(features, places), features)
+
+    def score_guided(
+        self, tokens: Tensor, depths: Tensor, attention: Tensor, cfg_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        features, places = self._features(tokens, depths, attention)
+        guided = guide(features[: self._batch], features[self._batch :], cfg_scale)
+        return self._head(guided, places), features
 
     def commit(self, path: Tensor, counts: Tensor) -> None:
         if path.shape[1] == 1:
             self.cache.advance(counts)
         else:
             self.cache.keep(path, counts)
+
+    def _features(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> tuple[Tensor, Tensor]:
+        """Features of the nodes of a tree, and which tokens of the image they predict [B, n]."""
+        x = self.cache.per_row(self._target.transformer.tok_embeddings(tokens))
+        positions = self.cache.lengths[:, None] + depths
+        return self._forward(x, positions, attention), positions - self._prefix + 1
 
     def _forward(self, x: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
         mask = self.cache.mask(seen, x.dtype)
@@ -133,7 +145,10 @@ class _Session:
 
     def _logits(self, features: Tensor, places: Tensor) -> tuple[Tensor, Tensor | None]:
         """The logits of `features` [rows, n, dim], which are for the image tokens at `places` [B, n]."""
-        logits = force_line_ends(self._target.transformer.output(features), places, self._target.config)
+        logits = self._head(features, places)
         if not self._guided:
             return logits, None
         return logits[: self._batch], logits[self._batch :]
+
+    def _head(self, features: Tensor, places: Tensor) -> Tensor:
+        return force_line_ends(self._target.transformer.output(features), places, self._target.config)

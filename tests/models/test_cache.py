@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lantern_bench.decode.sampling import guide
 from lantern_bench.decode.tree import StaticTree
 from lantern_bench.models.conditioning import Condition, WordCaption
 from lantern_bench.models.target import TransformerTarget
@@ -90,3 +91,15 @@ def test_a_run_through_the_cache_equals_the_run_that_trains(target: TransformerT
     x = torch.cat([target.cls_embedding(row(2).values), target.transformer.tok_embeddings(tokens)], dim=1)
     hidden = target.transformer(x, prefix_mask(row(2).valid, x.shape[1]))
     assert (target.transformer.output(hidden[0, -1]) - logits_of(target, 2, tokens[0].tolist())[0]).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_guided_features_give_the_guided_logits(target: TransformerTarget) -> None:
+    session = target.session(BATCH, guided=True, nodes=7)
+    tokens = torch.randint(23, (BATCH, 7), generator=torch.Generator().manual_seed(3))
+    given = tokens, TREE.depths.expand(BATCH, -1), TREE.attention.expand(BATCH, -1, -1)
+    session.prefill(condition())
+    scores = session.score(*given)
+    logits, features = session.score_guided(*given, 2.5)
+    assert (logits - guide(scores.cond, scores.uncond, 2.5)).abs().max() < 1e-5
+    assert logits.dtype == torch.float32 and torch.equal(features, scores.features)

@@ -1,0 +1,50 @@
+"""Attention over a cache reads what is filled, and gives what reading all of it under the mask gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from lantern_bench.models.attention import attend_cached
+from lantern_bench.models.cache import KVCache
+
+NODES, CAPACITY = 9, 100
+
+
+def filled_cache(lengths: list[int], dtype: torch.dtype, kv_heads: int) -> KVCache:
+    cache = KVCache(1, 2, len(lengths), CAPACITY, kv_heads, 8, dtype, torch.device("cpu"))
+    draws = torch.Generator().manual_seed(0)
+    store = torch.randn(cache._store.shape, generator=draws).to(dtype)  # what earlier steps left
+    cache._store.copy_(store)
+    cache.lengths.copy_(torch.tensor(lengths))
+    return cache
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [[5], [55], [91], [3, 60, 20]])
+@pytest.mark.parametrize("nodes", [1, NODES])
+def test_the_filled_part_is_enough(lengths: list[int], dtype: torch.dtype, kv_heads: int, nodes: int) -> None:
+    cache, rows = filled_cache(lengths, dtype, kv_heads), 2 * len(lengths)
+    draws = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(rows, nodes, heads, 8, generator=draws).to(dtype) for heads in (4, kv_heads, kv_heads))
+    seen = torch.ones(len(lengths), nodes, nodes, dtype=torch.bool).tril()
+    mask, slots = cache.mask(seen, dtype), cache.slots(0, nodes)
+    got = attend_cached(cache, 0, slots, mask)(q, k, v)
+    keys, values = (part.transpose(1, 2) for part in cache.write(0, slots, k, v))
+    wanted = functional.scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, enable_gqa=kv_heads == 2)
+    assert got.shape == q.shape
+    assert (got.float() - wanted.transpose(1, 2).float()).abs().max() < (1e-6 if dtype == torch.float32 else 2e-2)
+
+
+def test_what_is_not_filled_is_not_read() -> None:
+    """Numbers that would show through any mask stand behind the last block."""
+    cache = filled_cache([5], torch.float32, 4)
+    cache._store[:, :, :, 32:] = torch.nan
+    q, k, v = torch.randn(3, 2, NODES, 4, 8, generator=torch.Generator().manual_seed(2))
+    seen = torch.ones(1, NODES, NODES, dtype=torch.bool).tril()
+    got = attend_cached(cache, 0, cache.slots(0, NODES), cache.mask(seen, torch.float32))(q, k, v)
+    assert torch.isfinite(got).all()
+    below = attend_cached(cache, 0, cache.slots(0, 2), cache.mask(seen[:, :2, :2], torch.float32))
+    assert not torch.isfinite(below(q[:, :2], k[:, :2], v[:, :2])).all()  # few nodes: all of it is read
