@@ -36,7 +36,8 @@ def plan_rows(job: DrafterJob, config: TransformerConfig, dtype: torch.dtype) ->
     steps = recipe.total_steps(learnt)
     stored = torch.bfloat16 if recipe.autocast else dtype
     row = bytes_a_row(config.prefix, config.image_tokens, config.dim, stored)
-    shards = math.ceil(total / max(1, SHARD_BYTES // row))
+    rows = total * (1 + recipe.guided)
+    shards = math.ceil(rows / max(1, SHARD_BYTES // row))
     kind = "pictures encoded" if job.data.pictures is not None else "pictures sampled by the target"
     where = "written" if job.features == "shards" else "not written: features are made as they are needed"
     weights = 4 * _parameters(config)
@@ -47,7 +48,7 @@ def plan_rows(job: DrafterJob, config: TransformerConfig, dtype: torch.dtype) ->
         ("tokens", f"{total * config.image_tokens:,} ({config.image_tokens:,} a picture)"),
         ("held out", f"{held_out:,} of {total:,}"),
         ("token files", _bytes(4 * total * config.image_tokens)),
-        ("feature shards", f"{_bytes(total * row)} in {shards} files of {str(stored)[6:]}, {where}"),
+        ("feature shards", f"{_bytes(rows * row)} in {shards} files of {str(stored)[6:]}, {where}"),
         ("steps", f"{until} of {recipe.batch * recipe.accumulate} sequences"),
         ("epochs", f"{steps / recipe.steps_an_epoch(learnt):.3g}" if job.minutes is None else "as many"),
         ("examinations", f"{examined} of {job.examine_images} images, one of {job.final_images} at the end"),
