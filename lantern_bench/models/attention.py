@@ -22,7 +22,7 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Mixes q [rows, n, heads, head_dim] with k, v [rows, n, kv_heads, head_dim]."""
 
 _BLOCK = 32  # columns are read in blocks of so many
-_WORTH = 8  # nodes from which reading less saves more than finding out how much
+_WORTH = 4  # nodes from which reading less saves more than finding out how much
 _library = torch.library.Library("lantern_bench", "FRAGMENT")
 _library.define("attend_filled(Tensor q, Tensor keys, Tensor values, Tensor mask, Tensor slots) -> Tensor")
 
