@@ -5,5 +5,5 @@ from __future__ import annotations
 __all__ = ["GUIDANCE", "TREE"]
 
 GUIDANCE = 2.0
-# The fastest of chains and small trees for lantern++ on two cores (docs/engine.md), and near it for the strict rule.
+# The fastest of chains and small trees for the strict rule on two cores (docs/engine.md); relaxed ones gain from longer.
 TREE = "chain-4"

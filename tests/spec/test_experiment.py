@@ -50,8 +50,8 @@ def test_the_default_experiment() -> None:
         "speculative-static-eagle1-25-t1",
         "lantern-dynamic-24n4d6b-k100-delta0.1-t1",
         "lantern-dynamic-24n4d6b-k100-delta0.3-t1",
-        "lantern++-static-chain-4-k100-lambda5-t1",
-        "lantern++-static-chain-4-k100-lambda10-t1",
+        "lantern++-static-chain-7-k100-lambda5-t1",
+        "lantern++-static-chain-7-k100-lambda10-t1",
         "speculative-static-chain-4-t0",
     ]
 
@@ -180,7 +180,7 @@ def test_the_baseline_is_added_once_with_the_top_level_values(tmp_path: Path) ->
         (
             {"lambda": "3"},
             {"modes": "lantern++", "settings": ["cells.3.neighbours=99"]},
-            ["ar-t1", "lantern++-static-chain-4-k99-lambda3-t1"],
+            ["ar-t1", "lantern++-static-chain-7-k99-lambda3-t1"],
         ),
         ({}, {"modes": "ar", "settings": ["top-p=0.5,0.25"]}, ["ar-t1-topp0.5", "ar-t1-topp0.25"]),
     ],
