@@ -18,6 +18,8 @@ from lantern_bench.decode.relax import Relaxation, merge_prefix, neighbour_colum
 
 __all__ = ["Judge", "Judgement", "judge_children"]
 
+_NOTHING = 1e-12  # of a mass of 1, what subtracting may leave where nothing is left
+
 
 @dataclass(frozen=True)
 class Judgement:
@@ -81,8 +83,10 @@ class _Nodes:
         self.p, self.q = p, q
         self.relaxation, self.table = relaxation, table
         self.official = relaxation.residual == "official"
-        # A deterministic draft only ever sets entries of p to 0, so p stays unnormalised and its mass is kept beside.
+        # A deterministic draft only ever sets entries of p to 0, so p stays unnormalised and its mass is kept beside,
+        # in float64 less what was taken out: nothing has to be added up over the vocabulary for each child.
         self.p_mass = p.new_ones(len(p), 1)
+        self.left = p.sum(dim=1, keepdim=True, dtype=torch.float64) if q is None else None
         self.q_mass = p.new_ones(len(p), 1)
         self.exhausted = torch.zeros(len(p), 1, dtype=torch.bool, device=p.device)
 
@@ -110,16 +114,21 @@ class _Nodes:
 
     def _reject_deterministic(self, x: Tensor, tried: Tensor, near: Tensor | None, touched: Tensor | None) -> None:
         """Take x and the touched codes out of p."""
-        p = self.p[: len(x)]
+        assert self.left is not None
+        p, left = self.p[: len(x)], self.left[: len(x)]
         if near is not None and touched is not None:
-            _put(p, near, torch.where(touched & tried, 0.0, p.gather(1, near)))
-        _put(p, x, torch.where(tried, 0.0, p.gather(1, x)))
-        left = p.sum(dim=1, keepdim=True)
-        empty = tried & (left <= 0)
+            lent = p.gather(1, near)
+            left = left - torch.where(touched, lent, 0.0).sum(dim=1, keepdim=True, dtype=torch.float64)
+            _put(p, near, torch.where(touched & tried, 0.0, lent))
+        own = p.gather(1, x)
+        left = left - own
+        _put(p, x, torch.where(tried, 0.0, own))
+        empty = tried & (left <= _NOTHING)
         self._settle_empty(empty)
         if self.official:
             left = torch.where(empty, 1.0, left)
-        self.p_mass[: len(x)] = torch.where(tried, left, self.p_mass[: len(x)])
+        self.left[: len(x)] = torch.where(tried, left, self.left[: len(x)])
+        self.p_mass[: len(x)] = torch.where(tried, left.to(p.dtype), self.p_mass[: len(x)])
 
     def _reject_sampled(self, x: Tensor, tried: Tensor, near: Tensor | None, touched: Tensor | None) -> None:
         """Set p to max(p~ - q, 0) renormalised (p and the reduced q under `official`), and take x out of q.

@@ -61,7 +61,8 @@ def _attend_filled(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, slots:
     last = slots[:, -1]
     filled = int(last if len(last) == 1 else last.max()) + 1
     filled = min(-(-filled // _BLOCK) * _BLOCK, keys.shape[1])
-    return _scaled_dot_product(q, keys[:, :filled], values[:, :filled], mask[..., :filled]).contiguous()
+    keys, values, mask = keys[:, :filled], values[:, :filled], mask[..., :filled]
+    return _scaled_dot_product(q, keys, values, mask).contiguous()
 
 
 _library.impl("attend_filled", _attend_filled, "CPU")
