@@ -85,15 +85,14 @@ class _Nodes:
         self.official = relaxation.residual == "official"
         # A deterministic draft only ever sets entries of p to 0, so p stays unnormalised and its mass is kept beside,
         # in float64 less what was taken out: nothing has to be added up over the vocabulary for each child.
-        self.p_mass = p.new_ones(len(p), 1)
-        self.left = p.sum(dim=1, keepdim=True, dtype=torch.float64) if q is None else None
+        self.p_mass = p.new_ones(len(p), 1) if q is not None else p.sum(dim=1, keepdim=True, dtype=torch.float64)
         self.q_mass = p.new_ones(len(p), 1)
         self.exhausted = torch.zeros(len(p), 1, dtype=torch.bool, device=p.device)
 
     def judge(self, x: Tensor, offered: Tensor) -> tuple[Tensor, Tensor]:
         """Return accept probability and merged mass [n] of the children `x` [n, 1], then reject them all."""
         rows = len(x)
-        p, p_mass = self.p[:rows], self.p_mass[:rows]
+        p, p_mass = self.p[:rows], self.p_mass[:rows].to(self.p.dtype)
         p_x = p.gather(1, x) / p_mass
         q_x = torch.ones_like(p_x) if self.q is None else self.q[:rows].gather(1, x) / self.q_mass[:rows]
         tried = offered & ~self.exhausted[:rows] & (q_x > 0)
@@ -114,8 +113,7 @@ class _Nodes:
 
     def _reject_deterministic(self, x: Tensor, tried: Tensor, near: Tensor | None, touched: Tensor | None) -> None:
         """Take x and the touched codes out of p."""
-        assert self.left is not None
-        p, left = self.p[: len(x)], self.left[: len(x)]
+        p, left = self.p[: len(x)], self.p_mass[: len(x)]
         if near is not None and touched is not None:
             lent = p.gather(1, near)
             left = left - torch.where(touched, lent, 0.0).sum(dim=1, keepdim=True, dtype=torch.float64)
@@ -127,8 +125,7 @@ class _Nodes:
         self._settle_empty(empty)
         if self.official:
             left = torch.where(empty, 1.0, left)
-        self.left[: len(x)] = torch.where(tried, left, self.left[: len(x)])
-        self.p_mass[: len(x)] = torch.where(tried, left.to(p.dtype), self.p_mass[: len(x)])
+        self.p_mass[: len(x)] = torch.where(tried, left, self.p_mass[: len(x)])
 
     def _reject_sampled(self, x: Tensor, tried: Tensor, near: Tensor | None, touched: Tensor | None) -> None:
         """Set p to max(p~ - q, 0) renormalised (p and the reduced q under `official`), and take x out of q.

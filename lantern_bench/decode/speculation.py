@@ -51,10 +51,11 @@ def scoring(
 ) -> tuple[TargetSession, Callable[[Tensor, Tensor, Tensor], Scored]]:
     """The target's session for trees of `nodes`, and the program that scores tokens, depths and attention there."""
     session = target.session(batch, cfg_scale != 1, nodes)
+    guiding = session if cfg_scale != 1 and isinstance(session, GuidesFeatures) else None
 
     def score(tokens: Tensor, depths: Tensor, attention: Tensor) -> Scored:
-        if cfg_scale != 1 and isinstance(session, GuidesFeatures):
-            return Scored(*session.score_guided(tokens, depths, attention, cfg_scale))
+        if guiding is not None:
+            return Scored(*guiding.score_guided(tokens, depths, attention, cfg_scale))
         scores = session.score(tokens, depths, attention)
         return Scored(guide(scores.cond, scores.uncond, cfg_scale), scores.features)
 

@@ -35,9 +35,8 @@ class Sessions(Generic[S]):
 class KVCache:
     """Keys and values [layers, 2, rows, capacity, heads, head_dim] for B images and `groups` rows an image.
 
-    `lengths` int64 [B] are the committed positions. All of it has fixed shapes and fixed places: a forward always reads
-    the whole capacity under a mask, so that no number that changes from step to step is known on the host and a step
-    can be compiled once (or captured as a graph) and run for ever.
+    `lengths` int64 [B] are the committed positions. All of it has fixed shapes and fixed places, and a mask says what
+    is seen: a step can be compiled once (or captured as a graph) and run for ever, whatever changes between steps.
     """
 
     def __init__(

@@ -156,12 +156,12 @@ class _Run:
         config, dtype = target.config, torch.bfloat16 if job.recipe.autocast else target.dtype
         key: dict[str, Any] = {"weights": dict(self.model.weights), "sequences": self.examples.sha256}
         key |= {"dropped": job.recipe.dropped, "seed": job.seed}
-        shards = FeatureShards(job.work, key, dtype, target.device)
         draws = torch.Generator().manual_seed(job.seed)
         dropped = torch.rand(len(self.examples.tokens), generator=draws) < job.recipe.dropped
         if job.recipe.guided:
             key |= {"dropped": "both"}
             dropped = torch.arange(2 * len(dropped)) >= len(dropped)
+        shards = FeatureShards(job.work, key, dtype, target.device)
         row = bytes_a_row(config.prefix, config.image_tokens, config.dim, dtype)
         if self.workers.first:
             shards.make(self.live, row, max(8, job.recipe.batch), dropped, job.recipe.autocast, self.on_progress)

@@ -91,17 +91,18 @@ class DrafterTask:
         taught = lesson.taught._replace(hidden=lesson.taught.hidden.to(self.drafter.fc.weight.dtype))
         p = self._distribution(self._behind(taught.hidden), lesson).softmax(-1)
         seen = self._seen(taught, lesson.seeds)
-        total, first = torch.zeros((), device=p.device), dict[str, Tensor]()
+        total, shown = torch.zeros((), device=p.device), dict[str, Tensor]()
         for level, predicted in enumerate(unroll(self.drafter, taught, seen, recipe.levels)):
-            wanted, guess = self._behind(taught.hidden)[:, level:], self._drafted(predicted)[:, level:]
-            feature = functional.smooth_l1_loss(guess.float(), wanted.float())
-            log_q = self._distribution(self._drafted(predicted), lesson)[:, level:].log_softmax(-1)
+            wanted, guess = self._behind(taught.hidden), self._drafted(predicted)
+            feature = functional.smooth_l1_loss(guess[:, level:].float(), wanted[:, level:].float())
+            log_q = self._distribution(guess, lesson)[:, level:].log_softmax(-1)
             soft = -(p[:, level:] * log_q).sum(-1).mean()
             overlap = torch.minimum(p[:, level:], log_q.exp()).sum(-1).mean()
             part = recipe.feature_weight * feature + recipe.soft_weight * soft + recipe.overlap_weight * (1 - overlap)
             total = total + recipe.level_decay**level * part
-            first = first or {name: one.detach() for name, one in _named(feature, soft, overlap)}
-        return total / sum(recipe.level_decay**level for level in range(recipe.levels)), first
+            if level == 0:
+                shown = {"feature": feature.detach(), "soft": soft.detach(), "one_minus_tv": overlap.detach()}
+        return total / sum(recipe.level_decay**level for level in range(recipe.levels)), shown
 
     def after_step(self, step: int, generator: torch.Generator) -> None:
         """Nothing to do between steps."""
@@ -174,7 +175,3 @@ class DrafterTask:
         guessed = torch.cat([noisy[:, : first + 1], predicted[:, first:-1]], dim=1)
         chances = torch.stack([torch.rand(hidden.shape[1], 1, generator=draw) for draw in draws])
         return torch.where((chances < recipe.guessed).to(hidden.device), guessed.to(noisy), noisy)
-
-
-def _named(feature: Tensor, soft: Tensor, overlap: Tensor) -> list[tuple[str, Tensor]]:
-    return [("feature", feature), ("soft", soft), ("one_minus_tv", overlap)]

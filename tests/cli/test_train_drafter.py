@@ -133,8 +133,11 @@ def test_live_and_stored_features_make_the_same_figures_apart_from_dropping(tiny
     for features in ("live", "shards"):
         arguments = ["--data", "all", "--images", "8", "--set", "dropped=0", "--features", features]
         assert run(*arguments, out=features) == 0
-    one, other = weights("live"), weights("shards")
-    assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in KEYS)
+        assert run(*arguments, "--set", "guided=true", out=f"{features}-guided") == 0
+    for kind in ("", "-guided"):
+        one, other = weights(f"live{kind}"), weights(f"shards{kind}")
+        assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in KEYS)
+    assert any(not torch.allclose(weights("live")[name], weights("live-guided")[name], atol=1e-5) for name in KEYS)
 
 
 def stop_behind(step: int) -> Callable[..., TrainReport]:
@@ -196,6 +199,8 @@ def test_a_dry_run_says_what_would_be_made_and_makes_nothing(
     # 18 positions of 32 numbers in bfloat16, 16 tokens, three prefix positions; 80 pictures.
     assert rows["feature shards"].startswith("99.4 kB in 1 files of bfloat16, written")
     assert rows["epochs"] == "3" and rows["examinations"].startswith("5 of 8 images")
+    assert run(*arguments, "--set", "guided=true", quick=[]) == 0
+    assert "feature shards,199 kB in 1 files of bfloat16, written" in capsys.readouterr().out.replace('"', "")
 
 
 def test_a_published_target_is_planned_without_its_files(capsys: pytest.CaptureFixture[str]) -> None:

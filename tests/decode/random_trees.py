@@ -141,7 +141,8 @@ def random_draft(seed: int, dtype: torch.dtype = torch.float32) -> Draft:
     return Draft(
         tree=tree,
         logits=logits,
-        probs=probs.to(dtype),
+        # What sums to 1 in float32 does not in float64, and a walk may divide by the sum or not.
+        probs=probs.to(dtype) / probs.to(dtype).sum(dim=-1, keepdim=True),
         relaxation=random_relaxation(rng, vocabulary),
         table=nearest_codes(torch.randn(vocabulary, 3, generator=noise), vocabulary - 1),
         # Sharper than uniform: more of the later children are looked at.

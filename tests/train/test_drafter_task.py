@@ -150,6 +150,27 @@ def test_guided_lessons_compare_what_decoding_draws_from() -> None:
     assert float(losses[0][1]["one_minus_tv"]) != pytest.approx(float(parts["one_minus_tv"]), abs=1e-4)
 
 
+def test_the_loss_weighs_what_the_levels_of_a_draft_lose() -> None:
+    """Total variation of each level, added up by hand: level k is a draft's from the picture's token k + 1 on."""
+    target, sequences = tiny_target(), tiny_sequences(4)
+    plain = replace(RECIPE, feature_weight=0.0, soft_weight=0.0, noise=0.0, dropped=0.0, levels=3, level_decay=0.5)
+    task = task_of(target, sequences, recipe=plain)
+    with torch.no_grad():
+        taught = LiveFeatures(target, sequences).both(range(4))
+        first = taught.hidden.shape[1] - target.image_tokens
+
+        def law(features: Tensor) -> Tensor:
+            return guide(*task.drafter.head(features).chunk(2), DECODING.cfg_scale).softmax(-1)
+
+        lost = []
+        for level, predicted in enumerate(unroll(task.drafter, taught, taught.hidden, 3)):
+            p, q = law(taught.hidden[:, first + 1 + level :]), law(predicted[:, first + level : -1])
+            lost.append(float((p - q).abs().sum(-1).mean()) / 2)
+        loss = float(task.loss(torch.Generator().manual_seed(0))[0])
+    assert lost[2] > lost[0]
+    assert loss == pytest.approx((lost[0] + 0.5 * lost[1] + 0.25 * lost[2]) / 1.75, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     "recipe",
     [RECIPE, replace(RECIPE, guided=False, levels=1, guessed=0.3, noise=0.1, soft_weight=1.0)],
