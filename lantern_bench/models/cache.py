@@ -16,6 +16,8 @@ __all__ = ["KVCache", "Sessions"]
 
 S = TypeVar("S")
 
+_BLOCK = 32  # columns: what is in use grows by so many, for fewer shapes of which kernels are made
+
 
 class Sessions(Generic[S]):
     """Sessions by their shape (batch, guided, nodes): made at the first call, reused with their caches ever after."""
@@ -33,10 +35,12 @@ class Sessions(Generic[S]):
 
 
 class KVCache:
-    """Keys and values [layers, 2, rows, capacity, heads, head_dim] for B images and `groups` rows an image.
+    """Keys and values [layers, 2, rows, heads, capacity, head_dim] for B images and `groups` rows an image.
 
     `lengths` int64 [B] are the committed positions. All of it has fixed shapes and fixed places, and a mask says what
-    is seen: a step can be compiled once (or captured as a graph) and run for ever, whatever changes between steps.
+    is seen: a step can be compiled once (or captured as a graph) and run for ever, whatever changes between steps. On a
+    processor a forward reads no more than the columns in use, half of them for a picture from start to end; on other
+    devices, where the host does not know how many these are, it reads the whole capacity.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         rows = groups * batch
-        self._store = torch.zeros((layers, 2, rows, capacity, heads, head_dim), dtype=dtype, device=device)
+        self._store = torch.zeros((layers, 2, rows, heads, capacity, head_dim), dtype=dtype, device=device)
         # The layers apart: a compiled forward writes each in place, and a view of the whole would be copied whole.
         self._layers = [(layer[0], layer[1]) for layer in self._store]
         self.groups, self.batch, self.capacity = groups, batch, capacity
@@ -90,28 +94,38 @@ class KVCache:
         store_k, store_v = self._layers[layer]
         if self.batch == 1:
             # One image: its rows have the same slots.
-            store_k.index_copy_(1, slots[0], keys)
-            store_v.index_copy_(1, slots[0], values)
+            store_k.index_copy_(2, slots[0], keys.transpose(1, 2))
+            store_v.index_copy_(2, slots[0], values.transpose(1, 2))
         else:
             places = self.per_row(slots)
-            store_k[self._rows, places] = keys
-            store_v[self._rows, places] = values
+            store_k[self._rows, :, places] = keys
+            store_v[self._rows, :, places] = values
         return store_k, store_v
 
     def mask(self, seen: Tensor, dtype: torch.dtype) -> Tensor:
-        """The additive attention mask [rows, 1, n, capacity] of n new nodes.
+        """The additive attention mask [rows, 1, n, columns in use] of n new nodes.
 
         seen: bool [B or rows, n, m], which of the m uncommitted nodes, its own included, each new node sees; the
         committed and visible positions are seen by all.
         """
-        width = seen.shape[2]
-        behind = self.per_row(self._columns - self.lengths[:, None])  # [rows, capacity]
-        seen = seen.expand(len(self._rows), -1, -1) if len(seen) == 1 else seen.repeat(len(behind) // len(seen), 1, 1)
-        inside = (behind >= 0) & (behind < width)
-        index = behind.clamp(0, width - 1)[:, None, :].expand(-1, seen.shape[1], -1)
-        committed = (behind < 0) & self._visible
-        allowed = committed[:, None, :] | (seen.gather(2, index) & inside[:, None, :])
-        return torch.where(allowed, 0.0, -torch.inf).to(dtype)[:, None]
+        rows, (nodes, ahead) = len(self._rows), seen.shape[1:]
+        used = self._in_use(ahead)
+        committed = self.per_row(self._columns[:used] < self.lengths[:, None]) & self._visible[:, :used]
+        seen = seen.expand(rows, -1, -1) if len(seen) == 1 else seen.repeat(rows // len(seen), 1, 1)
+        places = self.per_row(self.slots(0, ahead))[:, None].expand(-1, nodes, -1)
+        before, new = (torch.where(allowed, 0.0, -torch.inf).to(dtype) for allowed in (committed, seen))
+        return before[:, None].expand(-1, nodes, -1).scatter(2, places, new)[:, None]
+
+    def _in_use(self, ahead: int) -> int:
+        """How many columns are read for `ahead` nodes behind what is committed."""
+        if self.lengths.device.type != "cpu":
+            return self.capacity
+        blocks = (self.lengths.max() + ahead + _BLOCK - 1) // _BLOCK
+        used = int((blocks * _BLOCK).clamp_max(self.capacity))
+        # Said for the compiler, which makes programs for any number of columns.
+        torch._check(used > 1)
+        torch._check(used <= self.capacity)
+        return used
 
     def advance(self, counts: Tensor) -> None:
         """Commit the first `counts` [B] uncommitted positions where they stand."""
@@ -125,7 +139,7 @@ class KVCache:
         source = self.per_row(self.lengths[:, None] + path.clamp_min(0))
         target = self.per_row(self.slots(0, path.shape[1]))
         if self.batch == 1:
-            self._store.index_copy_(3, target[0], self._store.index_select(3, source[0]))
+            self._store.index_copy_(4, target[0], self._store.index_select(4, source[0]))
         else:
-            self._store[:, :, self._rows, target] = self._store[:, :, self._rows, source]
+            self._store[:, :, self._rows, :, target] = self._store[:, :, self._rows, :, source]
         self.advance(counts)

@@ -32,19 +32,17 @@ def test_the_filled_part_is_enough(lengths: list[int], dtype: torch.dtype, kv_he
     seen = torch.ones(len(lengths), nodes, nodes, dtype=torch.bool).tril()
     mask, slots = cache.mask(seen, dtype), cache.slots(0, nodes)
     got = attend_cached(cache, 0, slots, mask)(q, k, v)
-    keys, values = (part.transpose(1, 2) for part in cache.write(0, slots, k, v))
+    keys, values = (part[:, :, : mask.shape[-1]] for part in cache.write(0, slots, k, v))
     wanted = functional.scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, enable_gqa=kv_heads == 2)
     assert got.shape == q.shape
     assert (got.float() - wanted.transpose(1, 2).float()).abs().max() < (1e-6 if dtype == torch.float32 else 2e-2)
 
 
-def test_what_is_not_filled_is_not_read() -> None:
+def test_what_is_not_in_use_is_not_read() -> None:
     """Numbers that would show through any mask stand behind the last block."""
     cache = filled_cache([5], torch.float32, 4)
-    cache._store[:, :, :, 32:] = torch.nan
+    cache._store[..., 32:, :] = torch.nan
     q, k, v = torch.randn(3, 2, NODES, 4, 8, generator=torch.Generator().manual_seed(2))
     seen = torch.ones(1, NODES, NODES, dtype=torch.bool).tril()
     got = attend_cached(cache, 0, cache.slots(0, NODES), cache.mask(seen, torch.float32))(q, k, v)
     assert torch.isfinite(got).all()
-    below = attend_cached(cache, 0, cache.slots(0, 2), cache.mask(seen[:, :2, :2], torch.float32))
-    assert not torch.isfinite(below(q[:, :2], k[:, :2], v[:, :2])).all()  # few nodes: all of it is read
