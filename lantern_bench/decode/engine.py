@@ -56,8 +56,6 @@ def _compiled(function: Callable[..., T], device: torch.device, backend: str = "
 
     # The compiler keeps its results with a code object. Every program has one of its own, so that none of them needs
     # the checks (some microseconds for each weight and each call) that tell programs of one code object apart.
-    # How much of a cache is in use is read once a forward on a processor; programs are made for any number of columns.
-    torch._dynamo.config.capture_scalar_outputs = True
     code = run.__code__.replace(co_name=f"program_{next(_numbers)}")
     alone = FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
     compiled: Callable[..., T] = torch.compile(

@@ -120,9 +120,8 @@ def draw_without_replacement(probs: Tensor, count: int, noise: Tensor) -> tuple[
     token 0 with valid False. `probs` [..., V] need not be normalised; `noise` [..., V] ~ Exp(1).
     """
     kept = min(count, probs.shape[-1])
-    rate = probs / noise
-    # The compiler makes the largest of them where it makes the rates, and calls a kernel for more.
-    tokens = rate.argmax(dim=-1, keepdim=True) if kept == 1 else rate.topk(kept, dim=-1).indices
+    # The compiler finds one token where it makes the quotients, and calls a kernel for more.
+    tokens = sample(probs, noise)[..., None] if kept == 1 else (probs / noise).topk(kept, dim=-1).indices
     return _padded(tokens, probs.gather(-1, tokens) > 0, count)
 
 

@@ -5,5 +5,5 @@ from __future__ import annotations
 __all__ = ["GUIDANCE", "TREE"]
 
 GUIDANCE = 2.0
-# The fastest of chains and small trees for the strict rule on two cores (docs/engine.md); relaxed ones gain by longer.
+# As fast as any chain or small tree for the strict rule on two cores (docs/engine.md); relaxed ones gain by longer.
 TREE = "chain-4"

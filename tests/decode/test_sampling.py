@@ -94,6 +94,7 @@ def test_draws_without_replacement_have_the_sequential_distribution() -> None:
             assert abs(float(seen) - expected) < 0.012
     assert not (tokens == 1).any()
     assert torch.equal(sample(p.expand(draws, 4), noise), tokens[:, 0])
+    assert torch.equal(draw_without_replacement(p.expand(draws, 4), 1, noise)[0], tokens[:, :1])
 
 
 def test_noise_is_exponential_down_to_its_smallest_values() -> None:

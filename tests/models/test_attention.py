@@ -32,8 +32,12 @@ def test_the_filled_part_is_enough(lengths: list[int], dtype: torch.dtype, kv_he
     seen = torch.ones(len(lengths), nodes, nodes, dtype=torch.bool).tril()
     mask, slots = cache.mask(seen, dtype), cache.slots(0, nodes)
     got = attend_cached(cache, 0, slots, mask)(q, k, v)
-    keys, values = (part[:, :, : mask.shape[-1]] for part in cache.write(0, slots, k, v))
-    wanted = functional.scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, enable_gqa=kv_heads == 2)
+    keys, values = cache.write(0, slots, k, v)  # all of them, hidden by a mask made here
+    behind = torch.arange(CAPACITY) - torch.tensor(lengths * 2)[:, None]
+    allowed = behind[:, None, :] <= torch.arange(nodes)[:, None]
+    wanted = functional.scaled_dot_product_attention(
+        q.transpose(1, 2), keys, values, allowed[:, None], enable_gqa=kv_heads == 2
+    )
     assert got.shape == q.shape
     assert (got.float() - wanted.transpose(1, 2).float()).abs().max() < (1e-6 if dtype == torch.float32 else 2e-2)
 
