@@ -173,17 +173,22 @@ class Certification:
     # ---- the checks
 
     def _drafted(self, **values: Any) -> dict[str, Decoding]:
-        """A strict decoding of each drafting by the words for it; `values` are for both."""
+        """Lossless decodings by the words for them: strict of each drafting, and a block; `values` are for all."""
         from lantern_bench.spec.decoding import Decoding
+        from lantern_bench.spec.topologies import is_chain
 
         common = {"mode": "speculative", "cfg_scale": self.scale, "cfg_default": self.scale} | values
         tree = {"tree": self.defaults["tree"]} if self.defaults.get("tree") else {}
         static = Decoding.model_validate({**common, "drafting": "static", **tree})
         small = Decoding.model_validate({**common, "drafting": "dynamic", **_SMALL_TREE})
-        return {f"{one.drafting} {one.tree_label}": one for one in (static, small)}
+        named = {f"{one.drafting} {one.tree_label}": one for one in (static, small)}
+        if static.greedy:
+            return named  # a block is judged greedily as any other chain
+        chain = static.tree if is_chain(static.paths) else None
+        block = Decoding.model_validate({**common, "drafting": "static", "rule": "block", "tree": chain})
+        return named | {f"static {block.tree_label}, block": block}
 
     def _lossless(self, heard: OnProgress) -> list[dict[str, Any]]:
-        from lantern_bench.decode.judge import judge_children
         from lantern_bench.measure.broken_rules import judge_without_residual
         from lantern_bench.measure.lossless import first_tokens_test, law_of_first_tokens
         from lantern_bench.report.certificate import broken_row, lossless_row
@@ -193,7 +198,7 @@ class Certification:
         laws: list[Law] = []
         for setting, decoding in self._drafted(top_k=_TOP_K).items():
             laws = laws or [law_of_first_tokens(self.loaded, p, decoding, _FIRST_TOKENS) for p in chosen]
-            kinds: dict[str, Judge] = {f"first tokens, {setting}": judge_children}
+            kinds: dict[str, Judge | None] = {f"first tokens, {setting}": None}
             kinds[f"first tokens, {setting}, broken on purpose"] = judge_without_residual
             found = [
                 first_tokens_test(

@@ -18,13 +18,14 @@ from torch import Tensor
 from lantern_bench.clock import Phases
 from lantern_bench.decode.engine import Engine
 from lantern_bench.decode.interface import Drafter, Scores, Target, WithForcedTokens
-from lantern_bench.decode.judge import Judge, judge_children
+from lantern_bench.decode.judge import Judge
 from lantern_bench.decode.relax import Relaxation
 from lantern_bench.decode.sampling import Draws, decoding_probabilities, exponential, guide, sample
 from lantern_bench.decode.speculation import Speculation, sampling_key
 from lantern_bench.decode.trace import ImageTrace
 from lantern_bench.errors import RefusedError
 from lantern_bench.spec.decoding import Decoding, NeighbourMetric
+from lantern_bench.spec.modes import RELAXED_RULES
 
 __all__ = ["Decoded", "Model", "decode", "drafter_and_table", "relaxation_of"]
 
@@ -51,8 +52,8 @@ class Decoded:
 
 def relaxation_of(decoding: Decoding, target: object = None) -> Relaxation:
     """The acceptance rule of a configuration, as it is for this target."""
-    if decoding.rule in ("none", "strict"):
-        return Relaxation("strict")
+    if decoding.rule not in RELAXED_RULES:
+        return Relaxation("block" if decoding.rule == "block" else "strict")
     choices = target.choices if isinstance(target, WithForcedTokens) else None
     bound = decoding.delta or decoding.lambda_ or decoding.bound or 0.0
     return Relaxation(decoding.rule, decoding.neighbours or 0, bound, decoding.residual, choices)
@@ -81,7 +82,7 @@ def decode(
     tokens: int | None = None,
     keep_logits: bool = False,
     engine: Engine | None = None,
-    judge: Judge = judge_children,
+    judge: Judge | None = None,
 ) -> list[Decoded]:
     """Decode one image for each generator, together.
 
@@ -106,7 +107,7 @@ class _Run:
         asked: int,
         keep_logits: bool,
         engine: Engine,
-        judge: Judge,
+        judge: Judge | None,
     ) -> None:
         self.model, self.decoding, self.asked, self.keep_logits = model, decoding, asked, keep_logits
         self.engine, self.judge = engine, judge

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from lantern_bench.spec.modes import OUTSIDE_RULES, RULES
+from lantern_bench.spec.modes import OUTSIDE_RULES, RELAXED_RULES, RULES
 
 __all__ = ["STRICT", "Relaxation", "Residual", "merge_prefix", "merged_mass", "neighbour_columns", "relaxed"]
 
@@ -56,8 +56,8 @@ class Relaxation:
 
     @property
     def merges(self) -> bool:
-        """Whether any neighbour can lend probability; False is the strict rule."""
-        return self.rule != "strict" and self.neighbours > 0
+        """Whether any neighbour can lend probability; False is a lossless rule."""
+        return self.rule in RELAXED_RULES and self.neighbours > 0
 
     @property
     def columns(self) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lantern_bench.decode.drafting import Drafted, Drafting, drafting_of
 from lantern_bench.decode.engine import Engine
 from lantern_bench.decode.interface import Drafter, GuidesFeatures, Scores, Target, TargetSession
-from lantern_bench.decode.judge import Judge, judge_children
+from lantern_bench.decode.judge import Judge
 from lantern_bench.decode.relax import Relaxation
 from lantern_bench.decode.sampling import Draws, decoding_probabilities, exponential, guide, uniform
 from lantern_bench.decode.trace import StepRecorder
@@ -121,7 +121,7 @@ class _Rules:
     decoding: Decoding
     relaxation: Relaxation
     table: Tensor | None
-    judge: Judge
+    judge: Judge | None
 
 
 class Speculation:
@@ -137,7 +137,7 @@ class Speculation:
         batch: int,
         engine: Engine,
         keep_logits: bool,
-        judge: Judge = judge_children,
+        judge: Judge | None = None,
     ) -> None:
         device, scale = target.device, decoding.cfg_scale
         drafted = (batch, sampling_key(decoding, *_ACCEPTANCE))

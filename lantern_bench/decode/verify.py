@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.decode.judge import Judge, Judgement, judge_children
+from lantern_bench.decode.judge_block import judge_block
 from lantern_bench.decode.relax import Relaxation
 from lantern_bench.decode.sampling import sample
 from lantern_bench.decode.tree import DraftTree, first_true
@@ -57,18 +58,24 @@ def judge_tree(
     relaxation: Relaxation,
     table: Tensor | None,
     depth_limit: Tensor | None = None,
-    judge: Judge = judge_children,
+    judge: Judge | None = None,
 ) -> JudgedTree:
     """Judge the children of every node of B trees.
 
-    `target_probs` [B, M, V]; `table` [V, k]; `depth_limit` int64 [B]: nodes deeper than it are no children.
+    `target_probs` [B, M, V]; `table` [V, k]; `depth_limit` int64 [B]: nodes deeper than it are no children. `judge`
+    takes the place of the rule's own.
     """
     children = offered_children(tree, depth_limit)
     tokens = tree.rows(tree.tokens.gather(1, children.clamp_min(0).flatten(1)).view_as(children))
     children = tree.rows(children)
     q = None if tree.q is None else tree.rows(tree.q)
-    active = [nodes * len(tree.tokens) for nodes in tree.layout.active]
-    judged = judge(tree.rows(target_probs), q, tokens, children >= 0, relaxation, table, active)
+    p, offered, images = tree.rows(target_probs), children >= 0, len(tree.tokens)
+    if judge is None and relaxation.rule == "block":
+        if q is None or tokens.shape[1] > 1:
+            raise ValueError("the rule block judges chains of sampled drafts, and this tree is none")
+        return JudgedTree(children, judge_block(p, q, tokens, offered, images))
+    active = [nodes * images for nodes in tree.layout.active]
+    judged = (judge or judge_children)(p, q, tokens, offered, relaxation, table, active)
     return JudgedTree(children, judged)
 
 
@@ -88,14 +95,14 @@ def verify(
     uniforms: Tensor,
     noise: Tensor,
     depth_limit: Tensor | None = None,
-    judge: Judge = judge_children,
+    judge: Judge | None = None,
 ) -> Verdict:
     """Verify B draft trees by sampling and return what each commits.
 
     `target_probs` float32 [B, M, V] is p at every node, `table` int [V, >= relaxation.columns] the nearest codes (None
     for the strict rule), `uniforms` [B, M, C] in [0, 1) decides the children of each node, `noise` [B, V] ~ Exp(1) the
     one more token. `depth_limit` int64 [B] is the depth drafted to (free positions - 1); 0 or less drafts nothing.
-    `judge` is another one only where a check wants to see a broken rule caught. algorithms.md, sections 3 and 4.
+    `judge` is given only where a check wants to see a broken rule caught. algorithms.md, sections 3 and 4.
     """
     judged = judge_tree(tree, target_probs, relaxation, table, depth_limit, judge)
     nodes = _Steps.of(judged, tree.rows(uniforms))

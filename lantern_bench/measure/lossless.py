@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lantern_bench.decode.forcing import teacher_forced
-from lantern_bench.decode.judge import Judge, judge_children
+from lantern_bench.decode.judge import Judge
 from lantern_bench.decode.loop import decode
 from lantern_bench.decode.sampling import decoding_probabilities, guide
 from lantern_bench.measure.images import generators
@@ -127,7 +127,7 @@ def first_tokens_test(
     decoding: Decoding,
     samples: int,
     *,
-    judge: Judge = judge_children,
+    judge: Judge | None = None,
     seed: int = 0,
     batch: int = 64,
     on_progress: OnProgress = unheard,

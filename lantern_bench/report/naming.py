@@ -36,6 +36,7 @@ CellKey: TypeAlias = tuple[str, str, str]
 """Run, model, cell id."""
 
 METHODS = {"ar": "AR", "speculative": "speculative (strict)", "lantern": "LANTERN", "lantern++": "LANTERN++"}
+_BY_RULE = {("speculative", "strict"): METHODS["speculative"], ("speculative", "block"): "speculative (block)"}
 METHODS |= {name: rule.label or name for name, rule in OUTSIDE_RULES.items()}
 """The modes as the papers write them, and those of rules from outside as they call themselves."""
 
@@ -122,9 +123,12 @@ def labels(table: pd.DataFrame) -> list[str]:
     for _, row in table.iterrows():
         rivals = table[table["mode"] == row["mode"]]
         parts = [f"{row[name]}:" for name in apart]
-        parts.append(METHODS.get(row["mode"], row["mode"]))
+        by_rule = _BY_RULE.get((str(row["mode"]), str(row.get("rule"))))
+        parts.append(by_rule or METHODS.get(row["mode"], row["mode"]))
         parts += [f"{word}={row[name]:g}" for name, word in BOUNDS.items() if is_given(row.get(name))]
         for name, form in settings.items():
+            if name == "rule" and by_rule:
+                continue
             if rivals[name].nunique(dropna=False) > 1 and is_given(row[name]) and row[name] != _UNNAMED.get(name):
                 parts.append("greedy" if name == "temperature" and row[name] == 0 else form.format(row[name]))
         entries.append(" ".join(parts))

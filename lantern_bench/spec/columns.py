@@ -33,7 +33,7 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("mode", "string", "", "ar, speculative, lantern, lantern++, or the name of a rule from outside"),
     Column("drafting", "string", "", "none, static (fixed tree, sampled) or dynamic (best of a beam)"),
     Column("tree", "string", "", "name of the static tree, or nodes, depth and beam of the dynamic one"),
-    Column("rule", "string", "", "acceptance rule: none, strict, additive, multiplicative, or one from outside"),
+    Column("rule", "string", "", "acceptance rule: none, strict, block, additive, multiplicative, or one from outside"),
     Column("neighbours", "int", "codes", "nearest codes whose mass a draft may take (k)"),
     Column("neighbour_metric", "string", "", "what near is: l2, cosine or random"),
     Column("delta", "float", "", "bound of the additive rule: most mass one draft may take"),

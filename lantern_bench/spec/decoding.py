@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, model_validator
 
-from lantern_bench.spec.modes import MODES, OUTSIDE_RULES, RELAXED_RULES, RULES, Drafting
-from lantern_bench.spec.topologies import STATIC_TREES, Topology, check_topology, topology_name
+from lantern_bench.spec.modes import MODES, OUTSIDE_RULES, PUBLISHED_RULES, RELAXED_RULES, RULES, Drafting
+from lantern_bench.spec.topologies import STATIC_TREES, Topology, check_topology, is_chain, topology_name
 
 __all__ = [
     "DYNAMIC_TREE",
@@ -24,6 +24,7 @@ __all__ = [
     "Parameter",
     "fallbacks",
     "most_nodes",
+    "not_a_chain",
     "too_many_nodes",
     "tree_label",
 ]
@@ -130,7 +131,7 @@ def fallbacks(drafting: str, rule: str) -> dict[str, Any]:
     """Return the values used when neither the experiment nor the model says otherwise; bounds have none."""
     values: dict[str, Any] = dict(_SAMPLING)
     if drafting == "static":
-        values["tree"] = "eagle1-25"
+        values["tree"] = "chain-5" if rule == "block" else "eagle1-25"
     if drafting == "dynamic":
         values |= DYNAMIC_TREE
     if rule in RELAXED_RULES:
@@ -212,6 +213,8 @@ class Decoding(BaseModel):
                 raise ValueError(f"{key} {wrong}: it is for {PARAMETERS[key].to}")
         if self.bound is not None and not OUTSIDE_RULES[self.rule].allows(self.bound):
             raise ValueError(f"bound {self.bound:g}: {OUTSIDE_RULES[self.rule].allowed}")
+        if self.rule == "block" and not (self.drafting == "static" and is_chain(self.paths)):
+            raise ValueError(not_a_chain(self.tree_label))
         if self.nodes and self.depth and self.beam and self.nodes > most_nodes(self.depth, self.beam):
             raise ValueError(f"nodes {self.nodes}: {too_many_nodes(self.depth, self.beam)}")
         return self
@@ -250,7 +253,7 @@ class Decoding(BaseModel):
         parts = [self.mode]
         if self.drafting != "none":
             parts += [self.drafting, str(self.tree_label)]
-        if self.rule in OUTSIDE_RULES and MODES[self.mode].rule != self.rule:
+        if self.rule not in PUBLISHED_RULES and MODES[self.mode].rule != self.rule:
             parts.append(self.rule)
         for key in ("neighbours", "delta", "lambda", "bound"):
             if self._value(key) is not None:
@@ -287,6 +290,11 @@ def _enough_nodes(nodes: int, values: Mapping[str, Any]) -> int:
     """Return the default number of nodes, or all candidates where depth and beam make fewer."""
     depth, beam = (values.get(key) or DYNAMIC_TREE[key] for key in ("depth", "beam"))
     return min(nodes, most_nodes(int(depth), int(beam)))
+
+
+def not_a_chain(tree: str | None) -> str:
+    """Return the sentence for the rule `block` with drafts that branch."""
+    return f"the rule block judges a chain of sampled drafts, and {tree} is none; the tree chain-5 is one"
 
 
 def too_many_nodes(depth: int, beam: int) -> str:

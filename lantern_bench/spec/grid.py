@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lantern_bench.spec.decoding import PARAMETERS, Decoding, fallbacks, most_nodes, too_many_nodes
+from lantern_bench.spec.decoding import PARAMETERS, Decoding, fallbacks, most_nodes, not_a_chain, too_many_nodes
 from lantern_bench.spec.modes import MODES, OUTSIDE_RULES
+from lantern_bench.spec.topologies import STATIC_TREES, is_chain
 from lantern_bench.spec.values import Given, Layer, Place, Problems
 
 __all__ = ["Expansion", "Structure"]
@@ -78,7 +79,7 @@ class Expansion:
             draftings = self._choice("drafting", cell, preset.drafting, place)
             rules = self._choice("rule", cell, preset.rule, place)
             for drafting, rule in itertools.product(draftings, rules):
-                if self._drafts(mode, drafting) and self._drafts(mode, rule):
+                if self._drafts(mode, drafting) and self._drafts(mode, rule) and self._fit(drafting, rule):
                     chain = drafting.value == "chain"
                     yield Structure(mode, "static" if chain else drafting.value, rule.value, chain)
 
@@ -93,6 +94,12 @@ class Expansion:
                 given.place, f"mode {mode} drafts and needs a rule; without drafting write mode: ar", "none"
             )
         return bool(given.value != "none")
+
+    def _fit(self, drafting: Given, rule: Given) -> bool:
+        fits: bool = rule.value != "block" or drafting.value != "dynamic"
+        if not fits:
+            self.problems.add(rule.place, not_a_chain("a dynamic tree"), rule.value)
+        return fits
 
     def _note_drafting_ar(self, cell: Layer) -> None:
         for key in ("drafting", "rule"):
@@ -123,6 +130,8 @@ class Expansion:
             values["tree"] = "chain-5"
         elif not isinstance(values.get("tree", ""), str):
             values["topology"] = values.pop("tree")
+        if structure.rule == "block" and not self._is_chain(values, given):
+            return None
         if structure.drafting == "dynamic" and values["nodes"] > most_nodes(values["depth"], values["beam"]):
             if given["nodes"].place is not _UNSTATED:
                 at = given["nodes"].place
@@ -138,6 +147,17 @@ class Expansion:
             {"mode": structure.mode, "drafting": structure.drafting, "rule": structure.rule, **values}
             | {"cfg_default": 1.0 if scale is None else scale}
         )
+
+    def _is_chain(self, values: dict[str, Any], given: dict[str, Given]) -> bool:
+        """Whether the tree is a chain; a model's own that is none gives way to one, and one that is stated does not."""
+        topology = values.get("topology") or STATIC_TREES[values["tree"]]
+        if is_chain(topology):
+            return True
+        if given["tree"].place is not _UNSTATED:
+            self.problems.add(given["tree"].place, not_a_chain("it"), values.get("tree"))
+            return False
+        values["tree"] = fallbacks("static", "block")["tree"]
+        return True
 
     def _note_missing(self, key: str, structure: Structure, place: Place) -> None:
         if self.model_defaults is None:

@@ -12,12 +12,22 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from lantern_bench.spec.rules import RelaxedRule, find_rules
 
-__all__ = ["DRAFTINGS", "MODES", "OUTSIDE_RULES", "RELAXED_RULES", "RULES", "Drafting", "ModePreset"]
+__all__ = [
+    "DRAFTINGS",
+    "MODES",
+    "OUTSIDE_RULES",
+    "PUBLISHED_RULES",
+    "RELAXED_RULES",
+    "RULES",
+    "Drafting",
+    "ModePreset",
+]
 
 Drafting: TypeAlias = Literal["none", "static", "dynamic"]
 
 DRAFTINGS: tuple[Drafting, ...] = get_args(Drafting)
-_PUBLISHED = ("additive", "multiplicative")
+PUBLISHED_RULES = ("none", "strict", "additive", "multiplicative")
+_RELAXED = ("additive", "multiplicative")
 
 
 class ModePreset(NamedTuple):
@@ -34,10 +44,10 @@ MODES: dict[str, ModePreset] = {
     "lantern++": ModePreset("static", "multiplicative"),
 }
 
-OUTSIDE_RULES: dict[str, RelaxedRule] = find_rules({*MODES, *DRAFTINGS, *_PUBLISHED, "strict", "all"})
+OUTSIDE_RULES: dict[str, RelaxedRule] = find_rules({*MODES, *DRAFTINGS, *PUBLISHED_RULES, "block", "all"})
 """Relaxed rules that other packages bring, by name."""
 
-RULES: tuple[str, ...] = ("none", "strict", *_PUBLISHED, *OUTSIDE_RULES)
-RELAXED_RULES: frozenset[str] = frozenset({*_PUBLISHED, *OUTSIDE_RULES})
+RULES: tuple[str, ...] = ("none", "strict", "block", *_RELAXED, *OUTSIDE_RULES)
+RELAXED_RULES: frozenset[str] = frozenset({*_RELAXED, *OUTSIDE_RULES})
 
 MODES.update({name: ModePreset(rule.drafting, name) for name, rule in OUTSIDE_RULES.items()})

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from lantern_bench.errors import UserError
 
-__all__ = ["STATIC_TREES", "Path", "Topology", "check_topology", "topology_name", "topology_of"]
+__all__ = ["STATIC_TREES", "Path", "Topology", "check_topology", "is_chain", "topology_name", "topology_of"]
 
 Path: TypeAlias = tuple[int, ...]
 Topology: TypeAlias = tuple[Path, ...]
@@ -85,6 +85,11 @@ def _check_path(path: Path, known: set[Path]) -> None:
             f"the path {list(path)} leaves a gap: its sibling {[*parent, rank - 1]} is missing",
             "Number the children of a node 0, 1, 2, ... without gaps.",
         )
+
+
+def is_chain(topology: Topology) -> bool:
+    """Whether no node of a checked topology has a second child."""
+    return not any(any(path) for path in topology)
 
 
 def topology_name(topology: Topology) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lantern_bench.cli import main as cli
-from lantern_bench.decode import judge
+from lantern_bench.decode import verify
 from lantern_bench.measure.broken_rules import judge_without_residual
 from lantern_bench.models import registry
 from tests.tiny_family import TinyFamily
@@ -36,10 +36,13 @@ def test_a_certificate_holds_and_is_written(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.splitlines()[0].startswith("model,check,setting,figure,measured")
     checks = [row["check"] for row in found]
     assert checks[:4] == ["lossless first tokens", "broken rule rejected"] * 2
-    assert checks[4:7] == ["greedy identity"] * 2 + ["strict rule emits the target"]
-    assert set(checks[7:]) == {"emitted TV"}
-    assert {row["passed"] for row in found[:7]} == {"yes"}
-    assert {row["passed"] for row in found[7:]} == {"yes", ""}
+    assert checks[4:6] == ["lossless first tokens", "broken rule rejected"]
+    settings = [row["setting"].split(",")[0] for row in found[:6:2]]
+    assert settings == ["static small-7", "dynamic 10n2d5b", "static chain-5"]
+    assert checks[6:9] == ["greedy identity"] * 2 + ["strict rule emits the target"]
+    assert set(checks[9:]) == {"emitted TV"}
+    assert {row["passed"] for row in found[:9]} == {"yes"}
+    assert {row["passed"] for row in found[9:]} == {"yes", ""}
     assert all(row["measured_low"] and row["measured_high"] for row in found if row["check"] == "emitted TV")
     assert len(rows("results/certify-tiny/emitted_tv_places.csv")) == 9 * len(
         rows("results/certify-tiny/emitted_tv.csv")
@@ -51,7 +54,7 @@ def test_a_certificate_holds_and_is_written(capsys: pytest.CaptureFixture[str]) 
 def test_a_decoder_that_is_not_lossless_ends_with_5(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(judge, "judge_children", judge_without_residual)
+    monkeypatch.setattr(verify, "judge_children", judge_without_residual)
     assert cli.main(["certify", "tiny", *SMALL, "--format", "table"]) == 5
     said = capsys.readouterr()
     assert "NO" in said.out

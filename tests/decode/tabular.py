@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.decode.growth import Growth
-from lantern_bench.decode.relax import STRICT
+from lantern_bench.decode.relax import STRICT, Relaxation
 from lantern_bench.decode.sampling import FilterOrder, guide, most_probable, probabilities
 from lantern_bench.decode.tree import DraftTree, StaticTree, link_nodes
 from lantern_bench.decode.verify import judge_tree, verify
@@ -166,21 +166,21 @@ def _orders(q: Tensor, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
         yield (*order, *[-1] * (count - drawn_count)), chance
 
 
-def verify_step(tree: DraftTree, p: Tensor, depth_limit: int | None = None) -> Outcomes:
-    """The step of the package under the strict rule: `verify` forced to stop at each node in turn.
+def verify_step(tree: DraftTree, p: Tensor, depth_limit: int | None = None, rule: Relaxation = STRICT) -> Outcomes:
+    """The step of the package under a lossless rule: `verify` forced to stop at each node in turn.
 
     Uniforms of 0 accept and of 1 reject; the weight of a stop is the product of the accept probabilities on the way.
     """
     batch, nodes, _ = p.shape
     limit = None if depth_limit is None else torch.full((batch,), depth_limit)
-    judged = judge_tree(tree, p, STRICT, None, limit)
+    judged = judge_tree(tree, p, rule, None, limit)
     slots = len(tree.layout.nodes)
     accept = torch.zeros(batch, nodes, tree.children.shape[2], dtype=p.dtype)
     accept[:, tree.layout.nodes] = judged.judgement.accept.view(slots, batch, -1).transpose(0, 1)
     weights, forced = force_stops(tree, accept)
     drafts, lengths, last = [], [], []
     for stop in range(nodes):
-        verdict = verify(tree, p, STRICT, None, forced[stop], torch.ones(batch, p.shape[2], dtype=p.dtype), limit)
+        verdict = verify(tree, p, rule, None, forced[stop], torch.ones(batch, p.shape[2], dtype=p.dtype), limit)
         drafts.append(verdict.tokens[:, :-1])
         lengths.append(verdict.accepted)
         last.append(verdict.next_probs)

@@ -25,6 +25,7 @@ KINDS = {
     "dynamic": Relaxation("additive", 12, 0.2, "official"),
     "static": Relaxation("multiplicative", 12, 2.0, "exact"),
     "static, strict": Relaxation(),
+    "block": Relaxation("block"),
     "greedy": Relaxation("additive", 12, 0.3, "exact"),
 }
 
@@ -37,7 +38,8 @@ def sharp(rng: torch.Generator, *shape: int) -> Tensor:
 def test_compiled_walks_are_the_same(kind: str) -> None:
     rng, noise = np.random.default_rng(0), torch.Generator().manual_seed(0)
     table = nearest_codes(torch.randn(VOCABULARY, 3, generator=noise), VOCABULARY - 1)
-    shape = StaticTree.of(random_topology(rng, NODES - 1, FANOUT, DEPTH))
+    nodes, fanout = (DEPTH + 1, 1) if kind == "block" else (NODES, FANOUT)
+    shape = StaticTree.of(random_topology(rng, nodes - 1, fanout, DEPTH))
 
     def judged(tree: DraftTree, p: Tensor, uniforms: Tensor, ends: Tensor) -> Verdict:
         if kind == "greedy":
@@ -47,12 +49,12 @@ def test_compiled_walks_are_the_same(kind: str) -> None:
     compiled = Engine(compile=True).program(kind, judged, torch.device("cpu"))
     accepted, at_fault = 0, 0
     for _ in range(ROUNDS):
-        p = sharp(noise, BATCH, NODES)
+        p = sharp(noise, BATCH, nodes)
         if kind == "dynamic":
             tree = dynamic_trees(rng, BATCH, NODES, VOCABULARY, DEPTH, FANOUT)
         else:
             # Near p, so that long paths are kept too.
-            tree = random_static(rng, noise, (0.5 * p + 0.5 * sharp(noise, BATCH, NODES)), shape, filled=False)
+            tree = random_static(rng, noise, (0.5 * p + 0.5 * sharp(noise, BATCH, nodes)), shape, filled=False)
         uniforms = torch.rand(tree.children.shape, generator=noise)
         ends = torch.empty(BATCH, VOCABULARY).exponential_(generator=noise)
         found, wanted = compiled(tree, p, uniforms, ends), judged(tree, p, uniforms, ends)

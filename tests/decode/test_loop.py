@@ -8,7 +8,7 @@ import torch
 from scipy.stats import power_divergence
 from torch import Tensor
 
-from lantern_bench.decode.judge import Judge, judge_children
+from lantern_bench.decode.judge import Judge
 from lantern_bench.decode.loop import Decoded, decode
 from lantern_bench.decode.sampling import decoding_probabilities, guide
 from lantern_bench.measure.broken_rules import judge_without_residual
@@ -20,6 +20,7 @@ TREE = [[0], [1], [0, 0], [1, 0]]
 DRAFTINGS = {
     "static": {"drafting": "static", "topology": TREE},
     "dynamic": {"drafting": "dynamic", "nodes": 5, "depth": 2, "beam": 2},
+    "block": {"drafting": "static", "rule": "block", "topology": [[0], [0, 0]]},
 }
 SETTINGS = {
     "plain": {"temperature": 1.0, "cfg_scale": 1.0},
@@ -32,7 +33,7 @@ def generators(count: int, seed: int) -> list[torch.Generator]:
 
 
 def run(
-    decoding: Decoding, images: int = IMAGES, seed: int = 1, batch: int = 1000, judge: Judge = judge_children
+    decoding: Decoding, images: int = IMAGES, seed: int = 1, batch: int = 1000, judge: Judge | None = None
 ) -> tuple[TabularModel, list[Decoded]]:
     model = TabularModel(VOCABULARY, LENGTH, seed=4)
     made: list[Decoded] = []

@@ -12,7 +12,7 @@ import torch
 from scipy.stats import power_divergence
 from torch import Tensor
 
-from lantern_bench.decode.judge import Judge, judge_children
+from lantern_bench.decode.judge import Judge
 from lantern_bench.decode.relax import STRICT
 from lantern_bench.decode.sampling import Draws, draw_without_replacement, sample
 from lantern_bench.decode.tree import DraftTree, StaticTree
@@ -74,7 +74,7 @@ def dynamic_draft(model: Tabular) -> DraftTree:
 
 
 def p_values(
-    model: Tabular, tables: Tables, tree: DraftTree, noise: torch.Generator, judge: Judge = judge_children
+    model: Tabular, tables: Tables, tree: DraftTree, noise: torch.Generator, judge: Judge | None = None
 ) -> tuple[float, float]:
     """Decode one step for all images, complete to LENGTH tokens, and G-test first and joint tokens."""
     draws = Draws([noise], "cpu")
@@ -103,7 +103,7 @@ def g_test(model: Tabular, tokens: Tensor, length: int) -> float:
     return float(power_divergence(observed, expected / expected.sum() * len(tokens), lambda_="log-likelihood").pvalue)
 
 
-def run(drafting: str, setting: str, judge: Judge = judge_children) -> tuple[float, float]:
+def run(drafting: str, setting: str, judge: Judge | None = None) -> tuple[float, float]:
     noise = torch.Generator().manual_seed(11)
     model = Tabular(VOCABULARY, SETTINGS[setting], seed=6)
     tables = Tables(model)

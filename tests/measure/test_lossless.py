@@ -16,6 +16,7 @@ from tests.tiny_family import CODES, PROMPTS, TinyFamily
 
 PROMPT = Prompt(PROMPTS[0])
 DRAFTINGS = {"static": {"tree": "small-7"}, "dynamic": {"drafting": "dynamic", "nodes": 6, "depth": 2, "beam": 3}}
+DRAFTINGS["block"] = {"rule": "block", "tree": "chain-3"}
 
 
 @pytest.fixture(scope="module")

@@ -125,6 +125,7 @@ def test_equal_tables_give_equal_pictures(tables, tmp_path):
 
 def test_methods_are_named_as_in_the_papers():
     cells = [AR, STRICT, STRICT.model_copy(update={"temperature": 0.0})]
+    cells.append(Decoding.model_validate({**STRICT.settings(), "rule": "block", "tree": "chain-4"}))
     guided = {"cfg_scale": 2, "cfg_default": 2}
     for delta in (0.005, 0.02):
         cells.append(Decoding.model_validate({"mode": "lantern", "delta": delta, "neighbours": 20, **guided}))

@@ -43,6 +43,8 @@ from lantern_bench.spec.topologies import STATIC_TREES
         ({"mode": "ar", "cfg_scale": 3, "cfg_default": 3}, "ar-t1"),
         ({"mode": "ar", "cfg_scale": 1, "cfg_default": 3}, "ar-t1-cfgscale1"),
         ({"mode": "lantern", "delta": 0.1, "depth": 2, "beam": 3}, "lantern-dynamic-12n2d3b-k20-delta0.1-t1"),
+        ({"mode": "speculative", "rule": "block"}, "speculative-static-chain-5-block-t1"),
+        ({"mode": "lantern++", "rule": "block", "tree": "chain-3"}, "lantern++-static-chain-3-block-t1"),
     ],
 )
 def test_cell_ids(values: dict[str, Any], cell_id: str) -> None:
@@ -78,6 +80,8 @@ def test_own_tree_is_named_by_its_shape() -> None:
         {"mode": "speculative", "delta": 0.1},
         {"mode": "lantern++", "lambda": 2, "delta": 0.1},
         {"mode": "speculative", "nodes": 7},
+        {"mode": "speculative", "rule": "block", "tree": "small-7"},
+        {"mode": "speculative", "rule": "block", "drafting": "dynamic"},
         {"mode": "lantern", "delta": 0.1, "tree": "small-7"},
         {"mode": "lantern", "delta": 0.1, "nodes": 11, "depth": 1, "beam": 10},
         {"mode": "lantern", "delta": 1},

@@ -1,0 +1,47 @@
+"""A chain of drafts judged as one block: more of them are accepted, and the law of the tokens is still the target's.
+
+Judged alone, each draft x counts for min(1, p(x) / q(x)), and what it exceeds 1 by is lost. Judged as a block, what the
+drafts before it fell short of is made good from that (block verification, Sun et al., arXiv 2403.10444, algorithm 2;
+no rule that sees the same drafts accepts more of them in expectation: theorem 2 there). Needs no other forward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lantern_bench.decode.judge import Judgement
+
+__all__ = ["judge_block"]
+
+
+def judge_block(p: Tensor, q: Tensor, tokens: Tensor, offered: Tensor, images: int) -> Judgement:
+    """Judge the drafts of `images` chains: row `level * images + image` is the node of that level, and its child.
+
+    `p`, `q` [N, V]; `tokens` int64 and `offered` bool [N, 1]. Published, the block ends at the last level i that is hit
+    by its chance h(i), all of them drawn. Here `accept` is the chance to get past i given that i is reached: that ends
+    at the same level with the same probability, so that the walk of all rules serves this one.
+    """
+    levels = len(p) // images
+    ratio = p.gather(1, tokens) / q.gather(1, tokens)
+    ratio, reached = torch.where(offered, ratio, 0.0).view(levels, images), offered.view(levels, images)
+    share = [torch.ones_like(ratio[0])]
+    for level in range(levels):
+        share.append((share[level] * ratio[level]).clamp(max=1.0))
+    rest = (torch.cat(share[:-1])[:, None] * p - q).clamp_min_(0.0)
+    left = rest.sum(dim=1)
+    ends, accept = share[levels] * reached[levels - 1], [torch.zeros_like(ratio[0])] * levels
+    for level in range(levels - 1, -1, -1):
+        # `ends` is the chance to end below this level; at the root, where all of it ends otherwise, h is 1.
+        h = _chance(left.view(levels, images)[level], share[level]) if level else share[0]
+        h = torch.where(reached[level], h, share[level]) * (reached[level - 1] if level else 1.0)
+        there = h + (1.0 - h) * ends
+        accept[level] = torch.where(there > 0, ends / there, 0.0)
+        ends = there
+    return Judgement(torch.cat(accept)[:, None], torch.zeros_like(p[:, :1]), rest, left <= 0)
+
+
+def _chance(left: Tensor, share: Tensor) -> Tensor:
+    """H of a level with a draft behind it: 1 where p and q are the same there and nothing fell short so far."""
+    spare = left + 1.0 - share
+    return torch.where(spare > 0, left / spare, 1.0)
