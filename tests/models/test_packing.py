@@ -1,4 +1,7 @@
-"""Packed weights multiply as the usual ones do, take their place and no more memory, and compile to the same tokens."""
+"""Packed weights multiply as the usual ones do, take their place and no more memory, and compile to the same tokens.
+
+The 8-bit ones of a drafter change what is drafted, and neither the target nor the law of the tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch import nn
 from lantern_bench.decode.engine import Engine
 from lantern_bench.models import packing
 from lantern_bench.models.packing import (
+    DraftLinear,
     PackedLinear,
     can_pack,
     lower_packed_products,
@@ -18,7 +22,11 @@ from lantern_bench.models.packing import (
     weight_bytes,
     weight_count,
 )
+from lantern_bench.measure.broken_rules import judge_without_residual
+from lantern_bench.measure.lossless import first_tokens_test, law_of_first_tokens
+from lantern_bench.models.conditioning import Condition
 from lantern_bench.spec.decoding import Decoding
+from lantern_bench.spec.plan import Prompt
 from tests.decode.test_engine import CELLS, CONFIG, Small, decoded, same
 
 CPU = torch.device("cpu")
@@ -83,3 +91,62 @@ def test_compiled_and_packed_decodes_the_same_image(cell: str) -> None:
     pack_for_decoding(model.target, model.drafter)
     same(plain, decoded(model, decoding, 1))
     same(plain, decoded(model, decoding, 1, Engine(compile=True)))
+
+
+@torch.inference_mode()
+def test_few_rows_of_a_drafter_multiply_with_whole_numbers() -> None:
+    random = torch.Generator().manual_seed(2)
+    weight, bias = torch.randn(96, 64, generator=random), torch.randn(96, generator=random)
+    weight[5] = 0.0  # of which nothing can be a multiple
+    layer = DraftLinear(weight, bias)
+    scale = layer._scale[:, None]
+    assert ((layer._whole * scale - weight).abs() <= 0.5001 * scale).all()
+    assert layer._whole.abs().amax(dim=1).tolist() == [0 if row == 5 else 127 for row in range(96)]
+    x = torch.randn(2, 3, 64, generator=random)
+    few = layer(x[:, :2])
+    torch.testing.assert_close(few, x[:, :2] @ (layer._whole * scale).T + bias, atol=1e-4, rtol=1e-4)
+    assert 1e-3 < (few - PackedLinear(weight, bias)(x[:, :2])).abs().max() < 0.5
+    assert torch.equal(layer(x), PackedLinear(weight, bias)(x))  # six rows
+    assert layer(x[:1, :1]).shape == (1, 1, 96)
+    assert layer.nbytes == 96 * (64 * (4 + 1) + 4 + 4)
+
+
+class Captioned(Small):
+    """`Small` in bfloat16, packed, behind what a G-test asks of a model."""
+
+    engine = Engine()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target.bfloat16()
+        self.drafter.bfloat16()
+        pack_for_decoding(self.target, self.drafter)
+
+    def condition(self, texts: list[str]) -> Condition:
+        values = torch.tensor([[0, 3, 4, 5]]).expand(len(texts), -1)
+        return Condition(values, values > 0)
+
+
+def test_drafts_of_whole_numbers_are_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The law is the target's, and what was drafted from is judged with: a broken rule is seen by the same test."""
+    monkeypatch.setattr(packing, "_FEW_ROWS", 10_000)
+    model, prompt = Captioned(), Prompt("a caption")
+    decoding = Decoding(mode="speculative", tree="chain-3", top_k=4, cfg_scale=2.0)
+    laws = [law_of_first_tokens(model, prompt, decoding, 3)]  # type: ignore[arg-type]
+    values = [
+        first_tokens_test(model, [prompt], laws, decoding, 2000, judge=judge, batch=500).p_value  # type: ignore[arg-type]
+        for judge in (None, judge_without_residual)
+    ]
+    print(f"8-bit drafts: p = {values[0]:.3f}, residual left out {values[1]:.1e}")
+    assert values[0] > 1e-3
+    assert values[1] < 1e-6
+
+
+@torch.inference_mode()
+def test_the_target_and_a_float32_drafter_keep_their_numbers() -> None:
+    model = Captioned()
+    assert not any(isinstance(part, DraftLinear) for part in model.target.modules())
+    assert all(isinstance(part, DraftLinear) for part in model.drafter.modules() if isinstance(part, PackedLinear))
+    exact = Small()
+    pack_for_decoding(exact.target, exact.drafter)
+    assert not any(isinstance(part, DraftLinear) for part in exact.drafter.modules())
