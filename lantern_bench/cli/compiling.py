@@ -24,5 +24,6 @@ def compile_steps(models: Iterable[LoadedModel], place: Place, console: Console)
     problem = compile_models(models, place)
     if problem is not None:
         console.warn(
-            f"decoding is not compiled: {problem}", "It is slower so. Install a C++ compiler, or leave compiling out."
+            f"decoding is not compiled: {problem}",
+            "It is slower so. Compiling needs torch 2.10 or newer and a C++ compiler; or leave it out.",
         )

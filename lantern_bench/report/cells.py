@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from lantern_bench.runs.store import latest
-from lantern_bench.spec.modes import MODES
+from lantern_bench.spec.modes import MODES, RULES
 from lantern_bench.spec.schema import CELL_COLUMNS
 
 __all__ = [
@@ -110,6 +110,7 @@ def _order(columns: Mapping[str, Any]) -> tuple[Any, ...]:
     modes = list(MODES)
     mode = columns["mode"]
     place = modes.index(mode) if mode in modes else len(modes)
-    words = tuple(str(columns[name] or "") for name in ("drafting", "rule", "tree"))
+    rules = {rule: number for number, rule in enumerate(RULES)}
+    words = (str(columns["drafting"] or ""), rules.get(str(columns["rule"]), len(rules)), str(columns["tree"] or ""))
     numbers = tuple((columns[name] is not None, columns[name] or 0) for name in _NUMBERS)
     return (str(columns["model"] or ""), place, *words, numbers, columns["cell_id"])

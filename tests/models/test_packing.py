@@ -106,7 +106,7 @@ def test_few_rows_of_a_drafter_multiply_with_whole_numbers() -> None:
     few = layer(x[:, :2])
     torch.testing.assert_close(few, x[:, :2] @ (layer._whole * scale).T + bias, atol=1e-4, rtol=1e-4)
     assert 1e-3 < (few - PackedLinear(weight, bias)(x[:, :2])).abs().max() < 0.5
-    assert torch.equal(layer(x), PackedLinear(weight, bias)(x))  # six rows
+    torch.testing.assert_close(layer(x)[:, :2], few, atol=1e-4, rtol=1e-4)  # six rows, the same numbers
     assert layer(x[:1, :1]).shape == (1, 1, 96)
     assert layer.nbytes == 96 * (64 * (4 + 1) + 4 + 4)
 

@@ -125,7 +125,6 @@ def test_equal_tables_give_equal_pictures(tables, tmp_path):
 
 def test_methods_are_named_as_in_the_papers():
     cells = [AR, STRICT, STRICT.model_copy(update={"temperature": 0.0})]
-    cells.append(Decoding.model_validate({**STRICT.settings(), "rule": "block", "tree": "chain-4"}))
     guided = {"cfg_scale": 2, "cfg_default": 2}
     for delta in (0.005, 0.02):
         cells.append(Decoding.model_validate({"mode": "lantern", "delta": delta, "neighbours": 20, **guided}))
@@ -143,6 +142,14 @@ def test_methods_are_named_as_in_the_papers():
         "LANTERN++ λ=2 k=10",
         "LANTERN++ λ=2 k=100",
     }
+
+
+def test_a_lossless_rule_is_named_once_and_after_the_strict_one():
+    block = Decoding.model_validate({**STRICT.settings(), "rule": "block", "tree": "chain-4"})
+    records = [make_record(cell, n, WALKS, 1.0) for cell in (block, STRICT) for n in range(2)]
+    found = tables_from(records, make_scores(records))
+    labels = list(speed_quality_points({"run": found})["label"])
+    assert labels == ["speculative (strict) small-7", "speculative (block) chain-4"]
 
 
 def test_several_runs_are_named(tables):
