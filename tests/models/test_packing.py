@@ -12,7 +12,10 @@ import torch
 from torch import nn
 
 from lantern_bench.decode.engine import Engine
+from lantern_bench.measure.broken_rules import judge_without_residual
+from lantern_bench.measure.lossless import first_tokens_test, law_of_first_tokens
 from lantern_bench.models import packing
+from lantern_bench.models.conditioning import Condition
 from lantern_bench.models.packing import (
     DraftLinear,
     PackedLinear,
@@ -22,9 +25,6 @@ from lantern_bench.models.packing import (
     weight_bytes,
     weight_count,
 )
-from lantern_bench.measure.broken_rules import judge_without_residual
-from lantern_bench.measure.lossless import first_tokens_test, law_of_first_tokens
-from lantern_bench.models.conditioning import Condition
 from lantern_bench.spec.decoding import Decoding
 from lantern_bench.spec.plan import Prompt
 from tests.decode.test_engine import CELLS, CONFIG, Small, decoded, same
