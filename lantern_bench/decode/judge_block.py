@@ -29,19 +29,18 @@ def judge_block(p: Tensor, q: Tensor, tokens: Tensor, offered: Tensor, images: i
     for level in range(levels):
         share.append((share[level] * ratio[level]).clamp(max=1.0))
     rest = (torch.cat(share[:-1])[:, None] * p - q).clamp_min_(0.0)
-    left = rest.sum(dim=1)
-    ends, accept = share[levels] * reached[levels - 1], [torch.zeros_like(ratio[0])] * levels
+    left = rest.sum(dim=1).view(levels, images)
+    accept = [share[levels]] * levels
+    behind = share[levels]  # the chance to end at this level or behind it, from the last one up
     for level in range(levels - 1, -1, -1):
-        # `ends` is the chance to end below this level; at the root, where all of it ends otherwise, h is 1.
-        h = _chance(left.view(levels, images)[level], share[level]) if level else share[0]
-        h = torch.where(reached[level], h, share[level]) * (reached[level - 1] if level else 1.0)
-        there = h + (1.0 - h) * ends
-        accept[level] = torch.where(there > 0, ends / there, 0.0)
-        ends = there
-    return Judgement(torch.cat(accept)[:, None], torch.zeros_like(p[:, :1]), rest, left <= 0)
+        h = torch.where(reached[level], _chance(left[level], share[level]), share[level])
+        here = h + (1.0 - h) * behind
+        accept[level] = torch.where(here > 0, behind / here, 0.0)
+        behind = here
+    return Judgement(torch.cat(accept)[:, None], torch.zeros_like(p[:, :1]), rest, left.flatten() <= 0)
 
 
 def _chance(left: Tensor, share: Tensor) -> Tensor:
-    """H of a level with a draft behind it: 1 where p and q are the same there and nothing fell short so far."""
-    spare = left + 1.0 - share
+    """Return h of a level with a draft behind it: 1 at the root, and where p is q and nothing fell short."""
+    spare = left + (1.0 - share)
     return torch.where(spare > 0, left / spare, 1.0)

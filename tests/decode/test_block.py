@@ -147,6 +147,7 @@ def test_random_blocks_are_judged_as_published() -> None:
         tree = random_static(rng, noise, q, shape)
         judged = judge_tree(tree, p, BLOCK, None)
         accept = judged.judgement.accept.view(levels, batch, 1).transpose(0, 1)
+        assert accept.isfinite().all()
         filled = torch.nn.functional.pad(accept, (0, 0, 0, 1))
         found, forced = force_stops(tree, filled)
         for image in range(batch):
