@@ -183,7 +183,7 @@ class Certification:
         small = Decoding.model_validate({**common, "drafting": "dynamic", **_SMALL_TREE})
         named = {f"{one.drafting} {one.tree_label}": one for one in (static, small)}
         if static.greedy:
-            return named  # a block is judged greedily as any other chain
+            return named
         chain = static.tree if is_chain(static.paths) else None
         block = Decoding.model_validate({**common, "drafting": "static", "rule": "block", "tree": chain})
         return named | {f"static {block.tree_label}, block": block}

@@ -2,7 +2,7 @@
 
 Judged alone, each draft x counts for min(1, p(x) / q(x)), and what it exceeds 1 by is lost. Judged as a block, what the
 drafts before it fell short of is made good from that (block verification, Sun et al., arXiv 2403.10444, algorithm 2;
-no rule that sees the same drafts accepts more of them in expectation: theorem 2 there). Needs no other forward.
+proved there to be the most that a lossless rule accepts of one draft on average). Needs no other forward.
 """
 
 from __future__ import annotations

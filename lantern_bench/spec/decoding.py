@@ -150,7 +150,8 @@ class Decoding(BaseModel):
     Whatever is left out when it is made takes the preset of its mode and the fallbacks. `tree` names a static tree
     or the user's own (then `topology` holds its paths); `cfg_default` is the model's own guidance scale: the id
     mentions the scale only where it differs. Parameters the drafting or the rule does not have are None.
-    Greedy (temperature 0) uses no filters and no residual (algorithms.md, section 3): they are set to their defaults.
+    Greedy (temperature 0) uses no filters and no residual (algorithms.md, section 3): they are set to their defaults,
+    and so is the rule of a block, whose drafts are then judged as any others.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -194,7 +195,7 @@ class Decoding(BaseModel):
             if values.get(key) is None:
                 values[key] = value if key != "nodes" else _enough_nodes(value, values)
         if values["temperature"] == 0:
-            values |= _OF_SAMPLING
+            values |= _OF_SAMPLING | ({"rule": "strict"} if _is_judged_as_block(values) else {})
         return values
 
     @model_validator(mode="after")
@@ -284,6 +285,15 @@ class Decoding(BaseModel):
 def most_nodes(depth: int, beam: int) -> int:
     """Return how many candidates the rounds of a dynamic tree make: `beam`, then `beam` squared a round."""
     return beam + (depth - 1) * beam * beam
+
+
+def _is_judged_as_block(values: Mapping[str, Any]) -> bool:
+    """Return whether the rule is `block` and may be: what may not must stay and be refused."""
+    return (
+        values["rule"] == "block"
+        and values["drafting"] == "static"
+        and is_chain(values.get("topology") or STATIC_TREES.get(values["tree"], ((1,),)))
+    )
 
 
 def _enough_nodes(nodes: int, values: Mapping[str, Any]) -> int:

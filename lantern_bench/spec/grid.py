@@ -81,7 +81,9 @@ class Expansion:
             for drafting, rule in itertools.product(draftings, rules):
                 if self._drafts(mode, drafting) and self._drafts(mode, rule) and self._fit(drafting, rule):
                     chain = drafting.value == "chain"
-                    yield Structure(mode, "static" if chain else drafting.value, rule.value, chain)
+                    gives_way = rule.value == "block" and drafting.value == "dynamic"
+                    kept = "strict" if gives_way else rule.value
+                    yield Structure(mode, "static" if chain else drafting.value, kept, chain)
 
     def _choice(self, key: str, cell: Layer, preset: str, place: Place) -> tuple[Given, ...]:
         if key in self.flags:
@@ -96,7 +98,9 @@ class Expansion:
         return bool(given.value != "none")
 
     def _fit(self, drafting: Given, rule: Given) -> bool:
-        fits: bool = rule.value != "block" or drafting.value != "dynamic"
+        """Whether a block is drafted as a chain; a file's block gives way to branching drafts that are typed."""
+        typed = drafting.place.is_flag and not rule.place.is_flag
+        fits: bool = rule.value != "block" or drafting.value != "dynamic" or typed
         if not fits:
             self.problems.add(rule.place, not_a_chain("a dynamic tree"), rule.value)
         return fits
@@ -130,8 +134,12 @@ class Expansion:
             values["tree"] = "chain-5"
         elif not isinstance(values.get("tree", ""), str):
             values["topology"] = values.pop("tree")
-        if structure.rule == "block" and not self._is_chain(values, given):
-            return None
+        rule_name = structure.rule
+        if rule_name == "block" and not self._is_chain(values, given):
+            if not given["tree"].place.is_flag or "rule" in self.flags:
+                self.problems.add(given["tree"].place, not_a_chain("it"), values.get("tree"))
+                return None
+            rule_name = "strict"
         if structure.drafting == "dynamic" and values["nodes"] > most_nodes(values["depth"], values["beam"]):
             if given["nodes"].place is not _UNSTATED:
                 at = given["nodes"].place
@@ -144,18 +152,15 @@ class Expansion:
             return None
         scale = (self.model_defaults or {}).get("cfg_scale")
         return Decoding.model_validate(
-            {"mode": structure.mode, "drafting": structure.drafting, "rule": structure.rule, **values}
+            {"mode": structure.mode, "drafting": structure.drafting, "rule": rule_name, **values}
             | {"cfg_default": 1.0 if scale is None else scale}
         )
 
     def _is_chain(self, values: dict[str, Any], given: dict[str, Given]) -> bool:
         """Whether the tree is a chain; a model's own that is none gives way to one, and one that is stated does not."""
         topology = values.get("topology") or STATIC_TREES[values["tree"]]
-        if is_chain(topology):
-            return True
-        if given["tree"].place is not _UNSTATED:
-            self.problems.add(given["tree"].place, not_a_chain("it"), values.get("tree"))
-            return False
+        if is_chain(topology) or given["tree"].place is not _UNSTATED:
+            return is_chain(topology)
         values["tree"] = fallbacks("static", "block")["tree"]
         return True
 

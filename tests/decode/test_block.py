@@ -69,6 +69,17 @@ def test_a_block_accepts_at_least_as_much_as_its_drafts_alone(setting: str) -> N
     assert max(gains) > 0.05
 
 
+def test_the_papers_example() -> None:
+    """Two tokens whatever came before, p = (1/3, 2/3), q = (2/3, 1/3), two drafts: 10/9 or 11/9 are accepted."""
+    p, q = torch.tensor([1.0, 2.0]).double() / 3, torch.tensor([2.0, 1.0]).double() / 3
+    tokens = torch.tensor([[0, first, second] for first in (0, 1) for second in (0, 1)])
+    weights = q[tokens[:, 1]] * q[tokens[:, 2]]
+    tree = chain(2).draft(tokens, q.expand(4, 3, 2))
+    for rule, wanted in ((STRICT, 10 / 9), (BLOCK, 11 / 9)):
+        stops, _, lengths, _ = verify_step(tree, p.expand(4, 3, 2), rule=rule)
+        assert float((stops * weights * lengths).sum()) == pytest.approx(wanted)
+
+
 def test_with_the_target_as_drafter_everything_is_accepted() -> None:
     model = Tabular(4, Setting(), seed=4, alike=True)
     weights, tree = model.static_drafts(chain(3))

@@ -57,6 +57,8 @@ def test_greedy_uses_no_filters_and_no_residual() -> None:
     )
     assert greedy == Decoding.model_validate({"mode": "lantern", "delta": 0.1, "temperature": 0})
     assert greedy.greedy
+    block = Decoding.model_validate({"mode": "speculative", "rule": "block", "temperature": 0})
+    assert block == Decoding.model_validate({"mode": "speculative", "tree": "chain-5", "temperature": 0})
 
 
 def test_own_tree_is_named_by_its_shape() -> None:
@@ -81,6 +83,7 @@ def test_own_tree_is_named_by_its_shape() -> None:
         {"mode": "lantern++", "lambda": 2, "delta": 0.1},
         {"mode": "speculative", "nodes": 7},
         {"mode": "speculative", "rule": "block", "tree": "small-7"},
+        {"mode": "speculative", "rule": "block", "tree": "small-7", "temperature": 0},
         {"mode": "speculative", "rule": "block", "drafting": "dynamic"},
         {"mode": "lantern", "delta": 0.1, "tree": "small-7"},
         {"mode": "lantern", "delta": 0.1, "nodes": 11, "depth": 1, "beam": 10},

@@ -48,6 +48,7 @@ def test_the_default_experiment() -> None:
         "ar-t1",
         "speculative-static-chain-4-t1",
         "speculative-static-eagle1-25-t1",
+        "speculative-static-chain-5-block-t1",
         "lantern-dynamic-24n4d6b-k100-delta0.1-t1",
         "lantern-dynamic-24n4d6b-k100-delta0.3-t1",
         "lantern++-static-chain-7-k100-lambda5-t1",
@@ -160,7 +161,12 @@ def test_the_baseline_is_added_once_with_the_top_level_values(tmp_path: Path) ->
         (
             {"drafting": "chain"},
             {"modes": "speculative"},
-            ["ar-t1", "speculative-static-chain-5-t1", "speculative-static-chain-5-t0"],
+            [
+                "ar-t1",
+                "speculative-static-chain-5-t1",
+                "speculative-static-chain-5-block-t1",
+                "speculative-static-chain-5-t0",
+            ],
         ),
         (
             {"drafting": "dynamic"},
@@ -170,7 +176,12 @@ def test_the_baseline_is_added_once_with_the_top_level_values(tmp_path: Path) ->
         (
             {"temperature": 0},
             {"modes": "speculative"},
-            ["ar-t0", "speculative-static-chain-4-t0", "speculative-static-eagle1-25-t0"],
+            [
+                "ar-t0",
+                "speculative-static-chain-4-t0",
+                "speculative-static-eagle1-25-t0",
+                "speculative-static-chain-5-t0",
+            ],
         ),
         (
             {"nodes": "10,20", "delta": ["0.1"]},
@@ -179,8 +190,18 @@ def test_the_baseline_is_added_once_with_the_top_level_values(tmp_path: Path) ->
         ),
         (
             {"lambda": "3"},
-            {"modes": "lantern++", "settings": ["cells.3.neighbours=99"]},
+            {"modes": "lantern++", "settings": ["cells.4.neighbours=99"]},
             ["ar-t1", "lantern++-static-chain-7-k99-lambda3-t1"],
+        ),
+        (
+            {"rule": "strict,block", "tree": "chain-3"},
+            {"modes": "speculative"},
+            [
+                "ar-t1",
+                "speculative-static-chain-3-t1",
+                "speculative-static-chain-3-block-t1",
+                "speculative-static-chain-3-t0",
+            ],
         ),
         ({}, {"modes": "ar", "settings": ["top-p=0.5,0.25"]}, ["ar-t1-topp0.5", "ar-t1-topp0.25"]),
     ],
