@@ -49,14 +49,14 @@ def plan(capsys, *typed: str) -> pd.DataFrame:
 def test_the_default_plan(capsys, here):
     listed = plan(capsys)
     assert listed["cell"].tolist()[:2] == ["ar-t1", "speculative-static-chain-4-t1"]
-    assert len(listed) == 8 and set(listed["images"]) == {24} and set(listed["done"]) == {0}
+    assert len(listed) == 9 and set(listed["images"]) == {24} and set(listed["done"]) == {0}
     assert list(here.iterdir()) == []
 
 
 def test_the_plan_says_where_and_how_long(capsys):
     assert cli.main(["sweep", "--dry-run"]) == 0
     said = capsys.readouterr().err
-    assert "run: results/lanterns-" in said and "192 to do" in said and "unknown" in said
+    assert "run: results/lanterns-" in said and "216 to do" in said and "unknown" in said
 
 
 def test_a_plan_needs_no_torch(tmp_path):
@@ -73,8 +73,8 @@ def test_a_plan_needs_no_torch(tmp_path):
     [
         (["--modes", "lantern", "--delta", "0.01,0.1", "--delta", "0.2"], 4),
         (["--modes", "lantern++", "--lambda", "2,3", "--neighbours", "5,10"], 5),
-        (["--modes", "speculative", "--no-baseline", "--temperature", "1"], 2),
-        (["--modes", "speculative", "--drafting", "chain", "--temperature", "1"], 2),
+        (["--modes", "speculative", "--no-baseline", "--temperature", "1"], 3),
+        (["--modes", "speculative", "--drafting", "chain", "--temperature", "1", "--rule", "strict"], 2),
         (["--modes", "ar", "--set", "temperature=0.5,0.9"], 2),
         (["--modes", "lantern", "--delta", "0.1", "--nodes", "8", "--depth", "3", "--beam", "4"], 2),
         (["--modes", "ar", "--top-k", "100", "--top-p", "0.9", "--filter-order", "top_p_first", "--cfg-scale", "3"], 1),
@@ -87,7 +87,8 @@ def test_flags_make_grids(capsys, typed, cells):
 
 def test_a_chain_is_recorded_as_the_tree_it_is(capsys):
     listed = plan(capsys, "--modes", "speculative", "--drafting", "chain", "--temperature", "1")
-    assert listed["cell"].tolist() == ["ar-t1", "speculative-static-chain-5-t1"]
+    wanted = ["ar-t1", "speculative-static-chain-5-t1", "speculative-static-chain-5-block-t1"]
+    assert listed["cell"].tolist() == wanted
 
 
 def test_images_repeats_and_shards(capsys):
