@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import typer
 
-from lantern_bench.spec.modes import RULES
 from lantern_bench.spec.topologies import STATIC_TREES
 
 __all__ = ["DECODING", "PLACE", "PROMPTS_HELP", "with_flags"]
@@ -37,7 +36,7 @@ def _switch(key: str, help: str) -> Flag:
 
 DECODING: tuple[Flag, ...] = (
     _grid("drafting", "static, dynamic, or chain (static with the tree chain-5)."),
-    _grid("rule", f"Acceptance rule: {', '.join(rule for rule in RULES if rule != 'none')}."),
+    _grid("rule", "Acceptance rule: strict, block, additive, multiplicative, or one from outside the package."),
     _grid("tree", f"Static tree: {', '.join(STATIC_TREES)}; @FILE; or a list of paths."),
     _grid("nodes", "Nodes of a dynamic tree, root not counted."),
     _grid("depth", "Depth of a dynamic tree."),

@@ -25,7 +25,7 @@ from lantern_bench.decode.speculation import Speculation, sampling_key
 from lantern_bench.decode.trace import ImageTrace
 from lantern_bench.errors import RefusedError
 from lantern_bench.spec.decoding import Decoding, NeighbourMetric
-from lantern_bench.spec.modes import RELAXED_RULES
+from lantern_bench.spec.modes import LOSSLESS_RULES
 
 __all__ = ["Decoded", "Model", "decode", "drafter_and_table", "relaxation_of"]
 
@@ -52,7 +52,7 @@ class Decoded:
 
 def relaxation_of(decoding: Decoding, target: object = None) -> Relaxation:
     """The acceptance rule of a configuration, as it is for this target."""
-    if decoding.rule not in RELAXED_RULES:
+    if decoding.rule in ("none", *LOSSLESS_RULES):
         return Relaxation("block" if decoding.rule == "block" else "strict")
     choices = target.choices if isinstance(target, WithForcedTokens) else None
     bound = decoding.delta or decoding.lambda_ or decoding.bound or 0.0

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from lantern_bench.spec.modes import OUTSIDE_RULES, RELAXED_RULES, RULES
+from lantern_bench.spec.modes import LOSSLESS_RULES, OUTSIDE_RULES, RULES
 
 __all__ = ["STRICT", "Relaxation", "Residual", "merge_prefix", "merged_mass", "neighbour_columns", "relaxed"]
 
@@ -57,7 +57,7 @@ class Relaxation:
     @property
     def merges(self) -> bool:
         """Whether any neighbour can lend probability; False is a lossless rule."""
-        return self.rule in RELAXED_RULES and self.neighbours > 0
+        return self.rule not in LOSSLESS_RULES and self.neighbours > 0
 
     @property
     def columns(self) -> int:

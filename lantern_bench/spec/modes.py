@@ -14,6 +14,7 @@ from lantern_bench.spec.rules import RelaxedRule, find_rules
 
 __all__ = [
     "DRAFTINGS",
+    "LOSSLESS_RULES",
     "MODES",
     "OUTSIDE_RULES",
     "PUBLISHED_RULES",
@@ -27,6 +28,7 @@ Drafting: TypeAlias = Literal["none", "static", "dynamic"]
 
 DRAFTINGS: tuple[Drafting, ...] = get_args(Drafting)
 PUBLISHED_RULES = ("none", "strict", "additive", "multiplicative")
+LOSSLESS_RULES = ("strict", "block")
 _RELAXED = ("additive", "multiplicative")
 
 
@@ -44,10 +46,10 @@ MODES: dict[str, ModePreset] = {
     "lantern++": ModePreset("static", "multiplicative"),
 }
 
-OUTSIDE_RULES: dict[str, RelaxedRule] = find_rules({*MODES, *DRAFTINGS, *PUBLISHED_RULES, "block", "all"})
+OUTSIDE_RULES: dict[str, RelaxedRule] = find_rules({*MODES, *DRAFTINGS, *PUBLISHED_RULES, *LOSSLESS_RULES, "all"})
 """Relaxed rules that other packages bring, by name."""
 
-RULES: tuple[str, ...] = ("none", "strict", "block", *_RELAXED, *OUTSIDE_RULES)
+RULES: tuple[str, ...] = ("none", *LOSSLESS_RULES, *_RELAXED, *OUTSIDE_RULES)
 RELAXED_RULES: frozenset[str] = frozenset({*_RELAXED, *OUTSIDE_RULES})
 
 MODES.update({name: ModePreset(rule.drafting, name) for name, rule in OUTSIDE_RULES.items()})
