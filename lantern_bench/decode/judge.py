@@ -2,7 +2,8 @@
 
 What is left after rejecting the first j children does not depend on the random numbers, so many nodes are judged
 together, one child rank at a time (algorithms.md, sections 3 and 4). This is the only place where the accept
-probability and the residuals are written; `verify.py` walks with them and `emitted_tv.py` adds them up.
+probability and the residuals of a child are written; `verify.py` walks with them and `emitted_tv.py` adds them up. A
+chain judged as a whole is `judge_block.py`.
 """
 
 from __future__ import annotations

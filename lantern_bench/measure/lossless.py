@@ -1,4 +1,4 @@
-"""Is the strict rule lossless for this model? G-tests of whole decodes against the exact law of their first tokens.
+"""Is a lossless rule lossless for this model? G-tests of whole decodes against the exact law of their first tokens.
 
 The law comes from teacher forcing over every sequence that the filters leave possible; the samples come from the decode
 loop as it is. A test that cannot fail proves nothing, so the same test is run on a broken rule (`broken_rules.py`).

@@ -161,6 +161,7 @@ class Expansion:
         topology = values.get("topology") or STATIC_TREES[values["tree"]]
         if is_chain(topology) or given["tree"].place is not _UNSTATED:
             return is_chain(topology)
+        values.pop("topology", None)
         values["tree"] = fallbacks("static", "block")["tree"]
         return True
 

@@ -129,6 +129,14 @@ def test_a_cell_may_be_for_one_model(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("tree", ["small-7", ((0,), (1,)), "chain-4"])
+def test_a_block_takes_a_chain_where_the_models_own_tree_is_none(tmp_path: Path, tree: object) -> None:
+    path = tmp_path / "experiment.yaml"
+    path.write_text(cells("{mode: speculative, rule: block}"))
+    (block,) = ids(resolve(load_experiment(path, Overrides()), {"lanterns": {"tree": tree}}))
+    assert block == f"speculative-static-{'chain-4' if tree == 'chain-4' else 'chain-5'}-block-t1"
+
+
 def test_guidance_is_in_the_id_where_it_is_not_the_models_own(tmp_path: Path) -> None:
     assert ids(resolved(tmp_path, cells("{mode: speculative, cfg_scale: [3, 1, 2.5]}"))) == [
         "speculative-static-small-7-t1",
