@@ -58,13 +58,11 @@ def _compiled(function: Callable[..., T], device: torch.device, backend: str = "
     # the checks (some microseconds for each weight and each call) that tell programs of one code object apart.
     code = run.__code__.replace(co_name=f"program_{next(_numbers)}")
     alone = FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
-    compiled: Callable[..., T] = torch.compile(
-        alone,
-        backend=backend,
-        dynamic=False,
-        fullgraph=True,
-        options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
-    )
+    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    if backend == "inductor" and device.type == "cpu":
+        # A step calls some hundred kernels; from Python each call costs more than what many of them do.
+        options["cpp_wrapper"] = True
+    compiled: Callable[..., T] = torch.compile(alone, backend=backend, dynamic=False, fullgraph=True, options=options)
     return _Graph(compiled) if device.type == "cuda" else compiled
 
 

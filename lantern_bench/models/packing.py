@@ -48,22 +48,34 @@ def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: A
 
 
 def lower_packed_products() -> None:
-    """Have compiled programs call the kernel of a packed product directly: 5 microseconds less for each."""
+    """Have compiled programs call the kernel of a packed product directly: 5 microseconds less for each.
+
+    As the compiler's own node for it, which the programs' C++ knows too; any other operator is called through Python.
+    """
     if not can_pack(torch.device("cpu"), torch.float32):
         return
     try:
         from torch._inductor import lowering
+        from torch._inductor.ir import TensorBox
+        from torch._inductor.mkldnn_ir import LinearUnary
     except ImportError:
         return  # without it the op is called as any other of Python's, and gives the same
 
-    packed, kernel = torch.ops.lantern_bench.packed_linear.default, torch.ops.mkldnn._linear_pointwise.default
+    packed = torch.ops.lantern_bench.packed_linear.default
     if packed in lowering.lowerings:
         return
-    call = lowering.fallback_handler(kernel)
+
+    class AsItLies(LinearUnary):  # type: ignore[misc]
+        """Its weight has a layout of its own, and no strides that could be asked for."""
+
+        @classmethod
+        def require_contiguous(cls, x: Any) -> Any:
+            return x
 
     @lowering.register_lowering(packed, type_promotion_kind=None)
     def lower(x: Any, weight: Any, bias: Any) -> Any:
-        return call(x, weight, bias, "none", [], "")
+        rows = LinearUnary.require_contiguous(LinearUnary.realize_input(x))
+        return TensorBox.create(AsItLies.create(rows, weight, bias, "none", [], ""))
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
