@@ -24,7 +24,7 @@ from lantern_bench.spec.settings import Settings
 
 __all__ = ["ENGINE_VERSION", "Place", "choose_place", "compile_models", "key_fields", "load_models", "set_space"]
 
-ENGINE_VERSION = "6"
+ENGINE_VERSION = "7"
 """Raised with every change that makes the decode loop give other tokens for the same seed."""
 
 

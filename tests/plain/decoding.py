@@ -6,8 +6,9 @@ written as the published code is: one child after the other, the host deciding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,12 +31,16 @@ class Course:
 
 @dataclass
 class Tree:
-    """Nodes with the root first: token, parent, children in the order of trial, q of each child when it was drawn."""
+    """Nodes with the root first: token, parent, children in the order of trial, q of each child when it was drawn.
+
+    `attention` bool [M, M] where it is the shape's, for the whole tree or the first nodes of it.
+    """
 
     tokens: list[int]
     parents: list[int]
     depths: list[int]
     children: list[list[int]]
+    attention: Tensor | None = None
     q: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -81,7 +86,7 @@ class Plain:
         condition: Condition,
         noise: torch.Generator,
         tokens: int,
-        paths: Sequence[Path] | None = None,
+        paths: tuple[Path, ...] | None = None,
         dynamic: tuple[int, int, int] | None = None,
         rule: tuple[str, int, float] | None = None,
         greedy: bool = False,
@@ -124,57 +129,40 @@ class Plain:
         self,
         token: int,
         root: tuple[Tensor, Tensor],
-        paths: Sequence[Path],
+        paths: tuple[Path, ...],
         noise: torch.Generator,
         limit: int,
         greedy: bool,
     ) -> Tree:
         """EAGLE-1: a fixed shape, a forward of the drafter for each level."""
-        tree = Tree([token], [-1], [0], [[]])
-        number: dict[Path, int] = {(): 0}
+        levels, attention = shape_of(paths)
+        tree = Tree([token], [-1], [0], [[]], attention)
         logits, features = root[0][:, -1:], root[1][:, -1:]
-        level: list[Path] = [()]
-        extended: list[Path] = []
-        for depth in range(1, min(len(paths[-1]), limit) + 1):
-            q = probabilities(logits, self.scale)
-            for slot, path in enumerate(level):
-                ranks = [child[-1] for child in paths if child[:-1] == path]
-                if not ranks:
-                    continue
-                drawn = (
-                    q[slot].topk(len(ranks)).indices
-                    if greedy
-                    else torch.multinomial(q[slot], len(ranks), replacement=False, generator=noise)
+        extended = 0
+        for depth, level in enumerate(levels[:limit], start=1):
+            if depth > 1:
+                extended += len(level.nodes)
+                position = self.drafter.length - (extended - len(level.nodes)) + depth - 2
+                logits, features = self.drafter.forward(
+                    torch.tensor([tree.tokens[node] for node in level.nodes]),
+                    features[:, level.slots],
+                    torch.full((len(level.nodes),), position),
+                    level.seen,
                 )
-                left = q[slot]
-                for rank in ranks:
-                    node = number[(*path, rank)] = len(tree.tokens)
-                    tree.q[node] = left
-                    tree.tokens.append(int(drawn[rank]))
-                    tree.parents.append(number[path])
+            q = probabilities(logits, self.scale)
+            most = max(level.fanout)
+            drawn = q.topk(most).indices if greedy else torch.multinomial(q, most, replacement=False, generator=noise)
+            for node, left, row, fanout in zip(level.nodes, q, drawn.tolist(), level.fanout, strict=True):
+                for token in row[:fanout]:
+                    tree.q[len(tree.tokens)] = left
+                    tree.children[node].append(len(tree.tokens))
+                    tree.tokens.append(token)
+                    tree.parents.append(node)
                     tree.depths.append(depth)
                     tree.children.append([])
-                    tree.children[number[path]].append(node)
                     left = left.clone()
-                    left[drawn[rank]] = 0
+                    left[token] = 0
                     left = left / left.sum()
-            above = level
-            level = [path for path in paths if len(path) == depth and any(p[:-1] == path for p in paths)]
-            if not level or depth == limit:
-                break
-            extended += level
-            slots = [above.index(path[:-1]) for path in level]
-            seen = torch.zeros(len(level), len(extended), dtype=torch.bool)
-            for row, path in enumerate(level):
-                for column, other in enumerate(extended):
-                    seen[row, column] = path[: len(other)] == other
-            position = self.drafter.length - (len(extended) - len(level)) + depth - 1
-            logits, features = self.drafter.forward(
-                torch.tensor([tree.tokens[number[path]] for path in level]),
-                features[:, slots],
-                torch.full((len(level),), position),
-                seen,
-            )
         return tree
 
     def _dynamic(self, token: int, root: tuple[Tensor, Tensor], shape: tuple[int, int, int], limit: int) -> Tree:
@@ -276,8 +264,43 @@ def rejected(p: Tensor, q: Tensor | None, x: int, mass: float, merged: Tensor) -
 
 def attention_of(tree: Tree) -> Tensor:
     """Who sees whom, bool [M, M]."""
+    if tree.attention is not None:
+        return tree.attention[: len(tree.tokens), : len(tree.tokens)]
     seen = torch.eye(len(tree.tokens), dtype=torch.bool)
     for node, parent in enumerate(tree.parents):
         if parent >= 0:
             seen[node] |= seen[parent]
     return seen
+
+
+class Level(NamedTuple):
+    """The nodes of one depth that have children.
+
+    Their numbers, how many children each has, the slots of their parents among those of the depth above, and which of
+    the nodes extended so far each sees.
+    """
+
+    nodes: list[int]
+    fanout: list[int]
+    slots: list[int]
+    seen: Tensor
+
+
+@cache
+def shape_of(paths: tuple[Path, ...]) -> tuple[list[Level], Tensor]:
+    """The levels of a static tree and who sees whom in it, made once as the published code does."""
+    assert list(paths) == sorted(paths, key=lambda path: (len(path), path)), "nodes are numbered as they are drawn"
+    number: dict[Path, int] = {path: node for node, path in enumerate(((), *paths))}
+    levels: list[Level] = []
+    above: list[Path] = []
+    extended: list[Path] = []
+    for depth in range(len(paths[-1])):
+        inner = [path for path in number if len(path) == depth and any(child[:-1] == path for child in paths)]
+        extended += inner if depth else []
+        fanout = [sum(child[:-1] == path for child in paths) for path in inner]
+        slots = [above.index(path[:-1]) for path in inner] if depth else [0]
+        seen = torch.tensor([[path[: len(other)] == other for other in extended] for path in inner])
+        levels.append(Level([number[path] for path in inner], fanout, slots, seen))
+        above = inner
+    every = [[path[: len(other)] == other for other in number] for path in number]
+    return levels, torch.tensor(every)
