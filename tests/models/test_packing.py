@@ -93,6 +93,28 @@ def test_compiled_and_packed_decodes_the_same_image(cell: str) -> None:
     same(plain, decoded(model, decoding, 1, Engine(compile=True)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_a_compiled_product_is_called_from_the_programs_cpp(dtype: torch.dtype) -> None:
+    """As any operator that C++ does not know it would be called through Python, at a multiple of its time."""
+    if not can_pack(CPU, dtype):
+        dtype = torch.float32
+    lower_packed_products()
+    layer = PackedLinear(torch.randn(48, 32, generator=torch.Generator().manual_seed(1)).to(dtype))
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
+    run = Engine(compile=True).program("product", lambda x: layer(x * 2) + 1, CPU)
+    run(x)
+    seen = {}
+    for name, function in {"compiled": run, "plain": lambda x: layer(x * 2) + 1}.items():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+            made = function(x)
+        torch.testing.assert_close(made, layer(x * 2) + 1)
+        seen[name] = {event.key for event in profiled.key_averages()}
+    products = {"lantern_bench::packed_linear", "mkldnn::_linear_pointwise"}
+    assert products & seen["plain"]
+    assert not products & seen["compiled"]
+
+
 @torch.inference_mode()
 def test_few_rows_of_a_drafter_multiply_with_whole_numbers() -> None:
     random = torch.Generator().manual_seed(2)
