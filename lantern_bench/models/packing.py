@@ -65,7 +65,7 @@ def lower_packed_products() -> None:
     if packed in lowering.lowerings:
         return
 
-    class AsItLies(LinearUnary):  # type: ignore[misc]
+    class AsItLies(LinearUnary):
         """Its weight has a layout of its own, and no strides that could be asked for."""
 
         @classmethod
