@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from lantern_bench.spec.decoding import PARAMETERS, Decoding, fallbacks, most_nodes, not_a_chain, too_many_nodes
 from lantern_bench.spec.modes import MODES, OUTSIDE_RULES
-from lantern_bench.spec.topologies import STATIC_TREES, is_chain
+from lantern_bench.spec.topologies import STATIC_TREES, Topology, is_chain
 from lantern_bench.spec.values import Given, Layer, Place, Problems
 
 __all__ = ["Expansion", "Structure"]
@@ -135,11 +135,15 @@ class Expansion:
         elif not isinstance(values.get("tree", ""), str):
             values["topology"] = values.pop("tree")
         rule_name = structure.rule
-        if rule_name == "block" and not self._is_chain(values, given):
-            if not given["tree"].place.is_flag or "rule" in self.flags:
-                self.problems.add(given["tree"].place, not_a_chain("it"), values.get("tree"))
+        if rule_name == "block" and not is_chain(_topology(values)):
+            place = given["tree"].place
+            if place is _UNSTATED:
+                _put_a_chain(values)
+            elif not place.is_flag or "rule" in self.flags:
+                self.problems.add(place, not_a_chain("it"), values.get("tree"))
                 return None
-            rule_name = "strict"
+            else:
+                rule_name = "strict"
         if structure.drafting == "dynamic" and values["nodes"] > most_nodes(values["depth"], values["beam"]):
             if given["nodes"].place is not _UNSTATED:
                 at = given["nodes"].place
@@ -155,15 +159,6 @@ class Expansion:
             {"mode": structure.mode, "drafting": structure.drafting, "rule": rule_name, **values}
             | {"cfg_default": 1.0 if scale is None else scale}
         )
-
-    def _is_chain(self, values: dict[str, Any], given: dict[str, Given]) -> bool:
-        """Whether the tree is a chain; a model's own that is none gives way to one, and one that is stated does not."""
-        topology = values.get("topology") or STATIC_TREES[values["tree"]]
-        if is_chain(topology) or given["tree"].place is not _UNSTATED:
-            return is_chain(topology)
-        values.pop("topology", None)
-        values["tree"] = fallbacks("static", "block")["tree"]
-        return True
 
     def _note_missing(self, key: str, structure: Structure, place: Place) -> None:
         if self.model_defaults is None:
@@ -191,3 +186,14 @@ class Expansion:
                     f"{key} belongs to {PARAMETERS[key].to}"
                 )
             self.problems.add(given.place, text, given.value)
+
+
+def _topology(values: dict[str, Any]) -> Topology:
+    topology: Topology = values.get("topology") or STATIC_TREES[values["tree"]]
+    return topology
+
+
+def _put_a_chain(values: dict[str, Any]) -> None:
+    """A model's own tree gives way to the one of the rule `block`."""
+    values.pop("topology", None)
+    values["tree"] = fallbacks("static", "block")["tree"]
