@@ -25,7 +25,7 @@ from lantern_bench.spec.settings import Settings
 __all__ = ["ENGINE_VERSION", "Place", "choose_place", "compile_models", "key_fields", "load_models", "set_space"]
 
 ENGINE_VERSION = "7"
-"""Raised with every change that makes the decode loop give other tokens for the same seed."""
+"""Raised when decoding gives other tokens for the same seed, or takes another time: no run mixes the two."""
 
 
 class Place(NamedTuple):

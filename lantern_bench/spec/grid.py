@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from lantern_bench.spec.decoding import PARAMETERS, Decoding, fallbacks, most_nodes, not_a_chain, too_many_nodes
 from lantern_bench.spec.modes import MODES, OUTSIDE_RULES
-from lantern_bench.spec.topologies import STATIC_TREES, Topology, is_chain
+from lantern_bench.spec.topologies import is_chain, topology_of
 from lantern_bench.spec.values import Given, Layer, Place, Problems
 
 __all__ = ["Expansion", "Structure"]
@@ -135,7 +135,7 @@ class Expansion:
         elif not isinstance(values.get("tree", ""), str):
             values["topology"] = values.pop("tree")
         rule_name = structure.rule
-        if rule_name == "block" and not is_chain(_topology(values)):
+        if rule_name == "block" and not is_chain(values.get("topology") or topology_of(values["tree"])):
             place = given["tree"].place
             if place is _UNSTATED:
                 _put_a_chain(values)
@@ -186,11 +186,6 @@ class Expansion:
                     f"{key} belongs to {PARAMETERS[key].to}"
                 )
             self.problems.add(given.place, text, given.value)
-
-
-def _topology(values: dict[str, Any]) -> Topology:
-    topology: Topology = values.get("topology") or STATIC_TREES[values["tree"]]
-    return topology
 
 
 def _put_a_chain(values: dict[str, Any]) -> None:

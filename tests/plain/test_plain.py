@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from lantern_bench.decode.loop import decode
+from lantern_bench.decode.tree import StaticTree
 from lantern_bench.lanterns.captions import HELD_OUT
 from lantern_bench.lanterns.defaults import GUIDANCE
 from lantern_bench.lanterns.family import FAMILY
 from lantern_bench.models.loaded import LoadedModel
 from lantern_bench.spec.decoding import Decoding
 from lantern_bench.spec.topologies import STATIC_TREES
-from tests.plain.decoding import Plain
+from tests.plain.decoding import Plain, shape_of
 from tests.plain.network import PlainDrafter, PlainTarget
 
 TOKENS = 40
@@ -33,6 +34,18 @@ def model() -> LoadedModel:
 @pytest.fixture(scope="module")
 def plain(model: LoadedModel) -> Plain:
     return Plain(PlainTarget(model.target), PlainDrafter(model.drafter), model.table(20), GUIDANCE)
+
+
+@pytest.mark.parametrize("name", ["small-7", "eagle1-25"])
+def test_the_buffers_of_a_static_tree_are_the_packages(name: str) -> None:
+    levels, attention = shape_of(STATIC_TREES[name])
+    tree = StaticTree.of(STATIC_TREES[name], torch.device("cpu"))
+    assert torch.equal(attention, tree.attention)
+    extended: list[int] = []
+    for level, theirs in zip(levels, tree.levels, strict=True):
+        assert level.nodes == theirs.nodes.tolist()
+        extended += level.nodes if level.nodes != [0] else []
+        assert torch.equal(level.seen.bool(), attention[level.nodes][:, extended])
 
 
 def test_greedy_tokens_are_equal(model: LoadedModel, plain: Plain) -> None:
