@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lantern_bench.report.html import write_report  # noqa: E402
+from lantern_bench.report.page import write_report  # noqa: E402
 from tests.browser import missing, opened  # noqa: E402
 
 WIDTH, HEIGHT = 1280, 900

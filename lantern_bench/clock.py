@@ -9,13 +9,12 @@ from __future__ import annotations
 import atexit
 import gc
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["Phases", "now", "peak_memory_bytes", "reset_peak_memory", "settle_garbage", "stamp", "synchronize"]
 
 
 def now() -> float:
@@ -118,3 +117,14 @@ class Phases:
             out[name] = out.get(name, 0.0) + self._seconds(last, at)
             last = at
         return out
+
+
+# ---- How far something long is: what whoever does the work calls, and what hears nothing
+
+
+OnProgress: TypeAlias = Callable[[str, float], None]
+"""What is being done, and the share of it that is done."""
+
+
+def unheard(_what: str, _done: float) -> None:
+    """Progress that nobody listens to."""

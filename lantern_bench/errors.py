@@ -7,13 +7,8 @@ The codes are listed in the README; they are part of the interface.
 
 from __future__ import annotations
 
-__all__ = [
-    "CheckFailedError",
-    "LanternError",
-    "RecordsFailedError",
-    "RefusedError",
-    "UserError",
-]
+import difflib
+from collections.abc import Iterable
 
 
 class LanternError(Exception):
@@ -52,3 +47,12 @@ class CheckFailedError(LanternError):
     """A check that was asked for did not hold."""
 
     exit_code = 5
+
+
+# ---- What a message adds when a word is nearly a known one
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """Return `; did you mean X?` for a known word that is close, else an empty text."""
+    close = difflib.get_close_matches(str(word).lower().replace("-", "_"), list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""

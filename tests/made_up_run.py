@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lantern_bench.spec.decoding import Decoding
+from lantern_bench.config.decoding import Decoding
 
 Row = dict[str, Any]
 

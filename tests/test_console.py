@@ -12,7 +12,7 @@ import pytest
 from lantern_bench.console import Console, duration
 from lantern_bench.console import progress as progress_module
 from lantern_bench.errors import UserError
-from lantern_bench.report.reading import readable
+from lantern_bench.report.format_tables import readable
 from lantern_bench.report.tables import build_tables
 from tests.made_up_run import make_records, make_scores
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from lantern_bench.config.decoding import Decoding
 from lantern_bench.console import Console
 from lantern_bench.console.charts import plain, terminal_curves
 from lantern_bench.errors import RefusedError
-from lantern_bench.report.points import curve_tables
+from lantern_bench.report.curve_data import curve_tables
 from lantern_bench.runs.store import RunData
-from lantern_bench.spec.decoding import Decoding
 from tests.made_up_run import AR, WALKS, make_record, make_records, make_scores
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lantern_bench.decode import relax
-from lantern_bench.decode.engine import Engine
-from lantern_bench.decode.judge import judge_children
-from lantern_bench.decode.relax import Relaxation, merged_mass
-from lantern_bench.spec.rules import RelaxedRule
+from lantern_bench.decoding.acceptance import relaxation
+from lantern_bench.decoding.acceptance.relaxation import Relaxation, merged_mass
+from lantern_bench.decoding.acceptance.tree_acceptance import judge_children
+from lantern_bench.decoding.compile import Engine
+from lantern_bench.plugins import RelaxedRule
 
 # Whole commands in processes of their own, on machines that may be busy.
 pytestmark = pytest.mark.timeout(1200)
@@ -129,8 +129,8 @@ def test_a_rule_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path) -> No
 
 @pytest.fixture
 def installed(rule: RelaxedRule, monkeypatch: pytest.MonkeyPatch) -> RelaxedRule:
-    monkeypatch.setitem(relax.OUTSIDE_RULES, rule.name, rule)
-    monkeypatch.setattr(relax, "RULES", (*relax.RULES, rule.name))
+    monkeypatch.setitem(relaxation.OUTSIDE_RULES, rule.name, rule)
+    monkeypatch.setattr(relaxation, "RULES", (*relaxation.RULES, rule.name))
     return rule
 
 

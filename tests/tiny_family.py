@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lantern_bench.decode.interface import Drafts, Scores
+from lantern_bench.decoding.interface import Drafts, Scores
 from lantern_bench.errors import UserError
-from lantern_bench.models.loaded import LoadedModel
-from lantern_bench.models.registry import ModelCard
+from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.plugins import ModelCard
 
 CODES, TOKENS, WIDTH = 16, 12, 4
 PROMPTS = ("one red lantern", "two blue lanterns", "three white lanterns")

@@ -16,18 +16,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from lantern_bench.errors import UserError
 
 if TYPE_CHECKING:
+    from lantern_bench.certify.lossless import Law
+    from lantern_bench.clock import OnProgress
+    from lantern_bench.config.decoding import Decoding
+    from lantern_bench.config.experiment import Cell
+    from lantern_bench.config.parse_experiment import Settings
+    from lantern_bench.config.plan import Prompt
     from lantern_bench.console import Progress
-    from lantern_bench.decode.judge import Judge
-    from lantern_bench.measure.lossless import Law
-    from lantern_bench.models.loaded import LoadedModel
-    from lantern_bench.runs.local import Place
-    from lantern_bench.spec.decoding import Decoding
-    from lantern_bench.spec.experiment import Cell
-    from lantern_bench.spec.plan import Prompt
-    from lantern_bench.spec.progress import OnProgress
-    from lantern_bench.spec.settings import Settings
+    from lantern_bench.decoding.acceptance.tree_acceptance import Judge
+    from lantern_bench.models.loaded_model import LoadedModel
+    from lantern_bench.runs.devices import Place
 
-__all__ = ["Certification", "Sizes", "make_certification"]
 
 Tables: TypeAlias = dict[str, list[dict[str, Any]]]
 
@@ -50,12 +49,12 @@ def make_certification(
     experiment: str, typed: dict[str, Any], modes: list[str] | None, settings: list[str], sizes: Sizes
 ) -> Certification:
     """Check everything that can be checked without models: the experiment, its cells, the prompts; no torch."""
-    from lantern_bench.measure.prompts import load_prompts
+    from lantern_bench.config.experiment import load_experiment, resolve
+    from lantern_bench.config.methods import RELAXED_RULES
+    from lantern_bench.config.values import Overrides
     from lantern_bench.models.registry import card_of, defaults_of, family_of
-    from lantern_bench.runs.admission import check_neighbours
-    from lantern_bench.spec.experiment import load_experiment, resolve
-    from lantern_bench.spec.modes import RELAXED_RULES
-    from lantern_bench.spec.overrides import Overrides
+    from lantern_bench.prompts.sets import load_prompts
+    from lantern_bench.runs.preflight import check_neighbours
 
     card = card_of(typed["model"][0])
     given = typed | {"model": [card.name], "prompts": typed["prompts"] or card.prompt_set}
@@ -88,7 +87,7 @@ class Certification:
     @cached_property
     def place(self) -> Place:
         """The device and the number type."""
-        from lantern_bench.runs.local import choose_place
+        from lantern_bench.runs.devices import choose_place
 
         return choose_place(self.settings.device, self.settings.dtype)
 
@@ -96,7 +95,7 @@ class Certification:
     def loaded(self) -> LoadedModel:
         """The model, loaded when it is first needed."""
         from lantern_bench.models.registry import load_model
-        from lantern_bench.runs.local import set_space
+        from lantern_bench.runs.devices import set_space
 
         model = load_model(self.model, self.place.device, self.place.dtype)
         set_space(model, self.settings.neighbour_space)
@@ -116,8 +115,7 @@ class Certification:
 
     def certificate(self, progress: Progress) -> Tables:
         """Run every check; the tables `certificate`, `emitted_tv` and `emitted_tv_places`."""
-        from lantern_bench.report.certificate import cost_check_rows, strict_row
-        from lantern_bench.report.relaxation_cost import cost_rows
+        from lantern_bench.certify.tables import cost_check_rows, cost_rows, strict_row
 
         rows = [*self._lossless(progress.share), *self._greedy(progress.share)]
         strict = self._strict_cell()
@@ -131,16 +129,16 @@ class Certification:
 
     def emitted_tv(self, progress: Progress) -> Tables:
         """Measure the emitted TV of the relaxed cells: means, and the places behind them."""
-        from lantern_bench.report.relaxation_cost import cost_rows
+        from lantern_bench.certify.tables import cost_rows
 
         places = self._places(self.cells, progress.share)
         return {"emitted_tv": list(cost_rows(places)), "emitted_tv_places": places}
 
     def ambiguity(self, progress: Progress) -> Tables:
         """Measure how sure the target is, with the sampling settings of each relaxed cell: means, and every token."""
-        from lantern_bench.measure.ambiguity import ambiguity_rows
-        from lantern_bench.measure.images import plain
-        from lantern_bench.report.ambiguity import ambiguity_table_rows
+        from lantern_bench.certify.contexts import plain
+        from lantern_bench.certify.relaxation import ambiguity_rows
+        from lantern_bench.certify.tables import ambiguity_table_rows
 
         tables: Tables = {"ambiguity": [], "ambiguity_places": []}
         for decoding in dict.fromkeys(plain(cell.decoding) for cell in self.cells):
@@ -159,9 +157,9 @@ class Certification:
 
     def write(self, folder: Path, tables: Tables) -> None:
         """Write the tables as CSV, and what they were measured with as `measurement.json`."""
-        from lantern_bench.measure.machine import package_versions
+        from lantern_bench.models.io.files import write_atomically
         from lantern_bench.report.tables import frame, write_csv
-        from lantern_bench.runs.jsonl import write_atomically
+        from lantern_bench.runs.machine import package_versions
 
         for name, rows in tables.items():
             write_csv(frame(name, rows), folder / f"{name}.csv")
@@ -174,8 +172,8 @@ class Certification:
 
     def _drafted(self, **values: Any) -> dict[str, Decoding]:
         """Lossless decodings by the words for them: strict of each drafting, and a block; `values` are for all."""
-        from lantern_bench.spec.decoding import Decoding
-        from lantern_bench.spec.topologies import is_chain
+        from lantern_bench.config.decoding import Decoding
+        from lantern_bench.config.trees import is_chain
 
         common = {"mode": "speculative", "cfg_scale": self.scale, "cfg_default": self.scale} | values
         tree = {"tree": self.defaults["tree"]} if self.defaults.get("tree") else {}
@@ -189,9 +187,8 @@ class Certification:
         return named | {f"static {block.tree_label}, block": block}
 
     def _lossless(self, heard: OnProgress) -> list[dict[str, Any]]:
-        from lantern_bench.measure.broken_rules import judge_without_residual
-        from lantern_bench.measure.lossless import first_tokens_test, law_of_first_tokens
-        from lantern_bench.report.certificate import broken_row, lossless_row
+        from lantern_bench.certify.lossless import first_tokens_test, judge_without_residual, law_of_first_tokens
+        from lantern_bench.certify.tables import broken_row, lossless_row
 
         chosen = self.prompts[:_PROMPTS]
         rows: list[dict[str, Any]] = []
@@ -219,8 +216,8 @@ class Certification:
         return rows
 
     def _greedy(self, heard: OnProgress) -> list[dict[str, Any]]:
-        from lantern_bench.measure.greedy_identity import greedy_agreements
-        from lantern_bench.report.certificate import identity_row
+        from lantern_bench.certify.lossless import greedy_agreements
+        from lantern_bench.certify.tables import identity_row
 
         named = self._drafted(temperature=0)
         prompts = [self.prompts[number % len(self.prompts)] for number in range(self.sizes.greedy)]
@@ -240,9 +237,9 @@ class Certification:
 
     def _strict_cell(self) -> Cell:
         """The strict rule with deterministic drafts, whose emitted TV is exact, and the sampling of the first cell."""
-        from lantern_bench.measure.images import plain
-        from lantern_bench.spec.decoding import Decoding
-        from lantern_bench.spec.experiment import Cell
+        from lantern_bench.certify.contexts import plain
+        from lantern_bench.config.decoding import Decoding
+        from lantern_bench.config.experiment import Cell
 
         sampling = plain(self.cells[0].decoding).model_dump(include={"temperature", "top_k", "top_p", "filter_order"})
         drafts = {"mode": "speculative", "drafting": "dynamic", **_SMALL_TREE}
@@ -250,7 +247,7 @@ class Certification:
         return Cell(self.model, Decoding.model_validate({**drafts, **sampling, **scales}))
 
     def _places(self, cells: Sequence[Cell], heard: OnProgress) -> list[dict[str, Any]]:
-        from lantern_bench.measure.relaxation_cost import CostSettings, emitted_tv_rows
+        from lantern_bench.certify.relaxation import CostSettings, emitted_tv_rows
 
         sizes = CostSettings(positions=self.sizes.positions, draws=self.sizes.draws, seed=self.settings.seed)
         return list(emitted_tv_rows(self.loaded, cells, self.prompts, sizes, heard))

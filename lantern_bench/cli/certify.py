@@ -11,9 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from lantern_bench.cli.certification import Certification, Sizes, make_certification
-from lantern_bench.cli.compiling import compile_steps
-from lantern_bench.cli.flags import DECODING, PLACE, PROMPTS_HELP, with_flags
-from lantern_bench.cli.places import results_root
+from lantern_bench.cli.options import DECODING, PLACE, PROMPTS_HELP, compile_steps, results_root, with_flags
 from lantern_bench.console import FORMATS, Console
 from lantern_bench.errors import CheckFailedError
 
@@ -103,7 +101,7 @@ def _measure(
 
 def _certify(course: Certification, folder: Path, console: Console, format: str | None) -> None:
     """Run every check, show the certificate, and raise `CheckFailedError` where one does not hold."""
-    from lantern_bench.report.certificate import failures
+    from lantern_bench.certify.tables import failures
     from lantern_bench.report.tables import frame
 
     with console.progress() as progress:

@@ -12,26 +12,130 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from lantern_bench.cli.compiling import compile_steps
-from lantern_bench.cli.flags import DECODING, PLACE, with_flags
-from lantern_bench.cli.generate_output import (
-    check_file,
-    memory_table,
-    numbers_table,
-    write_picture,
-    write_tokens,
-)
+from lantern_bench.cli.options import DECODING, PLACE, compile_steps, with_flags
 from lantern_bench.console import FORMATS, Console
-from lantern_bench.errors import RecordsFailedError, UserError
+from lantern_bench.errors import RecordsFailedError, RefusedError, UserError
 
 if TYPE_CHECKING:
-    from lantern_bench.models.loaded import LoadedModel
-    from lantern_bench.runs.local import Place
-    from lantern_bench.runs.runner import Made
-    from lantern_bench.spec.experiment import ResolvedExperiment
-    from lantern_bench.spec.plan import Unit
+    import pandas as pd
 
-__all__ = ["generate"]
+    from lantern_bench.config.experiment import ResolvedExperiment
+    from lantern_bench.config.plan import Unit
+    from lantern_bench.models.loaded_model import LoadedModel
+    from lantern_bench.runs.devices import Place
+    from lantern_bench.runs.runner import Made
+
+
+# ---- What `lantern-bench generate` leaves and shows: the picture, the tokens, the table of numbers, the sizes
+
+
+_GIGABYTE = 1e9
+
+
+def check_file(flag: str, path: Path, suffix: str, force: bool) -> None:
+    """Refuse a file that is of another kind, is there already, or cannot be."""
+    import os
+
+    if path.suffix.lower() != suffix:
+        raise UserError(f"{flag} {path}: must end with {suffix}")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UserError(f"{flag} {path}: cannot be written", "Give a file in a folder that is there.")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UserError(f"{flag} {path}: cannot be written", "Give a file that you may write.")
+    if path.exists() and not force:
+        raise RefusedError(f"{flag} {path}: is there already", "Give another name, or --force to write over it.")
+
+
+def write_picture(path: Path, made: list[list[Made]]) -> None:
+    """Write all images as one picture: a column for each cell, a row for each image."""
+    import torch
+
+    from lantern_bench.models.io.files import write_atomically
+    from lantern_bench.runs.runner import png_bytes
+
+    columns = [torch.cat([one.pixels for one in column], dim=0) for column in made]
+    _written("--out", path, lambda: write_atomically(path, png_bytes(torch.cat(columns, dim=1))))
+
+
+def write_tokens(path: Path, made: list[Made], with_logits: bool) -> None:
+    """Write tokens int32 [n, N], accept_lengths int32 [n, steps] (drafts accepted, -1 behind the last), logits."""
+    import io
+
+    import numpy as np
+    import torch
+
+    from lantern_bench.models.io.files import write_atomically
+
+    arrays: dict[str, Any] = {"tokens": torch.stack([one.tokens for one in made]).cpu().numpy().astype(np.int32)}
+    # Uncut: the last step may run over the end, as the published code counts it.
+    steps = [[count - 1 for count in one.trace.uncut] for one in made]
+    arrays["accept_lengths"] = np.full((len(made), max(map(len, steps))), -1, np.int32)
+    for row, counts in zip(arrays["accept_lengths"], steps, strict=True):
+        row[: len(counts)] = counts
+    if with_logits:
+        logits = [one.logits for one in made if one.logits is not None]
+        arrays["logits"] = torch.stack(logits).float().cpu().numpy()
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)
+    _written("--save-tokens", path, lambda: write_atomically(path, buffer.getvalue()))
+
+
+def _written(flag: str, path: Path, write: Any) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be written: {error.strerror}") from error
+
+
+def numbers_table(columns: Sequence[Sequence[Unit]], made: Sequence[Sequence[Made]]) -> pd.DataFrame:
+    """How every image was decoded."""
+    import pandas as pd
+
+    rows = []
+    units = [unit for column in columns for unit in column]
+    for unit, one in zip(units, [one for column in made for one in column], strict=True):
+        trace = one.trace
+        row = {"cell_id": unit.cell.cell_id, "image": unit.image_index, "tokens": trace.tokens}
+        row |= {"target_forwards": trace.target_forwards, "mean_accepted_length": trace.mean_accepted_length}
+        row |= {"step_compression": trace.step_compression, "seconds": trace.seconds}
+        rows.append(row | {"pixel_seconds": one.pixel_seconds})
+    return pd.DataFrame(rows)
+
+
+def memory_table(resolved: ResolvedExperiment, console: Console) -> pd.DataFrame:
+    """What the model's parts take, by part and in all; nothing of it is allocated, no file is opened."""
+    import pandas as pd
+    import psutil
+
+    from lantern_bench.models.random_model import blueprint, sizes_of
+    from lantern_bench.runs.devices import choose_place
+
+    place = choose_place(resolved.settings.device, resolved.settings.dtype)
+    _name, _family, parts = blueprint(resolved.settings.model[0])
+    nodes = max(1 + (cell.decoding.nodes or len(cell.decoding.paths)) for cell in resolved.cells)
+    guided = any(cell.decoding.cfg_scale != 1 for cell in resolved.cells)
+    sizes = sizes_of(parts, place.dtype, guided=guided, nodes=nodes, batch=max(resolved.settings.batch))
+    total = sum(size.bytes for size in sizes)
+    rows = [
+        {
+            "part": size.part,
+            "parameters": size.parameters or None,
+            "dtype": str(size.dtype).removeprefix("torch."),
+            "gigabytes": round(size.bytes / _GIGABYTE, 3),
+        }
+        for size in sizes
+    ]
+    rows.append({"part": "all", "parameters": sum(size.parameters for size in sizes), "dtype": "", "gigabytes": None})
+    rows[-1]["gigabytes"] = round(total / _GIGABYTE, 3)
+    console.say(f"memory needed: {total / _GIGABYTE:.2f} GB on {place.device}, and what a forward takes beside it")
+    if place.device.type == "cpu":
+        there = psutil.virtual_memory().available
+        console.say(f"free here: {there / _GIGABYTE:.2f} GB" + ("" if there > total else ": not enough"))
+    frame = pd.DataFrame(rows)
+    return frame.astype({"parameters": "Int64"})
+
+
+# ----
 
 # What a relaxed mode takes where nothing is said; a sweep has no such values, since it is there to compare them.
 _BOUNDS = {"delta": 0.02, "lambda": 2.0}
@@ -109,14 +213,14 @@ def generate(
 
 def _resolved(typed: dict[str, Any], mode: Sequence[str], settings: Sequence[str]) -> ResolvedExperiment:
     """Read the flags as the experiment they stand for; raises `UserError` for all that is wrong with them."""
+    from lantern_bench.config.experiment import resolve
+    from lantern_bench.config.methods import MODES, OUTSIDE_RULES
+    from lantern_bench.config.parse_experiment import read_experiment
+    from lantern_bench.config.values import Overrides
+    from lantern_bench.config.yaml_source import Source
+    from lantern_bench.errors import did_you_mean
     from lantern_bench.models.registry import card_of, defaults_of
-    from lantern_bench.runs.admission import check_neighbours
-    from lantern_bench.spec.experiment import resolve
-    from lantern_bench.spec.modes import MODES, OUTSIDE_RULES
-    from lantern_bench.spec.overrides import Overrides
-    from lantern_bench.spec.reading import read_experiment
-    from lantern_bench.spec.source import Source
-    from lantern_bench.spec.values import did_you_mean
+    from lantern_bench.runs.preflight import check_neighbours
 
     names = [name.strip() for text in mode for name in text.split(",") if name.strip()]
     names = list(MODES) if "all" in names else names
@@ -160,7 +264,7 @@ def _check_asked(asked: _Asked, model: str) -> None:
 
 def _text(asked: _Asked, model: str) -> str:
     """The prompt that was typed; with random weights and none typed, the first of the family's own."""
-    from lantern_bench.models.classes import class_prompt
+    from lantern_bench.models.default_prompts import class_prompt
     from lantern_bench.models.registry import family_of
 
     if asked.label is not None:
@@ -173,7 +277,7 @@ def _text(asked: _Asked, model: str) -> str:
 
 def _loaded(resolved: ResolvedExperiment, random: bool, console: Console) -> tuple[Place, LoadedModel]:
     """The model, from its files or from random numbers; compiled where that was asked for."""
-    from lantern_bench.runs.local import choose_place, load_models
+    from lantern_bench.runs.devices import choose_place, load_models
 
     settings = resolved.settings
     place = choose_place(settings.device, settings.dtype)
@@ -188,7 +292,7 @@ def _loaded(resolved: ResolvedExperiment, random: bool, console: Console) -> tup
 def _random(name: str, place: Place, seed: int, console: Console) -> LoadedModel:
     import torch
 
-    from lantern_bench.models.random_weights import random_model
+    from lantern_bench.models.random_model import random_model
 
     console.warn(
         f"the weights of {name} are random (seed {seed}, {place.dtype_name}), and random numbers stand for the text "
@@ -199,7 +303,7 @@ def _random(name: str, place: Place, seed: int, console: Console) -> LoadedModel
 
 def _check_pixels(loaded: LoadedModel, save_tokens: Path | None, console: Console) -> bool:
     """Whether there will be a picture; without one the tokens must be asked for."""
-    from lantern_bench.models.pixels import NoPixels
+    from lantern_bench.models.loaded_model import NoPixels
 
     if not isinstance(loaded.pixels, NoPixels):
         return True
@@ -213,8 +317,8 @@ def _prompts(asked: _Asked, loaded: LoadedModel) -> list[str]:
     """The prompts to make; features from a file are put into the model's own condition under names of theirs."""
     if asked.condition is None:
         return [_text(asked, loaded.name)]
-    from lantern_bench.models.files import file_sha256
-    from lantern_bench.models.given_condition import read_condition
+    from lantern_bench.models.io.condition_file import read_condition
+    from lantern_bench.models.io.files import file_sha256
 
     rows = read_condition(asked.condition, loaded)
     # By content: the same features have the same seeds wherever they lie.
@@ -236,8 +340,7 @@ def _chosen(named: dict[str, Any]) -> Callable[[Sequence[str]], Any]:
 
 def _columns(resolved: ResolvedExperiment, prompts: Sequence[str], images: int) -> list[list[Unit]]:
     """The images to make, a column for each cell; the same seeds in all."""
-    from lantern_bench.spec.plan import Prompt, Unit
-    from lantern_bench.spec.seeds import record_seed
+    from lantern_bench.config.plan import Prompt, Unit, record_seed
 
     subjects = [
         (prompt, n, record_seed(resolved.settings.seed, prompt.id, n))

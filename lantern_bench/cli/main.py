@@ -16,20 +16,12 @@ import typer
 
 from lantern_bench import __version__
 from lantern_bench.cli.certify import certify
-from lantern_bench.cli.compare import compare
-from lantern_bench.cli.curves import curves
-from lantern_bench.cli.experiments import experiments
 from lantern_bench.cli.generate import generate
-from lantern_bench.cli.models import models
-from lantern_bench.cli.neighbours import neighbours
+from lantern_bench.cli.models import experiments, models, neighbours, weights
 from lantern_bench.cli.profile import profile
-from lantern_bench.cli.report import report
-from lantern_bench.cli.reproduce import reproduce
-from lantern_bench.cli.score import score
-from lantern_bench.cli.show import show
-from lantern_bench.cli.sweep import sweep
+from lantern_bench.cli.results import compare, curves, report, show
+from lantern_bench.cli.sweep import reproduce, score, sweep
 from lantern_bench.cli.train import train
-from lantern_bench.cli.weights import weights
 from lantern_bench.console import Console
 from lantern_bench.errors import LanternError
 

@@ -6,23 +6,103 @@ bandwidth and matrix rate give, memory; a table, its CSV and a plot. `--search` 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from lantern_bench.cli.compiling import compile_steps
+from lantern_bench.cli.options import compile_steps
 from lantern_bench.console import FORMATS, Console
 from lantern_bench.errors import UserError
 
 if TYPE_CHECKING:
-    from lantern_bench.measure.rates import Rates
-    from lantern_bench.measure.steps import StepCost
-    from lantern_bench.models.loaded import LoadedModel
-    from lantern_bench.runs.local import Place
-    from lantern_bench.spec.decoding import Decoding
+    from lantern_bench.config.decoding import Decoding
+    from lantern_bench.models.loaded_model import LoadedModel
+    from lantern_bench.profile.roofline import Rates
+    from lantern_bench.profile.steps import StepCost
+    from lantern_bench.profile.tree_search import Found
+    from lantern_bench.runs.devices import Place
 
-__all__ = ["profile"]
+
+# ---- `lantern-bench profile --search`: the fastest static trees by measured acceptance and costs, measured themsel
+
+# Wide enough to see at which ranks drafts are accepted, at every depth.
+_PROBE = tuple([(r,) for r in range(5)] + [(*[0] * d, r) for d in range(1, 8) for r in range(3)])
+_RANKS, _MOST_NODES, _SHOWN = 5, 26, 5
+_SEARCHED_NODES = (1, 2, 4, 6, 8, 12, 16, 24, 32)
+_FORWARDS = 100
+
+
+def search_trees(
+    model: LoadedModel,
+    rule: Mapping[str, Any],
+    prompts: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    seed: int,
+    console: Console,
+) -> None:
+    """Print trees to be written into an experiment, with what they were expected to do and what they did.
+
+    `rule` is the acceptance rule with guidance, as settings of a `Decoding`; `rows` are those of the profile, among
+    them the step of autoregressive decoding and of a static tree or more. Raises `UserError` without the latter.
+    """
+    import pandas as pd
+
+    from lantern_bench.config.decoding import Decoding
+    from lantern_bench.profile.steps import forward_ms, step_cost
+    from lantern_bench.profile.tree_search import acceptance_by_rank, best_trees, interpolated
+
+    levels = _levels()
+    static = [row for row in rows if row["what"] == "step" and row["name"] in levels]
+    if not static:
+        raise UserError("--search: needs the cost of a static tree", "Add one to --tree, such as chain-5.")
+    traces = step_cost(model, Decoding(**rule, topology=_PROBE), prompts, seed + 1).traces
+    rates = acceptance_by_rank(traces, _RANKS)
+    condition = model.condition(prompts[:1])
+    scale = float(rule["cfg_scale"])
+    forward = interpolated({nodes: forward_ms(model, condition, nodes, scale, _FORWARDS) for nodes in _SEARCHED_NODES})
+    level_ms = sum(row["draft_ms"] for row in static) / sum(levels[row["name"]] for row in static)
+    rest = sum(row["verify_ms"] + row["other_ms"] for row in static) / len(static)
+    found = best_trees(
+        rates, _MOST_NODES, lambda paths: forward(len(paths) + 1) + level_ms * len(paths[-1]) + rest, _SHOWN
+    )
+    console.say("accepted at depth 1, 2, ... by rank: " + "; ".join(" ".join(f"{r:.2f}" for r in d) for d in rates))
+    measured = [_measured(model, rule, one, prompts, seed, console) for one in found]
+    console.table(pd.DataFrame(measured).round(3), title=" ".join(f"{key}={value:g}" for key, value in _shown(rule)))
+
+
+def _measured(
+    model: LoadedModel, rule: Mapping[str, Any], one: Found, prompts: Sequence[str], seed: int, console: Console
+) -> dict[str, Any]:
+    """A tree found, decoded with, and autoregressive decoding right after it: machines change their pace."""
+    from lantern_bench.config.decoding import Decoding
+    from lantern_bench.profile.steps import step_cost
+
+    text = " ".join("".join(map(str, path)) for path in one.topology)
+    console.say(f"measuring {text}")
+    cost = step_cost(model, Decoding(**rule, topology=one.topology), prompts, seed)
+    settings: dict[str, Any] = {"mode": "ar", "cfg_scale": rule["cfg_scale"]}
+    plain = step_cost(model, Decoding(**settings), prompts, seed)
+    row = {"tree": text, "nodes": len(one.topology), "levels": len(one.topology[-1])}
+    row |= {"expected_length": one.length, "expected_ms": one.milliseconds}
+    row |= {"mean_accepted_length": cost.mean_accepted_length, "milliseconds": cost.total, "ar_ms": plain.total}
+    return row | {"speedup": cost.mean_accepted_length * plain.total / cost.total}
+
+
+def _shown(rule: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """What of a rule is a number."""
+    return [(key, value) for key, value in rule.items() if isinstance(value, int | float)]
+
+
+def _levels() -> dict[str, int]:
+    """How many drafter forwards each named tree takes."""
+    from lantern_bench.config.trees import STATIC_TREES
+
+    return {name: len(paths[-1]) for name, paths in STATIC_TREES.items()}
+
+
+# ----
 
 _NODES = (1, 8, 16, 32, 64)
 _TREES = "chain-5,small-7,eagle1-25,58n5d10b"
@@ -78,7 +158,7 @@ def profile(
             raise UserError(f"--lambda {lambda_:g}: is for --search, and above 1")
         rule = {"mode": "lantern++", "neighbours": neighbours or _NEIGHBOURS, "lambda": lambda_}
     shapes = {"ar": {"mode": "ar"}, **{name: _tree_settings(name) for name in trees}}
-    from lantern_bench.runs.local import choose_place
+    from lantern_bench.runs.devices import choose_place
 
     place = choose_place(device, dtype, fast=True)
     subject = _subject(model, size, random_weights, seed, images, cfg_scale, place)
@@ -90,14 +170,12 @@ def profile(
     table = pd.DataFrame(rows).round(4)
     console.table(table, title=f"{size or model}, {place.device}, {place.dtype_name}", format=chosen)
     if out is not None:
-        from lantern_bench.report.step_costs import write_step_costs
+        from lantern_bench.profile.steps import write_step_costs
 
         console.say("written: " + ", ".join(str(path) for path in write_step_costs(table, out)))
     if subject.real and place.dtype_name != "float32":
         _rounding(subject, model, place, console)
     if search:
-        from lantern_bench.cli.tree_searching import search_trees
-
         search_trees(subject.model, rule | {"cfg_scale": subject.guidance}, subject.prompts, rows, seed, console)
 
 
@@ -105,7 +183,7 @@ def _tree_settings(name: str) -> dict[str, Any]:
     """A tree's settings; `58n5d10b` is a dynamic one."""
     import re
 
-    from lantern_bench.spec.topologies import topology_of
+    from lantern_bench.config.trees import topology_of
 
     found = re.fullmatch(r"(\d+)n(\d+)d(\d+)b", name)
     if found is None:
@@ -121,8 +199,7 @@ def _subject(
     """The model with prompts that it takes."""
     import torch
 
-    from lantern_bench.models.made_up import made_up_model, read_size
-    from lantern_bench.models.random_weights import random_model
+    from lantern_bench.models.random_model import made_up_model, random_model, read_size
     from lantern_bench.models.registry import card_of, family_of, load_model
 
     noise = torch.Generator(place.device).manual_seed(seed)
@@ -139,9 +216,9 @@ def _rows(
     subject: _Subject, shapes: dict[str, dict[str, Any]], seed: int, tokens: int | None, console: Console
 ) -> list[dict[str, Any]]:
     """A row for each forward and each kind of step."""
-    from lantern_bench.measure.rates import device_rates, forward_need
-    from lantern_bench.measure.steps import forward_ms, step_cost
-    from lantern_bench.spec.decoding import Decoding
+    from lantern_bench.config.decoding import Decoding
+    from lantern_bench.profile.roofline import device_rates, forward_need
+    from lantern_bench.profile.steps import forward_ms, step_cost
 
     model, guided = subject.model, subject.guidance != 1
     target: Any = model.target
@@ -166,7 +243,7 @@ def _rows(
 
 
 def _forward_row(subject: _Subject, nodes: int, milliseconds: float, rates: Rates) -> dict[str, Any]:
-    from lantern_bench.measure.rates import forward_need
+    from lantern_bench.profile.roofline import forward_need
 
     target: Any = subject.model.target
     bound = forward_need(target, nodes, subject.guidance != 1).bound_ms(rates)
@@ -182,9 +259,9 @@ def _step_row(
     before: list[dict[str, Any]],
     rates: Rates,
 ) -> dict[str, Any]:
-    from lantern_bench.decode.drafting import drafting_of
-    from lantern_bench.measure.memory import decode_memory
-    from lantern_bench.measure.steps import step_cost
+    from lantern_bench.decoding.drafting.static import drafting_of
+    from lantern_bench.profile.roofline import decode_memory
+    from lantern_bench.profile.steps import step_cost
 
     model = subject.model
     nodes = 1 if decoding.drafting == "none" else drafting_of(decoding, model.target.device).nodes
@@ -208,8 +285,8 @@ def _rounding(subject: _Subject, name: str, place: Place, console: Console) -> N
     """Say how far the number type moves the distribution."""
     import torch
 
-    from lantern_bench.measure.rounding import rounding_tv
     from lantern_bench.models.registry import load_model
+    from lantern_bench.profile.steps import rounding_tv
 
     exact = load_model(name, place.device, torch.float32)
     tv = rounding_tv(exact, subject.model, subject.prompts[:2], subject.guidance)

@@ -1,12 +1,11 @@
 """`lantern-bench train`: `lanterns` makes the embedded models, or measures them against their bars; and `drafter`.
 
-All that can be wrong is checked before anything is painted or trained. The recipe is `lanterns.recipe`; here its events
-become progress, and its bars a table with intervals.
+All that can be wrong is checked before anything is painted or trained. The recipe is
+`training.lanterns.recipe`; here its events become progress, and its bars a table with intervals.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lantern_bench.cli.places import results_root
+from lantern_bench.cli.options import results_root, writable
 from lantern_bench.cli.train_drafter import drafter
 from lantern_bench.console import FORMATS, Console, duration
 from lantern_bench.errors import CheckFailedError, UserError
@@ -24,11 +23,11 @@ if TYPE_CHECKING:
     import torch
 
     from lantern_bench.console.progress import Progress
-    from lantern_bench.lanterns.bars import Bar, Observations
-    from lantern_bench.lanterns.recipe import RecipeSettings
-    from lantern_bench.train.loop import TrainEvent
+    from lantern_bench.training.lanterns.quality_gates import Bar, Observations
+    from lantern_bench.training.lanterns.recipe import RecipeSettings
+    from lantern_bench.training.loop import TrainEvent
 
-__all__ = ["train", "writable"]
+__all__ = ["train"]
 
 train = typer.Typer(
     name="train",
@@ -70,9 +69,9 @@ def lanterns(
     _check(minutes, steps, init_from, seed, device, images, evaluate)
     work = work or results_root() / "training" / "lanterns"
 
-    from lantern_bench.lanterns.files import WEIGHTS_FOLDER
-    from lantern_bench.lanterns.recipe import RecipeSettings
-    from lantern_bench.runs.local import choose_place
+    from lantern_bench.models.lanterns import WEIGHTS_FOLDER
+    from lantern_bench.runs.devices import choose_place
+    from lantern_bench.training.lanterns.recipe import RecipeSettings
 
     folder = out or WEIGHTS_FOLDER
     parts = _parts(part, folder, init_from, evaluate)
@@ -115,8 +114,8 @@ def _check(
 
 def _parts(named: Sequence[str] | None, folder: Path, init_from: Path | None, evaluate: bool) -> list[str]:
     """The parts in the order of the recipe; each has what it needs, or it will be trained before it."""
-    from lantern_bench.lanterns.evaluation import check_weights
-    from lantern_bench.lanterns.recipe import PARTS, check_part
+    from lantern_bench.training.lanterns.quality_gates import check_weights
+    from lantern_bench.training.lanterns.recipe import PARTS, check_part
 
     for part in named or ():
         check_part(part, folder, tuple(PARTS))
@@ -129,21 +128,11 @@ def _parts(named: Sequence[str] | None, folder: Path, init_from: Path | None, ev
     return parts
 
 
-def writable(folder: Path, flag: str) -> None:
-    """Make the folder; raises `UserError` where nothing can be written into it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{flag} {folder}: cannot be made: {error.strerror}") from error
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"{flag} {folder}: cannot be written to")
-
-
 def _train(
     parts: Sequence[str], folder: Path, work: Path, settings: RecipeSettings, device: torch.device, console: Console
 ) -> None:
-    from lantern_bench.lanterns.files import FILES
-    from lantern_bench.lanterns.recipe import REPORT, train_part
+    from lantern_bench.models.lanterns import FILES
+    from lantern_bench.training.lanterns.recipe import REPORT, train_part
 
     for part in parts:
         path = folder / FILES[part]
@@ -178,8 +167,8 @@ def _evaluate(
     console: Console,
     format: str | None,
 ) -> None:
-    from lantern_bench.lanterns.evaluation import Evaluation
-    from lantern_bench.measure.clip import LOCAL_DIR, load_clip
+    from lantern_bench.metrics.clip import LOCAL_DIR, load_clip
+    from lantern_bench.training.lanterns.quality_gates import Evaluation
 
     clip = load_clip(f"{LOCAL_DIR}{folder / 'clip'}", device=device) if "clip" in parts else None
     with console.progress() as progress:

@@ -1,41 +1,144 @@
 """`lantern-bench train drafter`: a drafter for any target, from pictures with captions or from captions alone.
 
-All that can be wrong with flags and data is said before a model is loaded. The training is `train.drafter_run`; here
+All that can be wrong with flags and data is said before a model is loaded. The training is `training.drafter.run`; here
 its events become progress, and its end a table with intervals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from lantern_bench.cli.flags import PROMPTS_HELP
-from lantern_bench.cli.places import results_root
-from lantern_bench.cli.train_drafter_input import (
-    check_numbers,
-    check_words,
-    chosen_recipe,
-    examined_with,
-    given_data,
-    prompts_of,
-    target_of,
-)
+from lantern_bench.cli.options import PROMPTS_HELP, results_root
+from lantern_bench.config.trees import STATIC_TREES
 from lantern_bench.console import FORMATS, Console, duration
 from lantern_bench.errors import CheckFailedError, UserError
-from lantern_bench.spec.topologies import STATIC_TREES
 
 if TYPE_CHECKING:
+    from lantern_bench.config.decoding import Decoding
     from lantern_bench.console.progress import Progress
-    from lantern_bench.spec.decoding import Decoding
-    from lantern_bench.train.drafter_job import DrafterJob, Examined
-    from lantern_bench.train.drafter_recipe import DrafterRecipe
-    from lantern_bench.train.examples import Data
-    from lantern_bench.train.loop import TrainEvent
+    from lantern_bench.models.registry import Family
+    from lantern_bench.plugins import ModelCard
+    from lantern_bench.training.drafter.dataset import Data
+    from lantern_bench.training.drafter.job import DrafterJob, Examined
+    from lantern_bench.training.drafter.recipe import DrafterRecipe
+    from lantern_bench.training.loop import TrainEvent
 
-__all__ = ["drafter"]
+
+# ---- What `train drafter` was typed with, read and checked before a model is loaded: recipe, data, decoding
+
+
+def check_numbers(values: Mapping[str, int | None], least: int) -> None:
+    """Refuse whole numbers, by flag, that are below `least`."""
+    for flag, value in values.items():
+        if value is not None and value < least:
+            raise UserError(f"{flag} {value}: must be a whole number of at least {least}")
+
+
+def check_words(device: str, dtype: str, features: str, minutes: float | None) -> None:
+    """Refuse words that mean nothing, before torch is imported."""
+    if minutes is not None and not 0 < minutes < float("inf"):
+        raise UserError(f"--minutes {minutes:g}: must be a number above 0")
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
+        raise UserError(f"--device {device}: unknown device", "The devices are auto, cpu, mps, cuda and cuda:N.")
+    for flag, value, words in (
+        ("--dtype", dtype, ("auto", "float32", "bfloat16", "float16")),
+        ("--features", features, ("live", "shards")),
+    ):
+        if value not in words:
+            raise UserError(f"{flag} {value}: unknown", f"One of {', '.join(words)}.")
+
+
+def chosen_recipe(source: str, typed: dict[str, Any], settings: Sequence[str]) -> DrafterRecipe:
+    """The recipe with what was typed over it; a flag goes before `--set`."""
+    import yaml
+
+    from lantern_bench.training.drafter.recipe import read_recipe, with_settings
+
+    values: dict[str, Any] = {}
+    for text in settings:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UserError(f"--set {text}: must be key=value", "For example --set noise=0.05.")
+        try:
+            values[key.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UserError(f"--set {text}: cannot be read as a value") from error
+    recipe = with_settings(read_recipe(source), values, "--set")
+    for key, value in typed.items():
+        if value is not None:
+            recipe = with_settings(recipe, {key: value}, "--")
+    return recipe
+
+
+def target_of(name: str) -> tuple[ModelCard, Family]:
+    """The card and the family of the target; raises `UserError` that names `--target`."""
+    from lantern_bench.models.registry import card_of, family_of
+
+    try:
+        return card_of(name), family_of(name)
+    except UserError as error:
+        raise UserError(error.message.replace("--model", "--target"), error.advice) from error
+
+
+def given_data(source: str, captions: Path | None, images: int | None, mirror: bool, family: Family) -> Data:
+    """A folder is pictures; anything else captions alone."""
+    from lantern_bench.training.drafter.dataset import Data
+
+    folder = Path(source)
+    if folder.is_dir():
+        from lantern_bench.prompts.captioned import read_captioned
+
+        found = read_captioned(folder, captions, family)
+        if images is not None and images > len(found):
+            raise UserError(f"--images {images}: --data {source} holds {len(found)} pictures")
+        found = found[:images]
+        made = Data([item.caption for item in found], [item.path for item in found], mirror)
+    else:
+        for flag, wrong in (("--captions", captions is not None), ("--mirror", mirror)):
+            if wrong:
+                raise UserError(f"{flag}: goes with pictures, and --data {source} is no folder", "Leave it out.")
+        texts = prompts_of(source, "--data", family)
+        made = Data([texts[number % len(texts)] for number in range(images or len(texts))])
+    if len(made) < 2:
+        raise UserError(f"--data {source}: one picture is too few", "Some are held out; give two at least.")
+    return made
+
+
+def prompts_of(source: str, flag: str, family: Family) -> list[str]:
+    """The prompts of a set or a file; what is wrong is said of the flag they were typed with."""
+    from lantern_bench.prompts.sets import load_prompts
+
+    try:
+        return [prompt.text for prompt in load_prompts(source, family)]
+    except UserError as error:
+        advice = error.advice
+        if flag == "--data" and "no such file" in error.message:
+            advice = f"{advice or ''} Or a folder of pictures with captions.".strip()
+        raise UserError(error.message.replace("--prompts", flag), advice) from error
+
+
+def examined_with(values: dict[str, Any], defaults: dict[str, Any]) -> Decoding:
+    """Lossless speculative decoding with a stated tree, at the model's guidance where nothing is said."""
+    from lantern_bench.config.decoding import Decoding
+    from lantern_bench.config.values import Place, Problems, read_parameter
+
+    problems, read = Problems("train drafter"), dict[str, Any]()
+    for key in ("cfg_scale", "temperature", "top_k", "tree"):
+        value = values[key] if values[key] is not None else defaults.get(key)
+        if value is not None:
+            for one in read_parameter(key, value, Place(f"--{key.replace('_', '-')}"), problems):
+                read["topology" if isinstance(one.value, tuple) else key] = one.value
+    problems.raise_all()
+    usual = defaults.get("cfg_scale", 1.0)
+    return Decoding(mode="speculative", drafting="static", rule="strict", cfg_default=usual, **read)
+
+
+# ----
 
 _TREE = "eagle1-25"
 
@@ -138,7 +241,7 @@ def _job(
     resume: bool,
     compiled: bool,
 ) -> DrafterJob:
-    from lantern_bench.train.drafter_job import DrafterJob
+    from lantern_bench.training.drafter.job import DrafterJob
 
     start: Any = init if init in ("random", "shipped") else Path(init)
     if isinstance(start, Path) and not start.is_dir():
@@ -167,8 +270,8 @@ def _plan(job: DrafterJob, device: str, dtype: str, console: Console, format: st
     """Show what would be made."""
     import pandas as pd
 
-    from lantern_bench.runs.local import choose_place
-    from lantern_bench.train.drafter_plan import plan_rows, shape_of
+    from lantern_bench.runs.devices import choose_place
+    from lantern_bench.training.drafter.job import plan_rows, shape_of
 
     shape = shape_of(job.target)
     if shape is None:
@@ -179,16 +282,16 @@ def _plan(job: DrafterJob, device: str, dtype: str, console: Console, format: st
 
 
 def _run(job: DrafterJob, device: str, dtype: str, min_mal: float | None, console: Console, format: str | None) -> None:
-    from lantern_bench.cli.train import writable
+    from lantern_bench.cli.options import writable
     from lantern_bench.models.registry import load_model
-    from lantern_bench.runs.local import choose_place
-    from lantern_bench.train.drafter_run import train_drafter
-    from lantern_bench.train.workers import is_one_of_several, join
+    from lantern_bench.runs.devices import choose_place
+    from lantern_bench.training.drafter.run import train_drafter
+    from lantern_bench.training.loop import is_one_of_several, join
 
     if is_one_of_several() and job.minutes is not None:
         raise UserError("--minutes: clocks of several processes differ", "Give --steps or --epochs.")
     if job.compiled:
-        from lantern_bench.decode.engine import compiler_problem
+        from lantern_bench.decoding.compile import compiler_problem
 
         problem = compiler_problem(choose_place(device, dtype).device)
         if problem is not None:

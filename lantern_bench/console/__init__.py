@@ -3,16 +3,18 @@
 One `Console` is made from the flags and handed down. A terminal gets Rich tables and bars; a pipe or a file gets CSV
 and plain lines, since Rich cuts wide tables with an ellipsis there and shows a bar only when it is over. Without a
 terminal, with `NO_COLOR` or on a dumb one no escape code is written at all. What a figure looks like to a person is
-decided in `report.reading`; nothing is computed here.
+decided in `report.format_tables`; nothing is computed here.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
+from collections.abc import Iterator
+from io import StringIO
 from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias, get_args
 
-from lantern_bench.console.drawing import draw, markdown, takes_escapes
 from lantern_bench.console.progress import Bars, Lines, Progress, duration
 from lantern_bench.errors import LanternError, UserError
 
@@ -20,6 +22,66 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = ["FORMATS", "Console", "Format", "Progress", "duration"]
+
+
+# ---- Tables of texts, drawn: Rich for eyes, Markdown for pages
+
+
+def takes_escapes(stream: TextIO) -> bool:
+    """Whether escape codes may be written there."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def markdown(shown: pd.DataFrame) -> str:
+    """Return a table of texts as Markdown."""
+    rows = [list(shown.columns), ["---"] * len(shown.columns), *shown.to_numpy().tolist()]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows)
+
+
+def draw(stream: TextIO, shown: pd.DataFrame, title: str | None, notes: tuple[str, ...]) -> None:
+    """Draw a table as wide as it needs to be; on a narrow terminal in several blocks, since no figure may be cut."""
+    from rich import box
+    from rich.console import Console as Rich
+    from rich.table import Table
+
+    drawing, fancy = StringIO(), takes_escapes(stream)
+    width = None if stream.isatty() else 10_000
+    rich = Rich(file=drawing, width=width, force_terminal=fancy, color_system="auto" if fancy else None, markup=False)
+    for block in _blocks(shown, rich.width):
+        drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        for column in block.columns:
+            figures = _is_figures(block[column])
+            drawn.add_column(column, justify="right" if figures else "left", overflow="fold")
+        for row in block.itertuples(index=False):
+            drawn.add_row(*row)
+        rich.print(drawn)
+        title = None
+    for note in notes:
+        rich.print(note, soft_wrap=True, highlight=False)
+    stream.writelines(line.rstrip() + "\n" for line in drawing.getvalue().splitlines())
+
+
+def _is_figures(column: pd.Series) -> bool:
+    """Whether a column is compared, not read: it stands on the right."""
+    return "".join(column).lstrip("+-")[:1].isdigit()
+
+
+def _blocks(shown: pd.DataFrame, width: int) -> Iterator[pd.DataFrame]:
+    """Yield the columns in blocks that fit, each after the columns that say what a row is."""
+    gap = 2
+    takes = [gap + max(map(len, [name, *shown[name]])) for name in shown.columns]
+    keys = next((i for i, name in enumerate(shown.columns) if _is_figures(shown[name])), len(takes))
+    room = width - sum(takes[:keys])
+    block: list[int] = []
+    for number in range(keys, len(takes)):
+        if block and sum(takes[i] for i in block) + takes[number] > room:
+            yield shown.iloc[:, [*range(keys), *block]]
+            block = []
+        block.append(number)
+    yield shown.iloc[:, [*range(keys), *block]]
+
+
+# ----
 
 Format: TypeAlias = Literal["table", "csv", "json", "md", "latex"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -69,7 +131,8 @@ class Console:
         """Write a table to stdout in `format` (one of `FORMATS`), else in the console's.
 
         `name` is the table's name in the schema, where it has one. CSV and JSON hold the figures as they are; the
-        others are for reading (`report.reading`) and carry `title` and notes. An unknown format raises `UserError`.
+        others are for reading (`report.format_tables`) and carry `title` and notes. Raises `UserError` for
+        an unknown format.
         """
         chosen = self.checked_format(format) if format is not None else self.format
         if chosen == "csv":
@@ -123,7 +186,7 @@ class Console:
         self._err.flush()
 
     def _read(self, table: pd.DataFrame, name: str | None, title: str | None, format: Format) -> None:
-        from lantern_bench.report.reading import readable
+        from lantern_bench.report.format_tables import readable
 
         shown, notes = readable(table, name)
         if format == "md":

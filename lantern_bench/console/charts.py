@@ -1,6 +1,6 @@
 """Curves in small, as lines of text: acceptance by depth, accepted lengths and their means, speed against quality.
 
-For a look over a remote shell. They show the points that the files show (`report/points.py`), with the same names;
+For a look over a remote shell. They show the points that the files show (`report/curve_data.py`), with the same names;
 intervals are in the files. No escape codes, so that they can be piped and pasted; where the stream cannot write block
 characters plain ones stand for them.
 """
@@ -12,8 +12,16 @@ from string import ascii_uppercase
 from typing import TYPE_CHECKING
 
 from lantern_bench.errors import RefusedError
-from lantern_bench.report.naming import BOUNDS
-from lantern_bench.report.points import QUALITIES, SPEEDS, Front, acceptance_points, bound_points, fronts, length_points
+from lantern_bench.report.curve_data import (
+    QUALITIES,
+    SPEEDS,
+    Front,
+    acceptance_points,
+    bound_points,
+    fronts,
+    length_points,
+)
+from lantern_bench.report.labels import BOUNDS
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models.model_file import ModelFile, OwnDrafter, is_model_file, read_model_file, read_own_drafter
-from lantern_bench.models.sources import SOURCES
-from lantern_bench.models.weights import require_part
-from lantern_bench.spec.values import did_you_mean
+from lantern_bench.errors import RefusedError, UserError, did_you_mean
+from lantern_bench.models.io.hub_files import SOURCES, require_part
+from lantern_bench.models.io.model_file import ModelFile, OwnDrafter, is_model_file, read_model_file, read_own_drafter
+from lantern_bench.plugins import ModelCard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,53 +25,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from lantern_bench.models.loaded import LoadedModel
-    from lantern_bench.models.parts import Parts
-    from lantern_bench.models.tables import Codes
+    from lantern_bench.models.io.neighbour_cache import Codes
+    from lantern_bench.models.loaded_model import LoadedModel, Parts
 
-__all__ = [
-    "GROUP",
-    "Buildable",
-    "Family",
-    "FromFile",
-    "HasTokenizer",
-    "ModelCard",
-    "WithCodes",
-    "card_of",
-    "cards",
-    "defaults_of",
-    "families",
-    "family_of",
-    "load_codes",
-    "load_model",
-]
 
 GROUP = "lantern_bench.families"
-
-
-@dataclass(frozen=True)
-class ModelCard:
-    """What is known of a model before it is loaded.
-
-    `defaults` are the decoding values the model suggests (cfg_scale, tree, ...), by the names of an experiment file;
-    `prompt_set` names the prompts to use where none are given. `weights` maps a part to its file, for listings;
-    `vocab_size` is the number of image codes, where it is known; `tokens` those of one picture; `parameters` the
-    target's. `classes` is their number, for a model that takes classes and no captions. `also_called` are other names
-    of the same model.
-    """
-
-    name: str
-    family: str
-    description: str
-    defaults: Mapping[str, Any]
-    prompt_set: str
-    licence: str = ""
-    weights: Mapping[str, Path] = field(default_factory=dict)
-    vocab_size: int | None = None
-    tokens: int | None = None
-    parameters: int | None = None
-    classes: int | None = None
-    also_called: tuple[str, ...] = ()
 
 
 class Family(Protocol):
@@ -219,7 +176,7 @@ def load_codes(model: str) -> Codes:
     """
     import torch
 
-    from lantern_bench.models.tables import Codes
+    from lantern_bench.models.io.neighbour_cache import Codes
 
     device = torch.device("cpu")
     if is_model_file(model):
@@ -293,7 +250,7 @@ class _OwnDrafterFamily:
         return self._model.prompt_sets()
 
     def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-        from lantern_bench.models.own_drafter import with_drafter
+        from lantern_bench.models.external_drafter import with_drafter
 
         loaded = with_drafter(load_model(self._file.model, device, dtype), self._file.drafter)
         loaded.name = name

@@ -2,20 +2,24 @@
 
 One class for every size: the published `vq_ds16_*.pt` files, Chameleon's tokenizer and the embedded one differ by
 `VQConfig` alone, and the parameter names are those of LlamaGen's checkpoints. Training losses are not here (see
-`lanterns.recipe`).
+`training.lanterns.recipe`).
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["Encoded", "VQConfig", "VQModel"]
+from lantern_bench.errors import UserError
+from lantern_bench.models.io.checkpoint import Checkpoint, open_checkpoint, what_is
+from lantern_bench.models.io.state_dict import fill, plain
 
 _GROUPS = 32
 
@@ -252,3 +256,78 @@ class VQModel(nn.Module):
         """The codes [V, d] float32: raw as stored (what published nearest-code tables use) or as looked up."""
         table = self.quantize.rows() if normalised else self.quantize.embedding.weight
         return table.detach().float()
+
+
+# ---- The files of LlamaGen's VQ tokenizers: their sizes, read from their shapes, and how they are loaded
+
+
+# Our name -> the names it goes by: here, in the official code, in the recordings.
+_NAMES: dict[str, tuple[str, ...]] = {
+    "codes": ("codes", "codebook_size", "K"),
+    "code_dim": ("code_dim", "codebook_embed_dim", "e"),
+    "z_channels": ("z_channels", "z"),
+    "channels": ("channels", "ch"),
+    "channel_mult": ("channel_mult", "encoder_ch_mult", "ch_mult", "mult"),
+    "res_blocks": ("res_blocks", "num_res_blocks"),
+}
+
+
+def load_vq(path: Path, device: torch.device, config: Mapping[str, Any] | None = None) -> VQModel:
+    """Load a tokenizer in float32; raises `UserError` for a file that is none, or not of the sizes in `config`."""
+    checkpoint = open_checkpoint(path)
+    found = _found(checkpoint)
+
+    def wrong(name: str, text: str) -> UserError:
+        return UserError(f"{path}: tokenizer.config.{name}: {text}")
+
+    with torch.device("meta"):
+        model = VQModel(read_vq_config(config or {}, found, wrong))
+    wanted = f"a VQ tokenizer of {model.config.codes} codes"
+    fill(model, checkpoint, plain(model), dtype=torch.float32, device=device, computed=_is_computed, wanted=wanted)
+    return model
+
+
+def read_vq_config(config: Mapping[str, Any], found: VQConfig, wrong: Callable[[str, str], UserError]) -> VQConfig:
+    """The sizes that a `config` states, the rest as `found`; raises what `wrong(name, text)` makes."""
+    if config.get("codebook_l2_norm") is False:
+        raise wrong("codebook_l2_norm", "false: only tokenizers that norm their codes are known here")
+    decoder = config.get("decoder_ch_mult")
+    if decoder is not None and list(decoder) != list(config.get("encoder_ch_mult", decoder)):
+        raise wrong("decoder_ch_mult", "must equal encoder_ch_mult")
+    said: dict[str, Any] = {}
+    for ours, names in _NAMES.items():
+        for name in names:
+            value = config.get(name)
+            if value is None:
+                continue
+            items = value if ours == "channel_mult" and isinstance(value, list | tuple) else [value]
+            if not items or not all(type(item) is int and item > 0 for item in items):
+                raise wrong(name, f"{value}: must be {'a list of ' * (ours == 'channel_mult')}whole numbers above 0")
+            said[ours] = tuple(items) if ours == "channel_mult" else value
+    return replace(found, **said)
+
+
+def _found(checkpoint: Checkpoint) -> VQConfig:
+    """The sizes of a tokenizer, from its shapes; raises `UserError` for a file that is none."""
+    try:
+        codes, code_dim = checkpoint.shape("quantize.embedding.weight")
+        z_channels = checkpoint.shape("quant_conv.weight")[1]
+        channels = checkpoint.shape("encoder.conv_in.weight")[0]
+        widths: list[int] = []
+        while (name := f"encoder.conv_blocks.{len(widths)}.res.0.conv1.weight") in checkpoint:
+            widths.append(checkpoint.shape(name)[0])
+        blocks = 0
+        while f"encoder.conv_blocks.0.res.{blocks}.conv1.weight" in checkpoint:
+            blocks += 1
+    except (KeyError, IndexError, ValueError) as error:
+        kind = what_is(checkpoint)
+        raise UserError(
+            f"{checkpoint.path}: is no VQ tokenizer" + (f": it is {kind}" if kind else ""),
+            "LlamaGen's are vq_ds16_t2i.pt and vq_ds16_c2i.pt.",
+        ) from error
+    multiples = tuple(width // channels for width in widths)
+    return VQConfig(codes, code_dim, z_channels, channels, multiples, blocks)
+
+
+def _is_computed(name: str) -> bool:
+    return name == "quantize.codebook_used"

@@ -7,23 +7,204 @@ them. FID values of different features never share an axis.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.report import drawing
-from lantern_bench.report.naming import BOUNDS, CellKey, Style, check_grouping, styles
-from lantern_bench.report.points import acceptance_points, bound_points, fronts, length_points
+from lantern_bench.report.curve_data import (
+    FAMILY,
+    SPEEDS,
+    Front,
+    acceptance_points,
+    bound_points,
+    fronts,
+    length_points,
+)
+from lantern_bench.report.labels import BOUNDS, PARAMETER_NAMES, CellKey, Style, cell_key, check_grouping, styles
 from lantern_bench.report.tables import write_csv
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    Styles = Mapping[CellKey, Style]
     Tables = Mapping[str, pd.DataFrame]
 
-__all__ = ["KINDS", "Picture", "draw_curves", "pictures", "run_styles"]
+
+# ---- Curves drawn with matplotlib: one function a picture, points in, figure out
+
+
+_PALE = 0.38
+_COLUMNS = 3
+_INTERVAL = "95 % interval"
+
+
+def draw_depths(points: pd.DataFrame, styles: Styles) -> Figure:
+    """Acceptance rate by depth of the draft tree, with whiskers."""
+    figure, axes = _figure("depth of the draft tree", f"acceptance rate ({_INTERVAL})")
+    cells = _cells(points)
+    for shift, line in zip(_spread(len(cells), 0.04), cells, strict=True):
+        style = styles[cell_key(line.iloc[0])]
+        axes.errorbar(
+            line["index"].astype(float) + shift, line["rate"], yerr=_whiskers(line, "rate"),
+            label=line["label"].iloc[0], color=style.colour, marker=style.marker, linestyle=style.line, capsize=2,
+            linewidth=1.3, markersize=5,
+        )  # fmt: skip
+    axes.set_ylim(0, 1.02)
+    axes.set_xticks(sorted({int(depth) for depth in points["index"]}))
+    return _finished(figure, axes)
+
+
+def draw_positions(points: pd.DataFrame, styles: Styles) -> Figure:
+    """Acceptance rate along the image, one panel a cell with its band; the other cells stand behind in grey."""
+    cells = _cells(points)
+    figure, panels = _panels(cells)
+    middles = [(line["index"].astype(float) + line["index_end"].astype(float)) / 2 for line in cells]
+    for axes, line, middle in zip(panels, cells, middles, strict=False):
+        style = styles[cell_key(line.iloc[0])]
+        for other, elsewhere in zip(cells, middles, strict=True):
+            axes.plot(elsewhere, other["rate"], color="#CFCFCF", linewidth=0.6, zorder=1)
+        low, high = line["rate_low"].astype(float), line["rate_high"].astype(float)
+        axes.fill_between(middle, low, high, color=style.colour, alpha=0.22, linewidth=0, zorder=2)
+        axes.plot(middle, line["rate"], color=style.colour, linewidth=1.4, zorder=3)
+        rate = line["accepted"].sum() / line["offered"].sum()
+        axes.set_title(f"{line['label'].iloc[0]}\nmean {rate:.2f}", fontsize="small", loc="left")
+        axes.set_ylim(0, 1.02)
+    figure.supxlabel("position in the image (tokens, row by row)", fontsize="medium")
+    figure.supylabel(f"acceptance rate ({_INTERVAL})", fontsize="medium")
+    return figure
+
+
+def draw_lengths(points: pd.DataFrame, styles: Styles) -> Figure:
+    """Histograms of the accepted length, one panel a cell on the same axes; a line marks the mean."""
+    cells = _cells(points)
+    figure, panels = _panels(cells)
+    for axes, rows in zip(panels, cells, strict=False):
+        lengths, share = rows["length"].astype(float), rows["share"].astype(float)
+        axes.bar(lengths, share, width=0.78, color=styles[cell_key(rows.iloc[0])].colour, alpha=0.85)
+        axes.errorbar(lengths, share, yerr=_whiskers(rows, "share"), fmt="none", ecolor="#444444", elinewidth=0.8)
+        mean = float((lengths * share).sum())
+        axes.axvline(mean, color="#222222", linestyle="--", linewidth=0.9)
+        axes.set_title(f"{rows['label'].iloc[0]}\nmean {mean:.2f}", fontsize="small", loc="left")
+    panels[0].set_xticks(range(1, int(points["length"].max()) + 1))
+    figure.supxlabel("tokens committed by a step (bonus token included)", fontsize="medium")
+    figure.supylabel("share of steps", fontsize="medium")
+    return figure
+
+
+def draw_front(front: Front, styles: Styles) -> Figure:
+    """Quality against speed: the front is joined by a line, what it dominates is pale and hollow."""
+    points, quality = front.points, front.quality
+    figure, axes = _figure(f"{SPEEDS[front.speed]} ({_INTERVAL})", front.axis)
+    for _, best in points[~points["dominated"]].groupby(["run", "model"], sort=False):
+        ordered = best.sort_values(front.speed)
+        axes.plot(ordered[front.speed], ordered[quality], color="#888888", linewidth=1, zorder=1)
+    for _, point in points.iterrows():
+        style, row = styles[cell_key(point)], point.to_frame().T
+        pale = bool(point["dominated"])
+        axes.errorbar(
+            [point[front.speed]], [point[quality]], xerr=_whiskers(row, front.speed), yerr=_whiskers(row, quality),
+            label=point["label"], color=style.colour, marker=style.marker, linestyle="none", capsize=2, elinewidth=0.8,
+            markersize=7, alpha=_PALE if pale else 1.0, markerfacecolor="none" if pale else style.colour,
+        )  # fmt: skip
+    if front.speed == "speedup":
+        axes.axvline(1.0, color="#BBBBBB", linewidth=0.8, linestyle=":", zorder=0)
+    if len(points) > int((~points["dominated"]).sum()):
+        axes.set_title("pale and hollow: another cell is at least as fast and as good", fontsize="x-small", loc="left")
+    return _finished(figure, axes)
+
+
+def draw_bounds(points: pd.DataFrame, parameter: str, styles: Styles) -> Figure:
+    """Mean accepted length against a parameter; cells that differ in nothing else are joined."""
+    figure, axes = _figure(PARAMETER_NAMES[parameter], f"mean accepted length ({_INTERVAL})")
+    places = {value: number for number, value in enumerate(dict.fromkeys(points[parameter]))}
+    words = parameter == "tree"
+    family = [name for name in FAMILY if name in points and name != parameter]
+    lines = [line for _, line in points.groupby(family, sort=False, dropna=False)]
+    shift = _spread(len(lines), 0.06 if words else 0.0)
+    for number, line in enumerate(lines):
+        style = styles[cell_key(line.iloc[-1])]
+        x = [places[value] + shift[number] if words else float(value) for value in line[parameter]]
+        axes.errorbar(
+            x, line["mean_accepted_length"], yerr=_whiskers(line, "mean_accepted_length"),
+            label=_family_label(line, parameter), color=style.colour, marker=style.marker,
+            linestyle="none" if words else style.line, capsize=2, linewidth=1.3, markersize=6,
+        )  # fmt: skip
+    if words:
+        axes.set_xticks(list(places.values()), [str(value) for value in places])
+    axes.set_ylim(bottom=min(1.0, axes.get_ylim()[0]))
+    return _finished(figure, axes)
+
+
+def _family_label(line: pd.DataFrame, parameter: str) -> str:
+    """The label of one of the cells without the value of the parameter that is on the axis."""
+    label, value = str(line["label"].iloc[0]), line[parameter].iloc[0]
+    text = str(value) if parameter == "tree" else f"{value:g}"
+    spoken = {name: f"{word}={text}" for name, word in BOUNDS.items()}
+    spoken["temperature"] = "greedy" if text == "0" else f"T={text}"
+    return " ".join(word for word in label.split(" ") if word != spoken.get(parameter, text))
+
+
+def _cells(points: pd.DataFrame) -> list[pd.DataFrame]:
+    """The points of each cell, in order of appearance."""
+    return [rows for _, rows in points.groupby(["run", "model", "cell_id"], sort=False)]
+
+
+def _panels(cells: Sequence[Any]) -> tuple[Figure, Sequence[Axes]]:
+    """A figure with a panel for each cell, all on the same axes."""
+    from matplotlib.figure import Figure
+
+    columns = min(_COLUMNS, len(cells))
+    down = -(-len(cells) // columns)
+    figure = Figure(figsize=(2.6 * columns + 0.6, 1.75 * down + 0.7), layout="constrained")
+    panels = figure.subplots(down, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    for number, axes in enumerate(panels):
+        _plain(axes)
+        axes.set_visible(number < len(cells))
+        # The last of each column says what its axis is, also above an empty place.
+        axes.tick_params(labelbottom=number + columns >= len(cells))
+    return figure, list(panels)
+
+
+def _spread(count: int, step: float) -> list[float]:
+    """Small shifts that keep whiskers of equal places apart."""
+    return [step * (number - (count - 1) / 2) for number in range(count)]
+
+
+def _whiskers(rows: pd.DataFrame, name: str) -> list[Sequence[float]] | None:
+    """Lengths of the two whiskers of each row, 0 where there is no interval; None for a figure without intervals."""
+    if f"{name}_low" not in rows:
+        return None
+    lower = (rows[name] - rows[f"{name}_low"]).astype(float).clip(lower=0).fillna(0)
+    upper = (rows[f"{name}_high"] - rows[name]).astype(float).clip(lower=0).fillna(0)
+    return [lower.tolist(), upper.tolist()]
+
+
+def _figure(x: str, y: str) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.2))
+    axes = figure.add_subplot()
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    _plain(axes)
+    return figure, axes
+
+
+def _plain(axes: Any) -> None:
+    axes.grid(visible=True, linewidth=0.4, alpha=0.5)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _finished(figure: Figure, axes: Axes) -> Figure:
+    axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), frameon=False, fontsize="small", handlelength=3.2)
+    return figure
+
+
+# ----
 
 KINDS = ("png", "svg", "csv")
 """The files of a curve."""
@@ -60,20 +241,20 @@ def draw_curves(runs: Mapping[str, Tables], folder: Path, by: str = "mode") -> l
 def pictures(runs: Mapping[str, Tables], by: str = "mode") -> Iterator[Picture]:
     """Yield the curves there is data for."""
     look = run_styles(runs, by)
-    for axis, draw in (("depth", drawing.draw_depths), ("position", drawing.draw_positions)):
+    for axis, draw in (("depth", draw_depths), ("position", draw_positions)):
         points = acceptance_points(runs, axis)
         if len(points):
             yield Picture(f"acceptance-by-{axis}", points, draw(points, look))
     lengths = length_points(runs)
     if len(lengths):
-        yield Picture("accepted-lengths", lengths, drawing.draw_lengths(lengths, look))
+        yield Picture("accepted-lengths", lengths, draw_lengths(lengths, look))
     for front in fronts(runs):
-        yield Picture(front.name, front.points, drawing.draw_front(front, look))
+        yield Picture(front.name, front.points, draw_front(front, look))
     for parameter in (by,) if by != "mode" else BOUNDS:
         points = bound_points(runs, parameter)
         if points[parameter].nunique() > 1:
             name = f"mean-accepted-length-by-{parameter}"
-            yield Picture(name, points, drawing.draw_bounds(points, parameter, look))
+            yield Picture(name, points, draw_bounds(points, parameter, look))
 
 
 def run_styles(runs: Mapping[str, Tables], by: str = "mode") -> dict[CellKey, Style]:

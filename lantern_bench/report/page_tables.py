@@ -10,18 +10,17 @@ import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lantern_bench.report.naming import CellKey, cell_key, is_given
-from lantern_bench.report.reading import readable, written
+from lantern_bench.config.paper import read_paper
+from lantern_bench.report.format_tables import readable, written
+from lantern_bench.report.labels import CellKey, cell_key, is_given
 from lantern_bench.report.reproduction import comparability, reproduction_rows
 from lantern_bench.runs.store import RunData
-from lantern_bench.spec.paper import read_paper
 
 if TYPE_CHECKING:
     import pandas as pd
 
     Tables = Mapping[str, pd.DataFrame]
 
-__all__ = ["Entry", "Head", "RunFacts", "Summary", "Tile", "highlights", "run_facts", "summary"]
 
 # Column, head, what it is, whether less is better (None: neither).
 _COLUMNS: tuple[tuple[str, str, str, bool | None], ...] = (

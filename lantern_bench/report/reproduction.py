@@ -11,15 +11,14 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lantern_bench.report.cells import Row, joined
-from lantern_bench.report.naming import BOUNDS
-from lantern_bench.report.summary import parameters
-from lantern_bench.spec.paper import Figure, Paper, PaperRow
+from lantern_bench.config.paper import Figure, Paper, PaperRow
+from lantern_bench.report.format_tables import with_interval
+from lantern_bench.report.labels import BOUNDS
+from lantern_bench.report.records import Row, joined
+from lantern_bench.report.tables import parameters
 
 if TYPE_CHECKING:
     import pandas as pd
-
-__all__ = ["NOT_HAD", "comparability", "reproduction_rows", "rows_of", "trends"]
 
 NOT_HAD = "no published figure could be had"
 _UNSTATED = "not stated"
@@ -207,3 +206,72 @@ def _device(manifest: Mapping[str, Any]) -> str:
     if device in (None, "cpu"):
         return f"{name or 'a CPU'}, {manifest.get('threads', '?')} threads"
     return str(device)
+
+
+# ---- The comparison with a paper for eyes: one line a cell and published row, each figure as ours, published, diff
+
+_FORMS = {
+    "speedup": ("speedup", "{:.2f}", "x"),
+    "step_compression": ("step compr.", "{:.2f}", "x"),
+    "mean_accepted_length": ("MAL", "{:.2f}", ""),
+    "fid": ("FID", "{:.2f}", ""),
+    "clip_score": ("CLIP", "{:.4f}", ""),
+    "prompt_accuracy": ("accuracy", "{:.2f}", ""),
+    "kid": ("KID", "{:.4f}", ""),
+    "precision": ("prec.", "{:.3f}", ""),
+    "recall": ("recall", "{:.3f}", ""),
+    "hpsv2": ("HPSv2", "{:.4f}", ""),
+}
+_NO_CELL = "(not ours)"
+
+
+def side_by_side(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of `reproduction.csv` as text, in their order."""
+    import pandas as pd
+
+    own = table[table["paper_row"].isna() & table["figure"].isin(["prompt_accuracy", "kid"])]
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows_of(table.drop(own.index)):
+        line = lines.setdefault((_word(row["cell_id"]), _word(row["paper_row"])), _heading(row))
+        cells = _cells(row)
+        sources = [line.get("source"), cells.get("source")]
+        line |= cells
+        line["source"] = "; ".join(dict.fromkeys(source for source in sources if source))
+    for row in rows_of(own):
+        for (cell_id, _), line in lines.items():
+            if cell_id == row["cell_id"]:
+                line |= _cells(row)
+    shown = pd.DataFrame(list(lines.values())).fillna("")
+    figures = [head for name in _FORMS for head in _heads(name) if head in shown]
+    front = ["method", "parameters", "residual", "published row"]
+    kept = [*front, *figures, "source"]
+    return shown[[name for name in kept if name in front or (name in shown and (shown[name] != "").any())]]
+
+
+def _heads(name: str) -> tuple[str, str, str]:
+    head = _FORMS[name][0]
+    return head, f"{head} published", f"{head} diff."
+
+
+def _word(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _heading(row: dict[str, Any]) -> dict[str, str]:
+    about = {"method": row["method"] or _NO_CELL, "parameters": row["parameters"], "residual": row["residual"]}
+    return {name: _word(value) for name, value in (about | {"published row": row["paper_row"]}).items()}
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    """Ours with its interval, the published figure, the difference, and where the published one is from."""
+    _, form, unit = _FORMS[row["figure"]]
+    heads = _heads(row["figure"])
+    line: dict[str, str] = {}
+    if row["ours"] is not None:
+        line[heads[0]] = with_interval(row["ours"], row["ours_low"], row["ours_high"], form, unit)
+    if row["published"] is not None:
+        line[heads[1]] = form.format(row["published"]) + unit
+        line["source"] = f"{row['source']} ({row['confidence']})"
+    if row["difference"] is not None:
+        line[heads[2]] = form.replace("{:", "{:+").format(row["difference"]) + unit
+    return line

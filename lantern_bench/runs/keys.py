@@ -1,7 +1,7 @@
 """What can change an image's tokens, hashed into the key of its record, and what to do when it changed.
 
 A run that is continued must not mix images made in different ways, so the fields that hold for the whole run are
-compared with those in the manifest, and a difference is refused. What a seed is made of is `spec/seeds.py`.
+compared with those in the manifest, and a difference is refused. What a seed is made of is `config/plan.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
 from lantern_bench.errors import RefusedError
-
-__all__ = ["KeyFields", "check_same_experiment", "check_same_key", "record_key"]
 
 
 class KeyFields(TypedDict):

@@ -12,6 +12,7 @@ import io
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,16 +21,61 @@ from PIL import Image
 from torch import Tensor
 
 from lantern_bench.clock import now, peak_memory_bytes, reset_peak_memory, settle_garbage, stamp, synchronize
-from lantern_bench.decode.loop import Decoded, decode
-from lantern_bench.decode.speculation import sampling_key
-from lantern_bench.decode.trace import ImageTrace
-from lantern_bench.measure.machine import gpu_blocks, machine_block
-from lantern_bench.models.loaded import LoadedModel
-from lantern_bench.runs.local import Place
-from lantern_bench.runs.store import RunStore
-from lantern_bench.spec.plan import Cell, Plan, Unit
+from lantern_bench.config.experiment import Cell
+from lantern_bench.config.plan import Plan, Unit
+from lantern_bench.decoding.loop import Decoded, decode, drafter_and_table
+from lantern_bench.decoding.step import sampling_key
+from lantern_bench.decoding.trace import ImageTrace
+from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.runs.devices import Place
+from lantern_bench.runs.machine import gpu_blocks, machine_block
+from lantern_bench.runs.store import RunStore, done_images
 
-__all__ = ["Event", "ImageDone", "Made", "Started", "WarmedUp", "make_images", "png_bytes", "run_plan"]
+# ---- Whether loaded models can do a plan: drafter, tables of nearest codes, features of captions, all at hand befo
+
+
+@dataclass(frozen=True)
+class Preparing:
+    """A model's text encoder is at work: captions encoded, and how many there are to encode."""
+
+    model: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Nothing is missing; all of it took so many seconds."""
+
+    seconds: float
+
+
+Readying: TypeAlias = Preparing | Ready
+
+
+def get_ready(plan: Plan, models: Mapping[str, LoadedModel], folder: Path) -> Iterator[Readying]:
+    """Make what the images of `plan` that `folder` lacks will need, and free what only making it needed.
+
+    Raises `RefusedError` for a missing drafter, text encoder or codebook and for a damaged table or feature, and
+    `UserError` for files that are malformed or ask for what their model has not.
+    """
+    began = now()
+    done = done_images(folder)
+    groups = [
+        group for group in plan.batches() if any((u.cell.cell_id, u.prompt.id, u.repeat) not in done for u in group)
+    ]
+    for cell in dict.fromkeys(group[0].cell for group in groups):
+        if cell.decoding.drafting != "none":
+            with torch.inference_mode():
+                drafter_and_table(models[cell.model], cell.decoding)
+    for name, model in models.items():
+        prompts = [unit.prompt.text for group in groups for unit in group if unit.cell.model == name]
+        for count, total in model.prepare(list(dict.fromkeys(prompts))):
+            yield Preparing(name, count, total)
+    yield Ready(now() - began)
+
+
+# ----
 
 # The course of a warm-up is that of an image, only shorter.
 _WARM_UP_SHARE = 4

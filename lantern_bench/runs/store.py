@@ -8,38 +8,84 @@ needs none. The CSV views are made elsewhere (`report/`), and may be deleted.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
+from lantern_bench.config.experiment import ResolvedExperiment
+from lantern_bench.config.plan import Unit
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.runs.jsonl import JsonLines, read_lines, write_atomically
+from lantern_bench.models.io.files import write_atomically
 from lantern_bench.runs.keys import KeyFields, check_same_experiment, check_same_key, record_key
-from lantern_bench.spec.experiment import ResolvedExperiment
-from lantern_bench.spec.plan import Unit
-from lantern_bench.spec.schema import READABLE, SCHEMA_VERSION, columns
+from lantern_bench.schema import READABLE, SCHEMA_VERSION, columns
 
-__all__ = [
-    "KeyFields",
-    "RunData",
-    "RunStore",
-    "completed_score",
-    "done_images",
-    "find_run",
-    "latest",
-    "lock_run",
-    "read_manifest",
-    "read_records",
-    "read_run",
-    "read_scores",
-    "record_key",
-    "run_folder",
-    "write_manifest",
-]
+# ---- Files with one JSON object a line, appended to and never rewritten
+
+
+class JsonLines:
+    """A file opened for appending; a cut last line is removed when it is opened. Use it as a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: BinaryIO = path.open("ab+")
+        self._drop_cut_line()
+
+    def _drop_cut_line(self) -> None:
+        self._file.seek(0)
+        content = self._file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            self._file.truncate(whole)
+            os.fsync(self._file.fileno())
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one line and wait until it is on the disk; raises `ValueError` for NaN and infinity."""
+        text = json.dumps(dict(row), ensure_ascii=False, allow_nan=False)
+        self._file.write(text.encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file; closing twice does no harm."""
+        self._file.close()
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of all whole lines; none when there is no file.
+
+    Raises `UserError` with the line's number for a whole line that is no JSON object: something else wrote to it.
+    """
+    if not path.is_file():
+        return []
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise UserError(
+                f"{path} line {number}: damaged, not a JSON object",
+                "Remove this line; the same command makes what it held again.",
+            )
+        rows.append(row)
+    return rows
+
+
+# ----
 
 MANIFEST, RECORDS, SCORES, LOCK = "manifest.json", "records.jsonl", "scores.jsonl", ".lock"
 
@@ -126,7 +172,7 @@ class RunStore:
 
         What follows from the unit (key, cell, prompt, repeat, seed, order) is filled in, the rest is empty where
         `record` does not have it; `status` is `ok` unless given. Raises `ValueError` for a column that
-        `spec/schema.py` does not declare.
+        `schema.py` does not declare.
         """
         names = [column.name for column in columns("records")]
         unknown = set(record) - set(names)
@@ -142,7 +188,7 @@ class RunStore:
         return row
 
     def append_score(self, score: Mapping[str, Any]) -> None:
-        """Append a score; raises `ValueError` for a column that `spec/schema.py` does not declare."""
+        """Append a score; raises `ValueError` for a column that `schema.py` does not declare."""
         self._scores.append(completed_score(score))
 
     def write_image(self, unit: Unit, png: bytes) -> str:
@@ -170,7 +216,7 @@ class RunStore:
 
 
 def completed_score(score: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a score with every column in order; raises `ValueError` for one that `spec/schema.py` does not declare."""
+    """Return a score with every column in order; raises `ValueError` for one that `schema.py` does not declare."""
     names = [column.name for column in columns("scores")]
     unknown = set(score) - set(names)
     if unknown:
@@ -287,3 +333,56 @@ def find_run(name: str | Path, root: Path) -> Path:
     listed = ", ".join(close or there) or "none yet"
     wrong = "several runs start so" if close else "no such run"
     raise UserError(f"{name}: {wrong}", f"The runs in {root}: {listed}.")
+
+
+# ---- A finished run opened for scoring: its records are read, scores are appended, nothing is decoded
+
+
+class ScoreBook:
+    """A run's folder for scoring; a context manager that holds the folder's lock.
+
+    Opening raises `UserError` when the folder is no run or cannot be written, `RefusedError` when another process has
+    it or when it holds no finished image.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._manifest = read_manifest(folder)
+        self._lock = lock_run(folder)
+        try:
+            self._records = read_records(folder)
+            if not any(row["status"] == "ok" for row in self._records):
+                raise RefusedError(
+                    f"{folder} holds no images to score", "The command that began this run continues it."
+                )
+            self._scores = JsonLines(folder / SCORES)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the last word on every image, failed ones included."""
+        return self._records
+
+    def append_score(self, score: Mapping[str, Any]) -> None:
+        """Append a score; raises `ValueError` for a column that `schema.py` does not declare."""
+        self._scores.append(completed_score(score))
+
+    def note_protocol(self, protocol: Mapping[str, Any]) -> None:
+        """Keep what a protocol says in the manifest, by name."""
+        protocols = {**self._manifest.get("protocols", {}), str(protocol["name"]): dict(protocol)}
+        self._manifest |= {"protocols": protocols}
+        write_manifest(self.folder, self._manifest)
+
+    def close(self) -> None:
+        """Close the file and let go of the lock."""
+        self._scores.close()
+        self._lock.release()
+
+    def __enter__(self) -> ScoreBook:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

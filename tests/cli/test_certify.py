@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from lantern_bench.certify.lossless import judge_without_residual
 from lantern_bench.cli import main as cli
-from lantern_bench.decode import verify
-from lantern_bench.measure.broken_rules import judge_without_residual
+from lantern_bench.decoding.acceptance import walk
 from lantern_bench.models import registry
 from tests.tiny_family import TinyFamily
 
@@ -54,7 +54,7 @@ def test_a_certificate_holds_and_is_written(capsys: pytest.CaptureFixture[str]) 
 def test_a_decoder_that_is_not_lossless_ends_with_5(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(verify, "judge_children", judge_without_residual)
+    monkeypatch.setattr(walk, "judge_children", judge_without_residual)
     assert cli.main(["certify", "tiny", *SMALL, "--format", "table"]) == 5
     said = capsys.readouterr()
     assert "NO" in said.out

@@ -14,7 +14,7 @@ import pytest
 
 from lantern_bench import __version__
 from lantern_bench.cli import main as cli
-from lantern_bench.cli.places import RESULTS_VARIABLE, results_root
+from lantern_bench.cli.options import RESULTS_VARIABLE, results_root
 from lantern_bench.errors import CheckFailedError, RecordsFailedError, RefusedError, UserError
 from lantern_bench.report.tables import NAMES
 from tests.made_up_run import make_records, make_scores, write_run
@@ -36,7 +36,7 @@ def failing(monkeypatch):
         def find(_run: str) -> None:
             raise error
 
-        monkeypatch.setattr("lantern_bench.cli.show.locate", find)
+        monkeypatch.setattr("lantern_bench.cli.results.locate", find)
 
     return arrange
 

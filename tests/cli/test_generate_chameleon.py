@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from lantern_bench.cli import main as cli
 from lantern_bench.models import registry
-from lantern_bench.models.chameleon_family import FAMILY
-from lantern_bench.models.chameleon_sizes import Vocabulary
+from lantern_bench.models.chameleon import Vocabulary
+from lantern_bench.models.chameleon.family import FAMILY
 from tests.models import golden_models, tiny_chameleon
 from tests.models.golden_models import GOLDEN
 

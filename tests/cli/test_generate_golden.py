@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lantern_bench.cli import main as cli
-from lantern_bench.models.conditioning import CaptionFeatures, Condition
-from lantern_bench.models.filling import export
-from lantern_bench.models.llamagen import build_target, key_map
-from lantern_bench.models.llamagen_sizes import LlamaGenSize
+from lantern_bench.models.io.state_dict import export
+from lantern_bench.models.llamagen import LlamaGenSize
+from lantern_bench.models.llamagen.checkpoint import build_target, key_map
+from lantern_bench.models.transformer.conditioning import CaptionFeatures, Condition
 from tests.models import golden_models
 from tests.models.golden_models import GOLDEN
 

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from lantern_bench.cli import main as cli
-from lantern_bench.cli.places import RESULTS_VARIABLE
+from lantern_bench.cli.options import RESULTS_VARIABLE
 from lantern_bench.models import registry
 from lantern_bench.runs.store import read_records
 from tests.tiny_family import EXPERIMENT, TinyFamily

@@ -17,8 +17,8 @@ from filelock import FileLock
 from safetensors.numpy import load_file
 
 from lantern_bench.cli import main as cli
-from lantern_bench.cli.places import RESULTS_VARIABLE
-from lantern_bench.lanterns.files import FILES, WEIGHTS_FOLDER
+from lantern_bench.cli.options import RESULTS_VARIABLE
+from lantern_bench.models.lanterns import FILES, WEIGHTS_FOLDER
 
 CAPTION = "two round red lanterns over a lake at dusk"
 
@@ -100,8 +100,8 @@ def test_images_repeats_and_shards(capsys):
 def test_what_is_done_is_counted_and_timed(capsys, here):
     assert cli.main(["sweep", "--images", "1", "--modes", "ar", "--dry-run", "--out", "run"]) == 0
     capsys.readouterr()
-    from lantern_bench.lanterns.captions import HELD_OUT
-    from lantern_bench.spec.plan import Prompt
+    from lantern_bench.config.plan import Prompt
+    from lantern_bench.models.lanterns.captions import HELD_OUT
 
     key = {"prompt_id": Prompt(HELD_OUT[0].caption()).id, "repeat": 0}
     row = {"record_key": "1", "status": "ok", "cell_id": "ar-t1", "seconds": 1.5, "pixel_seconds": 0.5, **key}
@@ -191,7 +191,7 @@ def test_a_folder_that_cannot_be_written(capsys, here):
 
 
 def test_a_folder_without_permission(capsys, here, monkeypatch):
-    monkeypatch.setattr("lantern_bench.runs.admission.os.access", lambda *_: False)
+    monkeypatch.setattr("lantern_bench.runs.preflight.os.access", lambda *_: False)
     assert cli.main(["sweep"]) == 2
     assert "cannot be written" in capsys.readouterr().err
 

@@ -17,15 +17,16 @@ import torch
 from safetensors.torch import load_file
 
 from lantern_bench.cli.main import main
-from lantern_bench.cli.places import RESULTS_VARIABLE
+from lantern_bench.cli.options import RESULTS_VARIABLE
 from lantern_bench.models import registry
 from lantern_bench.models.registry import card_of, load_model
 from lantern_bench.runs.store import read_records
-from lantern_bench.train import drafter_job, drafter_run
-from lantern_bench.train.loop import TrainEvent, TrainReport, train
-from lantern_bench.train.training_log import COLUMNS
+from lantern_bench.training.drafter import job as drafter_job
+from lantern_bench.training.drafter import run as drafter_run
+from lantern_bench.training.drafter.run import COLUMNS
+from lantern_bench.training.loop import TrainEvent, TrainReport, train
 from tests.models import golden_models, tiny_chameleon
-from tests.train.tiny_target import CAPTIONS, TinyFamily, tiny_model, write_pictures
+from tests.training.tiny_target import CAPTIONS, TinyFamily, tiny_model, write_pictures
 
 CPU = torch.device("cpu")
 QUICK = ["--steps", "6", "--batch", "2", "--set", "autocast=false", "--eval-every", "3", "--eval-images", "2"]
@@ -324,7 +325,7 @@ def test_several_processes_need_accelerate_and_say_so(
 _WORKER = """
 import sys
 from lantern_bench.models import registry
-from tests.train.tiny_target import TinyFamily
+from tests.training.tiny_target import TinyFamily
 registry.families = lambda: {"tiny": TinyFamily()}
 from lantern_bench.cli.main import main
 sys.exit(main(sys.argv[1:]))

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import yaml
 
-from lantern_bench.models.checkpoint import open_checkpoint
-from lantern_bench.models.loaded import LoadedModel
+from lantern_bench.models.io.checkpoint import open_checkpoint
+from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.registry import load_model
 
 GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden")).absolute()

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.decode.sampling import guide
-from lantern_bench.decode.tree import StaticTree
-from lantern_bench.models.conditioning import Condition, WordCaption
-from lantern_bench.models.target import TransformerTarget
+from lantern_bench.decoding.sampling import guide
+from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.models.transformer import TransformerConfig
+from lantern_bench.models.transformer.conditioning import Condition, WordCaption
+from lantern_bench.models.transformer.target import TransformerTarget
 
 TREE = StaticTree.of([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)])
 BATCH, PREFIX = 3, 5
@@ -85,7 +85,7 @@ def test_a_used_session_starts_afresh(target: TransformerTarget) -> None:
 
 @torch.no_grad()
 def test_a_run_through_the_cache_equals_the_run_that_trains(target: TransformerTarget) -> None:
-    from lantern_bench.train.teacher import prefix_mask
+    from lantern_bench.training.drafter.features import prefix_mask
 
     tokens = torch.tensor([[4, 9, 1, 0, 22]])
     x = torch.cat([target.cls_embedding(row(2).values), target.transformer.tok_embeddings(tokens)], dim=1)

@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from lantern_bench.errors import UserError
-from lantern_bench.models.chameleon import drafter_key_map, load_drafter, load_target
-from lantern_bench.models.chameleon_prompts import prompt_condition
-from lantern_bench.models.chameleon_sizes import STYLES, Vocabulary, read_config
-from lantern_bench.models.checkpoint import open_checkpoint
-from lantern_bench.models.drafter import EagleDrafter
-from lantern_bench.models.filling import export
-from lantern_bench.models.target import TransformerTarget
+from lantern_bench.models.chameleon import STYLES, Vocabulary, prompt_condition, read_config
+from lantern_bench.models.chameleon.checkpoint import drafter_key_map, load_drafter, load_target
+from lantern_bench.models.eagle import EagleDrafter
+from lantern_bench.models.io.checkpoint import open_checkpoint
+from lantern_bench.models.io.state_dict import export
+from lantern_bench.models.transformer.target import TransformerTarget
 from tests.models import tiny_chameleon as tiny
 
 STYLE = replace(STYLES["anole-7b"], grid=(3, 4), positions=12)

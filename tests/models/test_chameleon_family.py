@@ -11,15 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lantern_bench.decode.loop import decode
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.loop import decode
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models import registry
-from lantern_bench.models.chameleon_family import FAMILY
-from lantern_bench.models.parts import Parts
+from lantern_bench.models.chameleon.family import FAMILY
+from lantern_bench.models.io.hub_files import SOURCES
+from lantern_bench.models.loaded_model import Parts
+from lantern_bench.models.random_model import sizes_of
 from lantern_bench.models.registry import card_of, family_of, load_model
-from lantern_bench.models.sizes import sizes_of
-from lantern_bench.models.sources import SOURCES
-from lantern_bench.spec.decoding import Decoding
 from tests.models import tiny_chameleon as tiny
 
 CPU, FLOAT = torch.device("cpu"), torch.float32

@@ -15,15 +15,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lantern_bench.decode.loop import decode
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.loop import decode
 from lantern_bench.errors import UserError
-from lantern_bench.models.chameleon import load_target
-from lantern_bench.models.chameleon_prompts import prompt_condition
-from lantern_bench.models.chameleon_sizes import STYLES, ChameleonSize, Vocabulary, read_config
-from lantern_bench.models.checkpoint import open_checkpoint
-from lantern_bench.models.conditioning import Condition
-from lantern_bench.models.target import TransformerTarget
-from lantern_bench.spec.decoding import Decoding
+from lantern_bench.models.chameleon import STYLES, ChameleonSize, Vocabulary, prompt_condition, read_config
+from lantern_bench.models.chameleon.checkpoint import load_target
+from lantern_bench.models.io.checkpoint import open_checkpoint
+from lantern_bench.models.transformer.conditioning import Condition
+from lantern_bench.models.transformer.target import TransformerTarget
 
 GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden")) / "chameleon"
 STYLE = replace(STYLES["anole-7b"], grid=(3, 4))

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models.chameleon_prompts import PromptTokenizer, invented_words, prompt_condition
-from lantern_bench.models.chameleon_sizes import (
+from lantern_bench.models.chameleon import (
     PUBLISHED,
     STYLES,
+    PromptTokenizer,
     Vocabulary,
+    invented_words,
+    prompt_condition,
     published_vocabulary,
     read_config,
     read_vocabulary,
@@ -167,7 +169,7 @@ def test_invented_prompts_are_the_same_for_the_same_words() -> None:
 def test_listing_and_checking_need_no_torch() -> None:
     code = (
         "import sys\n"
-        "from lantern_bench.models.chameleon_family import FAMILY\n"
+        "from lantern_bench.models.chameleon.family import FAMILY\n"
         "assert len(FAMILY.cards()) == 2\n"
         "FAMILY.check_prompt('a cat')\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"

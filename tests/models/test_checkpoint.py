@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from lantern_bench.errors import UserError
-from lantern_bench.models.checkpoint import open_checkpoint
-from lantern_bench.models.recognise import what_is
+from lantern_bench.models.io.checkpoint import open_checkpoint, what_is
 
 STATE = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.bias": torch.ones(4)}
 
@@ -167,8 +166,8 @@ def test_a_checkpoint_is_recognised_by_its_names(name: str, kind: str | None) ->
 _PEAK = """
 import resource, sys, torch
 from pathlib import Path
-from lantern_bench.models.checkpoint import open_checkpoint
-from lantern_bench.models.filling import Piece, fill
+from lantern_bench.models.io.checkpoint import open_checkpoint
+from lantern_bench.models.io.state_dict import Piece, fill
 path, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
 with torch.device("meta"):
     module = torch.nn.ModuleList([torch.nn.Linear(2048, 3072, bias=False) for _ in range(12)])

@@ -14,18 +14,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lantern_bench.decode.growth import Growth
-from lantern_bench.decode.interface import Drafts
-from lantern_bench.decode.loop import decode
-from lantern_bench.decode.sampling import guide, probabilities
-from lantern_bench.models.conditioning import CaptionFeatures, Condition
-from lantern_bench.models.drafter import EagleDrafter
-from lantern_bench.models.eagle import load_drafter
-from lantern_bench.models.loaded import LoadedModel
-from lantern_bench.models.target import TransformerTarget
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.trees import STATIC_TREES
+from lantern_bench.decoding.drafting.dynamic import Growth
+from lantern_bench.decoding.interface import Drafts
+from lantern_bench.decoding.loop import decode
+from lantern_bench.decoding.sampling import guide, probabilities
+from lantern_bench.models.eagle import EagleDrafter, load_drafter
+from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.transformer import TransformerConfig
-from lantern_bench.spec.decoding import Decoding
-from lantern_bench.spec.topologies import STATIC_TREES
+from lantern_bench.models.transformer.conditioning import CaptionFeatures, Condition
+from lantern_bench.models.transformer.target import TransformerTarget
 from tests.models import golden_models
 from tests.models.golden_models import GOLDEN, SIDES, TREES
 
@@ -123,8 +122,8 @@ def test_dynamic_trees_equal_the_recorded_ones(key: str, drafter: EagleDrafter, 
 @pytest.mark.parametrize("key", [key for key in keys_of("static") if ".greedy." in key])
 @torch.no_grad()
 def test_static_levels_equal_the_recorded_ones(key: str, drafter: EagleDrafter, recorded: dict[str, Tensor]) -> None:
-    from lantern_bench.decode.drafting import StaticDrafting
-    from lantern_bench.decode.tree import StaticTree
+    from lantern_bench.decoding.drafting.static import StaticDrafting
+    from lantern_bench.decoding.tree import StaticTree
 
     name = TREES[key.split(".")[1]]
     session, drafts, root = states(drafter, recorded, state_in(key))
@@ -153,8 +152,8 @@ def test_distributions_behind_recorded_draws_equal_the_recorded_ones(
     key: str, drafter: EagleDrafter, recorded: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drawing is random: the recorded draws are fed, level by level, and what they are drawn from is compared."""
-    from lantern_bench.decode import drafting as module
-    from lantern_bench.decode.tree import StaticTree
+    from lantern_bench.decoding.drafting import static as module
+    from lantern_bench.decoding.tree import StaticTree
 
     name = TREES[key.split(".")[1]]
     session, drafts, root = states(drafter, recorded, state_in(key))

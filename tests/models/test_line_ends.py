@@ -9,15 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.decode.engine import Engine
-from lantern_bench.decode.loop import decode
-from lantern_bench.decode.sampling import guide
-from lantern_bench.models.chameleon import build_drafter
-from lantern_bench.models.chameleon_prompts import prompt_condition
-from lantern_bench.models.chameleon_sizes import STYLES, ChameleonSize
-from lantern_bench.models.line_ends import force_line_ends, without_line_ends
-from lantern_bench.models.target import TransformerTarget
-from lantern_bench.spec.decoding import Decoding
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.loop import decode
+from lantern_bench.decoding.sampling import guide
+from lantern_bench.models.chameleon import STYLES, ChameleonSize, prompt_condition
+from lantern_bench.models.chameleon.checkpoint import build_drafter
+from lantern_bench.models.transformer.target import TransformerTarget, force_line_ends, without_line_ends
 
 ROWS, COLUMNS, CODES = 3, 4, 12
 LINE = COLUMNS + 1

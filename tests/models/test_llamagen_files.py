@@ -14,12 +14,12 @@ from torch import Tensor
 
 from lantern_bench.cli import main as cli
 from lantern_bench.errors import UserError
-from lantern_bench.models.conditioning import Condition
-from lantern_bench.models.filling import export
-from lantern_bench.models.llamagen import build_target, key_map
-from lantern_bench.models.llamagen_sizes import PUBLISHED, LlamaGenSize
+from lantern_bench.models.io.state_dict import export
+from lantern_bench.models.llamagen import PUBLISHED, LlamaGenSize
+from lantern_bench.models.llamagen.checkpoint import build_target, key_map
 from lantern_bench.models.registry import cards
-from lantern_bench.models.rotary import grid_rotary
+from lantern_bench.models.transformer.attention import grid_rotary
+from lantern_bench.models.transformer.conditioning import Condition
 from tests.models import golden_models, tiny_llamagen
 
 T2I = LlamaGenSize("t2i", 48, 2, 3, 64, (4, 4), 5, vocab_size=32, width=8)
@@ -161,7 +161,7 @@ def test_what_the_config_says_of_the_grid_must_be_so(official: Any, tmp_path: Pa
 
 
 def test_published_files_are_known_by_name(official: Any) -> None:
-    from lantern_bench.models.llamagen_stage import check_stage
+    from lantern_bench.models.llamagen.checkpoint import check_stage
 
     class Named(dict):  # type: ignore[type-arg]
         path, settings = Path("t2i_XL_stage2_512.pt"), {}

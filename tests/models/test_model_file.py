@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lantern_bench.errors import UserError
-from lantern_bench.models.model_file import read_model_file
+from lantern_bench.models.io.model_file import read_model_file
 from lantern_bench.models.registry import card_of, defaults_of, family_of
 
 WHOLE = """

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lantern_bench.errors import UserError
-from lantern_bench.models.line_ends import with_line_ends, without_line_ends
-from lantern_bench.models.own_drafter import read_drafter, transformer_of
-from lantern_bench.models.pixels import ReadsPictures
+from lantern_bench.models.external_drafter import read_drafter, transformer_of
+from lantern_bench.models.loaded_model import ReadsPictures
 from lantern_bench.models.registry import card_of, family_of, load_model
+from lantern_bench.models.transformer.target import with_line_ends, without_line_ends
 from tests.models import golden_models, tiny_chameleon
 from tests.models.golden_models import GOLDEN
 from tests.tiny_family import TinyFamily

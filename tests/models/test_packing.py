@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from lantern_bench.decode.engine import Engine
-from lantern_bench.measure.broken_rules import judge_without_residual
-from lantern_bench.measure.lossless import first_tokens_test, law_of_first_tokens
-from lantern_bench.models import packing
-from lantern_bench.models.conditioning import Condition
-from lantern_bench.models.packing import (
+from lantern_bench.certify.lossless import first_tokens_test, judge_without_residual, law_of_first_tokens
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.plan import Prompt
+from lantern_bench.decoding.compile import Engine
+from lantern_bench.models import packed_linear
+from lantern_bench.models.packed_linear import (
     DraftLinear,
     PackedLinear,
     can_pack,
@@ -25,9 +25,8 @@ from lantern_bench.models.packing import (
     weight_bytes,
     weight_count,
 )
-from lantern_bench.spec.decoding import Decoding
-from lantern_bench.spec.plan import Prompt
-from tests.decode.test_engine import CELLS, CONFIG, Small, decoded, same
+from lantern_bench.models.transformer.conditioning import Condition
+from tests.decoding.test_engine import CELLS, CONFIG, Small, decoded, same
 
 CPU = torch.device("cpu")
 
@@ -46,7 +45,7 @@ def features(model: Small, dtype: torch.dtype) -> torch.Tensor:
 def test_a_packed_model_computes_the_same(dtype: torch.dtype, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the kernels for packed weights where this machine has them, and as where there are none."""
     if not kernels:
-        monkeypatch.setattr(packing, "can_pack", lambda _device, _dtype: False)
+        monkeypatch.setattr(packed_linear, "can_pack", lambda _device, _dtype: False)
     plain = Small()
     for module in (plain.target, plain.drafter):
         module.to(dtype)
@@ -151,7 +150,7 @@ class Captioned(Small):
 
 def test_drafts_of_whole_numbers_are_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     """The law is the target's, and what was drafted from is judged with: a broken rule is seen by the same test."""
-    monkeypatch.setattr(packing, "_FEW_ROWS", 10_000)
+    monkeypatch.setattr(packed_linear, "_FEW_ROWS", 10_000)
     model, prompt = Captioned(), Prompt("a caption")
     decoding = Decoding(mode="speculative", tree="chain-3", top_k=4, cfg_scale=2.0)
     laws = [law_of_first_tokens(model, prompt, decoding, 3)]  # type: ignore[arg-type]

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from lantern_bench.cli import main as cli
-from lantern_bench.models.llamagen_family import C2I, T2I
-from lantern_bench.models.llamagen_sizes import LlamaGenSize
-from lantern_bench.models.random_weights import blueprint, random_model
+from lantern_bench.models.llamagen import LlamaGenSize
+from lantern_bench.models.llamagen.family import C2I, T2I
+from lantern_bench.models.random_model import blueprint, random_model, sizes_of
 from lantern_bench.models.registry import Buildable, FromFile
-from lantern_bench.models.sizes import sizes_of
 
 SMALL = LlamaGenSize("t2i", 32, 2, 2, 64, (2, 2), 6, vocab_size=16384, width=8)
 

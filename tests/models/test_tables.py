@@ -8,12 +8,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from lantern_bench.decode.neighbours import in_space, index_dtype, nearest_codes
+from lantern_bench.decoding.neighbours import in_space, index_dtype, nearest_codes
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models import tables
-from lantern_bench.models.loaded import LoadedModel
-from lantern_bench.models.tables import export_table, neighbour_table, read_table, table_path, write_table
-from tests.decode.golden_cases import golden_path
+from lantern_bench.models.io import neighbour_cache
+from lantern_bench.models.io.neighbour_cache import export_table, neighbour_table, read_table, table_path, write_table
+from lantern_bench.models.loaded_model import LoadedModel
+from tests.decoding.golden_cases import golden_path
 from tests.tiny_family import TinyFamily
 
 
@@ -78,7 +78,7 @@ def test_a_large_codebook_is_never_squared(monkeypatch):
         return real(rows, codes, **options)
 
     monkeypatch.setattr(torch, "cdist", watched)
-    monkeypatch.setattr("lantern_bench.decode.neighbours._DISTANCES_AT_ONCE", 1 << 16)
+    monkeypatch.setattr("lantern_bench.decoding.neighbours._DISTANCES_AT_ONCE", 1 << 16)
     codes = codebook(2048)
     table = nearest_codes(codes, 20, dtype=index_dtype(2048))
     assert max(seen) <= 1 << 16 and sum(seen) == 2048**2 and table.shape == (2048, 20)
@@ -86,8 +86,10 @@ def test_a_large_codebook_is_never_squared(monkeypatch):
 
 def test_a_table_is_made_once_and_wide_enough(tmp_path, monkeypatch):
     made = []
-    real = tables.nearest_codes
-    monkeypatch.setattr(tables, "nearest_codes", lambda *args, **more: made.append(args[1]) or real(*args, **more))
+    real = neighbour_cache.nearest_codes
+    monkeypatch.setattr(
+        neighbour_cache, "nearest_codes", lambda *args, **more: made.append(args[1]) or real(*args, **more)
+    )
     codes = codebook()
     first = neighbour_table(codes, "raw", 5, tmp_path, k_max=20)
     again = neighbour_table(codes, "raw", 20, tmp_path, k_max=20)
@@ -108,7 +110,7 @@ def test_what_a_file_says_of_itself(tmp_path):
     path = table_path(tmp_path, codes, "raw")
     with safe_open(path, framework="pt") as file:
         facts = file.metadata()
-    assert facts["space"] == "raw" and facts["codebook_sha256"] == tables.codebook_sha256(codes)
+    assert facts["space"] == "raw" and facts["codebook_sha256"] == neighbour_cache.codebook_sha256(codes)
     assert path.name == f"nearest-raw-{facts['codebook_sha256'][:12]}.safetensors"
 
 

@@ -16,9 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, T5EncoderModel
 
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models import text_encoder
-from lantern_bench.models.caption_cleaning import cleaned
-from lantern_bench.models.text_encoder import CaptionFeatureSource, left_padded
+from lantern_bench.models.llamagen import text_encoder
+from lantern_bench.models.llamagen.text_encoder import CaptionFeatureSource, cleaned, left_padded
 from tests.models.tiny_t5 import WIDTH, save_tiny_t5
 
 GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden"))

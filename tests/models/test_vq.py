@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lantern_bench.models.vq import VQConfig, VQModel
-from lantern_bench.models.vq_files import load_vq
+from lantern_bench.models.vq import VQConfig, VQModel, load_vq
 
 GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden")) / "llamagen_vq"
 

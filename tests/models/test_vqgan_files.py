@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lantern_bench.errors import UserError
-from lantern_bench.models.vqgan_files import PUBLISHED_VQGAN, load_vqgan, read_vqgan_config
+from lantern_bench.models.chameleon.checkpoint import PUBLISHED_VQGAN, load_vqgan, read_vqgan_config
 from tests.models import tiny_chameleon as tiny
 
 CPU = torch.device("cpu")

@@ -10,12 +10,17 @@ import pytest
 
 from lantern_bench.cli import main as cli
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models import download, files
-from lantern_bench.models.download import HuggingFaceHub, RemoteFile
-from lantern_bench.models.sources import SOURCES, HubFile, Licence, Part, Source
-from lantern_bench.models.weights import (
+from lantern_bench.models.io import files, hub_files
+from lantern_bench.models.io.hub_files import (
+    SOURCES,
     WEIGHTS_FOLDER_VARIABLE,
+    HubFile,
+    HuggingFaceHub,
     Ledger,
+    Licence,
+    Part,
+    RemoteFile,
+    Source,
     expected_paths,
     find_part,
     hashes_of,
@@ -78,7 +83,7 @@ class FakeHub:
 @pytest.fixture
 def hub(monkeypatch):
     fake = FakeHub()
-    monkeypatch.setattr("lantern_bench.cli.weights._hub", lambda: fake)
+    monkeypatch.setattr("lantern_bench.cli.models._hub", lambda: fake)
     return fake
 
 
@@ -108,7 +113,7 @@ def test_get_shows_licences_fetches_all_and_records_them(tmp_path, hub, capsys):
 
 def test_get_again_fetches_nothing_and_needs_no_hub(tmp_path, hub, capsys, monkeypatch):
     assert typed("get", "toy", "--dir", tmp_path) == 0
-    monkeypatch.setattr("lantern_bench.cli.weights._hub", lambda: pytest.fail("no hub is needed"))
+    monkeypatch.setattr("lantern_bench.cli.models._hub", lambda: pytest.fail("no hub is needed"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert typed("get", "toy", "--dir", tmp_path) == 0
     assert "every file is here" in capsys.readouterr().err
@@ -117,7 +122,7 @@ def test_get_again_fetches_nothing_and_needs_no_hub(tmp_path, hub, capsys, monke
 
 def test_a_cut_download_goes_on(tmp_path, capsys, monkeypatch):
     fake = FakeHub(cut="vq.pt")
-    monkeypatch.setattr("lantern_bench.cli.weights._hub", lambda: fake)
+    monkeypatch.setattr("lantern_bench.cli.models._hub", lambda: fake)
     assert typed("get", "toy", "--dir", tmp_path) == 3
     said = capsys.readouterr().err
     assert "the line is dead" in said and "the same command continues" in said and "Traceback" not in said
@@ -131,7 +136,7 @@ def test_a_cut_download_goes_on(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("why", ["pinned", "recorded", "of the hub"])
 def test_a_file_with_another_hash_is_removed(tmp_path, why, capsys, monkeypatch):
     fake = FakeHub({"vq.pt": b"tampered"} if why == "pinned" else {}, tags=why != "recorded")
-    monkeypatch.setattr("lantern_bench.cli.weights._hub", lambda: fake)
+    monkeypatch.setattr("lantern_bench.cli.models._hub", lambda: fake)
     name = "vq.pt" if why == "pinned" else "big.pt"
     if why == "recorded":
         Ledger(tmp_path).record("maker/toys", name, "0" * 64, 1, COMMIT)
@@ -237,7 +242,7 @@ def test_what_the_real_hub_raises_is_one_line(monkeypatch):
 
 def test_the_real_hub_counts_bytes_of_its_progress_bar():
     heard = []
-    bar = download._counting(heard.append)(total=10, initial=4, unit="B", desc="x", name="huggingface_hub.x")
+    bar = hub_files._counting(heard.append)(total=10, initial=4, unit="B", desc="x", name="huggingface_hub.x")
     bar.update(6)
     bar.close()
     assert sum(heard) == 10

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lantern_bench.models.eagle import build_drafter, drafter_config, drafter_key_map
-from lantern_bench.models.filling import export
-from lantern_bench.models.llamagen import build_target, key_map
-from lantern_bench.models.llamagen_sizes import LlamaGenSize
+from lantern_bench.models.io.state_dict import export
+from lantern_bench.models.llamagen import LlamaGenSize
+from lantern_bench.models.llamagen.checkpoint import build_target, key_map
 from lantern_bench.models.vq import VQConfig, VQModel
 from tests.models import golden_models
 from tests.models.tiny_t5 import WIDTH

@@ -17,16 +17,16 @@ import pandas as pd
 import torch
 
 from lantern_bench.clock import settle_garbage
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.trees import STATIC_TREES
 from lantern_bench.console import Console
-from lantern_bench.decode.loop import decode
-from lantern_bench.lanterns.captions import HELD_OUT
-from lantern_bench.lanterns.defaults import GUIDANCE
-from lantern_bench.lanterns.family import FAMILY
-from lantern_bench.measure.steps import forward_ms
-from lantern_bench.models.loaded import LoadedModel
-from lantern_bench.runs.local import choose_place, compile_models
-from lantern_bench.spec.decoding import Decoding
-from lantern_bench.spec.topologies import STATIC_TREES
+from lantern_bench.decoding.loop import decode
+from lantern_bench.models.lanterns import GUIDANCE
+from lantern_bench.models.lanterns.captions import HELD_OUT
+from lantern_bench.models.lanterns.family import FAMILY
+from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.profile.steps import forward_ms
+from lantern_bench.runs.devices import choose_place, compile_models
 from tests.plain.decoding import Plain
 from tests.plain.network import PlainDrafter, PlainTarget
 

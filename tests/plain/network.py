@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lantern_bench.models.conditioning import Condition
-from lantern_bench.models.drafter import EagleDrafter
-from lantern_bench.models.rotary import grid_rotary
-from lantern_bench.models.target import TransformerTarget
-from lantern_bench.models.transformer import Block, RMSNorm
+from lantern_bench.models.eagle import EagleDrafter
+from lantern_bench.models.transformer.attention import grid_rotary
+from lantern_bench.models.transformer.conditioning import Condition
+from lantern_bench.models.transformer.layers import Block, RMSNorm
+from lantern_bench.models.transformer.target import TransformerTarget
 
 Past = list[tuple[Tensor, Tensor]]
 

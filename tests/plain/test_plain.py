@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from lantern_bench.decode.loop import decode
-from lantern_bench.decode.tree import StaticTree
-from lantern_bench.lanterns.captions import HELD_OUT
-from lantern_bench.lanterns.defaults import GUIDANCE
-from lantern_bench.lanterns.family import FAMILY
-from lantern_bench.models.loaded import LoadedModel
-from lantern_bench.spec.decoding import Decoding
-from lantern_bench.spec.topologies import STATIC_TREES
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.trees import STATIC_TREES
+from lantern_bench.decoding.loop import decode
+from lantern_bench.decoding.tree import StaticTree
+from lantern_bench.models.lanterns import GUIDANCE
+from lantern_bench.models.lanterns.captions import HELD_OUT
+from lantern_bench.models.lanterns.family import FAMILY
+from lantern_bench.models.loaded_model import LoadedModel
 from tests.plain.decoding import Plain, shape_of
 from tests.plain.network import PlainDrafter, PlainTarget
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lantern_bench.report.acceptance import acceptance_rows, walks
-from lantern_bench.report.cells import group
+from lantern_bench.report.records import group
 from tests.made_up_run import AR, STRICT, WALKS, make_record
 
 

@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from lantern_bench.report.certificate import (
+from lantern_bench.certify.tables import (
     broken_row,
     cost_check_rows,
+    cost_rows,
     failures,
     identity_row,
     lossless_row,
     strict_row,
 )
-from lantern_bench.report.relaxation_cost import cost_rows
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.experiment import Cell
 from lantern_bench.report.tables import frame
-from lantern_bench.spec.decoding import Decoding
-from lantern_bench.spec.experiment import Cell
 
 
 def places(

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from lantern_bench.errors import RefusedError
-from lantern_bench.report.compare import BETTER, SAME, WORSE, compare_runs
-from lantern_bench.report.likeness import check_likeness, differences
+from lantern_bench.report.compare import BETTER, SAME, WORSE, check_likeness, compare_runs, differences
 from lantern_bench.runs.store import RunData
 from tests.made_up_run import AR, LOOSE, STRICT, WALKS, make_record, make_scores
 

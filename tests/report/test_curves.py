@@ -8,12 +8,12 @@ import pandas as pd
 import pytest
 from PIL import Image
 
+from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.report import drawing
+from lantern_bench.report import curves
+from lantern_bench.report.curve_data import acceptance_points, curve_tables, fronts, is_dominated, speed_quality_points
 from lantern_bench.report.curves import KINDS, draw_curves, pictures, run_styles
-from lantern_bench.report.points import acceptance_points, curve_tables, fronts, is_dominated, speed_quality_points
 from lantern_bench.runs.store import RunData
-from lantern_bench.spec.decoding import Decoding
 from tests.made_up_run import AR, STRICT, WALKS, make_record, make_records, make_scores
 
 
@@ -79,7 +79,7 @@ def test_the_front_is_what_nothing_beats():
 def test_dominated_cells_are_pale_and_hollow(tables):
     front = next(front for front in fronts({"run": tables}) if front.name == "speed-quality-clip_score")
     points = front.points.assign(dominated=[False, True, False])
-    axes = drawing.draw_front(front._replace(points=points), run_styles({"run": tables})).axes[0]
+    axes = curves.draw_front(front._replace(points=points), run_styles({"run": tables})).axes[0]
     looks = [(c.lines[0].get_alpha() < 1, c.lines[0].get_markerfacecolor() == "none") for c in axes.containers]
     assert looks == [(False, False), (True, True), (False, False)]
 
@@ -197,11 +197,11 @@ def test_lines_differ_in_more_than_colour(tables):
     """In grey, too, every cell has a marker of its own, and every interval its whiskers."""
     look = run_styles({"run": tables})
     front = next(fronts({"run": tables}))
-    axes = drawing.draw_front(front, look).axes[0]
+    axes = curves.draw_front(front, look).axes[0]
     markers = [container.lines[0].get_marker() for container in axes.containers]
     assert len(markers) == 3 == len(set(markers))
     assert all(container.has_xerr and container.has_yerr for container in axes.containers)
-    lines = drawing.draw_depths(acceptance_points({"run": tables}), look).axes[0].containers
+    lines = curves.draw_depths(acceptance_points({"run": tables}), look).axes[0].containers
     assert len({(line.lines[0].get_marker(), line.lines[0].get_linestyle()) for line in lines}) == len(lines) == 2
 
 

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.report.html import render, write_report
-from lantern_bench.report.named_runs import read_named, run_names
+from lantern_bench.report.page import Thumbnails, render, write_report
+from lantern_bench.report.records import read_named, run_names
 from lantern_bench.report.tables import read_tables
-from lantern_bench.report.thumbnails import Thumbnails
-from lantern_bench.spec.decoding import Decoding
 from tests.made_up_run import AR, LOOSE, STRICT, make_record, write_run
 from tests.report.page_run import write_page_run
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lantern_bench.report.paired import Sums, compare_sums, fewest_prompts, holm
+from lantern_bench.report.stats import Sums, compare_sums, fewest_prompts, holm
 
 
 def means(values):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from lantern_bench.report.reading import readable, with_interval
+from lantern_bench.report.format_tables import readable, with_interval
 from lantern_bench.report.tables import build_tables
 from tests.made_up_run import make_records, make_scores
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lantern_bench.report.html import write_report
+from lantern_bench.report.page import write_report
 from tests.browser import missing, opened
 from tests.report.page_run import write_page_run
 

@@ -10,11 +10,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from lantern_bench.report.reproduction import NOT_HAD, comparability, reproduction_rows, trends
-from lantern_bench.report.reproduction_view import side_by_side
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.paper import Paper
+from lantern_bench.report.reproduction import NOT_HAD, comparability, reproduction_rows, side_by_side, trends
 from lantern_bench.report.tables import build_tables, frame
-from lantern_bench.spec.decoding import Decoding
-from lantern_bench.spec.paper import Paper
 from tests.made_up_run import AR, LOOSE, make_record, make_records, make_scores
 
 FIGURE = {"source": "a note", "confidence": "secondary"}

@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
+from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.report.tables import NAMES, build_tables, frame, read_tables, write_csv, write_tables
-from lantern_bench.spec.decoding import Decoding
-from lantern_bench.spec.schema import columns
+from lantern_bench.schema import columns
 from tests.made_up_run import AR, LOOSE, STRICT, WALKS, make_record, make_records, make_scores, write_run
 
 

@@ -12,11 +12,10 @@ import pytest
 import torch
 from PIL import Image
 
+from lantern_bench.config.protocols import PROTOCOLS, Preparation
 from lantern_bench.errors import UserError
-from lantern_bench.lanterns.classifier import AttributeClassifier, save_classifier
-from lantern_bench.measure import features, fidelity
-from lantern_bench.runs import reference, reference_cache
-from lantern_bench.spec.protocols import PROTOCOLS, Preparation
+from lantern_bench.metrics import features, fidelity, reference_sets
+from lantern_bench.models.lanterns.classifier import AttributeClassifier, save_classifier
 
 EMBEDDED = PROTOCOLS["embedded"]
 PLAIN = Preparation()
@@ -24,12 +23,12 @@ CROPPED = Preparation(crop=True, size=64)
 
 
 @pytest.fixture(scope="module")
-def extractor(tmp_path_factory: pytest.TempPathFactory) -> fidelity.Extractor:
+def extractor(tmp_path_factory: pytest.TempPathFactory) -> features.Extractor:
     path = tmp_path_factory.mktemp("weights") / "features.safetensors"
     with torch.random.fork_rng():
         torch.manual_seed(0)
         save_classifier(AttributeClassifier(), path)
-    return fidelity.find_extractor(weights=path)
+    return features.find_extractor(weights=path)
 
 
 def paint(folder: Path, names: str = "abcdef", size: tuple[int, int] = (64, 64)) -> Path:
@@ -41,22 +40,22 @@ def paint(folder: Path, names: str = "abcdef", size: tuple[int, int] = (64, 64))
 
 
 def test_reference_scenes_are_the_held_out_captions_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "_LEAST", 12)
-    small, again, large = (reference.held_out_reference(largest) for largest in (3, 3, 10))
+    monkeypatch.setattr(reference_sets, "_LEAST", 12)
+    small, again, large = (reference_sets.held_out_reference(largest) for largest in (3, 3, 10))
     assert isinstance(small.pictures, torch.Tensor) and isinstance(again.pictures, torch.Tensor)
     assert small.pictures.shape == (12, 3, 64, 64) and large.pictures is not None and len(large.pictures) == 20
     assert small.label == again.label != large.label
     assert torch.equal(small.pictures, again.pictures)
-    assert small.label.startswith(reference.reference_name(3))
+    assert small.label.startswith(reference_sets.reference_name(3))
     assert "n=12" in small.label and "seed=" in small.label and "sha256=" in small.label
 
 
 def test_a_folder_is_read_by_name_when_it_is_needed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no pictures"):
-        reference.folder_reference(tmp_path)
+        reference_sets.folder_reference(tmp_path)
     for name, size in (("b.png", 16), ("a.png", 20)):
         Image.new("RGB", (size, size), (200 if name == "a.png" else 10, 0, 0)).save(tmp_path / name)
-    found = reference.find_reference(str(tmp_path), EMBEDDED)
+    found = reference_sets.find_reference(str(tmp_path), EMBEDDED)
     assert found is not None and found.pictures is not None
     assert [int(found.pictures[number][0, 0, 0]) for number in range(2)] == [200, 10]
     assert f"{tmp_path.name}, n=2, sha256=" in found.label
@@ -67,10 +66,10 @@ def test_the_hash_is_of_the_content_not_of_names(tmp_path: Path) -> None:
     other.mkdir()
     for file in one.iterdir():
         shutil.copy(file, other / f"picture-{file.name}")
-    first, second = (reference.folder_reference(folder) for folder in (one, other))
+    first, second = (reference_sets.folder_reference(folder) for folder in (one, other))
     assert first.digest == second.digest
     Image.new("RGB", (64, 64)).save(other / "one-more.png")
-    assert reference.folder_reference(other).digest != first.digest
+    assert reference_sets.folder_reference(other).digest != first.digest
 
 
 def test_a_coco_annotation_lists_the_pictures(tmp_path: Path) -> None:
@@ -78,9 +77,9 @@ def test_a_coco_annotation_lists_the_pictures(tmp_path: Path) -> None:
     listed = {"images": [{"id": 1, "file_name": "b.png"}, {"id": 2, "file_name": "d.png"}], "annotations": []}
     (tmp_path / "val.json").write_text(json.dumps(listed))
     for given in (f"{tmp_path / 'val.json'}", f"{tmp_path / 'val.json'}={folder}"):
-        found = reference.find_reference(given, EMBEDDED)
+        found = reference_sets.find_reference(given, EMBEDDED)
         assert found is not None and found.pictures is not None and len(found.pictures) == 2
-        assert torch.equal(found.pictures[1], reference.read_picture(folder / "d.png"))
+        assert torch.equal(found.pictures[1], reference_sets.read_picture(folder / "d.png"))
 
 
 @pytest.mark.parametrize(
@@ -96,42 +95,45 @@ def test_annotations_that_are_wrong(tmp_path: Path, text: str, said: str) -> Non
     paint(tmp_path / "val")
     (tmp_path / "val.json").write_text(text)
     with pytest.raises(UserError, match=said):
-        reference.find_reference(str(tmp_path / "val.json"), EMBEDDED)
+        reference_sets.find_reference(str(tmp_path / "val.json"), EMBEDDED)
 
 
-def test_statistics_from_a_file(tmp_path: Path, extractor: fidelity.Extractor) -> None:
+def test_statistics_from_a_file(tmp_path: Path, extractor: features.Extractor) -> None:
     path = tmp_path / "coco.npz"
     np.savez(path, mu=np.zeros(64), sigma=np.eye(64), n=np.int64(5000))
-    found = reference.find_reference(str(path), EMBEDDED)
+    found = reference_sets.find_reference(str(path), EMBEDDED)
     assert found is not None and found.statistics is not None and found.label.startswith("coco (statistics), n=5000")
-    kept = reference_cache.reference_features(found, extractor, PLAIN)
+    kept = reference_sets.reference_features(found, extractor, PLAIN)
     scores = fidelity.compare(torch.randn(200, 64, generator=torch.Generator().manual_seed(0)), kept, extractor)
     assert scores.fid is not None and 0 < scores.fid < 20
     assert scores.kid is None and scores.precision is None and "statistics only" in scores.note
     np.savez(path, mu=np.zeros(10), sigma=np.eye(10))
-    narrow = reference.find_reference(str(path), EMBEDDED)
+    narrow = reference_sets.find_reference(str(path), EMBEDDED)
     assert narrow is not None
     with pytest.raises(UserError, match="has 10 features, lanterns-features has 64"):
-        reference_cache.reference_features(narrow, extractor, PLAIN)
+        reference_sets.reference_features(narrow, extractor, PLAIN)
 
 
 @pytest.mark.parametrize("arrays", [{"mu": np.zeros(3)}, {"mu": np.zeros(3), "sigma": np.eye(4)}])
 def test_statistics_that_are_wrong(tmp_path: Path, arrays: dict[str, Any]) -> None:
     np.savez(tmp_path / "wrong.npz", **arrays)
     with pytest.raises(UserError, match="mu"):
-        reference.find_reference(str(tmp_path / "wrong.npz"), EMBEDDED)
+        reference_sets.find_reference(str(tmp_path / "wrong.npz"), EMBEDDED)
 
 
 def test_what_is_no_reference(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder or file"):
-        reference.find_reference(str(tmp_path / "nowhere"), EMBEDDED)
-    assert reference.find_reference("embedded", EMBEDDED) is None and reference.find_reference(None, EMBEDDED) is None
+        reference_sets.find_reference(str(tmp_path / "nowhere"), EMBEDDED)
+    assert (
+        reference_sets.find_reference("embedded", EMBEDDED) is None
+        and reference_sets.find_reference(None, EMBEDDED) is None
+    )
     with pytest.raises(UserError, match="not for the protocol lantern-coco"):
-        reference.find_reference("embedded", PROTOCOLS["lantern-coco"])
+        reference_sets.find_reference("embedded", PROTOCOLS["lantern-coco"])
 
 
 def test_features_are_kept_by_content_extractor_and_preparation(
-    tmp_path: Path, extractor: fidelity.Extractor, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, extractor: features.Extractor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes: list[int] = []
 
@@ -139,12 +141,12 @@ def test_features_are_kept_by_content_extractor_and_preparation(
         passes.append(len(pictures))
         return features.features_of(pictures, *more, **named)
 
-    monkeypatch.setattr(reference_cache, "features_of", counted)
+    monkeypatch.setattr(reference_sets, "features_of", counted)
     cache, folder = tmp_path / "cache", paint(tmp_path / "set")
 
     def known(preparation: Preparation = PLAIN) -> features.FeatureSet:
-        found = reference.folder_reference(folder)
-        return reference_cache.reference_features(found, extractor, preparation, cache=cache)
+        found = reference_sets.folder_reference(folder)
+        return reference_sets.reference_features(found, extractor, preparation, cache=cache)
 
     first, second = known(), known()
     assert passes == [6] and first.features is not None and second.features is not None
@@ -162,16 +164,16 @@ def test_features_are_kept_by_content_extractor_and_preparation(
     assert passes == [6, 6, 7, 7]
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, extractor: fidelity.Extractor) -> None:
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, extractor: features.Extractor) -> None:
     (tmp_path / "file").write_text("")
-    found = reference.folder_reference(paint(tmp_path / "set"))
-    assert reference_cache.reference_features(found, extractor, PLAIN, cache=tmp_path / "file").n == 6
+    found = reference_sets.folder_reference(paint(tmp_path / "set"))
+    assert reference_sets.reference_features(found, extractor, PLAIN, cache=tmp_path / "file").n == 6
 
 
-def test_sizes_matter_only_where_pictures_are_taken_as_they_are(tmp_path: Path, extractor: fidelity.Extractor) -> None:
+def test_sizes_matter_only_where_pictures_are_taken_as_they_are(tmp_path: Path, extractor: features.Extractor) -> None:
     folder = paint(tmp_path / "set")
     paint(folder, "z", (90, 70))
-    found = reference.folder_reference(folder)
+    found = reference_sets.folder_reference(folder)
     with pytest.raises(UserError, match="differ in size"):
-        reference_cache.reference_features(found, extractor, PLAIN)
-    assert reference_cache.reference_features(found, extractor, CROPPED).n == 7
+        reference_sets.reference_features(found, extractor, PLAIN)
+    assert reference_sets.reference_features(found, extractor, CROPPED).n == 7

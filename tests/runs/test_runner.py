@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from lantern_bench.config.experiment import ResolvedExperiment, load_experiment, resolve
+from lantern_bench.config.plan import Plan, Prompt, make_plan
+from lantern_bench.config.values import Overrides
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.runs.local import Place, choose_place, key_fields
+from lantern_bench.runs.devices import Place, choose_place, key_fields
 from lantern_bench.runs.runner import ImageDone, Started, WarmedUp, make_images, run_plan
 from lantern_bench.runs.store import RunStore, read_manifest, read_records
-from lantern_bench.spec.experiment import Overrides, ResolvedExperiment, load_experiment, resolve
-from lantern_bench.spec.plan import Plan, Prompt, make_plan
-from lantern_bench.spec.schema import columns
+from lantern_bench.schema import columns
 from tests.tiny_family import EXPERIMENT, PROMPTS, TOKENS, TinyFamily
 
 CPU = Place(torch.device("cpu"), torch.float32)
@@ -120,7 +121,7 @@ def test_a_run_that_stopped_continues_with_the_same_tokens(tmp_path: Path, tiny:
 
 
 def test_shards_together_make_what_the_whole_makes(tmp_path: Path, tiny: Any) -> None:
-    from lantern_bench.spec.plan import Shard
+    from lantern_bench.config.plan import Shard
 
     experiment, plan = tiny()
     run(tmp_path / "whole", (experiment, plan))
@@ -169,7 +170,7 @@ def test_auto_is_decided_once() -> None:
 
 
 def test_a_folder_of_another_experiment_is_refused_early(tmp_path: Path, tiny: Any) -> None:
-    from lantern_bench.runs.admission import check_folder, seconds_per_image
+    from lantern_bench.runs.preflight import check_folder, seconds_per_image
 
     experiment, plan = tiny()
     run(tmp_path / "run", (experiment, plan), most=4)

@@ -18,22 +18,22 @@ import pytest
 import torch
 from PIL import Image
 
+from lantern_bench.config.experiment import load_experiment, resolve
+from lantern_bench.config.plan import Prompt, make_plan
+from lantern_bench.config.protocols import PROTOCOLS, Protocol
 from lantern_bench.errors import RefusedError
-from lantern_bench.lanterns import classifier
-from lantern_bench.lanterns.captions import HELD_OUT
-from lantern_bench.lanterns.classifier import AttributeClassifier, predict, save_classifier
-from lantern_bench.lanterns.recipe_metrics import CLIP_CONFIG, save_clip
-from lantern_bench.lanterns.scenes import render
-from lantern_bench.measure import clip, fidelity
-from lantern_bench.runs import judges as judging
-from lantern_bench.runs import score
-from lantern_bench.runs.reference import Reference
-from lantern_bench.runs.scorebook import ScoreBook
-from lantern_bench.runs.store import KeyFields, RunStore, read_scores
-from lantern_bench.spec.experiment import load_experiment, resolve
-from lantern_bench.spec.plan import Prompt, make_plan
-from lantern_bench.spec.protocols import PROTOCOLS, Protocol
-from lantern_bench.spec.schema import TABLES
+from lantern_bench.metrics import clip, features
+from lantern_bench.metrics.reference_sets import Reference
+from lantern_bench.models.lanterns import classifier
+from lantern_bench.models.lanterns.captions import HELD_OUT
+from lantern_bench.models.lanterns.classifier import AttributeClassifier, predict, save_classifier
+from lantern_bench.runs import scoring
+from lantern_bench.runs import scoring as judging
+from lantern_bench.runs.keys import KeyFields
+from lantern_bench.runs.store import RunStore, ScoreBook, read_scores
+from lantern_bench.schema import TABLES
+from lantern_bench.training.lanterns.scenes import render
+from lantern_bench.training.lanterns.scorers import CLIP_CONFIG, save_clip
 
 EMBEDDED = PROTOCOLS["embedded"]
 NOTHING = Protocol("nothing", 1, "judges nothing")
@@ -49,7 +49,7 @@ def judges(tmp_path_factory: pytest.TempPathFactory) -> judging.Judges:
         save_clip(open_clip.CLIP(**CLIP_CONFIG["model_cfg"]), folder / "clip")
     path = folder / "features.safetensors"
     scorer = clip.load_clip(f"local-dir:{folder / 'clip'}")
-    return judging.Judges(EMBEDDED, scorer, fidelity.find_extractor(weights=path), classifier.load_classifier(path))
+    return judging.Judges(EMBEDDED, scorer, features.find_extractor(weights=path), classifier.load_classifier(path))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def _record(key: str, cell: str, prompt: str, image: str, status: str = "ok") ->
 
 def _score(run: tuple[Path, list[dict[str, Any]]], *judge_and_reference: Any) -> list[dict[str, Any]]:
     folder, records = run
-    return list(score.score_records(records, folder, *judge_and_reference))
+    return list(scoring.score_records(records, folder, *judge_and_reference))
 
 
 def test_a_row_for_each_picture_and_each_cell(
@@ -142,7 +142,7 @@ def test_the_last_record_of_a_key_counts(
     folder, records = run
     again = _record("key0", records[0]["cell_id"], PROMPTS[0], records[0]["image"])
     failed_first = [{**records[0], "status": "failed"}, *records[1:], again]
-    rows = list(score.score_records(failed_first, folder, judges, reference))
+    rows = list(scoring.score_records(failed_first, folder, judges, reference))
     assert [row.get("record_key") for row in rows].count("key0") == 1
 
 
@@ -155,12 +155,12 @@ def test_judges_that_are_not_there_leave_their_columns_empty(run: tuple[Path, li
 def test_progress_is_told_cell_by_cell(run: tuple[Path, list[dict[str, Any]]]) -> None:
     told: list[tuple[str, int, int]] = []
     folder, records = run
-    list(score.score_records(records, folder, judging.Judges(NOTHING), None, lambda *event: told.append(event)))
+    list(scoring.score_records(records, folder, judging.Judges(NOTHING), None, lambda *event: told.append(event)))
     assert told == [("ar-none-none-t1", 1, 2), ("speculative-static-small-7-t1", 2, 2)]
 
 
 def test_no_records_no_rows(tmp_path: Path, judges: judging.Judges) -> None:
-    assert list(score.score_records([], tmp_path, judges)) == []
+    assert list(scoring.score_records([], tmp_path, judges)) == []
 
 
 EXPERIMENT = """
@@ -199,20 +199,20 @@ def store(tmp_path: Path) -> Iterator[RunStore]:
 
 
 def test_a_run_is_scored_once(store: RunStore, judges: judging.Judges, reference: Reference) -> None:
-    assert score.score_run(store, judges, reference) == 12
-    assert score.score_run(store, judges, reference) == 0
+    assert scoring.score_run(store, judges, reference) == 12
+    assert scoring.score_run(store, judges, reference) == 0
     rows = read_scores(store.folder)
     assert [row["level"] for row in rows].count("image") == 10
     assert {row["cell_id"] for row in rows if row["level"] == "cell"} == {r["cell_id"] for r in store.records()}
 
 
 def test_another_judge_or_reference_scores_again(store: RunStore, judges: judging.Judges, reference: Reference) -> None:
-    score.score_run(store, judges, reference)
-    assert score.score_run(store, judges, reference._replace(label="other scenes")) == 12
+    scoring.score_run(store, judges, reference)
+    assert scoring.score_run(store, judges, reference._replace(label="other scenes")) == 12
     newer = dataclasses.replace(judges, protocol=dataclasses.replace(EMBEDDED, version=2))
-    assert score.score_run(store, newer, reference) == 12
+    assert scoring.score_run(store, newer, reference) == 12
     other = dataclasses.replace(judges, protocol=dataclasses.replace(EMBEDDED, name="other"))
-    assert score.score_run(store, other, reference) == 12
+    assert scoring.score_run(store, other, reference) == 12
 
 
 def test_only_cells_with_new_images_are_scored_again(
@@ -221,9 +221,9 @@ def test_only_cells_with_new_images_are_scored_again(
     first = store.records()[0]
     kept = [record for record in store.records() if record is not first]
     store.records = lambda: kept  # type: ignore[method-assign]
-    score.score_run(store, judges, reference)
+    scoring.score_run(store, judges, reference)
     store.records = lambda: [*kept, first]  # type: ignore[method-assign]
-    assert score.score_run(store, judges, reference) == 6
+    assert scoring.score_run(store, judges, reference) == 6
 
 
 def test_full_size_judges_are_refused_without_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,11 +240,11 @@ def test_a_finished_run_is_scored_without_decoding(
     store.close()
     before = (folder / "records.jsonl").read_bytes()
     with ScoreBook(folder) as book:
-        assert score.score_run(book, judges, reference) == 12
+        assert scoring.score_run(book, judges, reference) == 12
         with pytest.raises(RefusedError, match="in use"):
             ScoreBook(folder)
-        assert score.score_run(book, judges, reference) == 0
-        assert score.score_run(book, judges, reference, again=True) == 12
+        assert scoring.score_run(book, judges, reference) == 0
+        assert scoring.score_run(book, judges, reference, again=True) == 12
     assert (folder / "records.jsonl").read_bytes() == before
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["protocols"]["embedded"] == json.loads(json.dumps(EMBEDDED.to_dict()))

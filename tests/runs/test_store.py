@@ -17,9 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lantern_bench.config.experiment import ResolvedExperiment, load_experiment, resolve
+from lantern_bench.config.plan import Plan, Prompt, make_plan
+from lantern_bench.config.values import Overrides
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.runs.keys import KeyFields
 from lantern_bench.runs.store import (
-    KeyFields,
     RunStore,
     done_images,
     find_run,
@@ -29,9 +32,7 @@ from lantern_bench.runs.store import (
     record_key,
     run_folder,
 )
-from lantern_bench.spec.experiment import Overrides, ResolvedExperiment, load_experiment, resolve
-from lantern_bench.spec.plan import Plan, Prompt, make_plan
-from lantern_bench.spec.schema import SCHEMA_VERSION, columns
+from lantern_bench.schema import SCHEMA_VERSION, columns
 
 KEY: KeyFields = {
     "schema_version": 1,

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lantern_bench.decode.interface import Drafts, Scores
+from lantern_bench.decoding.interface import Drafts, Scores
 from lantern_bench.errors import UserError
-from lantern_bench.models.loaded import LoadedModel
-from lantern_bench.models.registry import ModelCard
+from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.plugins import ModelCard
 
 CODES, GRID = 8, (4, 4)
 
@@ -39,7 +39,7 @@ class Table:
 
 
 class Session:
-    """Both roles of `decode.interface`."""
+    """Both roles of `decoding.interface`."""
 
     def __init__(self, table: Table, guided: bool) -> None:
         self.table, self.guided = table, guided

@@ -2,7 +2,7 @@
 
 import math
 
-from lantern_bench.spec.rules import DraftView, RelaxedRule
+from lantern_bench.plugins import DraftView, RelaxedRule
 
 
 def most_mass(draft: DraftView, bound: float):

@@ -1,0 +1,123 @@
+"""The `paper:` block of an experiment: published figures, each with its source and how sure it is.
+
+A figure is printed as published only when a source was read; what is only remembered is refused here, and a row whose
+figures could not be had stays empty and says so. Anyone who has the paper at hand may fill such a row in a copy of the
+file, with `confidence: user`. How figures are set beside a run's is `report/reproduction.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from lantern_bench.config.decoding import PARAMETERS
+
+FigureName: TypeAlias = Literal[
+    "speedup", "step_compression", "mean_accepted_length", "fid", "clip_score", "precision", "recall", "hpsv2"
+]
+FIGURES: tuple[FigureName, ...] = get_args(FigureName)
+"""What a published table may report, by the names of our columns."""
+
+_STRICT = ConfigDict(frozen=True, extra="forbid")
+_MEMORY = "memory"
+
+
+class Figure(BaseModel):
+    """One published figure. confidence: paper (read in it), secondary (somebody's notes), derived (arithmetic), ...
+
+    `definition` is what holds by definition (autoregressive decoding has speedup 1), `user` what a user filled in.
+    """
+
+    model_config = _STRICT
+
+    value: float
+    source: str = Field(min_length=1)
+    confidence: Literal["paper", "secondary", "derived", "definition", "user"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_memory(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("confidence") == _MEMORY:
+            raise ValueError("a figure from memory is not used; leave it out, or give the source it was read in")
+        return data
+
+
+class PaperRow(BaseModel):
+    """One row of a published table, and the cells that stand beside it.
+
+    match: settings a cell must have, by the names of an experiment file; models: further ones for single models. A row
+    without `match` is of a method that no mode covers. best: the figures are best ones and stand beside our best.
+    """
+
+    model_config = _STRICT
+
+    name: str = Field(min_length=1)
+    match: dict[str, Any] | None = None
+    models: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    best: bool = False
+    figures: dict[FigureName, Figure] = Field(default_factory=dict)
+    note: str | None = None
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> PaperRow:
+        for key in [*(self.match or {}), *(key for block in self.models.values() for key in block)]:
+            if key not in PARAMETERS:
+                raise ValueError(f"{self.name}: match knows no parameter {key}")
+        return self
+
+    def matches(self, cell: Mapping[str, Any]) -> bool:
+        """Return whether a cell (its columns, with `model`) is this row's; the residual never tells cells apart."""
+        if self.match is None:
+            return False
+        wanted = self.match | self.models.get(str(cell["model"]), {})
+        return all(_same(cell.get(key), value) for key, value in wanted.items())
+
+
+class Paper(BaseModel):
+    """A published table or figure: what it measured, with what, and its rows.
+
+    model, hardware, prompts, images, fid_features, clip_model: what stood behind the figures, None where it is not
+    known; columns: what the table reports; missing: what of it could not be had, said to whoever reads the comparison.
+    """
+
+    model_config = _STRICT
+
+    title: str = Field(min_length=1)
+    model: str | None = None
+    hardware: str | None = None
+    prompts: str | None = None
+    images: int | None = None
+    fid_features: str | None = None
+    clip_model: str | None = None
+    columns: tuple[FigureName, ...] = ("speedup", "mean_accepted_length")
+    missing: str | None = None
+    notes: tuple[str, ...] = ()
+    rows: tuple[PaperRow, ...] = ()
+    figures: dict[str, dict[str, float]] = Field(default_factory=dict)
+
+
+def read_paper(block: Mapping[str, Any] | None) -> Paper | None:
+    """Return the checked block of an experiment, None without one; raises pydantic's `ValidationError`."""
+    return Paper.model_validate(dict(block)) if block and "title" in block else None
+
+
+def paper_problems(block: Mapping[str, Any] | None) -> list[tuple[tuple[str | int, ...], str]]:
+    """Return what is wrong with a block: places below `paper` and sentences; empty when it can be used."""
+    try:
+        read_paper(block)
+    except ValidationError as error:
+        return [(item["loc"], _sentence(item["msg"])) for item in error.errors()]
+    return []
+
+
+def _sentence(message: str) -> str:
+    text = message.removeprefix("Value error, ")
+    return text[:1].lower() + text[1:]
+
+
+def _same(ours: object, wanted: object) -> bool:
+    if isinstance(ours, int | float) and isinstance(wanted, int | float):
+        return abs(ours - wanted) <= 1e-9 * max(1.0, abs(wanted))
+    return ours == wanted

@@ -1,0 +1,392 @@
+"""Reading an experiment: which keys there are, what stands at each, and what the flags change.
+
+The result still holds lists and leaves out what only a model can say; `experiment.py` decides those. All problems
+are noted in one `Problems`, none is raised here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+from lantern_bench.config.decoding import PARAMETERS, Count, Natural
+from lantern_bench.config.methods import MODES
+from lantern_bench.config.paper import paper_problems
+from lantern_bench.config.values import Given, Layer, Overrides, Place, Problems, read_parameter
+from lantern_bench.config.yaml_source import KeyPath, Source
+from lantern_bench.errors import did_you_mean
+
+# ---- The settings of a whole run: what stands at the top of an experiment file besides the decoding defaults
+
+
+Metric = Literal["speed", "quality"]
+METRICS: tuple[Metric, ...] = ("speed", "quality")
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _as_numbers(value: object) -> object:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_as_list), Field(min_length=1)]
+
+
+class Settings(BaseModel):
+    """The run-wide part of an experiment.
+
+    `images` counts per cell: prompts in order, then again with the next repeat; None is every prompt once. `repeats`
+    makes that list of images so many times over, with fresh seeds. `batch` is how many images are decoded at once;
+    every cell is made with each of several. `protocol` names how quality is judged (None: the model's own way),
+    `reference` the pictures it is judged against (None: the protocol's own). `neighbour_space` is where codes are near
+    each other (`decoding/neighbours.py`); None is what was published for the model.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
+    description: str | None = None
+    paper: dict[str, Any] | None = None
+    model: Names
+    prompts: str = Field(default="held-out", min_length=1)
+    images: Count | None = None
+    repeats: Count = 1
+    seed: Annotated[Natural, Field(lt=2**63)] = 0
+    protocol: str | None = Field(default=None, min_length=1)
+    reference: str | None = Field(default=None, min_length=1)
+    metrics: Annotated[tuple[Metric, ...], BeforeValidator(_as_list), Field(min_length=1)] = METRICS
+    batch: Annotated[tuple[Count, ...], BeforeValidator(_as_numbers), Field(min_length=1)] = (1,)
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    compile: bool = False
+    neighbour_space: Literal["raw", "normalised"] | None = None
+    baseline: bool = True
+
+    @field_validator("model", "metrics")
+    @classmethod
+    def _no_name_twice(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(names))
+
+    @field_validator("batch")
+    @classmethod
+    def _no_number_twice(cls, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(numbers))
+
+
+ALLOWED: dict[str, str] = {
+    "name": "must be letters, digits and . _ + - (it names a folder)",
+    "description": "must be text",
+    "paper": "must be a mapping",
+    "model": "must be a model's name or a list of names",
+    "prompts": "must be the name of a prompt set, or a file",
+    "images": "must be a whole number of at least 1",
+    "repeats": "must be a whole number of at least 1",
+    "seed": "must be a whole number of at least 0",
+    "protocol": "must be the name of a quality protocol",
+    "reference": "must be embedded, a folder, a .json or a .npz file",
+    "metrics": f"must be a list of {' and '.join(METRICS)}",
+    "batch": "must be a whole number of at least 1, or a list of them",
+    "device": "must be auto, cpu, mps, cuda or cuda:N",
+    "dtype": f"must be one of {', '.join(_DTYPES)}",
+    "compile": "must be true or false",
+    "neighbour_space": "must be raw or normalised; left out, it is what was published for the model",
+    "baseline": "must be true or false",
+}
+_STAND_IN = {"name": "unnamed", "model": "unnamed"}
+_WORDS = {"metrics": METRICS, "dtype": _DTYPES, "neighbour_space": ("raw", "normalised")}
+
+
+def read_settings(values: Mapping[str, Any], places: Mapping[str, Place], problems: Problems) -> Settings:
+    """Check the run-wide values; what is wrong goes to `problems`, and its default stands in to read on."""
+    try:
+        return Settings.model_validate(dict(values))
+    except ValidationError as error:
+        wrong = set()
+        for item in error.errors():
+            key = str(item["loc"][0])
+            wrong.add(key)
+            place = places.get(key, Place(key))
+            if item["type"] == "missing":
+                problems.add(place, f"missing; {ALLOWED[key]}")
+                continue
+            hint = did_you_mean(item["input"], _WORDS.get(key, ()))
+            shown = "(empty)" if item["input"] is None else item["input"]
+            problems.add(place, ALLOWED[key] + hint, shown)
+    return Settings.model_validate(_STAND_IN | {key: value for key, value in values.items() if key not in wrong})
+
+
+# ----
+
+_DEFAULTS = tuple(key for key in PARAMETERS if key != "mode")
+_BLOCKS = ("models", "model_defaults", "cells")
+_LISTS = ("model", "metrics", "batch")
+# Run-wide settings that a model's block may hold, for experiments that are run with one model at a time.
+_OF_MODEL = ("prompts", "images", "protocol", "reference")
+
+
+@dataclass(frozen=True)
+class CellSpec:
+    """One entry of `cells`: its values, its place, and the models it is for (empty: all)."""
+
+    values: Layer
+    place: Place
+    models: tuple[str, ...] = ()
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The modes of the entry."""
+        return tuple(given.value for given in self.values.get("mode", ()))
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A checked experiment in layers: run-wide settings, top-level values, models, cells, flags."""
+
+    settings: Settings
+    top: Layer
+    models: Mapping[str, Layer]
+    cells: tuple[CellSpec, ...]
+    flags: Layer
+    source: str
+    places: Mapping[str, Place] = field(default_factory=dict)
+    recorded_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The experiment's name."""
+        return self.settings.name
+
+    @property
+    def is_relaxed(self) -> bool:
+        """Whether any cell may have a relaxed rule, by its mode or by what it says."""
+        own = [given.value for spec in self.cells for given in spec.values.get("rule", ())]
+        rules = [*own, *(MODES[mode].rule for spec in self.cells for mode in spec.modes)]
+        return any(PARAMETERS["residual"].belongs("static", rule) for rule in rules)
+
+    def cells_of(self, model: str) -> Iterator[CellSpec]:
+        """Yield the entries for a model; the baseline comes first where it is wanted and not there."""
+        entries = [spec for spec in self.cells if not spec.models or model in spec.models]
+        if self.settings.baseline and not any("ar" in spec.modes for spec in entries):
+            place = Place("baseline")
+            yield CellSpec({"mode": (Given("ar", place),)}, place)
+        yield from entries
+
+    def note_idle_flag(self, key: str, given: Given, problems: Problems) -> None:
+        """Note a flag that no cell of the experiment has a use for."""
+        modes = ", ".join(dict.fromkeys(mode for spec in self.cells for mode in spec.modes))
+        text = f"reaches no cell: it belongs to {PARAMETERS[key].to}, and the modes here are {modes or 'ar'}"
+        problems.add(given.place, text, given.value)
+
+
+@dataclass
+class _Reader:
+    source: Source
+    overrides: Overrides
+    problems: Problems
+
+    def place(self, path: KeyPath) -> Place:
+        dotted = ".".join(map(str, path))
+        if len(path) > 1 and dotted in self.overrides.values:
+            return self.overrides.place(dotted)
+        text = ""
+        for part in path:
+            text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        return Place(text, self.source.line(path), self.source.folder)
+
+    def mapping(self, raw: object, path: KeyPath, what: str) -> dict[str, Any]:
+        if isinstance(raw, dict):
+            return {str(key): value for key, value in raw.items()}
+        self.problems.add(self.place(path), f"must be {what}", "(empty)" if raw is None else raw)
+        return {}
+
+    def layer(self, raw: Mapping[str, Any], path: KeyPath, keys: tuple[str, ...], known: tuple[str, ...]) -> Layer:
+        """Read the parameters among `keys`; whatever is not `known` here is a problem."""
+        found: dict[str, tuple[Given, ...]] = {}
+        for key, value in raw.items():
+            place = self.place((*path, key))
+            if key in keys:
+                found[key] = read_parameter(key, value, place, self.problems)
+            elif key not in known:
+                self.unknown(key, place, bool(path), (*keys, *known))
+        return {key: given for key, given in found.items() if given}
+
+    def unknown(self, key: str, place: Place, inside: bool, known: tuple[str, ...]) -> None:
+        if inside and (key in ALLOWED or key in _BLOCKS):
+            self.problems.add(place, "belongs at the top level of the file, not here")
+        elif key == "mode":
+            self.problems.add(place, "belongs in cells, for example: cells: [{mode: lantern}]")
+        else:
+            self.problems.add(place, "unknown key" + did_you_mean(key, known))
+
+    def settings(self, data: Mapping[str, Any]) -> tuple[Settings, dict[str, Place]]:
+        """Read the run-wide settings with the flags over them; also return where each value stands."""
+        values: dict[str, Any] = {"name": Path(self.source.name).stem}
+        if isinstance(data.get("models"), dict) and "model" not in data:
+            values["model"] = [str(name) for name in data["models"]]
+        places: dict[str, Place] = {}
+        own = self._of_model(data, values)
+        for key in ALLOWED:
+            if key in data:
+                values[key], places[key] = data[key], self.place((key,))
+            if key in own:
+                values[key], places[key] = own[key]
+            if key in self.overrides.values:
+                given, place = list(self.overrides.values[key]), self.overrides.place(key)
+                if len(given) != 1 and key not in _LISTS:
+                    self.problems.add(place, "takes one value", ",".join(map(str, given)))
+                    continue
+                values[key], places[key] = given if key in _LISTS else given[0], place
+        return read_settings(values, places, self.problems), places
+
+    def _of_model(self, data: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, tuple[Any, Place]]:
+        """Return the run-wide settings in the block of the run's only model; with several models each must agree."""
+        models = self.overrides.values.get("model") or data.get("model") or values.get("model") or ()
+        given = data.get("models")
+        blocks: dict[Any, Any] = given if isinstance(given, dict) else {}
+        found: dict[str, tuple[Any, Place]] = {}
+        for name in (str(one) for one in (models if isinstance(models, list | tuple) else [models])):
+            block = blocks.get(name)
+            for key in _OF_MODEL:
+                if not isinstance(block, dict) or key not in block or key in self.overrides.values:
+                    continue
+                place = self.place(("models", name, key))
+                if key in found and found[key][0] != block[key]:
+                    self.problems.add(place, "differs from another model's; run one of them, with --model", block[key])
+                found[key] = (block[key], place)
+        return found
+
+    def flags(self) -> Layer:
+        """Read the parameters typed as flags; dotted keys are laid into the data before (`_with_dotted`)."""
+        found: dict[str, tuple[Given, ...]] = {}
+        for key, values in self.overrides.values.items():
+            place = self.overrides.place(key)
+            if key in _DEFAULTS:
+                found[key] = read_parameter(key, list(values), place, self.problems)
+            elif key not in ALLOWED and "." not in key:
+                hint = "; cells are picked with --modes" if key == "mode" else did_you_mean(key, (*_DEFAULTS, *ALLOWED))
+                self.problems.add(Place(place.text.rstrip("=")), "unknown key" + hint)
+        return {key: given for key, given in found.items() if given}
+
+    def cells(self, raw: object) -> list[CellSpec]:
+        if not isinstance(raw, list) or not raw:
+            text = "must be a list of cells, for example: cells: [{mode: ar}, {mode: lantern, delta: 0.1}]"
+            self.problems.add(self.place(("cells",)), text)
+            return []
+        return [self.cell(item, ("cells", index)) for index, item in enumerate(raw)]
+
+    def cell(self, item: object, path: KeyPath) -> CellSpec:
+        raw = self.mapping(item, path, "a cell such as {mode: lantern, delta: 0.1}")
+        values = dict(self.layer(raw, path, tuple(PARAMETERS), ("model",)))
+        if "mode" not in raw and raw:
+            self.problems.add(self.place(path), f"has no mode; the modes are {', '.join(MODES)}")
+        return CellSpec(values, self.place(path), self.models_of(raw, path))
+
+    def models_of(self, raw: Mapping[str, Any], path: KeyPath) -> tuple[str, ...]:
+        """Read the models a cell is for; none means all."""
+        given = raw.get("model", ())
+        names = given if isinstance(given, list | tuple) else [given]
+        if not all(isinstance(name, str) for name in names) or given == []:
+            self.problems.add(self.place((*path, "model")), ALLOWED["model"], "(empty)" if given is None else given)
+            return ()
+        return tuple(names)
+
+    def paper(self, block: Mapping[str, Any] | None) -> None:
+        """Note what is wrong with the published figures."""
+        for path, text in paper_problems(block):
+            self.problems.add(self.place(("paper", *path)), text)
+
+    def named_blocks(self, raw: object, path: KeyPath, known: tuple[str, ...] = ()) -> dict[str, Layer]:
+        found = {}
+        for name, item in self.mapping(raw, path, "a mapping of model names to values").items():
+            inner = (*path, name)
+            block = self.mapping({} if item is None else item, inner, "a mapping of keys to values")
+            found[name] = self.layer(block, inner, _DEFAULTS, known)
+        return found
+
+
+def read_experiment(source: Source, overrides: Overrides) -> tuple[Experiment, Problems]:
+    """Read a parsed file with the flags over it; the experiment counts only when there are no problems."""
+    problems = Problems(source.name)
+    reader = _Reader(source, overrides, problems)
+    for path in source.twice:
+        problems.add(reader.place(path), "is written twice")
+    data = _with_dotted(source, overrides, problems)
+    settings, places = reader.settings(data)
+    top = reader.layer(data, (), _DEFAULTS, (*ALLOWED, *_BLOCKS))
+    models = reader.named_blocks(data.get("models", {}), ("models",), _OF_MODEL)
+    recorded = reader.named_blocks(data.get("model_defaults", {}), ("model_defaults",))
+    cells = _keep_modes(reader.cells(data.get("cells")), settings, overrides, problems)
+    flags = reader.flags()
+    _note_unknown_models(settings, models, cells, reader)
+    reader.paper(settings.paper)
+    plain = {name: {key: given[0].value for key, given in layer.items()} for name, layer in recorded.items()}
+    return Experiment(settings, top, models, tuple(cells), flags, source.name, places, plain), problems
+
+
+def _with_dotted(source: Source, overrides: Overrides, problems: Problems) -> dict[str, Any]:
+    """Return the file's data with `cells.2.delta` and `models.NAME.delta` of the flags laid into it."""
+    data = {str(key): value for key, value in source.data.items()}
+    for key, values in overrides.values.items():
+        block, dot, rest = key.partition(".")
+        name, _, inner = rest.rpartition(".")
+        if not dot:
+            continue
+        value = values[0] if len(values) == 1 else list(values)
+        items = data.get(block) if block in ("cells", "models") else None
+        if isinstance(items, list) and name.isdigit() and int(name) < len(items) and isinstance(items[int(name)], dict):
+            data[block] = [item | {inner: value} if i == int(name) else item for i, item in enumerate(items)]
+        elif isinstance(items, dict | None) and block == "models" and inner:
+            data[block] = (items or {}) | {name: ((items or {}).get(name) or {}) | {inner: value}}
+        else:
+            text = "no such place; write KEY=VALUE, cells.NUMBER.KEY=VALUE or models.NAME.KEY=VALUE"
+            problems.add(Place(overrides.place(key).text.rstrip("=")), text)
+    return data
+
+
+def _keep_modes(cells: list[CellSpec], settings: Settings, overrides: Overrides, problems: Problems) -> list[CellSpec]:
+    """Apply `--modes` and `--no-baseline`: keep the modes asked for, and `ar` unless it is not wanted."""
+    here = dict.fromkeys(mode for spec in cells for mode in spec.modes)
+    place, baseline = Place("--modes"), settings.baseline
+    for mode in overrides.modes:
+        if mode not in MODES:
+            problems.add(place, f"unknown mode{did_you_mean(mode, MODES)} (the modes are {', '.join(MODES)})", mode)
+        elif mode not in here and not (mode == "ar" and baseline) and here:
+            problems.add(place, f"no cell has this mode; the modes here are {', '.join(here)}", mode)
+    wanted = set(overrides.modes) & set(MODES) or set(MODES)
+    if baseline:
+        wanted.add("ar")
+    elif "baseline" in overrides.values and "ar" not in overrides.modes:
+        wanted.discard("ar")
+    kept = []
+    for spec in cells:
+        modes = tuple(given for given in spec.values.get("mode", ()) if given.value in wanted)
+        if modes or not spec.modes:
+            values = {**spec.values, "mode": modes} if modes else spec.values
+            kept.append(CellSpec(values, spec.place, spec.models))
+    if here and not kept and not baseline:
+        problems.add(Place("--no-baseline"), "leaves no cell to run")
+    return kept
+
+
+def _note_unknown_models(
+    settings: Settings, models: Mapping[str, Layer], cells: list[CellSpec], reader: _Reader
+) -> None:
+    """Note cells for models the experiment does not name, and blocks whose name is nearly one of theirs.
+
+    `--model` may leave some aside, and so may `model`: other blocks hold the sizes for another time.
+    """
+    if "model" in reader.overrides.values:
+        return
+    known = ", ".join(settings.model)
+    places = [(name, reader.place(("models", name))) for name in models if did_you_mean(name, settings.model)]
+    places += [(name, spec.place) for spec in cells for name in spec.models if name not in models]
+    for name, place in places:
+        if name not in settings.model:
+            reader.problems.add(place, f"the model {name} is not among the experiment's models ({known})")

@@ -1,0 +1,106 @@
+"""The static draft trees that have a name, and the check that every user's own tree passes.
+
+A topology is a set of root-to-node paths of child ranks: `(0, 1)` is the second child of the first child of the root.
+The root itself has no entry. The names and their published counterparts are in algorithms.md, section 2. This file
+holds shapes only: the index tensors made from them belong to `decoding/tree.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+from lantern_bench.errors import UserError
+
+Path: TypeAlias = tuple[int, ...]
+Topology: TypeAlias = tuple[Path, ...]
+
+
+def _paths(text: str) -> Topology:
+    """Read paths written as words of one digit a level: `00 01` is (0, 0) and (0, 1)."""
+    paths = [tuple(int(digit) for digit in word) for word in text.split()]
+    return tuple(sorted(paths, key=_depth_first_by_level))
+
+
+def _depth_first_by_level(path: Path) -> tuple[int, Path]:
+    return len(path), path
+
+
+STATIC_TREES: dict[str, Topology] = {
+    **{f"chain-{depth}": tuple((0,) * level for level in range(1, depth + 1)) for depth in range(3, 8)},
+    "small-7": _paths("0 1 00 01 10 000 0000"),
+    "eagle1-25": _paths("0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"),
+    "balanced-25": _paths(
+        "0 1 2 00 01 02 10 11 12 20 21 000 001 002 010 011 100 101 110 111 0000 0001 0002 00000 00001"
+    ),
+    "deep-25": _paths(
+        "0 1 2 00 01 10 20 000 001 002 010 011 100 0000 0001 0002 0010 0011 00000 00001 00002 00003 00010 00011 00012"
+    ),
+    "extended-57": _paths(
+        "0 1 2 3 4 00 01 02 03 10 11 12 20 21 22 30 31 40 "
+        "000 001 002 003 010 011 012 020 021 022 030 031 100 101 110 200 "
+        "0000 0001 0002 0003 0010 0011 0012 0020 0021 0030 0100 0101 0110 0200 "
+        "00000 00001 00002 00010 00011 00100 00101 00110 00200"
+    ),
+    "medusa-63": _paths(
+        "0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 20 21 30 31 40 50 60 70 "
+        "000 001 002 003 004 005 006 007 008 010 011 012 013 020 021 030 040 050 100 101 102 110 200 "
+        "0000 0001 0002 0003 0010 0020 0100"
+    ),
+}
+
+
+def check_topology(paths: Iterable[Sequence[int]]) -> Topology:
+    """Return the paths sorted by (depth, path), or raise `UserError` for a tree that cannot be drafted.
+
+    Refused are an empty tree, the root written as a path of its own, negative ranks, paths written twice, nodes
+    without their parent, and gaps in the ranks of siblings (a gap read literally is not lossless: algorithms.md,
+    section 2).
+    """
+    given = [tuple(path) for path in paths]
+    if not given:
+        raise UserError("the tree is empty", "Give at least one path of child ranks, for example [[0], [0, 0]].")
+    known = set(given)
+    for path in given:
+        _check_path(path, known)
+    if len(known) != len(given):
+        twice = next(path for path in given if given.count(path) > 1)
+        raise UserError(f"the path {list(twice)} is written twice", "Write every path once.")
+    return tuple(sorted(known, key=_depth_first_by_level))
+
+
+def _check_path(path: Path, known: set[Path]) -> None:
+    if not path:
+        raise UserError("the tree has an empty path", "The root is there by itself; write only paths below it.")
+    if any(type(rank) is not int or rank < 0 for rank in path):
+        raise UserError(f"the path {list(path)} has a child rank that is not a whole number of at least 0")
+    parent, rank = path[:-1], path[-1]
+    if parent and parent not in known:
+        raise UserError(f"the path {list(path)} has no parent", f"Add {list(parent)}.")
+    if rank > 0 and (*parent, rank - 1) not in known:
+        raise UserError(
+            f"the path {list(path)} leaves a gap: its sibling {[*parent, rank - 1]} is missing",
+            "Number the children of a node 0, 1, 2, ... without gaps.",
+        )
+
+
+def is_chain(topology: Topology) -> bool:
+    """Whether no node of a checked topology has a second child."""
+    return not any(any(path) for path in topology)
+
+
+def topology_name(topology: Topology) -> str:
+    """Return the name of a checked topology: its name in `STATIC_TREES`, else `own-<nodes>-<6 hex digits>`."""
+    for name, named in STATIC_TREES.items():
+        if named == topology:
+            return name
+    digest = hashlib.blake2b(repr(topology).encode(), digest_size=3).hexdigest()
+    return f"own-{len(topology)}-{digest}"
+
+
+def topology_of(tree: str) -> Topology:
+    """Return the named topology; an unknown name raises `UserError` with the names there are."""
+    if tree not in STATIC_TREES:
+        raise UserError(f"unknown tree '{tree}'", f"The trees are {', '.join(STATIC_TREES)}.")
+    return STATIC_TREES[tree]

@@ -1,0 +1,195 @@
+"""Values as they were given, with their place, and the problems found in them.
+
+Each value keeps where it came from, so that a message can name the flag or the key and the line, also when the
+mistake only shows later, in a combination. All problems are gathered and raised as one error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+from pydantic import ValidationError
+
+from lantern_bench.config.decoding import PARAMETERS
+from lantern_bench.config.trees import STATIC_TREES, check_topology, topology_name
+from lantern_bench.errors import UserError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value stands: a key's path in a file with its line, or a flag (line None)."""
+
+    text: str
+    line: int | None = None
+    folder: Path = Path()
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether the value was typed as a flag."""
+        return self.text.startswith("--")
+
+
+@dataclass(frozen=True)
+class Given:
+    """A checked value and its place."""
+
+    value: Any
+    place: Place
+
+
+Layer: TypeAlias = Mapping[str, tuple[Given, ...]]
+
+
+@dataclass
+class Problems:
+    """All that is wrong with one experiment; `name` is the file's, for the messages."""
+
+    name: str
+    found: list[tuple[Place, str]] = field(default_factory=list)
+
+    def add(self, place: Place, text: str, value: object = None) -> None:
+        """Note one problem; `value` is shown beside its place when it is not None."""
+        shown = "" if value is None else f"{'' if place.text.endswith('=') else ' '}{show(value)}"
+        entry = (place, f"{place.text}{shown}: {text}")
+        if entry not in self.found:
+            self.found.append(entry)
+
+    def raise_all(self) -> None:
+        """Raise one `UserError` with every problem, by line, flags last; do nothing when there are none."""
+        if not self.found:
+            return
+        in_order = sorted(self.found, key=lambda entry: (entry[0].is_flag, entry[0].line or 0))
+        lines = [f"line {place.line}: {text}" if place.line else text for place, text in in_order]
+        if len(lines) > 1:
+            raise UserError(f"{self.name}: {len(lines)} problems\n  " + "\n  ".join(lines))
+        place = in_order[0][0]
+        if place.is_flag:
+            raise UserError(lines[0])
+        raise UserError(f"{self.name}{' ' if place.line else ': '}{lines[0]}")
+
+
+def show(value: object) -> str:
+    """Return a value as a person would write it, long ones cut."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = "(empty)" if value is None or value == "" else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def read_parameter(key: str, raw: object, place: Place, problems: Problems) -> tuple[Given, ...]:
+    """Check the values of one decoding parameter; a list is a grid. What is wrong goes to `problems`."""
+    items = raw if isinstance(raw, list) and not (key == "tree" and is_tree(raw)) else [raw]
+    if not items:
+        problems.add(place, "an empty list; give at least one value")
+    good = []
+    for item in items:
+        try:
+            good.append(Given(_read_tree(item, place) if key == "tree" else _read_one(key, item), place))
+        except ValueError as error:
+            problems.add(place, str(error), "(empty)" if item is None else item)
+    return tuple(good)
+
+
+def _read_one(key: str, item: object) -> Any:
+    parameter = PARAMETERS[key]
+    if parameter.choices and item not in parameter.choices:
+        noun = "mode" if key == "mode" else "value"
+        raise ValueError(f"unknown {noun}{did_you_mean(item, parameter.choices)} "
+                         f"({parameter.allowed} {', '.join(parameter.choices)})")  # fmt: skip
+    try:
+        return parameter.adapter.validate_python(item)
+    except ValidationError as error:
+        raise ValueError(parameter.allowed) from error
+
+
+def is_tree(raw: list[Any]) -> bool:
+    """Return whether a list is one tree (a list of paths) and not a grid of trees."""
+    return bool(raw) and all(isinstance(path, list) and not any(isinstance(r, list) for r in path) for path in raw)
+
+
+def _read_tree(item: object, place: Place) -> Any:
+    """Return a tree's name, or its checked paths when it has none."""
+    if isinstance(item, str) and item.startswith("@"):
+        item = _tree_file(place.folder / item[1:])
+    if isinstance(item, str):
+        if item not in STATIC_TREES:
+            raise ValueError(f"unknown tree{did_you_mean(item, STATIC_TREES)} (the trees are "
+                             f"{', '.join(STATIC_TREES)}; or @FILE, or a list of paths)")  # fmt: skip
+        return item
+    if not isinstance(item, list) or not is_tree(item):
+        raise ValueError("must be a tree's name, @FILE, or a list of child-rank paths such as [[0], [1], [0, 0]]")
+    try:
+        topology = check_topology(item)
+    except UserError as error:
+        raise ValueError(error.message + (f". {error.advice}" if error.advice else "")) from error
+    name = topology_name(topology)
+    return name if name in STATIC_TREES else topology
+
+
+def _tree_file(path: Path) -> object:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"cannot be read as a tree: {' '.join(str(error).split())}") from error
+
+
+# ---- What was typed on the command line, to be laid over an experiment file
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """Values by key, each a list (a grid when longer than one), and the modes to keep (all when empty).
+
+    A key is that of an experiment file; `cells.2.delta` and `models.NAME.delta` reach one cell or one model.
+    `from_set` holds the keys that were given by `--set`, for the messages.
+    """
+
+    values: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    modes: Sequence[str] = ()
+    from_set: frozenset[str] = frozenset()
+
+    @classmethod
+    def from_flags(
+        cls,
+        flags: Mapping[str, Any],
+        *,
+        modes: str | Sequence[str] | None = None,
+        settings: Sequence[str] = (),
+    ) -> Overrides:
+        """Make overrides from flags by key (None: not typed), `--modes` and the texts of `--set`.
+
+        Texts are split at commas; one that starts with `[` is read as YAML. Raises `UserError` for a `--set`
+        without `=` and for a text that is no YAML.
+        """
+        values = {key.replace("-", "_"): _split(value, f"--{key}") for key, value in flags.items() if value is not None}
+        from_set = set()
+        for text in settings:
+            key, equals, value = text.partition("=")
+            key = key.strip().replace("-", "_") if "." not in key else key.strip()
+            if not equals or not key or not value.strip():
+                raise UserError(f"--set {text}: must have the form key=value", "For example: --set temperature=0.9")
+            values[key] = _split(value, f"--set {key}=")
+            from_set.add(key)
+        return cls(values, tuple(_split(modes, "--modes")) if modes is not None else (), frozenset(from_set))
+
+    def place(self, key: str) -> Place:
+        """Return the flag of a key, as it was typed; a tree's `@path` starts from the current folder."""
+        return Place(f"--set {key}=" if key in self.from_set else f"--{key.replace('_', '-')}", None, Path())
+
+
+def _split(value: Any, flag: str) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return [part for item in value for part in _split(item, flag)]
+    if not isinstance(value, str):
+        return [value]
+    if value.strip().startswith("["):
+        try:
+            parsed = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UserError(f"{flag} {value}: not a valid list: {' '.join(str(error).split())}") from error
+        return [parsed] if is_tree(parsed) else list(parsed)
+    return [part.strip() for part in value.split(",") if part.strip()]

@@ -1,0 +1,97 @@
+"""A YAML text, read together with the line on which every value stands.
+
+Experiment files are written by hand, so an error names the place and the line. This file knows YAML and nothing of
+what an experiment may contain: that is `values.py` and `settings.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+
+from lantern_bench.errors import UserError
+
+KeyPath: TypeAlias = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A parsed file: its name for messages, the folder that `@path` starts from, its data, the line of each value."""
+
+    name: str
+    folder: Path
+    data: dict[Any, Any]
+    lines: Mapping[KeyPath, int] = field(default_factory=dict)
+    twice: tuple[KeyPath, ...] = ()
+
+    def line(self, path: KeyPath) -> int | None:
+        """Return the line, from 1, of the value at `path` or of the nearest key or entry that encloses it."""
+        while path and path not in self.lines:
+            path = path[:-1]
+        return self.lines[path] if path else None
+
+
+_BEGINNING = "Start with: name, model, prompts and cells."
+
+
+def read_source(path: Path, beginning: str = _BEGINNING) -> Source:
+    """Read a YAML file; raises `UserError` when it cannot be read or is no mapping, with line and column.
+
+    `beginning` says what to write into an empty one.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a text file in UTF-8") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    return parse_source(text, str(path), path.parent, beginning)
+
+
+def parse_source(text: str, name: str, folder: Path, beginning: str = _BEGINNING) -> Source:
+    """Parse the text of a YAML mapping; raises `UserError` as `read_source` does."""
+    data, node = _load(text, name)
+    if node is None:
+        raise UserError(f"{name}: the file is empty", beginning)
+    if not isinstance(data, dict):
+        raise UserError(f"{name}: must be a mapping of keys to values, not {_kind(data)}")
+    lines: dict[KeyPath, int] = {}
+    twice: list[KeyPath] = []
+    _walk(node, (), lines, twice)
+    return Source(name, folder, data, lines, tuple(twice))
+
+
+def _load(text: str, name: str) -> tuple[Any, yaml.Node | None]:
+    try:
+        return yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        said = ", ".join(part for part in (error.context, error.problem) if part)
+        raise UserError(f"{name}{where}: not valid YAML: {said}") from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise UserError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _walk(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], twice: list[KeyPath]) -> None:
+    if len(path) > 8:  # deeper than any experiment goes; also ends an anchor that contains itself
+        return
+    lines.setdefault(path, node.start_mark.line + 1)
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            _walk(item, (*path, index), lines, twice)
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            inner = (*path, str(key.value))
+            if inner in lines:
+                twice.append(inner)
+            _walk(value, inner, lines, twice)
+            lines[inner] = key.start_mark.line + 1
+
+
+def _kind(data: object) -> str:
+    return "a list" if isinstance(data, list) else f"'{data}'"

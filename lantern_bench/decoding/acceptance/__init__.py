@@ -1,0 +1,1 @@
+"""How drafts are accepted or rejected."""

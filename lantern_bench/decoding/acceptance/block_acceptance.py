@@ -1,0 +1,44 @@
+"""A chain of drafts judged as one block: more of them are accepted, and the law of the tokens is still the target's.
+
+Judged alone, each draft x counts for min(1, p(x) / q(x)), and what it exceeds 1 by is lost. Judged as a block, what the
+drafts before it fell short of is made good from that (block verification, Sun et al., arXiv 2403.10444, algorithm 2;
+proved there to be the most that a lossless rule accepts of one draft on average). Needs no other forward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lantern_bench.decoding.acceptance.tree_acceptance import Judgement
+
+
+def judge_block(p: Tensor, q: Tensor, tokens: Tensor, offered: Tensor, images: int) -> Judgement:
+    """Judge the drafts of `images` chains: row `level * images + image` is the node of that level, and its child.
+
+    `p`, `q` [N, V]; `tokens` int64 and `offered` bool [N, 1]. Published, the block ends at the last level i that is hit
+    by its chance h(i), all of them drawn. Here `accept` is the chance to get past i given that i is reached: that ends
+    at the same level with the same probability, so that the walk of all rules serves this one.
+    """
+    levels = len(p) // images
+    ratio = p.gather(1, tokens) / q.gather(1, tokens)
+    ratio, reached = torch.where(offered, ratio, 0.0).view(levels, images), offered.view(levels, images)
+    share = [torch.ones_like(ratio[0])]
+    for level in range(levels):
+        share.append((share[level] * ratio[level]).clamp(max=1.0))
+    rest = (torch.cat(share[:-1])[:, None] * p - q).clamp_min_(0.0)
+    left = rest.sum(dim=1).view(levels, images)
+    accept = [share[levels]] * levels
+    behind = share[levels]  # the chance to end at this level or behind it, from the last one up
+    for level in range(levels - 1, -1, -1):
+        h = torch.where(reached[level], _chance(left[level], share[level]), share[level])
+        here = h + (1.0 - h) * behind
+        accept[level] = torch.where(here > 0, behind / here, 0.0)
+        behind = here
+    return Judgement(torch.cat(accept)[:, None], torch.zeros_like(p[:, :1]), rest, left.flatten() <= 0)
+
+
+def _chance(left: Tensor, share: Tensor) -> Tensor:
+    """Return h of a level with a draft behind it: 1 at the root, and where p is q and nothing fell short."""
+    spare = left + (1.0 - share)
+    return torch.where(spare > 0, left / spare, 1.0)

@@ -1,0 +1,161 @@
+"""One node and its children: with what probability each child is accepted, and what is left when none is.
+
+What is left after rejecting the first j children does not depend on the random numbers, so many nodes are judged
+together, one child rank at a time (algorithms.md, sections 3 and 4). This is the only place where the accept
+probability and the residuals of a child are written; `verify.py` walks with them and `emitted_tv.py` adds them up. A
+chain judged as a whole is `judge_block.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from lantern_bench.decoding.acceptance.relaxation import Relaxation, merge_prefix, neighbour_columns
+
+_NOTHING = 1e-12  # of a mass of 1, what subtracting may leave where nothing is left
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What `judge_children` found for N nodes with up to C children.
+
+    accept: [N, C], the probability that child j is accepted given that the earlier ones were rejected; 0 where no
+        child is tried.
+    mass: [N, C], the merged mass m(x) of each tried child, else 0.
+    rest: [N, V], the current p after all children were rejected, of any scale.
+    exhausted: [N], rounding left no mass (`exact` only): the node's own p takes the place of `rest`.
+    """
+
+    accept: Tensor
+    mass: Tensor
+    rest: Tensor
+    exhausted: Tensor
+
+    def final(self, rows: Tensor, own: Tensor) -> Tensor:
+        """Return the normalised distributions [n, V] to sample from at the nodes `rows` [n] when no child is accepted.
+
+        `own` [n, V] are the unmodified target distributions of the same nodes.
+        """
+        chosen = torch.where(self.exhausted[rows, None], own, self.rest[rows])
+        return chosen / chosen.sum(dim=-1, keepdim=True)
+
+
+Judge: TypeAlias = Callable[
+    [Tensor, Tensor | None, Tensor, Tensor, Relaxation, Tensor | None, Sequence[int] | None], Judgement
+]
+"""What judges children as `judge_children` does; a check that wants to see a broken rule caught brings another."""
+
+
+def judge_children(
+    p: Tensor,
+    q: Tensor | None,
+    tokens: Tensor,
+    offered: Tensor,
+    relaxation: Relaxation,
+    table: Tensor | None,
+    active: Sequence[int] | None = None,
+) -> Judgement:
+    """Judge the children of N nodes in order, every one as if those before it had been rejected.
+
+    `p` [N, V] are the nodes' target distributions and `q` [N, V] the distributions their children were drawn from
+    without replacement, or None for a deterministic draft (q = 1). Both are overwritten. `tokens` int64 [N, C] are
+    the children in the order of trial, `offered` bool [N, C] says which exist. `active[j]`, when given, is the number
+    of leading rows that have a child of rank j. algorithms.md, sections 3 and 4.
+    """
+    count, ranks = tokens.shape
+    state = _Nodes(p, q, relaxation, table)
+    accept, mass = p.new_zeros(count, ranks), p.new_zeros(count, ranks)
+    for rank, rows in enumerate([count] * ranks if active is None else active):
+        accept[:rows, rank], mass[:rows, rank] = state.judge(tokens[:rows, rank, None], offered[:rows, rank, None])
+    return Judgement(accept, mass, p, state.exhausted.squeeze(1))
+
+
+class _Nodes:
+    """The current p and q of all nodes, changed by each rejection. Columns [N, 1] hold one number per node."""
+
+    def __init__(self, p: Tensor, q: Tensor | None, relaxation: Relaxation, table: Tensor | None) -> None:
+        self.p, self.q = p, q
+        self.relaxation, self.table = relaxation, table
+        self.official = relaxation.residual == "official"
+        # A deterministic draft only ever sets entries of p to 0, so p stays unnormalised and its mass is kept beside,
+        # in float64 less what was taken out: nothing has to be added up over the vocabulary for each child.
+        self.p_mass = p.new_ones(len(p), 1) if q is not None else p.sum(dim=1, keepdim=True, dtype=torch.float64)
+        self.q_mass = p.new_ones(len(p), 1)
+        self.exhausted = torch.zeros(len(p), 1, dtype=torch.bool, device=p.device)
+
+    def judge(self, x: Tensor, offered: Tensor) -> tuple[Tensor, Tensor]:
+        """Return accept probability and merged mass [n] of the children `x` [n, 1], then reject them all."""
+        rows = len(x)
+        p, p_mass = self.p[:rows], self.p_mass[:rows].to(self.p.dtype)
+        p_x = p.gather(1, x) / p_mass
+        q_x = torch.ones_like(p_x) if self.q is None else self.q[:rows].gather(1, x) / self.q_mass[:rows]
+        tried = offered & ~self.exhausted[:rows] & (q_x > 0)
+        near, touched, mass = None, None, torch.zeros_like(p_x)
+        if self.relaxation.merges:
+            near = neighbour_columns(self.table, x.squeeze(1), self.relaxation)
+            near_p = p.gather(1, near[:, : self.relaxation.neighbours]) / p_mass
+            merged, taken = merge_prefix(near_p, p_x.squeeze(1), self.relaxation, lambda: p / p_mass)
+            mass = merged[:, None]
+            # A rejection touches the merged codes; under `official` all k + 1 as soon as one merged.
+            touched = taken[:, :1].expand_as(near) if self.official else taken
+        accept = torch.where(tried, ((p_x + mass) / q_x).clamp(max=1.0), 0.0)
+        if self.q is None:
+            self._reject_deterministic(x, tried, near, touched)
+        else:
+            self._reject_sampled(x, tried, near, touched)
+        return accept.squeeze(1), torch.where(tried, mass, 0.0).squeeze(1)
+
+    def _reject_deterministic(self, x: Tensor, tried: Tensor, near: Tensor | None, touched: Tensor | None) -> None:
+        """Take x and the touched codes out of p."""
+        p, left = self.p[: len(x)], self.p_mass[: len(x)]
+        if near is not None and touched is not None:
+            lent = p.gather(1, near)
+            left = left - torch.where(touched, lent, 0.0).sum(dim=1, keepdim=True, dtype=torch.float64)
+            _put(p, near, torch.where(touched & tried, 0.0, lent))
+        own = p.gather(1, x)
+        left = left - own
+        _put(p, x, torch.where(tried, 0.0, own))
+        empty = tried & (left <= _NOTHING)
+        self._settle_empty(empty)
+        if self.official:
+            left = torch.where(empty, 1.0, left)
+        self.p_mass[: len(x)] = torch.where(tried, left, self.p_mass[: len(x)])
+
+    def _reject_sampled(self, x: Tensor, tried: Tensor, near: Tensor | None, touched: Tensor | None) -> None:
+        """Set p to max(p~ - q, 0) renormalised (p and the reduced q under `official`), and take x out of q.
+
+        At x itself that is 0, as p - q is: a rejected x has p~(x) < q(x).
+        """
+        assert self.q is not None
+        p, q = self.p[: len(x)], self.q[: len(x)]
+        rest = (p - q / self.q_mass[: len(x)]).clamp_min_(0.0)
+        if near is not None and touched is not None:
+            instead = p.gather(1, near) if self.official else 0.0
+            _put(rest, near, torch.where(touched, instead, rest.gather(1, near)))
+        left = rest.sum(dim=1, keepdim=True)
+        p.copy_(torch.where(tried & (left > 0), rest / left, p))
+        self._settle_empty(tried & (left <= 0))
+        _put(q, x, torch.where(tried, 0.0, q.gather(1, x)))
+        self.q_mass[: len(x)] = q.sum(dim=1, keepdim=True)
+
+    def _settle_empty(self, empty: Tensor) -> None:
+        """Nothing is left of p: uniform over all tokens under `official`, else the node offers no more children.
+
+        A token that nobody chooses has no part in it: where it must stand it was never rejected.
+        """
+        if self.official:
+            choices = self.relaxation.choices or self.p.shape[1]
+            self.p[: len(empty), :choices].masked_fill_(empty, 1.0 / choices)
+        else:
+            self.exhausted[: len(empty)] |= empty
+
+
+def _put(values: Tensor, columns: Tensor, chosen: Tensor) -> None:
+    """`scatter_` along the rows of `values`, said so that compiled programs write in place and copy nothing."""
+    rows = torch.arange(len(values), device=values.device)[:, None]
+    values.index_put_((rows, columns), chosen)

@@ -1,0 +1,272 @@
+"""Greedy verification: every child judged alone, the longest path of accepted drafts wins.
+
+Temperature 0 has no residuals and no random numbers (algorithms.md, section 3, last paragraph), so it shares only the
+tree and the relaxed rule with `verify.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lantern_bench.decoding.acceptance.block_acceptance import judge_block
+from lantern_bench.decoding.acceptance.relaxation import Relaxation, relaxed
+from lantern_bench.decoding.acceptance.tree_acceptance import Judge, Judgement, judge_children
+from lantern_bench.decoding.sampling import greedy_probabilities, sample
+from lantern_bench.decoding.tree import DraftTree, first_true
+
+# ---- Walk a draft tree against the target: which drafts a step commits, and the token that ends it
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one step commits, for each of B images and a tree of depth D.
+
+    path: int64 [B, D + 1], node numbers from the root to the last accepted node, then -1.
+    accepted: int64 [B], number of accepted drafts.
+    tokens: int64 [B, D + 1], the accepted drafts, then the one more token, then 0; `accepted + 1` of them count.
+    child_rank: int64 [B, D], by depth: rank of the child taken, -1 offered and all rejected, -2 nothing offered.
+    mass_accepted, mass_tried: float32 [B], m(x) summed over accepted drafts, and over all drafts looked at.
+    next_probs: float32 [B, V], the distribution that the last token comes from (greedy: p of the last accepted node).
+    """
+
+    path: Tensor
+    accepted: Tensor
+    tokens: Tensor
+    child_rank: Tensor
+    mass_accepted: Tensor
+    mass_tried: Tensor
+    next_probs: Tensor
+
+
+@dataclass(frozen=True)
+class JudgedTree:
+    """The nodes of B trees judged together; row `slot * B + image` belongs to the node `tree.layout.nodes[slot]`.
+
+    children: int64 [N, C], node numbers, -1 where none is offered within the depth limit. judgement: of the N rows.
+    """
+
+    children: Tensor
+    judgement: Judgement
+
+
+def judge_tree(
+    tree: DraftTree,
+    target_probs: Tensor,
+    relaxation: Relaxation,
+    table: Tensor | None,
+    depth_limit: Tensor | None = None,
+    judge: Judge | None = None,
+) -> JudgedTree:
+    """Judge the children of every node of B trees.
+
+    `target_probs` [B, M, V]; `table` [V, k]; `depth_limit` int64 [B]: nodes deeper than it are no children. `judge`
+    takes the place of the rule's own.
+    """
+    children = offered_children(tree, depth_limit)
+    tokens = tree.rows(tree.tokens.gather(1, children.clamp_min(0).flatten(1)).view_as(children))
+    children = tree.rows(children)
+    q = None if tree.q is None else tree.rows(tree.q)
+    p, offered, images = tree.rows(target_probs), children >= 0, len(tree.tokens)
+    if judge is None and relaxation.rule == "block":
+        if q is None or tokens.shape[1] > 1:
+            raise ValueError("the rule block judges chains of sampled drafts, and this tree is none")
+        return JudgedTree(children, judge_block(p, q, tokens, offered, images))
+    active = [nodes * images for nodes in tree.layout.active]
+    judged = (judge or judge_children)(p, q, tokens, offered, relaxation, table, active)
+    return JudgedTree(children, judged)
+
+
+def offered_children(tree: DraftTree, depth_limit: Tensor | None) -> Tensor:
+    """Return the children [B, M, C] of `tree` with -1 for those deeper than `depth_limit` int64 [B]."""
+    if depth_limit is None:
+        return tree.children
+    too_deep = tree.depths >= depth_limit[:, None]
+    return tree.children.masked_fill(too_deep[:, :, None], -1)
+
+
+def verify(
+    tree: DraftTree,
+    target_probs: Tensor,
+    relaxation: Relaxation,
+    table: Tensor | None,
+    uniforms: Tensor,
+    noise: Tensor,
+    depth_limit: Tensor | None = None,
+    judge: Judge | None = None,
+) -> Verdict:
+    """Verify B draft trees by sampling and return what each commits.
+
+    `target_probs` float32 [B, M, V] is p at every node, `table` int [V, >= relaxation.columns] the nearest codes (None
+    for the strict rule), `uniforms` [B, M, C] in [0, 1) decides the children of each node, `noise` [B, V] ~ Exp(1) the
+    one more token. `depth_limit` int64 [B] is the depth drafted to (free positions - 1); 0 or less drafts nothing.
+    `judge` is given only where a check wants to see a broken rule caught. algorithms.md, sections 3 and 4.
+    """
+    judged = judge_tree(tree, target_probs, relaxation, table, depth_limit, judge)
+    nodes = _Steps.of(judged, tree.rows(uniforms))
+    return _walk(tree, target_probs, judged, nodes, noise)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """For each row of a judged tree: the rank that is taken or -1 or -2 (as in Verdict), where it leads, and masses."""
+
+    rank: Tensor
+    child: Tensor
+    mass_accepted: Tensor
+    mass_tried: Tensor
+
+    @staticmethod
+    def of(judged: JudgedTree, uniforms: Tensor) -> _Steps:
+        accept, mass = judged.judgement.accept, judged.judgement.mass
+        hit = uniforms < accept
+        first, taken = first_true(hit), hit.any(dim=1)
+        offered = (judged.children >= 0).any(dim=1)
+        ranks = torch.arange(hit.shape[1], device=hit.device)
+        looked_at = (ranks <= first[:, None]) | ~taken[:, None]
+        return _Steps(
+            rank=torch.where(taken, first, offered.long() - 2),
+            child=judged.children.gather(1, first[:, None]).squeeze(1),
+            mass_accepted=torch.where(taken, mass.gather(1, first[:, None]).squeeze(1), 0.0),
+            mass_tried=torch.where(looked_at, mass, 0.0).sum(dim=1),
+        )
+
+
+def _walk(tree: DraftTree, target_probs: Tensor, judged: JudgedTree, steps: _Steps, noise: Tensor) -> Verdict:
+    """Follow the pointers from the root of each image and sample where they end."""
+    images = torch.arange(len(tree.tokens), device=tree.tokens.device)
+    node, moving = torch.zeros_like(images), torch.ones_like(images, dtype=torch.bool)
+    mass_accepted, mass_tried = noise.new_zeros(len(images)), noise.new_zeros(len(images))
+    path, ranks = [node], []
+    for _ in range(tree.max_depth):
+        row, internal = _row_of(tree, node, images)
+        here = moving & internal
+        rank = torch.where(here, steps.rank[row], -2)
+        moving = rank >= 0
+        mass_accepted = mass_accepted + torch.where(here, steps.mass_accepted[row], 0.0)
+        mass_tried = mass_tried + torch.where(here, steps.mass_tried[row], 0.0)
+        node = torch.where(moving, steps.child[row], node)
+        path.append(torch.where(moving, node, -1))
+        ranks.append(rank)
+    row, internal = _row_of(tree, node, images)
+    own = target_probs[images, node]
+    rejected = internal & (steps.rank[row] == -1)
+    next_probs = torch.where(rejected[:, None], judged.judgement.final(row, own), own)
+    trail = torch.stack(path, dim=1)
+    accepted, tokens = committed_tokens(tree, trail, sample(next_probs, noise))
+    child_rank = torch.stack(ranks, dim=1) if ranks else trail[:, 1:]
+    return Verdict(trail, accepted, tokens, child_rank, mass_accepted, mass_tried, next_probs)
+
+
+def _row_of(tree: DraftTree, node: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the row [B] in the judged tree of the nodes [B], and whether they have one."""
+    slot = tree.layout.slots[node]
+    return slot.clamp_min(0) * len(images) + images, slot >= 0
+
+
+def committed_tokens(tree: DraftTree, path: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (accepted [B], tokens [B, D + 1]) of a `path` [B, D + 1] and the one more token `last` [B]."""
+    drafts, on_path = path[:, 1:], path[:, 1:] >= 0
+    accepted = on_path.sum(dim=1)
+    tokens = torch.zeros_like(path)
+    tokens[:, :-1] = torch.where(on_path, tree.tokens.gather(1, drafts.clamp_min(0)), 0)
+    return accepted, tokens.scatter_(1, accepted[:, None], last[:, None])
+
+
+# ----
+
+
+def verify_greedy(
+    tree: DraftTree,
+    guided_logits: Tensor,
+    relaxation: Relaxation,
+    table: Tensor | None,
+    depth_limit: Tensor | None = None,
+) -> Verdict:
+    """Verify B draft trees at temperature 0 and return what each commits.
+
+    `guided_logits` [B, M, V] float32, `table` and `depth_limit` as in `verify`. A child is accepted when it is the
+    argmax of its parent's p (strict) or of p~; among the longest paths of accepted drafts the first in
+    `tree.path_order` wins; one more token is the argmax of the unrelaxed p at its end. In the Verdict `mass_tried`
+    counts the children of all nodes on the winning path. algorithms.md, section 3.
+    """
+    children = offered_children(tree, depth_limit)
+    # The argmax of the logits is that of p, without the ties that rounding in the softmax makes.
+    best = guided_logits.argmax(dim=-1)
+    agreed, mass = _judge_alone(tree, children, guided_logits, best, relaxation, table)
+    winner = _longest_path(tree, children, agreed)
+    images = torch.arange(len(winner), device=winner.device)
+    on_path = tree.attention[images, winner]
+    path = _by_depth(tree, on_path, torch.arange(on_path.shape[1], device=winner.device).expand_as(on_path))
+    accepted, tokens = committed_tokens(tree, path, best[images, winner])
+    child_rank = _ranks_along(tree, children, on_path, path)
+    return Verdict(
+        path,
+        accepted,
+        tokens,
+        child_rank,
+        mass_accepted=_sum_taken(mass, path, child_rank),
+        mass_tried=torch.where(on_path, mass.sum(dim=-1), 0.0).sum(dim=1),
+        next_probs=greedy_probabilities(guided_logits[images, winner]),
+    )
+
+
+def _judge_alone(
+    tree: DraftTree,
+    children: Tensor,
+    logits: Tensor,
+    best: Tensor,
+    relaxation: Relaxation,
+    table: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return (agreed bool [B, M, C], m(x) float32 [B, M, C]), both empty where nothing is offered."""
+    tokens = tree.tokens.gather(1, children.clamp_min(0).flatten(1)).view_as(children)
+    agreed = tokens == best[:, :, None]
+    mass = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+    if relaxation.merges:
+        rows = tree.rows(tokens)
+        p = greedy_probabilities(tree.rows(logits))
+        for rank, nodes in enumerate(tree.layout.active):
+            held, x = tree.layout.nodes[:nodes], rows[: nodes * len(tokens), rank]
+            tilde, lent = relaxed(p[: len(x)], x, table, relaxation)
+            agreed[:, held, rank] |= (tilde.argmax(dim=-1) == x).view(nodes, -1).T
+            mass[:, held, rank] = lent.view(nodes, -1).T
+    return agreed & (children >= 0), torch.where(children >= 0, mass, 0.0)
+
+
+def _longest_path(tree: DraftTree, children: Tensor, agreed: Tensor) -> Tensor:
+    """Return the end node [B] of the winning path."""
+    accepted = torch.zeros_like(tree.tokens, dtype=torch.bool)
+    # Slots without an agreed child write to the root, which counts as accepted anyway.
+    accepted.scatter_(1, torch.where(agreed, children, 0).flatten(1), True)
+    accepted[:, 0] = True
+    whole = ~(tree.attention & ~accepted[:, None, :]).any(dim=-1)
+    length = torch.where(whole, tree.depths, -1)
+    longest = length == length.amax(dim=1, keepdim=True)
+    return torch.where(longest, tree.path_order, tree.path_order.amax() + 1).argmin(dim=1)
+
+
+def _by_depth(tree: DraftTree, on_path: Tensor, values: Tensor) -> Tensor:
+    """Return [B, D + 1]: the values [B, M] of the nodes on the path at their depths, -1 behind its end."""
+    held = torch.full((len(values), tree.max_depth + 2), -1, dtype=torch.int64, device=values.device)
+    return held.scatter_(1, torch.where(on_path, tree.depths, tree.max_depth + 1), values)[:, :-1]
+
+
+def _ranks_along(tree: DraftTree, children: Tensor, on_path: Tensor, path: Tensor) -> Tensor:
+    """Return child_rank [B, D] along the winning path, as in Verdict."""
+    offered = (children >= 0).any(dim=-1)
+    # -1 where a node of the path offers children, -2 elsewhere; then the rank where the path goes on.
+    none_taken = _by_depth(tree, on_path, offered.long() - 2)[:, :-1]
+    none_taken = torch.where(path[:, :-1] >= 0, none_taken, -2)
+    parent_children = children.gather(1, path[:, :-1].clamp_min(0)[:, :, None].expand(-1, -1, children.shape[2]))
+    goes_on = parent_children == path[:, 1:, None]
+    return torch.where(path[:, 1:] >= 0, first_true(goes_on), none_taken)
+
+
+def _sum_taken(mass: Tensor, path: Tensor, child_rank: Tensor) -> Tensor:
+    """Return [B]: the masses [B, M, C] of the children that the path takes, summed."""
+    at_node = mass.gather(1, path[:, :-1].clamp_min(0)[:, :, None].expand(-1, -1, mass.shape[2]))
+    taken = at_node.gather(2, child_rank.clamp_min(0)[:, :, None]).squeeze(2)
+    return torch.where(child_rank >= 0, taken, 0.0).sum(dim=1)

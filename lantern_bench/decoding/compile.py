@@ -1,0 +1,117 @@
+"""How the pieces of a decode step are run: as they stand, compiled, or on CUDA captured as a graph besides.
+
+A step is three programs (draft, score, settle) of fixed shapes that keep what they change in tensors of fixed places,
+so each is compiled once per shape and then runs without a decision on the host. What the programs do is `drafting`,
+`interface` and `speculation`; this file knows none of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+T = TypeVar("T")
+_numbers = itertools.count()
+
+
+class Engine:
+    """Programs of one model, made once for every shape and kept.
+
+    `compile` False runs functions as they stand. What a program reads besides its arguments must stay the same object
+    in the same place for as long as the engine lives; its arguments must have the shapes of the first call. `backend`
+    is the compiler's.
+    """
+
+    def __init__(self, compile: bool = False, backend: str = "inductor") -> None:
+        self.compile, self._backend = compile, backend
+        self._made: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gave at the first call with this key."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
+
+    def program(self, key: Hashable, function: Callable[..., T], device: torch.device) -> Callable[..., T]:
+        """`function`, run this engine's way on `device`; the one of the first call with this key."""
+        if not self.compile:
+            return function
+        return self.once(("program", key), lambda: _compiled(function, device, self._backend))
+
+
+def _compiled(function: Callable[..., T], device: torch.device, backend: str = "inductor") -> Callable[..., T]:
+    """`function` through inductor, and on CUDA replayed as a graph."""
+
+    def run(*arguments: Any) -> T:
+        return function(*arguments)
+
+    # The compiler keeps its results with a code object. Every program has one of its own, so that none of them needs
+    # the checks (some microseconds for each weight and each call) that tell programs of one code object apart.
+    code = run.__code__.replace(co_name=f"program_{next(_numbers)}")
+    alone = FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
+    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    if backend == "inductor" and device.type == "cpu":
+        # A step calls some hundred kernels; from Python each call costs more than what many of them do.
+        options["cpp_wrapper"] = True
+    compiled: Callable[..., T] = torch.compile(alone, backend=backend, dynamic=False, fullgraph=True, options=options)
+    return _Graph(compiled) if device.type == "cuda" else compiled
+
+
+class _Graph:
+    """A function of tensors as a CUDA graph: run the first time, captured the second, replayed from then on.
+
+    Its results stay where they are and are overwritten by the next call.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._warm = False
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: list[Any] = []
+        self._result: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not self._warm:
+            self._warm = True
+            return self._aside(arguments)
+        if self._graph is None:
+            self._capture(arguments)
+        for held, given in zip(self._inputs, pytree.tree_leaves(arguments), strict=True):
+            if isinstance(given, Tensor):
+                held.copy_(given)
+        assert self._graph is not None
+        self._graph.replay()
+        return self._result
+
+    def _aside(self, arguments: tuple[Any, ...]) -> Any:
+        """On a stream of its own, as capturing asks of what runs before it."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            result = self._function(*arguments)
+        torch.cuda.current_stream().wait_stream(stream)
+        return result
+
+    def _capture(self, arguments: tuple[Any, ...]) -> None:
+        held = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, arguments)
+        self._inputs = pytree.tree_leaves(held)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._result = self._function(*held)
+
+
+def compiler_problem(device: torch.device) -> str | None:
+    """Why nothing can be compiled for `device` here, in one line; None where it works. Compiles a line to see."""
+    try:
+        _compiled(lambda x: (x * 2).sum(), torch.device("cpu"))(torch.ones(64, device=device))
+    except Exception as error:  # whatever the compiler chain raises: the answer is the same
+        text = " ".join(str(error).split())
+        return f"{type(error).__name__}: {text[:200]}"
+    return None

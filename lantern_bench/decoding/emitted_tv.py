@@ -1,0 +1,147 @@
+"""Emitted TV: how far the first token that a step commits is from the target, the real price of relaxation.
+
+The bound of a rule holds for one given draft; over all drafts the excess adds up, and this is the number that says how
+much (algorithms.md, section 4). Computed exactly per set of children with the same routine that verification uses,
+never from token counts. Not defined at temperature 0. Where the distributions come from is `certify/relaxation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation, merge_prefix, neighbour_columns
+from lantern_bench.decoding.acceptance.tree_acceptance import judge_children
+from lantern_bench.decoding.sampling import draw_without_replacement
+
+
+class Emission(NamedTuple):
+    """What a step does with its root's children: the law [N, V] of its first token, and what it did to get there.
+
+    moved: [N], m(x) of each child times the chance that the child is tried, summed. For deterministic drafts under
+    `exact` the emitted TV is at most this. first: [N], the chance that the first child is accepted.
+    """
+
+    law: Tensor
+    moved: Tensor
+    first: Tensor
+
+
+class SampledTV(NamedTuple):
+    """Two estimates [N] of one emitted TV from the same draws; on average the truth lies between them.
+
+    tv: half the L1 norm of the mean error; what noise is left in the mean makes it too large. crossed: the signs of
+    one half of the draws on the errors of the other; signs that noise turned make it too small. More draws bring them
+    together.
+    """
+
+    tv: Tensor
+    crossed: Tensor
+
+
+def total_variation(p: Tensor, other: Tensor) -> Tensor:
+    """Return TV [...] between distributions [..., V]: half the L1 norm of their difference."""
+    return 0.5 * (p - other).abs().sum(dim=-1)
+
+
+def emitted(
+    p: Tensor, q: Tensor | None, tokens: Tensor, valid: Tensor, relaxation: Relaxation, table: Tensor | None
+) -> Emission:
+    """Return exactly what a step's first token is, given the root's children.
+
+    `p` [N, V]; `q` [N, V], or None for a deterministic draft; `tokens` int64 and `valid` bool [N, C]. The inputs are
+    left as they are.
+    """
+    rows = torch.arange(len(p), device=p.device)
+    judged = judge_children(p.clone(), None if q is None else q.clone(), tokens, valid, relaxation, table)
+    all_rejected = (1.0 - judged.accept).cumprod(dim=1)
+    reached = torch.cat([torch.ones_like(all_rejected[:, :1]), all_rejected[:, :-1]], dim=1)
+    law = judged.final(rows, p) * all_rejected[:, -1:]
+    law.scatter_add_(1, tokens, reached * judged.accept)
+    return Emission(law, (reached * judged.mass).sum(dim=1), judged.accept[:, 0])
+
+
+def emitted_first_token(
+    p: Tensor, q: Tensor | None, tokens: Tensor, valid: Tensor, relaxation: Relaxation, table: Tensor | None
+) -> Tensor:
+    """Return the exact distribution [N, V] of a step's first token, given the root's children; as `emitted`."""
+    return emitted(p, q, tokens, valid, relaxation, table).law
+
+
+def emitted_tv_dynamic(
+    p: Tensor, tokens: Tensor, valid: Tensor, relaxation: Relaxation, table: Tensor | None
+) -> Tensor:
+    """Return the emitted TV [N] of deterministic drafts: exact.
+
+    `p` [N, V] at the root, `tokens` int64 and `valid` bool [N, C] its children in the order of trial.
+    """
+    return total_variation(p, emitted_first_token(p, None, tokens, valid, relaxation, table))
+
+
+def emitted_tv_sampled(
+    p: Tensor,
+    q: Tensor,
+    children: int,
+    draws: int,
+    rules: Sequence[tuple[Relaxation, Tensor | None]],
+    exponential: Callable[[], Tensor],
+) -> list[SampledTV]:
+    """Estimate the emitted TV of sampled drafts under several rules (with their tables of nearest codes) at once.
+
+    `p`, `q` [N, V] at the root; `children` are drawn `draws` times (at least 2) from q with the noise that
+    `exponential` gives, Exp(1) [N, V], the same for all rules. For each draw the emitted distribution is computed
+    exactly under the relaxed and under the strict rule, whose mean is p; the mean difference is the error. What the
+    first child adds to it is known for all drafts at once and is not drawn.
+    """
+    if draws < 2:
+        raise ValueError(f"draws must be at least 2, not {draws}")
+    drawn = p.new_zeros(len(rules), 2, *p.shape)
+    for number in range(draws):
+        tokens, valid = draw_without_replacement(q, children, exponential())
+        strict = emitted(p, q, tokens, valid, STRICT, None)
+        for place, (relaxation, table) in enumerate(rules):
+            loose = emitted(p, q, tokens, valid, relaxation, table)
+            error = loose.law - strict.law
+            error.scatter_add_(1, tokens[:, :1], (strict.first - loose.first)[:, None])
+            drawn[place, number % 2] += error
+    known = [_first_child(p, q, relaxation, table) - torch.minimum(p, q) for relaxation, table in rules]
+    return [_estimate(exact, halves, draws) for exact, halves in zip(known, drawn, strict=True)]
+
+
+def _first_child(p: Tensor, q: Tensor, relaxation: Relaxation, table: Tensor | None) -> Tensor:
+    """Return the chance [N, V] that each token is drawn as the first child and accepted: min(q, p + m), exactly."""
+    if not relaxation.merges:
+        return torch.minimum(p, q)
+    near = neighbour_columns(table, torch.arange(p.shape[1], device=p.device), relaxation)
+    near = near[:, : relaxation.neighbours]
+    # A row at a time: [V, k] is large enough.
+    masses = [merge_prefix(row[near], row, relaxation, partial(row.unsqueeze, 0))[0] for row in p]
+    return torch.minimum(q, p + torch.stack(masses))
+
+
+def _estimate(known: Tensor, drawn: Tensor, draws: int) -> SampledTV:
+    """From the error [N, V] that is known and the summed errors [2, N, V] of the even and the odd draws."""
+    first, second = known + drawn[0] / ((draws + 1) // 2), known + drawn[1] / (draws // 2)
+    crossed = (first.sign() * second + second.sign() * first).sum(dim=-1) / 4.0
+    return SampledTV(0.5 * (known + drawn.sum(dim=0) / draws).abs().sum(dim=-1), crossed)
+
+
+def emitted_tv_static(
+    p: Tensor,
+    q: Tensor,
+    children: int,
+    draws: int,
+    relaxation: Relaxation,
+    table: Tensor | None,
+    generator: torch.Generator,
+) -> Tensor:
+    """Return an estimate [N] of the emitted TV of sampled drafts under one rule, as `emitted_tv_sampled`."""
+
+    def exponential() -> Tensor:
+        return torch.empty_like(p).exponential_(generator=generator)
+
+    return emitted_tv_sampled(p, q, children, draws, [(relaxation, table)], exponential)[0].tv

@@ -1,0 +1,266 @@
+"""Decoding: autoregressive, and speculative with any drafting and rule; spec.modes names the combinations.
+
+One loop serves `speculative`, `lantern` and `lantern++`; they differ in what their `Decoding` says. The only copy to
+the host inside a step is how far the images are, and there is none in an autoregressive step; all else stays on the
+device until the image is done. What a step does is `speculation`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lantern_bench.clock import Phases
+from lantern_bench.config.decoding import Decoding, NeighbourMetric
+from lantern_bench.config.methods import LOSSLESS_RULES
+from lantern_bench.decoding.acceptance.relaxation import Relaxation
+from lantern_bench.decoding.acceptance.tree_acceptance import Judge
+from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.interface import Drafter, Scores, Target, WithForcedTokens
+from lantern_bench.decoding.sampling import Draws, decoding_probabilities, exponential, guide, sample
+from lantern_bench.decoding.step import Speculation, sampling_key
+from lantern_bench.decoding.trace import ImageTrace
+from lantern_bench.errors import RefusedError
+
+
+class Model(Protocol):
+    """What `decode` needs: a target, a drafter where drafts are asked for, nearest codes where they are merged."""
+
+    target: Target
+    drafter: Drafter | None
+
+    def table(self, columns: int, metric: NeighbourMetric) -> Tensor:
+        """The nearest codes int [V, columns] by a metric."""
+        ...
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One image: its tokens int32 [N] on the CPU, what happened, and the guided logits [N, V] when asked for."""
+
+    tokens: Tensor
+    trace: ImageTrace
+    logits: Tensor | None = None
+
+
+def relaxation_of(decoding: Decoding, target: object = None) -> Relaxation:
+    """The acceptance rule of a configuration, as it is for this target."""
+    if decoding.rule in ("none", *LOSSLESS_RULES):
+        return Relaxation("block" if decoding.rule == "block" else "strict")
+    choices = target.choices if isinstance(target, WithForcedTokens) else None
+    bound = decoding.delta or decoding.lambda_ or decoding.bound or 0.0
+    return Relaxation(decoding.rule, decoding.neighbours or 0, bound, decoding.residual, choices)
+
+
+def drafter_and_table(model: Model, decoding: Decoding) -> tuple[Drafter, Tensor | None]:
+    """What a speculative configuration needs of a model besides the target: its drafter and, to merge, nearest codes.
+
+    Raises `RefusedError` for a model without a drafter, and as `Model.table`.
+    """
+    if model.drafter is None:
+        raise RefusedError(
+            f"mode {decoding.mode} needs a drafter, and this model has none", "Use --modes ar, or add a drafter."
+        )
+    relaxation = relaxation_of(decoding, model.target)
+    return model.drafter, model.table(relaxation.columns, decoding.neighbour_metric) if relaxation.merges else None
+
+
+@torch.inference_mode()
+def decode(
+    model: Model,
+    condition: Any,
+    decoding: Decoding,
+    generators: Sequence[torch.Generator],
+    *,
+    tokens: int | None = None,
+    keep_logits: bool = False,
+    engine: Engine | None = None,
+    judge: Judge | None = None,
+) -> list[Decoded]:
+    """Decode one image for each generator, together.
+
+    `condition` is what the target's `prefill` takes, for as many images. `tokens` asks for fewer than the whole grid.
+    `keep_logits` keeps the guided logits that each token was drawn from. `engine` is the model's own and says how
+    steps are run; without one they run as they stand. `judge` as in `verify`. Raises `RefusedError` when drafts are
+    asked of a model without a drafter.
+    """
+    asked = model.target.image_tokens if tokens is None else min(tokens, model.target.image_tokens)
+    run = _Run(model, decoding, generators, asked, keep_logits, Engine() if engine is None else engine, judge)
+    return run.autoregressive(condition) if decoding.drafting == "none" else run.speculative(condition)
+
+
+class _Run:
+    """The decoding of one batch: what stays the same from step to step."""
+
+    def __init__(
+        self,
+        model: Model,
+        decoding: Decoding,
+        generators: Sequence[torch.Generator],
+        asked: int,
+        keep_logits: bool,
+        engine: Engine,
+        judge: Judge | None,
+    ) -> None:
+        self.model, self.decoding, self.asked, self.keep_logits = model, decoding, asked, keep_logits
+        self.engine, self.judge = engine, judge
+        self.batch = len(generators)
+        self.device = model.target.device
+        self.draws = Draws(generators, self.device)
+        self.guided = decoding.cfg_scale != 1
+        self.phases = Phases(self.device)
+
+    def noise(self) -> Tensor:
+        """What one token of each image is drawn with: bits [B, V], or nothing for greedy decoding."""
+        if self.decoding.greedy:
+            return torch.empty(self.batch, 0, dtype=torch.int32, device=self.device)
+        return self.draws.bits(self.model.target.vocab_size)
+
+    def prefill(self, session: Any, condition: Any) -> tuple[Scores, Tensor, Tensor]:
+        """Scores of the prefix, the guided logits [B, V] of the first token, and that token [B]."""
+        scores = session.prefill(condition)
+        logits = guide(scores.cond, scores.uncond, self.decoding.cfg_scale)[:, -1]
+        return scores, logits, _chosen(logits, self.decoding, self.noise())
+
+    # ---- autoregressive
+
+    def autoregressive(self, condition: Any) -> list[Decoded]:
+        """One token a forward, drawn in the same program; nothing is copied to the host before the end."""
+        key = (self.batch, sampling_key(self.decoding))
+        steps: _PlainSteps = self.engine.once(
+            ("plain", key), lambda: _PlainSteps(self.model.target, self.decoding, self.batch)
+        )
+        step = self.engine.program(("plain", key), steps.step, self.device)
+        self.phases.start()
+        _, logits, token = self.prefill(steps.session, condition)
+        kept = [logits]
+        steps.begin(token)
+        self.phases.mark("prefill")
+        for _ in range(self.asked - 1):
+            noise = self.noise()
+            self.phases.mark("noise")
+            logits = step(noise)
+            self.phases.mark("target")
+            if self.keep_logits:
+                kept.append(logits.clone())
+        self.phases.stop()
+        traces = [self._plain_trace() for _ in range(self.batch)]
+        return self._decoded(steps.out, traces, torch.stack(kept, dim=1) if self.keep_logits else None)
+
+    def _plain_trace(self) -> ImageTrace:
+        steps = self.asked - 1
+        share = {name: seconds / self.batch for name, seconds in self.phases.seconds().items()}
+        return ImageTrace(
+            start=list(range(1, self.asked)),
+            committed=[1] * steps,
+            uncut=[1] * steps,
+            accepted=[0] * steps,
+            offered_depth=[0] * steps,
+            child_rank=[[] for _ in range(steps)],
+            target_forwards=self.asked,
+            drafter_forwards=0,
+            tokens=self.asked,
+            seconds=self.phases.total() / self.batch,
+            phases=share,
+        )
+
+    # ---- speculative
+
+    def speculative(self, condition: Any) -> list[Decoded]:
+        """Draft a tree, score it in one forward, walk it, commit what was accepted; until every image is complete."""
+        relaxation = relaxation_of(self.decoding, self.model.target)
+        speculation = self._speculation(relaxation)
+        self.phases.start()
+        scores, logits, root = self.prefill(speculation.target, condition)
+        speculation.begin(relaxation, condition, scores, root, self.asked)
+        self.phases.mark("prefill")
+        kept: list[tuple[list[int], Tensor]] = []
+        positions = [1] * self.batch
+        steps = 0
+        while any(at < self.asked for at in positions):
+            drafting, last, uniforms = speculation.noise(self.draws)
+            self.phases.mark("noise")
+            drafted = speculation.draft(drafting)
+            self.phases.mark("draft")
+            scored = speculation.score(drafted)
+            self.phases.mark("target")
+            on_path = speculation.settle(drafted, scored, uniforms, last)
+            if on_path is not None:
+                kept.append((positions, on_path.clone()))
+            positions = speculation.progress.position.tolist()  # the one copy to the host of a step
+            self.phases.mark("verify")
+            steps += 1
+        self.phases.stop()
+        progress = speculation.progress
+        forwards = [speculation.drafting.forwards] * steps
+        traces = progress.recorder.finish(self.asked, forwards, self.phases.total(), self.phases.seconds())
+        return self._decoded(progress.out, traces, self._assemble(logits, kept) if self.keep_logits else None)
+
+    def _speculation(self, relaxation: Relaxation) -> Speculation:
+        """The programs of this configuration; raises as `drafter_and_table`."""
+        drafter, table = drafter_and_table(self.model, self.decoding)
+        target, decoding = self.model.target, self.decoding
+        values = (target, drafter, decoding, relaxation, table, self.batch, self.engine, self.keep_logits)
+        key = ("speculation", self.batch, sampling_key(self.decoding), self.keep_logits, self.judge)
+        return self.engine.once(key, functools.partial(Speculation, *values, judge=self.judge))
+
+    def _assemble(self, first: Tensor, kept: list[tuple[list[int], Tensor]]) -> Tensor:
+        """Guided logits [B, asked, V] of every kept token, from those of each step's path."""
+        width = kept[0][1].shape[1] if kept else 1
+        whole = first.new_zeros(self.batch, self.asked + width, first.shape[-1])
+        whole[:, 0] = first
+        for positions, logits in kept:
+            for image, at in enumerate(positions):
+                if at < self.asked:
+                    whole[image, at : at + width] = logits[image]
+        return whole[:, : self.asked]
+
+    def _decoded(self, out: Tensor, traces: list[ImageTrace], logits: Tensor | None) -> list[Decoded]:
+        tokens = out[:, : self.asked].to(torch.int32).cpu()
+        kept = None if logits is None else logits.float().cpu()
+        return [
+            Decoded(tokens[image], traces[image], None if kept is None else kept[image]) for image in range(self.batch)
+        ]
+
+
+class _PlainSteps:
+    """Autoregressive steps of B images, each one program: score the last token, draw the next."""
+
+    def __init__(self, target: Target, decoding: Decoding, batch: int) -> None:
+        device = target.device
+        self.session = target.session(batch, decoding.cfg_scale != 1, 1)
+        self._decoding = decoding
+        self.out = torch.zeros(batch, target.image_tokens, dtype=torch.int64, device=device)
+        self._made = torch.zeros(1, dtype=torch.int64, device=device)
+        self._token, self._zero = (torch.zeros(batch, 1, dtype=torch.int64, device=device) for _ in range(2))
+        self._one = torch.ones(batch, dtype=torch.int64, device=device)
+        self._itself = torch.ones(batch, 1, 1, dtype=torch.bool, device=device)
+
+    def begin(self, first: Tensor) -> None:
+        """The first tokens [B] are drawn."""
+        self._made.fill_(1)
+        self._token[:, 0] = first
+        self.out[:, 0] = first
+
+    def step(self, noise: Tensor) -> Tensor:
+        """Append a token to each image and return the guided logits [B, V] it was drawn from."""
+        scores = self.session.score(self._token, self._zero, self._itself)
+        self.session.commit(self._zero, self._one)
+        logits = guide(scores.cond, scores.uncond, self._decoding.cfg_scale)[:, 0]
+        token = _chosen(logits, self._decoding, noise)[:, None]
+        self._token.copy_(token)
+        self.out.index_copy_(1, self._made, token)
+        self._made.add_(1)
+        return logits
+
+
+def _chosen(logits: Tensor, decoding: Decoding, noise: Tensor) -> Tensor:
+    """One token [B] from guided logits [B, V] and bits of noise."""
+    if decoding.greedy:
+        return logits.argmax(dim=-1)
+    return sample(decoding_probabilities(logits, decoding), exponential(noise))

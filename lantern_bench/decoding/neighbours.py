@@ -1,0 +1,97 @@
+"""The table of nearest codes: which tokens a relaxed rule may count for which.
+
+Computed once per codebook and metric (algorithms.md, section 4). The code itself is left out here and nowhere else. The
+published tables measure the rows of the codebook as they are stored, while LlamaGen looks codes up at unit length
+(finding C1), so the space is named by the caller. `cosine` and `random` are there for the ablation of LANTERN's Table
+3: does it matter that neighbours are near? What is kept on disk is `models/io/neighbour_cache.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lantern_bench.config.decoding import NeighbourMetric
+
+Space: TypeAlias = Literal["raw", "normalised"]
+SPACES: tuple[Space, ...] = get_args(Space)
+"""`raw`: rows as stored, as published tables measure; `normalised`: rows of unit length, as LlamaGen looks them up."""
+
+# Distances held at once: a quarter of a GiB with the keys that order them.
+_DISTANCES_AT_ONCE = 1 << 24
+# Part of what `random` means: the same neighbours in every run.
+_RANDOM_SEED = 20_250_331
+
+
+def in_space(codebook: Tensor, space: Space) -> Tensor:
+    """The rows [V, d] of a codebook in a space, float32; raises ValueError for a space that is none of `SPACES`."""
+    if space not in SPACES:
+        raise ValueError(f"space must be one of {', '.join(SPACES)}, not {space}")
+    rows = codebook.float()
+    return functional.normalize(rows, dim=-1) if space == "normalised" else rows
+
+
+def index_dtype(codes: int) -> torch.dtype:
+    """The smallest type that numbers `codes` codes: int16, uint16 or int32."""
+    if codes <= 1 << 15:
+        return torch.int16
+    return torch.uint16 if codes <= 1 << 16 else torch.int32
+
+
+def nearest_codes(
+    codebook: Tensor,
+    neighbours: int,
+    chunk: int | None = None,
+    dtype: torch.dtype = torch.int32,
+    on_rows: Callable[[int], None] | None = None,
+    metric: NeighbourMetric = "l2",
+) -> Tensor:
+    """Return [V, neighbours]: for every code the nearest others, nearest first, ties by index.
+
+    `codebook` [V, d] holds one row per code. `metric` says what near is: `l2` (Euclidean, float32), `cosine` (the angle
+    between rows; a row of zeros is as far from all), `random` (no geometry: for every code a fixed random order of the
+    others, the same on every machine). Measured `chunk` rows at a time (by default what fits a fixed budget), so that
+    no V x V matrix is ever made. `on_rows` hears how many rows were done since it was last called. `neighbours` above
+    V - 1, a `dtype` too small for V and an unknown metric raise ValueError.
+    """
+    codes = codebook.float()
+    total = codes.shape[0]
+    if not 0 <= neighbours <= total - 1:
+        raise ValueError(f"neighbours must be from 0 to {total - 1} for {total} codes, not {neighbours}")
+    if total - 1 > torch.iinfo(dtype).max:
+        raise ValueError(f"{dtype} cannot number {total} codes")
+    distances = _distances(codes, metric)
+    step = chunk or max(1, _DISTANCES_AT_ONCE // max(1, total))
+    index = torch.arange(total, device=codes.device)
+    table = torch.empty(total, neighbours, dtype=dtype, device=codes.device)
+    for start in range(0, total, step):
+        rows = index[start : start + step]
+        distance = distances(rows)
+        distance.scatter_(1, rows[:, None], torch.inf)
+        # Bits of non-negative floats order like the floats: one integer key holds distance and index.
+        key = (distance.view(torch.int32).long() << 32) | index
+        table[start : start + step] = key.topk(neighbours, dim=1, largest=False).indices.to(dtype)
+        if on_rows is not None:
+            on_rows(len(rows))
+    return table
+
+
+def _distances(codes: Tensor, metric: NeighbourMetric) -> Callable[[Tensor], Tensor]:
+    """Return what gives the distances float32 [rows, V], none negative, of some rows to all codes."""
+    if metric not in get_args(NeighbourMetric):
+        raise ValueError(f"unknown metric {metric!r}; the metrics are {', '.join(get_args(NeighbourMetric))}")
+    if metric == "random":
+        return lambda rows: torch.stack([_draw(int(row), len(codes)) for row in rows]).to(codes.device)
+    # Between rows of unit length the Euclidean distance orders as the angle does.
+    measured = in_space(codes, "normalised" if metric == "cosine" else "raw")
+    # The direct difference: the matrix-product form loses small distances to cancellation.
+    return lambda rows: torch.cdist(measured[rows], measured, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def _draw(row: int, total: int) -> Tensor:
+    """Random distances of one code, drawn on the CPU from its own seed: neither chunk nor device changes them."""
+    return torch.rand(total, generator=torch.Generator().manual_seed(_RANDOM_SEED + row))

@@ -1,0 +1,212 @@
+"""One step of speculative decoding as three programs: draft a tree, score it, settle what is kept.
+
+Everything that changes from step to step is in tensors of fixed places, written by the programs themselves, so that the
+host only calls them, draws the noise and reads how far the images are. Who calls them is `loop`; how they are run
+(as they stand, compiled, as graphs) is `engine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.acceptance.relaxation import Relaxation
+from lantern_bench.decoding.acceptance.tree_acceptance import Judge
+from lantern_bench.decoding.acceptance.walk import Verdict, verify, verify_greedy
+from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.drafting.static import Drafted, Drafting, drafting_of
+from lantern_bench.decoding.interface import Drafter, GuidesFeatures, Scores, Target, TargetSession
+from lantern_bench.decoding.sampling import Draws, decoding_probabilities, exponential, guide, uniform
+from lantern_bench.decoding.trace import StepRecorder
+
+# What of a configuration the acceptance of drafts depends on, and their making does not.
+_ACCEPTANCE = ("mode", "rule", "neighbours", "neighbour_metric", "bound", "residual")
+# One program serves every bound of a published rule; what another makes of its bound nobody knows.
+_BOUNDS = ("delta", "lambda")
+
+
+def sampling_key(decoding: Decoding, *without: str) -> tuple[tuple[str, str], ...]:
+    """A configuration but for its bounds and for `without`, as the key of a program."""
+    settings = decoding.settings()
+    return tuple((key, repr(value)) for key, value in settings.items() if key not in (*_BOUNDS, *without))
+
+
+class Scored(NamedTuple):
+    """A tree before the target: guided logits float32 [B, M, V], features [rows, M, width]."""
+
+    logits: Tensor
+    features: Tensor
+
+
+def scoring(
+    target: Target, batch: int, nodes: int, cfg_scale: float, engine: Engine
+) -> tuple[TargetSession, Callable[[Tensor, Tensor, Tensor], Scored]]:
+    """The target's session for trees of `nodes`, and the program that scores tokens, depths and attention there."""
+    session = target.session(batch, cfg_scale != 1, nodes)
+    guiding = session if cfg_scale != 1 and isinstance(session, GuidesFeatures) else None
+
+    def score(tokens: Tensor, depths: Tensor, attention: Tensor) -> Scored:
+        if guiding is not None:
+            return Scored(*guiding.score_guided(tokens, depths, attention, cfg_scale))
+        scores = session.score(tokens, depths, attention)
+        return Scored(guide(scores.cond, scores.uncond, cfg_scale), scores.features)
+
+    return session, engine.program(("score", batch, nodes, cfg_scale), score, target.device)
+
+
+class Progress:
+    """Where B images stand, in tensors of fixed places: shared by all configurations of one batch size and depth.
+
+    out: int64 [B, N + D + 1], the tokens so far, then filler. position: [B], how many count. limit: [B], the depth that
+    may still be drafted. tokens [B, D + 1], features [rows, D + 1, width], counts [B]: what the last step committed
+    (what the drafter has not seen yet), the new root [B] among it.
+    """
+
+    def __init__(self, batch: int, image_tokens: int, depth: int, prefix_features: Tensor) -> None:
+        device = prefix_features.device
+        rows, _, width = prefix_features.shape
+        self._grid, self._depth = image_tokens, depth
+        self.out = torch.zeros(batch, image_tokens + depth + 1, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(batch, depth + 1, dtype=torch.int64, device=device)
+        self.features = torch.zeros(rows, depth + 1, width, dtype=prefix_features.dtype, device=device)
+        self.position, self.limit, self.counts, self.root = (
+            torch.zeros(batch, dtype=torch.int64, device=device) for _ in range(4)
+        )
+        self.asked = torch.zeros((), dtype=torch.int64, device=device)
+        self.recorder = StepRecorder(batch, image_tokens, depth, device)
+        self._ahead = torch.arange(depth + 1, device=device)
+
+    def begin(self, asked: int, prefix_features: Tensor, root: Tensor) -> None:
+        """The prefill is done and the first tokens `root` [B] are drawn."""
+        self.recorder.begin()
+        self.asked.fill_(asked)
+        self.position.fill_(1)
+        self.limit.fill_(min(self._depth, self._grid - 2))
+        self.counts.fill_(1)
+        self.root.copy_(root)
+        self.out[:, 0] = root
+        self.tokens[:, 0] = root
+        self.features[:, 0] = prefix_features[:, -1]
+
+    def commit(self, verdict: Verdict, features: Tensor) -> None:
+        """Append what a verdict keeps; complete images stay as they are."""
+        self.recorder.add(self.position, verdict, self.limit)
+        active = self.position < self.asked
+        counts = torch.where(active, verdict.accepted + 1, 0)
+        # Behind what counts stands filler: it is overwritten by the next step or cut off at the end.
+        at = (self.position[:, None] + self._ahead).clamp_max(self.out.shape[1] - 1)
+        self.out.scatter_(1, at, torch.where(active[:, None], verdict.tokens, self.out.gather(1, at)))
+        last = verdict.tokens.gather(1, (counts - 1).clamp_min(0)[:, None]).squeeze(1)
+        self.root.copy_(torch.where(active, last, self.root))
+        self.position.add_(counts)
+        self.counts.copy_(counts)
+        self.limit.copy_((self._grid - 1 - self.position).clamp_max(self._depth))
+        self.tokens.copy_(verdict.tokens)
+        index = verdict.path.clamp_min(0).repeat(len(features) // len(active), 1)
+        self.features.copy_(features.gather(1, index[:, :, None].expand(-1, -1, features.shape[-1])))
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What a verification needs to know: the rule, the nearest codes where it merges, how p is made."""
+
+    decoding: Decoding
+    relaxation: Relaxation
+    table: Tensor | None
+    judge: Judge | None
+
+
+class Speculation:
+    """The programs of one configuration for B images; bounds may differ from one image to the next (`begin`)."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        decoding: Decoding,
+        relaxation: Relaxation,
+        table: Tensor | None,
+        batch: int,
+        engine: Engine,
+        keep_logits: bool,
+        judge: Judge | None = None,
+    ) -> None:
+        device, scale = target.device, decoding.cfg_scale
+        drafted = (batch, sampling_key(decoding, *_ACCEPTANCE))
+        self.drafting: Drafting = engine.once(("drafting", drafted), lambda: drafting_of(decoding, device))
+        self._engine, self._batch, self._keep_logits = engine, batch, keep_logits
+        self._grid, self._vocabulary = target.image_tokens, target.vocab_size
+        self.target, self._score = scoring(target, batch, self.drafting.nodes, scale, engine)
+        self.drafter = drafter.session(batch, scale != 1, self.drafting.nodes)
+        self._margin = torch.zeros((), device=device)
+        self._rules = _Rules(decoding, replace(relaxation, margin=self._margin), table, judge)
+        self._draft = engine.program(("draft", drafted), self._draft_step, device)
+        kind = ("settle", batch, sampling_key(decoding), keep_logits, judge)
+        self._settle = engine.program(kind, self._settle_step, device)
+
+    def begin(self, relaxation: Relaxation, condition: Any, scores: Scores, root: Tensor, asked: int) -> None:
+        """Start a batch of images: the target's prefill gave `scores`, and `root` [B] are the first tokens."""
+        if relaxation.merges:
+            self._margin.fill_(relaxation.bound - (relaxation.rule == "multiplicative"))
+        batch, depth = self._batch, self.drafting.depth
+        self.progress = self._engine.once(
+            ("progress", batch, len(scores.features), depth),
+            lambda: Progress(batch, self._grid, depth, scores.features),
+        )
+        self.progress.begin(asked, scores.features, root)
+        self.drafter.prefill(condition, scores.features)
+
+    def draft(self, noise: Tensor) -> Drafted:
+        """Show the drafter what was committed and draft below it; `noise` [B, noises, V], bits."""
+        return self._draft(noise)
+
+    def score(self, drafted: Drafted) -> Scored:
+        """One forward of the target over the tree."""
+        return self._score(*self.drafting.to_score(drafted))
+
+    def settle(self, drafted: Drafted, scored: Scored, uniforms: Tensor, noise: Tensor) -> Tensor | None:
+        """Verify, commit and note it.
+
+        `uniforms` [B, M, C] and `noise` [B, V] are bits for those of `verify`. Returns the guided logits
+        [B, D + 1, V] along the path that was taken, where they are kept.
+        """
+        return self._settle(drafted, scored, uniforms, noise)
+
+    def noise(self, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
+        """The random bits of a step: for the noise of the draft and of the last token, for the uniforms."""
+        if self._rules.decoding.greedy:
+            none = torch.empty(self._batch, 0, dtype=torch.int32, device=draws.device)
+            return none, none, none
+        drafting, vocabulary = self.drafting, self._vocabulary
+        parts = [drafting.noises * vocabulary, vocabulary, drafting.nodes * drafting.fanout]
+        drafted, last, uniforms = torch.split(draws.bits(sum(parts)), parts, dim=1)
+        return (
+            drafted.view(self._batch, drafting.noises, vocabulary),
+            last,
+            uniforms.view(self._batch, drafting.nodes, drafting.fanout),
+        )
+
+    def _draft_step(self, noise: Tensor) -> Drafted:
+        at = self.progress
+        drafts = self.drafter.observe(at.tokens, at.features, at.counts)
+        return self.drafting.draft(self.drafter, drafts, at.root, exponential(noise), at.limit)
+
+    def _settle_step(self, drafted: Drafted, scored: Scored, uniforms: Tensor, noise: Tensor) -> Tensor | None:
+        decoding, relaxation, table = self._rules.decoding, self._rules.relaxation, self._rules.table
+        tree, logits, at = self.drafting.tree(drafted), scored.logits, self.progress
+        if decoding.greedy:
+            verdict = verify_greedy(tree, logits, relaxation, table, at.limit)
+        else:
+            p = decoding_probabilities(logits, decoding)
+            last, chances = exponential(noise), uniform(uniforms)
+            verdict = verify(tree, p, relaxation, table, chances, last, at.limit, self._rules.judge)
+        at.commit(verdict, scored.features)
+        self.target.commit(verdict.path, at.counts)
+        if not self._keep_logits:
+            return None
+        return logits.gather(1, verdict.path.clamp_min(0)[:, :, None].expand(-1, -1, logits.shape[-1]))

@@ -1,0 +1,234 @@
+"""Draft trees as tensors: what the target's mask, the walk and the drafter need to know about who is whose child.
+
+`StaticTree` is a topology made into index tensors once; `DraftTree` is one step's draft for a batch of images, the only
+form that verification sees; `link_nodes` makes one when every image has a shape of its own. A chain is a tree. Which
+nodes a dynamic draft keeps is decided in `growth.py` (algorithms.md, section 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lantern_bench.config.trees import Topology, check_topology
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which nodes are judged, in which order, known on the host so that no shape waits for the device.
+
+    nodes: int64 [I], the nodes that can have children, those with most children first. slots: int64 [M], the place of
+    each node in `nodes`, -1 for leaves. active: for each child rank the number of leading nodes that can have it.
+    """
+
+    nodes: Tensor
+    slots: Tensor
+    active: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """The drafts of one step for B images, M nodes each, node 0 the root (the last committed token).
+
+    tokens: int64 [B, M]. parents: int64 [B, M], -1 for the root. depths: int64 [B, M], 0 for the root.
+    children: int64 [B, M, C], node numbers in the order of trial, -1 where there is none.
+    attention: bool [B, M, M], node (row) sees node (column): its ancestors and itself.
+    path_order: int64 [B, M], of two equally deep nodes the one with the smaller number lies on the earlier path.
+    q: float32 [B, M, V], for each node the distribution its children were drawn from, in order, without replacement;
+        rows of leaves are not read. None for a deterministic draft, whose q is 1 (also in any greedy decoding).
+    max_depth: D, the depth of the deepest node a tree of this shape can have.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    children: Tensor
+    attention: Tensor
+    path_order: Tensor
+    layout: Layout
+    max_depth: int
+    q: Tensor | None = None
+
+    def rows(self, values: Tensor) -> Tensor:
+        """Return a copy [I * B, ...] of the `values` [B, M, ...] of the nodes that are judged, node by node.
+
+        Indexed at once, and not by views: compiled programs then change the copy in place.
+        """
+        nodes, images = self.layout.nodes, torch.arange(len(values), device=values.device)
+        return values[images.repeat(len(nodes)), nodes.repeat_interleave(len(values))]
+
+
+@dataclass(frozen=True)
+class Level:
+    """One drafting round of a static tree: which nodes of one depth are expanded, and into which nodes.
+
+    nodes: int64 [n], the nodes of this depth that have children. children: int64 [m], all nodes one deeper.
+    slot, rank: int64 [m], child i is the draw number `rank[i]` of the node `nodes[slot[i]]`.
+    fanout: the most children any of them has.
+    """
+
+    nodes: Tensor
+    children: Tensor
+    slot: Tensor
+    rank: Tensor
+    fanout: int
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A fixed topology as index tensors: M nodes with the root, ordered by (depth, path), depth D.
+
+    parents, depths: int64 [M]. children: int64 [M, C], -1 padded. attention: bool [M, M]. paths: int64 [L, D + 1], the
+    root-to-leaf paths as node numbers, -1 padded, in lexicographic order. levels: one per depth 0..D-1.
+    """
+
+    topology: Topology
+    parents: Tensor
+    depths: Tensor
+    children: Tensor
+    attention: Tensor
+    paths: Tensor
+    layout: Layout
+    levels: tuple[Level, ...]
+    max_depth: int
+
+    @classmethod
+    def of(cls, paths: Iterable[Sequence[int]], device: torch.device | str = "cpu") -> StaticTree:
+        """Build the tree of root-to-node child-rank paths; UserError where `check_topology` refuses them."""
+        topology = check_topology(paths)
+        nodes = [(), *topology]
+        number = {path: index for index, path in enumerate(nodes)}
+        kids = [[number[child] for child in topology if child[:-1] == path] for path in nodes]
+        ancestors = [[number[path[:depth]] for depth in range(len(path) + 1)] for path in nodes]
+        max_depth = len(topology[-1])
+        attention = torch.zeros(len(nodes), len(nodes), dtype=torch.bool)
+        for node, seen in enumerate(ancestors):
+            attention[node, seen] = True
+        return cls(
+            topology=topology,
+            parents=torch.tensor([-1, *(number[path[:-1]] for path in topology)], device=device),
+            depths=torch.tensor([len(path) for path in nodes], device=device),
+            children=_padded(kids, max(map(len, kids)), device),
+            attention=attention.to(device),
+            paths=_padded(sorted(ancestors[i] for i, below in enumerate(kids) if not below), max_depth + 1, device),
+            layout=_layout(kids, device),
+            levels=tuple(_level(nodes, kids, depth, device) for depth in range(max_depth)),
+            max_depth=max_depth,
+        )
+
+    def draft(self, tokens: Tensor, q: Tensor | None, valid: Tensor | None = None) -> DraftTree:
+        """Return the DraftTree of `tokens` int64 [B, M] in this shape, without copying the shape.
+
+        `q` [B, M, V] as in DraftTree (None only for greedy decoding); `valid` bool [B, M] is False for nodes that
+        could not be drawn (q = 0), which then are nobody's children.
+        """
+        batch = len(tokens)
+        children = self.children.expand(batch, -1, -1)
+        if valid is not None:
+            drawn = valid.gather(1, children.clamp_min(0).flatten(1)).view_as(children)
+            children = children.masked_fill(~drawn, -1)
+        # Sorted by (depth, path): among equally deep nodes the lexicographic order of paths is the order of numbers.
+        order = torch.arange(tokens.shape[1], device=tokens.device).expand(batch, -1)
+        return DraftTree(
+            tokens=tokens,
+            parents=self.parents.expand(batch, -1),
+            depths=self.depths.expand(batch, -1),
+            children=children,
+            attention=self.attention.expand(batch, -1, -1),
+            path_order=order,
+            layout=self.layout,
+            max_depth=self.max_depth,
+            q=q,
+        )
+
+
+def _padded(lists: Sequence[Sequence[int]], width: int, device: torch.device | str) -> Tensor:
+    return torch.tensor([[*row, *[-1] * (width - len(row))] for row in lists], device=device)
+
+
+def _layout(kids: Sequence[Sequence[int]], device: torch.device | str) -> Layout:
+    internal = sorted((node for node, below in enumerate(kids) if below), key=lambda node: -len(kids[node]))
+    slots = {node: slot for slot, node in enumerate(internal)}
+    most = len(kids[internal[0]])
+    return Layout(
+        nodes=torch.tensor(internal, device=device),
+        slots=torch.tensor([slots.get(node, -1) for node in range(len(kids))], device=device),
+        active=tuple(sum(len(kids[node]) > rank for node in internal) for rank in range(most)),
+    )
+
+
+def _level(
+    nodes: Sequence[tuple[int, ...]], kids: Sequence[Sequence[int]], depth: int, device: torch.device | str
+) -> Level:
+    expanded = [node for node, path in enumerate(nodes) if len(path) == depth and kids[node]]
+    children = [node for node, path in enumerate(nodes) if len(path) == depth + 1]
+    slot = {child: place for place, node in enumerate(expanded) for child in kids[node]}
+    return Level(
+        nodes=torch.tensor(expanded, device=device),
+        children=torch.tensor(children, device=device),
+        slot=torch.tensor([slot[child] for child in children], device=device),
+        rank=torch.tensor([nodes[child][-1] for child in children], device=device),
+        fanout=max(len(kids[node]) for node in expanded),
+    )
+
+
+def link_nodes(
+    tokens: Tensor, parents: Tensor, depths: Tensor, ranks: Tensor, valid: Tensor, fanout: int, max_depth: int
+) -> DraftTree:
+    """Return the deterministic DraftTree of B images whose trees differ in shape.
+
+    All int64 [B, M]: `tokens`, `parents` (-1 for the root, which is node 0, and never above the node's own number),
+    `depths`, `ranks` (place among the siblings, < `fanout`). Nodes with `valid` bool [B, M] False fill up: they hang
+    on the root at depth 1, see only it and themselves, and are nobody's children. Paths are in the order of their
+    leaves' numbers. algorithms.md, sections 2 and 3.
+    """
+    batch, nodes = tokens.shape
+    number = torch.arange(nodes, device=tokens.device).expand(batch, -1)
+    is_root = number == 0
+    parents = torch.where(valid | is_root, parents, 0)
+    is_child = valid & ~is_root
+    place = torch.where(is_child, parents * fanout + ranks, nodes * fanout)
+    children = torch.full((batch, nodes * fanout + 1), -1, dtype=torch.int64, device=tokens.device)
+    children = children.scatter_(1, place, number)[:, :-1].view(batch, nodes, fanout)
+    attention = _ancestors(parents, max_depth)
+    leaf = (valid | is_root) & (children < 0).all(dim=-1)
+    below = torch.where(leaf[:, :, None] & attention, number[:, :, None], nodes)
+    return DraftTree(
+        tokens=torch.where(valid | is_root, tokens, 0),
+        parents=parents,
+        depths=torch.where(valid | is_root, depths, 1),
+        children=children,
+        attention=attention,
+        path_order=below.amin(dim=1),
+        layout=full_layout(nodes, fanout, tokens.device),
+        max_depth=max_depth,
+    )
+
+
+def _ancestors(parents: Tensor, max_depth: int) -> Tensor:
+    batch, nodes = parents.shape
+    seen = torch.eye(nodes, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
+    above = parents
+    for _ in range(max_depth):
+        # Above the root there is -1, clamped to the root: everybody's ancestor.
+        seen.scatter_(2, above.clamp_min(0)[:, :, None], True)
+        above = torch.where(above < 0, above, parents.gather(1, above.clamp_min(0)))
+    return seen
+
+
+def full_layout(nodes: int, fanout: int, device: torch.device) -> Layout:
+    """The layout of a tree of which any node can have `fanout` children."""
+    every = torch.arange(nodes, device=device)
+    return Layout(nodes=every, slots=every, active=(nodes,) * fanout)
+
+
+def first_true(hit: Tensor) -> Tensor:
+    """Return int64 [...]: where the first True stands along the last dimension of bool [..., C]; C - 1 if nowhere.
+
+    Not `argmax` of the bits: compiled for a CPU (inductor of torch 2.15) that gives wrong places for 8-bit numbers.
+    """
+    last = hit.shape[-1] - 1
+    return torch.where(hit, torch.arange(last + 1, device=hit.device), last).amin(dim=-1)

@@ -1,0 +1,297 @@
+"""Pictures to features: one pass of an extractor over a set, by torch-fidelity.
+
+The features are all that FID, KID, precision and recall need, so a set is passed once and the reference's can be kept
+(`metrics/reference_sets.py`). Sets may be larger than the memory: pictures are read and prepared one at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch_fidelity
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+from torch_fidelity.feature_extractor_base import FeatureExtractorBase
+from torch_fidelity.utils import create_feature_extractor, get_featuresdict_from_dataset
+
+from lantern_bench.config.protocols import Preparation
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models.io.files import remembered_sha256
+from lantern_bench.models.io.hub_files import WEIGHTS_FOLDER_VARIABLE
+from lantern_bench.models.lanterns import classifier
+
+# ---- Finding the weights of a judge on this machine, and naming them in results
+
+
+_HASH_DIGITS = 8
+
+
+def find_weights(judge: str, file_name: str, given: Path | None, advice: str) -> Path:
+    """The weights file of `judge`, from the first place that has it.
+
+    The places: the path that was given; the folder named by the environment variable `LANTERN_BENCH_WEIGHTS`; the
+    cache of torch.hub. `file_name` is the name under which the weights are published. Raises `UserError` for a given
+    path that is no file and `RefusedError` when no place has the file; `advice` is shown with both.
+    """
+    if given is not None:
+        if not given.is_file():
+            raise UserError(f"the weights given for {judge} are not a file: {given}", advice)
+        return given
+    for folder in _folders():
+        if (folder / file_name).is_file():
+            return folder / file_name
+    raise RefusedError(
+        f"the weights of {judge} are not on this machine: {file_name} is neither in the folder named by "
+        f"{WEIGHTS_FOLDER_VARIABLE} nor in the cache of torch.hub (nothing is downloaded while measuring)",
+        advice,
+    )
+
+
+def _folders() -> list[Path]:
+    import torch
+
+    named = os.environ.get(WEIGHTS_FOLDER_VARIABLE)
+    cache = Path(torch.hub.get_dir()) / "checkpoints"
+    return [Path(named), cache] if named else [cache]
+
+
+def check_plain_weights(path: Path, with_key: str | None = None) -> None:
+    """Refuse a checkpoint that is anything but tensors in a dictionary (`UserError`): a pickle may carry code.
+
+    `with_key`, when given, is a name the dictionary must have to be of the right model.
+    """
+    import torch
+
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile) as problem:
+        raise UserError(
+            f"{path} cannot be read as plain weights",
+            "a file of tensors saved with torch.save is needed; pickles with code and scripted models are not loaded",
+        ) from problem
+    if not isinstance(loaded, dict):
+        raise UserError(f"{path} holds a {type(loaded).__name__}, not a dictionary of tensors")
+    if with_key is not None and with_key not in loaded:
+        raise UserError(f"{path} holds the weights of another model: it has no {with_key}")
+
+
+def fingerprint(path: Path) -> str:
+    """The first eight hex digits of the file's SHA-256."""
+    return remembered_sha256(path)[:_HASH_DIGITS]
+
+
+# ---- Feature extractors: the networks in whose features fidelity is measured, by name, with their weights on this
+
+EMBEDDED = "lanterns-features"
+
+
+@dataclass(frozen=True)
+class _Known:
+    """An extractor torch-fidelity can run: the layer all four metrics use, its width, its published file.
+
+    `key` is a parameter that tells the file from another model's.
+    """
+
+    layer: str
+    width: int
+    file_name: str
+    key: str
+
+
+EXTRACTORS: dict[str, _Known] = {
+    EMBEDDED: _Known(str(classifier.FEATURES), classifier.FEATURES, classifier.WEIGHTS.name, "project.weight"),
+    "inception-v3-compat": _Known(
+        "2048", 2048, "weights-inception-2015-12-05-6726825d.pth", "Mixed_7c.branch_pool.conv.weight"
+    ),
+    "vgg16": _Known("fc2_relu", 4096, "vgg16-397923af.pth", "classifier.3.weight"),
+}
+
+
+@dataclass(frozen=True)
+class Extractor:
+    """A feature extractor with its weights at hand."""
+
+    name: str
+    layer: str
+    width: int
+    weights: Path
+
+    @property
+    def label(self) -> str:
+        """How results name it: `<extractor>-<layer>@<first digits of the weights' hash>`."""
+        layer = "" if self.name.endswith(f"-{self.layer}") else f"-{self.layer}"
+        return f"{self.name}{layer}@{fingerprint(self.weights)}"
+
+
+class _LanternFeatures(FeatureExtractorBase):
+    """The attribute classifier's penultimate layer, in the shape torch-fidelity wants an extractor to have."""
+
+    def __init__(
+        self,
+        name: str,
+        features_list: Sequence[str],
+        feature_extractor_weights_path: str | None = None,
+        **_other: Any,
+    ) -> None:
+        super().__init__(name, list(features_list))
+        path = None if feature_extractor_weights_path is None else Path(feature_extractor_weights_path)
+        self.model = classifier.load_classifier(path)
+
+    @staticmethod
+    def get_provided_features_list() -> tuple[str, ...]:
+        return (str(classifier.FEATURES),)
+
+    @staticmethod
+    def get_default_feature_layer_for_metric(_metric: str) -> str:
+        return str(classifier.FEATURES)
+
+    @staticmethod
+    def can_be_compiled() -> bool:
+        return False
+
+    @staticmethod
+    def get_dummy_input_for_compile() -> Tensor:
+        return torch.zeros((1, 3, 64, 64), dtype=torch.uint8)
+
+    def forward(self, pictures: Tensor) -> tuple[Tensor, ...]:
+        """Pictures uint8 [n, 3, 64, 64] to one feature tensor float32 [n, 64]."""
+        return (self.model.features(pictures.float() / 255),)
+
+
+torch_fidelity.register_feature_extractor(EMBEDDED, _LanternFeatures)
+
+
+def find_extractor(name: str = EMBEDDED, weights: Path | None = None) -> Extractor:
+    """The extractor called `name` (one of `EXTRACTORS`), with the weights given or found on this machine.
+
+    Raises `UserError` for an unknown name, a path that is no file or a file that is not plain weights, and
+    `RefusedError` when the weights are not there: they are never downloaded.
+    """
+    known = EXTRACTORS.get(name)
+    if known is None:
+        raise UserError(f"unknown feature extractor {name!r}", f"known: {', '.join(EXTRACTORS)}")
+    if name == EMBEDDED:
+        path = weights or classifier.WEIGHTS
+        classifier.load_classifier(path)
+    else:
+        advice = f"put {known.file_name} there, or give its path"
+        path = find_weights(f"the feature extractor {name}", known.file_name, weights, advice)
+        check_plain_weights(path, known.key)
+    return Extractor(name, known.layer, known.width, path)
+
+
+# ----
+
+
+class Pictures(Protocol):
+    """A set of pictures uint8 [3, h, w], by number; a tensor uint8 [n, 3, h, w] is one."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Tensor:
+        """One of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class FeatureSet:
+    """What is known of a set of pictures under one extractor.
+
+    mean [d] and covariance [d, d] in float64 (numpy's unbiased one); features float32 [n, d], or None where only the
+    two were given; n, where it is known.
+    """
+
+    mean: NDArray[np.float64]
+    covariance: NDArray[np.float64]
+    n: int | None
+    features: Tensor | None = None
+
+    @classmethod
+    def of(cls, features: Tensor) -> FeatureSet:
+        """The set with these features float32 [n, d]."""
+        mean, covariance = statistics(features)
+        return cls(mean, covariance, len(features), features)
+
+
+class _Prepared(Dataset[Tensor]):
+    """Pictures as the dataset torch-fidelity reads."""
+
+    def __init__(self, pictures: Pictures, prepared: Callable[[Tensor], Tensor] | None) -> None:
+        self.pictures, self.prepared = pictures, prepared
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def __getitem__(self, index: int) -> Tensor:
+        picture = self.pictures[index]
+        return picture if self.prepared is None else self.prepared(picture)
+
+
+def features_of(
+    pictures: Pictures,
+    extractor: Extractor,
+    *,
+    prepared: Callable[[Tensor], Tensor] | None = None,
+    device: torch.device | str = "cpu",
+    batch_size: int = 64,
+) -> Tensor:
+    """The features float32 [n, width] of pictures, on the CPU; `prepared` is applied to each picture first."""
+    if len(pictures) == 0:
+        return torch.zeros(0, extractor.width)
+    cuda = torch.device(device).type == "cuda"
+    network: Any = create_feature_extractor(
+        extractor.name, [extractor.layer], cuda=cuda, feature_extractor_weights_path=str(extractor.weights)
+    )
+    # save_cpu_ram: loads in this process; worker processes cost more than pictures that are in memory already.
+    found = get_featuresdict_from_dataset(
+        _Prepared(pictures, prepared), network, batch_size, cuda, save_cpu_ram=True, verbose=False
+    )
+    features: Tensor = found[extractor.layer].float()
+    return features
+
+
+def statistics(features: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Mean [d] and covariance [d, d] of features [n, d], in float64; the covariance of fewer than two is nan."""
+    values = features.double().numpy()
+    width = values.shape[1]
+    mean = values.mean(axis=0) if len(values) else np.full(width, np.nan)
+    return mean, np.atleast_2d(np.cov(values, rowvar=False)) if len(values) > 1 else np.full((width, width), np.nan)
+
+
+# ---- What is done to a picture before a network sees it: crop, resize, as a protocol says
+
+
+def prepare(picture: Tensor, preparation: Preparation) -> Tensor:
+    """A picture uint8 [3, h, w], cropped and resized as every judge of the protocol sees it: uint8 [3, h', w']."""
+    if preparation.crop:
+        height, width = picture.shape[1:]
+        side = min(height, width)
+        top, left = (height - side) // 2, (width - side) // 2
+        picture = picture[:, top : top + side, left : left + side]
+    return _resized(picture, preparation.size, Image.Resampling.LANCZOS)
+
+
+def for_features(picture: Tensor, preparation: Preparation) -> Tensor:
+    """A prepared picture as the fidelity features see it."""
+    return _resized(picture, preparation.features_size, Image.Resampling.BICUBIC)
+
+
+def _resized(picture: Tensor, side: int | None, filter: Image.Resampling) -> Tensor:
+    """The picture with this many pixels a side, unless it has them already or None is asked for."""
+    if side is None or tuple(picture.shape[1:]) == (side, side):
+        return picture
+    pixels = np.ascontiguousarray(picture.permute(1, 2, 0).numpy())
+    resized = np.asarray(Image.fromarray(pixels).resize((side, side), filter))
+    return torch.from_numpy(resized.transpose(2, 0, 1).copy())

@@ -1,0 +1,325 @@
+"""Chameleon (arXiv 2405.09818) as Anole and Lumina-mGPT publish it: sizes, vocabulary, and how a picture is asked for.
+
+No torch: a listing or a plan needs these and nothing else. The two models are one architecture and one vocabulary; they
+differ in the words around a caption, in the grid, and in that Lumina-mGPT ends every line of its pictures with a token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models.transformer import TransformerConfig
+
+if TYPE_CHECKING:
+    from lantern_bench.models.transformer.conditioning import Condition
+
+__all__ = [
+    "PUBLISHED",
+    "STYLES",
+    "ChameleonSize",
+    "PromptTokenizer",
+    "Style",
+    "Vocabulary",
+    "invented_words",
+    "prompt_condition",
+    "published_vocabulary",
+    "read_config",
+    "read_vocabulary",
+]
+
+
+_POSITIONS = 256
+
+
+_CODES = 8192
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one model asks for a picture: `<s>`, the text of `template`, end of turn, start of image.
+
+    `sized`: the start of image says the picture's height and width. `null`: which of the prompt's tokens, by index,
+    are left of it without a caption. `line_ends`: a token ends every line. `positions`: the longest prompt.
+    """
+
+    grid: tuple[int, int]
+    template: str
+    sized: bool
+    null: tuple[int, ...]
+    line_ends: bool
+    positions: int = _POSITIONS
+
+    def text(self, caption: str) -> str:
+        """The text of a caption's prompt."""
+        height, width = (16 * side for side in self.grid)
+        return self.template.format(caption=caption, height=height, width=width)
+
+    def around(self, text: Sequence[int], vocabulary: Vocabulary) -> list[int]:
+        """The whole prompt of a tokenised text."""
+        if self.sized and any(side % 2 for side in self.grid):
+            raise UserError(f"grid {self.grid[0]}x{self.grid[1]}: this model's pictures have an even number of each")
+        names = ["<reserved08706>", "<racm3:break>"]
+        # The tokens of sizes count in steps of 32 pixels, which are two rows or columns of codes.
+        names += [f"<reserved{8800 + side // 2:05d}>" for side in self.grid] if self.sized else []
+        return [vocabulary["<s>"], *text, *(vocabulary[name] for name in names)]
+
+    def without_caption(self, prompt: Sequence[int]) -> list[int]:
+        """The unconditional prompt that goes with a prompt."""
+        return [prompt[index] for index in self.null if -len(prompt) <= index < len(prompt)]
+
+
+STYLES: dict[str, Style] = {
+    "anole-7b": Style((32, 32), "{caption}", sized=False, null=(0, -1), line_ends=False),
+    "lumina-mgpt-7b-768": Style(
+        (48, 48),
+        "Generate an image of {width}x{height} according to the following prompt:\n{caption}",
+        sized=True,
+        null=(-3, -2, -1),
+        line_ends=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ChameleonSize:
+    """A size, named as `TransformerConfig` does; `words` is the whole vocabulary."""
+
+    words: int
+    dim: int
+    layers: int
+    heads: int
+    ffn_dim: int
+    kv_heads: int | None = None
+    norm_eps: float = 1e-5
+    rope_base: float = 10000.0
+    norm_after: bool = False
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the published target has, its image encoder left out."""
+        head = self.dim // self.heads
+        attention = self.dim * head * (2 * self.heads + 2 * (self.kv_heads or self.heads))
+        norms = 2 * self.dim + 2 * head * (self.heads + (self.kv_heads or self.heads))
+        return self.layers * (attention + 3 * self.dim * self.ffn_dim + norms) + 2 * self.words * self.dim + self.dim
+
+    def transformer(self, style: Style, token_ids: Sequence[int]) -> TransformerConfig:
+        """The size as THE transformer takes it; `token_ids` as `Vocabulary.token_ids` gives them."""
+        from lantern_bench.models.transformer import TransformerConfig
+
+        return TransformerConfig(
+            vocab_size=len(token_ids),
+            dim=self.dim,
+            layers=self.layers,
+            heads=self.heads,
+            ffn_dim=self.ffn_dim,
+            prefix=style.positions,
+            grid=style.grid,
+            kv_heads=self.kv_heads,
+            norm_eps=self.norm_eps,
+            rope_base=self.rope_base,
+            positions="sequence",
+            pairs="halves",
+            qk_norm=True,
+            norm_after=self.norm_after,
+            words=self.words,
+            token_ids=tuple(token_ids),
+            line_ends=style.line_ends,
+        )
+
+
+PUBLISHED = ChameleonSize(words=65536, dim=4096, layers=32, heads=32, ffn_dim=11008)
+"""Chameleon 7B, which Anole and Lumina-mGPT were trained from."""
+
+
+class Vocabulary:
+    """The numbers of a vocabulary's tokens; image codes are `IMGIMG<digits as letters A to J>Z`."""
+
+    def __init__(self, ids: Mapping[str, int], source: str) -> None:
+        self._ids, self._source = ids, source
+
+    def __getitem__(self, name: str) -> int:
+        """The number of a token; raises `UserError` where the vocabulary has none of this name."""
+        if name not in self._ids:
+            raise UserError(f"{self._source}: the vocabulary has no {name}", "It is not that of a Chameleon model.")
+        return self._ids[name]
+
+    @cached_property
+    def codes(self) -> tuple[int, ...]:
+        """The number of every image code, by code; raises `UserError` where some are missing."""
+        found: dict[int, int] = {}
+        for name, number in self._ids.items():
+            letters = re.fullmatch("IMGIMG([A-J]+)Z", name)
+            if letters is not None:
+                found[int("".join(str(ord(letter) - ord("A")) for letter in letters[1]))] = number
+        if not found or sorted(found) != list(range(len(found))):
+            gap = next((code for code in range(len(found)) if code not in found), None)
+            lack = "no image codes" if not found else f"no image code {gap}, and others above it"
+            raise UserError(f"{self._source}: the vocabulary has {lack}", "It is not that of a Chameleon model.")
+        return tuple(found[code] for code in range(len(found)))
+
+    def token_ids(self, style: Style) -> tuple[int, ...]:
+        """What an image's tokens are in the vocabulary: the codes and, where lines have ends, the end of a line."""
+        return (*self.codes, self["<reserved08799>"]) if style.line_ends else self.codes
+
+
+def read_vocabulary(config: Mapping[str, Any], tokenizer: Path, source: str) -> Vocabulary:
+    """The vocabulary of a model: of its tokenizer.json where it is there, and of the `vocabulary_map` of its config."""
+    ids = dict(config.get("vocabulary_map") or {})
+    if tokenizer.is_file():
+        source = str(tokenizer)
+        try:
+            stated = json.loads(tokenizer.read_text(encoding="utf-8"))
+            ids |= stated["model"]["vocab"]
+            ids |= {str(added["content"]): added["id"] for added in stated.get("added_tokens") or []}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{tokenizer}: cannot be read as a tokenizer: {error}", "Download it again.") from error
+    return Vocabulary(ids, source)
+
+
+def published_vocabulary() -> Vocabulary:
+    """The published numbers of what a picture needs, for models without files."""
+    ids = {"<s>": 0, "<racm3:break>": 8197, "<reserved08706>": 8710}
+    ids |= {f"<reserved{number:05d}>": number + 4 for number in range(8799, 8799 + 34)}
+    ids |= {f"IMGIMG{''.join(chr(ord('A') + int(digit)) for digit in str(code))}Z": code + 4 for code in range(_CODES)}
+    return Vocabulary(ids, "the published vocabulary")
+
+
+_NAMES: dict[str, str] = {
+    "words": "vocab_size",
+    "dim": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "ffn_dim": "intermediate_size",
+    "kv_heads": "num_key_value_heads",
+}
+
+
+# What transformers' Chameleon can be told and no published checkpoint is.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "model_type": ("chameleon", "chameleon_xllmx", None),
+    "hidden_act": ("silu", None),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "tie_word_embeddings": (False, None),
+    "rope_scaling": (None,),
+}
+
+
+def read_config(config: Mapping[str, Any], wrong: Callable[[str, str], UserError]) -> ChameleonSize:
+    """The size that a config.json states; what it leaves out is that of Chameleon 7B.
+
+    Raises what `wrong(key, text)` makes for values that cannot be, and for what this transformer does not do.
+    """
+    for key, allowed in _ONLY.items():
+        if config.get(key) not in allowed:
+            raise wrong(key, f"is {config[key]}, and Chameleon's is {allowed[0]}")
+    said: dict[str, Any] = {}
+    for ours, key in _NAMES.items():
+        value = config.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise wrong(key, f"{value}: must be a whole number above 0")
+        if value is not None:
+            said[ours] = value
+    rope = config.get("rope_parameters") or {}
+    for ours, key, value in (
+        ("norm_eps", "rms_norm_eps", config.get("rms_norm_eps")),
+        ("rope_base", "rope_theta", config.get("rope_theta", rope.get("rope_theta"))),
+    ):
+        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or value <= 0):
+            raise wrong(key, f"{value}: must be a number above 0")
+        if value is not None:
+            said[ours] = float(value)
+    size = ChameleonSize(**(vars(PUBLISHED) | said | {"norm_after": bool(config.get("swin_norm"))}))
+    if size.dim % size.heads or size.heads % (size.kv_heads or size.heads) or size.dim // size.heads % 2:
+        raise wrong(
+            "num_attention_heads", f"{size.heads} heads do not go into {size.dim} (and {size.kv_heads} of keys)"
+        )
+    return size
+
+
+_PADDING = 1
+
+
+_FIRST_WORD = 9000
+
+
+class PromptTokenizer:
+    """Captions to prompts; `path` is a tokenizer.json, read when the first caption comes. Needs no torch until then."""
+
+    def __init__(self, path: Path, vocabulary: Vocabulary, style: Style) -> None:
+        self._path, self._style, self._vocabulary = path, style, vocabulary
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise RefusedError(
+                "captions need the package tokenizers, which is not installed",
+                "Type `pip install 'lantern-bench[hf]'`; or give numbers: generate --condition FILE.npz.",
+            ) from error
+        path = self._path
+        if not path.is_file():
+            raise UserError(f"{path}: no such file", "Captions need the tokenizer.json of the published folder.")
+        try:
+            return Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises Exception itself
+            raise UserError(f"{path}: cannot be read as a tokenizer: {error}", "Download it again.") from error
+
+    def words(self, caption: str) -> list[int]:
+        """The prompt of a caption as numbers; raises `UserError` for one that is empty or too long."""
+        if not caption.strip():
+            raise UserError("caption: is empty", "Say what the picture shows.")
+        text = self._tokenizer.encode(self._style.text(caption), add_special_tokens=False).ids
+        prompt = self._style.around(text, self._vocabulary)
+        if len(prompt) > self._style.positions:
+            raise UserError(
+                f"caption {caption[:40]!r}...: its prompt has {len(prompt)} tokens, and at most "
+                f"{self._style.positions} are taken",
+                "Say it in fewer words.",
+            )
+        return prompt
+
+    def __call__(self, captions: Sequence[str]) -> Condition:
+        """The condition of captions, one an image."""
+        return prompt_condition([self.words(caption) for caption in captions], self._style)
+
+
+def prompt_condition(prompts: Sequence[Sequence[int]], style: Style) -> Condition:
+    """The condition of whole prompts: numbers int64 [B, 2, P], with caption and without, and which are no padding."""
+    import torch
+
+    from lantern_bench.models.transformer.conditioning import Condition
+
+    pairs = [(list(prompt), style.without_caption(prompt)) for prompt in prompts]
+    length = max(len(prompt) for pair in pairs for prompt in pair)
+    values = torch.full((len(pairs), 2, length), _PADDING, dtype=torch.int64)
+    valid = torch.zeros(values.shape, dtype=torch.bool)
+    for row, pair in enumerate(pairs):
+        for kind, prompt in enumerate(pair):
+            values[row, kind, length - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64)
+            valid[row, kind, length - len(prompt) :] = True
+    return Condition(values, valid)
+
+
+def invented_words(style: Style, vocabulary: Vocabulary, words: int) -> Callable[[Sequence[str]], Condition]:
+    """Prompts for models whose weights are random: every word of a caption is some number above the image codes."""
+
+    def condition(captions: Sequence[str]) -> Condition:
+        prompts = []
+        for caption in captions:
+            digests = [hashlib.sha256(word.encode()).digest() for word in caption.split()]
+            numbers = [int.from_bytes(digest[:8]) for digest in digests][: style.positions // 2]
+            text = [_FIRST_WORD + number % (words - _FIRST_WORD) for number in numbers]
+            prompts.append(style.around(text, vocabulary))
+        return prompt_condition(prompts, style)
+
+    return condition

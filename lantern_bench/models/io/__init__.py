@@ -1,0 +1,1 @@
+"""Files: checkpoints, downloads, model files, caches."""

@@ -1,0 +1,204 @@
+"""The names of transformers' Llama, mapped onto THE transformer: LlamaGen's conversion, Chameleon, published drafters.
+
+All of them name the parts of a layer alike; what a model's layers and the things around them are called as a whole is
+for its own key map to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lantern_bench.errors import UserError
+from lantern_bench.models.io.checkpoint import Checkpoint, what_is
+from lantern_bench.models.transformer import TransformerConfig
+
+# ---- From a checkpoint into modules, and back: key maps, and every key that does not fit in one error
+
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Piece(NamedTuple):
+    """A tensor of a checkpoint as part of one of ours.
+
+    `rows` of ours, along the first axis (None: all of them). `prepare` turns what the file holds into what we hold,
+    `undo` is its inverse; both keep the shape, but where the file has `file_rows` and `prepare` takes `rows` of them:
+    such a piece cannot be exported.
+    """
+
+    key: str
+    rows: int | None = None
+    prepare: Callable[[Tensor], Tensor] | None = None
+    undo: Callable[[Tensor], Tensor] | None = None
+    file_rows: int | None = None
+
+
+KeyMap: TypeAlias = Mapping[str, tuple[Piece, ...]]
+"""Our name -> the pieces it consists of, in order."""
+
+
+def plain(module: nn.Module, rename: Callable[[str], str] = lambda name: name) -> dict[str, tuple[Piece, ...]]:
+    """The key map in which every tensor of a module is one of the file's, under the name `rename` gives it."""
+    return {name: (Piece(rename(name)),) for name in module.state_dict()}
+
+
+def fill(
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    key_map: KeyMap,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    computed: Callable[[str], bool] = lambda _key: False,
+    wanted: str = "this model",
+) -> None:
+    """Give a module (on the meta device) its weights; it is then in evaluation mode, on `device`, in `dtype`.
+
+    `computed` tells the keys that a file may have and nobody needs. Raises one `UserError` with every missing,
+    unexpected and misshapen key, and one for a tensor without weights or with some that are not finite; `wanted` says
+    there what was looked for. Needs the memory of the module and of one tensor more.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    _check(checkpoint, shapes, key_map, computed, wanted)
+    state: dict[str, Tensor] = {}
+    for name, pieces in key_map.items():
+        tensor = torch.empty(shapes[name], dtype=dtype, device=device)
+        at = 0
+        for piece in pieces:
+            rows = shapes[name][0] if piece.rows is None else piece.rows
+            read = checkpoint[piece.key]
+            if read.dtype not in _FLOATS:
+                raise UserError(
+                    f"{checkpoint.path}: {piece.key} holds {str(read.dtype).removeprefix('torch.')}, no weights",
+                    "Weights are read as float32, bfloat16, float16 or float64; quantised ones are not.",
+                )
+            tensor[at : at + rows].copy_(read if piece.prepare is None else piece.prepare(read))
+            at += rows
+        if not torch.isfinite(tensor).all():
+            raise UserError(
+                f"{checkpoint.path}: {name} has numbers that are not finite in {str(dtype).removeprefix('torch.')}",
+                "The file is damaged, or needs a type with a wider range, such as --dtype bfloat16.",
+            )
+        state[name] = tensor
+    module.load_state_dict(state, strict=True, assign=True)
+    module.requires_grad_(False).eval()
+    compute_buffers(module, device)
+
+
+def compute_buffers(module: nn.Module, device: torch.device) -> None:
+    """Let every submodule make the tables it computes, on `device`: those are in no file."""
+    for part in module.modules():
+        compute = getattr(part, "compute_buffers", None)
+        if compute is not None:
+            compute(device)
+
+
+def export(module: nn.Module, key_map: KeyMap) -> dict[str, Tensor]:
+    """The weights of a module under the names of a checkpoint's layout: the inverse of `fill`."""
+    state = module.state_dict()
+    out: dict[str, Tensor] = {}
+    for name, pieces in key_map.items():
+        at = 0
+        for piece in pieces:
+            rows = state[name].shape[0] if piece.rows is None else piece.rows
+            if piece.file_rows is not None:
+                raise ValueError(f"{piece.key} is held in part and cannot be exported")
+            part = state[name][at : at + rows]
+            out[piece.key] = (part if piece.undo is None else piece.undo(part)).detach().cpu().clone().contiguous()
+            at += rows
+    return out
+
+
+def _check(
+    checkpoint: Checkpoint,
+    shapes: Mapping[str, tuple[int, ...]],
+    key_map: KeyMap,
+    computed: Callable[[str], bool],
+    wanted: str,
+) -> None:
+    """Raise one `UserError` for all keys that do not fit."""
+    expected = {
+        piece.key: (piece.file_rows or piece.rows or shapes[name][0], *shapes[name][1:]) if shapes[name] else ()
+        for name, pieces in key_map.items()
+        for piece in pieces
+    }
+    missing = [key for key in expected if key not in checkpoint]
+    unexpected = [key for key in checkpoint if key not in expected and not computed(key)]
+    misshapen = [
+        f"{key} is {_shape(checkpoint.shape(key))}, not {_shape(shape)}"
+        for key, shape in expected.items()
+        if key in checkpoint and checkpoint.shape(key) != shape
+    ]
+    if not (missing or unexpected or misshapen):
+        return
+    kind = what_is(checkpoint)
+    told = f": it is {kind}" if kind is not None and len(missing) * 2 > len(expected) else ""
+    lines = [
+        f"{len(keys)} {what}: {_listed(keys)}"
+        for what, keys in (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen))
+        if keys
+    ]
+    raise UserError(f"{checkpoint.path}: does not hold {wanted}{told}\n  " + "\n  ".join(lines))
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape)) or "a number"
+
+
+def _listed(keys: list[str]) -> str:
+    return ", ".join(keys)
+
+
+# ----
+
+AROUND: Mapping[str, str] = {
+    "transformer.tok_embeddings.": "model.embed_tokens.",
+    "transformer.layers.": "model.layers.",
+    "transformer.norm.": "model.norm.",
+    "transformer.output.": "lm_head.",
+}
+"""Where a `TransformerTarget` keeps its parts -> where a Llama for causal language modelling does."""
+
+_INSIDE = {
+    "attention.wo.": "self_attn.o_proj.",
+    "attention.q_norm.": "self_attn.q_norm.",
+    "attention.k_norm.": "self_attn.k_norm.",
+    "feed_forward.w1.": "mlp.gate_proj.",
+    "feed_forward.w3.": "mlp.up_proj.",
+    "feed_forward.w2.": "mlp.down_proj.",
+    "attention_norm.": "input_layernorm.",
+    "ffn_norm.": "post_attention_layernorm.",
+}
+_MIXED = "attention.wqkv.weight"
+
+
+def llama_key_map(
+    module: nn.Module, config: TransformerConfig, around: Mapping[str, str] = AROUND
+) -> dict[str, tuple[Piece, ...]]:
+    """The key map of a module with layers of `config`; `around` renames what its names begin with.
+
+    Query, key and value are three matrices there and one here, their rows in the same order: which pairs of them the
+    rotary embedding turns together is the config's to say (`pairs`).
+    """
+
+    def rename(name: str) -> str:
+        for ours, theirs in around.items():
+            if name.startswith(ours):
+                name = theirs + name.removeprefix(ours)
+                break
+        for ours, theirs in _INSIDE.items():
+            name = name.replace(f".{ours}", f".{theirs}")
+        return name
+
+    rows = dict.fromkeys("qkv", (config.kv_heads or config.heads) * config.head_dim)
+    rows["q"] = config.heads * config.head_dim
+    pieces = plain(module, rename)
+    for name in pieces:
+        if name.endswith(_MIXED):
+            layer = rename(name).removesuffix(_MIXED)
+            pieces[name] = tuple(Piece(f"{layer}self_attn.{part}_proj.weight", count) for part, count in rows.items())
+    return pieces

@@ -1,0 +1,406 @@
+"""Caption features as LlamaGen is given them: T5, 120 positions, valid ones last, kept on disk once made.
+
+The encoder is transformers' own, read from a folder and never from the network. It is loaded when a caption is met that
+has no features yet, encodes all that are asked for, one at a time so that no caption's features depend on its company,
+and is freed before anything is decoded. The projection that takes the features is `conditioning.CaptionFeatures`.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import html
+import json
+import pickle
+import re
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote_plus
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models.io.files import remembered_sha256, write_atomically
+from lantern_bench.models.transformer.conditioning import Condition
+
+# ---- How LlamaGen's captions are cleaned before the text encoder sees them: it was trained on cleaned ones
+
+
+CLEANING = "llamagen-2024"
+"""Name of the rules; a change of any of them is a new name, so that no cached feature outlives it."""
+
+_DASHES = "".join(re.escape(chr(code)) for code in range(0x10000) if unicodedata.category(chr(code)) == "Pd")
+_HOST = r"[a-z0-9.\-]+\.(?:com|co|ru|net|org|edu|gov|it)[\w/-]*\b/?(?!@)"
+_ENDINGS = "(?:png|jpg|jpeg|bmp|webp|eps|pdf|apk|mp4)"
+_SYMBOLS = re.escape("#®•©™&@·º½¾¿¡§~()[]{}|\\/*")
+
+_ADDRESSES = (
+    (rf"\b(?:https?:(?:/{{1,3}}|[a-z0-9%])|{_HOST})", ""),
+    (rf"\b(?:www:(?:/{{1,3}}|[a-z0-9%])|{_HOST})", ""),
+)
+_CHARACTERS = (
+    (r"@\w+\b", ""),
+    ("[\u31c0-\u9fff]+", ""),
+    (f"[{_DASHES}]+", "-"),
+    ("[`\u00b4«»“”¨]", '"'),
+    ("[\u2018\u2019]", "'"),
+    ("&quot;?", ""),
+    ("&amp", ""),
+)
+_NUMBERS = (
+    (r"\d{1,3}(?:\.\d{1,3}){3}", " "),
+    (r"\d:\d\d\s+$", ""),
+    (r"\\n", " "),
+    (r"#\d{1,3}\b", ""),
+    (r"#\d{5,}\b", ""),
+    (r"\b\d{6,}\b", ""),
+    (rf"\S+\.{_ENDINGS}", ""),
+    ("[\"']{2,}", '"'),
+    (r"\.{2,}", " "),
+    (f"[{_SYMBOLS}]+", " "),
+    (r"\s+\.\s+", " "),
+)
+_WEB_WORDS = (
+    (r"\b[a-zA-Z]{1,3}\d{3,15}\b", ""),
+    (r"\b[a-zA-Z]+\d+[a-zA-Z]+\b", ""),
+    (r"\b\d+[a-zA-Z]+\d+\b", ""),
+    (r"(?:worldwide\s+)?(?:free\s+)?shipping", ""),
+    (r"(?:free\s)?download(?:\sfree)?", ""),
+    (r"\bclick\b\s(?:for|on)\s\w+", ""),
+    (rf"\b{_ENDINGS}(?:\simages?)?", ""),
+    (r"\bpage\s+\d+\b", ""),
+    (r"\b\d*[a-zA-Z]+\d+[a-zA-Z]+\d+[a-zA-Z\d]*\b", " "),
+    ("\\b\\d+\\.?\\d*[x\u0445×]\\d+\\.?\\d*\\b", ""),
+)
+_SPACING = (
+    (r"\b\s+:\s+", ": "),
+    (r"(\D[,./])\b", r"\1 "),
+    (r"\s+", " "),
+    ("^[\"']([\\w\\W]+)[\"']$", r"\1"),
+    (r"^['_,\-:;]", ""),
+    (r"['_,\-:+]$", ""),
+    (r"^\.\S+$", ""),
+)
+# A caption with more of these than a few is a file name or an address.
+_JOINER = r"[-_]"
+_FEW_JOINERS = 3
+
+
+def cleaned(caption: str) -> str:
+    """A caption as the text encoder of LlamaGen is given it."""
+    return _once(_once(caption))
+
+
+def _once(caption: str) -> str:
+    import ftfy
+
+    text = unquote_plus(caption).strip().lower().replace("<person>", "person")
+    text = _without_tags(_ruled(text, _ADDRESSES))
+    text = _ruled(_ruled(text, _CHARACTERS), _NUMBERS)
+    if len(re.findall(_JOINER, text)) > _FEW_JOINERS:
+        text = re.sub(_JOINER, " ", text)
+    text = html.unescape(html.unescape(ftfy.fix_text(text))).strip()
+    return _ruled(_ruled(text, _WEB_WORDS), _SPACING).strip()
+
+
+def _ruled(text: str, rules: tuple[tuple[str, str], ...]) -> str:
+    for pattern, replacement in rules:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+class _Text(HTMLParser):
+    """Gathers what is between tags."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.pieces: list[str] = []
+
+    def handle_data(self, data: str) -> None:
+        self.pieces.append(data)
+
+
+def _without_tags(text: str) -> str:
+    parser = _Text()
+    parser.feed(text)
+    parser.close()
+    return "".join(parser.pieces)
+
+
+# ---- Features of captions on disk, one file a caption: a sweep encodes each caption once, and the next sweep none
+
+
+_ABOUT = "encoder.json"
+
+
+class FeatureCache:
+    """The features of one encoder under `root`; `about` is all that can change them."""
+
+    def __init__(self, root: Path, about: Mapping[str, Any]) -> None:
+        self.about = json.loads(json.dumps(dict(about), sort_keys=True))
+        self.sha256 = hashlib.sha256(json.dumps(self.about, sort_keys=True).encode()).hexdigest()
+        self.folder = root / self.sha256[:16]
+
+    @classmethod
+    def only_one(cls, root: Path, wanted: Mapping[str, Any]) -> FeatureCache | None:
+        """The cache of the one encoder of which there are features with the values `wanted`; None without any.
+
+        Features alone are enough to decode, so the encoder's own files need not be there. Raises `RefusedError` when
+        several encoders fit.
+        """
+        fitting = [cls(root, about) for about in _kept(root) if wanted.items() <= about.items()]
+        if len(fitting) > 1:
+            raise RefusedError(
+                f"{root}: holds caption features of {len(fitting)} text encoders, and the encoder itself is missing",
+                "Fetch the encoder, or leave only the folder of the features you mean.",
+            )
+        return fitting[0] if fitting else None
+
+    def path(self, caption: str) -> Path:
+        """The file of a caption."""
+        name = hashlib.sha256(caption.encode()).hexdigest()[:32]
+        return self.folder / name[:2] / f"{name}.safetensors"
+
+    def has(self, caption: str) -> bool:
+        """Whether a caption has been encoded."""
+        return self.path(caption).is_file()
+
+    def put(self, caption: str, features: Tensor) -> None:
+        """Keep the features [n, width] of a caption; raises OSError where nothing can be written."""
+        about = self.folder / _ABOUT
+        if not about.is_file():
+            write_atomically(about, json.dumps(self.about, indent=1, sort_keys=True).encode() + b"\n")
+        content = save({"features": features.cpu().contiguous()}, metadata={"caption": caption})
+        write_atomically(self.path(caption), content)
+
+    def get(self, caption: str) -> Tensor:
+        """The features [n, width] of a caption; raises `RefusedError` for a damaged file, KeyError for none."""
+        path = self.path(caption)
+        if not path.is_file():
+            raise KeyError(caption)
+        try:
+            with safe_open(path, framework="pt") as file:
+                kept = (file.metadata() or {}).get("caption")
+                features: Tensor = file.get_tensor("features")
+        except (OSError, SafetensorError) as error:
+            raise RefusedError(f"{path}: damaged features of a caption: {error}", "Remove the file.") from error
+        if kept != caption:
+            raise RefusedError(f"{path}: holds the features of another caption", "Remove the file.")
+        return features
+
+
+def _kept(root: Path) -> list[dict[str, Any]]:
+    found = []
+    for path in sorted(root.glob(f"*/{_ABOUT}")):
+        try:
+            about = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RefusedError(f"{path}: damaged: {error}", "Remove the folder; features are made again.") from error
+        found.append(about)
+    return found
+
+
+# ----
+
+_KINDS = (".safetensors", ".bin")
+_UNREADABLE = (pickle.UnpicklingError, SafetensorError)
+
+
+def left_padded(embeddings: Tensor, mask: Tensor) -> Condition:
+    """Features as the encoder gives them -> as the model takes them: valid positions moved to the end, pads zero.
+
+    embeddings [B, P, width], mask [B, P] with the valid positions first; values and mask of the result have them last,
+    in the same order. What is left-padded already stays where it is. A mask with holes raises ValueError.
+    """
+    valid = mask.bool()
+    counts = valid.sum(dim=1, keepdim=True)
+    position = torch.arange(valid.shape[1], device=valid.device)[None]
+    first, last = position < counts, position >= valid.shape[1] - counts
+    on_the_right = (valid == last).all(dim=1, keepdim=True)
+    if not ((valid == first).all(dim=1, keepdim=True) | on_the_right).all():
+        raise ValueError("the valid positions of a mask must stand together, at its beginning or at its end")
+    shift = torch.where(on_the_right, 0, counts)
+    source = (position + shift) % valid.shape[1]
+    moved = embeddings.gather(1, source[..., None].expand(-1, -1, embeddings.shape[2]))
+    return Condition(moved * last[..., None].to(embeddings.dtype), last)
+
+
+class CaptionFeatureSource:
+    """Captions -> features [B, P, width], left-padded, on a device: the `condition` of a model.
+
+    folder: of the encoder in the Hugging Face layout, or None where it is not there: then only captions whose features
+    are in `cache` can be had. dtype: the encoder's number type. width: what the model takes. model: for messages.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        cache: Path,
+        *,
+        positions: int = 120,
+        width: int = 2048,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        model: str = "the model",
+    ) -> None:
+        self.folder, self.cache_root, self.model = folder, cache, model
+        self.positions, self.width = positions, width
+        self.device, self.dtype = torch.device(device), dtype
+        self._cache: FeatureCache | None = None
+
+    @property
+    def sha256(self) -> str:
+        """A hash of all that can change a feature; raises `RefusedError` without encoder and features."""
+        return self._features().sha256
+
+    def prepare(self, captions: Sequence[str]) -> Iterator[tuple[int, int]]:
+        """Encode the captions that have no features yet and free the encoder; yields (done, of how many).
+
+        Nothing is loaded, and nothing yielded, when all have them. Raises `RefusedError` when the encoder or
+        transformers is missing, `UserError` for an encoder that cannot be read.
+        """
+        cache = self._features()
+        missing = [caption for caption in dict.fromkeys(captions) if not cache.has(caption)]
+        if not missing:
+            return
+        encoder = _Encoder(self._folder(missing[0]), self.positions, self.width, self.device, self.dtype)
+        yield 0, len(missing)
+        try:
+            for number, caption in enumerate(missing, start=1):
+                cache.put(caption, encoder.encode(caption))
+                yield number, len(missing)
+        except OSError as error:
+            raise UserError(f"{cache.folder}: caption features cannot be written: {error.strerror}") from error
+        finally:
+            encoder.free()
+
+    def __call__(self, captions: Sequence[str]) -> Condition:
+        """The features of captions, encoded now where they are not kept."""
+        for _ in self.prepare(captions):
+            continue
+        cache = self._features()
+        values = torch.zeros(len(captions), self.positions, self.width, dtype=self.dtype)
+        mask = torch.zeros(len(captions), self.positions, dtype=torch.bool)
+        for row, caption in enumerate(captions):
+            features = cache.get(caption)
+            values[row, : len(features)] = features
+            mask[row, : len(features)] = True
+        values, mask = left_padded(values, mask)
+        return Condition(values.to(self.device), mask.to(self.device))
+
+    def _features(self) -> FeatureCache:
+        if self._cache is None:
+            kind = {"positions": self.positions, "dtype": str(self.dtype), "width": self.width, "cleaning": CLEANING}
+            if self.folder is not None:
+                self._cache = FeatureCache(self.cache_root, kind | {"files": _hashes(self.folder)})
+            else:
+                self._cache = FeatureCache.only_one(self.cache_root, kind)
+            if self._cache is None:
+                raise self._missing("")
+        return self._cache
+
+    def _folder(self, caption: str) -> Path:
+        if self.folder is None:
+            raise self._missing(f" for the caption {caption!r}")
+        return self.folder
+
+    def _missing(self, what: str) -> RefusedError:
+        fetch = f"Type `lantern-bench weights get {self.model}`"
+        if Path(self.model).suffix in (".yaml", ".yml"):
+            fetch = f"Name its folder in {self.model}, text_encoder: {{dir: ...}}"
+        return RefusedError(
+            f"{self.model} needs its text encoder (FLAN-T5-XL){what}, and it is not on this machine",
+            f"{fetch}; or give features: generate --condition FILE.npz.",
+        )
+
+
+class _Encoder:
+    """A loaded T5 encoder with its tokenizer."""
+
+    def __init__(self, folder: Path, positions: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
+        _check_config(folder, width)
+        self.positions, self.device = positions, device
+        try:
+            from transformers import AutoTokenizer, T5EncoderModel, logging
+        except ImportError as error:
+            raise RefusedError(
+                "captions need the package transformers, which is not installed",
+                "Type `pip install 'lantern-bench[hf]'`; or give features: generate --condition FILE.npz.",
+            ) from error
+        shown, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        # The console draws the only progress there is.
+        logging.disable_progress_bar()
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            model, about = T5EncoderModel.from_pretrained(
+                folder, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+        except (OSError, ValueError, RuntimeError, ImportError, KeyError, *_UNREADABLE) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise UserError(f"{folder}: cannot be read as a T5 encoder: {reason}") from error
+        finally:
+            logging.set_verbosity(shown)
+            if bars:
+                logging.enable_progress_bar()
+        if about["missing_keys"]:
+            raise UserError(
+                f"{folder}: is no whole T5 encoder, it lacks {', '.join(sorted(about['missing_keys'])[:5])}"
+            )
+        self.model: Any = model.eval().requires_grad_(False).to(device)
+
+    def encode(self, caption: str) -> Tensor:
+        """The features [n, width] of the valid positions of a caption, on the CPU."""
+        words = self.tokenizer(
+            [cleaned(caption)],
+            max_length=self.positions,
+            padding="max_length",
+            truncation=True,
+            add_special_tokens=True,
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        mask = words["attention_mask"].to(self.device)
+        with torch.no_grad():
+            hidden = self.model(input_ids=words["input_ids"].to(self.device), attention_mask=mask).last_hidden_state
+        out: Tensor = hidden[0, mask[0].bool()].cpu()
+        return out
+
+    def free(self) -> None:
+        """Let go of the encoder's memory."""
+        self.model = self.tokenizer = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _check_config(folder: Path, width: int) -> None:
+    """Raise `UserError` for a folder of another model, before gigabytes are read."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: is no T5 encoder: config.json cannot be read: {error}") from error
+    kind, found = config.get("model_type"), config.get("d_model")
+    if kind != "t5":
+        raise UserError(f"{folder}: is no T5 encoder: its config.json says model_type {kind}")
+    if found != width:
+        raise UserError(
+            f"{folder}: is another T5: its features have {found} numbers, and the model takes {width}",
+            "The published models take google/flan-t5-xl.",
+        )
+
+
+def _hashes(folder: Path) -> Mapping[str, str]:
+    """The SHA-256 of the files that decide a feature: weights, their index, configuration and tokenizer."""
+    named = ("config.json", "tokenizer.json", "tokenizer_config.json", "spiece.model", "special_tokens_map.json")
+    weights = sorted(path.name for path in folder.glob("*") if path.suffix in _KINDS)
+    # Where both kinds are there, transformers reads safetensors.
+    if any(name.endswith(".safetensors") for name in weights):
+        weights = [name for name in weights if name.endswith(".safetensors")]
+    return {name: remembered_sha256(folder / name) for name in (*named, *weights) if (folder / name).is_file()}

@@ -1,0 +1,171 @@
+"""Linear layers for decoding: weights laid out once as the processor's kernels read them, and fewer, wider products.
+
+torch's product of a few rows with a weight in its usual layout turns the weight over at every call, which takes longer
+than the product. `pack_for_decoding` replaces the linear layers of a loaded model; nothing can be trained afterwards.
+The drafter gets weights of its own: what is drafted must be known exactly, but need not be exactly what was trained.
+Its head, which is the target's, is copied in its type; and a level of few nodes multiplies with all of them in 8 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lantern_bench.models.eagle import EagleDrafter
+from lantern_bench.models.transformer.layers import FeedForward, linear_of
+from lantern_bench.models.transformer.target import TransformerTarget
+
+_ROWS = 16  # of the product that the layout is chosen for; it serves every number of rows
+_FEW_ROWS = 4  # up to which 8-bit weights are faster; from 8 on they are slower
+_library = torch.library.Library("lantern_bench", "DEF")
+_library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return product
+
+
+_library.impl("packed_linear", _multiply, "MkldnnCPU")
+
+
+@torch.library.register_fake("lantern_bench::packed_linear")  # type: ignore[untyped-decorator]
+def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG001  # the signature is the op's
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def lower_packed_products() -> None:
+    """Have compiled programs call the kernel of a packed product directly, as the compiler's own node for it.
+
+    Their C++ knows that one; an operator it does not know it calls through Python, which takes longer than the product.
+    """
+    if not can_pack(torch.device("cpu"), torch.float32):
+        return
+    try:
+        from torch._inductor import lowering
+        from torch._inductor.ir import TensorBox
+        from torch._inductor.mkldnn_ir import LinearUnary
+    except ImportError:
+        return  # without it the op is called as any other of Python's, and gives the same
+
+    packed = torch.ops.lantern_bench.packed_linear.default
+    if packed in lowering.lowerings:
+        return
+
+    class AsItLies(LinearUnary):
+        """Its weight has a layout of its own, and no strides that could be asked for."""
+
+        @classmethod
+        def require_contiguous(cls, x: Any) -> Any:
+            return x
+
+    @lowering.register_lowering(packed, type_promotion_kind=None)
+    def lower(x: Any, weight: Any, bias: Any) -> Any:
+        rows = LinearUnary.require_contiguous(LinearUnary.realize_input(x))
+        return TensorBox.create(AsItLies.create(rows, weight, bias, "none", [], ""))
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there are kernels for packed weights of this type here."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+class PackedLinear(nn.Module):
+    """A product with a packed weight [out, in] of the type that goes in; its parameters are gone."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.dtype = weight.dtype
+        self.numel = weight.numel() + (0 if bias is None else bias.numel())
+        self.nbytes = self.numel * weight.dtype.itemsize
+        self._bias = None if bias is None else bias.detach()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] of any type -> [..., out] of the weight's."""
+        made: Tensor = torch.ops.lantern_bench.packed_linear(x.to(self.dtype), self._packed, self._bias)
+        return made
+
+
+class DraftLinear(PackedLinear):
+    """A packed product of a drafter with 8-bit weights, which few rows read as they are: a third of the time.
+
+    An output's weights are whole multiples, -127 to 127, of a 127th of its largest one. More rows, an image in a batch
+    for one, are multiplied with the same numbers in bfloat16.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        # Rounded first, so that it is exactly what the numbers are multiples of.
+        scale = (weight.detach().abs().amax(dim=1, keepdim=True).float() / 127).clamp_min(1e-12).to(weight.dtype)
+        whole = (weight.detach().float() / scale.float()).round().clamp(-127, 127)
+        super().__init__((whole * scale.float()).to(weight.dtype), bias)
+        self._whole, self._scale = whole.to(torch.int8), scale.squeeze(1)
+        self.nbytes += self._whole.nbytes + self._scale.nbytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `PackedLinear`, on few rows and on many."""
+        rows = x.numel() // x.shape[-1]
+        if rows > _FEW_ROWS:
+            return super().forward(x)
+        made = torch._weight_int8pack_mm(x.to(self.dtype).reshape(rows, -1), self._whole, self._scale)
+        made = made if self._bias is None else made + self._bias
+        return made.view(*x.shape[:-1], -1)
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes of all weights of a module; `parameters` does not know packed ones."""
+    packed = sum(part.nbytes for part in _packed_parts(module))
+    return packed + sum(parameter.nbytes for parameter in module.parameters())
+
+
+def weight_count(module: nn.Module) -> int:
+    """How many numbers the weights of a module are, as `weight_bytes`."""
+    return sum(part.numel for part in _packed_parts(module)) + sum(one.numel() for one in module.parameters())
+
+
+def _packed_parts(module: nn.Module) -> Iterator[PackedLinear]:
+    return (part for part in module.modules() if isinstance(part, PackedLinear))
+
+
+@torch.no_grad()
+def pack_for_decoding(target: object, drafter: object) -> None:
+    """Replace the linear layers of a target and its drafter, in place, where they are what this package makes.
+
+    Without packed kernels only products are joined and the drafter's head narrowed. Doing it again changes nothing.
+    """
+    if isinstance(drafter, EagleDrafter):
+        drafter.draft_with(_narrow_head(drafter.head_module, drafter.dtype))
+        kind = DraftLinear if drafter.dtype == torch.bfloat16 else PackedLinear
+        _pack_below(drafter, kind)
+        drafter.draft_with(_packed(drafter.head_module, kind))
+    if isinstance(target, TransformerTarget):
+        _pack_below(target, PackedLinear)
+
+
+def _narrow_head(head: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The head in the drafter's type: a copy, where it differs."""
+    if not isinstance(head, nn.Linear) or head.weight.dtype == dtype:
+        return head
+    return linear_of(head.weight.to(dtype))
+
+
+def _pack_below(module: nn.Module, kind: type[PackedLinear]) -> None:
+    for child in module.children():
+        if isinstance(child, FeedForward):
+            child.join()
+        _pack_below(child, kind)
+    for name, child in list(module.named_children()):
+        setattr(module, name, _packed(child, kind))
+
+
+def _packed(layer: nn.Module, kind: type[PackedLinear]) -> nn.Module:
+    if not isinstance(layer, nn.Linear) or not can_pack(layer.weight.device, layer.weight.dtype):
+        return layer
+    return kind(layer.weight, layer.bias)

@@ -1,0 +1,277 @@
+"""Attention, without a cache (training) and over one (decoding)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from lantern_bench.models.transformer import TransformerConfig
+
+
+# ---- Rotary position embeddings: of a grid behind a prefix (LlamaGen) and of a sequence (Chameleon), in both pairi
+
+# Rows behind the grid serve nodes that run over its end; their tokens are never kept (finding B5).
+_MARGIN = 64
+
+
+def grid_rotary(config: TransformerConfig, prefix: int | None = None) -> Tensor:
+    """The rotary table [positions, head_dim / 2, 2] (cosine, sine) of prefix, grid and margin.
+
+    The first half of the pairs turns with the row, the second with the column; the first image token is cell (0, 0).
+    `prefix` overrides the config's (a drafter's is one shorter, finding B5).
+    """
+    prefix = config.prefix if prefix is None else prefix
+    half = config.head_dim // 2
+    steps = torch.arange(0, half, 2, dtype=torch.float32)[: half // 2]
+    frequency = 1.0 / config.rope_base ** (steps / half)
+    rows, columns = config.grid
+    by_row = torch.outer(torch.arange(rows, dtype=torch.float32), frequency)
+    by_column = torch.outer(torch.arange(columns, dtype=torch.float32), frequency)
+    angles = torch.cat(
+        [
+            by_row[:, None, :].expand(rows, columns, -1),
+            by_column[None, :, :].expand(rows, columns, -1),
+        ],
+        dim=-1,
+    ).reshape(rows * columns, half)
+    grid = torch.stack([angles.cos(), angles.sin()], dim=-1)
+    head = torch.zeros(prefix, half, 2)
+    if config.prefix_rotary == "identity":
+        head[..., 0] = 1.0
+    return torch.cat([head, grid, torch.zeros(_MARGIN, half, 2)])
+
+
+def rotary_table(config: TransformerConfig, prefix: int | None = None) -> Tensor:
+    """What queries and keys are turned by at each position, [positions, 2, head_dim], as `rotary_turns` says.
+
+    `prefix` overrides the config's; a sequence has none of its own to override.
+    """
+    interleaved = config.pairs == "interleaved"
+    if config.positions == "grid":
+        return rotary_turns(grid_rotary(config, prefix), interleaved)
+    steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
+    places = torch.arange(config.prefix + config.image_tokens + _MARGIN, dtype=torch.float32)
+    angles = torch.outer(places, 1.0 / config.rope_base ** (steps / config.head_dim))
+    return rotary_turns(torch.stack([angles.cos(), angles.sin()], dim=-1), interleaved)
+
+
+def rotary_turns(rotary: Tensor, interleaved: bool) -> Tensor:
+    """What `_rotate` multiplies with, [positions, 2, head_dim], of a table [positions, head_dim / 2, 2].
+
+    The cosine of each number's pair, and the sine with the sign with which its partner enters.
+    """
+    cosine, sine = rotary.unbind(-1)
+    if interleaved:
+        pairs = [torch.stack([cosine, cosine], dim=-1), torch.stack([-sine, sine], dim=-1)]
+        return torch.stack([pair.flatten(-2) for pair in pairs], dim=1)
+    return torch.stack([torch.cat([cosine, cosine], dim=-1), torch.cat([-sine, sine], dim=-1)], dim=1)
+
+
+def rotate(x: Tensor, turn: Tensor, interleaved: bool) -> Tensor:
+    """Rotate pairs: x [rows, n, heads, head_dim], turn [1 or rows, n, 2, head_dim]."""
+    wide = x.float()
+    if interleaved:
+        partner = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        partner = wide.roll(wide.shape[-1] // 2, dims=-1)
+    return (wide * turn[:, :, :1] + partner * turn[:, :, 1:]).to(x.dtype)
+
+
+# ---- The key/value cache: allocated once for a shape, written in place, moved instead of rebuilt
+
+
+S = TypeVar("S")
+
+_BLOCK = 32  # columns: what is in use grows by so many, for fewer shapes of which kernels are made
+
+
+class Sessions(Generic[S]):
+    """Sessions by their shape (batch, guided, nodes): made at the first call, reused with their caches ever after."""
+
+    def __init__(self, make: Callable[[int, bool, int], S]) -> None:
+        self._make = make
+        self._made: dict[tuple[int, bool, int], S] = {}
+
+    def of(self, batch: int, guided: bool, nodes: int) -> S:
+        """The session of this shape."""
+        shape = (batch, guided, nodes)
+        if shape not in self._made:
+            self._made[shape] = self._make(*shape)
+        return self._made[shape]
+
+
+class KVCache:
+    """Keys and values [layers, 2, rows, heads, capacity, head_dim] for B images and `groups` rows an image.
+
+    `lengths` int64 [B] are the committed positions. All of it has fixed shapes and fixed places, and a mask says what
+    is seen: a step can be compiled once (or captured as a graph) and run for ever, whatever changes between steps. On a
+    processor a forward reads no more than the columns in use, half of them for a picture from start to end; on other
+    devices, where the host does not know how many these are, it reads the whole capacity.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        groups: int,
+        batch: int,
+        capacity: int,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        rows = groups * batch
+        self._store = torch.zeros((layers, 2, rows, heads, capacity, head_dim), dtype=dtype, device=device)
+        # The layers apart: a compiled forward writes each in place, and a view of the whole would be copied whole.
+        self._layers = [(layer[0], layer[1]) for layer in self._store]
+        self.groups, self.batch, self.capacity = groups, batch, capacity
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._visible = torch.ones(rows, capacity, dtype=torch.bool, device=device)
+        self._rows = torch.arange(rows, device=device)[:, None]
+        self._columns = torch.arange(capacity, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that keys and values take, also on the meta device, where they take none."""
+        return self._store.nbytes
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.lengths.zero_()
+        self._visible.fill_(True)
+
+    def hide(self, visible: Tensor) -> None:
+        """Say which of the first P positions may be seen from now on (padding not), once they are committed.
+
+        bool [B, P] where all rows of an image are padded alike, [rows, P] where each is padded in its own way.
+        """
+        self._visible[:, : visible.shape[1]] = visible.repeat(len(self._rows) // len(visible), 1)
+
+    def per_row(self, values: Tensor) -> Tensor:
+        """What holds for the B images [B, ...], for their rows [rows, ...]."""
+        return values if self.groups == 1 else torch.cat([values] * self.groups)
+
+    def slots(self, offset: int, count: int) -> Tensor:
+        """Positions int64 [B, count] that start `offset` behind what is committed."""
+        return self.lengths[:, None] + self._columns[offset : offset + count]
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Put keys and values [rows, n, heads, head_dim] at `slots` [B, n]; return all of the layer."""
+        store_k, store_v = self._layers[layer]
+        if self.batch == 1:
+            # One image: its rows have the same slots.
+            store_k.index_copy_(2, slots[0], keys.transpose(1, 2))
+            store_v.index_copy_(2, slots[0], values.transpose(1, 2))
+        else:
+            places = self.per_row(slots)
+            store_k[self._rows, :, places] = keys
+            store_v[self._rows, :, places] = values
+        return store_k, store_v
+
+    def mask(self, seen: Tensor, dtype: torch.dtype) -> Tensor:
+        """The additive attention mask [rows, 1, n, columns in use] of n new nodes.
+
+        seen: bool [B or rows, n, m], which of the m uncommitted nodes, its own included, each new node sees; the
+        committed and visible positions are seen by all.
+        """
+        rows, (nodes, ahead) = len(self._rows), seen.shape[1:]
+        used = self._in_use(ahead)
+        committed = self.per_row(self._columns[:used] < self.lengths[:, None]) & self._visible[:, :used]
+        seen = seen.expand(rows, -1, -1) if len(seen) == 1 else seen.repeat(rows // len(seen), 1, 1)
+        places = self.per_row(self.slots(0, ahead))[:, None].expand(-1, nodes, -1)
+        before, new = (torch.where(allowed, 0.0, -torch.inf).to(dtype) for allowed in (committed, seen))
+        return before[:, None].expand(-1, nodes, -1).scatter(2, places, new)[:, None]
+
+    def _in_use(self, ahead: int) -> int:
+        """How many columns are read for `ahead` nodes behind what is committed."""
+        if self.lengths.device.type != "cpu":
+            return self.capacity
+        blocks = (self.lengths.max() + ahead + _BLOCK - 1) // _BLOCK
+        used = int((blocks * _BLOCK).clamp_max(self.capacity))
+        # Said for the compiler, which makes programs for any number of columns.
+        torch._check(used > 1)
+        torch._check(used <= self.capacity)
+        return used
+
+    def advance(self, counts: Tensor) -> None:
+        """Commit the first `counts` [B] uncommitted positions where they stand."""
+        self.lengths.add_(counts)
+
+    def keep(self, path: Tensor, counts: Tensor) -> None:
+        """Commit the nodes `path` [B, n] (their order behind what is committed; negative ones are filler).
+
+        Only the first `counts` [B] of them count; the rest is written behind and never seen.
+        """
+        source = self.per_row(self.lengths[:, None] + path.clamp_min(0))
+        target = self.per_row(self.slots(0, path.shape[1]))
+        if self.batch == 1:
+            self._store.index_copy_(4, target[0], self._store.index_select(4, source[0]))
+        else:
+            self._store[:, :, self._rows, :, target] = self._store[:, :, self._rows, :, source]
+        self.advance(counts)
+
+
+# ----
+
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Mixes q [rows, n, heads, head_dim] with k, v [rows, n, kv_heads, head_dim]."""
+
+_MANY = 24  # nodes: from here two products in half precision are faster than torch's attention kernel
+
+
+def attend_cached(cache: KVCache, layer: int, slots: Tensor, mask: Tensor) -> Attend:
+    """Attention over a cache: writes the new keys and values, sees what `mask` [rows, 1, n, columns] allows."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = (part[:, :, : mask.shape[-1]] for part in cache.write(layer, slots, k, v))
+        if q.device.type == "cpu" and q.dtype != torch.float32 and q.shape[1] >= _MANY:
+            return _two_products(q, keys, values, mask)
+        return _scaled_dot_product(q, keys, values, mask)
+
+    return attend
+
+
+def attend_plain(mask: Tensor, before: list[tuple[Tensor, Tensor]] | None = None) -> Attend:
+    """Attention without a cache, for training: mask [rows or 1, 1, n, n], additive.
+
+    Keys and values in `before` are seen as well, the mask then [rows or 1, 1, n, (1 + len(before)) * n], and the new
+    ones are appended to it.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if before is not None:
+            before.append((k, v))
+            k, v = (torch.cat(part, dim=1) for part in zip(*before, strict=True))
+        return _scaled_dot_product(q, k.transpose(1, 2), v.transpose(1, 2), mask.to(q.dtype))
+
+    return attend
+
+
+def _two_products(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """As `_scaled_dot_product`, the softmax in float32 of scores that were rounded to the type of the products.
+
+    torch's kernel does not round them, but takes the nodes of a tree in small blocks, at a third of the rate.
+    """
+    rows, nodes, heads, width = q.shape
+    apart = rows * keys.shape[1]  # queries that share keys are rows of one product
+    # In one piece: the product would copy a part of the cache turned over, which takes longer than the product.
+    whole = keys.flatten(0, 1).contiguous()
+    scores = torch.bmm((q * width**-0.5).transpose(1, 2).reshape(apart, -1, width), whole.transpose(1, 2))
+    weights = (scores.float().view(rows, heads, nodes, -1) + mask).softmax(-1).to(q.dtype)
+    mixed = torch.bmm(weights.view(apart, scores.shape[1], -1), values.flatten(0, 1))
+    return mixed.view(rows, heads, nodes, width).transpose(1, 2)
+
+
+def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Q [rows, n, heads, head_dim] with k and v [rows, kv_heads, columns, head_dim]."""
+    grouped = q.shape[2] != k.shape[1]
+    if q.shape[1] == 1 and q.device.type == "cpu" and q.dtype != torch.float32:
+        # torch's kernel multiplies a single row in half precision three times as slowly as two.
+        return _scaled_dot_product(q.expand(-1, 2, -1, -1), k, v, mask.expand(-1, -1, 2, -1))[:, :1]
+    mixed = functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=grouped)
+    return mixed.transpose(1, 2)

@@ -1,0 +1,1 @@
+"""What a decode step costs on this machine, and which draft trees pay."""

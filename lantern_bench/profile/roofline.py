@@ -1,0 +1,116 @@
+"""The most memory that a decode holds, beside what it cannot do without: weights, caches, one tree's logits.
+
+On CUDA the allocator says it; on a CPU the profiler's record of allocations is added up, since the process holds much
+that is not decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from lantern_bench.clock import now, peak_memory_bytes, reset_peak_memory, synchronize
+from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.models.packed_linear import weight_bytes, weight_count
+from lantern_bench.models.transformer.target import TransformerTarget
+
+# ---- What this device can do at best, and what a forward needs at least: bytes over bandwidth, operations over rat
+
+_REPEATS = 12
+_SIDE = {"cpu": 1024, "cuda": 8192}
+
+
+class Rates(NamedTuple):
+    """Bytes read a second, and operations (a multiplication with its addition is two) a second."""
+
+    bytes_per_s: float
+    operations_per_s: float
+
+
+class Need(NamedTuple):
+    """What one forward cannot do without: bytes of weights and cache, operations."""
+
+    bytes: int
+    operations: float
+
+    def bound_ms(self, rates: Rates) -> float:
+        """The least milliseconds it can take: the slower of the two."""
+        return 1e3 * max(self.bytes / rates.bytes_per_s, self.operations / rates.operations_per_s)
+
+
+@torch.inference_mode()
+def device_rates(device: torch.device, dtype: torch.dtype, working_set: int) -> Rates:
+    """Measure reading `working_set` bytes over and over, and square matrix products in `dtype`."""
+    numbers = torch.ones(max(1, working_set // 4), device=device)
+    read = _best(lambda: numbers.sum(), device)
+    side = _SIDE.get(device.type, 1024)
+    a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
+    multiply = _best(lambda: a @ b, device)
+    return Rates(numbers.nbytes / read, 2.0 * side**3 / multiply)
+
+
+def forward_need(target: TransformerTarget, nodes: int, guided: bool) -> Need:
+    """A forward of one image over `nodes`, with half an image committed."""
+    config, rows = target.config, 2 if guided else 1
+    layers = [*target.transformer.layers, target.transformer.norm, target.transformer.output]
+    length = config.prefix + config.image_tokens // 2
+    kv_width = (config.kv_heads or config.heads) * config.head_dim
+    size = torch.finfo(target.dtype).bits // 8
+    cache = 2 * config.layers * rows * length * kv_width * size
+    weights = sum(weight_bytes(module) for module in layers)
+    products = sum(weight_count(module) for module in layers)
+    attention = 2 * config.layers * (length + nodes) * config.heads * config.head_dim
+    return Need(weights + cache, 2.0 * rows * nodes * (products + attention))
+
+
+def _best(work: Callable[[], object], device: torch.device) -> float:
+    """The least seconds of a few."""
+    seconds = []
+    for _ in range(_REPEATS):
+        synchronize(device)
+        began = now()
+        work()
+        synchronize(device)
+        seconds.append(now() - began)
+    return min(seconds)
+
+
+# ----
+
+
+class Memory(NamedTuple):
+    """Bytes: the most that was held, and weights + caches + nearest codes + logits of one tree."""
+
+    peak: int
+    accounted: int
+
+
+def decode_memory(model: LoadedModel, nodes: int, guided: bool, columns: int, run: Callable[[], Any]) -> Memory:
+    """Measure `run`, on transformers: a decode of one image with trees of `nodes` that has run before."""
+    target, drafter = model.target, model.drafter
+    parts: list[Any] = [target, drafter] if nodes > 1 and drafter is not None else [target]
+    standing = sum(part.session(1, guided, nodes).cache.nbytes for part in parts)
+    standing += sum(weight_bytes(part) for part in parts)
+    standing += model.table(columns).nbytes if columns else 0
+    logits = nodes * target.vocab_size * 4
+    device = target.device
+    if device.type == "cuda":
+        reset_peak_memory(device)
+        run()
+        return Memory(peak_memory_bytes(device) or 0, standing + logits)
+    return Memory(standing + _most_allocated(run), standing + logits)
+
+
+def _most_allocated(run: Callable[[], Any]) -> int:
+    """The most bytes that `run` held at once beyond what was there before."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as record:
+        run()
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most

@@ -1,0 +1,1 @@
+"""Prompts of a run: files, published sets, captioned pictures."""

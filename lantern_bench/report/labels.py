@@ -1,0 +1,156 @@
+"""What a cell is called in a legend and how it is drawn: names of the papers, colours, markers, line styles.
+
+One table for files, terminal and web page, so that a cell looks the same in all of them. Colours are those of Okabe and
+Ito, which people who see colours differently can tell apart; markers and line styles say the same again, for print in
+grey. Nothing is drawn here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import cycle
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from lantern_bench.config.methods import OUTSIDE_RULES
+from lantern_bench.errors import UserError
+from lantern_bench.report.records import NEIGHBOUR_METRIC, SAMPLING_DEFAULTS
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+CellKey: TypeAlias = tuple[str, str, str]
+"""Run, model, cell id."""
+
+METHODS = {"ar": "AR", "speculative": "speculative (strict)", "lantern": "LANTERN", "lantern++": "LANTERN++"}
+_BY_RULE = {("speculative", "strict"): METHODS["speculative"], ("speculative", "block"): "speculative (block)"}
+METHODS |= {name: rule.label or name for name, rule in OUTSIDE_RULES.items()}
+"""The modes as the papers write them, and those of rules from outside as they call themselves."""
+
+BOUNDS = {"delta": "δ", "lambda": "λ", "bound": "bound"}
+"""What bounds a relaxed rule, as axes and legends write it."""
+
+GROUPINGS = ("mode", *BOUNDS, "tree", "temperature")
+"""What colours may tell apart."""
+
+PARAMETER_NAMES = {**BOUNDS, "tree": "draft tree", "temperature": "temperature"}
+"""The parameters of `GROUPINGS` as axes write them."""
+
+_COLOURS = {"ar": "#000000", "speculative": "#0072B2", "lantern": "#D55E00", "lantern++": "#009E73"}
+_OTHER_COLOUR = "#CC79A7"
+# The same hues, light enough for a dark ground.
+_ON_DARK = {
+    "#000000": "#F2F0EC",
+    "#0072B2": "#56A8E0",
+    "#D55E00": "#F58549",
+    "#009E73": "#34C99F",
+    "#767676": "#9A9A9A",
+}
+_WITHOUT = "#767676"
+_CATEGORIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Nine and four have no common divisor: marker and line repeat together after 36 cells only.
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
+_LINES = ("-", "--", "-.", ":")
+# The low and the high end of cividis without its palest part, which is lost on paper.
+_SCALE = ((0, 45, 112), (73, 83, 112), (124, 123, 120), (180, 165, 105), (219, 190, 70))
+
+# Named in a legend only where cells of one method differ in them; a bound is named always.
+_SETTINGS = {
+    "drafting": "{}",
+    "rule": "{}",
+    "tree": "{}",
+    "neighbours": "k={:g}",
+    "neighbour_metric": "{} neighbours",
+    "residual": "{} residual",
+    "temperature": "T={:g}",
+    "cfg_scale": "cfg={:g}",
+    "top_k": "top-k={:g}",
+    "top_p": "top-p={:g}",
+    "batch": "batch={:g}",
+}
+_UNNAMED = {**SAMPLING_DEFAULTS, "neighbour_metric": NEIGHBOUR_METRIC}
+
+
+class Style(NamedTuple):
+    """How a cell is drawn: a hex colour, a marker and a line style by matplotlib's names."""
+
+    colour: str
+    marker: str
+    line: str
+
+    @property
+    def colour_on_dark(self) -> str:
+        """The colour for a dark ground."""
+        return _ON_DARK.get(self.colour, self.colour)
+
+
+def check_grouping(by: str) -> None:
+    """Raise `UserError` unless `by` is one of `GROUPINGS`."""
+    if by not in GROUPINGS:
+        raise UserError(f"--by {by}: unknown", f"One of {', '.join(GROUPINGS)}.")
+
+
+def cell_key(row: Mapping[Hashable, Any] | pd.Series) -> CellKey:
+    """Return what tells a cell of one of several runs from all others; `row` has the columns run, model, cell_id."""
+    return str(row["run"]), str(row["model"]), str(row["cell_id"])
+
+
+def is_given(value: Any) -> bool:
+    """Whether a cell has this parameter."""
+    import pandas as pd
+
+    return not pd.isna(value)
+
+
+def labels(table: pd.DataFrame) -> list[str]:
+    """Return a legend entry for each row: `LANTERN++ λ=2`. Where there are several runs or models, they are named."""
+    apart = [name for name in ("run", "model") if table[name].nunique() > 1]
+    settings = {name: form for name, form in _SETTINGS.items() if name in table}
+    entries = []
+    for _, row in table.iterrows():
+        rivals = table[table["mode"] == row["mode"]]
+        parts = [f"{row[name]}:" for name in apart]
+        by_rule = _BY_RULE.get((str(row["mode"]), str(row.get("rule"))))
+        parts.append(by_rule or METHODS.get(row["mode"], row["mode"]))
+        parts += [f"{word}={row[name]:g}" for name, word in BOUNDS.items() if is_given(row.get(name))]
+        for name, form in settings.items():
+            if name == "rule" and by_rule:
+                continue
+            if rivals[name].nunique(dropna=False) > 1 and is_given(row[name]) and row[name] != _UNNAMED.get(name):
+                parts.append("greedy" if name == "temperature" and row[name] == 0 else form.format(row[name]))
+        entries.append(" ".join(parts))
+    return entries
+
+
+def styles(table: pd.DataFrame, by: str = "mode") -> dict[CellKey, Style]:
+    """Return the style of every cell of `table` (columns run, model and those of a cell), in order of appearance.
+
+    The colour says what `by`, one of `GROUPINGS`, says; cells that lack the parameter are grey. Marker and line style
+    differ between all cells.
+    """
+    cells = table.drop_duplicates(["run", "model", "cell_id"])
+    colours = _colours(list(cells[by]), by)
+    markers, lines = cycle(_MARKERS), cycle(_LINES)
+    return {
+        cell_key(row): Style(colour, next(markers), next(lines))
+        for (_, row), colour in zip(cells.iterrows(), colours, strict=True)
+    }
+
+
+def _colours(values: Sequence[Any], by: str) -> list[str]:
+    if by == "mode":
+        return [_COLOURS.get(value, _OTHER_COLOUR) for value in values]
+    given = sorted({value for value in values if is_given(value)})
+    if by == "tree":
+        table = dict(zip(given, cycle(_CATEGORIES), strict=False))
+    else:
+        table = {value: _on_scale(place / max(1, len(given) - 1)) for place, value in enumerate(given)}
+    return [table[value] if is_given(value) else _WITHOUT for value in values]
+
+
+def _on_scale(share: float) -> str:
+    """A colour between the dark and the light end, by straight lines between the anchors."""
+    place = share * (len(_SCALE) - 1)
+    start = min(int(place), len(_SCALE) - 2)
+    mixed = (low + (high - low) * (place - start) for low, high in zip(_SCALE[start], _SCALE[start + 1], strict=True))
+    return "#" + "".join(f"{round(part):02X}" for part in mixed)

@@ -1,0 +1,169 @@
+"""What a run was measured on: the machine block of the manifest.
+
+Everything that could explain a difference between two machines' figures: processor, memory, threads, load, GPU with
+its clocks and throttling, versions, commit. The host's name and absolute paths stay out unless they are asked for, so
+that a manifest can be published. Timing itself is in `clock`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import lantern_bench
+
+PACKAGES = (
+    "lantern-bench",
+    "torch",
+    "torchvision",
+    "torch-fidelity",
+    "open-clip-torch",
+    "numpy",
+    "scipy",
+    "pandas",
+    "pillow",
+    "pydantic",
+    "safetensors",
+    "triton",
+)
+# Fields of nvidia-smi, by the names the manifest gives them.
+_GPU_FIELDS = {
+    "driver": "driver_version",
+    "clock_sm_mhz": "clocks.sm",
+    "clock_memory_mhz": "clocks.mem",
+    "clock_sm_max_mhz": "clocks.max.sm",
+    "power_w": "power.draw",
+    "power_limit_w": "power.limit",
+    "temperature_c": "temperature.gpu",
+    "throttle_reasons": "clocks_throttle_reasons.active",
+}
+_COMMAND_SECONDS = 20
+
+
+def machine_block(record_host: bool = False) -> dict[str, Any]:
+    """Describe this machine and this process as JSON-ready values; None where something cannot be read.
+
+    With `record_host` the host's name and the paths of the package and the interpreter are added.
+    """
+    block: dict[str, Any] = {
+        "system": platform.system(),
+        "release": platform.release(),
+        "architecture": platform.machine(),
+        "python": platform.python_version(),
+        "cpu": _cpu_block(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "memory_available_bytes": psutil.virtual_memory().available,
+        "gpus": gpu_blocks(),
+        "versions": package_versions(),
+        "cuda": torch.version.cuda,
+        "git": git_state(),
+    }
+    if record_host:
+        block["host"] = socket.gethostname()
+        block["package_path"] = str(Path(lantern_bench.__file__).resolve().parent)
+        block["interpreter"] = sys.executable
+    return block
+
+
+def _cpu_block() -> dict[str, Any]:
+    frequency = psutil.cpu_freq()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "model": cpu_model(),
+        "cores": psutil.cpu_count(logical=False),
+        "logical_cores": psutil.cpu_count(),
+        "usable_cores": usable,
+        "torch_threads": torch.get_num_threads(),
+        "clock_mhz": round(frequency.current) if frequency else None,
+        "clock_max_mhz": round(frequency.max) if frequency and frequency.max else None,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "load_1min": round(psutil.getloadavg()[0], 2),
+    }
+
+
+def cpu_model() -> str:
+    """The processor's marketing name, or its architecture where the system does not tell."""
+    listing = Path("/proc/cpuinfo")
+    if listing.is_file():
+        for line in listing.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    if platform.system() == "Darwin":
+        named = _output(["sysctl", "-n", "machdep.cpu.brand_string"])
+        if named:
+            return named
+    return platform.processor() or platform.machine()
+
+
+def gpu_blocks() -> list[dict[str, Any]]:
+    """One block for each GPU torch can use; clocks, driver and throttling come from nvidia-smi where it is there."""
+    if not torch.cuda.is_available():
+        return []
+    blocks = []
+    for number in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(number)
+        block: dict[str, Any] = {
+            "name": device.name,
+            "memory_bytes": device.total_memory,
+            "compute_capability": f"{device.major}.{device.minor}",
+            "multiprocessors": device.multi_processor_count,
+        }
+        blocks.append(block | _gpu_state(f"GPU-{device.uuid}"))
+    return blocks
+
+
+def _gpu_state(uuid: str) -> dict[str, str | None]:
+    """Driver, clocks and throttling of one GPU, as nvidia-smi prints them."""
+    query = ",".join(_GPU_FIELDS.values())
+    answer = _output(["nvidia-smi", f"--id={uuid}", f"--query-gpu={query}", "--format=csv,noheader,nounits"])
+    values = [value.strip() for value in answer.split(",")] if answer else []
+    if len(values) != len(_GPU_FIELDS):
+        return dict.fromkeys(_GPU_FIELDS)
+    return dict(zip(_GPU_FIELDS, values, strict=True))
+
+
+def package_versions() -> dict[str, str | None]:
+    """The installed version of each of `PACKAGES`; None for one that is not installed."""
+    versions: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def git_state() -> dict[str, Any]:
+    """The commit this code was run from and whether tracked files differ from it.
+
+    Both None when the package does not run from a git checkout of its own (an installed wheel, or no git).
+    """
+    folder = Path(__file__).resolve().parent
+    tracked = _output(["git", "-C", str(folder), "ls-files", Path(__file__).name])
+    commit = _output(["git", "-C", str(folder), "rev-parse", "HEAD"]) if tracked else None
+    if not commit:
+        return {"commit": None, "dirty": None}
+    changed = _output(["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"])
+    return {"commit": commit, "dirty": bool(changed)}
+
+
+def _output(command: list[str]) -> str | None:
+    """What a command prints, stripped; None when it is not installed, fails or hangs."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,376 @@
+"""Every column of every table, declared once: name, dtype, unit, meaning.
+
+The order here is the order in the files. A quantity has one name in code, flag, column, axis and documentation, and
+this is where that name is kept; the schema page of the documentation is rendered from here. What is not here is how a
+figure is computed: that is `report/`, after algorithms.md, section 7.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lantern_bench.errors import UserError
+
+# ---- What a column is, and the columns that many tables share; the tables themselves are `schema.py`
+
+
+class Column(NamedTuple):
+    """One column; `dtype` is `string`, `int`, `float`, `list[int]` or `list[list[int]]`, `unit` may be empty."""
+
+    name: str
+    dtype: str
+    unit: str
+    meaning: str
+
+
+def figure(name: str, unit: str, meaning: str) -> tuple[Column, Column, Column]:
+    """Return an uncertain figure with the two ends of its 95 % interval."""
+    return (
+        Column(name, "float", unit, meaning),
+        Column(f"{name}_low", "float", unit, f"lower end of the 95 % interval of {name}"),
+        Column(f"{name}_high", "float", unit, f"upper end of the 95 % interval of {name}"),
+    )
+
+
+CELL_COLUMNS: tuple[Column, ...] = (
+    Column("cell_id", "string", "", "the cell: one fully resolved decoding configuration"),
+    Column("mode", "string", "", "ar, speculative, lantern, lantern++, or the name of a rule from outside"),
+    Column("drafting", "string", "", "none, static (fixed tree, sampled) or dynamic (best of a beam)"),
+    Column("tree", "string", "", "name of the static tree, or nodes, depth and beam of the dynamic one"),
+    Column("rule", "string", "", "acceptance rule: none, strict, block, additive, multiplicative, or one from outside"),
+    Column("neighbours", "int", "codes", "nearest codes whose mass a draft may take (k)"),
+    Column("neighbour_metric", "string", "", "what near is: l2, cosine or random"),
+    Column("delta", "float", "", "bound of the additive rule: most mass one draft may take"),
+    Column("lambda", "float", "", "bound of the multiplicative rule: most a draft's probability may grow"),
+    Column("bound", "float", "", "bound of a rule from outside the package; the rule says what it means"),
+    Column("residual", "string", "", "residual after a relaxed rejection: exact or official"),
+    Column("temperature", "float", "", "sampling temperature; 0 is greedy"),
+    Column("top_k", "int", "tokens", "keep the k most probable tokens; 0 is off"),
+    Column("top_p", "float", "", "keep the smallest set of this mass; 1 is off"),
+    Column("cfg_scale", "float", "", "classifier-free guidance scale; 1 is off"),
+    Column("batch", "int", "images", "images decoded at once"),
+    Column("model", "string", "", "name of the model"),
+)
+
+NOTE = Column("note", "string", "", "why a figure is missing, or what to know about it")
+
+
+# ---- The tables of `lantern-bench certify`: emitted TV, token ambiguity, and the certificate
+
+
+_PLACE = (
+    Column("prompt_id", "string", "", "12 hex digits of the hash of the prompt's text"),
+    Column("repeat", "int", "", "how often the prompt was used before in the measurement"),
+    Column("position", "int", "tokens", "tokens of the image committed before the place"),
+)
+
+_EMITTED_TV_PLACES = (
+    *CELL_COLUMNS,
+    *_PLACE,
+    Column("emitted_tv", "float", "", "TV between the target and the law of a step's first token; static: estimated"),
+    Column("emitted_tv_crossed", "float", "", "estimate from the same draws that errs downwards (static only)"),
+    Column("moved_mass", "float", "", "mass taken by the root's children, by the chance to try them (dynamic only)"),
+)
+
+_EMITTED_TV = (
+    *CELL_COLUMNS,
+    Column("places", "int", "places", "sampled places"),
+    Column("prompts", "int", "prompts", "prompts among them: what is resampled"),
+    *figure("emitted_tv", "", "mean TV between the target and the law of a step's first token"),
+    Column(
+        "emitted_tv_crossed", "float", "", "the same, erring downwards: the truth lies between the two (static only)"
+    ),
+    Column("emitted_tv_median", "float", "", "median over places"),
+    Column("emitted_tv_max", "float", "", "largest at any place"),
+    Column("moved_mass", "float", "", "most the mean may be under exact, from the masses moved (dynamic only)"),
+    Column("times_delta", "float", "", "mean emitted TV / delta"),
+    *figure("above_delta", "", "share of places whose emitted TV is above delta"),
+    NOTE,
+)
+
+_SAMPLING = tuple(column for column in CELL_COLUMNS if column.name in ("temperature", "top_k", "top_p", "cfg_scale"))
+_MODEL = next(column for column in CELL_COLUMNS if column.name == "model")
+AMBIGUITY = {
+    "top1": ("", "probability of the likeliest code"),
+    "top10": ("", "probability of the ten likeliest codes together"),
+    "ambiguous": ("", "share of tokens whose likeliest code has a probability below 0.05"),
+    "entropy": ("nats", "entropy of the target's distribution"),
+    "accepted_sampled": ("", "chance that the strict rule accepts one draft sampled from the drafter: 1 - TV(p, q)"),
+    "accepted_best": ("", "chance that the strict rule accepts the drafter's likeliest code"),
+}
+"""Figures of token ambiguity: unit and meaning."""
+
+_AMBIGUITY_PLACES = (
+    _MODEL,
+    *_SAMPLING,
+    *_PLACE,
+    *(Column(name, "float", unit, meaning) for name, (unit, meaning) in AMBIGUITY.items()),
+)
+
+_AMBIGUITY_MEANS = (
+    _MODEL,
+    *_SAMPLING,
+    Column("axis", "string", "", "all (the whole image), row (of the image's grid) or position"),
+    Column("index", "int", "", "the row or the position, from 0; empty for all"),
+    Column("places", "int", "places", "tokens behind the row"),
+    Column("prompts", "int", "prompts", "prompts among them: what is resampled"),
+    *(column for name, (unit, meaning) in AMBIGUITY.items() for column in figure(name, unit, meaning + ", mean")),
+    NOTE,
+)
+
+_CERTIFICATE = (
+    Column("model", "string", "", "name of the model"),
+    Column("check", "string", "", "what is checked"),
+    Column("setting", "string", "", "how it was decoded"),
+    Column("figure", "string", "", "what the number is"),
+    *figure("measured", "", "the number"),
+    Column("wanted", "string", "", "what it must be; empty where it is only reported"),
+    Column("passed", "string", "", "yes or NO; empty where nothing is wanted"),
+    Column("n", "int", "", "images, prompts or places behind it"),
+    NOTE,
+)
+
+CHECK_TABLES: dict[str, tuple[Column, ...]] = {
+    "emitted_tv_places": _EMITTED_TV_PLACES,
+    "emitted_tv": _EMITTED_TV,
+    "ambiguity_places": _AMBIGUITY_PLACES,
+    "ambiguity": _AMBIGUITY_MEANS,
+    "certificate": _CERTIFICATE,
+}
+
+
+# ----
+
+SCHEMA_VERSION = 2
+READABLE = (1, 2)
+"""The versions of runs that are read. A run is continued only in its own, since the version is in every key.
+
+1: the first. 2: records with neighbour_metric, bound and prompt_source, scores with protocol_version, hpsv2,
+image_reward and n_reference; in rows of version 1 they are empty.
+"""
+
+
+def _beside_paper(name: str) -> tuple[Column, Column]:
+    return (
+        Column(f"{name}_published", "float", "", f"the published {name}, where the experiment names a paper's table"),
+        Column(f"{name}_difference", "float", "", f"{name} minus the published one"),
+    )
+
+
+_IMAGES = (
+    Column("images", "int", "images", "images behind the means of this row"),
+    Column("failed", "int", "images", "images that failed and take no part in any mean"),
+)
+
+_RECORDS = (
+    Column("schema_version", "int", "", "version of this schema"),
+    Column("record_key", "string", "", "hash of all that can change the tokens of this image"),
+    *CELL_COLUMNS,
+    Column("prompt_id", "string", "", "12 hex digits of the hash of the prompt's text"),
+    Column("prompt", "string", "", "the prompt"),
+    Column("prompt_source", "string", "", "what the prompt's set calls it, such as coco:391895"),
+    Column("repeat", "int", "", "how often the prompt was used before in this cell"),
+    Column("seed", "int", "", "seed of the image's generator, the same in all cells"),
+    Column("order_index", "int", "", "place in the run's order of execution"),
+    Column("status", "string", "", "ok or failed"),
+    Column("error", "string", "", "what went wrong, when it failed"),
+    Column("tokens", "int", "tokens", "image tokens kept"),
+    Column("target_forwards", "int", "forwards", "forward passes of the target, prefill included"),
+    Column("drafter_forwards", "int", "forwards", "forward passes of the drafter"),
+    Column("start_per_step", "list[int]", "tokens", "image position at the start of each step"),
+    Column("committed_per_step", "list[int]", "tokens", "tokens committed by each step and kept"),
+    Column("accepted_per_step", "list[int]", "tokens", "drafts accepted by each step, bonus token not counted"),
+    Column("offered_depth_per_step", "list[int]", "levels", "depth drafted in each step"),
+    Column("child_rank_per_step", "list[list[int]]", "", "child taken at each depth; -1 offered and rejected"),
+    Column("mean_accepted_length", "float", "tokens/step", "tokens committed per step, bonus included"),
+    Column("mal_uncut", "float", "tokens/step", "the same with the last step uncut, as published code counts"),
+    Column("step_compression", "float", "tokens/forward", "tokens kept per target forward, prefill included"),
+    Column("seconds", "float", "s", "decoding, without text encoding and pixels"),
+    Column("draft_seconds", "float", "s", "part of seconds spent drafting"),
+    Column("target_seconds", "float", "s", "part of seconds spent in the target"),
+    Column("verify_seconds", "float", "s", "part of seconds spent verifying"),
+    Column("other_seconds", "float", "s", "the rest of seconds"),
+    Column("pixel_seconds", "float", "s", "tokens to pixels, outside seconds"),
+    Column("peak_memory_bytes", "int", "bytes", "peak memory while decoding"),
+    Column("moved_mass", "float", "", "mass taken from neighbours, summed over accepted drafts"),
+    Column("moved_mass_tried", "float", "", "mass taken from neighbours, summed over tried drafts"),
+    Column("tokens_sha256", "string", "", "SHA-256 of the tokens as little-endian int32"),
+    Column("image_sha256", "string", "", "SHA-256 of the PNG file"),
+    Column("image", "string", "", "the PNG file, relative to the run's folder; empty when none was written"),
+)
+
+_SCORES = (
+    Column("schema_version", "int", "", "version of this schema"),
+    Column("level", "string", "", "image or cell: what the row scores"),
+    Column("protocol", "string", "", "name of the scoring protocol"),
+    Column("protocol_version", "int", "", "version of the protocol; the manifest holds what it says"),
+    Column("cell_id", "string", "", "the cell"),
+    Column("record_key", "string", "", "the image's record (level image)"),
+    Column("clip_score", "float", "", "cosine between picture and caption, not scaled (level image)"),
+    Column("prompt_accuracy", "float", "", "1 when all attributes of the caption are seen, else 0 (level image)"),
+    Column("clip_model", "string", "", "the CLIP or reward model and its weights"),
+    Column("hpsv2", "float", "", "HPSv2.1: cosine between picture and caption, not scaled (level image)"),
+    Column("image_reward", "float", "", "ImageReward 1.0 (level image)"),
+    Column("fid", "float", "", "Frechet distance to the reference (level cell)"),
+    *figure("fid_infinity", "", "fid extrapolated to infinitely many pictures (level cell, on request)"),
+    Column("kid", "float", "", "kernel distance to the reference, mean over subsets (level cell)"),
+    Column("kid_std", "float", "", "standard deviation of kid over subsets (level cell)"),
+    Column("kid_subset", "int", "images", "images in one subset of kid: min(1000, n/2)"),
+    Column("precision", "float", "", "share of pictures inside the reference's manifold (level cell)"),
+    Column("recall", "float", "", "share of the reference inside the pictures' manifold (level cell)"),
+    Column("n", "int", "images", "pictures scored (level cell)"),
+    Column("n_reference", "int", "images", "pictures of the reference; empty where it does not say (level cell)"),
+    Column("extractor", "string", "", "feature extractor and its weights (level cell)"),
+    Column("reference", "string", "", "reference set, its size and hash (level cell)"),
+    NOTE,
+)
+
+_SPEED = (
+    *CELL_COLUMNS,
+    *_IMAGES,
+    *figure("latency_s", "s", "mean seconds per image"),
+    Column("tokens_per_s", "float", "tokens/s", "tokens kept per second"),
+    *figure("speedup", "", "seconds of ar / seconds of the cell, sums over the same prompts of the same run"),
+    *figure("step_compression", "tokens/forward", "tokens kept per target forward, prefill included; 1 for ar"),
+    *figure("mean_accepted_length", "tokens/step", "tokens committed per step, bonus included"),
+    Column("mal_uncut", "float", "tokens/step", "the same with last steps uncut, as published code counts"),
+    Column("accepted_drafts", "float", "tokens/step", "drafts accepted per step, bonus token not counted"),
+    Column("acceptance_rate", "float", "", "depths accepted / depths offered"),
+    Column("target_forwards", "float", "forwards", "mean forward passes of the target per image"),
+    Column("drafter_forwards", "float", "forwards", "mean forward passes of the drafter per image"),
+    Column("draft_ms", "float", "ms", "drafting, per step"),
+    Column("target_ms", "float", "ms", "target, per step"),
+    Column("verify_ms", "float", "ms", "verification, per step"),
+    Column("other_ms", "float", "ms", "the rest, per step"),
+    Column("peak_memory_mb", "float", "MB", "largest peak memory of an image"),
+    NOTE,
+)
+
+_QUALITY = (
+    *CELL_COLUMNS,
+    *_IMAGES,
+    Column("fid", "float", "", "Frechet distance to the reference, with the features of fid_features"),
+    *figure("fid_infinity", "", "fid extrapolated to infinitely many pictures, where it was asked for"),
+    Column("kid", "float", "", "kernel distance to the reference, mean over subsets"),
+    Column("kid_std", "float", "", "standard deviation of kid over subsets"),
+    Column("kid_subset", "int", "images", "images in one subset of kid: min(1000, n/2)"),
+    Column("n_reference", "int", "images", "pictures of the reference; empty where it does not say"),
+    Column("precision", "float", "", "share of pictures inside the reference's manifold"),
+    Column("recall", "float", "", "share of the reference inside the pictures' manifold"),
+    *figure("clip_score", "", "mean cosine between picture and caption, not scaled"),
+    *figure("prompt_accuracy", "", "share of pictures that show all attributes of the caption"),
+    *figure("hpsv2", "", "mean HPSv2.1, not scaled"),
+    *figure("image_reward", "", "mean ImageReward 1.0"),
+    Column("fid_features", "string", "", "feature extractor behind fid, kid, precision and recall"),
+    Column("clip_model", "string", "", "CLIP model behind clip_score, or the reward model"),
+    Column("reference", "string", "", "reference set"),
+    Column("protocol", "string", "", "name of the scoring protocol"),
+    Column("protocol_version", "int", "", "version of the protocol; the manifest holds what it says"),
+    Column("moved_mass", "float", "", "mean mass taken from neighbours per accepted draft"),
+    NOTE,
+)
+
+_ACCEPTANCE = (
+    *CELL_COLUMNS,
+    Column("axis", "string", "", "depth (of the tree) or position (in the image)"),
+    Column("index", "int", "", "the depth, from 1, or the position, from 0"),
+    Column("offered", "int", "steps", "steps whose walk stood there with a child to try"),
+    Column("accepted", "int", "steps", "those of them that moved on"),
+    *figure("rate", "", "accepted / offered"),
+    NOTE,
+)
+
+_LENGTHS = (
+    *CELL_COLUMNS,
+    Column("length", "int", "tokens", "tokens a step committed, bonus included"),
+    Column("steps", "int", "steps", "steps of that length"),
+    *figure("share", "", "steps of that length / steps"),
+)
+
+_COMPARISON = (
+    Column("cell_id", "string", "", "the cell, the same in both runs"),
+    Column("model", "string", "", "name of the model"),
+    Column("quantity", "string", "", "what is compared, by the name of its column"),
+    Column("protocol", "string", "", "scoring protocol behind a quality figure"),
+    Column("a", "float", "", "the figure in the first run, over the pairs"),
+    Column("b", "float", "", "the figure in the second run, over the pairs"),
+    Column("kind", "string", "", "ratio (how many times better, above 1 for the second run) or difference (b - a)"),
+    *figure("effect", "", "the ratio or the difference"),
+    Column("p_value", "float", "", "two-sided, runs exchanged within prompts"),
+    Column("p_holm", "float", "", "the same after Holm, over all comparisons of the table"),
+    Column("verdict", "string", "", "of the second run: better, worse or not distinguishable; empty where not tested"),
+    Column("pairs", "int", "images", "(prompt, repeat) pairs that both runs have"),
+    Column("prompts", "int", "prompts", "prompts among them: what is resampled and exchanged"),
+    NOTE,
+)
+
+_SUMMARY = (
+    Column("cell_id", "string", "", "the cell"),
+    Column("model", "string", "", "name of the model"),
+    Column("method", "string", "", "the mode"),
+    Column("parameters", "string", "", "what is set beyond the mode, for reading"),
+    *_IMAGES,
+    *figure("speedup", "", "seconds of ar / seconds of the cell, sums over the same prompts of the same run"),
+    *_beside_paper("speedup"),
+    *figure("mean_accepted_length", "tokens/step", "tokens committed per step, bonus included"),
+    *_beside_paper("mean_accepted_length"),
+    Column("fid", "float", "", "Frechet distance to the reference, with the features of fid_features"),
+    *_beside_paper("fid"),
+    Column("fid_features", "string", "", "feature extractor behind fid, precision and recall"),
+    *figure("clip_score", "", "mean cosine between picture and caption, not scaled"),
+    *_beside_paper("clip_score"),
+    Column("clip_model", "string", "", "CLIP model behind clip_score"),
+    Column("precision", "float", "", "share of pictures inside the reference's manifold"),
+    *_beside_paper("precision"),
+    Column("recall", "float", "", "share of the reference inside the pictures' manifold"),
+    *_beside_paper("recall"),
+    NOTE,
+)
+
+_REPRODUCTION = (
+    Column("cell_id", "string", "", "the cell; empty for a published row that no cell stands for"),
+    Column("model", "string", "", "name of the model"),
+    Column("method", "string", "", "the mode"),
+    Column("parameters", "string", "", "what is set beyond the mode, for reading"),
+    Column("residual", "string", "", "residual after a relaxed rejection: exact or official"),
+    *_IMAGES,
+    Column("paper_row", "string", "", "the published row that stands beside the cell"),
+    Column("figure", "string", "", "the figure, by the name of its column in the other tables"),
+    Column("published", "float", "", "the published figure; empty where none could be had"),
+    Column("source", "string", "", "where the published figure was read"),
+    Column("confidence", "string", "", "paper, secondary, derived, definition or user"),
+    *figure("ours", "", "the figure of this run"),
+    Column("difference", "float", "", "ours minus published; empty where the two are not of one kind"),
+    Column("measured_by", "string", "", "the network and its weights behind ours, where there is one"),
+    NOTE,
+)
+
+TABLES: dict[str, tuple[Column, ...]] = {
+    "records": _RECORDS,
+    "scores": _SCORES,
+    "speed": _SPEED,
+    "quality": _QUALITY,
+    "acceptance": _ACCEPTANCE,
+    "lengths": _LENGTHS,
+    "comparison": _COMPARISON,
+    "summary": _SUMMARY,
+    "reproduction": _REPRODUCTION,
+    **CHECK_TABLES,
+}
+
+
+def columns(table: str) -> tuple[Column, ...]:
+    """Return the columns of a table in file order; an unknown table raises `UserError` with the names there are."""
+    if table not in TABLES:
+        raise UserError(f"unknown table '{table}'", f"The tables are {', '.join(TABLES)}.")
+    return TABLES[table]
+
+
+def to_markdown() -> str:
+    """Return all tables as Markdown, for the documentation; ends with a newline."""
+    parts = [f"Schema version {SCHEMA_VERSION}.\n"]
+    for name, table in TABLES.items():
+        lines = [f"## {name}\n", "| column | type | unit | meaning |", "| --- | --- | --- | --- |"]
+        lines += [f"| `{c.name}` | {c.dtype} | {c.unit} | {c.meaning} |" for c in table]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)

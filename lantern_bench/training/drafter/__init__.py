@@ -1,0 +1,1 @@
+"""Train an EAGLE drafter for any target."""

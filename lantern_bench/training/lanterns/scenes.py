@@ -1,0 +1,346 @@
+"""The painter of the embedded world: attributes and a seed in, 64x64 pictures of paper lanterns out.
+
+Skies, water, sand and snow are fractal noise, and a mottle as fine as a token's cell lies over everything, so that
+many codes of a tokenizer are interchangeable (the token selection ambiguity under study); lanterns, horizon and colour
+are exact, so that quality can be judged. Everything is vectorised over the batch and drawn from one numpy generator.
+What a caption says is in `captions`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from lantern_bench.models.lanterns.captions import Attributes
+
+SIZE = 64
+_SUPERSAMPLE = 2
+_HORIZON = 0.64
+
+Array = NDArray[np.float32]
+
+# Linear-ish RGB in [0, 1]: (top of the sky, horizon glow), one row per sky.
+_SKY = np.array(
+    [
+        [[0.13, 0.10, 0.30], [0.85, 0.42, 0.30]],  # dusk
+        [[0.01, 0.02, 0.07], [0.07, 0.10, 0.24]],  # night
+        [[0.38, 0.52, 0.74], [0.97, 0.80, 0.66]],  # dawn
+        [[0.15, 0.17, 0.19], [0.36, 0.39, 0.40]],  # storm
+    ],
+    dtype=np.float32,
+)
+# Strength of clouds for each sky.
+_CLOUDS = np.array([0.24, 0.09, 0.22, 0.42], dtype=np.float32)
+# (far colour, near colour), one row per ground; the lake takes most of its colour from the sky above.
+_GROUND = np.array(
+    [
+        [[0.10, 0.16, 0.26], [0.03, 0.06, 0.13]],  # lake
+        [[0.20, 0.40, 0.16], [0.07, 0.22, 0.07]],  # meadow
+        [[0.80, 0.60, 0.34], [0.58, 0.38, 0.19]],  # desert
+        [[0.86, 0.89, 0.95], [0.68, 0.74, 0.86]],  # snow
+    ],
+    dtype=np.float32,
+)
+_LIGHT = np.array([0.78, 0.50, 1.00, 0.66], dtype=np.float32)  # how bright the ground is under each sky
+_COLOUR = np.array(
+    [
+        [0.92, 0.10, 0.08],
+        [1.00, 0.50, 0.05],
+        [1.00, 0.90, 0.15],
+        [0.10, 0.78, 0.25],
+        [0.12, 0.35, 1.00],
+        [0.66, 0.14, 0.86],
+        [1.00, 1.00, 0.97],
+    ],
+    dtype=np.float32,
+)
+# Half width and half height of a single lantern as a share of the picture, and how they shrink with the count.
+_SHAPE = np.array([[0.150, 0.150], [0.092, 0.190], [0.136, 0.136]], dtype=np.float32)
+_SHRINK = np.array([1.0, 0.84, 0.70], dtype=np.float32)
+_MOTTLE = 0.16  # amplitude of the mottle where the picture is white
+_WARMTH = np.array([0.55, 0.0, -0.55], dtype=np.float32)
+_PLACES = ((0.5,), (0.29, 0.71), (0.19, 0.5, 0.81))
+
+
+def render(attributes: Sequence[Attributes], seed: int) -> NDArray[np.uint8]:
+    """Paint one picture for each entry of `attributes`.
+
+    Returns uint8 RGB [n, 64, 64, 3]. The same attributes and seed give the same pictures; the noise, the stars and
+    the jitter of place and size come from the seed.
+    """
+    rng = np.random.default_rng(seed)
+    index = np.array([item.indices() for item in attributes], dtype=np.int64).reshape(-1, 5)
+    side = SIZE * _SUPERSAMPLE
+    axis = ((np.arange(side, dtype=np.float32) + 0.5) / side).astype(np.float32)
+    x, y = axis[None, None, :], axis[None, :, None]
+    horizon = _HORIZON + rng.normal(0, 0.012, (len(index), 1, 1)).astype(np.float32)
+    sky = _paint_sky(index, y, horizon, rng)
+    canvas = _paint_ground(index, sky, x, y, horizon, rng)
+    lanterns = _place_lanterns(index, rng)
+    canvas = _mottle(_paint_lanterns(index, canvas, lanterns, x, y, horizon), rng)
+    small = canvas.reshape(len(index), SIZE, _SUPERSAMPLE, SIZE, _SUPERSAMPLE, 3).mean((2, 4))
+    grain = rng.normal(0, 0.010, small.shape).astype(np.float32)
+    return (np.clip(small + grain, 0, 1) * 255 + 0.5).astype(np.uint8)
+
+
+def _noise(rng: np.random.Generator, n: int, cells: Sequence[tuple[int, int]], weights: Sequence[float]) -> Array:
+    """Sum of smooth value noises [n, side, side], mean about 0 and range about [-1, 1].
+
+    `cells` are the (vertical, horizontal) numbers of noise cells of each octave.
+    """
+    side = SIZE * _SUPERSAMPLE
+    total = np.zeros((n, side, side), dtype=np.float32)
+    for (rows, columns), weight in zip(cells, weights, strict=True):
+        grid = rng.uniform(-1, 1, (n, rows + 1, columns + 1)).astype(np.float32)
+        total += weight * _stretch(_stretch(grid, side, axis=1), side, axis=2)
+    return total / float(sum(weights))
+
+
+def _stretch(grid: Array, side: int, axis: int) -> Array:
+    """Interpolate `axis` of a noise grid to `side` samples with a smooth step between the knots."""
+    at = np.linspace(0, grid.shape[axis] - 1, side, endpoint=False, dtype=np.float32)
+    low = at.astype(np.int64)
+    part = at - low
+    part = part * part * (3 - 2 * part)
+    shape = [1, 1, 1]
+    shape[axis] = side
+    part = part.reshape(shape)
+    return np.asarray(np.take(grid, low, axis) * (1 - part) + np.take(grid, low + 1, axis) * part, dtype=np.float32)
+
+
+def _mottle(canvas: Array, rng: np.random.Generator) -> Array:
+    """Lay noise of the size of a token's cell over the picture: brightness, and a shift between warm and cool.
+
+    Coarser noise can be told from the cells before it, finer noise is lost by the tokenizer: neither makes a code hard
+    to guess. It is weaker where the picture is dark.
+    """
+    n = len(canvas)
+    bright = _noise(rng, n, ((13, 15), (21, 19)), (1.0, 0.9))
+    warm = _noise(rng, n, ((15, 13), (19, 21)), (1.0, 0.6))
+    strength = _MOTTLE * (0.35 + 0.65 * np.clip(canvas.mean(-1), 0, 1))
+    change = bright[..., None] + _WARMTH * warm[..., None]
+    return np.asarray(canvas + strength[..., None] * change, dtype=np.float32)
+
+
+def _paint_sky(index: NDArray[np.int64], y: Array, horizon: Array, rng: np.random.Generator) -> Array:
+    """Gradient, fractal clouds and, at night, stars: [n, side, side, 3]."""
+    n, kind = len(index), index[:, 4]
+    side = SIZE * _SUPERSAMPLE
+    depth = np.clip(y / horizon, 0, 1)[..., None] ** 1.6
+    colours = _SKY[kind][:, None, None]
+    sky = colours[..., 0, :] * (1 - depth) + colours[..., 1, :] * depth
+    clouds = _noise(rng, n, ((3, 2), (7, 5), (14, 10), (28, 20)), (1.0, 0.8, 0.55, 0.35))
+    lit = (0.35 + 0.65 * depth) * (_CLOUDS[kind] * 1.5)[:, None, None, None]
+    sky = sky + lit * clouds[..., None] * (0.55 + colours[..., 1, :])
+    stars = rng.random((n, side // 2, side // 2)).astype(np.float32)
+    bright = np.clip((stars - 0.985) / 0.015, 0, 1) * (kind == 1)[:, None, None]
+    bright = np.repeat(np.repeat(bright, 2, 1), 2, 2) * np.clip(1.2 - y / horizon, 0, 1)
+    return np.asarray(sky + 0.5 * bright[..., None], dtype=np.float32)
+
+
+def _paint_ground(
+    index: NDArray[np.int64], sky: Array, x: Array, y: Array, horizon: Array, rng: np.random.Generator
+) -> Array:
+    """Lay the ground under the horizon: ripples, grass, dunes or drifts: [n, side, side, 3]."""
+    n, kind = len(index), index[:, 3]
+    down = np.clip((y - horizon) / (1 - horizon), 0, 1)
+    colours = _GROUND[kind][:, None, None] * _LIGHT[index[:, 4]][:, None, None, None, None]
+    ground = colours[..., 0, :] * (1 - down[..., None]) + colours[..., 1, :] * down[..., None]
+    mirrored = sky[:, ::-1]
+    ground = np.where((kind == 0)[:, None, None, None], 0.55 * ground + 0.5 * mirrored, ground)
+    ripples = _noise(rng, n, ((40, 5), (22, 9)), (1.0, 0.8))
+    grass = _noise(rng, n, ((26, 44), (12, 18)), (1.0, 0.6))
+    swell = _noise(rng, n, ((4, 3), (9, 5)), (1.0, 0.5))
+    bands = np.sin(34 * down + 5 * swell + 5 * x).astype(np.float32)
+    drifts = _noise(rng, n, ((8, 5), (20, 14)), (1.0, 0.5))
+    texture = np.stack([0.30 * ripples, 0.52 * grass, 0.13 * bands + 0.14 * grass, 0.17 * drifts])
+    chosen = texture[kind, np.arange(n)]
+    strength = (0.10 + 0.9 * ground.mean(-1)) * chosen
+    ground = ground + strength[..., None]
+    edge = np.clip((y - horizon) * SIZE + 0.5, 0, 1)[..., None]
+    return np.asarray(sky * (1 - edge) + ground * edge, dtype=np.float32)
+
+
+def _place_lanterns(index: NDArray[np.int64], rng: np.random.Generator) -> Array:
+    """Centre and half size of up to three lanterns: [n, 3, 4] as (x, y, half width, half height); absent ones are 0."""
+    out = np.zeros((len(index), 3, 4), dtype=np.float32)
+    jitter = rng.uniform(-1, 1, (len(index), 3, 3)).astype(np.float32)
+    for row, (count, shape, *_rest) in enumerate(index):
+        half = _SHAPE[shape] * _SHRINK[count]
+        for slot, place in enumerate(_PLACES[count]):
+            across, up, scale = jitter[row, slot]
+            size = half * (1 + 0.07 * scale)
+            out[row, slot] = (place + 0.025 * across, 0.36 + 0.055 * up, size[0], size[1])
+    return out
+
+
+def _paint_lanterns(
+    index: NDArray[np.int64], canvas: Array, lanterns: Array, x: Array, y: Array, horizon: Array
+) -> Array:
+    """Glow, body with ribs and shading, caps, and the light that falls on the ground."""
+    colour = _COLOUR[index[:, 2]][:, None, None]
+    shape = index[:, 1][:, None, None]
+    lake = (index[:, 3] == 0)[:, None, None]
+    for slot in range(3):
+        cx, cy, half_w, half_h = (lanterns[:, slot, part][:, None, None] for part in range(4))
+        present = (half_w > 0).astype(np.float32)
+        half_w, half_h = np.maximum(half_w, 1e-3), np.maximum(half_h, 1e-3)
+        dx, dy = (x - cx) / half_w, (y - cy) / half_h
+        glow = np.exp(-1.1 * np.maximum(np.sqrt(dx * dx + dy * dy) - 0.9, 0)) * 0.34 * present
+        canvas = canvas + glow[..., None] * colour * (1 - 0.6 * np.clip(canvas, 0, 1))
+        canvas = _reflect(canvas, colour, lake, present, x, y, horizon, (cx, cy, half_w, half_h))
+        body = _body(shape, dx, dy, half_w) * present
+        ribs = 1 - 0.16 * (np.cos(dy * 4.5 * np.pi) > 0.55)
+        shade = (1.02 - 0.42 * dx * dx - 0.10 * dy * dy) * ribs
+        lit = np.clip(colour * shade[..., None] + 0.20 * np.exp(-2.5 * (dx * dx + dy * dy))[..., None], 0, 1)
+        canvas = canvas * (1 - body[..., None]) + lit * body[..., None]
+        cap = (np.abs(dx) < 0.42) * (np.abs(np.abs(dy) - 1.03) < 0.09) * present
+        canvas = canvas * (1 - cap[..., None]) + np.array([0.16, 0.09, 0.05], dtype=np.float32) * cap[..., None]
+    return canvas
+
+
+def _body(shape: NDArray[np.int64], dx: Array, dy: Array, half_w: Array) -> Array:
+    """Coverage in [0, 1] of a lantern's body: ellipse, capsule-like barrel or rounded square."""
+    power = np.where(shape == 2, 8.0, np.where(shape == 1, 3.2, 2.0)).astype(np.float32)
+    radius = (np.abs(dx) ** power + np.abs(dy) ** power) ** (1 / power)
+    return np.asarray(np.clip((1 - radius) * half_w * SIZE * 1.4 + 0.5, 0, 1), dtype=np.float32)
+
+
+def _reflect(
+    canvas: Array,
+    colour: Array,
+    lake: NDArray[np.bool_],
+    present: Array,
+    x: Array,
+    y: Array,
+    horizon: Array,
+    lantern: tuple[Array, Array, Array, Array],
+) -> Array:
+    """A broken streak on water, a soft pool of light on land."""
+    cx, _cy, half_w, _half_h = lantern
+    down = np.clip((y - horizon) / (1 - horizon), 0, 1)
+    below = (y > horizon).astype(np.float32) * present
+    wobble = 0.18 * np.sin(95 * y + 9 * cx)
+    broken = (0.62 + 0.3 * np.sin(120 * y + 7 * cx)) * (1 - 0.55 * down)
+    streak = np.exp(-(((x - cx) / half_w + wobble) ** 2) * 1.7) * broken
+    pool = np.exp(-(((x - cx) / (2.2 * half_w)) ** 2) - ((down - 0.35) / 0.33) ** 2) * 0.42
+    light = np.where(lake, np.clip(streak, 0, 1) * 0.72, pool) * below
+    return np.asarray(canvas * (1 - 0.55 * light[..., None]) + colour * light[..., None] * 0.75, dtype=np.float32)
+
+
+# ---- Ways a picture gets worse without changing what it shows: blur, noise, lost detail, shifted light, mirror
+
+
+_BLOCK = 8
+
+
+def degrade(pixels: Tensor, generator: torch.Generator) -> Tensor:
+    """Degrade each picture at random: float [n, 3, h, w] in [0, 1] to the same shape and range.
+
+    Each of mirror, blur, lost detail, shifted light and noise hits a picture independently of the others; about one
+    in ten stays as it was. Sides must be multiples of 8.
+    """
+    n = len(pixels)
+
+    def draw(low: float = 0.0, high: float = 1.0) -> Tensor:
+        return (torch.rand((n, 1, 1, 1), generator=generator) * (high - low) + low).to(pixels)
+
+    pixels = torch.where(draw() < 0.5, pixels.flip(3), pixels)
+    pixels = torch.where(draw() < 0.35, pixels + draw(0.3, 1.0) * (blur(pixels) - pixels), pixels)
+    pixels = torch.where(draw() < 0.35, drop_detail(pixels, draw(0.02, 0.15)), pixels)
+    pixels = torch.where(draw() < 0.35, pixels * draw(0.92, 1.08) + draw(-0.03, 0.03), pixels)
+    noise = torch.randn(pixels.shape, generator=generator).to(pixels)
+    pixels = torch.where(draw() < 0.35, pixels + draw(0.005, 0.04) * noise, pixels)
+    return pixels.clamp(0, 1)
+
+
+def blur(pixels: Tensor) -> Tensor:
+    """Binomial 5x5 blur of float [n, c, h, w], edges repeated."""
+    taps = pixels.new_tensor([1.0, 4.0, 6.0, 4.0, 1.0]) / 16
+    kernel = (taps[:, None] * taps[None, :]).expand(pixels.shape[1], 1, 5, 5)
+    padded = functional.pad(pixels, (2, 2, 2, 2), mode="replicate")
+    return functional.conv2d(padded, kernel, groups=pixels.shape[1])
+
+
+def drop_detail(pixels: Tensor, step: Tensor) -> Tensor:
+    """Round the cosine coefficients of 8x8 blocks, coarser for finer detail, as JPEG does.
+
+    `pixels` [n, c, h, w] in [0, 1] with sides that are multiples of 8; `step` [n, 1, 1, 1] is the rounding step of
+    the coarsest coefficient.
+    """
+    n, c, h, w = pixels.shape
+    basis = _cosines(pixels)
+    blocks = pixels.reshape(n, c, h // _BLOCK, _BLOCK, w // _BLOCK, _BLOCK)
+    coefficients = torch.einsum("ui,ncyixj,vj->ncyxuv", basis, blocks, basis)
+    order = torch.arange(_BLOCK, device=pixels.device, dtype=pixels.dtype)
+    steps = step[..., None, None] * (1 + 0.5 * (order[:, None] + order[None, :]))
+    rounded = (coefficients / steps).round() * steps
+    return torch.einsum("ui,ncyxuv,vj->ncyixj", basis, rounded, basis).reshape(n, c, h, w)
+
+
+def _cosines(like: Tensor) -> Tensor:
+    """The orthonormal DCT-II basis [8, 8], frequency by sample."""
+    frequency = torch.arange(_BLOCK, dtype=like.dtype, device=like.device)[:, None]
+    sample = torch.arange(_BLOCK, dtype=like.dtype, device=like.device)[None, :]
+    basis = torch.cos(math.pi * (sample + 0.5) * frequency / _BLOCK) * math.sqrt(2 / _BLOCK)
+    basis[0] /= math.sqrt(2)
+    return basis
+
+
+# ---- Rendered scenes as arrays, made once and kept in a folder of the training
+
+
+_CHUNK = 250
+
+
+class SceneSet(NamedTuple):
+    """Pictures uint8 [n, 64, 64, 3] and the indices of their attributes int64 [n, 5]."""
+
+    pixels: NDArray[np.uint8]
+    attributes: NDArray[np.int64]
+
+
+def scene_set(
+    among: Sequence[Attributes],
+    n: int,
+    seed: int,
+    cache: Path | None = None,
+    on_chunk: Callable[[int, int], None] = lambda _done, _total: None,
+) -> SceneSet:
+    """Paint `n` scenes with attributes drawn uniformly from `among`; read them from `cache` when it holds them.
+
+    `on_chunk(done, n)` is called as the work goes on.
+    """
+    if cache is not None and cache.exists():
+        with np.load(cache) as kept:
+            if len(kept["pixels"]) >= n and int(kept["seed"]) == seed and int(kept["among"]) == len(among):
+                return SceneSet(kept["pixels"][:n], kept["attributes"][:n])
+    pixels = np.empty((n, SIZE, SIZE, 3), dtype=np.uint8)
+    attributes = np.empty((n, 5), dtype=np.int64)
+    for start in range(0, n, _CHUNK):
+        stop = min(n, start + _CHUNK)
+        sequence = np.random.SeedSequence([seed, start // _CHUNK])
+        chosen = [among[i] for i in np.random.default_rng(sequence).integers(len(among), size=_CHUNK)]
+        # The whole chunk is painted even when less is wanted, so that sets of one seed share their beginning.
+        pixels[start:stop] = render(chosen, int(sequence.generate_state(1)[0]))[: stop - start]
+        attributes[start:stop] = [item.indices() for item in chosen[: stop - start]]
+        on_chunk(stop, n)
+    if cache is not None:
+        _keep(cache, pixels, attributes, seed, len(among))
+    return SceneSet(pixels, attributes)
+
+
+def _keep(cache: Path, pixels: NDArray[np.uint8], attributes: NDArray[np.int64], seed: int, among: int) -> None:
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    part = cache.with_suffix(".part.npz")
+    np.savez(part, pixels=pixels, attributes=attributes, seed=np.int64(seed), among=np.int64(among))
+    os.replace(part, cache)

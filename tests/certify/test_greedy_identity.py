@@ -1,0 +1,66 @@
+"""Greedy identity: told from the tokens, and a difference judged by the margin of greedy decoding's own logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lantern_bench.certify.lossless import NEAR_TIE, greedy_agreements
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.plan import Prompt
+from lantern_bench.decoding.interface import Scores
+from lantern_bench.models.loaded_model import LoadedModel
+from tests.tiny_family import PROMPTS, TinyFamily, TinySession, TinyTarget
+
+ALL = [Prompt(text) for text in PROMPTS]
+GREEDY = [
+    Decoding(mode="speculative", tree="small-7", temperature=0),
+    Decoding(mode="speculative", drafting="dynamic", nodes=6, depth=2, beam=3, temperature=0),
+]
+
+
+@pytest.fixture
+def model() -> LoadedModel:
+    return TinyFamily().load("tiny", torch.device("cpu"), torch.float32)
+
+
+def test_greedy_speculation_of_tables_is_greedy_decoding(model: LoadedModel) -> None:
+    found = list(greedy_agreements(model, ALL, GREEDY, batch=2))
+    assert [decoding for decoding, _ in found] == GREEDY * 2
+    assert [one.prompt for decoding, part in found for one in part if decoding == GREEDY[0]] == ALL
+    assert all(one.position is None and one.holds and not one.near_tie for _, part in found for one in part)
+
+
+class _Rounding(TinySession):
+    """Scores of a tree are a little different from those of one node, as rounding makes them."""
+
+    def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Scores:
+        scores = super().score(tokens, depths, attention)
+        if tokens.shape[1] == 1:
+            return scores
+        top = scores.cond.topk(2, dim=-1).indices
+        turned = scores.cond.scatter_add(-1, top[..., 1:], torch.full_like(scores.cond[..., :1], self.table.turn))  # type: ignore[attr-defined]
+        return scores._replace(cond=turned)
+
+
+class _Turned(TinyTarget):
+    def session(self, batch: int, guided: bool, nodes: int) -> Any:
+        return _Rounding(self, batch, guided)
+
+
+@pytest.mark.parametrize(("gap", "near"), [(NEAR_TIE / 2, True), (0.01, False)])
+def test_a_difference_is_a_near_tie_or_it_does_not_hold(model: LoadedModel, gap: float, near: bool) -> None:
+    target = _Turned(1.0, 1)
+    # Every token has two likeliest followers, `gap` apart, and a tree's scores put the second in front.
+    first = target.cond.argmax(dim=-1, keepdim=True)
+    second = (first + 1) % target.cond.shape[-1]
+    top = target.cond.max(dim=-1, keepdim=True).values
+    target.cond = target.cond.scatter(-1, second, top - gap)
+    target.turn = 2 * gap  # type: ignore[attr-defined]
+    found = [one for _, part in greedy_agreements(replace(model, target=target), ALL, GREEDY[:1]) for one in part]
+    assert all(one.position is not None and one.margin == pytest.approx(gap, abs=1e-6) for one in found)
+    assert all(one.near_tie is near and one.holds is near for one in found)

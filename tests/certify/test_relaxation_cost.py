@@ -1,0 +1,93 @@
+"""Emitted TV in the images of a model: where it is measured, that it is what it says, what it does not depend on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lantern_bench.certify.contexts import lossless_images
+from lantern_bench.certify.relaxation import CostSettings, emitted_tv_rows
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.experiment import Cell
+from lantern_bench.config.plan import Prompt
+from lantern_bench.decoding.acceptance.relaxation import Relaxation
+from lantern_bench.decoding.emitted_tv import emitted_tv_dynamic
+from lantern_bench.decoding.sampling import guide, most_probable
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models.loaded_model import LoadedModel
+from tests.tiny_family import PROMPTS, TOKENS, TinyFamily
+
+ALL = [Prompt(text) for text in PROMPTS]
+DYNAMIC = {"drafting": "dynamic", "nodes": 3, "depth": 1, "beam": 3}
+
+
+def cell(mode: str, **values: Any) -> Cell:
+    return Cell("tiny", Decoding.model_validate({"mode": mode, "cfg_scale": 2.0, "cfg_default": 2.0, **values}))
+
+
+RELAXED = [
+    cell("lantern", **DYNAMIC, neighbours=4, delta=0.2),
+    cell("lantern", **DYNAMIC, neighbours=4, delta=0.2, residual="official"),
+    cell("lantern++", tree="small-7", neighbours=4, **{"lambda": 4}),
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return TinyFamily().load("tiny", torch.device("cpu"), torch.float32)
+
+
+def test_every_cell_is_measured_at_the_same_places(model: LoadedModel) -> None:
+    rows = list(emitted_tv_rows(model, RELAXED, ALL, CostSettings(positions=14, per_image=4, draws=4)))
+    places = {one.cell_id: [] for one in RELAXED}
+    for row in rows:
+        places[row["cell_id"]].append((row["prompt_id"], row["repeat"], row["position"]))
+    first = places[RELAXED[0].cell_id]
+    assert len(first) == len(set(first)) == 14
+    assert all(found == first for found in places.values())
+    assert {position for *_, position in first} <= set(range(1, TOKENS - 1))
+
+
+def test_a_dynamic_figure_is_the_exact_one(model: LoadedModel) -> None:
+    """The same from the tables of the model: the drafts of one round are the top of q at the last token."""
+    settings = CostSettings(positions=6, per_image=2, draws=4)
+    rows = [row for row in emitted_tv_rows(model, RELAXED[:1], ALL, settings)]
+    images = {}
+    for made in lossless_images(model, ALL, settings.images, RELAXED[0].decoding):
+        for prompt, repeat, tokens in zip(made.prompts, made.repeats, made.forced.tokens, strict=True):
+            images[prompt.id, repeat] = tokens
+    target, drafter = model.target, model.drafter
+    table = model.table(4)
+    for row in rows:
+        last = images[row["prompt_id"], row["repeat"]][row["position"] - 1]
+        p, q = (guide(part.cond[last], part.uncond[last], 2.0).softmax(-1)[None] for part in (target, drafter))  # type: ignore[union-attr]
+        tokens, valid = most_probable(q, 3)
+        expected = emitted_tv_dynamic(p, tokens, valid, Relaxation("additive", 4, 0.2), table)
+        assert row["emitted_tv"] == pytest.approx(float(expected), abs=1e-6)
+        assert row["emitted_tv"] <= row["moved_mass"] + 1e-6
+
+
+def test_the_strict_rule_costs_nothing_and_the_batch_does_not_matter(model: LoadedModel) -> None:
+    cells = [cell("speculative", **DYNAMIC), cell("speculative", tree="small-7"), RELAXED[2]]
+    sizes = {"positions": 12, "per_image": 3, "draws": 6}
+    together = list(emitted_tv_rows(model, cells, ALL, CostSettings(**sizes, batch=8)))
+    alone = list(emitted_tv_rows(model, cells, ALL, CostSettings(**sizes, batch=1)))
+    assert max(row["emitted_tv"] for row in together if row["rule"] == "strict") < 1e-6
+
+    def by_place(rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], float]:
+        return {(r["cell_id"], r["prompt_id"], r["repeat"], r["position"]): r["emitted_tv"] for r in rows}
+
+    found, again = by_place(together), by_place(alone)
+    assert found.keys() == again.keys()
+    assert all(again[key] == pytest.approx(value, abs=1e-6) for key, value in found.items())
+    assert max(found.values()) > 0.01
+
+
+def test_what_has_no_emitted_tv_is_refused(model: LoadedModel) -> None:
+    for bad in (cell("ar"), cell("lantern", **DYNAMIC, delta=0.2, neighbours=4, temperature=0)):
+        with pytest.raises(UserError, match="emitted TV"):
+            next(emitted_tv_rows(model, [bad], ALL, CostSettings()))
+    with pytest.raises(RefusedError, match="too short for 11 places"):
+        next(emitted_tv_rows(model, RELAXED, ALL, CostSettings(per_image=11)))

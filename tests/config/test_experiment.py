@@ -1,0 +1,314 @@
+"""Experiments: grids, layers, flags and defaults, and files that say themselves again.
+
+What is refused, and in which words, is in test_experiment_problems.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lantern_bench.config.experiment import ResolvedExperiment, load_experiment, resolve, shipped_experiments
+from lantern_bench.config.values import Overrides
+
+MODELS: dict[str, dict[str, Any]] = {
+    "lanterns": {"cfg_scale": 3.0, "tree": "small-7", "neighbours": None},
+    "big": {"cfg_scale": 7.5, "tree": "eagle1-25", "neighbours": 1000, "delta": 0.2, "lambda": 2.0},
+}
+
+
+def resolved(folder: Path, text: str, flags: dict[str, Any] | None = None, **more: Any) -> ResolvedExperiment:
+    path = folder / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    return resolve(load_experiment(path, Overrides.from_flags(flags or {}, **more)), MODELS)
+
+
+def ids(experiment: ResolvedExperiment) -> list[str]:
+    return [cell.cell_id for cell in experiment.cells]
+
+
+def cells(text: str) -> str:
+    return f"model: lanterns\nbaseline: false\ncells:\n  - {text}\n"
+
+
+def test_the_default_experiment() -> None:
+    assert ids(resolve(load_experiment("lanterns"), MODELS)) == [
+        "ar-t1",
+        "speculative-static-chain-4-t1",
+        "speculative-static-eagle1-25-t1",
+        "speculative-static-chain-5-block-t1",
+        "lantern-dynamic-24n4d6b-k100-delta0.1-t1",
+        "lantern-dynamic-24n4d6b-k100-delta0.3-t1",
+        "lantern++-static-chain-7-k100-lambda5-t1",
+        "lantern++-static-chain-7-k100-lambda10-t1",
+        "speculative-static-chain-4-t0",
+    ]
+
+
+@pytest.mark.parametrize("name", shipped_experiments())
+def test_shipped_experiments_load_by_name_and_bear_it(name: str) -> None:
+    assert load_experiment(name).name == name
+
+
+def test_plans_and_run_folders_need_no_torch() -> None:
+    code = "import sys, lantern_bench.runs.store; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_the_grid_is_a_product_in_fixed_order(tmp_path: Path) -> None:
+    found = resolved(tmp_path, cells("{mode: lantern, temperature: [1, 0.5], delta: [0.2, 0.1], neighbours: 5}"))
+    assert ids(found) == [
+        "lantern-dynamic-58n5d10b-k5-delta0.2-t1",
+        "lantern-dynamic-58n5d10b-k5-delta0.2-t0.5",
+        "lantern-dynamic-58n5d10b-k5-delta0.1-t1",
+        "lantern-dynamic-58n5d10b-k5-delta0.1-t0.5",
+    ]
+
+
+def test_a_parameter_of_a_grid_reaches_the_cells_that_have_it(tmp_path: Path) -> None:
+    found = resolved(
+        tmp_path, cells("{mode: speculative, drafting: [static, dynamic, chain], tree: small-7, depth: 3}")
+    )
+    assert ids(found) == [
+        "speculative-static-small-7-t1",
+        "speculative-dynamic-58n3d10b-t1",
+        "speculative-static-chain-5-t1",
+    ]
+
+
+def test_cells_that_come_twice_run_once(tmp_path: Path) -> None:
+    assert ids(resolved(tmp_path, cells("{mode: speculative, temperature: [0, 0.0], top_k: [1, 2]}"))) == [
+        "speculative-static-small-7-t0"
+    ]
+
+
+def test_modes_are_presets(tmp_path: Path) -> None:
+    found = resolved(tmp_path, cells("{mode: lantern, drafting: static, rule: multiplicative, lambda: 2}"))
+    assert ids(found) == ["lantern-static-small-7-k10-lambda2-t1"]
+
+
+def test_layers_cell_then_model_then_top_then_model_default(tmp_path: Path) -> None:
+    text = """
+    models: {lanterns: {neighbours: 7, delta: 0.3}, big: {}}
+    neighbours: 8
+    baseline: false
+    cells:
+      - {mode: lantern}
+      - {mode: lantern, neighbours: 9, delta: 0.4}
+    """
+    assert ids(resolved(tmp_path, text)) == [
+        "lanterns-lantern-dynamic-58n5d10b-k7-delta0.3-t1",
+        "lanterns-lantern-dynamic-58n5d10b-k9-delta0.4-t1",
+        "big-lantern-dynamic-58n5d10b-k8-delta0.2-t1",
+        "big-lantern-dynamic-58n5d10b-k9-delta0.4-t1",
+    ]
+
+
+def test_a_cell_may_be_for_one_model(tmp_path: Path) -> None:
+    text = """
+    model: [lanterns, big]
+    cells: [{mode: speculative, model: big}, {mode: lantern++, model: [lanterns], lambda: 3}]
+    """
+    assert ids(resolved(tmp_path, text)) == [
+        "lanterns-ar-t1",
+        "lanterns-lantern++-static-small-7-k10-lambda3-t1",
+        "big-ar-t1",
+        "big-speculative-static-eagle1-25-t1",
+    ]
+
+
+@pytest.mark.parametrize("tree", ["small-7", ((0,), (1,)), "chain-4"])
+def test_a_block_takes_a_chain_where_the_models_own_tree_is_none(tmp_path: Path, tree: object) -> None:
+    path = tmp_path / "experiment.yaml"
+    path.write_text(cells("{mode: speculative, rule: block}"))
+    (block,) = ids(resolve(load_experiment(path, Overrides()), {"lanterns": {"tree": tree}}))
+    assert block == f"speculative-static-{'chain-4' if tree == 'chain-4' else 'chain-5'}-block-t1"
+
+
+def test_guidance_is_in_the_id_where_it_is_not_the_models_own(tmp_path: Path) -> None:
+    assert ids(resolved(tmp_path, cells("{mode: speculative, cfg_scale: [3, 1, 2.5]}"))) == [
+        "speculative-static-small-7-t1",
+        "speculative-static-small-7-t1-cfgscale1",
+        "speculative-static-small-7-t1-cfgscale2.5",
+    ]
+
+
+def test_the_baseline_is_added_once_with_the_top_level_values(tmp_path: Path) -> None:
+    text = "model: lanterns\ntemperature: 0.8\ncells: [{mode: speculative}]"
+    assert ids(resolved(tmp_path, text)) == ["ar-t0.8", "speculative-static-small-7-t0.8"]
+    assert ids(resolved(tmp_path, text, {"baseline": False})) == ["speculative-static-small-7-t0.8"]
+    assert ids(resolved(tmp_path, text + "\nbaseline: false")) == ["speculative-static-small-7-t0.8"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "more", "expected"),
+    [
+        (
+            {"tree": "small-7"},
+            {"modes": "speculative"},
+            ["ar-t1", "speculative-static-small-7-t1", "speculative-static-small-7-t0"],
+        ),
+        ({}, {"modes": "ar"}, ["ar-t1"]),
+        (
+            {"baseline": False},
+            {"modes": ["lantern"], "settings": ["delta=0.3"]},
+            ["lantern-dynamic-24n4d6b-k100-delta0.3-t1"],
+        ),
+        (
+            {"drafting": "chain"},
+            {"modes": "speculative"},
+            [
+                "ar-t1",
+                "speculative-static-chain-5-t1",
+                "speculative-static-chain-5-block-t1",
+                "speculative-static-chain-5-t0",
+            ],
+        ),
+        (
+            {"drafting": "dynamic"},
+            {"modes": "speculative"},
+            ["ar-t1", "speculative-dynamic-58n5d10b-t1", "speculative-dynamic-58n5d10b-t0"],
+        ),
+        (
+            {"temperature": 0},
+            {"modes": "speculative"},
+            [
+                "ar-t0",
+                "speculative-static-chain-4-t0",
+                "speculative-static-eagle1-25-t0",
+                "speculative-static-chain-5-t0",
+            ],
+        ),
+        (
+            {"nodes": "10,20", "delta": ["0.1"]},
+            {"modes": "lantern"},
+            ["ar-t1", "lantern-dynamic-10n4d6b-k100-delta0.1-t1", "lantern-dynamic-20n4d6b-k100-delta0.1-t1"],
+        ),
+        (
+            {"lambda": "3"},
+            {"modes": "lantern++", "settings": ["cells.4.neighbours=99"]},
+            ["ar-t1", "lantern++-static-chain-7-k99-lambda3-t1"],
+        ),
+        (
+            {"rule": "strict,block", "tree": "chain-3"},
+            {"modes": "speculative"},
+            [
+                "ar-t1",
+                "speculative-static-chain-3-t1",
+                "speculative-static-chain-3-block-t1",
+                "speculative-static-chain-3-t0",
+            ],
+        ),
+        ({}, {"modes": "ar", "settings": ["top-p=0.5,0.25"]}, ["ar-t1-topp0.5", "ar-t1-topp0.25"]),
+    ],
+)
+def test_flags_lie_over_the_file(flags: dict[str, Any], more: dict[str, Any], expected: list[str]) -> None:
+    assert ids(resolve(load_experiment("lanterns", Overrides.from_flags(flags, **more)), MODELS)) == expected
+
+
+def test_flags_of_the_run() -> None:
+    flags = {"images": 3, "seed": "7", "metrics": "speed", "dtype": "bfloat16", "prompts": "mine.txt", "delta": None}
+    found = load_experiment("lanterns", Overrides.from_flags(flags)).settings
+    assert (found.images, found.seed, found.metrics, found.dtype, found.prompts) == (
+        3,
+        7,
+        ("speed",),
+        "bfloat16",
+        "mine.txt",
+    )
+
+
+def test_the_model_flag_picks_among_the_models(tmp_path: Path) -> None:
+    text = "models: {lanterns: {lambda: 9}, big: {}}\nbaseline: false\ncells: [{mode: lantern++}]"
+    assert ids(resolved(tmp_path, text, {"model": "lanterns"})) == ["lantern++-static-small-7-k10-lambda9-t1"]
+
+
+def test_own_trees(tmp_path: Path) -> None:
+    (tmp_path / "mine-tree.yaml").write_text("[[0], [0, 0], [1]]")
+    inline = resolved(tmp_path, cells("{mode: speculative, tree: [[0], [1], [0, 0]]}"))
+    from_file = resolved(tmp_path, cells("{mode: speculative, tree: '@mine-tree.yaml'}"))
+    grid = resolved(tmp_path, cells("{mode: speculative, tree: [[[0], [1], [0, 0]], chain-5]}"))
+    by_flag = resolved(tmp_path, cells("{mode: speculative}"), {"tree": "[[0],[1],[0,0]]"})
+    assert inline.cells == from_file.cells == by_flag.cells == grid.cells[:1]
+    assert inline.cells[0].decoding.paths == ((0,), (1,), (0, 0))
+    named = resolved(
+        tmp_path, cells("{mode: speculative, tree: [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0, 0]]}")
+    )
+    assert ids(named) == ["speculative-static-chain-5-t1"]
+
+
+def test_numbers_as_yaml_reads_them_as_text(tmp_path: Path) -> None:
+    assert ids(resolved(tmp_path, cells("{mode: lantern, delta: 1e-3}"))) == [
+        "lantern-dynamic-58n5d10b-k20-delta0.001-t1"
+    ]
+
+
+def test_columns_and_settings_of_a_cell(tmp_path: Path) -> None:
+    cell = resolved(tmp_path, "model: [lanterns, big]\ncells: [{mode: ar}]").cells[1]
+    assert cell.columns()["cell_id"] == "big-ar-t1"
+    assert cell.columns()["model"] == cell.settings()["model"] == "big"
+
+
+def test_the_hash_changes_with_what_runs_and_not_with_words(tmp_path: Path) -> None:
+    text = cells("{mode: lantern, delta: 0.1}")
+    first = resolved(tmp_path, text)
+    assert first.run_name == f"mine-{first.hash8}"
+    assert resolved(tmp_path, text + "description: other\npaper: {table: 2}\n").hash8 == first.hash8
+    assert resolved(tmp_path, text.replace("0.1", "1e-1")).hash8 == first.hash8
+    changes = {resolved(tmp_path, text + line).hash8 for line in ("seed: 1\n", "images: 9\n", "cfg_scale: 2\n", "")}
+    assert len(changes) == 4
+
+
+def axis(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return values | st.lists(values, min_size=1, max_size=3)
+
+
+MAPPINGS = st.fixed_dictionaries(
+    {"mode": axis(st.sampled_from(["speculative", "lantern", "lantern++"]))},
+    optional={
+        "drafting": axis(st.sampled_from(["static", "dynamic", "chain"])),
+        "rule": axis(st.sampled_from(["strict", "additive", "multiplicative"])),
+        "temperature": axis(st.sampled_from([0, 0.5, 1])),
+        "top_k": axis(st.integers(0, 50)),
+        "cfg_scale": axis(st.sampled_from([1, 3, 7.5])),
+    },
+)
+DEFAULTS = {"delta": [0.1, 0.2], "lambda": 2, "neighbours": 4, "residual": "official", "tree": [[[0], [1]], "deep-25"]}
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(MAPPINGS, min_size=1, max_size=3), st.sampled_from([["lanterns"], ["lanterns", "big"]]))
+def test_a_resolved_experiment_resolves_to_itself(tmp_path: Path, entries: list[Any], models: list[str]) -> None:
+    first = resolved(tmp_path, yaml.safe_dump({"model": models, "cells": entries, **DEFAULTS}))
+    again = resolved(tmp_path, first.to_yaml())
+    assert again.to_dict() == first.to_dict()
+    assert ids(again) == ids(first)
+    assert again.run_name == first.run_name
+    path = tmp_path / "elsewhere.yaml"
+    path.write_text(first.to_yaml())
+    other_defaults = {model: {"cfg_scale": 99.0, "tree": "medusa-63"} for model in models}
+    assert ids(resolve(load_experiment(path), other_defaults)) == ids(first)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    # Rounded: values that a name cannot tell apart are refused, which is another test's matter.
+    st.lists(st.floats(1e-3, 0.9).map(lambda delta: round(delta, 4)), min_size=1, max_size=4),
+    st.lists(st.integers(0, 99), min_size=1, max_size=4),
+    st.lists(st.sampled_from([0.25, 0.5, 1]), min_size=1, max_size=3),
+)
+def test_a_grid_has_every_combination_once(
+    tmp_path: Path, deltas: list[float], neighbours: list[int], temperatures: list[float]
+) -> None:
+    cell = {"mode": "lantern", "delta": deltas, "neighbours": neighbours, "temperature": temperatures}
+    found = resolved(tmp_path, yaml.safe_dump({"model": "lanterns", "baseline": False, "cells": [cell]}))
+    made = [(c.decoding.delta, c.decoding.neighbours, c.decoding.temperature) for c in found.cells]
+    assert len(made) == len(set(made))
+    assert set(made) == {(d, n, t) for d in deltas for n in neighbours for t in temperatures}

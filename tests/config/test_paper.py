@@ -1,0 +1,90 @@
+"""Published figures: what a block must say, and that the shipped ones are those of the sources, none from memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from lantern_bench.config.experiment import load_experiment, shipped_experiments
+from lantern_bench.config.paper import FIGURES, Paper, PaperRow, read_paper
+from lantern_bench.errors import UserError
+from lantern_bench.schema import columns
+
+ROW: dict[str, Any] = {"name": "a row", "match": {"mode": "lantern", "temperature": 1}}
+
+
+def papers() -> dict[str, Paper]:
+    found = {}
+    for name, path in shipped_experiments().items():
+        paper = read_paper(yaml.safe_load(path.read_text(encoding="utf-8")).get("paper"))
+        if paper is not None:
+            found[name] = paper
+    return found
+
+
+def test_the_tables_of_the_papers_are_there() -> None:
+    wanted = {"lantern-table2", "lantern-table3", "lantern-figure5", "lanternpp", "coolsd", "tree-shapes"}
+    assert wanted | {"temperature", "guidance"} <= set(papers())
+
+
+@pytest.mark.parametrize("name", papers())
+def test_every_shipped_figure_has_a_source(name: str) -> None:
+    paper = papers()[name]
+    assert paper.missing, "what could not be had is said"
+    for row in paper.rows:
+        for figure in row.figures.values():
+            assert figure.confidence in ("paper", "secondary", "derived", "definition") and len(figure.source) > 3
+            assert (figure.confidence == "definition") == (figure.source == "by definition")
+        assert set(row.figures) <= set(paper.columns)
+    assert len({row.name for row in paper.rows}) == len(paper.rows)
+
+
+def test_known_figures_are_the_published_ones() -> None:
+    rows = {row.name: row.figures for row in papers()["lantern-table2"].rows}
+    assert rows["EAGLE-2, tau=0"]["speedup"].value == 1.29
+    assert rows["EAGLE-2, tau=1"]["speedup"].value == 0.93
+    assert rows["LANTERN, tau=1, delta=0.4 k=1000"]["speedup"].value == 1.69
+    assert rows["LANTERN, tau=1, delta=0.3 (VVS)"]["step_compression"].value == 2.10
+    best = {row.name: row.figures for row in papers()["lanternpp"].rows}
+    assert best["LANTERN++, best latency"]["speedup"].confidence == "paper"
+    assert best["LANTERN++, best step compression"]["step_compression"].value == 3.63
+
+
+def test_figures_bear_the_names_of_our_columns() -> None:
+    ours = {column.name for table in ("speed", "quality") for column in columns(table)}
+    assert set(FIGURES) <= ours
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"figures": {"speedup": {"value": 1, "source": "recall", "confidence": "memory"}}}, "from memory is not used"),
+        ({"figures": {"speedup": {"value": 1, "source": "", "confidence": "paper"}}}, "at least 1 character"),
+        ({"figures": {"speedup": {"value": 1, "source": "x", "confidence": "sure"}}}, "secondary"),
+        ({"figures": {"speed": {"value": 1, "source": "x", "confidence": "paper"}}}, "speedup"),
+        ({"match": {"speed": 3}}, "match knows no parameter speed"),
+    ],
+)
+def test_a_row_that_is_wrong(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        PaperRow.model_validate(ROW | change)
+
+
+def test_problems_name_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: lanterns\ncells: [{mode: ar}]\npaper:\n  title: T\n  rows:\n    - {match: {mode: ar}}\n")
+    with pytest.raises(UserError, match=r"line 6: paper\.rows\[0\]\.name: field required"):
+        load_experiment(path)
+
+
+def test_rows_match_by_the_settings_they_name() -> None:
+    row = PaperRow.model_validate(ROW | {"models": {"lanterns": {"delta": 0.1}}})
+    cell = {"mode": "lantern", "temperature": 1.0, "delta": 0.1, "model": "lanterns", "residual": "exact"}
+    assert row.matches(cell) and row.matches(cell | {"residual": "official"})
+    assert not row.matches(cell | {"delta": 0.2}) and row.matches(cell | {"delta": 0.2, "model": "other"})
+    assert not row.matches(cell | {"temperature": 0.0})
+    assert not PaperRow.model_validate({"name": "uncovered"}).matches(cell)

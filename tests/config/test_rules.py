@@ -1,0 +1,63 @@
+"""Rules from outside: which are refused, and why, and what changes their fingerprint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.methods import DRAFTINGS, MODES, OUTSIDE_RULES, RELAXED_RULES, RULES
+from lantern_bench.errors import RefusedError
+from lantern_bench.plugins import RelaxedRule, checked_rules
+
+
+def some(**changes: Any) -> RelaxedRule:
+    values: dict[str, Any] = {"name": "mine", "limit": lambda draft, bound: bound * draft.own}
+    return RelaxedRule(**{**values, "low": 0, "high": 2, "example": 1, **changes})
+
+
+@pytest.mark.parametrize(
+    ("rule", "wrong"),
+    [
+        ("text", "no lantern_bench.plugins.RelaxedRule but str"),
+        (some(name="Mine"), "lower-case"),
+        (some(name="lantern"), "the name lantern is taken"),
+        (some(name="static"), "the name static is taken"),
+        (some(drafting="none"), "must be static or dynamic"),
+        (some(example=2), "example 2 must lie strictly between 0 and 2"),
+        (some(neighbours=0), "at least 1"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(rule: object, wrong: str) -> None:
+    with pytest.raises(RefusedError, match=f"the rule entry cannot be used: .*{wrong}"):
+        checked_rules([("entry", rule)], {*MODES, *DRAFTINGS, *RULES})
+
+
+def test_two_rules_of_one_name_are_refused() -> None:
+    assert list(checked_rules([("one", some())], ())) == ["mine"]
+    with pytest.raises(RefusedError, match="the rule two cannot be used: the name mine is taken"):
+        checked_rules([("one", some()), ("two", some())], ())
+
+
+def test_a_fingerprint_is_of_the_file_that_the_code_stands_in(tmp_path: Path) -> None:
+    prints = set()
+    for text in (
+        "def limit(draft, bound):\n    return draft.own\n",
+        "def limit(draft, bound):\n    return draft.near\n",
+    ):
+        path = tmp_path / "rule.py"
+        path.write_text(text)
+        space: dict[str, Any] = {}
+        exec(compile(text, str(path), "exec"), space)
+        prints.add(some(limit=space["limit"]).fingerprint())
+    assert len(prints) == 2
+    assert all(len(one) == 16 for one in prints)
+
+
+def test_without_packages_there_are_the_shipped_rules_only() -> None:
+    assert set(RULES) - set(OUTSIDE_RULES) == {"none", "strict", "block", "additive", "multiplicative"}
+    assert RELAXED_RULES - set(OUTSIDE_RULES) == {"additive", "multiplicative"}
+    with pytest.raises(ValueError, match="bound does not belong here"):
+        Decoding.model_validate({"mode": "lantern", "delta": 0.1, "bound": 0.1})

@@ -1,0 +1,69 @@
+"""The columns: complete, declared once, in the order of the design.
+
+The list of records' columns is written out, since files of older runs must stay readable.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from lantern_bench.errors import UserError
+from lantern_bench.schema import CELL_COLUMNS, TABLES, columns, to_markdown
+
+RECORDS = """schema_version, record_key, cell_id, mode, drafting, tree, rule, neighbours, neighbour_metric, delta,
+lambda, bound, residual, temperature, top_k, top_p, cfg_scale, batch, model, prompt_id, prompt, prompt_source, repeat,
+seed, order_index, status, error, tokens, target_forwards, drafter_forwards, start_per_step, committed_per_step,
+accepted_per_step, offered_depth_per_step, child_rank_per_step, mean_accepted_length, mal_uncut, step_compression,
+seconds, draft_seconds, target_seconds, verify_seconds, other_seconds, pixel_seconds, peak_memory_bytes, moved_mass,
+moved_mass_tried, tokens_sha256, image_sha256, image"""
+
+
+def test_records_have_the_columns_of_the_design_in_its_order() -> None:
+    assert [column.name for column in columns("records")] == [name.strip() for name in RECORDS.split(",")]
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_columns_are_unique_and_explained(table: str) -> None:
+    names = [column.name for column in columns(table)]
+    assert len(set(names)) == len(names)
+    for column in columns(table):
+        assert column.dtype in ("string", "int", "float", "list[int]", "list[list[int]]")
+        assert column.name.replace("_", "").islower()
+        assert len(column.meaning) > 5
+
+
+def test_a_name_has_one_type() -> None:
+    types: dict[str, set[str]] = {}
+    for name, table in TABLES.items():
+        for column in table:
+            if not (column.name.endswith("_forwards") and name == "speed"):  # a mean there, a count in records
+                types.setdefault(column.name, set()).add(column.dtype)
+    assert {name: kinds for name, kinds in types.items() if len(kinds) > 1} == {}
+
+
+@pytest.mark.parametrize("table", ["speed", "quality", "acceptance"])
+def test_tables_of_cells_begin_with_the_cell(table: str) -> None:
+    assert columns(table)[: len(CELL_COLUMNS)] == CELL_COLUMNS
+
+
+def test_intervals_stand_beside_their_figure() -> None:
+    for table in ("speed", "quality", "acceptance", "summary", "reproduction"):
+        names = [column.name for column in columns(table)]
+        for name in names:
+            if name.endswith("_low"):
+                at = names.index(name)
+                assert names[at - 1 : at + 2] == [name[:-4], name, f"{name[:-4]}_high"]
+
+
+def test_markdown_has_every_column() -> None:
+    page = to_markdown()
+    assert page.endswith("|\n")
+    for table, declared in TABLES.items():
+        assert f"## {table}\n" in page
+        assert all(f"| `{column.name}` |" in page for column in declared)
+
+
+def test_unknown_table_lists_the_tables() -> None:
+    with pytest.raises(UserError, match="unknown table 'sped'") as caught:
+        columns("sped")
+    assert "acceptance" in str(caught.value.advice)

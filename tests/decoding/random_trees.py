@@ -1,0 +1,152 @@
+"""Random drafts for property tests: shapes, tokens, distributions, rules and limits from one generator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lantern_bench.decoding.acceptance.relaxation import Relaxation
+from lantern_bench.decoding.neighbours import nearest_codes
+from lantern_bench.decoding.sampling import FilterOrder, draw_without_replacement, guide, probabilities
+from lantern_bench.decoding.tree import DraftTree, StaticTree, link_nodes
+from tests.decoding.reference_walk import Rules
+
+FILTERS: tuple[tuple[float, int, float, FilterOrder], ...] = (
+    (1.0, 0, 1.0, "top_k_first"),
+    (0.7, 3, 1.0, "top_k_first"),
+    (1.0, 0, 0.8, "top_k_first"),
+    (1.3, 4, 0.9, "top_k_first"),
+    (1.0, 5, 0.9, "top_p_first"),
+)
+
+
+@dataclass
+class Draft:
+    """B drafts of one kind with all that a verification takes."""
+
+    tree: DraftTree
+    logits: Tensor
+    probs: Tensor
+    relaxation: Relaxation
+    table: Tensor
+    uniforms: Tensor
+    noise: Tensor
+    depth_limit: Tensor | None
+
+    @property
+    def rules(self) -> Rules:
+        r = self.relaxation
+        return Rules(r.rule, r.neighbours, r.bound, r.residual, self.table.numpy().astype(int))
+
+    def limit(self, image: int) -> int:
+        return self.tree.max_depth if self.depth_limit is None else int(self.depth_limit[image])
+
+
+def random_relaxation(rng: np.random.Generator, vocabulary: int) -> Relaxation:
+    residual = ("exact", "official")[rng.integers(2)]
+    neighbours = int(rng.integers(0, vocabulary))
+    rule = ("strict", "additive", "multiplicative")[rng.integers(3)]
+    if rule == "strict":
+        return Relaxation(residual=residual)
+    if rule == "additive":
+        return Relaxation(
+            "additive", neighbours, float(rng.choice([0.02, 0.1, 0.3, 0.8]) * rng.uniform(0.9, 1)), residual
+        )
+    return Relaxation("multiplicative", neighbours, float(rng.choice([1.1, 2.0, 6.0]) * rng.uniform(1, 1.1)), residual)
+
+
+def random_probs(
+    rng: np.random.Generator, noise: torch.Generator, filters: tuple[float, int, float, FilterOrder], *shape: int
+) -> tuple[Tensor, Tensor]:
+    """Return (guided logits, probabilities) of the given shape, guidance on or off."""
+    temperature, top_k, top_p, order = filters
+    spread = float(rng.choice([0.5, 2.0, 4.0]))
+    cond, uncond = (spread * torch.randn(2, *shape, generator=noise)).unbind(0)
+    logits = guide(cond, uncond, float(rng.choice([1.0, 1.0, 2.5])))
+    return logits, probabilities(logits, temperature=temperature, top_k=top_k, top_p=top_p, filter_order=order)
+
+
+def random_topology(rng: np.random.Generator, nodes: int, fanout: int, depth: int) -> list[tuple[int, ...]]:
+    """A tree without gaps: nodes hung one after the other below a random one that may have one more child."""
+    paths: list[tuple[int, ...]] = [()]
+    for _ in range(nodes):
+        count = {path: sum(other[:-1] == path for other in paths if other) for path in paths}
+        free = [path for path in paths if len(path) < depth and count[path] < fanout]
+        if not free:
+            break
+        parent = free[rng.integers(len(free))]
+        paths.append((*parent, count[parent]))
+    return paths[1:]
+
+
+def random_static(
+    rng: np.random.Generator, noise: torch.Generator, q: Tensor, shape: StaticTree, filled: bool | None = None
+) -> DraftTree:
+    """Draw the children of every node from `q` [B, M, V]; `filled` says whether those with q = 0 stay in the table."""
+    batch, nodes, _ = q.shape
+    tokens = torch.zeros(batch, nodes, dtype=torch.int64)
+    valid = torch.ones(batch, nodes, dtype=torch.bool)
+    for level in shape.levels:
+        clocks = torch.empty(batch, len(level.nodes), q.shape[2]).exponential_(generator=noise)
+        drawn, able = draw_without_replacement(q[:, level.nodes], level.fanout, clocks)
+        tokens[:, level.children] = drawn[:, level.slot, level.rank]
+        valid[:, level.children] = able[:, level.slot, level.rank]
+    # Leaving q = 0 children in the table must give the same walk: they are skipped.
+    return shape.draft(tokens, q, valid if (rng.integers(2) if filled is None else not filled) else None)
+
+
+def random_dynamic(rng: np.random.Generator, batch: int, nodes: int, vocabulary: int) -> DraftTree:
+    """Trees of a different shape for each image, distinct tokens below each node, some nodes filling up."""
+    depth, fanout = int(rng.integers(1, 5)), int(rng.integers(1, min(6, vocabulary) + 1))
+    return dynamic_trees(rng, batch, nodes, vocabulary, depth, fanout)
+
+
+def dynamic_trees(
+    rng: np.random.Generator, batch: int, nodes: int, vocabulary: int, depth: int, fanout: int
+) -> DraftTree:
+    """As `random_dynamic`, of a given depth and width."""
+    columns: list[list[list[int]]] = [[], [], [], [], []]
+    for _ in range(batch):
+        paths = [
+            (),
+            *sorted(random_topology(rng, int(rng.integers(0, nodes)), fanout, depth), key=lambda p: (len(p), p)),
+        ]
+        order = {path: rng.permutation(vocabulary) for path in paths}
+        number = {path: place for place, path in enumerate(paths)}
+        missing = nodes - len(paths)
+        rows = [(int(order[p[:-1]][p[-1]]), number[p[:-1]], len(p), p[-1], 1) for p in paths[1:]]
+        rows = [(int(rng.integers(vocabulary)), -1, 0, 0, 1), *rows, *[(0, 0, 1, 0, 0)] * missing]
+        for column, values in zip(columns, zip(*rows, strict=True), strict=True):
+            column.append(list(values))
+    tokens, parents, depths, ranks, valid = (torch.tensor(column) for column in columns)
+    return link_nodes(tokens, parents, depths, ranks, valid.bool(), fanout, depth)
+
+
+def random_draft(seed: int, dtype: torch.dtype = torch.float32) -> Draft:
+    """Everything from one seed; `dtype` is that of the distributions."""
+    rng, noise = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    batch, vocabulary = int(rng.integers(1, 4)), int(rng.integers(3, 20))
+    filters = FILTERS[rng.integers(len(FILTERS))]
+    if rng.integers(2):
+        shape = StaticTree.of(random_topology(rng, int(rng.integers(1, 14)), int(rng.integers(1, 5)), 4))
+        _, q = random_probs(rng, noise, filters, batch, len(shape.parents), vocabulary)
+        tree = random_static(rng, noise, q.to(dtype), shape)
+    else:
+        tree = random_dynamic(rng, batch, int(rng.integers(2, 14)), vocabulary)
+    logits, probs = random_probs(rng, noise, filters, batch, tree.tokens.shape[1], vocabulary)
+    limit = torch.tensor(rng.integers(-1, tree.max_depth + 1, size=batch)) if rng.integers(3) == 0 else None
+    return Draft(
+        tree=tree,
+        logits=logits,
+        # What sums to 1 in float32 does not in float64, and a walk may divide by the sum or not.
+        probs=probs.to(dtype) / probs.to(dtype).sum(dim=-1, keepdim=True),
+        relaxation=random_relaxation(rng, vocabulary),
+        table=nearest_codes(torch.randn(vocabulary, 3, generator=noise), vocabulary - 1),
+        # Sharper than uniform: more of the later children are looked at.
+        uniforms=torch.rand(tree.children.shape, generator=noise).sqrt().to(dtype).clamp(max=0.999),
+        noise=torch.empty(batch, vocabulary, dtype=dtype).exponential_(generator=noise),
+        depth_limit=limit,
+    )

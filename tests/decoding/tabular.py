@@ -1,0 +1,248 @@
+"""A target and a drafter without a network: tables of logits, and the exact or sampled law of one step.
+
+The exact law enumerates drafts and accept/reject outcomes; the step under test is an argument, so that a broken one
+can be shown to fail. Sequences are completed from the target to a fixed length, because steps commit unequal numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation
+from lantern_bench.decoding.acceptance.walk import judge_tree, verify
+from lantern_bench.decoding.drafting.dynamic import Growth
+from lantern_bench.decoding.sampling import FilterOrder, guide, most_probable, probabilities
+from lantern_bench.decoding.tree import DraftTree, StaticTree, link_nodes
+
+Prefix = tuple[int, ...]
+# (drafts [B, M] and their tree, p [B, M, V]) -> (weights [S, B], path tokens [S, B, D], lengths [S, B], last [S, B, V])
+Outcomes = tuple[Tensor, Tensor, Tensor, Tensor]
+Step = Callable[[DraftTree, Tensor], Outcomes]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One filter and guidance setting."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    filter_order: FilterOrder = "top_k_first"
+    cfg_scale: float = 1.0
+
+
+class Tabular:
+    """Distributions that depend on the whole prefix: p(prefix) and q(prefix), float64 [V]."""
+
+    def __init__(self, vocabulary: int, setting: Setting, seed: int, spread: float = 1.5, alike: bool = False) -> None:
+        self.vocabulary, self.setting, self.seed, self.spread, self.alike = vocabulary, setting, seed, spread, alike
+        self._made: dict[tuple[str, Prefix], Tensor] = {}
+
+    def p(self, prefix: Prefix) -> Tensor:
+        return self._distribution("target", prefix)
+
+    def q(self, prefix: Prefix) -> Tensor:
+        return self._distribution("target" if self.alike else "drafter", prefix)
+
+    def _distribution(self, who: str, prefix: Prefix) -> Tensor:
+        if (who, prefix) not in self._made:
+            number = int("1" + "".join(f"{token:02d}" for token in prefix)) * 2 + (who == "drafter")
+            noise = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+            cond, uncond = self.spread * torch.randn(2, self.vocabulary, generator=noise)
+            s = self.setting
+            probs = probabilities(
+                guide(cond, uncond, s.cfg_scale),
+                temperature=s.temperature,
+                top_k=s.top_k,
+                top_p=s.top_p,
+                filter_order=s.filter_order,
+            ).double()
+            self._made[who, prefix] = probs / probs.sum()
+        return self._made[who, prefix]
+
+    def law_after(self, prefix: Prefix, length: int) -> dict[Prefix, float]:
+        """The autoregressive law of the next `length` tokens."""
+        law: dict[Prefix, float] = {(): 1.0}
+        for _ in range(length):
+            law = {
+                (*made, token): weight * p
+                for made, weight in law.items()
+                for token, p in enumerate(self.p((*prefix, *made)).tolist())
+                if p > 0
+            }
+        return law
+
+    def static_drafts(self, shape: StaticTree) -> tuple[Tensor, DraftTree]:
+        """Every draft that can be drawn in this shape, with its probability [B]."""
+        parents, children = shape.parents.tolist(), shape.children.tolist()
+        drafts: list[tuple[float, list[int]]] = [(1.0, [0] * len(parents))]
+        for node, below in enumerate(children):
+            kids = [child for child in below if child >= 0]
+            if not kids:
+                continue
+            drafts = [
+                (weight * chance, _with(tokens, kids, drawn))
+                for weight, tokens in drafts
+                for drawn, chance in _orders(self.q(_prefix(node, tokens, parents)), len(kids))
+            ]
+        weights = torch.tensor([weight for weight, _ in drafts], dtype=torch.float64)
+        rows = [tokens for _, tokens in drafts]
+        valid = torch.tensor([[token >= 0 for token in tokens] for tokens in rows])
+        tokens = torch.tensor(rows).clamp_min(0)
+        q = torch.stack(
+            [torch.stack([self.q(_prefix(n, row, parents)) for n in range(len(parents))]) for row in tokens.tolist()]
+        )
+        return weights, shape.draft(tokens, q, valid)
+
+    def dynamic_draft(self, nodes: int, rounds: int, beam: int) -> DraftTree:
+        """The one draft that Growth makes."""
+        growth = Growth(beam)
+        frontier = growth.start(self.q(())[None])
+        prefixes = [(token,) for token in frontier.tokens[0].tolist()]
+        for _ in range(rounds - 1):
+            frontier = growth.grow(torch.stack([self.q(prefix) for prefix in prefixes])[None])
+            grown = zip(frontier.origin[0].tolist(), frontier.tokens[0].tolist(), strict=True)
+            prefixes = [(*prefixes[slot], token) for slot, token in grown]
+        return growth.tree(torch.zeros(1, dtype=torch.int64), nodes)
+
+    def dynamic_shape(self, shape: StaticTree) -> DraftTree:
+        """A deterministic draft of a given shape: the most probable tokens of q below every node."""
+        tokens = [0] * len(shape.parents)
+        valid = [True] * len(shape.parents)
+        parents, children = shape.parents.tolist(), shape.children.tolist()
+        ranks = [0] * len(tokens)
+        for node, below in enumerate(children):
+            drawn, able = most_probable(self.q(_prefix(node, tokens, parents)), len(below))
+            for rank, child in enumerate(below):
+                if child >= 0:
+                    tokens[child], ranks[child] = int(drawn[rank]), rank
+                    valid[child] = bool(able[rank]) and valid[node]
+        columns = (tokens, parents, shape.depths.tolist(), ranks, valid)
+        rows = [torch.tensor([column]) for column in columns]
+        return link_nodes(*rows, fanout=len(children[0]), max_depth=shape.max_depth)
+
+    def target_at(self, tree: DraftTree) -> Tensor:
+        """p [B, M, V] at every node."""
+        rows = zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)
+        return torch.stack(
+            [
+                torch.stack([self.p(_prefix(n, tokens, parents)) for n in range(len(parents))])
+                for tokens, parents in rows
+            ]
+        )
+
+
+def _with(tokens: list[int], kids: Sequence[int], drawn: Sequence[int]) -> list[int]:
+    changed = tokens.copy()
+    for child, token in zip(kids, drawn, strict=True):
+        changed[child] = token
+    return changed
+
+
+def _prefix(node: int, tokens: Sequence[int], parents: Sequence[int]) -> Prefix:
+    found: list[int] = []
+    while parents[node] >= 0:
+        # Below a token that could not be drawn nothing is ever reached: any prefix will do.
+        found.append(max(tokens[node], 0))
+        node = parents[node]
+    return tuple(reversed(found))
+
+
+def _orders(q: Tensor, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
+    """All ordered draws without replacement with their probabilities; -1 where q has run out of tokens."""
+    mass = q.tolist()
+    able = [token for token, chance in enumerate(mass) if chance > 0]
+    drawn_count = min(count, len(able))
+    for order in itertools.permutations(able, drawn_count):
+        chance, left = 1.0, sum(mass)
+        for token in order:
+            chance *= mass[token] / left if left > 0 else 0.0
+            left -= mass[token]
+        yield (*order, *[-1] * (count - drawn_count)), chance
+
+
+def verify_step(tree: DraftTree, p: Tensor, depth_limit: int | None = None, rule: Relaxation = STRICT) -> Outcomes:
+    """The step of the package under a lossless rule: `verify` forced to stop at each node in turn.
+
+    Uniforms of 0 accept and of 1 reject; the weight of a stop is the product of the accept probabilities on the way.
+    """
+    batch, nodes, _ = p.shape
+    limit = None if depth_limit is None else torch.full((batch,), depth_limit)
+    judged = judge_tree(tree, p, rule, None, limit)
+    slots = len(tree.layout.nodes)
+    accept = torch.zeros(batch, nodes, tree.children.shape[2], dtype=p.dtype)
+    accept[:, tree.layout.nodes] = judged.judgement.accept.view(slots, batch, -1).transpose(0, 1)
+    weights, forced = force_stops(tree, accept)
+    drafts, lengths, last = [], [], []
+    for stop in range(nodes):
+        verdict = verify(tree, p, rule, None, forced[stop], torch.ones(batch, p.shape[2], dtype=p.dtype), limit)
+        drafts.append(verdict.tokens[:, :-1])
+        lengths.append(verdict.accepted)
+        last.append(verdict.next_probs)
+    return weights, torch.stack(drafts), torch.stack(lengths), torch.stack(last)
+
+
+def force_stops(tree: DraftTree, accept: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (weights [M, B] of stopping at each node, uniforms [M, B, M, C] that make the walk stop there)."""
+    batch, nodes, fanout = accept.shape
+    weights = torch.zeros(nodes, batch, dtype=accept.dtype)
+    uniforms = torch.ones(nodes, batch, nodes, fanout, dtype=accept.dtype)
+    for image in range(batch):
+        reach = {0: (1.0, [])}
+        for node in range(nodes):
+            if node not in reach:
+                continue
+            left, way = reach[node]
+            for rank, child in enumerate(tree.children[image, node].tolist()):
+                chance = float(accept[image, node, rank])
+                if child >= 0 and chance > 0:
+                    reach[child] = left * chance, [*way, (node, rank)]
+                left *= 1 - chance
+            weights[node, image] = left
+            for passed, rank in way:
+                uniforms[node, image, passed, rank] = 0.0
+    return weights, uniforms
+
+
+def law_of_step(model: Tabular, drafts: Tensor, tree: DraftTree, step: Step, length: int) -> dict[Prefix, float]:
+    """The law of the next `length` tokens when a step (drafted with probabilities `drafts` [B]) makes the first."""
+    outcomes = step(tree, model.target_at(tree))
+    committed: dict[Prefix, float] = {}
+    for weights, tokens, lengths, last in zip(*outcomes, strict=True):
+        rows = zip((drafts * weights).tolist(), tokens.tolist(), lengths.tolist(), last.tolist(), strict=True)
+        for weight, path, kept, probs in rows:
+            for token, p in enumerate(probs):
+                _add(committed, (*path[:kept], token), weight * p)
+    law: dict[Prefix, float] = {}
+    for prefix, weight in committed.items():
+        for rest, chance in model.law_after(prefix, length - len(prefix)).items():
+            _add(law, (*prefix, *rest)[:length], weight * chance)
+    return law
+
+
+def _add(law: dict[Prefix, float], key: Prefix, weight: float) -> None:
+    if weight != 0:
+        law[key] = law.get(key, 0.0) + weight
+
+
+def error_of(law: dict[Prefix, float], truth: dict[Prefix, float]) -> float:
+    """The largest difference between two laws."""
+    return max(abs(law.get(key, 0.0) - truth.get(key, 0.0)) for key in law.keys() | truth.keys())
+
+
+def first_tokens(law: dict[Prefix, float]) -> dict[Prefix, float]:
+    """The law of the first token alone."""
+    first: dict[Prefix, float] = {}
+    for sequence, weight in law.items():
+        first[sequence[:1]] = first.get(sequence[:1], 0.0) + weight
+    return first
+
+
+def without_q(tree: DraftTree) -> DraftTree:
+    """Treat a sampled draft as a deterministic one."""
+    return replace(tree, q=None)

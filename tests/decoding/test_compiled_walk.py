@@ -1,0 +1,73 @@
+"""The compiled verification keeps what the one that is run as it stands keeps, on 10,000 random trees.
+
+Compilers make mistakes of their own (torch 2.15 finds the largest of 8-bit numbers at wrong places when there are ten
+of them), and a wrong walk still paints pictures. Trees are as wide as the widest one in use.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lantern_bench.decoding.acceptance.relaxation import Relaxation
+from lantern_bench.decoding.acceptance.walk import Verdict, verify, verify_greedy
+from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.neighbours import nearest_codes
+from lantern_bench.decoding.tree import DraftTree, StaticTree, first_true
+from tests.decoding.random_trees import dynamic_trees, random_static, random_topology
+
+NODES, FANOUT, DEPTH, VOCABULARY = 59, 10, 5, 50
+ROUNDS, BATCH = 50, 50
+KINDS = {
+    "dynamic": Relaxation("additive", 12, 0.2, "official"),
+    "static": Relaxation("multiplicative", 12, 2.0, "exact"),
+    "static, strict": Relaxation(),
+    "block": Relaxation("block"),
+    "greedy": Relaxation("additive", 12, 0.3, "exact"),
+}
+
+
+def sharp(rng: torch.Generator, *shape: int) -> Tensor:
+    return (3 * torch.randn(*shape, VOCABULARY, generator=rng)).softmax(-1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_walks_are_the_same(kind: str) -> None:
+    rng, noise = np.random.default_rng(0), torch.Generator().manual_seed(0)
+    table = nearest_codes(torch.randn(VOCABULARY, 3, generator=noise), VOCABULARY - 1)
+    nodes, fanout = (DEPTH + 1, 1) if kind == "block" else (NODES, FANOUT)
+    shape = StaticTree.of(random_topology(rng, nodes - 1, fanout, DEPTH))
+
+    def judged(tree: DraftTree, p: Tensor, uniforms: Tensor, ends: Tensor) -> Verdict:
+        if kind == "greedy":
+            return verify_greedy(tree, p.log(), KINDS[kind], table, None)
+        return verify(tree, p, KINDS[kind], table, uniforms, ends)
+
+    compiled = Engine(compile=True).program(kind, judged, torch.device("cpu"))
+    accepted, at_fault = 0, 0
+    for _ in range(ROUNDS):
+        p = sharp(noise, BATCH, nodes)
+        if kind == "dynamic":
+            tree = dynamic_trees(rng, BATCH, NODES, VOCABULARY, DEPTH, FANOUT)
+        else:
+            # Near p, so that long paths are kept too.
+            tree = random_static(rng, noise, (0.5 * p + 0.5 * sharp(noise, BATCH, nodes)), shape, filled=False)
+        uniforms = torch.rand(tree.children.shape, generator=noise)
+        ends = torch.empty(BATCH, VOCABULARY).exponential_(generator=noise)
+        found, wanted = compiled(tree, p, uniforms, ends), judged(tree, p, uniforms, ends)
+        # A rounding may turn a decision that stands within 1e-6 of its threshold: once in a million of them.
+        same = (found.path == wanted.path).all(1) & (found.tokens == wanted.tokens).all(1)
+        same &= (found.child_rank == wanted.child_rank).all(1)
+        at_fault += int((~same).sum())
+        torch.testing.assert_close(found.next_probs[same], wanted.next_probs[same], atol=1e-4, rtol=0)
+        torch.testing.assert_close(found.mass_tried[same], wanted.mass_tried[same], atol=1e-4, rtol=0)
+        accepted += int(wanted.accepted.sum())
+    assert at_fault <= 1 and accepted > ROUNDS * BATCH / 4
+    print(f"{kind}: {ROUNDS * BATCH} trees, {accepted} accepted, {at_fault} at a rounding")
+
+
+def test_the_first_true() -> None:
+    found = first_true(torch.tensor([[False, True, True], [True, False, False], [False, False, False]]))
+    assert found.tolist() == [1, 0, 2]

@@ -1,0 +1,106 @@
+"""Compiled steps give the tokens of steps as they stand: every drafting and rule, and bounds without a new program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.loop import Decoded, decode
+from lantern_bench.models.eagle import EagleDrafter
+from lantern_bench.models.transformer import TransformerConfig
+from lantern_bench.models.transformer.conditioning import Condition, WordCaption
+from lantern_bench.models.transformer.target import TransformerTarget
+
+PREFIX, VOCABULARY = 4, 40
+CONFIG = TransformerConfig(
+    vocab_size=VOCABULARY, dim=64, layers=2, heads=2, ffn_dim=96, prefix=PREFIX, grid=(4, 6), prefix_rotary="identity"
+)  # fmt: skip
+TREE = {"topology": [[0], [1], [0, 0], [1, 0], [0, 0, 0]]}
+CELLS: dict[str, dict[str, Any]] = {
+    "ar": {"mode": "ar"},
+    "static": {"mode": "lantern++", **TREE, "neighbours": 5, "lambda": 3.0, "top_k": 30, "cfg_scale": 1.5},
+    "dynamic": {"mode": "lantern", "nodes": 6, "depth": 3, "beam": 3, "neighbours": 5, "delta": 0.1, "cfg_scale": 1.5},
+    "greedy": {"mode": "speculative", **TREE, "temperature": 0.0, "cfg_scale": 1.5},
+}
+
+
+class Small:
+    """A transformer of two layers and a drafter, both of random weights, sharp enough to accept some drafts."""
+
+    def __init__(self, seed: int = 0, device: str = "cpu") -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)  # fresh layers draw from torch's own stream
+            self.target = TransformerTarget(CONFIG, WordCaption(9, PREFIX, 64)).eval().requires_grad_(False)
+            self.drafter = EagleDrafter(CONFIG, self.target.transformer.output).eval().requires_grad_(False)
+        self.target.to(device)
+        self.drafter.to(device)
+        order = torch.arange(VOCABULARY, device=device)
+        self._table = torch.stack([(order + 1 + x) % VOCABULARY for x in range(VOCABULARY)])[:, : VOCABULARY - 1]
+
+    def table(self, columns: int, metric: str = "l2") -> torch.Tensor:
+        return self._table[:, :columns]
+
+
+def decoded(model: Small, decoding: Decoding, images: int, engine: Engine | None = None) -> list[Decoded]:
+    values = torch.tensor([[0, 3, 4, 5], [1, 2, 3, 4], [0, 0, 8, 1]])[:images]
+    noise = [torch.Generator(model.target.device).manual_seed(image) for image in range(images)]
+    return decode(model, Condition(values, values > 0), decoding, noise, engine=engine, keep_logits=True)
+
+
+def same(first: list[Decoded], second: list[Decoded]) -> None:
+    for a, b in zip(first, second, strict=True):
+        assert a.tokens.equal(b.tokens) and a.trace.child_rank == b.trace.child_rank
+        assert (a.logits - b.logits).abs().max() < 1e-4
+        assert a.trace.moved_mass == pytest.approx(b.trace.moved_mass, abs=1e-4)
+
+
+@pytest.mark.parametrize("images", [1, 3])
+@pytest.mark.parametrize("cell", CELLS)
+def test_captured_programs_give_the_same_tokens(cell: str, images: int) -> None:
+    """Traced whole (no break, no read on the host) and functional, but run by torch's own kernels."""
+    model, decoding = Small(), Decoding(**CELLS[cell])
+    engine = Engine(compile=True, backend="aot_eager")
+    wanted = decoded(model, decoding, images)
+    for _again in range(2):
+        same(decoded(model, decoding, images, engine), wanted)
+
+
+def test_inductor_gives_the_same_tokens() -> None:
+    model, decoding = Small(), Decoding(**CELLS["static"])
+    same(decoded(model, decoding, 1, Engine(compile=True)), decoded(model, decoding, 1))
+
+
+def test_a_bound_changes_no_program() -> None:
+    model, engine = Small(), Engine(compile=True, backend="aot_eager")
+    moved = []
+    for bound in (1.5, 8.0):
+        decoding = Decoding(**CELLS["static"] | {"lambda": bound})
+        made = decoded(model, decoding, 3, engine)
+        same(made, decoded(model, decoding, 3))
+        moved.append(sum(one.trace.moved_mass for one in made))
+        programs = sum(key[0] == "program" for key in engine._made)
+        assert programs == 3
+    assert 0 < moved[0] < moved[1]
+
+
+def test_programs_of_two_shapes_are_not_mixed() -> None:
+    """Programs run without checking what they were made for: each must have a cache of its own."""
+    model, engine = Small(), Engine(compile=True, backend="aot_eager")
+    for cell in ("static", "dynamic", "static"):
+        decoding = Decoding(**CELLS[cell])
+        same(decoded(model, decoding, 1, engine), decoded(model, decoding, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("images", [1, 3])
+@pytest.mark.parametrize("cell", CELLS)
+def test_graphs_give_the_same_tokens(cell: str, images: int) -> None:
+    """Run, captured, replayed; and once more, for another set of images."""
+    model, decoding, engine = Small(device="cuda"), Decoding(**CELLS[cell]), Engine(compile=True)
+    wanted = decoded(model, decoding, images)
+    for _again in range(2):
+        same(decoded(model, decoding, images, engine), wanted)

@@ -1,0 +1,112 @@
+"""The recorded static trees and nearest-code tables."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lantern_bench.config.trees import STATIC_TREES
+from lantern_bench.decoding.neighbours import nearest_codes
+from lantern_bench.decoding.tree import StaticTree
+from lantern_bench.errors import UserError
+from tests.decoding.golden_cases import golden_path
+
+PUBLISHED_NAMES = {
+    "chain-5": "chain",
+    "eagle1-25": "mc_sim_7b_63",
+    "balanced-25": "mc_sim_7b_63_balanced",
+    "deep-25": "reverse_balanced_25",
+    "extended-57": "naive_extend_57",
+    "medusa-63": "medusa_2_7b_63",
+}
+
+
+def recorded_trees() -> dict[str, Any]:
+    return json.loads(golden_path("trees", "trees.json").read_text())
+
+
+def has_gap(paths: list[list[int]]) -> bool:
+    given = {tuple(path) for path in paths}
+    return any((*path[:-1], rank) not in given for path in given for rank in range(path[-1]))
+
+
+def test_static_trees_equal_the_recorded_ones() -> None:
+    raw = load_file(golden_path("trees", "trees_raw.safetensors"))
+    built, refused = [], []
+    for name, recorded in recorded_trees().items():
+        if has_gap(recorded["choices_as_given"]):
+            with pytest.raises(UserError, match="gap"):
+                StaticTree.of(recorded["choices_as_given"])
+            refused.append(name)
+            continue
+        tree = StaticTree.of(recorded["choices_as_given"])
+        assert tree.parents.tolist() == recorded["parent"], name
+        assert tree.depths.tolist() == recorded["depth"], name
+        assert tree.paths.tolist() == recorded["retrieve_indices"], name
+        seen = [row.nonzero().flatten().tolist() for row in tree.attention]
+        assert seen == [sorted(ancestors) for ancestors in recorded["ancestors_inclusive"]], name
+        assert torch.equal(tree.attention, raw[f"{name}.tree_attn_mask"][0, 0] > 0), name
+        assert torch.equal(tree.depths, raw[f"{name}.tree_position_ids"].flatten().long()), name
+        built.append(name)
+    print(f"golden trees: {len(built)} equal, {len(refused)} with gaps refused")
+    assert set(PUBLISHED_NAMES.values()) <= set(built)
+
+
+@pytest.mark.parametrize(("ours", "published"), PUBLISHED_NAMES.items())
+def test_named_trees_are_the_published_ones(ours: str, published: str) -> None:
+    assert [list(path) for path in STATIC_TREES[ours]] == recorded_trees()[published]["sorted_node_paths"][1:]
+
+
+@pytest.mark.parametrize("name", STATIC_TREES)
+def test_levels_and_layout_name_every_child_once(name: str) -> None:
+    tree = StaticTree.of(STATIC_TREES[name])
+    for level in tree.levels:
+        for child, slot, rank in zip(level.children, level.slot, level.rank, strict=True):
+            assert tree.children[level.nodes[slot], rank] == child
+        assert (tree.children[level.nodes] >= 0).sum(dim=1).max() == level.fanout
+    drafted = torch.cat([level.children for level in tree.levels])
+    assert drafted.tolist() == list(range(1, len(tree.parents)))
+    counts = (tree.children >= 0).sum(dim=1)
+    for rank, active in enumerate(tree.layout.active):
+        assert (counts[tree.layout.nodes[:active]] > rank).all()
+        assert (counts[tree.layout.nodes[active:]] <= rank).all()
+    assert (counts[tree.layout.slots < 0] == 0).all()
+
+
+def recorded_codebooks() -> dict[str, torch.Tensor]:
+    latents = np.load(golden_path("nearest_table", "latents.npz"))
+    model = torch.load(golden_path("llamagen_vq", "vq.pt"), weights_only=True)["model"]
+    return {
+        "a": torch.from_numpy(latents["a_latents"]),
+        "b": torch.from_numpy(latents["b_latents"]),
+        "vq_model": model["quantize.embedding.weight"],
+    }
+
+
+@pytest.mark.parametrize("name", ["a", "b", "vq_model"])
+def test_nearest_tables_equal_the_recorded_ones(name: str) -> None:
+    codes = recorded_codebooks()[name]
+    total = len(codes)
+    recorded = np.load(golden_path("nearest_table", f"{name}_top_{total - 1}_indices.npy")).astype(np.int64)
+    table = nearest_codes(codes, total - 1, chunk=13).numpy()
+    distance = torch.cdist(codes.double(), codes.double()).numpy()
+    own = np.take_along_axis(distance, table, axis=1)
+    theirs = np.take_along_axis(distance, recorded, axis=1)
+    # The order may differ only where two distances are within 1e-5.
+    assert np.abs(own - theirs)[table != recorded].max(initial=0.0) < 1e-5
+    assert (table == recorded).mean() > 0.99
+    assert (np.sort(table) == np.sort(recorded)).all()
+
+
+def test_ties_go_to_the_smaller_index_and_duplicates_count_as_neighbours() -> None:
+    codes = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [-1.0, 0.0]])
+    assert nearest_codes(codes, 4).tolist()[0] == [3, 1, 2, 4]
+    assert nearest_codes(codes, 2).tolist() == [[3, 1], [0, 3], [0, 3], [0, 1], [0, 3]]
+    assert nearest_codes(codes, 0).shape == (5, 0)
+    with pytest.raises(ValueError, match="from 0 to 4"):
+        nearest_codes(codes, 5)

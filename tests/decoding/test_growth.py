@@ -1,0 +1,145 @@
+"""Dynamic trees: the vectorised growth equals a plain reading of algorithms.md, section 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lantern_bench.decoding.drafting.dynamic import Growth
+
+Prefix = tuple[int, ...]
+Law = Callable[[Prefix], Tensor]
+
+
+def plain_tree(q: Law, nodes: int, rounds: int, beam: int) -> tuple[list[Prefix], list[float]]:
+    """The kept prefixes in generation order, with their cumulative log q."""
+
+    def children(prefix: Prefix, reach: Tensor) -> list[tuple[Tensor, Prefix]]:
+        law = q(prefix)
+        best = sorted(range(len(law)), key=lambda token: (-float(law[token]), token))[:beam]
+        return [(reach + law[token].log(), (*prefix, token)) for token in best if law[token] > 0]
+
+    made = children((), torch.zeros(()))
+    every = list(made)
+    for _ in range(rounds - 1):
+        frontier = sorted(made, key=lambda item: -float(item[0]))[:beam]
+        made = [child for reach, prefix in frontier for child in children(prefix, reach)]
+        every += made
+    ranked = sorted(range(len(every)), key=lambda place: (-float(every[place][0]), len(every[place][1]), place))
+    kept = [every[place] for place in sorted(ranked[:nodes])]
+    return [prefix for _, prefix in kept], [float(reach) for reach, _ in kept]
+
+
+def grow(laws: list[Law], rounds: int, beam: int) -> Growth:
+    growth = Growth(beam)
+    frontier = growth.start(torch.stack([law(()) for law in laws]))
+    prefixes = [[(token,) for token in row] for row in frontier.tokens.tolist()]
+    expanded = [list(row) for row in prefixes]
+    check_seen(frontier.seen, prefixes, expanded)
+    for _ in range(rounds - 1):
+        rows = [torch.stack([law(prefix) for prefix in row]) for law, row in zip(laws, prefixes, strict=True)]
+        frontier = growth.grow(torch.stack(rows))
+        prefixes = [
+            [(*row[slot], token) for slot, token in zip(origin, tokens, strict=True)]
+            for row, origin, tokens in zip(prefixes, frontier.origin.tolist(), frontier.tokens.tolist(), strict=True)
+        ]
+        expanded = [done + row for done, row in zip(expanded, prefixes, strict=True)]
+        check_seen(frontier.seen, prefixes, expanded)
+    return growth
+
+
+def check_seen(seen: Tensor, prefixes: list[list[Prefix]], expanded: list[list[Prefix]]) -> None:
+    """A frontier node sees those of its ancestors that were expanded, and itself."""
+    for image, row in enumerate(prefixes):
+        for slot, prefix in enumerate(row):
+            ancestors = [prefix[: depth + 1] for depth in range(len(prefix))]
+            visible = [expanded[image][place] for place in seen[image, slot].nonzero().flatten().tolist()]
+            assert visible == ancestors
+
+
+def random_law(seed: int, vocabulary: int, kind: str) -> Law:
+    def law(prefix: Prefix) -> Tensor:
+        number = seed * 7919 + sum((token + 1) * 31**place for place, token in enumerate(prefix))
+        noise = torch.Generator().manual_seed(number)
+        if kind == "ties":  # powers of two: equal scores by different ways are frequent and exact enough to tie
+            weights = 2.0 ** torch.randint(-2, 1, (vocabulary,), generator=noise).float()
+        else:
+            weights = torch.randn(vocabulary, generator=noise).mul(2).exp()
+        if kind == "filtered":
+            weights[weights < weights.topk(2).values[-1]] = 0
+        return weights / (weights.sum() if kind != "ties" else 2.0 ** torch.ceil(weights.sum().log2()))
+
+    return law
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "filtered"])
+@pytest.mark.parametrize(
+    ("nodes", "rounds", "beam"), [(5, 3, 2), (12, 4, 3), (3, 2, 4), (60, 3, 3), (7, 1, 5), (4, 5, 1)]
+)
+def test_growth_equals_the_plain_reading(kind: str, nodes: int, rounds: int, beam: int) -> None:
+    laws = [random_law(seed, 6, kind) for seed in range(4)]
+    growth = grow(laws, rounds, beam)
+    root = torch.tensor([3, 1, 4, 0])
+    kept = growth.select(root, nodes)
+    tree = growth.tree(root, nodes)
+    assert tree.max_depth == growth.rounds == rounds
+    for image, law in enumerate(laws):
+        prefixes, reach = plain_tree(law, nodes, rounds, beam)
+        count = len(prefixes) + 1
+        assert kept.valid[image].tolist() == [place < count for place in range(kept.valid.shape[1])]
+        found = [
+            tuple(tree.tokens[image, seen.nonzero().flatten()[1:]].tolist()) for seen in tree.attention[image, :count]
+        ]
+        assert found == [(), *prefixes]
+        torch.testing.assert_close(kept.log_q[image, 1:count], torch.tensor(reach))
+        numbers = {prefix: place for place, prefix in enumerate(found)}
+        assert tree.parents[image, 1:count].tolist() == [numbers[prefix[:-1]] for prefix in prefixes]
+        assert tree.depths[image, :count].tolist() == [len(prefix) for prefix in found]
+        for place, prefix in enumerate(found):
+            below = [numbers[other] for other in prefixes if other[:-1] == prefix]
+            assert tree.children[image, place].tolist() == below + [-1] * (beam - len(below))
+            leaves = [
+                numbers[p] for p in found if p[: len(prefix)] == prefix and not any(o[:-1] == p for o in prefixes)
+            ]
+            assert tree.path_order[image, place] == min(leaves)
+        assert int(tree.tokens[image, 0]) == int(root[image])
+        assert not tree.children[image, count:].ge(0).any()
+        assert tree.tokens[image, count:].eq(0).all()
+
+
+def test_a_depth_limit_selects_what_fewer_rounds_would() -> None:
+    laws = [random_law(seed, 6, "random") for seed in range(5)]
+    growth = grow(laws, 4, 3)
+    limits = [4, 2, 1, 0, -1]
+    tree = growth.tree(torch.zeros(5, dtype=torch.int64), 9, torch.tensor(limits))
+    for image, limit in enumerate(limits):
+        expected = plain_tree(laws[image], 9, limit, 3)[0] if limit > 0 else []
+        found = [
+            tuple(tree.tokens[image, seen.nonzero().flatten()[1:]].tolist())
+            for seen in tree.attention[image, 1 : len(expected) + 1]
+        ]
+        assert found == expected
+        assert int((tree.children[image] >= 0).sum()) == len(expected)
+
+
+@pytest.mark.parametrize("certain", [1.0, 1.0000002])
+def test_a_child_as_probable_as_its_parent_does_not_displace_it(certain: float) -> None:
+    """Finding B1: a child with log q = 0 has exactly its parent's score."""
+
+    def law(prefix: Prefix) -> Tensor:
+        # A probability that rounding lifted above 1 may not lift the child above its parent either.
+        return torch.tensor([0.0, certain, 0.0]) if prefix else torch.tensor([0.5, 0.3, 0.2])
+
+    growth = grow([law], 3, 2)
+    for nodes, expected in ((1, [(0,)]), (2, [(0,), (0, 1)]), (4, [(0,), (1,), (0, 1), (0, 1, 1)])):
+        tree = growth.tree(torch.zeros(1, dtype=torch.int64), nodes)
+        found = [tuple(tree.tokens[0, seen.nonzero().flatten()[1:]].tolist()) for seen in tree.attention[0, 1:]]
+        assert found == expected
+
+
+def test_growing_before_starting_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="start"):
+        Growth(2).grow(torch.ones(1, 2, 4))

@@ -1,0 +1,103 @@
+"""The corners of one node's judgement: nothing left, children that are not there, random numbers of exactly 0."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation
+from lantern_bench.decoding.acceptance.tree_acceptance import Judgement, judge_children
+from lantern_bench.decoding.acceptance.walk import verify
+from lantern_bench.decoding.neighbours import nearest_codes
+from lantern_bench.decoding.tree import StaticTree, link_nodes
+from tests.decoding.random_trees import random_relaxation
+
+OFFICIAL = Relaxation(residual="official")
+
+
+def judge(p: list[float], q: list[float] | None, tokens: list[int], relaxation: Relaxation) -> Judgement:
+    rows = torch.tensor([tokens])
+    return judge_children(
+        torch.tensor([p]), None if q is None else torch.tensor([q]), rows, rows >= 0, relaxation, None
+    )
+
+
+def final(judged: Judgement, p: list[float]) -> list[float]:
+    return judged.final(torch.tensor([0]), torch.tensor([p]))[0].tolist()
+
+
+def test_with_nothing_left_a_deterministic_draft_falls_back() -> None:
+    p = [0.0, 1.0, 0.0, 0.0]
+    exact = judge(p, None, [1, 2], STRICT)
+    assert exact.accept.tolist() == [[1.0, 0.0]]
+    assert exact.exhausted.tolist() == [True]
+    assert final(exact, p) == p
+    official = judge(p, None, [1, 2], OFFICIAL)
+    assert official.accept.tolist() == [[1.0, 0.25]]
+    torch.testing.assert_close(final(official, p), [1 / 3, 1 / 3, 0.0, 1 / 3])
+
+
+def test_with_nothing_left_a_sampled_draft_falls_back() -> None:
+    """Rounding can leave a p below q everywhere: the first child may be rejected, and then nothing is left."""
+    p, q = [0.4999999, 0.5], [0.5, 0.5]
+    exact = judge(p, q, [0, 1], STRICT)
+    assert 0.99 < float(exact.accept[0, 0]) < 1.0
+    assert exact.accept[0, 1] == 0.0
+    torch.testing.assert_close(final(exact, p), p)
+    official = judge(p, q, [0, 1], OFFICIAL)
+    # Uniform, and the second child, whose q is now 1, is still tried.
+    assert official.accept[0, 1] == 0.5
+    assert final(official, p) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+@pytest.mark.parametrize("residual", ["exact", "official"])
+def test_children_that_are_not_offered_change_nothing(sampled: bool, residual: str) -> None:
+    rng, noise = np.random.default_rng(3), torch.Generator().manual_seed(3)
+    for _ in range(50):
+        p, q = torch.softmax(2 * torch.randn(2, 1, 9, generator=noise), dim=-1)
+        table = nearest_codes(torch.randn(9, 3, generator=noise), 8)
+        rule = random_relaxation(rng, 9)
+        relaxation = Relaxation(rule.rule, rule.neighbours, rule.bound, residual)
+        tokens = torch.randperm(9, generator=noise)[None, :5]
+        offered = torch.tensor([[True, False, True, True, False]])
+
+        def judged(which: Tensor, shown: Tensor, p=p, q=q, table=table, relaxation=relaxation) -> Judgement:
+            return judge_children(p.clone(), q.clone() if sampled else None, which, shown, relaxation, table)
+
+        whole, without = judged(tokens, offered), judged(tokens[:, [0, 2, 3]], offered[:, [0, 2, 3]])
+        assert torch.equal(whole.accept[:, [0, 2, 3]], without.accept)
+        assert torch.equal(whole.mass[:, [0, 2, 3]], without.mass)
+        assert not whole.accept[:, [1, 4]].any()
+        assert torch.equal(whole.rest, without.rest)
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_uniform_of_zero_does_not_accept_the_impossible(sampled: bool) -> None:
+    p = torch.tensor([0.0, 0.6, 0.4]).expand(1, 3, 3)
+    shape = StaticTree.of([(0,), (1,)])
+    tokens = torch.tensor([[0, 0, 1]])
+    if sampled:
+        tree = shape.draft(tokens, torch.tensor([0.5, 0.5, 0.0]).expand(1, 3, 3), torch.tensor([[True, True, False]]))
+        assert tree.children[0, 0].tolist() == [1, -1]
+    else:
+        columns = (torch.tensor([[-1, 0, 0]]), torch.tensor([[0, 1, 1]]), torch.tensor([[0, 0, 1]]))
+        tree = link_nodes(tokens, *columns, torch.tensor([[True, True, False]]), fanout=2, max_depth=1)
+    verdict = verify(tree, p, STRICT, None, torch.zeros(1, 3, 2), torch.ones(1, 3))
+    assert verdict.accepted.tolist() == [0]
+    assert verdict.child_rank.tolist() == [[-1]]
+    # The residual is p - q = [., .1, .4], or p without token 0.
+    assert verdict.tokens.tolist() == [[2 if sampled else 1, 0]]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_official_fallback_leaves_out_what_nobody_chooses(sampled: bool) -> None:
+    """Tokens behind `choices` are forced: when nothing is left, what takes its place is uniform over the others."""
+    p = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0]])
+    q = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0]]) if sampled else None
+    table = torch.tensor([[1, 2], [0, 2], [0, 1], [0, 1], [0, 1]])
+    rule = Relaxation("additive", 1, 0.5, "official", choices=4)
+    judged = judge_children(p, q, torch.tensor([[0]]), torch.tensor([[True]]), rule, table)
+    assert judged.final(torch.tensor([0]), torch.zeros(1, 5)).tolist() == [[0.25, 0.25, 0.25, 0.25, 0.0]]

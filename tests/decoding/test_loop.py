@@ -1,0 +1,166 @@
+"""The whole loop with a tabular target: lossless by G-test with power, greedy equals greedy, counts add up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import power_divergence
+from torch import Tensor
+
+from lantern_bench.certify.lossless import judge_without_residual
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.acceptance.tree_acceptance import Judge
+from lantern_bench.decoding.loop import Decoded, decode
+from lantern_bench.decoding.sampling import decoding_probabilities, guide
+from tests.decoding.tabular_model import TabularModel
+
+VOCABULARY, LENGTH, IMAGES = 4, 3, 5_000
+TREE = [[0], [1], [0, 0], [1, 0]]
+DRAFTINGS = {
+    "static": {"drafting": "static", "topology": TREE},
+    "dynamic": {"drafting": "dynamic", "nodes": 5, "depth": 2, "beam": 2},
+    "block": {"drafting": "static", "rule": "block", "topology": [[0], [0, 0]]},
+}
+SETTINGS = {
+    "plain": {"temperature": 1.0, "cfg_scale": 1.0},
+    "filtered": {"temperature": 0.9, "top_k": 3, "top_p": 0.95, "cfg_scale": 1.5},
+}
+
+
+def generators(count: int, seed: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed * 1_000_003 + image) for image in range(count)]
+
+
+def run(
+    decoding: Decoding, images: int = IMAGES, seed: int = 1, batch: int = 1000, judge: Judge | None = None
+) -> tuple[TabularModel, list[Decoded]]:
+    model = TabularModel(VOCABULARY, LENGTH, seed=4)
+    made: list[Decoded] = []
+    streams = generators(images, seed)
+    for start in range(0, images, batch):
+        made += decode(model, None, decoding, streams[start : start + batch], judge=judge)
+    return model, made
+
+
+def p_value(model: TabularModel, made: list[Decoded], decoding: Decoding) -> float:
+    def p(cond: Tensor, uncond: Tensor) -> Tensor:
+        logits = guide(cond, uncond if decoding.cfg_scale != 1 else None, decoding.cfg_scale)
+        return decoding_probabilities(logits, decoding)
+
+    law = model.law(p).numpy()
+    tokens = torch.stack([item.tokens for item in made]).long()
+    place = (tokens * VOCABULARY ** torch.arange(LENGTH - 1, -1, -1)).sum(dim=1)
+    observed = np.bincount(place.numpy(), minlength=len(law))
+    possible = law > 0
+    if observed[~possible].any():
+        return 0.0
+    expected = law[possible] / law[possible].sum() * len(made)
+    return float(power_divergence(observed[possible], expected, lambda_="log-likelihood").pvalue)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("drafting", DRAFTINGS)
+def test_the_loop_is_lossless(drafting: str, setting: str) -> None:
+    decoding = Decoding(mode="speculative", **DRAFTINGS[drafting], **SETTINGS[setting])
+    model, made = run(decoding)
+    value = p_value(model, made, decoding)
+    print(f"loop, {drafting}, {setting}: G-test over {IMAGES} images p = {value:.3f}")
+    assert value > 1e-3
+
+
+@pytest.mark.parametrize("drafting", DRAFTINGS)
+def test_without_the_residual_the_loop_is_rejected(drafting: str) -> None:
+    decoding = Decoding(mode="speculative", **DRAFTINGS[drafting], **SETTINGS["plain"])
+    model, made = run(decoding, judge=judge_without_residual)
+    value = p_value(model, made, decoding)
+    print(f"loop, residual left out, {drafting}: p = {value:.1e}")
+    assert value < 1e-6
+
+
+@pytest.mark.parametrize("drafting", DRAFTINGS)
+def test_greedy_speculation_equals_greedy_decoding(drafting: str) -> None:
+    greedy = {"temperature": 0.0, "cfg_scale": 1.7}
+    for seed in range(20):
+        model = TabularModel(VOCABULARY, 5, seed=seed)
+        stream = generators(1, seed)
+        plain = decode(model, None, Decoding(mode="ar", **greedy), stream)[0]
+        drafted = decode(model, None, Decoding(mode="speculative", **DRAFTINGS[drafting], **greedy), stream)[0]
+        assert plain.tokens.equal(drafted.tokens)
+
+
+def test_a_batch_gives_each_image_what_it_gets_alone() -> None:
+    decoding = Decoding(mode="speculative", **DRAFTINGS["static"], **SETTINGS["filtered"])
+    _model, together = run(decoding, images=24, batch=24)
+    _model, alone = run(decoding, images=24, batch=1)
+    assert all(
+        a.tokens.equal(b.tokens) and a.trace.committed == b.trace.committed
+        for a, b in zip(together, alone, strict=True)
+    )
+
+
+@pytest.mark.parametrize("drafting", DRAFTINGS)
+def test_every_count_is_a_sum_over_the_trace(drafting: str) -> None:
+    decoding = Decoding(mode="speculative", **DRAFTINGS[drafting], **SETTINGS["plain"])
+    _model, made = run(decoding, images=60, batch=60)
+    for item in made:
+        trace = item.trace
+        assert trace.tokens == LENGTH == 1 + sum(trace.committed)
+        assert trace.start == [1 + sum(trace.committed[:step]) for step in range(len(trace.start))]
+        assert trace.target_forwards == 1 + len(trace.committed)
+        assert [count - 1 for count in trace.uncut] == trace.accepted
+        # With R positions left nothing deeper than R - 1 is drafted.
+        for start, offered, ranks in zip(trace.start, trace.offered_depth, trace.child_rank, strict=True):
+            assert offered == min(2, LENGTH - start - 1)
+            assert len(ranks) <= offered
+        assert [sum(rank >= 0 for rank in ranks) for ranks in trace.child_rank] == trace.accepted
+
+
+def test_fewer_tokens_than_the_grid_are_cut_and_counted_uncut_beside() -> None:
+    model = TabularModel(VOCABULARY, 5, seed=3)
+    decoding = Decoding(mode="speculative", **DRAFTINGS["static"])
+    made = decode(model, None, decoding, generators(200, 2), tokens=2)
+    assert all(len(item.tokens) == 2 == item.trace.tokens for item in made)
+    assert all(item.trace.committed == [1] for item in made)
+    assert max(item.trace.uncut[-1] for item in made) > 1
+
+
+def test_ar_counts_one_token_a_step_and_compresses_nothing() -> None:
+    model = TabularModel(VOCABULARY, 5, seed=3)
+    trace = decode(model, None, Decoding(mode="ar"), generators(1, 0))[0].trace
+    assert trace.mean_accepted_length == 1.0
+    assert trace.step_compression == 1.0
+
+
+@pytest.mark.parametrize("mode", ["ar", "speculative"])
+def test_kept_logits_are_those_the_tokens_came_from(mode: str) -> None:
+    model = TabularModel(VOCABULARY, 5, seed=9)
+    shape = DRAFTINGS["static"] if mode == "speculative" else {}
+    decoding = Decoding(mode=mode, **shape, cfg_scale=1.5)
+    for item in decode(model, None, decoding, generators(8, 5), keep_logits=True):
+        state = torch.zeros((), dtype=torch.int64)
+        for place, token in enumerate(item.tokens.long()):
+            wanted = guide(model.p[0, state], model.p[1, state], 1.5)
+            assert torch.allclose(item.logits[place], wanted, atol=1e-5)
+            state = model.state_after(state, token)
+
+
+def test_a_block_is_judged_as_one() -> None:
+    """Lossless the strict rule is as well: what tells them apart is how much is accepted of a drafter's chains."""
+    chain = {"drafting": "static", "topology": [[0], [0, 0], [0, 0, 0]]}
+    accepted = []
+    for rule in ("strict", "block"):
+        model = TabularModel(VOCABULARY, 5, seed=4)
+        made = decode(model, None, Decoding(mode="speculative", rule=rule, **chain), generators(4000, 1))
+        accepted.append(sum(item.trace.accepted[0] for item in made))
+    print(f"accepted in the first step of 4000 images: {accepted}")
+    assert accepted[1] > 1.03 * accepted[0]
+
+
+def test_relaxing_with_no_neighbours_is_the_strict_rule_token_for_token() -> None:
+    strict = Decoding(mode="speculative", **DRAFTINGS["static"])
+    for residual in ("exact", "official"):
+        relaxed = Decoding(mode="lantern++", **DRAFTINGS["static"], neighbours=0, residual=residual, **{"lambda": 2.0})
+        _model, first = run(strict, images=64, batch=64)
+        _model, second = run(relaxed, images=64, batch=64)
+        assert all(a.tokens.equal(b.tokens) for a, b in zip(first, second, strict=True))

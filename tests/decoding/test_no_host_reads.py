@@ -1,0 +1,59 @@
+"""Nothing inside a step waits for the device: every piece runs on tensors that have shapes but no values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lantern_bench.config.trees import STATIC_TREES
+from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation
+from lantern_bench.decoding.acceptance.walk import verify, verify_greedy
+from lantern_bench.decoding.drafting.dynamic import Growth
+from lantern_bench.decoding.sampling import draw_without_replacement, probabilities
+from lantern_bench.decoding.tree import DraftTree, StaticTree
+
+BATCH, VOCABULARY = 3, 64
+RELAXATIONS = [
+    STRICT,
+    Relaxation("additive", 10, 0.1, "exact"),
+    Relaxation("multiplicative", 10, 2.0, "official"),
+]
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, device="meta")
+
+
+def static_draft() -> DraftTree:
+    shape = StaticTree.of(STATIC_TREES["eagle1-25"], device="meta")
+    nodes = len(shape.parents)
+    tokens, _ = draw_without_replacement(numbers(BATCH, VOCABULARY), nodes, numbers(BATCH, VOCABULARY))
+    valid = torch.ones(BATCH, nodes, dtype=torch.bool, device="meta")
+    return shape.draft(tokens, numbers(BATCH, nodes, VOCABULARY), valid)
+
+
+def dynamic_draft() -> DraftTree:
+    growth = Growth(4)
+    growth.start(numbers(BATCH, VOCABULARY))
+    growth.grow(numbers(BATCH, 4, VOCABULARY))
+    limit = torch.ones(BATCH, dtype=torch.int64, device="meta")
+    return growth.tree(torch.zeros(BATCH, dtype=torch.int64, device="meta"), 9, limit)
+
+
+@pytest.mark.parametrize("relaxation", RELAXATIONS, ids=lambda relaxation: relaxation.rule)
+@pytest.mark.parametrize("draft", [static_draft, dynamic_draft])
+def test_a_step_reads_no_value_on_the_host(draft, relaxation: Relaxation) -> None:
+    tree = draft()
+    nodes = tree.tokens.shape[1]
+    table = torch.empty(VOCABULARY, 11, dtype=torch.int32, device="meta")
+    logits = numbers(BATCH, nodes, VOCABULARY)
+    p = probabilities(logits, temperature=0.9, top_k=20, top_p=0.9)
+    limit = torch.zeros(BATCH, dtype=torch.int64, device="meta")
+    verdict = verify(tree, p, relaxation, table, numbers(*tree.children.shape), numbers(BATCH, VOCABULARY), limit)
+    assert verdict.tokens.shape == verdict.path.shape == (BATCH, tree.max_depth + 1)
+    assert verdict.child_rank.shape == (BATCH, tree.max_depth)
+    assert verdict.next_probs.shape == (BATCH, VOCABULARY)
+    greedy = verify_greedy(tree, logits, relaxation, table, limit)
+    for name, value in vars(verdict).items():
+        assert getattr(greedy, name).shape == value.shape, name
+        assert getattr(greedy, name).dtype == value.dtype, name

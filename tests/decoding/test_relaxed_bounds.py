@@ -1,0 +1,176 @@
+"""What the relaxed rules promise: bounds, limits in which they are the strict rule, and what `official` breaks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation, merged_mass, relaxed
+from lantern_bench.decoding.acceptance.walk import Verdict, verify
+from lantern_bench.decoding.emitted_tv import emitted_first_token, total_variation
+from lantern_bench.decoding.neighbours import nearest_codes
+from tests.decoding.random_trees import Draft, random_draft
+
+RESIDUALS = ("exact", "official")
+weights = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1.0)), min_size=3, max_size=12)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[torch.Tensor, int, torch.Tensor, Relaxation]:
+    """A distribution with zeros among it, a token, a table of neighbours, a relaxed rule."""
+    raw = draw(weights)
+    assume(sum(raw) > 0)
+    p = torch.tensor(raw, dtype=torch.float32)
+    x = draw(st.integers(0, len(raw) - 1))
+    codes = torch.tensor(draw(st.lists(st.integers(-4, 4), min_size=len(raw), max_size=len(raw))), dtype=torch.float32)
+    neighbours = draw(st.integers(1, len(raw) - 1))
+    rule = draw(st.sampled_from(["additive", "multiplicative"]))
+    bound = draw(st.floats(1e-4, 0.999)) if rule == "additive" else 1.0 + draw(st.floats(1e-3, 20.0))
+    relaxation = Relaxation(rule, neighbours, bound, draw(st.sampled_from(RESIDUALS)))
+    return p / p.sum(), x, nearest_codes(codes[:, None], len(raw) - 1), relaxation
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(cases())
+def test_merged_mass_is_the_longest_prefix_within_the_bound_and_equals_the_tv(
+    case: tuple[torch.Tensor, int, torch.Tensor, Relaxation],
+) -> None:
+    p, x, table, relaxation = case
+    tokens = torch.tensor(x)
+    mass, taken = merged_mass(p, tokens, table, relaxation)
+    if relaxation.rule == "additive":
+        bound = torch.tensor(relaxation.bound, dtype=torch.float32)
+    else:
+        bound = p[x] * (relaxation.bound - 1)
+    assert mass <= bound
+    count = int(taken.sum())
+    assert taken.tolist() == [place < count for place in range(relaxation.neighbours)]
+    near = table[x].long()
+    if count < relaxation.neighbours and not (relaxation.residual == "exact" and p[x] == 0):
+        assert float(mass.double() + p[near[count]].double()) > float(bound) * (1 - 1e-6)
+    tilde, again = relaxed(p, tokens, table, relaxation)
+    assert torch.equal(again, mass)
+    assert float(total_variation(p, tilde)) == pytest.approx(float(mass), abs=2e-6)
+    assert float(tilde.sum()) == pytest.approx(1.0, abs=2e-6)
+    assert (tilde[near[:count]] == 0).all()
+    if relaxation.rule == "multiplicative":
+        assert float(tilde[x]) <= relaxation.bound * float(p[x]) * (1 + 1e-5)
+
+
+def run(draft: Draft, relaxation: Relaxation) -> Verdict:
+    return verify(draft.tree, draft.probs, relaxation, draft.table, draft.uniforms, draft.noise, draft.depth_limit)
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(
+    st.integers(0, 2**32 - 1), st.sampled_from(RESIDUALS), st.sampled_from([("additive", 0.3), ("multiplicative", 3.0)])
+)
+def test_no_neighbours_is_the_strict_rule_token_for_token(seed: int, residual: str, rule: tuple[str, float]) -> None:
+    draft = random_draft(seed)
+    relaxed_run = run(draft, Relaxation(rule[0], 0, rule[1], residual))
+    for name, value in vars(run(draft, Relaxation(residual=residual))).items():
+        assert torch.equal(value, getattr(relaxed_run, name)), name
+    assert torch.equal(relaxed_run.tokens, run(draft, STRICT).tokens)
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([("additive", 1e-30), ("multiplicative", 1.0 + 1e-12)]),
+    st.integers(1, 25),
+)
+def test_vanishing_bounds_are_the_strict_rule_under_exact(seed: int, rule: tuple[str, float], neighbours: int) -> None:
+    draft = random_draft(seed)
+    relaxed_run = run(draft, Relaxation(rule[0], neighbours, rule[1], "exact"))
+    strict_run = run(draft, STRICT)
+    assert torch.equal(relaxed_run.tokens, strict_run.tokens)
+    assert torch.equal(relaxed_run.path, strict_run.path)
+
+
+def test_vanishing_bounds_are_not_the_strict_rule_under_official() -> None:
+    p = torch.tensor([[0.5, 0.0, 0.3, 0.2]])
+    table = torch.tensor([[1, 2, 3], [0, 2, 3], [3, 1, 0], [2, 1, 0]])
+    child = torch.tensor([[0]])
+    found = {
+        residual: emitted_first_token(p, None, child, child == 0, Relaxation("additive", 1, 1e-30, residual), table)[0]
+        for residual in RESIDUALS
+    }
+    torch.testing.assert_close(found["exact"], p[0])
+    torch.testing.assert_close(found["official"], torch.tensor([0.5, 0.0, 0.0, 0.5]))
+
+
+def emitted(p: list[float], tokens: list[int], table: dict[int, list[int]], relaxation: Relaxation) -> torch.Tensor:
+    """The law of the first token for deterministic children; the rows of `table` that are not given do not matter."""
+    rows = [table.get(token, [other for other in range(len(p)) if other != token]) for token in range(len(p))]
+    children = torch.tensor([tokens])
+    return emitted_first_token(
+        torch.tensor([p]), None, children, torch.ones_like(children, dtype=torch.bool), relaxation, torch.tensor(rows)
+    )[0]
+
+
+A1 = {"p": [0.2, 0.05, 0.5, 0.2, 0.05], "tokens": [0], "table": {0: [1, 2, 3, 4]}}
+A4 = {"p": [0.0, 0.0, 0.6, 0.3, 0.1], "tokens": [0], "table": {0: [1, 2, 3, 4]}}
+# The (k + 1)-th codes, 5 and 6, have no mass: what is left of the excess is one budget for each tried child.
+A6 = {"p": [0.3, 0.1, 0.3, 0.08, 0.22, 0, 0], "tokens": [0, 2], "table": {0: [1, 5, 4, 6, 2, 3], 2: [3, 6, 4, 5, 0, 1]}}
+
+
+@pytest.mark.parametrize(
+    ("finding", "example", "rule", "official", "official_tv", "exact_tv"),
+    [
+        ("A1", A1, ("additive", 1, 0.1), [0.25, 0, 0, 0.6, 0.15], 0.55, 0.05),
+        ("A1, lambda", A1, ("multiplicative", 1, 1.5), [0.25, 0, 0, 0.6, 0.15], 0.55, 0.05),
+        ("A3", A1, ("additive", 3, 0.1), [0.4, 0.15, 0.15, 0.15, 0.15], 0.4, 0.05),
+        ("A4", A4, ("additive", 2, 0.1), [0, 0, 0, 0, 1], 0.9, 0.0),
+        ("A4, lambda", A4, ("multiplicative", 2, 1.5), [0, 0, 0, 0, 1], 0.9, 0.0),
+        ("A6", A6, ("additive", 1, 0.15), [0.4, 0, 0.38, 0, 0.22, 0, 0], 0.18, 0.18),
+    ],
+)
+def test_findings_on_deterministic_drafts(
+    finding: str, example: dict, rule: tuple, official: list, official_tv: float, exact_tv: float
+) -> None:
+    p = torch.tensor(example["p"])
+    exact = emitted(**example, relaxation=Relaxation(*rule, "exact"))
+    assert float(total_variation(p, exact)) == pytest.approx(exact_tv, abs=1e-6), finding
+    law = emitted(**example, relaxation=Relaxation(*rule, "official"))
+    torch.testing.assert_close(law, torch.tensor(official, dtype=torch.float32), atol=1e-6, rtol=0)
+    assert float(total_variation(p, law)) == pytest.approx(official_tv, abs=1e-6), finding
+
+
+@pytest.mark.parametrize(
+    ("residual", "law", "tv"), [("official", [0.4, 0.15, 0.3, 0.15], 0.15), ("exact", [0.4, 0.1, 0.325, 0.175], 0.1)]
+)
+def test_finding_a5_on_a_sampled_draft(residual: str, law: list[float], tv: float) -> None:
+    p, q = torch.tensor([0.3, 0.1, 0.4, 0.2]), torch.tensor([0.7, 0.1, 0.1, 0.1])
+    table = torch.tensor([[1, 2, 3], [0, 2, 3], [3, 0, 1], [2, 0, 1]])
+    # After 0 is rejected `official` zeroes q at 1 and 2 (k + 1 codes): [0, .1, .4, .1] / .6, as the finding records.
+    drawn = torch.arange(4)[:, None]
+    rows = emitted_first_token(
+        p.expand(4, 4), q.expand(4, 4), drawn, drawn >= 0, Relaxation("additive", 1, 0.1, residual), table
+    )
+    mean = (q[:, None] * rows).sum(dim=0)
+    torch.testing.assert_close(mean, torch.tensor(law), atol=1e-6, rtol=0)
+    assert float(total_variation(p, mean)) == pytest.approx(tv, abs=1e-6)
+
+
+def test_the_ranges_and_names_are_checked() -> None:
+    with pytest.raises(ValueError, match="delta"):
+        Relaxation("additive", 3, 0.0)
+    with pytest.raises(ValueError, match="lambda"):
+        Relaxation("multiplicative", 3, 1.0)
+    with pytest.raises(ValueError, match="neighbours"):
+        Relaxation("additive", -1, 0.5)
+    with pytest.raises(ValueError, match="rule"):
+        Relaxation("loose")
+    with pytest.raises(ValueError, match="residual"):
+        Relaxation(residual="none")
+    p = torch.ones(1, 5) / 5
+    with pytest.raises(ValueError, match="needs a table"):
+        merged_mass(p, torch.tensor([0]), None, Relaxation("additive", 2, 0.5))
+    with pytest.raises(ValueError, match="2 neighbours"):
+        table = torch.tensor([[1, 2], [0, 2], [0, 1], [0, 1], [0, 1]])
+        merged_mass(p, torch.tensor([0]), table, Relaxation("additive", 2, 0.5, "official"))
+    assert replace(STRICT, residual="official").columns == 0

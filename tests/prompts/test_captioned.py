@@ -1,0 +1,65 @@
+"""Pictures with captions in a folder, in every way they may be written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lantern_bench.errors import UserError
+from lantern_bench.prompts.captioned import read_captioned
+from tests.training.tiny_target import TinyFamily, write_pictures
+
+FAMILY = TinyFamily()
+FOUND = [("00.png", "red lantern"), ("01.png", "blue round lantern")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_pictures(tmp_path / "pictures", 2)
+    for text in (tmp_path / "pictures").glob("*.txt"):
+        text.unlink()
+    return tmp_path / "pictures"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("captions.jsonl", '{"file_name": "00.png", "text": "red lantern"}\n\n{"image": "01.png", "caption": "%s"}\n'),
+        ("captions.csv", 'File,Caption\n00.png,red lantern\n01.png,"%s"\n'),
+        ("metadata.csv", "file_name,text\n00.png,red lantern\n01.png,%s\n"),
+        ("captions.tsv", "path\tprompt\n00.png\tred lantern\n01.png\t%s\n"),
+        ("captions.txt", "00.png\tred lantern\n01.png\t%s\n"),
+    ],
+)
+@pytest.mark.parametrize("named", [False, True])
+def test_a_file_names_pictures_and_captions(name: str, content: str, named: bool, folder: Path) -> None:
+    where = folder.parent / name if named else folder / name
+    where.write_text(content % FOUND[1][1])
+    found = read_captioned(folder, where if named else None, FAMILY)
+    assert [(item.path.name, item.caption) for item in found] == FOUND
+    assert all(item.path.is_file() and item.place.startswith(name) for item in found)
+
+
+def test_captions_beside_pictures_also_in_folders_below(folder: Path) -> None:
+    (folder / "below").mkdir()
+    (folder / "01.png").rename(folder / "below" / "01.JPEG")
+    (folder / "00.txt").write_text("red lantern\n")
+    (folder / "below" / "01.txt").write_text("  blue round lantern ")
+    assert [item.caption for item in read_captioned(folder, None, FAMILY)] == [caption for _, caption in FOUND]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("00.png red lantern\n", "captions.txt line 1: names no picture and caption"),
+        ("00.png\tred lantern\n02.png\tred lantern\n", "captions.txt line 2: no such picture 02.png"),
+        ("00.png\tred fish\n01.png\tgreen lantern\n", "2 captions cannot be used"),
+        ("", "holds no picture"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_line(content: str, said: str, folder: Path) -> None:
+    (folder / "captions.txt").write_text(content)
+    with pytest.raises(UserError) as caught:
+        read_captioned(folder, None, FAMILY)
+    assert said in caught.value.message

@@ -1,0 +1,172 @@
+"""Published prompt sets in the shapes their authors publish, the parts that are taken of them, and malformed files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lantern_bench.config.plan import Prompt
+from lantern_bench.errors import UserError
+from lantern_bench.models.default_prompts import class_number, class_prompt
+from lantern_bench.prompts.sets import load_prompts, prompt_facts
+from tests.tiny_family import PROMPTS
+
+
+class Anything:
+    """A family that takes every prompt but one with the word bad."""
+
+    def prompt_sets(self):
+        return {"held-out": PROMPTS}
+
+    def check_prompt(self, text):
+        if "bad" in text:
+            raise UserError(f"{text!r} is bad", "Be good.")
+
+
+def load(source):
+    return load_prompts(str(source), Anything())
+
+
+def texts(source):
+    return [prompt.text for prompt in load(source)]
+
+
+ANNOTATIONS = [
+    (391895, 1, "A man with a red helmet"),
+    (522418, 2, "A woman cuts cake."),
+    (391895, 3, "A man with a red helmet on a small moped on a dirt road. "),
+    (522418, 4, "A woman eats it!! "),
+    (391895, 5, "Man riding a motor bike on a dirt road on the country!!!!"),
+    (184613, 6, "\nTwo cows"),
+]
+
+
+@pytest.fixture
+def coco(tmp_path):
+    rows = [{"image_id": image, "id": number, "caption": text} for image, number, text in ANNOTATIONS]
+    path = tmp_path / "captions_val2017.json"
+    path.write_text(json.dumps({"info": {}, "images": [{"id": 184613}], "annotations": rows}))
+    return path
+
+
+def test_coco_takes_the_longest_caption_of_each_image_in_the_order_of_the_annotations(coco):
+    # Both of the first image's long captions have 57 characters with their spaces: the earlier one stays.
+    assert len(ANNOTATIONS[2][2]) == len(ANNOTATIONS[4][2]) == 57
+    prompts = load(f"coco:{coco}")
+    assert [prompt.text for prompt in prompts] == [
+        "A man with a red helmet on a small moped on a dirt road.",
+        "A woman cuts cake.",
+        "Two cows",
+    ]
+    assert [prompt.source for prompt in prompts] == ["coco:391895", "coco:522418", "coco:184613"]
+    assert texts(f"coco-longest:{coco}") == texts(f"coco:{coco}")
+    assert texts(f"coco-first:{coco}") == ["A man with a red helmet", "A woman cuts cake.", "Two cows"]
+
+
+def test_parti_prompts(tmp_path):
+    path = tmp_path / "PartiPrompts.tsv"
+    path.write_text('Prompt\tCategory\tChallenge\tNote\nbond\tAbstract\tBasic\t\n"a ""sign"""\tWorld\tBasic\tx\n')
+    prompts = load(f"parti:{path}")
+    assert [(prompt.text, prompt.source) for prompt in prompts] == [("bond", "parti:2"), ('a "sign"', "parti:3")]
+    assert texts(path) == ["bond", 'a "sign"']
+
+
+def test_imagenet_classes_with_and_without_names(tmp_path):
+    assert texts("imagenet")[207] == "class 207" and len(load("imagenet")) == 1000
+    names = [f"name {number}" for number in range(1000)]
+    (tmp_path / "names.txt").write_text("\n".join(names) + "\n")
+    (tmp_path / "list.json").write_text(json.dumps(names))
+    (tmp_path / "index.json").write_text(json.dumps({str(n): [f"n{n:08}", name] for n, name in enumerate(names)}))
+    for file in ("names.txt", "list.json", "index.json"):
+        prompts = load(f"imagenet:{tmp_path / file}")
+        assert (prompts[207].text, prompts[207].source) == ("class 207: name 207", "imagenet:207")
+        assert [class_number(prompt.text, 1000) for prompt in prompts] == list(range(1000))
+
+
+@pytest.mark.parametrize("text", ["207", "class 207", "Class 207: golden retriever", " class 207 : a: b"])
+def test_a_class_is_read_from_its_prompt(text):
+    assert class_number(text, 1000) == 207 and class_number(class_prompt(207, "x"), 208) == 207
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"), [("golden", "is no class"), ("class -1", "is no class"), ("1000", "1000 c")]
+)
+def test_what_is_no_class(text, wrong):
+    with pytest.raises(UserError, match=wrong):
+        class_number(text, 1000)
+
+
+def test_parts_are_the_same_for_everybody_and_nested(tmp_path):
+    many = [f"prompt {number}" for number in range(200)]
+    path = tmp_path / "many.txt"
+    path.write_text("\n".join(many))
+    ten, fifty = texts(f"{path}#10"), texts(f"{path}#50")
+    assert len(ten) == 10 and len(fifty) == 50 and set(ten) < set(fifty)
+    assert ten == [text for text in many if text in ten] and ten != many[:10]
+    path.write_text("\n".join(reversed(many)))
+    assert set(texts(f"{path}#10")) == set(ten)
+    assert texts(f"{path}#5-8") == many[::-1][5:8]
+    assert texts("held-out#2") == [text for text in PROMPTS if text in texts("held-out#2")]
+    with pytest.raises(UserError, match="there are 200 prompts"):
+        texts(f"{path}#201")
+    with pytest.raises(UserError, match="there are 200 prompts"):
+        texts(f"{path}#8-8")
+
+
+def test_json_lists_as_the_lantern_authors_ship_them(tmp_path):
+    path = tmp_path / "longest.json"
+    path.write_text(json.dumps(["one ", "two", {"caption": "three"}]))
+    assert texts(path) == ["one", "two", "three"] and load(path)[2].source == "longest.json:3"
+
+
+def test_a_source_makes_no_prompt_another_one():
+    assert Prompt("a", "coco:1") == Prompt("a", "coco:2") and len({Prompt("a", "x"), Prompt("a")}) == 1
+
+
+def test_what_a_manifest_says(coco):
+    source = f"coco:{coco}#2"
+    facts = prompt_facts(source, Anything(), load(source))
+    assert facts["set"] == source and facts["prompts"] == 2
+    assert len(facts["file_sha256"]) == 64 and len(facts["ids_sha256"]) == 64
+    assert prompt_facts("held-out", Anything(), load("held-out"))["file_sha256"] is None
+    other = prompt_facts(f"coco:{coco}", Anything(), load(f"coco:{coco}"))
+    assert other["ids_sha256"] != facts["ids_sha256"] and other["file_sha256"] == facts["file_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "wrong"),
+    [
+        ("coco:", '{"annotations": [\n{"image_id": 1,\n}]}', "line 3: not JSON"),
+        ("coco:", '{"images": []}', "no list of annotations"),
+        ("coco:", '["a"]', "no list of annotations"),
+        ("coco:", '{"annotations": [{"image_id": 1, "caption": "a"}, {"image_id": 1}]}', "annotation 2: has no"),
+        ("coco:", '{"annotations": []}', "holds no prompt"),
+        ("coco:", '{"annotations": [{"image_id": 7, "caption": "bad"}]}', "image 7: 'bad' is bad"),
+        ("", '{"annotations": []}', "several captions an image"),
+        ("", '{"a": 1}', "must be a JSON list"),
+        ("", '["a", 3]', "entry 2: has no text"),
+        ("", '["a",\n]', "line 2: not JSON"),
+        ("parti:", "Text\tNote\na\tb\n", "line 1: has no column"),
+        ("parti:", "Prompt\tNote\na\tb\nc\td\te\n", "line 3: has more fields"),
+        ("imagenet:", '["a"]', "names 1 classes"),
+        ("imagenet:", '["a", 3]', "line 2: has no name for class 1"),
+    ],
+)
+def test_malformed_files_are_refused_with_their_place(tmp_path, kind, content, wrong):
+    path = Path(tmp_path / "a.json")
+    path.write_text(content)
+    with pytest.raises(UserError) as caught:
+        texts(f"{kind}{path}")
+    assert caught.value.message.startswith(f"--prompts {kind}{path}") and wrong in caught.value.message
+
+
+def test_a_set_without_its_file(tmp_path):
+    with pytest.raises(UserError, match="needs its file") as caught:
+        texts("coco")
+    assert "coco:captions_val2017.json" in str(caught.value.advice)
+    with pytest.raises(UserError, match="no such file"):
+        texts(f"coco:{tmp_path / 'none.json'}")
+    with pytest.raises(UserError, match="did you mean parti"):
+        texts("part")

@@ -1,0 +1,73 @@
+"""The machine block: complete, JSON-ready, and silent about who and where unless asked."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from lantern_bench.runs import machine
+
+
+def test_the_block_is_json_and_says_what_matters() -> None:
+    block = json.loads(json.dumps(machine.machine_block()))
+    assert block["cpu"]["model"] and block["cpu"]["usable_cores"] >= 1
+    assert block["cpu"]["torch_threads"] == torch.get_num_threads()
+    assert block["memory_bytes"] > block["memory_available_bytes"] > 0
+    assert block["versions"]["torch"] == torch.__version__.partition("+")[0]
+    assert set(block["versions"]) == set(machine.PACKAGES)
+
+
+def test_no_host_and_no_path_unless_asked() -> None:
+    text = json.dumps(machine.machine_block())
+    assert str(Path.home()) not in text and str(Path(machine.__file__).parent) not in text
+    assert "host" not in machine.machine_block()
+    told = machine.machine_block(record_host=True)
+    assert told["host"] == socket.gethostname()
+    assert Path(told["package_path"]).is_dir()
+
+
+def test_git_state_is_gits() -> None:
+    folder = Path(machine.__file__).parent
+    asked = subprocess.run(
+        ["git", "-C", str(folder), "ls-files", "machine.py"], capture_output=True, text=True, check=False
+    )
+    head = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    expected = head.stdout.strip() if asked.stdout.strip() else None
+    assert machine.git_state()["commit"] == expected
+
+
+def test_no_commit_where_the_package_is_no_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "machine.py"))
+    assert machine.git_state() == {"commit": None, "dirty": None}
+
+
+def test_gpu_state_is_read_field_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def answer(command: list[str]) -> str:
+        asked.append(command)
+        return "580.1, 1980, 2619, 1980, 120.5, 700.0, 41, 0x0000000000000004"
+
+    monkeypatch.setattr(machine, "_output", answer)
+    state = machine._gpu_state("GPU-1")
+    assert state["driver"] == "580.1" and state["throttle_reasons"] == "0x0000000000000004"
+    assert "--id=GPU-1" in asked[0]
+    monkeypatch.setattr(machine, "_output", lambda _command: None)
+    assert set(machine._gpu_state("GPU-1").values()) == {None}
+
+
+def test_a_command_that_is_missing_or_fails_says_nothing() -> None:
+    assert machine._output(["no-such-command-here"]) is None
+    assert machine._output(["git", "no-such-subcommand"]) is None
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_described() -> None:
+    (first, *_others) = machine.gpu_blocks()
+    assert first["name"] == torch.cuda.get_device_name(0)
+    assert first["driver"] and first["clock_sm_mhz"]

@@ -1,0 +1,99 @@
+"""The grammar of the embedded world: how many captions there are, which are held out, which words exist."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from lantern_bench.errors import UserError
+from lantern_bench.models.lanterns.captions import (
+    ALL_ATTRIBUTES,
+    FIELDS,
+    HELD_OUT,
+    MAX_WORDS,
+    TRAIN,
+    VOCABULARY,
+    Attributes,
+    attributes_of,
+    words,
+)
+
+EXAMPLE = "two round red lanterns over a lake at dusk"
+FIRST_HELD_OUT = [
+    "three tall red lanterns over a meadow at dusk",
+    "two square yellow lanterns over the snow in a storm",
+]
+
+
+def test_there_are_1008_different_captions() -> None:
+    captions = {item.caption() for item in ALL_ATTRIBUTES}
+    assert len(ALL_ATTRIBUTES) == len(captions) == 1008 == 3 * 3 * 7 * 4 * 4
+    assert EXAMPLE in captions and "one tall white lantern over the snow in a storm" in captions
+
+
+def test_a_tenth_is_held_out_and_never_trained() -> None:
+    assert len(HELD_OUT) == 100 and len(TRAIN) == 908
+    assert not set(HELD_OUT) & set(TRAIN)
+    assert set(HELD_OUT) | set(TRAIN) == set(ALL_ATTRIBUTES)
+
+
+def test_the_split_does_not_move() -> None:
+    """The shipped weights were trained on it: another split would put trained captions among the held-out ones."""
+    assert [item.caption() for item in HELD_OUT[:2]] == FIRST_HELD_OUT
+
+
+def test_every_value_is_trained_and_held_out() -> None:
+    for column, values in enumerate(FIELDS.values()):
+        everything = set(range(len(values)))
+        assert {item.indices()[column] for item in HELD_OUT} == everything
+        assert {item.indices()[column] for item in TRAIN} == everything
+
+
+def test_captions_fit_and_use_every_word() -> None:
+    numbers = [words(item.caption()) for item in ALL_ATTRIBUTES]
+    assert max(map(len, numbers)) <= MAX_WORDS
+    # 0 pads, and no caption holds it.
+    assert {number for row in numbers for number in row} == set(range(1, len(VOCABULARY)))
+    assert " ".join(VOCABULARY[number] for number in words(EXAMPLE)) == EXAMPLE
+
+
+@pytest.mark.parametrize("written", [EXAMPLE.upper(), EXAMPLE + ".", "two round, red lanterns over a lake at dusk"])
+def test_case_and_stops_do_not_matter(written: str) -> None:
+    assert words(written) == words(EXAMPLE)
+
+
+def test_an_unknown_word_is_named_with_the_words_there_are() -> None:
+    with pytest.raises(UserError) as caught:
+        words("two round pink lanterns over a lake at dusk")
+    assert caught.value.exit_code == 2
+    assert "'pink'" in caught.value.message
+    advice = (caught.value.advice or "").replace(":", " ").replace(";", " ").split()
+    assert set(VOCABULARY[1:]) <= set(advice)
+    assert "<pad>" not in advice
+
+
+def test_a_misspelt_word_gets_a_suggestion() -> None:
+    with pytest.raises(UserError, match="did you mean 'purple'"):
+        words("one round purpel lantern over a lake at dusk")
+
+
+@pytest.mark.parametrize("caption", ["", " . ", " ".join(["red"] * (MAX_WORDS + 1))])
+def test_too_few_and_too_many_words_are_refused(caption: str) -> None:
+    with pytest.raises(UserError, match=f"1 to {MAX_WORDS}"):
+        words(caption)
+
+
+def test_attributes_are_read_back() -> None:
+    assert attributes_of([item.caption() for item in ALL_ATTRIBUTES]) == list(ALL_ATTRIBUTES)
+    assert attributes_of([EXAMPLE.capitalize() + ".", "red lake", "lanterns round two"]) == [
+        Attributes(1, 0, 0, 0, 0),
+        None,
+        None,
+    ]
+
+
+def test_captions_need_no_torch() -> None:
+    code = "import sys, lantern_bench.models.lanterns.captions; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,160 @@
+"""How the judges learn: what a batch holds, that a few steps help, and that open_clip reads what is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+
+from lantern_bench.metrics.clip import load_clip
+from lantern_bench.models.lanterns.captions import ALL_ATTRIBUTES, HELD_OUT, TRAIN, Attributes
+from lantern_bench.models.lanterns.classifier import load_classifier, prompt_accuracy, save_classifier
+from lantern_bench.models.vq import VQConfig, VQModel
+from lantern_bench.training.lanterns import scorers
+from lantern_bench.training.lanterns.scenes import blur, degrade, drop_detail, scene_set
+from lantern_bench.training.lanterns.scorers import ClipTask, FeaturesTask, Pool, judge_pool, reconstruct, save_clip
+
+
+@pytest.fixture(scope="module")
+def pool() -> Pool:
+    return judge_pool(scene_set(TRAIN, 96, seed=11), None)
+
+
+def _generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_the_first_share_of_the_pool_goes_through_the_tokenizer() -> None:
+    scenes = scene_set(TRAIN, 20, seed=11)
+    pool = judge_pool(scenes, lambda pictures: 255 - pictures, share=0.25)
+    painted = torch.from_numpy(scenes.pixels).permute(0, 3, 1, 2)
+    assert torch.equal(pool.pixels[:5], 255 - painted[:5])
+    assert torch.equal(pool.pixels[5:], painted[5:])
+
+
+def test_reconstruct_keeps_shape_and_dtype(pool: Pool) -> None:
+    tokenizer = VQModel(VQConfig(codes=16, code_dim=4, z_channels=32, channels=32, channel_mult=(1, 1), res_blocks=1))
+    back = reconstruct(tokenizer.eval(), pool.pixels[:3])
+    assert back.shape == pool.pixels[:3].shape and back.dtype == torch.uint8
+
+
+def test_the_classifier_learns(pool: Pool) -> None:
+    task = FeaturesTask(pool, batch=32)
+    optimiser = torch.optim.AdamW(task.module.parameters(), lr=3e-3)
+    generator, losses = _generator(), []
+    for _ in range(25):
+        loss, _ = task.loss(generator)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
+
+
+def test_evaluation_counts_held_out_scenes(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scorers, "_EVALUATED", 6)
+    task = FeaturesTask(pool, through=lambda pictures: pictures)
+    figures = task.evaluate()
+    assert figures["accuracy_scenes"] == figures["accuracy_reconstructions"]
+    pictures, attributes = scorers.held_out_scenes(6)
+    assert figures["accuracy_scenes"] == float(prompt_accuracy(task.classifier, pictures, attributes).float().mean())
+    assert attributes == list(HELD_OUT[:6])
+
+
+def test_no_caption_twice_in_a_batch() -> None:
+    """Every picture carries its caption's number in its pixels, so that the batch can be read back."""
+    attributes = [ALL_ATTRIBUTES[number] for number in (0, 1, 2, 250)] * 5
+    numbers = [ALL_ATTRIBUTES.index(item) % 251 for item in attributes]
+    pixels = torch.tensor(numbers, dtype=torch.uint8)[:, None, None, None].expand(-1, 3, 64, 64)
+    task = ClipTask(Pool(pixels, torch.tensor([item.indices() for item in attributes])), batch=4)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    tokens_of = {tuple(row.tolist()): number for number, row in enumerate(task._tokens)}
+
+    def spy(pictures: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        seen.append((pictures, tokens))
+        return torch.eye(len(pictures)), torch.eye(len(pictures)), torch.tensor(10.0)
+
+    task.clip.forward = spy  # type: ignore[method-assign]
+    original, scorers.degrade = scorers.degrade, lambda pictures, _generator: pictures
+    try:
+        task.loss(_generator())
+    finally:
+        scorers.degrade = original
+    ((pictures, tokens),) = seen
+    captions = [tokens_of[tuple(row.tolist())] for row in tokens]
+    assert sorted(captions) == [0, 1, 2, 250]
+    assert ((pictures[:, 0, 0, 0] + 1) / 2 * 255).round().long().tolist() == captions
+
+
+def test_clip_is_small_and_its_folder_is_open_clips(pool: Pool, tmp_path: Path) -> None:
+    task = ClipTask(pool, batch=16)
+    assert sum(parameter.numel() for parameter in task.module.parameters()) <= 5_000_000
+    loss, parts = task.loss(_generator())
+    loss.backward()
+    assert torch.isfinite(loss) and 0 <= float(parts["top1"]) <= 1
+    save_clip(task.clip, tmp_path / "clip")
+    loaded, _, _ = open_clip.create_model_and_transforms(f"local-dir:{tmp_path / 'clip'}")
+    pixels = pool.pixels[:4].float() / 127.5 - 1
+    captions = [Attributes(*row).caption() for row in pool.attributes[:4].tolist()]
+    task.clip.eval()
+    expected = torch.cosine_similarity(
+        task.clip.encode_image(pixels), task.clip.encode_text(scorers._caption_tokens(_first(pool))), dim=1
+    )
+    assert load_clip(f"local-dir:{tmp_path / 'clip'}").score(pool.pixels[:4], captions) == pytest.approx(
+        expected.tolist(), abs=5e-3
+    )
+    rows = loaded.token_embedding.weight.detach().abs().sum(1)
+    assert 20 < int((rows > 0).sum()) < 60
+
+
+def _first(pool: Pool) -> list[Attributes]:
+    return [Attributes(*row) for row in pool.attributes[:4].tolist()]
+
+
+def test_the_same_seed_starts_the_same(pool: Pool) -> None:
+    state = torch.get_rng_state()
+    first, second = (ClipTask(pool, batch=8, seed=3).module.state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(
+        FeaturesTask(pool, seed=1).classifier.project.weight, FeaturesTask(pool, seed=2).classifier.project.weight
+    )
+
+
+def test_logit_scale_stays_bounded(pool: Pool) -> None:
+    task = ClipTask(pool, batch=8)
+    with torch.no_grad():
+        task.clip.logit_scale.fill_(9.0)
+    task.after_step(1, _generator())
+    assert float(task.clip.logit_scale.detach().exp()) == pytest.approx(100, rel=1e-4)
+
+
+def test_degrading_is_repeatable_and_stays_in_range(pool: Pool) -> None:
+    pixels = pool.pixels[:40].float() / 255
+    first, second = (degrade(pixels, _generator(4)) for _ in range(2))
+    assert torch.equal(first, second)
+    assert first.shape == pixels.shape and float(first.min()) >= 0 and float(first.max()) <= 1
+    changed = (first - pixels).abs().amax((1, 2, 3)) > 0
+    assert 20 < int(changed.sum()) <= 40
+    assert not torch.equal(first, degrade(pixels, _generator(5)))
+
+
+def test_blur_and_lost_detail(pool: Pool) -> None:
+    flat = torch.full((1, 3, 16, 16), 0.3)
+    assert torch.allclose(blur(flat), flat)
+    pixels = pool.pixels[:4].float() / 255
+    fine, coarse = (drop_detail(pixels, torch.full((4, 1, 1, 1), step)) for step in (1e-4, 0.2))
+    assert torch.allclose(fine, pixels, atol=1e-3)
+    assert float((coarse - pixels).abs().mean()) > 10 * float((fine - pixels).abs().mean())
+
+
+def test_a_trained_classifier_is_saved_whole(pool: Pool, tmp_path: Path) -> None:
+    task = FeaturesTask(pool, batch=8)
+    task.loss(_generator())
+    save_classifier(task.classifier, tmp_path / "f.safetensors")
+    loaded = load_classifier(tmp_path / "f.safetensors")
+    task.classifier.eval()
+    pixels = pool.pixels[:5].float() / 255
+    assert torch.allclose(loaded.features(pixels), task.classifier.features(pixels), atol=1e-2)

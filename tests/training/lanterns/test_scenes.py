@@ -1,0 +1,87 @@
+"""The painter: the same seed paints the same, a set begins with its smaller sets, and what is asked for is seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lantern_bench.models.lanterns.captions import ALL_ATTRIBUTES, COLOURS, TRAIN, Attributes
+from lantern_bench.training.lanterns import scenes
+from lantern_bench.training.lanterns.scenes import SIZE, render, scene_set
+
+# What the middle of a lantern looks like: hue in degrees, except white, which has none.
+HUES = {"red": 0, "orange": 30, "yellow": 55, "green": 130, "blue": 225, "purple": 285}
+
+
+def test_pictures_are_uint8_and_the_seed_decides_them() -> None:
+    some = ALL_ATTRIBUTES[::101]
+    first, second, other = render(some, 7), render(some, 7), render(some, 8)
+    assert first.shape == (len(some), SIZE, SIZE, 3) and first.dtype == np.uint8
+    assert np.array_equal(first, second)
+    assert not np.array_equal(first, other)
+
+
+def test_two_pictures_of_one_caption_differ() -> None:
+    pictures = render([ALL_ATTRIBUTES[0]] * 2, 3).astype(int)
+    assert np.abs(pictures[0] - pictures[1]).mean() > 2
+
+
+def test_nothing_to_paint_is_an_empty_set() -> None:
+    assert render([], 0).shape == (0, SIZE, SIZE, 3)
+
+
+@pytest.mark.parametrize("colour", range(len(COLOURS)), ids=COLOURS)
+def test_the_colour_of_a_lantern_is_seen(colour: int) -> None:
+    """Under every sky and over every ground the body has its hue; a white one has little colour and much light."""
+    asked = [Attributes(0, 0, colour, ground, sky) for ground in range(4) for sky in range(4)]
+    middle = render(asked, 5)[:, 20:27, 29:35].astype(float).mean((1, 2)) / 255
+    for red, green, blue in middle:
+        most, least = max(red, green, blue), min(red, green, blue)
+        if COLOURS[colour] == "white":
+            assert least > 0.6 and most - least < 0.2
+        else:
+            away = abs(_hue(red, green, blue) - HUES[COLOURS[colour]])
+            assert most - least > 0.3 and min(away, 360 - away) < 20
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_lanterns_can_be_counted(count: int) -> None:
+    """Red on a dark sky: the runs of red columns at lantern height are as many as asked for."""
+    for picture in render([Attributes(count - 1, 2, 0, 3, 1)] * 6, 9).astype(float):
+        band = picture[18:28].mean(0)
+        red = band[:, 0] > 1.8 * band[:, 2] + 60
+        assert int((np.diff(red.astype(int), prepend=0) == 1).sum()) == count
+
+
+def test_a_set_begins_with_its_smaller_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scenes, "_CHUNK", 8)
+    small, large = scene_set(TRAIN, 13, seed=4), scene_set(TRAIN, 20, seed=4)
+    assert np.array_equal(large.attributes[:13], small.attributes)
+    assert np.array_equal(large.pixels[:13], small.pixels)
+
+
+def test_a_set_is_read_from_its_cache_only_when_it_fits(tmp_path: Path) -> None:
+    cache = tmp_path / "folder" / "scenes.npz"
+    first = scene_set(TRAIN, 12, 4, cache)
+    kept = cache.stat().st_mtime_ns
+    again = scene_set(TRAIN, 9, 4, cache)
+    assert np.array_equal(again.pixels, first.pixels[:9]) and cache.stat().st_mtime_ns == kept
+    other = scene_set(TRAIN, 9, 5, cache)
+    assert not np.array_equal(other.pixels, again.pixels)
+    assert np.array_equal(scene_set(TRAIN, 9, 5, cache).pixels, other.pixels)
+
+
+def test_progress_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scenes, "_CHUNK", 4)
+    told: list[tuple[int, int]] = []
+    made = scene_set(TRAIN, 10, 1, on_chunk=lambda done, total: told.append((done, total)))
+    assert told == [(4, 10), (8, 10), (10, 10)]
+    assert {tuple(row) for row in made.attributes.tolist()} <= {item.indices() for item in TRAIN}
+
+
+def _hue(red: float, green: float, blue: float) -> float:
+    import colorsys
+
+    return 360 * colorsys.rgb_to_hsv(red, green, blue)[0]

@@ -1,0 +1,262 @@
+"""The task of every drafter: its features, its losses and its 1 - TV are those that decoding sees."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.sampling import guide
+from lantern_bench.decoding.teacher_forcing import drafts_along, drafts_at, teacher_forced
+from lantern_bench.models import registry
+from lantern_bench.models.eagle import fresh_drafter
+from lantern_bench.models.external_drafter import read_drafter
+from lantern_bench.models.transformer.conditioning import Condition
+from lantern_bench.models.transformer.target import TransformerTarget, force_line_ends
+from lantern_bench.training.drafter.features import (
+    FeatureShards,
+    Lessons,
+    LiveFeatures,
+    Order,
+    Sequenced,
+    bytes_a_row,
+    teach,
+)
+from lantern_bench.training.drafter.recipe import RECIPES, DrafterRecipe
+from lantern_bench.training.drafter.run import write_drafter
+from lantern_bench.training.drafter.task import DrafterTask, drafter_like, unroll
+from lantern_bench.training.loop import Workers
+from tests.models import golden_models, tiny_chameleon
+from tests.training.tiny_target import CAPTIONS, CONFIG, caption_condition, tiny_target
+
+CPU = torch.device("cpu")
+RECIPE = replace(RECIPES["lanterns"], batch=4, autocast=False)
+DECODING = Decoding(mode="ar", cfg_scale=2.0)
+CHAMELEON = ("a red lantern", "red", "a red lantern over a lantern")
+
+
+def tiny_sequences(count: int = 8) -> Sequenced:
+    tokens = torch.randint(CONFIG.vocab_size, (count, 16), generator=torch.Generator().manual_seed(1))
+    return Sequenced(tokens, lambda rows: caption_condition([CAPTIONS[row % 4] for row in rows]))
+
+
+def task_of(
+    target: TransformerTarget, sequences: Sequenced, workers: Workers | None = None, recipe: DrafterRecipe = RECIPE
+) -> DrafterTask:
+    live = LiveFeatures(target, sequences)
+    rows = range(len(sequences.tokens))
+    examined = functools.partial(live.examined, rows)
+    lessons = Lessons(live, rows, recipe.batch, recipe.dropped, 0, examined, workers or Workers(), guided=recipe.guided)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return DrafterTask(fresh_drafter(target), lessons, recipe, DECODING)
+
+
+@pytest.fixture(scope="module")
+def lumina(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformerTarget, Sequenced]:
+    """A Chameleon with ends of lines, prompts of several lengths and tokens that obey its grid."""
+    folder = tmp_path_factory.mktemp("lumina")
+    path = tiny_chameleon.write_model_file(folder, "lumina-mgpt-7b-768", (4, 4))
+    return _loaded(path)
+
+
+@pytest.fixture(scope="module")
+def anole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformerTarget, Sequenced]:
+    return _loaded(tiny_chameleon.write_model_file(tmp_path_factory.mktemp("anole"), "anole-7b", (4, 4)))
+
+
+@pytest.fixture(scope="module")
+def llamagen(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformerTarget, Sequenced]:
+    """The recorded text-conditional target, with made-up features of which some positions are padding."""
+    loaded = golden_models.load(golden_models.recorded_target(tmp_path_factory.mktemp("t2i"), "t2i"))
+    assert isinstance(loaded.target, TransformerTarget)
+    target = loaded.target
+    positions, width = target.cls_embedding.uncond_embedding.shape  # type: ignore[union-attr]
+    draws = torch.Generator().manual_seed(4)
+    values = torch.randn(3, positions, width, generator=draws)
+    valid = torch.arange(positions)[None] >= torch.tensor([0, positions - 9, positions - 1])[:, None]
+    tokens = torch.randint(target.vocab_size, (3, target.image_tokens), generator=draws)
+    return target, Sequenced(tokens, lambda rows: Condition(values[list(rows)], valid[list(rows)]))
+
+
+@pytest.fixture(scope="module")
+def embedded() -> tuple[TransformerTarget, Sequenced]:
+    return tiny_target(), tiny_sequences()
+
+
+def _loaded(path: Path) -> tuple[TransformerTarget, Sequenced]:
+    loaded = registry.load_model(str(path), CPU, torch.float32)
+    target = loaded.target
+    assert isinstance(target, TransformerTarget)
+    draws = torch.Generator().manual_seed(2)
+    lines = torch.randint(target.choices, (3, 4, target.config.line_length), generator=draws)
+    if target.config.line_ends:
+        lines[:, :, -1] = target.vocab_size - 1
+    return target, Sequenced(lines.flatten(1), lambda rows: loaded.condition([CHAMELEON[row] for row in rows]))
+
+
+@pytest.mark.parametrize("family", ["embedded", "llamagen", "anole", "lumina"])
+@torch.no_grad()
+def test_features_and_drafts_are_those_of_the_decode_sessions(family: str, request: pytest.FixtureRequest) -> None:
+    target, sequences = request.getfixturevalue(family)
+    rows = range(3)
+    condition, tokens = sequences.condition(rows), sequences.tokens[:3].long()
+    forced = teacher_forced(target, condition, tokens, guided=True)
+    given, null = (teach(target, condition, tokens, torch.full((3,), gone)) for gone in (False, True))
+    count = tokens.shape[1]
+    features = torch.cat([given.hidden, null.hidden])[:, -(count - 1) :]
+    assert (features - forced.scores.features[:, :-1]).abs().max() < 1e-4
+
+    task = task_of(target, Sequenced(sequences.tokens[:3], sequences.condition))
+    p = guide(forced.scores.cond, forced.scores.uncond, 2.0).softmax(-1)
+    q = [guide(drafts.cond, drafts.uncond, 2.0).softmax(-1)[:, 0] for drafts in drafts_along(task.drafter, forced)]
+    overlap = torch.minimum(p[:, 1:], torch.stack(q, dim=1)).sum(-1).mean()
+    assert task.evaluate()["one_minus_tv"] == pytest.approx(float(overlap), abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["embedded", "llamagen", "anole", "lumina"])
+@torch.no_grad()
+def test_levels_are_those_of_a_draft(family: str, request: pytest.FixtureRequest) -> None:
+    """From any position on, level after level is what the decode session drafts there, fed the same tokens."""
+    target, sequences = request.getfixturevalue(family)
+    drafter = task_of(target, sequences).drafter
+    condition, tokens = sequences.condition(range(3)), sequences.tokens[:3].long()
+    forced = teacher_forced(target, condition, tokens, guided=True)
+    taught = LiveFeatures(target, sequences).both(range(3))
+    levels = unroll(drafter, taught, taught.hidden, 3)
+    for root in (1, 4):
+        session, drafts = drafts_at(drafter, forced, torch.full((3,), root), 4)
+        for level, predicted in enumerate(levels):
+            place = taught.valid.shape[1] - 2 + root + level
+            assert drafts.uncond is not None
+            wanted = torch.cat([drafts.cond, drafts.uncond])
+            number = torch.full((3, 1), root + level)
+            got = force_line_ends(drafter.head(predicted[:, place : place + 1]), number, drafter.config)
+            assert (got - wanted).abs().max() < 1e-4
+            seen = torch.ones(3, 1, level + 1, dtype=torch.bool)
+            drafts = session.extend(tokens[:, root + level][:, None], torch.zeros(3, 1, dtype=torch.int64), seen)
+    assert (levels[1] - levels[0]).abs().max() > 1e-3  # a guess is not the truth
+
+
+def test_guided_lessons_compare_what_decoding_draws_from() -> None:
+    target, sequences = tiny_target(), tiny_sequences(4)
+    recipe = replace(RECIPE, guided=True, levels=1, dropped=0.0)
+    task = task_of(target, sequences, recipe=recipe)
+    _, parts = task.loss(torch.Generator().manual_seed(0))
+    assert float(parts["one_minus_tv"]) == pytest.approx(task.evaluate()["one_minus_tv"], abs=1e-6)
+    alone = task_of(target, sequences, recipe=replace(recipe, dropped=1.0))
+    plain = task_of(target, sequences, recipe=replace(recipe, guided=False))
+    losses = [one.loss(torch.Generator().manual_seed(0)) for one in (alone, plain)]
+    assert float(losses[0][1]["soft"]) == pytest.approx(float(losses[1][1]["soft"]), abs=1e-6)
+    assert float(losses[0][1]["one_minus_tv"]) != pytest.approx(float(parts["one_minus_tv"]), abs=1e-4)
+
+
+def test_the_loss_weighs_what_the_levels_of_a_draft_lose() -> None:
+    """Total variation of each level, added up by hand: level k is a draft's from the picture's token k + 1 on."""
+    target, sequences = tiny_target(), tiny_sequences(4)
+    plain = replace(RECIPE, feature_weight=0.0, soft_weight=0.0, noise=0.0, dropped=0.0, levels=3, level_decay=0.5)
+    task = task_of(target, sequences, recipe=plain)
+    with torch.no_grad():
+        taught = LiveFeatures(target, sequences).both(range(4))
+        first = taught.hidden.shape[1] - target.image_tokens
+
+        def law(features: Tensor) -> Tensor:
+            return guide(*task.drafter.head(features).chunk(2), DECODING.cfg_scale).softmax(-1)
+
+        lost = []
+        for level, predicted in enumerate(unroll(task.drafter, taught, taught.hidden, 3)):
+            p, q = law(taught.hidden[:, first + 1 + level :]), law(predicted[:, first + level : -1])
+            lost.append(float((p - q).abs().sum(-1).mean()) / 2)
+        loss = float(task.loss(torch.Generator().manual_seed(0))[0])
+    assert lost[2] > lost[0]
+    assert loss == pytest.approx((lost[0] + 0.5 * lost[1] + 0.25 * lost[2]) / 1.75, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [RECIPE, replace(RECIPE, guided=False, levels=1, guessed=0.3, noise=0.1, soft_weight=1.0)],
+    ids=["levels", "guesses"],
+)
+@pytest.mark.parametrize("family", ["embedded", "llamagen", "anole", "lumina"])
+def test_every_family_learns_and_comes_back_from_its_files(
+    family: str, recipe: DrafterRecipe, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    target, sequences = request.getfixturevalue(family)
+    target.requires_grad_(False)
+    task = task_of(target, sequences, recipe=recipe)
+    before = task.evaluate()["one_minus_tv"]
+    optimiser = torch.optim.AdamW([p for p in task.drafter.parameters() if p.requires_grad], lr=3e-3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        loss, parts = task.loss(generator)
+        assert torch.isfinite(loss) and set(parts) == {"feature", "soft", "one_minus_tv"}
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    assert task.evaluate()["one_minus_tv"] > before
+    assert all(p.grad is None for p in target.parameters())
+    write_drafter(task.drafter, tmp_path / "out", "tiny", {"target": "x"})
+    read = read_drafter(tmp_path / "out", target, torch.float32, CPU)
+    assert read.mask_padding and task.overlap(read) == pytest.approx(task.evaluate()["one_minus_tv"], abs=1e-6)
+    assert {name: tuple(t.shape) for name, t in read.state_dict().items()} == {
+        name: tuple(t.shape) for name, t in task.drafter.state_dict().items()
+    }
+
+
+def test_two_workers_make_the_gradient_of_one() -> None:
+    target, sequences = tiny_target(), tiny_sequences()
+    grads = []
+    for count in (1, 2):
+        total: list[Tensor] = []
+        for rank in range(count):
+            task = task_of(target, sequences, Workers(rank, count))
+            task.loss(torch.Generator().manual_seed(7))[0].backward()
+            total.append(torch.cat([p.grad.flatten() for p in task.drafter.parameters() if p.grad is not None]))
+        grads.append(torch.stack(total).mean(0))
+    assert (grads[0] - grads[1]).abs().max() < 1e-6 and grads[0].abs().max() > 1e-3
+
+
+def test_features_from_shards_train_as_those_made_live(tmp_path: Path) -> None:
+    target, sequences = tiny_target(), tiny_sequences()
+    live = LiveFeatures(target, sequences)
+    dropped = torch.rand(8, generator=torch.Generator().manual_seed(0)) < 0.5
+    assert 0 < int(dropped.sum()) < 8
+    shards = FeatureShards(tmp_path, {"weights": "a"}, torch.float32, CPU)
+    row = bytes_a_row(CONFIG.prefix, 16, CONFIG.dim, torch.float32)
+    shards.make(live, 10**8, 3, dropped, False, lambda _what, _done: None)
+    assert len(list(shards.shards.folder.glob("*.safetensors"))) == 4  # two rows of 100 MB a file
+    again = FeatureShards(tmp_path, {"weights": "a"}, torch.float32, CPU)
+    rows = [5, 0, 3]
+    kept, made = again.of(rows, torch.zeros(3, dtype=torch.bool)), live.of(rows, dropped[rows])
+    for one, other in zip(kept, made, strict=True):
+        assert one is other is None or (one is not None and torch.allclose(one, other, atol=1e-6))  # type: ignore[arg-type]
+    doubled = FeatureShards(tmp_path, {"weights": "both"}, torch.float32, CPU)
+    doubled.make(live, row, 3, torch.arange(16) >= 8, False, lambda _what, _done: None)
+    for one, other in zip(doubled.both(rows), live.both(rows), strict=True):
+        assert one is other is None or (one is not None and torch.allclose(one, other, atol=1e-6))  # type: ignore[arg-type]
+    one_file = next(iter(shards.shards.folder.glob("*.safetensors"))).stat().st_size
+    assert abs(one_file - 2 * row) < 1000
+
+
+def test_the_order_shows_everything_once_before_anything_twice() -> None:
+    order, other = Order(7, seed=1), Order(7, seed=1)
+    drawn = order.take(5) + order.take(9)
+    assert sorted(drawn[:7]) == sorted(drawn[7:]) == list(range(7)) and drawn[:7] != drawn[7:]
+    other.drawn = 5
+    assert other.take(9) == drawn[5:]
+
+
+def test_a_copy_shares_nothing_but_the_head() -> None:
+    target = tiny_target()
+    drafter = fresh_drafter(target)
+    copy = drafter_like(drafter, torch.bfloat16, CPU)
+    assert copy.fc.weight.dtype == torch.bfloat16 and copy.rotary.dtype == torch.float32
+    assert copy.head_module is drafter.head_module and not copy.embed_tokens.weight.requires_grad
+    with torch.no_grad():
+        copy.fc.weight.zero_()
+    assert drafter.fc.weight.abs().max() > 0

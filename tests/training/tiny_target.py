@@ -1,0 +1,92 @@
+"""A target of a few thousand numbers with words for captions, and its family: training takes milliseconds.
+
+The picture is 4 x 4 tokens of 32 codes; a tokenizer with random weights reads and draws them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from lantern_bench.errors import UserError
+from lantern_bench.models.loaded_model import LoadedModel, VQPixels
+from lantern_bench.models.transformer import TransformerConfig
+from lantern_bench.models.transformer.conditioning import Condition, WordCaption
+from lantern_bench.models.transformer.target import TransformerTarget
+from lantern_bench.models.vq import VQConfig, VQModel
+from lantern_bench.plugins import ModelCard
+
+CONFIG = TransformerConfig(
+    vocab_size=32, dim=32, layers=2, heads=2, ffn_dim=48, prefix=3, grid=(4, 4), prefix_rotary="identity"
+)
+WORDS = ("", "red", "blue", "round", "tall", "lantern")
+CAPTIONS = tuple(f"{colour} {shape} lantern" for colour in ("red", "blue") for shape in ("round", "tall"))
+
+
+def tiny_target(seed: int = 0) -> TransformerTarget:
+    """The target with weights from the seed, its head sharp enough that tokens differ in probability."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        target = TransformerTarget(CONFIG, WordCaption(len(WORDS), CONFIG.prefix, CONFIG.dim))
+        for parameter in target.parameters():
+            if parameter.dim() >= 2:
+                torch.nn.init.normal_(parameter, std=0.3)
+    return target.eval().requires_grad_(False)
+
+
+def caption_condition(captions: Sequence[str]) -> Condition:
+    """Numbers of the words, padded on the left."""
+    values = torch.zeros(len(captions), CONFIG.prefix, dtype=torch.int64)
+    for row, caption in enumerate(captions):
+        numbers = [WORDS.index(word) for word in caption.split()]
+        values[row, CONFIG.prefix - len(numbers) :] = torch.tensor(numbers)
+    return Condition(values, values > 0)
+
+
+def tiny_model(with_tokenizer: bool = True) -> LoadedModel:
+    """The target without a drafter."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        tokenizer = VQModel(VQConfig(32, 4, 32, 32, (1, 1), 1)).eval().requires_grad_(False)
+    pixels = VQPixels(tokenizer, CONFIG.grid) if with_tokenizer else object()
+    weights = {"target": "a" * 64, "tokenizer": "b" * 64}
+    codebook = tokenizer.codebook()
+    return LoadedModel("tiny", tiny_target(), None, pixels, codebook, caption_condition, weights, CONFIG.grid)  # type: ignore[arg-type]
+
+
+class TinyFamily:
+    """One model, `tiny`."""
+
+    def cards(self) -> list[ModelCard]:
+        return [ModelCard("tiny", "tiny", "A few numbers", {"cfg_scale": 2.0, "tree": "small-7"}, "all", vocab_size=32)]
+
+    def check_prompt(self, text: str) -> None:
+        for word in text.split():
+            if word not in WORDS:
+                raise UserError(f"caption {text!r}: unknown word {word!r}", f"The words are {', '.join(WORDS[1:])}.")
+
+    def prompt_sets(self) -> Mapping[str, tuple[str, ...]]:
+        return {"all": CAPTIONS}
+
+    def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+        return tiny_model()
+
+
+def write_pictures(folder: Path, count: int, beside: bool = True) -> Path:
+    """Pictures of 8 x 8 noise with captions, beside them or in captions.jsonl."""
+    folder.mkdir(parents=True)
+    draws = np.random.default_rng(0)
+    lines = []
+    for number in range(count):
+        caption = CAPTIONS[number % len(CAPTIONS)]
+        Image.fromarray(draws.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(folder / f"{number:02d}.png")
+        lines.append(f'{{"file_name": "{number:02d}.png", "caption": "{caption}"}}')
+        if beside:
+            (folder / f"{number:02d}.txt").write_text(caption + "\n")
+    if not beside:
+        (folder / "captions.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
