@@ -6,14 +6,16 @@ what an experiment may contain: that is `values.py` and `settings.py`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 import yaml
+from pydantic import BaseModel, ValidationError
 
-from lantern_bench.errors import UserError
+from lantern_bench.errors import UserError, did_you_mean
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 
@@ -95,3 +97,81 @@ def _walk(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], twice: list
 
 def _kind(data: object) -> str:
     return "a list" if isinstance(data, list) else f"'{data}'"
+
+
+# ---- From pydantic's errors to lines of the file
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong with a file: its line, the dotted key, what is allowed, the value as written."""
+
+    line: int | None
+    key: str
+    text: str
+    value: Any = None
+
+
+_SENTENCES = {
+    "string_type": "must be text",
+    "string_pattern_mismatch": "must be text",
+    "dict_type": "must be a mapping",
+    "path_not_file": "must be an existing file",
+    "path_not_directory": "must be an existing folder",
+}
+
+
+def problems_of(error: ValidationError, source: Source, model: type[BaseModel]) -> list[Problem]:
+    """Return each problem that pydantic found when it validated a source as `model`.
+
+    A ValueError of a validator is the sentence itself. A missing key is explained by its field's `description`.
+    """
+    return [_problem(item, source, model) for item in error.errors(include_url=False)]
+
+
+def _problem(item: Mapping[str, Any], source: Source, model: type[BaseModel]) -> Problem:
+    """Follow the location through the models, as far as fields go: what is inside a field is the field's problem."""
+    kind, about = item["type"], ""
+    path: KeyPath = ()
+    keys: list[str] = []
+    inside: type[BaseModel] | None = model
+    for part in item["loc"]:
+        if inside is None:
+            break
+        path = (*path, part)
+        if isinstance(part, int):
+            continue
+        fields = {field.alias or name: field for name, field in inside.model_fields.items()}
+        keys = list(fields)
+        if part not in fields:
+            break
+        about, inside = fields[part].description or "", _model_in(fields[part].annotation)
+    value = _value_at(source.data, path)
+    if kind in ("extra_forbidden", "invalid_key"):
+        text, value = f"unknown key{did_you_mean(path[-1], keys)} (the keys are {', '.join(keys)})", None
+    elif kind == "missing":
+        text = f"missing; {about}"
+    elif kind == "literal_error":
+        allowed = re.findall(r"'([^']*)'", item["ctx"]["expected"])
+        text = f"must be one of {', '.join(allowed)}{did_you_mean(value, allowed)}"
+    elif kind in ("model_type", "model_attributes_type") and inside is not None:
+        text = f"must be a mapping with {', '.join(field.alias or name for name, field in inside.model_fields.items())}"
+    elif kind in _SENTENCES:
+        text = _SENTENCES[kind]
+    else:
+        text = str(item.get("ctx", {}).get("error") or item["msg"])
+    return Problem(source.line(path), ".".join(map(str, path)), text, value)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The first model class that an annotation mentions."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _model_in(part)) is not None), None)
+
+
+def _value_at(data: Any, path: KeyPath) -> Any:
+    for part in path:
+        if not isinstance(data, Mapping | list) or (isinstance(data, Mapping) and part not in data):
+            return None
+        data = data[part]  # type: ignore[index]
+    return data

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
 from lantern_bench.models.io.hub_files import SOURCES, require_part
-from lantern_bench.models.io.model_file import ModelFile, OwnDrafter, is_model_file, read_model_file, read_own_drafter
+from lantern_bench.models.io.model_file import ExternalDrafter, ModelFile, is_model_file, read_model_file
 from lantern_bench.plugins import ModelCard
 
 if TYPE_CHECKING:
@@ -157,8 +157,8 @@ def defaults_of(models: Sequence[str]) -> dict[str, Mapping[str, Any]]:
 def family_of(model: str) -> Family:
     """The family a model belongs to; raises `UserError` as `card_of`."""
     if is_model_file(model):
-        own = read_own_drafter(Path(model))
-        return _FileFamily(model) if own is None else _OwnDrafterFamily(own)
+        file = read_model_file(Path(model))
+        return _FileFamily(file) if isinstance(file, ModelFile) else _ExternalDrafterFamily(file)
     name = card_of(model).name
     return next(family for family in families().values() if any(card.name == name for card in family.cards()))
 
@@ -181,6 +181,8 @@ def load_codes(model: str) -> Codes:
     device = torch.device("cpu")
     if is_model_file(model):
         file = read_model_file(Path(model))
+        if isinstance(file, ExternalDrafter):
+            return load_codes(file.model)
         described = _family_named(file)
         if isinstance(described, HasTokenizer) and file.tokenizer is not None:
             path = file.tokenizer.path
@@ -200,9 +202,8 @@ def load_codes(model: str) -> Codes:
 class _FileFamily:
     """The one model of a model file, as a family of its own."""
 
-    def __init__(self, model: str) -> None:
-        self._file = read_model_file(Path(model))
-        self._family = _family_named(self._file)
+    def __init__(self, file: ModelFile) -> None:
+        self._file, self._family = file, _family_named(file)
 
     def cards(self) -> Sequence[ModelCard]:
         return [self._family.card_of_file(self._file)]
@@ -224,10 +225,10 @@ class _FileFamily:
         return loaded
 
 
-class _OwnDrafterFamily:
+class _ExternalDrafterFamily:
     """The one model of a file that gives a model another drafter."""
 
-    def __init__(self, file: OwnDrafter) -> None:
+    def __init__(self, file: ExternalDrafter) -> None:
         self._file, self._model = file, family_of(file.model)
 
     def cards(self) -> Sequence[ModelCard]:
@@ -236,9 +237,10 @@ class _OwnDrafterFamily:
             replace(
                 card,
                 name=str(file.path),
-                description=file.description or f"{card.description}; drafter {file.drafter.name or file.drafter}",
+                description=file.description
+                or f"{card.description}; drafter {file.drafter.path.name or file.drafter.path}",
                 defaults=dict(card.defaults) | dict(file.defaults),
-                weights=dict(card.weights) | {"drafter": file.drafter},
+                weights=dict(card.weights) | {"drafter": file.drafter.path},
                 also_called=(),
             )
         ]
@@ -252,7 +254,7 @@ class _OwnDrafterFamily:
     def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         from lantern_bench.models.external_drafter import with_drafter
 
-        loaded = with_drafter(load_model(self._file.model, device, dtype), self._file.drafter)
+        loaded = with_drafter(load_model(self._file.model, device, dtype), self._file.drafter.path)
         loaded.name = name
         return loaded
 

@@ -1,4 +1,4 @@
-"""Model files: what may stand in them, every problem at once with its line, and how they are reached by `--model`."""
+"""Model files: allowed keys, errors with lines, and how `--model` finds them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lantern_bench.errors import UserError
-from lantern_bench.models.io.model_file import read_model_file
+from lantern_bench.models.io.model_file import ModelFile, read_model_file
 from lantern_bench.models.registry import card_of, defaults_of, family_of
 
 WHOLE = """
@@ -39,13 +39,14 @@ def write(folder: Path, text: str) -> Path:
 def test_paths_are_relative_to_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     file = read_model_file(write(folder, WHOLE))
+    assert isinstance(file, ModelFile) and file.name == "mine"
     assert file.target.path == folder / "weights" / "target.pt" and file.target.layout == "official"
     assert file.tokenizer is not None and file.tokenizer.config == {"codebook_size": 32}
     assert file.drafter is not None and file.drafter.path == folder / "drafter"
     assert file.grid == (4, 6) and file.text_encoder is None
 
 
-def test_a_card_is_known_without_opening_a_checkpoint(folder: Path) -> None:
+def test_card_of_model_file_opens_no_checkpoint(folder: Path) -> None:
     path = write(folder, WHOLE)  # its checkpoints are empty files
     card = card_of(str(path))
     assert (card.family, card.tokens, card.vocab_size) == ("llamagen-c2i", 24, 32)
@@ -55,7 +56,7 @@ def test_a_card_is_known_without_opening_a_checkpoint(folder: Path) -> None:
         family_of(str(path)).check_prompt("7")
 
 
-def test_every_problem_is_named_with_its_line(folder: Path) -> None:
+def test_error_lists_every_problem_with_its_line(folder: Path) -> None:
     text = """family: llamagen-c2i
 target: {checkpoint: weights/none.pt, layout: offical, conifg: {}}
 tokeniser: {checkpoint: weights/vq.pt}
@@ -72,7 +73,7 @@ defaults: {cfg_scale: -1, tre: small-7}
         "line 2: target.layout offical: must be one of official, hf; did you mean official?",
         "line 2: target.conifg: unknown key; did you mean config?",
         "line 3: tokeniser: unknown key; did you mean tokenizer?",
-        "line 4: drafter.dir weights/vq.pt: must be a folder",
+        "line 4: drafter.dir weights/vq.pt: must be an existing folder",
         "line 5: grid [4]: must be [rows, columns]",
         "line 6: defaults.cfg_scale -1: must be a number of at least 0",
         "line 6: defaults.tre: unknown value; did you mean tree?",
@@ -90,7 +91,9 @@ defaults: {cfg_scale: -1, tre: small-7}
         ("family: llamagen-c2i\ntarget: {checkpoint: 3}", "target.checkpoint 3: must be a path"),
         ("family: [", "not valid YAML"),
         ("", "the file is empty"),
-        (WHOLE + "neighbours: {table: drafter}", "neighbours.table drafter: must be a file"),
+        (WHOLE + "grid: [4, 6]", "line 9: grid: is written twice"),
+        (WHOLE + "tokenizer: null\nname: 3", "name 3: must be text"),
+        (WHOLE + "neighbours: {table: drafter}", "neighbours.table drafter: must be an existing file"),
         (WHOLE.replace("n_head: 2", "n_head: two"), "target.config.n_head: two: must be a whole number"),
         (WHOLE.replace("n_head: 2", "n_haed: 2"), "target.config.n_haed: unknown; did you mean n_head?"),
         (WHOLE.replace("n_head: 2", "n_heads: 2"), "target.config.n_heads: unknown; did you mean n_head?"),
@@ -98,7 +101,7 @@ defaults: {cfg_scale: -1, tre: small-7}
         (WHOLE.replace("n_head: 2", "model_type: c3i"), None),
     ],
 )
-def test_what_is_written_wrong(text: str, said: str | None, folder: Path) -> None:
+def test_invalid_model_file_is_refused(text: str, said: str | None, folder: Path) -> None:
     path = write(folder, text)
     if said is None:
         assert card_of(str(path)).family == "llamagen-c2i"
@@ -108,7 +111,7 @@ def test_what_is_written_wrong(text: str, said: str | None, folder: Path) -> Non
     assert said in caught.value.message and str(path) in caught.value.message
 
 
-def test_sizes_may_stand_in_a_json_file(folder: Path) -> None:
+def test_config_may_be_a_json_file(folder: Path) -> None:
     (folder / "sizes.json").write_text('{"num_classes": 3, "n_head": 2}')
     path = write(folder, "family: llamagen-c2i\ntarget: {checkpoint: weights/target.pt, config: sizes.json}\n")
     with pytest.raises(UserError, match="there are 3 classes"):
@@ -118,7 +121,7 @@ def test_sizes_may_stand_in_a_json_file(folder: Path) -> None:
         card_of(str(path))
 
 
-def test_a_file_that_is_not_there_and_names_that_nearly_are(tmp_path: Path) -> None:
+def test_missing_file_and_misspelt_names_are_explained(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--model nothing\.yaml: no such file"):
         card_of("nothing.yaml")
     (tmp_path / "folder.yaml").mkdir()

@@ -1,4 +1,4 @@
-"""Model files that give a model another drafter, and pictures on their way to tokens."""
+"""Model files that give a model another drafter; images encoded to tokens."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CPU = torch.device("cpu")
     ("text", "said"),
     [
         ("model: lanterns\n", "drafter: missing; give drafter: {dir: FOLDER}"),
-        ("model: lanterns\ndrafter: {dir: none}\n", "drafter.dir none: no such folder"),
+        ("model: lanterns\ndrafter: {dir: none}\n", "drafter.dir none: must be an existing folder"),
         ("model: lanterns\ndrafter: {dir: .}\nfamily: lanterns\n", "family: unknown key"),
-        ("model: m.yaml\ndrafter: {dir: .}\n", "model: is this file itself"),
+        ("model: m.yaml\ndrafter: {dir: .}\n", "model m.yaml: is this file itself"),
         ("model: 3\ndrafter: {dir: .}\n", "model 3: must be text"),
         ("model: lanterns\ndrafter: {dir: .}\ndefaults: {trees: a}\n", "defaults.trees: unknown value"),
     ],
 )
-def test_a_file_that_is_wrong_says_where(text: str, said: str, tmp_path: Path) -> None:
+def test_problem_in_an_external_drafter_file_names_its_key(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     path.write_text(text)
     with pytest.raises(UserError) as caught:
@@ -38,7 +38,7 @@ def test_a_file_that_is_wrong_says_where(text: str, said: str, tmp_path: Path) -
     assert said in caught.value.message and "m.yaml" in caught.value.message
 
 
-def test_it_is_the_model_with_defaults_of_its_own(tmp_path: Path) -> None:
+def test_external_drafter_file_overrides_the_model_defaults(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     path.write_text("model: lanterns\ndrafter: {dir: .}\ndefaults: {cfg_scale: 3}\ndescription: mine\n")
     card, known = card_of(str(path)), card_of("lanterns")
@@ -51,7 +51,7 @@ def test_it_is_the_model_with_defaults_of_its_own(tmp_path: Path) -> None:
         family.check_prompt("a submarine")
 
 
-def test_the_recorded_drafter_by_another_way_is_the_same(tmp_path: Path) -> None:
+def test_external_drafter_equals_the_same_drafter_in_a_model_file(tmp_path: Path) -> None:
     whole = golden_models.end_to_end(tmp_path / "whole")
     (tmp_path / "own").mkdir()
     path = golden_models.write_model(tmp_path / "own", model=whole, drafter={"dir": GOLDEN / "end_to_end"})
@@ -62,7 +62,7 @@ def test_the_recorded_drafter_by_another_way_is_the_same(tmp_path: Path) -> None
     assert one.weights == other.weights
 
 
-def test_a_drafter_of_another_family_is_refused(tmp_path: Path) -> None:
+def test_drafter_of_another_family_is_refused(tmp_path: Path) -> None:
     llamagen = golden_models.load(golden_models.recorded_target(tmp_path / "t2i", "t2i"))
     folder = tiny_chameleon.write_drafter(tmp_path / "drafter")
     with pytest.raises(UserError, match="hidden_size is 32"):
@@ -71,7 +71,7 @@ def test_a_drafter_of_another_family_is_refused(tmp_path: Path) -> None:
         transformer_of(TinyFamily().load("tiny", CPU, torch.float32))
 
 
-def test_pictures_become_tokens_with_ends_of_lines(tmp_path: Path) -> None:
+def test_images_are_encoded_to_tokens_with_line_ends(tmp_path: Path) -> None:
     path = tiny_chameleon.write_model_file(tmp_path / "lumina", "lumina-mgpt-7b-768", (4, 4))
     model = load_model(str(path), CPU, torch.float32)
     reader = model.pixels
@@ -83,7 +83,7 @@ def test_pictures_become_tokens_with_ends_of_lines(tmp_path: Path) -> None:
     assert torch.equal(with_line_ends(codes, (4, 4), model.target.vocab_size - 1), tokens) and int(codes.max()) < 64
 
 
-def test_a_picture_the_model_drew_is_read_as_nearly_the_same_picture() -> None:
+def test_encoding_a_decoded_image_returns_nearly_the_same_image() -> None:
     model = load_model("lanterns", CPU, torch.float32)
     reader = model.pixels
     assert isinstance(reader, ReadsPictures) and reader.size == (64, 64)
