@@ -1,6 +1,6 @@
 # Everything a person types. `make sweep` and `make test` need Python >= 3.11 (with venv) and make, nothing else:
 # they create .venv, install the exact versions of constraints.txt and go. ARGS is handed on:
-#   make sweep ARGS="--images 8 --modes ar,lantern++"      make test ARGS="tests/decode -x"
+#   make sweep ARGS="--images 8 --modes ar,lantern++"      make test ARGS="tests/decoding -x"
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
