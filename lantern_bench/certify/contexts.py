@@ -1,7 +1,6 @@
-"""Images decoded without relaxation, token by token, as the contexts that measurements are made in.
+"""The contexts of all measurements: images that the model decodes autoregressively, with the target along their tokens.
 
-A lossless decode visits the same contexts whatever its steps are, so the model's own autoregressive samples are the
-real ones. What is measured in them stands in the modules beside this one.
+A lossless decode visits the same contexts however it drafts, so these are the contexts of every lossless mode.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from lantern_bench.decoding.teacher_forcing import Forced, teacher_forced
 from lantern_bench.models.loaded_model import LoadedModel
 
 
-class Made(NamedTuple):
-    """A batch of lossless images: prompt, repeat and seed of each, and the target along their tokens."""
+class Contexts(NamedTuple):
+    """A batch of autoregressive images: prompt, repeat and seed of each, and the target along their tokens."""
 
     prompts: list[Prompt]
     repeats: list[int]
@@ -28,19 +27,19 @@ class Made(NamedTuple):
     forced: Forced
 
 
-def plain(decoding: Decoding) -> Decoding:
+def autoregressive(decoding: Decoding) -> Decoding:
     """Return the autoregressive decoding with the sampling settings of `decoding`."""
     sampling = ("temperature", "top_k", "top_p", "filter_order", "cfg_scale", "cfg_default")
     return Decoding(mode="ar", **{key: getattr(decoding, key) for key in sampling})
 
 
 def generators(model: LoadedModel, seeds: Sequence[int]) -> list[torch.Generator]:
-    """One generator an image, where the model computes."""
+    """Return one seeded generator per image, on the model's device."""
     return [torch.Generator(model.target.device).manual_seed(seed) for seed in seeds]
 
 
 @torch.inference_mode()
-def lossless_images(
+def sampled_contexts(
     model: LoadedModel,
     prompts: Sequence[Prompt],
     images: int,
@@ -49,18 +48,18 @@ def lossless_images(
     seed: int = 0,
     batch: int = 32,
     on_progress: OnProgress = unheard,
-) -> Iterator[Made]:
-    """Yield `images` images in batches, prompts in order and then again, with the sampling settings of `decoding`.
+) -> Iterator[Contexts]:
+    """Yield `images` images in batches, cycling through the prompts, with the sampling settings of `decoding`.
 
-    Seeds are those a sweep gives the same prompts and repeats.
+    Seeds are those that a sweep gives the same prompts and repeats.
     """
     slots = [(prompts[number % len(prompts)], number // len(prompts)) for number in range(images)]
     for start in range(0, images, batch):
-        chosen = slots[start : start + batch]
-        seeds = [record_seed(seed, prompt.id, repeat) for prompt, repeat in chosen]
-        condition = model.condition([prompt.text for prompt, _ in chosen])
-        decoded = decode(model, condition, plain(decoding), generators(model, seeds), engine=model.engine)
+        chosen, repeats = map(list, zip(*slots[start : start + batch], strict=True))
+        seeds = [record_seed(seed, prompt.id, repeat) for prompt, repeat in zip(chosen, repeats, strict=True)]
+        condition = model.condition([prompt.text for prompt in chosen])
+        decoded = decode(model, condition, autoregressive(decoding), generators(model, seeds), engine=model.engine)
         tokens = torch.stack([image.tokens for image in decoded]).long().to(model.target.device)
         forced = teacher_forced(model.target, condition, tokens, decoding.cfg_scale != 1)
-        yield Made([prompt for prompt, _ in chosen], [repeat for _, repeat in chosen], seeds, forced)
-        on_progress("measuring in the model's own images", min(start + batch, images) / images)
+        yield Contexts(chosen, repeats, seeds, forced)
+        on_progress("sampling images as contexts", min(start + batch, images) / images)

@@ -1,8 +1,8 @@
-"""What relaxation costs: the emitted TV of relaxed modes at sampled places of real images, one row a place and mode.
+"""Measurements at positions of sampled images: emitted TV of relaxed modes, and token ambiguity of the target.
 
-All modes are measured at the same places, so they are compared within a place. Static drafts are drawn afresh many
-times from the drafter's own q, with the same draws for every rule; dynamic drafts are what they are (algorithms.md,
-section 4). Means and intervals are made of the rows in `certify/tables.py`.
+All modes are measured at the same positions, so that they can be compared there. Static drafts are drawn many times
+from the drafter's q, with the same draws for every rule; dynamic drafts are deterministic (docs/algorithms.md,
+section 4). `certify/tables.py` computes means and intervals.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lantern_bench.certify.contexts import Made, generators, lossless_images, plain
+from lantern_bench.certify.contexts import Contexts, autoregressive, generators, sampled_contexts
 from lantern_bench.clock import OnProgress, unheard
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
@@ -26,15 +26,14 @@ from lantern_bench.decoding.loop import drafter_and_table, relaxation_of
 from lantern_bench.decoding.sampling import Draws, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import drafts_along, drafts_at
 from lantern_bench.decoding.tree import StaticTree
-from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.errors import RefusedError
 from lantern_bench.models.loaded_model import LoadedModel
 
-# ---- Token ambiguity: how sure the target is of each token, and how often an exact draft can be accepted at all
+Row = dict[str, Any]
+# A token is ambiguous if its most probable code is less probable than this.
+_AMBIGUOUS = 0.05
 
-
-_MOST = 10
-AMBIGUOUS = 0.05
-"""A token whose likeliest code is less probable than this counts as ambiguous."""
+# ---- Token ambiguity
 
 
 @torch.inference_mode()
@@ -48,34 +47,28 @@ def ambiguity_rows(
     batch: int = 16,
     on_progress: OnProgress = unheard,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `ambiguity_places` (`schema.py`), one a token of each image.
+    """Yield the rows of `ambiguity_places` (`schema.py`), one per token of each image.
 
-    `decoding` says the sampling settings; its filters apply to p and q as in decoding. Without a drafter the figures
-    of drafts are left out, as they are at the first token, which nobody drafts.
+    `decoding` gives the sampling settings; its filters apply to p and q as in decoding. The acceptance columns are
+    None without a drafter, and at the first token, which is never drafted.
     """
-    for made in lossless_images(model, prompts, images, decoding, seed=seed, batch=batch, on_progress=on_progress):
+    for made in sampled_contexts(model, prompts, images, decoding, seed=seed, batch=batch, on_progress=on_progress):
         scores = made.forced.scores
         p = decoding_probabilities(guide(scores.cond, scores.uncond, decoding.cfg_scale), decoding)
-        figures = _certainty(p) | _acceptance(model, made, p, decoding)
+        top = p.topk(min(10, p.shape[-1]), dim=-1).values
+        figures = {"top1": top[..., 0], "top10": top.sum(-1), "entropy": torch.special.entr(p).sum(-1)}
+        figures |= {"ambiguous": (top[..., 0] < _AMBIGUOUS).float()} | _acceptance(model, made, p, decoding)
         listed = {name: values.tolist() for name, values in figures.items()}
         for image, prompt in enumerate(made.prompts):
             who = {"model": model.name, "prompt_id": prompt.id, "repeat": made.repeats[image]}
             who |= {key: getattr(decoding, key) for key in ("temperature", "top_k", "top_p", "cfg_scale")}
             for position in range(p.shape[1]):
                 here = {name: values[image][position] for name, values in listed.items()}
-                # nan stands where there is no draft.
                 yield {**who, "position": position, **{n: None if v != v else v for n, v in here.items()}}
 
 
-def _certainty(p: Tensor) -> dict[str, Tensor]:
-    """How sure p [B, N, V] is: each figure [B, N]."""
-    top = p.topk(min(_MOST, p.shape[-1]), dim=-1).values
-    figures = {"top1": top[..., 0], "top10": top.sum(-1), "entropy": torch.special.entr(p).sum(-1)}
-    return figures | {"ambiguous": (top[..., 0] < AMBIGUOUS).float()}
-
-
-def _acceptance(model: LoadedModel, made: Made, p: Tensor, decoding: Decoding) -> dict[str, Tensor]:
-    """What the strict rule accepts of a first draft at each position of p [B, N, V], the drafter fed true features."""
+def _acceptance(model: LoadedModel, made: Contexts, p: Tensor, decoding: Decoding) -> dict[str, Tensor]:
+    """How often the strict rule accepts a first draft at each position of p [B, N, V]; nan at the first."""
     if model.drafter is None:
         return {}
     sampled = torch.full(p.shape[:2], torch.nan, device=p.device)
@@ -88,16 +81,15 @@ def _acceptance(model: LoadedModel, made: Made, p: Tensor, decoding: Decoding) -
     return {"accepted_sampled": sampled, "accepted_best": best}
 
 
-# ----
+# ---- Emitted TV
 
-Row = dict[str, Any]
-# The place of the first step, and what stays free behind the last: a draft and its bonus.
+# The first position where a step starts, and the tokens that a step needs after its start: a draft and the bonus token.
 _FIRST, _FREE = 1, 2
 
 
 @dataclass(frozen=True)
 class CostSettings:
-    """How much is measured: `positions` places in all, `per_image` of them in an image, `draws` of a static draft."""
+    """Sample sizes: `positions` in all, `per_image` of them in one image, `draws` of each static draft."""
 
     positions: int = 200
     per_image: int = 4
@@ -107,25 +99,16 @@ class CostSettings:
 
     @property
     def images(self) -> int:
-        """How many images are needed."""
+        """The number of images needed."""
         return -(-self.positions // self.per_image)
 
 
 class _Place(NamedTuple):
-    """One place in each of B images: tokens committed there [B], and the target's guided logits for the next [B, V]."""
+    """One position in each of B images: tokens committed before it [B], and the target's guided logits there [B, V]."""
 
-    made: Made
+    made: Contexts
     positions: Tensor
     logits: Tensor
-
-
-def check_cells(cells: Sequence[Cell]) -> None:
-    """Raise `UserError` where the emitted TV is not defined: at temperature 0, and where nothing is drafted."""
-    for cell in cells:
-        if cell.decoding.greedy:
-            raise UserError(f"{cell.cell_id}: emitted TV is not defined at temperature 0", "Give a --temperature.")
-        if cell.decoding.drafting == "none":
-            raise UserError(f"{cell.cell_id}: drafts nothing and has no emitted TV", "Leave the mode ar out.")
 
 
 @torch.inference_mode()
@@ -136,33 +119,32 @@ def emitted_tv_rows(
     settings: CostSettings,
     on_progress: OnProgress = unheard,
 ) -> Iterator[Row]:
-    """Yield the rows of `emitted_tv_places` (`schema.py`): one a place and cell.
+    """Yield the rows of `emitted_tv_places` (`schema.py`): one per position and cell.
 
-    The cells are of this model; cells of one sampling setting share their images. Raises as `check_cells`, and
-    `RefusedError` for a model without a drafter or with images too short to have a place.
+    The cells have drafts and a temperature above 0; cells with the same sampling settings share their images. Raises
+    `RefusedError` for a model without a drafter, and for images too short to have `per_image` positions.
     """
-    check_cells(cells)
     if model.drafter is None:
-        raise RefusedError(f"the model {model.name} has no drafter, so nothing is emitted from drafts")
+        raise RefusedError(f"the model {model.name} has no drafter: emitted TV needs drafts")
     if model.target.image_tokens < _FIRST + _FREE + settings.per_image - 1:
-        raise RefusedError(f"the images of {model.name} are too short for {settings.per_image} places each")
+        raise RefusedError(f"the images of {model.name} are too short for {settings.per_image} positions each")
     groups: dict[Decoding, list[Cell]] = {}
     for cell in cells:
-        groups.setdefault(plain(cell.decoding), []).append(cell)
+        groups.setdefault(autoregressive(cell.decoding), []).append(cell)
     for sampling, members in groups.items():
         left = settings.positions
-        images = lossless_images(model, prompts, settings.images, sampling, seed=settings.seed, batch=settings.batch)
+        images = sampled_contexts(model, prompts, settings.images, sampling, seed=settings.seed, batch=settings.batch)
         for made in images:
             for place in _places(made, sampling, settings.per_image):
                 rows = list(_measured(model, place, members, settings)) if left > 0 else []
-                # The last images may have more places than are asked for.
+                # The last images may offer more positions than needed.
                 yield from (row for row in rows if row.pop("number") < left)
                 left -= len(made.prompts)
                 on_progress(f"emitted TV of {len(members)} modes", 1 - max(0, left) / settings.positions)
 
 
-def _places(made: Made, sampling: Decoding, per_image: int) -> Iterator[_Place]:
-    """Places of each image, drawn without repetition from all those that a step may start at."""
+def _places(made: Contexts, sampling: Decoding, per_image: int) -> Iterator[_Place]:
+    """Positions of each image, drawn without replacement from those where a step can start."""
     tokens = made.forced.tokens
     possible = tokens.shape[1] - _FIRST - _FREE + 1
     drawn = []
@@ -177,7 +159,7 @@ def _places(made: Made, sampling: Decoding, per_image: int) -> Iterator[_Place]:
 
 
 def _measured(model: LoadedModel, place: _Place, cells: Sequence[Cell], settings: CostSettings) -> Iterator[Row]:
-    """Rows of all cells at one place an image; cells that draft alike share the drafts."""
+    """The rows of all cells at one position per image; cells with the same drafting share the drafts."""
     alike: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
         one = cell.decoding
@@ -218,7 +200,7 @@ def _dynamic(
     model: LoadedModel,
     place: _Place,
     cells: Sequence[Cell],
-    settings: CostSettings,  # noqa: ARG001  # a deterministic draft is not drawn
+    settings: CostSettings,  # noqa: ARG001  # deterministic drafts need no draws
 ) -> Iterator[dict[str, Tensor]]:
     assert model.drafter is not None
     decoding = cells[0].decoding
@@ -227,7 +209,7 @@ def _dynamic(
     rows = torch.arange(len(place.positions), device=place.positions.device)
     root = place.made.forced.tokens[rows, place.positions - 1]
     limit = (model.target.image_tokens - 1 - place.positions).clamp_max(drafting.depth)
-    nothing = torch.empty(len(rows), 0, device=rows.device)  # such a draft takes no noise
+    nothing = torch.empty(len(rows), 0, device=rows.device)  # dynamic drafting uses no noise
     tree = drafting.tree(drafting.draft(session, drafts, root, nothing, limit))
     children = tree.children[:, 0]
     tokens = tree.tokens.gather(1, children.clamp_min(0))

@@ -1,7 +1,4 @@
-"""Compiling the decode steps as a command asks for it, and saying so where it cannot be done.
-
-Every command that decodes goes on without; what is compiled, and how, is `decoding/compile.py`.
-"""
+"""Options and helpers that several commands share, each defined once."""
 
 from __future__ import annotations
 
@@ -10,23 +7,44 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
 from lantern_bench.config.trees import STATIC_TREES
-from lantern_bench.console import Console
+from lantern_bench.console import FORMATS, Console
 from lantern_bench.errors import UserError
 
 if TYPE_CHECKING:
     from lantern_bench.models.loaded_model import LoadedModel
     from lantern_bench.runs.devices import Place
 
+RESULTS_VARIABLE = "LANTERN_BENCH_RESULTS"
+PROMPTS_HELP = "Prompt set, file, coco:FILE, parti:FILE or imagenet; append #100 to take one hundred of them."
+RUN_HELP = "Run directory, or the name (or a prefix of it) of a run under results/."
 
-# ---- The flags that say how to decode and where, defined once for every command that decodes
+
+def checked_format(value: str | None) -> str | None:
+    """Return the value of --format; raises `UserError` for an unknown one."""
+    return None if value is None else Console.checked_format(value)
 
 
-PROMPTS_HELP = "A prompt set, a file, coco:FILE, parti:FILE or imagenet; with #100 a hundred of them."
+FormatOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        callback=checked_format,
+        help=f"Table format: {', '.join(FORMATS)}. Default: table on a terminal, csv elsewhere.",
+    ),
+]
+ModesOption: TypeAlias = Annotated[list[str] | None, typer.Option("--modes", help="Keep only cells of these modes.")]
+PromptsOption: TypeAlias = Annotated[str | None, typer.Option("--prompts", help=PROMPTS_HELP)]
+SettingsOption: TypeAlias = Annotated[
+    list[str] | None, typer.Option("--set", help="key=value; sets any key of the experiment file.")
+]
+DEVICE_HELP = "auto, cpu, mps, cuda or cuda:N."
+
+# ---- Decoding flags, for every command that decodes
 
 Flag = tuple[str, Any]
 
@@ -39,57 +57,52 @@ def _grid(key: str, help: str) -> Flag:
     return key, Annotated[list[str] | None, typer.Option(f"--{key.replace('_', '-')}", help=help)]
 
 
-def _switch(key: str, help: str) -> Flag:
-    return key, Annotated[bool | None, typer.Option(f"--{key}/--no-{key}", help=help)]
-
-
 DECODING: tuple[Flag, ...] = (
-    _grid("drafting", "static, dynamic, or chain (static with the tree chain-5)."),
-    _grid("rule", "Acceptance rule: strict, block, additive, multiplicative, or one from outside the package."),
+    _grid("drafting", "static, dynamic, or chain (a static tree without branches: chain-5)."),
+    _grid("rule", "Acceptance rule: strict, block, additive, multiplicative, or an external rule."),
     _grid("tree", f"Static tree: {', '.join(STATIC_TREES)}; @FILE; or a list of paths."),
-    _grid("nodes", "Nodes of a dynamic tree, root not counted."),
+    _grid("nodes", "Nodes of a dynamic tree, not counting the root."),
     _grid("depth", "Depth of a dynamic tree."),
-    _grid("beam", "Beam of a dynamic tree."),
-    _grid("neighbours", "Nearest codes whose mass a draft may take (k)."),
-    _grid("neighbour_metric", "What near is: l2, cosine or random."),
+    _grid("beam", "Beam width of a dynamic tree."),
+    _grid("neighbours", "Number k of nearest codes that add to the neighbour mass."),
+    _grid("neighbour_metric", "Distance between codes: l2, cosine or random."),
     _grid("delta", "Bound of the additive rule, between 0 and 1."),
     _grid("lambda", "Bound of the multiplicative rule, above 1."),
-    _grid("bound", "Bound of a rule from outside the package."),
-    _grid("residual", "exact or official."),
+    _grid("bound", "Bound of an external rule."),
+    _grid("residual", "Residual distribution after a rejection: exact or official."),
     _grid("temperature", "Sampling temperature; 0 is greedy."),
     _grid("top_k", "Keep the k most probable tokens; 0 is off."),
-    _grid("top_p", "Keep the smallest set of this mass; 1 is off."),
+    _grid("top_p", "Keep the smallest set of tokens with this mass; 1 is off."),
     _grid("filter_order", "top_k_first or top_p_first."),
     _grid("cfg_scale", "Guidance scale; 1 is off."),
 )
-"""Decoding parameters. Commas and repetition make a grid."""
+"""Decoding parameters. Several values (commas, or a repeated flag) make a grid."""
 
 PLACE: tuple[Flag, ...] = (
-    _text("seed", "Seed of everything random."),
-    _text("device", "auto, cpu, mps, cuda or cuda:N."),
-    _text("dtype", "auto, float32, bfloat16 or float16; auto is bfloat16 on CUDA, and in sweeps on a CPU made for it."),
-    _switch("compile", "Compile the decode steps first, outside what is timed."),
-    _text("neighbour_space", "raw or normalised: where codes are near each other; default as published."),
+    _text("seed", "Random seed."),
+    _text("device", DEVICE_HELP),
+    _text("dtype", "auto, float32, bfloat16 or float16. auto: bfloat16 on CUDA; sweeps also use it on CPUs with bf16."),
+    ("compile", Annotated[bool | None, typer.Option("--compile/--no-compile", help="Compile the decode steps.")]),
+    _text("neighbour_space", "Space of code distances: raw or normalised. Default: as published for the model."),
 )
-"""Where, from which randomness, and with which neighbours."""
+"""Seed, device and neighbour space."""
 
 
 def with_flags(*flags: Flag) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add flags to a command: its `flags` argument gets what was typed, by key, and the rest of it stays as it is."""
+    """Add flags to a command; its `flags` argument receives their values by key, None where a flag is not given."""
 
     def wrap(function: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(function, eval_str=True).parameters.values()
         keyword = inspect.Parameter.KEYWORD_ONLY
-        mine = [parameter.replace(kind=keyword) for parameter in own if parameter.name != "flags"]
-        # An argument's name in Python cannot be a keyword such as lambda.
-        added = [inspect.Parameter(f"flag_{key}", keyword, default=None, annotation=kind) for key, kind in flags]
+        own = inspect.signature(function, eval_str=True).parameters.values()
+        parameters = [one.replace(kind=keyword) for one in own if one.name != "flags"]
+        # The prefix is needed because a Python argument cannot be called `lambda`.
+        parameters += [inspect.Parameter(f"flag_{key}", keyword, default=None, annotation=kind) for key, kind in flags]
 
         @functools.wraps(function)
         def command(**values: Any) -> None:
-            typed = {key: values.pop(f"flag_{key}") for key, _ in flags}
-            function(**values, flags=typed)
+            given = {key: values.pop(f"flag_{key}") for key, _ in flags}
+            function(**values, flags={key: None if value == [] else value for key, value in given.items()})
 
-        parameters = [*mine, *added]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
@@ -97,47 +110,39 @@ def with_flags(*flags: Flag) -> Callable[[Callable[..., None]], Callable[..., No
     return wrap
 
 
-# ---- Where runs are: the results folder, and a run given by path or by name
-
-
-RESULTS_VARIABLE = "LANTERN_BENCH_RESULTS"
-RUN_HELP = "A run's folder, its name under results/, or the beginning of the name."
+# ---- Helpers
 
 
 def results_root() -> Path:
-    """Return the folder that holds runs; it need not exist."""
+    """Return the directory that holds the run directories; it may not exist yet."""
     return Path(os.environ.get(RESULTS_VARIABLE) or "results")
 
 
 def locate(run: str) -> Path:
-    """Return a run's folder by path or name; raises `UserError` with the runs there are."""
+    """Return a run directory by path or name; raises `UserError` that lists the existing runs."""
     from lantern_bench.runs.store import find_run
 
     return find_run(run, results_root())
 
 
 def locate_all(runs: Sequence[str]) -> list[Path]:
-    """Return the folders of several runs, each once; raises as `locate`."""
+    """Return the directories of several runs without duplicates; raises as `locate`."""
     return list(dict.fromkeys(locate(run) for run in runs))
 
 
-# ----
-
-
 def compile_steps(models: Iterable[LoadedModel], place: Place, console: Console) -> None:
-    """Have the models' steps compiled from their first use on; where that cannot be, say why and leave them."""
+    """Compile the models' decode steps on first use; warn and continue uncompiled where this is impossible."""
     from lantern_bench.runs.devices import compile_models
 
-    problem = compile_models(models, place)
-    if problem is not None:
+    if (problem := compile_models(models, place)) is not None:
         console.warn(
             f"decoding is not compiled: {problem}",
-            "It is slower so. Compiling needs torch 2.10 or newer and a C++ compiler; or leave it out.",
+            "Decoding is slower without. Install torch 2.10 or newer and a C++ compiler, or pass --no-compile.",
         )
 
 
 def writable(folder: Path, flag: str) -> None:
-    """Make the folder; raises `UserError` where nothing can be written into it."""
+    """Create a directory; raises `UserError` where it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,11 +1,11 @@
-"""Token ambiguity of a model made of tables, where every figure can be looked up."""
+"""Token ambiguity of a model made of tables, from which every expected value is read."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from lantern_bench.certify.contexts import lossless_images
+from lantern_bench.certify.contexts import sampled_contexts
 from lantern_bench.certify.relaxation import ambiguity_rows
 from lantern_bench.certify.tables import ambiguity_table_rows
 from lantern_bench.config.decoding import Decoding
@@ -14,12 +14,12 @@ from lantern_bench.report.tables import frame
 from tests.tiny_family import PROMPTS, TOKENS, TinyFamily
 
 
-def test_figures_are_those_of_the_tables() -> None:
+def test_ambiguity_equals_values_of_the_tables() -> None:
     model = TinyFamily().load("tiny", torch.device("cpu"), torch.float32)
     prompts, decoding = [Prompt(text) for text in PROMPTS], Decoding(mode="ar", temperature=0.8)
     rows = list(ambiguity_rows(model, decoding, prompts, 4, batch=3))
     assert len(rows) == 4 * TOKENS
-    tokens = torch.cat([made.forced.tokens for made in lossless_images(model, prompts, 4, decoding, batch=3)])
+    tokens = torch.cat([made.forced.tokens for made in sampled_contexts(model, prompts, 4, decoding, batch=3)])
     p = (model.target.cond / 0.8).softmax(-1)  # type: ignore[attr-defined]
     q = (model.drafter.cond / 0.8).softmax(-1)  # type: ignore[union-attr]
     for number, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""The G-test of first tokens: its law, its level, its power."""
+"""The G-test of first tokens: exact distribution, level and power."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from lantern_bench.certify.lossless import Law, first_tokens_test, g_test, judge_without_residual, law_of_first_tokens
+from lantern_bench.certify.lossless import (
+    Distribution,
+    first_token_distribution,
+    first_tokens_test,
+    g_test,
+    strict_without_residual,
+)
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt
 from lantern_bench.decoding.sampling import probabilities
@@ -23,13 +29,13 @@ def model() -> LoadedModel:
     return TinyFamily().load("tiny", torch.device("cpu"), torch.float32)
 
 
-def test_the_law_is_the_product_of_the_filtered_distributions(model: LoadedModel) -> None:
-    law = law_of_first_tokens(model, PROMPT, Decoding(mode="ar", top_k=3, cfg_scale=2.0), 3)
-    assert law.sequences.shape == (27, 3)
-    assert float(law.probabilities.sum()) == pytest.approx(1.0)
+def test_distribution_is_product_of_filtered_probabilities(model: LoadedModel) -> None:
+    exact = first_token_distribution(model, PROMPT, Decoding(mode="ar", top_k=3, cfg_scale=2.0), 3)
+    assert exact.sequences.shape == (27, 3)
+    assert float(exact.probabilities.sum()) == pytest.approx(1.0)
     cond, uncond = model.target.cond, model.target.uncond  # type: ignore[attr-defined]
     p = probabilities(uncond + 2.0 * (cond - uncond), temperature=1.0, top_k=3).double()
-    for sequence, chance in zip(law.sequences.tolist(), law.probabilities.tolist(), strict=True):
+    for sequence, chance in zip(exact.sequences.tolist(), exact.probabilities.tolist(), strict=True):
         before = [CODES, *sequence[:-1]]
         assert chance == pytest.approx(
             float(torch.stack([p[a, b] for a, b in zip(before, sequence, strict=True)]).prod())
@@ -37,12 +43,12 @@ def test_the_law_is_the_product_of_the_filtered_distributions(model: LoadedModel
 
 
 @pytest.mark.parametrize("drafting", DRAFTINGS)
-def test_decoding_passes_and_the_broken_rule_does_not(model: LoadedModel, drafting: str) -> None:
+def test_decoding_passes_and_broken_rule_fails(model: LoadedModel, drafting: str) -> None:
     decoding = Decoding(mode="speculative", top_k=4, cfg_scale=2.0, **DRAFTINGS[drafting])
     prompts = [Prompt(text) for text in PROMPTS[:2]]
-    laws = [law_of_first_tokens(model, prompt, decoding, 3) for prompt in prompts]
-    right = first_tokens_test(model, prompts, laws, decoding, 600, batch=200)
-    wrong = first_tokens_test(model, prompts, laws, decoding, 600, batch=200, judge=judge_without_residual)
+    exact = [first_token_distribution(model, prompt, decoding, 3) for prompt in prompts]
+    right = first_tokens_test(model, prompts, exact, decoding, 600, batch=200)
+    wrong = first_tokens_test(model, prompts, exact, decoding, 600, batch=200, judge=strict_without_residual)
     print(f"{drafting}: p = {right.p_value:.3f}; residual left out: p = {wrong.p_value:.1e}, {right.samples} samples")
     assert right.samples == wrong.samples == 1200
     assert right.impossible == 0
@@ -50,13 +56,13 @@ def test_decoding_passes_and_the_broken_rule_does_not(model: LoadedModel, drafti
     assert wrong.p_value < 1e-6
 
 
-def test_the_level_is_what_it_says() -> None:
-    """Of samples of the law itself a test at 5 % rejects about 5 %, rare cells pooled."""
+def test_g_test_rejects_at_its_nominal_level() -> None:
+    """A test at 5 % rejects about 5 % of samples of the distribution itself, with rare cells pooled."""
     rng = np.random.default_rng(3)
     chances = rng.dirichlet(np.full(40, 0.6))
-    law = Law(torch.arange(40)[:, None], torch.from_numpy(chances))
+    exact = Distribution(torch.arange(40)[:, None], torch.from_numpy(chances))
     found = [
-        g_test([law, law], [torch.from_numpy(rng.choice(40, size=(250, 1), p=chances)) for _ in range(2)]).p_value
+        g_test([exact, exact], [torch.from_numpy(rng.choice(40, size=(250, 1), p=chances)) for _ in range(2)]).p_value
         for _ in range(600)
     ]
     share = float(np.mean(np.array(found) < 0.05))
@@ -64,8 +70,8 @@ def test_the_level_is_what_it_says() -> None:
     assert 0.025 < share < 0.085
 
 
-def test_a_sample_that_cannot_be_settles_it() -> None:
-    law = Law(torch.tensor([[0], [1]]), torch.tensor([0.5, 0.5], dtype=torch.float64))
-    found = g_test([law], [torch.tensor([[0], [1]] * 50 + [[2]])])
+def test_impossible_sample_gives_p_value_zero() -> None:
+    exact = Distribution(torch.tensor([[0], [1]]), torch.tensor([0.5, 0.5], dtype=torch.float64))
+    found = g_test([exact], [torch.tensor([[0], [1]] * 50 + [[2]])])
     assert found.impossible == 1
     assert found.p_value == 0.0

@@ -1,4 +1,4 @@
-"""Emitted TV in the images of a model: where it is measured, that it is what it says, what it does not depend on."""
+"""Emitted TV at positions of sampled images: same positions for all cells, exact values, batch invariance."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from lantern_bench.certify.contexts import lossless_images
+from lantern_bench.certify.contexts import sampled_contexts
 from lantern_bench.certify.relaxation import CostSettings, emitted_tv_rows
+from lantern_bench.certify.run import check_cells
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
 from lantern_bench.config.plan import Prompt
@@ -39,7 +40,7 @@ def model() -> LoadedModel:
     return TinyFamily().load("tiny", torch.device("cpu"), torch.float32)
 
 
-def test_every_cell_is_measured_at_the_same_places(model: LoadedModel) -> None:
+def test_all_cells_share_the_positions(model: LoadedModel) -> None:
     rows = list(emitted_tv_rows(model, RELAXED, ALL, CostSettings(positions=14, per_image=4, draws=4)))
     places = {one.cell_id: [] for one in RELAXED}
     for row in rows:
@@ -50,12 +51,12 @@ def test_every_cell_is_measured_at_the_same_places(model: LoadedModel) -> None:
     assert {position for *_, position in first} <= set(range(1, TOKENS - 1))
 
 
-def test_a_dynamic_figure_is_the_exact_one(model: LoadedModel) -> None:
-    """The same from the tables of the model: the drafts of one round are the top of q at the last token."""
+def test_dynamic_emitted_tv_is_exact(model: LoadedModel) -> None:
+    """Recompute it from the tables of the model: the drafts are the most probable codes of q at the last token."""
     settings = CostSettings(positions=6, per_image=2, draws=4)
     rows = [row for row in emitted_tv_rows(model, RELAXED[:1], ALL, settings)]
     images = {}
-    for made in lossless_images(model, ALL, settings.images, RELAXED[0].decoding):
+    for made in sampled_contexts(model, ALL, settings.images, RELAXED[0].decoding):
         for prompt, repeat, tokens in zip(made.prompts, made.repeats, made.forced.tokens, strict=True):
             images[prompt.id, repeat] = tokens
     target, drafter = model.target, model.drafter
@@ -69,7 +70,7 @@ def test_a_dynamic_figure_is_the_exact_one(model: LoadedModel) -> None:
         assert row["emitted_tv"] <= row["moved_mass"] + 1e-6
 
 
-def test_the_strict_rule_costs_nothing_and_the_batch_does_not_matter(model: LoadedModel) -> None:
+def test_strict_rule_has_zero_tv_and_batch_size_is_irrelevant(model: LoadedModel) -> None:
     cells = [cell("speculative", **DYNAMIC), cell("speculative", tree="small-7"), RELAXED[2]]
     sizes = {"positions": 12, "per_image": 3, "draws": 6}
     together = list(emitted_tv_rows(model, cells, ALL, CostSettings(**sizes, batch=8)))
@@ -85,9 +86,9 @@ def test_the_strict_rule_costs_nothing_and_the_batch_does_not_matter(model: Load
     assert max(found.values()) > 0.01
 
 
-def test_what_has_no_emitted_tv_is_refused(model: LoadedModel) -> None:
+def test_undefined_emitted_tv_is_refused(model: LoadedModel) -> None:
     for bad in (cell("ar"), cell("lantern", **DYNAMIC, delta=0.2, neighbours=4, temperature=0)):
         with pytest.raises(UserError, match="emitted TV"):
-            next(emitted_tv_rows(model, [bad], ALL, CostSettings()))
-    with pytest.raises(RefusedError, match="too short for 11 places"):
+            check_cells([bad])
+    with pytest.raises(RefusedError, match="too short for 11 positions"):
         next(emitted_tv_rows(model, RELAXED, ALL, CostSettings(per_image=11)))

@@ -1,4 +1,4 @@
-"""`lantern-bench certify` on a model of tables: the certificate, its files, its exit codes."""
+"""`lantern-bench certify` on a model of tables: certificate, files, exit codes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lantern_bench.certify.lossless import judge_without_residual
+from lantern_bench.certify.lossless import strict_without_residual
 from lantern_bench.cli import main as cli
 from lantern_bench.decoding.acceptance import walk
 from lantern_bench.models import registry
@@ -30,7 +30,7 @@ def rows(path: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_a_certificate_holds_and_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+def test_certificate_passes_and_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["certify", "tiny", *SMALL]) == 0
     found = rows("results/certify-tiny/certificate.csv")
     assert capsys.readouterr().out.splitlines()[0].startswith("model,check,setting,figure,measured")
@@ -51,10 +51,8 @@ def test_a_certificate_holds_and_is_written(capsys: pytest.CaptureFixture[str]) 
     assert (facts["dtype"], facts["positions"], facts["weights"]) == ("float32", 9, {"target": "1", "drafter": "2"})
 
 
-def test_a_decoder_that_is_not_lossless_ends_with_5(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(walk, "judge_children", judge_without_residual)
+def test_lossy_decoder_exits_with_5(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(walk, "judge_children", strict_without_residual)
     assert cli.main(["certify", "tiny", *SMALL, "--format", "table"]) == 5
     said = capsys.readouterr()
     assert "NO" in said.out
@@ -62,7 +60,7 @@ def test_a_decoder_that_is_not_lossless_ends_with_5(
     assert Path("results/certify-tiny/certificate.csv").is_file()
 
 
-def test_the_measurements_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_measurements_without_certificate(capsys: pytest.CaptureFixture[str]) -> None:
     typed = ["certify", "tiny", "--emitted-tv", "--ambiguity", "--delta", "0.05,0.4", "--lambda", "3", *SMALL]
     assert cli.main([*typed, "--images", "4", "--out", "here"]) == 0
     cost = rows("here/emitted_tv.csv")
@@ -88,7 +86,7 @@ def test_the_measurements_alone(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["certify", "tinny"], 2, "--model tinny: unknown model; did you mean tiny?"),
         (["certify", "tiny", "--temperature", "0", "--neighbours", "3"], 2, "not defined at temperature 0"),
-        (["certify", "tiny", "--modes", "ar"], 2, "no cell of it is relaxed"),
+        (["certify", "tiny", "--modes", "ar"], 2, "has no relaxed cell"),
         (["certify", "tiny", "--delta", "2"], 2, "--delta 2: must lie strictly between 0 and 1"),
         (["certify", "tiny"], 2, "--neighbours 20: the model tiny has 16 codes"),
         (["certify", "tiny", "--experiment", "nothing"], 2, "no experiment is named 'nothing'"),
@@ -96,7 +94,7 @@ def test_the_measurements_alone(capsys: pytest.CaptureFixture[str]) -> None:
         (["certify", "tiny", "--neighbours", "3", "--device", "cuda:9"], 3, "there is no such device"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_measured(
+def test_errors_come_before_any_measurement(
     typed: list[str], code: int, message: str, tiny: TinyFamily, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("file").write_text("")

@@ -107,7 +107,7 @@ def test_our_own_fault_is_one_line_and_1(failing, capsys):
     assert cli.main(["show", "x"]) == 1
     assert capsys.readouterr().err.splitlines() == [
         "error: internal: ZeroDivisionError: by zero",
-        "  This is a fault of lantern-bench; --debug shows where it happened.",
+        "  This is a bug in lantern-bench; --debug shows where it happened.",
     ]
     assert cli.main(["show", "x", "--debug"]) == 1
     assert "Traceback" in capsys.readouterr().err

@@ -85,7 +85,7 @@ def test_report(results, capsys):
         (["curves", "first", "--terminal", "--out", "x"], "--out x"),
         (["curves", "first", "second"], "--out is missing"),
         (["report", "first", "second"], "--out is missing"),
-        (["report", "first", "--out", "."], "is a folder"),
+        (["report", "first", "--out", "."], "is a directory"),
     ],
 )
 def test_what_is_typed_wrong_exits_2_and_writes_nothing(results, capsys, typed, wrong):

@@ -8,7 +8,7 @@ import torch
 from scipy.stats import power_divergence
 from torch import Tensor
 
-from lantern_bench.certify.lossless import judge_without_residual
+from lantern_bench.certify.lossless import strict_without_residual
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.tree_acceptance import Judge
 from lantern_bench.decoding.loop import Decoded, decode
@@ -72,7 +72,7 @@ def test_the_loop_is_lossless(drafting: str, setting: str) -> None:
 @pytest.mark.parametrize("drafting", DRAFTINGS)
 def test_without_the_residual_the_loop_is_rejected(drafting: str) -> None:
     decoding = Decoding(mode="speculative", **DRAFTINGS[drafting], **SETTINGS["plain"])
-    model, made = run(decoding, judge=judge_without_residual)
+    model, made = run(decoding, judge=strict_without_residual)
     value = p_value(model, made, decoding)
     print(f"loop, residual left out, {drafting}: p = {value:.1e}")
     assert value < 1e-6

@@ -12,7 +12,7 @@ import torch
 from scipy.stats import power_divergence
 from torch import Tensor
 
-from lantern_bench.certify.lossless import judge_without_residual
+from lantern_bench.certify.lossless import strict_without_residual
 from lantern_bench.decoding.acceptance.relaxation import STRICT
 from lantern_bench.decoding.acceptance.tree_acceptance import Judge
 from lantern_bench.decoding.acceptance.walk import verify
@@ -121,7 +121,7 @@ def test_sampled_steps_follow_the_target(drafting: str, setting: str) -> None:
 
 @pytest.mark.parametrize("drafting", ["static", "dynamic"])
 def test_without_the_residual_the_test_rejects(drafting: str) -> None:
-    first, joint = run(drafting, "plain", judge_without_residual)
+    first, joint = run(drafting, "plain", strict_without_residual)
     print(f"broken, residual left out, {drafting}: first p = {first:.1e}, joint p = {joint:.1e}")
     assert max(first, joint) < 1e-6
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lantern_bench.certify.lossless import first_tokens_test, judge_without_residual, law_of_first_tokens
+from lantern_bench.certify.lossless import first_token_distribution, first_tokens_test, strict_without_residual
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt
 from lantern_bench.decoding.compile import Engine
@@ -153,10 +153,10 @@ def test_drafts_of_whole_numbers_are_lossless(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(packed_linear, "_FEW_ROWS", 10_000)
     model, prompt = Captioned(), Prompt("a caption")
     decoding = Decoding(mode="speculative", tree="chain-3", top_k=4, cfg_scale=2.0)
-    laws = [law_of_first_tokens(model, prompt, decoding, 3)]  # type: ignore[arg-type]
+    laws = [first_token_distribution(model, prompt, decoding, 3)]  # type: ignore[arg-type]
     values = [
         first_tokens_test(model, [prompt], laws, decoding, 2000, judge=judge, batch=500).p_value  # type: ignore[arg-type]
-        for judge in (None, judge_without_residual)
+        for judge in (None, strict_without_residual)
     ]
     print(f"8-bit drafts: p = {values[0]:.3f}, residual left out {values[1]:.1e}")
     assert values[0] > 1e-3

@@ -162,7 +162,7 @@ def test_check_records_the_first_time_and_compares_ever_after(tmp_path, hub, cap
     target.write_bytes(b"another file")
     assert typed("check", "toy", "--dir", tmp_path, "--format", "csv") == 5
     written = capsys.readouterr()
-    assert "DIFFERS" in written.out and "1 of 4 files are not what they were: big.pt" in written.err
+    assert "DIFFERS" in written.out and "1 of 4 files have another SHA-256 than recorded: big.pt" in written.err
     with pytest.raises(RefusedError, match="not the file it was"):
         hashes_of(require_part("toy", "target", tmp_path), tmp_path)
 

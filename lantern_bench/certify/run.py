@@ -1,0 +1,245 @@
+"""The checks and measurements of one model: which are run, in which order, and how they are written.
+
+`plan_certification` checks the whole request before torch is imported. Bars and rows are in `certify/tables.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from lantern_bench.clock import OnProgress
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.experiment import Cell, load_experiment, resolve
+from lantern_bench.config.methods import RELAXED_RULES
+from lantern_bench.config.parse_experiment import Settings
+from lantern_bench.config.plan import Prompt
+from lantern_bench.config.trees import is_chain
+from lantern_bench.config.values import Overrides
+from lantern_bench.errors import UserError
+from lantern_bench.models.registry import card_of, defaults_of, family_of, load_model
+from lantern_bench.prompts.sets import load_prompts
+from lantern_bench.runs.preflight import check_neighbours
+
+if TYPE_CHECKING:
+    from lantern_bench.certify.lossless import Agreement
+    from lantern_bench.models.loaded_model import LoadedModel
+    from lantern_bench.runs.devices import Place
+
+Tables: TypeAlias = dict[str, list[dict[str, Any]]]
+
+# Few tokens and few candidates per token: the exact distribution of all their sequences can be computed.
+_FIRST_TOKENS, _TOP_K, _PROMPTS = 3, 4, 2
+_SMALL_TREE = {"mode": "speculative", "drafting": "dynamic", "nodes": 10, "depth": 2, "beam": 5}
+
+
+class Sizes(NamedTuple):
+    """Sample sizes: positions and draws of emitted TV, images of a G-test, greedy prompts, images of ambiguity."""
+
+    positions: int
+    draws: int
+    samples: int
+    greedy: int
+    images: int
+
+
+def plan_certification(
+    experiment: str, flags: dict[str, Any], modes: list[str] | None, settings: list[str], sizes: Sizes
+) -> Certification:
+    """Resolve the relaxed cells and the prompts of an experiment; raises `UserError`, imports no torch."""
+    card = card_of(flags["model"][0])
+    flags = flags | {"model": [card.name], "prompts": flags["prompts"] or card.prompt_set}
+    loaded = load_experiment(experiment, Overrides.from_flags(flags, modes=modes, settings=settings))
+    resolved = resolve(loaded, defaults_of([card.name]))
+    check_neighbours(resolved)
+    relaxed = tuple(cell for cell in resolved.cells if cell.decoding.rule in RELAXED_RULES)
+    check_cells(relaxed)
+    if not relaxed:
+        raise UserError(f"{experiment}: has no relaxed cell", "Give another --experiment, or other --modes.")
+    prompts = load_prompts(resolved.settings.prompts, family_of(card.name))
+    scale = resolved.cfg_defaults[card.name]
+    return Certification(card.name, resolved.settings, relaxed, prompts, sizes, scale, card.defaults.get("tree"))
+
+
+def check_cells(cells: Sequence[Cell]) -> None:
+    """Raise `UserError` where emitted TV is undefined: at temperature 0, and without drafts."""
+    for cell in cells:
+        if cell.decoding.greedy:
+            raise UserError(f"{cell.cell_id}: emitted TV is not defined at temperature 0", "Give a --temperature.")
+        if cell.decoding.drafting == "none":
+            raise UserError(f"{cell.cell_id}: drafts nothing and has no emitted TV", "Leave the mode ar out.")
+
+
+@dataclass
+class Certification:
+    """The planned checks of one model; `scale` is its default guidance, `tree` its default static tree."""
+
+    model: str
+    settings: Settings
+    cells: tuple[Cell, ...]
+    prompts: Sequence[Prompt]
+    sizes: Sizes
+    scale: float
+    tree: Any
+
+    @cached_property
+    def place(self) -> Place:
+        """The device and the number type."""
+        from lantern_bench.runs.devices import choose_place
+
+        return choose_place(self.settings.device, self.settings.dtype)
+
+    @cached_property
+    def loaded(self) -> LoadedModel:
+        """The model, loaded on first use."""
+        from lantern_bench.runs.devices import set_space
+
+        model = load_model(self.model, self.place.device, self.place.dtype)
+        set_space(model, self.settings.neighbour_space)
+        return model
+
+    @staticmethod
+    def check_folder(folder: Path) -> None:
+        """Raise `UserError` before the measurement if the tables cannot be written there."""
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise UserError(f"--out {folder}: {there} is a file, not a folder", "Give a folder that you may write to.")
+
+    def measure(self, emitted_tv: bool, ambiguity: bool, on_progress: OnProgress) -> Tables:
+        """Return the tables of the requested measurements, or those of a whole certificate if none is requested."""
+        # All prompts at once: a text encoder is loaded, used and freed before decoding starts.
+        for done, total in self.loaded.prepare([prompt.text for prompt in self.prompts]):
+            on_progress("captions", done / total)
+        if not (emitted_tv or ambiguity):
+            return self._certificate(on_progress)
+        tables = self._emitted_tv(self._positions(self.cells, on_progress)) if emitted_tv else {}
+        return tables | (self._ambiguity(on_progress) if ambiguity else {})
+
+    def write(self, folder: Path, tables: Tables) -> None:
+        """Write the tables as CSV, and the settings of the measurement as `measurement.json`."""
+        from lantern_bench.models.io.files import write_atomically
+        from lantern_bench.report.tables import frame, write_csv
+        from lantern_bench.runs.machine import package_versions
+
+        for name, rows in tables.items():
+            write_csv(frame(name, rows), folder / f"{name}.csv")
+        facts: dict[str, Any] = {"model": self.model, "weights": dict(self.loaded.weights)}
+        facts |= {"seed": self.settings.seed, "prompts": self.settings.prompts, **self.sizes._asdict()}
+        facts |= {"device": self.place.device.type, "dtype": self.place.dtype_name, "packages": package_versions()}
+        write_atomically(folder / "measurement.json", (json.dumps(facts, indent=2) + "\n").encode())
+
+    def _certificate(self, on_progress: OnProgress) -> Tables:
+        from lantern_bench.certify.contexts import autoregressive
+        from lantern_bench.certify.tables import cost_check_rows, strict_row
+
+        rows = [*self._lossless(on_progress), *self._greedy(on_progress)]
+        # The strict rule with deterministic drafts, because their emitted TV is exact; sampling as in the first cell.
+        first = self.cells[0].decoding
+        sampling = autoregressive(first).model_dump(include={"temperature", "top_k", "top_p", "filter_order"})
+        scales = {"cfg_scale": first.cfg_scale, "cfg_default": self.scale}
+        strict = Cell(self.model, Decoding.model_validate({**_SMALL_TREE, **sampling, **scales}))
+        places = self._positions([*self.cells, strict], on_progress)
+        exact = [row for row in places if row["cell_id"] == strict.cell_id]
+        tables = self._emitted_tv([row for row in places if row["cell_id"] != strict.cell_id])
+        rows.append(strict_row(self.model, f"dynamic {strict.decoding.tree_label}", exact))
+        rows += cost_check_rows(tables["emitted_tv"], tables["emitted_tv_places"])
+        return {"certificate": rows, **tables}
+
+    def _lossless(self, on_progress: OnProgress) -> list[dict[str, Any]]:
+        """G-tests of each lossless decoding, each followed by the same test of a rule that is broken on purpose."""
+        from lantern_bench.certify.lossless import (
+            first_token_distribution,
+            first_tokens_test,
+            strict_without_residual,
+        )
+        from lantern_bench.certify.tables import broken_row, lossless_row
+
+        named = self._lossless_decodings(top_k=_TOP_K)
+        prompts, sampling = self.prompts[:_PROMPTS], next(iter(named.values()))
+        exact = [first_token_distribution(self.loaded, prompt, sampling, _FIRST_TOKENS) for prompt in prompts]
+        rows: list[dict[str, Any]] = []
+        for setting, decoding in named.items():
+            kept, broken = (
+                first_tokens_test(
+                    self.loaded,
+                    prompts,
+                    exact,
+                    decoding,
+                    self.sizes.samples,
+                    judge=judge,
+                    seed=self.settings.seed,
+                    on_progress=on_progress,
+                    about=f"first tokens, {setting}{suffix}",
+                )
+                for judge, suffix in ((None, ""), (strict_without_residual, ", broken on purpose"))
+            )
+            text = f"{setting}, {_FIRST_TOKENS} tokens, top-k {_TOP_K}"
+            rows.append(lossless_row(self.model, text, kept.p_value, kept.samples, kept.impossible))
+            rows.append(broken_row(self.model, text, broken.p_value, broken.samples))
+        return rows
+
+    def _greedy(self, on_progress: OnProgress) -> list[dict[str, Any]]:
+        """Whether each drafting at temperature 0 gives the tokens of greedy decoding."""
+        from lantern_bench.certify.lossless import greedy_agreements
+        from lantern_bench.certify.tables import identity_row
+
+        named = self._lossless_decodings(temperature=0)
+        prompts = list(dict.fromkeys(self.prompts[: self.sizes.greedy]))
+        found: dict[Decoding, list[Agreement]] = {decoding: [] for decoding in named.values()}
+        for decoding, part in greedy_agreements(self.loaded, prompts, list(found), on_progress=on_progress):
+            found[decoding] += part
+        rows = []
+        for setting, decoding in named.items():
+            near = [one.difference for one in found[decoding] if one.difference and one.near_tie]
+            others = [one.difference for one in found[decoding] if one.difference and not one.near_tie]
+            same = len(found[decoding]) - len(near) - len(others)
+            rows.append(identity_row(self.model, setting, same, near, others))
+        return rows
+
+    def _lossless_decodings(self, **values: Any) -> dict[str, Decoding]:
+        """The strict rule with a static and a dynamic tree and, if sampled, the block rule, by their labels."""
+        common = {"mode": "speculative", "cfg_scale": self.scale, "cfg_default": self.scale} | values
+        tree = {"tree": self.tree} if self.tree else {}
+        static = Decoding.model_validate({**common, "drafting": "static", **tree})
+        named = {
+            f"{one.drafting} {one.tree_label}": one
+            for one in (static, Decoding.model_validate({**common, **_SMALL_TREE}))
+        }
+        if static.greedy:
+            return named
+        chain = static.tree if is_chain(static.paths) else None
+        block = Decoding.model_validate({**common, "drafting": "static", "rule": "block", "tree": chain})
+        return named | {f"static {block.tree_label}, block": block}
+
+    def _positions(self, cells: Sequence[Cell], on_progress: OnProgress) -> list[dict[str, Any]]:
+        """The emitted TV of the cells at sampled positions, one row per position and cell."""
+        from lantern_bench.certify.relaxation import CostSettings, emitted_tv_rows
+
+        settings = CostSettings(positions=self.sizes.positions, draws=self.sizes.draws, seed=self.settings.seed)
+        return list(emitted_tv_rows(self.loaded, cells, self.prompts, settings, on_progress))
+
+    @staticmethod
+    def _emitted_tv(places: list[dict[str, Any]]) -> Tables:
+        from lantern_bench.certify.tables import cost_rows
+
+        return {"emitted_tv": list(cost_rows(places)), "emitted_tv_places": places}
+
+    def _ambiguity(self, on_progress: OnProgress) -> Tables:
+        """How certain the target is under the sampling settings of each relaxed cell: means, and every token."""
+        from lantern_bench.certify.contexts import autoregressive
+        from lantern_bench.certify.relaxation import ambiguity_rows
+        from lantern_bench.certify.tables import ambiguity_table_rows
+
+        tables: Tables = {"ambiguity": [], "ambiguity_places": []}
+        for decoding in dict.fromkeys(autoregressive(cell.decoding) for cell in self.cells):
+            images, seed = self.sizes.images, self.settings.seed
+            places = list(
+                ambiguity_rows(self.loaded, decoding, self.prompts, images, seed=seed, on_progress=on_progress)
+            )
+            tables["ambiguity"] += ambiguity_table_rows(places, self.loaded.grid[1])
+            tables["ambiguity_places"] += places
+        return tables
