@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -12,7 +13,7 @@ from lantern_bench.errors import CheckFailedError, RefusedError, UserError
 
 if TYPE_CHECKING:
     from lantern_bench.console import Console
-    from lantern_bench.models.io.hub_files import Found, HubClient, Ledger
+    from lantern_bench.models.io.hub_files import Found, Ledger
     from lantern_bench.plugins import ModelCard
 
 _MB = 1e6
@@ -122,23 +123,18 @@ def get(ctx: typer.Context, model: _Model, dir: _Directory = None) -> None:
 
     console: Console = ctx.obj
     root = _root(dir)
-    files = hub_files.wanted(_published(model), root)
-    if not files:
+    missing = hub_files.missing_files(_published(model), root)
+    if not missing:
         console.say(f"{model}: every file is here; `lantern-bench weights check {model}` verifies them")
         return
     console.say("licences of what is fetched:")
-    for licence, repos in hub_files.licences(files).items():
+    for licence, repos in hub_files.licences(missing).items():
         console.say(f"  {licence.name}: {', '.join(repos)}" + (f"\n    {licence.note}" if licence.note else ""))
-    hub = _hub()
-    remote = hub_files.describe(files, hub)
-    with console.progress() as progress:
-        progress.start(sum(facts.bytes or 0 for facts in remote) / _MB, "fetching (MB)")
-        for done in hub_files.fetch(files, remote, hub, root, lambda count: progress.advance(count / _MB)):
-            one = done.wanted
-            pin = "pinned" if one.source.revision else "unpinned, moves with its repository"
-            known = "as known before" if done.pinned else "recorded now"
-            revision = f"revision {done.commit[:12]} ({pin}), SHA-256 {done.sha256[:12]}... {known}"
-            console.say(f"{one.source.repo} {one.file.path}: {revision}")
+    for done in hub_files.fetch(missing, root, bars=sys.stderr.isatty() and not console.quiet):
+        pin = "pinned" if done.source.commit else "unpinned, moves with its repository"
+        known = "as known before" if done.known else "recorded now"
+        revision = f"revision {done.commit[:12]} ({pin}), SHA-256 {done.sha256[:12]}... {known}"
+        console.say(f"{done.source.repo} {done.file}: {revision}")
     console.say(f"{model}: complete in {root}")
     if dir is not None:
         console.say(f"To use this directory: export LANTERN_BENCH_WEIGHTS={root}")
@@ -161,7 +157,7 @@ def check(ctx: typer.Context, model: _Model, dir: _Directory = None, format: For
             continue
         source = part.choices[0]
         row = {"part": part.name, "repository": source.repo, "file": source.files[0].path}
-        rows.append(row | {"revision": _revision(source.revision, None), "state": "missing"})
+        rows.append(row | {"revision": _revision(source.commit, None), "state": "missing"})
     columns = ["part", "repository", "file", "mb", "revision", "sha256", "state"]
     console.table(pd.DataFrame(rows, columns=columns), title=f"{model} in {root}", format=format)
     command = f"`lantern-bench weights get {model}`"
@@ -175,7 +171,6 @@ def check(ctx: typer.Context, model: _Model, dir: _Directory = None, format: For
 def _checked(found: Found, ledger: Ledger, console: Console) -> list[dict[str, Any]]:
     """Hash the files of a part that is here; one row per file."""
     from lantern_bench.models.io.files import file_sha256
-    from lantern_bench.models.io.hub_files import pinned
 
     rows: list[dict[str, Any]] = []
     sizes = {file: path.stat().st_size for file, path in found.paths.items()}
@@ -183,7 +178,7 @@ def _checked(found: Found, ledger: Ledger, console: Console) -> list[dict[str, A
         progress.start(sum(sizes.values()) / _MB, f"reading the {found.part.replace('_', ' ')} (MB)")
         for file, path in found.paths.items():
             sha256 = file_sha256(path, lambda count: progress.advance(count / _MB))
-            pin, entry = pinned(found.source, file), ledger.entry(found.source.repo, file)
+            pin, entry = found.source.pinned_sha256(file), ledger.entry(found.source.repo, file)
             expected = pin or entry.get("sha256")
             if expected is None:
                 recorded = ledger.record(found.source.repo, file, sha256, sizes[file], None)
@@ -191,7 +186,7 @@ def _checked(found: Found, ledger: Ledger, console: Console) -> list[dict[str, A
             else:
                 state = "DIFFERS" if sha256 != expected else "pinned, same" if pin else "recorded, same"
             row = {"part": found.part, "repository": found.source.repo, "file": file, "mb": sizes[file] / _MB}
-            row["revision"] = _revision(found.source.revision, entry.get("revision"))
+            row["revision"] = _revision(found.source.commit, entry.get("revision"))
             rows.append(row | {"sha256": sha256, "state": state})
     return rows
 
@@ -218,12 +213,6 @@ def where(ctx: typer.Context, dir: _Directory = None, format: FormatOption = Non
             rows.append(row | {"place": str(found.path) if found else "missing"})
     console.say(f"weights: {root}")
     console.table(pd.DataFrame(rows), format=format)
-
-
-def _hub() -> HubClient:
-    from lantern_bench.models.io.hub_files import HuggingFaceHub
-
-    return HuggingFaceHub()
 
 
 def _root(given: Path | None) -> Path:

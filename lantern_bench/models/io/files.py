@@ -1,11 +1,11 @@
-"""Files written whole, and their SHA-256, which is remembered so that 14 GB are not read again at each start.
+"""Atomic writes, and SHA-256 hashes of files, remembered so that 14 GB are not read again at each start.
 
-What is remembered is keyed by path, size and time of change, in one small index in the user's cache folder; a folder
-that cannot be written costs time and nothing else. What a hash is compared with is `weights`.
+The remembered hashes are keyed by path, size and modification time, in one index in the user's cache directory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -13,17 +13,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _CHUNK = 1 << 22
-# Below this a file is read faster than an index is kept.
+# A smaller file is read faster than the index is kept.
 _WORTH_REMEMBERING = 32 * 10**6
 
 
 def cache_folder() -> Path:
-    """The folder of what can be made again: `$XDG_CACHE_HOME/lantern-bench`, else `~/.cache/lantern-bench`."""
+    """The user's cache directory: `$XDG_CACHE_HOME/lantern-bench`, else `~/.cache/lantern-bench`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lantern-bench"
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that it is either there as a whole or not at all."""
+    """Write a file so that readers see all of it or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.part")
     with draft.open("wb") as file:
@@ -34,7 +34,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def file_sha256(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
-    """The SHA-256 of a file in hex; `on_bytes` hears how many bytes were read since it was last called."""
+    """The SHA-256 of a file in hex; `on_bytes` is called with the number of bytes of each block read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_CHUNK):
@@ -44,34 +44,23 @@ def file_sha256(path: Path, on_bytes: Callable[[int], None] | None = None) -> st
     return digest.hexdigest()
 
 
-def remembered_sha256(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
-    """The SHA-256 of a file, from memory where path, size and time of change are those it was made of."""
+def remembered_sha256(path: Path) -> str:
+    """The SHA-256 of a file; a large file is read again only when its size or modification time changed."""
     state = path.stat()
     if state.st_size < _WORTH_REMEMBERING:
-        return file_sha256(path, on_bytes)
+        return file_sha256(path)
     index = cache_folder() / "hashes.json"
     key = f"{path.resolve()}|{state.st_size}|{state.st_mtime_ns}"
-    known = _read_index(index)
+    try:
+        known: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        known = {}
     if key not in known:
-        known[key] = file_sha256(path, on_bytes)
-        _keep_index(index, known)
+        known[key] = file_sha256(path)
+        # A cache that cannot be written is computed again the next time.
+        with contextlib.suppress(OSError):
+            write_atomically(index, json.dumps(known, indent=1).encode())
     return known[key]
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    try:
-        found = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
-
-
-def _keep_index(index: Path, known: dict[str, str]) -> None:
-    try:
-        write_atomically(index, json.dumps(known, indent=1).encode())
-    except OSError:
-        # A cache that cannot be kept is made again the next time.
-        return
 
 
 def hash_of(paths: Sequence[Path]) -> str:
