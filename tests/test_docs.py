@@ -1,0 +1,128 @@
+"""The documents are true: citations resolve, files exist, shown code and tables equal their source."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from docs.make_results_format import PAGE, render
+
+ROOT = Path(__file__).parent.parent
+HERE = Path(__file__).name
+ALGORITHMS = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+TEXTS = (".py", ".md", ".yaml", ".yml", ".toml", ".cff")
+CITATION = re.compile(
+    r"docs/algorithms\.md,\s+sections?\s+9,\s+(?P<entry>[A-C]\d+)|docs/algorithms\.md,\s+sections?\s+(?P<n>\d(?:\.\d)?)(?:\s+(?:and|to)\s+(?P<m>\d(?:\.\d)?))?"
+)
+FILE = re.compile(r"(?<![\w./-])(?:lantern_bench|docs|tests|experiments|results/reference)/[\w./-]*[\w/]")
+
+
+def repository_files() -> list[Path]:
+    """Committed files and new ones that git does not ignore; the files of an unpacked archive without git."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    names = listed.stdout.splitlines() if listed.returncode == 0 else []
+    folders = ("lantern_bench", "docs", "tests", "experiments")
+    found = [ROOT / name for name in names] or [path for name in folders for path in (ROOT / name).rglob("*")]
+    return [path for path in found if path.is_file() and path.suffix in TEXTS and path.name != HERE]
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Name and text of each file, with the line breaks and comment signs of wrapped lines taken out."""
+    for path in repository_files():
+        text = path.read_text(encoding="utf-8")
+        yield str(path.relative_to(ROOT)), re.sub(r"\s*\n\s*(?:#+ )?", " ", text)
+
+
+def headings() -> set[str]:
+    return set(re.findall(r"^#+ (\d(?:\.[A-C]?\d*)?)\b", ALGORITHMS, re.MULTILINE))
+
+
+def test_algorithms_has_its_sections_and_entries() -> None:
+    counts = {"A": 13, "B": 6, "C": 6}
+    entries = {f"9.{letter}{n}" for letter, count in counts.items() for n in range(1, count + 1)}
+    sections = {str(n) for n in range(1, 10)} | {"3.1"} | {f"8.{n}" for n in range(1, 7)}
+    assert entries | sections <= headings()
+
+
+def test_every_citation_of_the_algorithms_resolves() -> None:
+    known, cited = headings(), 0
+    for name, text in texts():
+        for match in CITATION.finditer(text):
+            wanted = [f"9.{match['entry']}"] if match["entry"] else [match["n"], match["m"] or match["n"]]
+            assert set(wanted) <= known, f"{name}: {match[0]}"
+            cited += 1
+    assert cited > 40
+
+
+def test_no_citation_lacks_its_document() -> None:
+    bare = re.compile(r"(?<!docs/)(?<!\()(?<!\[)algorithms\.md|\bfindings? [A-C]\d|(?<!9, )\bfinding [A-C]\d")
+    for name, text in texts():
+        assert not (found := bare.search(text)), f"{name}: {found and text[found.start() - 30 : found.end() + 30]}"
+
+
+def test_every_cited_file_exists() -> None:
+    made = {"docs/make_pictures.py"}
+    for name, text in texts():
+        for cited in FILE.findall(text):
+            assert cited in made or (ROOT / cited).exists(), f"{name} cites {cited}"
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for path in repository_files():
+        if path.suffix == ".md":
+            for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
+                assert (path.parent / target).exists(), f"{path.relative_to(ROOT)} links {target}"
+
+
+def test_results_format_equals_the_schema() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == render(page), "run: python -m docs.make_results_format"
+
+
+def tree_of_architecture() -> list[str]:
+    """The paths of the tree in docs/architecture.md."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    lines = re.search(r"```\n(.*?)```", page, re.DOTALL)[1].splitlines()  # type: ignore[index]
+    paths, parents = [], [""] * 9
+    for line in lines:
+        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+        parents[depth + 1] = parents[depth] + name
+        paths.append(parents[depth + 1])
+    return paths
+
+
+def test_architecture_names_files_that_exist() -> None:
+    for path in tree_of_architecture():
+        assert (ROOT / path).exists(), path
+
+
+def test_architecture_has_a_place_for_every_module() -> None:
+    paths = set(tree_of_architecture()) - {"lantern_bench/"}
+    for module in (ROOT / "lantern_bench").rglob("*.py"):
+        name = module.relative_to(ROOT).as_posix()
+        named = name in paths or any(path.endswith("/") and name.startswith(path) for path in paths)
+        assert named or module.name in ("__init__.py", "__main__.py"), name
+    folders = {f"{path.relative_to(ROOT).as_posix()}/" for path in (ROOT / "lantern_bench").rglob("__init__.py")}
+    folders = {f"{Path(name).parent.as_posix()}/" for name in folders}
+    assert folders - {"lantern_bench/"} <= paths
+
+
+@pytest.mark.parametrize(
+    ("page", "folder", "whole"),
+    [("adding-a-model.md", "tests/third_party_family", ("pyproject.toml",))],
+)
+def test_a_page_shows_the_code_of_its_example(page: str, folder: str, whole: tuple[str, ...]) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    sources = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / folder).glob("*.*")}
+    shown = [block for _, block in re.findall(r"```(python|toml)\n(.*?)```", text, re.DOTALL)]
+    assert shown
+    for block in shown:
+        assert any(block in source for source in sources.values()), f"{page} shows code that is in no file:\n{block}"
+    for name in whole:
+        assert sources[name] in shown, f"{page} does not show {name}"
