@@ -1,5 +1,5 @@
-# Everything a person types. `make sweep` and `make test` need Python >= 3.11 (with venv) and make, nothing else:
-# they create .venv, install the exact versions of constraints.txt and go. ARGS is handed on:
+# The commands of this repository. `make sweep` and `make test` need Python >= 3.11 (with venv) and make, nothing else:
+# they create .venv and install the exact versions of constraints.txt. ARGS is passed on:
 #   make sweep ARGS="--images 8 --modes ar,lantern++"      make test ARGS="tests/decoding -x"
 
 SHELL := /bin/bash
@@ -45,7 +45,7 @@ test-long: check ## the tests that take minutes
 compare-plain: $(DEV) ## milliseconds a step: a plain implementation, and this one (ARGS: --images N --cells ...)
 	$(BIN)/python -m tests.plain.compare $(ARGS)
 
-screenshots: check ## photograph the report page into docs/pictures (RUN: a run's folder; by default the default sweep's)
+screenshots: check ## photograph the report page into docs/pictures (RUN: a run directory; default: a new default sweep)
 	$(if $(RUN),,$(BIN)/lantern-bench sweep --out build/screenshots > /dev/null)
 	$(BIN)/python docs/screenshots.py $(or $(RUN),build/screenshots)
 

@@ -1,9 +1,9 @@
-"""Draw the pictures of docs/embedded-family.md from the embedded models and a run of theirs.
+"""Draw the pictures of docs/embedded-family.md from the bundled model and one of its runs.
 
     python docs/make_pictures.py RUN
 
-`family.png`: painted scenes, the same through the tokenizer, and the run's autoregressive pictures of these captions.
-`all-cells.png`: pictures of the run side by side, a caption a row and a cell a column.
+`family.png`: rendered scenes, the same through the tokenizer, and the run's autoregressive pictures of these captions.
+`all-cells.png`: pictures of the run side by side, one row per caption and one column per cell.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def family(run: Path, records: pd.DataFrame) -> None:
 
 
 def modes(run: Path, records: pd.DataFrame) -> None:
-    """A caption a row, a cell a column."""
+    """One row per caption, one column per cell."""
     good = records[records["status"] == "ok"]
     cells = sorted(set(good["cell_id"]), key=lambda cell: (list(MODES).index(cell.split("-")[0]), cell))
     captions = list(dict.fromkeys(good["prompt"]))[:_ROWS]
