@@ -18,7 +18,7 @@ TEXTS = (".py", ".md", ".yaml", ".yml", ".cff")
 CITATION = re.compile(
     r"docs/algorithms\.md, sections? (\d(?:\.\d)?(?!\d))(?:, ([A-C]\d+))?(?: (?:and|to) ([A-C]\d+|\d\b))?"
 )
-BARE = re.compile(r"(?<!docs/)(?<![(\[])algorithms\.md|\bfindings? [A-C]\d")
+BARE = re.compile(r"(?<!docs/)(?<!\]\()(?<!\[)algorithms\.md|\bfindings? [A-C]\d")
 PENDING = {"docs/python-api.md"}
 FILE = re.compile(r"(?<![\w./-])(?:lantern_bench|docs|tests|experiments|results/reference)/[\w./-]*[\w/]")
 

@@ -139,7 +139,7 @@ def typed_for(run: str, info: dict[str, Any]) -> list[str]:
 END_TO_END = json.loads((GOLDEN / "end_to_end" / "e2e_info.json").read_text())
 
 
-# The recorded relaxed runs of the padded prompt read pad rows in a way of their own (finding B4).
+# The recorded relaxed runs of the padded prompt read pad rows differently (docs/algorithms.md, section 9, B4).
 @pytest.mark.parametrize("run", [run for run in END_TO_END["runs"] if run.startswith("full.") or run.endswith("_off")])
 def test_recorded_runs_through_the_command(run: str, tmp_path: Path) -> None:
     expected = load_file(GOLDEN / "end_to_end" / "e2e_expected.safetensors")

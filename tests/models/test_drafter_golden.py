@@ -201,7 +201,7 @@ def decoding_of(run: str) -> Decoding:
     return Decoding(mode="speculative", **shape, **rule, neighbours=int(k), temperature=0, cfg_scale=E2E["cfg_scale"])
 
 
-# The recorded relaxed runs of the padded prompt read pad rows in a way of their own (finding B4).
+# The recorded relaxed runs of the padded prompt read pad rows differently (docs/algorithms.md, section 9, B4).
 @pytest.mark.parametrize("run", [run for run in E2E["runs"] if run.startswith("full.") or run.endswith("_off")])
 def test_greedy_decoding_equals_the_recorded_one(run: str, whole: LoadedModel) -> None:
     expected, prompt = load_file(GOLDEN / "end_to_end" / "e2e_expected.safetensors"), run.split(".")[0]
@@ -215,5 +215,5 @@ def test_greedy_decoding_equals_the_recorded_one(run: str, whole: LoadedModel) -
         lengths = expected[f"{run}.accept_lengths"].flatten().tolist()
         ours = [count - 1 for count in made.trace.uncut]
         assert ours == lengths[: len(ours)]
-        # The published loop goes on until it has more tokens than asked for (finding C6): one step at the most.
+        # The published loop makes up to one step too many (docs/algorithms.md, section 9, C6).
         assert len(lengths) - len(ours) == (sum(made.trace.uncut) <= len(wanted))

@@ -1,6 +1,6 @@
 """Plain decoding of one image: a Python walk over children, distributions of V numbers for each, trees made anew.
 
-The same mathematics as the package (algorithms.md, sections 1 to 4, `exact` residuals, temperature 1, no filters),
+The same mathematics as the package (docs/algorithms.md, sections 1 to 4, `exact` residuals, temperature 1, no filters),
 written as the published code is: one child after the other, the host deciding.
 """
 

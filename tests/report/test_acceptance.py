@@ -1,4 +1,4 @@
-"""Acceptance along the walks, counted by hand and by the identities of algorithms.md, section 7."""
+"""Acceptance along the walks, counted by hand and by the identities of docs/algorithms.md, section 7."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Greedy speculative decoding of the embedded model is greedy decoding, token for token, in float32.
 
 Where rounding between a forward of one node and of many could turn a choice, the first difference must be a near-tie:
-top-1 minus top-2 guided logit below 1e-4, seen by teacher forcing (algorithms.md, section 6). This set has none.
+top-1 minus top-2 guided logit below 1e-4, seen by teacher forcing (docs/algorithms.md, section 6). This set has none.
 """
 
 from __future__ import annotations
