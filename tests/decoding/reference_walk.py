@@ -1,4 +1,4 @@
-"""The oracle of verification: one image, one child after the other, written from the text of algorithms.md.
+"""The oracle of verification: one image, one child after the other, written from the text of docs/algorithms.md.
 
 Slow and plain on purpose, in numpy, sharing no line with `lantern_bench.decoding`. Arithmetic is in the dtype of the
 distributions it is given.

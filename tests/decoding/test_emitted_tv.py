@@ -1,4 +1,4 @@
-"""Emitted TV: the examples and formulas of algorithms.md, section 4, and the estimate for sampled drafts."""
+"""Emitted TV: the examples and formulas of docs/algorithms.md, section 4, and the estimate for sampled drafts."""
 
 from __future__ import annotations
 

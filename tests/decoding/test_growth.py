@@ -1,4 +1,4 @@
-"""Dynamic trees: the vectorised growth equals a plain reading of algorithms.md, section 2."""
+"""Dynamic trees: the vectorised growth equals a plain reading of docs/algorithms.md, section 2."""
 
 from __future__ import annotations
 
