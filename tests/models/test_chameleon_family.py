@@ -170,7 +170,7 @@ def test_a_truncated_shard_is_refused(anole: Path) -> None:
     shard = anole.parent / "target" / "model-00001-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:2000])
     told = refused(str(anole))
-    assert "is cut off" in told and "\n" not in told
+    assert "is truncated" in told and "\n" not in told
 
 
 def test_another_family_is_refused_in_one_line(anole: Path) -> None:

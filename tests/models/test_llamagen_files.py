@@ -101,8 +101,8 @@ def test_every_key_that_does_not_fit_is_listed(official: Any, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("dtype", "value", "said"),
     [
-        (torch.int64, None, "tok_embeddings.weight holds int64, no weights"),
-        (torch.float8_e4m3fn, None, "holds float8_e4m3fn, no weights"),
+        (torch.int64, None, "tok_embeddings.weight has the unsupported type int64"),
+        (torch.float8_e4m3fn, None, "the unsupported type float8_e4m3fn"),
         (torch.float32, torch.nan, "has numbers that are not finite in float32"),
         (torch.float16, None, None),
         (torch.float64, None, None),

@@ -23,7 +23,7 @@ def codebook(codes=50, width=4, seed=0):
 
 
 @pytest.mark.parametrize("name", ["a", "b", "vq_model"])
-def test_the_recorded_tables_through_the_disk_in_int16(tmp_path, name):
+def test_recorded_tables_survive_the_disk_in_int16(tmp_path, name):
     if name == "vq_model":
         codes = torch.load(golden_path("llamagen_vq", "vq.pt"), weights_only=True)["model"]["quantize.embedding.weight"]
     else:
@@ -41,7 +41,7 @@ def test_the_recorded_tables_through_the_disk_in_int16(tmp_path, name):
     assert np.abs(gap)[ours != theirs].max(initial=0.0) < 1e-5
 
 
-def test_the_spaces_differ_as_the_published_example_says():
+def test_raw_and_normalised_spaces_have_other_neighbours():
     codes = torch.tensor([[1.0, 0.0], [0.1, 0.0], [1.0, 0.5]])
     assert nearest_codes(in_space(codes, "raw"), 1)[0].tolist() == [2]
     assert nearest_codes(in_space(codes, "normalised"), 1)[0].tolist() == [1]
@@ -49,7 +49,7 @@ def test_the_spaces_differ_as_the_published_example_says():
         in_space(codes, "cosine")
 
 
-def test_the_smallest_type_that_numbers_the_codes():
+def test_index_type_is_the_smallest_that_fits():
     assert [index_dtype(codes) for codes in (8192, 16384, 32768, 32769, 65536, 65537)] == [
         torch.int16,
         torch.int16,
@@ -63,13 +63,13 @@ def test_the_smallest_type_that_numbers_the_codes():
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 50, None])
-def test_chunks_change_nothing_and_rows_are_counted(chunk):
+def test_chunk_size_does_not_change_the_table(chunk):
     counted = []
     table = nearest_codes(codebook(), 9, chunk, on_rows=counted.append)
     assert torch.equal(table, nearest_codes(codebook(), 49)[:, :9]) and sum(counted) == 50
 
 
-def test_a_large_codebook_is_never_squared(monkeypatch):
+def test_distances_are_computed_in_blocks(monkeypatch):
     seen = []
     real = torch.cdist
 
@@ -84,7 +84,7 @@ def test_a_large_codebook_is_never_squared(monkeypatch):
     assert max(seen) <= 1 << 16 and sum(seen) == 2048**2 and table.shape == (2048, 20)
 
 
-def test_a_table_is_made_once_and_wide_enough(tmp_path, monkeypatch):
+def test_table_is_computed_once_and_widened_when_needed(tmp_path, monkeypatch):
     made = []
     real = neighbour_cache.nearest_codes
     monkeypatch.setattr(
@@ -104,7 +104,7 @@ def test_a_table_is_made_once_and_wide_enough(tmp_path, monkeypatch):
     assert neighbour_table(codes, "raw", 3).shape == (50, 3)
 
 
-def test_what_a_file_says_of_itself(tmp_path):
+def test_file_names_its_space_and_codebook(tmp_path):
     codes = codebook()
     neighbour_table(codes, "raw", 5, tmp_path)
     path = table_path(tmp_path, codes, "raw")
@@ -114,7 +114,7 @@ def test_what_a_file_says_of_itself(tmp_path):
     assert path.name == f"nearest-raw-{facts['codebook_sha256'][:12]}.safetensors"
 
 
-def test_a_table_of_something_else_is_refused(tmp_path):
+def test_table_of_another_codebook_is_refused(tmp_path):
     codes, other = codebook(), codebook(seed=1)
     path = table_path(tmp_path, codes, "raw")
 
@@ -135,15 +135,15 @@ def test_a_table_of_something_else_is_refused(tmp_path):
     content = bytearray(path.read_bytes())
     content[-2] ^= 1
     path.write_bytes(content)
-    refused("not those that were written")
+    refused("its hash differs")
 
 
-def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path):
+def test_unwritable_directory_does_not_fail(tmp_path):
     (tmp_path / "file").write_text("")
     assert neighbour_table(codebook(), "raw", 5, tmp_path / "file").shape == (50, 49)
 
 
-def test_a_model_reads_its_table_from_its_folder_in_its_space(tmp_path):
+def test_model_reads_its_table_in_its_space(tmp_path):
     model: LoadedModel = TinyFamily().load("tiny", torch.device("cpu"), torch.float32)
     model.table_folder = tmp_path
     raw = model.table(3)
@@ -155,7 +155,7 @@ def test_a_model_reads_its_table_from_its_folder_in_its_space(tmp_path):
     assert not torch.equal(other.table(3), raw)
 
 
-def test_an_export_that_cannot_be_written(tmp_path):
+def test_export_to_an_unwritable_path_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--export"):
         export_table(nearest_codes(codebook(), 3), tmp_path / "file" / "x.npy")

@@ -1,8 +1,8 @@
-"""Checkpoints on disk as mappings of names to tensors: opened, not read; whatever is wrong with a file is one line.
+"""Checkpoints on disk as mappings from names to tensors, opened without being read.
 
-Files are memory-mapped where their format allows, and what has been touched is given back as one goes on, so that
-filling a model needs little more memory than the model. A pickle is read by torch's weights-only unpickler, which runs
-no code. Which names a model wants is not known here: that is `filling`.
+Files are memory-mapped where their format allows, and touched pages are released while a model is loaded, so that
+loading needs little more memory than the model. A pickle is read by torch's weights-only unpickler, which runs no code.
+Which names a model needs is decided in `state_dict`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import pickletools
 import re
 import warnings
 import zipfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,10 +26,8 @@ from torch import Tensor
 
 from lantern_bench.errors import UserError
 
-# ---- What kind of checkpoint a file is, told from the names in it, for errors that say what was found
-
-
-_TELLS: tuple[tuple[str, str], ...] = (
+# What kind of checkpoint a file is, by the names in it: the first pattern that matches counts.
+_KINDS: tuple[tuple[str, str], ...] = (
     (r"model\.vqmodel\.|\.self_attn\.q_norm\.", "a Chameleon model (Anole, Lumina-mGPT)"),
     (r"model\.cls_embedding\.", "LlamaGen, text-conditional, in the layout of the HF conversion"),
     (r"cls_embedding\.uncond_embedding$", "LlamaGen, text-conditional, in the official layout"),
@@ -40,36 +40,26 @@ _TELLS: tuple[tuple[str, str], ...] = (
 )
 
 
-def what_is(names: Iterable[str]) -> str | None:
-    """Say what a checkpoint with these names is; None for one of no known kind."""
-    known = list(names)
-    for pattern, kind in _TELLS:
-        if any(re.match(pattern, name) or re.search(rf"(^|\.){pattern}", name) for name in known):
-            return kind
-    return None
-
-
-# ----
-
-# The names that training frameworks put around a state dict: DDP scripts, DeepSpeed, Lightning; FSDP puts none.
+# Keys under which training frameworks save a state dict: DDP scripts, DeepSpeed, Lightning; FSDP uses none.
 _CONTAINERS = ("model", "module", "state_dict")
 _WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module)\.")
-_IN_FOLDER = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
-# A mapping is closed and opened again when this much of it has been touched: touched pages count as memory.
+_IN_FOLDER = [f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json")]
+# A memory map is closed and opened again after this many bytes: touched pages count as memory.
 _WINDOW = 16 << 20
 _ADVICE = "Download or copy it again."
 
 
-class Checkpoint(Mapping[str, Tensor]):
-    """The tensors of one or several files, by name without the prefixes of wrappers.
+def what_is(names: Iterable[str]) -> str | None:
+    """Say what kind of checkpoint has these names; None for an unknown kind."""
+    known = list(names)
+    for pattern, kind in _KINDS:
+        if any(re.search(rf"(^|\.){pattern}", name) for name in known):
+            return kind
+    return None
 
-    A tensor is read when it is asked for. `settings` is what the file says of its training, `{}` where it says nothing.
-    """
+
+class Checkpoint(Mapping[str, Tensor]):
+    """The tensors of one or several files, by name without the prefixes of wrappers; each is read when looked up."""
 
     def __init__(self, path: Path, files: Mapping[str, _File], names: Mapping[str, str]) -> None:
         self.path = path
@@ -77,17 +67,17 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The files it consists of, in order."""
-        return tuple(dict.fromkeys(sorted(file.path for file in self._files.values())))
+        """The checkpoint's files, sorted."""
+        return tuple(sorted({file.path for file in self._files.values()}))
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The `args` of an official training run, where the file has them."""
+        """The `args` that an official training script saved, else an empty mapping."""
         return next((file.settings for file in self._files.values() if file.settings), {})
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, which is not read."""
-        return self._files[name].shape(self._names[name])
+        """The shape of a tensor, without reading it."""
+        return self._files[name].shapes[self._names[name]]
 
     def __getitem__(self, name: str) -> Tensor:
         return self._files[name].tensor(self._names[name])
@@ -102,39 +92,38 @@ class Checkpoint(Mapping[str, Tensor]):
         return len(self._names)
 
 
-class _File(Protocol):
+class _File(ABC):
+    """One file: the shape of every tensor in it, and the training settings where it has them."""
+
     path: Path
-    settings: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    settings: Mapping[str, Any] = MappingProxyType({})
 
-    def names(self) -> list[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
+    @abstractmethod
     def tensor(self, name: str) -> Tensor: ...
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a checkpoint: a `.safetensors` file, a torch file, or a folder with one of them, in one piece or sharded.
+    """Open a checkpoint: a `.safetensors` file, a torch file, or a directory with one of them, sharded or not.
 
-    Raises `UserError` for a file that is missing, cut off, no checkpoint, or a pickle with code.
+    Raises `UserError` for a file that is missing, truncated, no checkpoint, or a pickle with code.
     """
-    parts = [_open(file) for file in _files_of(path)]
     files: dict[str, _File] = {}
-    for part in parts:
-        for name in part.names():
+    for part in map(_open, _files_of(path)):
+        for name in part.shapes:
             if name in files:
-                raise UserError(f"{path}: {name} stands in two of its files", _ADVICE)
+                raise UserError(f"{path}: {name} is in two of its files", _ADVICE)
             files[name] = part
     clean = {name: _WRAPPERS.sub("", name) for name in files}
     if clean and all(name.startswith("module.") for name in clean.values()):
         clean = {name: short.removeprefix("module.") for name, short in clean.items()}
     if len(set(clean.values())) < len(clean):
-        raise UserError(f"{path}: has the same weights under several prefixes")
+        raise UserError(f"{path}: holds the same weights under several prefixes")
     return Checkpoint(path, {clean[name]: file for name, file in files.items()}, {v: k for k, v in clean.items()})
 
 
 def _files_of(path: Path) -> list[Path]:
-    """The files a checkpoint consists of: itself, the one in a folder, or the shards that an index names."""
+    """The files of a checkpoint: the path itself, the one in a directory, or the shards that an index names."""
     if path.is_dir():
         found = next((path / name for name in _IN_FOLDER if (path / name).is_file()), None)
         if found is None:
@@ -150,7 +139,8 @@ def _files_of(path: Path) -> list[Path]:
         raise UserError(f"{path}: cannot be read as an index of weights", _ADVICE) from error
     missing = [name for name in shards if not (path.parent / name).is_file()]
     if missing:
-        raise UserError(f"{path.parent}: of its {len(shards)} files are missing {', '.join(missing)}", _ADVICE)
+        counts = f"{len(missing)} of its {len(shards)} files are missing"
+        raise UserError(f"{path.parent}: {counts}: {', '.join(missing)}", _ADVICE)
     return [path.parent / name for name in shards]
 
 
@@ -169,23 +159,16 @@ def _open(path: Path) -> _File:
     return _Pickled(path, zipped=head.startswith(b"PK"))
 
 
-class _Safetensors:
-    """A safetensors file; each read maps it anew, so that nothing stays in memory but what was asked for."""
+class _Safetensors(_File):
+    """A safetensors file; each read maps it anew, so that only the tensor that is read stays in memory."""
 
     def __init__(self, path: Path) -> None:
-        self.settings: Mapping[str, Any] = {}
         self.path = path
         try:
             with safe_open(path, "pt") as file:
-                self._shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+                self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: is cut off or no safetensors file ({_short(error)})", _ADVICE) from error
-
-    def names(self) -> list[str]:
-        return list(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
+            raise UserError(f"{path}: is truncated or no safetensors file ({_short(error)})", _ADVICE) from error
 
     def tensor(self, name: str) -> Tensor:
         with safe_open(self.path, "pt") as file:
@@ -193,22 +176,18 @@ class _Safetensors:
         return found
 
 
-class _Pickled:
-    """A file of `torch.save`: mapped where it is a zip file; the older kind has to be read whole."""
+class _Pickled(_File):
+    """A file of `torch.save`: memory-mapped where it is a zip file; the legacy format is read as a whole."""
 
     def __init__(self, path: Path, zipped: bool) -> None:
         self.path, self._zipped = path, zipped
         self._touched = 0
         loaded = self._load()
-        self.settings: Mapping[str, Any] = _training_settings(loaded)
+        args = loaded.get("args") if isinstance(loaded, Mapping) else None
+        if isinstance(args, argparse.Namespace | Mapping):
+            self.settings = args if isinstance(args, Mapping) else vars(args)
         self._state: Mapping[str, Tensor] | None = _state_dict(path, loaded)
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in self._state.items()}
-
-    def names(self) -> list[str]:
-        return list(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._state.items()}
 
     def tensor(self, name: str) -> Tensor:
         if self._zipped and self._touched > _WINDOW:
@@ -221,11 +200,11 @@ class _Pickled:
 
     def _load(self) -> Any:
         if self._zipped and not zipfile.is_zipfile(self.path):
-            raise UserError(f"{self.path}: is cut off: its end is missing", _ADVICE)
+            raise UserError(f"{self.path}: is truncated: its end is missing", _ADVICE)
         try:
-            # Official training scripts save their arguments beside the weights: a plain namespace of plain values.
+            # Official training scripts save their arguments beside the weights, in a namespace.
             with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-                # Torch remarks on how a pickle was written; what is wrong with it is said below.
+                # Torch warns about how a pickle was written; the errors below say what is wrong with it.
                 warnings.simplefilter("ignore")
                 return torch.load(self.path, map_location="cpu", mmap=self._zipped or None, weights_only=True)
         except pickle.UnpicklingError as error:
@@ -233,39 +212,27 @@ class _Pickled:
             if code is None:
                 raise UserError(f"{self.path}: cannot be read as a checkpoint ({_short(error)})", _ADVICE) from error
             raise UserError(
-                f"{self.path}: is a pickle with code in it ({code}), which is not run and not loaded",
-                "Only files of tensors are: save the state dict alone, or convert it to safetensors.",
+                f"{self.path}: is a pickle with code in it ({code}); such files are neither run nor loaded",
+                "Save the state dict alone, or convert it to safetensors.",
             ) from error
         except (RuntimeError, EOFError, ValueError, LookupError, AttributeError, OSError) as error:
-            raise UserError(f"{self.path}: is cut off or no checkpoint ({_short(error)})", _ADVICE) from error
+            raise UserError(f"{self.path}: is truncated or no checkpoint ({_short(error)})", _ADVICE) from error
 
 
 def _state_dict(path: Path, loaded: Any) -> Mapping[str, Tensor]:
-    """The state dict inside what a file holds; raises `UserError` where there is none."""
-    # One in another, where a script has saved what another one had.
-    while (inner := _inside(loaded)) is not None:
+    """The state dict in the content of a file, in as many containers as there are; else raises `UserError`."""
+    while isinstance(loaded, Mapping):
+        inner = next((loaded[name] for name in _CONTAINERS if isinstance(loaded.get(name), Mapping)), None)
+        if inner is None:
+            break
         loaded = inner
     if not isinstance(loaded, Mapping) or not loaded:
         what = "nothing" if isinstance(loaded, Mapping) else f"a {type(loaded).__name__}"
         raise UserError(f"{path}: holds {what}, not tensors by name")
     wrong = [str(name) for name, value in loaded.items() if not isinstance(value, Tensor)]
     if wrong:
-        raise UserError(
-            f"{path}: is no state dict: {', '.join(wrong[:5])} {'are' if len(wrong) > 1 else 'is'} no tensor"
-        )
+        raise UserError(f"{path}: is no state dict: not a tensor: {', '.join(wrong[:5])}")
     return loaded
-
-
-def _inside(loaded: Any) -> Mapping[str, Any] | None:
-    """What stands under the first known name of a container; None where there is none."""
-    if not isinstance(loaded, Mapping):
-        return None
-    return next((loaded[name] for name in _CONTAINERS if isinstance(loaded.get(name), Mapping)), None)
-
-
-def _training_settings(loaded: Any) -> Mapping[str, Any]:
-    args = loaded.get("args") if isinstance(loaded, Mapping) else None
-    return vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, Mapping) else {}
 
 
 def _short(error: BaseException) -> str:
@@ -275,8 +242,8 @@ def _short(error: BaseException) -> str:
 
 
 def _code_in(path: Path, said: str) -> str | None:
-    """What a pickle would have called: as torch names it, or else the first name in it; nothing is run for that."""
-    # Functions that are built in are named without their module.
+    """The function a pickle would call, from torch's message or else from the pickle's opcodes; runs nothing."""
+    # Torch names builtins without their module.
     named = re.search(r"GLOBAL `?([A-Za-z_][\w.]*)", said) or re.search(r"(?:global:?|class) `?(\w+\.[\w.]+)", said)
     if named is not None:
         return named[1]
@@ -291,6 +258,5 @@ def _code_in(path: Path, said: str) -> str | None:
                 if isinstance(argument, str):
                     words.append(argument)
     except (ValueError, OSError):
-        # No pickle at all.
-        return None
+        return None  # no pickle
     return None

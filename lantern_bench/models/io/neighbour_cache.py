@@ -1,12 +1,12 @@
-"""Nearest-code tables on disk: made once per codebook and space, kept beside the tokenizer, checked when read.
+"""Nearest-code tables on disk: computed once per codebook and space, kept beside the tokenizer, checked when read.
 
-A table's file is named by the space and a hash of the codebook and carries both inside, with its own hash, so that a
-table never serves another codebook and a damaged one is refused. It is as narrow as its numbers allow (int16 for
-16,384 codes). How distances are measured is `decoding/neighbours.py`.
+A table's file is named by the space and a hash of the codebook and holds both, with the table's own hash: a table is
+never used for another codebook, and a damaged one is refused. `decoding/neighbours.py` defines the distances.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 from collections.abc import Callable
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from lantern_bench.decoding.neighbours import Space, in_space, index_dtype, nearest_codes
@@ -22,18 +24,17 @@ from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import write_atomically
 
 K_MAX = 1000
-"""Columns of a table that is kept, where nothing else is asked: the most that published settings use."""
+"""Columns of a table on disk by default: the most that published settings use."""
+
+_FORMAT = "lantern-bench nearest codes 1"
 
 
 class Codes(NamedTuple):
-    """A model's codes alone: rows [V, d] as stored, where their table is kept, in which space they were published."""
+    """A model's codes: rows [V, d] as stored, the directory of their table, the space of the published distances."""
 
     rows: Tensor
     folder: Path | None
     space: Space = "raw"
-
-
-_FORMAT = "lantern-bench nearest codes 1"
 
 
 def neighbour_table(
@@ -45,11 +46,11 @@ def neighbour_table(
     device: torch.device | str = "cpu",
     on_rows: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """The nearest codes of every code, at least `columns` of them, [V, k] on the CPU in the smallest integer type.
+    """At least `columns` nearest codes of every code, [V, k] on the CPU in the smallest integer type.
 
-    `codebook` [V, d] raw rows. With a `folder` the table there is read, or made `k_max` wide (or `columns`, where that
-    is more) and kept; a folder that cannot be written keeps nothing. Raises `RefusedError` for a damaged table and
-    ValueError for more columns than there are other codes.
+    `codebook` [V, d] raw rows. With a `folder` the table there is read, or computed with max(k_max, columns) columns
+    and written where possible. Raises `RefusedError` for a damaged table and ValueError for more columns than there are
+    other codes.
     """
     codes = codebook.shape[0]
     path = table_path(folder, codebook, space) if folder is not None else None
@@ -61,7 +62,9 @@ def neighbour_table(
     rows = in_space(codebook.to(device), space)
     table = nearest_codes(rows, width, dtype=index_dtype(codes), on_rows=on_rows).cpu()
     if path is not None:
-        _keep(path, table, codebook, space)
+        # In a read-only directory the table is computed again each time.
+        with contextlib.suppress(OSError):
+            write_table(path, table, codebook, space)
     return table
 
 
@@ -76,18 +79,14 @@ def codebook_sha256(codebook: Tensor) -> str:
 
 
 def write_table(path: Path, table: Tensor, codebook: Tensor, space: Space) -> None:
-    """Write a table [V, k] with what it is of; it is there as a whole or not at all. Raises OSError."""
-    from safetensors.torch import save
-
+    """Write a table [V, k] atomically with the space and hash of its codebook. Raises OSError."""
     kept = table.to(index_dtype(codebook.shape[0])).cpu().contiguous()
     facts = {"format": _FORMAT, "space": space, "codebook_sha256": codebook_sha256(codebook)}
     write_atomically(path, save({"table": kept}, metadata=facts | {"table_sha256": _table_sha256(kept)}))
 
 
 def read_table(path: Path, codebook: Tensor, space: Space) -> Tensor:
-    """Read a table and check it against its codebook; raises `RefusedError` for one of another, or damaged."""
-    from safetensors import SafetensorError, safe_open
-
+    """Read a table; raises `RefusedError` for a damaged one and for one of another codebook or space."""
     try:
         with safe_open(path, framework="pt") as file:
             facts: dict[str, Any] = file.metadata() or {}
@@ -99,12 +98,12 @@ def read_table(path: Path, codebook: Tensor, space: Space) -> Tensor:
         if facts.get(key) != value:
             raise _refused(path, f"its {key.replace('_', ' ')} is {facts.get(key)}, not {value}")
     if facts.get("table_sha256") != _table_sha256(table) or table.shape[0] != codebook.shape[0]:
-        raise _refused(path, "its numbers are not those that were written")
+        raise _refused(path, "its hash differs from the recorded one")
     return table
 
 
 def export_table(table: Tensor, path: Path) -> None:
-    """Write a table as the LANTERN authors' code reads it: .npy, uint16 [V, k]. Raises `UserError`, ValueError."""
+    """Write a table in the format of the LANTERN authors' code: .npy, uint16 [V, k]. Raises `UserError`, ValueError."""
     if table.shape[0] > 1 << 16:
         raise ValueError(f"uint16 cannot number {table.shape[0]} codes")
     buffer = io.BytesIO()
@@ -115,20 +114,12 @@ def export_table(table: Tensor, path: Path) -> None:
         raise UserError(f"--export {path}: cannot be written: {error.strerror}") from error
 
 
-def _keep(path: Path, table: Tensor, codebook: Tensor, space: Space) -> None:
-    try:
-        write_table(path, table, codebook, space)
-    except OSError:
-        # Weights may lie where nobody may write; the table is then made again each time.
-        return
-
-
 def _table_sha256(table: Tensor) -> str:
     return hashlib.sha256(table.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _refused(path: Path, why: str) -> RefusedError:
     return RefusedError(
-        f"{path}: no table of nearest codes for this codebook: {why}",
-        "Remove it, or type `lantern-bench neighbours MODEL --force` to make it anew.",
+        f"{path}: not a table of nearest codes of this codebook: {why}",
+        "Remove it, or type `lantern-bench neighbours MODEL --force` to compute it again.",
     )

@@ -1,7 +1,7 @@
-"""The names of transformers' Llama, mapped onto THE transformer: LlamaGen's conversion, Chameleon, published drafters.
+"""State dicts: key maps from a checkpoint's names to ours, loading with every error at once, export, HF Llama names.
 
-All of them name the parts of a layer alike; what a model's layers and the things around them are called as a whole is
-for its own key map to say.
+A key map says which tensors of a checkpoint make up each tensor of a module. `llama_key_map` is that of transformers'
+Llama, which LlamaGen's conversion, Chameleon and the published drafters use for their layers.
 """
 
 from __future__ import annotations
@@ -16,18 +16,15 @@ from lantern_bench.errors import UserError
 from lantern_bench.models.io.checkpoint import Checkpoint, what_is
 from lantern_bench.models.transformer import TransformerConfig
 
-# ---- From a checkpoint into modules, and back: key maps, and every key that does not fit in one error
-
-
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Piece(NamedTuple):
     """A tensor of a checkpoint as part of one of ours.
 
-    `rows` of ours, along the first axis (None: all of them). `prepare` turns what the file holds into what we hold,
-    `undo` is its inverse; both keep the shape, but where the file has `file_rows` and `prepare` takes `rows` of them:
-    such a piece cannot be exported.
+    It fills `rows` of ours along the first axis (None: all). `prepare` converts the file's tensor into ours, `undo` is
+    its inverse; both keep the shape. Where `file_rows` is set the file has that many rows and `prepare` selects `rows`
+    of them: such a piece cannot be exported.
     """
 
     key: str
@@ -42,7 +39,7 @@ KeyMap: TypeAlias = Mapping[str, tuple[Piece, ...]]
 
 
 def plain(module: nn.Module, rename: Callable[[str], str] = lambda name: name) -> dict[str, tuple[Piece, ...]]:
-    """The key map in which every tensor of a module is one of the file's, under the name `rename` gives it."""
+    """The key map in which every tensor of a module is one tensor of the file, named by `rename`."""
     return {name: (Piece(rename(name)),) for name in module.state_dict()}
 
 
@@ -56,11 +53,11 @@ def fill(
     computed: Callable[[str], bool] = lambda _key: False,
     wanted: str = "this model",
 ) -> None:
-    """Give a module (on the meta device) its weights; it is then in evaluation mode, on `device`, in `dtype`.
+    """Load a checkpoint into a module on the meta device: in evaluation mode, on `device`, in `dtype`.
 
-    `computed` tells the keys that a file may have and nobody needs. Raises one `UserError` with every missing,
-    unexpected and misshapen key, and one for a tensor without weights or with some that are not finite; `wanted` says
-    there what was looked for. Needs the memory of the module and of one tensor more.
+    `computed` selects keys of the file that are ignored; `wanted` names the model in errors. Needs the memory of the
+    module and of one more tensor. Raises one `UserError` with every missing, unexpected and misshapen key, and one for
+    a tensor of an unsupported type or with values that are not finite.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     _check(checkpoint, shapes, key_map, computed, wanted)
@@ -73,8 +70,8 @@ def fill(
             read = checkpoint[piece.key]
             if read.dtype not in _FLOATS:
                 raise UserError(
-                    f"{checkpoint.path}: {piece.key} holds {str(read.dtype).removeprefix('torch.')}, no weights",
-                    "Weights are read as float32, bfloat16, float16 or float64; quantised ones are not.",
+                    f"{checkpoint.path}: {piece.key} has the unsupported type {str(read.dtype)[6:]}",
+                    "Weights must be float32, bfloat16, float16 or float64; quantised weights are not supported.",
                 )
             tensor[at : at + rows].copy_(read if piece.prepare is None else piece.prepare(read))
             at += rows
@@ -90,7 +87,7 @@ def fill(
 
 
 def compute_buffers(module: nn.Module, device: torch.device) -> None:
-    """Let every submodule make the tables it computes, on `device`: those are in no file."""
+    """Compute the buffers that no checkpoint holds, such as rotary tables, on `device`."""
     for part in module.modules():
         compute = getattr(part, "compute_buffers", None)
         if compute is not None:
@@ -98,7 +95,7 @@ def compute_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def export(module: nn.Module, key_map: KeyMap) -> dict[str, Tensor]:
-    """The weights of a module under the names of a checkpoint's layout: the inverse of `fill`."""
+    """The weights of a module under a checkpoint's names: the inverse of `fill`."""
     state = module.state_dict()
     out: dict[str, Tensor] = {}
     for name, pieces in key_map.items():
@@ -106,7 +103,7 @@ def export(module: nn.Module, key_map: KeyMap) -> dict[str, Tensor]:
         for piece in pieces:
             rows = state[name].shape[0] if piece.rows is None else piece.rows
             if piece.file_rows is not None:
-                raise ValueError(f"{piece.key} is held in part and cannot be exported")
+                raise ValueError(f"{piece.key}: only some of its rows are loaded, so it cannot be exported")
             part = state[name][at : at + rows]
             out[piece.key] = (part if piece.undo is None else piece.undo(part)).detach().cpu().clone().contiguous()
             at += rows
@@ -137,23 +134,16 @@ def _check(
         return
     kind = what_is(checkpoint)
     told = f": it is {kind}" if kind is not None and len(missing) * 2 > len(expected) else ""
-    lines = [
-        f"{len(keys)} {what}: {_listed(keys)}"
-        for what, keys in (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen))
-        if keys
-    ]
-    raise UserError(f"{checkpoint.path}: does not hold {wanted}{told}\n  " + "\n  ".join(lines))
+    problems = (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen))
+    lines = [f"\n  {len(keys)} {what}: {', '.join(keys)}" for what, keys in problems if keys]
+    raise UserError(f"{checkpoint.path}: does not hold {wanted}{told}{''.join(lines)}")
 
 
 def _shape(shape: Iterable[int]) -> str:
     return "x".join(map(str, shape)) or "a number"
 
 
-def _listed(keys: list[str]) -> str:
-    return ", ".join(keys)
-
-
-# ----
+# ---- The names of transformers' Llama
 
 AROUND: Mapping[str, str] = {
     "transformer.tok_embeddings.": "model.embed_tokens.",
@@ -161,7 +151,7 @@ AROUND: Mapping[str, str] = {
     "transformer.norm.": "model.norm.",
     "transformer.output.": "lm_head.",
 }
-"""Where a `TransformerTarget` keeps its parts -> where a Llama for causal language modelling does."""
+"""Prefixes of a `TransformerTarget`'s parts -> those of transformers' LlamaForCausalLM."""
 
 _INSIDE = {
     "attention.wo.": "self_attn.o_proj.",
@@ -173,16 +163,15 @@ _INSIDE = {
     "attention_norm.": "input_layernorm.",
     "ffn_norm.": "post_attention_layernorm.",
 }
-_MIXED = "attention.wqkv.weight"
 
 
 def llama_key_map(
     module: nn.Module, config: TransformerConfig, around: Mapping[str, str] = AROUND
 ) -> dict[str, tuple[Piece, ...]]:
-    """The key map of a module with layers of `config`; `around` renames what its names begin with.
+    """The key map of a module with layers of `config`; `around` renames prefixes.
 
-    Query, key and value are three matrices there and one here, their rows in the same order: which pairs of them the
-    rotary embedding turns together is the config's to say (`pairs`).
+    Query, key and value are three matrices there and one here, their rows in the same order; `config.pairs` says which
+    rows the rotary embedding rotates together.
     """
 
     def rename(name: str) -> str:
@@ -194,11 +183,11 @@ def llama_key_map(
             name = name.replace(f".{ours}", f".{theirs}")
         return name
 
-    rows = dict.fromkeys("qkv", (config.kv_heads or config.heads) * config.head_dim)
-    rows["q"] = config.heads * config.head_dim
+    kv_rows = (config.kv_heads or config.heads) * config.head_dim
     pieces = plain(module, rename)
     for name in pieces:
-        if name.endswith(_MIXED):
-            layer = rename(name).removesuffix(_MIXED)
+        layer, mixed, _ = rename(name).partition("attention.wqkv.weight")
+        if mixed:
+            rows = {"q": config.heads * config.head_dim, "k": kv_rows, "v": kv_rows}
             pieces[name] = tuple(Piece(f"{layer}self_attn.{part}_proj.weight", count) for part, count in rows.items())
     return pieces
