@@ -15,10 +15,10 @@ from lantern_bench.cli.options import (
     PromptsOption,
     SettingsOption,
     compile_steps,
-    results_root,
     with_flags,
 )
 from lantern_bench.errors import CheckFailedError
+from lantern_bench.runs.store import results_root
 
 if TYPE_CHECKING:
     from lantern_bench.console import Console

@@ -14,12 +14,12 @@ import typer
 from lantern_bench.config.trees import STATIC_TREES
 from lantern_bench.console import FORMATS, Console
 from lantern_bench.errors import UserError
+from lantern_bench.runs.store import find_run, results_root
 
 if TYPE_CHECKING:
     from lantern_bench.models.loaded_model import LoadedModel
     from lantern_bench.runs.devices import Place
 
-RESULTS_VARIABLE = "LANTERN_BENCH_RESULTS"
 PROMPTS_HELP = "Prompt set, file, coco:FILE, parti:FILE or imagenet; append #100 to take one hundred of them."
 RUN_HELP = "Run directory, or the name (or a prefix of it) of a run under results/."
 
@@ -113,15 +113,8 @@ def with_flags(*flags: Flag) -> Callable[[Callable[..., None]], Callable[..., No
 # ---- Helpers
 
 
-def results_root() -> Path:
-    """Return the directory that holds the run directories; it may not exist yet."""
-    return Path(os.environ.get(RESULTS_VARIABLE) or "results")
-
-
 def locate(run: str) -> Path:
     """Return a run directory by path or name; raises `UserError` that lists the existing runs."""
-    from lantern_bench.runs.store import find_run
-
     return find_run(run, results_root())
 
 
@@ -130,15 +123,18 @@ def locate_all(runs: Sequence[str]) -> list[Path]:
     return list(dict.fromkeys(locate(run) for run in runs))
 
 
+def warn_uncompiled(problem: str, console: Console) -> None:
+    """Say that decoding is not compiled, and why."""
+    advice = "Decoding is slower without. Install torch 2.10 or newer and a C++ compiler, or pass --no-compile."
+    console.warn(f"decoding is not compiled: {problem}", advice)
+
+
 def compile_steps(models: Iterable[LoadedModel], place: Place, console: Console) -> None:
     """Compile the models' decode steps on first use; warn and continue uncompiled where this is impossible."""
     from lantern_bench.runs.devices import compile_models
 
     if (problem := compile_models(models, place)) is not None:
-        console.warn(
-            f"decoding is not compiled: {problem}",
-            "Decoding is slower without. Install torch 2.10 or newer and a C++ compiler, or pass --no-compile.",
-        )
+        warn_uncompiled(problem, console)
 
 
 def writable(folder: Path, flag: str) -> None:

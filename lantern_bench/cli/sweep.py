@@ -1,7 +1,4 @@
-"""`lantern-bench sweep`: the main job. Plan, run, score, write the tables, show the summary.
-
-The flags and what is shown at the end; what happens in between is `cli/run_sweep.py`.
-"""
+"""`lantern-bench sweep`, `reproduce` and `score`: parse flags, call `runs/sweep.py`, show progress and tables."""
 
 from __future__ import annotations
 
@@ -10,70 +7,79 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lantern_bench.cli.options import DECODING, PLACE, PROMPTS_HELP, RUN_HELP, locate, with_flags
-from lantern_bench.cli.run_sweep import Request, carry_out, check_failed, make_request, plan_table
+from lantern_bench.cli.options import (
+    DECODING,
+    DEVICE_HELP,
+    PLACE,
+    RUN_HELP,
+    FormatOption,
+    ModesOption,
+    PromptsOption,
+    SettingsOption,
+    locate,
+    warn_uncompiled,
+    with_flags,
+)
 from lantern_bench.config.protocols import PROTOCOLS
-from lantern_bench.console import FORMATS, Console
+from lantern_bench.config.values import Overrides
+from lantern_bench.console import Console, Progress, duration
+from lantern_bench.runs import sweep as runs_sweep
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from lantern_bench.runs.runner import Event
+
+# Arguments that several commands share.
+_Metrics = Annotated[list[str] | None, typer.Option(help="speed, quality, or both.")]
+_Protocol = Annotated[str | None, typer.Option(help="The quality protocol; see `lantern-bench score`.")]
+_Reference = Annotated[str | None, typer.Option(help="What fidelity is measured against; see `score`.")]
+_Out = Annotated[Path | None, typer.Option(help="The run directory; by default results/<name>-<hash>.")]
+_Resume = Annotated[bool, typer.Option(help="Resume the run, or start a new one beside it.")]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and decode nothing.")]
 
 
 @with_flags(*DECODING, *PLACE)
 def sweep(
     ctx: typer.Context,
     experiment: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped experiment.")] = "lanterns",
-    model: Annotated[list[str] | None, typer.Option(help="Model, or several.")] = None,
-    modes: Annotated[list[str] | None, typer.Option(help="Keep the cells of these modes.")] = None,
-    prompts: Annotated[str | None, typer.Option(help=PROMPTS_HELP)] = None,
+    model: Annotated[list[str] | None, typer.Option(help="One or several models.")] = None,
+    modes: ModesOption = None,
+    prompts: PromptsOption = None,
     images: Annotated[str | None, typer.Option(help="Images per cell.")] = None,
-    repeats: Annotated[str | None, typer.Option(help="Make the images so many times, with fresh seeds.")] = None,
-    metrics: Annotated[list[str] | None, typer.Option(help="speed, quality, or both.")] = None,
-    protocol: Annotated[str | None, typer.Option(help="How quality is judged; see `lantern-bench score`.")] = None,
-    reference: Annotated[str | None, typer.Option(help="What fidelity is measured against; see `score`.")] = None,
+    repeats: Annotated[str | None, typer.Option(help="Repeat the images this many times, with new seeds.")] = None,
+    metrics: _Metrics = None,
+    protocol: _Protocol = None,
+    reference: _Reference = None,
     batch: Annotated[str | None, typer.Option(help="Images decoded at once, or a list; published: 1.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; by default results/<name>-<hash>.")] = None,
-    resume: Annotated[bool, typer.Option(help="Continue what is there, or start afresh beside it.")] = True,
+    out: _Out = None,
+    resume: _Resume = True,
     baseline: Annotated[bool | None, typer.Option("--baseline/--no-baseline", help="Add ar to a run without.")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="key=value, any key of an experiment.")] = None,
-    shard: Annotated[str | None, typer.Option(help="i/n: make only this part of the prompts.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and make nothing.")] = False,
-    format: Annotated[str | None, typer.Option(help=f"Of the table: one of {', '.join(FORMATS)}.")] = None,
+    settings: SettingsOption = None,
+    shard: Annotated[str | None, typer.Option(help="i/n: run only part i of n of the prompts.")] = None,
+    dry_run: _DryRun = False,
+    format: FormatOption = None,
     *,
     flags: dict[str, Any],
 ) -> None:
-    """Run an experiment: speed and quality of every cell, and the tables. The same command continues it."""
+    """Run an experiment: speed and quality of every cell, and the tables. The same command resumes it."""
     console: Console = ctx.obj
-    chosen = console.checked_format(format) if format is not None else None
-    typed: dict[str, Any] = {"model": model or None, "prompts": prompts, "images": images, "repeats": repeats}
-    typed |= {"batch": batch, "metrics": metrics or None, "baseline": baseline}
-    typed |= {key: None if value == [] else value for key, value in flags.items()}
-    typed |= {"protocol": protocol, "reference": reference}
-    request = make_request(
-        experiment, typed, modes=modes or None, settings=settings, out=out, resume=resume, shard=shard
-    )
+    typed = flags | {"model": model, "prompts": prompts, "images": images, "repeats": repeats, "batch": batch}
+    typed |= {"metrics": metrics, "baseline": baseline, "protocol": protocol, "reference": reference}
+    overrides = _overrides(typed, modes, settings)
+    request = runs_sweep.prepare(experiment, overrides, out=out, resume=resume, shard=shard)
     if dry_run:
-        console.table(plan_table(request, console), title=str(request.folder), format=chosen)
+        _show_plan(request, console, format)
         return
-    console.say(f"run: {request.folder}")
-    failed = carry_out(request, console)
-    _finish(request, console, chosen)
-    check_failed(request, failed)
+    failed = _run(request, console)
 
-
-def _finish(request: Request, console: Console, format: str | None) -> None:
-    """Write the tables, show the summary, say where everything is."""
     from lantern_bench.report.tables import NAMES, write_tables
 
     tables = write_tables(request.folder)
     console.table(tables["summary"], "summary", title=request.folder.name, format=format)
     console.say(f"tables: {', '.join(f'{name}.csv' for name in NAMES)}; pictures: images/; all in")
     console.say(f"run: {request.folder}")
-
-
-# ---- `lantern-bench reproduce`: run the experiment of a published table, with both residuals, and set it beside th
-
-_RESIDUALS = ["official", "exact"]
+    runs_sweep.check_failed(request, failed)
 
 
 @with_flags(*DECODING, *PLACE)
@@ -81,50 +87,153 @@ def reproduce(
     ctx: typer.Context,
     experiment: Annotated[str, typer.Argument(help="A shipped experiment with published figures, or a YAML file.")],
     model: Annotated[str | None, typer.Option(help="The model; by default the experiment's.")] = None,
-    modes: Annotated[list[str] | None, typer.Option(help="Keep the cells of these modes.")] = None,
-    prompts: Annotated[str | None, typer.Option(help=PROMPTS_HELP)] = None,
+    modes: ModesOption = None,
+    prompts: PromptsOption = None,
     images: Annotated[str | None, typer.Option(help="Images per cell; published tables use 1,000 to 5,000.")] = None,
-    metrics: Annotated[list[str] | None, typer.Option(help="speed, quality, or both.")] = None,
-    protocol: Annotated[str | None, typer.Option(help="How quality is judged; see `lantern-bench score`.")] = None,
-    reference: Annotated[str | None, typer.Option(help="What fidelity is measured against; see `score`.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; by default results/<name>-<hash>.")] = None,
-    resume: Annotated[bool, typer.Option(help="Continue what is there, or start afresh beside it.")] = True,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="key=value, any key of an experiment.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and make nothing.")] = False,
-    format: Annotated[str | None, typer.Option(help=f"Of the table: one of {', '.join(FORMATS)}.")] = None,
+    metrics: _Metrics = None,
+    protocol: _Protocol = None,
+    reference: _Reference = None,
+    out: _Out = None,
+    resume: _Resume = True,
+    settings: SettingsOption = None,
+    dry_run: _DryRun = False,
+    format: FormatOption = None,
     *,
     flags: dict[str, Any],
 ) -> None:
     """Reproduce a published table: every relaxed cell with both residuals, published figures beside ours."""
     console: Console = ctx.obj
-    chosen = console.checked_format(format) if format is not None else None
-    typed: dict[str, Any] = {"model": [model] if model else None, "prompts": prompts, "images": images}
-    typed |= {"metrics": metrics or None, "protocol": protocol, "reference": reference}
-    typed |= {key: None if value == [] else value for key, value in flags.items()}
-    request = _request(experiment, typed, modes=modes or None, settings=settings, out=out, resume=resume)
+    typed = flags | {"model": [model] if model else None, "prompts": prompts, "images": images, "metrics": metrics}
+    overrides = _overrides(typed | {"protocol": protocol, "reference": reference}, modes, settings)
+    request = runs_sweep.prepare(experiment, overrides, out=out, resume=resume, both_residuals=True)
     if dry_run:
-        console.table(plan_table(request, console), title=str(request.folder), format=chosen)
+        _show_plan(request, console, format)
         return
+    failed = _run(request, console)
+    _show_reproduction(request.folder, console, format)
+    runs_sweep.check_failed(request, failed)
+
+
+def score(
+    ctx: typer.Context,
+    run: Annotated[str, typer.Argument(help=RUN_HELP)],
+    protocol: Annotated[str | None, typer.Option(help=f"One of {', '.join(PROTOCOLS)}; by default the run's.")] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(help="embedded, a folder of pictures, a COCO .json (or FILE.json=FOLDER), or a .npz (mu, sigma)."),
+    ] = None,
+    fid_infinity: Annotated[
+        bool, typer.Option("--fid-infinity", help="Also extrapolate FID to infinitely many pictures.")
+    ] = False,
+    again: Annotated[bool, typer.Option("--again", help="Score again what these scorers have scored.")] = False,
+    clip_weights: Annotated[Path | None, typer.Option(help="Checkpoint of the protocol's CLIP model.")] = None,
+    features_weights: Annotated[Path | None, typer.Option(help="Weights of the protocol's extractor.")] = None,
+    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "auto",
+    format: FormatOption = None,
+) -> None:
+    """Score the pictures of a run by a quality protocol, without decoding again."""
+    console: Console = ctx.obj
+    folder = locate(run)
+    with console.progress() as progress:
+        rules, written = runs_sweep.score(
+            folder,
+            Renderer(console, progress).show,
+            protocol=protocol,
+            reference=reference,
+            device=device,
+            clip_weights=clip_weights,
+            features_weights=features_weights,
+            infinity=fid_infinity,
+            again=again,
+        )
+
+    from lantern_bench.report.tables import write_tables
+
+    quality = write_tables(folder)["quality"]
+    mine = quality[quality["protocol"] == rules.name].reset_index(drop=True)
+    console.table(mine, "quality", title=f"{folder.name}: {rules.name}, version {rules.version}", format=format)
+    said = f"{written} scores added" if written else "nothing to add: these scorers have scored everything (--again)"
+    console.say(f"{said}; {folder / 'scores.jsonl'}")
+
+
+class Renderer:
+    """Draws the events of a sweep: progress bars with live figures, and lines for what happens once."""
+
+    def __init__(self, console: Console, progress: Progress, folder: Path = Path()) -> None:
+        self._console, self._progress, self._folder = console, progress, folder
+        self._lengths: list[float] = []
+        self._seconds: list[float] = []
+
+    def show(self, event: Event) -> None:
+        """Draw one event."""
+        from lantern_bench.runs import runner
+
+        console, progress = self._console, self._progress
+        if isinstance(event, runner.Loaded):
+            if event.compile_problem is not None:
+                warn_uncompiled(event.compile_problem, console)
+            console.detail(f"device {event.place.device}, {event.place.dtype_name}")
+        elif isinstance(event, runner.EncodedCaptions):
+            if event.done == 0:
+                progress.start(event.total, f"captions for {event.model}")
+            progress.reach(event.done)
+        elif isinstance(event, runner.Started):
+            to_do = sum(event.to_do.values())
+            progress.finish()
+            if event.kept:
+                console.say(f"{event.kept} images kept, {to_do} to do")
+            if to_do:
+                progress.start(to_do, "images", event.to_do)
+        elif isinstance(event, runner.WarmedUp):
+            tell = console.say if event.compiled else console.detail
+            tell(f"{'compiled' if event.compiled else 'warm-up of'} {event.cell_id}: {event.seconds or 0.0:.1f} s")
+        elif isinstance(event, runner.ImageDone):
+            self._show_image(event)
+        elif isinstance(event, runner.Scored):
+            progress.share("scoring", event.done / event.total)
+        else:
+            progress.finish()
+            if event.done:
+                console.say(f"interrupted: {event.done} of {event.total} images are done and kept in {self._folder}")
+            else:
+                console.say("interrupted before the first image; encoded captions are kept")
+            console.say("The same command continues.")
+
+    def _show_image(self, event: Any) -> None:
+        record = event.record
+        if event.failed:
+            self._console.warn(f"{event.unit.image} failed: {record['error']}")
+        else:
+            self._seconds.append(record["seconds"])
+            if event.unit.cell.decoding.mode != "ar" and record["mean_accepted_length"]:
+                self._lengths.append(record["mean_accepted_length"])
+        figures = {"mal": self._lengths, "s_per_image": self._seconds}
+        live = {name: sum(values) / len(values) for name, values in figures.items() if values}
+        self._progress.advance(part=event.unit.cell.cell_id, **live)
+
+
+def _overrides(typed: dict[str, Any], modes: list[str] | None, settings: list[str] | None) -> Overrides:
+    given = {key: value for key, value in typed.items() if value != []}
+    return Overrides.from_flags(given, modes=modes or None, settings=settings or [])
+
+
+def _run(request: runs_sweep.Request, console: Console) -> int:
     console.say(f"run: {request.folder}")
-    failed = carry_out(request, console)
-    _show(request.folder, console, chosen)
-    check_failed(request, failed)
+    with console.progress() as progress:
+        return runs_sweep.run(request, Renderer(console, progress, request.folder).show)
 
 
-def _request(experiment: str, typed: dict[str, Any], **more: Any) -> Request:
-    """The run with both residuals, unless the residual was typed or no cell has one."""
-    from lantern_bench.config.experiment import load_experiment
-    from lantern_bench.config.values import Overrides
-
-    if typed.get("residual") is None:
-        overrides = Overrides.from_flags(typed, modes=more["modes"], settings=more["settings"] or [])
-        if load_experiment(experiment, overrides).is_relaxed:
-            typed = typed | {"residual": _RESIDUALS}
-    return make_request(experiment, typed, **more)
+def _show_plan(request: runs_sweep.Request, console: Console, format: str | None) -> None:
+    table, estimate = runs_sweep.plan_table(request)
+    time = "unknown, nothing is measured yet" if estimate.seconds is None else duration(estimate.seconds)
+    counts = f"{estimate.images} images, {estimate.done} done, {estimate.to_do} to do"
+    console.say(f"run: {request.folder}")
+    console.say(f"{len(table)} cells, {counts}; time left: {time}")
+    console.table(table, title=str(request.folder), format=format)
 
 
-def _show(folder: Path, console: Console, format: str | None) -> None:
-    """Write the tables, show the comparison and what stands in its way."""
+def _show_reproduction(folder: Path, console: Console, format: str | None) -> None:
+    """Write the tables, show the comparison with the published figures and what is not comparable."""
     from lantern_bench.config.paper import read_paper
     from lantern_bench.report.reproduction import comparability, reproduction_rows, side_by_side, trends
     from lantern_bench.report.tables import frame, write_csv, write_tables
@@ -144,65 +253,3 @@ def _show(folder: Path, console: Console, format: str | None) -> None:
         console.table(side_by_side(table), title=paper.title if paper else folder.name, format=format)
         console.data("\n".join(["", *notes]))
     console.say(f"tables: reproduction.csv, speed.csv, quality.csv, acceptance.csv, summary.csv; all in {folder}")
-
-
-# ---- `lantern-bench score`: judge the pictures of a run again, by any protocol; nothing is decoded
-
-
-def score(
-    ctx: typer.Context,
-    run: Annotated[str, typer.Argument(help=RUN_HELP)],
-    protocol: Annotated[str | None, typer.Option(help=f"One of {', '.join(PROTOCOLS)}; by default the run's.")] = None,
-    reference: Annotated[
-        str | None,
-        typer.Option(help="embedded, a folder of pictures, a COCO .json (or FILE.json=FOLDER), or a .npz (mu, sigma)."),
-    ] = None,
-    fid_infinity: Annotated[
-        bool, typer.Option("--fid-infinity", help="Also extrapolate FID to infinitely many pictures.")
-    ] = False,
-    again: Annotated[bool, typer.Option("--again", help="Score also what these judges have scored already.")] = False,
-    clip_weights: Annotated[Path | None, typer.Option(help="Checkpoint of the protocol's CLIP model.")] = None,
-    features_weights: Annotated[Path | None, typer.Option(help="Weights of the protocol's extractor.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, mps, cuda or cuda:N.")] = "auto",
-    format: Annotated[str | None, typer.Option(help=f"Of the table: one of {', '.join(FORMATS)}.")] = None,
-) -> None:
-    """Score the pictures of a run by a quality protocol, without decoding again."""
-    console: Console = ctx.obj
-    chosen = console.checked_format(format) if format is not None else None
-    folder = locate(run)
-
-    from lantern_bench.config.protocols import protocol_of
-    from lantern_bench.runs.preflight import default_protocol
-    from lantern_bench.runs.store import read_manifest
-
-    recorded = read_manifest(folder).get("experiment", {})
-    named = protocol or recorded.get("protocol") or default_protocol(recorded.get("model") or [])
-    rules = protocol_of(named)
-
-    from lantern_bench.metrics.reference_sets import cache_folder, find_reference
-    from lantern_bench.report.tables import write_tables
-    from lantern_bench.runs.devices import choose_place
-    from lantern_bench.runs.scoring import judges_of, score_run
-    from lantern_bench.runs.store import ScoreBook
-
-    place = choose_place(device)
-    judges = judges_of(rules, clip_weights=clip_weights, features_weights=features_weights, device=place.device)
-    given = reference or (recorded.get("reference") if named == recorded.get("protocol") else None)
-    against = find_reference(given, rules)
-    with ScoreBook(folder) as book, console.progress() as progress:
-        progress.start(1, "scoring")
-        written = score_run(
-            book,
-            judges,
-            against,
-            on_cell=lambda _cell, done, total: progress.reach(done / total),
-            cache=cache_folder(),
-            infinity=fid_infinity,
-            again=again,
-        )
-        progress.reach(1)
-    quality = write_tables(folder)["quality"]
-    mine = quality[quality["protocol"] == rules.name].reset_index(drop=True)
-    console.table(mine, "quality", title=f"{folder.name}: {rules.name}, version {rules.version}", format=chosen)
-    said = f"{written} scores added" if written else "nothing to add: these judges have scored all of it (--again)"
-    console.say(f"{said}; {folder / 'scores.jsonl'}")

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lantern_bench.cli.options import results_root, writable
+from lantern_bench.cli.options import writable
 from lantern_bench.cli.train_drafter import drafter
 from lantern_bench.console import FORMATS, Console, duration
 from lantern_bench.errors import CheckFailedError, UserError
+from lantern_bench.runs.store import results_root
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from lantern_bench.cli.options import PROMPTS_HELP, results_root
+from lantern_bench.cli.options import PROMPTS_HELP
 from lantern_bench.config.trees import STATIC_TREES
 from lantern_bench.console import FORMATS, Console, duration
 from lantern_bench.errors import CheckFailedError, UserError
+from lantern_bench.runs.store import results_root
 
 if TYPE_CHECKING:
     from lantern_bench.config.decoding import Decoding

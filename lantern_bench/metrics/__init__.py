@@ -1,5 +1,1 @@
-"""Instruments: what is read off pictures and machines.
-
-Fidelity goes through torch-fidelity and CLIP scores through open_clip, so that a figure here means what it means
-elsewhere; what they are fed, and what is written down beside their answers, is decided in this folder.
-"""
+"""Quality metrics: fidelity through torch-fidelity, CLIP scores through open_clip, so that figures match theirs."""

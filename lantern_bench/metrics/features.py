@@ -1,7 +1,7 @@
-"""Pictures to features: one pass of an extractor over a set, by torch-fidelity.
+"""Pictures to features: preprocessing, and one pass of an extractor over a set, by torch-fidelity.
 
-The features are all that FID, KID, precision and recall need, so a set is passed once and the reference's can be kept
-(`metrics/reference_sets.py`). Sets may be larger than the memory: pictures are read and prepared one at a time.
+FID, KID, precision and recall need only the features, so every set is passed once and `metrics/reference_sets.py` can
+cache those of references. Sets may be larger than memory: pictures are read and preprocessed one at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -30,76 +30,62 @@ from lantern_bench.models.io.files import remembered_sha256
 from lantern_bench.models.io.hub_files import WEIGHTS_FOLDER_VARIABLE
 from lantern_bench.models.lanterns import classifier
 
-# ---- Finding the weights of a judge on this machine, and naming them in results
+# ---- The weights of a scorer: finding them on this machine, naming them in results
 
 
-_HASH_DIGITS = 8
+def find_weights(scorer: str, file_name: str, given: Path | None, advice: str) -> Path:
+    """Return the weights file of `scorer`: the given path, or the published `file_name` where it is found.
 
-
-def find_weights(judge: str, file_name: str, given: Path | None, advice: str) -> Path:
-    """The weights file of `judge`, from the first place that has it.
-
-    The places: the path that was given; the folder named by the environment variable `LANTERN_BENCH_WEIGHTS`; the
-    cache of torch.hub. `file_name` is the name under which the weights are published. Raises `UserError` for a given
-    path that is no file and `RefusedError` when no place has the file; `advice` is shown with both.
+    It is searched in the folder that `LANTERN_BENCH_WEIGHTS` names, then in the cache of torch.hub. Raises `UserError`
+    for a given path that is no file and `RefusedError` when no folder has it; both show `advice`.
     """
     if given is not None:
         if not given.is_file():
-            raise UserError(f"the weights given for {judge} are not a file: {given}", advice)
+            raise UserError(f"the weights given for {scorer} are not a file: {given}", advice)
         return given
-    for folder in _folders():
+    named, cache = os.environ.get(WEIGHTS_FOLDER_VARIABLE), Path(torch.hub.get_dir()) / "checkpoints"
+    for folder in [Path(named), cache] if named else [cache]:
         if (folder / file_name).is_file():
             return folder / file_name
     raise RefusedError(
-        f"the weights of {judge} are not on this machine: {file_name} is neither in the folder named by "
-        f"{WEIGHTS_FOLDER_VARIABLE} nor in the cache of torch.hub (nothing is downloaded while measuring)",
+        f"the weights of {scorer} are not on this machine: {file_name} is neither in the folder named by "
+        f"{WEIGHTS_FOLDER_VARIABLE} nor in the cache of torch.hub (scoring downloads nothing)",
         advice,
     )
 
 
-def _folders() -> list[Path]:
-    import torch
-
-    named = os.environ.get(WEIGHTS_FOLDER_VARIABLE)
-    cache = Path(torch.hub.get_dir()) / "checkpoints"
-    return [Path(named), cache] if named else [cache]
-
-
 def check_plain_weights(path: Path, with_key: str | None = None) -> None:
-    """Refuse a checkpoint that is anything but tensors in a dictionary (`UserError`): a pickle may carry code.
+    """Raise `UserError` for a checkpoint that is not a dictionary of tensors: a pickle may contain code.
 
-    `with_key`, when given, is a name the dictionary must have to be of the right model.
+    `with_key`, when given, is a name that the dictionary of the right model has.
     """
-    import torch
-
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile) as problem:
         raise UserError(
             f"{path} cannot be read as plain weights",
-            "a file of tensors saved with torch.save is needed; pickles with code and scripted models are not loaded",
+            "Give tensors saved with torch.save; pickles with code and scripted models are not loaded.",
         ) from problem
     if not isinstance(loaded, dict):
-        raise UserError(f"{path} holds a {type(loaded).__name__}, not a dictionary of tensors")
+        raise UserError(f"{path} contains a {type(loaded).__name__}, not a dictionary of tensors")
     if with_key is not None and with_key not in loaded:
-        raise UserError(f"{path} holds the weights of another model: it has no {with_key}")
+        raise UserError(f"{path} has the weights of another model: it has no {with_key}")
 
 
 def fingerprint(path: Path) -> str:
     """The first eight hex digits of the file's SHA-256."""
-    return remembered_sha256(path)[:_HASH_DIGITS]
+    return remembered_sha256(path)[:8]
 
 
-# ---- Feature extractors: the networks in whose features fidelity is measured, by name, with their weights on this
+# ---- Feature extractors
 
 EMBEDDED = "lanterns-features"
 
 
-@dataclass(frozen=True)
-class _Known:
-    """An extractor torch-fidelity can run: the layer all four metrics use, its width, its published file.
+class _Known(NamedTuple):
+    """An extractor of torch-fidelity: the layer of all four metrics, its width, its published file.
 
-    `key` is a parameter that tells the file from another model's.
+    `key` is a parameter that distinguishes the file from other models'.
     """
 
     layer: str
@@ -119,7 +105,7 @@ EXTRACTORS: dict[str, _Known] = {
 
 @dataclass(frozen=True)
 class Extractor:
-    """A feature extractor with its weights at hand."""
+    """A feature extractor whose weights are on this machine."""
 
     name: str
     layer: str
@@ -128,13 +114,13 @@ class Extractor:
 
     @property
     def label(self) -> str:
-        """How results name it: `<extractor>-<layer>@<first digits of the weights' hash>`."""
+        """The name in results: `<extractor>-<layer>@<first digits of the weights' hash>`."""
         layer = "" if self.name.endswith(f"-{self.layer}") else f"-{self.layer}"
         return f"{self.name}{layer}@{fingerprint(self.weights)}"
 
 
 class _LanternFeatures(FeatureExtractorBase):
-    """The attribute classifier's penultimate layer, in the shape torch-fidelity wants an extractor to have."""
+    """The attribute classifier's penultimate layer, as an extractor of torch-fidelity."""
 
     def __init__(
         self,
@@ -172,14 +158,14 @@ torch_fidelity.register_feature_extractor(EMBEDDED, _LanternFeatures)
 
 
 def find_extractor(name: str = EMBEDDED, weights: Path | None = None) -> Extractor:
-    """The extractor called `name` (one of `EXTRACTORS`), with the weights given or found on this machine.
+    """Return the extractor called `name` (one of `EXTRACTORS`), with the given weights or those on this machine.
 
     Raises `UserError` for an unknown name, a path that is no file or a file that is not plain weights, and
-    `RefusedError` when the weights are not there: they are never downloaded.
+    `RefusedError` for missing weights: they are never downloaded.
     """
     known = EXTRACTORS.get(name)
     if known is None:
-        raise UserError(f"unknown feature extractor {name!r}", f"known: {', '.join(EXTRACTORS)}")
+        raise UserError(f"unknown feature extractor {name!r}", f"The extractors are {', '.join(EXTRACTORS)}.")
     if name == EMBEDDED:
         path = weights or classifier.WEIGHTS
         classifier.load_classifier(path)
@@ -190,27 +176,27 @@ def find_extractor(name: str = EMBEDDED, weights: Path | None = None) -> Extract
     return Extractor(name, known.layer, known.width, path)
 
 
-# ----
+# ---- Features of a set
 
 
 class Pictures(Protocol):
     """A set of pictures uint8 [3, h, w], by number; a tensor uint8 [n, 3, h, w] is one."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of pictures."""
         ...
 
     def __getitem__(self, index: int, /) -> Tensor:
-        """One of them."""
+        """One picture."""
         ...
 
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """What is known of a set of pictures under one extractor.
+    """Features of a set of pictures under one extractor, or their statistics alone.
 
-    mean [d] and covariance [d, d] in float64 (numpy's unbiased one); features float32 [n, d], or None where only the
-    two were given; n, where it is known.
+    mean [d] and covariance [d, d] (unbiased) in float64, nan for too few pictures; features float32 [n, d] or None;
+    n, where it is known.
     """
 
     mean: NDArray[np.float64]
@@ -221,15 +207,19 @@ class FeatureSet:
     @classmethod
     def of(cls, features: Tensor) -> FeatureSet:
         """The set with these features float32 [n, d]."""
-        mean, covariance = statistics(features)
-        return cls(mean, covariance, len(features), features)
+        values = features.double().numpy()
+        n, width = values.shape
+        mean = values.mean(axis=0) if n else np.full(width, np.nan)
+        covariance = np.atleast_2d(np.cov(values, rowvar=False)) if n > 1 else np.full((width, width), np.nan)
+        return cls(mean, covariance, n, features)
 
 
+@dataclass(frozen=True)
 class _Prepared(Dataset[Tensor]):
-    """Pictures as the dataset torch-fidelity reads."""
+    """Pictures as the dataset that torch-fidelity reads."""
 
-    def __init__(self, pictures: Pictures, prepared: Callable[[Tensor], Tensor] | None) -> None:
-        self.pictures, self.prepared = pictures, prepared
+    pictures: Pictures
+    prepared: Callable[[Tensor], Tensor] | None
 
     def __len__(self) -> int:
         return len(self.pictures)
@@ -254,7 +244,7 @@ def features_of(
     network: Any = create_feature_extractor(
         extractor.name, [extractor.layer], cuda=cuda, feature_extractor_weights_path=str(extractor.weights)
     )
-    # save_cpu_ram: loads in this process; worker processes cost more than pictures that are in memory already.
+    # save_cpu_ram: loads in this process; worker processes cost more than pictures that are in memory.
     found = get_featuresdict_from_dataset(
         _Prepared(pictures, prepared), network, batch_size, cuda, save_cpu_ram=True, verbose=False
     )
@@ -262,19 +252,11 @@ def features_of(
     return features
 
 
-def statistics(features: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Mean [d] and covariance [d, d] of features [n, d], in float64; the covariance of fewer than two is nan."""
-    values = features.double().numpy()
-    width = values.shape[1]
-    mean = values.mean(axis=0) if len(values) else np.full(width, np.nan)
-    return mean, np.atleast_2d(np.cov(values, rowvar=False)) if len(values) > 1 else np.full((width, width), np.nan)
+# ---- Preprocessing: crop and resize as a protocol says
 
 
-# ---- What is done to a picture before a network sees it: crop, resize, as a protocol says
-
-
-def prepare(picture: Tensor, preparation: Preparation) -> Tensor:
-    """A picture uint8 [3, h, w], cropped and resized as every judge of the protocol sees it: uint8 [3, h', w']."""
+def preprocess(picture: Tensor, preparation: Preparation) -> Tensor:
+    """Crop and resize a picture uint8 [3, h, w] as every scorer of the protocol sees it: uint8 [3, h', w']."""
     if preparation.crop:
         height, width = picture.shape[1:]
         side = min(height, width)
@@ -283,13 +265,13 @@ def prepare(picture: Tensor, preparation: Preparation) -> Tensor:
     return _resized(picture, preparation.size, Image.Resampling.LANCZOS)
 
 
-def for_features(picture: Tensor, preparation: Preparation) -> Tensor:
-    """A prepared picture as the fidelity features see it."""
+def resize_for_features(picture: Tensor, preparation: Preparation) -> Tensor:
+    """Resize a preprocessed picture as the fidelity features see it."""
     return _resized(picture, preparation.features_size, Image.Resampling.BICUBIC)
 
 
 def _resized(picture: Tensor, side: int | None, filter: Image.Resampling) -> Tensor:
-    """The picture with this many pixels a side, unless it has them already or None is asked for."""
+    """The picture with `side` pixels a side; unchanged when it has them or `side` is None."""
     if side is None or tuple(picture.shape[1:]) == (side, side):
         return picture
     pixels = np.ascontiguousarray(picture.permute(1, 2, 0).numpy())

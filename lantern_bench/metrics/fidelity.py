@@ -1,8 +1,7 @@
-"""FID, KID, precision and recall of a set of pictures against reference pictures, by torch-fidelity.
+"""FID, KID, precision and recall of pictures against a reference, by torch-fidelity; and FID-infinity.
 
-The arithmetic is the library's, on features that are extracted once (`metrics/features.py`). The extractor is part of
-the figure: `FidelityScores.fid_features` names it, and figures under different names are not comparable. Which pictures
-are compared is decided in `runs.scoring`; nothing here reads a run or downloads anything.
+torch-fidelity computes them from features that are extracted once (`metrics/features.py`). The extractor is part of the
+figure: figures of different `FidelityScores.fid_features` are not comparable.
 """
 
 from __future__ import annotations
@@ -16,22 +15,15 @@ from scipy import stats
 from torch import Tensor
 from torch_fidelity import metric_fid, metric_kid, metric_prc
 
-from lantern_bench.metrics.features import (
-    Extractor,
-    FeatureSet,
-    Pictures,
-    features_of,
-)
+from lantern_bench.metrics.features import Extractor, FeatureSet
 
-_SEED = 2020
 _KID_SUBSET_MOST = 1000
 _KID_SUBSETS = 100
-_NEIGHBOURS = 3
 
 
 @dataclass(frozen=True)
 class FidelityScores:
-    """The figures of one set of pictures; None where one cannot be had, with the reason in `note`."""
+    """The figures of one set of pictures; None where a figure cannot be measured, with the reason in `note`."""
 
     fid: float | None
     kid: float | None
@@ -45,39 +37,25 @@ class FidelityScores:
     note: str
 
 
-def measure_fidelity(
-    pictures: Pictures,
-    reference: Pictures,
-    extractor: Extractor,
-    *,
-    device: torch.device | str = "cpu",
-    seed: int = _SEED,
-    batch_size: int = 64,
-) -> FidelityScores:
-    """Compare `pictures` with `reference`, tensors [n, 3, h, w] or other sets of uint8 [3, h, w], as `compare` does."""
-    mine, theirs = (features_of(one, extractor, device=device, batch_size=batch_size) for one in (pictures, reference))
-    return compare(mine, FeatureSet.of(theirs), extractor, seed=seed)
-
-
 def compare(
     features: Tensor,
     reference: FeatureSet,
     extractor: Extractor,
     *,
     manifold: tuple[Tensor, Tensor] | None = None,
-    neighbours: int = _NEIGHBOURS,
-    seed: int = _SEED,
+    neighbours: int = 3,
+    seed: int = 2020,
 ) -> FidelityScores:
     """Compare the features [n, width] of pictures with those of a reference.
 
-    The KID subset is min(1000, n / 2), m / 2 counting too; precision is the share of pictures inside the reference's
-    manifold of nearest neighbours, recall the converse, both on `manifold` (features of the pictures and of the
-    reference under another extractor) where it is given. FID is None for fewer than twice as many pictures as there
-    are features, since its covariance would be mostly guessed; with 4 pictures or fewer nothing is measured. A
-    reference of mean and covariance alone gives FID and no more.
+    The KID subset is min(1000, n / 2, m / 2) pictures. Precision is the share of pictures inside the reference's
+    manifold of nearest neighbours, recall the converse; both use `manifold` where it is given (features of the pictures
+    and of the reference under another extractor). FID is None for fewer pictures than twice the width, since most of
+    its covariance would be noise; with `neighbours + 1` pictures or fewer nothing is measured. A reference of mean and
+    covariance alone gives FID only.
 
     KID of two sets of the same kind is about 0 only when their pictures are drawn independently. Prompts taken in
-    turn leave a set without pairs of one caption, which puts KID below 0 by the same amount in every cell.
+    turn leave a set without pairs of one caption, which shifts KID below 0 by the same amount in every cell.
     """
     n, m = len(features), reference.n
     fewest = n if m is None else min(n, m)
@@ -94,8 +72,14 @@ def compare(
         notes.append(f"kid, precision and recall need {neighbours + 2} images; there are {fewest}")
     else:
         subset = min(_KID_SUBSET_MOST, fewest // 2)
-        kid, kid_std = _kid(features, reference.features, subset, seed)
-        precision, recall = _precision_recall(*(manifold or (features, reference.features)), neighbours)
+        found = metric_kid.kid_features_to_metric(
+            features, reference.features, kid_subsets=_KID_SUBSETS, kid_subset_size=subset, rng_seed=seed, verbose=False
+        )
+        found |= metric_prc.prc_features_to_metric(
+            *(manifold or (features, reference.features)), prc_neighborhood=neighbours, save_cpu_ram=True, verbose=False
+        )
+        kid, kid_std = found[metric_kid.KEY_METRIC_KID_MEAN], found[metric_kid.KEY_METRIC_KID_STD]
+        precision, recall = found[metric_prc.KEY_METRIC_PRECISION], found[metric_prc.KEY_METRIC_RECALL]
     return FidelityScores(fid, kid, kid_std, precision, recall, n, m, subset, extractor.label, "; ".join(notes))
 
 
@@ -105,29 +89,14 @@ def frechet_distance(one: FeatureSet, other: FeatureSet) -> float:
     return float(metric_fid.fid_statistics_to_metric(*statistics, verbose=False)[metric_fid.KEY_METRIC_FID])
 
 
-def _kid(features: Tensor, reference: Tensor, subset: int, seed: int) -> tuple[float, float]:
-    found = metric_kid.kid_features_to_metric(
-        features, reference, kid_subsets=_KID_SUBSETS, kid_subset_size=subset, rng_seed=seed, verbose=False
-    )
-    return found[metric_kid.KEY_METRIC_KID_MEAN], found[metric_kid.KEY_METRIC_KID_STD]
-
-
-def _precision_recall(features: Tensor, reference: Tensor, neighbours: int) -> tuple[float, float]:
-    found = metric_prc.prc_features_to_metric(
-        features, reference, prc_neighborhood=neighbours, save_cpu_ram=True, verbose=False
-    )
-    return found[metric_prc.KEY_METRIC_PRECISION], found[metric_prc.KEY_METRIC_RECALL]
-
-
-# ---- FID extrapolated to infinitely many pictures, since FID of few pictures is biased upwards
-
+# ---- FID-infinity: extrapolated to infinitely many pictures, since FID of few pictures is biased upwards
 
 _SIZES = 15
 _LEVEL = 0.95
 
 
 class Extrapolated(NamedTuple):
-    """The value at 1/n = 0 with the 95 % interval of the fit, or None and why there is none."""
+    """The value at 1/n = 0 with the 95 % interval of the fit, or None with the reason in `note`."""
 
     value: float | None
     low: float | None = None
@@ -139,7 +108,7 @@ def fid_infinity(features: Tensor, reference: FeatureSet, rng: np.random.Generat
     """Extrapolate the FID of pictures with these features [n, width].
 
     Fifteen sizes, evenly from n / 2 (and at least twice the width) to n; one subset each, drawn without replacement.
-    The interval is that of the intercept of the least-squares line; subsets share pictures, so it is rather narrow.
+    The interval is that of the intercept of the least-squares line; it is too narrow, since subsets share pictures.
     """
     n, width = features.shape
     smallest = max(n // 2, 2 * width)

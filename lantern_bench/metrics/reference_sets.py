@@ -1,8 +1,7 @@
-"""Features of reference sets, kept on the disk by what is in them.
+"""Reference sets of fidelity: rendered scenes, a folder, an annotation file, or statistics; and their cached features.
 
-Passing thousands of pictures through Inception takes minutes and gives the same every time. What is kept is found by a
-hash of the pictures' content, the extractor with its weights, and the preparation: a folder that changes is another
-reference, and one that is only called otherwise is not. A cache that cannot be written is done without.
+A pass of thousands of pictures through Inception takes minutes and always gives the same result. The cache key is a
+hash of the pictures' content, the extractor with its weights, and the preprocessing; file names do not matter.
 """
 
 from __future__ import annotations
@@ -24,30 +23,34 @@ from torch import Tensor
 
 from lantern_bench.config.protocols import Preparation, Protocol
 from lantern_bench.errors import UserError
-from lantern_bench.metrics.features import Extractor, FeatureSet, Pictures, features_of, for_features, prepare
-from lantern_bench.models.io.files import write_atomically
+from lantern_bench.metrics.features import (
+    Extractor,
+    FeatureSet,
+    Pictures,
+    features_of,
+    preprocess,
+    resize_for_features,
+)
+from lantern_bench.models.io import files
 from lantern_bench.models.lanterns.captions import HELD_OUT
 from lantern_bench.training.lanterns.scenes import render
 
-# ---- What fidelity is measured against: painted scenes, a folder, an annotation file with its folder, or statistic
-
-EMBEDDED_REFERENCE = "embedded"
 REFERENCE_HELP = (
-    "What fidelity is measured against: embedded (freshly painted scenes), a folder of pictures, a COCO annotation "
+    "What fidelity is measured against: embedded (newly rendered scenes), a folder of pictures, a COCO annotation "
     ".json (its pictures in the folder of the same name, or FILE.json=FOLDER), or a .npz of mu and sigma."
 )
+CACHE_VARIABLE = "LANTERN_BENCH_CACHE"
 
 # Fewest reference scenes; a cell with more than half as many images gets twice its own number.
 _LEAST = 500
 _SEED = 730_113
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-_DIGITS = 8
 
 
 class Reference(NamedTuple):
-    """What fidelity is measured against, and how results name it.
+    """What fidelity is measured against, and its name in results.
 
-    pictures: uint8 [3, h, w] each, None where only `statistics` are there; digest: of the content, for the cache.
+    pictures: uint8 [3, h, w] each, None when there are only `statistics`; digest: of the content, for the cache.
     """
 
     pictures: Pictures | None
@@ -57,8 +60,8 @@ class Reference(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FilePictures:
-    """Pictures read from files when they are asked for."""
+class _FilePictures:
+    """Pictures read from files on access."""
 
     files: tuple[Path, ...] = field(repr=False)
 
@@ -70,43 +73,41 @@ class FilePictures:
 
 
 def find_reference(given: str | None, protocol: Protocol) -> Reference | None:
-    """The reference a person named (`REFERENCE_HELP`); None for the protocol's own, whose size depends on the run.
+    """Return the reference given by --reference; None for the protocol's own, whose size depends on the run.
 
-    Raises `UserError` for what is no reference, and for painted scenes under a protocol that is not made for them.
+    Raises `UserError` for anything else than `REFERENCE_HELP` lists, and for scenes under a protocol without them.
     """
     if given is None or given == protocol.reference:
         return None
-    if given == EMBEDDED_REFERENCE:
+    if given == "embedded":
         raise UserError(
-            f"--reference {given}: the painted scenes are not for the protocol {protocol.name}",
+            f"--reference {given}: the rendered scenes are not for the protocol {protocol.name}",
             "Give a folder, a .json or a .npz, or --protocol embedded.",
         )
     file, equals, folder = given.partition("=")
     path = Path(file)
     if path.suffix.lower() == ".json" and path.is_file():
-        return annotated_reference(path, Path(folder) if equals else path.with_suffix(""))
+        return _annotated(path, Path(folder) if equals else path.with_suffix(""))
     if path.suffix.lower() == ".npz" and path.is_file():
-        return statistics_reference(path)
+        return _statistics(path)
     if Path(given).is_dir():
         return folder_reference(Path(given))
     raise UserError(f"--reference {given}: no such folder or file", REFERENCE_HELP)
 
 
 def held_out_reference(largest_cell: int, seed: int = _SEED) -> Reference:
-    """Freshly painted scenes of the held-out captions, each caption as often as any other (one more at most).
+    """Newly rendered scenes of the held-out captions in turn; no training uses the seed.
 
-    There are twice as many as the largest cell has images, and 500 at least, the same for all cells of a run. The
-    seed is used nowhere in training.
+    There are twice as many as the largest cell has images and at least 500, the same for all cells of a run.
     """
-    n = _size(largest_cell)
-    attributes = [HELD_OUT[number % len(HELD_OUT)] for number in range(n)]
+    attributes = [HELD_OUT[number % len(HELD_OUT)] for number in range(_size(largest_cell))]
     pictures = torch.from_numpy(np.ascontiguousarray(render(attributes, seed).transpose(0, 3, 1, 2)))
     digest = hashlib.sha256(pictures.numpy().tobytes()).hexdigest()
-    return Reference(pictures, f"{reference_name(largest_cell, seed)}, sha256={digest[:_DIGITS]}", digest=digest)
+    return Reference(pictures, f"{reference_name(largest_cell, seed)}, sha256={digest[:8]}", digest=digest)
 
 
 def reference_name(largest_cell: int, seed: int = _SEED) -> str:
-    """How the label of `held_out_reference` begins: all of it but the hash, which takes the painting to know."""
+    """The label of `held_out_reference` without the hash, for which the scenes would have to be rendered."""
     return f"lanterns held-out scenes, n={_size(largest_cell)}, seed={seed}"
 
 
@@ -115,41 +116,36 @@ def _size(largest_cell: int) -> int:
 
 
 def folder_reference(folder: Path) -> Reference:
-    """All pictures of a folder, by name; `UserError` when there are none."""
-    files = sorted(path for path in folder.glob("*") if path.suffix.lower() in _SUFFIXES)
-    if not files:
-        raise UserError(f"no pictures in the reference folder {folder}", f"it takes {', '.join(_SUFFIXES)}")
-    return _of_files(folder.name, files)
+    """All pictures of a folder, by name; raises `UserError` when there are none."""
+    found = sorted(path for path in folder.glob("*") if path.suffix.lower() in _SUFFIXES)
+    if not found:
+        raise UserError(f"no pictures in the reference folder {folder}", f"Allowed: {', '.join(_SUFFIXES)}")
+    return _of_files(folder.name, found)
 
 
-def annotated_reference(annotations: Path, folder: Path) -> Reference:
-    """The pictures that a COCO annotation file lists under `images`, in `folder`.
-
-    Raises `UserError` for a file that is no such annotation and for pictures that the folder lacks.
-    """
+def _annotated(annotations: Path, folder: Path) -> Reference:
+    """The pictures in `folder` that a COCO annotation file lists under `images`."""
+    flag, advice = f"--reference {annotations}", f"Write {annotations}=FOLDER."
     try:
         listed = json.loads(annotations.read_text(encoding="utf-8"))["images"]
         names = sorted({str(entry["file_name"]) for entry in listed})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"--reference {annotations}: not a COCO annotation file: it needs images, each with file_name"
-        ) from error
+        raise UserError(f"{flag}: not a COCO annotation file: it needs images, each with file_name") from error
     if not folder.is_dir():
-        raise UserError(f"--reference {annotations}: no folder {folder}", f"Write {annotations}=FOLDER.")
-    missing = [name for name in names if not (folder / name).is_file()]
+        raise UserError(f"{flag}: no folder {folder}", advice)
     if not names:
-        raise UserError(f"--reference {annotations}: lists no pictures")
+        raise UserError(f"{flag}: lists no pictures")
+    missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         what = f"{len(missing)} of {len(names)} pictures are not in {folder}, the first is {missing[0]}"
-        raise UserError(f"--reference {annotations}: {what}", f"Write {annotations}=FOLDER.")
+        raise UserError(f"{flag}: {what}", advice)
     return _of_files(annotations.stem, [folder / name for name in names])
 
 
-def statistics_reference(path: Path) -> Reference:
-    """Mean and covariance under `mu` and `sigma`, as clean-fid and pytorch-fid keep them; `n` where it is there.
+def _statistics(path: Path) -> Reference:
+    """Mean and covariance under `mu` and `sigma`, as clean-fid and pytorch-fid write them; `n` if the file has it.
 
-    They must come from the extractor and the preparation of the protocol: a file does not say. Raises `UserError` for
-    a file without the two, or of shapes that do not belong together.
+    They must come from the extractor and preprocessing of the protocol: the file does not say which it used.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -158,22 +154,21 @@ def statistics_reference(path: Path) -> Reference:
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"--reference {path}: not a file of statistics: it needs the arrays mu and sigma") from error
     if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
-        raise UserError(f"--reference {path}: mu {mean.shape} and sigma {covariance.shape} do not belong together")
+        raise UserError(f"--reference {path}: the shapes of mu {mean.shape} and sigma {covariance.shape} do not match")
     digest = hashlib.sha256(mean.tobytes() + covariance.tobytes()).hexdigest()
-    size = "n unknown" if n is None else f"n={n}"
-    label = f"{path.stem} (statistics), {size}, sha256={digest[:_DIGITS]}"
+    label = f"{path.stem} (statistics), {'n unknown' if n is None else f'n={n}'}, sha256={digest[:8]}"
     return Reference(None, label, FeatureSet(mean, covariance, n), digest)
 
 
-def _of_files(name: str, files: Sequence[Path]) -> Reference:
-    """A set of files; its hash is that of their contents, whatever they are called and in whichever order."""
-    hashes = sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
+def _of_files(name: str, found: Sequence[Path]) -> Reference:
+    """A set of files; the digest covers their contents, not their names or order."""
+    hashes = sorted(files.file_sha256(path) for path in found)
     digest = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
-    return Reference(FilePictures(tuple(files)), f"{name}, n={len(files)}, sha256={digest[:_DIGITS]}", digest=digest)
+    return Reference(_FilePictures(tuple(found)), f"{name}, n={len(found)}, sha256={digest[:8]}", digest=digest)
 
 
 def read_picture(path: Path) -> Tensor:
-    """A picture file as uint8 [3, h, w]; `UserError` for one that cannot be read."""
+    """Read a picture file as uint8 [3, h, w]; raises `UserError` for one that cannot be read."""
     try:
         with Image.open(path) as picture:
             return torch.from_numpy(np.ascontiguousarray(np.asarray(picture.convert("RGB")).transpose(2, 0, 1)))
@@ -181,17 +176,13 @@ def read_picture(path: Path) -> Tensor:
         raise UserError(f"{path}: cannot be read as a picture") from error
 
 
-# ----
-
-CACHE_VARIABLE = "LANTERN_BENCH_CACHE"
-_VERSION = "1"
+# ---- Features of references, and their cache
 
 
 def cache_folder() -> Path:
     """The folder that `LANTERN_BENCH_CACHE` names, else lantern-bench in the user's cache."""
     named = os.environ.get(CACHE_VARIABLE)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(named) if named else Path(base) / "lantern-bench"
+    return Path(named) if named else files.cache_folder()
 
 
 def reference_features(
@@ -202,31 +193,42 @@ def reference_features(
     device: torch.device | str = "cpu",
     cache: Path | None = None,
 ) -> FeatureSet:
-    """What is known of a reference under an extractor; from `cache` where it is there, else made and kept there.
+    """Return the features of a reference under an extractor, from `cache` if there, else computed and cached.
 
-    Raises `UserError` for statistics of another width, and for pictures that differ in size after preparation.
+    Raises `UserError` for statistics of another width, and for pictures that differ in size after preprocessing.
     """
     if reference.pictures is None:
-        return _given(reference, extractor)
+        return _given_statistics(reference, extractor)
     path = None
     if cache is not None and reference.digest:
-        path = cache / "references" / _name(reference, extractor, preparation)
-    kept = _read(path, extractor, len(reference.pictures)) if path is not None else None
-    if kept is not None:
-        return FeatureSet.of(torch.from_numpy(kept))
-    _check_sizes(reference, preparation)
-    features = features_of(
-        reference.pictures,
-        extractor,
-        prepared=lambda picture: for_features(prepare(picture, preparation), preparation),
-        device=device,
-    )
+        steps = "-".join(f"{name}={value}" for name, value in asdict(preparation).items())
+        covered = f"1|{reference.digest}|{extractor.label}|{steps}"
+        path = cache / "references" / f"{hashlib.sha256(covered.encode()).hexdigest()[:32]}.npz"
+        kept = _read(path, extractor, len(reference.pictures))
+        if kept is not None:
+            return FeatureSet.of(torch.from_numpy(kept))
+    if not preparation.size and not preparation.features_size:
+        sizes = {tuple(reference.pictures[number].shape[1:]) for number in range(len(reference.pictures))}
+        if len(sizes) > 1:
+            raise UserError(
+                f"the pictures of the reference {reference.label} differ in size: {sorted(sizes)[:3]}",
+                "This protocol does not resize pictures; lantern-coco crops and resizes them.",
+            )
+
+    def prepared(picture: Tensor) -> Tensor:
+        return resize_for_features(preprocess(picture, preparation), preparation)
+
+    features = features_of(reference.pictures, extractor, prepared=prepared, device=device)
     if path is not None:
-        _keep(path, features.numpy())
+        buffer = io.BytesIO()
+        np.savez(buffer, features=features.numpy())
+        # The figures do not depend on the cache: a read-only home is no error.
+        with contextlib.suppress(OSError):
+            files.write_atomically(path, buffer.getvalue())
     return FeatureSet.of(features)
 
 
-def _given(reference: Reference, extractor: Extractor) -> FeatureSet:
+def _given_statistics(reference: Reference, extractor: Extractor) -> FeatureSet:
     found = reference.statistics
     width = 0 if found is None else len(found.mean)
     if found is None or width != extractor.width:
@@ -237,37 +239,10 @@ def _given(reference: Reference, extractor: Extractor) -> FeatureSet:
     return found
 
 
-def _check_sizes(reference: Reference, preparation: Preparation) -> None:
-    """Raise `UserError` when pictures that are taken as they are differ in size; one that is resized has its size."""
-    if reference.pictures is None or preparation.size or preparation.features_size:
-        return
-    sizes = {tuple(reference.pictures[number].shape[1:]) for number in range(len(reference.pictures))}
-    if len(sizes) > 1:
-        raise UserError(
-            f"the pictures of the reference {reference.label} differ in size: {sorted(sizes)[:3]}",
-            "This protocol takes pictures as they are; lantern-coco crops and resizes them.",
-        )
-
-
-def _name(reference: Reference, extractor: Extractor, preparation: Preparation) -> str:
-    steps = "-".join(f"{name}={value}" for name, value in asdict(preparation).items())
-    covered = f"{_VERSION}|{reference.digest}|{extractor.label}|{steps}"
-    return f"{hashlib.sha256(covered.encode()).hexdigest()[:32]}.npz"
-
-
 def _read(path: Path, extractor: Extractor, n: int) -> np.ndarray | None:
-    """The features kept in a file; None when there are none or the file is damaged, and they are made again."""
+    """The cached features; None when there are none or the file is damaged."""
     with contextlib.suppress(OSError, ValueError, KeyError, EOFError), np.load(path, allow_pickle=False) as file:
         features = np.asarray(file["features"], dtype=np.float32)
         if features.shape == (n, extractor.width):
             return features
     return None
-
-
-def _keep(path: Path, features: np.ndarray) -> None:
-    buffer = io.BytesIO()
-    np.savez(buffer, features=features)
-    # The figures are the same without: a read-only home is no reason to stop.
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, buffer.getvalue())

@@ -1,30 +1,29 @@
-"""Pictures with captions in a folder: a .txt beside each picture, or one file that names pictures and captions.
+"""Pictures with captions in a folder: a .txt beside each picture, or one file that lists pictures and captions.
 
-That file is `captions` or `metadata` with the ending .jsonl, .csv, .tsv or .txt (name, tab, caption), found in the
-folder or named; names are relative to the folder. Captions are checked by the family before any model is loaded.
-Nothing is opened but text.
+That file is `captions` or `metadata` with the suffix .jsonl, .csv, .tsv or .txt (name, tab, caption), in the folder or
+given; names are relative to the folder. The family checks the captions before any model is loaded.
 """
 
 from __future__ import annotations
 
 import csv
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lantern_bench.errors import UserError
 from lantern_bench.models.registry import Family
+from lantern_bench.prompts.sets import check_texts, read_json_lines, read_lines, refuse
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-_FILES = tuple(f"{stem}{ending}" for stem in ("captions", "metadata") for ending in (".jsonl", ".csv", ".tsv", ".txt"))
+_SUFFIXES = (".jsonl", ".csv", ".tsv", ".txt")
+_FILES = tuple(f"{stem}{suffix}" for stem in ("captions", "metadata") for suffix in _SUFFIXES)
 _NAME_KEYS = ("file_name", "file", "image", "path")
 _TEXT_KEYS = ("caption", "prompt", "text")
-_SHOWN = 5
 
 
 class Captioned(NamedTuple):
-    """A picture's file, its caption, and where that stands, for messages."""
+    """A picture's file, its caption, and the place of the caption for messages."""
 
     path: Path
     caption: str
@@ -32,22 +31,27 @@ class Captioned(NamedTuple):
 
 
 def read_captioned(folder: Path, captions: Path | None, family: Family) -> list[Captioned]:
-    """The pictures of a folder in the order of their names, or of the captions' file.
+    """Return the pictures of a folder in the order of their names, or of the captions file.
 
-    Raises `UserError` that names `--data` or `--captions`: no pictures, pictures without caption, captions of pictures
-    that are not there, captions the family cannot take.
+    Raises `UserError` that names `--data` or `--captions`: no pictures, pictures without a caption, captions of missing
+    pictures, captions the family cannot take.
     """
     listed = captions or next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if listed is not None and not listed.is_file():
         raise UserError(f"--captions {listed}: no such file")
-    found = list(_listed(listed, folder) if listed is not None else _beside(folder))
+    try:
+        found = list(_listed(listed, folder) if listed is not None else _beside(folder))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--data {folder}: cannot be read: {error}") from error
     if not found:
         raise UserError(
-            f"--data {folder}: holds no picture ({', '.join(PICTURES)})",
+            f"--data {folder}: contains no picture ({', '.join(PICTURES)})",
             "Give a folder of pictures, each with its caption in a .txt beside it; or a file of captions alone.",
         )
-    _check([f"{item.place}: no such picture {item.path.name}" for item in found if not item.path.is_file()], folder)
-    _check_captions(found, folder, family)
+    flag = f"--data {folder}"
+    missing = [f"{item.place}: no such picture {item.path.name}" for item in found if not item.path.is_file()]
+    refuse(flag, "captions", missing)
+    check_texts(flag, "captions", ((item.place, item.caption) for item in found), family)
     return found
 
 
@@ -61,79 +65,36 @@ def _beside(folder: Path) -> Iterator[Captioned]:
         )
     for path in pictures:
         text = path.with_suffix(".txt")
-        yield Captioned(path, _text(text).strip(), text.name)
+        yield Captioned(path, text.read_text(encoding="utf-8-sig").strip(), text.name)
 
 
 def _listed(path: Path, folder: Path) -> Iterator[Captioned]:
-    rows = {".jsonl": _jsonl, ".csv": _table, ".tsv": _table, ".txt": _tabbed}.get(path.suffix.lower())
-    if rows is None:
-        raise UserError(f"--captions {path}: unknown kind of file", "The kinds are .jsonl, .csv, .tsv and .txt.")
-    for number, row in rows(path):
-        name = next((row[key] for key in _NAME_KEYS if isinstance(row.get(key), str)), None)
-        text = next((row[key] for key in _TEXT_KEYS if isinstance(row.get(key), str)), None)
+    for number, row in _rows(path):
+        name, text = (
+            next((row[key] for key in keys if isinstance(row.get(key), str)), None) for keys in (_NAME_KEYS, _TEXT_KEYS)
+        )
         if name is None or text is None:
             raise UserError(
-                f"--captions {path} line {number}: names no picture and caption",
-                f"The name goes by {', '.join(_NAME_KEYS)}; the caption by {', '.join(_TEXT_KEYS)}.",
+                f"--captions {path} line {number}: has no picture and caption",
+                f"Name the picture under {', '.join(_NAME_KEYS)} and the caption under {', '.join(_TEXT_KEYS)}.",
             )
         yield Captioned(folder / name, text.strip(), f"{path.name} line {number}")
 
 
-def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(_text(path).splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"--captions {path} line {number}: not JSON: {error}") from error
-        yield number, row if isinstance(row, dict) else {}
-
-
-def _table(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    lines = csv.DictReader(_text(path).splitlines(), delimiter="," if path.suffix.lower() == ".csv" else "\t")
-    for row in lines:
-        yield lines.line_num, {str(key).strip().lower(): value for key, value in row.items()}
-
-
-def _tabbed(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(_text(path).splitlines(), start=1):
-        if line.strip():
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of a captions file by key, with their line numbers; a malformed row has no keys."""
+    suffix = path.suffix.lower()
+    if suffix not in _SUFFIXES:
+        raise UserError(f"--captions {path}: unknown file type", f"Give a file that ends with {', '.join(_SUFFIXES)}.")
+    if suffix == ".jsonl":
+        for number, row in read_json_lines(path, f"--captions {path}"):
+            yield number, row if isinstance(row, dict) else {}
+    elif suffix == ".txt":
+        for number, line in read_lines(path):
             name, tab, caption = line.partition("\t")
             yield number, {"file": name.strip(), "caption": caption} if tab else {}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--data: {path}: cannot be read: {error}") from error
-
-
-def _check_captions(found: Sequence[Captioned], folder: Path, family: Family) -> None:
-    wrong: list[str] = []
-    advice: str | None = None
-    checked: dict[str, str | None] = {}
-    for item in found:
-        if item.caption not in checked:
-            try:
-                family.check_prompt(item.caption)
-                checked[item.caption] = None
-            except UserError as error:
-                checked[item.caption] = error.message
-                advice = advice or error.advice
-        problem = checked[item.caption]
-        if problem is not None:
-            wrong.append(f"{item.place}: {problem}")
-    _check(wrong, folder, advice)
-
-
-def _check(wrong: Sequence[str], folder: Path, advice: str | None = None) -> None:
-    """Raise one `UserError` with the first problems there are."""
-    if len(wrong) == 1:
-        raise UserError(f"--data {folder}: {wrong[0]}", advice)
-    if wrong:
-        more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
-        raise UserError(
-            f"--data {folder}: {len(wrong)} captions cannot be used\n  " + "\n  ".join([*wrong[:_SHOWN], *more]), advice
-        )
+    else:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        table = csv.DictReader(lines, delimiter="," if suffix == ".csv" else "\t")
+        for row in table:
+            yield table.line_num, {str(key).strip().lower(): value for key, value in row.items()}

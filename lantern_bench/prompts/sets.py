@@ -1,8 +1,8 @@
-"""Prompts to measure with: a set the family brings, a published set, or a file of one's own, and a part of any of them.
+"""Prompts to measure with: a set of the model's family, a published set, or a file; and a part of any of them.
 
-Every prompt is checked by the family before any model is loaded, and all that is wrong is said at once. `NAME#100`
-takes 100 prompts by a hash of their text, so that everybody takes the same ones and a larger part holds the smaller;
-`NAME#0-100` takes the first hundred. Which prompt becomes which image is decided in `config/plan.py`. No torch here.
+The family checks every prompt before any model is loaded, and one error lists all problems. `NAME#100` takes 100
+prompts by a hash of their text, so that everybody takes the same ones and a larger part contains the smaller;
+`NAME#0-100` takes the first hundred. `config/plan.py` decides which prompt becomes which image. No torch here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import csv
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,82 +22,116 @@ from lantern_bench.models.default_prompts import class_prompt
 from lantern_bench.models.io.files import file_sha256
 from lantern_bench.models.registry import Family
 
-# ---- Reading prompts from files of one's own: text, CSV, TSV, JSON lines, a JSON list
-
-
 _COLUMNS = ("prompt", "caption")
+_IMAGENET_CLASSES = 1000
+_SHOWN = 5
 
 
 class Item(NamedTuple):
-    """A prompt in a file: where it stands (`line 3`), what the set calls it (`captions.txt:3`), and its text."""
+    """A prompt in a file: its place (`line 3`), its name in the set (`captions.txt:3`), and its text."""
 
     place: str
     source: str
     text: str
 
 
-def read_columns(path: Path, delimiter: str, shown: str) -> Iterator[Item]:
-    """Yield a table's column `prompt` or `caption` (any case); `shown` is what was typed, for the messages."""
+Reader = Callable[[Path, str], Iterator[Item]]
+"""Reads a file; the text is the flag and its value, for messages."""
+
+
+# ---- Files: text, CSV, TSV, JSON lines, a JSON list. Also used by `captioned`
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a text file that are not blank, with their numbers; a byte order mark is skipped."""
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
+        if line.strip():
+            yield number, line
+
+
+def read_json_lines(path: Path, flag: str) -> Iterator[tuple[int, Any]]:
+    """Yield the values of a JSON lines file with their line numbers; raises `UserError` for a line that is not JSON."""
+    for number, line in read_lines(path):
+        try:
+            yield number, json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{flag} line {number}: not JSON: {error}") from error
+
+
+def check_texts(flag: str, noun: str, texts: Iterable[tuple[str, str]], family: Family) -> None:
+    """Raise one `UserError` for the texts that the family cannot take; `texts` are (place, text)."""
+    problems: dict[str, UserError | None] = {}
+    wrong: list[str] = []
+    for place, text in texts:
+        if text not in problems:
+            try:
+                family.check_prompt(text)
+                problems[text] = None
+            except UserError as error:
+                problems[text] = error
+        problem = problems[text]
+        if problem is not None:
+            wrong.append(f"{place}: {problem.message}")
+    refuse(flag, noun, wrong, next((error.advice for error in problems.values() if error and error.advice), None))
+
+
+def refuse(flag: str, noun: str, wrong: list[str], advice: str | None = None) -> None:
+    """Raise one `UserError` with the first problems; do nothing when there are none."""
+    if len(wrong) == 1:
+        raise UserError(f"{flag} {wrong[0]}", advice)
+    if wrong:
+        more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+        listed = "\n  ".join([*wrong[:_SHOWN], *more])
+        raise UserError(f"{flag}: {len(wrong)} {noun} cannot be used\n  {listed}", advice)
+
+
+def _txt(path: Path, _flag: str) -> Iterator[Item]:
+    for number, text in read_lines(path):
+        yield Item(f"line {number}", f"{path.name}:{number}", text)
+
+
+def _table(path: Path, flag: str, delimiter: str) -> Iterator[Item]:
+    """The column `prompt` or `caption` (any case) of a table; the standard reader knows each row's line."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file, delimiter=delimiter)
         column = next((name for name in rows.fieldnames or () if name.strip().lower() in _COLUMNS), None)
         if column is None:
-            raise UserError(
-                f"--prompts {shown} line 1: has no column {' or '.join(_COLUMNS)}", "Name it in the first line."
-            )
+            raise UserError(f"{flag} line 1: has no column {' or '.join(_COLUMNS)}", "Name it in the first line.")
         for row in rows:
+            number = rows.line_num
             if None in row:
                 raise UserError(
-                    f"--prompts {shown} line {rows.line_num}: has more fields than the first line",
-                    "Put text that holds the separator in quotes.",
+                    f"{flag} line {number}: has more fields than the first line",
+                    "Put text that contains the separator in quotes.",
                 )
-            yield Item(f"line {rows.line_num}", f"{path.name}:{rows.line_num}", row[column] or "")
+            yield Item(f"line {number}", f"{path.name}:{number}", row[column] or "")
 
 
-def parsed_json(path: Path, shown: str) -> Any:
-    """The value of a JSON file; raises `UserError` with the line where it is malformed."""
+def _jsonl(path: Path, flag: str) -> Iterator[Item]:
+    for number, row in read_json_lines(path, flag):
+        yield Item(f"line {number}", f"{path.name}:{number}", _text_of(row, f"{flag} line {number}"))
+
+
+def _json(path: Path, flag: str) -> Iterator[Item]:
+    rows = _parsed(path, flag)
+    if isinstance(rows, dict) and "annotations" in rows:
+        source = flag.partition(" ")[2]
+        raise UserError(
+            f"{flag}: contains MS-COCO annotations, several captions an image",
+            f"Choose which to take: coco:{source} (the longest) or coco-first:{source}.",
+        )
+    if not isinstance(rows, list):
+        raise UserError(f"{flag}: must be a JSON list of prompts")
+    for number, row in enumerate(rows, start=1):
+        text = row if isinstance(row, str) else _text_of(row, f"{flag} entry {number}")
+        yield Item(f"entry {number}", f"{path.name}:{number}", text)
+
+
+def _parsed(path: Path, flag: str) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
-        raise UserError(f"--prompts {shown} line {error.lineno}: not JSON: {error.msg}") from error
-
-
-def _txt(path: Path, _shown: str) -> Iterator[Item]:
-    for number, text in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
-        yield Item(f"line {number}", f"{path.name}:{number}", text)
-
-
-def _csv(path: Path, shown: str) -> Iterator[Item]:
-    yield from read_columns(path, ",", shown)
-
-
-def _tsv(path: Path, shown: str) -> Iterator[Item]:
-    yield from read_columns(path, "\t", shown)
-
-
-def _jsonl(path: Path, shown: str) -> Iterator[Item]:
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"--prompts {shown} line {number}: not JSON: {error}") from error
-        yield Item(f"line {number}", f"{path.name}:{number}", _text_of(row, f"--prompts {shown} line {number}"))
-
-
-def _json(path: Path, shown: str) -> Iterator[Item]:
-    rows = parsed_json(path, shown)
-    if isinstance(rows, dict) and "annotations" in rows:
-        raise UserError(
-            f"--prompts {shown}: holds MS-COCO annotations, several captions an image",
-            f"Say which to take: coco:{shown} (the longest) or coco-first:{shown}.",
-        )
-    if not isinstance(rows, list):
-        raise UserError(f"--prompts {shown}: must be a JSON list of prompts")
-    for number, row in enumerate(rows, start=1):
-        text = row if isinstance(row, str) else _text_of(row, f"--prompts {shown} entry {number}")
-        yield Item(f"entry {number}", f"{path.name}:{number}", text)
+        raise UserError(f"{flag} line {error.lineno}: not JSON: {error.msg}") from error
 
 
 def _text_of(row: Any, place: str) -> str:
@@ -106,110 +141,91 @@ def _text_of(row: Any, place: str) -> str:
     return text
 
 
-READERS: dict[str, Callable[[Path, str], Iterator[Item]]] = {
-    ".csv": _csv,
+READERS: dict[str, Reader] = {
+    ".csv": partial(_table, delimiter=","),
     ".json": _json,
     ".jsonl": _jsonl,
-    ".tsv": _tsv,
+    ".tsv": partial(_table, delimiter="\t"),
     ".txt": _txt,
 }
-"""The reader of each kind of file, by the ending of its name."""
+"""The reader of each file type, by suffix."""
 
 
-# ---- Published prompt sets, read from the files their authors publish: MS-COCO captions, PartiPrompts, ImageNet cl
-
-_CLASSES = 1000
+# ---- Published sets, read from the files that their authors publish
 
 
-class PublishedSet(NamedTuple):
-    """A set: how it is read, whether it needs a file, and which file that is (for messages)."""
-
-    read: Callable[[Path | None, str], Iterator[Item]]
-    needs_file: bool
-    file: str
-
-
-def _coco(path: Path | None, shown: str, *, longest: bool) -> Iterator[Item]:
+def _coco(path: Path, flag: str, longest: bool) -> Iterator[Item]:
+    data = _parsed(path, flag)
+    rows = data.get("annotations") if isinstance(data, dict) else None
+    if not isinstance(rows, list):
+        raise UserError(
+            f"{flag}: has no list of annotations",
+            "Give the official file, captions_val2017.json or captions_val2014.json.",
+        )
     chosen: dict[int, str] = {}
-    for image, caption in _annotations(path, shown):
-        # Lengths are compared as the captions stand in the file, spaces at their ends included.
+    for number, row in enumerate(rows, start=1):
+        image, caption = (row.get("image_id"), row.get("caption")) if isinstance(row, dict) else (None, None)
+        if not isinstance(image, int) or not isinstance(caption, str):
+            raise UserError(
+                f"{flag} annotation {number}: has no image_id and caption",
+                "Give the caption annotations of MS-COCO, not instances or keypoints.",
+            )
+        # Lengths are compared with the spaces at both ends, as the captions are in the file.
         if image not in chosen or (longest and len(caption) > len(chosen[image])):
             chosen[image] = caption
     for image, caption in chosen.items():
         yield Item(f"image {image}", f"coco:{image}", caption)
 
 
-def _annotations(path: Path | None, shown: str) -> Iterator[tuple[int, str]]:
-    data: Any = parsed_json(path, shown) if path is not None else None
-    rows = data.get("annotations") if isinstance(data, dict) else None
-    if not isinstance(rows, list):
-        raise UserError(
-            f"--prompts {shown}: has no list of annotations",
-            "Give the official file, captions_val2017.json or captions_val2014.json.",
-        )
-    for number, row in enumerate(rows, start=1):
-        image, caption = (row.get("image_id"), row.get("caption")) if isinstance(row, dict) else (None, None)
-        if not isinstance(image, int) or not isinstance(caption, str):
-            raise UserError(
-                f"--prompts {shown} annotation {number}: has no image_id and caption",
-                "Of MS-COCO's annotations the files of captions are needed, not instances or keypoints.",
-            )
-        yield image, caption
+def _parti(path: Path, flag: str) -> Iterator[Item]:
+    for item in _table(path, flag, "\t"):
+        yield item._replace(source=f"parti:{item.place.removeprefix('line ')}")
 
 
-def _coco_longest(path: Path | None, shown: str) -> Iterator[Item]:
-    yield from _coco(path, shown, longest=True)
-
-
-def _coco_first(path: Path | None, shown: str) -> Iterator[Item]:
-    yield from _coco(path, shown, longest=False)
-
-
-def _parti(path: Path | None, shown: str) -> Iterator[Item]:
-    if path is not None:
-        for item in read_columns(path, "\t", shown):
-            yield item._replace(source=f"parti:{item.place.removeprefix('line ')}")
-
-
-def _imagenet(path: Path | None, shown: str) -> Iterator[Item]:
-    names = [""] * _CLASSES if path is None else _class_names(path, shown)
-    for number, name in enumerate(names):
+def _imagenet(path: Path | None, flag: str) -> Iterator[Item]:
+    for number, name in enumerate([""] * _IMAGENET_CLASSES if path is None else _class_names(path, flag)):
         yield Item(f"class {number}", f"imagenet:{number}", class_prompt(number, name))
 
 
-def _class_names(path: Path, shown: str) -> list[str]:
+def _class_names(path: Path, flag: str) -> list[str]:
     """The names of the classes in order: a line each, or JSON as a list or as {"0": [wordnet id, name]}."""
     if path.suffix.lower() == ".json":
-        data = parsed_json(path, shown)
+        data = _parsed(path, flag)
         rows = [data.get(str(number)) for number in range(len(data))] if isinstance(data, dict) else data
         names = [row[-1] if isinstance(row, list) and row else row for row in rows] if isinstance(rows, list) else []
     else:
         names = path.read_text(encoding="utf-8-sig").splitlines()
     for number, name in enumerate(names):
         if not isinstance(name, str) or not name.strip():
-            raise UserError(f"--prompts {shown} line {number + 1}: has no name for class {number}")
-    if len(names) != _CLASSES:
-        raise UserError(f"--prompts {shown}: names {len(names)} classes, and there are {_CLASSES}")
+            raise UserError(f"{flag} line {number + 1}: has no name for class {number}")
+    if len(names) != _IMAGENET_CLASSES:
+        raise UserError(f"{flag}: names {len(names)} classes, must name {_IMAGENET_CLASSES}")
     return [str(name).strip() for name in names]
 
 
+class PublishedSet(NamedTuple):
+    """A set: its reader, whether it needs a file, and which file that is (for messages)."""
+
+    read: Callable[[Any, str], Iterator[Item]]
+    needs_file: bool
+    file: str
+
+
 SETS: dict[str, PublishedSet] = {
-    "coco": PublishedSet(_coco_longest, True, "captions_val2017.json"),
-    "coco-longest": PublishedSet(_coco_longest, True, "captions_val2017.json"),
-    "coco-first": PublishedSet(_coco_first, True, "captions_val2017.json"),
+    "coco": PublishedSet(partial(_coco, longest=True), True, "captions_val2017.json"),
+    "coco-longest": PublishedSet(partial(_coco, longest=True), True, "captions_val2017.json"),
+    "coco-first": PublishedSet(partial(_coco, longest=False), True, "captions_val2017.json"),
     "parti": PublishedSet(_parti, True, "PartiPrompts.tsv"),
     "imagenet": PublishedSet(_imagenet, False, "a file with a name a line"),
 }
 """The sets by the word before the colon: `coco:captions_val2017.json`."""
 
 
-# ----
-
-_SHOWN = 5
+# ---- The value of --prompts
 
 
-class _Asked(NamedTuple):
-    """What `--prompts` says: a name or file, the published set it belongs to, and the part to take."""
+class _Request(NamedTuple):
+    """A parsed `--prompts`: a name or file, its published set, and the part to take."""
 
     name: str
     kind: str | None
@@ -220,76 +236,71 @@ class _Asked(NamedTuple):
 def load_prompts(source: str, family: Family) -> list[Prompt]:
     """Read the prompts of a family's set, of a published set (`coco:FILE`, `parti:FILE`, `imagenet`), or of a file.
 
-    Files are `.txt` with one a line, `.csv`, `.tsv` and `.jsonl` by prompt or caption, `.json` as a list. Empty ones
-    are left out. Raises one `UserError` that names `--prompts` and its value: no such set or file, a file that cannot
-    be read, or the first prompts the family cannot take, with their places.
+    Files are `.txt` (a prompt a line), `.csv`, `.tsv` and `.jsonl` (column `prompt` or `caption`) or `.json` (a list).
+    Blank prompts are skipped. Raises one `UserError` that names `--prompts` and its value: no such set or file, a file
+    that cannot be read, or the first prompts that the family cannot take, with their places.
     """
-    asked = _asked(source, family)
+    request = _parse(source, family)
     sets = family.prompt_sets()
-    if asked.name in sets and asked.kind is None:
-        own = enumerate(sets[asked.name], start=1)
-        items = [Item(f"prompt {number}", f"{asked.name}:{number}", text) for number, text in own]
+    if request.name in sets and request.kind is None:
+        own = enumerate(sets[request.name], start=1)
+        items = [Item(f"prompt {number}", f"{request.name}:{number}", text) for number, text in own]
     else:
-        items = _read(source, asked)
-    _check(source, items, family)
-    return _part(source, asked.part, [Prompt(item.text, item.source) for item in items])
+        items = _read(source, request)
+    check_texts(f"--prompts {source}", "prompts", ((item.place, item.text) for item in items), family)
+    return _part(source, request.part, [Prompt(item.text, item.source) for item in items])
 
 
 def prompt_facts(source: str, family: Family, prompts: list[Prompt]) -> dict[str, Any]:
-    """What a manifest says of the prompts: the set as typed, its file's SHA-256, how many, and a hash of their ids."""
-    asked = _asked(source, family)
+    """Describe prompts for the manifest: the set, its file's SHA-256, how many, and a hash of their ids."""
+    path = _parse(source, family).path
     ids = list(dict.fromkeys(prompt.id for prompt in prompts))
     return {
         "set": source,
-        "file_sha256": file_sha256(asked.path) if asked.path is not None else None,
+        "file_sha256": file_sha256(path) if path is not None else None,
         "prompts": len(ids),
         "ids_sha256": hashlib.sha256("\n".join(ids).encode()).hexdigest(),
     }
 
 
-def _asked(source: str, family: Family) -> _Asked:
+def _parse(source: str, family: Family) -> _Request:
     sets = family.prompt_sets()
     match = re.fullmatch(r"(.*?)#(\d+(?:-\d+)?)", source, flags=re.DOTALL)
     name, part = (match[1], match[2]) if match else (source, "")
     if name in sets:
-        return _Asked(name, None, None, part)
+        return _Request(name, None, None, part)
     kind, colon, rest = name.partition(":")
     if kind in SETS:
-        known = SETS[kind]
-        if not rest and (known.needs_file or colon):
-            raise UserError(f"--prompts {source}: needs its file", f"For example {kind}:{known.file}")
+        if not rest and (SETS[kind].needs_file or colon):
+            raise UserError(f"--prompts {source}: needs its file", f"For example {kind}:{SETS[kind].file}")
         path = Path(rest) if rest else None
     else:
         kind, path = "", Path(name)
     if path is not None and not path.is_file():
-        known_names = [*sets, *(f"{one}:FILE" if SETS[one].needs_file else one for one in SETS)]
+        known = [*sets, *(f"{one}:FILE" if SETS[one].needs_file else one for one in SETS)]
+        hint = f" {path}" if kind else f" and no prompt set{did_you_mean(name, [*sets, *SETS])}"
         raise UserError(
-            f"--prompts {source}: no such file" + (f" {path}" if kind else f" and no prompt set{_near(name, sets)}"),
-            f"The sets are {', '.join(known_names)}; or give a file that ends with {', '.join(READERS)}.",
+            f"--prompts {source}: no such file{hint}",
+            f"The sets are {', '.join(known)}; or give a file that ends with {', '.join(READERS)}.",
         )
-    return _Asked(name, kind or None, path, part)
+    return _Request(name, kind or None, path, part)
 
 
-def _near(name: str, sets: Any) -> str:
-    return did_you_mean(name, [*sets, *SETS])
-
-
-def _read(source: str, asked: _Asked) -> list[Item]:
-    """All prompts of a file or of a published set, empty ones left out."""
+def _read(source: str, request: _Request) -> list[Item]:
+    """All prompts of a file or of a published set, blank ones skipped."""
+    flag, path = f"--prompts {source}", request.path or Path(request.name)
     try:
-        if asked.kind is not None:
-            items = list(SETS[asked.kind].read(asked.path, source))
+        if request.kind is not None:
+            items = list(SETS[request.kind].read(request.path, flag))
+        elif path.suffix.lower() in READERS:
+            items = list(READERS[path.suffix.lower()](path, flag))
         else:
-            path = asked.path or Path(asked.name)
-            reader = READERS.get(path.suffix.lower())
-            if reader is None:
-                raise UserError(f"--prompts {source}: unknown kind of file", f"The kinds are {', '.join(READERS)}.")
-            items = list(reader(path, source))
+            raise UserError(f"{flag}: unknown file type", f"Give a file that ends with {', '.join(READERS)}.")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"--prompts {source}: cannot be read: {error}") from error
+        raise UserError(f"{flag}: cannot be read: {error}") from error
     kept = [item._replace(text=item.text.strip()) for item in items if item.text.strip()]
     if not kept:
-        raise UserError(f"--prompts {source}: holds no prompt", "Give a file with one prompt a line.")
+        raise UserError(f"{flag}: contains no prompt", "Give a file with one prompt a line.")
     return kept
 
 
@@ -301,29 +312,11 @@ def _part(source: str, part: str, prompts: list[Prompt]) -> list[Prompt]:
     first, dash, last = part.partition("-")
     begin, end = (int(first), int(last)) if dash else (0, int(first))
     if not begin < end <= len(unique):
-        raise UserError(f"--prompts {source}: there are {len(unique)} prompts", "Take fewer, or other ones.")
+        raise UserError(
+            f"--prompts {source}: there are {len(unique)} prompts", f"Take a part of at most {len(unique)}."
+        )
     if dash:
         return unique[begin:end]
-    taken = set(sorted(unique, key=_lot)[:end])
+    ranked = sorted(unique, key=lambda one: hashlib.blake2b(f"part:{one.id}".encode(), digest_size=8).hexdigest())
+    taken = set(ranked[:end])
     return [prompt for prompt in unique if prompt in taken]
-
-
-def _lot(prompt: Prompt) -> str:
-    return hashlib.blake2b(f"part:{prompt.id}".encode(), digest_size=8).hexdigest()
-
-
-def _check(source: str, items: list[Item], family: Family) -> None:
-    wrong: list[str] = []
-    advice: str | None = None
-    for item in items:
-        try:
-            family.check_prompt(item.text)
-        except UserError as error:
-            wrong.append(f"{item.place}: {error.message}")
-            advice = advice or error.advice
-    if len(wrong) == 1:
-        raise UserError(f"--prompts {source} {wrong[0]}", advice)
-    if wrong:
-        more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
-        listed = "\n  ".join([*wrong[:_SHOWN], *more])
-        raise UserError(f"--prompts {source}: {len(wrong)} prompts cannot be used\n  {listed}", advice)

@@ -1,6 +1,6 @@
-"""Where a sweep runs when it runs here: the device, the number type, the models, and what of them enters the keys.
+"""The device and dtype of a run, its models, and their fields of the record key.
 
-Choosing is done once, before anything is decoded, so that a record says `cpu` and `float32` and never `auto`.
+`auto` is resolved once, before decoding, so that a record says `cpu` and `float32`.
 """
 
 from __future__ import annotations
@@ -23,32 +23,31 @@ from lantern_bench.runs.keys import KeyFields
 from lantern_bench.schema import SCHEMA_VERSION
 
 ENGINE_VERSION = "7"
-"""Raised when decoding gives other tokens for the same seed, or takes another time: no run mixes the two."""
+"""Incremented when the tokens at a seed or the timing change; a run never mixes two versions."""
 
 
 class Place(NamedTuple):
-    """A device and the number type the models have there."""
+    """A device and the dtype of the models on it."""
 
     device: torch.device
     dtype: torch.dtype
 
     @property
     def dtype_name(self) -> str:
-        """The number type as it is typed: `float32`."""
+        """The dtype as the flag writes it: `float32`."""
         return str(self.dtype).removeprefix("torch.")
 
 
 def choose_place(device: str = "auto", dtype: str = "auto", fast: bool = False) -> Place:
-    """Decide what `auto` means here: CUDA where there is one, bfloat16 there and float32 elsewhere.
+    """Resolve `auto`: CUDA if available; bfloat16 on CUDA and float32 elsewhere.
 
-    `fast` asks for the number type that decodes fastest: bfloat16 on a processor with instructions for it too.
-
-    Raises `RefusedError` for a device this machine lacks.
+    With `fast`, `auto` is bfloat16 also on a CPU that has instructions for it. Raises `RefusedError` for a device that
+    this machine lacks.
     """
     chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     here = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if (chosen.index or 0) >= here.get(chosen.type, 0):
-        raise RefusedError(f"--device {device}: there is no such device here", "Leave it out, or type --device cpu.")
+        raise RefusedError(f"--device {device}: this machine has no such device", "Leave it out, or give --device cpu.")
     if dtype == "auto":
         narrow = chosen.type == "cuda" or (fast and chosen.type == "cpu" and _multiplies_bfloat16())
         dtype = "bfloat16" if narrow else "float32"
@@ -56,14 +55,14 @@ def choose_place(device: str = "auto", dtype: str = "auto", fast: bool = False) 
 
 
 def _multiplies_bfloat16() -> bool:
-    """Whether this processor has instructions for bfloat16; without them it is slower than float32."""
-    # Older versions of torch do not tell; then float32 is a choice that is never wrong.
-    asked = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
-    return any(ask is not None and ask() for ask in asked)
+    """Whether this CPU has bfloat16 instructions; without them bfloat16 is slower than float32."""
+    # Older versions of torch cannot tell; float32 is then the safe choice.
+    checks = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
+    return any(check is not None and check() for check in checks)
 
 
 def load_models(experiment: ResolvedExperiment, place: Place) -> dict[str, LoadedModel]:
-    """Load every model of an experiment, by name; raises as `registry.load_model`, and for a space it cannot take."""
+    """Load every model of an experiment, by name; raises as `registry.load_model` and `set_space`."""
     models = {name: load_model(name, place.device, place.dtype) for name in experiment.settings.model}
     for model in models.values():
         set_space(model, experiment.settings.neighbour_space)
@@ -71,21 +70,23 @@ def load_models(experiment: ResolvedExperiment, place: Place) -> dict[str, Loade
 
 
 def set_space(model: LoadedModel, space: Space | None) -> None:
-    """Let a model's neighbours be those of a space; None leaves the published one.
+    """Set the space of a model's neighbours; None keeps the published one.
 
-    Raises `UserError` for a model that comes with a table of its own.
+    Raises `UserError` for a model that has a neighbour table of its own.
     """
     if space is None:
         return
     if model.given_table is not None:
-        raise UserError(f"--neighbour-space {space}: {model.name} names a table of its own", "Leave one of them out.")
+        raise UserError(
+            f"--neighbour-space {space}: {model.name} has its own neighbour table", "Leave one of them out."
+        )
     model.neighbour_space = space
 
 
 def compile_models(models: Iterable[LoadedModel], place: Place) -> str | None:
-    """Have the models' decode steps compiled from their first use on, and their weights laid out for that.
+    """Compile the models' decode steps at their first use, and pack their weights for that.
 
-    Where nothing can be compiled they stay as they are, and the reason is returned, in one line.
+    Where nothing can be compiled the models stay unchanged; returns the reason, in one line.
     """
     problem = compiler_problem(place.device)
     if problem is None:
@@ -100,7 +101,7 @@ def compile_models(models: Iterable[LoadedModel], place: Place) -> str | None:
 def key_fields(
     models: Mapping[str, LoadedModel], settings: Settings, place: Place, cells: Iterable[Cell] = ()
 ) -> KeyFields:
-    """What holds for the whole run and can change its tokens (`runs/keys.py`)."""
+    """Return the fields of the record key that hold for the whole run (`runs/keys.py`)."""
     rules = {cell.decoding.rule for cell in cells} & set(OUTSIDE_RULES)
     parts = {f"{name}/{part}": digest for name, model in models.items() for part, digest in model.weights.items()}
     if settings.neighbour_space is not None:

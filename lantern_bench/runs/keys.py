@@ -1,7 +1,7 @@
-"""What can change an image's tokens, hashed into the key of its record, and what to do when it changed.
+"""The record key: a hash of everything that can change an image's tokens.
 
-A run that is continued must not mix images made in different ways, so the fields that hold for the whole run are
-compared with those in the manifest, and a difference is refused. What a seed is made of is `config/plan.py`.
+A resumed run must not mix images made in different ways. So the fields that hold for the whole run are compared with
+those in the manifest, and a difference is refused. Seeds are in `config/plan.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lantern_bench.errors import RefusedError
 class KeyFields(TypedDict):
     """The fields of a key that hold for the whole run; `weights` maps `model/part` to the SHA-256 of its file.
 
-    `rules` maps the rules from outside that the run uses to the fingerprint of their code; left out without any.
+    `rules` maps the rules of other packages that the run uses to the fingerprint of their code; absent without any.
     """
 
     schema_version: int
@@ -30,7 +30,7 @@ class KeyFields(TypedDict):
     rules: NotRequired[dict[str, str]]
 
 
-# What to type to go on with the recorded value; other fields are not a matter of flags.
+# The flag that restores the recorded value; other fields have no flag.
 _FLAGS = {
     "dtype": "--dtype {}",
     "device_type": "--device {}",
@@ -49,15 +49,14 @@ def record_key(fields: KeyFields, cell: Mapping[str, Any], prompt_id: str, repea
 
 
 def check_same_key(folder: str, recorded: Mapping[str, Any], now: KeyFields, finished: int) -> None:
-    """Raise `RefusedError` naming the first field in which a run's key differs from what would run now."""
+    """Raise `RefusedError` naming the first field in which a run's key differs from the current one."""
     _check_same(folder, _flat(recorded), _flat(now), finished)
 
 
 def check_same_experiment(folder: str, recorded: Mapping[str, Any], now: Mapping[str, Any], finished: int) -> None:
-    """Raise `RefusedError` when a folder holds another experiment; more images or other metrics are no difference."""
-    _check_same(
-        folder, {key: recorded.get(key) for key in _COMPARED}, {key: now.get(key) for key in _COMPARED}, finished
-    )
+    """Raise `RefusedError` when a run directory has another experiment; images and metrics may differ."""
+    before, after = ({key: one.get(key) for key in _COMPARED} for one in (recorded, now))
+    _check_same(folder, before, after, finished)
 
 
 def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,21 +73,15 @@ def _check_same(folder: str, recorded: Mapping[str, Any], now: Mapping[str, Any]
         if before == after:
             continue
         if isinstance(before, list) and isinstance(after, list):
-            before, after = _difference(before, after), _difference(after, before)
+            before, after = [one for one in before if one not in after], [one for one in after if one not in before]
+        advice = "Start a new run beside it with --no-resume, or elsewhere with --out FOLDER."
+        if key in _FLAGS:
+            advice += f" Or resume with {_FLAGS[key].format(_show(before))}"
         raise RefusedError(
-            f"cannot continue {folder}: {key} changed\n  recorded  {_show(before)}\n  now       {_show(after)}\n"
-            f"{finished} finished images were made with the recorded one and would be mixed with others.",
-            _advice(key, before),
+            f"cannot resume {folder}: {key} changed\n  recorded  {_show(before)}\n  now       {_show(after)}\n"
+            f"{finished} finished images were made with the recorded value; new images would not be comparable.",
+            advice,
         )
-
-
-def _advice(key: str, before: object) -> str:
-    fresh = "Start afresh beside it with --no-resume, or elsewhere with --out FOLDER."
-    return f"{fresh} Or continue with {_FLAGS[key].format(_show(before))}" if key in _FLAGS else fresh
-
-
-def _difference(these: list[Any], others: list[Any]) -> list[Any]:
-    return [item for item in these if item not in others]
 
 
 def _show(value: object) -> str:

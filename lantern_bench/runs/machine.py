@@ -1,18 +1,17 @@
-"""What a run was measured on: the machine block of the manifest.
+"""The machine block of the manifest: what could explain a difference between two machines' figures.
 
-Everything that could explain a difference between two machines' figures: processor, memory, threads, load, GPU with
-its clocks and throttling, versions, commit. The host's name and absolute paths stay out unless they are asked for, so
-that a manifest can be published. Timing itself is in `clock`.
+CPU, memory, threads, load, GPU with clocks and throttling, versions, commit. It has no host name and no absolute path,
+so a manifest can be published.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import re
 import shutil
-import socket
 import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,22 +19,10 @@ from typing import Any
 import psutil
 import torch
 
-import lantern_bench
-
 PACKAGES = (
-    "lantern-bench",
-    "torch",
-    "torchvision",
-    "torch-fidelity",
-    "open-clip-torch",
-    "numpy",
-    "scipy",
-    "pandas",
-    "pillow",
-    "pydantic",
-    "safetensors",
-    "triton",
-)
+    "lantern-bench", "torch", "torchvision", "torch-fidelity", "open-clip-torch", "numpy", "scipy", "pandas", "pillow",
+    "pydantic", "safetensors", "triton",
+)  # fmt: skip
 # Fields of nvidia-smi, by the names the manifest gives them.
 _GPU_FIELDS = {
     "driver": "driver_version",
@@ -50,12 +37,9 @@ _GPU_FIELDS = {
 _COMMAND_SECONDS = 20
 
 
-def machine_block(record_host: bool = False) -> dict[str, Any]:
-    """Describe this machine and this process as JSON-ready values; None where something cannot be read.
-
-    With `record_host` the host's name and the paths of the package and the interpreter are added.
-    """
-    block: dict[str, Any] = {
+def machine_block() -> dict[str, Any]:
+    """Describe this machine and this process as JSON-ready values; None where something cannot be read."""
+    return {
         "system": platform.system(),
         "release": platform.release(),
         "architecture": platform.machine(),
@@ -68,18 +52,13 @@ def machine_block(record_host: bool = False) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "git": git_state(),
     }
-    if record_host:
-        block["host"] = socket.gethostname()
-        block["package_path"] = str(Path(lantern_bench.__file__).resolve().parent)
-        block["interpreter"] = sys.executable
-    return block
 
 
 def _cpu_block() -> dict[str, Any]:
     frequency = psutil.cpu_freq()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "model": cpu_model(),
+        "model": _cpu_model(),
         "cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
         "usable_cores": usable,
@@ -91,29 +70,25 @@ def _cpu_block() -> dict[str, Any]:
     }
 
 
-def cpu_model() -> str:
-    """The processor's marketing name, or its architecture where the system does not tell."""
+def _cpu_model() -> str:
+    """The CPU's marketing name, or its architecture where the system does not tell."""
     listing = Path("/proc/cpuinfo")
-    if listing.is_file():
-        for line in listing.read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    if platform.system() == "Darwin":
-        named = _output(["sysctl", "-n", "machdep.cpu.brand_string"])
-        if named:
-            return named
-    return platform.processor() or platform.machine()
+    text = listing.read_text(encoding="utf-8", errors="replace") if listing.is_file() else ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
+    if found:
+        return found[1].strip()
+    named = _output(["sysctl", "-n", "machdep.cpu.brand_string"]) if platform.system() == "Darwin" else None
+    return named or platform.processor() or platform.machine()
 
 
 def gpu_blocks() -> list[dict[str, Any]]:
-    """One block for each GPU torch can use; clocks, driver and throttling come from nvidia-smi where it is there."""
+    """One block for each GPU that torch can use; nvidia-smi, if installed, gives clocks, driver and throttling."""
     if not torch.cuda.is_available():
         return []
     blocks = []
     for number in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(number)
-        block: dict[str, Any] = {
+        block = {
             "name": device.name,
             "memory_bytes": device.total_memory,
             "compute_capability": f"{device.major}.{device.minor}",
@@ -135,20 +110,15 @@ def _gpu_state(uuid: str) -> dict[str, str | None]:
 
 def package_versions() -> dict[str, str | None]:
     """The installed version of each of `PACKAGES`; None for one that is not installed."""
-    versions: dict[str, str | None] = {}
+    versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
     return versions
 
 
 def git_state() -> dict[str, Any]:
-    """The commit this code was run from and whether tracked files differ from it.
-
-    Both None when the package does not run from a git checkout of its own (an installed wheel, or no git).
-    """
+    """The commit of this code and whether tracked files differ from it; both None outside a git checkout of it."""
     folder = Path(__file__).resolve().parent
     tracked = _output(["git", "-C", str(folder), "ls-files", Path(__file__).name])
     commit = _output(["git", "-C", str(folder), "rev-parse", "HEAD"]) if tracked else None
@@ -159,7 +129,7 @@ def git_state() -> dict[str, Any]:
 
 
 def _output(command: list[str]) -> str | None:
-    """What a command prints, stripped; None when it is not installed, fails or hangs."""
+    """The output of a command, stripped; None when it is not installed, fails or hangs."""
     if shutil.which(command[0]) is None:
         return None
     try:

@@ -1,8 +1,8 @@
-"""Doing a plan: decode every image that is not done, keep its record and its picture, go on when one fails.
+"""The runner: decode every missing image of a plan, write its record and its picture, continue when one fails.
 
-`run_plan` yields events and draws nothing. The order is the plan's; the timed window is the decode loop's own, so that
-text, pixels, PNG files and records are outside it. Warm-up images are decoded first, once for every kind of cell, and
-are recorded in the manifest and nowhere else. Scoring and tables come afterwards and elsewhere.
+`run_plan` yields events and draws nothing. Images are made in the order of the plan. The decode loop
+is timed; text encoding, pixels, PNG files and records are not. Warm-up images are decoded first, one batch for every
+kind of cell, and only the manifest records them. Scores and tables come afterwards.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,7 +21,6 @@ from PIL import Image
 from torch import Tensor
 
 from lantern_bench.clock import now, peak_memory_bytes, reset_peak_memory, settle_garbage, stamp, synchronize
-from lantern_bench.config.experiment import Cell
 from lantern_bench.config.plan import Plan, Unit
 from lantern_bench.decoding.loop import Decoded, decode, drafter_and_table
 from lantern_bench.decoding.step import sampling_key
@@ -31,12 +30,23 @@ from lantern_bench.runs.devices import Place
 from lantern_bench.runs.machine import gpu_blocks, machine_block
 from lantern_bench.runs.store import RunStore, done_images
 
-# ---- Whether loaded models can do a plan: drafter, tables of nearest codes, features of captions, all at hand befo
+# A warm-up decodes a quarter of an image.
+_WARM_UP_SHARE = 4
+
+# ---- Events: what a sweep reports while it runs, in this order
 
 
 @dataclass(frozen=True)
-class Preparing:
-    """A model's text encoder is at work: captions encoded, and how many there are to encode."""
+class Loaded:
+    """The models are loaded; `compile_problem` says why steps are not compiled although this was asked for."""
+
+    place: Place
+    compile_problem: str | None = None
+
+
+@dataclass(frozen=True)
+class EncodedCaptions:
+    """A model's text encoder has encoded `done` of `total` captions."""
 
     model: str
     done: int
@@ -44,46 +54,8 @@ class Preparing:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """Nothing is missing; all of it took so many seconds."""
-
-    seconds: float
-
-
-Readying: TypeAlias = Preparing | Ready
-
-
-def get_ready(plan: Plan, models: Mapping[str, LoadedModel], folder: Path) -> Iterator[Readying]:
-    """Make what the images of `plan` that `folder` lacks will need, and free what only making it needed.
-
-    Raises `RefusedError` for a missing drafter, text encoder or codebook and for a damaged table or feature, and
-    `UserError` for files that are malformed or ask for what their model has not.
-    """
-    began = now()
-    done = done_images(folder)
-    groups = [
-        group for group in plan.batches() if any((u.cell.cell_id, u.prompt.id, u.repeat) not in done for u in group)
-    ]
-    for cell in dict.fromkeys(group[0].cell for group in groups):
-        if cell.decoding.drafting != "none":
-            with torch.inference_mode():
-                drafter_and_table(models[cell.model], cell.decoding)
-    for name, model in models.items():
-        prompts = [unit.prompt.text for group in groups for unit in group if unit.cell.model == name]
-        for count, total in model.prepare(list(dict.fromkeys(prompts))):
-            yield Preparing(name, count, total)
-    yield Ready(now() - began)
-
-
-# ----
-
-# The course of a warm-up is that of an image, only shorter.
-_WARM_UP_SHARE = 4
-
-
-@dataclass(frozen=True)
 class Started:
-    """The work is known: images kept from before, and those to make, by cell id."""
+    """Decoding starts: images kept from before, and those to make, by cell id."""
 
     kept: int
     to_do: Mapping[str, int]
@@ -91,15 +63,16 @@ class Started:
 
 @dataclass(frozen=True)
 class WarmedUp:
-    """A kind of cell has been decoded once, and compiled where that was asked for, in so many seconds."""
+    """A kind of cell has been decoded once, untimed, and compiled if asked for; seconds are None when it failed."""
 
     cell_id: str
     seconds: float | None
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
 class ImageDone:
-    """An image has its record, good or failed."""
+    """An image has its record, with status `ok` or `failed`."""
 
     unit: Unit
     record: Mapping[str, Any]
@@ -110,12 +83,30 @@ class ImageDone:
         return bool(self.record["status"] != "ok")
 
 
-Event: TypeAlias = Started | WarmedUp | ImageDone
+@dataclass(frozen=True)
+class Scored:
+    """The scorers have scored `done` of `total` cells."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """The run was interrupted with `done` of `total` images finished; the same command resumes it."""
+
+    done: int
+    total: int
+
+
+Event: TypeAlias = Loaded | EncodedCaptions | Started | WarmedUp | ImageDone | Scored | Interrupted
+
+# ---- Running a plan
 
 
 @dataclass(frozen=True)
 class Made:
-    """One image: tokens int32 [N], its course, pixels uint8 [H, W, 3], guided logits [N, V] where they were kept."""
+    """One image: tokens int32 [N], trace, pixels uint8 [H, W, 3], guided logits [N, V] if they were asked for."""
 
     tokens: Tensor
     trace: ImageTrace
@@ -125,24 +116,47 @@ class Made:
     logits: Tensor | None = None
 
 
+def prepare_models(plan: Plan, models: Mapping[str, LoadedModel], folder: Path, tell: Callable[[Event], None]) -> float:
+    """Make what the missing images of `plan` need: neighbour tables, encoded captions. Return the seconds it took.
+
+    Raises `RefusedError` for a missing drafter, text encoder or codebook and for a damaged table or feature, and
+    `UserError` for files that are malformed or ask for what their model lacks.
+    """
+    began, done = now(), done_images(folder)
+    missing = [u for g in plan.batches() if any(_image_id(u) not in done for u in g) for u in g]
+    for cell in dict.fromkeys(unit.cell for unit in missing):
+        if cell.decoding.drafting != "none":
+            with torch.inference_mode():
+                drafter_and_table(models[cell.model], cell.decoding)
+    for name, model in models.items():
+        prompts = dict.fromkeys(unit.prompt.text for unit in missing if unit.cell.model == name)
+        for count, total in model.prepare(list(prompts)):
+            tell(EncodedCaptions(name, count, total))
+    return now() - began
+
+
+def _image_id(unit: Unit) -> tuple[str, str, int]:
+    return unit.cell.cell_id, unit.prompt.id, unit.repeat
+
+
 def run_plan(
     store: RunStore, plan: Plan, models: Mapping[str, LoadedModel], place: Place, prepare_seconds: float = 0.0
 ) -> Iterator[Event]:
-    """Make the images of `plan` that `store` lacks; yields what happens, in the order of the events' definitions.
+    """Make the images of `plan` that `store` lacks; yield `Started`, then `WarmedUp`, then `ImageDone` events.
 
-    `prepare_seconds`, what `readiness` took, stands in the manifest by itself.
-    An image that raises gets a failed record and the run goes on. What is interrupted is kept up to the last image.
+    `prepare_seconds`, the time of `prepare_models`, goes into the manifest. An image that raises gets a record with
+    status `failed` and the run continues. An interrupted run keeps everything up to the last image.
     """
     groups = [group for group in plan.batches() if not all(store.is_done(unit) for unit in group)]
     waiting = Counter(unit.cell.cell_id for group in groups for unit in group if not store.is_done(unit))
-    session = _begin(store, models, place, prepare_seconds)
+    session = _start_session(store, models, place, prepare_seconds)
     try:
         yield Started(len(plan.units) - waiting.total(), waiting)
-        for cell, group in _kinds(groups).values():
-            yield _warm_up(store, session, models[cell.model], group, place)
+        for group in _kinds(groups):
+            yield _warm_up(store, session, models[group[0].cell.model], group, place)
         settle_garbage()
         for group in groups:
-            yield from _do(store, session, models[group[0].cell.model], group, place)
+            yield from _decode_batch(store, session, models[group[0].cell.model], group, place)
         session["complete"] = True
     finally:
         session |= {"ended": stamp(), "gpus_at_end": gpu_blocks()}
@@ -152,7 +166,10 @@ def run_plan(
 def make_images(
     model: LoadedModel, units: Sequence[Unit], place: Place, *, tokens: int | None = None, keep_logits: bool = False
 ) -> list[Made]:
-    """Decode units of one cell together, then their pixels; nothing is written. `tokens` ends the images early."""
+    """Decode units of one cell as one batch, then their pixels; writes nothing.
+
+    `tokens` ends the images early; they then have no pixels.
+    """
     decoding = units[0].cell.decoding
     generators = [torch.Generator(place.device).manual_seed(unit.seed) for unit in units]
     with torch.inference_mode():
@@ -181,8 +198,10 @@ def png_bytes(pixels: Tensor) -> bytes:
     return buffer.getvalue()
 
 
-def _begin(store: RunStore, models: Mapping[str, LoadedModel], place: Place, prepare_seconds: float) -> dict[str, Any]:
-    """Note this sitting in the manifest; the dictionary that is returned is part of it."""
+def _start_session(
+    store: RunStore, models: Mapping[str, LoadedModel], place: Place, prepare_seconds: float
+) -> dict[str, Any]:
+    """Add a session to the manifest; the returned dictionary is part of it."""
     session: dict[str, Any] = {"started": stamp(), "ended": None, "complete": False, "images": 0, "failed": 0}
     session |= {"prepare_seconds": prepare_seconds, "warm_up": []}
     sessions = [*store.manifest.get("sessions", []), session]
@@ -194,35 +213,35 @@ def _begin(store: RunStore, models: Mapping[str, LoadedModel], place: Place, pre
     return session
 
 
-def _kinds(groups: Sequence[tuple[Unit, ...]]) -> dict[tuple[Any, ...], tuple[Cell, tuple[Unit, ...]]]:
-    """One batch for every kind of cell there is to do: what differs only in a bound runs the same programs."""
-    found: dict[tuple[Any, ...], tuple[Cell, tuple[Unit, ...]]] = {}
+def _kinds(groups: Sequence[tuple[Unit, ...]]) -> list[tuple[Unit, ...]]:
+    """One batch for every kind of cell: cells that differ only in a bound run the same programs."""
+    found: dict[tuple[Any, ...], tuple[Unit, ...]] = {}
     for group in groups:
         cell = group[0].cell
-        found.setdefault((cell.model, sampling_key(cell.decoding), len(group)), (cell, group))
-    return found
+        found.setdefault((cell.model, sampling_key(cell.decoding), len(group)), group)
+    return list(found.values())
 
 
 def _warm_up(
     store: RunStore, session: dict[str, Any], model: LoadedModel, group: tuple[Unit, ...], place: Place
 ) -> WarmedUp:
-    # Compiling happens here and never in a timed window: these are the shapes of the images, and the programs.
+    # Steps are compiled here, never in a timed window: the warm-up has the shapes and programs of the images.
     cell_id, count = group[0].cell.cell_id, max(1, model.target.image_tokens // _WARM_UP_SHARE)
     row: dict[str, Any] = {"cell_id": cell_id, "batch": len(group), "tokens": count, "seconds": None}
     try:
         row["seconds"] = sum(made.trace.seconds for made in make_images(model, group, place, tokens=count))
     except (RuntimeError, MemoryError) as error:
-        # What fails here fails again in the images of the cell, and is recorded there.
-        row["error"] = _text(error)
+        # The images of the cell fail the same way and record it.
+        row["error"] = _one_line(error)
     session["warm_up"].append(row)
     store.update_manifest()
-    return WarmedUp(cell_id, row["seconds"])
+    return WarmedUp(cell_id, row["seconds"], model.engine.compile)
 
 
-def _do(
+def _decode_batch(
     store: RunStore, session: dict[str, Any], model: LoadedModel, group: tuple[Unit, ...], place: Place
 ) -> Iterator[ImageDone]:
-    """Decode a batch and record those of its images that are not done; the batch stays whole for equal arithmetic."""
+    """Decode a batch and record its missing images; the whole batch is decoded so that the arithmetic is the same."""
     waiting = [unit for unit in group if not store.is_done(unit)]
     try:
         made = dict(zip(group, make_images(model, group, place), strict=True))
@@ -231,11 +250,11 @@ def _do(
             torch.cuda.empty_cache()
         for unit in waiting:
             session["failed"] += 1
-            yield ImageDone(unit, store.append(unit, {"status": "failed", "error": _text(error)}))
+            yield ImageDone(unit, store.append(unit, {"status": "failed", "error": _one_line(error)}))
         return
     for unit in waiting:
         png = png_bytes(made[unit].pixels)
-        # The picture first: a record that is there has its picture.
+        # The picture is written first, so that every record has its picture.
         image = store.write_image(unit, png)
         record = _record(made[unit]) | {"image": image, "image_sha256": hashlib.sha256(png).hexdigest()}
         row = store.append(unit, record)
@@ -272,6 +291,5 @@ def _record(made: Made) -> dict[str, Any]:
     }
 
 
-def _text(error: BaseException) -> str:
-    """An error in one line."""
+def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

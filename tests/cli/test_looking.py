@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from lantern_bench.cli import main as cli
-from lantern_bench.cli.options import RESULTS_VARIABLE
+from lantern_bench.runs.store import RESULTS_VARIABLE
 from tests.made_up_run import make_records, make_scores, write_run
 
 

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from lantern_bench.cli import main as cli
-from lantern_bench.cli.options import RESULTS_VARIABLE
 from lantern_bench.decoding.neighbours import in_space, nearest_codes
 from lantern_bench.errors import RefusedError
 from lantern_bench.models import registry
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.runs.store import read_manifest, read_records
+from lantern_bench.runs.store import RESULTS_VARIABLE, read_manifest, read_records
 from tests.tiny_family import CODES, EXPERIMENT, TinyFamily
 
 

@@ -11,10 +11,9 @@ import pytest
 import yaml
 
 from lantern_bench.cli import main as cli
-from lantern_bench.cli.options import RESULTS_VARIABLE
 from lantern_bench.config.experiment import shipped_experiments
 from lantern_bench.metrics.reference_sets import CACHE_VARIABLE
-from lantern_bench.runs.store import read_manifest, read_scores
+from lantern_bench.runs.store import RESULTS_VARIABLE, read_manifest, read_scores
 
 TABLE = """
 name: small-table

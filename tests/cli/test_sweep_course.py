@@ -11,9 +11,8 @@ import pandas as pd
 import pytest
 
 from lantern_bench.cli import main as cli
-from lantern_bench.cli.options import RESULTS_VARIABLE
 from lantern_bench.models import registry
-from lantern_bench.runs.store import read_records
+from lantern_bench.runs.store import RESULTS_VARIABLE, read_records
 from tests.tiny_family import EXPERIMENT, TinyFamily
 
 

@@ -16,8 +16,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from lantern_bench.cli import main as cli
-from lantern_bench.cli.options import RESULTS_VARIABLE
-from lantern_bench.runs.store import read_manifest, read_records
+from lantern_bench.runs.store import RESULTS_VARIABLE, read_manifest, read_records
 from tests.models import tiny_chameleon, tiny_llamagen
 from tests.models.tiny_t5 import save_tiny_t5
 
@@ -146,7 +145,7 @@ def test_what_can_change_tokens_is_in_the_key(changed: str, capsys: pytest.Captu
     make_change(model)
     assert cli.main(typed) == 3
     said = capsys.readouterr().err
-    assert f"cannot continue run: weights of {model}/{part} changed" in said and "--no-resume" in said
+    assert f"cannot resume run: weights of {model}/{part} changed" in said and "--no-resume" in said
 
 
 def no_encoder() -> list[str]:

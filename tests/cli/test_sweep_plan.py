@@ -17,8 +17,8 @@ from filelock import FileLock
 from safetensors.numpy import load_file
 
 from lantern_bench.cli import main as cli
-from lantern_bench.cli.options import RESULTS_VARIABLE
 from lantern_bench.models.lanterns import FILES, WEIGHTS_FOLDER
+from lantern_bench.runs.store import RESULTS_VARIABLE
 
 CAPTION = "two round red lanterns over a lake at dusk"
 
@@ -187,7 +187,7 @@ def test_a_folder_that_cannot_be_written(capsys, here):
     (here / "notes").mkdir()
     (here / "notes" / "todo.txt").write_text("")
     assert cli.main(["sweep", "--out", "notes"]) == 2
-    assert "--out notes: the folder holds todo.txt and is no run" in capsys.readouterr().err
+    assert "--out notes: contains todo.txt and is not a run directory" in capsys.readouterr().err
 
 
 def test_a_folder_without_permission(capsys, here, monkeypatch):
@@ -211,7 +211,7 @@ def test_another_experiment_in_the_folder_is_refused_with_3(capsys, here):
     (here / "run" / "manifest.json").write_text(json.dumps({"schema_version": 1, "experiment": experiment}))
     assert cli.main(["sweep", "--out", "run"]) == 3
     said = capsys.readouterr().err
-    assert "cannot continue run: seed changed" in said and "--seed 4" in said and "--no-resume" in said
+    assert "cannot resume run: seed changed" in said and "--seed 4" in said and "--no-resume" in said
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from lantern_bench.cli.main import main
-from lantern_bench.cli.options import RESULTS_VARIABLE
 from lantern_bench.models import registry
 from lantern_bench.models.registry import card_of, load_model
-from lantern_bench.runs.store import read_records
+from lantern_bench.runs.store import RESULTS_VARIABLE, read_records
 from lantern_bench.training.drafter import job as drafter_job
 from lantern_bench.training.drafter import run as drafter_run
 from lantern_bench.training.drafter.run import COLUMNS
@@ -216,7 +215,7 @@ def test_a_published_target_is_planned_without_its_files(capsys: pytest.CaptureF
     [
         (["--data", "none"], 2, "--data none: no such file and no prompt set"),
         (["--data", "all", "--target", "tinny"], 2, "--target tinny: unknown model; did you mean tiny?"),
-        (["--data", "empty"], 2, "--data empty: holds no picture"),
+        (["--data", "empty"], 2, "--data empty: contains no picture"),
         (["--data", "bare"], 2, "--data bare: 1 of 1 pictures have no caption, the first 00.png"),
         (["--data", "wrong"], 2, "--data wrong: 00.txt: caption 'red fish': unknown word 'fish'"),
         (["--data", "broken"], 2, "broken/00.png: cannot be read as a picture"),

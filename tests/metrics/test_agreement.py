@@ -20,7 +20,7 @@ from PIL import Image
 from lantern_bench.config.protocols import PROTOCOLS, Preparation
 from lantern_bench.errors import RefusedError
 from lantern_bench.metrics import clip
-from lantern_bench.metrics.features import FeatureSet, for_features, prepare
+from lantern_bench.metrics.features import FeatureSet, preprocess, resize_for_features
 from lantern_bench.metrics.fidelity import fid_infinity, frechet_distance
 
 
@@ -78,13 +78,13 @@ def test_lantern_coco_prepares_as_the_authors() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (480, 640, 3), dtype=np.uint8)
     picture = torch.from_numpy(pixels.transpose(2, 0, 1).copy())
     by_hand = Image.fromarray(pixels).crop((80, 0, 560, 480)).resize((256, 256), Image.Resampling.LANCZOS)
-    prepared = prepare(picture, protocol.preparation)
+    prepared = preprocess(picture, protocol.preparation)
     assert np.array_equal(prepared.permute(1, 2, 0).numpy(), np.asarray(by_hand))
-    seen = for_features(prepared, protocol.preparation)
+    seen = resize_for_features(prepared, protocol.preparation)
     larger = by_hand.resize((299, 299), Image.Resampling.BICUBIC)
     assert np.array_equal(seen.permute(1, 2, 0).numpy(), np.asarray(larger))
     assert protocol.clip_prefix == "A photo depicts " and protocol.manifold_neighbours == 3
-    assert torch.equal(prepare(picture, Preparation()), picture)
+    assert torch.equal(preprocess(picture, Preparation()), picture)
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)

@@ -38,20 +38,25 @@ def scenes() -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(painted.transpose(0, 3, 1, 2)))
 
 
+def measure(pictures: torch.Tensor, reference: torch.Tensor, extractor: features.Extractor) -> fidelity.FidelityScores:
+    mine, theirs = (features.features_of(one, extractor) for one in (pictures, reference))
+    return fidelity.compare(mine, features.FeatureSet.of(theirs), extractor)
+
+
 def _noisy(pictures: torch.Tensor, strength: float) -> torch.Tensor:
     noise = torch.randn(pictures.shape, generator=torch.Generator().manual_seed(1)) * strength
     return (pictures + noise).clamp(0, 255).to(torch.uint8)
 
 
 def test_a_set_against_itself(extractor: features.Extractor, scenes: torch.Tensor) -> None:
-    scores = fidelity.measure_fidelity(scenes, scenes, extractor)
+    scores = measure(scenes, scenes, extractor)
     assert scores.fid == pytest.approx(0, abs=1e-4)
     assert scores.precision == scores.recall == 1.0
     assert (scores.n, scores.n_reference, scores.kid_subset, scores.note) == (160, 160, 80, "")
 
 
 def test_figures_worsen_with_the_pictures(extractor: features.Extractor, scenes: torch.Tensor) -> None:
-    little, much = (fidelity.measure_fidelity(_noisy(scenes, strength), scenes, extractor) for strength in (10.0, 60.0))
+    little, much = (measure(_noisy(scenes, strength), scenes, extractor) for strength in (10.0, 60.0))
     assert None not in (little.fid, much.fid, little.kid, much.kid, little.precision, much.precision)
     assert 0 < little.fid < much.fid  # type: ignore[operator]
     assert little.kid < much.kid  # type: ignore[operator]
@@ -64,17 +69,17 @@ def test_fid_is_the_frechet_distance_of_the_features(extractor: features.Extract
     a, b = (model.features(pictures.float() / 255).double().numpy() for pictures in (noisy, scenes))
     root = scipy.linalg.sqrtm(np.cov(a, rowvar=False) @ np.cov(b, rowvar=False)).real
     expected = ((a.mean(0) - b.mean(0)) ** 2).sum() + np.trace(np.cov(a.T) + np.cov(b.T) - 2 * root)
-    measured = fidelity.measure_fidelity(noisy, scenes, extractor).fid
+    measured = measure(noisy, scenes, extractor).fid
     assert measured == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 def test_the_same_twice(extractor: features.Extractor, scenes: torch.Tensor) -> None:
-    first, second = (fidelity.measure_fidelity(scenes[:80], scenes[80:], extractor) for _ in range(2))
+    first, second = (measure(scenes[:80], scenes[80:], extractor) for _ in range(2))
     assert first == second
 
 
 def test_few_pictures_have_no_fid(extractor: features.Extractor, scenes: torch.Tensor) -> None:
-    scores = fidelity.measure_fidelity(scenes[:48], scenes, extractor)
+    scores = measure(scenes[:48], scenes, extractor)
     assert scores.fid is None
     assert "128" in scores.note and "48" in scores.note
     assert scores.kid_subset == 24
@@ -82,7 +87,7 @@ def test_few_pictures_have_no_fid(extractor: features.Extractor, scenes: torch.T
 
 
 def test_a_handful_of_pictures_has_no_figures(extractor: features.Extractor, scenes: torch.Tensor) -> None:
-    scores = fidelity.measure_fidelity(scenes[:3], scenes, extractor)
+    scores = measure(scenes[:3], scenes, extractor)
     assert (scores.fid, scores.kid, scores.precision, scores.recall) == (None, None, None, None)
     assert scores.kid_subset == 0 and "3" in scores.note
 
@@ -120,7 +125,7 @@ def test_a_given_path_that_is_no_file(tmp_path: Path) -> None:
 
 def test_weights_of_another_model(tmp_path: Path) -> None:
     torch.save({"conv1.weight": torch.zeros(3)}, tmp_path / "resnet.pth")
-    with pytest.raises(UserError, match=r"resnet\.pth holds the weights of another model"):
+    with pytest.raises(UserError, match=r"resnet\.pth has the weights of another model"):
         features.find_extractor("inception-v3-compat", tmp_path / "resnet.pth")
 
 

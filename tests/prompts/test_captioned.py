@@ -52,10 +52,10 @@ def test_captions_beside_pictures_also_in_folders_below(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("00.png red lantern\n", "captions.txt line 1: names no picture and caption"),
+        ("00.png red lantern\n", "captions.txt line 1: has no picture and caption"),
         ("00.png\tred lantern\n02.png\tred lantern\n", "captions.txt line 2: no such picture 02.png"),
         ("00.png\tred fish\n01.png\tgreen lantern\n", "2 captions cannot be used"),
-        ("", "holds no picture"),
+        ("", "contains no picture"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line(content: str, said: str, folder: Path) -> None:

@@ -142,7 +142,7 @@ def test_what_a_manifest_says(coco):
         ("coco:", '{"images": []}', "no list of annotations"),
         ("coco:", '["a"]', "no list of annotations"),
         ("coco:", '{"annotations": [{"image_id": 1, "caption": "a"}, {"image_id": 1}]}', "annotation 2: has no"),
-        ("coco:", '{"annotations": []}', "holds no prompt"),
+        ("coco:", '{"annotations": []}', "contains no prompt"),
         ("coco:", '{"annotations": [{"image_id": 7, "caption": "bad"}]}', "image 7: 'bad' is bad"),
         ("", '{"annotations": []}', "several captions an image"),
         ("", '{"a": 1}', "must be a JSON list"),

@@ -34,13 +34,13 @@ def test_files_of_all_kinds(tmp_path: Path, column: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "wrong"),
     [
-        ("a.txt", b"\n \n", "holds no prompt"),
+        ("a.txt", b"\n \n", "contains no prompt"),
         ("a.txt", b"\xff\xfe\x00", "cannot be read"),
         ("a.csv", b"id,text\n1,one\n", "no column prompt or caption"),
         ("a.jsonl", b'{"prompt": "one"}\n{oops\n', "line 2: not JSON"),
         ("a.jsonl", b'{"prompt": 3}\n', "line 1: has no text"),
         ("a.jsonl", b"[1]\n", "line 1: has no text"),
-        ("a.parquet", b"", "unknown kind"),
+        ("a.parquet", b"", "unknown file type"),
         ("a.txt", b"one red lantern\none rad lantern\n", "line 2: caption 'one rad lantern'"),
         ("a.txt", b"rad\n" * 7, "7 prompts cannot be used"),
     ],

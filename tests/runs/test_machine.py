@@ -26,9 +26,7 @@ def test_no_host_and_no_path_unless_asked() -> None:
     text = json.dumps(machine.machine_block())
     assert str(Path.home()) not in text and str(Path(machine.__file__).parent) not in text
     assert "host" not in machine.machine_block()
-    told = machine.machine_block(record_host=True)
-    assert told["host"] == socket.gethostname()
-    assert Path(told["package_path"]).is_dir()
+    assert socket.gethostname() not in text
 
 
 def test_git_state_is_gits() -> None:

@@ -180,7 +180,7 @@ def test_a_folder_of_another_experiment_is_refused_early(tmp_path: Path, tiny: A
         check_folder(tmp_path / "run", tiny(seed=5)[0])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("")
-    with pytest.raises(UserError, match=r"holds thesis\.tex"):
+    with pytest.raises(UserError, match=r"contains thesis\.tex"):
         check_folder(tmp_path / "mine", experiment)
     with RunStore(tmp_path / "run", experiment, key_fields({"tiny": MODEL}, experiment.settings, CPU)):
         pass

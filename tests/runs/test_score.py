@@ -1,6 +1,6 @@
 """Scoring a run's folder: which rows come out, what they hold, and that it can be repeated.
 
-The judges are real classes with random weights; the pictures are files in a folder laid out like a run's.
+The scorers are real classes with random weights; the pictures are files in a folder laid out like a run's.
 """
 
 from __future__ import annotations
@@ -28,28 +28,27 @@ from lantern_bench.models.lanterns import classifier
 from lantern_bench.models.lanterns.captions import HELD_OUT
 from lantern_bench.models.lanterns.classifier import AttributeClassifier, predict, save_classifier
 from lantern_bench.runs import scoring
-from lantern_bench.runs import scoring as judging
 from lantern_bench.runs.keys import KeyFields
-from lantern_bench.runs.store import RunStore, ScoreBook, read_scores
+from lantern_bench.runs.store import RunStore, ScoreStore, read_scores
 from lantern_bench.schema import TABLES
 from lantern_bench.training.lanterns.scenes import render
 from lantern_bench.training.lanterns.scorers import CLIP_CONFIG, save_clip
 
 EMBEDDED = PROTOCOLS["embedded"]
-NOTHING = Protocol("nothing", 1, "judges nothing")
+NOTHING = Protocol("nothing", 1, "scorers nothing")
 PROMPTS = [HELD_OUT[number].caption() for number in range(5)] + ["a photo of a cat"]
 
 
 @pytest.fixture(scope="module")
-def judges(tmp_path_factory: pytest.TempPathFactory) -> judging.Judges:
-    folder = tmp_path_factory.mktemp("judges")
+def scorers(tmp_path_factory: pytest.TempPathFactory) -> scoring.Scorers:
+    folder = tmp_path_factory.mktemp("scorers")
     with torch.random.fork_rng():
         torch.manual_seed(0)
         save_classifier(AttributeClassifier(), folder / "features.safetensors")
         save_clip(open_clip.CLIP(**CLIP_CONFIG["model_cfg"]), folder / "clip")
     path = folder / "features.safetensors"
     scorer = clip.load_clip(f"local-dir:{folder / 'clip'}")
-    return judging.Judges(EMBEDDED, scorer, features.find_extractor(weights=path), classifier.load_classifier(path))
+    return scoring.Scorers(EMBEDDED, scorer, features.find_extractor(weights=path), classifier.load_classifier(path))
 
 
 @pytest.fixture(scope="module")
@@ -82,72 +81,72 @@ def _score(run: tuple[Path, list[dict[str, Any]]], *judge_and_reference: Any) ->
 
 
 def test_a_row_for_each_picture_and_each_cell(
-    run: tuple[Path, list[dict[str, Any]]], judges: judging.Judges, reference: Reference
+    run: tuple[Path, list[dict[str, Any]]], scorers: scoring.Scorers, reference: Reference
 ) -> None:
-    rows = _score(run, judges, reference)
+    rows = _score(run, scorers, reference)
     assert [row["level"] for row in rows] == (["image"] * 6 + ["cell"]) * 2
     assert {row["record_key"] for row in rows if row["level"] == "image"} == {f"key{number}" for number in range(12)}
     declared = {column.name for column in TABLES["scores"]}
     assert all(set(row) <= declared and row["protocol"] == "embedded" for row in rows)
 
 
-def test_image_rows_hold_each_judges_answer(
-    run: tuple[Path, list[dict[str, Any]]], judges: judging.Judges, reference: Reference
+def test_image_rows_hold_each_scorers_answer(
+    run: tuple[Path, list[dict[str, Any]]], scorers: scoring.Scorers, reference: Reference
 ) -> None:
     folder, records = run
-    assert judges.clip is not None and judges.classifier is not None
-    images = [row for row in _score(run, judges, reference) if row["level"] == "image"]
+    assert scorers.clip is not None and scorers.classifier is not None
+    images = [row for row in _score(run, scorers, reference) if row["level"] == "image"]
     for row, record in zip(images, records[:12], strict=True):
         picture = Image.open(folder / record["image"])
-        assert row["clip_score"] == pytest.approx(judges.clip.score([picture], [record["prompt"]])[0], abs=1e-5)
-        assert row["clip_model"] == judges.clip.label
+        assert row["clip_score"] == pytest.approx(scorers.clip.score([picture], [record["prompt"]])[0], abs=1e-5)
+        assert row["clip_model"] == scorers.clip.label
     pictures = torch.stack([torch.from_numpy(np.array(Image.open(folder / r["image"]))) for r in records[:5]])
-    seen = predict(judges.classifier, pictures.permute(0, 3, 1, 2)).tolist()
+    seen = predict(scorers.classifier, pictures.permute(0, 3, 1, 2)).tolist()
     expected = [float(tuple(row) == HELD_OUT[number].indices()) for number, row in enumerate(seen)]
     assert [row["prompt_accuracy"] for row in images[:5]] == expected
     assert images[5]["prompt_accuracy"] is None, "a prompt outside the grammar has no prompt accuracy"
 
 
 def test_cell_rows_hold_fidelity_and_what_it_was_measured_with(
-    run: tuple[Path, list[dict[str, Any]]], judges: judging.Judges, reference: Reference
+    run: tuple[Path, list[dict[str, Any]]], scorers: scoring.Scorers, reference: Reference
 ) -> None:
-    assert judges.extractor is not None
-    first, second = (row for row in _score(run, judges, reference) if row["level"] == "cell")
+    assert scorers.extractor is not None
+    first, second = (row for row in _score(run, scorers, reference) if row["level"] == "cell")
     assert first["n"] == second["n"] == 6 and first["kid_subset"] == 3
     assert first["fid"] is None and "fid needs 128 images" in first["note"]
     assert isinstance(first["kid"], float) and 0 <= first["precision"] <= 1 and 0 <= first["recall"] <= 1
-    assert first["extractor"] == judges.extractor.label and first["reference"] == "twenty scenes"
+    assert first["extractor"] == scorers.extractor.label and first["reference"] == "twenty scenes"
 
 
 def test_scoring_again_gives_the_same(
-    run: tuple[Path, list[dict[str, Any]]], judges: judging.Judges, reference: Reference
+    run: tuple[Path, list[dict[str, Any]]], scorers: scoring.Scorers, reference: Reference
 ) -> None:
-    assert _score(run, judges, reference) == _score(run, judges, reference)
+    assert _score(run, scorers, reference) == _score(run, scorers, reference)
 
 
 def test_a_missing_picture_is_noted(
-    run: tuple[Path, list[dict[str, Any]]], judges: judging.Judges, reference: Reference
+    run: tuple[Path, list[dict[str, Any]]], scorers: scoring.Scorers, reference: Reference
 ) -> None:
     folder, records = run
     (folder / records[0]["image"]).unlink()
-    rows = _score(run, judges, reference)
+    rows = _score(run, scorers, reference)
     assert "key0" not in {row.get("record_key") for row in rows}
     cell = next(row for row in rows if row["level"] == "cell")
     assert cell["n"] == 5 and "1 images are missing" in cell["note"]
 
 
 def test_the_last_record_of_a_key_counts(
-    run: tuple[Path, list[dict[str, Any]]], judges: judging.Judges, reference: Reference
+    run: tuple[Path, list[dict[str, Any]]], scorers: scoring.Scorers, reference: Reference
 ) -> None:
     folder, records = run
     again = _record("key0", records[0]["cell_id"], PROMPTS[0], records[0]["image"])
     failed_first = [{**records[0], "status": "failed"}, *records[1:], again]
-    rows = list(scoring.score_records(failed_first, folder, judges, reference))
+    rows = list(scoring.score_records(failed_first, folder, scorers, reference))
     assert [row.get("record_key") for row in rows].count("key0") == 1
 
 
-def test_judges_that_are_not_there_leave_their_columns_empty(run: tuple[Path, list[dict[str, Any]]]) -> None:
-    rows = _score(run, judging.Judges(NOTHING))
+def test_scorers_that_are_not_there_leave_their_columns_empty(run: tuple[Path, list[dict[str, Any]]]) -> None:
+    rows = _score(run, scoring.Scorers(NOTHING))
     assert {row["level"] for row in rows} == {"image"}
     assert all(row["clip_score"] is None and row["prompt_accuracy"] is None for row in rows)
 
@@ -155,12 +154,12 @@ def test_judges_that_are_not_there_leave_their_columns_empty(run: tuple[Path, li
 def test_progress_is_told_cell_by_cell(run: tuple[Path, list[dict[str, Any]]]) -> None:
     told: list[tuple[str, int, int]] = []
     folder, records = run
-    list(scoring.score_records(records, folder, judging.Judges(NOTHING), None, lambda *event: told.append(event)))
+    list(scoring.score_records(records, folder, scoring.Scorers(NOTHING), None, lambda *event: told.append(event)))
     assert told == [("ar-none-none-t1", 1, 2), ("speculative-static-small-7-t1", 2, 2)]
 
 
-def test_no_records_no_rows(tmp_path: Path, judges: judging.Judges) -> None:
-    assert list(scoring.score_records([], tmp_path, judges)) == []
+def test_no_records_no_rows(tmp_path: Path, scorers: scoring.Scorers) -> None:
+    assert list(scoring.score_records([], tmp_path, scorers)) == []
 
 
 EXPERIMENT = """
@@ -198,53 +197,55 @@ def store(tmp_path: Path) -> Iterator[RunStore]:
         yield store
 
 
-def test_a_run_is_scored_once(store: RunStore, judges: judging.Judges, reference: Reference) -> None:
-    assert scoring.score_run(store, judges, reference) == 12
-    assert scoring.score_run(store, judges, reference) == 0
+def test_a_run_is_scored_once(store: RunStore, scorers: scoring.Scorers, reference: Reference) -> None:
+    assert scoring.score_run(store, scorers, reference) == 12
+    assert scoring.score_run(store, scorers, reference) == 0
     rows = read_scores(store.folder)
     assert [row["level"] for row in rows].count("image") == 10
     assert {row["cell_id"] for row in rows if row["level"] == "cell"} == {r["cell_id"] for r in store.records()}
 
 
-def test_another_judge_or_reference_scores_again(store: RunStore, judges: judging.Judges, reference: Reference) -> None:
-    scoring.score_run(store, judges, reference)
-    assert scoring.score_run(store, judges, reference._replace(label="other scenes")) == 12
-    newer = dataclasses.replace(judges, protocol=dataclasses.replace(EMBEDDED, version=2))
+def test_another_judge_or_reference_scores_again(
+    store: RunStore, scorers: scoring.Scorers, reference: Reference
+) -> None:
+    scoring.score_run(store, scorers, reference)
+    assert scoring.score_run(store, scorers, reference._replace(label="other scenes")) == 12
+    newer = dataclasses.replace(scorers, protocol=dataclasses.replace(EMBEDDED, version=2))
     assert scoring.score_run(store, newer, reference) == 12
-    other = dataclasses.replace(judges, protocol=dataclasses.replace(EMBEDDED, name="other"))
+    other = dataclasses.replace(scorers, protocol=dataclasses.replace(EMBEDDED, name="other"))
     assert scoring.score_run(store, other, reference) == 12
 
 
 def test_only_cells_with_new_images_are_scored_again(
-    store: RunStore, judges: judging.Judges, reference: Reference
+    store: RunStore, scorers: scoring.Scorers, reference: Reference
 ) -> None:
     first = store.records()[0]
     kept = [record for record in store.records() if record is not first]
     store.records = lambda: kept  # type: ignore[method-assign]
-    scoring.score_run(store, judges, reference)
+    scoring.score_run(store, scorers, reference)
     store.records = lambda: [*kept, first]  # type: ignore[method-assign]
-    assert scoring.score_run(store, judges, reference) == 6
+    assert scoring.score_run(store, scorers, reference) == 6
 
 
-def test_full_size_judges_are_refused_without_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_size_scorers_are_refused_without_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.delenv("LANTERN_BENCH_WEIGHTS", raising=False)
     with pytest.raises(RefusedError, match="inception-v3-compat"):
-        judging.judges_of(PROTOCOLS["lantern-coco"])
+        scoring.load_scorers(PROTOCOLS["lantern-coco"])
 
 
 def test_a_finished_run_is_scored_without_decoding(
-    store: RunStore, judges: judging.Judges, reference: Reference
+    store: RunStore, scorers: scoring.Scorers, reference: Reference
 ) -> None:
     folder = store.folder
     store.close()
     before = (folder / "records.jsonl").read_bytes()
-    with ScoreBook(folder) as book:
-        assert scoring.score_run(book, judges, reference) == 12
+    with ScoreStore(folder) as book:
+        assert scoring.score_run(book, scorers, reference) == 12
         with pytest.raises(RefusedError, match="in use"):
-            ScoreBook(folder)
-        assert scoring.score_run(book, judges, reference) == 0
-        assert scoring.score_run(book, judges, reference, again=True) == 12
+            ScoreStore(folder)
+        assert scoring.score_run(book, scorers, reference) == 0
+        assert scoring.score_run(book, scorers, reference, again=True) == 12
     assert (folder / "records.jsonl").read_bytes() == before
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["protocols"]["embedded"] == json.loads(json.dumps(EMBEDDED.to_dict()))
@@ -255,20 +256,22 @@ def test_a_run_without_images_is_not_scored(store: RunStore) -> None:
     store.close()
     (store.folder / "records.jsonl").write_text("")
     with pytest.raises(RefusedError, match="no images to score"):
-        ScoreBook(store.folder)
+        ScoreStore(store.folder)
 
 
-def test_a_protocol_without_a_reference_says_so(run: tuple[Path, list[dict[str, Any]]], judges: judging.Judges) -> None:
-    bare = dataclasses.replace(judges, protocol=dataclasses.replace(EMBEDDED, reference=None))
+def test_a_protocol_without_a_reference_says_so(
+    run: tuple[Path, list[dict[str, Any]]], scorers: scoring.Scorers
+) -> None:
+    bare = dataclasses.replace(scorers, protocol=dataclasses.replace(EMBEDDED, reference=None))
     cells = [row for row in _score(run, bare) if row["level"] == "cell"]
     assert [row.get("fid") for row in cells] == [None, None]
     assert all("--reference" in row["note"] and row["reference"] is None for row in cells)
 
 
-def test_rewards_are_judges_like_others(run: tuple[Path, list[dict[str, Any]]], judges: judging.Judges) -> None:
-    assert judges.clip is not None
+def test_rewards_are_scorers_like_others(run: tuple[Path, list[dict[str, Any]]], scorers: scoring.Scorers) -> None:
+    assert scorers.clip is not None
     protocol = Protocol("hpsv2", 1, "a stand-in", rewards=("hpsv2",))
-    rows = _score(run, judging.Judges(protocol, rewards={"hpsv2": judges.clip}))
-    by_clip = [row for row in _score(run, judges) if row["level"] == "image"]
+    rows = _score(run, scoring.Scorers(protocol, rewards={"hpsv2": scorers.clip}))
+    by_clip = [row for row in _score(run, scorers) if row["level"] == "image"]
     assert [row["hpsv2"] for row in rows] == [row["clip_score"] for row in by_clip]
     assert all(row["clip_score"] is None for row in rows)

@@ -9,7 +9,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lantern_bench.config.experiment import ResolvedExperiment, load_experiment, resolve
-from lantern_bench.config.plan import Plan, Prompt, make_plan
+from lantern_bench.config.plan import Plan, Prompt, Unit, make_plan
 from lantern_bench.config.values import Overrides
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.runs.keys import KeyFields
@@ -59,9 +59,13 @@ def key(**changes: Any) -> KeyFields:
     return {**KEY, **changes}  # type: ignore[typeddict-item]
 
 
+def to_do(store: RunStore, units: Iterable[Unit]) -> list[Unit]:
+    return [unit for unit in units if not store.is_done(unit)]
+
+
 def fill(folder: Path, count: int | None = None, status: str = "ok") -> None:
     with RunStore(folder, EXPERIMENT, KEY) as store:
-        for unit in store.to_do(PLAN.units)[:count]:
+        for unit in to_do(store, PLAN.units)[:count]:
             store.append(unit, {"status": status, "tokens": unit.seed % 97, "accepted_per_step": [1, 2]})
 
 
@@ -111,7 +115,7 @@ def test_the_manifest_holds_an_experiment_that_is_one(tmp_path: Path) -> None:
 def test_what_is_done_is_not_to_do(tmp_path: Path) -> None:
     fill(tmp_path / "run", 3)
     with RunStore(tmp_path / "run", EXPERIMENT, KEY) as store:
-        assert store.to_do(PLAN.units) == list(PLAN.units[3:])
+        assert to_do(store, PLAN.units) == list(PLAN.units[3:])
         assert [store.is_done(unit) for unit in PLAN.units[:4]] == [True, True, True, False]
     done = done_images(tmp_path / "run")
     assert PLAN.estimate(done=done).done == 3
@@ -120,7 +124,7 @@ def test_what_is_done_is_not_to_do(tmp_path: Path) -> None:
 def test_a_failed_image_is_tried_again_and_its_last_word_counts(tmp_path: Path) -> None:
     fill(tmp_path / "run", 2, status="failed")
     with RunStore(tmp_path / "run", EXPERIMENT, KEY) as store:
-        assert store.to_do(PLAN.units) == list(PLAN.units)
+        assert to_do(store, PLAN.units) == list(PLAN.units)
         store.append(PLAN.units[0], {"tokens": 5})
         assert [row["status"] for row in store.records()] == ["ok", "failed"]
     assert [row["status"] for row in read_records(tmp_path / "run")] == ["ok", "failed"]
@@ -196,7 +200,7 @@ def test_another_key_is_refused(tmp_path: Path, changes: dict[str, Any], said: s
     before = (tmp_path / "run" / "manifest.json").read_bytes()
     with pytest.raises(RefusedError) as caught:
         RunStore(tmp_path / "run", EXPERIMENT, key(**changes))
-    assert caught.value.message.startswith(f"cannot continue run: {said}\n2 finished images")
+    assert caught.value.message.startswith(f"cannot resume run: {said}\n2 finished images")
     assert typed in str(caught.value.advice)
     assert (tmp_path / "run" / "manifest.json").read_bytes() == before
     fill(tmp_path / "run")  # the lock was let go, and the run goes on as recorded
@@ -205,7 +209,7 @@ def test_another_key_is_refused(tmp_path: Path, changes: dict[str, Any], said: s
 def test_another_key_is_no_matter_while_nothing_is_finished(tmp_path: Path) -> None:
     fill(tmp_path / "run", 2, status="failed")
     with RunStore(tmp_path / "run", EXPERIMENT, key(dtype="bfloat16")) as store:
-        assert store.to_do(PLAN.units) == list(PLAN.units)
+        assert to_do(store, PLAN.units) == list(PLAN.units)
     assert read_manifest(tmp_path / "run")["key"]["dtype"] == "bfloat16"
 
 
@@ -217,7 +221,7 @@ def test_another_experiment_is_refused_and_more_images_are_not(tmp_path: Path) -
         RunStore(tmp_path / "run", experiment(**{"lambda": "3,5"}), KEY)
     more = experiment(images=4, metrics="speed")
     with RunStore(tmp_path / "run", more, KEY) as store:
-        assert len(store.to_do(make_plan(more, PROMPTS).units)) == 4 * 3 - 2
+        assert len(to_do(store, make_plan(more, PROMPTS).units)) == 4 * 3 - 2
 
 
 def test_a_locked_run_is_refused(tmp_path: Path) -> None:
@@ -249,7 +253,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, place: str) -> None:
 
 def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(UserError, match=r"holds thesis\.tex and is no run"):
+    with pytest.raises(UserError, match=r"contains thesis\.tex and is not a run"):
         RunStore(tmp_path, EXPERIMENT, KEY)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -309,7 +313,7 @@ def test_runs_are_found_by_path_name_and_beginning(tmp_path: Path) -> None:
     assert find_run(tmp_path / "lanterns-aa11", Path("nowhere")) == tmp_path / "lanterns-aa11"
     assert find_run("lanterns-bb22", tmp_path) == tmp_path / "lanterns-bb22"
     assert find_run("table1", tmp_path) == tmp_path / "table1-cc33"
-    with pytest.raises(UserError, match="several runs start so") as caught:
+    with pytest.raises(UserError, match="several runs start with this") as caught:
         find_run("lanterns", tmp_path)
     assert "lanterns-aa11, lanterns-bb22" in str(caught.value.advice)
     with pytest.raises(UserError, match="no such run"):

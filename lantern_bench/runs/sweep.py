@@ -1,0 +1,214 @@
+"""A sweep from an experiment to scored images: `prepare` checks everything without torch, `run` does the work.
+
+Shared by the command line and the Python API. Progress goes to a callback as events (`runs/runner.py`); nothing is
+printed here. `report/tables.py` makes the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lantern_bench.config.experiment import ResolvedExperiment, load_experiment, resolve
+from lantern_bench.config.parse_experiment import Experiment, read_experiment
+from lantern_bench.config.plan import Plan, make_plan, parse_shard
+from lantern_bench.config.protocols import Protocol, protocol_of
+from lantern_bench.config.values import Overrides
+from lantern_bench.config.yaml_source import Source
+from lantern_bench.errors import RecordsFailedError, RefusedError
+from lantern_bench.models.registry import card_of, defaults_of, family_of
+from lantern_bench.prompts.sets import load_prompts, prompt_facts
+from lantern_bench.runs.preflight import check_folder, check_neighbours, default_protocol, seconds_per_image
+from lantern_bench.runs.store import ScoreStore, done_images, read_manifest, results_root, run_folder
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from lantern_bench.config.plan import Estimate
+    from lantern_bench.metrics.reference_sets import Reference
+    from lantern_bench.runs.devices import Place
+    from lantern_bench.runs.runner import Event
+    from lantern_bench.runs.scoring import Scorers
+
+    Tell = Callable[[Event], None]
+
+
+class Request(NamedTuple):
+    """A sweep that passed every check that needs no models; `prompts` describes them for the manifest."""
+
+    experiment: ResolvedExperiment
+    plan: Plan
+    folder: Path
+    protocol: Protocol
+    prompts: dict[str, Any]
+
+
+def prepare(
+    source: str | Path | Mapping[str, Any],
+    overrides: Overrides,
+    *,
+    out: Path | None = None,
+    resume: bool = True,
+    shard: str | None = None,
+    both_residuals: bool = False,
+) -> Request:
+    """Check a sweep and return it; needs no torch and writes nothing.
+
+    `source` is the name of a shipped experiment, a YAML file, or the content of one as a mapping. With
+    `both_residuals`, a relaxed experiment runs with both residuals unless the overrides name one. Raises `UserError`
+    for everything wrong with the experiment, flags or prompts, `RefusedError` for a run directory in use or of other
+    settings.
+    """
+    part = parse_shard(shard) if shard is not None else None
+    loaded = _load(source, overrides)
+    if both_residuals and "residual" not in overrides.values and loaded.is_relaxed:
+        values = {**overrides.values, "residual": ["official", "exact"]}
+        loaded = _load(source, replace(overrides, values=values))
+    if "prompts" not in loaded.settings.model_fields_set:
+        own = {"prompts": card_of(loaded.settings.model[0]).prompt_set}
+        loaded = replace(loaded, settings=loaded.settings.model_copy(update=own))
+    resolved = resolve(loaded, defaults_of(loaded.settings.model))
+    check_neighbours(resolved)
+    settings = resolved.settings
+    protocol = protocol_of(settings.protocol or default_protocol(settings.model))
+    families = [family_of(model) for model in settings.model]
+    # Checks every prompt for every model; the prompts themselves are the same for all.
+    prompts, *_ = [load_prompts(settings.prompts, family) for family in families]
+    plan, facts = make_plan(resolved, prompts), prompt_facts(settings.prompts, families[0], prompts)
+    folder = run_folder(resolved, results_root(), out, resume=resume)
+    if part is not None:
+        plan = plan.shard(part)
+        # Shards run at the same time, and a run directory has one writer.
+        folder = folder if out is not None else folder.with_name(f"{folder.name}-shard{part.index}of{part.count}")
+    check_folder(folder, resolved)
+    return Request(resolved, plan, folder, protocol, facts)
+
+
+def _load(source: str | Path | Mapping[str, Any], overrides: Overrides) -> Experiment:
+    if isinstance(source, str | Path):
+        return load_experiment(source, overrides)
+    experiment, problems = read_experiment(Source("experiment", Path(), dict(source)), overrides)
+    problems.raise_all()
+    return experiment
+
+
+def plan_table(request: Request) -> tuple[pd.DataFrame, Estimate]:
+    """Return the plan by cell (images, done, to_do, s_per_image), and the estimate of the time left."""
+    import pandas as pd
+
+    pace, done = seconds_per_image(request.folder), done_images(request.folder)
+    rows = []
+    for cell in request.plan.cells:
+        units = [unit for unit in request.plan.units if unit.cell == cell]
+        made = sum((cell.cell_id, unit.prompt.id, unit.repeat) in done for unit in units)
+        row = {"cell": cell.cell_id, "images": len(units), "done": made, "to_do": len(units) - made}
+        rows.append(row | {"s_per_image": pace.get(cell.cell_id)})
+    return pd.DataFrame(rows), request.plan.estimate(pace, done)
+
+
+def run(request: Request, tell: Tell) -> int:
+    """Make the missing images and score them; return how many images failed. Events go to `tell`.
+
+    Raises `RefusedError` for missing weights, drafters or scorers and for a run directory whose images were made in
+    another way, `UserError` for malformed files; all before the first image.
+    """
+    from lantern_bench.models.loaded_model import NoPixels
+    from lantern_bench.runs.devices import choose_place, compile_models, key_fields, load_models
+    from lantern_bench.runs.runner import ImageDone, Interrupted, Loaded, prepare_models, run_plan
+    from lantern_bench.runs.store import RunStore
+
+    settings, units = request.experiment.settings, request.plan.units
+    place = choose_place(settings.device, settings.dtype, fast=True)
+    scorers, reference = _load_scorers(request, place)
+    models = load_models(request.experiment, place)
+    for model in models.values():
+        if isinstance(model.pixels, NoPixels):
+            raise model.pixels.problem
+    tell(Loaded(place, compile_models(models.values(), place) if settings.compile else None))
+    try:
+        prepare_seconds = prepare_models(request.plan, models, request.folder, tell)
+    except KeyboardInterrupt:
+        tell(Interrupted(0, len(units)))
+        raise
+    failed = 0
+    with RunStore(request.folder, request.experiment, key_fields(models, settings, place, request.plan.cells)) as store:
+        store.update_manifest(prompts=request.prompts)
+        try:
+            for event in run_plan(store, request.plan, models, place, prepare_seconds):
+                failed += isinstance(event, ImageDone) and event.failed
+                tell(event)
+            if scorers is not None:
+                _score(store, scorers, reference, tell)
+        except KeyboardInterrupt:
+            tell(Interrupted(sum(store.is_done(unit) for unit in units), len(units)))
+            raise
+    return failed
+
+
+def check_failed(request: Request, failed: int) -> None:
+    """Raise `RecordsFailedError` when images failed."""
+    if failed:
+        raise RecordsFailedError(
+            f"{failed} of {len(request.plan.units)} images failed; see {request.folder / 'records.jsonl'}",
+            "The same command tries them again.",
+        )
+
+
+def score(
+    folder: Path,
+    tell: Tell,
+    *,
+    protocol: str | None = None,
+    reference: str | None = None,
+    device: str = "auto",
+    clip_weights: Path | None = None,
+    features_weights: Path | None = None,
+    infinity: bool = False,
+    again: bool = False,
+) -> tuple[Protocol, int]:
+    """Score the pictures of a run by a quality protocol, by default the run's; nothing is decoded.
+
+    Returns the protocol and the number of rows written. Raises as `load_scorers`, `find_reference` and `ScoreStore`.
+    """
+    recorded = read_manifest(folder).get("experiment", {})
+    named = protocol or recorded.get("protocol") or default_protocol(recorded.get("model") or [])
+    rules = protocol_of(named)
+
+    from lantern_bench.metrics.reference_sets import find_reference
+    from lantern_bench.runs.devices import choose_place
+    from lantern_bench.runs.scoring import load_scorers
+
+    place = choose_place(device)
+    scorers = load_scorers(rules, clip_weights=clip_weights, features_weights=features_weights, device=place.device)
+    given = reference or (recorded.get("reference") if named == recorded.get("protocol") else None)
+    against = find_reference(given, rules)
+    with ScoreStore(folder) as store:
+        return rules, _score(store, scorers, against, tell, infinity=infinity, again=again)
+
+
+def _load_scorers(request: Request, place: Place) -> tuple[Scorers | None, Reference | None]:
+    """The scorers and the reference of the run's protocol, if quality is measured."""
+    from lantern_bench.metrics.reference_sets import find_reference
+    from lantern_bench.runs.scoring import load_scorers
+
+    if "quality" not in request.experiment.settings.metrics:
+        return None, None
+    try:
+        # The reference first: it is found quickly, and scorers are large.
+        reference = find_reference(request.experiment.settings.reference, request.protocol)
+        return load_scorers(request.protocol, device=place.device), reference
+    except RefusedError as error:
+        advice = f"{error.advice.rstrip('.')}. " if error.advice else ""
+        raise RefusedError(error.message, f"{advice}Or leave quality out: --metrics speed.") from error
+
+
+def _score(store: ScoreStore, scorers: Scorers, reference: Reference | None, tell: Tell, **more: Any) -> int:
+    from lantern_bench.metrics.reference_sets import cache_folder
+    from lantern_bench.runs.runner import Scored
+    from lantern_bench.runs.scoring import score_run
+
+    return score_run(
+        store, scorers, reference, lambda _cell, done, total: tell(Scored(done, total)), cache=cache_folder(), **more
+    )
