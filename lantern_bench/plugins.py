@@ -1,29 +1,106 @@
-"""Relaxed rules from outside the package: what such a rule says of itself, and how it is found.
+"""What a way to draft, an acceptance rule and a model say of themselves, and how other packages bring their own.
 
-A rule is an object under the entry point group `lantern_bench.rules`, found when modes and rules are first needed; it
-brings a mode of its own name. Nothing here imports torch, and a rule's module should not either: what it computes with
-is handed to it. How a limit is kept, and the limits of the published rules, are `decoding/acceptance/relaxation.py`.
+Each is one row: the shipped draftings, rules and modes are rows of `config/methods.py`; a row of another package is an
+object under the entry point groups `lantern_bench.rules` and `lantern_bench.draftings`. Flags, validation, cell ids,
+columns, legends and checks are derived from the rows. Nothing here imports torch, and a package that brings a row
+should not either: a row names its code as "module:object", or holds functions that get tensors handed to them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from lantern_bench.errors import RefusedError
 
-GROUP = "lantern_bench.rules"
+RULE_GROUP, DRAFTING_GROUP = "lantern_bench.rules", "lantern_bench.draftings"
 _NAME = r"[a-z][a-z0-9_]*"
+
+Code: TypeAlias = str | Callable[..., Any]
+"""A function or class, or where it is, as "module:object": then it is imported when it is first used."""
+
+
+def load_code(code: Code) -> Callable[..., Any]:
+    """Return the function or class; imports its module where it is given by name."""
+    if not isinstance(code, str):
+        return code
+    module, _, name = code.partition(":")
+    loaded: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return loaded
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A decoding parameter: what is allowed, its flag, its column, and how a cell id writes it.
+
+    type: the annotation that pydantic validates. allowed: completes "KEY VALUE: ". help: of the flag and of the column.
+    in_id: "structure" (part of mode, drafting, rule or tree), "always" (as `short` and the value, where the cell has
+    the parameter) or "changed" (where it is not `default`). column: dtype and unit in the tables; None for no column.
+    sampled_only: greedy decoding ignores it. unsaid: a record key leaves the default out, as runs older than the
+    parameter do.
+    """
+
+    name: str
+    type: Any
+    allowed: str
+    help: str
+    default: Any = None
+    choices: tuple[str, ...] = ()
+    in_id: Literal["structure", "always", "changed"] = "always"
+    short: str = ""
+    column: tuple[str, str] | None = None
+    sampled_only: bool = False
+    unsaid: bool = False
+
+
+Values: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A way to draft.
+
+    make: (decoding, target, batch) -> an object as `DraftMethod` of decoding/interface.py. parameters: names of shipped
+    parameters, or a `Parameter` that the drafting brings. defaults: their values where nobody gives one. needs_drafter:
+    whether the model's drafter is asked. sampled: children are drawn from q; otherwise a draft is deterministic and its
+    q is 1. label: how ids and tables write the drafts. adapt: (defaults, given values) -> defaults that fit the given
+    values. problem: (key, sentence) for values that do not go together, else None. presets: short words for this
+    drafting with some values fixed.
+    """
+
+    name: str
+    make: Code
+    about: str
+    parameters: tuple[str | Parameter, ...] = ()
+    defaults: Values = field(default_factory=dict)
+    needs_drafter: bool = True
+    sampled: bool = True
+    label: Callable[[Values], str | None] = lambda _values: None
+    adapt: Callable[[Values, Values], Values] = lambda defaults, _given: defaults
+    problem: Callable[[Values], tuple[str, str] | None] = lambda _values: None
+    presets: Mapping[str, Values] = field(default_factory=dict)
+    legend: str | None = None
+    colour: str | None = None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether there are drafts at all."""
+        return bool(self.make)
+
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the file of its code."""
+        return _fingerprint(load_code(self.make))
 
 
 class DraftView(Protocol):
-    """What a rule may look at when a draft x is judged: tensors in the dtype of p, for many drafts at once."""
+    """What a relaxed rule may look at when it decides on a draft x: tensors in the dtype of p, for many drafts."""
 
     @property
     def own(self) -> Any:
@@ -42,84 +119,141 @@ class DraftView(Protocol):
 
 
 @dataclass(frozen=True)
-class RelaxedRule:
-    """A relaxed rule: how much probability m(x) the nearest codes of a draft x may lend it (algorithms.md, section 4).
+class Rule:
+    """An acceptance rule.
 
-    name: of the rule, and of the mode that it brings. limit: (what is known of the draft, the value of `bound`) -> the
-    most m(x) [...]; neighbours are taken in order while their mass keeps it. low, high: `bound` lies strictly between.
-    example: a value to begin with, for messages and single pictures. neighbours: k where nothing is said. drafting: of
-    its mode. label: its name in legends, by default the name.
+    A relaxed rule gives `limit`: (what is known of the draft x, the value of its bound) -> the most neighbour mass m(x)
+    [...] that x may take; neighbours are taken in order while their mass keeps it (docs/algorithms.md, section 4).
+    A rule that decides on whole trees gives `accept` (`Accept` in decoding/acceptance/tree_acceptance.py). A rule with
+    neither accepts one child after another, strictly.
+
+    bound: the parameter that `limit` gets; it lies strictly between `low` and `high`, and `example` is a value to begin
+    with. neighbours: k where nobody gives it. tensor_bound: `limit` computes with a tensor in place of the number, so
+    that one compiled program serves every value. chains: the rule decides only on chains of sampled drafts, by default
+    on `tree`. greedy: the rule that takes its place at temperature 0. drafting: of the mode that a rule from another
+    package brings. in_id: whether cell ids name the rule where the mode does not.
     """
 
     name: str
-    limit: Callable[[DraftView, float], Any]
-    low: float
-    high: float
-    example: float
+    limit: Code | None = None
+    low: float = 0.0
+    high: float = float("inf")
+    example: float = 0.1
     neighbours: int = 10
     drafting: str = "static"
     label: str | None = None
+    colour: str | None = None
+    about: str = "a rule from another package"
+    bound: str = "bound"
+    tensor_bound: bool = False
+    accept: Code | None = None
+    chains: bool = False
+    tree: str | None = None
+    greedy: str | None = None
+    in_id: bool = True
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the tokens keep the target's distribution: no neighbour mass is ever taken."""
+        return self.limit is None
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the parameters that cells of this rule have."""
+        return () if self.limit is None else ("neighbours", "neighbour_metric", self.bound, "residual")
+
+    @property
+    def defaults(self) -> Values:
+        """Values where nobody gives one; a bound has none."""
+        return {} if self.limit is None else {"neighbours": self.neighbours}
 
     @property
     def allowed(self) -> str:
-        """What `bound` may be, to complete `bound 2: `."""
+        """What the bound may be, to complete `bound 2: `."""
+        if self.high == float("inf"):
+            return f"must be a number above {self.low:g}"
         return f"must lie strictly between {self.low:g} and {self.high:g} for the rule {self.name}"
 
     def allows(self, bound: float) -> bool:
-        """Whether `bound` may have this value."""
+        """Whether the bound may have this value."""
         return self.low < bound < self.high
 
     def fingerprint(self) -> str:
         """16 hex digits that change with the file of its code: pictures of two versions are never mixed in a run."""
-        try:
-            code = Path(inspect.getfile(self.limit)).read_bytes()
-        except (OSError, TypeError):
-            code = repr(self.limit).encode()
-        return hashlib.sha256(code).hexdigest()[:16]
+        code = self.limit or self.accept
+        return _fingerprint(load_code(code)) if code is not None else _fingerprint(self.name)
 
 
-def find_rules(taken: Collection[str]) -> dict[str, RelaxedRule]:
-    """All rules from outside, by name; `taken` names they may not have.
+def _fingerprint(code: Any) -> str:
+    try:
+        text = Path(inspect.getfile(code)).read_bytes()
+    except (OSError, TypeError):
+        text = repr(code).encode()
+    return hashlib.sha256(text).hexdigest()[:16]
 
-    Raises `RefusedError` for one that cannot be imported, is none, or has a name that is taken.
+
+@dataclass(frozen=True)
+class Mode:
+    """A name for a drafting and a rule, which an experiment may override; `label` and `colour` are for legends."""
+
+    name: str
+    drafting: str
+    rule: str
+    label: str
+    colour: str | None = None
+
+
+_Row = TypeVar("_Row", Rule, Drafting)
+
+
+def find_rows(group: str, kind: type[_Row], taken: Collection[str], draftings: Collection[str] = ()) -> dict[str, _Row]:
+    """All rows of a kind from other packages, by name; `taken` names they may not have, `draftings` a rule may name.
+
+    Raises `RefusedError` for one that cannot be imported, is no such row, or has a name that is taken.
     """
-    return checked_rules(_loaded(), taken)
+    return checked_rows(_loaded(group, kind.__name__.lower()), kind, taken, draftings)
 
 
-def _loaded() -> Iterable[tuple[str, object]]:
-    for entry in sorted(metadata.entry_points(group=GROUP), key=lambda entry: entry.name):
+def _loaded(group: str, noun: str) -> Iterable[tuple[str, object]]:
+    for entry in sorted(metadata.entry_points(group=group), key=lambda entry: entry.name):
         try:
             yield entry.name, entry.load()
-        except Exception as error:  # whatever a stranger's module raises when it is imported
+        except Exception as error:  # whatever another package raises when it is imported
             raise RefusedError(
-                f"the rule {entry.name} cannot be loaded: {type(error).__name__}: {error}",
+                f"the {noun} {entry.name} cannot be loaded: {type(error).__name__}: {error}",
                 "Mend the package that it comes from, or remove it.",
             ) from error
 
 
-def checked_rules(loaded: Iterable[tuple[str, object]], taken: Collection[str]) -> dict[str, RelaxedRule]:
-    """Return the rules by name; raises `RefusedError` for one that cannot be used."""
-    rules: dict[str, RelaxedRule] = {}
-    for entry, rule in loaded:
-        wrong = _wrong(rule, {*taken, *rules})
-        if wrong or not isinstance(rule, RelaxedRule):
-            raise RefusedError(f"the rule {entry} cannot be used: {wrong}", "Mend the package that it comes from.")
-        rules[rule.name] = rule
-    return rules
+def checked_rows(
+    loaded: Iterable[tuple[str, object]], kind: type[_Row], taken: Collection[str], draftings: Collection[str] = ()
+) -> dict[str, _Row]:
+    """Return the rows by name; raises `RefusedError` for one that cannot be used."""
+    rows: dict[str, _Row] = {}
+    for entry, row in loaded:
+        wrong = _wrong(row, kind, {*taken, *rows}, draftings)
+        if wrong or not isinstance(row, kind):
+            noun = kind.__name__.lower()
+            raise RefusedError(f"the {noun} {entry} cannot be used: {wrong}", "Mend the package that it comes from.")
+        rows[row.name] = row
+    return rows
 
 
-def _wrong(rule: object, taken: Collection[str]) -> str | None:
-    if not isinstance(rule, RelaxedRule):
-        return f"its entry point is no lantern_bench.plugins.RelaxedRule but {type(rule).__name__}"
-    if not re.fullmatch(_NAME, rule.name):
-        return f"its name {rule.name!r} must be lower-case letters, digits and _"
-    if rule.name in taken:
-        return f"the name {rule.name} is taken"
-    if rule.drafting not in ("static", "dynamic"):
-        return f"its drafting {rule.drafting!r} must be static or dynamic"
-    if not rule.allows(rule.example):
-        return f"its example {rule.example:g} {rule.allowed}"
-    return None if rule.neighbours >= 1 else f"its neighbours {rule.neighbours} must be at least 1"
+def _wrong(row: object, kind: type[Rule | Drafting], taken: Collection[str], draftings: Collection[str]) -> str | None:
+    if not isinstance(row, kind):
+        return f"its entry point is no lantern_bench.plugins.{kind.__name__} but {type(row).__name__}"
+    if not re.fullmatch(_NAME, row.name):
+        return f"its name {row.name!r} must be lower-case letters, digits and _"
+    if row.name in taken:
+        return f"the name {row.name} is taken"
+    if isinstance(row, Rule) and row.drafting not in draftings:
+        return f"its drafting {row.drafting!r} must be one of {', '.join(draftings)}"
+    if isinstance(row, Rule) and row.limit is not None:
+        if not row.allows(row.example):
+            return f"its example {row.example:g} {row.allowed}"
+        if row.neighbours < 1:
+            return f"its neighbours {row.neighbours} must be at least 1"
+    return None
 
 
 @dataclass(frozen=True)

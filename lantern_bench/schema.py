@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from lantern_bench.config.methods import DRAFTINGS, MODES, PARAMETERS, RULES
 from lantern_bench.errors import UserError
 
 # ---- What a column is, and the columns that many tables share; the tables themselves are `schema.py`
@@ -34,20 +35,11 @@ def figure(name: str, unit: str, meaning: str) -> tuple[Column, Column, Column]:
 
 CELL_COLUMNS: tuple[Column, ...] = (
     Column("cell_id", "string", "", "the cell: one fully resolved decoding configuration"),
-    Column("mode", "string", "", "ar, speculative, lantern, lantern++, or the name of a rule from outside"),
-    Column("drafting", "string", "", "none, static (fixed tree, sampled) or dynamic (best of a beam)"),
+    Column("mode", "string", "", f"one of {', '.join(MODES)}"),
+    Column("drafting", "string", "", ", ".join(f"{name} ({row.about})" for name, row in DRAFTINGS.items())),
     Column("tree", "string", "", "name of the static tree, or nodes, depth and beam of the dynamic one"),
-    Column("rule", "string", "", "acceptance rule: none, strict, block, additive, multiplicative, or one from outside"),
-    Column("neighbours", "int", "codes", "nearest codes whose mass a draft may take (k)"),
-    Column("neighbour_metric", "string", "", "what near is: l2, cosine or random"),
-    Column("delta", "float", "", "bound of the additive rule: most mass one draft may take"),
-    Column("lambda", "float", "", "bound of the multiplicative rule: most a draft's probability may grow"),
-    Column("bound", "float", "", "bound of a rule from outside the package; the rule says what it means"),
-    Column("residual", "string", "", "residual after a relaxed rejection: exact or official"),
-    Column("temperature", "float", "", "sampling temperature; 0 is greedy"),
-    Column("top_k", "int", "tokens", "keep the k most probable tokens; 0 is off"),
-    Column("top_p", "float", "", "keep the smallest set of this mass; 1 is off"),
-    Column("cfg_scale", "float", "", "classifier-free guidance scale; 1 is off"),
+    Column("rule", "string", "", f"acceptance rule: {', '.join(RULES)}"),
+    *(Column(key, *one.column, one.help.rstrip(".")) for key, one in PARAMETERS.items() if one.column),
     Column("batch", "int", "images", "images decoded at once"),
     Column("model", "string", "", "name of the model"),
 )

@@ -21,7 +21,7 @@ from lantern_bench.decoding.acceptance import relaxation
 from lantern_bench.decoding.acceptance.relaxation import Relaxation, merged_mass
 from lantern_bench.decoding.acceptance.tree_acceptance import judge_children
 from lantern_bench.decoding.compile import Engine
-from lantern_bench.plugins import RelaxedRule
+from lantern_bench.plugins import Rule
 
 # Whole commands in processes of their own, on machines that may be busy.
 pytestmark = pytest.mark.timeout(1200)
@@ -44,11 +44,11 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def rule() -> RelaxedRule:
+def rule() -> Rule:
     space: dict[str, object] = {}
     exec(compile((EXAMPLE / "ambiguity_rule.py").read_text(), "ambiguity_rule.py", "exec"), space)
     found = space["RULE"]
-    assert isinstance(found, RelaxedRule)
+    assert isinstance(found, Rule)
     return found
 
 
@@ -128,13 +128,12 @@ def test_a_rule_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path) -> No
 
 
 @pytest.fixture
-def installed(rule: RelaxedRule, monkeypatch: pytest.MonkeyPatch) -> RelaxedRule:
-    monkeypatch.setitem(relaxation.OUTSIDE_RULES, rule.name, rule)
-    monkeypatch.setattr(relaxation, "RULES", (*relaxation.RULES, rule.name))
+def installed(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> Rule:
+    monkeypatch.setitem(relaxation.RULES, rule.name, rule)
     return rule
 
 
-def test_the_rule_keeps_its_limit_and_takes_as_much_as_it_may(installed: RelaxedRule) -> None:
+def test_the_rule_keeps_its_limit_and_takes_as_much_as_it_may(installed: Rule) -> None:
     noise = torch.Generator().manual_seed(0)
     p = torch.softmax(2 * torch.randn(40, 32, generator=noise, dtype=torch.float64), dim=-1)
     table = torch.stack([torch.randperm(31, generator=noise) for _ in range(32)])
@@ -150,7 +149,7 @@ def test_the_rule_keeps_its_limit_and_takes_as_much_as_it_may(installed: Relaxed
     assert (mass + following > most).all()
 
 
-def test_after_a_rejection_the_rule_sees_the_residual(installed: RelaxedRule) -> None:
+def test_after_a_rejection_the_rule_sees_the_residual(installed: Rule) -> None:
     p = torch.tensor([[0.5, 0.2, 0.15, 0.15]], dtype=torch.float64)
     table = torch.tensor([[1, 2, 3], [2, 3, 0], [3, 1, 0], [1, 2, 0]])
     tokens = torch.tensor([[0, 2]])
@@ -162,7 +161,7 @@ def test_after_a_rejection_the_rule_sees_the_residual(installed: RelaxedRule) ->
     torch.testing.assert_close(judged.accept, torch.tensor([[0.7, 0.5]], dtype=torch.float64))
 
 
-def test_the_rule_is_compiled_whole(installed: RelaxedRule) -> None:
+def test_the_rule_is_compiled_whole(installed: Rule) -> None:
     noise = torch.Generator().manual_seed(1)
     p, q = torch.softmax(2 * torch.randn(2, 6, 16, generator=noise), dim=-1)
     table = torch.stack([torch.randperm(15, generator=noise) for _ in range(16)])

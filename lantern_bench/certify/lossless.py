@@ -40,6 +40,7 @@ def strict_without_residual(
     _relaxation: Relaxation,
     _table: Tensor | None,
     _active: Sequence[int] | None = None,
+    _images: int = 1,
 ) -> Judgement:
     """The strict rule without its residual: every child and the bonus token use the p of the node.
 

@@ -20,7 +20,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
 from lantern_bench.config.plan import Prompt, record_seed
 from lantern_bench.decoding.acceptance.relaxation import Relaxation
-from lantern_bench.decoding.drafting.static import drafting_of
+from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.emitted_tv import emitted, emitted_tv_sampled, total_variation
 from lantern_bench.decoding.loop import drafter_and_table, relaxation_of
 from lantern_bench.decoding.sampling import Draws, decoding_probabilities, guide
@@ -204,7 +204,7 @@ def _dynamic(
 ) -> Iterator[dict[str, Tensor]]:
     assert model.drafter is not None
     decoding = cells[0].decoding
-    drafting = drafting_of(decoding, place.logits.device)
+    drafting = drafting_of(decoding, model.target)
     session, drafts = drafts_at(model.drafter, place.made.forced, place.positions, drafting.nodes)
     rows = torch.arange(len(place.positions), device=place.positions.device)
     root = place.made.forced.tokens[rows, place.positions - 1]

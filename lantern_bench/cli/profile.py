@@ -259,12 +259,12 @@ def _step_row(
     before: list[dict[str, Any]],
     rates: Rates,
 ) -> dict[str, Any]:
-    from lantern_bench.decoding.drafting.static import drafting_of
+    from lantern_bench.decoding.drafting import drafting_of
     from lantern_bench.profile.roofline import decode_memory
     from lantern_bench.profile.steps import step_cost
 
     model = subject.model
-    nodes = 1 if decoding.drafting == "none" else drafting_of(decoding, model.target.device).nodes
+    nodes = 1 if decoding.drafting == "none" else drafting_of(decoding, model.target).nodes
     row = _forward_row(subject, nodes, cost.total, rates) | {"what": "step", "name": name}
     row |= {"draft_ms": cost.draft, "target_ms": cost.target, "verify_ms": cost.verify, "other_ms": cost.other}
     plain = next((one["milliseconds"] for one in before if one["name"] == "ar"), cost.total)

@@ -1,150 +1,62 @@
-"""One fully resolved decoding configuration, the ranges of its values, and the name it gives a cell.
+"""One fully resolved decoding configuration, and the name it gives a cell.
 
-`Decoding` is what the decode loop consumes and what a record's key covers. The table `PARAMETERS` says for each
-parameter what is allowed, in the words an error uses, and which draftings and rules have it at all; the experiment
-reader, the grids and the cell ids all work from that table. Where values come from is `experiment.py`.
+`Decoding` is what the decode loop gets and what a record's key covers. Which parameters a cell has, and what they may
+be, are rows of `methods.py`. Where values come from is `experiment.py`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
-from lantern_bench.config.methods import MODES, OUTSIDE_RULES, PUBLISHED_RULES, RELAXED_RULES, RULES, Drafting
-from lantern_bench.config.trees import STATIC_TREES, Topology, check_topology, is_chain, topology_name
-
-
-def _refuse_bool(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("true and false are no numbers")
-    return value
-
-
-_NUMBER = BeforeValidator(_refuse_bool)
-Count = Annotated[int, _NUMBER, Field(ge=1)]
-Natural = Annotated[int, _NUMBER, Field(ge=0)]
-Scale = Annotated[float, _NUMBER, Field(ge=0, allow_inf_nan=False)]
-TopP = Annotated[float, _NUMBER, Field(gt=0, le=1)]
-Delta = Annotated[float, _NUMBER, Field(gt=0, lt=1)]
-Lambda = Annotated[float, _NUMBER, Field(gt=1, allow_inf_nan=False)]
-Bound = Annotated[float, _NUMBER, Field(allow_inf_nan=False)]
-Residual = Literal["exact", "official"]
-NeighbourMetric = Literal["l2", "cosine", "random"]
-FilterOrder = Literal["top_k_first", "top_p_first"]
-
-
-class Parameter(NamedTuple):
-    """A decoding parameter: its type, what is allowed (completes "KEY VALUE: "), and who has it.
-
-    `belongs(drafting, rule)` says whether a cell of that drafting and rule has the parameter, `to` says so in words.
-    """
-
-    adapter: TypeAdapter[Any]
-    allowed: str
-    belongs: Callable[[str, str], bool]
-    to: str
-    choices: tuple[str, ...] = ()
+from lantern_bench.config.methods import (
+    DRAFTINGS,
+    MODES,
+    PARAMETERS,
+    RULES,
+    Bound,
+    Count,
+    Delta,
+    FilterOrder,
+    Lambda,
+    Natural,
+    Residual,
+    Scale,
+    TopP,
+    chain_problem,
+    defaults_for,
+    has_parameter,
+    who_has,
+)
+from lantern_bench.config.methods import NeighbourMetric as NeighbourMetric
+from lantern_bench.config.trees import STATIC_TREES, Topology, check_topology, topology_name
+from lantern_bench.plugins import Drafting, Rule
 
 
-def _parameter(
-    annotation: Any, allowed: str, belongs: Callable[[str, str], bool], to: str, choices: tuple[str, ...] = ()
-) -> Parameter:
-    return Parameter(TypeAdapter(annotation), allowed, belongs, to, choices)
-
-
-def _everybody(_drafting: str, _rule: str) -> bool:
-    return True
-
-
-def _drafted(drafting: str, _rule: str) -> bool:
-    return drafting != "none"
-
-
-def _one_of(*names: str) -> Callable[[str, str], bool]:
-    return lambda drafting, rule: drafting in names or rule in names
-
-
-def _relaxed(_drafting: str, rule: str) -> bool:
-    return rule in RELAXED_RULES
-
-
-_COUNT = "must be a whole number of at least 1"
-_NATURAL = "must be a whole number of at least 0"
-_CHOICE = "must be one of"
-_DRAFTING_WORDS = ("none", "static", "dynamic", "chain")
-_RELAXED_TO = "the rules " + " and ".join(rule for rule in RULES if rule in RELAXED_RULES)
-_OUTSIDE_TO = f"rules from outside the package ({', '.join(OUTSIDE_RULES) or 'none is installed'})"
-
-# The order is that of a grid's axes, the first varying slowest.
-PARAMETERS: dict[str, Parameter] = {
-    "mode": _parameter(str, _CHOICE, _everybody, "every cell", tuple(MODES)),
-    "drafting": _parameter(str, _CHOICE, _drafted, "modes that draft", _DRAFTING_WORDS),
-    "rule": _parameter(str, _CHOICE, _drafted, "modes that draft", RULES),
-    "tree": _parameter(Any, "must be a tree", _one_of("static"), "the drafting static", tuple(STATIC_TREES)),
-    "nodes": _parameter(Count, _COUNT + " (root not counted)", _one_of("dynamic"), "the drafting dynamic"),
-    "depth": _parameter(Count, _COUNT, _one_of("dynamic"), "the drafting dynamic"),
-    "beam": _parameter(Count, _COUNT, _one_of("dynamic"), "the drafting dynamic"),
-    "neighbours": _parameter(Natural, _NATURAL, _relaxed, _RELAXED_TO),
-    "neighbour_metric": _parameter(NeighbourMetric, _CHOICE, _relaxed, _RELAXED_TO, ("l2", "cosine", "random")),
-    "delta": _parameter(Delta, "must lie strictly between 0 and 1", _one_of("additive"), "the rule additive"),
-    "lambda": _parameter(Lambda, "must be a number above 1", _one_of("multiplicative"), "the rule multiplicative"),
-    "bound": _parameter(Bound, "must be a number", _one_of(*OUTSIDE_RULES), _OUTSIDE_TO),
-    "residual": _parameter(Residual, _CHOICE, _relaxed, _RELAXED_TO, ("exact", "official")),
-    "temperature": _parameter(Scale, "must be a number of at least 0 (0 is greedy)", _everybody, "every cell"),
-    "top_k": _parameter(Natural, _NATURAL + " (0 is off)", _everybody, "every cell"),
-    "top_p": _parameter(TopP, "must be above 0 and at most 1 (1 is off)", _everybody, "every cell"),
-    "filter_order": _parameter(FilterOrder, _CHOICE, _everybody, "every cell", ("top_k_first", "top_p_first")),
-    "cfg_scale": _parameter(Scale, "must be a number of at least 0 (1 is off)", _everybody, "every cell"),
-}
-
-DYNAMIC_TREE = {"nodes": 58, "depth": 5, "beam": 10}
-_NEIGHBOURS = {"additive": 20, "multiplicative": 10} | {name: r.neighbours for name, r in OUTSIDE_RULES.items()}
-_SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "filter_order": "top_k_first", "cfg_scale": 1.0}
-# Settings that leave the id when they have their default; the order is that of the id.
-_OF_SAMPLING: dict[str, Any] = {"residual": "exact", "top_k": 0, "top_p": 1.0, "filter_order": "top_k_first"}
-_METRIC: NeighbourMetric = "l2"
-_NAMED_IN_ID: dict[str, Any] = {"neighbour_metric": _METRIC, **_OF_SAMPLING}
-# Younger than the first runs: left out of a cell's settings where it has its default, so that their keys stay valid.
-_LEFT_OUT = {"neighbour_metric": _METRIC}
-
-# In the tables, after what names the cell and its structure.
-_COLUMNS = [key for key in list(PARAMETERS)[list(PARAMETERS).index("neighbours") :] if key != "filter_order"]
-
-
-def fallbacks(drafting: str, rule: str) -> dict[str, Any]:
-    """Return the values used when neither the experiment nor the model says otherwise; bounds have none."""
-    values: dict[str, Any] = dict(_SAMPLING)
-    if drafting == "static":
-        values["tree"] = "chain-5" if rule == "block" else "eagle1-25"
-    if drafting == "dynamic":
-        values |= DYNAMIC_TREE
-    if rule in RELAXED_RULES:
-        values |= {"neighbours": _NEIGHBOURS[rule], "neighbour_metric": _METRIC, "residual": "exact"}
-    return values
-
-
-def tree_label(nodes: int, depth: int, beam: int) -> str:
-    """Return how a dynamic tree is written in ids and tables: `58n5d10b`."""
-    return f"{nodes}n{depth}d{beam}b"
+@cache
+def adapter(key: str) -> TypeAdapter[Any]:
+    """Return what validates the values of a parameter."""
+    return TypeAdapter(PARAMETERS[key].type)
 
 
 class Decoding(BaseModel):
-    """One decoding configuration with nothing left open; raises pydantic's `ValidationError` for what cannot be.
+    """One decoding configuration with every value decided; raises pydantic's `ValidationError` for what cannot be.
 
-    Whatever is left out when it is made takes the preset of its mode and the fallbacks. `tree` names a static tree
-    or the user's own (then `topology` holds its paths); `cfg_default` is the model's own guidance scale: the id
-    mentions the scale only where it differs. Parameters the drafting or the rule does not have are None.
-    Greedy (temperature 0) uses no filters and no residual (algorithms.md, section 3): they are set to their defaults,
-    and so is the rule of a block, whose drafts are then judged as any others.
+    Values left out take the preset of the mode and the defaults of its rows. `tree` names a static tree or the user's
+    own (then `topology` holds its paths); `cfg_default` is the model's own guidance scale: the id mentions the scale
+    only where it differs. A parameter that the drafting or the rule does not have is None. `brought` holds the
+    parameters of draftings from other packages. Greedy decoding (temperature 0) uses no filters and no residual
+    (docs/algorithms.md, section 3): they are set to their defaults, and a rule gives way to its greedy counterpart.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
     mode: str
-    drafting: Drafting
+    drafting: str
     rule: str
     tree: str | None = None
     topology: Topology | None = None
@@ -155,7 +67,7 @@ class Decoding(BaseModel):
     delta: Delta | None = None
     lambda_: Lambda | None = Field(default=None, alias="lambda")
     bound: Bound | None = None
-    neighbour_metric: NeighbourMetric = _METRIC
+    neighbour_metric: NeighbourMetric = "l2"
     residual: Residual = "exact"
     temperature: Scale = 1.0
     top_k: Natural = 0
@@ -163,6 +75,7 @@ class Decoding(BaseModel):
     filter_order: FilterOrder = "top_k_first"
     cfg_scale: Scale = 1.0
     cfg_default: Scale = Field(default=1.0, exclude=True, repr=False)
+    brought: tuple[tuple[str, Any], ...] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -172,46 +85,78 @@ class Decoding(BaseModel):
         values = dict(data)
         if "lambda_" in values:
             values["lambda"] = values.pop("lambda_")
-        preset = MODES[values["mode"]]
-        values.setdefault("drafting", preset.drafting)
-        values.setdefault("rule", preset.rule)
+        drafting = values.setdefault("drafting", MODES[values["mode"]].drafting)
+        rule = values.setdefault("rule", MODES[values["mode"]].rule)
+        if drafting not in DRAFTINGS or rule not in RULES:
+            return values
         if values.get("topology") is not None:
             values["topology"] = check_topology(values["topology"])
             values["tree"] = topology_name(values["topology"])
-        for key, value in fallbacks(values["drafting"], values["rule"]).items():
+        for key, value in DRAFTINGS[drafting].adapt(defaults_for(drafting, rule), values).items():
             if values.get(key) is None:
-                values[key] = value if key != "nodes" else _enough_nodes(value, values)
+                values[key] = value
         if values["temperature"] == 0:
-            values |= _OF_SAMPLING | ({"rule": "strict"} if _is_judged_as_block(values) else {})
-        return values
+            values |= {key: one.default for key, one in PARAMETERS.items() if one.sampled_only}
+            paths = values.get("topology") or STATIC_TREES.get(values.get("tree") or "", ((1,),))
+            if RULES[rule].greedy and not chain_problem(rule, drafting, paths, values.get("tree")):
+                values["rule"] = RULES[rule].greedy
+        own = {key: values.pop(key) for key in list(values) if key in PARAMETERS and key not in _FIELDS}
+        checked = {key: adapter(key).validate_python(value) for key, value in own.items()}
+        return values | {"brought": (*dict(values.get("brought", ())).items(), *checked.items())}
 
     @model_validator(mode="after")
     def _check(self) -> Decoding:
         if self.mode not in MODES:
             raise ValueError(f"unknown mode '{self.mode}'; the modes are {', '.join(MODES)}")
+        if self.drafting not in DRAFTINGS:
+            raise ValueError(f"unknown drafting '{self.drafting}'; the draftings are {', '.join(DRAFTINGS)}")
         if self.rule not in RULES:
             raise ValueError(f"unknown rule '{self.rule}'; the rules are {', '.join(RULES)}")
-        if (self.drafting == "none") != (self.rule == "none") or (self.mode == "ar") != (self.drafting == "none"):
+        if len({self.drafting == "none", self.rule == "none", self.mode == "ar"}) > 1:
             raise ValueError(f"mode {self.mode} cannot have the drafting {self.drafting} with the rule {self.rule}")
         if self.tree is not None and self.topology is None and self.tree not in STATIC_TREES:
             raise ValueError(f"unknown tree '{self.tree}'; the trees are {', '.join(STATIC_TREES)}")
-        for key in ("tree", "nodes", "depth", "beam", "neighbours", "delta", "lambda", "bound"):
-            if (self._value(key) is not None) != self._has(key):
-                wrong = "is missing" if self._has(key) else "does not belong here"
-                raise ValueError(f"{key} {wrong}: it is for {PARAMETERS[key].to}")
-        if self.bound is not None and not OUTSIDE_RULES[self.rule].allows(self.bound):
-            raise ValueError(f"bound {self.bound:g}: {OUTSIDE_RULES[self.rule].allowed}")
-        if self.rule == "block" and not (self.drafting == "static" and is_chain(self.paths)):
-            raise ValueError(not_a_chain(self.tree_label))
-        if self.nodes and self.depth and self.beam and self.nodes > most_nodes(self.depth, self.beam):
-            raise ValueError(f"nodes {self.nodes}: {too_many_nodes(self.depth, self.beam)}")
+        for key, parameter in PARAMETERS.items():
+            if key in ("mode", "drafting", "rule") or parameter.default is not None:
+                continue
+            if (self.value(key) is not None) != self.has(key):
+                wrong = "is missing" if self.has(key) else "does not belong here"
+                raise ValueError(f"{key} {wrong}: it is for {who_has(key)}")
+        row, bound = self.rule_row, self.value(self.rule_row.bound)
+        if row.limit is not None and not row.allows(bound):
+            raise ValueError(f"{row.bound} {bound:g}: {row.allowed}")
+        problem = chain_problem(self.rule, self.drafting, self.paths, self.tree_label)
+        if problem:
+            raise ValueError(problem)
+        unfit = self.drafting_row.problem({key: self.value(key) for key in PARAMETERS if self.has(key)})
+        if unfit:
+            raise ValueError(f"{unfit[0]} {self.value(unfit[0])}: {unfit[1]}")
         return self
 
-    def _has(self, key: str) -> bool:
-        return PARAMETERS[key].belongs(self.drafting, self.rule)
+    def has(self, key: str) -> bool:
+        """Whether the cell has the parameter."""
+        return has_parameter(key, self.drafting, self.rule)
 
-    def _value(self, key: str) -> Any:
-        return getattr(self, "lambda_" if key == "lambda" else key)
+    def value(self, key: str) -> Any:
+        """Return the value of a parameter by its name in an experiment file; None where the cell lacks it."""
+        if key in _FIELDS:
+            return getattr(self, _FIELDS[key])
+        return dict(self.brought).get(key)
+
+    @property
+    def drafting_row(self) -> Drafting:
+        """The row of the drafting."""
+        return DRAFTINGS[self.drafting]
+
+    @property
+    def rule_row(self) -> Rule:
+        """The row of the acceptance rule."""
+        return RULES[self.rule]
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything is drafted: False for autoregressive decoding."""
+        return self.drafting_row.drafts
 
     @property
     def greedy(self) -> bool:
@@ -227,76 +172,49 @@ class Decoding(BaseModel):
 
     @property
     def tree_label(self) -> str | None:
-        """The tree as ids and tables write it: a name, nodes, depth and beam as `58n5d10b`, or None."""
-        if self.nodes and self.depth and self.beam:
-            return tree_label(self.nodes, self.depth, self.beam)
-        return self.tree
+        """The drafts as ids and tables write them: a tree's name, or nodes, depth and beam as `58n5d10b`, or None."""
+        return self.drafting_row.label({key: self.value(key) for key in PARAMETERS})
 
     @property
     def cell_id(self) -> str:
-        """The id of results.md: mode-drafting-tree[-kK][-deltaD|-lambdaL|-boundB]-tT and what else is not a default.
+        """The id: mode-drafting-tree[-kK][-deltaD|-lambdaL|-boundB]-tT and what else is not a default.
 
         It serves as a folder's name.
         """
         parts = [self.mode]
-        if self.drafting != "none":
+        if self.drafts:
             parts += [self.drafting, str(self.tree_label)]
-        if self.rule not in PUBLISHED_RULES and MODES[self.mode].rule != self.rule:
+        if self.rule_row.in_id and MODES[self.mode].rule != self.rule:
             parts.append(self.rule)
-        for key in ("neighbours", "delta", "lambda", "bound"):
-            if self._value(key) is not None:
-                parts.append(("k" if key == "neighbours" else key) + _text(self._value(key)))
-        parts.append("t" + _text(self.temperature))
-        for key, default in {**_NAMED_IN_ID, "cfg_scale": self.cfg_default}.items():
-            if self._value(key) != default:
-                parts.append((key + _text(self._value(key))).replace("_", ""))
-        return "-".join(parts)
+        always, changed = [], []
+        for key, parameter in PARAMETERS.items():
+            value, default = self.value(key), self.cfg_default if key == "cfg_scale" else parameter.default
+            if parameter.in_id == "always" and value is not None:
+                always.append((parameter.short or key) + _text(value))
+            elif parameter.in_id == "changed" and value != default:
+                changed.append((key + _text(value)).replace("_", ""))
+        return "-".join([*parts, *always, *changed])
 
     def columns(self) -> dict[str, Any]:
         """Return the cell columns of `schema.py` without the model; None where a cell lacks the parameter."""
         values = {"cell_id": self.cell_id, "mode": self.mode, "drafting": self.drafting, "tree": self.tree_label}
         values |= {"rule": self.rule}
-        return values | {key: self._value(key) if self._has(key) else None for key in _COLUMNS}
+        shown = [key for key, parameter in PARAMETERS.items() if parameter.column]
+        return values | {key: self.value(key) if self.has(key) else None for key in shown}
 
     def settings(self) -> dict[str, Any]:
-        """Return the cell as an experiment file writes it: every parameter it has and no other, `l2` left unsaid."""
+        """Return the cell as an experiment file writes it: every parameter it has and no other."""
         values: dict[str, Any] = {"mode": self.mode}
-        for key in PARAMETERS:
-            if self._has(key) and self._value(key) != _LEFT_OUT.get(key, ...):
-                values[key] = self._value(key)
+        for key, parameter in PARAMETERS.items():
+            if self.has(key) and not (parameter.unsaid and self.value(key) == parameter.default):
+                values[key] = self.value(key)
         if self.topology is not None and self.tree not in STATIC_TREES:
             values["tree"] = [list(path) for path in self.topology]
         return values
 
 
-def most_nodes(depth: int, beam: int) -> int:
-    """Return how many candidates the rounds of a dynamic tree make: `beam`, then `beam` squared a round."""
-    return beam + (depth - 1) * beam * beam
-
-
-def _is_judged_as_block(values: Mapping[str, Any]) -> bool:
-    """Return whether the rule is `block` and may be: what may not must stay and be refused."""
-    return (
-        values["rule"] == "block"
-        and values["drafting"] == "static"
-        and is_chain(values.get("topology") or STATIC_TREES.get(values["tree"], ((1,),)))
-    )
-
-
-def _enough_nodes(nodes: int, values: Mapping[str, Any]) -> int:
-    """Return the default number of nodes, or all candidates where depth and beam make fewer."""
-    depth, beam = (values.get(key) or DYNAMIC_TREE[key] for key in ("depth", "beam"))
-    return min(nodes, most_nodes(int(depth), int(beam)))
-
-
-def not_a_chain(tree: str | None) -> str:
-    """Return the sentence for the rule `block` with drafts that branch."""
-    return f"the rule block judges a chain of sampled drafts, and {tree} is none; the tree chain-5 is one"
-
-
-def too_many_nodes(depth: int, beam: int) -> str:
-    """Return the sentence for a dynamic tree that asks for more nodes than its rounds make."""
-    return f"depth {depth} and beam {beam} make only {most_nodes(depth, beam)} candidates"
+_FIELDS = {field.alias or name: name for name, field in Decoding.model_fields.items()}
+"""The field of each parameter that has one, by the parameter's name."""
 
 
 def _text(value: object) -> str:

@@ -12,9 +12,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lantern_bench.config.decoding import PARAMETERS, Decoding, fallbacks, most_nodes, not_a_chain, too_many_nodes
-from lantern_bench.config.methods import MODES, OUTSIDE_RULES
-from lantern_bench.config.trees import is_chain, topology_of
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.methods import (
+    DRAFTINGS,
+    MODES,
+    PARAMETERS,
+    PRESETS,
+    RULES,
+    chain_problem,
+    defaults_for,
+    has_parameter,
+    who_has,
+)
+from lantern_bench.config.trees import topology_of
 from lantern_bench.config.values import Given, Layer, Place, Problems
 
 _STRUCTURE_KEYS = ("mode", "drafting", "rule")
@@ -22,16 +32,21 @@ _UNSTATED = Place("")
 
 
 class Structure(NamedTuple):
-    """What decides which parameters a cell has; `chain` is the drafting's short word for static with chain-5."""
+    """What decides which parameters a cell has; `preset` is the word that was given for the drafting, else empty."""
 
     mode: str
     drafting: str
     rule: str
-    chain: bool = False
+    preset: str = ""
+
+    @property
+    def fixed(self) -> Mapping[str, Any]:
+        """The values that the preset fixes."""
+        return PRESETS[self.preset][1] if self.preset else {}
 
     def has(self, key: str) -> bool:
         """Return whether a cell of this structure has the parameter."""
-        return PARAMETERS[key].belongs(self.drafting, self.rule) and not (self.chain and key == "tree")
+        return has_parameter(key, self.drafting, self.rule) and key not in self.fixed
 
 
 @dataclass
@@ -64,24 +79,26 @@ class Expansion:
             if key in layer:
                 return layer[key]
         own = {name: value for name, value in (self.model_defaults or {}).items() if value is not None}
-        defaults = fallbacks(structure.drafting, structure.rule) | own
+        defaults = defaults_for(structure.drafting, structure.rule) | own
         return (Given(defaults[key], _UNSTATED),) if key in defaults else ()
 
     def _structures(self, cell: Layer, place: Place) -> Iterator[Structure]:
         for mode in (given.value for given in cell.get("mode", ())):
-            preset = MODES[mode]
-            if preset.drafting == "none":
+            mode_row = MODES[mode]
+            if not DRAFTINGS[mode_row.drafting].drafts:
                 self._note_drafting_ar(cell)
-                yield Structure(mode, *preset)
+                yield Structure(mode, mode_row.drafting, mode_row.rule)
                 continue
-            draftings = self._choice("drafting", cell, preset.drafting, place)
-            rules = self._choice("rule", cell, preset.rule, place)
+            draftings = self._choice("drafting", cell, mode_row.drafting, place)
+            rules = self._choice("rule", cell, mode_row.rule, place)
             for drafting, rule in itertools.product(draftings, rules):
                 if self._drafts(mode, drafting) and self._drafts(mode, rule) and self._fit(drafting, rule):
-                    chain = drafting.value == "chain"
-                    gives_way = rule.value == "block" and drafting.value == "dynamic"
-                    kept = "strict" if gives_way else rule.value
-                    yield Structure(mode, "static" if chain else drafting.value, kept, chain)
+                    preset = drafting.value if drafting.value in PRESETS else ""
+                    name = PRESETS[preset][0] if preset else drafting.value
+                    row = RULES[rule.value]
+                    yield Structure(
+                        mode, name, row.greedy if row.greedy and _unfit(row.name, name) else row.name, preset
+                    )
 
     def _choice(self, key: str, cell: Layer, preset: str, place: Place) -> tuple[Given, ...]:
         if key in self.flags:
@@ -96,11 +113,13 @@ class Expansion:
         return bool(given.value != "none")
 
     def _fit(self, drafting: Given, rule: Given) -> bool:
-        """Whether a block is drafted as a chain; a file's block gives way to branching drafts that are typed."""
+        """Whether drafting and rule go together; a drafting flag overrides a file's rule for chains."""
+        name = PRESETS[drafting.value][0] if drafting.value in PRESETS else drafting.value
         typed = drafting.place.is_flag and not rule.place.is_flag
-        fits: bool = rule.value != "block" or drafting.value != "dynamic" or typed
+        fits = not _unfit(rule.value, name) or typed
         if not fits:
-            self.problems.add(rule.place, not_a_chain("a dynamic tree"), rule.value)
+            text = chain_problem(rule.value, name, (), f"the drafting {name}")
+            self.problems.add(rule.place, str(text), rule.value)
         return fits
 
     def _note_drafting_ar(self, cell: Layer) -> None:
@@ -117,7 +136,7 @@ class Expansion:
         axes = [self._lookup(key, cell, structure) for key in keys]
         complete = True
         for key, values in zip(keys, axes, strict=True):
-            if not values and key in ("delta", "lambda", "bound"):
+            if not values:
                 complete = False
                 self._note_missing(key, structure, place)
         if complete:
@@ -127,42 +146,44 @@ class Expansion:
                     yield decoding
 
     def _decoding(self, structure: Structure, given: dict[str, Given]) -> Decoding | None:
-        values = {key: item.value for key, item in given.items()}
-        if structure.chain:
-            values["tree"] = "chain-5"
-        elif not isinstance(values.get("tree", ""), str):
+        values = {key: item.value for key, item in given.items()} | dict(structure.fixed)
+        if not isinstance(values.get("tree", ""), str):
             values["topology"] = values.pop("tree")
-        rule_name = structure.rule
-        if rule_name == "block" and not is_chain(values.get("topology") or topology_of(values["tree"])):
-            place = given["tree"].place
-            if place is _UNSTATED:
-                _put_a_chain(values)
-            elif not place.is_flag or "rule" in self.flags:
-                self.problems.add(place, not_a_chain("it"), values.get("tree"))
+        rule = RULES[structure.rule]
+        if rule.chains:
+            paths = values.get("topology") or topology_of(values["tree"])
+            problem = chain_problem(rule.name, structure.drafting, paths, "it")
+            if problem and given["tree"].place is _UNSTATED:
+                # The model's own tree does not suit the rule: take the rule's.
+                values = {key: value for key, value in values.items() if key != "topology"} | {"tree": rule.tree}
+            elif problem and (not given["tree"].place.is_flag or "rule" in self.flags):
+                self.problems.add(given["tree"].place, problem, values.get("tree"))
                 return None
-            else:
-                rule_name = "strict"
-        if structure.drafting == "dynamic" and values["nodes"] > most_nodes(values["depth"], values["beam"]):
-            if given["nodes"].place is not _UNSTATED:
-                at = given["nodes"].place
-                self.problems.add(at, too_many_nodes(values["depth"], values["beam"]), values["nodes"])
+            elif problem and rule.greedy:
+                # A tree flag overrides the file's rule for chains.
+                rule = RULES[rule.greedy]
+        drafting = DRAFTINGS[structure.drafting]
+        problem_at = drafting.problem(values)
+        if problem_at:
+            key, text = problem_at
+            if given[key].place is not _UNSTATED:
+                self.problems.add(given[key].place, text, values[key])
                 return None
-            values["nodes"] = most_nodes(values["depth"], values["beam"])
-        rule = OUTSIDE_RULES.get(structure.rule)
-        if rule is not None and not rule.allows(values["bound"]):
-            self.problems.add(given["bound"].place, rule.allowed, values["bound"])
+            values = {**values, key: drafting.adapt({**values, key: drafting.defaults[key]}, values)[key]}
+        if rule.limit is not None and not rule.allows(values[rule.bound]):
+            self.problems.add(given[rule.bound].place, rule.allowed, values[rule.bound])
             return None
         scale = (self.model_defaults or {}).get("cfg_scale")
         return Decoding.model_validate(
-            {"mode": structure.mode, "drafting": structure.drafting, "rule": rule_name, **values}
+            {"mode": structure.mode, "drafting": structure.drafting, "rule": rule.name, **values}
             | {"cfg_default": 1.0 if scale is None else scale}
         )
 
     def _note_missing(self, key: str, structure: Structure, place: Place) -> None:
         if self.model_defaults is None:
             return
-        rule = OUTSIDE_RULES.get(structure.rule)
-        example = f"{rule.example:g}" if rule is not None else {"delta": "0.1", "lambda": "2"}[key]
+        rule = RULES[structure.rule]
+        example = f"{rule.example:g}" if key == rule.bound else "VALUE"
         self.problems.add(
             place,
             f"mode {structure.mode} has the rule {structure.rule} and needs {key}; "
@@ -176,17 +197,20 @@ class Expansion:
             if key in _STRUCTURE_KEYS or key not in PARAMETERS or any(one.has(key) for one in structures):
                 continue
             one, given = structures[0], values[0]
-            if one.chain and key == "tree":
-                text = "the drafting chain is static with the tree chain-5; leave tree out, or write drafting: static"
+            if key in one.fixed:
+                fixed = ", ".join(f"the {name} {value}" for name, value in one.fixed.items())
+                text = (
+                    f"the drafting {one.preset} is {one.drafting} with {fixed}; "
+                    f"leave {key} out, or write drafting: {one.drafting}"
+                )
             else:
                 text = (
                     f"mode {one.mode} has the drafting {one.drafting} and the rule {one.rule}; "
-                    f"{key} belongs to {PARAMETERS[key].to}"
+                    f"{key} belongs to {who_has(key)}"
                 )
             self.problems.add(given.place, text, given.value)
 
 
-def _put_a_chain(values: dict[str, Any]) -> None:
-    """A model's own tree gives way to the one of the rule `block`."""
-    values.pop("topology", None)
-    values["tree"] = fallbacks("static", "block")["tree"]
+def _unfit(rule: str, drafting: str) -> bool:
+    """Whether the rule needs sampled drafts and the drafting has none."""
+    return RULES[rule].chains and not DRAFTINGS[drafting].sampled

@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
-from lantern_bench.config.decoding import PARAMETERS, Count, Natural
-from lantern_bench.config.methods import MODES
+from lantern_bench.config.methods import MODES, PARAMETERS, RULES, Count, Natural, who_has
 from lantern_bench.config.paper import paper_problems
 from lantern_bench.config.values import Given, Layer, Overrides, Place, Problems, read_parameter
 from lantern_bench.config.yaml_source import KeyPath, Source
@@ -168,7 +167,7 @@ class Experiment:
         """Whether any cell may have a relaxed rule, by its mode or by what it says."""
         own = [given.value for spec in self.cells for given in spec.values.get("rule", ())]
         rules = [*own, *(MODES[mode].rule for spec in self.cells for mode in spec.modes)]
-        return any(PARAMETERS["residual"].belongs("static", rule) for rule in rules)
+        return any(not RULES[rule].lossless for rule in rules)
 
     def cells_of(self, model: str) -> Iterator[CellSpec]:
         """Yield the entries for a model; the baseline comes first where it is wanted and not there."""
@@ -181,7 +180,7 @@ class Experiment:
     def note_idle_flag(self, key: str, given: Given, problems: Problems) -> None:
         """Note a flag that no cell of the experiment has a use for."""
         modes = ", ".join(dict.fromkeys(mode for spec in self.cells for mode in spec.modes))
-        text = f"reaches no cell: it belongs to {PARAMETERS[key].to}, and the modes here are {modes or 'ar'}"
+        text = f"reaches no cell: it belongs to {who_has(key)}, and the modes here are {modes or 'ar'}"
         problems.add(given.place, text, given.value)
 
 

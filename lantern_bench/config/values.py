@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 import yaml
 from pydantic import ValidationError
 
-from lantern_bench.config.decoding import PARAMETERS
+from lantern_bench.config.decoding import adapter
+from lantern_bench.config.methods import PARAMETERS
 from lantern_bench.config.trees import STATIC_TREES, check_topology, topology_name
 from lantern_bench.errors import UserError, did_you_mean
 
@@ -101,7 +102,7 @@ def _read_one(key: str, item: object) -> Any:
         raise ValueError(f"unknown {noun}{did_you_mean(item, parameter.choices)} "
                          f"({parameter.allowed} {', '.join(parameter.choices)})")  # fmt: skip
     try:
-        return parameter.adapter.validate_python(item)
+        return adapter(key).validate_python(item)
     except ValidationError as error:
         raise ValueError(parameter.allowed) from error
 

@@ -7,10 +7,12 @@ target gives is handed to the drafter. No architecture and no file lives in this
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from lantern_bench.decoding.tree import DraftTree
 
 
 class Scores(NamedTuple):
@@ -136,4 +138,73 @@ class PixelDecoder(Protocol):
 
     def pixels(self, tokens: Tensor) -> Tensor:
         """Tokens int [B, N] -> uint8 RGB [B, H, W, 3] on the CPU."""
+        ...
+
+
+Drafted: TypeAlias = tuple[Tensor | None, ...]
+"""What a draft computed, for its `DraftMethod` to read; what is the same for every draft is not in it."""
+
+
+class DraftMethod(Protocol):
+    """One way to draft: `nodes` of the tree with its root, `depth` of the deepest, `forwards` of the drafter a step.
+
+    `noises` is how many vectors of Exp(1) noise over the vocabulary a step takes, `fanout` the most children of a node.
+    A draft is one program of fixed shapes: no Python decision may depend on a tensor's values.
+    """
+
+    nodes: int
+    depth: int
+    forwards: int
+    noises: int
+    fanout: int
+
+    def draft(
+        self, session: DrafterSession | None, drafts: Drafts | None, root: Tensor, noise: Tensor, depth_limit: Tensor
+    ) -> Drafted:
+        """Draft below the tokens `root` [B], whose children `drafts` describes.
+
+        `noise` float32 [B, noises, V], `depth_limit` int64 [B]. session, drafts: None for a drafting without a drafter.
+        """
+        ...
+
+    def to_score(self, drafted: Drafted) -> tuple[Tensor, Tensor, Tensor]:
+        """What the target is shown: tokens, depths [B, M] and attention [B, M, M]."""
+        ...
+
+    def tree(self, drafted: Drafted) -> DraftTree:
+        """The tree that verification walks."""
+        ...
+
+
+class LastStep(NamedTuple):
+    """What a step found, for draftings that make the next draft from it.
+
+    p: float32 [B, M, V], the target's distributions at the nodes of the tree (of the guided logits at temperature 1
+    in greedy decoding). path: int64 [B, D + 1], node numbers from the root to the last accepted node, then -1.
+    accepted: int64 [B]. tokens: int64 [B, D + 1], the accepted drafts, then the last token, then 0. position: int64
+    [B], tokens committed with this step. active: bool [B], False for images that were complete before it.
+    """
+
+    tree: DraftTree
+    p: Tensor
+    path: Tensor
+    accepted: Tensor
+    tokens: Tensor
+    position: Tensor
+    active: Tensor
+
+
+@runtime_checkable
+class KeepsState(Protocol):
+    """A `DraftMethod` that drafts from what the last step found.
+
+    Its state is in tensors made when it is built, for one batch size; both methods write into them in place.
+    """
+
+    def begin(self, p: Tensor) -> None:
+        """New images start; `p` float32 [B, V] is the distribution of their first token."""
+        ...
+
+    def learn(self, step: LastStep) -> None:
+        """A step was verified; runs in the same program."""
         ...

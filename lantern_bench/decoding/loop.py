@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lantern_bench.clock import Phases
 from lantern_bench.config.decoding import Decoding, NeighbourMetric
-from lantern_bench.config.methods import LOSSLESS_RULES
 from lantern_bench.decoding.acceptance.relaxation import Relaxation
 from lantern_bench.decoding.acceptance.tree_acceptance import Judge
 from lantern_bench.decoding.compile import Engine
@@ -50,24 +49,26 @@ class Decoded:
 
 def relaxation_of(decoding: Decoding, target: object = None) -> Relaxation:
     """The acceptance rule of a configuration, as it is for this target."""
-    if decoding.rule in ("none", *LOSSLESS_RULES):
-        return Relaxation("block" if decoding.rule == "block" else "strict")
+    row = decoding.rule_row
+    if row.lossless:
+        return Relaxation(decoding.rule if decoding.drafts else "strict")
     choices = target.choices if isinstance(target, WithForcedTokens) else None
-    bound = decoding.delta or decoding.lambda_ or decoding.bound or 0.0
+    bound = decoding.value(row.bound)
     return Relaxation(decoding.rule, decoding.neighbours or 0, bound, decoding.residual, choices)
 
 
-def drafter_and_table(model: Model, decoding: Decoding) -> tuple[Drafter, Tensor | None]:
+def drafter_and_table(model: Model, decoding: Decoding) -> tuple[Drafter | None, Tensor | None]:
     """What a speculative configuration needs of a model besides the target: its drafter and, to merge, nearest codes.
 
     Raises `RefusedError` for a model without a drafter, and as `Model.table`.
     """
-    if model.drafter is None:
+    if model.drafter is None and decoding.drafting_row.needs_drafter:
         raise RefusedError(
             f"mode {decoding.mode} needs a drafter, and this model has none", "Use --modes ar, or add a drafter."
         )
     relaxation = relaxation_of(decoding, model.target)
-    return model.drafter, model.table(relaxation.columns, decoding.neighbour_metric) if relaxation.merges else None
+    drafter = model.drafter if decoding.drafting_row.needs_drafter else None
+    return drafter, model.table(relaxation.columns, decoding.neighbour_metric) if relaxation.merges else None
 
 
 @torch.inference_mode()
@@ -91,7 +92,7 @@ def decode(
     """
     asked = model.target.image_tokens if tokens is None else min(tokens, model.target.image_tokens)
     run = _Run(model, decoding, generators, asked, keep_logits, Engine() if engine is None else engine, judge)
-    return run.autoregressive(condition) if decoding.drafting == "none" else run.speculative(condition)
+    return run.autoregressive(condition) if not decoding.drafts else run.speculative(condition)
 
 
 class _Run:
@@ -177,7 +178,7 @@ class _Run:
         speculation = self._speculation(relaxation)
         self.phases.start()
         scores, logits, root = self.prefill(speculation.target, condition)
-        speculation.begin(relaxation, condition, scores, root, self.asked)
+        speculation.begin(relaxation, condition, scores, logits, root, self.asked)
         self.phases.mark("prefill")
         kept: list[tuple[list[int], Tensor]] = []
         positions = [1] * self.batch

@@ -15,19 +15,37 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.methods import RULES
 from lantern_bench.decoding.acceptance.relaxation import Relaxation
 from lantern_bench.decoding.acceptance.tree_acceptance import Judge
 from lantern_bench.decoding.acceptance.walk import Verdict, verify, verify_greedy
 from lantern_bench.decoding.compile import Engine
-from lantern_bench.decoding.drafting.static import Drafted, Drafting, drafting_of
-from lantern_bench.decoding.interface import Drafter, GuidesFeatures, Scores, Target, TargetSession
-from lantern_bench.decoding.sampling import Draws, decoding_probabilities, exponential, guide, uniform
+from lantern_bench.decoding.drafting import drafting_of
+from lantern_bench.decoding.interface import (
+    Drafted,
+    Drafter,
+    DraftMethod,
+    GuidesFeatures,
+    KeepsState,
+    LastStep,
+    Scores,
+    Target,
+    TargetSession,
+)
+from lantern_bench.decoding.sampling import (
+    Draws,
+    decoding_probabilities,
+    exponential,
+    greedy_probabilities,
+    guide,
+    uniform,
+)
 from lantern_bench.decoding.trace import StepRecorder
 
 # What of a configuration the acceptance of drafts depends on, and their making does not.
 _ACCEPTANCE = ("mode", "rule", "neighbours", "neighbour_metric", "bound", "residual")
-# One program serves every bound of a published rule; what another makes of its bound nobody knows.
-_BOUNDS = ("delta", "lambda")
+# One program serves every value of these bounds; other rules may branch on theirs.
+_BOUNDS = tuple(rule.bound for rule in RULES.values() if rule.tensor_bound)
 
 
 def sampling_key(decoding: Decoding, *without: str) -> tuple[tuple[str, str], ...]:
@@ -127,7 +145,7 @@ class Speculation:
     def __init__(
         self,
         target: Target,
-        drafter: Drafter,
+        drafter: Drafter | None,
         decoding: Decoding,
         relaxation: Relaxation,
         table: Tensor | None,
@@ -138,28 +156,40 @@ class Speculation:
     ) -> None:
         device, scale = target.device, decoding.cfg_scale
         drafted = (batch, sampling_key(decoding, *_ACCEPTANCE))
-        self.drafting: Drafting = engine.once(("drafting", drafted), lambda: drafting_of(decoding, device))
+        self.drafting: DraftMethod = engine.once(("drafting", drafted), lambda: drafting_of(decoding, target, batch))
         self._engine, self._batch, self._keep_logits = engine, batch, keep_logits
         self._grid, self._vocabulary = target.image_tokens, target.vocab_size
         self.target, self._score = scoring(target, batch, self.drafting.nodes, scale, engine)
-        self.drafter = drafter.session(batch, scale != 1, self.drafting.nodes)
-        self._margin = torch.zeros((), device=device)
-        self._rules = _Rules(decoding, replace(relaxation, margin=self._margin), table, judge)
+        self.drafter = None if drafter is None else drafter.session(batch, scale != 1, self.drafting.nodes)
+        self._bound: Tensor | None = None
+        if decoding.rule_row.tensor_bound:
+            exact = torch.float32 if device.type == "mps" else torch.float64
+            self._bound = torch.zeros((), dtype=exact, device=device)
+            relaxation = replace(relaxation, bound=self._bound)
+        self._rules = _Rules(decoding, relaxation, table, judge)
         self._draft = engine.program(("draft", drafted), self._draft_step, device)
         kind = ("settle", batch, sampling_key(decoding), keep_logits, judge)
         self._settle = engine.program(kind, self._settle_step, device)
 
-    def begin(self, relaxation: Relaxation, condition: Any, scores: Scores, root: Tensor, asked: int) -> None:
-        """Start a batch of images: the target's prefill gave `scores`, and `root` [B] are the first tokens."""
-        if relaxation.merges:
-            self._margin.fill_(relaxation.bound - (relaxation.rule == "multiplicative"))
+    def begin(
+        self, relaxation: Relaxation, condition: Any, scores: Scores, logits: Tensor, root: Tensor, asked: int
+    ) -> None:
+        """Start a batch of images.
+
+        The target's prefill gave `scores` and the guided `logits` [B, V] that the first tokens `root` [B] come from.
+        """
+        if self._bound is not None:
+            self._bound.fill_(relaxation.bound)
         batch, depth = self._batch, self.drafting.depth
         self.progress = self._engine.once(
             ("progress", batch, len(scores.features), depth),
             lambda: Progress(batch, self._grid, depth, scores.features),
         )
         self.progress.begin(asked, scores.features, root)
-        self.drafter.prefill(condition, scores.features)
+        if self.drafter is not None:
+            self.drafter.prefill(condition, scores.features)
+        if isinstance(self.drafting, KeepsState):
+            self.drafting.begin(self._distributions(logits))
 
     def draft(self, noise: Tensor) -> Drafted:
         """Show the drafter what was committed and draft below it; `noise` [B, noises, V], bits."""
@@ -191,9 +221,14 @@ class Speculation:
             uniforms.view(self._batch, drafting.nodes, drafting.fanout),
         )
 
+    def _distributions(self, logits: Tensor) -> Tensor:
+        """What draftings that keep state see of the target: p, or the unfiltered softmax in greedy decoding."""
+        decoding = self._rules.decoding
+        return greedy_probabilities(logits) if decoding.greedy else decoding_probabilities(logits, decoding)
+
     def _draft_step(self, noise: Tensor) -> Drafted:
         at = self.progress
-        drafts = self.drafter.observe(at.tokens, at.features, at.counts)
+        drafts = None if self.drafter is None else self.drafter.observe(at.tokens, at.features, at.counts)
         return self.drafting.draft(self.drafter, drafts, at.root, exponential(noise), at.limit)
 
     def _settle_step(self, drafted: Drafted, scored: Scored, uniforms: Tensor, noise: Tensor) -> Tensor | None:
@@ -205,7 +240,12 @@ class Speculation:
             p = decoding_probabilities(logits, decoding)
             last, chances = exponential(noise), uniform(uniforms)
             verdict = verify(tree, p, relaxation, table, chances, last, at.limit, self._rules.judge)
+        active = at.position < at.asked
         at.commit(verdict, scored.features)
+        if isinstance(self.drafting, KeepsState):
+            p = self._distributions(logits)
+            step = LastStep(tree, p, verdict.path, verdict.accepted, verdict.tokens, at.position, active)
+            self.drafting.learn(step)
         self.target.commit(verdict.path, at.counts)
         if not self._keep_logits:
             return None

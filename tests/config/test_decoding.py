@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from lantern_bench.config.decoding import PARAMETERS, Decoding
-from lantern_bench.config.methods import MODES, RELAXED_RULES
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.methods import MODES, RELAXED_RULES, has_parameter
 from lantern_bench.config.trees import STATIC_TREES
 from lantern_bench.schema import CELL_COLUMNS
 
@@ -120,7 +120,7 @@ def decodings(draw: st.DrawFn) -> Decoding:
     """Any decoding, ablations included."""
     mode = draw(st.sampled_from(list(MODES)))
     values: dict[str, Any] = {"mode": mode}
-    drafting, rule = MODES[mode]
+    drafting, rule = MODES[mode].drafting, MODES[mode].rule
     if mode != "ar":
         drafting = values["drafting"] = draw(st.sampled_from(["static", "dynamic"]))
         rule = values["rule"] = draw(st.sampled_from(["strict", "additive", "multiplicative"]))
@@ -152,5 +152,5 @@ def test_ids_serve_as_folder_names(decoding: Decoding) -> None:
 @given(decodings())
 def test_a_parameter_is_there_exactly_where_it_belongs(decoding: Decoding) -> None:
     for key in ("nodes", "depth", "beam", "neighbours", "delta", "tree"):
-        belongs = PARAMETERS[key].belongs(decoding.drafting, decoding.rule)
+        belongs = has_parameter(key, decoding.drafting, decoding.rule)
         assert (getattr(decoding, key) is not None) == belongs

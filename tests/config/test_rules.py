@@ -10,35 +10,35 @@ import pytest
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.methods import DRAFTINGS, MODES, OUTSIDE_RULES, RELAXED_RULES, RULES
 from lantern_bench.errors import RefusedError
-from lantern_bench.plugins import RelaxedRule, checked_rules
+from lantern_bench.plugins import Rule, checked_rows
 
 
-def some(**changes: Any) -> RelaxedRule:
+def some(**changes: Any) -> Rule:
     values: dict[str, Any] = {"name": "mine", "limit": lambda draft, bound: bound * draft.own}
-    return RelaxedRule(**{**values, "low": 0, "high": 2, "example": 1, **changes})
+    return Rule(**{**values, "low": 0, "high": 2, "example": 1, **changes})
 
 
 @pytest.mark.parametrize(
     ("rule", "wrong"),
     [
-        ("text", "no lantern_bench.plugins.RelaxedRule but str"),
+        ("text", "no lantern_bench.plugins.Rule but str"),
         (some(name="Mine"), "lower-case"),
         (some(name="lantern"), "the name lantern is taken"),
         (some(name="static"), "the name static is taken"),
-        (some(drafting="none"), "must be static or dynamic"),
+        (some(drafting="none"), "must be one of static, dynamic"),
         (some(example=2), "example 2 must lie strictly between 0 and 2"),
         (some(neighbours=0), "at least 1"),
     ],
 )
 def test_what_cannot_be_used_is_refused(rule: object, wrong: str) -> None:
     with pytest.raises(RefusedError, match=f"the rule entry cannot be used: .*{wrong}"):
-        checked_rules([("entry", rule)], {*MODES, *DRAFTINGS, *RULES})
+        checked_rows([("entry", rule)], Rule, {*MODES, *DRAFTINGS, *RULES}, ["static", "dynamic"])
 
 
 def test_two_rules_of_one_name_are_refused() -> None:
-    assert list(checked_rules([("one", some())], ())) == ["mine"]
+    assert list(checked_rows([("one", some())], Rule, (), ["static"])) == ["mine"]
     with pytest.raises(RefusedError, match="the rule two cannot be used: the name mine is taken"):
-        checked_rules([("one", some()), ("two", some())], ())
+        checked_rows([("one", some()), ("two", some())], Rule, (), ["static"])
 
 
 def test_a_fingerprint_is_of_the_file_that_the_code_stands_in(tmp_path: Path) -> None:

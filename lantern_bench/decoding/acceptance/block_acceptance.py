@@ -7,19 +7,33 @@ proved there to be the most that a lossless rule accepts of one draft on average
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from lantern_bench.decoding.acceptance.relaxation import Relaxation
 from lantern_bench.decoding.acceptance.tree_acceptance import Judgement
 
 
-def judge_block(p: Tensor, q: Tensor, tokens: Tensor, offered: Tensor, images: int) -> Judgement:
+def accept_block(
+    p: Tensor,
+    q: Tensor | None,
+    tokens: Tensor,
+    offered: Tensor,
+    relaxation: Relaxation,  # noqa: ARG001  # a lossless rule has no parameters
+    table: Tensor | None,  # noqa: ARG001
+    active: Sequence[int] | None = None,  # noqa: ARG001
+    images: int = 1,
+) -> Judgement:
     """Judge the drafts of `images` chains: row `level * images + image` is the node of that level, and its child.
 
     `p`, `q` [N, V]; `tokens` int64 and `offered` bool [N, 1]. Published, the block ends at the last level i that is hit
     by its chance h(i), all of them drawn. Here `accept` is the chance to get past i given that i is reached: that ends
     at the same level with the same probability, so that the walk of all rules serves this one.
     """
+    if q is None or tokens.shape[1] > 1:
+        raise ValueError("the rule block decides on chains of sampled drafts, and this tree is not one")
     levels = len(p) // images
     ratio = p.gather(1, tokens) / q.gather(1, tokens)
     ratio, reached = torch.where(offered, ratio, 0.0).view(levels, images), offered.view(levels, images)

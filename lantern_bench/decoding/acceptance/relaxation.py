@@ -1,42 +1,44 @@
 """The relaxed rules: how much probability the neighbours of a draft token lend it, and within which bound.
 
-Strict, additive (LANTERN, arXiv 2410.03355) and multiplicative (LANTERN++, arXiv 2502.06352); algorithms.md, section 4.
-Rules from outside the package (`plugins.py`) bring another limit of m(x); all else is the same for all of them.
-Probabilities in, probabilities out: accepting, rejecting and residuals are `judge.py`.
+Additive (LANTERN, arXiv 2410.03355) and multiplicative (LANTERN++, arXiv 2502.06352); docs/algorithms.md, section 4.
+A rule gives the limit of m(x), nothing else: rules of other packages (`plugins.py`) give theirs in the same way.
+Probabilities in, probabilities out: accepting, rejecting and residuals are `tree_acceptance.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lantern_bench.config.methods import LOSSLESS_RULES, OUTSIDE_RULES, RULES
+from lantern_bench.config.methods import RULES
+from lantern_bench.plugins import DraftView, load_code
 
 Residual: TypeAlias = Literal["exact", "official"]
 
 
 @dataclass(frozen=True)
 class Relaxation:
-    """A rule with its parameters.
+    """An acceptance rule with its parameters.
 
-    `bound` is delta (additive: m(x) <= delta, delta > 0) or lambda (multiplicative: p~(x) <= lambda p(x), lambda > 1);
-    the strict rule ignores it, and a rule from outside says what it means. `neighbours` is k, 0 means strict.
-    `residual` says what a rejection leaves: `exact` takes out the merged mass only, `official` repeats the published
-    code. `choices`: how many tokens, the first of the vocabulary, are ever chosen; the others stand where they must
-    (None: all are). Values outside the ranges raise ValueError. `margin`, a tensor of no dimensions, stands for the
-    bound of a published rule where it is given: delta, or lambda - 1. A program that reads it serves every bound.
+    `bound` is the value of the rule's bound (`Rule.bound`: delta, lambda, ...); strict rules ignore it. A compiled
+    program gets a tensor of no dimensions in its place, so that one program serves every value. `neighbours` is k, 0
+    means strict. `residual` says what follows a rejection: `exact` takes out the neighbour mass only, `official`
+    repeats the published code. `choices`: how many tokens, the first of the vocabulary, are ever chosen; the others are
+    forced where they stand (None: all are). Raises ValueError for values outside their ranges.
     """
 
     rule: str = "strict"
     neighbours: int = 0
-    bound: float = 0.0
+    bound: float | Tensor = 0.0
     residual: Residual = "exact"
     choices: int | None = None
-    margin: Tensor | None = field(default=None, compare=False)
+    # Looked up here, outside compiled programs.
+    limit: Callable[..., Tensor] | None = field(default=None, init=False, compare=False, repr=False)
+    accept: Callable[..., Any] | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.rule == "none" or self.rule not in RULES:
@@ -45,17 +47,17 @@ class Relaxation:
             raise ValueError(f"unknown residual {self.residual!r}")
         if self.neighbours < 0:
             raise ValueError(f"neighbours must be at least 0, not {self.neighbours}")
-        if self.rule == "additive" and not self.bound > 0.0:
-            raise ValueError(f"delta must be above 0, not {self.bound}")
-        if self.rule == "multiplicative" and not self.bound > 1.0:
-            raise ValueError(f"lambda must be above 1, not {self.bound}")
-        if self.rule in OUTSIDE_RULES and not OUTSIDE_RULES[self.rule].allows(self.bound):
-            raise ValueError(f"bound {self.bound:g}: {OUTSIDE_RULES[self.rule].allowed}")
+        row = RULES[self.rule]
+        # The recorded cases of the published code have delta = 1, which an experiment refuses.
+        if row.limit is not None and not isinstance(self.bound, Tensor) and not row.low < self.bound <= row.high:
+            raise ValueError(f"{row.bound} {self.bound:g}: {row.allowed}")
+        object.__setattr__(self, "limit", load_code(row.limit) if row.limit is not None else None)
+        object.__setattr__(self, "accept", load_code(row.accept) if row.accept is not None else None)
 
     @property
     def merges(self) -> bool:
-        """Whether any neighbour can lend probability; False is a lossless rule."""
-        return self.rule not in LOSSLESS_RULES and self.neighbours > 0
+        """Whether a draft can take neighbour mass; False is a lossless rule."""
+        return self.limit is not None and self.neighbours > 0
 
     @property
     def columns(self) -> int:
@@ -83,7 +85,7 @@ def neighbour_columns(table: Tensor | None, tokens: Tensor, relaxation: Relaxati
 
 @dataclass(frozen=True)
 class _View:
-    """What a rule may look at (`spec.rules.DraftView`); `make_whole` gives p [..., V]."""
+    """What a rule may look at (`DraftView` of plugins.py); `make_whole` gives p [..., V]."""
 
     own: Tensor
     near: Tensor
@@ -94,15 +96,16 @@ class _View:
         return self.make_whole()
 
 
-def _limit(draft: _View, relaxation: Relaxation) -> Tensor:
-    """The most m(x) [...] that the rule lets the draft borrow."""
-    if relaxation.rule in OUTSIDE_RULES:
-        limit: Tensor = OUTSIDE_RULES[relaxation.rule].limit(draft, relaxation.bound)
-        return limit
-    margin = relaxation.margin
-    if relaxation.rule == "additive":
-        return torch.full_like(draft.own, relaxation.bound) if margin is None else margin.expand_as(draft.own)
-    return draft.own * (relaxation.bound - 1.0 if margin is None else margin)
+def additive_limit(draft: DraftView, delta: float | Tensor) -> Tensor:
+    """LANTERN: m(x) <= delta (arXiv 2410.03355; docs/algorithms.md, section 4)."""
+    own: Tensor = draft.own
+    return torch.as_tensor(delta, dtype=own.dtype, device=own.device).expand_as(own)
+
+
+def multiplicative_limit(draft: DraftView, lambda_: float | Tensor) -> Tensor:
+    """LANTERN++: m(x) <= (lambda - 1) p(x) (arXiv 2502.06352; docs/algorithms.md, section 4)."""
+    own: Tensor = draft.own
+    return own * torch.as_tensor(lambda_ - 1.0, dtype=own.dtype, device=own.device)
 
 
 def merge_prefix(
@@ -115,10 +118,11 @@ def merge_prefix(
     in decoding), so m never exceeds the bound by a rounding. Under `exact` a token of probability 0 merges nothing.
     algorithms.md, section 4.
     """
-    bound = _limit(_View(token_probs, near_probs, whole), relaxation)
+    assert relaxation.limit is not None
+    most = relaxation.limit(_View(token_probs, near_probs, whole), relaxation.bound)
     running = near_probs.cumsum(dim=-1)
     # cumprod: nothing after the first neighbour that breaks the bound, even where a parallel scan rounds downwards.
-    taken = (running <= bound[..., None]).cumprod(dim=-1, dtype=torch.uint8).bool()
+    taken = (running <= most[..., None]).cumprod(dim=-1, dtype=torch.uint8).bool()
     if relaxation.residual == "exact":
         taken &= (token_probs > 0)[..., None]
     mass = torch.where(taken, running, 0.0).amax(dim=-1)

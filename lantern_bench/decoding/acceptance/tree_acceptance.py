@@ -46,7 +46,7 @@ class Judgement:
 
 
 Judge: TypeAlias = Callable[
-    [Tensor, Tensor | None, Tensor, Tensor, Relaxation, Tensor | None, Sequence[int] | None], Judgement
+    [Tensor, Tensor | None, Tensor, Tensor, Relaxation, Tensor | None, Sequence[int] | None, int], Judgement
 ]
 """What judges children as `judge_children` does; a check that wants to see a broken rule caught brings another."""
 
@@ -59,6 +59,7 @@ def judge_children(
     relaxation: Relaxation,
     table: Tensor | None,
     active: Sequence[int] | None = None,
+    images: int = 1,  # noqa: ARG001  # children are accepted one by one, whichever image they are of
 ) -> Judgement:
     """Judge the children of N nodes in order, every one as if those before it had been rejected.
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.block_acceptance import judge_block
 from lantern_bench.decoding.acceptance.relaxation import Relaxation, relaxed
 from lantern_bench.decoding.acceptance.tree_acceptance import Judge, Judgement, judge_children
 from lantern_bench.decoding.sampling import greedy_probabilities, sample
@@ -70,12 +69,8 @@ def judge_tree(
     children = tree.rows(children)
     q = None if tree.q is None else tree.rows(tree.q)
     p, offered, images = tree.rows(target_probs), children >= 0, len(tree.tokens)
-    if judge is None and relaxation.rule == "block":
-        if q is None or tokens.shape[1] > 1:
-            raise ValueError("the rule block judges chains of sampled drafts, and this tree is none")
-        return JudgedTree(children, judge_block(p, q, tokens, offered, images))
     active = [nodes * images for nodes in tree.layout.active]
-    judged = (judge or judge_children)(p, q, tokens, offered, relaxation, table, active)
+    judged = (judge or relaxation.accept or judge_children)(p, q, tokens, offered, relaxation, table, active, images)
     return JudgedTree(children, judged)
 
 

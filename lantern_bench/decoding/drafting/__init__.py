@@ -1,1 +1,19 @@
-"""How a step drafts."""
+"""How a step drafts: one file per way to draft; the rows that name them are in config/methods.py.
+
+Each returns the `DraftTree` that verification walks and knows nothing of the acceptance rule. Randomness comes in as
+noise, and all shapes are known beforehand, so that a whole draft is one program.
+"""
+
+from __future__ import annotations
+
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.interface import DraftMethod, Target
+from lantern_bench.plugins import load_code
+
+__all__ = ["drafting_of"]
+
+
+def drafting_of(decoding: Decoding, target: Target, batch: int = 1) -> DraftMethod:
+    """The drafting of a configuration, its tensors where the target computes."""
+    method: DraftMethod = load_code(decoding.drafting_row.make)(decoding, target, batch)
+    return method

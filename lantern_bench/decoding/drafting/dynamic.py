@@ -11,8 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.drafting.static import draft_probabilities, given
+from lantern_bench.decoding.interface import Drafted, DrafterSession, Drafts, Target
 from lantern_bench.decoding.sampling import most_probable
-from lantern_bench.decoding.tree import DraftTree, link_nodes
+from lantern_bench.decoding.tree import DraftTree, full_layout, link_nodes
+
+
+def make_dynamic(decoding: Decoding, target: Target, batch: int) -> DynamicDrafting:  # noqa: ARG001  # keeps no state
+    """The drafting of the row `dynamic`."""
+    return DynamicDrafting(decoding)
 
 
 @dataclass(frozen=True)
@@ -143,3 +151,44 @@ def _children(q: Tensor, beam: int) -> tuple[Tensor, Tensor]:
     tokens, valid = most_probable(q, beam)
     # At most 0: a probability rounded above 1 must not lift a child above its parent.
     return tokens, q.gather(-1, tokens).float().log().clamp_max(0.0).masked_fill(~valid, -torch.inf)
+
+
+class DynamicDrafting:
+    """EAGLE-2: `depth` rounds of the `beam` best nodes, then the best `nodes` of all."""
+
+    def __init__(self, decoding: Decoding) -> None:
+        if decoding.nodes is None or decoding.depth is None or decoding.beam is None:
+            raise ValueError("dynamic drafting needs nodes, depth and beam")
+        self._kept, self.depth, self.fanout = decoding.nodes, decoding.depth, decoding.beam
+        self.nodes = self._kept + 1
+        self.forwards, self.noises = self.depth, 0
+        self._to_probabilities = draft_probabilities(decoding)
+
+    def draft(
+        self,
+        session: DrafterSession | None,
+        drafts: Drafts | None,
+        root: Tensor,
+        noise: Tensor,  # noqa: ARG002  # the draft is deterministic given the prefix
+        depth_limit: Tensor,
+    ) -> Drafted:
+        """Grow from the root; the session extends `beam` nodes a round."""
+        assert session is not None and drafts is not None
+        growth = Growth(self.fanout)
+        frontier = growth.start(self._to_probabilities(drafts)[:, 0])
+        for _ in range(self.depth - 1):
+            drafts = session.extend(frontier.tokens, frontier.origin, frontier.seen)
+            frontier = growth.grow(self._to_probabilities(drafts))
+        tree = growth.tree(root, self._kept, depth_limit)
+        return tree.tokens, tree.parents, tree.depths, tree.children, tree.attention, tree.path_order
+
+    def to_score(self, drafted: Drafted) -> tuple[Tensor, Tensor, Tensor]:
+        """All of it was computed."""
+        tokens, _, depths, _, attention, _ = map(given, drafted)
+        return tokens, depths, attention
+
+    def tree(self, drafted: Drafted) -> DraftTree:
+        """The tree that grew; any of its nodes can have children."""
+        tokens, parents, depths, children, attention, path_order = map(given, drafted)
+        layout = full_layout(self.nodes, self.fanout, tokens.device)
+        return DraftTree(tokens, parents, depths, children, attention, path_order, layout, self.depth)

@@ -26,7 +26,7 @@ from pydantic import (
     field_validator,
 )
 
-from lantern_bench.config.decoding import PARAMETERS
+from lantern_bench.config.methods import PARAMETERS
 from lantern_bench.config.values import Place, Problems, read_parameter, show
 from lantern_bench.config.yaml_source import Source, problems_of, read_source
 from lantern_bench.errors import UserError, did_you_mean

@@ -2,7 +2,7 @@
 
 import math
 
-from lantern_bench.plugins import DraftView, RelaxedRule
+from lantern_bench.plugins import DraftView, Rule
 
 
 def most_mass(draft: DraftView, bound: float):
@@ -12,4 +12,4 @@ def most_mass(draft: DraftView, bound: float):
     return bound * entropy / math.log(p.shape[-1])
 
 
-RULE = RelaxedRule(name="ambiguity", limit=most_mass, low=0, high=1, example=0.3, neighbours=100, label="by ambiguity")
+RULE = Rule(name="ambiguity", limit=most_mass, low=0, high=1, example=0.3, neighbours=100, label="by ambiguity")
