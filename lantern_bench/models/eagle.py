@@ -6,7 +6,7 @@ They read padded positions (finding B4), and their `input_type` fixes the grid t
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from lantern_bench.decoding.interface import Drafts
 from lantern_bench.errors import UserError
-from lantern_bench.models.io.checkpoint import open_checkpoint
+from lantern_bench.models.chameleon import drafter_config as chameleon_config
+from lantern_bench.models.family import read_json
+from lantern_bench.models.io.checkpoint import Checkpoint, open_checkpoint, what_is
 from lantern_bench.models.io.state_dict import KeyMap, fill, llama_key_map
-from lantern_bench.models.llamagen.checkpoint import is_computed
 from lantern_bench.models.transformer import TransformerConfig
 from lantern_bench.models.transformer.attention import KVCache, Sessions, attend_cached, attend_plain, rotary_table
 from lantern_bench.models.transformer.conditioning import Condition, prompt_words, visible_rows
@@ -202,40 +203,58 @@ class _Session:
         return Drafts(logits[: self._batch], logits[self._batch :])
 
 
-# ----
+# ---- Published drafters
 
 # The published code's grid for each kind of input.
 _SIDES = {"c2i": 24, "t2i": 16, "t2i2": 32}
 _EPS = 1e-6
+# Tables and caches that some files hold and every program computes anew.
+_COMPUTED = re.compile(r"(^|\.)(freqs_cis|causal_mask|k_cache|v_cache|inv_freq|cos_cached|sin_cached)$")
+
+
+def is_computed(name: str) -> bool:
+    """Whether a file's tensor is a table or a cache that is computed anew."""
+    return _COMPUTED.search(name) is not None
+
+
+def check_kind(checkpoint: Checkpoint, needed: str, wanted: str) -> None:
+    """Refuse a checkpoint without the tensor `needed` as another model, in one line."""
+    if needed not in checkpoint:
+        kind = what_is(checkpoint)
+        found = f"it is {kind}" if kind is not None and kind not in wanted else f"it has no {needed}"
+        raise UserError(f"{checkpoint.path}: is not {wanted}: {found}", "Give the checkpoint of this model.")
 
 
 def load_drafter(folder: Path, target: TransformerTarget, *, dtype: torch.dtype, device: torch.device) -> EagleDrafter:
-    """Load a published drafter for a target that has its weights.
+    """Load a published drafter (config.json and weights) for a target that has its weights.
 
     Raises `UserError` for a folder without config.json or weights, sizes that are not the target's, a drafter of
     another stage, and every key that does not fit.
     """
-    stated = read_drafter_config(folder)
-    config = drafter_config(stated, target.config, folder)
-    _check_stage(stated, target.config, folder)
+    stated, chameleon = read_drafter_config(folder), target.config.qk_norm
+    config = (chameleon_config if chameleon else drafter_config)(stated, target.config, folder)
+    if not chameleon:
+        _check_stage(stated, target.config, folder)
+    checkpoint = open_checkpoint(folder)
+    wanted = "an EAGLE drafter of Chameleon" if chameleon else "the EAGLE drafter of its config.json"
+    if chameleon:
+        check_kind(checkpoint, "layers.0.self_attn.q_norm.weight", wanted)
     with torch.device("meta"):
         drafter = build_drafter(config, target)
-        # Ours state it; the published ones read padding and say nothing.
-        drafter.mask_padding = stated.get("mask_padding", False) is True
-    checkpoint = open_checkpoint(folder)
-    key_map = drafter_key_map(drafter)
-    wanted = "the EAGLE drafter of its config.json"
-    fill(drafter, checkpoint, key_map, dtype=dtype, device=device, computed=is_computed, wanted=wanted)
+        # Drafters trained here state it; LlamaGen's published ones read padding and state nothing.
+        drafter.mask_padding = chameleon or stated.get("mask_padding", False) is True
+    fill(drafter, checkpoint, drafter_key_map(drafter), dtype=dtype, device=device, computed=is_computed, wanted=wanted)
     return drafter
 
 
 def build_drafter(config: TransformerConfig, target: TransformerTarget) -> EagleDrafter:
-    """A drafter as they were published: it reads padding, and its layer has no input norm."""
-    return EagleDrafter(config, target.transformer.output, mask_padding=False)
+    """A drafter as published: LlamaGen's reads padding, Chameleon's hides it and its layer norms its input."""
+    config = replace(config, layers=1)
+    return EagleDrafter(config, target.transformer.output, mask_padding=config.qk_norm, input_norm=config.qk_norm)
 
 
 def drafter_key_map(drafter: EagleDrafter) -> KeyMap:
-    """The key map of the published layout; query, key and value are one matrix here (no rotary permutation)."""
+    """The key map of the published layout."""
     return llama_key_map(drafter, drafter.config, {"layer.": "layers.0."})
 
 
@@ -244,29 +263,27 @@ def read_drafter_config(folder: Path) -> Mapping[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{path}: no such file", "A published drafter is a folder with config.json and its weights.")
-    try:
-        stated = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read as JSON: {error}") from error
+    stated = read_json(path)
     if not isinstance(stated, dict):
         raise UserError(f"{path}: must hold a JSON object")
     return stated
 
 
 def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder: Path) -> TransformerConfig:
-    """The sizes of a drafter's one layer for a target; raises `UserError` where the two cannot work together."""
+    """The sizes of a drafter's one layer for a LlamaGen; raises `UserError` where the two cannot work together."""
+    where = folder / "config.json"
     wanted = {"hidden_size": target.dim, "vocab_size": target.vocab_size, "num_hidden_layers": 1}
     for name, value in wanted.items():
         if stated.get(name, value) != value:
             raise UserError(
-                f"{folder / 'config.json'}: {name} is {stated[name]}, and this target needs {value}",
+                f"{where}: {name} is {stated[name]}, and this target needs {value}",
                 "The drafter was trained for another model.",
             )
     heads = stated.get("num_attention_heads", target.heads)
     ffn = stated.get("intermediate_size", target.ffn_dim)
     for name, number in (("num_attention_heads", heads), ("intermediate_size", ffn)):
         if not isinstance(number, int) or number < 1 or (name == "num_attention_heads" and target.dim % number):
-            raise UserError(f"{folder / 'config.json'}: {name} is {number}, which cannot be")
+            raise UserError(f"{where}: {name} is {number}, which cannot be")
     return replace(
         target,
         layers=1,
@@ -290,21 +307,16 @@ def _check_stage(stated: Mapping[str, Any], target: TransformerConfig, folder: P
 def fresh_drafter(target: TransformerTarget) -> EagleDrafter:
     """A drafter of the target's width with fresh weights (drawn from torch's current stream) and its embedding.
 
-    Chameleon's drafters norm what comes into their layer, as they were published; the others do not.
+    Chameleon's drafters norm what comes into their layer, as published; the others do not.
     """
-    config = replace(target.config, layers=1)
-    drafter = EagleDrafter(config, target.transformer.output, mask_padding=True, input_norm=config.qk_norm)
-    for parameter in drafter.parameters():
-        if parameter.dim() >= 2 and parameter.requires_grad and not _is_head_norm(parameter, drafter):
+    drafter = build_drafter(target.config, target)
+    drafter.mask_padding = True
+    for name, parameter in drafter.named_parameters():
+        if parameter.dim() >= 2 and parameter.requires_grad and not re.search(r"[qk]_norm\.", name):
             nn.init.normal_(parameter, std=0.02)
     with torch.no_grad():
         # The fusion starts as the feature itself: a fair first guess of the next one.
-        drafter.fc.weight[:, config.dim :] += torch.eye(config.dim)
+        drafter.fc.weight[:, target.config.dim :] += torch.eye(target.config.dim)
         drafter.fc.bias.zero_()
         drafter.embed_tokens.weight.copy_(target.transformer.tok_embeddings.weight)
     return drafter
-
-
-def _is_head_norm(parameter: Tensor, drafter: EagleDrafter) -> bool:
-    norms = (drafter.layer.attention.q_norm, drafter.layer.attention.k_norm)
-    return any(parameter is one for norm in norms if norm is not None for one in norm.parameters())

@@ -8,12 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from lantern_bench.errors import UserError
-from lantern_bench.models import eagle
-from lantern_bench.models.chameleon import checkpoint
-from lantern_bench.models.eagle import EagleDrafter
+from lantern_bench.models.eagle import load_drafter
 from lantern_bench.models.io.checkpoint import open_checkpoint
 from lantern_bench.models.io.files import hash_of
 from lantern_bench.models.loaded_model import LoadedModel
@@ -29,16 +25,10 @@ def transformer_of(model: LoadedModel) -> TransformerTarget:
     return model.target
 
 
-def read_drafter(folder: Path, target: TransformerTarget, dtype: torch.dtype, device: torch.device) -> EagleDrafter:
-    """Load a drafter in the published layout; raises `UserError` for one of another model or stage."""
-    load = checkpoint.load_drafter if target.config.qk_norm else eagle.load_drafter
-    return load(folder, target, dtype=dtype, device=device)
-
-
 def with_drafter(model: LoadedModel, folder: Path) -> LoadedModel:
     """Give a loaded model the drafter in a folder, and the hash that its records carry."""
     target = transformer_of(model)
-    model.drafter = read_drafter(folder, target, target.dtype, target.device)
+    model.drafter = load_drafter(folder, target, dtype=target.dtype, device=target.device)
     paths = (*open_checkpoint(folder).paths, folder / "config.json")
     model.weights = dict(model.weights) | {"drafter": hash_of(paths)}
     return model

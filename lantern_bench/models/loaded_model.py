@@ -1,6 +1,7 @@
-"""A model in memory: what decoding, drawing pixels and keying a record need of it, in one object.
+"""A loaded model, and how its target, drafter and tokenizer become one.
 
-Families make it (`registry.Family.load`); what its parts can do is `decoding/interface.py`.
+Every family returns a `LoadedModel` (`registry.Family.load`); `assemble` makes one of parts that have their weights.
+What target, drafter and pixel decoder must do is in `decoding/interface.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lantern_bench.config.decoding import NeighbourMetric
@@ -18,19 +22,19 @@ from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.interface import Drafter, PixelDecoder, Target
 from lantern_bench.decoding.neighbours import Space, nearest_codes
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models.io.model_file import ModelFile
 from lantern_bench.models.io.neighbour_cache import neighbour_table
+from lantern_bench.models.transformer.target import with_line_ends, without_line_ends
 from lantern_bench.models.vq import VQModel
-
-# ---- Tokens to pictures through a VQ decoder, as the `PixelDecoder` of `decoding.interface`, and pictures to tokens
 
 
 @runtime_checkable
 class ReadsPictures(Protocol):
-    """A pixel decoder that knows the way back."""
+    """A pixel decoder that also turns pictures into tokens."""
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width in pixels of the pictures."""
+        """Height and width of the pictures, in pixels."""
         ...
 
     def tokens(self, pictures: Tensor) -> Tensor:
@@ -39,16 +43,17 @@ class ReadsPictures(Protocol):
 
 
 class VQPixels:
-    """A tokenizer's decoder for pictures of `grid` (rows, columns) tokens."""
+    """A VQ tokenizer for pictures of `grid` (rows, columns) codes; with `line_ends` a forced token ends each row."""
 
-    def __init__(self, model: VQModel, grid: tuple[int, int]) -> None:
-        self._model, self._grid = model, grid
+    def __init__(self, model: VQModel, grid: tuple[int, int], line_ends: bool = False) -> None:
+        self._model, self._grid, self._line_ends = model, grid, line_ends
 
     @torch.inference_mode()
     def pixels(self, tokens: Tensor) -> Tensor:
         """Tokens int [B, N] -> uint8 RGB [B, H, W, 3] on the CPU."""
+        codes = without_line_ends(tokens, self._grid) if self._line_ends else tokens
         weight = self._model.quantize.embedding.weight
-        decoded = self._model.decode_tokens(tokens.to(weight.device), self._grid).float()
+        decoded = self._model.decode_tokens(codes.to(weight.device), self._grid).float()
         scaled = (decoded.clamp(-1, 1) + 1) * 127.5
         return scaled.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu()
 
@@ -63,11 +68,12 @@ class VQPixels:
         """Pictures uint8 RGB [B, H, W, 3] -> tokens int64 [B, N] on the CPU, row by row."""
         weight = self._model.quantize.embedding.weight
         pixels = pictures.to(weight.device).permute(0, 3, 1, 2).to(weight.dtype) / 127.5 - 1
-        return self._model.encode(pixels).indices.flatten(1).cpu()
+        codes = self._model.encode(pixels).indices.flatten(1).cpu()
+        return with_line_ends(codes, self._grid, self._model.config.codes) if self._line_ends else codes
 
 
 class NoPixels:
-    """Stands where a model's tokens cannot be turned into pictures, and says why."""
+    """The pixel decoder of a model that cannot draw: it raises `problem`, which states the reason."""
 
     def __init__(self, model: str, reason: str) -> None:
         self.problem = UserError(
@@ -77,28 +83,25 @@ class NoPixels:
         )
 
     def pixels(self, tokens: Tensor) -> Tensor:  # noqa: ARG002
-        """Raise the `UserError` that says why there is no picture."""
+        """Raise `problem`."""
         raise self.problem
 
 
-# ----
-
-
 def _nothing_to_prepare(_prompts: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Most models read a prompt when its image is made."""
     yield from ()
 
 
 @dataclass
 class LoadedModel:
-    """A target, its drafter and what turns prompts into conditions and tokens into pictures.
+    """A target, its drafter, and what turns prompts into conditions and tokens into pictures.
 
-    codebook: float [V, d], rows as stored, None without a tokenizer; neighbour_space: in which space codes are near
-    each other, as published. table_folder: where the table of nearest codes is kept; None keeps it in memory.
-    given_table: nearest codes int [V, k] that the user has made, instead of the codebook's. prepare: hears all prompts
-    that are to come, before the first is decoded, so that a text encoder can do its work and go. condition: prompts
-    (one an image) -> what `Target.session(...).prefill` takes. weights: part -> SHA-256 of its file. grid: rows and
-    columns of the image's tokens. engine: how its steps are run, as they stand unless told.
+    codebook: float [V, d], rows as stored, None without a tokenizer. neighbour_space: the space in which published
+    tables measure distances. table_folder: where the table of nearest codes is cached; None keeps it in memory.
+    given_table: the user's own nearest codes int [V, k], used instead of the codebook. prepare: called once with all
+    prompts before decoding starts, so that a text encoder can work and be freed; yields (done, total). condition:
+    prompts, one an image -> the argument of `Target.session(...).prefill`. condition_of_arrays: the same for arrays
+    of a file, None where the model takes none; raises `ValueError`. weights: part -> SHA-256. grid: rows and columns
+    of the image's codes. engine: runs the steps, uncompiled by default.
     """
 
     name: str
@@ -113,18 +116,31 @@ class LoadedModel:
     table_folder: Path | None = None
     prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = _nothing_to_prepare
     given_table: Tensor | None = None
+    condition_of_arrays: Callable[[Mapping[str, np.ndarray]], Any] | None = None
     engine: Engine = field(default_factory=Engine, repr=False)
     _tables: dict[NeighbourMetric, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def table(self, columns: int, metric: NeighbourMetric = "l2") -> Tensor:
-        """The `columns` nearest codes of every code, int32 [V, columns], on the target's device, nearest first.
+        """The `columns` nearest codes of every token, int32 [V, columns], on the target's device, nearest first.
 
-        Made once for each metric and the widest table asked for; a narrower one is its beginning, which the fixed order
-        of ties guarantees. Raises `RefusedError` for a damaged file and for a model whose codes nobody knows,
-        `UserError` for more columns than there are other codes, or than the model's own table has.
+        Each metric's table is made once, as wide as the widest one asked for: ties have a fixed order, so a narrower
+        table is its beginning. Forced tokens have a row of zeros, which no rule reads. Raises `RefusedError` for a
+        damaged file and for a model without a codebook, `UserError` for more columns than there are other codes, or
+        than the model's own table has.
         """
-        if self.given_table is not None:
-            return self._given(self.given_table, columns, metric)
+        table = self._nearest(columns, metric)
+        forced = self.target.vocab_size - len(table)
+        return table if forced <= 0 else torch.cat([table, table.new_zeros(forced, columns)])
+
+    def _nearest(self, columns: int, metric: NeighbourMetric) -> Tensor:
+        device, given = self.target.device, self.given_table
+        if given is not None:
+            if metric != "l2":
+                text = f"--neighbour-metric {metric}: {self.name} names a table of its own"
+                raise UserError(text, "Leave one of them out.")
+            if given.shape[1] < columns:
+                raise UserError(f"--neighbours {columns}: the model's own table has {given.shape[1]} for each code")
+            return given[:, :columns].to(device, torch.int32).contiguous()
         if self.codebook is None:
             raise RefusedError(
                 f"{self.name}: relaxed rules need to know which codes are near each other, and it has no tokenizer",
@@ -135,24 +151,14 @@ class LoadedModel:
             raise UserError(f"--neighbours {columns}: the model {self.name} has {codes} codes", f"At most {codes - 1}.")
         if metric not in self._tables or self._tables[metric].shape[1] < columns:
             with torch.inference_mode():
-                self._tables[metric] = self._made(self.codebook, columns, metric).to(self.target.device, torch.int32)
+                if metric == "l2":
+                    space, folder = self.neighbour_space, self.table_folder
+                    made = neighbour_table(self.codebook, space, columns, folder, device=device)
+                else:
+                    # Angles are the same in both spaces, and random neighbours have none: neither is worth a file.
+                    made = nearest_codes(self.codebook.to(device), columns, metric=metric)
+                self._tables[metric] = made.to(device, torch.int32)
         return self._tables[metric][:, :columns].contiguous()
-
-    def _made(self, codebook: Tensor, columns: int, metric: NeighbourMetric) -> Tensor:
-        device = self.target.device
-        if metric == "l2":
-            return neighbour_table(codebook, self.neighbour_space, columns, self.table_folder, device=device)
-        # Angles are the same in both spaces, and random neighbours have none: nothing of it is worth a file.
-        return nearest_codes(codebook.to(device), columns, metric=metric)
-
-    def _given(self, table: Tensor, columns: int, metric: NeighbourMetric) -> Tensor:
-        if metric != "l2":
-            raise UserError(
-                f"--neighbour-metric {metric}: {self.name} names a table of its own", "Leave one of them out."
-            )
-        if table.shape[1] < columns:
-            raise UserError(f"--neighbours {columns}: the model's own table names {table.shape[1]} for each code")
-        return table[:, :columns].to(self.target.device, torch.int32).contiguous()
 
 
 class Parts(NamedTuple):
@@ -164,3 +170,72 @@ class Parts(NamedTuple):
     target: nn.Module
     drafter: nn.Module | None
     tokenizer: nn.Module | None
+
+
+class Prompts(NamedTuple):
+    """How a model takes prompts: fields of `LoadedModel`, and the hash of its text encoder, if it has one."""
+
+    condition: Callable[[Sequence[str]], Any]
+    prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = _nothing_to_prepare
+    condition_of_arrays: Callable[[Mapping[str, np.ndarray]], Any] | None = None
+    sha256: str | None = None
+
+
+def assemble(
+    name: str,
+    parts: Parts,
+    prompts: Prompts,
+    weights: Mapping[str, str],
+    *,
+    space: Space = "raw",
+    table: Tensor | None = None,
+    table_folder: Path | None = None,
+) -> LoadedModel:
+    """Make a model of parts that have their weights; `space`, `table` and `table_folder` as in `LoadedModel`.
+
+    A model without a tokenizer, or with one of another number of codes, gives tokens and no pictures.
+    """
+    target: Any = parts.target
+    drafter: Any = parts.drafter
+    tokenizer: Any = parts.tokenizer
+    codes = tokenizer.config.codes if tokenizer is not None else 0
+    fits, grid = codes == target.choices, target.config.grid
+    reason = f"the tokenizer has {codes} codes, the target {target.choices}" if codes else "it has no tokenizer"
+    return LoadedModel(
+        name=name,
+        target=target,
+        drafter=drafter,
+        pixels=VQPixels(tokenizer, grid, target.config.line_ends) if fits else NoPixels(name, reason),
+        codebook=tokenizer.codebook() if fits else None,
+        condition=prompts.condition,
+        weights=dict(weights) | ({} if prompts.sha256 is None else {"text_encoder": prompts.sha256}),
+        grid=grid,
+        neighbour_space=space,
+        table_folder=table_folder,
+        prepare=prompts.prepare,
+        given_table=table,
+        condition_of_arrays=prompts.condition_of_arrays,
+    )
+
+
+def table_of_file(file: ModelFile, codes: int) -> Tensor | None:
+    """The table of nearest codes int32 [V, k] that a model file names; raises `UserError` for one that is malformed."""
+    if file.neighbours is None:
+        return None
+    path = file.neighbours.path
+    try:
+        if path.suffix == ".safetensors":
+            found = load_file(path)
+            table = found.get("nearest", found.get("table"))
+        else:
+            read = np.load(path, allow_pickle=False)
+            table = torch.from_numpy((read["nearest"] if isinstance(read, np.lib.npyio.NpzFile) else read).astype("i8"))
+    except (OSError, ValueError, KeyError, TypeError, EOFError, SafetensorError) as error:
+        raise file.wrong("neighbours.table", f"{path.name}: cannot be read as .npy, .npz or .safetensors") from error
+    if table is None or table.dim() != 2 or table.is_floating_point() or table.shape[0] != codes:
+        shape = "nothing called nearest" if table is None else "x".join(map(str, table.shape))
+        raise file.wrong("neighbours.table", f"{path.name}: must hold whole numbers [{codes}, k], not {shape}")
+    table = table.long()
+    if not bool(((table >= 0) & (table < codes)).all()) or bool((table == torch.arange(codes)[:, None]).any()):
+        raise file.wrong("neighbours.table", f"{path.name}: each row must name other codes, from 0 to {codes - 1}")
+    return table.int()

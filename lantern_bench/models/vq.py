@@ -1,14 +1,13 @@
 """The VQ tokenizer of LlamaGen (arXiv 2406.06525, section 3.1): a convolutional autoencoder around a codebook.
 
-One class for every size: the published `vq_ds16_*.pt` files, Chameleon's tokenizer and the embedded one differ by
-`VQConfig` alone, and the parameter names are those of LlamaGen's checkpoints. Training losses are not here (see
-`training.lanterns.recipe`).
+LlamaGen's tokenizers, Chameleon's and the bundled one differ only by `VQConfig`; the parameter names are those of
+LlamaGen's checkpoints, which `load_vq` reads. The training losses are in `training.lanterns.tasks`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from torch.nn import functional
 from lantern_bench.errors import UserError
 from lantern_bench.models.io.checkpoint import Checkpoint, open_checkpoint, what_is
 from lantern_bench.models.io.state_dict import fill, plain
+from lantern_bench.models.transformer import Wrong, read_sizes
 
 _GROUPS = 32
 
@@ -28,8 +28,8 @@ _GROUPS = 32
 class VQConfig:
     """Sizes of a tokenizer. `channel_mult` has one entry a resolution; the picture is halved between entries.
 
-    `unit_codes`: whether codes and latents are brought to unit length. `attention`: whether the blocks of the lowest
-    resolution attend; those in the middle always do.
+    `unit_codes`: codes and latents are scaled to unit length. `attention`: the blocks of the lowest resolution attend,
+    as the middle ones always do.
     """
 
     codes: int = 16384
@@ -48,7 +48,7 @@ class VQConfig:
 
 
 class Encoded(NamedTuple):
-    """What `VQModel.encode` returns: quantised and latents before it [B, d, h, w], indices int64 [B, h, w]."""
+    """Quantised vectors and the latents before [B, d, h, w], and indices int64 [B, h, w]."""
 
     quantised: Tensor
     indices: Tensor
@@ -198,7 +198,7 @@ class _Decoder(nn.Module):
 
 
 class _Codebook(nn.Module):
-    """The table of codes. LlamaGen's rows are L2-normalised when they are used, both ways (`unit`)."""
+    """The table of codes; with `unit`, as in LlamaGen, its rows are L2-normalised when they are used."""
 
     def __init__(self, codes: int, dim: int, unit: bool) -> None:
         super().__init__()
@@ -258,8 +258,7 @@ class VQModel(nn.Module):
         return table.detach().float()
 
 
-# ---- The files of LlamaGen's VQ tokenizers: their sizes, read from their shapes, and how they are loaded
-
+# ---- LlamaGen's tokenizer files
 
 # Our name -> the names it goes by: here, in the official code, in the recordings.
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -267,67 +266,66 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "code_dim": ("code_dim", "codebook_embed_dim", "e"),
     "z_channels": ("z_channels", "z"),
     "channels": ("channels", "ch"),
-    "channel_mult": ("channel_mult", "encoder_ch_mult", "ch_mult", "mult"),
     "res_blocks": ("res_blocks", "num_res_blocks"),
 }
+_MULTIPLES = ("channel_mult", "encoder_ch_mult", "ch_mult", "mult")
 
 
 def load_vq(path: Path, device: torch.device, config: Mapping[str, Any] | None = None) -> VQModel:
-    """Load a tokenizer in float32; raises `UserError` for a file that is none, or not of the sizes in `config`."""
+    """Load a tokenizer in float32; raises `UserError` for another kind of file, or sizes other than in `config`."""
     checkpoint = open_checkpoint(path)
     found = _found(checkpoint)
-
-    def wrong(name: str, text: str) -> UserError:
-        return UserError(f"{path}: tokenizer.config.{name}: {text}")
-
+    stated = read_vq_config(config or {}, lambda name, text: UserError(f"{path}: tokenizer.config.{name}: {text}"))
     with torch.device("meta"):
-        model = VQModel(read_vq_config(config or {}, found, wrong))
-    wanted = f"a VQ tokenizer of {model.config.codes} codes"
-    fill(model, checkpoint, plain(model), dtype=torch.float32, device=device, computed=_is_computed, wanted=wanted)
+        model = VQModel(replace(found, **stated))
+    fill(
+        model,
+        checkpoint,
+        plain(model),
+        dtype=torch.float32,
+        device=device,
+        computed=lambda name: name == "quantize.codebook_used",
+        wanted=f"a VQ tokenizer of {model.config.codes} codes",
+    )
     return model
 
 
-def read_vq_config(config: Mapping[str, Any], found: VQConfig, wrong: Callable[[str, str], UserError]) -> VQConfig:
-    """The sizes that a `config` states, the rest as `found`; raises what `wrong(name, text)` makes."""
+def read_vq_config(config: Mapping[str, Any], wrong: Wrong) -> dict[str, Any]:
+    """The fields of `VQConfig` that a `config` states; raises what `wrong(name, text)` returns."""
     if config.get("codebook_l2_norm") is False:
-        raise wrong("codebook_l2_norm", "false: only tokenizers that norm their codes are known here")
+        raise wrong("codebook_l2_norm", "false: LlamaGen's tokenizers normalise their codes")
     decoder = config.get("decoder_ch_mult")
     if decoder is not None and list(decoder) != list(config.get("encoder_ch_mult", decoder)):
         raise wrong("decoder_ch_mult", "must equal encoder_ch_mult")
-    said: dict[str, Any] = {}
-    for ours, names in _NAMES.items():
-        for name in names:
-            value = config.get(name)
-            if value is None:
-                continue
-            items = value if ours == "channel_mult" and isinstance(value, list | tuple) else [value]
-            if not items or not all(type(item) is int and item > 0 for item in items):
-                raise wrong(name, f"{value}: must be {'a list of ' * (ours == 'channel_mult')}whole numbers above 0")
-            said[ours] = tuple(items) if ours == "channel_mult" else value
-    return replace(found, **said)
+    said = read_sizes(config, _NAMES, wrong)
+    for name in _MULTIPLES:
+        items = config.get(name)
+        if items is None:
+            continue
+        if (
+            not isinstance(items, list | tuple)
+            or not items
+            or not all(type(item) is int and item > 0 for item in items)
+        ):
+            raise wrong(name, f"{items}: must be a list of whole numbers above 0")
+        said["channel_mult"] = tuple(items)
+    return said
 
 
 def _found(checkpoint: Checkpoint) -> VQConfig:
-    """The sizes of a tokenizer, from its shapes; raises `UserError` for a file that is none."""
+    """The sizes of a tokenizer, from its shapes; raises `UserError` for another kind of file."""
+    level = "encoder.conv_blocks.{}.res.{}.conv1.weight"
     try:
         codes, code_dim = checkpoint.shape("quantize.embedding.weight")
         z_channels = checkpoint.shape("quant_conv.weight")[1]
         channels = checkpoint.shape("encoder.conv_in.weight")[0]
-        widths: list[int] = []
-        while (name := f"encoder.conv_blocks.{len(widths)}.res.0.conv1.weight") in checkpoint:
-            widths.append(checkpoint.shape(name)[0])
-        blocks = 0
-        while f"encoder.conv_blocks.0.res.{blocks}.conv1.weight" in checkpoint:
-            blocks += 1
+        levels = list(itertools.takewhile(checkpoint.__contains__, (level.format(n, 0) for n in itertools.count())))
+        blocks = itertools.takewhile(checkpoint.__contains__, (level.format(0, n) for n in itertools.count()))
+        multiples = tuple(checkpoint.shape(name)[0] // channels for name in levels)
     except (KeyError, IndexError, ValueError) as error:
         kind = what_is(checkpoint)
         raise UserError(
             f"{checkpoint.path}: is no VQ tokenizer" + (f": it is {kind}" if kind else ""),
             "LlamaGen's are vq_ds16_t2i.pt and vq_ds16_c2i.pt.",
         ) from error
-    multiples = tuple(width // channels for width in widths)
-    return VQConfig(codes, code_dim, z_channels, channels, multiples, blocks)
-
-
-def _is_computed(name: str) -> bool:
-    return name == "quantize.codebook_used"
+    return VQConfig(codes, code_dim, z_channels, channels, multiples, len(list(blocks)))

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from lantern_bench.errors import UserError
 from lantern_bench.models.chameleon import STYLES, Vocabulary, prompt_condition, read_config
-from lantern_bench.models.chameleon.checkpoint import drafter_key_map, load_drafter, load_target
-from lantern_bench.models.eagle import EagleDrafter
+from lantern_bench.models.chameleon.checkpoint import load_target
+from lantern_bench.models.eagle import EagleDrafter, drafter_key_map, load_drafter
 from lantern_bench.models.io.checkpoint import open_checkpoint
 from lantern_bench.models.io.state_dict import export
 from lantern_bench.models.transformer.target import TransformerTarget

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lantern_bench.errors import UserError
-from lantern_bench.models.external_drafter import read_drafter, transformer_of
+from lantern_bench.models.eagle import load_drafter
+from lantern_bench.models.external_drafter import transformer_of
 from lantern_bench.models.loaded_model import ReadsPictures
 from lantern_bench.models.registry import card_of, family_of, load_model
 from lantern_bench.models.transformer.target import with_line_ends, without_line_ends
@@ -66,7 +67,7 @@ def test_drafter_of_another_family_is_refused(tmp_path: Path) -> None:
     llamagen = golden_models.load(golden_models.recorded_target(tmp_path / "t2i", "t2i"))
     folder = tiny_chameleon.write_drafter(tmp_path / "drafter")
     with pytest.raises(UserError, match="hidden_size is 32"):
-        read_drafter(folder, transformer_of(llamagen), torch.float32, CPU)
+        load_drafter(folder, transformer_of(llamagen), dtype=torch.float32, device=CPU)
     with pytest.raises(UserError, match="its target is no transformer"):
         transformer_of(TinyFamily().load("tiny", CPU, torch.float32))
 

@@ -104,7 +104,7 @@ def test_the_published_yaml() -> None:
     ("where", "value", "told"),
     [
         ("embed_dim", None, "embed_dim: missing"),
-        ("n_embed", -3, "codes: -3: must be a whole number above 0"),
+        ("n_embed", -3, "n_embed: -3: must be a whole number above 0"),
         ("ddconfig", None, "ddconfig: missing"),
         ("ddconfig.ch_mult", [1, "2"], "ch_mult: 2: must be"),
         ("ddconfig.double_z", True, "double_z: true"),

@@ -14,8 +14,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.decoding.teacher_forcing import drafts_along, drafts_at, teacher_forced
 from lantern_bench.models import registry
-from lantern_bench.models.eagle import fresh_drafter
-from lantern_bench.models.external_drafter import read_drafter
+from lantern_bench.models.eagle import fresh_drafter, load_drafter
 from lantern_bench.models.transformer.conditioning import Condition
 from lantern_bench.models.transformer.target import TransformerTarget, force_line_ends
 from lantern_bench.training.drafter.features import (
@@ -201,7 +200,7 @@ def test_every_family_learns_and_comes_back_from_its_files(
     assert task.evaluate()["one_minus_tv"] > before
     assert all(p.grad is None for p in target.parameters())
     write_drafter(task.drafter, tmp_path / "out", "tiny", {"target": "x"})
-    read = read_drafter(tmp_path / "out", target, torch.float32, CPU)
+    read = load_drafter(tmp_path / "out", target, dtype=torch.float32, device=CPU)
     assert read.mask_padding and task.overlap(read) == pytest.approx(task.evaluate()["one_minus_tv"], abs=1e-6)
     assert {name: tuple(t.shape) for name, t in read.state_dict().items()} == {
         name: tuple(t.shape) for name, t in task.drafter.state_dict().items()

@@ -1,7 +1,7 @@
-"""Chameleon (arXiv 2405.09818) as Anole and Lumina-mGPT publish it: sizes, vocabulary, and how a picture is asked for.
+"""Chameleon (arXiv 2405.09818) as Anole and Lumina-mGPT publish it: sizes, vocabulary, and prompts.
 
-No torch: a listing or a plan needs these and nothing else. The two models are one architecture and one vocabulary; they
-differ in the words around a caption, in the grid, and in that Lumina-mGPT ends every line of its pictures with a token.
+No torch at import: listings and plans need only sizes. The two models share one architecture and one vocabulary; they
+differ in the text around a caption, in the grid, and in that Lumina-mGPT ends each row of a picture with a token.
 """
 
 from __future__ import annotations
@@ -10,44 +10,49 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models.transformer import TransformerConfig
+from lantern_bench.models.transformer import TransformerConfig, Wrong, read_sizes
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from lantern_bench.models.transformer.conditioning import Condition
 
 __all__ = [
+    "CODES",
     "PUBLISHED",
     "STYLES",
     "ChameleonSize",
     "PromptTokenizer",
     "Style",
     "Vocabulary",
+    "drafter_config",
     "invented_words",
     "prompt_condition",
+    "prompt_of_arrays",
     "published_vocabulary",
     "read_config",
     "read_vocabulary",
 ]
 
-
+CODES = 8192
+"""The codes of the published tokenizer."""
 _POSITIONS = 256
-
-
-_CODES = 8192
+_PADDING = 1
+_FIRST_WORD = 9000
 
 
 @dataclass(frozen=True)
 class Style:
-    """How one model asks for a picture: `<s>`, the text of `template`, end of turn, start of image.
+    """A model's prompt: `<s>`, the text of `template`, end of turn, start of image.
 
-    `sized`: the start of image says the picture's height and width. `null`: which of the prompt's tokens, by index,
-    are left of it without a caption. `line_ends`: a token ends every line. `positions`: the longest prompt.
+    `sized`: the start of image states the picture's height and width. `null`: indices of the prompt's tokens that
+    form the unconditional prompt. `line_ends`: a forced token ends every row. `positions`: the longest prompt.
     """
 
     grid: tuple[int, int]
@@ -56,6 +61,11 @@ class Style:
     null: tuple[int, ...]
     line_ends: bool
     positions: int = _POSITIONS
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one picture, forced ones included."""
+        return self.grid[0] * (self.grid[1] + self.line_ends)
 
     def text(self, caption: str) -> str:
         """The text of a caption's prompt."""
@@ -104,16 +114,14 @@ class ChameleonSize:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the published target has, its image encoder left out."""
+        """The number of parameters of the published target without its image encoder."""
         head = self.dim // self.heads
         attention = self.dim * head * (2 * self.heads + 2 * (self.kv_heads or self.heads))
         norms = 2 * self.dim + 2 * head * (self.heads + (self.kv_heads or self.heads))
         return self.layers * (attention + 3 * self.dim * self.ffn_dim + norms) + 2 * self.words * self.dim + self.dim
 
     def transformer(self, style: Style, token_ids: Sequence[int]) -> TransformerConfig:
-        """The size as THE transformer takes it; `token_ids` as `Vocabulary.token_ids` gives them."""
-        from lantern_bench.models.transformer import TransformerConfig
-
+        """The size as a `TransformerConfig`; `token_ids` as from `Vocabulary.token_ids`."""
         return TransformerConfig(
             vocab_size=len(token_ids),
             dim=self.dim,
@@ -166,12 +174,12 @@ class Vocabulary:
         return tuple(found[code] for code in range(len(found)))
 
     def token_ids(self, style: Style) -> tuple[int, ...]:
-        """What an image's tokens are in the vocabulary: the codes and, where lines have ends, the end of a line."""
+        """The numbers of an image's tokens: the codes and, if rows have ends, the end of a row."""
         return (*self.codes, self["<reserved08799>"]) if style.line_ends else self.codes
 
 
 def read_vocabulary(config: Mapping[str, Any], tokenizer: Path, source: str) -> Vocabulary:
-    """The vocabulary of a model: of its tokenizer.json where it is there, and of the `vocabulary_map` of its config."""
+    """The vocabulary of a model: the `vocabulary_map` of its config, and its tokenizer.json where there is one."""
     ids = dict(config.get("vocabulary_map") or {})
     if tokenizer.is_file():
         source = str(tokenizer)
@@ -185,24 +193,24 @@ def read_vocabulary(config: Mapping[str, Any], tokenizer: Path, source: str) -> 
 
 
 def published_vocabulary() -> Vocabulary:
-    """The published numbers of what a picture needs, for models without files."""
+    """The published numbers of the tokens that a picture needs, for models without files."""
     ids = {"<s>": 0, "<racm3:break>": 8197, "<reserved08706>": 8710}
     ids |= {f"<reserved{number:05d}>": number + 4 for number in range(8799, 8799 + 34)}
-    ids |= {f"IMGIMG{''.join(chr(ord('A') + int(digit)) for digit in str(code))}Z": code + 4 for code in range(_CODES)}
+    ids |= {f"IMGIMG{''.join(chr(ord('A') + int(digit)) for digit in str(code))}Z": code + 4 for code in range(CODES)}
     return Vocabulary(ids, "the published vocabulary")
 
 
-_NAMES: dict[str, str] = {
-    "words": "vocab_size",
-    "dim": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "ffn_dim": "intermediate_size",
-    "kv_heads": "num_key_value_heads",
+_NAMES: dict[str, tuple[str, ...]] = {
+    "words": ("vocab_size",),
+    "dim": ("hidden_size",),
+    "layers": ("num_hidden_layers",),
+    "heads": ("num_attention_heads",),
+    "ffn_dim": ("intermediate_size",),
+    "kv_heads": ("num_key_value_heads",),
+    "norm_eps": ("rms_norm_eps",),
+    "rope_base": ("rope_theta",),
 }
-
-
-# What transformers' Chameleon can be told and no published checkpoint is.
+# Options of transformers' Chameleon that no published checkpoint uses.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "model_type": ("chameleon", "chameleon_xllmx", None),
     "hidden_act": ("silu", None),
@@ -213,46 +221,43 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-def read_config(config: Mapping[str, Any], wrong: Callable[[str, str], UserError]) -> ChameleonSize:
-    """The size that a config.json states; what it leaves out is that of Chameleon 7B.
+def read_config(config: Mapping[str, Any], wrong: Wrong) -> ChameleonSize:
+    """The size that a config.json states; the size of Chameleon 7B fills what it leaves out.
 
-    Raises what `wrong(key, text)` makes for values that cannot be, and for what this transformer does not do.
+    Raises what `wrong(key, text)` returns for impossible values, and for options that this transformer lacks.
     """
     for key, allowed in _ONLY.items():
         if config.get(key) not in allowed:
             raise wrong(key, f"is {config[key]}, and Chameleon's is {allowed[0]}")
-    said: dict[str, Any] = {}
-    for ours, key in _NAMES.items():
-        value = config.get(key)
-        if value is not None and (type(value) is not int or value < 1):
-            raise wrong(key, f"{value}: must be a whole number above 0")
-        if value is not None:
-            said[ours] = value
     rope = config.get("rope_parameters") or {}
-    for ours, key, value in (
-        ("norm_eps", "rms_norm_eps", config.get("rms_norm_eps")),
-        ("rope_base", "rope_theta", config.get("rope_theta", rope.get("rope_theta"))),
-    ):
-        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or value <= 0):
-            raise wrong(key, f"{value}: must be a number above 0")
-        if value is not None:
-            said[ours] = float(value)
-    size = ChameleonSize(**(vars(PUBLISHED) | said | {"norm_after": bool(config.get("swin_norm"))}))
+    said = read_sizes({"rope_theta": rope.get("rope_theta"), **config}, _NAMES, wrong, ("norm_eps", "rope_base"))
+    size = replace(PUBLISHED, **said, norm_after=bool(config.get("swin_norm")))
     if size.dim % size.heads or size.heads % (size.kv_heads or size.heads) or size.dim // size.heads % 2:
-        raise wrong(
-            "num_attention_heads", f"{size.heads} heads do not go into {size.dim} (and {size.kv_heads} of keys)"
-        )
+        text = f"{size.heads} heads do not go into {size.dim} (and {size.kv_heads} of keys)"
+        raise wrong("num_attention_heads", text)
     return size
 
 
-_PADDING = 1
-
-
-_FIRST_WORD = 9000
+def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder: Path) -> TransformerConfig:
+    """The sizes of a drafter's one layer for a target; raises `UserError` where the two cannot work together."""
+    where = folder / "config.json"
+    size = read_config(stated, lambda key, text: UserError(f"{where}: {key}: {text}"))
+    for key, has, needed in (
+        ("hidden_size", size.dim, target.dim),
+        ("vocab_size", size.words, target.words or target.vocab_size),
+        ("num_hidden_layers", size.layers, 1),
+    ):
+        if has != needed:
+            raise UserError(
+                f"{where}: {key} is {has}, and the drafter of this target has {needed}",
+                "The drafter was trained for another model.",
+            )
+    own = {name: getattr(size, name) for name in ("heads", "kv_heads", "ffn_dim", "norm_eps", "rope_base")}
+    return replace(target, layers=1, **own)
 
 
 class PromptTokenizer:
-    """Captions to prompts; `path` is a tokenizer.json, read when the first caption comes. Needs no torch until then."""
+    """Captions to prompts; reads the tokenizer.json at `path` with the first caption, and needs no torch until then."""
 
     def __init__(self, path: Path, vocabulary: Vocabulary, style: Style) -> None:
         self._path, self._style, self._vocabulary = path, style, vocabulary
@@ -294,7 +299,7 @@ class PromptTokenizer:
 
 
 def prompt_condition(prompts: Sequence[Sequence[int]], style: Style) -> Condition:
-    """The condition of whole prompts: numbers int64 [B, 2, P], with caption and without, and which are no padding."""
+    """The condition of whole prompts: int64 [B, 2, P], conditional and unconditional, padded on the left."""
     import torch
 
     from lantern_bench.models.transformer.conditioning import Condition
@@ -310,8 +315,34 @@ def prompt_condition(prompts: Sequence[Sequence[int]], style: Style) -> Conditio
     return Condition(values, valid)
 
 
+def prompt_of_arrays(arrays: Mapping[str, np.ndarray], style: Style, words: int) -> Condition:
+    """The condition of prompts given as numbers: `input_ids` int [P] or [n, P], `mask` of the same shape or none.
+
+    `attention_mask` is another name of the mask; masked positions must be on the left. `words` is the size of the
+    vocabulary. Raises `ValueError` for anything else.
+    """
+    import numpy as np
+
+    def rows(name: str) -> np.ndarray:
+        array = arrays.get(name)
+        if array is None or array.ndim not in (1, 2) or not array.size or array.dtype.kind not in "iub":
+            raise ValueError(f"{name} must be there, whole numbers [P] or [n, P]")
+        return np.atleast_2d(array)
+
+    ids = rows("input_ids")
+    masks = [rows(name).astype(bool) for name in ("mask", "attention_mask") if name in arrays]
+    kept = masks[0] if masks else np.ones(ids.shape, bool)
+    if kept.shape != ids.shape or (np.diff(kept.astype(int), axis=1) < 0).any() or not kept[:, -1].all():
+        raise ValueError("mask must have the shape of input_ids, its zeros on the left")
+    if ids.min() < 0 or ids.max() >= words:
+        raise ValueError(f"input_ids must be from 0 to {words - 1}")
+    if ids.shape[1] > style.positions:
+        raise ValueError(f"input_ids has {ids.shape[1]} tokens, and at most {style.positions} are taken")
+    return prompt_condition([row[use].tolist() for row, use in zip(ids, kept, strict=True)], style)
+
+
 def invented_words(style: Style, vocabulary: Vocabulary, words: int) -> Callable[[Sequence[str]], Condition]:
-    """Prompts for models whose weights are random: every word of a caption is some number above the image codes."""
+    """Prompts for models with random weights: a hash maps each word of a caption to a number above the image codes."""
 
     def condition(captions: Sequence[str]) -> Condition:
         prompts = []

@@ -1,31 +1,26 @@
-"""Chameleon: modules of a size, and key maps of the HF layout and of its published drafters onto them, nothing else.
+"""Chameleon's files: the target in the HF layout, and the tokenizer's `vqgan.ckpt` in that of taming-transformers.
 
-A picture uses a part of the vocabulary. Of the output head only the rows of that part are held, so that everything
-behind the logits works on image codes and never sees a word.
+A picture uses a part of the vocabulary. The target holds only the rows of the output head for that part, so logits are
+over image codes and never over words.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from torch import Tensor
 
 from lantern_bench.errors import UserError
-from lantern_bench.models.chameleon import read_config
-from lantern_bench.models.eagle import EagleDrafter, read_drafter_config
-from lantern_bench.models.io.checkpoint import Checkpoint, open_checkpoint, what_is
+from lantern_bench.models.eagle import check_kind
+from lantern_bench.models.io.checkpoint import Checkpoint, open_checkpoint
 from lantern_bench.models.io.state_dict import KeyMap, Piece, fill, llama_key_map, plain
-from lantern_bench.models.transformer import TransformerConfig
+from lantern_bench.models.transformer import TransformerConfig, Wrong
 from lantern_bench.models.transformer.target import TransformerTarget
 from lantern_bench.models.vq import VQConfig, VQModel
-
-# ---- Chameleon's image tokenizer: `vqgan.ckpt` and `vqgan.yaml`, in the layout of taming-transformers, onto `VQMod
 
 PUBLISHED_VQGAN = VQConfig(codes=8192, code_dim=256, unit_codes=False, attention=False)
 """Chameleon's tokenizer, which Anole and Lumina-mGPT share."""
@@ -34,35 +29,35 @@ _MIDDLE = {"0": "block_1", "1": "attn_1", "2": "block_2"}
 
 
 def load_vqgan(path: Path, device: torch.device, config: Mapping[str, Any] | None = None) -> VQModel:
-    """Load a tokenizer in float32; `config` is what vqgan.yaml holds, else it is read beside the checkpoint.
+    """Load a tokenizer in float32; `config` has the content of vqgan.yaml, else it is read beside the checkpoint.
 
-    Raises `UserError` for a missing or malformed yaml, sizes that cannot be, and every key that does not fit.
+    Raises `UserError` for a missing or malformed yaml, impossible sizes, and every key that does not fit.
     """
     beside = path.with_suffix(".yaml")
+    where = "tokenizer.config" if config is not None else str(beside)
     stated = _read_yaml(beside) if config is None else config
-    where = f"{beside}" if config is None else "tokenizer.config"
     with torch.device("meta"):
         model = VQModel(read_vqgan_config(stated, lambda key, text: UserError(f"{where}: {key}: {text}")))
-    wanted = f"a VQGAN of {model.config.codes} codes"
-    checkpoint = open_checkpoint(path)
-    key_map = vqgan_key_map(model)
-    fill(model, checkpoint, key_map, dtype=torch.float32, device=device, computed=_for_training, wanted=wanted)
+    fill(
+        model,
+        open_checkpoint(path),
+        vqgan_key_map(model),
+        dtype=torch.float32,
+        device=device,
+        computed=lambda name: name.startswith("loss."),
+        wanted=f"a VQGAN of {model.config.codes} codes",
+    )
     return model
 
 
-def read_vqgan_config(config: Mapping[str, Any], wrong: Callable[[str, str], UserError]) -> VQConfig:
-    """The sizes that vqgan.yaml states (`model.params`, or its content); raises what `wrong(key, text)` makes."""
+def read_vqgan_config(config: Mapping[str, Any], wrong: Wrong) -> VQConfig:
+    """The sizes that vqgan.yaml states (`model.params`, or its content); raises what `wrong(key, text)` returns."""
     try:
         params = config["model"]["params"] if "model" in config else config
         network = params["ddconfig"]
         multiples = tuple(network["ch_mult"])
-        numbers = {
-            "codes": params["n_embed"],
-            "code_dim": params["embed_dim"],
-            "z_channels": network["z_channels"],
-            "channels": network["ch"],
-            "res_blocks": network["num_res_blocks"],
-        }
+        numbers = {key: params[key] for key in ("n_embed", "embed_dim")}
+        numbers |= {key: network[key] for key in ("z_channels", "ch", "num_res_blocks")}
     except (KeyError, TypeError) as error:
         raise wrong(str(error).strip("'"), "missing, or not where vqgan.yaml has it (model.params.ddconfig)") from error
     for key, number in [*numbers.items(), *(("ch_mult", multiple) for multiple in multiples)]:
@@ -74,7 +69,8 @@ def read_vqgan_config(config: Mapping[str, Any], wrong: Callable[[str, str], Use
     attends = list(network.get("attn_resolutions") or [])
     if attends not in ([], [lowest]):
         raise wrong("attn_resolutions", f"{attends}: only the lowest resolution ({lowest}) can attend")
-    return VQConfig(channel_mult=multiples, unit_codes=False, attention=bool(attends), **numbers)
+    codes, code_dim, z_channels, channels, res_blocks = numbers.values()
+    return VQConfig(codes, code_dim, z_channels, channels, multiples, res_blocks, False, bool(attends))
 
 
 def vqgan_key_map(model: VQModel) -> KeyMap:
@@ -93,10 +89,6 @@ def vqgan_key_map(model: VQModel) -> KeyMap:
     return plain(model, rename)
 
 
-def _for_training(name: str) -> bool:
-    return name.startswith("loss.")
-
-
 def _read_yaml(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise UserError(f"{path}: no such file", "Chameleon's tokenizer is vqgan.ckpt and vqgan.yaml, side by side.")
@@ -107,11 +99,6 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
     if not isinstance(stated, dict):
         raise UserError(f"{path}: must hold a mapping")
     return stated
-
-
-# ----
-
-_HEAD = "transformer.output.weight"
 
 
 def load_target(
@@ -128,15 +115,7 @@ def load_target(
 
 def check_target(checkpoint: Checkpoint) -> None:
     """Raise `UserError`, in one line, for a checkpoint that is no Chameleon in the HF layout."""
-    _check_kind(checkpoint, "model.layers.0.self_attn.q_norm.weight", "a Chameleon model in the HF layout")
-
-
-def _check_kind(checkpoint: Checkpoint, tell_tale: str, wanted: str) -> None:
-    """Refuse what is another model altogether, in one line."""
-    if tell_tale not in checkpoint:
-        kind = what_is(checkpoint)
-        found = f"it is {kind}" if kind is not None and kind not in wanted else f"it has no {tell_tale}"
-        raise UserError(f"{checkpoint.path}: is not {wanted}: {found}", "Give the checkpoint of this model.")
+    check_kind(checkpoint, "model.layers.0.self_attn.q_norm.weight", "a Chameleon model in the HF layout")
 
 
 def key_map(target: TransformerTarget) -> KeyMap:
@@ -145,61 +124,11 @@ def key_map(target: TransformerTarget) -> KeyMap:
     pieces = llama_key_map(target, config)
     if config.token_ids is not None:
         ids = torch.tensor(config.token_ids, device="cpu")
-
-        def rows_of_codes(head: Tensor) -> Tensor:
-            return head[ids]
-
-        pieces[_HEAD] = (Piece("lm_head.weight", len(ids), prepare=rows_of_codes, file_rows=config.words),)
+        head = Piece("lm_head.weight", len(ids), prepare=lambda rows: rows[ids], file_rows=config.words)
+        pieces["transformer.output.weight"] = (head,)
     return pieces
 
 
 def _unused(name: str) -> bool:
-    """The encoder that turns given pictures into tokens is in the file; nothing here reads pictures."""
+    """Whether a key belongs to the picture encoder inside the file, or to a table that is computed anew."""
     return name.startswith("model.vqmodel.") or name.endswith(".rotary_emb.inv_freq")
-
-
-def load_drafter(folder: Path, target: TransformerTarget, *, dtype: torch.dtype, device: torch.device) -> EagleDrafter:
-    """Load a published drafter (config.json and weights) for a target that has its weights.
-
-    Raises `UserError` for a folder without config.json or weights, a drafter of another model, every key that does not
-    fit.
-    """
-    where = folder / "config.json"
-    size = read_config(read_drafter_config(folder), lambda key, text: UserError(f"{where}: {key}: {text}"))
-    wide = target.config
-    for key, has, needed in (
-        ("hidden_size", size.dim, wide.dim),
-        ("vocab_size", size.words, wide.words or wide.vocab_size),
-        ("num_hidden_layers", size.layers, 1),
-    ):
-        if has != needed:
-            raise UserError(
-                f"{where}: {key} is {has}, and the drafter of this target has {needed}",
-                "The drafter was trained for another model.",
-            )
-    config = replace(
-        wide,
-        layers=1,
-        heads=size.heads,
-        kv_heads=size.kv_heads,
-        ffn_dim=size.ffn_dim,
-        norm_eps=size.norm_eps,
-        rope_base=size.rope_base,
-    )
-    checkpoint, wanted = open_checkpoint(folder), "an EAGLE drafter of Chameleon"
-    _check_kind(checkpoint, "layers.0.self_attn.q_norm.weight", wanted)
-    with torch.device("meta"):
-        drafter = build_drafter(config, target)
-    names = drafter_key_map(drafter)
-    fill(drafter, checkpoint, names, dtype=dtype, device=device, computed=_unused, wanted=wanted)
-    return drafter
-
-
-def build_drafter(config: TransformerConfig, target: TransformerTarget) -> EagleDrafter:
-    """A drafter as they were published: padding is hidden from it, and its layer norms its input."""
-    return EagleDrafter(replace(config, layers=1), target.transformer.output, input_norm=True)
-
-
-def drafter_key_map(drafter: EagleDrafter) -> KeyMap:
-    """The key map of the published layout."""
-    return llama_key_map(drafter, drafter.config, {"layer.": "layers.0."})

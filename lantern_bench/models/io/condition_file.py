@@ -1,15 +1,13 @@
 """Conditions that somebody else has made, from an .npz file: caption features with their mask, or prompts as numbers.
 
 Features may be as a text encoder gives them (words first) or as the model is fed (padding first): the mask tells which,
-and both become the same condition. What a model with prompts makes of numbers is its own to say (`TakesArrays`).
+and both become the same condition. What a model with prompts makes of numbers is its own to say.
 """
 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,18 +24,9 @@ _ADVICE = "It needs embeddings [n, positions, width] and mask [n, positions], 1 
 _NUMBERS = "It needs input_ids [P] or [n, P], whole numbers, and a mask where some of them are padding."
 
 
-@runtime_checkable
-class TakesArrays(Protocol):
-    """A loaded model that makes a condition of the arrays in a file."""
-
-    def condition_of_arrays(self, arrays: Mapping[str, np.ndarray]) -> Condition:
-        """The condition of n images; raises `ValueError` for arrays that are none."""
-        ...
-
-
 def read_condition(path: Path, model: LoadedModel) -> list[Condition]:
     """The conditions in a file, one an image, as this model is fed; raises `UserError` for what does not fit it."""
-    if isinstance(model, TakesArrays):
+    if model.condition_of_arrays is not None:
         try:
             made = model.condition_of_arrays(_arrays(path, _NUMBERS))
         except ValueError as error:

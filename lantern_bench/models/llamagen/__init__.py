@@ -1,21 +1,19 @@
-"""The sizes of LlamaGen (arXiv 2406.06525, table 1): those that were published, and those a user's file describes.
+"""The sizes of LlamaGen (arXiv 2406.06525, table 1): the published ones, and those a user's file states.
 
-No torch: a listing or a plan needs sizes and nothing else. A size is read from a `config` under the names of the
-official code, of the HF conversion, or of this package; what it leaves out is told by the shapes in the checkpoint.
+No torch: listings and plans need only sizes. A `config` names sizes as the official code, the HF conversion or this
+package does; `checkpoint` reads from the shapes what a config leaves out.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lantern_bench.errors import UserError
-from lantern_bench.models.transformer import TransformerConfig
+from lantern_bench.models.transformer import TransformerConfig, Wrong, read_sizes
 
 __all__ = ["PUBLISHED", "Kind", "LlamaGenSize", "ffn_width", "heads_of_published", "read_config"]
-
 
 Kind = Literal["t2i", "c2i"]
 
@@ -54,9 +52,7 @@ class LlamaGenSize:
         return self.layers * layer + 2 * self.vocab_size * self.dim + self.dim + condition
 
     def transformer(self) -> TransformerConfig:
-        """The size as THE transformer takes it."""
-        from lantern_bench.models.transformer import TransformerConfig
-
+        """The size as a `TransformerConfig`."""
         return TransformerConfig(
             vocab_size=self.vocab_size,
             dim=self.dim,
@@ -85,8 +81,6 @@ _SCALES = {
     "XXL": (1536, 48, 24),
     "3B": (3200, 24, 32),
 }
-
-
 _SIDES = {256: 16, 384: 24}
 
 
@@ -125,54 +119,36 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "block_size": ("block_size",),
     "classes": ("classes", "num_classes"),
     "width": ("width", "caption_dim"),
-    "kind": ("kind", "input_type", "model_type"),
 }
+_KIND = ("kind", "input_type", "model_type")
+_KINDS: dict[str, Kind] = {"t2i": "t2i", "t2i2": "t2i", "c2i": "c2i"}
+# How alike an unknown name and a known one must be to count as a misspelling.
+_MISSPELT = 0.82
 
 
-# How alike an unknown name and a known one must be to be taken for a slip of the pen.
-_A_SLIP = 0.82
-
-
-_FRACTIONS = ("multiplier", "norm_eps", "rope_base")
-
-
-def read_config(config: Mapping[str, Any], wrong: Callable[[str, str], UserError]) -> dict[str, Any]:
+def read_config(config: Mapping[str, Any], wrong: Wrong) -> dict[str, Any]:
     """The sizes that a `config` states, by our names; `multiple_of` and `ffn_dim_multiplier` become `ffn_dim`.
 
-    `block_size` stays beside them. Names that mean nothing here (dropout, token numbers of a language model) are
-    passed over, unless they look like a slip. `wrong(name, text)` makes the `UserError` that is raised.
+    `block_size` stays beside them. Names without a meaning here (dropout, token numbers of a language model) are
+    ignored, unless they look like a misspelling. Raises what `wrong(name, text)` returns.
     """
-    said: dict[str, Any] = {}
-    known = {name: ours for ours, names in _NAMES.items() for name in names}
-    for name, value in config.items():
-        if name not in known:
-            meant = difflib.get_close_matches(str(name), list(known), n=1, cutoff=_A_SLIP)
-            if meant:
-                raise wrong(str(name), f"unknown; did you mean {meant[0]}?")
-            continue
-        ours = known[name]
+    known = [*_KIND, *(name for names in _NAMES.values() for name in names)]
+    for name in config:
+        meant = difflib.get_close_matches(str(name), known, n=1, cutoff=_MISSPELT)
+        if meant and name not in known:
+            raise wrong(str(name), f"unknown; did you mean {meant[0]}?")
+    said = read_sizes(config, _NAMES, wrong, fractions=("multiplier", "norm_eps", "rope_base"))
+    for name in _KIND:
+        value = config.get(name)
+        # `model_type` also names the architecture of language models.
         if value is None or (name == "model_type" and value not in ("t2i", "c2i")):
             continue
-        value = _checked(ours, str(name), value, wrong)
-        if said.setdefault(ours, value) != value:
-            raise wrong(str(name), f"is {value}, but another name of it says {said[ours]}")
+        kind = _KINDS.get(str(value))
+        if kind is None:
+            raise wrong(name, f"{value}: must be t2i or c2i")
+        if said.setdefault("kind", kind) != kind:
+            raise wrong(name, f"is {value}, but another name of it says {said['kind']}")
     multiple, multiplier = said.pop("multiple_of", None), said.pop("multiplier", None)
     if "ffn_dim" not in said and "dim" in said and (multiple or multiplier):
         said["ffn_dim"] = ffn_width(said["dim"], multiple or 256, multiplier)
     return said
-
-
-def _checked(ours: str, name: str, value: object, wrong: Callable[[str, str], UserError]) -> Any:
-    if ours == "kind":
-        kind = {"t2i": "t2i", "t2i2": "t2i", "c2i": "c2i"}.get(str(value))
-        if kind is None:
-            raise wrong(name, f"{value}: must be t2i or c2i")
-        return kind
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if ours in _FRACTIONS:
-        if not isinstance(value, int | float) or not number or value <= 0:
-            raise wrong(name, f"{value}: must be a number above 0")
-        return float(value)
-    if not isinstance(value, int) or not number or value <= 0:
-        raise wrong(name, f"{value}: must be a whole number above 0")
-    return value

@@ -1,12 +1,13 @@
-"""Caption features as LlamaGen is given them: T5, 120 positions, valid ones last, kept on disk once made.
+"""LlamaGen's conditions: caption features from T5, class labels, and random features.
 
-The encoder is transformers' own, read from a folder and never from the network. It is loaded when a caption is met that
-has no features yet, encodes all that are asked for, one at a time so that no caption's features depend on its company,
-and is freed before anything is decoded. The projection that takes the features is `conditioning.CaptionFeatures`.
+The text encoder is transformers' own, read from a folder and never from the network. It is loaded for captions without
+cached features, encodes them one at a time, so that no caption's features depend on the others, and is freed before
+decoding starts. `conditioning.CaptionFeatures` projects the features.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import html
@@ -14,7 +15,7 @@ import json
 import pickle
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,15 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models.io.files import remembered_sha256, write_atomically
+from lantern_bench.models.default_prompts import class_number
+from lantern_bench.models.io.files import cache_folder, remembered_sha256, write_atomically
+from lantern_bench.models.loaded_model import Prompts
 from lantern_bench.models.transformer.conditioning import Condition
 
-# ---- How LlamaGen's captions are cleaned before the text encoder sees them: it was trained on cleaned ones
-
+# ---- Caption cleaning, as in the training of LlamaGen
 
 CLEANING = "llamagen-2024"
-"""Name of the rules; a change of any of them is a new name, so that no cached feature outlives it."""
+"""Name of the rules; changing a rule needs a new name, so that no feature cached under the old one is used."""
 
 _DASHES = "".join(re.escape(chr(code)) for code in range(0x10000) if unicodedata.category(chr(code)) == "Pd")
 _HOST = r"[a-z0-9.\-]+\.(?:com|co|ru|net|org|edu|gov|it)[\w/-]*\b/?(?!@)"
@@ -87,26 +89,27 @@ _SPACING = (
     (r"['_,\-:+]$", ""),
     (r"^\.\S+$", ""),
 )
-# A caption with more of these than a few is a file name or an address.
+# A caption with more joiners than this is a file name or an address.
 _JOINER = r"[-_]"
 _FEW_JOINERS = 3
 
 
 def cleaned(caption: str) -> str:
-    """A caption as the text encoder of LlamaGen is given it."""
+    """The caption as LlamaGen's text encoder takes it: cleaned twice, as in the official code."""
     return _once(_once(caption))
 
 
 def _once(caption: str) -> str:
     import ftfy
 
-    text = unquote_plus(caption).strip().lower().replace("<person>", "person")
-    text = _without_tags(_ruled(text, _ADDRESSES))
-    text = _ruled(_ruled(text, _CHARACTERS), _NUMBERS)
+    parser = _Text()
+    parser.feed(_ruled(unquote_plus(caption).strip().lower().replace("<person>", "person"), _ADDRESSES))
+    parser.close()
+    text = _ruled("".join(parser.pieces), _CHARACTERS + _NUMBERS)
     if len(re.findall(_JOINER, text)) > _FEW_JOINERS:
         text = re.sub(_JOINER, " ", text)
     text = html.unescape(html.unescape(ftfy.fix_text(text))).strip()
-    return _ruled(_ruled(text, _WEB_WORDS), _SPACING).strip()
+    return _ruled(text, _WEB_WORDS + _SPACING).strip()
 
 
 def _ruled(text: str, rules: tuple[tuple[str, str], ...]) -> str:
@@ -116,7 +119,7 @@ def _ruled(text: str, rules: tuple[tuple[str, str], ...]) -> str:
 
 
 class _Text(HTMLParser):
-    """Gathers what is between tags."""
+    """Collects the text between tags."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -126,21 +129,13 @@ class _Text(HTMLParser):
         self.pieces.append(data)
 
 
-def _without_tags(text: str) -> str:
-    parser = _Text()
-    parser.feed(text)
-    parser.close()
-    return "".join(parser.pieces)
-
-
-# ---- Features of captions on disk, one file a caption: a sweep encodes each caption once, and the next sweep none
-
+# ---- Features on disk, one file a caption, kept between runs
 
 _ABOUT = "encoder.json"
 
 
 class FeatureCache:
-    """The features of one encoder under `root`; `about` is all that can change them."""
+    """The features of one encoder under `root`; `about` states everything that can change them."""
 
     def __init__(self, root: Path, about: Mapping[str, Any]) -> None:
         self.about = json.loads(json.dumps(dict(about), sort_keys=True))
@@ -149,12 +144,18 @@ class FeatureCache:
 
     @classmethod
     def only_one(cls, root: Path, wanted: Mapping[str, Any]) -> FeatureCache | None:
-        """The cache of the one encoder of which there are features with the values `wanted`; None without any.
+        """The cache whose `about` has the values `wanted`, for decoding without the encoder's files; None without any.
 
-        Features alone are enough to decode, so the encoder's own files need not be there. Raises `RefusedError` when
-        several encoders fit.
+        Raises `RefusedError` when several encoders fit.
         """
-        fitting = [cls(root, about) for about in _kept(root) if wanted.items() <= about.items()]
+        fitting = []
+        for path in sorted(root.glob(f"*/{_ABOUT}")):
+            try:
+                about = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise RefusedError(f"{path}: damaged: {error}", "Remove the folder; it will be made again.") from error
+            if wanted.items() <= about.items():
+                fitting.append(cls(root, about))
         if len(fitting) > 1:
             raise RefusedError(
                 f"{root}: holds caption features of {len(fitting)} text encoders, and the encoder itself is missing",
@@ -195,28 +196,17 @@ class FeatureCache:
         return features
 
 
-def _kept(root: Path) -> list[dict[str, Any]]:
-    found = []
-    for path in sorted(root.glob(f"*/{_ABOUT}")):
-        try:
-            about = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise RefusedError(f"{path}: damaged: {error}", "Remove the folder; features are made again.") from error
-        found.append(about)
-    return found
-
-
-# ----
+# ---- Conditions
 
 _KINDS = (".safetensors", ".bin")
 _UNREADABLE = (pickle.UnpicklingError, SafetensorError)
 
 
 def left_padded(embeddings: Tensor, mask: Tensor) -> Condition:
-    """Features as the encoder gives them -> as the model takes them: valid positions moved to the end, pads zero.
+    """Features padded on the right -> padded on the left, as the model takes them, with padding set to zero.
 
-    embeddings [B, P, width], mask [B, P] with the valid positions first; values and mask of the result have them last,
-    in the same order. What is left-padded already stays where it is. A mask with holes raises ValueError.
+    embeddings [B, P, width], mask [B, P] with the valid positions first; the result has them last, in the same order.
+    Rows that are padded on the left already stay as they are. A mask with holes raises ValueError.
     """
     valid = mask.bool()
     counts = valid.sum(dim=1, keepdim=True)
@@ -234,8 +224,8 @@ def left_padded(embeddings: Tensor, mask: Tensor) -> Condition:
 class CaptionFeatureSource:
     """Captions -> features [B, P, width], left-padded, on a device: the `condition` of a model.
 
-    folder: of the encoder in the Hugging Face layout, or None where it is not there: then only captions whose features
-    are in `cache` can be had. dtype: the encoder's number type. width: what the model takes. model: for messages.
+    folder: the encoder's, in the Hugging Face layout; None allows only captions whose features are in `cache`. dtype:
+    the encoder's number type. width: of the features that the model takes. model: its name, for messages.
     """
 
     def __init__(
@@ -256,13 +246,13 @@ class CaptionFeatureSource:
 
     @property
     def sha256(self) -> str:
-        """A hash of all that can change a feature; raises `RefusedError` without encoder and features."""
+        """A hash of everything that can change a feature; raises `RefusedError` without encoder and features."""
         return self._features().sha256
 
     def prepare(self, captions: Sequence[str]) -> Iterator[tuple[int, int]]:
-        """Encode the captions that have no features yet and free the encoder; yields (done, of how many).
+        """Encode the captions that have no features yet and free the encoder; yields (done, total).
 
-        Nothing is loaded, and nothing yielded, when all have them. Raises `RefusedError` when the encoder or
+        Loads and yields nothing when all have them. Raises `RefusedError` when the encoder or
         transformers is missing, `UserError` for an encoder that cannot be read.
         """
         cache = self._features()
@@ -335,7 +325,7 @@ class _Encoder:
             ) from error
         shown, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
         logging.set_verbosity_error()
-        # The console draws the only progress there is.
+        # The console draws the progress.
         logging.disable_progress_bar()
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -373,7 +363,7 @@ class _Encoder:
         return out
 
     def free(self) -> None:
-        """Let go of the encoder's memory."""
+        """Free the encoder's memory."""
         self.model = self.tokenizer = None
         gc.collect()
         if self.device.type == "cuda":
@@ -397,10 +387,49 @@ def _check_config(folder: Path, width: int) -> None:
 
 
 def _hashes(folder: Path) -> Mapping[str, str]:
-    """The SHA-256 of the files that decide a feature: weights, their index, configuration and tokenizer."""
+    """The SHA-256 of the files that decide a feature: weights, configuration and tokenizer."""
     named = ("config.json", "tokenizer.json", "tokenizer_config.json", "spiece.model", "special_tokens_map.json")
     weights = sorted(path.name for path in folder.glob("*") if path.suffix in _KINDS)
     # Where both kinds are there, transformers reads safetensors.
     if any(name.endswith(".safetensors") for name in weights):
         weights = [name for name in weights if name.endswith(".safetensors")]
     return {name: remembered_sha256(folder / name) for name in (*named, *weights) if (folder / name).is_file()}
+
+
+def caption_prompts(
+    model: str, folder: Path | None, shape: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> Prompts:
+    """Captions of a model whose features are [positions, width] = `shape`, through the encoder in `folder`."""
+    cache, (positions, width) = cache_folder() / "features", shape
+    source = CaptionFeatureSource(
+        folder, cache, positions=positions, width=width, device=device, dtype=dtype, model=model
+    )
+    sha256 = None
+    # Without encoder and features the model takes no caption, and there is nothing to hash.
+    with contextlib.suppress(RefusedError):
+        sha256 = source.sha256
+    return Prompts(source, source.prepare, sha256=sha256)
+
+
+def class_condition(classes: int) -> Callable[[Sequence[str]], Condition]:
+    """Prompts that name classes -> their labels int64 [B]; `UserError` for one that names none."""
+
+    def condition(prompts: Sequence[str]) -> Condition:
+        labels = torch.tensor([class_number(text, classes) for text in prompts])
+        return Condition(labels, torch.ones(len(labels), 1, dtype=torch.bool))
+
+    return condition
+
+
+def random_features(positions: int, width: int) -> Callable[[Sequence[str]], Condition]:
+    """Replace a text encoder: normal numbers seeded by the caption, without padding and without meaning."""
+
+    def condition(prompts: Sequence[str]) -> Condition:
+        rows = []
+        for text in prompts:
+            seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+            generator = torch.Generator().manual_seed(seed)
+            rows.append(torch.randn(positions, width, generator=generator) / width**0.5)
+        return Condition(torch.stack(rows), torch.ones(len(rows), positions, dtype=torch.bool))
+
+    return condition

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
-__all__ = ["TransformerConfig"]
+from lantern_bench.errors import UserError
+
+__all__ = ["TransformerConfig", "Wrong", "read_sizes"]
+
+Wrong: TypeAlias = Callable[[str, str], UserError]
+"""Makes the error for a key of a config: `wrong(key, text)`."""
 
 
 @dataclass(frozen=True)
@@ -55,3 +61,27 @@ class TransformerConfig:
     def line_length(self) -> int:
         """Tokens of one row of a picture, its end included."""
         return self.grid[1] + self.line_ends
+
+
+def read_sizes(
+    config: Mapping[str, Any], names: Mapping[str, tuple[str, ...]], wrong: Wrong, fractions: Collection[str] = ()
+) -> dict[str, Any]:
+    """The sizes that a `config` states, by our name; `names` maps it to the names it goes by.
+
+    All are whole numbers above 0 except `fractions`. Raises what `wrong` returns for other values, and for two names
+    of one size that disagree.
+    """
+    said: dict[str, Any] = {}
+    for ours, theirs in names.items():
+        for name in theirs:
+            value = config.get(name)
+            if value is None:
+                continue
+            fraction = ours in fractions
+            number = isinstance(value, int | float if fraction else int) and not isinstance(value, bool)
+            if not number or value <= 0:
+                raise wrong(name, f"{value}: must be a {'' if fraction else 'whole '}number above 0")
+            value = float(value) if fraction else value
+            if said.setdefault(ours, value) != value:
+                raise wrong(name, f"is {value}, but another name of it says {said[ours]}")
+    return said

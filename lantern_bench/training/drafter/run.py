@@ -22,8 +22,8 @@ from safetensors.torch import save
 from lantern_bench.clock import OnProgress, unheard
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models.eagle import EagleDrafter, drafter_key_map, fresh_drafter
-from lantern_bench.models.external_drafter import read_drafter, transformer_of
+from lantern_bench.models.eagle import EagleDrafter, drafter_key_map, fresh_drafter, load_drafter
+from lantern_bench.models.external_drafter import transformer_of
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.io.state_dict import export
 from lantern_bench.models.loaded_model import LoadedModel
@@ -243,7 +243,7 @@ class _Run:
     def final(self) -> list[Examined]:
         """The drafter as it was written, read again, and the model's own."""
         target = self.target
-        drafters = {"trained": read_drafter(self.job.out, target, target.dtype, target.device)}
+        drafters = {"trained": load_drafter(self.job.out, target, dtype=target.dtype, device=target.device)}
         if isinstance(self.model.drafter, EagleDrafter):
             drafters["the model's own"] = self.model.drafter
         with torch.compiler.set_stance("force_eager"):
@@ -342,7 +342,7 @@ def _initial(job: DrafterJob, model: LoadedModel, target: TransformerTarget) -> 
             return fresh_drafter(target).to(target.device)
     given = model.drafter
     if isinstance(job.init, Path):
-        given = read_drafter(job.init, target, torch.float32, target.device)
+        given = load_drafter(job.init, target, dtype=torch.float32, device=target.device)
     if not isinstance(given, EagleDrafter):
         raise UserError(f"--init shipped: {model.name} has no drafter", "Type --init random, or give a folder.")
     return drafter_like(given, torch.float32, target.device)

@@ -14,7 +14,7 @@ from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.models.chameleon import STYLES, ChameleonSize, prompt_condition
-from lantern_bench.models.chameleon.checkpoint import build_drafter
+from lantern_bench.models.eagle import build_drafter
 from lantern_bench.models.transformer.target import TransformerTarget, force_line_ends, without_line_ends
 
 ROWS, COLUMNS, CODES = 3, 4, 12
