@@ -1,1 +1,1 @@
-"""What a decode step costs on this machine, and which draft trees pay."""
+"""What decode steps cost on this machine: measurements, roofline, memory, and the search for the fastest tree."""

@@ -1,7 +1,7 @@
-"""The most memory that a decode holds, beside what it cannot do without: weights, caches, one tree's logits.
+"""What the device can do at best, what a forward needs at least, and how much memory a decode holds.
 
-On CUDA the allocator says it; on a CPU the profiler's record of allocations is added up, since the process holds much
-that is not decoding.
+A forward takes at least its bytes over the read rate, and its operations over the multiply rate. Peak memory comes from
+the allocator on CUDA, and from the profiler's allocation record on a CPU, where the process holds other things too.
 """
 
 from __future__ import annotations
@@ -16,43 +16,38 @@ from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.packed_linear import weight_bytes, weight_count
 from lantern_bench.models.transformer.target import TransformerTarget
 
-# ---- What this device can do at best, and what a forward needs at least: bytes over bandwidth, operations over rat
-
-_REPEATS = 12
-_SIDE = {"cpu": 1024, "cuda": 8192}
-
 
 class Rates(NamedTuple):
-    """Bytes read a second, and operations (a multiplication with its addition is two) a second."""
+    """Bytes read per second, and operations per second (a multiply-add counts as two)."""
 
     bytes_per_s: float
     operations_per_s: float
 
 
 class Need(NamedTuple):
-    """What one forward cannot do without: bytes of weights and cache, operations."""
+    """The least that one forward needs: bytes of weights and cache, operations."""
 
     bytes: int
     operations: float
 
     def bound_ms(self, rates: Rates) -> float:
-        """The least milliseconds it can take: the slower of the two."""
+        """The least milliseconds it can take: the larger of the two times."""
         return 1e3 * max(self.bytes / rates.bytes_per_s, self.operations / rates.operations_per_s)
 
 
 @torch.inference_mode()
 def device_rates(device: torch.device, dtype: torch.dtype, working_set: int) -> Rates:
-    """Measure reading `working_set` bytes over and over, and square matrix products in `dtype`."""
+    """Measure repeated reads of `working_set` bytes, and square matrix products in `dtype`; the best of 12 each."""
     numbers = torch.ones(max(1, working_set // 4), device=device)
     read = _best(lambda: numbers.sum(), device)
-    side = _SIDE.get(device.type, 1024)
+    side = 8192 if device.type == "cuda" else 1024
     a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
     multiply = _best(lambda: a @ b, device)
     return Rates(numbers.nbytes / read, 2.0 * side**3 / multiply)
 
 
 def forward_need(target: TransformerTarget, nodes: int, guided: bool) -> Need:
-    """A forward of one image over `nodes`, with half an image committed."""
+    """The need of a forward over `nodes` of one image, with half an image in the cache."""
     config, rows = target.config, 2 if guided else 1
     layers = [*target.transformer.layers, target.transformer.norm, target.transformer.output]
     length = config.prefix + config.image_tokens // 2
@@ -66,9 +61,9 @@ def forward_need(target: TransformerTarget, nodes: int, guided: bool) -> Need:
 
 
 def _best(work: Callable[[], object], device: torch.device) -> float:
-    """The least seconds of a few."""
+    """The least seconds of 12 repeats."""
     seconds = []
-    for _ in range(_REPEATS):
+    for _ in range(12):
         synchronize(device)
         began = now()
         work()
@@ -77,23 +72,22 @@ def _best(work: Callable[[], object], device: torch.device) -> float:
     return min(seconds)
 
 
-# ----
+# ---- Memory
 
 
 class Memory(NamedTuple):
-    """Bytes: the most that was held, and weights + caches + nearest codes + logits of one tree."""
+    """Bytes: the peak, and the sum of weights, caches and logits of one tree."""
 
     peak: int
     accounted: int
 
 
-def decode_memory(model: LoadedModel, nodes: int, guided: bool, columns: int, run: Callable[[], Any]) -> Memory:
-    """Measure `run`, on transformers: a decode of one image with trees of `nodes` that has run before."""
+def decode_memory(model: LoadedModel, nodes: int, guided: bool, run: Callable[[], Any]) -> Memory:
+    """Measure `run`: a decode of one image with trees of `nodes`, after a warm-up; for transformer targets only."""
     target, drafter = model.target, model.drafter
     parts: list[Any] = [target, drafter] if nodes > 1 and drafter is not None else [target]
     standing = sum(part.session(1, guided, nodes).cache.nbytes for part in parts)
     standing += sum(weight_bytes(part) for part in parts)
-    standing += model.table(columns).nbytes if columns else 0
     logits = nodes * target.vocab_size * 4
     device = target.device
     if device.type == "cuda":
@@ -104,7 +98,7 @@ def decode_memory(model: LoadedModel, nodes: int, guided: bool, columns: int, ru
 
 
 def _most_allocated(run: Callable[[], Any]) -> int:
-    """The most bytes that `run` held at once beyond what was there before."""
+    """The most bytes that `run` holds at once beyond those held before it."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as record:
         run()

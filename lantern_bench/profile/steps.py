@@ -1,15 +1,13 @@
-"""What a decode step costs: a forward of the target by number of nodes, and the parts of a step of each kind.
+"""What a decode step costs: a target forward by number of nodes, and the parts of each kind of step.
 
-Measured through the same programs and sessions that decoding uses, after they have run (and compiled) once. What the
-device could do at best is `rates`; what follows for a choice of trees is `tree_search`.
+Measurements use the programs and sessions of decoding, after a warm-up that compiles them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,25 +20,18 @@ from lantern_bench.decoding.sampling import greedy_probabilities, guide
 from lantern_bench.decoding.step import scoring
 from lantern_bench.decoding.teacher_forcing import teacher_forced
 from lantern_bench.decoding.trace import ImageTrace
-from lantern_bench.errors import UserError
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.report.tables import write_csv
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.axes import Axes
-
+from lantern_bench.models.registry import load_model
 
 _WARM_TOKENS = 24
 _WARM_FORWARDS = 3
 
 
 class StepCost(NamedTuple):
-    """Milliseconds a step, prefill excluded, and tokens a step; `traces` are the images it was measured on.
+    """Milliseconds per step without prefill, tokens per step, and the `traces` of the measured images.
 
-    draft: the drafter's forwards and the making of the tree. target: the target's forward (autoregressive decoding
-    draws its token in the same program). verify: acceptance, the move of the cache, the copy to the host. other: noise
-    and what no phase covers.
+    draft: drafter forwards and tree building. target: the target's forward (autoregressive decoding samples in the same
+    program). verify: acceptance, cache update, copy to the host. other: noise, and time outside the phases.
     """
 
     draft: float
@@ -58,9 +49,9 @@ class StepCost(NamedTuple):
 
 @torch.inference_mode()
 def forward_ms(model: LoadedModel, condition: Any, nodes: int, cfg_scale: float, repeats: int = 30) -> float:
-    """Median milliseconds of one forward of the target over a chain of `nodes`, with half an image in the cache.
+    """Median milliseconds of one target forward over a chain of `nodes`, with half an image in the cache.
 
-    `condition` is that of one image; guidance is part of the forward.
+    `condition` is that of one image; the forward includes guidance.
     """
     target = model.target
     device = target.device
@@ -85,7 +76,7 @@ def forward_ms(model: LoadedModel, condition: Any, nodes: int, cfg_scale: float,
 def step_cost(
     model: LoadedModel, decoding: Decoding, prompts: Sequence[str], seed: int = 0, tokens: int | None = None
 ) -> StepCost:
-    """Decode an image for each prompt, one at a time, and share the seconds out over the steps."""
+    """Decode one image per prompt, one at a time, and divide the seconds by the number of steps."""
     device = model.target.device
 
     def made(prompt: str, number: int, most: int | None) -> ImageTrace:
@@ -108,78 +99,22 @@ def step_cost(
     return StepCost(draft, target, verify, other, uncut, traces)
 
 
-# ---- What a narrower number type does to the distribution: TV against float32, position by position, same tokens b
-
-
 @torch.inference_mode()
-def rounding_tv(
-    exact: LoadedModel, rounded: LoadedModel, prompts: Sequence[str], cfg_scale: float, seed: int = 0
-) -> Tensor:
-    """TV float32 [images * tokens] between the guided distributions of two models at temperature 1, no filters."""
+def dtype_error(name: str, rounded: LoadedModel, prompts: Sequence[str], cfg_scale: float, seed: int = 0) -> Tensor:
+    """TV float32 [images * tokens] of the distributions of `rounded` from those of the model `name` in float32.
+
+    Both are guided, at temperature 1, without filters, along the same tokens.
+    """
+    exact = load_model(name, rounded.target.device, torch.float32)
     found = []
     decoding = Decoding.model_validate({"mode": "ar", "cfg_scale": cfg_scale})
     for number, prompt in enumerate(prompts):
         noise = torch.Generator(exact.target.device).manual_seed(seed + number)
         condition = exact.condition([prompt])
-        made = decode(exact, condition, decoding, [noise])[0].tokens.long()
-        both = [_laws(model, condition, made, cfg_scale) for model in (exact, rounded)]
+        tokens = decode(exact, condition, decoding, [noise])[0].tokens.long()[None]
+        both = []
+        for model in (exact, rounded):
+            forced = teacher_forced(model.target, condition, tokens.to(model.target.device), cfg_scale != 1)
+            both.append(greedy_probabilities(guide(forced.scores.cond, forced.scores.uncond, cfg_scale))[0].cpu())
         found.append(total_variation(*both))
     return torch.cat(found)
-
-
-def _laws(model: LoadedModel, condition: object, tokens: Tensor, cfg_scale: float) -> Tensor:
-    """The distributions [N, V] of all tokens [N] of an image, each given those before it."""
-    forced = teacher_forced(model.target, condition, tokens[None].to(model.target.device), cfg_scale != 1)
-    return greedy_probabilities(guide(forced.scores.cond, forced.scores.uncond, cfg_scale))[0].cpu()
-
-
-PARTS = ("draft_ms", "target_ms", "verify_ms", "other_ms")
-_COLOURS = ("#0072B2", "#009E73", "#D55E00", "#999999")
-_LINES = ("-", "--", "-.", ":")
-
-
-def write_step_costs(table: pd.DataFrame, folder: Path) -> list[Path]:
-    """Write `profile.csv` and `profile.png` into `folder`; raises `UserError` when it cannot be written."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.2))
-    left, right = figure.subplots(1, 2)
-    steps = table[table["what"] == "step"]
-    _draw_parts(left, steps)
-    _draw_speedups(right, steps)
-    figure.tight_layout()
-    files = [folder / "profile.csv", folder / "profile.png"]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_csv(table, files[0])
-        figure.savefig(files[1], dpi=160, metadata={"Software": None})
-    except OSError as error:
-        raise UserError(f"--out {folder}: cannot be written: {error.strerror}") from error
-    return files
-
-
-def _draw_parts(axes: Axes, steps: pd.DataFrame) -> None:
-    left = steps["milliseconds"] * 0.0
-    for part, colour in zip(PARTS, _COLOURS, strict=True):
-        axes.barh(steps["name"], steps[part], left=left, color=colour, label=part.removesuffix("_ms"))
-        left = left + steps[part]
-    axes.invert_yaxis()
-    axes.set_xlabel("milliseconds a step")
-    axes.legend(frameon=False)
-
-
-def _draw_speedups(axes: Axes, steps: pd.DataFrame) -> None:
-    drafted = steps[steps["break_even_mal"].notna() & (steps["name"] != "ar")]
-    longest = max([6.0, *(drafted["mean_accepted_length"].dropna() + 1)])
-    for number, row in enumerate(drafted.to_dict("records")):
-        colour, lengths = f"C{number}", [1.0, longest]
-        speedups = [length / row["break_even_mal"] for length in lengths]
-        axes.plot(lengths, speedups, label=row["name"], color=colour, linestyle=_LINES[number % len(_LINES)])
-        measured = row["mean_accepted_length"]
-        if measured == measured:  # measured: a model of random weights has none
-            axes.plot([measured], [measured / row["break_even_mal"]], marker="o", color=colour)
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xlabel("mean accepted length (points: measured)")
-    axes.set_ylabel("speedup over ar")
-    if len(drafted):
-        axes.legend(frameon=False)

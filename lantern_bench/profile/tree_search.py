@@ -1,8 +1,7 @@
-"""Which static tree is the fastest, given how often drafts are accepted and what a step costs.
+"""Search for the fastest static tree, given how often drafts are accepted and what a step costs.
 
-Acceptance is taken to depend on depth and rank alone: how often the walk, standing on a node at some depth, moves on to
-the child of some rank. Then the best tree of n nodes and D levels is a dynamic programme over depth and nodes
-(as Sequoia, arXiv 2402.12374, section 3.1); its step is priced by what was measured. No torch.
+Acceptance is assumed to depend on depth and child rank alone. The best tree of n nodes and D levels then follows from a
+dynamic programme over depth and nodes (Sequoia, arXiv 2402.12374, section 3.1). Its step is priced by measured times.
 """
 
 from __future__ import annotations
@@ -10,17 +9,80 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from lantern_bench.config.trees import Path, Topology, check_topology
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.trees import STATIC_TREES, Path, Topology, check_topology
 from lantern_bench.decoding.trace import ImageTrace
+from lantern_bench.errors import UserError
+from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.profile.steps import forward_ms, step_cost
 
 Rates = Sequence[Sequence[float]]
-"""Of depth 0, 1, ...: the probability that the child of rank 0, 1, ... is taken."""
+"""Of depth 0, 1, ...: the probability that the child of rank 0, 1, ... is accepted."""
+
+# Wide enough to see which ranks are accepted at every depth.
+_PROBE = tuple([(r,) for r in range(5)] + [(*[0] * d, r) for d in range(1, 8) for r in range(3)])
+_RANKS, _MOST_NODES, _SHOWN, _LEAST = 5, 26, 5, 30
+_SEARCHED_NODES = (1, 2, 4, 6, 8, 12, 16, 24, 32)
+_FORWARDS = 100
+
+
+def search_trees(
+    model: LoadedModel,
+    rule: Mapping[str, Any],
+    prompts: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    seed: int,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Return one row per tree found: its expected and its measured cost and speedup.
+
+    `rule` holds the settings of the acceptance rule and guidance. `rows` are those of the profile; raises `UserError`
+    if they have no step of a static tree. `say` receives a line of text for each stage.
+    """
+    from scipy.interpolate import make_interp_spline
+
+    levels = {name: len(paths[-1]) for name, paths in STATIC_TREES.items()}
+    static = [row for row in rows if row["what"] == "step" and row["name"] in levels]
+    if not static:
+        raise UserError("--search: needs the cost of a static tree", "Add one to --tree, such as chain-5.")
+    traces = step_cost(model, Decoding(**rule, topology=_PROBE), prompts, seed + 1).traces
+    rates = acceptance_by_rank(traces, _RANKS)
+    say("accepted at depth 1, 2, ... by rank: " + "; ".join(" ".join(f"{r:.2f}" for r in d) for d in rates))
+    condition, scale = model.condition(prompts[:1]), float(rule["cfg_scale"])
+    measured = [forward_ms(model, condition, nodes, scale, _FORWARDS) for nodes in _SEARCHED_NODES]
+    forward = make_interp_spline(_SEARCHED_NODES, measured, k=1)
+    level_ms = sum(row["draft_ms"] for row in static) / sum(levels[row["name"]] for row in static)
+    rest_ms = sum(row["verify_ms"] + row["other_ms"] for row in static) / len(static)
+
+    def step_ms(paths: Topology) -> float:
+        return float(forward(len(paths) + 1)) + level_ms * len(paths[-1]) + rest_ms
+
+    return [_measured(model, rule, one, prompts, seed, say) for one in best_trees(rates, _MOST_NODES, step_ms, _SHOWN)]
+
+
+def _measured(
+    model: LoadedModel,
+    rule: Mapping[str, Any],
+    one: Found,
+    prompts: Sequence[str],
+    seed: int,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Decode with a tree, and autoregressively right after it, because the speed of a machine drifts."""
+    text = " ".join("".join(map(str, path)) for path in one.topology)
+    say(f"measuring {text}")
+    cost = step_cost(model, Decoding(**rule, topology=one.topology), prompts, seed)
+    plain = step_cost(model, Decoding.model_validate({"mode": "ar", "cfg_scale": rule["cfg_scale"]}), prompts, seed)
+    row = {"tree": text, "nodes": len(one.topology), "levels": len(one.topology[-1])}
+    row |= {"expected_length": one.length, "expected_ms": one.milliseconds}
+    row |= {"mean_accepted_length": cost.mean_accepted_length, "milliseconds": cost.total, "ar_ms": plain.total}
+    return row | {"speedup": cost.mean_accepted_length * plain.total / cost.total}
 
 
 class Found(NamedTuple):
-    """A tree with the tokens a step is expected to commit and the milliseconds it is expected to take."""
+    """A tree with the expected tokens and the expected milliseconds of a step."""
 
     topology: Topology
     length: float
@@ -28,35 +90,27 @@ class Found(NamedTuple):
 
     @property
     def tokens_per_ms(self) -> float:
-        """What the search maximises."""
+        """The objective of the search."""
         return self.length / self.milliseconds
 
 
 def acceptance_by_rank(traces: Sequence[ImageTrace], ranks: int) -> list[list[float]]:
-    """How often the child of each rank was taken, at each depth of the trees that were decoded; unit: share.
+    """Return the share of walks that accept the child of each rank, at each depth.
 
-    Depths that were reached less than 30 times are left out. Ranks beyond those offered count as never taken.
+    Depths that were reached fewer than 30 times are left out. Ranks that were not offered count as never accepted.
     """
     counts: list[list[int]] = []
-    for trace in traces:
-        for step in trace.child_rank:
-            for depth, rank in enumerate(step):
-                while len(counts) <= depth:
-                    counts.append([0] * (ranks + 1))
-                counts[depth][min(rank, ranks - 1) if rank >= 0 else ranks] += 1
-    rates = []
-    for taken in counts:
-        if sum(taken) < _LEAST:
-            break
-        rates.append([count / sum(taken) for count in taken[:ranks]])
-    return rates
-
-
-_LEAST = 30
+    for step in (step for trace in traces for step in trace.child_rank):
+        for depth, rank in enumerate(step):
+            if depth == len(counts):
+                counts.append([0] * (ranks + 1))
+            counts[depth][min(rank, ranks - 1) if rank >= 0 else ranks] += 1
+    reached = itertools.takewhile(lambda taken: sum(taken) >= _LEAST, counts)
+    return [[count / sum(taken) for count in taken[:ranks]] for taken in reached]
 
 
 def expected_length(topology: Topology, rates: Rates) -> float:
-    """Tokens a step commits: the bonus token and the chance of each node to be accepted."""
+    """Expected tokens of a step: the bonus token, plus the probability of each node to be accepted."""
     chance: dict[Path, float] = {(): 1.0}
     for path in topology:
         chance[path] = chance[path[:-1]] * rates[len(path) - 1][path[-1]]
@@ -64,19 +118,19 @@ def expected_length(topology: Topology, rates: Rates) -> float:
 
 
 def best_trees(rates: Rates, most_nodes: int, step_ms: Callable[[Topology], float], keep: int = 5) -> list[Found]:
-    """The `keep` fastest of the best trees of each number of nodes and of levels, fastest first."""
+    """Return the `keep` fastest of the longest trees for each number of nodes and levels, fastest first."""
     found = []
     for levels in range(1, len(rates) + 1):
         best = _best_below(rates[:levels])
         for nodes in range(levels, most_nodes + 1):
             topology = check_topology(best(nodes)[1])
             found.append(Found(topology, expected_length(topology, rates), step_ms(topology)))
-    unlike = {one.topology: one for one in found}
-    return sorted(unlike.values(), key=lambda one: -one.tokens_per_ms)[:keep]
+    unique = {one.topology: one for one in found}
+    return sorted(unique.values(), key=lambda one: -one.tokens_per_ms)[:keep]
 
 
 def _best_below(rates: Rates) -> Callable[[int], tuple[float, tuple[Path, ...]]]:
-    """The programme: the best forest of n nodes whose roots are children of one node at `depth`, from `rank` on."""
+    """Dynamic programme: the best forest of n nodes whose roots are children of one node, from a rank on."""
     ranks = len(rates[0])
 
     @functools.cache
@@ -93,17 +147,3 @@ def _best_below(rates: Rates) -> Callable[[int], tuple[float, tuple[Path, ...]]]
         return top
 
     return lambda nodes: best(0, 0, nodes)
-
-
-def interpolated(points: Mapping[int, float]) -> Callable[[float], float]:
-    """A straight line between measured points, the last slope going on behind them."""
-    known = sorted(points.items())
-
-    def value(at: float) -> float:
-        pairs = list(itertools.pairwise(known))
-        if not pairs:
-            return known[0][1]
-        (x0, y0), (x1, y1) = next((pair for pair in pairs if at <= pair[1][0]), pairs[-1])
-        return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
-
-    return value

@@ -1,0 +1,180 @@
+"""The profile of a model: which forwards and steps are measured, their rows, their CSV file and their plot."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lantern_bench.clock import OnProgress
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.trees import topology_of
+from lantern_bench.decoding.drafting import drafting_of
+from lantern_bench.errors import UserError
+from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.models.random_model import made_up_model, random_model, read_size
+from lantern_bench.models.registry import card_of, family_of, load_model
+from lantern_bench.profile.roofline import Rates, decode_memory, device_rates, forward_need
+from lantern_bench.profile.steps import forward_ms, step_cost
+from lantern_bench.report.tables import write_csv
+from lantern_bench.runs.devices import Place
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+Row = dict[str, Any]
+
+_NODES = (1, 8, 16, 32, 64)
+_PARTS = {"draft_ms": "#0072B2", "target_ms": "#009E73", "verify_ms": "#D55E00", "other_ms": "#999999"}
+_LINES = ("-", "--", "-.", ":")
+
+
+class Subject(NamedTuple):
+    """What is profiled: a model, whether its weights are trained, prompts, guidance."""
+
+    model: LoadedModel
+    trained: bool
+    prompts: Sequence[str]
+    cfg_scale: float
+
+    @property
+    def guided(self) -> bool:
+        """Whether a forward has unconditional rows."""
+        return self.cfg_scale != 1
+
+
+def step_settings(tree: str) -> dict[str, Any]:
+    """The decoding settings of a tree by name; `58n5d10b` is dynamic. Raises `UserError` for an unknown tree."""
+    found = re.fullmatch(r"(\d+)n(\d+)d(\d+)b", tree)
+    if found is None:
+        topology_of(tree)
+        return {"mode": "speculative", "tree": tree}
+    nodes, depth, beam = map(int, found.groups())
+    return {"mode": "speculative", "drafting": "dynamic", "nodes": nodes, "depth": depth, "beam": beam}
+
+
+def load_subject(
+    name: str, size: str | None, random: bool, seed: int, images: int, scale: float | None, place: Place
+) -> Subject:
+    """Load the model (or make a random one) with prompts that it accepts; raises as `read_size` and `load_model`."""
+    noise = torch.Generator(place.device).manual_seed(seed)
+    if size is not None:
+        made = made_up_model(read_size(size), *place, noise)
+        return Subject(made, False, [""] * images, 2.0 if scale is None else scale)
+    prompts = next((texts for texts in family_of(name).prompt_sets().values() if texts), ("anything",))
+    loaded = random_model(name, *place, noise) if random else load_model(name, *place)
+    guidance = card_of(name).defaults.get("cfg_scale", 1.0) if scale is None else scale
+    return Subject(loaded, not random, [prompts[n % len(prompts)] for n in range(images)], float(guidance))
+
+
+def device_rates_of(subject: Subject) -> Rates:
+    """What the device reads and multiplies per second, at the size of the subject's forward."""
+    target: Any = subject.model.target
+    return device_rates(target.device, target.dtype, forward_need(target, 1, subject.guided).bytes)
+
+
+def measure(
+    subject: Subject,
+    steps: Mapping[str, Mapping[str, Any]],
+    rates: Rates,
+    seed: int,
+    tokens: int | None,
+    on_progress: OnProgress,
+) -> list[Row]:
+    """Measure target forwards by number of nodes, then each kind of step; `steps` maps a name to its settings."""
+    condition = subject.model.condition(subject.prompts[:1])
+    rows: list[Row] = []
+    for number, task in enumerate([*_NODES, *steps], start=1):
+        if isinstance(task, int):
+            milliseconds = forward_ms(subject.model, condition, task, subject.cfg_scale)
+            rows.append(_forward_row(subject, task, milliseconds, rates))
+        else:
+            decoding = Decoding(**steps[task], cfg_scale=subject.cfg_scale)
+            rows.append(_step_row(subject, task, decoding, rows, rates, seed, tokens))
+        on_progress("measuring", number / (len(_NODES) + len(steps)))
+    return rows
+
+
+def _forward_row(subject: Subject, nodes: int, milliseconds: float, rates: Rates) -> Row:
+    target: Any = subject.model.target
+    bound = forward_need(target, nodes, subject.guided).bound_ms(rates)
+    row = {"what": "forward", "name": f"{nodes} nodes", "nodes": nodes, "milliseconds": milliseconds}
+    return row | {"bound_ms": bound, "over_bound": milliseconds / bound}
+
+
+def _step_row(
+    subject: Subject,
+    name: str,
+    decoding: Decoding,
+    before: Sequence[Row],
+    rates: Rates,
+    seed: int,
+    tokens: int | None,
+) -> Row:
+    model, prompts = subject.model, subject.prompts
+    cost = step_cost(model, decoding, prompts, seed, tokens)
+    nodes = 1 if decoding.drafting == "none" else drafting_of(decoding, model.target).nodes
+    row = _forward_row(subject, nodes, cost.total, rates) | {"what": "step", "name": name}
+    row |= {"draft_ms": cost.draft, "target_ms": cost.target, "verify_ms": cost.verify, "other_ms": cost.other}
+    plain = next((one["milliseconds"] for one in before if one["name"] == "ar"), cost.total)
+    # An autoregressive step samples inside the target's program: what exceeds a bare forward is outside the target.
+    forward = next(one["milliseconds"] for one in before if one["nodes"] == 1)
+    outside = cost.total - forward if decoding.drafting == "none" else cost.verify + cost.other
+    row |= {"outside_share": outside / cost.total, "break_even_mal": cost.total / plain}
+    # Drafts of random weights are accepted by chance, so their accepted length means nothing.
+    length = cost.mean_accepted_length if subject.trained else float("nan")
+    row |= {"mean_accepted_length": length, "speedup": length * plain / cost.total}
+    memory = decode_memory(model, nodes, subject.guided, lambda: step_cost(model, decoding, prompts[:1], tokens=24))
+    return row | {"peak_memory_mb": memory.peak / 1e6, "accounted_memory_mb": memory.accounted / 1e6}
+
+
+# ---- Files
+
+
+def write_step_costs(table: pd.DataFrame, folder: Path) -> list[Path]:
+    """Write `profile.csv` and `profile.png` into `folder`; raises `UserError` if it cannot be written."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2))
+    left, right = figure.subplots(1, 2)
+    steps = table[table["what"] == "step"]
+    _draw_parts(left, steps)
+    _draw_speedups(right, steps)
+    figure.tight_layout()
+    files = [folder / "profile.csv", folder / "profile.png"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_csv(table, files[0])
+        figure.savefig(files[1], dpi=160, metadata={"Software": None})
+    except OSError as error:
+        raise UserError(f"--out {folder}: cannot be written: {error.strerror}") from error
+    return files
+
+
+def _draw_parts(axes: Axes, steps: pd.DataFrame) -> None:
+    left = steps["milliseconds"] * 0.0
+    for part, colour in _PARTS.items():
+        axes.barh(steps["name"], steps[part], left=left, color=colour, label=part.removesuffix("_ms"))
+        left = left + steps[part]
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds per step")
+    axes.legend(frameon=False)
+
+
+def _draw_speedups(axes: Axes, steps: pd.DataFrame) -> None:
+    drafted = steps[steps["break_even_mal"].notna() & (steps["name"] != "ar")]
+    longest = max([6.0, *(drafted["mean_accepted_length"].dropna() + 1)])
+    for number, row in enumerate(drafted.to_dict("records")):
+        colour, even, length = f"C{number}", row["break_even_mal"], row["mean_accepted_length"]
+        style = _LINES[number % len(_LINES)]
+        axes.plot([1.0, longest], [1.0 / even, longest / even], label=row["name"], color=colour, linestyle=style)
+        axes.plot([length], [length / even], marker="o", color=colour)  # nan, of random weights, draws nothing
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xlabel("mean accepted length (points: measured)")
+    axes.set_ylabel("speedup over ar")
+    if len(drafted):
+        axes.legend(frameon=False)
