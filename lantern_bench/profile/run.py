@@ -88,14 +88,15 @@ def measure(
     """Measure target forwards by number of nodes, then each kind of step; `steps` maps a name to its settings."""
     condition = subject.model.condition(subject.prompts[:1])
     rows: list[Row] = []
-    for number, task in enumerate([*_NODES, *steps], start=1):
+    tasks: list[int | str] = [*_NODES, *steps]
+    for number, task in enumerate(tasks, start=1):
         if isinstance(task, int):
             milliseconds = forward_ms(subject.model, condition, task, subject.cfg_scale)
             rows.append(_forward_row(subject, task, milliseconds, rates))
         else:
             decoding = Decoding(**steps[task], cfg_scale=subject.cfg_scale)
             rows.append(_step_row(subject, task, decoding, rows, rates, seed, tokens))
-        on_progress("measuring", number / (len(_NODES) + len(steps)))
+        on_progress("measuring", number / len(tasks))
     return rows
 
 
