@@ -1,4 +1,7 @@
-"""A model of any size with random weights: for measuring what steps cost, without a file. Its pictures mean nothing."""
+"""Models with random weights, to measure cost without a checkpoint, and how much memory a model's parts need.
+
+Their images are noise. A shape is that of a published model, or one given as text (`read_size`).
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,11 @@ from lantern_bench.models.transformer import TransformerConfig
 from lantern_bench.models.transformer.conditioning import ClassLabel, Condition
 from lantern_bench.models.transformer.target import TransformerTarget
 
-# ---- A model as modules: what a family builds, and what its checkpoints are filled into
-
-
-# ---- How much memory a model needs, told from modules that have shapes and no memory
+# ---- Memory, computed from modules on the meta device
 
 
 class Size(NamedTuple):
-    """What a part of a model takes: how many parameters (0 for a cache), of what type, how many bytes."""
+    """The size of a part of a model: parameters (0 for a cache), their type, bytes."""
 
     part: str
     parameters: int
@@ -34,41 +34,36 @@ class Size(NamedTuple):
 
 
 def sizes_of(parts: Parts, dtype: torch.dtype, *, guided: bool, nodes: int, batch: int = 1) -> list[Size]:
-    """The size of each part on the meta device, and of its cache for trees of at most `nodes` nodes, root included.
+    """The size of each part on the meta device, and of its cache for trees of at most `nodes` nodes with the root.
 
-    Target and drafter are counted in `dtype`, the tokenizer in float32, which it always has.
+    Target and drafter are counted in `dtype`, the tokenizer in float32, its type at all times.
     """
     found: list[Size] = []
     for name, module, kind in zip(parts._fields, parts, (dtype, dtype, torch.float32), strict=True):
         if module is not None:
             count = sum(parameter.numel() for parameter in module.parameters())
             found.append(Size(name, count, kind, count * kind.itemsize))
+    part: Any
     for name, part in (("target", parts.target), ("drafter", parts.drafter if nodes > 1 else None)):
         if part is not None:
-            found.append(Size(f"{name}'s cache", 0, dtype, _cache_bytes(part, dtype, guided, nodes, batch)))
+            with torch.device("meta"):
+                session = part.to(dtype).session(batch, guided, nodes)
+            found.append(Size(f"{name}'s cache", 0, dtype, session.cache.nbytes))
     return found
 
 
-def _cache_bytes(module: nn.Module, dtype: torch.dtype, guided: bool, nodes: int, batch: int) -> int:
-    part: Any = module.to(dtype)
-    with torch.device("meta"):
-        session = part.session(batch, guided, nodes)
-    size: int = session.cache.nbytes
-    return size
-
-
-# ---- A model of the full shape with random weights: for trying whether it runs here, and how fast, without any fil
+# ---- Random weights in the shape of a published model
 
 
 def blueprint(model: str) -> tuple[str, Buildable, Parts]:
-    """The model's own name, its family, and its modules on the meta device; `UserError` where it cannot be built."""
+    """A model's name, its family, and its modules on the meta device; `UserError` where the architecture is unknown."""
     name = card_of(model).name
     family = family_of(model)
     if not isinstance(family, Buildable):
         able = [card.name for other in families().values() if isinstance(other, Buildable) for card in other.cards()]
         raise UserError(
-            f"{model}: random weights, and sizes without its files, are to be had of models with a published shape",
-            f"Those are {', '.join(able) or 'none'}.",
+            f"{model}: --random-weights and --dry-run need a model whose architecture is known",
+            f"These models are {', '.join(able) or 'none'}.",
         )
     with torch.device("meta"):
         return name, family, family.build(name)
@@ -77,20 +72,21 @@ def blueprint(model: str) -> tuple[str, Buildable, Parts]:
 def random_model(model: str, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> LoadedModel:
     """Make a model with weights from `generator` (on `device`); raises `UserError` as `blueprint`."""
     name, family, parts = blueprint(model)
-    for module, kind in zip(parts, (dtype, dtype, torch.float32), strict=True):
-        if module is not None:
-            fill_at_random(module.to(kind).to_empty(device=device), device, generator)
     label = f"random-{generator.initial_seed()}"
-    names = [part for part, module in zip(parts._fields, parts, strict=True) if module is not None]
-    made = family.assemble(name, parts, dict.fromkeys(names, label))
+    hashes: dict[str, str] = {}
+    for part, module, kind in zip(parts._fields, parts, (dtype, dtype, torch.float32), strict=True):
+        if module is not None:
+            _fill_at_random(module.to(kind).to_empty(device=device), device, generator)
+            hashes[part] = label
+    made = family.assemble(name, parts, hashes)
     made.condition = family.random_condition(name, parts)
     made.prepare = lambda _prompts: iter(())
     return made
 
 
 @torch.no_grad()
-def fill_at_random(module: nn.Module, device: torch.device, generator: torch.Generator) -> None:
-    """Fill a module in place: matrices so that what goes in and what comes out are of one size, norms with ones."""
+def _fill_at_random(module: nn.Module, device: torch.device, generator: torch.Generator) -> None:
+    """Fill a module in place: matrices such that outputs have the scale of their inputs, norms with ones."""
     for name, parameter in module.named_parameters():
         if name.endswith("bias"):
             parameter.zero_()
@@ -102,42 +98,40 @@ def fill_at_random(module: nn.Module, device: torch.device, generator: torch.Gen
     compute_buffers(module, device)
 
 
-# ----
+# ---- Random weights in a shape given as text
 
-SIZE_HELP = "LAYERSxWIDTH[xVOCABULARY[xSIDE]], e.g. 36x1280x16384x16 (LlamaGen-XL at 256 pixels)."
 _HEAD_DIM = 64
-_VOCABULARY, _SIDE = 16384, 16
-_CODE_WIDTH = 8
 
 
 def read_size(text: str) -> TransformerConfig:
-    """The shape that `SIZE_HELP` describes, heads of 64, feed-forward 8/3 of the width; else `UserError`."""
+    """The shape that a `--size` describes: heads of 64, a feed-forward width of 8/3 of the width; else `UserError`."""
     if re.fullmatch(r"\d+(x\d+){1,3}", text) is None:
-        raise UserError(f"--size {text}: is no size", f"Write {SIZE_HELP}")
+        raise UserError(
+            f"--size {text}: must be LAYERSxWIDTH[xVOCABULARY[xSIDE]]",
+            "For example 36x1280x16384x16, LlamaGen-XL at 256 pixels.",
+        )
     given = [int(part) for part in text.split("x")]
-    layers, width, vocabulary, side = given + [_VOCABULARY, _SIDE][len(given) - 2 :]
+    layers, width, vocabulary, side = given + [16384, 16][len(given) - 2 :]
     if min(layers, vocabulary, side) < 1 or width < _HEAD_DIM or width % _HEAD_DIM:
         raise UserError(f"--size {text}: the width must be a multiple of {_HEAD_DIM}, the rest at least 1")
     ffn = -(-8 * width // 3 // 256) * 256
     return TransformerConfig(vocabulary, width, layers, width // _HEAD_DIM, ffn, prefix=1, grid=(side, side))
 
 
-def made_up_model(
+def random_model_of_size(
     config: TransformerConfig, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> LoadedModel:
-    """Target and drafter of a shape, weights drawn in place from `generator` (on `device`) in their own type."""
+    """Make a target and a drafter of a shape, with weights from `generator` (on `device`)."""
     with torch.device("meta"):
         target = TransformerTarget(config, ClassLabel(1, config.dim))
         drafter = EagleDrafter(config, target.transformer.output)
     for module in (target, drafter):
-        fill_at_random(module.to(dtype).to_empty(device=device), device, generator)
-    # A drafter of one layer without training is accepted by chance; what its steps cost is the same.
-    codes = torch.randn(config.vocab_size, _CODE_WIDTH, generator=generator, device=device)
+        _fill_at_random(module.to(dtype).to_empty(device=device), device, generator)
+    codes = torch.randn(config.vocab_size, 8, generator=generator, device=device)
 
     def condition(prompts: Sequence[str]) -> Condition:
         return Condition(torch.zeros(len(prompts), dtype=torch.int64), torch.ones(len(prompts), 1, dtype=torch.bool))
 
     weights = dict.fromkeys(("target", "drafter"), f"random-{generator.initial_seed()}")
-    return LoadedModel(
-        "random", target, drafter, NoPixels("random", "it has no tokenizer"), codes, condition, weights, config.grid
-    )
+    pixels = NoPixels("random", "it has no tokenizer")
+    return LoadedModel("random", target, drafter, pixels, codes, condition, weights, config.grid)

@@ -34,7 +34,7 @@ def test_random_model_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("typed", "wrong"),
     [
-        (["--size", "8by256"], "--size 8by256: is no size"),
+        (["--size", "8by256"], "--size 8by256: must be LAYERSxWIDTH"),
         (["--size", "8x100"], "--size 8x100: the width must be a multiple of 64"),
         (["--tree", "smal-7"], "unknown tree 'smal-7'"),
         (["--model", "lantern"], "did you mean lanterns?"),

@@ -276,7 +276,7 @@ def test_a_published_model_without_its_files(
     assert "the target of llamagen-t2i-stage1 is not on this machine" in said
     assert "lantern-bench weights get llamagen-t2i-stage1" in said
     assert cli.main(["generate", "--class", "1", "--model", "llamagen-c2i-3B-256", "--out", str(out)]) == 2
-    assert "no files of this model are published" in capsys.readouterr().err
+    assert "no published files of this model are known" in capsys.readouterr().err
 
 
 def test_the_published_sizes_are_those_of_the_paper() -> None:

@@ -46,4 +46,4 @@ def test_its_model_is_listed_drawn_and_checked(installed: dict[str, str], tmp_pa
     refused = run(installed, "generate", "green", "--model", "stripes", "--out", str(tmp_path / "other.png"))
     assert refused.returncode == 2 and "'green': unknown" in refused.stderr
     unbuilt = run(installed, "generate", "--model", "stripes", "--random-weights", "--dry-run")
-    assert unbuilt.returncode == 2 and "random weights, and sizes without its files, are to be had" in unbuilt.stderr
+    assert unbuilt.returncode == 2 and "need a model whose architecture is known" in unbuilt.stderr

@@ -275,7 +275,7 @@ def test_missing_part_is_one_line_with_the_command(tmp_path, monkeypatch):
         require_part("toy", "target", tmp_path)
     assert caught.value.exit_code == 3 and "\n" not in caught.value.message
     assert "maker/toys big.pt" in caught.value.message and "weights get toy" in str(caught.value.advice)
-    with pytest.raises(UserError, match="knows no published files of this model"):
+    with pytest.raises(UserError, match="no published files of this model are known"):
         require_part("llamagen-c2i-XL-256", "target", tmp_path)
     monkeypatch.setenv(WEIGHTS_FOLDER_VARIABLE, str(tmp_path))
     assert ExpectedPaths("toy")["target"] == tmp_path / "maker/toys/big.pt"

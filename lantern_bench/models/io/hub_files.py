@@ -209,7 +209,7 @@ def parts_of(model: str) -> tuple[Part, ...]:
     """The parts of a published model; raises `UserError` for a model without published files."""
     if model not in SOURCES:
         raise UserError(
-            f"{model}: this package knows no published files of this model",
+            f"{model}: no published files of this model are known",
             f"The published models are {', '.join(SOURCES)}; for your own files write a model.yaml.",
         )
     return SOURCES[model]
