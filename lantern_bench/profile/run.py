@@ -15,7 +15,7 @@ from lantern_bench.config.trees import topology_of
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.errors import UserError
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.models.random_model import made_up_model, random_model, read_size
+from lantern_bench.models.random_model import random_model, random_model_of_size, read_size
 from lantern_bench.models.registry import card_of, family_of, load_model
 from lantern_bench.profile.roofline import Rates, decode_memory, device_rates, forward_need
 from lantern_bench.profile.steps import forward_ms, step_cost
@@ -63,7 +63,7 @@ def load_subject(
     """Load the model (or make a random one) with prompts that it accepts; raises as `read_size` and `load_model`."""
     noise = torch.Generator(place.device).manual_seed(seed)
     if size is not None:
-        made = made_up_model(read_size(size), *place, noise)
+        made = random_model_of_size(read_size(size), *place, noise)
         return Subject(made, False, [""] * images, 2.0 if scale is None else scale)
     prompts = next((texts for texts in family_of(name).prompt_sets().values() if texts), ("anything",))
     loaded = random_model(name, *place, noise) if random else load_model(name, *place)
