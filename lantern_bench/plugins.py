@@ -43,8 +43,8 @@ class Parameter:
     type: the annotation that pydantic validates. allowed: completes "KEY VALUE: ". help: of the flag and of the column.
     in_id: "structure" (part of mode, drafting, rule or tree), "always" (as `short` and the value, where the cell has
     the parameter) or "changed" (where it is not `default`). column: dtype and unit in the tables; None for no column.
-    sampled_only: greedy decoding ignores it. unsaid: a record key leaves the default out, as runs older than the
-    parameter do.
+    symbol: of a bound, on axes and in legends. sampled_only: greedy decoding ignores it. unsaid: a record key leaves
+    the default out, as runs older than the parameter do.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Parameter:
     choices: tuple[str, ...] = ()
     in_id: Literal["structure", "always", "changed"] = "always"
     short: str = ""
+    symbol: str | None = None
     column: tuple[str, str] | None = None
     sampled_only: bool = False
     unsaid: bool = False
@@ -72,7 +73,7 @@ class Drafting:
     whether the model's drafter is asked. sampled: children are drawn from q; otherwise a draft is deterministic and its
     q is 1. label: how ids and tables write the drafts. adapt: (defaults, given values) -> defaults that fit the given
     values. problem: (key, sentence) for values that do not go together, else None. presets: short words for this
-    drafting with some values fixed.
+    drafting with some values fixed. small: values of a draft that is small enough for exact checks.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Drafting:
     adapt: Callable[[Values, Values], Values] = lambda defaults, _given: defaults
     problem: Callable[[Values], tuple[str, str] | None] = lambda _values: None
     presets: Mapping[str, Values] = field(default_factory=dict)
+    small: Values = field(default_factory=dict)
     legend: str | None = None
     colour: str | None = None
 

@@ -165,7 +165,7 @@ def _measured(model: LoadedModel, place: _Place, cells: Sequence[Cell], settings
         one = cell.decoding
         alike.setdefault((one.drafting, one.paths, one.nodes, one.depth, one.beam), []).append(cell)
     for members in alike.values():
-        measure = _static if members[0].decoding.drafting == "static" else _dynamic
+        measure = _sampled if members[0].decoding.drafting_row.sampled else _deterministic
         for cell, figures in zip(members, measure(model, place, members, settings), strict=True):
             for number, prompt in enumerate(place.made.prompts):
                 row: Row = {**cell.columns(), "prompt_id": prompt.id, "repeat": place.made.repeats[number]}
@@ -177,7 +177,7 @@ def _rule(model: LoadedModel, decoding: Decoding) -> tuple[Relaxation, Tensor | 
     return relaxation_of(decoding, model.target), drafter_and_table(model, decoding)[1]
 
 
-def _static(
+def _sampled(
     model: LoadedModel, place: _Place, cells: Sequence[Cell], settings: CostSettings
 ) -> Iterator[dict[str, Tensor]]:
     assert model.drafter is not None
@@ -196,7 +196,7 @@ def _static(
         yield {"emitted_tv": found.tv, "emitted_tv_crossed": found.crossed}
 
 
-def _dynamic(
+def _deterministic(
     model: LoadedModel,
     place: _Place,
     cells: Sequence[Cell],

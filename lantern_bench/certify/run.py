@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from lantern_bench.clock import OnProgress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell, load_experiment, resolve
-from lantern_bench.config.methods import RELAXED_RULES
+from lantern_bench.config.methods import DRAFTINGS, RULES
 from lantern_bench.config.parse_experiment import Settings
 from lantern_bench.config.plan import Prompt
-from lantern_bench.config.trees import is_chain
+from lantern_bench.config.trees import STATIC_TREES, is_chain
 from lantern_bench.config.values import Overrides
 from lantern_bench.errors import UserError
 from lantern_bench.models.registry import card_of, defaults_of, family_of, load_model
@@ -56,7 +57,7 @@ def plan_certification(
     loaded = load_experiment(experiment, Overrides.from_flags(flags, modes=modes, settings=settings))
     resolved = resolve(loaded, defaults_of([card.name]))
     check_neighbours(resolved)
-    relaxed = tuple(cell for cell in resolved.cells if cell.decoding.rule in RELAXED_RULES)
+    relaxed = tuple(cell for cell in resolved.cells if not cell.decoding.rule_row.lossless)
     check_cells(relaxed)
     if not relaxed:
         raise UserError(f"{experiment}: has no relaxed cell", "Give another --experiment, or other --modes.")
@@ -70,8 +71,12 @@ def check_cells(cells: Sequence[Cell]) -> None:
     for cell in cells:
         if cell.decoding.greedy:
             raise UserError(f"{cell.cell_id}: emitted TV is not defined at temperature 0", "Give a --temperature.")
-        if cell.decoding.drafting == "none":
+        if not cell.decoding.drafts:
             raise UserError(f"{cell.cell_id}: drafts nothing and has no emitted TV", "Leave the mode ar out.")
+        if not cell.decoding.drafting_row.needs_drafter:
+            raise UserError(
+                f"{cell.cell_id}: emitted TV is measured for drafts of a drafter only", "Leave this mode out."
+            )
 
 
 @dataclass
@@ -201,19 +206,22 @@ class Certification:
         return rows
 
     def _lossless_decodings(self, **values: Any) -> dict[str, Decoding]:
-        """The strict rule with a static and a dynamic tree and, if sampled, the block rule, by their labels."""
-        common = {"mode": "speculative", "cfg_scale": self.scale, "cfg_default": self.scale} | values
-        tree = {"tree": self.tree} if self.tree else {}
-        static = Decoding.model_validate({**common, "drafting": "static", **tree})
-        named = {
-            f"{one.drafting} {one.tree_label}": one
-            for one in (static, Decoding.model_validate({**common, **_SMALL_TREE}))
-        }
-        if static.greedy:
-            return named
-        chain = static.tree if is_chain(static.paths) else None
-        block = Decoding.model_validate({**common, "drafting": "static", "rule": "block", "tree": chain})
-        return named | {f"static {block.tree_label}, block": block}
+        """Every lossless rule with every drafting that it can decide on, in small, by their labels."""
+        named: dict[str, Decoding] = {}
+        for rule, drafting in itertools.product(RULES.values(), DRAFTINGS.values()):
+            decides = rule.lossless and drafting.drafts and (drafting.sampled or not rule.chains)
+            if rule.name == "none" or not decides:
+                continue
+            common = {"mode": "speculative", "cfg_scale": self.scale, "cfg_default": self.scale, **values}
+            small = dict(drafting.small)
+            if "tree" in drafting.defaults and self.tree:
+                fits = not rule.chains or is_chain(STATIC_TREES[self.tree])
+                small = {"tree": self.tree if fits else rule.tree}
+            one = Decoding.model_validate({**common, "drafting": drafting.name, "rule": rule.name, **small})
+            if one.rule == rule.name:  # greedy decoding has no rule for chains
+                suffix = "" if rule.name == "strict" else f", {rule.name}"
+                named[f"{drafting.name} {one.tree_label}{suffix}"] = one
+        return named
 
     def _positions(self, cells: Sequence[Cell], on_progress: OnProgress) -> list[dict[str, Any]]:
         """The emitted TV of the cells at sampled positions, one row per position and cell."""

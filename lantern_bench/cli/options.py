@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from lantern_bench.config.trees import STATIC_TREES
+from lantern_bench.config.methods import PARAMETERS
 from lantern_bench.console import FORMATS, Console
 from lantern_bench.errors import UserError
 from lantern_bench.runs.store import find_run, results_root
@@ -57,25 +57,7 @@ def _grid(key: str, help: str) -> Flag:
     return key, Annotated[list[str] | None, typer.Option(f"--{key.replace('_', '-')}", help=help)]
 
 
-DECODING: tuple[Flag, ...] = (
-    _grid("drafting", "static, dynamic, or chain (a static tree without branches: chain-5)."),
-    _grid("rule", "Acceptance rule: strict, block, additive, multiplicative, or an external rule."),
-    _grid("tree", f"Static tree: {', '.join(STATIC_TREES)}; @FILE; or a list of paths."),
-    _grid("nodes", "Nodes of a dynamic tree, not counting the root."),
-    _grid("depth", "Depth of a dynamic tree."),
-    _grid("beam", "Beam width of a dynamic tree."),
-    _grid("neighbours", "Number k of nearest codes that add to the neighbour mass."),
-    _grid("neighbour_metric", "Distance between codes: l2, cosine or random."),
-    _grid("delta", "Bound of the additive rule, between 0 and 1."),
-    _grid("lambda", "Bound of the multiplicative rule, above 1."),
-    _grid("bound", "Bound of an external rule."),
-    _grid("residual", "Residual distribution after a rejection: exact or official."),
-    _grid("temperature", "Sampling temperature; 0 is greedy."),
-    _grid("top_k", "Keep the k most probable tokens; 0 is off."),
-    _grid("top_p", "Keep the smallest set of tokens with this mass; 1 is off."),
-    _grid("filter_order", "top_k_first or top_p_first."),
-    _grid("cfg_scale", "Guidance scale; 1 is off."),
-)
+DECODING: tuple[Flag, ...] = tuple(_grid(key, one.help) for key, one in PARAMETERS.items() if key != "mode")
 """Decoding parameters. Several values (commas, or a repeated flag) make a grid."""
 
 PLACE: tuple[Flag, ...] = (

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from lantern_bench.config.methods import OUTSIDE_RULES
+from lantern_bench.config.methods import MODES, PARAMETERS, RULES
 from lantern_bench.errors import UserError
 from lantern_bench.report.records import NEIGHBOUR_METRIC, SAMPLING_DEFAULTS
 
@@ -22,12 +22,10 @@ if TYPE_CHECKING:
 CellKey: TypeAlias = tuple[str, str, str]
 """Run, model, cell id."""
 
-METHODS = {"ar": "AR", "speculative": "speculative (strict)", "lantern": "LANTERN", "lantern++": "LANTERN++"}
-_BY_RULE = {("speculative", "strict"): METHODS["speculative"], ("speculative", "block"): "speculative (block)"}
-METHODS |= {name: rule.label or name for name, rule in OUTSIDE_RULES.items()}
-"""The modes as the papers write them, and those of rules from outside as they call themselves."""
+METHODS = {name: mode.label for name, mode in MODES.items()}
+"""The modes as the papers write them, and those of other packages as they call themselves."""
 
-BOUNDS = {"delta": "δ", "lambda": "λ", "bound": "bound"}
+BOUNDS = {name: one.symbol for name, one in PARAMETERS.items() if one.symbol}
 """What bounds a relaxed rule, as axes and legends write it."""
 
 GROUPINGS = ("mode", *BOUNDS, "tree", "temperature")
@@ -36,7 +34,7 @@ GROUPINGS = ("mode", *BOUNDS, "tree", "temperature")
 PARAMETER_NAMES = {**BOUNDS, "tree": "draft tree", "temperature": "temperature"}
 """The parameters of `GROUPINGS` as axes write them."""
 
-_COLOURS = {"ar": "#000000", "speculative": "#0072B2", "lantern": "#D55E00", "lantern++": "#009E73"}
+_COLOURS = {name: mode.colour for name, mode in MODES.items() if mode.colour}
 _OTHER_COLOUR = "#CC79A7"
 # The same hues, light enough for a dark ground.
 _ON_DARK = {
@@ -110,7 +108,7 @@ def labels(table: pd.DataFrame) -> list[str]:
     for _, row in table.iterrows():
         rivals = table[table["mode"] == row["mode"]]
         parts = [f"{row[name]}:" for name in apart]
-        by_rule = _BY_RULE.get((str(row["mode"]), str(row.get("rule"))))
+        by_rule = _lossless_label(str(row["mode"]), str(row.get("rule")))
         parts.append(by_rule or METHODS.get(row["mode"], row["mode"]))
         parts += [f"{word}={row[name]:g}" for name, word in BOUNDS.items() if is_given(row.get(name))]
         for name, form in settings.items():
@@ -120,6 +118,15 @@ def labels(table: pd.DataFrame) -> list[str]:
                 parts.append("greedy" if name == "temperature" and row[name] == 0 else form.format(row[name]))
         entries.append(" ".join(parts))
     return entries
+
+
+def _lossless_label(mode: str, rule: str) -> str | None:
+    """The label of a lossless rule in a lossless mode, which names the rule already; None for all others."""
+    if mode not in MODES or rule not in RULES or rule == "none":
+        return None
+    if not (RULES[rule].lossless and RULES[MODES[mode].rule].lossless):
+        return None
+    return METHODS[mode] if rule == MODES[mode].rule else RULES[rule].label or f"{mode} ({rule})"
 
 
 def styles(table: pd.DataFrame, by: str = "mode") -> dict[CellKey, Style]:

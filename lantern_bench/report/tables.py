@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lantern_bench.config.methods import MODES
+from lantern_bench.config.methods import MODES, PARAMETERS, SAMPLING
 from lantern_bench.errors import UserError
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.report.acceptance import acceptance_rows, walks
@@ -79,8 +79,9 @@ def parameters(cell: Row, cells: Sequence[Row]) -> str:
     preset = MODES.get(str(cell["mode"]))
     parts = [str(cell[name]) for name in ("drafting", "rule") if preset and cell[name] != getattr(preset, name)]
     parts += [str(cell["tree"])] if cell["tree"] else []
-    for name, text in (("neighbours", "k"), ("delta", "delta"), ("lambda", "lambda"), ("bound", "bound")):
-        parts += [f"{text}={cell[name]:g}"] if cell.get(name) is not None else []
+    for name, one in PARAMETERS.items():
+        if one.in_id == "always" and name not in SAMPLING and cell.get(name) is not None:
+            parts.append(f"{one.short or name}={cell[name]:g}")
     metric = cell.get("neighbour_metric")
     parts += [f"{metric} neighbours"] if metric and metric != NEIGHBOUR_METRIC else []
     parts += ["official residual"] if cell["residual"] == "official" else []

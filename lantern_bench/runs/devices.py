@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
-from lantern_bench.config.methods import OUTSIDE_RULES
+from lantern_bench.config.methods import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
 from lantern_bench.config.parse_experiment import Settings
 from lantern_bench.decoding.compile import Engine, compiler_problem
 from lantern_bench.decoding.neighbours import Space
@@ -102,7 +102,9 @@ def key_fields(
     models: Mapping[str, LoadedModel], settings: Settings, place: Place, cells: Iterable[Cell] = ()
 ) -> KeyFields:
     """Return the fields of the record key that hold for the whole run (`runs/keys.py`)."""
-    rules = {cell.decoding.rule for cell in cells} & set(OUTSIDE_RULES)
+    used = [cell.decoding for cell in cells]
+    rules = {one.rule for one in used} & set(OUTSIDE_RULES)
+    draftings = {one.drafting for one in used} & set(OUTSIDE_DRAFTINGS)
     parts = {f"{name}/{part}": digest for name, model in models.items() for part, digest in model.weights.items()}
     if settings.neighbour_space is not None:
         parts |= {f"{name}/neighbours": settings.neighbour_space for name in models}
@@ -117,4 +119,6 @@ def key_fields(
     }
     if rules:
         fields["rules"] = {name: OUTSIDE_RULES[name].fingerprint() for name in sorted(rules)}
+    if draftings:
+        fields["draftings"] = {name: OUTSIDE_DRAFTINGS[name].fingerprint() for name in sorted(draftings)}
     return fields

@@ -17,7 +17,8 @@ from lantern_bench.errors import RefusedError
 class KeyFields(TypedDict):
     """The fields of a key that hold for the whole run; `weights` maps `model/part` to the SHA-256 of its file.
 
-    `rules` maps the rules of other packages that the run uses to the fingerprint of their code; absent without any.
+    `rules` and `draftings` map those of other packages that the run uses to the fingerprint of their code; absent
+    without any.
     """
 
     schema_version: int
@@ -28,6 +29,7 @@ class KeyFields(TypedDict):
     compile: bool
     weights: dict[str, str]
     rules: NotRequired[dict[str, str]]
+    draftings: NotRequired[dict[str, str]]
 
 
 # The flag that restores the recorded value; other fields have no flag.
@@ -60,7 +62,7 @@ def check_same_experiment(folder: str, recorded: Mapping[str, Any], now: Mapping
 
 
 def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
-    named = {"weights": "weights of {}", "rules": "code of the rule {}"}
+    named = {"weights": "weights of {}", "rules": "code of the rule {}", "draftings": "code of the drafting {}"}
     flat = {key: value for key, value in fields.items() if key not in named}
     for key, text in named.items():
         flat |= {text.format(part): value for part, value in dict(fields.get(key) or {}).items()}

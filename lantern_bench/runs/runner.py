@@ -125,7 +125,7 @@ def prepare_models(plan: Plan, models: Mapping[str, LoadedModel], folder: Path, 
     began, done = now(), done_images(folder)
     missing = [u for g in plan.batches() if any(_image_id(u) not in done for u in g) for u in g]
     for cell in dict.fromkeys(unit.cell for unit in missing):
-        if cell.decoding.drafting != "none":
+        if cell.decoding.drafts:
             with torch.inference_mode():
                 drafter_and_table(models[cell.model], cell.decoding)
     for name, model in models.items():
