@@ -2,7 +2,7 @@
 
 The order here is the order in the files. A quantity has one name in code, flag, column, axis and documentation, and
 this is where that name is kept; the schema page of the documentation is rendered from here. What is not here is how a
-figure is computed: that is `report/`, after algorithms.md, section 7.
+figure is computed: that is `report/`, after docs/algorithms.md, section 7.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The static draft trees that have a name, and the check that every user's own tree passes.
 
 A topology is a set of root-to-node paths of child ranks: `(0, 1)` is the second child of the first child of the root.
-The root itself has no entry. The names and their published counterparts are in algorithms.md, section 2. This file
+The root itself has no entry. The names and their published counterparts are in docs/algorithms.md, section 2. This file
 holds shapes only: the index tensors made from them belong to `decoding/tree.py`.
 """
 
@@ -55,7 +55,7 @@ def check_topology(paths: Iterable[Sequence[int]]) -> Topology:
     """Return the paths sorted by (depth, path), or raise `UserError` for a tree that cannot be drafted.
 
     Refused are an empty tree, the root written as a path of its own, negative ranks, paths written twice, nodes
-    without their parent, and gaps in the ranks of siblings (a gap read literally is not lossless: algorithms.md,
+    without their parent, and gaps in the ranks of siblings (a gap read literally is not lossless: docs/algorithms.md,
     section 2).
     """
     given = [tuple(path) for path in paths]

@@ -1,7 +1,7 @@
 """Emitted TV: how far the first token that a step commits is from the target, the real price of relaxation.
 
 The bound of a rule holds for one given draft; over all drafts the excess adds up, and this is the number that says how
-much (algorithms.md, section 4). Computed exactly per set of children with the same routine that verification uses,
+much (docs/algorithms.md, section 4). Computed exactly per set of children with the same routine that verification uses,
 never from token counts. Not defined at temperature 0. Where the distributions come from is `certify/relaxation`.
 """
 

@@ -1,9 +1,9 @@
 """The table of nearest codes: which tokens a relaxed rule may count for which.
 
-Computed once per codebook and metric (algorithms.md, section 4). The code itself is left out here and nowhere else. The
-published tables measure the rows of the codebook as they are stored, while LlamaGen looks codes up at unit length
-(finding C1), so the space is named by the caller. `cosine` and `random` are there for the ablation of LANTERN's Table
-3: does it matter that neighbours are near? What is kept on disk is `models/io/neighbour_cache.py`.
+Computed once per codebook and metric (docs/algorithms.md, section 4). Only this module excludes the code itself. The
+published tables measure the rows of the codebook as stored, while LlamaGen looks codes up at unit length
+(docs/algorithms.md, section 9, C1), so the caller names the space. `cosine` and `random` are for the ablation of
+LANTERN's Table 3. `models/io/neighbour_cache.py` keeps tables on disk.
 """
 
 from __future__ import annotations

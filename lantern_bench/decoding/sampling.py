@@ -1,6 +1,6 @@
 """Logits to probabilities, probabilities to tokens: made once, used by target and drafter alike.
 
-Guidance, temperature and filters (algorithms.md, section 1) and every random draw of decoding are here. All of it is
+Guidance, temperature, filters (docs/algorithms.md, section 1) and every random draw of decoding are here. All of it is
 float32 whatever the weights are, and randomness is an argument: a draw takes its noise, `Draws` makes the noise from
 one generator per image. What to do with the draws (drafting, verification) is left to the other files.
 """
@@ -23,7 +23,7 @@ def guide(cond: Tensor, uncond: Tensor | None, cfg_scale: float) -> Tensor:
     """Return the guided logits [..., V] in float32: `uncond + cfg_scale * (cond - uncond)`.
 
     `cfg_scale = 1` means the conditional logits alone, and `uncond` may then be None; any other scale without
-    `uncond` raises ValueError. algorithms.md, section 1.
+    `uncond` raises ValueError. docs/algorithms.md, section 1.
     """
     if cfg_scale == 1.0:
         return cond.float()
@@ -40,7 +40,7 @@ def probabilities(
 
     `top_k = 0` and `top_p = 1` switch a filter off. Ties at the k-th logit are kept; top-p keeps the smallest set
     whose mass reaches `top_p`, the token that crosses included. `temperature` must be positive (greedy decoding has
-    `greedy_probabilities`), else ValueError. algorithms.md, section 1.
+    `greedy_probabilities`), else ValueError. docs/algorithms.md, section 1.
     """
     if temperature <= 0.0:
         raise ValueError(f"temperature must be positive here, not {temperature}")
@@ -115,7 +115,7 @@ def most_probable(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the `count` most probable tokens per row: (tokens int64 [..., count], valid bool [..., count]).
 
     In descending order, ties by index. `valid` is False, with token 0, where a row [V] of `probs` has fewer tokens
-    with mass. algorithms.md, section 2.
+    with mass. docs/algorithms.md, section 2.
     """
     vocabulary = probs.shape[-1]
     kept = min(count, vocabulary)

@@ -1,6 +1,6 @@
 """What a decode did, step by step: gathered on the device, copied once an image, summed into every count.
 
-All counts of algorithms.md, section 7, are sums over these lists; nothing is counted a second way.
+All counts of docs/algorithms.md, section 7, are sums over these lists; nothing is counted a second way.
 """
 
 from __future__ import annotations

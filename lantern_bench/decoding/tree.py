@@ -2,7 +2,7 @@
 
 `StaticTree` is a topology made into index tensors once; `DraftTree` is one step's draft for a batch of images, the only
 form that verification sees; `link_nodes` makes one when every image has a shape of its own. A chain is a tree. Which
-nodes a dynamic draft keeps is decided in `growth.py` (algorithms.md, section 2).
+nodes a dynamic draft keeps is decided in `drafting/dynamic.py` (docs/algorithms.md, section 2).
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def link_nodes(
     All int64 [B, M]: `tokens`, `parents` (-1 for the root, which is node 0, and never above the node's own number),
     `depths`, `ranks` (place among the siblings, < `fanout`). Nodes with `valid` bool [B, M] False fill up: they hang
     on the root at depth 1, see only it and themselves, and are nobody's children. Paths are in the order of their
-    leaves' numbers. algorithms.md, sections 2 and 3.
+    leaves' numbers. docs/algorithms.md, sections 2 and 3.
     """
     batch, nodes = tokens.shape
     number = torch.arange(nodes, device=tokens.device).expand(batch, -1)

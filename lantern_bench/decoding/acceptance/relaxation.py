@@ -116,7 +116,7 @@ def merge_prefix(
     `near_probs` [..., k] are p of the neighbours in table order, `token_probs` [...] is p(x), `whole` gives p [..., V]
     to a rule that asks for it. The sum runs in table order and is compared with the bound in the dtype of p (float32
     in decoding), so m never exceeds the bound by a rounding. Under `exact` a token of probability 0 merges nothing.
-    algorithms.md, section 4.
+    docs/algorithms.md, section 4.
     """
     assert relaxation.limit is not None
     most = relaxation.limit(_View(token_probs, near_probs, whole), relaxation.bound)
@@ -132,7 +132,7 @@ def merge_prefix(
 def merged_mass(p: Tensor, tokens: Tensor, table: Tensor | None, relaxation: Relaxation) -> tuple[Tensor, Tensor]:
     """Return (m(x) [...], taken bool [..., k]) for `tokens` [...] under the distributions `p` [..., V].
 
-    With the strict rule or k = 0 nothing is merged: zeros and an empty [..., 0]. algorithms.md, section 4.
+    With the strict rule or k = 0 nothing is merged: zeros and an empty [..., 0]. docs/algorithms.md, section 4.
     """
     token_probs = p.gather(-1, tokens[..., None]).squeeze(-1)
     if not relaxation.merges:
@@ -144,7 +144,7 @@ def merged_mass(p: Tensor, tokens: Tensor, table: Tensor | None, relaxation: Rel
 def relaxed(p: Tensor, tokens: Tensor, table: Tensor | None, relaxation: Relaxation) -> tuple[Tensor, Tensor]:
     """Return the relaxed distributions p~ [..., V] of `p` [..., V] for the draft tokens [...], and m(x) [...].
 
-    p~(x) = p(x) + m(x), 0 at the merged neighbours, p elsewhere; TV(p, p~) = m(x). algorithms.md, section 4.
+    p~(x) = p(x) + m(x), 0 at the merged neighbours, p elsewhere; TV(p, p~) = m(x). docs/algorithms.md, section 4.
     """
     mass, taken = merged_mass(p, tokens, table, relaxation)
     tilde = p.clone()

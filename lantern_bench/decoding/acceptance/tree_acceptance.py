@@ -1,7 +1,7 @@
 """One node and its children: with what probability each child is accepted, and what is left when none is.
 
 What is left after rejecting the first j children does not depend on the random numbers, so many nodes are judged
-together, one child rank at a time (algorithms.md, sections 3 and 4). This is the only place where the accept
+together, one child rank at a time (docs/algorithms.md, sections 3 and 4). This is the only place where the accept
 probability and the residuals of a child are written; `verify.py` walks with them and `emitted_tv.py` adds them up. A
 chain judged as a whole is `judge_block.py`.
 """
@@ -66,7 +66,7 @@ def judge_children(
     `p` [N, V] are the nodes' target distributions and `q` [N, V] the distributions their children were drawn from
     without replacement, or None for a deterministic draft (q = 1). Both are overwritten. `tokens` int64 [N, C] are
     the children in the order of trial, `offered` bool [N, C] says which exist. `active[j]`, when given, is the number
-    of leading rows that have a child of rank j. algorithms.md, sections 3 and 4.
+    of leading rows that have a child of rank j. docs/algorithms.md, sections 3 and 4.
     """
     count, ranks = tokens.shape
     state = _Nodes(p, q, relaxation, table)

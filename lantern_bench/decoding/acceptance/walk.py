@@ -1,7 +1,7 @@
-"""Greedy verification: every child judged alone, the longest path of accepted drafts wins.
+"""Verification: the walk down a draft tree, by sampling or greedily (docs/algorithms.md, section 3).
 
-Temperature 0 has no residuals and no random numbers (algorithms.md, section 3, last paragraph), so it shares only the
-tree and the relaxed rule with `verify.py`.
+Greedy verification accepts each child alone, and the longest path of accepted drafts wins. It has no residuals and no
+random numbers, so it shares only the tree and the relaxed rule with sampling.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def verify(
     `target_probs` float32 [B, M, V] is p at every node, `table` int [V, >= relaxation.columns] the nearest codes (None
     for the strict rule), `uniforms` [B, M, C] in [0, 1) decides the children of each node, `noise` [B, V] ~ Exp(1) the
     one more token. `depth_limit` int64 [B] is the depth drafted to (free positions - 1); 0 or less drafts nothing.
-    `judge` is given only where a check wants to see a broken rule caught. algorithms.md, sections 3 and 4.
+    `judge` is given only where a check wants to see a broken rule caught. docs/algorithms.md, sections 3 and 4.
     """
     judged = judge_tree(tree, target_probs, relaxation, table, depth_limit, judge)
     nodes = _Steps.of(judged, tree.rows(uniforms))
@@ -185,7 +185,7 @@ def verify_greedy(
     `guided_logits` [B, M, V] float32, `table` and `depth_limit` as in `verify`. A child is accepted when it is the
     argmax of its parent's p (strict) or of p~; among the longest paths of accepted drafts the first in
     `tree.path_order` wins; one more token is the argmax of the unrelaxed p at its end. In the Verdict `mass_tried`
-    counts the children of all nodes on the winning path. algorithms.md, section 3.
+    counts the children of all nodes on the winning path. docs/algorithms.md, section 3.
     """
     children = offered_children(tree, depth_limit)
     # The argmax of the logits is that of p, without the ties that rounding in the softmax makes.

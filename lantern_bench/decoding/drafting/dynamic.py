@@ -1,7 +1,7 @@
 """How a dynamic draft tree grows (EAGLE-2, arXiv 2406.16858): rounds of expansion, then the best nodes of all.
 
 The network is left out: the drafter hands in the distributions of the nodes it was told to expand and is told the next
-ones. Everything is batched over images, of fixed shape, and deterministic (algorithms.md, section 2).
+ones. Everything is batched over images, of fixed shape, and deterministic (docs/algorithms.md, section 2).
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ class Growth:
     def select(self, root: Tensor, nodes: int, depth_limit: Tensor | None = None) -> SelectedNodes:
         """Keep the `nodes` candidates of highest cumulative log q below the tokens `root` int64 [B].
 
-        Ties go to the smaller depth, then to the lower number, so that no kept node loses its parent (finding B1).
-        `depth_limit` int64 [B] leaves out what is deeper, as if fewer rounds had been made. A candidate with q = 0 is
-        never kept; where too few are left the rest of the min(nodes, candidates) is filled up with valid False.
+        Ties go to the smaller depth, then to the lower number, so that no kept node loses its parent
+        (docs/algorithms.md, section 9, B1). `depth_limit` int64 [B] leaves out deeper candidates.
+        A candidate with q = 0 is never kept; missing ones of the min(nodes, candidates) have valid False.
         """
         tokens, reach, parents = (torch.cat(made, dim=1) for made in (self._tokens, self._log_q, self._parents))
         total = tokens.shape[1]
