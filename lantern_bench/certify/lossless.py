@@ -19,7 +19,6 @@ from lantern_bench.certify.contexts import autoregressive, generators
 from lantern_bench.clock import OnProgress, unheard
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt, record_seed
-from lantern_bench.decoding.acceptance.relaxation import Relaxation
 from lantern_bench.decoding.acceptance.tree_acceptance import Judge, Judgement
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
@@ -33,14 +32,7 @@ _LEAST_EXPECTED = 5.0
 
 
 def strict_without_residual(
-    p: Tensor,
-    q: Tensor | None,
-    tokens: Tensor,
-    offered: Tensor,
-    _relaxation: Relaxation,
-    _table: Tensor | None,
-    _active: Sequence[int] | None = None,
-    _images: int = 1,
+    p: Tensor, q: Tensor | None, tokens: Tensor, offered: Tensor, *_unused: object
 ) -> Judgement:
     """The strict rule without its residual: every child and the bonus token use the p of the node.
 

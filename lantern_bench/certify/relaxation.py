@@ -97,11 +97,6 @@ class CostSettings:
     seed: int = 0
     batch: int = 16
 
-    @property
-    def images(self) -> int:
-        """The number of images needed."""
-        return -(-self.positions // self.per_image)
-
 
 class _Place(NamedTuple):
     """One position in each of B images: tokens committed before it [B], and the target's guided logits there [B, V]."""
@@ -132,13 +127,11 @@ def emitted_tv_rows(
     for cell in cells:
         groups.setdefault(autoregressive(cell.decoding), []).append(cell)
     for sampling, members in groups.items():
-        left = settings.positions
-        images = sampled_contexts(model, prompts, settings.images, sampling, seed=settings.seed, batch=settings.batch)
-        for made in images:
+        left, images = settings.positions, -(-settings.positions // settings.per_image)
+        for made in sampled_contexts(model, prompts, images, sampling, seed=settings.seed, batch=settings.batch):
             for place in _places(made, sampling, settings.per_image):
-                rows = list(_measured(model, place, members, settings)) if left > 0 else []
-                # The last images may offer more positions than needed.
-                yield from (row for row in rows if row.pop("number") < left)
+                if left > 0:
+                    yield from _measured(model, place, members, settings, left)
                 left -= len(made.prompts)
                 on_progress(f"emitted TV of {len(members)} modes", 1 - max(0, left) / settings.positions)
 
@@ -158,8 +151,10 @@ def _places(made: Contexts, sampling: Decoding, per_image: int) -> Iterator[_Pla
         yield _Place(made, positions, guide(scores.cond[rows, positions], uncond, sampling.cfg_scale))
 
 
-def _measured(model: LoadedModel, place: _Place, cells: Sequence[Cell], settings: CostSettings) -> Iterator[Row]:
-    """The rows of all cells at one position per image; cells with the same drafting share the drafts."""
+def _measured(
+    model: LoadedModel, place: _Place, cells: Sequence[Cell], settings: CostSettings, most: int
+) -> Iterator[Row]:
+    """The rows of all cells at one position of the first `most` images; cells with the same drafting share drafts."""
     alike: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
         one = cell.decoding
@@ -167,13 +162,14 @@ def _measured(model: LoadedModel, place: _Place, cells: Sequence[Cell], settings
     for members in alike.values():
         measure = _sampled if members[0].decoding.drafting_row.sampled else _deterministic
         for cell, figures in zip(members, measure(model, place, members, settings), strict=True):
-            for number, prompt in enumerate(place.made.prompts):
+            for number, prompt in enumerate(place.made.prompts[:most]):
                 row: Row = {**cell.columns(), "prompt_id": prompt.id, "repeat": place.made.repeats[number]}
-                row |= {"position": int(place.positions[number]), "number": number}
+                row["position"] = int(place.positions[number])
                 yield row | {name: float(values[number]) for name, values in figures.items()}
 
 
 def _rule(model: LoadedModel, decoding: Decoding) -> tuple[Relaxation, Tensor | None]:
+    """The acceptance rule of a cell and its table of nearest codes."""
     return relaxation_of(decoding, model.target), drafter_and_table(model, decoding)[1]
 
 
@@ -185,10 +181,8 @@ def _sampled(
     _, drafts = drafts_at(model.drafter, place.made.forced, place.positions, 1)
     p = decoding_probabilities(place.logits, decoding)
     q = decoding_probabilities(guide(drafts.cond, drafts.uncond, decoding.cfg_scale), decoding)[:, 0]
-    seeds = [
-        record_seed(seed, str(int(position)), 0)
-        for seed, position in zip(place.made.seeds, place.positions, strict=True)
-    ]
+    pairs = zip(place.made.seeds, place.positions.tolist(), strict=True)
+    seeds = [record_seed(seed, str(position), 0) for seed, position in pairs]
     draws = Draws(generators(model, seeds), p.device)
     children = StaticTree.of(decoding.paths).levels[0].fanout
     rules = [_rule(model, cell.decoding) for cell in cells]

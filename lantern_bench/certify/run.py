@@ -9,7 +9,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -121,7 +121,7 @@ class Certification:
             on_progress("captions", done / total)
         if not (emitted_tv or ambiguity):
             return self._certificate(on_progress)
-        tables = self._emitted_tv(self._positions(self.cells, on_progress)) if emitted_tv else {}
+        tables = _means_of(self._emitted_tv(self.cells, on_progress)) if emitted_tv else {}
         return tables | (self._ambiguity(on_progress) if ambiguity else {})
 
     def write(self, folder: Path, tables: Tables) -> None:
@@ -147,44 +147,29 @@ class Certification:
         sampling = autoregressive(first).model_dump(include={"temperature", "top_k", "top_p", "filter_order"})
         scales = {"cfg_scale": first.cfg_scale, "cfg_default": self.scale}
         strict = Cell(self.model, Decoding.model_validate({**_SMALL_TREE, **sampling, **scales}))
-        places = self._positions([*self.cells, strict], on_progress)
+        places = self._emitted_tv([*self.cells, strict], on_progress)
         exact = [row for row in places if row["cell_id"] == strict.cell_id]
-        tables = self._emitted_tv([row for row in places if row["cell_id"] != strict.cell_id])
+        tables = _means_of([row for row in places if row["cell_id"] != strict.cell_id])
         rows.append(strict_row(self.model, f"dynamic {strict.decoding.tree_label}", exact))
         rows += cost_check_rows(tables["emitted_tv"], tables["emitted_tv_places"])
         return {"certificate": rows, **tables}
 
     def _lossless(self, on_progress: OnProgress) -> list[dict[str, Any]]:
         """G-tests of each lossless decoding, each followed by the same test of a rule that is broken on purpose."""
-        from lantern_bench.certify.lossless import (
-            first_token_distribution,
-            first_tokens_test,
-            strict_without_residual,
-        )
-        from lantern_bench.certify.tables import broken_row, lossless_row
+        from lantern_bench.certify import lossless, tables
 
         named = self._lossless_decodings(top_k=_TOP_K)
         prompts, sampling = self.prompts[:_PROMPTS], next(iter(named.values()))
-        exact = [first_token_distribution(self.loaded, prompt, sampling, _FIRST_TOKENS) for prompt in prompts]
+        exact = [lossless.first_token_distribution(self.loaded, one, sampling, _FIRST_TOKENS) for one in prompts]
         rows: list[dict[str, Any]] = []
         for setting, decoding in named.items():
-            kept, broken = (
-                first_tokens_test(
-                    self.loaded,
-                    prompts,
-                    exact,
-                    decoding,
-                    self.sizes.samples,
-                    judge=judge,
-                    seed=self.settings.seed,
-                    on_progress=on_progress,
-                    about=f"first tokens, {setting}{suffix}",
-                )
-                for judge, suffix in ((None, ""), (strict_without_residual, ", broken on purpose"))
-            )
-            text = f"{setting}, {_FIRST_TOKENS} tokens, top-k {_TOP_K}"
-            rows.append(lossless_row(self.model, text, kept.p_value, kept.samples, kept.impossible))
-            rows.append(broken_row(self.model, text, broken.p_value, broken.samples))
+            test = partial(lossless.first_tokens_test, self.loaded, prompts, exact, decoding, self.sizes.samples)
+            test = partial(test, seed=self.settings.seed, on_progress=on_progress)
+            about, text = f"first tokens, {setting}", f"{setting}, {_FIRST_TOKENS} tokens, top-k {_TOP_K}"
+            found = test(about=about)
+            rows.append(tables.lossless_row(self.model, text, found.p_value, found.samples, found.impossible))
+            found = test(about=f"{about}, broken on purpose", judge=lossless.strict_without_residual)
+            rows.append(tables.broken_row(self.model, text, found.p_value, found.samples))
         return rows
 
     def _greedy(self, on_progress: OnProgress) -> list[dict[str, Any]]:
@@ -223,18 +208,12 @@ class Certification:
                 named[f"{drafting.name} {one.tree_label}{suffix}"] = one
         return named
 
-    def _positions(self, cells: Sequence[Cell], on_progress: OnProgress) -> list[dict[str, Any]]:
+    def _emitted_tv(self, cells: Sequence[Cell], on_progress: OnProgress) -> list[dict[str, Any]]:
         """The emitted TV of the cells at sampled positions, one row per position and cell."""
         from lantern_bench.certify.relaxation import CostSettings, emitted_tv_rows
 
         settings = CostSettings(positions=self.sizes.positions, draws=self.sizes.draws, seed=self.settings.seed)
         return list(emitted_tv_rows(self.loaded, cells, self.prompts, settings, on_progress))
-
-    @staticmethod
-    def _emitted_tv(places: list[dict[str, Any]]) -> Tables:
-        from lantern_bench.certify.tables import cost_rows
-
-        return {"emitted_tv": list(cost_rows(places)), "emitted_tv_places": places}
 
     def _ambiguity(self, on_progress: OnProgress) -> Tables:
         """How certain the target is under the sampling settings of each relaxed cell: means, and every token."""
@@ -244,10 +223,15 @@ class Certification:
 
         tables: Tables = {"ambiguity": [], "ambiguity_places": []}
         for decoding in dict.fromkeys(autoregressive(cell.decoding) for cell in self.cells):
-            images, seed = self.sizes.images, self.settings.seed
-            places = list(
-                ambiguity_rows(self.loaded, decoding, self.prompts, images, seed=seed, on_progress=on_progress)
-            )
+            sizes = {"images": self.sizes.images, "seed": self.settings.seed}
+            places = list(ambiguity_rows(self.loaded, decoding, self.prompts, **sizes, on_progress=on_progress))
             tables["ambiguity"] += ambiguity_table_rows(places, self.loaded.grid[1])
             tables["ambiguity_places"] += places
         return tables
+
+
+def _means_of(places: list[dict[str, Any]]) -> Tables:
+    """The table of means of emitted TV beside the rows it is computed from."""
+    from lantern_bench.certify.tables import cost_rows
+
+    return {"emitted_tv": list(cost_rows(places)), "emitted_tv_places": places}

@@ -17,6 +17,7 @@ from lantern_bench import __version__
 from lantern_bench.cli.certify import certify
 from lantern_bench.cli.generate import generate
 from lantern_bench.cli.models import experiments, models, neighbours, weights
+from lantern_bench.cli.options import command_group
 from lantern_bench.cli.profile import profile
 from lantern_bench.cli.results import compare, curves, report, show
 from lantern_bench.cli.sweep import reproduce, score, sweep
@@ -31,18 +32,9 @@ _EPILOG = (
 # These flags work before and after the command name.
 _GLOBAL = {"-q", "--quiet", "-v", "--verbose", "--debug"}
 
-# Without Rich markup: it draws boxes and cuts messages at the width of the terminal.
-app = typer.Typer(
-    name="lantern-bench",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    epilog=_EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for command in (sweep, reproduce, score, show, curves, compare, report, certify, generate):
-    app.command()(command)
-for command in (models, experiments, profile, neighbours):
+app = command_group(name="lantern-bench", pretty_exceptions_enable=False, epilog=_EPILOG)
+_COMMANDS = (sweep, reproduce, score, show, curves, compare, report, certify, generate, models, experiments, profile)
+for command in (*_COMMANDS, neighbours):
     app.command()(command)
 app.add_typer(train)
 app.add_typer(weights)

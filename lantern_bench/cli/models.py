@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from lantern_bench.cli.options import DEVICE_HELP, FormatOption
+from lantern_bench.cli.options import DEVICE_HELP, FormatOption, command_group
 from lantern_bench.errors import CheckFailedError, RefusedError, UserError
 
 if TYPE_CHECKING:
@@ -103,16 +103,8 @@ def experiments(ctx: typer.Context, format: FormatOption = None) -> None:
 
 # ---- `lantern-bench weights`
 
-weights = typer.Typer(
-    name="weights",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Fetch, check and locate the files of the published models.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-_Directory: TypeAlias = Annotated[
-    Path | None, typer.Option("--dir", help="Directory of the weights. Default: LANTERN_BENCH_WEIGHTS.")
-]
+weights = command_group(name="weights", help="Fetch, check and locate the files of the published models.")
+_Directory: TypeAlias = Annotated[Path | None, typer.Option("--dir", help="Default: LANTERN_BENCH_WEIGHTS.")]
 _Model: TypeAlias = Annotated[str, typer.Argument(help="A published model; see `lantern-bench models`.")]
 
 

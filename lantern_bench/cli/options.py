@@ -49,25 +49,28 @@ DEVICE_HELP = "auto, cpu, mps, cuda or cuda:N."
 Flag = tuple[str, Any]
 
 
-def _text(key: str, help: str) -> Flag:
-    return key, Annotated[str | None, typer.Option(f"--{key.replace('_', '-')}", help=help)]
+def _flag(key: str, help: str, kind: Any = list[str] | None) -> Flag:
+    """A flag of strings; the experiment's validation reads them. Flags of lists can be repeated."""
+    return key, Annotated[kind, typer.Option(f"--{key.replace('_', '-')}", help=help)]
 
 
-def _grid(key: str, help: str) -> Flag:
-    return key, Annotated[list[str] | None, typer.Option(f"--{key.replace('_', '-')}", help=help)]
-
-
-DECODING: tuple[Flag, ...] = tuple(_grid(key, one.help) for key, one in PARAMETERS.items() if key != "mode")
+DECODING: tuple[Flag, ...] = tuple(_flag(key, one.help) for key, one in PARAMETERS.items() if key != "mode")
 """Decoding parameters. Several values (commas, or a repeated flag) make a grid."""
 
 PLACE: tuple[Flag, ...] = (
-    _text("seed", "Random seed."),
-    _text("device", DEVICE_HELP),
-    _text("dtype", "auto, float32, bfloat16 or float16. auto: bfloat16 on CUDA; sweeps also use it on CPUs with bf16."),
+    _flag("seed", "Random seed.", str | None),
+    _flag("device", DEVICE_HELP, str | None),
+    _flag("dtype", "auto, float32, bfloat16 or float16. auto: bfloat16 on CUDA and, in sweeps, fast CPUs.", str | None),
     ("compile", Annotated[bool | None, typer.Option("--compile/--no-compile", help="Compile the decode steps.")]),
-    _text("neighbour_space", "Space of code distances: raw or normalised. Default: as published for the model."),
+    _flag("neighbour_space", "Space of code distances: raw or normalised. Default: as published.", str | None),
 )
 """Seed, device and neighbour space."""
+
+
+def command_group(**settings: Any) -> typer.Typer:
+    """A group of commands with plain help: Rich markup draws boxes and cuts messages at the terminal's width."""
+    names = {"help_option_names": ["-h", "--help"]}
+    return typer.Typer(**settings, no_args_is_help=True, rich_markup_mode=None, context_settings=names)
 
 
 def with_flags(*flags: Flag) -> Callable[[Callable[..., None]], Callable[..., None]]:

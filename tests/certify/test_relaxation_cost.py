@@ -53,10 +53,10 @@ def test_all_cells_share_the_positions(model: LoadedModel) -> None:
 
 def test_dynamic_emitted_tv_is_exact(model: LoadedModel) -> None:
     """Recompute it from the tables of the model: the drafts are the most probable codes of q at the last token."""
-    settings = CostSettings(positions=6, per_image=2, draws=4)
+    settings, images_needed = CostSettings(positions=6, per_image=2, draws=4), 3
     rows = [row for row in emitted_tv_rows(model, RELAXED[:1], ALL, settings)]
     images = {}
-    for made in sampled_contexts(model, ALL, settings.images, RELAXED[0].decoding):
+    for made in sampled_contexts(model, ALL, images_needed, RELAXED[0].decoding):
         for prompt, repeat, tokens in zip(made.prompts, made.repeats, made.forced.tokens, strict=True):
             images[prompt.id, repeat] = tokens
     target, drafter = model.target, model.drafter

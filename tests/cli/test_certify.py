@@ -91,7 +91,7 @@ def test_measurements_without_certificate(capsys: pytest.CaptureFixture[str]) ->
         (["certify", "tiny"], 2, "--neighbours 20: the model tiny has 16 codes"),
         (["certify", "tiny", "--experiment", "nothing"], 2, "no experiment is named 'nothing'"),
         (["certify", "tiny", "--neighbours", "3", "--out", "file/there"], 2, "is a file, not a folder"),
-        (["certify", "tiny", "--neighbours", "3", "--device", "cuda:9"], 3, "there is no such device"),
+        (["certify", "tiny", "--neighbours", "3", "--device", "cuda:9"], 3, "this machine has no such device"),
     ],
 )
 def test_errors_come_before_any_measurement(
