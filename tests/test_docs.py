@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 from collections.abc import Iterator
@@ -89,6 +90,11 @@ def test_links_between_pages_lead_somewhere() -> None:
 def test_results_format_equals_the_schema() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page == render(page), "run: python -m docs.make_results_format"
+
+
+@pytest.mark.parametrize("script", ["make_pictures", "make_results_format", "screenshots"])
+def test_the_scripts_of_the_docs_can_be_imported(script: str) -> None:
+    importlib.import_module(f"docs.{script}")
 
 
 def tree_of_architecture() -> list[str]:
