@@ -139,7 +139,7 @@ def _prompt(caption: str | None, label: int | None, condition: Path | None, rand
 
     Raises `UserError` for no prompt, more than one, and one that the model does not accept.
     """
-    from lantern_bench.models.default_prompts import class_prompt
+    from lantern_bench.models.family import class_prompt
     from lantern_bench.models.registry import card_of, family_of
 
     given = {"a caption": caption, "--class": label, "--condition": condition}

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lantern_bench.decoding.interface import Drafts
 from lantern_bench.errors import UserError
 from lantern_bench.models.chameleon import drafter_config as chameleon_config
-from lantern_bench.models.family import read_json
 from lantern_bench.models.io.checkpoint import Checkpoint, open_checkpoint, what_is
+from lantern_bench.models.io.files import read_json
 from lantern_bench.models.io.state_dict import KeyMap, fill, llama_key_map
 from lantern_bench.models.transformer import TransformerConfig
 from lantern_bench.models.transformer.attention import KVCache, Sessions, attend_cached, attend_plain, rotary_table

@@ -7,14 +7,14 @@ torch before a model is loaded.
 from __future__ import annotations
 
 import hashlib
-import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.errors import UserError
-from lantern_bench.models.default_prompts import CAPTIONS
+from lantern_bench.models.io.files import read_json
 from lantern_bench.models.io.hub_files import SOURCES, ExpectedPaths, find_part, hashes_of, require_part
 from lantern_bench.models.io.model_file import ModelFile
 from lantern_bench.plugins import ModelCard
@@ -200,16 +200,44 @@ def config_beside(path: Path, layout: str | None) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def read_json(path: Path) -> Any:
-    """The content of a JSON file; raises `UserError` where it cannot be read."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read as JSON: {error}") from error
-
-
 def _one_hash(hashes: Mapping[str, str]) -> str:
     """The hash of a part of several files, from theirs."""
     if len(hashes) == 1:
         return next(iter(hashes.values()))
     return hashlib.sha256("".join(hashes[name] for name in sorted(hashes)).encode()).hexdigest()
+
+
+# ---- Default prompts, and classes as prompts: `class 207: golden retriever`
+
+CAPTIONS = (
+    "a red paper lantern hanging over a wooden door at night",
+    "a bowl of ripe oranges on a blue table",
+    "an old fishing boat on a calm lake at sunrise",
+    "a small dog asleep on a green sofa",
+    "a steam train crossing a stone bridge in the mountains",
+    "a street market in the rain, seen from above",
+    "a glass jar full of buttons beside a sewing machine",
+    "a lighthouse on a cliff under heavy clouds",
+)
+_CLASSES = (207, 360, 387, 974, 88, 979, 417, 279)
+
+
+def some_classes(classes: int) -> tuple[str, ...]:
+    """Default prompts of a model with so many classes: some of ImageNet's, or its first where it has none of them."""
+    numbers = [number for number in _CLASSES if number < classes] or range(min(classes, len(_CLASSES)))
+    return tuple(class_prompt(number) for number in numbers)
+
+
+def class_prompt(number: int, name: str = "") -> str:
+    """The prompt of a class: `class 207`, or `class 207: golden retriever`; the name is for people and CLIP."""
+    return f"class {number}: {name}" if name else f"class {number}"
+
+
+def class_number(text: str, classes: int) -> int:
+    """The class of a prompt: `207`, `class 207` or `class 207: name`; raises `UserError` for any other text."""
+    match = re.fullmatch(r"(?:class\s+)?(\d{1,9})(?:\s*:.*)?", text.strip(), flags=re.IGNORECASE | re.DOTALL)
+    if match is None:
+        raise UserError(f"{text!r} is not a class", f"Give a number from 0 to {classes - 1}, or `class 207: its name`.")
+    if int(match[1]) >= classes:
+        raise UserError(f"class {match[1]}: there are {classes} classes", f"Give a number from 0 to {classes - 1}.")
+    return int(match[1])

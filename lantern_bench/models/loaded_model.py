@@ -24,7 +24,7 @@ from lantern_bench.decoding.neighbours import Space, nearest_codes
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.model_file import ModelFile
 from lantern_bench.models.io.neighbour_cache import neighbour_table
-from lantern_bench.models.transformer.target import with_line_ends, without_line_ends
+from lantern_bench.models.transformer.target import TransformerTarget, with_line_ends, without_line_ends
 from lantern_bench.models.vq import VQModel
 
 
@@ -239,3 +239,13 @@ def table_of_file(file: ModelFile, codes: int) -> Tensor | None:
     if not bool(((table >= 0) & (table < codes)).all()) or bool((table == torch.arange(codes)[:, None]).any()):
         raise file.wrong("neighbours.table", f"{path.name}: each row must name other codes, from 0 to {codes - 1}")
     return table.int()
+
+
+def transformer_of(model: LoadedModel) -> TransformerTarget:
+    """The model's target; raises `UserError` where it is of a kind that has no EAGLE drafters."""
+    if not isinstance(model.target, TransformerTarget):
+        raise UserError(
+            f"{model.name}: EAGLE drafters need the features of this package's transformer",
+            f"Its target is a {type(model.target).__name__}; choose a model of another family.",
+        )
+    return model.target

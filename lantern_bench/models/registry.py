@@ -1,8 +1,7 @@
-"""Which models there are: families found by entry point, each with cards that say what can be known without loading.
+"""The model families, found by entry point, and the models by name or by model file.
 
-A family is an object under the entry point group `lantern_bench.families`; the embedded one comes the same way as a
-stranger's. A model is named, or described by a user's own YAML file (`model_file`). Plans, captions and listings need
-only this module, so it imports no torch and opens no weights.
+A family is an object of the entry point group `lantern_bench.families`, from this package or another one. Plans,
+captions and listings need only this module, so it imports no torch and opens no weights.
 """
 
 from __future__ import annotations
@@ -29,11 +28,8 @@ if TYPE_CHECKING:
     from lantern_bench.models.loaded_model import LoadedModel, Parts
 
 
-GROUP = "lantern_bench.families"
-
-
 class Family(Protocol):
-    """A kind of model: what it is called, what it may be asked, how it is loaded."""
+    """A kind of model: its cards, the prompts it takes, how it is loaded."""
 
     def cards(self) -> Sequence[ModelCard]:
         """The models of the family; opens no weights."""
@@ -44,7 +40,7 @@ class Family(Protocol):
         ...
 
     def prompt_sets(self) -> Mapping[str, tuple[str, ...]]:
-        """The prompts the family comes with, by the name of their set; needs no torch."""
+        """The family's own prompt sets, by name; needs no torch."""
         ...
 
     def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
@@ -57,11 +53,11 @@ class FromFile(Protocol):
     """A family whose models a user can describe in a YAML file."""
 
     def takes(self, file: ModelFile) -> bool:
-        """Whether `family:` of the file names this family; opens no checkpoint unless the name leaves it open."""
+        """Whether `family:` of the file names this family; opens the checkpoint only where the name is ambiguous."""
         ...
 
     def card_of_file(self, file: ModelFile) -> ModelCard:
-        """The card of the model; its name is `file.path` as typed. Raises `UserError` for sizes that cannot be."""
+        """The card of the model; its name is `file.path` as given. Raises `UserError` for impossible sizes."""
         ...
 
     def check_prompt_of_file(self, file: ModelFile, text: str) -> None:
@@ -69,33 +65,33 @@ class FromFile(Protocol):
         ...
 
     def load_file(self, file: ModelFile, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-        """Load it; raises `UserError` for checkpoints that are malformed or of another model or stage."""
+        """Load the model; raises `UserError` for checkpoints that are malformed or of another model or stage."""
         ...
 
 
 @runtime_checkable
 class Buildable(Protocol):
-    """A family whose models can be made without their files: random weights, sizes without allocating."""
+    """A family whose architectures are known without files: for random weights and memory estimates."""
 
     def build(self, name: str) -> Parts:
         """Fresh modules of the full shape; under `torch.device("meta")` nothing is allocated."""
         ...
 
     def assemble(self, name: str, parts: Parts, weights: Mapping[str, str]) -> LoadedModel:
-        """Put parts that have their weights together; `weights` maps a part to the hash that records carry."""
+        """Make a model of parts that have their weights; `weights` maps a part to the hash in the records."""
         ...
 
     def random_condition(self, name: str, parts: Parts) -> Callable[[Sequence[str]], Any]:
-        """What stands for the text encoder when weights are random: a function of the prompts alone."""
+        """Conditions without a text encoder, for random weights: a function of the prompts alone."""
         ...
 
 
 @runtime_checkable
 class HasTokenizer(Protocol):
-    """A family that loads a tokenizer without its target, which may be gigabytes."""
+    """A family that can load a tokenizer without its target."""
 
     def load_tokenizer(self, path: Path, device: torch.device, config: Mapping[str, Any] | None = None) -> WithCodes:
-        """Load the tokenizer in a file; `config` is what a model file says of it. Raises `UserError` for another's."""
+        """Load a tokenizer; `config` is from the model file. Raises `UserError` for the tokenizer of another family."""
         ...
 
 
@@ -103,7 +99,7 @@ class WithCodes(Protocol):
     """A loaded tokenizer."""
 
     def codebook(self) -> Tensor:
-        """The codes, rows [V, d] as stored."""
+        """The codebook, rows [V, d] as stored."""
         ...
 
 
@@ -111,13 +107,12 @@ class WithCodes(Protocol):
 def families() -> dict[str, Family]:
     """All families by the name of their entry point; raises `RefusedError` for one that cannot be imported."""
     found: dict[str, Family] = {}
-    for entry in sorted(metadata.entry_points(group=GROUP), key=lambda entry: entry.name):
+    for entry in sorted(metadata.entry_points(group="lantern_bench.families"), key=lambda entry: entry.name):
         try:
             found[entry.name] = entry.load()
         except (ImportError, AttributeError) as error:
             raise RefusedError(
-                f"the model family {entry.name} cannot be loaded: {error}",
-                "Install the package that it comes from again, or remove it.",
+                f"the model family {entry.name} cannot be loaded: {error}", "Reinstall or remove its package."
             ) from error
     return found
 
@@ -128,34 +123,29 @@ def cards() -> dict[str, ModelCard]:
 
 
 def card_of(model: str) -> ModelCard:
-    """The card of a model, by name or by its file; raises `UserError` with the models there are, and the nearest."""
+    """The card of a model, by name, alias or model file; raises `UserError` with the known models and the nearest."""
     if is_model_file(model):
         return family_of(model).cards()[0]
     known = cards()
-    if model in known:
-        return known[model]
     for card in known.values():
-        if model in card.also_called:
+        if model == card.name or model in card.also_called:
             return card
-    hint = did_you_mean(model, known)
     raise UserError(
-        f"--model {model}: unknown model{hint}",
+        f"--model {model}: unknown model{did_you_mean(model, known)}",
         f"The models are {', '.join(known) or 'none'}; or give a YAML file that describes one.",
     )
 
 
 def defaults_of(models: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """The decoding values every model suggests, by name; `models` adds those given by file or by another name."""
+    """The decoding values that every model suggests, by name; also by those of `models` that are files or aliases."""
     known = {name: card.defaults for name, card in cards().items()}
-    others = {name for card in cards().values() for name in card.also_called}
-    for model in models:
-        if model not in known and (is_model_file(model) or model in others):
-            known[model] = card_of(model).defaults
-    return known
+    aliases = {name: card.defaults for card in cards().values() for name in card.also_called}
+    given = {model: card_of(model).defaults for model in models if is_model_file(model)}
+    return known | {model: aliases[model] for model in models if model in aliases} | given
 
 
 def family_of(model: str) -> Family:
-    """The family a model belongs to; raises `UserError` as `card_of`."""
+    """The family of a model; raises `UserError` as `card_of`."""
     if is_model_file(model):
         file = read_model_file(Path(model))
         return _FileFamily(file) if isinstance(file, ModelFile) else _ExternalDrafterFamily(file)
@@ -164,13 +154,13 @@ def family_of(model: str) -> Family:
 
 
 def load_model(model: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-    """Load a model on a device; raises `UserError` for an unknown one, `RefusedError` without its weights."""
+    """Load a model; raises `UserError` for an unknown model, `RefusedError` when its weights are missing."""
     name = model if is_model_file(model) else card_of(model).name
     return family_of(model).load(name, device, dtype)
 
 
 def load_codes(model: str) -> Codes:
-    """The codes of a model on the CPU, from its tokenizer alone where its family can.
+    """The codes of a model on the CPU, loading only its tokenizer where the family can.
 
     Raises as `load_model`, and `UserError` for a model without a tokenizer.
     """
@@ -195,12 +185,12 @@ def load_codes(model: str) -> Codes:
             return Codes(family.load_tokenizer(found.path, device).codebook(), found.folder)
     loaded = load_model(model, device, torch.float32)
     if loaded.codebook is None:
-        raise UserError(f"{model}: has no tokenizer, so nobody knows its codes", "Name one in the model's file.")
+        raise UserError(f"{model}: without a tokenizer there is no codebook", "Give the tokenizer in the model file.")
     return Codes(loaded.codebook, loaded.table_folder, loaded.neighbour_space)
 
 
 class _FileFamily:
-    """The one model of a model file, as a family of its own."""
+    """The model of a model file, as a family of one model."""
 
     def __init__(self, file: ModelFile) -> None:
         self._file, self._family = file, _family_named(file)
@@ -212,12 +202,10 @@ class _FileFamily:
         self._family.check_prompt_of_file(self._file, text)
 
     def prompt_sets(self) -> Mapping[str, tuple[str, ...]]:
-        # What a family may say of prompts is not asked of one that describes models: both are optional there.
-        own = getattr(self._family, "prompt_sets_of_file", None)
-        sets: Mapping[str, tuple[str, ...]] = (
-            own(self._file) if own is not None else getattr(self._family, "prompt_sets", dict)()
-        )
-        return sets
+        # Optional methods of families that describe models.
+        if (of_file := getattr(self._family, "prompt_sets_of_file", None)) is not None:
+            return dict(of_file(self._file))
+        return dict(getattr(self._family, "prompt_sets", dict)())
 
     def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         loaded = self._family.load_file(self._file, device, dtype)
@@ -226,24 +214,23 @@ class _FileFamily:
 
 
 class _ExternalDrafterFamily:
-    """The one model of a file that gives a model another drafter."""
+    """The model of a file that gives a model another drafter, as a family of one model."""
 
     def __init__(self, file: ExternalDrafter) -> None:
         self._file, self._model = file, family_of(file.model)
 
     def cards(self) -> Sequence[ModelCard]:
         card, file = card_of(self._file.model), self._file
-        return [
-            replace(
-                card,
-                name=str(file.path),
-                description=file.description
-                or f"{card.description}; drafter {file.drafter.path.name or file.drafter.path}",
-                defaults=dict(card.defaults) | dict(file.defaults),
-                weights=dict(card.weights) | {"drafter": file.drafter.path},
-                also_called=(),
-            )
-        ]
+        drafter = file.drafter.path
+        made = replace(
+            card,
+            name=str(file.path),
+            description=file.description or f"{card.description}; drafter {drafter.name or drafter}",
+            defaults={**card.defaults, **file.defaults},
+            weights={**card.weights, "drafter": drafter},
+            also_called=(),
+        )
+        return [made]
 
     def check_prompt(self, text: str) -> None:
         self._model.check_prompt(text)
@@ -252,15 +239,22 @@ class _ExternalDrafterFamily:
         return self._model.prompt_sets()
 
     def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-        from lantern_bench.models.external_drafter import with_drafter
+        from lantern_bench.models.eagle import load_drafter
+        from lantern_bench.models.io.checkpoint import open_checkpoint
+        from lantern_bench.models.io.files import hash_of
+        from lantern_bench.models.loaded_model import transformer_of
 
-        loaded = with_drafter(load_model(self._file.model, device, dtype), self._file.drafter.path)
+        loaded, folder = load_model(self._file.model, device, dtype), self._file.drafter.path
+        target = transformer_of(loaded)
         loaded.name = name
+        loaded.drafter = load_drafter(folder, target, dtype=target.dtype, device=target.device)
+        paths = (*open_checkpoint(folder).paths, folder / "config.json")
+        loaded.weights = {**loaded.weights, "drafter": hash_of(paths)}
         return loaded
 
 
 def _family_named(file: ModelFile) -> FromFile:
-    """The family that takes a file; raises `UserError` with those that can be described."""
+    """The family that takes a model file; raises `UserError` with the families that take any."""
     able = {name: family for name, family in families().items() if isinstance(family, FromFile)}
     for family in able.values():
         if family.takes(file):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from lantern_bench.config.plan import Prompt
 from lantern_bench.errors import UserError, did_you_mean
-from lantern_bench.models.default_prompts import class_prompt
+from lantern_bench.models.family import class_prompt
 from lantern_bench.models.io.files import file_sha256
 from lantern_bench.models.registry import Family
 

@@ -9,8 +9,7 @@ import torch
 
 from lantern_bench.errors import UserError
 from lantern_bench.models.eagle import load_drafter
-from lantern_bench.models.external_drafter import transformer_of
-from lantern_bench.models.loaded_model import ReadsPictures
+from lantern_bench.models.loaded_model import ReadsPictures, transformer_of
 from lantern_bench.models.registry import card_of, family_of, load_model
 from lantern_bench.models.transformer.target import with_line_ends, without_line_ends
 from tests.models import golden_models, tiny_chameleon
@@ -68,7 +67,7 @@ def test_drafter_of_another_family_is_refused(tmp_path: Path) -> None:
     folder = tiny_chameleon.write_drafter(tmp_path / "drafter")
     with pytest.raises(UserError, match="hidden_size is 32"):
         load_drafter(folder, transformer_of(llamagen), dtype=torch.float32, device=CPU)
-    with pytest.raises(UserError, match="its target is no transformer"):
+    with pytest.raises(UserError, match="EAGLE drafters need the features"):
         transformer_of(TinyFamily().load("tiny", CPU, torch.float32))
 
 

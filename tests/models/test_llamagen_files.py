@@ -239,7 +239,7 @@ def test_a_tokenizer_must_be_one(official: Any, tmp_path: Path) -> None:
     [
         (["--class", "3"], "no picture can be drawn: it has no tokenizer"),
         (["--class", "7"], "--class 7: "),
-        (["a caption"], "'a caption' is no class"),
+        (["a caption"], "'a caption' is not a class"),
         ([], "the prompt is missing"),
         (["--class", "1", "a caption"], "a caption and --class"),
         (["--condition", "none.npz"], "--condition none.npz: no such file"),

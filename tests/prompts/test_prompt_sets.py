@@ -9,7 +9,7 @@ import pytest
 
 from lantern_bench.config.plan import Prompt
 from lantern_bench.errors import UserError
-from lantern_bench.models.default_prompts import class_number, class_prompt
+from lantern_bench.models.family import class_number, class_prompt
 from lantern_bench.prompts.sets import load_prompts, prompt_facts
 from tests.tiny_family import PROMPTS
 
@@ -91,7 +91,7 @@ def test_a_class_is_read_from_its_prompt(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "wrong"), [("golden", "is no class"), ("class -1", "is no class"), ("1000", "1000 c")]
+    ("text", "wrong"), [("golden", "is not a class"), ("class -1", "is not a class"), ("1000", "1000 c")]
 )
 def test_what_is_no_class(text, wrong):
     with pytest.raises(UserError, match=wrong):

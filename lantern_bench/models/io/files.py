@@ -1,4 +1,4 @@
-"""Atomic writes, and SHA-256 hashes of files, remembered so that 14 GB are not read again at each start.
+"""Reading JSON, atomic writes, and SHA-256 hashes of files, remembered so that 14 GB are not read again at each start.
 
 The remembered hashes are keyed by path, size and modification time, in one index in the user's cache directory.
 """
@@ -11,6 +11,9 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+from lantern_bench.errors import UserError
 
 _CHUNK = 1 << 22
 # A smaller file is read faster than the index is kept.
@@ -31,6 +34,14 @@ def write_atomically(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file; raises `UserError` for one that cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as JSON: {error}") from error
 
 
 def file_sha256(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:

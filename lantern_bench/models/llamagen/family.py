@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lantern_bench.models.default_prompts import class_number, some_classes
-from lantern_bench.models.family import CheckpointFamily, config_beside
+from lantern_bench.models.family import CheckpointFamily, class_number, config_beside, some_classes
 from lantern_bench.models.io.model_file import ModelFile
 from lantern_bench.models.llamagen import PUBLISHED, Kind, LlamaGenSize
 from lantern_bench.plugins import ModelCard

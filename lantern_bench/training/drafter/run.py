@@ -23,10 +23,9 @@ from lantern_bench.clock import OnProgress, unheard
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.eagle import EagleDrafter, drafter_key_map, fresh_drafter, load_drafter
-from lantern_bench.models.external_drafter import transformer_of
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.io.state_dict import export
-from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.models.loaded_model import LoadedModel, transformer_of
 from lantern_bench.models.transformer.target import TransformerTarget
 from lantern_bench.training.drafter.dataset import Examples, make_examples, split
 from lantern_bench.training.drafter.features import (
