@@ -1,11 +1,27 @@
 """Benchmark of relaxed speculative decoding for visual autoregressive image generation.
 
-The command line (`lantern-bench`) is the public face; the package root holds the version and imports nothing, so that
-`lantern-bench --help` is quick.
+The command line is `lantern-bench`; the Python API (docs/python-api.md) is imported when one of its names is
+first used, so that `import lantern_bench` imports neither torch nor pandas.
 """
 
 from __future__ import annotations
 
-__all__ = ["__version__"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lantern_bench.api import DecodedImage, Run, decode, load_model, load_run, sweep
+
+__all__ = ["DecodedImage", "Run", "__version__", "decode", "load_model", "load_run", "sweep"]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(importlib.import_module("lantern_bench.api"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

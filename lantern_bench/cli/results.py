@@ -29,9 +29,10 @@ def show(
         raise UserError(f"--table {table}: unknown", f"The tables are {', '.join(_TABLES)}.")
     folder = locate(run)
 
-    from lantern_bench.report.tables import read_tables, save_tables
+    from lantern_bench.api import load_run
+    from lantern_bench.report.tables import save_tables
 
-    tables = read_tables(folder)
+    tables = load_run(folder).tables
     try:
         save_tables(tables, folder)
     except UserError as error:

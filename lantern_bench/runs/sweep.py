@@ -62,10 +62,10 @@ def prepare(
     settings.
     """
     part = parse_shard(shard) if shard is not None else None
-    loaded = _load(source, overrides)
+    loaded = load(source, overrides)
     if both_residuals and "residual" not in overrides.values and loaded.is_relaxed:
         values = {**overrides.values, "residual": ["official", "exact"]}
-        loaded = _load(source, replace(overrides, values=values))
+        loaded = load(source, replace(overrides, values=values))
     if "prompts" not in loaded.settings.model_fields_set:
         own = {"prompts": card_of(loaded.settings.model[0]).prompt_set}
         loaded = replace(loaded, settings=loaded.settings.model_copy(update=own))
@@ -86,7 +86,8 @@ def prepare(
     return Request(resolved, plan, folder, protocol, facts)
 
 
-def _load(source: str | Path | Mapping[str, Any], overrides: Overrides) -> Experiment:
+def load(source: str | Path | Mapping[str, Any], overrides: Overrides) -> Experiment:
+    """Read an experiment by name, file or content; raises `UserError` as `load_experiment`."""
     if isinstance(source, str | Path):
         return load_experiment(source, overrides)
     experiment, problems = read_experiment(Source("experiment", Path(), dict(source)), overrides)

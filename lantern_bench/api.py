@@ -1,0 +1,253 @@
+"""The Python API: run sweeps, read runs as DataFrames, load models and decode prompts (docs/python-api.md).
+
+The names here are also attributes of `lantern_bench`. The command line calls the same functions of `runs/` and
+`report/`, so both give the same records and figures. Errors are those of `lantern_bench.errors`; their messages name a
+parameter by its flag, for example `--delta 1.5`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from lantern_bench.config.experiment import resolve
+from lantern_bench.config.plan import Prompt, Unit, record_seed
+from lantern_bench.config.values import Overrides
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models import registry
+from lantern_bench.report.format_tables import readable
+from lantern_bench.report.tables import tables_of, write_tables
+from lantern_bench.runs import sweep as runs_sweep
+from lantern_bench.runs.store import RunData, find_run, read_run, results_root
+from lantern_bench.schema import columns
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from PIL import Image
+    from torch import Tensor
+
+    from lantern_bench.decoding.trace import ImageTrace
+    from lantern_bench.models.loaded_model import LoadedModel
+    from lantern_bench.runs.runner import Event
+
+
+class Run:
+    """A run directory, read once: records, tables and pictures. Make one with `sweep` or `load_run`."""
+
+    def __init__(self, data: RunData) -> None:
+        self._data = data
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return self._data.folder
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The content of `manifest.json`: experiment, record key fields, machine, sessions."""
+        return self._data.manifest
+
+    @cached_property
+    def cells(self) -> list[str]:
+        """The ids of the cells, in the order of the tables."""
+        return [str(cell) for cell in self.speed["cell_id"]]
+
+    @cached_property
+    def records(self) -> pd.DataFrame:
+        """One row an image, the last of each record key; columns as `schema.columns("records")`, lists in cells."""
+        import pandas as pd
+
+        declared = columns("records")
+        frame = pd.DataFrame(self._data.records, columns=[column.name for column in declared])
+        return frame.astype({column.name: "Int64" for column in declared if column.dtype == "int"})
+
+    @cached_property
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """The tables `speed`, `quality`, `acceptance` and `summary`, built from the records."""
+        return tables_of(self._data)
+
+    @property
+    def speed(self) -> pd.DataFrame:
+        """Speed by cell; the same values as `speed.csv`, which has 6 significant digits."""
+        return self.tables["speed"]
+
+    @property
+    def quality(self) -> pd.DataFrame:
+        """Quality by cell and protocol; the same values as `quality.csv`."""
+        return self.tables["quality"]
+
+    @property
+    def acceptance(self) -> pd.DataFrame:
+        """Acceptance by cell, depth, child rank and image position; the same values as `acceptance.csv`."""
+        return self.tables["acceptance"]
+
+    @property
+    def summary(self) -> pd.DataFrame:
+        """One row a cell, as the papers' tables; the same values as `summary.csv`."""
+        return self.tables["summary"]
+
+    def pictures(self, cell: str) -> list[Image.Image]:
+        """Open the pictures of a cell in the order of its images; PIL reads each file when its pixels are first used.
+
+        Raises `UserError` for an unknown cell, `FileNotFoundError` for a picture that was removed.
+        """
+        from PIL import Image
+
+        if cell not in self.cells:
+            raise UserError(f"{cell}: no such cell in {self.path}", f"The cells are {', '.join(self.cells)}.")
+        rows = [row for row in self._data.records if row["cell_id"] == cell and row["image"]]
+        return [Image.open(self.path / row["image"]) for row in sorted(rows, key=lambda row: str(row["image"]))]
+
+    def __repr__(self) -> str:
+        failed = sum(row["status"] != "ok" for row in self._data.records)
+        counts = f"{len(self.cells)} cells, {len(self._data.records) - failed} images"
+        return f"Run({str(self.path)!r}: {counts}{f', {failed} failed' if failed else ''})"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        shown, notes = readable(self.summary, "summary")
+        below = "".join(f"<p>{escape(note)}</p>" for note in notes)
+        return f"<p><b>{escape(repr(self))}</b></p>{shown.to_html(index=False)}{below}"
+
+
+@dataclass(frozen=True)
+class DecodedImage:
+    """One decoded prompt.
+
+    tokens: int32 [N] on the CPU. picture: RGB, None for a model without a tokenizer. trace: what every step committed
+    and accepted, seconds, forwards (`decoding/trace.py`).
+    """
+
+    prompt: str
+    tokens: Tensor
+    picture: Image.Image | None
+    trace: ImageTrace
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Tokens committed per step, bonus token included; None for an image of one token."""
+        return self.trace.mean_accepted_length
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of decoding, without text encoding and pixels."""
+        return self.trace.seconds
+
+    def _repr_png_(self) -> bytes | None:
+        if self.picture is None:
+            return None
+        buffer = io.BytesIO()
+        self.picture.save(buffer, format="PNG")
+        return buffer.getvalue()
+
+
+def sweep(
+    experiment: str | Path | Mapping[str, Any] = "lanterns",
+    *,
+    out: str | Path | None = None,
+    resume: bool = True,
+    modes: str | Sequence[str] | None = None,
+    progress: Callable[[Event], None] | None = None,
+    **overrides: Any,
+) -> Run:
+    """Run an experiment and return the run: decode and score every missing image, write the tables.
+
+    Args:
+        experiment: the name of a shipped experiment, a YAML file, or the content of one as a mapping.
+        out: the run directory; by default `results/<name>-<hash>`.
+        resume: continue the run directory, or start a new one beside it.
+        modes: keep only the cells of these modes.
+        progress: called with every event (`lantern_bench.runs.runner`), for example `ImageDone`.
+        overrides: keys of an experiment, as the flags of `lantern-bench sweep`; a list makes a grid. Write `lambda_`
+            for `lambda`, and `**{"cells.2.delta": 0.1}` for one cell.
+
+    Raises:
+        UserError: for everything wrong with the experiment, the overrides or the prompts, in one message.
+        RefusedError: for missing weights, and for a run directory in use or made with other settings.
+        RecordsFailedError: when images failed; the run is written, and `load_run` returns it.
+    """
+    asked = runs_sweep.prepare(
+        experiment, _overrides(overrides, modes), out=Path(out) if out is not None else None, resume=resume
+    )
+    failed = runs_sweep.run(asked, progress or (lambda _event: None))
+    write_tables(asked.folder)
+    runs_sweep.check_failed(asked, failed)
+    return load_run(asked.folder)
+
+
+def load_run(path: str | Path) -> Run:
+    """Read a run by the path of its run directory, or by its name (or the start of it) under `results/`.
+
+    Raises `UserError` for a path that is not a run directory or is damaged, `RefusedError` for a run without records.
+    """
+    data = read_run(find_run(path, results_root()))
+    if not data.records:
+        raise RefusedError(f"{data.folder} has no records yet", "Resume it with the command that started it.")
+    return Run(data)
+
+
+def load_model(
+    name: str = "lanterns",
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    neighbour_space: Literal["raw", "normalised"] | None = None,
+) -> LoadedModel:
+    """Load a model by name, or by the YAML file that describes it.
+
+    `device` is auto, cpu, mps, cuda or cuda:N; `dtype` is auto, float32, bfloat16 or float16. Raises `UserError` for an
+    unknown model or a malformed file, `RefusedError` for missing weights or a missing device.
+    """
+    from lantern_bench.runs.devices import choose_place, set_space
+
+    place = choose_place(device, dtype)
+    model = registry.load_model(name, place.device, place.dtype)
+    set_space(model, neighbour_space)
+    return model
+
+
+def decode(
+    model: LoadedModel, prompts: str | Sequence[str], *, mode: str = "speculative", seed: int = 0, **parameters: Any
+) -> list[DecodedImage]:
+    """Decode prompts one at a time.
+
+    `parameters` are decoding parameters with one value each, such as `tree="chain-7"`, `neighbours=100`, `delta=0.1`,
+    `lambda_=5`, `temperature=0`; the others are the model's defaults, and relaxed modes need their bound. The tokens
+    are those of an uncompiled sweep with this seed, these parameters and the model's dtype. Raises `UserError` for a
+    wrong parameter or prompt and for a list of values, `RefusedError` for a missing drafter or text encoder.
+    """
+    import torch
+
+    from lantern_bench.models.loaded_model import NoPixels
+    from lantern_bench.runs.devices import Place
+    from lantern_bench.runs.runner import make_images, picture_of
+
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    overrides = _overrides(parameters | {"model": [model.name], "seed": seed}, None)
+    source = {"name": "decode", "model": model.name, "baseline": False, "cells": [{"mode": mode}]}
+    resolved = resolve(runs_sweep.load(source, overrides), registry.defaults_of([model.name]))
+    if len(resolved.cells) != 1:
+        raise UserError(f"decode takes one value per parameter; these make {len(resolved.cells)} cells", "Use sweep.")
+    family = registry.family_of(model.name)
+    for text in texts:
+        family.check_prompt(text)
+    for _ in model.prepare(list(dict.fromkeys(texts))):
+        pass
+    draws = not isinstance(model.pixels, NoPixels)
+    place = Place(model.target.device, torch.get_default_dtype())
+    images = []
+    for index, prompt in enumerate(map(Prompt, texts)):
+        unit = Unit(resolved.cells[0], prompt, 0, record_seed(seed, prompt.id, 0), index, index)
+        (made,) = make_images(model, [unit], place, tokens=None if draws else model.target.image_tokens)
+        picture = picture_of(made.pixels) if draws else None
+        images.append(DecodedImage(prompt.text, made.tokens.cpu(), picture, made.trace))
+    return images
+
+
+def _overrides(values: Mapping[str, Any], modes: str | Sequence[str] | None) -> Overrides:
+    return Overrides.from_flags({key.rstrip("_"): value for key, value in values.items()}, modes=modes)

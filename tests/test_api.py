@@ -1,0 +1,199 @@
+"""The Python API: the same runs and figures as the command line, and the example of its page."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+import lantern_bench
+from lantern_bench.cli import main as cli
+from lantern_bench.errors import RecordsFailedError, RefusedError, UserError
+from lantern_bench.models import registry
+from lantern_bench.runs.runner import ImageDone, Loaded, Started, WarmedUp
+from lantern_bench.runs.store import RESULTS_VARIABLE
+from tests.tiny_family import EXPERIMENT, PROMPTS, TOKENS, TinyFamily
+
+PAGE = Path(__file__).parent.parent / "docs" / "python-api.md"
+CONTENT = yaml.safe_load(EXPERIMENT)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyFamily:
+    family = TinyFamily()
+    monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(RESULTS_VARIABLE, "results")
+    Path("tiny.yaml").write_text(EXPERIMENT)
+    return family
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, lantern_bench; heavy = {'torch', 'pandas', 'numpy', 'pydantic', 'yaml'} & set(sys.modules);"
+        "assert not heavy, heavy; assert set(lantern_bench.__all__) <= set(dir(lantern_bench));"
+        "lantern_bench.load_run; assert 'torch' not in sys.modules and 'pandas' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'swep'"):
+        lantern_bench.swep  # noqa: B018
+
+
+@pytest.mark.parametrize("name", [name for name in lantern_bench.__all__ if name != "__version__"])
+def test_every_public_name_is_documented_and_typed(name: str) -> None:
+    thing = getattr(lantern_bench, name)
+    assert inspect.getdoc(thing) and f"`{name}" in PAGE.read_text(encoding="utf-8")
+    if inspect.isfunction(thing):
+        signature = inspect.signature(thing)
+        annotations = [parameter.annotation for parameter in signature.parameters.values()]
+        assert inspect.Signature.empty not in [*annotations, signature.return_annotation]
+
+
+@pytest.mark.parametrize("experiment", ["tiny.yaml", Path("tiny.yaml"), CONTENT])
+def test_sweep_takes_a_name_a_path_or_a_mapping(tiny: TinyFamily, experiment: object) -> None:
+    run = lantern_bench.sweep(experiment, images=1, modes="ar")  # type: ignore[arg-type]
+    assert run.cells == ["ar-t1"] and len(run.records) == 1
+    assert run.path.parent == Path("results") and (run.path / "summary.csv").is_file()
+
+
+def test_sweep_and_the_command_make_the_same_run(tiny: TinyFamily) -> None:
+    run = lantern_bench.sweep("tiny.yaml", out="a", lambda_=[2, 3], seed=4)
+    assert cli.main(["sweep", "tiny.yaml", "--out", "b", "--lambda", "2,3", "--seed", "4", "-q"]) == 0
+    other = lantern_bench.load_run("b")
+    assert run.cells == other.cells and len(run.cells) == 6
+    same = ["record_key", "cell_id", "tokens_sha256", "image_sha256", "seed", "accepted_per_step"]
+    pd.testing.assert_frame_equal(run.records[same], other.records[same])
+
+
+def test_progress_receives_the_events(tiny: TinyFamily) -> None:
+    events: list[object] = []
+    lantern_bench.sweep("tiny.yaml", images=1, progress=events.append)
+    assert isinstance(events[0], Loaded) and isinstance(events[1], Started)
+    assert [type(event) for event in events[2:]] == [WarmedUp] * 5 + [ImageDone] * 6
+
+
+def test_sweep_resumes_and_refuses_as_the_command(tiny: TinyFamily) -> None:
+    lantern_bench.sweep("tiny.yaml", out="run", images=1)
+    events: list[object] = []
+    run = lantern_bench.sweep("tiny.yaml", out="run", images=2, progress=events.append)
+    assert len(run.records) == 12 and Started(6, {cell: 1 for cell in run.cells}) in events
+    with pytest.raises(RefusedError, match="seed changed"):
+        lantern_bench.sweep("tiny.yaml", out="run", seed=1)
+    assert lantern_bench.sweep("tiny.yaml", out="run", images=1, resume=False).path == Path("run-2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"delta": 1.5}, "--delta 1.5: must"),
+        ({"detla": 0.1}, "detla"),
+        ({"modes": "lantrn"}, "did you mean lantern?"),
+        ({"prompts": "none.txt"}, "--prompts none.txt: no such file"),
+    ],
+)
+def test_wrong_overrides_are_user_errors(tiny: TinyFamily, changes: dict[str, object], wrong: str) -> None:
+    for experiment in ("tiny.yaml", CONTENT):
+        with pytest.raises(UserError) as caught:
+            lantern_bench.sweep(experiment, **changes)  # type: ignore[arg-type]
+        assert wrong in caught.value.message
+    assert not Path("results").exists()
+
+
+def test_failed_images_raise_and_the_run_can_be_read(tiny: TinyFamily) -> None:
+    Path("broken.txt").write_text("one red lantern\nbroken\n")
+    with pytest.raises(RecordsFailedError, match="6 of 12 images failed"):
+        lantern_bench.sweep("tiny.yaml", out="run", prompts="broken.txt", images=2)
+    run = lantern_bench.load_run("run")
+    assert repr(run) == "Run('run': 6 cells, 6 images, 6 failed)"
+    assert set(run.records["status"]) == {"ok", "failed"} and (run.summary["failed"] == 1).all()
+    assert len(run.pictures(run.cells[0])) == 1
+
+
+def test_a_run_has_the_tables_of_its_csv_files(tiny: TinyFamily) -> None:
+    run = lantern_bench.sweep("tiny.yaml", out="run")
+    for name in ("speed", "quality", "acceptance", "summary"):
+        text = getattr(run, name).to_csv(index=False, float_format="%.6g", lineterminator="\n")
+        assert text == (run.path / f"{name}.csv").read_text()
+    assert run.summary is run.summary and run.records["tokens"].dtype == "Int64"
+    assert run.manifest["experiment"]["name"] == "tiny"
+    assert "<table" in run._repr_html_() and "speculative" in run._repr_html_()
+
+
+def test_pictures_are_the_images_of_the_cell(tiny: TinyFamily) -> None:
+    run = lantern_bench.sweep("tiny.yaml", out="run")
+    pictures = run.pictures(run.cells[1])
+    files = [Image.open(run.path / "images" / run.cells[1] / f"{number:06d}.png") for number in range(3)]
+    assert [np.asarray(one).tolist() for one in pictures] == [np.asarray(one).tolist() for one in files]
+    with pytest.raises(UserError, match="no such cell"):
+        run.pictures("other")
+
+
+def test_load_run_finds_names_and_refuses_what_is_no_run(tiny: TinyFamily) -> None:
+    run = lantern_bench.sweep("tiny.yaml", images=1, modes="ar")
+    assert lantern_bench.load_run("tiny").path == run.path
+    with pytest.raises(UserError, match="no such run"):
+        lantern_bench.load_run("other")
+    (run.path / "records.jsonl").write_text("")
+    with pytest.raises(RefusedError, match="no records yet"):
+        lantern_bench.load_run(run.path)
+
+
+def test_decode_gives_the_tokens_of_a_sweep(tiny: TinyFamily) -> None:
+    run = lantern_bench.sweep("tiny.yaml", out="run", seed=3)
+    model = lantern_bench.load_model("tiny", device="cpu")
+    images = lantern_bench.decode(model, PROMPTS, mode="lantern", neighbours=3, delta=0.2, seed=3)
+    pictures = run.pictures(next(cell for cell in run.cells if cell.startswith("lantern-")))
+    for image, picture, prompt in zip(images, pictures, PROMPTS, strict=True):
+        assert image.prompt == prompt and image.tokens.shape == (TOKENS,) and image.tokens.dtype == torch.int32
+        assert image.picture is not None and np.array_equal(np.asarray(image.picture), np.asarray(picture))
+        assert image.mean_accepted_length is not None and image.mean_accepted_length >= 1 and image.seconds > 0
+        assert (image._repr_png_() or b"").startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"mode": "lantern"}, "delta"),
+        ({"mode": "lantrn"}, "lantrn"),
+        ({"temperature": [0, 1]}, "decode takes one value per parameter"),
+        ({"prompts": ["one pink lantern"]}, "unknown word 'pink'"),
+        ({"neighbours": 3}, "reaches no cell"),
+    ],
+)
+def test_decode_refuses_wrong_parameters(tiny: TinyFamily, changes: dict[str, object], wrong: str) -> None:
+    model = lantern_bench.load_model("tiny")
+    with pytest.raises(UserError) as caught:
+        lantern_bench.decode(model, **({"prompts": PROMPTS} | changes))  # type: ignore[arg-type]
+    assert wrong in str(caught.value)
+
+
+def test_load_model_refuses_unknown_models_and_devices(tiny: TinyFamily) -> None:
+    with pytest.raises(UserError, match="unknown model"):
+        lantern_bench.load_model("lantern")
+    with pytest.raises(RefusedError, match="cuda:97"):
+        lantern_bench.load_model("tiny", device="cuda:97")
+
+
+def test_the_example_of_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), names)
+    printed = capsys.readouterr().out
+    assert len(blocks) == 4 and "Run('example-run': 4 cells, 8 images)" in printed
+    assert printed.count(" ok ") == 4 and Path("first.png").is_file() and Path("relaxed.png").is_file()
