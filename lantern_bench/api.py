@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lantern_bench.config.experiment import resolve
-from lantern_bench.config.plan import Prompt, Unit, record_seed
 from lantern_bench.config.values import Overrides
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models import registry
@@ -223,9 +222,9 @@ def decode(
     """
     import torch
 
-    from lantern_bench.models.loaded_model import NoPixels
     from lantern_bench.runs.devices import Place
-    from lantern_bench.runs.runner import make_images, picture_of
+    from lantern_bench.runs.generation import decode_units, units_of
+    from lantern_bench.runs.runner import picture_of
 
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     overrides = _overrides(parameters | {"model": [model.name], "seed": seed}, None)
@@ -238,15 +237,12 @@ def decode(
         family.check_prompt(text)
     for _ in model.prepare(list(dict.fromkeys(texts))):
         pass
-    draws = not isinstance(model.pixels, NoPixels)
     place = Place(model.target.device, torch.get_default_dtype())
-    images = []
-    for index, prompt in enumerate(map(Prompt, texts)):
-        unit = Unit(resolved.cells[0], prompt, 0, record_seed(seed, prompt.id, 0), index, index)
-        (made,) = make_images(model, [unit], place, tokens=None if draws else model.target.image_tokens)
-        picture = picture_of(made.pixels) if draws else None
-        images.append(DecodedImage(prompt.text, made.tokens.cpu(), picture, made.trace))
-    return images
+    decoded = decode_units(model, place, units_of(resolved, texts, 1), keep_logits=False)
+    return [
+        DecodedImage(text, made.tokens.cpu(), picture_of(made.pixels) if made.pixels.numel() else None, made.trace)
+        for text, made in zip(texts, decoded, strict=True)
+    ]
 
 
 def _overrides(values: Mapping[str, Any], modes: str | Sequence[str] | None) -> Overrides:
