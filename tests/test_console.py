@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 
 from lantern_bench.console import Console, duration
-from lantern_bench.console import progress as progress_module
 from lantern_bench.errors import UserError
 from lantern_bench.report.format_tables import readable
 from lantern_bench.report.tables import build_tables
@@ -156,7 +155,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(progress_module, "now", clock)
+    monkeypatch.setattr("lantern_bench.console.now", clock)
     return clock
 
 

@@ -59,10 +59,10 @@ def curves(
 
     from lantern_bench.report.curve_data import curve_tables
     from lantern_bench.report.labels import check_grouping
-    from lantern_bench.report.records import read_named
+    from lantern_bench.report.records import load_runs
 
     check_grouping(by)
-    tables = {name: curve_tables(data) for name, data in read_named(folders).items()}
+    tables = {name: curve_tables(data) for name, data in load_runs(folders).items()}
     if terminal:
         from lantern_bench.console.charts import plain, terminal_curves
 
@@ -89,8 +89,8 @@ def compare(
     format: FormatOption = None,
 ) -> None:
     """Compare two runs cell by cell, paired by prompt: ratio or difference, 95 % interval, verdict."""
-    from lantern_bench.report.compare import ACROSS, SAME, WORSE, check_likeness, compare_runs, differences
-    from lantern_bench.report.records import read_named
+    from lantern_bench.report.compare import ACROSS, SAME, WORSE, check_comparability, compare_runs, differences
+    from lantern_bench.report.records import load_runs
 
     console: Console = ctx.obj
     allowed = [kind.strip() for text in across or [] for kind in text.split(",")]
@@ -101,9 +101,9 @@ def compare(
     folders = (locate(run_a), locate(run_b))
     if folders[0].resolve() == folders[1].resolve():
         raise UserError(f"{run_b}: is the same run as {run_a}", "Give two runs.")
-    names, (a, b) = zip(*read_named(folders).items(), strict=True)
+    names, (a, b) = zip(*load_runs(folders).items(), strict=True)
     unlike = differences(a, b)
-    check_likeness(unlike, allowed)
+    check_comparability(unlike, allowed)
     for one in unlike:
         console.warn(f"the runs differ in {one}")
     found = compare_runs(a, b)

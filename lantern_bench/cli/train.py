@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch
 
-    from lantern_bench.console.progress import Progress
+    from lantern_bench.console import Progress
     from lantern_bench.training.lanterns.quality_gates import Bar, Observations
     from lantern_bench.training.lanterns.recipe import RecipeSettings
     from lantern_bench.training.loop import TrainEvent

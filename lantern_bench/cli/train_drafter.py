@@ -21,7 +21,7 @@ from lantern_bench.runs.store import results_root
 
 if TYPE_CHECKING:
     from lantern_bench.config.decoding import Decoding
-    from lantern_bench.console.progress import Progress
+    from lantern_bench.console import Progress
     from lantern_bench.models.registry import Family
     from lantern_bench.plugins import ModelCard
     from lantern_bench.training.drafter.dataset import Data

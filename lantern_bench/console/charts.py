@@ -1,13 +1,13 @@
-"""Curves in small, as lines of text: acceptance by depth, accepted lengths and their means, speed against quality.
+"""Small curves as lines of text, for a remote shell: acceptance by depth, accepted lengths, speed against quality.
 
-For a look over a remote shell. They show the points that the files show (`report/curve_data.py`), with the same names;
-intervals are in the files. No escape codes, so that they can be piped and pasted; where the stream cannot write block
-characters plain ones stand for them.
+They show the points of `report/curve_data.py` with the same labels; intervals are in the files. They hold no escape
+codes, so that they can be piped; `plain` replaces block characters where the stream cannot write them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
 from string import ascii_uppercase
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from lantern_bench.report.curve_data import (
     QUALITIES,
     SPEEDS,
     Front,
+    Tables,
     acceptance_points,
     bound_points,
     fronts,
@@ -26,15 +27,10 @@ from lantern_bench.report.labels import BOUNDS
 if TYPE_CHECKING:
     import pandas as pd
 
-    Tables = Mapping[str, pd.DataFrame]
-
-__all__ = ["plain", "terminal_curves"]
-
 _BARS = " ▁▂▃▄▅▆▇█"
 _PLAIN = str.maketrans(dict(zip("▁▂▃▄▅▆▇█│└─", "..::-=+#|+-", strict=True)) | {"δ": "delta", "λ": "lambda"})
 _FRONT_HEIGHT = 14
 _FRONT_WIDTH = 64
-_GROUP = ["run", "model", "cell_id"]
 
 
 def terminal_curves(runs: Mapping[str, Tables], by: str = "mode", width: int = 100) -> list[str]:
@@ -47,7 +43,7 @@ def terminal_curves(runs: Mapping[str, Tables], by: str = "mode", width: int = 1
         charts += _bounds(bound_points(runs, parameter), parameter, width)
     charts += [_front(front, width) for front in fronts(runs) if front.speed == "speedup"]
     if not charts:
-        raise RefusedError("nothing to draw: no drafts and no scored, timed images in these runs")
+        raise RefusedError("nothing to draw: these runs hold no drafts and no images that are both scored and timed")
     return charts
 
 
@@ -57,82 +53,72 @@ def plain(text: str) -> str:
 
 
 def _depths(points: pd.DataFrame) -> Iterator[str]:
-    if not len(points):
-        return
-    depths = sorted({int(depth) for depth in points["index"]})
-    rows = []
-    for _, line in points.groupby(_GROUP, sort=False):
-        rate = dict(zip(line["index"].astype(int), line["rate"].astype(float), strict=True))
-        cells = [f"{_bar(rate[depth])} {rate[depth]:.2f}" if depth in rate else "" for depth in depths]
-        rows.append([str(line["label"].iloc[0]), *cells])
-    yield _columns("acceptance rate by depth of the draft tree", ["", *map(str, depths)], rows)
+    if len(points):
+        rates = _by_cell(points, "index", "rate")
+        rows = [
+            [label, *(f"{_bar(rate)} {rate:.2f}" if rate == rate else "" for rate in line)]
+            for label, *line in rates.itertuples()
+        ]
+        yield _columns("acceptance rate by depth of the draft tree", ["", *map(str, rates.columns)], rows)
 
 
 def _lengths(points: pd.DataFrame) -> Iterator[str]:
-    if not len(points):
-        return
-    longest = int(points["length"].max())
-    highest = float(points["share"].max())
-    rows = []
-    for _, line in points.groupby(_GROUP, sort=False):
-        share = dict(zip(line["length"].astype(int), line["share"].astype(float), strict=True))
-        mean = sum(length * part for length, part in share.items())
-        bars = [f"{_bar(share.get(n, 0.0) / highest)} {share.get(n, 0.0):.0%}" for n in range(1, longest + 1)]
-        rows.append([str(line["label"].iloc[0]), *bars, f"{mean:.2f}"])
-    yield _columns("share of steps by tokens committed", ["", *map(str, range(1, longest + 1)), "mean"], rows)
+    if len(points):
+        shares = _by_cell(points, "length", "share").fillna(0.0)
+        highest = float(points["share"].max())
+        rows = []
+        for label, *line in shares.itertuples():
+            mean = sum(length * share for length, share in zip(shares.columns, line, strict=True))
+            rows.append([label, *(f"{_bar(share / highest)} {share:.0%}" for share in line), f"{mean:.2f}"])
+        yield _columns("share of steps by tokens committed", ["", *map(str, shares.columns), "mean"], rows)
 
 
 def _bounds(points: pd.DataFrame, parameter: str, width: int) -> Iterator[str]:
-    """Horizontal bars: the mean accepted length for each value, from 1, which is what no draft at all gives."""
+    """Horizontal bars: the mean accepted length for each value, from 1, the length without drafts."""
     if points[parameter].nunique() < 2:
         return
-    names = [str(label) for label in points["label"]]
-    room = max(10, min(48, width - max(map(len, names)) - 10))
+    wide = points["label"].str.len().max()
+    room = max(10, min(48, width - wide - 10))
     most = max(float(points["mean_accepted_length"].max()), 1.001)
     lines = [f"mean accepted length by {parameter} (bars begin at 1)"]
-    for name, value in zip(names, points["mean_accepted_length"].astype(float), strict=True):
+    for label, value in zip(points["label"], points["mean_accepted_length"], strict=True):
         length = max(0, round(room * (value - 1) / (most - 1)))
-        lines.append(f"  {name:<{max(map(len, names))}}  {value:5.2f} │{'█' * length}".rstrip())
+        lines.append(f"  {label:<{wide}}  {value:5.2f} │{'█' * length}".rstrip())
     yield "\n".join(lines)
 
 
 def _front(front: Front, width: int) -> str:
     """A scatter of letters: capital on the front, small where another cell is at least as fast and as good."""
-    points = front.points
+    points, less_is_better = front.points, QUALITIES[front.quality].less_is_better
     wide = max(20, min(_FRONT_WIDTH, width - 12))
-    letters = _letters(points)
-    across = _places(points[front.speed].astype(float).tolist(), wide)
-    up = _places(points[front.quality].astype(float).tolist(), _FRONT_HEIGHT)
+    letters = [a.lower() if pale else a for a, pale in zip(cycle(ascii_uppercase), points["dominated"], strict=False)]
+    speeds, qualities = points[front.speed], points[front.quality]
     canvas = [[" "] * wide for _ in range(_FRONT_HEIGHT)]
-    for letter, x, y in zip(letters, across, up, strict=True):
-        row = _FRONT_HEIGHT - 1 - y if not QUALITIES[front.quality].less_is_better else y
-        while canvas[row][x] != " " and x + 1 < wide:
-            x += 1
-        canvas[row][x] = letter
-    best, worst = _ends(points[front.quality], QUALITIES[front.quality].less_is_better)
-    marks = {0: f"{best:.4g}", _FRONT_HEIGHT - 1: f"{worst:.4g}"}
+    for letter, x, y in zip(letters, _places(speeds, wide), _places(qualities, _FRONT_HEIGHT), strict=True):
+        row = canvas[y if less_is_better else _FRONT_HEIGHT - 1 - y]
+        free = next((place for place in range(x, wide) if row[place] == " "), wide - 1)
+        row[free] = letter
+    ends = [qualities.max(), qualities.min()][:: -1 if less_is_better else 1]
+    marks = dict(zip((0, _FRONT_HEIGHT - 1), ends, strict=True))
     lines = [f"{front.axis.replace(chr(10), ' ')}, better is up; {SPEEDS[front.speed]}, faster is right"]
-    lines += [f"{marks.get(n, ''):>8} │{''.join(row).rstrip()}".rstrip() for n, row in enumerate(canvas)]
-    low, high = float(points[front.speed].min()), float(points[front.speed].max())
-    lines += [f"{'':>8} └{'─' * wide}", f"{'':>10}{f'{low:.2f}':<{wide - 5}}{high:>5.2f}"]
+    for number, row in enumerate(canvas):
+        mark = f"{marks[number]:.4g}" if number in marks else ""
+        lines.append(f"{mark:>8} │{''.join(row).rstrip()}".rstrip())
+    lines += [f"{'':>8} └{'─' * wide}", f"{'':>10}{f'{speeds.min():.2f}':<{wide - 5}}{speeds.max():>5.2f}"]
     for letter, (_, point) in zip(letters, points.iterrows(), strict=True):
         figures = f"{point[front.speed]:.2f}  {point[front.quality]:.4g}"
         lines.append(f"  {letter}  {figures:<14} {point['label']}" + ("  (dominated)" if point["dominated"] else ""))
     return "\n".join(lines)
 
 
-def _letters(points: pd.DataFrame) -> list[str]:
-    alphabet = (ascii_uppercase * (len(points) // len(ascii_uppercase) + 1))[: len(points)]
-    return [a.lower() if pale else a for a, pale in zip(alphabet, points["dominated"], strict=True)]
+def _by_cell(points: pd.DataFrame, place: str, value: str) -> pd.DataFrame:
+    """The values by place, a row for each cell, indexed by its label; nan where a cell has no value."""
+    cells = points.pivot_table(value, ["run", "model", "cell_id", "label"], place, sort=False).sort_index(axis=1)
+    return cells.droplevel(["run", "model", "cell_id"]).astype(float)
 
 
-def _ends(values: pd.Series, less_is_better: bool) -> tuple[float, float]:
-    low, high = float(values.min()), float(values.max())
-    return (low, high) if less_is_better else (high, low)
-
-
-def _places(values: Sequence[float], count: int) -> list[int]:
-    low, high = min(values), max(values)
+def _places(values: pd.Series, count: int) -> list[int]:
+    low, high = values.min(), values.max()
     return [round((value - low) / (high - low) * (count - 1)) if high > low else count // 2 for value in values]
 
 
@@ -141,8 +127,6 @@ def _bar(share: float) -> str:
 
 
 def _columns(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    wide = [max(len(row[n]) for row in [heads, *rows]) for n in range(len(heads))]
-    lines = [title]
-    for row in [heads, *rows]:
-        lines.append("  " + "  ".join(text.ljust(size) for text, size in zip(row, wide, strict=True)).rstrip())
-    return "\n".join(lines)
+    wide = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    lines = ["  ".join(text.ljust(size) for text, size in zip(row, wide, strict=True)) for row in [heads, *rows]]
+    return "\n".join([title, *(f"  {line}".rstrip() for line in lines)])

@@ -1,4 +1,4 @@
-"""Looking at what was recorded: intervals, tables, curves.
+"""Everything made from the records and scores of a run: intervals, tables, curves, comparisons, the HTML page.
 
-Pure functions of the records and scores of a run; nothing here measures, and nothing here needs torch.
+Pure functions of what was recorded; nothing here measures, and nothing here needs torch.
 """

@@ -1,8 +1,7 @@
-"""Curves of one or several runs as files: each a PNG and an SVG with the CSV behind it.
+"""Curves of one or several runs as files, drawn with matplotlib: each a PNG and an SVG with the CSV behind it.
 
 Acceptance by depth and by position in the image, histograms of the accepted length, quality against speed with its
-front, and the mean accepted length against a bound. They are made from the tables and hold nothing that is not in
-them. FID values of different features never share an axis.
+front, and the mean accepted length against a bound. FID values of different features never share an axis.
 """
 
 from __future__ import annotations
@@ -16,10 +15,12 @@ from lantern_bench.report.curve_data import (
     FAMILY,
     SPEEDS,
     Front,
+    Tables,
     acceptance_points,
     bound_points,
     fronts,
     length_points,
+    stack_runs,
 )
 from lantern_bench.report.labels import BOUNDS, PARAMETER_NAMES, CellKey, Style, cell_key, check_grouping, styles
 from lantern_bench.report.tables import write_csv
@@ -30,15 +31,81 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     Styles = Mapping[CellKey, Style]
-    Tables = Mapping[str, pd.DataFrame]
 
-
-# ---- Curves drawn with matplotlib: one function a picture, points in, figure out
-
+KINDS = ("png", "svg", "csv")
+"""The files of a curve."""
 
 _PALE = 0.38
 _COLUMNS = 3
 _INTERVAL = "95 % interval"
+_CELL = ["run", "model", "cell_id"]
+
+
+class Picture(NamedTuple):
+    """A curve: its file name without ending, the points behind it, and the figure."""
+
+    name: str
+    points: pd.DataFrame
+    figure: Figure
+
+
+def draw_curves(runs: Mapping[str, Tables], folder: Path, by: str = "mode") -> list[Path]:
+    """Draw the curves of runs (name to `curve_data.curve_tables`) into `folder`; return the files.
+
+    `by` (one of `GROUPINGS`) is what colours stand for and, except for the mode, what the mean accepted length is drawn
+    against. Raises `RefusedError` when there is nothing to draw, and `UserError` when the folder cannot be written or
+    `by` is unknown.
+    """
+    drawn = list(pictures(runs, by))
+    if not drawn:
+        raise RefusedError("nothing to draw: these runs hold no drafts and no images that are both scored and timed")
+    files: list[Path] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for picture in drawn:
+            files += _save(picture, folder)
+    except OSError as error:
+        raise UserError(f"--out {folder}: cannot be written: {error.strerror}") from error
+    return files
+
+
+def pictures(runs: Mapping[str, Tables], by: str = "mode") -> Iterator[Picture]:
+    """Yield the curves that the runs have data for."""
+    look = run_styles(runs, by)
+    for axis, draw in (("depth", draw_depths), ("position", draw_positions)):
+        points = acceptance_points(runs, axis)
+        if len(points):
+            yield Picture(f"acceptance-by-{axis}", points, draw(points, look))
+    lengths = length_points(runs)
+    if len(lengths):
+        yield Picture("accepted-lengths", lengths, draw_lengths(lengths, look))
+    for front in fronts(runs):
+        yield Picture(front.name, front.points, draw_front(front, look))
+    for parameter in (by,) if by != "mode" else BOUNDS:
+        points = bound_points(runs, parameter)
+        if points[parameter].nunique() > 1:
+            yield Picture(f"mean-accepted-length-by-{parameter}", points, draw_bounds(points, parameter, look))
+
+
+def run_styles(runs: Mapping[str, Tables], by: str = "mode") -> dict[CellKey, Style]:
+    """Return the style of every cell of the runs, the same in all their curves; `UserError` for an unknown `by`."""
+    check_grouping(by)
+    return styles(stack_runs(runs, "speed"), by)
+
+
+def _save(picture: Picture, folder: Path) -> list[Path]:
+    from matplotlib import rc_context
+
+    files = [folder / f"{picture.name}.{kind}" for kind in KINDS]
+    # Without dates, versions and random ids equal curves are equal files.
+    with rc_context({"svg.hashsalt": picture.name}):
+        picture.figure.savefig(files[0], dpi=160, bbox_inches="tight", metadata={"Software": None})
+        picture.figure.savefig(files[1], bbox_inches="tight", metadata={"Date": None, "Creator": None})
+    write_csv(picture.points, files[2])
+    return files
+
+
+# ---- One function a curve: points in, figure out
 
 
 def draw_depths(points: pd.DataFrame, styles: Styles) -> Figure:
@@ -58,9 +125,9 @@ def draw_depths(points: pd.DataFrame, styles: Styles) -> Figure:
 
 
 def draw_positions(points: pd.DataFrame, styles: Styles) -> Figure:
-    """Acceptance rate along the image, one panel a cell with its band; the other cells stand behind in grey."""
+    """Acceptance rate along the image, one panel a cell with its band; the other cells are grey behind it."""
     cells = _cells(points)
-    figure, panels = _panels(cells)
+    figure, panels = _panels(len(cells), "position in the image (tokens, row by row)", f"acceptance rate ({_INTERVAL})")
     middles = [(line["index"].astype(float) + line["index_end"].astype(float)) / 2 for line in cells]
     for axes, line, middle in zip(panels, cells, middles, strict=False):
         style = styles[cell_key(line.iloc[0])]
@@ -72,15 +139,13 @@ def draw_positions(points: pd.DataFrame, styles: Styles) -> Figure:
         rate = line["accepted"].sum() / line["offered"].sum()
         axes.set_title(f"{line['label'].iloc[0]}\nmean {rate:.2f}", fontsize="small", loc="left")
         axes.set_ylim(0, 1.02)
-    figure.supxlabel("position in the image (tokens, row by row)", fontsize="medium")
-    figure.supylabel(f"acceptance rate ({_INTERVAL})", fontsize="medium")
     return figure
 
 
 def draw_lengths(points: pd.DataFrame, styles: Styles) -> Figure:
     """Histograms of the accepted length, one panel a cell on the same axes; a line marks the mean."""
     cells = _cells(points)
-    figure, panels = _panels(cells)
+    figure, panels = _panels(len(cells), "tokens committed by a step (bonus token included)", "share of steps")
     for axes, rows in zip(panels, cells, strict=False):
         lengths, share = rows["length"].astype(float), rows["share"].astype(float)
         axes.bar(lengths, share, width=0.78, color=styles[cell_key(rows.iloc[0])].colour, alpha=0.85)
@@ -89,13 +154,11 @@ def draw_lengths(points: pd.DataFrame, styles: Styles) -> Figure:
         axes.axvline(mean, color="#222222", linestyle="--", linewidth=0.9)
         axes.set_title(f"{rows['label'].iloc[0]}\nmean {mean:.2f}", fontsize="small", loc="left")
     panels[0].set_xticks(range(1, int(points["length"].max()) + 1))
-    figure.supxlabel("tokens committed by a step (bonus token included)", fontsize="medium")
-    figure.supylabel("share of steps", fontsize="medium")
     return figure
 
 
 def draw_front(front: Front, styles: Styles) -> Figure:
-    """Quality against speed: the front is joined by a line, what it dominates is pale and hollow."""
+    """Quality against speed: a line joins the front, dominated cells are pale and hollow."""
     points, quality = front.points, front.quality
     figure, axes = _figure(f"{SPEEDS[front.speed]} ({_INTERVAL})", front.axis)
     for _, best in points[~points["dominated"]].groupby(["run", "model"], sort=False):
@@ -111,7 +174,7 @@ def draw_front(front: Front, styles: Styles) -> Figure:
         )  # fmt: skip
     if front.speed == "speedup":
         axes.axvline(1.0, color="#BBBBBB", linewidth=0.8, linestyle=":", zorder=0)
-    if len(points) > int((~points["dominated"]).sum()):
+    if points["dominated"].any():
         axes.set_title("pale and hollow: another cell is at least as fast and as good", fontsize="x-small", loc="left")
     return _finished(figure, axes)
 
@@ -139,7 +202,7 @@ def draw_bounds(points: pd.DataFrame, parameter: str, styles: Styles) -> Figure:
 
 
 def _family_label(line: pd.DataFrame, parameter: str) -> str:
-    """The label of one of the cells without the value of the parameter that is on the axis."""
+    """The label of the family: that of its first cell without the parameter on the axis."""
     label, value = str(line["label"].iloc[0]), line[parameter].iloc[0]
     text = str(value) if parameter == "tree" else f"{value:g}"
     spoken = {name: f"{word}={text}" for name, word in BOUNDS.items()}
@@ -149,22 +212,24 @@ def _family_label(line: pd.DataFrame, parameter: str) -> str:
 
 def _cells(points: pd.DataFrame) -> list[pd.DataFrame]:
     """The points of each cell, in order of appearance."""
-    return [rows for _, rows in points.groupby(["run", "model", "cell_id"], sort=False)]
+    return [rows for _, rows in points.groupby(_CELL, sort=False)]
 
 
-def _panels(cells: Sequence[Any]) -> tuple[Figure, Sequence[Axes]]:
-    """A figure with a panel for each cell, all on the same axes."""
+def _panels(cells: int, x: str, y: str) -> tuple[Figure, Sequence[Axes]]:
+    """A figure with a panel for each cell, all with the same axes."""
     from matplotlib.figure import Figure
 
-    columns = min(_COLUMNS, len(cells))
-    down = -(-len(cells) // columns)
+    columns = min(_COLUMNS, cells)
+    down = -(-cells // columns)
     figure = Figure(figsize=(2.6 * columns + 0.6, 1.75 * down + 0.7), layout="constrained")
     panels = figure.subplots(down, columns, sharex=True, sharey=True, squeeze=False).ravel()
     for number, axes in enumerate(panels):
         _plain(axes)
-        axes.set_visible(number < len(cells))
-        # The last of each column says what its axis is, also above an empty place.
-        axes.tick_params(labelbottom=number + columns >= len(cells))
+        axes.set_visible(number < cells)
+        # The last panel of each column has tick labels, also above an empty place.
+        axes.tick_params(labelbottom=number + columns >= cells)
+    figure.supxlabel(x, fontsize="medium")
+    figure.supylabel(y, fontsize="medium")
     return figure, list(panels)
 
 
@@ -177,9 +242,8 @@ def _whiskers(rows: pd.DataFrame, name: str) -> list[Sequence[float]] | None:
     """Lengths of the two whiskers of each row, 0 where there is no interval; None for a figure without intervals."""
     if f"{name}_low" not in rows:
         return None
-    lower = (rows[name] - rows[f"{name}_low"]).astype(float).clip(lower=0).fillna(0)
-    upper = (rows[f"{name}_high"] - rows[name]).astype(float).clip(lower=0).fillna(0)
-    return [lower.tolist(), upper.tolist()]
+    lengths = (rows[name] - rows[f"{name}_low"], rows[f"{name}_high"] - rows[name])
+    return [length.astype(float).clip(lower=0).fillna(0).tolist() for length in lengths]
 
 
 def _figure(x: str, y: str) -> tuple[Figure, Axes]:
@@ -202,77 +266,3 @@ def _plain(axes: Any) -> None:
 def _finished(figure: Figure, axes: Axes) -> Figure:
     axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), frameon=False, fontsize="small", handlelength=3.2)
     return figure
-
-
-# ----
-
-KINDS = ("png", "svg", "csv")
-"""The files of a curve."""
-
-
-class Picture(NamedTuple):
-    """A curve: its file name without ending, the points behind it, and the figure."""
-
-    name: str
-    points: pd.DataFrame
-    figure: Figure
-
-
-def draw_curves(runs: Mapping[str, Tables], folder: Path, by: str = "mode") -> list[Path]:
-    """Draw the curves of one or several runs (name to `points.curve_tables`) into `folder`; return the files.
-
-    `by` (one of `GROUPINGS`) is what colours tell apart and, but for the mode, what the mean accepted length is drawn
-    against. Raises `RefusedError` when there is nothing to draw, and `UserError` when the folder cannot be written or
-    `by` is unknown.
-    """
-    drawn = list(pictures(runs, by))
-    if not drawn:
-        raise RefusedError("nothing to draw: no drafts and no scored, timed images in these runs")
-    files: list[Path] = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for picture in drawn:
-            files += _save(picture, folder)
-    except OSError as error:
-        raise UserError(f"--out {folder}: cannot be written: {error.strerror}") from error
-    return files
-
-
-def pictures(runs: Mapping[str, Tables], by: str = "mode") -> Iterator[Picture]:
-    """Yield the curves there is data for."""
-    look = run_styles(runs, by)
-    for axis, draw in (("depth", draw_depths), ("position", draw_positions)):
-        points = acceptance_points(runs, axis)
-        if len(points):
-            yield Picture(f"acceptance-by-{axis}", points, draw(points, look))
-    lengths = length_points(runs)
-    if len(lengths):
-        yield Picture("accepted-lengths", lengths, draw_lengths(lengths, look))
-    for front in fronts(runs):
-        yield Picture(front.name, front.points, draw_front(front, look))
-    for parameter in (by,) if by != "mode" else BOUNDS:
-        points = bound_points(runs, parameter)
-        if points[parameter].nunique() > 1:
-            name = f"mean-accepted-length-by-{parameter}"
-            yield Picture(name, points, draw_bounds(points, parameter, look))
-
-
-def run_styles(runs: Mapping[str, Tables], by: str = "mode") -> dict[CellKey, Style]:
-    """Return the style of every cell of the runs, the same in all their pictures; `UserError` for an unknown `by`."""
-    import pandas as pd
-
-    check_grouping(by)
-    speed = pd.concat([tables["speed"].assign(run=run) for run, tables in runs.items()], ignore_index=True)
-    return styles(speed, by)
-
-
-def _save(picture: Picture, folder: Path) -> list[Path]:
-    from matplotlib import rc_context
-
-    files = [folder / f"{picture.name}.{kind}" for kind in KINDS]
-    # Without dates, versions and random ids equal curves are equal files.
-    with rc_context({"svg.hashsalt": picture.name}):
-        picture.figure.savefig(files[0], dpi=160, bbox_inches="tight", metadata={"Software": None})
-        picture.figure.savefig(files[1], bbox_inches="tight", metadata={"Date": None, "Creator": None})
-    write_csv(picture.points, files[2])
-    return files

@@ -1,11 +1,12 @@
-"""Tables for reading: what a person wants to see of a table, as text with units and intervals.
+"""Tables formatted for people: text with units and intervals, `1.74x [1.70, 1.78]` in place of three columns.
 
-`1.74x [1.70, 1.78]` instead of three columns, what is the same in all rows said once, what is missing left blank, notes
-below. It is for eyes: files, programs and everything computed take the tables themselves. Drawing is not done here.
+Values that all rows share move to the notes below, and missing values stay blank. Files, programs and computations use
+the tables themselves.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lantern_bench.report.records import NOTE_SEPARATOR
@@ -14,113 +15,91 @@ from lantern_bench.schema import CELL_COLUMNS, TABLES
 if TYPE_CHECKING:
     import pandas as pd
 
-
-# How a figure is written: form and unit. What is not listed has four digits and the unit of the schema.
+# Number format and unit of a figure. Other figures have four digits and the unit of the schema.
 _FORMATS = {
-    "speedup": ("{:.2f}", "x"),
-    "speedup_published": ("{:.2f}", "x"),
+    **dict.fromkeys(("speedup", "speedup_published"), ("{:.2f}", "x")),
     "speedup_difference": ("{:+.2f}", "x"),
-    "mean_accepted_length": ("{:.2f}", ""),
-    "mal_uncut": ("{:.2f}", ""),
-    "accepted_drafts": ("{:.2f}", ""),
-    "step_compression": ("{:.2f}", ""),
-    "acceptance_rate": ("{:.3f}", ""),
-    "rate": ("{:.3f}", ""),
+    **dict.fromkeys(("mean_accepted_length", "mal_uncut", "accepted_drafts", "step_compression"), ("{:.2f}", "")),
+    **dict.fromkeys(("acceptance_rate", "rate", "prompt_accuracy", "precision", "recall"), ("{:.3f}", "")),
+    **dict.fromkeys(("target_forwards", "drafter_forwards"), ("{:.1f}", "")),
+    **dict.fromkeys(("fid", "fid_infinity"), ("{:.2f}", "")),
+    **dict.fromkeys(("clip_score", "moved_mass"), ("{:.4f}", "")),
+    **dict.fromkeys(("kid", "kid_std"), ("{:.4g}", "")),
+    **dict.fromkeys(("draft_ms", "target_ms", "verify_ms", "other_ms"), ("{:.2f}", " ms")),
     "latency_s": ("{:.3g}", " s"),
     "tokens_per_s": ("{:.3g}", ""),
-    "target_forwards": ("{:.1f}", ""),
-    "drafter_forwards": ("{:.1f}", ""),
-    "fid": ("{:.2f}", ""),
-    "fid_infinity": ("{:.2f}", ""),
-    "clip_score": ("{:.4f}", ""),
-    "prompt_accuracy": ("{:.3f}", ""),
-    "precision": ("{:.3f}", ""),
-    "recall": ("{:.3f}", ""),
-    "kid": ("{:.4g}", ""),
-    "kid_std": ("{:.4g}", ""),
-    "moved_mass": ("{:.4f}", ""),
-    "draft_ms": ("{:.2f}", " ms"),
-    "target_ms": ("{:.2f}", " ms"),
-    "verify_ms": ("{:.2f}", " ms"),
-    "other_ms": ("{:.2f}", " ms"),
     "peak_memory_mb": ("{:.0f}", " MB"),
 }
 _HEADS = {
-    "mean_accepted_length": "MAL",
-    "mal_uncut": "MAL uncut",
-    "fid": "FID",
-    "fid_infinity": "FID-infinity",
-    "kid": "KID",
-    "kid_std": "KID std",
-    "clip_score": "CLIP score",
-    "cell_id": "cell",
-    "precision": "prec.",
-    "index": "depth",
-    "latency_s": "s / image",
-    "tokens_per_s": "tokens / s",
-    "target_forwards": "target forwards / image",
-    "drafter_forwards": "drafter forwards / image",
-    "draft_ms": "draft / step",
-    "target_ms": "target / step",
-    "verify_ms": "verify / step",
-    "other_ms": "other / step",
+    "mean_accepted_length": "MAL", "mal_uncut": "MAL uncut", "fid": "FID", "fid_infinity": "FID-infinity",
+    "kid": "KID", "kid_std": "KID std", "clip_score": "CLIP score", "cell_id": "cell", "precision": "prec.",
+    "index": "depth", "latency_s": "s / image", "tokens_per_s": "tokens / s",
+    "target_forwards": "target forwards / image", "drafter_forwards": "drafter forwards / image",
+    "draft_ms": "draft / step", "target_ms": "target / step", "verify_ms": "verify / step", "other_ms": "other / step",
     "peak_memory_mb": "peak memory",
-}
-# A quality figure and the column that says what measured it: the two are never apart.
-_MEASURED_BY = {"fid": "fid_features", "clip_score": "clip_model"}
+}  # fmt: skip
+# A quality figure and the column that names its scorer: the head of the figure names both.
+_SCORED_BY = {"fid": "fid_features", "clip_score": "clip_model"}
 # The cell's id holds the other settings; `parameters` holds them in the summary.
 _IN_ID = {column.name for column in CELL_COLUMNS} - {"cell_id", "model"}
 _SAID_ONCE = (
-    "model",
-    "images",
-    "fid_features",
-    "clip_model",
-    "reference",
-    "n_reference",
-    "protocol",
-    "protocol_version",
+    "model", "images", "fid_features", "clip_model", "reference", "n_reference", "protocol", "protocol_version",
     "kid_subset",
-)
-# What a summary shows even where it is missing: the notes say why.
+)  # fmt: skip
+# The summary shows these even where they are missing: the notes give the reason.
 _HEADLINE = ("speedup", "mean_accepted_length", "fid", "clip_score")
 _NAMED_CELLS = 3
 _MAL_NOTE = "MAL counts the target's own token; accepted drafts are one less."
 
 
 class Readable(NamedTuple):
-    """A table as text, and the notes that belong under it."""
+    """A table as text, and the notes that belong below it."""
 
     frame: pd.DataFrame
     notes: tuple[str, ...]
 
 
 def with_interval(value: float, low: float | None, high: float | None, form: str = "{:.2f}", unit: str = "") -> str:
-    """Return a figure as people read it: `1.74x [1.70, 1.78]`, without the bracket when there is no interval."""
+    """Return a figure as text: `1.74x [1.70, 1.78]`, without the bracket when there is no interval."""
     text = form.format(value) + unit
     return text if low is None or high is None else f"{text} [{form.format(low)}, {form.format(high)}]"
 
 
-def written(column: str, value: Any, low: Any = None, high: Any = None) -> str:
-    """Return a figure of a column as people read it, with its unit and interval; empty when it is missing."""
-    form, mark = _FORMATS.get(column, ("{:.4g}", ""))
-    return _text(value, low, high, form, mark)
+def format_figure(column: str, value: Any, low: Any = None, high: Any = None, *, unit: str = "") -> str:
+    """Return a figure of a column as text with its unit and interval; empty when it is missing.
+
+    `unit` is that of the schema, for columns without a format of their own.
+    """
+    import pandas as pd
+
+    if pd.isna(value):
+        return ""
+    if not isinstance(value, float):
+        return str(value)
+    form, mark = _FORMATS.get(column, ("{:.4g}", f" {unit}" if unit else ""))
+    return with_interval(value, None if pd.isna(low) else low, None if pd.isna(high) else high, form, mark)
 
 
 def readable(table: pd.DataFrame, name: str | None = None) -> Readable:
-    """Return a table for reading.
+    """Return a table formatted for people.
 
-    `name` is its name in the schema. Then what says nothing is left out (empty columns, settings that the id holds),
-    what is the same in all rows is said once below, and acceptance is shown by depth. Without a name nothing is known
-    of the columns and all of them are kept.
+    With `name`, its name in the schema, empty columns and settings that the id holds are left out, values that all rows
+    share move to the notes, and acceptance is shown by depth. Without `name` all columns are kept.
     """
     import pandas as pd
 
     rows = table[table["axis"] == "depth"].reset_index(drop=True) if name == "acceptance" else table
-    shown = [column for column in _figures(rows) if name is None or _worth_showing(rows, column, name)]
+    names = [str(column) for column in rows.columns]
+    ends = {column for column in names if _is_end(column) and column.rpartition("_")[0] in names}
+    shown = [c for c in names if c not in ends and (name is None or _worth_showing(rows, c, name))]
     units = {column.name: column.unit for column in TABLES[name]} if name is not None else {}
-    if name == "summary":  # as in the papers, for the width of a screen: the speed and quality tables hold the others
-        rows = rows.drop(columns=[column for column in rows if _is_end(str(column)) and "speedup" not in str(column)])
-    text = {_head(rows, column): _texts(rows, column, units.get(column, "")) for column in shown}
+    if name == "summary":  # As in the papers, to fit the screen: the speed and quality tables hold the other intervals.
+        rows = rows.drop(columns=[column for column in names if _is_end(column) and "speedup" not in column])
+    text = {}
+    for column in shown:
+        cells = (rows.get(f"{column}{end}", [None] * len(rows)) for end in ("", "_low", "_high"))
+        figures = map(partial(format_figure, column, unit=units.get(column, "")), *cells)
+        text[_head(rows, column)] = list(figures)
     return Readable(pd.DataFrame(text), tuple(_notes(rows, name)) if name is not None else ())
 
 
@@ -135,7 +114,7 @@ def _worth_showing(table: pd.DataFrame, column: str, name: str) -> bool:
 
 
 def _notes(table: pd.DataFrame, name: str) -> list[str]:
-    """What stands under a table: what is the same in all rows, how to read it, and the notes of its rows."""
+    """The notes below a table: values that all rows share, how to read it, and the notes of its rows."""
     notes = [
         f"{column.replace('_', ' ')}: {table[column].iloc[0]}"
         for column in _SAID_ONCE
@@ -145,20 +124,12 @@ def _notes(table: pd.DataFrame, name: str) -> list[str]:
         notes.append(_MAL_NOTE)
     if name == "acceptance":
         notes.append("Rates by depth of the tree; those by position in the image are in acceptance.csv.")
-    cells: dict[str, list[str]] = {}
-    for cell, text in zip(table["cell_id"], table["note"].fillna(""), strict=True):
-        for note in filter(None, text.split(NOTE_SEPARATOR)):
-            cells.setdefault(note, []).append(cell)
-    for note, of in cells.items():
-        about = ", ".join(dict.fromkeys(of)) if len(of) <= _NAMED_CELLS else f"{len(of)} of {len(table)} rows"
-        notes.append(note if len(of) == len(table) else f"{about}: {note}")
+    said = table["note"].dropna().str.split(NOTE_SEPARATOR, regex=False).explode()
+    for note, rows in said[said != ""].groupby(said, sort=False).groups.items():
+        cells = table.loc[rows, "cell_id"]
+        about = ", ".join(cells.unique()) if len(cells) <= _NAMED_CELLS else f"{len(cells)} of {len(table)} rows"
+        notes.append(str(note) if len(cells) == len(table) else f"{about}: {note}")
     return notes
-
-
-def _figures(table: pd.DataFrame) -> list[str]:
-    """The columns that stand for themselves: the ends of an interval go with their figure."""
-    names = [str(name) for name in table.columns]
-    return [name for name in names if not (_is_end(name) and name.rpartition("_")[0] in names)]
 
 
 def _is_end(column: str) -> bool:
@@ -166,34 +137,11 @@ def _is_end(column: str) -> bool:
 
 
 def _head(table: pd.DataFrame, column: str) -> str:
-    """The column's name in words; an FID names its features, a CLIP score its model."""
-    judge = _MEASURED_BY.get(column)
-    there = table[table[column].notna()]
-    measured_by = [str(name) for name in there[judge].dropna().unique()] if judge in table else []
-    if len(measured_by) == 1:
-        # The hash of the weights stands in the notes.
-        return f"{_HEADS[column]} ({measured_by[0].partition('@')[0]})"
+    """The column's name in words; the head of an FID names its features, that of a CLIP score its model."""
+    scorer = _SCORED_BY.get(column)
+    scored_by = set(table[scorer][table[column].notna()].dropna()) if scorer in table else set()
+    if len(scored_by) == 1:
+        return f"{_HEADS[column]} ({str(*scored_by).partition('@')[0]})"  # the notes hold the hash of the weights
     figure = next((name for name in _HEADS if column.startswith(f"{name}_") and column not in _HEADS), "")
     words = f"{_HEADS[figure]}{column.removeprefix(figure)}" if figure else _HEADS.get(column, column)
     return words.replace("_", " ")
-
-
-def _texts(table: pd.DataFrame, column: str, unit: str) -> list[str]:
-    form, mark = _FORMATS.get(column, ("{:.4g}", f" {unit}" if unit else ""))
-    blank = [None] * len(table)
-    ends = [table[name] if (name := f"{column}{end}") in table else blank for end in ("_low", "_high")]
-    return [_text(value, low, high, form, mark) for value, low, high in zip(table[column], *ends, strict=True)]
-
-
-def _text(value: Any, low: Any, high: Any, form: str, unit: str) -> str:
-    import pandas as pd
-
-    if pd.isna(value):
-        return ""
-    if not isinstance(value, float):
-        return str(value)
-    return with_interval(value, _number(low), _number(high), form, unit)
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, float) and value == value else None

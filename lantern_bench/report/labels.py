@@ -1,8 +1,7 @@
-"""What a cell is called in a legend and how it is drawn: names of the papers, colours, markers, line styles.
+"""Labels and styles of cells: names of the papers, colours, markers, line styles.
 
-One table for files, terminal and web page, so that a cell looks the same in all of them. Colours are those of Okabe and
-Ito, which people who see colours differently can tell apart; markers and line styles say the same again, for print in
-grey. Nothing is drawn here.
+Files, terminal and web page share them, so that a cell looks the same in all of them. Colours are those of Okabe and
+Ito, which people with colour vision deficiency can tell apart; markers and line styles differ as well, for grey print.
 """
 
 from __future__ import annotations
@@ -23,54 +22,42 @@ CellKey: TypeAlias = tuple[str, str, str]
 """Run, model, cell id."""
 
 METHODS = {name: mode.label for name, mode in MODES.items()}
-"""The modes as the papers write them, and those of other packages as they call themselves."""
+"""Labels of the modes as the papers write them; those of other packages bring their own."""
 
 BOUNDS = {name: one.symbol for name, one in PARAMETERS.items() if one.symbol}
-"""What bounds a relaxed rule, as axes and legends write it."""
+"""Labels of the bounds of relaxed rules."""
 
 GROUPINGS = ("mode", *BOUNDS, "tree", "temperature")
-"""What colours may tell apart."""
+"""Values of --by: what the colours of curves stand for."""
 
 PARAMETER_NAMES = {**BOUNDS, "tree": "draft tree", "temperature": "temperature"}
-"""The parameters of `GROUPINGS` as axes write them."""
+"""Axis titles of the parameters in `GROUPINGS`."""
 
 _COLOURS = {name: mode.colour for name, mode in MODES.items() if mode.colour}
 _OTHER_COLOUR = "#CC79A7"
-# The same hues, light enough for a dark ground.
+# The same hues, light enough for a dark background.
 _ON_DARK = {
-    "#000000": "#F2F0EC",
-    "#0072B2": "#56A8E0",
-    "#D55E00": "#F58549",
-    "#009E73": "#34C99F",
-    "#767676": "#9A9A9A",
-}
+    "#000000": "#F2F0EC", "#0072B2": "#56A8E0", "#D55E00": "#F58549", "#009E73": "#34C99F", "#767676": "#9A9A9A",
+}  # fmt: skip
 _WITHOUT = "#767676"
 _CATEGORIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 # Nine and four have no common divisor: marker and line repeat together after 36 cells only.
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
 _LINES = ("-", "--", "-.", ":")
-# The low and the high end of cividis without its palest part, which is lost on paper.
+# Cividis without its palest part, which does not print.
 _SCALE = ((0, 45, 112), (73, 83, 112), (124, 123, 120), (180, 165, 105), (219, 190, 70))
 
-# Named in a legend only where cells of one method differ in them; a bound is named always.
+# A label names these only where cells of one method differ in them; it always names a bound.
 _SETTINGS = {
-    "drafting": "{}",
-    "rule": "{}",
-    "tree": "{}",
-    "neighbours": "k={:g}",
-    "neighbour_metric": "{} neighbours",
-    "residual": "{} residual",
-    "temperature": "T={:g}",
-    "cfg_scale": "cfg={:g}",
-    "top_k": "top-k={:g}",
-    "top_p": "top-p={:g}",
-    "batch": "batch={:g}",
-}
+    "drafting": "{}", "rule": "{}", "tree": "{}", "neighbours": "k={:g}", "neighbour_metric": "{} neighbours",
+    "residual": "{} residual", "temperature": "T={:g}", "cfg_scale": "cfg={:g}", "top_k": "top-k={:g}",
+    "top_p": "top-p={:g}", "batch": "batch={:g}",
+}  # fmt: skip
 _UNNAMED = {**SAMPLING_DEFAULTS, "neighbour_metric": NEIGHBOUR_METRIC}
 
 
 class Style(NamedTuple):
-    """How a cell is drawn: a hex colour, a marker and a line style by matplotlib's names."""
+    """The style of a cell: a hex colour, and matplotlib's names of a marker and a line style."""
 
     colour: str
     marker: str
@@ -78,32 +65,31 @@ class Style(NamedTuple):
 
     @property
     def colour_on_dark(self) -> str:
-        """The colour for a dark ground."""
+        """The colour on a dark background."""
         return _ON_DARK.get(self.colour, self.colour)
 
 
 def check_grouping(by: str) -> None:
     """Raise `UserError` unless `by` is one of `GROUPINGS`."""
     if by not in GROUPINGS:
-        raise UserError(f"--by {by}: unknown", f"One of {', '.join(GROUPINGS)}.")
+        raise UserError(f"--by {by}: must be one of {', '.join(GROUPINGS)}")
 
 
 def cell_key(row: Mapping[Hashable, Any] | pd.Series) -> CellKey:
-    """Return what tells a cell of one of several runs from all others; `row` has the columns run, model, cell_id."""
+    """Return the key of a cell among several runs; `row` has the columns run, model, cell_id."""
     return str(row["run"]), str(row["model"]), str(row["cell_id"])
 
 
 def is_given(value: Any) -> bool:
-    """Whether a cell has this parameter."""
+    """Return whether a cell has this parameter."""
     import pandas as pd
 
     return not pd.isna(value)
 
 
 def labels(table: pd.DataFrame) -> list[str]:
-    """Return a legend entry for each row: `LANTERN++ λ=2`. Where there are several runs or models, they are named."""
+    """Return a label for each row: `LANTERN++ λ=2`, with run and model in front where there are several."""
     apart = [name for name in ("run", "model") if table[name].nunique() > 1]
-    settings = {name: form for name, form in _SETTINGS.items() if name in table}
     entries = []
     for _, row in table.iterrows():
         rivals = table[table["mode"] == row["mode"]]
@@ -111,8 +97,8 @@ def labels(table: pd.DataFrame) -> list[str]:
         by_rule = _lossless_label(str(row["mode"]), str(row.get("rule")))
         parts.append(by_rule or METHODS.get(row["mode"], row["mode"]))
         parts += [f"{word}={row[name]:g}" for name, word in BOUNDS.items() if is_given(row.get(name))]
-        for name, form in settings.items():
-            if name == "rule" and by_rule:
+        for name, form in _SETTINGS.items():
+            if name not in table or (name == "rule" and by_rule):
                 continue
             if rivals[name].nunique(dropna=False) > 1 and is_given(row[name]) and row[name] != _UNNAMED.get(name):
                 parts.append("greedy" if name == "temperature" and row[name] == 0 else form.format(row[name]))
@@ -132,8 +118,8 @@ def _lossless_label(mode: str, rule: str) -> str | None:
 def styles(table: pd.DataFrame, by: str = "mode") -> dict[CellKey, Style]:
     """Return the style of every cell of `table` (columns run, model and those of a cell), in order of appearance.
 
-    The colour says what `by`, one of `GROUPINGS`, says; cells that lack the parameter are grey. Marker and line style
-    differ between all cells.
+    The colour stands for `by`, one of `GROUPINGS`; cells without the parameter are grey. Marker and line style differ
+    between cells.
     """
     cells = table.drop_duplicates(["run", "model", "cell_id"])
     colours = _colours(list(cells[by]), by)
@@ -156,7 +142,7 @@ def _colours(values: Sequence[Any], by: str) -> list[str]:
 
 
 def _on_scale(share: float) -> str:
-    """A colour between the dark and the light end, by straight lines between the anchors."""
+    """Interpolate linearly between the colours of `_SCALE`."""
     place = share * (len(_SCALE) - 1)
     start = min(int(place), len(_SCALE) - 2)
     mixed = (low + (high - low) * (place - start) for low, high in zip(_SCALE[start], _SCALE[start + 1], strict=True))

@@ -1,45 +1,47 @@
-"""Several runs, each under a name that tells it from the others.
-
-The name is the folder's; where two folders have the same name, as copies of one run do, the folder around them is
-named too. Nothing is computed here.
-"""
+"""The records of runs, loaded and grouped into cells, and the baseline that each cell is compared to."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lantern_bench.config.methods import MODES, RULES
 from lantern_bench.errors import RefusedError
 from lantern_bench.runs.store import RunData, latest, read_run
 from lantern_bench.schema import CELL_COLUMNS
 
-# ---- Records, sorted into cells: which rows count, which cell they belong to, which cell is the baseline of which
-
+if TYPE_CHECKING:
+    import pandas as pd
 
 Row: TypeAlias = Mapping[str, Any]
 
 NOTE_SEPARATOR = " | "
-"""Between the notes of one row."""
+"""Separates the notes of one row."""
 
 SAMPLING_DEFAULTS = {"temperature": 1, "top_k": 0, "top_p": 1, "batch": 1}
-"""Values that need not be named where people read: plain sampling without filters, one image at a time."""
+"""Sampling settings that labels leave out: plain sampling without filters, one image at a time."""
 
 NEIGHBOUR_METRIC = "l2"
-"""The metric that need not be named."""
+"""The neighbour metric that labels leave out."""
 
-# What an `ar` cell should share with the cell it is compared to, most important first.
+# Settings that an `ar` cell should share with the cell it is compared to, most important first.
 _SAMPLING = ("cfg_scale", "batch", "temperature", "top_k", "top_p")
 _NUMBERS = ("temperature", "neighbours", "delta", "lambda", "bound", "top_k", "top_p", "cfg_scale", "batch")
+_PHASES = ("draft", "target", "verify", "other")
+_RECORDED = (
+    "seconds", "tokens", "target_forwards", "drafter_forwards", "mal_uncut", "moved_mass", "peak_memory_bytes",
+    *(f"{phase}_seconds" for phase in _PHASES),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class CellRecords:
-    """One cell: its columns, its good records by (prompt, repeat), and how many images failed."""
+    """One cell: its columns, its completed records by (prompt, repeat), and how many images failed."""
 
-    columns: Mapping[str, Any]
+    columns: Row
     good: tuple[Row, ...]
     failed: int
 
@@ -48,26 +50,79 @@ class CellRecords:
         """The cell's id."""
         return str(self.columns["cell_id"])
 
+    @cached_property
+    def images(self) -> pd.DataFrame:
+        """The figures of each completed image as floats, indexed by (prompt_id, repeat); nan where not recorded.
 
-def group(records: Iterable[dict[str, Any]]) -> list[CellRecords]:
-    """Sort records into cells, in the fixed order of all tables.
+        Besides recorded columns: `one` is 1, `steps`, `committed` and `accepted` count over the steps, `uncut` is the
+        tokens with the last step uncut, `*_ms` are milliseconds.
+        """
+        import pandas as pd
 
-    Of rows with one `record_key` the last counts: a failed image that was retried appears again.
+        index = pd.MultiIndex.from_tuples(
+            [(str(row["prompt_id"]), int(row["repeat"])) for row in self.good], names=["prompt_id", "repeat"]
+        )
+        figures = {name: [row.get(name) for row in self.good] for name in _RECORDED}
+        for name in ("committed", "accepted"):
+            figures[name] = [sum(row.get(f"{name}_per_step") or ()) for row in self.good]
+        figures["steps"] = [len(row.get("committed_per_step") or ()) for row in self.good]
+        images = pd.DataFrame(figures, index=index).astype(float).assign(one=1.0)
+        images["uncut"] = images["mal_uncut"] * images["steps"]
+        for phase in _PHASES:
+            images[f"{phase}_ms"] = 1000.0 * images[f"{phase}_seconds"]
+        return images.assign(record_key=[str(row["record_key"]) for row in self.good])
+
+
+def load_runs(directories: Sequence[Path]) -> dict[str, RunData]:
+    """Load runs by name (`run_names`).
+
+    Raises `RefusedError` for a run without records, and `UserError` for a directory that is no run.
+    """
+    runs = dict(zip(run_names(directories), map(read_run, directories), strict=True))
+    for run in runs.values():
+        if not run.records:
+            raise RefusedError(f"{run.folder} holds no records yet", "Resume the run with the command that started it.")
+    return runs
+
+
+def run_names(directories: Sequence[Path]) -> list[str]:
+    """Return a name for each run directory: its own, with as many parents as make the names unique."""
+    parts = [directory.resolve().parts for directory in directories]
+    longest = max(map(len, parts), default=1)
+    candidates = (["/".join(one[-depth:]) for one in parts] for depth in range(1, longest + 1))
+    return next((names for names in candidates if len(set(names)) == len(names)), ["/".join(one) for one in parts])
+
+
+def group_records(records: Iterable[dict[str, Any]]) -> list[CellRecords]:
+    """Group records by cell, in the fixed order of all tables.
+
+    Of records with one `record_key` the last counts: a failed image that was retried appears again.
     """
     cells: dict[str, list[Row]] = {}
     for row in latest(records):
         cells.setdefault(str(row["cell_id"]), []).append(row)
-    grouped = [_cell(rows) for rows in cells.values()]
+    grouped = []
+    for rows in cells.values():
+        good = sorted((r for r in rows if r["status"] == "ok"), key=lambda r: (str(r["prompt_id"]), r["repeat"]))
+        columns = {column.name: rows[0].get(column.name) for column in CELL_COLUMNS}
+        grouped.append(CellRecords(columns, tuple(good), len(rows) - len(good)))
     return sorted(grouped, key=lambda cell: _order(cell.columns))
 
 
 def baseline_of(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRecords | None:
-    """Return the `ar` cell a speedup is measured against: same model, closest sampling settings; None without one.
+    """Return the `ar` cell that a speedup is measured against: same model, closest sampling settings; None without one.
 
     Guidance doubles the rows of every forward, so a cell with guidance is never compared to one without.
     """
-    candidates = [other for other in cells if other.columns["mode"] == "ar" and _comparable(cell, other)]
-    return min(candidates, key=lambda other: _distance(cell, other), default=None)
+
+    def group(one: CellRecords) -> tuple[Any, bool]:
+        return one.columns["model"], one.columns["cfg_scale"] == 1
+
+    def distance(one: CellRecords) -> tuple[bool, ...]:
+        return tuple(cell.columns[name] != one.columns[name] for name in _SAMPLING)
+
+    candidates = [other for other in cells if other.columns["mode"] == "ar" and group(other) == group(cell)]
+    return min(candidates, key=distance, default=None)
 
 
 def settings_that_differ(cell: CellRecords, other: CellRecords) -> list[str]:
@@ -75,57 +130,18 @@ def settings_that_differ(cell: CellRecords, other: CellRecords) -> list[str]:
     return [f"{name}={other.columns[name]:g}" for name in _SAMPLING if cell.columns[name] != other.columns[name]]
 
 
-def joined(notes: Iterable[str]) -> str | None:
+def join_notes(notes: Iterable[str]) -> str | None:
     """Return a row's notes as its `note`, each once; None without any."""
     return NOTE_SEPARATOR.join(dict.fromkeys(notes)) or None
 
 
-def _comparable(cell: CellRecords, other: CellRecords) -> bool:
-    unguided = [each.columns["cfg_scale"] == 1 for each in (cell, other)]
-    return cell.columns["model"] == other.columns["model"] and unguided[0] == unguided[1]
+def _order(columns: Row) -> tuple[Any, ...]:
+    """Sort modes as the papers list them, then parameters by value: delta 0.005 comes before 0.02."""
 
+    def place(name: str, names: Iterable[str]) -> int:
+        known = list(names)
+        return known.index(columns[name]) if columns[name] in known else len(known)
 
-def _distance(cell: CellRecords, other: CellRecords) -> tuple[bool, ...]:
-    """Differences in order of weight; False sorts first, so the nearest cell is the least."""
-    return tuple(cell.columns[name] != other.columns[name] for name in _SAMPLING)
-
-
-def _cell(rows: list[Row]) -> CellRecords:
-    good = [row for row in rows if row["status"] == "ok"]
-    good.sort(key=lambda row: (str(row["prompt_id"]), row["repeat"]))
-    columns = {column.name: rows[0].get(column.name) for column in CELL_COLUMNS}
-    return CellRecords(columns, tuple(good), len(rows) - len(good))
-
-
-def _order(columns: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Modes as the papers list them, then parameters by value: delta 0.005 stands before 0.02."""
-    modes = list(MODES)
-    mode = columns["mode"]
-    place = modes.index(mode) if mode in modes else len(modes)
-    rules = {rule: number for number, rule in enumerate(RULES)}
-    words = (str(columns["drafting"] or ""), rules.get(str(columns["rule"]), len(rules)), str(columns["tree"] or ""))
+    words = (str(columns["drafting"] or ""), place("rule", RULES), str(columns["tree"] or ""))
     numbers = tuple((columns[name] is not None, columns[name] or 0) for name in _NUMBERS)
-    return (str(columns["model"] or ""), place, *words, numbers, columns["cell_id"])
-
-
-# ----
-
-
-def read_named(folders: Sequence[Path]) -> dict[str, RunData]:
-    """Read the runs; raises `RefusedError` for one without records and `UserError` for what is no run."""
-    found = {}
-    for name, folder in zip(run_names(folders), folders, strict=True):
-        found[name] = read_run(folder)
-        if not found[name].records:
-            raise RefusedError(f"{folder} holds no records yet", "The command that began this run continues it.")
-    return found
-
-
-def run_names(folders: Sequence[Path]) -> list[str]:
-    """Return a name for each folder: its own, with as many parents as it takes to differ from the others."""
-    whole = [folder.resolve().parts for folder in folders]
-    for depth in range(1, max((len(parts) for parts in whole), default=1) + 1):
-        names = ["/".join(parts[-depth:]) for parts in whole]
-        if len(set(names)) == len(names):
-            return names
-    return ["/".join(parts) for parts in whole]
+    return (str(columns["model"] or ""), place("mode", MODES), *words, numbers, columns["cell_id"])

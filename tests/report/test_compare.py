@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lantern_bench.errors import RefusedError
-from lantern_bench.report.compare import BETTER, SAME, WORSE, check_likeness, compare_runs, differences
+from lantern_bench.report.compare import BETTER, SAME, WORSE, check_comparability, compare_runs, differences
 from lantern_bench.runs.store import RunData
 from tests.made_up_run import AR, LOOSE, STRICT, WALKS, make_record, make_scores
 
@@ -104,15 +104,15 @@ def other(**changes):
 def test_unlike_runs_are_refused_unless_allowed(kind, b):
     found = differences(make_run(), b)
     with pytest.raises(RefusedError, match=f"differ in {kind}") as refusal:
-        check_likeness(found, [])
+        check_comparability(found, [])
     assert f"--across {kind}" in refusal.value.advice
-    check_likeness(found, [kind])
+    check_comparability(found, [kind])
 
 
 def test_what_may_differ_is_only_told():
     found = differences(make_run(), other(key=MANIFEST["key"] | {"dtype": "bfloat16"}))
     assert [str(one) for one in found] == ["dtype: float32 in the first, bfloat16 in the second"]
-    check_likeness(found, [])
+    check_comparability(found, [])
     assert differences(make_run(), make_run()) == []
 
 

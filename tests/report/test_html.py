@@ -15,7 +15,7 @@ from PIL import Image
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.report.page import Thumbnails, render, write_report
-from lantern_bench.report.records import read_named, run_names
+from lantern_bench.report.records import load_runs, run_names
 from lantern_bench.report.tables import read_tables
 from tests.made_up_run import AR, LOOSE, STRICT, make_record, write_run
 from tests.report.page_run import write_page_run
@@ -78,7 +78,7 @@ def test_what_is_typed_in_a_prompt_stays_text(tmp_path):
     bad = "</script><script>alert(1)</script><!-- & \"quotes\" 'both'"
     records = [make_record(cell, 0, [[0]], 1.0) | {"prompt": bad} for cell in (AR, STRICT)]
     folder = write_run(tmp_path / "<b>run</b>", records, [], {"description": "<i>tilted</i>"})
-    page = render(read_named([folder]), folder)
+    page = render(load_runs([folder]), folder)
     assert "alert(1)</script>" not in page and "<i>tilted" not in page and "<b>run" not in page
     assert page.count("</script>") == 4
     assert data_of(page)["pictures"][0]["thumb"] is None
@@ -86,7 +86,7 @@ def test_what_is_typed_in_a_prompt_stays_text(tmp_path):
 
 
 def test_the_same_run_gives_the_same_page(run):
-    assert render(read_named([run]), run) == render(read_named([run]), run)
+    assert render(load_runs([run]), run) == render(load_runs([run]), run)
 
 
 def test_eight_cells_of_64_pictures_stay_under_8_megabytes(tmp_path):
@@ -125,7 +125,7 @@ def test_several_runs_on_one_page(run, tmp_path):
 
 def test_a_run_without_quality_pictures_or_drafts(tmp_path):
     folder = write_run(tmp_path / "bare", [make_record(AR, n, [[]], 1.0, image=None) for n in range(2)], [])
-    data = data_of(render(read_named([folder]), folder))
+    data = data_of(render(load_runs([folder]), folder))
     assert data["pictures"] == data["fronts"] == data["depth"] == data["bounds"] == []
 
 
