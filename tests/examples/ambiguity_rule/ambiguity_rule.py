@@ -1,4 +1,4 @@
-"""A relaxed rule of one's own: neighbours may lend a draft more where the target is undecided."""
+"""A relaxed rule: more neighbour mass where the target is undecided."""
 
 import math
 
@@ -6,7 +6,7 @@ from lantern_bench.plugins import DraftView, Rule
 
 
 def most_mass(draft: DraftView, bound: float):
-    """The most m(x) [...]: `bound` times the entropy of p, as a share of the largest that can be."""
+    """The most m(x) [...]: `bound` times the entropy of p, as a share of the largest possible entropy."""
     p = draft.whole
     entropy = -(p * p.clamp_min(1e-30).log()).sum(-1)
     return bound * entropy / math.log(p.shape[-1])

@@ -1,4 +1,4 @@
-"""docs/extending.md is true: its rule, outside the package, is found, swept against LANTERN++ and in every table.
+"""docs/adding-a-rule.md is true: its rule, outside the package, is found, swept against LANTERN++ and in every table.
 
 The example package lies beside the tests and is found through its dist-info on the path, as an installed one would be;
 the commands run in a process of their own, because rules are found when modes are first needed.
@@ -53,7 +53,7 @@ def rule() -> Rule:
 
 
 def test_the_page_shows_the_example_and_it_is_short() -> None:
-    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "adding-a-rule.md").read_text(encoding="utf-8")
     for name in FILES:
         assert f"\n{(EXAMPLE / name).read_text(encoding='utf-8')}```" in page, name
     assert sum(len((EXAMPLE / name).read_text(encoding="utf-8").splitlines()) for name in FILES) < 40

@@ -1,0 +1,40 @@
+"""Draft a chain from one distribution: what the target said at the end of the last step."""
+
+import torch
+
+from lantern_bench.decoding.sampling import draw_without_replacement, most_probable
+from lantern_bench.decoding.tree import StaticTree
+
+
+class Echo:
+    """A chain of `window` nodes; its state is one distribution per image."""
+
+    def __init__(self, decoding, target, batch):
+        window = decoding.value("window")
+        self.nodes, self.depth = window + 1, window
+        self.forwards, self.noises, self.fanout = 0, window, 1
+        self.greedy = decoding.greedy
+        self.chain = StaticTree.of([(0,) * depth for depth in range(1, window + 1)], target.device)
+        self.last = torch.zeros(batch, target.vocab_size, device=target.device)
+
+    def begin(self, p):
+        self.last.copy_(p)
+
+    def learn(self, step):
+        end = step.path.gather(1, step.accepted[:, None])
+        self.last.copy_(step.p.gather(1, end[:, :, None].expand(-1, -1, step.p.shape[2])).squeeze(1))
+
+    def draft(self, session, drafts, root, noise, depth_limit):
+        q = self.last[:, None].expand(-1, self.depth, -1).contiguous()
+        drawn, able = most_probable(q, 1) if self.greedy else draw_without_replacement(q, 1, noise)
+        tokens = torch.cat([root[:, None], drawn.squeeze(2)], dim=1)
+        valid = torch.nn.functional.pad(able.squeeze(2), (1, 0), value=True)
+        return tokens, None if self.greedy else torch.nn.functional.pad(q, (0, 0, 0, 1)), valid
+
+    def to_score(self, drafted):
+        batch = len(drafted[0])
+        return drafted[0], self.chain.depths.expand(batch, -1), self.chain.attention.expand(batch, -1, -1)
+
+    def tree(self, drafted):
+        tokens, q, valid = drafted
+        return self.chain.draft(tokens, q, valid)
