@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lantern_bench.clock import OnProgress
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.experiment import Cell, load_experiment, resolve
+from lantern_bench.config.experiment import Cell, ResolvedExperiment, load_experiment, resolve
 from lantern_bench.config.methods import DRAFTINGS, RULES
-from lantern_bench.config.parse_experiment import Settings
 from lantern_bench.config.plan import Prompt
 from lantern_bench.config.trees import STATIC_TREES, is_chain
 from lantern_bench.config.values import Overrides
 from lantern_bench.errors import UserError
-from lantern_bench.models.registry import card_of, defaults_of, family_of, load_model
+from lantern_bench.models.registry import card_of, defaults_of, family_of
 from lantern_bench.prompts.sets import load_prompts
 from lantern_bench.runs.preflight import check_neighbours
 
@@ -62,8 +61,7 @@ def plan_certification(
     if not relaxed:
         raise UserError(f"{experiment}: has no relaxed cell", "Give another --experiment, or other --modes.")
     prompts = load_prompts(resolved.settings.prompts, family_of(card.name))
-    scale = resolved.cfg_defaults[card.name]
-    return Certification(card.name, resolved.settings, relaxed, prompts, sizes, scale, card.defaults.get("tree"))
+    return Certification(card.name, resolved, relaxed, prompts, sizes, card.defaults.get("tree"))
 
 
 def check_cells(cells: Sequence[Cell]) -> None:
@@ -81,14 +79,13 @@ def check_cells(cells: Sequence[Cell]) -> None:
 
 @dataclass
 class Certification:
-    """The planned checks of one model; `scale` is its default guidance, `tree` its default static tree."""
+    """The planned checks of one model; `cells` are the relaxed ones, `tree` is the model's default static tree."""
 
     model: str
-    settings: Settings
+    resolved: ResolvedExperiment
     cells: tuple[Cell, ...]
     prompts: Sequence[Prompt]
     sizes: Sizes
-    scale: float
     tree: Any
 
     @cached_property
@@ -96,16 +93,14 @@ class Certification:
         """The device and the number type."""
         from lantern_bench.runs.devices import choose_place
 
-        return choose_place(self.settings.device, self.settings.dtype)
+        return choose_place(self.resolved.settings.device, self.resolved.settings.dtype)
 
     @cached_property
     def loaded(self) -> LoadedModel:
         """The model, loaded on first use."""
-        from lantern_bench.runs.devices import set_space
+        from lantern_bench.runs.devices import load_models
 
-        model = load_model(self.model, self.place.device, self.place.dtype)
-        set_space(model, self.settings.neighbour_space)
-        return model
+        return load_models(self.resolved, self.place)[self.model]
 
     @staticmethod
     def check_folder(folder: Path) -> None:
@@ -133,7 +128,8 @@ class Certification:
         for name, rows in tables.items():
             write_csv(frame(name, rows), folder / f"{name}.csv")
         facts: dict[str, Any] = {"model": self.model, "weights": dict(self.loaded.weights)}
-        facts |= {"seed": self.settings.seed, "prompts": self.settings.prompts, **self.sizes._asdict()}
+        settings = self.resolved.settings
+        facts |= {"seed": settings.seed, "prompts": settings.prompts, **self.sizes._asdict()}
         facts |= {"device": self.place.device.type, "dtype": self.place.dtype_name, "packages": package_versions()}
         write_atomically(folder / "measurement.json", (json.dumps(facts, indent=2) + "\n").encode())
 
@@ -145,7 +141,7 @@ class Certification:
         # The strict rule with deterministic drafts, because their emitted TV is exact; sampling as in the first cell.
         first = self.cells[0].decoding
         sampling = autoregressive(first).model_dump(include={"temperature", "top_k", "top_p", "filter_order"})
-        scales = {"cfg_scale": first.cfg_scale, "cfg_default": self.scale}
+        scales = {"cfg_scale": first.cfg_scale, "cfg_default": self.resolved.cfg_defaults[self.model]}
         strict = Cell(self.model, Decoding.model_validate({**_SMALL_TREE, **sampling, **scales}))
         places = self._emitted_tv([*self.cells, strict], on_progress)
         exact = [row for row in places if row["cell_id"] == strict.cell_id]
@@ -164,7 +160,7 @@ class Certification:
         rows: list[dict[str, Any]] = []
         for setting, decoding in named.items():
             test = partial(lossless.first_tokens_test, self.loaded, prompts, exact, decoding, self.sizes.samples)
-            test = partial(test, seed=self.settings.seed, on_progress=on_progress)
+            test = partial(test, seed=self.resolved.settings.seed, on_progress=on_progress)
             about, text = f"first tokens, {setting}", f"{setting}, {_FIRST_TOKENS} tokens, top-k {_TOP_K}"
             found = test(about=about)
             rows.append(tables.lossless_row(self.model, text, found.p_value, found.samples, found.impossible))
@@ -193,11 +189,12 @@ class Certification:
     def _lossless_decodings(self, **values: Any) -> dict[str, Decoding]:
         """Every lossless rule with every drafting that it can decide on, in small, by their labels."""
         named: dict[str, Decoding] = {}
+        scale = self.resolved.cfg_defaults[self.model]
         for rule, drafting in itertools.product(RULES.values(), DRAFTINGS.values()):
             decides = rule.lossless and drafting.drafts and (drafting.sampled or not rule.chains)
             if rule.name == "none" or not decides:
                 continue
-            common = {"mode": "speculative", "cfg_scale": self.scale, "cfg_default": self.scale, **values}
+            common = {"mode": "speculative", "cfg_scale": scale, "cfg_default": scale, **values}
             small = dict(drafting.small)
             if "tree" in drafting.defaults and self.tree:
                 fits = not rule.chains or is_chain(STATIC_TREES[self.tree])
@@ -212,7 +209,8 @@ class Certification:
         """The emitted TV of the cells at sampled positions, one row per position and cell."""
         from lantern_bench.certify.relaxation import CostSettings, emitted_tv_rows
 
-        settings = CostSettings(positions=self.sizes.positions, draws=self.sizes.draws, seed=self.settings.seed)
+        sizes, seed = self.sizes, self.resolved.settings.seed
+        settings = CostSettings(positions=sizes.positions, draws=sizes.draws, seed=seed)
         return list(emitted_tv_rows(self.loaded, cells, self.prompts, settings, on_progress))
 
     def _ambiguity(self, on_progress: OnProgress) -> Tables:
@@ -223,7 +221,7 @@ class Certification:
 
         tables: Tables = {"ambiguity": [], "ambiguity_places": []}
         for decoding in dict.fromkeys(autoregressive(cell.decoding) for cell in self.cells):
-            sizes = {"images": self.sizes.images, "seed": self.settings.seed}
+            sizes = {"images": self.sizes.images, "seed": self.resolved.settings.seed}
             places = list(ambiguity_rows(self.loaded, decoding, self.prompts, **sizes, on_progress=on_progress))
             tables["ambiguity"] += ambiguity_table_rows(places, self.loaded.grid[1])
             tables["ambiguity_places"] += places

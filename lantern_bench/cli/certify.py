@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lantern_bench.cli.options import (
-    DECODING,
-    PLACE,
     FormatOption,
     ModesOption,
     PromptsOption,
     SettingsOption,
     compile_steps,
-    with_flags,
+    decoding_flags,
 )
 from lantern_bench.errors import CheckFailedError
 from lantern_bench.runs.store import results_root
@@ -29,7 +27,7 @@ _QUICK, _FULL = {"positions": 48, "draws": 64}, {"positions": 200, "draws": 256}
 _FILE_ONLY = ["prompts", "emitted_tv_crossed", "emitted_tv_median", "moved_mass"]
 
 
-@with_flags(*DECODING, *PLACE)
+@decoding_flags
 def certify(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="The model.")] = "lanterns",
@@ -75,7 +73,7 @@ def certify(
     job = plan_certification(source, flags, modes or None, settings or [], sizes)
     folder = out or results_root() / f"certify-{Path(model).name}"
     job.check_folder(folder)
-    if job.settings.compile:
+    if job.resolved.settings.compile:
         compile_steps([job.loaded], job.place, console)
     with console.progress() as progress:
         tables = job.measure(emitted_tv, ambiguity, progress.share)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lantern_bench.cli.options import DECODING, PLACE, FormatOption, SettingsOption, compile_steps, with_flags
+from lantern_bench.cli.options import FormatOption, SettingsOption, compile_steps, decoding_flags
 from lantern_bench.errors import RefusedError, UserError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _BOUNDS = {"delta": 0.02, "lambda": 2.0}
 
 
-@with_flags(*DECODING, *PLACE)
+@decoding_flags
 def generate(
     ctx: typer.Context,
     caption: Annotated[str | None, typer.Argument(help="The caption.")] = None,
@@ -67,15 +67,8 @@ def generate(
         _check_file("--save-tokens", save_tokens, ".npz", force)
 
     from lantern_bench.models.loaded_model import NoPixels
+    from lantern_bench.runs import generation
     from lantern_bench.runs.devices import choose_place
-    from lantern_bench.runs.generation import (
-        decode_units,
-        numbers_table,
-        picture_png,
-        read_prompts,
-        tokens_npz,
-        units_of,
-    )
 
     place = choose_place(resolved.settings.device, resolved.settings.dtype)
     loaded = _loaded(resolved, place, random_weights, console)
@@ -86,22 +79,22 @@ def generate(
         if save_tokens is None:
             raise loaded.pixels.problem
         console.warn(loaded.pixels.problem.message)
-    prompts = [prompt] if condition is None else read_prompts(condition, loaded)
-    units = units_of(resolved, prompts, images)
+    prompts = [prompt] if condition is None else generation.read_prompts(condition, loaded)
+    units = generation.units_of(resolved, prompts, images)
     made = []
     with console.progress() as progress:
         progress.start(len(units), "images")
-        for one in decode_units(loaded, place, units, save_logits):
+        for one in generation.decode_units(loaded, place, units, save_logits):
             made.append(one)
             progress.advance()
     written = []
     if not isinstance(loaded.pixels, NoPixels):
-        _write("--out", out, picture_png(made, len(resolved.cells)))
+        _write("--out", out, generation.picture_png(made, len(resolved.cells)))
         written.append(f"picture: {out}")
     if save_tokens is not None:
-        _write("--save-tokens", save_tokens, tokens_npz(made))
+        _write("--save-tokens", save_tokens, generation.tokens_npz(made))
         written.append(f"tokens: {save_tokens}")
-    console.table(numbers_table(units, made), title=", ".join(prompts[:3]), format=format)
+    console.table(generation.numbers_table(units, made), title=", ".join(prompts[:3]), format=format)
     console.say(", ".join(written))
 
 
@@ -195,11 +188,9 @@ def _loaded(resolved: ResolvedExperiment, place: Place, random: bool, console: C
 
     from lantern_bench.models.random_model import random_model
 
-    console.warn(
-        f"the weights of {name} are random (seed {seed}, {place.dtype_name}), and so are its caption features: "
-        "the picture means nothing"
-    )
-    return random_model(name, place.device, place.dtype, torch.Generator(place.device).manual_seed(seed))
+    what = f"the weights of {name} are random (seed {seed}, {place.dtype_name}), and so are its caption features"
+    console.warn(f"{what}: the picture means nothing")
+    return random_model(name, *place, torch.Generator(place.device).manual_seed(seed))
 
 
 def _show_memory(resolved: ResolvedExperiment, console: Console, format: str | None) -> None:

@@ -46,56 +46,48 @@ DEVICE_HELP = "auto, cpu, mps, cuda or cuda:N."
 
 # ---- Decoding flags, for every command that decodes
 
-Flag = tuple[str, Any]
 
-
-def _flag(key: str, help: str, kind: Any = list[str] | None) -> Flag:
+def _flag(key: str, help: str, kind: Any = list[str] | None) -> tuple[str, Any]:
     """A flag of strings; the experiment's validation reads them. Flags of lists can be repeated."""
     return key, Annotated[kind, typer.Option(f"--{key.replace('_', '-')}", help=help)]
 
 
-DECODING: tuple[Flag, ...] = tuple(_flag(key, one.help) for key, one in PARAMETERS.items() if key != "mode")
-"""Decoding parameters. Several values (commas, or a repeated flag) make a grid."""
-
-PLACE: tuple[Flag, ...] = (
+# The parameters of decoding, whose several values (commas, or a repeated flag) make a grid; then seed and device.
+_FLAGS = (
+    *(_flag(key, one.help) for key, one in PARAMETERS.items() if key != "mode"),
     _flag("seed", "Random seed.", str | None),
     _flag("device", DEVICE_HELP, str | None),
     _flag("dtype", "auto, float32, bfloat16 or float16. auto: bfloat16 on CUDA and, in sweeps, fast CPUs.", str | None),
     ("compile", Annotated[bool | None, typer.Option("--compile/--no-compile", help="Compile the decode steps.")]),
     _flag("neighbour_space", "Space of code distances: raw or normalised. Default: as published.", str | None),
 )
-"""Seed, device and neighbour space."""
+
+
+def decoding_flags(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the decoding flags to a command; its `flags` argument receives their values by key, None if not given."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    own = inspect.signature(function, eval_str=True).parameters.values()
+    parameters = [one.replace(kind=keyword) for one in own if one.name != "flags"]
+    # The prefix is needed because a Python argument cannot be called `lambda`.
+    parameters += [inspect.Parameter(f"flag_{key}", keyword, default=None, annotation=kind) for key, kind in _FLAGS]
+
+    @functools.wraps(function)
+    def command(**values: Any) -> None:
+        given = {key: values.pop(f"flag_{key}") for key, _ in _FLAGS}
+        function(**values, flags={key: None if value == [] else value for key, value in given.items()})
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+# ---- Helpers
 
 
 def command_group(**settings: Any) -> typer.Typer:
     """A group of commands with plain help: Rich markup draws boxes and cuts messages at the terminal's width."""
     names = {"help_option_names": ["-h", "--help"]}
     return typer.Typer(**settings, no_args_is_help=True, rich_markup_mode=None, context_settings=names)
-
-
-def with_flags(*flags: Flag) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add flags to a command; its `flags` argument receives their values by key, None where a flag is not given."""
-
-    def wrap(function: Callable[..., None]) -> Callable[..., None]:
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        own = inspect.signature(function, eval_str=True).parameters.values()
-        parameters = [one.replace(kind=keyword) for one in own if one.name != "flags"]
-        # The prefix is needed because a Python argument cannot be called `lambda`.
-        parameters += [inspect.Parameter(f"flag_{key}", keyword, default=None, annotation=kind) for key, kind in flags]
-
-        @functools.wraps(function)
-        def command(**values: Any) -> None:
-            given = {key: values.pop(f"flag_{key}") for key, _ in flags}
-            function(**values, flags={key: None if value == [] else value for key, value in given.items()})
-
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return command
-
-    return wrap
-
-
-# ---- Helpers
 
 
 def locate(run: str) -> Path:

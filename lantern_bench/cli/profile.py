@@ -64,14 +64,16 @@ def profile(
     console: Console = ctx.obj
     steps = {"ar": {"mode": "ar"}} | {name: step_settings(name) for name in names}
     place = choose_place(device, dtype, fast=True)
-    subject = load_subject(model, size, random_weights, seed, images, cfg_scale, place)
+    subject = load_subject(model, size, random_weights, place, images, seed, tokens)
+    if cfg_scale is not None:
+        subject = subject._replace(cfg_scale=cfg_scale)
     if compile:
         compile_steps([subject.model], place, console)
     rates = device_rates_of(subject)
     speeds = f"reads {rates.bytes_per_s / 1e9:.1f} GB/s, multiplies {rates.operations_per_s / 1e9:.0f} Gop/s"
     console.say(f"{place.device}: {speeds}, measured at the size of this model")
     with console.progress() as progress:
-        rows = measure(subject, steps, rates, seed, tokens, progress.share)
+        rows = measure(subject, steps, rates, progress.share)
     table = pd.DataFrame(rows).round(4)
     console.table(table, title=f"{size or model}, {place.device}, {place.dtype_name}", format=format)
     if out is not None:

@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lantern_bench.cli.options import (
-    DECODING,
     DEVICE_HELP,
-    PLACE,
     RUN_HELP,
     FormatOption,
     ModesOption,
     PromptsOption,
     SettingsOption,
+    decoding_flags,
     locate,
     warn_uncompiled,
-    with_flags,
 )
 from lantern_bench.config.protocols import PROTOCOLS
 from lantern_bench.config.values import Overrides
@@ -39,7 +37,7 @@ _Resume = Annotated[bool, typer.Option(help="Resume the run, or start a new one 
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and decode nothing.")]
 
 
-@with_flags(*DECODING, *PLACE)
+@decoding_flags
 def sweep(
     ctx: typer.Context,
     experiment: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped experiment.")] = "lanterns",
@@ -82,7 +80,7 @@ def sweep(
     runs_sweep.check_failed(request, failed)
 
 
-@with_flags(*DECODING, *PLACE)
+@decoding_flags
 def reproduce(
     ctx: typer.Context,
     experiment: Annotated[str, typer.Argument(help="A shipped experiment with published figures, or a YAML file.")],

@@ -39,10 +39,10 @@ class Need(NamedTuple):
 def device_rates(device: torch.device, dtype: torch.dtype, working_set: int) -> Rates:
     """Measure repeated reads of `working_set` bytes, and square matrix products in `dtype`; the best of 12 each."""
     numbers = torch.ones(max(1, working_set // 4), device=device)
-    read = _best(lambda: numbers.sum(), device)
+    read = min(seconds_of(numbers.sum, device, 12))
     side = 8192 if device.type == "cuda" else 1024
     a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
-    multiply = _best(lambda: a @ b, device)
+    multiply = min(seconds_of(lambda: a @ b, device, 12))
     return Rates(numbers.nbytes / read, 2.0 * side**3 / multiply)
 
 
@@ -60,30 +60,23 @@ def forward_need(target: TransformerTarget, nodes: int, guided: bool) -> Need:
     return Need(weights + cache, 2.0 * rows * nodes * (products + attention))
 
 
-def _best(work: Callable[[], object], device: torch.device) -> float:
-    """The least seconds of 12 repeats."""
+def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    """Run `work` several times and return the seconds of each, with the device idle before and after."""
     seconds = []
-    for _ in range(12):
+    for _ in range(repeats):
         synchronize(device)
         began = now()
         work()
         synchronize(device)
         seconds.append(now() - began)
-    return min(seconds)
+    return seconds
 
 
-# ---- Memory
+def decode_memory(model: LoadedModel, nodes: int, guided: bool, run: Callable[[], Any]) -> tuple[int, int]:
+    """Measure the bytes of `run`, a decode of one image with trees of `nodes`, after a warm-up.
 
-
-class Memory(NamedTuple):
-    """Bytes: the peak, and the sum of weights, caches and logits of one tree."""
-
-    peak: int
-    accounted: int
-
-
-def decode_memory(model: LoadedModel, nodes: int, guided: bool, run: Callable[[], Any]) -> Memory:
-    """Measure `run`: a decode of one image with trees of `nodes`, after a warm-up; for transformer targets only."""
+    Returns the peak, and the sum of weights, caches and logits of one tree. For transformer targets only.
+    """
     target, drafter = model.target, model.drafter
     parts: list[Any] = [target, drafter] if nodes > 1 and drafter is not None else [target]
     standing = sum(part.session(1, guided, nodes).cache.nbytes for part in parts)
@@ -93,8 +86,8 @@ def decode_memory(model: LoadedModel, nodes: int, guided: bool, run: Callable[[]
     if device.type == "cuda":
         reset_peak_memory(device)
         run()
-        return Memory(peak_memory_bytes(device) or 0, standing + logits)
-    return Memory(standing + _most_allocated(run), standing + logits)
+        return peak_memory_bytes(device) or 0, standing + logits
+    return standing + _most_allocated(run), standing + logits
 
 
 def _most_allocated(run: Callable[[], Any]) -> int:

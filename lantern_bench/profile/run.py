@@ -34,12 +34,14 @@ _LINES = ("-", "--", "-.", ":")
 
 
 class Subject(NamedTuple):
-    """What is profiled: a model, whether its weights are trained, prompts, guidance."""
+    """What is profiled: a model, whether its weights are trained, prompts, guidance, seed, tokens (None: all)."""
 
     model: LoadedModel
     trained: bool
     prompts: Sequence[str]
     cfg_scale: float
+    seed: int
+    tokens: int | None
 
     @property
     def guided(self) -> bool:
@@ -58,17 +60,17 @@ def step_settings(tree: str) -> dict[str, Any]:
 
 
 def load_subject(
-    name: str, size: str | None, random: bool, seed: int, images: int, scale: float | None, place: Place
+    name: str, size: str | None, random: bool, place: Place, images: int, seed: int, tokens: int | None
 ) -> Subject:
     """Load the model (or make a random one) with prompts that it accepts; raises as `read_size` and `load_model`."""
     noise = torch.Generator(place.device).manual_seed(seed)
     if size is not None:
         made = random_model_of_size(read_size(size), *place, noise)
-        return Subject(made, False, [""] * images, 2.0 if scale is None else scale)
+        return Subject(made, False, [""] * images, 2.0, seed, tokens)
     prompts = next((texts for texts in family_of(name).prompt_sets().values() if texts), ("anything",))
     loaded = random_model(name, *place, noise) if random else load_model(name, *place)
-    guidance = card_of(name).defaults.get("cfg_scale", 1.0) if scale is None else scale
-    return Subject(loaded, not random, [prompts[n % len(prompts)] for n in range(images)], float(guidance))
+    scale = float(card_of(name).defaults.get("cfg_scale", 1.0))
+    return Subject(loaded, not random, [prompts[n % len(prompts)] for n in range(images)], scale, seed, tokens)
 
 
 def device_rates_of(subject: Subject) -> Rates:
@@ -78,12 +80,7 @@ def device_rates_of(subject: Subject) -> Rates:
 
 
 def measure(
-    subject: Subject,
-    steps: Mapping[str, Mapping[str, Any]],
-    rates: Rates,
-    seed: int,
-    tokens: int | None,
-    on_progress: OnProgress,
+    subject: Subject, steps: Mapping[str, Mapping[str, Any]], rates: Rates, on_progress: OnProgress
 ) -> list[Row]:
     """Measure target forwards by number of nodes, then each kind of step; `steps` maps a name to its settings."""
     condition = subject.model.condition(subject.prompts[:1])
@@ -95,7 +92,7 @@ def measure(
             rows.append(_forward_row(subject, task, milliseconds, rates))
         else:
             decoding = Decoding(**steps[task], cfg_scale=subject.cfg_scale)
-            rows.append(_step_row(subject, task, decoding, rows, rates, seed, tokens))
+            rows.append(_step_row(subject, task, decoding, rows, rates))
         on_progress("measuring", number / len(tasks))
     return rows
 
@@ -107,17 +104,9 @@ def _forward_row(subject: Subject, nodes: int, milliseconds: float, rates: Rates
     return row | {"bound_ms": bound, "over_bound": milliseconds / bound}
 
 
-def _step_row(
-    subject: Subject,
-    name: str,
-    decoding: Decoding,
-    before: Sequence[Row],
-    rates: Rates,
-    seed: int,
-    tokens: int | None,
-) -> Row:
+def _step_row(subject: Subject, name: str, decoding: Decoding, before: Sequence[Row], rates: Rates) -> Row:
     model, prompts = subject.model, subject.prompts
-    cost = step_cost(model, decoding, prompts, seed, tokens)
+    cost = step_cost(model, decoding, prompts, subject.seed, subject.tokens)
     nodes = 1 if decoding.drafting == "none" else drafting_of(decoding, model.target).nodes
     row = _forward_row(subject, nodes, cost.total, rates) | {"what": "step", "name": name}
     row |= {"draft_ms": cost.draft, "target_ms": cost.target, "verify_ms": cost.verify, "other_ms": cost.other}
@@ -129,8 +118,12 @@ def _step_row(
     # Drafts of random weights are accepted by chance, so their accepted length means nothing.
     length = cost.mean_accepted_length if subject.trained else float("nan")
     row |= {"mean_accepted_length": length, "speedup": length * plain / cost.total}
-    memory = decode_memory(model, nodes, subject.guided, lambda: step_cost(model, decoding, prompts[:1], tokens=24))
-    return row | {"peak_memory_mb": memory.peak / 1e6, "accounted_memory_mb": memory.accounted / 1e6}
+
+    def one_image() -> None:
+        step_cost(model, decoding, prompts[:1], tokens=24)
+
+    peak, accounted = decode_memory(model, nodes, subject.guided, one_image)
+    return row | {"peak_memory_mb": peak / 1e6, "accounted_memory_mb": accounted / 1e6}
 
 
 # ---- Files

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lantern_bench.clock import now, settle_garbage, synchronize
+from lantern_bench.clock import settle_garbage
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.emitted_tv import total_variation
 from lantern_bench.decoding.loop import decode
@@ -22,6 +22,7 @@ from lantern_bench.decoding.teacher_forcing import teacher_forced
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.registry import load_model
+from lantern_bench.profile.roofline import seconds_of
 
 _WARM_TOKENS = 24
 _WARM_FORWARDS = 3
@@ -62,15 +63,8 @@ def forward_ms(model: LoadedModel, condition: Any, nodes: int, cfg_scale: float,
     chain = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()[None]
     tokens = torch.zeros(1, nodes, dtype=torch.int64, device=device)
     depths = torch.arange(nodes, device=device)[None]
-    seconds = []
-    for repeat in range(repeats + _WARM_FORWARDS):
-        synchronize(device)
-        began = now()
-        run(tokens, depths, chain)
-        synchronize(device)
-        if repeat >= _WARM_FORWARDS:
-            seconds.append(now() - began)
-    return 1e3 * median(seconds)
+    seconds = seconds_of(lambda: run(tokens, depths, chain), device, _WARM_FORWARDS + repeats)
+    return 1e3 * median(seconds[_WARM_FORWARDS:])
 
 
 def step_cost(

@@ -51,34 +51,26 @@ def search_trees(
     rates = acceptance_by_rank(traces, _RANKS)
     say("accepted at depth 1, 2, ... by rank: " + "; ".join(" ".join(f"{r:.2f}" for r in d) for d in rates))
     condition, scale = model.condition(prompts[:1]), float(rule["cfg_scale"])
-    measured = [forward_ms(model, condition, nodes, scale, _FORWARDS) for nodes in _SEARCHED_NODES]
-    forward = make_interp_spline(_SEARCHED_NODES, measured, k=1)
+    forward_times = [forward_ms(model, condition, nodes, scale, _FORWARDS) for nodes in _SEARCHED_NODES]
+    forward = make_interp_spline(_SEARCHED_NODES, forward_times, k=1)
     level_ms = sum(row["draft_ms"] for row in static) / sum(levels[row["name"]] for row in static)
     rest_ms = sum(row["verify_ms"] + row["other_ms"] for row in static) / len(static)
 
     def step_ms(paths: Topology) -> float:
         return float(forward(len(paths) + 1)) + level_ms * len(paths[-1]) + rest_ms
 
-    return [_measured(model, rule, one, prompts, seed, say) for one in best_trees(rates, _MOST_NODES, step_ms, _SHOWN)]
+    def measured(one: Found) -> dict[str, Any]:
+        text = " ".join("".join(map(str, path)) for path in one.topology)
+        say(f"measuring {text}")
+        cost = step_cost(model, Decoding(**rule, topology=one.topology), prompts, seed)
+        # Autoregressive decoding again for each tree, because the speed of a machine drifts.
+        plain = step_cost(model, Decoding.model_validate({"mode": "ar", "cfg_scale": scale}), prompts, seed)
+        row = {"tree": text, "nodes": len(one.topology), "levels": len(one.topology[-1])}
+        row |= {"expected_length": one.length, "expected_ms": one.milliseconds}
+        row |= {"mean_accepted_length": cost.mean_accepted_length, "milliseconds": cost.total, "ar_ms": plain.total}
+        return row | {"speedup": cost.mean_accepted_length * plain.total / cost.total}
 
-
-def _measured(
-    model: LoadedModel,
-    rule: Mapping[str, Any],
-    one: Found,
-    prompts: Sequence[str],
-    seed: int,
-    say: Callable[[str], None],
-) -> dict[str, Any]:
-    """Decode with a tree, and autoregressively right after it, because the speed of a machine drifts."""
-    text = " ".join("".join(map(str, path)) for path in one.topology)
-    say(f"measuring {text}")
-    cost = step_cost(model, Decoding(**rule, topology=one.topology), prompts, seed)
-    plain = step_cost(model, Decoding.model_validate({"mode": "ar", "cfg_scale": rule["cfg_scale"]}), prompts, seed)
-    row = {"tree": text, "nodes": len(one.topology), "levels": len(one.topology[-1])}
-    row |= {"expected_length": one.length, "expected_ms": one.milliseconds}
-    row |= {"mean_accepted_length": cost.mean_accepted_length, "milliseconds": cost.total, "ar_ms": plain.total}
-    return row | {"speedup": cost.mean_accepted_length * plain.total / cost.total}
+    return [measured(one) for one in best_trees(rates, _MOST_NODES, step_ms, _SHOWN)]
 
 
 class Found(NamedTuple):
