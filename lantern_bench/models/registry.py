@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-    from torch import Tensor
 
     from lantern_bench.models.io.neighbour_cache import Codes
     from lantern_bench.models.loaded_model import LoadedModel, Parts
@@ -33,19 +32,15 @@ class Family(Protocol):
 
     def cards(self) -> Sequence[ModelCard]:
         """The models of the family; opens no weights."""
-        ...
 
     def check_prompt(self, text: str) -> None:
         """Raise `UserError` for a prompt the family cannot take; needs no torch."""
-        ...
 
     def prompt_sets(self) -> Mapping[str, tuple[str, ...]]:
         """The family's own prompt sets, by name; needs no torch."""
-        ...
 
     def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         """Load a model; raises `RefusedError` when its weights are missing."""
-        ...
 
 
 @runtime_checkable
@@ -54,19 +49,15 @@ class FromFile(Protocol):
 
     def takes(self, file: ModelFile) -> bool:
         """Whether `family:` of the file names this family; opens the checkpoint only where the name is ambiguous."""
-        ...
 
     def card_of_file(self, file: ModelFile) -> ModelCard:
         """The card of the model; its name is `file.path` as given. Raises `UserError` for impossible sizes."""
-        ...
 
     def check_prompt_of_file(self, file: ModelFile, text: str) -> None:
         """As `Family.check_prompt`, for the model of the file."""
-        ...
 
     def load_file(self, file: ModelFile, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         """Load the model; raises `UserError` for checkpoints that are malformed or of another model or stage."""
-        ...
 
 
 @runtime_checkable
@@ -75,32 +66,23 @@ class Buildable(Protocol):
 
     def build(self, name: str) -> Parts:
         """Fresh modules of the full shape; under `torch.device("meta")` nothing is allocated."""
-        ...
 
     def assemble(self, name: str, parts: Parts, weights: Mapping[str, str]) -> LoadedModel:
         """Make a model of parts that have their weights; `weights` maps a part to the hash in the records."""
-        ...
 
     def random_condition(self, name: str, parts: Parts) -> Callable[[Sequence[str]], Any]:
         """Conditions without a text encoder, for random weights: a function of the prompts alone."""
-        ...
 
 
 @runtime_checkable
 class HasTokenizer(Protocol):
     """A family that can load a tokenizer without its target."""
 
-    def load_tokenizer(self, path: Path, device: torch.device, config: Mapping[str, Any] | None = None) -> WithCodes:
-        """Load a tokenizer; `config` is from the model file. Raises `UserError` for the tokenizer of another family."""
-        ...
+    def load_tokenizer(self, path: Path, device: torch.device, config: Mapping[str, Any] | None = None) -> Any:
+        """Load a tokenizer: an object whose `codebook()` is a tensor [V, d], its rows as stored.
 
-
-class WithCodes(Protocol):
-    """A loaded tokenizer."""
-
-    def codebook(self) -> Tensor:
-        """The codebook, rows [V, d] as stored."""
-        ...
+        `config` is from the model file. Raises `UserError` for the tokenizer of another family.
+        """
 
 
 @functools.cache
@@ -127,9 +109,9 @@ def card_of(model: str) -> ModelCard:
     if is_model_file(model):
         return family_of(model).cards()[0]
     known = cards()
-    for card in known.values():
-        if model == card.name or model in card.also_called:
-            return card
+    aliases = {alias: card for card in known.values() for alias in card.also_called}
+    if (card := known.get(model) or aliases.get(model)) is not None:
+        return card
     raise UserError(
         f"--model {model}: unknown model{did_you_mean(model, known)}",
         f"The models are {', '.join(known) or 'none'}; or give a YAML file that describes one.",
@@ -138,10 +120,10 @@ def card_of(model: str) -> ModelCard:
 
 def defaults_of(models: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """The decoding values that every model suggests, by name; also by those of `models` that are files or aliases."""
-    known = {name: card.defaults for name, card in cards().items()}
-    aliases = {name: card.defaults for card in cards().values() for name in card.also_called}
-    given = {model: card_of(model).defaults for model in models if is_model_file(model)}
-    return known | {model: aliases[model] for model in models if model in aliases} | given
+    known = cards()
+    aliases = {alias for card in known.values() for alias in card.also_called}
+    others = {model for model in models if model not in known and (is_model_file(model) or model in aliases)}
+    return {name: card.defaults for name, card in known.items()} | {name: card_of(name).defaults for name in others}
 
 
 def family_of(model: str) -> Family:

@@ -1,4 +1,4 @@
-"""A family of another package, found by its entry point, through the command line in a process of its own."""
+"""A family of another package, found by its entry point, from the command line in a subprocess."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(environment: dict[str, str], *typed: str) -> subprocess.CompletedProcess
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_its_model_is_listed_drawn_and_checked(installed: dict[str, str], tmp_path: Path) -> None:
+def test_third_party_model_is_listed_and_generates(installed: dict[str, str], tmp_path: Path) -> None:
     listed = run(installed, "models", "--format", "csv")
     assert listed.returncode == 0 and "\nstripes," in listed.stdout
     out, tokens = tmp_path / "picture.png", tmp_path / "tokens.npz"

@@ -51,45 +51,43 @@ _ADVICE = "Download or copy it again."
 
 def what_is(names: Iterable[str]) -> str | None:
     """Say what kind of checkpoint has these names; None for an unknown kind."""
-    known = list(names)
-    for pattern, kind in _KINDS:
-        if any(re.search(rf"(^|\.){pattern}", name) for name in known):
-            return kind
-    return None
+    text = "\n".join(names)
+    return next((kind for pattern, kind in _KINDS if re.search(rf"(^|\.){pattern}", text, re.MULTILINE)), None)
 
 
 class Checkpoint(Mapping[str, Tensor]):
     """The tensors of one or several files, by name without the prefixes of wrappers; each is read when looked up."""
 
-    def __init__(self, path: Path, files: Mapping[str, _File], names: Mapping[str, str]) -> None:
-        self.path = path
-        self._files, self._names = files, names
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[_File, str]]) -> None:
+        self.path, self._tensors = path, tensors
 
     @property
     def paths(self) -> tuple[Path, ...]:
         """The checkpoint's files, sorted."""
-        return tuple(sorted({file.path for file in self._files.values()}))
+        return tuple(sorted({file.path for file, _ in self._tensors.values()}))
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """The `args` that an official training script saved, else an empty mapping."""
-        return next((file.settings for file in self._files.values() if file.settings), {})
+        return next((file.settings for file, _ in self._tensors.values() if file.settings), {})
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it."""
-        return self._files[name].shapes[self._names[name]]
+        file, name = self._tensors[name]
+        return file.shapes[name]
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._files[name].tensor(self._names[name])
+        file, name = self._tensors[name]
+        return file.tensor(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names  # the inherited one would read the tensor
+        return name in self._tensors  # the inherited one would read the tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._tensors)
 
 
 class _File(ABC):
@@ -119,7 +117,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         clean = {name: short.removeprefix("module.") for name, short in clean.items()}
     if len(set(clean.values())) < len(clean):
         raise UserError(f"{path}: holds the same weights under several prefixes")
-    return Checkpoint(path, {clean[name]: file for name, file in files.items()}, {v: k for k, v in clean.items()})
+    return Checkpoint(path, {clean[name]: (file, name) for name, file in files.items()})
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -12,13 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import cache_folder, file_sha256, remembered_sha256, write_atomically
-
-if TYPE_CHECKING:
-    from huggingface_hub.hf_api import ModelInfo
 
 UNPINNED = "main"
 
@@ -90,27 +87,19 @@ def _files(*paths: str, optional: bool = False) -> tuple[HubFile, ...]:
     return tuple(HubFile(path, optional=optional) for path in paths)
 
 
-def _t5(*weights: str) -> Source:
-    words = _files(*weights, "config.json", "tokenizer.json", "tokenizer_config.json")
-    more = _files("special_tokens_map.json", "spiece.model", optional=True)
-    return Source("google/flan-t5-xl", (*words, *more), APACHE, revision="7d6315df2c2fb742f0f5b556879d730926ca9001")
+def _shards(name: str, ending: str, count: int) -> tuple[HubFile, ...]:
+    """Sharded weights and their index, as transformers names them."""
+    shards = (f"{name}-{shard + 1:05}-of-{count:05}.{ending}" for shard in range(count))
+    return _files(*shards, f"{name}.{ending}.index.json")
 
 
-T5 = Part(
-    "text_encoder",
-    (
-        _t5(
-            "model-00001-of-00002.safetensors",
-            "model-00002-of-00002.safetensors",
-            "model.safetensors.index.json",
-        ),
-        _t5(
-            "pytorch_model-00001-of-00002.bin",
-            "pytorch_model-00002-of-00002.bin",
-            "pytorch_model.bin.index.json",
-        ),
-    ),
-)
+def _t5(weights: tuple[HubFile, ...]) -> Source:
+    words = _files("config.json", "tokenizer.json", "tokenizer_config.json")
+    files = (*weights, *words, *_files("special_tokens_map.json", "spiece.model", optional=True))
+    return Source("google/flan-t5-xl", files, APACHE, revision="7d6315df2c2fb742f0f5b556879d730926ca9001")
+
+
+T5 = Part("text_encoder", (_t5(_shards("model", "safetensors", 2)), _t5(_shards("pytorch_model", "bin", 2))))
 
 
 def _t2i(checkpoint: str, converted: str, drafter: str) -> tuple[Part, ...]:
@@ -134,25 +123,19 @@ def _c2i(checkpoint: str) -> tuple[Part, ...]:
     )
 
 
-_CHAMELEON_TOKENIZER = Part(
-    "tokenizer",
-    (
-        Source(
-            "GAIR/Anole-7b-v0.1",
-            _files("tokenizer/vqgan.ckpt", "tokenizer/vqgan.yaml", "tokenizer/text_tokenizer.json"),
-            CHAMELEON,
-            revision="c5710623b72b402fd9ec0816e8d9b1a5c383f595",
-        ),
-    ),
+_VQGAN = Source(
+    "GAIR/Anole-7b-v0.1",
+    _files("tokenizer/vqgan.ckpt", "tokenizer/vqgan.yaml", "tokenizer/text_tokenizer.json"),
+    CHAMELEON,
+    revision="c5710623b72b402fd9ec0816e8d9b1a5c383f595",
 )
 
 
 def _chameleon(repo: str, shards: int, licence: Licence, revision: str) -> Source:
-    """A Chameleon in the layout of transformers, its weights in so many shards."""
-    weights = (f"model-{shard + 1:05}-of-{shards:05}.safetensors" for shard in range(shards))
-    needed = _files(*weights, "model.safetensors.index.json", "config.json", "tokenizer.json")
+    """A Chameleon in the layout of transformers."""
+    words = _files("config.json", "tokenizer.json")
     more = _files("tokenizer_config.json", "special_tokens_map.json", optional=True)
-    return Source(repo, (*needed, *more), licence, revision, layout="hf")
+    return Source(repo, (*_shards("model", "safetensors", shards), *words, *more), licence, revision, layout="hf")
 
 
 _ANOLE = _chameleon("leloy/Anole-7b-v0.1-hf", 3, ANOLE_HF, "4f2c679ff6eb0291e7813502467b30e7835bd199")
@@ -169,9 +152,9 @@ SOURCES: dict[str, tuple[Part, ...]] = {
     "llamagen-c2i-XL-384": _c2i("c2i_XL_384.pt"),
     "llamagen-c2i-XXL-384": _c2i("c2i_XXL_384.pt"),
     "llamagen-c2i-3B-384": _c2i("c2i_3B_384.pt"),
-    "anole-7b": (Part("target", (_ANOLE,)), _CHAMELEON_TOKENIZER, Part("drafter", (_ANOLE_DRAFTER,))),
+    "anole-7b": (Part("target", (_ANOLE,)), Part("tokenizer", (_VQGAN,)), Part("drafter", (_ANOLE_DRAFTER,))),
     # The LANTERN authors have published no drafter for Lumina-mGPT.
-    "lumina-mgpt-7b-768": (Part("target", (_LUMINA,)), _CHAMELEON_TOKENIZER),
+    "lumina-mgpt-7b-768": (Part("target", (_LUMINA,)), Part("tokenizer", (_VQGAN,))),
 }
 """The parts of each published model, by its name in this package."""
 
@@ -382,7 +365,7 @@ def fetch(missing: Sequence[Missing], root: Path, bars: bool = True) -> Iterator
     Raises `UserError` when the directory cannot be written, `RefusedError` for what the hub refuses and for a file with
     an unexpected hash, which is removed.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not bars:
@@ -391,19 +374,15 @@ def fetch(missing: Sequence[Missing], root: Path, bars: bool = True) -> Iterator
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--dir {root}: cannot be written: {error.strerror}") from error
-    ledger, infos = Ledger(root), []
-    for source in (one.source for one in missing):
+    ledger = Ledger(root)
+    for source, commit, named in [_described(one) for one in missing]:
+        folder = root / source.repo
         with _explained(source.repo):
-            infos.append(HfApi().model_info(source.repo, revision=source.revision, files_metadata=True))
-    named = [_hub_sha256(one, info) for one, info in zip(missing, infos, strict=True)]
-    for one, info, hashes in zip(missing, infos, named, strict=True):
-        source, folder = one.source, root / one.source.repo
-        with _explained(source.repo):
-            snapshot_download(source.repo, revision=info.sha, allow_patterns=list(hashes), local_dir=folder)
-            found = {file: file_sha256(folder / file) for file in hashes}
+            snapshot_download(source.repo, revision=commit, allow_patterns=list(named), local_dir=folder)
+            found = {file: file_sha256(folder / file) for file in named}
         for file, sha256 in found.items():
             known = source.pinned_sha256(file) or ledger.entry(source.repo, file).get("sha256")
-            expected = known or hashes[file] or sha256
+            expected = known or named[file] or sha256
             if sha256 != expected:
                 (folder / file).unlink()
                 raise RefusedError(
@@ -411,18 +390,22 @@ def fetch(missing: Sequence[Missing], root: Path, bars: bool = True) -> Iterator
                     "The file changed at its source or was damaged in transit; try again, and do not use it if this "
                     "repeats.",
                 )
-            commit = str(info.sha)
             ledger.record(source.repo, file, sha256, (folder / file).stat().st_size, commit)
             yield Fetched(source, file, sha256, commit, known is not None)
 
 
-def _hub_sha256(one: Missing, info: ModelInfo) -> dict[str, str | None]:
-    """The files to download, each with the SHA-256 that the hub names; it names none for small files."""
-    there = {file.rfilename: file.lfs.sha256 if file.lfs else None for file in info.siblings or ()}
-    absent = [file.path for file in one.files if not file.optional and file.path not in there]
+def _described(one: Missing) -> tuple[Source, str, dict[str, str | None]]:
+    """A source, its commit, and its files to download with the SHA-256 that the hub names for large ones."""
+    from huggingface_hub import HfApi
+
+    source = one.source
+    with _explained(source.repo):
+        info = HfApi().model_info(source.repo, revision=source.revision, files_metadata=True)
+    named = {file.rfilename: file.lfs.sha256 if file.lfs else None for file in info.siblings or ()}
+    absent = [file.path for file in one.files if not file.optional and file.path not in named]
     if absent:
-        raise RefusedError(f"{one.source.repo}: the repository no longer has {', '.join(absent)}")
-    return {file.path: there[file.path] for file in one.files if file.path in there}
+        raise RefusedError(f"{source.repo}: the repository no longer has {', '.join(absent)}")
+    return source, str(info.sha), {file.path: named[file.path] for file in one.files if file.path in named}
 
 
 @contextmanager

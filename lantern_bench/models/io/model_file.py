@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -64,14 +64,8 @@ def _rows_and_columns(value: object) -> object:
     return tuple(value)
 
 
-def _or_stem(value: object, info: ValidationInfo[Path]) -> object:
-    return info.context.stem if value is None else value
-
-
 _PATH = "give a path, relative to this file"
 _Relative = BeforeValidator(_relative)
-_Config: TypeAlias = Annotated[Mapping[str, Any] | None, BeforeValidator(_json_or_mapping)]
-_Text: TypeAlias = Annotated[str | None, Field(pattern=r"\S")]
 
 
 class _Keys(BaseModel):
@@ -82,7 +76,7 @@ class CheckpointPart(_Keys):
     """A checkpoint, a file or a directory, and what the file says of its sizes."""
 
     path: Annotated[Path, AfterValidator(_exists), _Relative] = Field(alias="checkpoint", description=_PATH)
-    config: _Config = None
+    config: Annotated[Mapping[str, Any] | None, BeforeValidator(_json_or_mapping)] = None
 
 
 class TargetPart(CheckpointPart):
@@ -106,7 +100,7 @@ class TablePart(_Keys):
 class _AnyModelFile(_Keys):
     """What both kinds of model file may say; `defaults` are decoding values, as an experiment writes them."""
 
-    description: _Text = None
+    description: str | None = Field(default=None, pattern=r"\S")
     defaults: dict[str, Any] = Field(default_factory=dict)
     _path: Path = PrivateAttr()
 
@@ -123,7 +117,7 @@ class _AnyModelFile(_Keys):
 class ModelFile(_AnyModelFile):
     """A file that describes a model; `family` is any name of a family, `grid` rows and columns of image tokens."""
 
-    name: Annotated[str, BeforeValidator(_or_stem)] = Field(default=None, validate_default=True, pattern=r"\S")
+    name: str = Field(default=None, validate_default=True, pattern=r"\S")
     family: str = Field(pattern=r"\S", description="the family the model belongs to, such as llamagen")
     grid: Annotated[tuple[int, int], BeforeValidator(_rows_and_columns)] | None = None
     target: TargetPart = Field(description="give target: {checkpoint: FILE}")
@@ -131,6 +125,11 @@ class ModelFile(_AnyModelFile):
     drafter: FolderPart | None = None
     text_encoder: FolderPart | None = None
     neighbours: TablePart | None = None
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _or_stem(cls, name: object, info: ValidationInfo[Path]) -> object:
+        return info.context.stem if name is None else name
 
     def wrong(self, key: str, text: str, advice: str | None = None) -> UserError:
         """Return the error for a value of this file; `key` is dotted: `target.config.n_head`."""

@@ -1,4 +1,4 @@
-"""Models of full shape without their files: sizes without memory, random weights, through the command line."""
+"""Models without checkpoints: sizes on the meta device and random weights, also from the command line."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SMALL = LlamaGenSize("t2i", 32, 2, 2, 64, (2, 2), 6, vocab_size=16384, width=8)
 
 
 @pytest.mark.parametrize("family", [T2I, C2I])
-def test_both_families_offer_what_they_may(family: Any) -> None:
+def test_llamagen_families_build_and_read_model_files(family: Any) -> None:
     assert isinstance(family, Buildable) and isinstance(family, FromFile)
 
 
-def test_sizes_are_counted_without_memory() -> None:
+def test_sizes_are_computed_on_the_meta_device() -> None:
     _name, _family, parts = blueprint("llamagen-t2i-stage1")
     assert {parameter.device.type for part in parts if part is not None for parameter in part.parameters()} == {"meta"}
     sizes = {size.part: size for size in sizes_of(parts, torch.bfloat16, guided=True, nodes=26)}
@@ -35,7 +35,7 @@ def test_sizes_are_counted_without_memory() -> None:
     assert sizes["target's cache"].bytes == 2 * 36 * rows * positions * 1280 * 2
 
 
-def test_a_dry_run_states_sizes_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_prints_sizes_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "picture.png"
     typed = ["generate", "--model", "llamagen-c2i-3B", "--random-weights", "--dry-run", "--dtype", "bfloat16"]
     assert cli.main([*typed, "--out", str(out)]) == 0
@@ -45,7 +45,7 @@ def test_a_dry_run_states_sizes_and_writes_nothing(tmp_path: Path, capsys: pytes
     assert "memory needed" in written.err and not out.exists()
 
 
-def test_random_weights_depend_on_the_seed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_weights_depend_only_on_the_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(T2I._sizes, "llamagen-t2i-stage1", SMALL)
     made = [
         random_model("llamagen-t2i-stage1", torch.device("cpu"), dtype, torch.Generator().manual_seed(3))
@@ -63,7 +63,7 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path: Path, monkeypatch: py
     assert not torch.equal(condition.values, made[0].condition(["another"]).values)
 
 
-def test_a_picture_of_random_weights_says_so(
+def test_generate_warns_that_the_weights_are_random(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(T2I._sizes, "llamagen-t2i-stage1", SMALL)
