@@ -60,6 +60,8 @@ def test_every_citation_of_the_algorithms_resolves() -> None:
             for entry in filter(None, match.groups()):
                 assert (entry if entry[0].isdigit() else f"9.{entry}") in known, f"{name}: {match[0]}"
             cited += 1
+        for number in re.findall(r"\[(?:docs/)?algorithms\.md\]\([^)]*\), (?:section )?(\d(?:\.[A-C]?\d+)?)", text):
+            assert number in known, f"{name}: section {number}"
         assert text.count("docs/algorithms.md, section") == len(CITATION.findall(text)), (
             f"{name}: a citation has no number"
         )
