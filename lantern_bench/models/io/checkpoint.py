@@ -8,6 +8,7 @@ Which names a model needs is decided in `state_dict`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import pickle
 import pickletools
@@ -246,15 +247,13 @@ def _code_in(path: Path, said: str) -> str | None:
     if named is not None:
         return named[1]
     words: list[str] = []
-    try:
-        with path.open("rb") as file:
-            for code, argument, _at in pickletools.genops(file):
-                if code.name == "GLOBAL":
-                    return str(argument).replace(" ", ".")
-                if code.name == "STACK_GLOBAL":
-                    return ".".join(words[-2:])
-                if isinstance(argument, str):
-                    words.append(argument)
-    except (ValueError, OSError):
-        return None  # no pickle
+    # A file that is no pickle ends the search.
+    with contextlib.suppress(ValueError, OSError), path.open("rb") as file:
+        for code, argument, _at in pickletools.genops(file):
+            if code.name == "GLOBAL":
+                return str(argument).replace(" ", ".")
+            if code.name == "STACK_GLOBAL":
+                return ".".join(words[-2:])
+            if isinstance(argument, str):
+                words.append(argument)
     return None
