@@ -1,45 +1,168 @@
-"""`lantern-bench train`: `lanterns` makes the embedded models, or measures them against their bars; and `drafter`.
+"""`lantern-bench train`: `drafter` trains a drafter for any target; `lanterns` trains or measures the bundled models.
 
-All that can be wrong is checked before anything is painted or trained. The recipe is
-`training.lanterns.recipe`; here its events become progress, and its bars a table with intervals.
+Flags and data are checked before a model is loaded. Events of a training become progress, figures become tables with
+intervals.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
 import typer
 
-from lantern_bench.cli.options import writable
-from lantern_bench.cli.train_drafter import drafter
-from lantern_bench.console import FORMATS, Console, duration
+from lantern_bench.cli.options import (
+    DEVICE_HELP,
+    PROMPTS_HELP,
+    Flag,
+    FormatOption,
+    command_group,
+    with_flags,
+    writable,
+)
+from lantern_bench.console import Console, duration
 from lantern_bench.errors import CheckFailedError, UserError
 from lantern_bench.runs.store import results_root
+from lantern_bench.training.drafter.recipe import DrafterFlags, checked, flag_of
 
 if TYPE_CHECKING:
     import pandas as pd
     import torch
 
     from lantern_bench.console import Progress
-    from lantern_bench.training.lanterns.quality_gates import Bar, Observations
+    from lantern_bench.training.drafter.job import DrafterJob
+    from lantern_bench.training.drafter.run import Evaluated
+    from lantern_bench.training.lanterns.quality_gates import Observations, QualityGate
     from lantern_bench.training.lanterns.recipe import RecipeSettings
     from lantern_bench.training.loop import TrainEvent
 
-__all__ = ["train"]
-
-train = typer.Typer(
-    name="train",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Train a drafter for any target, or the embedded family with its own recipe.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+HELP = "Train a drafter for any target, or the bundled models with their own recipe."
+train = command_group(name="train", help=HELP)
 
 
-train.command()(drafter)
+def _drafter_flags() -> Iterator[Flag]:
+    for key, field in DrafterFlags.model_fields.items():
+        if field.title is not None:
+            kind: Any = str if get_origin(field.annotation) is Literal else field.annotation
+            name = flag_of(key)
+            names = f"{name}/--no-{name[2:]}" if kind is bool else name
+            default = "" if field.default is None or kind is bool else f"  [default: {field.default}]"
+            yield key, Annotated[kind | None, typer.Option(names, help=field.title + default)]
+
+
+@train.command()
+@with_flags(*_drafter_flags())
+def drafter(
+    ctx: typer.Context,
+    target: Annotated[str, typer.Option(help="The model to train a drafter for, or the YAML file that describes it.")],
+    data: Annotated[
+        str,
+        typer.Option(
+            help=f"A folder of pictures with captions; or captions, from which the target samples: {PROMPTS_HELP}"
+        ),
+    ],
+    flags: dict[str, Any],
+    min_mal: Annotated[float | None, typer.Option(help="Exit with 5 if the drafter's MAL ends below this.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be made, and make nothing.")] = False,
+    format: FormatOption = None,
+) -> None:
+    """Train a drafter for a target and write it in the published layout. The same command continues a training."""
+    console: Console = ctx.obj
+    given = {key: value for key, value in flags.items() if value is not None}
+    checked_flags = checked(DrafterFlags, {"target": target, "data": data, **given})
+
+    from lantern_bench.training.drafter.job import make_job
+
+    job = make_job(checked_flags, results_root() / "drafters")
+    if dry_run:
+        _plan(job, console, format)
+    else:
+        _run(job, min_mal, console, format)
+
+
+def _plan(job: DrafterJob, console: Console, format: str | None) -> None:
+    import pandas as pd
+
+    from lantern_bench.runs.devices import choose_place
+    from lantern_bench.training.drafter.job import plan_rows
+
+    rows = plan_rows(job, choose_place(job.flags.device, job.flags.dtype).dtype)
+    table = pd.DataFrame(rows, columns=["what", "how much"])
+    console.table(table, title=f"drafter for {job.flags.target}", format=format)
+    console.say(f"would be written to {job.out}; nothing was made")
+
+
+def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str | None) -> None:
+    from lantern_bench.decoding.compile import compiler_problem
+    from lantern_bench.models.registry import load_model
+    from lantern_bench.runs.devices import choose_place
+    from lantern_bench.training.drafter.run import train_drafter
+    from lantern_bench.training.loop import is_distributed, join_processes
+
+    flags = job.flags
+    if is_distributed() and flags.minutes is not None:
+        raise UserError("--minutes: clocks of several processes differ", "Give --steps or --epochs.")
+    if flags.compile:
+        problem = compiler_problem(choose_place(flags.device, flags.dtype).device)
+        if problem is not None:
+            raise UserError(f"--compile: {problem}", "Leave it out.")
+    writable(job.out, "--out")
+    writable(job.work, "--work")
+    distributed = join_processes(cpu=flags.device == "cpu")
+    place = choose_place(flags.device if distributed.device is None else str(distributed.device), flags.dtype)
+    model = load_model(flags.target, place.device, place.dtype)
+    shown = console if distributed.first else Console(quiet=True)
+    before = (job.out / "model.safetensors").is_file()
+    try:
+        with shown.progress() as progress:
+            on_event = _Training(progress, "drafter")
+            report, evaluated = train_drafter(job, model, on_event, progress.share, distributed)
+    except KeyboardInterrupt:
+        shown.say(f"stopped; the same command continues from what is in {job.work}")
+        raise
+    if not distributed.first:
+        return
+    console.table(_drafter_table(evaluated, job.decoding.tree), title=f"drafter for {flags.target}", format=format)
+    console.say(f"{report.steps} steps in {duration(report.seconds)}; log: {job.out / 'log.csv'}")
+    console.say(f"{'replaced' if before else 'wrote'} {job.out}; use it: --model {job.out / 'model.yaml'}")
+    accepted = evaluated[0].accepted
+    if min_mal is not None and (accepted is None or accepted.mal < min_mal):
+        found = "not measured" if accepted is None else f"{accepted.mal:.3f}"
+        raise CheckFailedError(f"--min-mal {min_mal:g}: the drafter's MAL is {found}", "Train longer or on more data.")
+
+
+class _Training:
+    """Shows the events of a training as progress; the bar starts again after an evaluation."""
+
+    def __init__(self, progress: Progress, part: str) -> None:
+        self._progress, self._part = progress, part
+
+    def __call__(self, event: TrainEvent) -> None:
+        self._progress.share(f"training the {self._part}", event.fraction)
+        self._progress.reach(event.fraction, step=str(event.step), loss=event.loss, **event.parts)
+
+
+def _drafter_table(evaluated: Sequence[Evaluated], tree: str | None) -> pd.DataFrame:
+    """One row a drafter; the last columns compare with the model's own, paired by prompt."""
+    import pandas as pd
+
+    from lantern_bench.report.stats import ratio_of_sums
+
+    rows = []
+    own = evaluated[1].accepted if len(evaluated) > 1 else None
+    for one in evaluated:
+        row: dict[str, Any] = {"drafter": one.name, "one_minus_tv": one.one_minus_tv, "tree": tree}
+        row |= {"images": len(one.accepted.steps) if one.accepted else 0}
+        if one.accepted is not None:
+            mal = ratio_of_sums(one.accepted.committed, one.accepted.steps, one.accepted.prompts)
+            row |= {"mal": mal.value, "mal_low": mal.low, "mal_high": mal.high}
+            if own is not None:
+                # Both commit the same number of tokens, so the ratio of their lengths is that of their steps.
+                ratio = ratio_of_sums(own.steps, one.accepted.steps, one.accepted.prompts)
+                row |= {"over_own": ratio.value, "over_own_low": ratio.low, "over_own_high": ratio.high}
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 @train.command()
@@ -48,85 +171,51 @@ def lanterns(
     part: Annotated[
         list[str] | None, typer.Option(help="tokenizer, features, clip, target or drafter; repeatable. Default: all.")
     ] = None,
-    minutes: Annotated[float | None, typer.Option(help="Minutes a part. Default: the part's own, for a CPU.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps a part: the same seed then gives the same model.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Minutes per part. Default: the part's own, for a CPU.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps per part: the same seed then gives the same model.")] = None,
     init_from: Annotated[Path | None, typer.Option(help="Start from the weights in this folder.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the weights. Default: the package's own.")] = None,
     work: Annotated[
         Path | None, typer.Option(help="Folder of data and checkpoints. Default: results/training/lanterns.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, mps, cuda or cuda:N.")] = "auto",
-    resume: Annotated[bool, typer.Option(help="Continue from the checkpoint, or start anew.")] = True,
+    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "auto",
+    resume: Annotated[bool, typer.Option(help="Continue from the checkpoint, or start again.")] = True,
     evaluate: Annotated[
-        bool, typer.Option("--evaluate", help="Train nothing: measure the weights against their bars.")
+        bool, typer.Option("--evaluate", help="Measure the weights against their quality gates; train nothing.")
     ] = False,
-    images: Annotated[int, typer.Option(help="Pictures to sample with --evaluate.")] = 500,
-    format: Annotated[str | None, typer.Option(help=f"Of the table: one of {', '.join(FORMATS)}.")] = None,
+    images: Annotated[int, typer.Option(help="Images to sample with --evaluate.")] = 500,
+    format: FormatOption = None,
 ) -> None:
-    """Train the embedded models, or measure them with --evaluate. The same command continues a training."""
+    """Train the bundled models, or measure them with --evaluate. The same command continues a training."""
     console: Console = ctx.obj
-    chosen = console.checked_format(format) if format is not None else None
-    _check(minutes, steps, init_from, seed, device, images, evaluate)
-    work = work or results_root() / "training" / "lanterns"
+    only_training = {"minutes": minutes, "steps": steps, "init_from": init_from}
 
     from lantern_bench.models.lanterns import WEIGHTS_FOLDER
     from lantern_bench.runs.devices import choose_place
-    from lantern_bench.training.lanterns.recipe import RecipeSettings
-
-    folder = out or WEIGHTS_FOLDER
-    parts = _parts(part, folder, init_from, evaluate)
-    place = choose_place(device)
-    if evaluate:
-        _evaluate(parts, folder, place.device, images, seed, console, chosen)
-        return
-    writable(folder, "--out")
-    writable(work, "--work")
-    settings = RecipeSettings(minutes=minutes, steps=steps, seed=seed, resume=resume, init_from=init_from)
-    _train(parts, folder, work, settings, place.device, console)
-
-
-def _check(
-    minutes: float | None,
-    steps: int | None,
-    init_from: Path | None,
-    seed: int,
-    device: str,
-    images: int,
-    evaluate: bool,
-) -> None:
-    """Refuse values that cannot be, before torch is imported."""
-    if minutes is not None and not 0 < minutes < float("inf"):
-        raise UserError(f"--minutes {minutes:g}: must be a number above 0")
-    for flag, value, least in (("--steps", steps, 1), ("--images", images, 1), ("--seed", seed, 0)):
-        if value is not None and value < least:
-            raise UserError(f"{flag} {value}: must be a whole number of at least {least}")
-    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
-        raise UserError(f"--device {device}: unknown device", "The devices are auto, cpu, mps, cuda and cuda:N.")
-    if init_from is not None and not init_from.is_dir():
-        raise UserError(f"--init-from {init_from}: there is no such folder")
-    given = {"--minutes": minutes, "--steps": steps, "--init-from": init_from}
-    of_training = [flag for flag, value in given.items() if value is not None]
-    if evaluate and of_training:
-        raise UserError(
-            f"{of_training[0]} does not go with --evaluate, which trains nothing", "Train first, then type --evaluate."
-        )
-
-
-def _parts(named: Sequence[str] | None, folder: Path, init_from: Path | None, evaluate: bool) -> list[str]:
-    """The parts in the order of the recipe; each has what it needs, or it will be trained before it."""
     from lantern_bench.training.lanterns.quality_gates import check_weights
-    from lantern_bench.training.lanterns.recipe import PARTS, check_part
+    from lantern_bench.training.lanterns.recipe import PARTS, RecipeSettings, check_part
 
-    for part in named or ():
-        check_part(part, folder, tuple(PARTS))
-    parts = [part for part in PARTS if not named or part in named]
+    shared = {"seed": seed, "resume": resume, "device": device, "images": images}
+    settings = checked(RecipeSettings, only_training | shared)
+    given = [flag_of(key) for key, value in only_training.items() if value is not None]
+    if evaluate and given:
+        raise UserError(f"{given[0]} does not go with --evaluate, which trains nothing", "Train first, then evaluate.")
+    folder = out or WEIGHTS_FOLDER
+    for name in part or ():
+        check_part(name, folder, tuple(PARTS))
+    parts = [name for name in PARTS if not part or name in part]
     if evaluate:
         check_weights(parts, folder)
-    else:
-        for number, part in enumerate(parts):
-            check_part(part, folder, tuple(parts[:number]), init_from)
-    return parts
+        _evaluate(parts, folder, choose_place(device).device, settings, console, format)
+        return
+    for number, name in enumerate(parts):
+        check_part(name, folder, parts[:number], init_from)
+    work = work or results_root() / "training" / "lanterns"
+    place = choose_place(device)
+    writable(folder, "--out")
+    writable(work, "--work")
+    _train(parts, folder, work, settings, place.device, console)
 
 
 def _train(
@@ -146,25 +235,11 @@ def _train(
     console.say(f"report: {folder / REPORT}")
 
 
-class _Training:
-    """Events of a training as progress; the bar begins with the first one."""
-
-    def __init__(self, progress: Progress, part: str) -> None:
-        self._progress, self._part, self._begun = progress, part, False
-
-    def __call__(self, event: TrainEvent) -> None:
-        if not self._begun:
-            self._begun = True
-            self._progress.start(1, f"training the {self._part}")
-        self._progress.reach(event.fraction, step=str(event.step), loss=event.loss, **event.parts)
-
-
 def _evaluate(
     parts: Sequence[str],
     folder: Path,
     device: torch.device,
-    images: int,
-    seed: int,
+    settings: RecipeSettings,
     console: Console,
     format: str | None,
 ) -> None:
@@ -173,27 +248,27 @@ def _evaluate(
 
     clip = load_clip(f"{LOCAL_DIR}{folder / 'clip'}", device=device) if "clip" in parts else None
     with console.progress() as progress:
-        evaluation = Evaluation(folder, clip, device, images, seed, on_progress=progress.share)
-        bars = list(evaluation.measure(parts))
-    console.table(_table(bars), title="bars of the embedded family", format=format)
-    failed = [bar for bar in bars if bar.passed is False]
+        evaluation = Evaluation(folder, clip, device, settings.images, settings.seed, on_progress=progress.share)
+        gates = list(evaluation.measure(parts))
+    console.table(_gate_table(gates), title="quality gates of the bundled models", format=format)
+    failed = [gate for gate in gates if gate.passed is False]
     if failed:
         raise CheckFailedError(
-            f"{len(failed)} of {sum(bool(bar.wanted) for bar in bars)} bars are not met: "
-            + "; ".join(bar.name for bar in failed)
+            f"{len(failed)} of {sum(bool(gate.wanted) for gate in gates)} quality gates failed: "
+            + "; ".join(gate.name for gate in failed)
         )
 
 
-def _table(bars: Sequence[Bar]) -> pd.DataFrame:
-    """One row a bar, with the interval where the figure was sampled."""
+def _gate_table(gates: Sequence[QualityGate]) -> pd.DataFrame:
+    """One row a quality gate, with the interval where the figure was sampled."""
     import pandas as pd
 
     rows = []
-    for bar in bars:
-        low, high = _interval(bar.observations) if bar.observations is not None else (None, None)
-        wanted = " and ".join(f"{side} {bound:g}" for side, bound in bar.wanted)
-        met = {True: "yes", False: "NO", None: ""}[bar.passed]
-        rows.append([bar.part, bar.name, bar.value, low, high, wanted, met])
+    for gate in gates:
+        low, high = _interval(gate.observations) if gate.observations is not None else (None, None)
+        wanted = " and ".join(f"{side} {bound:g}" for side, bound in gate.wanted)
+        met = {True: "yes", False: "NO", None: ""}[gate.passed]
+        rows.append([gate.part, gate.name, gate.value, low, high, wanted, met])
     columns = ["part", "bar", "measured", "low", "high", "wanted", "met"]
     return pd.DataFrame(rows, columns=columns).astype({"low": float, "high": float})
 

@@ -16,12 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lantern_bench.cli import train as train_command
 from lantern_bench.cli.main import main
 from lantern_bench.models import registry
 from lantern_bench.models.registry import card_of, load_model
 from lantern_bench.runs.store import RESULTS_VARIABLE, read_records
-from lantern_bench.training.drafter import job as drafter_job
 from lantern_bench.training.drafter import run as drafter_run
+from lantern_bench.training.drafter.recipe import DrafterFlags
 from lantern_bench.training.drafter.run import COLUMNS
 from lantern_bench.training.loop import TrainEvent, TrainReport, train
 from tests.models import golden_models, tiny_chameleon
@@ -62,7 +63,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_captions_alone_are_drawn_learnt_and_written_as_published(
+def test_captions_alone_are_sampled_and_drafter_is_written(
     tiny: TinyFamily, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--data", "all", "--images", "8", "--format", "csv") == 0
@@ -81,7 +82,7 @@ def test_captions_alone_are_drawn_learnt_and_written_as_published(
     assert "wrote out; use it: --model out/model.yaml" in told.err and "sampling from the target: 100%" in told.err
 
 
-def test_the_result_is_a_model_for_every_command(tiny: TinyFamily, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trained_drafter_is_a_model_for_every_command(tiny: TinyFamily, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--data", "all", "--images", "8") == 0
     loaded = load_model("out/model.yaml", CPU, torch.float32)
     state = loaded.drafter.state_dict()  # type: ignore[union-attr]
@@ -97,7 +98,7 @@ def test_the_result_is_a_model_for_every_command(tiny: TinyFamily, capsys: pytes
     assert {record["status"] for record in records} == {"ok"} and len(records) == 4
 
 
-def test_a_drafter_starts_from_another_and_is_compared_with_the_models_own(
+def test_drafter_starts_from_another_and_is_compared_with_it(
     tiny: TinyFamily, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--data", "all", "--images", "8") == 0
@@ -129,7 +130,7 @@ def test_pictures_with_captions_are_encoded_by_the_tokenizer(
     assert made["key"]["weights"]["target"] == "a" * 64 and sum(made["rows"]) == 12
 
 
-def test_live_and_stored_features_make_the_same_figures_apart_from_dropping(tiny: TinyFamily) -> None:
+def test_live_and_stored_features_train_the_same_drafter(tiny: TinyFamily) -> None:
     for features in ("live", "shards"):
         arguments = ["--data", "all", "--images", "8", "--set", "dropped=0", "--features", features]
         assert run(*arguments, out=features) == 0
@@ -140,30 +141,32 @@ def test_live_and_stored_features_make_the_same_figures_apart_from_dropping(tiny
     assert any(not torch.allclose(weights("live")[name], weights("live-guided")[name], atol=1e-5) for name in KEYS)
 
 
-def stop_behind(step: int) -> Callable[..., TrainReport]:
-    """The training loop, interrupted behind a step's event."""
+def stop_after(step: int) -> Callable[..., TrainReport]:
+    """The training loop, interrupted after a step's event."""
 
-    def stopping(task: Any, settings: Any, device: Any, on_event: Callable[[TrainEvent], None], workers: Any) -> Any:
+    def stopping(
+        task: Any, settings: Any, device: Any, on_event: Callable[[TrainEvent], None], distributed: Any
+    ) -> Any:
         def hear(event: TrainEvent) -> None:
             on_event(event)
             if event.step == step:
                 raise KeyboardInterrupt
 
-        return train(task, settings, device, hear, workers)
+        return train(task, settings, device, hear, distributed)
 
     return stopping
 
 
-def test_a_training_that_was_stopped_ends_as_one_that_was_not(
-    tiny: TinyFamily, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = drafter_job.DrafterJob
-    often = {"log_every": 1, "checkpoint_every": 2}
-    monkeypatch.setattr(drafter_job, "DrafterJob", lambda *args, **kwargs: job(*args, **kwargs, **often))
+def test_resumed_training_equals_an_uninterrupted_one(tiny: TinyFamily, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Often(DrafterFlags):
+        log_every: int = 1
+        checkpoint_every: int = 2
+
+    monkeypatch.setattr(train_command, "DrafterFlags", Often)
     data = ["--data", "all", "--images", "9"]
     assert run(*data, out="whole") == 0
     with monkeypatch.context() as patch:
-        patch.setattr(drafter_run, "train", stop_behind(5))
+        patch.setattr(drafter_run, "train", stop_after(5))
         assert run(*data) == 130
     assert list(pd.read_csv("out/log.csv")["step"]) == [1, 2, 3, 4, 5] and not Path("out/model.safetensors").exists()
     assert run(*data) == 0
@@ -178,15 +181,13 @@ def test_a_training_that_was_stopped_ends_as_one_that_was_not(
     assert not same(weights(), weights("whole"))
 
 
-def test_the_same_seed_trains_the_same_and_another_does_not(tiny: TinyFamily) -> None:
+def test_training_is_reproducible_by_seed(tiny: TinyFamily) -> None:
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         assert run("--data", "all", "--images", "6", "--seed", seed, out=name) == 0
     assert same(weights("a"), weights("b")) and not same(weights("a"), weights("c"))
 
 
-def test_a_dry_run_says_what_would_be_made_and_makes_nothing(
-    tiny: TinyFamily, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_shows_the_plan_and_makes_nothing(tiny: TinyFamily, capsys: pytest.CaptureFixture[str]) -> None:
     write_pictures(Path("pictures"), 40)
     before = sorted(Path().rglob("*"))
     arguments = ["--data", "pictures", "--mirror", "--features", "shards", "--dry-run", "--format", "csv"]
@@ -198,12 +199,12 @@ def test_a_dry_run_says_what_would_be_made_and_makes_nothing(
     assert rows["tokens"] == "1,280 (16 a picture)" and rows["steps"] == "57 of 4 sequences"
     # 18 positions of 32 numbers in bfloat16, 16 tokens, three prefix positions; 80 pictures.
     assert rows["feature shards"].startswith("99.4 kB in 1 files of bfloat16, written")
-    assert rows["epochs"] == "3" and rows["examinations"].startswith("5 of 8 images")
+    assert rows["epochs"] == "3" and rows["evaluations"].startswith("5 of 8 images")
     assert run(*arguments, "--set", "guided=true", quick=[]) == 0
     assert "feature shards,199 kB in 1 files of bfloat16, written" in capsys.readouterr().out.replace('"', "")
 
 
-def test_a_published_target_is_planned_without_its_files(capsys: pytest.CaptureFixture[str]) -> None:
+def test_published_target_is_planned_without_its_files(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--target", "llamagen-t2i-stage1", "--data", "examples", "--images", "100000", "--dry-run"]
     assert main(["train", "drafter", *arguments, "--format", "csv"]) == 0
     out = capsys.readouterr().out
@@ -224,27 +225,31 @@ def test_a_published_target_is_planned_without_its_files(capsys: pytest.CaptureF
         (["--data", "pictures", "--images", "9"], 2, "--images 9: --data pictures holds 4 pictures"),
         (["--data", "one.txt"], 2, "--data one.txt: one picture is too few"),
         (["--data", "fish.txt"], 2, "--data fish.txt line 1: caption 'a fish': unknown word"),
-        (["--data", "all", "--mirror"], 2, "--mirror: goes with pictures"),
+        (["--data", "all", "--mirror"], 2, "--mirror: needs pictures"),
         (["--data", "all", "--recipe", "publisht"], 2, "--recipe publisht: unknown recipe; did you mean published?"),
-        (["--data", "all", "--recipe", "r.yaml"], 2, "--recipe r.yaml: noise -1: must be a number of at least 0"),
+        (
+            ["--data", "all", "--recipe", "r.yaml"],
+            2,
+            "r.yaml line 2: noise -1: must be a number of at least 0",
+        ),
         (["--data", "all", "--set", "batches=3"], 2, "--set batches: unknown setting; did you mean batch?"),
         (["--data", "all", "--set", "schedule=step"], 2, "--set schedule step: must be one of cosine, linear"),
         (["--data", "all", "--set", "lr"], 2, "--set lr: must be key=value"),
-        (["--data", "all", "--lr", "0"], 2, "--lr 0.0: must be a number above 0"),
+        (["--data", "all", "--lr", "0"], 2, "--lr 0: must be a number above 0"),
         (["--data", "all", "--steps", "0"], 2, "--steps 0: must be a whole number of at least 1"),
         (["--data", "all", "--minutes", "0"], 2, "--minutes 0: must be a number above 0"),
         (["--data", "all", "--init", "nowhere"], 2, "--init nowhere: no such folder"),
         (["--data", "all", "--init", "shipped"], 2, "--init shipped: tiny has no drafter"),
         (["--data", "all", "--init", "empty"], 2, "empty/config.json: no such file"),
-        (["--data", "all", "--features", "disk"], 2, "--features disk: unknown"),
+        (["--data", "all", "--features", "disk"], 2, "--features disk: must be live or shards"),
         (["--data", "all", "--tree", "oak"], 2, "--tree oak: unknown tree"),
         (["--data", "all", "--cfg-scale", "-1"], 2, "--cfg-scale -1.0: must be a number of at least 0"),
-        (["--data", "all", "--device", "gpu"], 2, "--device gpu: unknown device"),
+        (["--data", "all", "--device", "gpu"], 2, "--device gpu: must be auto, cpu, mps, cuda or cuda:N"),
         (["--data", "all", "--out", "one.txt"], 2, "--out one.txt: cannot be made"),
         (["--data", "all", "--min-mal", "17"], 5, "--min-mal 17: the drafter's MAL is"),
     ],
 )
-def test_what_is_wrong_is_one_line_with_its_flag(
+def test_usage_errors_are_one_line_with_their_flag(
     tiny: TinyFamily, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
 ) -> None:
     write_pictures(Path("pictures"), 4)
@@ -266,7 +271,7 @@ def test_what_is_wrong_is_one_line_with_its_flag(
     assert code != 2 or not Path("out/model.safetensors").exists()
 
 
-def test_a_file_of_captions_and_a_recipe_of_ones_own(tiny: TinyFamily) -> None:
+def test_caption_file_and_recipe_file(tiny: TinyFamily) -> None:
     Path("captions.jsonl").write_text("\n".join(json.dumps({"caption": text}) for text in CAPTIONS))
     Path("mine.yaml").write_text("base: lanterns\nlr: 3e-4\nnoise: 0.05\n")
     assert run("--data", "captions.jsonl", "--recipe", "mine.yaml", "--eval-prompts", "all") == 0
@@ -275,7 +280,7 @@ def test_a_file_of_captions_and_a_recipe_of_ones_own(tiny: TinyFamily) -> None:
 
 
 @pytest.mark.parametrize("kind", ["t2i", "c2i"])
-def test_a_llamagen_of_ones_own(
+def test_llamagen_target_from_a_model_file(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -292,13 +297,13 @@ def test_a_llamagen_of_ones_own(
 
 
 def _with_random_features(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captions need an encoder: without one it is said, in one line, with 3."""
+    """Captions need a text encoder: without one the command exits with 3."""
     few = ["--steps", "2", "--batch", "2", "--final-images", "0"]
     assert main(["train", "drafter", "--target", name, "--data", "examples", "--out", "out", *few]) == 3
     assert not Path("out/model.safetensors").exists()
 
 
-def test_a_chameleon_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chameleon_target_from_a_model_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tiny_chameleon.write_model_file(tmp_path / "model", "lumina-mgpt-7b-768", (4, 4))
     write_pictures(Path("pictures"), 4)
@@ -311,7 +316,7 @@ def test_a_chameleon_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert torch.equal(made.drafter.state_dict()["fc.weight"], weights()["fc.weight"])  # type: ignore[union-attr]
 
 
-def test_several_processes_need_accelerate_and_say_so(
+def test_several_processes_need_accelerate(
     tiny: TinyFamily, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -331,7 +336,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_two_processes_train_the_drafter_of_one(tiny: TinyFamily, tmp_path: Path) -> None:
+def test_two_processes_train_the_same_drafter_as_one(tiny: TinyFamily, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="trains on several processes")
     data = ["--data", "all", "--images", "9"]
     assert run(*data, out="alone") == 0
@@ -358,7 +363,7 @@ def test_two_processes_train_the_drafter_of_one(tiny: TinyFamily, tmp_path: Path
     assert all(torch.allclose(one[name], both[name], atol=1e-5) for name in KEYS)
 
 
-def test_it_learns(tiny: TinyFamily) -> None:
+def test_drafter_learns(tiny: TinyFamily) -> None:
     assert run("--data", "all", "--images", "64", "--steps", "200", "--lr", "3e-3", "--recipe", "lanterns") == 0
     log = pd.read_csv("out/log.csv")
     assert log["soft_loss"].iloc[-1] < log["soft_loss"].iloc[0]

@@ -1,9 +1,8 @@
-"""The task of every drafter: its features, its losses and its 1 - TV are those that decoding sees."""
+"""The task of training a drafter: features, losses and 1 - TV agree with decoding."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,47 +16,53 @@ from lantern_bench.models import registry
 from lantern_bench.models.eagle import fresh_drafter, load_drafter
 from lantern_bench.models.transformer.conditioning import Condition
 from lantern_bench.models.transformer.target import TransformerTarget, force_line_ends
+from lantern_bench.training.drafter import features as features_module
 from lantern_bench.training.drafter.features import (
+    ConditionedTokens,
+    FeatureBatches,
     FeatureShards,
-    Lessons,
     LiveFeatures,
     Order,
-    Sequenced,
-    bytes_a_row,
-    teach,
+    bytes_per_row,
+    target_features,
 )
 from lantern_bench.training.drafter.recipe import RECIPES, DrafterRecipe
 from lantern_bench.training.drafter.run import write_drafter
 from lantern_bench.training.drafter.task import DrafterTask, drafter_like, unroll
-from lantern_bench.training.loop import Workers
+from lantern_bench.training.loop import Distributed
 from tests.models import golden_models, tiny_chameleon
 from tests.training.tiny_target import CAPTIONS, CONFIG, caption_condition, tiny_target
 
 CPU = torch.device("cpu")
-RECIPE = replace(RECIPES["lanterns"], batch=4, autocast=False)
+RECIPE = RECIPES["lanterns"].model_copy(update={"batch": 4, "autocast": False})
 DECODING = Decoding(mode="ar", cfg_scale=2.0)
 CHAMELEON = ("a red lantern", "red", "a red lantern over a lantern")
 
 
-def tiny_sequences(count: int = 8) -> Sequenced:
+def tiny_sequences(count: int = 8) -> ConditionedTokens:
     tokens = torch.randint(CONFIG.vocab_size, (count, 16), generator=torch.Generator().manual_seed(1))
-    return Sequenced(tokens, lambda rows: caption_condition([CAPTIONS[row % 4] for row in rows]))
+    return ConditionedTokens(tokens, lambda rows: caption_condition([CAPTIONS[row % 4] for row in rows]))
 
 
 def task_of(
-    target: TransformerTarget, sequences: Sequenced, workers: Workers | None = None, recipe: DrafterRecipe = RECIPE
+    target: TransformerTarget,
+    sequences: ConditionedTokens,
+    distributed: Distributed | None = None,
+    recipe: DrafterRecipe = RECIPE,
 ) -> DrafterTask:
     live = LiveFeatures(target, sequences)
     rows = range(len(sequences.tokens))
-    examined = functools.partial(live.examined, rows)
-    lessons = Lessons(live, rows, recipe.batch, recipe.dropped, 0, examined, workers or Workers(), guided=recipe.guided)
+    held_out = functools.partial(live.pairs, rows)
+    batches = FeatureBatches(
+        live, rows, recipe.batch, recipe.dropped, 0, held_out, distributed or Distributed(), guided=recipe.guided
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        return DrafterTask(fresh_drafter(target), lessons, recipe, DECODING)
+        return DrafterTask(fresh_drafter(target), batches, recipe, DECODING)
 
 
 @pytest.fixture(scope="module")
-def lumina(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformerTarget, Sequenced]:
+def lumina(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformerTarget, ConditionedTokens]:
     """A Chameleon with ends of lines, prompts of several lengths and tokens that obey its grid."""
     folder = tmp_path_factory.mktemp("lumina")
     path = tiny_chameleon.write_model_file(folder, "lumina-mgpt-7b-768", (4, 4))
@@ -65,12 +70,12 @@ def lumina(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformerTarget,
 
 
 @pytest.fixture(scope="module")
-def anole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformerTarget, Sequenced]:
+def anole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformerTarget, ConditionedTokens]:
     return _loaded(tiny_chameleon.write_model_file(tmp_path_factory.mktemp("anole"), "anole-7b", (4, 4)))
 
 
 @pytest.fixture(scope="module")
-def llamagen(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformerTarget, Sequenced]:
+def llamagen(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformerTarget, ConditionedTokens]:
     """The recorded text-conditional target, with made-up features of which some positions are padding."""
     loaded = golden_models.load(golden_models.recorded_target(tmp_path_factory.mktemp("t2i"), "t2i"))
     assert isinstance(loaded.target, TransformerTarget)
@@ -80,15 +85,15 @@ def llamagen(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformerTarge
     values = torch.randn(3, positions, width, generator=draws)
     valid = torch.arange(positions)[None] >= torch.tensor([0, positions - 9, positions - 1])[:, None]
     tokens = torch.randint(target.vocab_size, (3, target.image_tokens), generator=draws)
-    return target, Sequenced(tokens, lambda rows: Condition(values[list(rows)], valid[list(rows)]))
+    return target, ConditionedTokens(tokens, lambda rows: Condition(values[list(rows)], valid[list(rows)]))
 
 
 @pytest.fixture(scope="module")
-def embedded() -> tuple[TransformerTarget, Sequenced]:
+def bundled() -> tuple[TransformerTarget, ConditionedTokens]:
     return tiny_target(), tiny_sequences()
 
 
-def _loaded(path: Path) -> tuple[TransformerTarget, Sequenced]:
+def _loaded(path: Path) -> tuple[TransformerTarget, ConditionedTokens]:
     loaded = registry.load_model(str(path), CPU, torch.float32)
     target = loaded.target
     assert isinstance(target, TransformerTarget)
@@ -96,42 +101,42 @@ def _loaded(path: Path) -> tuple[TransformerTarget, Sequenced]:
     lines = torch.randint(target.choices, (3, 4, target.config.line_length), generator=draws)
     if target.config.line_ends:
         lines[:, :, -1] = target.vocab_size - 1
-    return target, Sequenced(lines.flatten(1), lambda rows: loaded.condition([CHAMELEON[row] for row in rows]))
+    return target, ConditionedTokens(lines.flatten(1), lambda rows: loaded.condition([CHAMELEON[row] for row in rows]))
 
 
-@pytest.mark.parametrize("family", ["embedded", "llamagen", "anole", "lumina"])
+@pytest.mark.parametrize("family", ["bundled", "llamagen", "anole", "lumina"])
 @torch.no_grad()
-def test_features_and_drafts_are_those_of_the_decode_sessions(family: str, request: pytest.FixtureRequest) -> None:
+def test_features_and_drafts_match_the_decode_sessions(family: str, request: pytest.FixtureRequest) -> None:
     target, sequences = request.getfixturevalue(family)
     rows = range(3)
     condition, tokens = sequences.condition(rows), sequences.tokens[:3].long()
     forced = teacher_forced(target, condition, tokens, guided=True)
-    given, null = (teach(target, condition, tokens, torch.full((3,), gone)) for gone in (False, True))
+    given, null = (target_features(target, condition, tokens, torch.full((3,), gone)) for gone in (False, True))
     count = tokens.shape[1]
     features = torch.cat([given.hidden, null.hidden])[:, -(count - 1) :]
     assert (features - forced.scores.features[:, :-1]).abs().max() < 1e-4
 
-    task = task_of(target, Sequenced(sequences.tokens[:3], sequences.condition))
+    task = task_of(target, ConditionedTokens(sequences.tokens[:3], sequences.condition))
     p = guide(forced.scores.cond, forced.scores.uncond, 2.0).softmax(-1)
     q = [guide(drafts.cond, drafts.uncond, 2.0).softmax(-1)[:, 0] for drafts in drafts_along(task.drafter, forced)]
     overlap = torch.minimum(p[:, 1:], torch.stack(q, dim=1)).sum(-1).mean()
     assert task.evaluate()["one_minus_tv"] == pytest.approx(float(overlap), abs=1e-5)
 
 
-@pytest.mark.parametrize("family", ["embedded", "llamagen", "anole", "lumina"])
+@pytest.mark.parametrize("family", ["bundled", "llamagen", "anole", "lumina"])
 @torch.no_grad()
-def test_levels_are_those_of_a_draft(family: str, request: pytest.FixtureRequest) -> None:
-    """From any position on, level after level is what the decode session drafts there, fed the same tokens."""
+def test_unrolled_levels_match_a_draft_tree(family: str, request: pytest.FixtureRequest) -> None:
+    """From any position on, each level is what the decode session drafts there from the same tokens."""
     target, sequences = request.getfixturevalue(family)
     drafter = task_of(target, sequences).drafter
     condition, tokens = sequences.condition(range(3)), sequences.tokens[:3].long()
     forced = teacher_forced(target, condition, tokens, guided=True)
-    taught = LiveFeatures(target, sequences).both(range(3))
-    levels = unroll(drafter, taught, taught.hidden, 3)
+    features = LiveFeatures(target, sequences).both(range(3))
+    levels = unroll(drafter, features, features.hidden, 3)
     for root in (1, 4):
         session, drafts = drafts_at(drafter, forced, torch.full((3,), root), 4)
         for level, predicted in enumerate(levels):
-            place = taught.valid.shape[1] - 2 + root + level
+            place = features.valid.shape[1] - 2 + root + level
             assert drafts.uncond is not None
             wanted = torch.cat([drafts.cond, drafts.uncond])
             number = torch.full((3, 1), root + level)
@@ -139,37 +144,46 @@ def test_levels_are_those_of_a_draft(family: str, request: pytest.FixtureRequest
             assert (got - wanted).abs().max() < 1e-4
             seen = torch.ones(3, 1, level + 1, dtype=torch.bool)
             drafts = session.extend(tokens[:, root + level][:, None], torch.zeros(3, 1, dtype=torch.int64), seen)
-    assert (levels[1] - levels[0]).abs().max() > 1e-3  # a guess is not the truth
+    assert (levels[1] - levels[0]).abs().max() > 1e-3  # a guess differs from the true feature
 
 
-def test_guided_lessons_compare_what_decoding_draws_from() -> None:
+def test_guided_batches_compare_guided_distributions() -> None:
     target, sequences = tiny_target(), tiny_sequences(4)
-    recipe = replace(RECIPE, guided=True, levels=1, dropped=0.0)
+    recipe = RECIPE.model_copy(update={"guided": True, "levels": 1, "dropped": 0.0})
     task = task_of(target, sequences, recipe=recipe)
     _, parts = task.loss(torch.Generator().manual_seed(0))
     assert float(parts["one_minus_tv"]) == pytest.approx(task.evaluate()["one_minus_tv"], abs=1e-6)
-    alone = task_of(target, sequences, recipe=replace(recipe, dropped=1.0))
-    plain = task_of(target, sequences, recipe=replace(recipe, guided=False))
+    alone = task_of(target, sequences, recipe=recipe.model_copy(update={"dropped": 1.0}))
+    plain = task_of(target, sequences, recipe=recipe.model_copy(update={"guided": False}))
     losses = [one.loss(torch.Generator().manual_seed(0)) for one in (alone, plain)]
     assert float(losses[0][1]["soft"]) == pytest.approx(float(losses[1][1]["soft"]), abs=1e-6)
     assert float(losses[0][1]["one_minus_tv"]) != pytest.approx(float(parts["one_minus_tv"]), abs=1e-4)
 
 
-def test_the_loss_weighs_what_the_levels_of_a_draft_lose() -> None:
-    """Total variation of each level, added up by hand: level k is a draft's from the picture's token k + 1 on."""
+def test_loss_weighs_the_total_variation_of_each_level() -> None:
+    """Total variation of each level, added up by hand: level k is valid from the image's token k + 1 on."""
     target, sequences = tiny_target(), tiny_sequences(4)
-    plain = replace(RECIPE, feature_weight=0.0, soft_weight=0.0, noise=0.0, dropped=0.0, levels=3, level_decay=0.5)
+    plain = RECIPE.model_copy(
+        update={
+            "feature_weight": 0.0,
+            "soft_weight": 0.0,
+            "noise": 0.0,
+            "dropped": 0.0,
+            "levels": 3,
+            "level_decay": 0.5,
+        }
+    )
     task = task_of(target, sequences, recipe=plain)
     with torch.no_grad():
-        taught = LiveFeatures(target, sequences).both(range(4))
-        first = taught.hidden.shape[1] - target.image_tokens
+        features = LiveFeatures(target, sequences).both(range(4))
+        first = features.hidden.shape[1] - target.image_tokens
 
-        def law(features: Tensor) -> Tensor:
+        def distribution(features: Tensor) -> Tensor:
             return guide(*task.drafter.head(features).chunk(2), DECODING.cfg_scale).softmax(-1)
 
         lost = []
-        for level, predicted in enumerate(unroll(task.drafter, taught, taught.hidden, 3)):
-            p, q = law(taught.hidden[:, first + 1 + level :]), law(predicted[:, first + level : -1])
+        for level, predicted in enumerate(unroll(task.drafter, features, features.hidden, 3)):
+            p, q = distribution(features.hidden[:, first + 1 + level :]), distribution(predicted[:, first + level : -1])
             lost.append(float((p - q).abs().sum(-1).mean()) / 2)
         loss = float(task.loss(torch.Generator().manual_seed(0))[0])
     assert lost[2] > lost[0]
@@ -178,11 +192,14 @@ def test_the_loss_weighs_what_the_levels_of_a_draft_lose() -> None:
 
 @pytest.mark.parametrize(
     "recipe",
-    [RECIPE, replace(RECIPE, guided=False, levels=1, guessed=0.3, noise=0.1, soft_weight=1.0)],
+    [
+        RECIPE,
+        RECIPE.model_copy(update={"guided": False, "levels": 1, "guessed": 0.3, "noise": 0.1, "soft_weight": 1.0}),
+    ],
     ids=["levels", "guesses"],
 )
-@pytest.mark.parametrize("family", ["embedded", "llamagen", "anole", "lumina"])
-def test_every_family_learns_and_comes_back_from_its_files(
+@pytest.mark.parametrize("family", ["bundled", "llamagen", "anole", "lumina"])
+def test_every_family_trains_and_loads_its_written_drafter(
     family: str, recipe: DrafterRecipe, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     target, sequences = request.getfixturevalue(family)
@@ -207,42 +224,43 @@ def test_every_family_learns_and_comes_back_from_its_files(
     }
 
 
-def test_two_workers_make_the_gradient_of_one() -> None:
+def test_two_processes_compute_the_gradient_of_one() -> None:
     target, sequences = tiny_target(), tiny_sequences()
     grads = []
     for count in (1, 2):
         total: list[Tensor] = []
         for rank in range(count):
-            task = task_of(target, sequences, Workers(rank, count))
+            task = task_of(target, sequences, Distributed(rank, count))
             task.loss(torch.Generator().manual_seed(7))[0].backward()
             total.append(torch.cat([p.grad.flatten() for p in task.drafter.parameters() if p.grad is not None]))
         grads.append(torch.stack(total).mean(0))
     assert (grads[0] - grads[1]).abs().max() < 1e-6 and grads[0].abs().max() > 1e-3
 
 
-def test_features_from_shards_train_as_those_made_live(tmp_path: Path) -> None:
+def test_features_from_shards_equal_live_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, sequences = tiny_target(), tiny_sequences()
     live = LiveFeatures(target, sequences)
     dropped = torch.rand(8, generator=torch.Generator().manual_seed(0)) < 0.5
     assert 0 < int(dropped.sum()) < 8
     shards = FeatureShards(tmp_path, {"weights": "a"}, torch.float32, CPU)
-    row = bytes_a_row(CONFIG.prefix, 16, CONFIG.dim, torch.float32)
-    shards.make(live, 10**8, 3, dropped, False, lambda _what, _done: None)
-    assert len(list(shards.shards.folder.glob("*.safetensors"))) == 4  # two rows of 100 MB a file
+    row = bytes_per_row(CONFIG, torch.float32)
+    monkeypatch.setattr(features_module, "SHARD_BYTES", 2 * row)
+    shards.make(live, 3, dropped, False, lambda _what, _done: None)
+    assert len(list(shards.shards.folder.glob("*.safetensors"))) == 4  # two rows a file
     again = FeatureShards(tmp_path, {"weights": "a"}, torch.float32, CPU)
     rows = [5, 0, 3]
     kept, made = again.of(rows, torch.zeros(3, dtype=torch.bool)), live.of(rows, dropped[rows])
     for one, other in zip(kept, made, strict=True):
         assert one is other is None or (one is not None and torch.allclose(one, other, atol=1e-6))  # type: ignore[arg-type]
     doubled = FeatureShards(tmp_path, {"weights": "both"}, torch.float32, CPU)
-    doubled.make(live, row, 3, torch.arange(16) >= 8, False, lambda _what, _done: None)
+    doubled.make(live, 3, torch.arange(16) >= 8, False, lambda _what, _done: None)
     for one, other in zip(doubled.both(rows), live.both(rows), strict=True):
         assert one is other is None or (one is not None and torch.allclose(one, other, atol=1e-6))  # type: ignore[arg-type]
     one_file = next(iter(shards.shards.folder.glob("*.safetensors"))).stat().st_size
     assert abs(one_file - 2 * row) < 1000
 
 
-def test_the_order_shows_everything_once_before_anything_twice() -> None:
+def test_order_visits_every_row_once_per_epoch() -> None:
     order, other = Order(7, seed=1), Order(7, seed=1)
     drawn = order.take(5) + order.take(9)
     assert sorted(drawn[:7]) == sorted(drawn[7:]) == list(range(7)) and drawn[:7] != drawn[7:]
@@ -250,7 +268,7 @@ def test_the_order_shows_everything_once_before_anything_twice() -> None:
     assert other.take(9) == drawn[5:]
 
 
-def test_a_copy_shares_nothing_but_the_head() -> None:
+def test_drafter_copy_shares_only_the_head() -> None:
     target = tiny_target()
     drafter = fresh_drafter(target)
     copy = drafter_like(drafter, torch.bfloat16, CPU)

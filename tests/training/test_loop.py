@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.training.loop import TrainEvent, TrainReport, TrainSettings, train
+from lantern_bench.training.loop import Task, TrainEvent, TrainReport, TrainSettings, train
 
 CPU = torch.device("cpu")
 PLAIN = TrainSettings(steps=40, lr=0.05, warmup=10, autocast=False, log_every=5, checkpoint_every=10)
 
 
-class Line:
+class Line(Task):
     """Fit y = 3 x - 1 from noisy batches drawn by the loop's generator."""
 
     name = "line"
 
     def __init__(self) -> None:
-        self.module: nn.Module = nn.Linear(1, 1)
+        self.module = nn.Linear(1, 1)
         with torch.no_grad():
             self.module.weight.zero_()  # type: ignore[union-attr, operator]
             self.module.bias.zero_()  # type: ignore[union-attr, operator]
@@ -54,7 +54,7 @@ def run(settings: TrainSettings) -> tuple[Line, TrainReport, list[TrainEvent]]:
     return task, report, events
 
 
-def test_it_learns_and_reports() -> None:
+def test_training_learns_and_reports() -> None:
     task, report, events = run(replace(PLAIN, steps=200, lr=0.2))
     assert report.figures["slope"] == pytest.approx(3, abs=0.2)
     assert report.task == "line" and report.steps == 200 and task.steps == list(range(1, 201))
@@ -64,23 +64,23 @@ def test_it_learns_and_reports() -> None:
     assert events[-1].fraction == 1.0 and set(events[-1].parts) == {"rmse"}
 
 
-def test_the_rate_rises_and_falls_along_a_half_cosine() -> None:
+def test_learning_rate_follows_a_half_cosine() -> None:
     _, _, events = run(replace(PLAIN, log_every=1, weight_decay=0.0))
     rates = [event.lr for event in events]
-    # Event n tells of the step that began with n - 1 of 40 done.
+    # Event n reports the step that started with n - 1 of 40 done.
     for done, rate in enumerate(rates):
         warm = min(1.0, (done + 1) / 10)
         assert rate == pytest.approx(0.05 * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done / 40))))
     assert max(rates) == rates[9] and rates[-1] < 0.03 * 0.05
 
 
-def test_the_same_seed_trains_the_same_and_another_does_not() -> None:
+def test_training_is_reproducible_by_seed() -> None:
     first, second, other = (run(replace(PLAIN, seed=seed))[1] for seed in (1, 1, 2))
     assert first.losses == second.losses
     assert first.losses != other.losses
 
 
-def test_a_resumed_training_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
+def test_resumed_training_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     settings = replace(PLAIN, checkpoint=tmp_path / "work" / "line.ckpt")
     whole, whole_report, _ = run(PLAIN)
 
@@ -95,14 +95,14 @@ def test_a_resumed_training_ends_where_an_uninterrupted_one_does(tmp_path: Path)
         assert torch.equal(kept, expected)
 
 
-def test_no_resume_starts_anew(tmp_path: Path) -> None:
+def test_no_resume_starts_again(tmp_path: Path) -> None:
     settings = replace(PLAIN, checkpoint=tmp_path / "line.ckpt")
     run(settings)
     assert run(settings)[0].steps == []
     assert run(replace(settings, resume=False))[0].steps == list(range(1, 41))
 
 
-def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     settings = replace(PLAIN, checkpoint=tmp_path / "line.ckpt")
     run(settings)
     with pytest.raises(RefusedError, match=r"line.ckpt was made with lr = 0.05, now it is 0.1") as caught:
@@ -111,38 +111,38 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     assert str(tmp_path) not in caught.value.message
 
 
-def test_a_loss_that_is_not_finite_ends_it() -> None:
+def test_loss_that_is_not_finite_is_refused() -> None:
     task = Line()
     task.explode_at = 3
     with pytest.raises(RefusedError, match="line diverged at step 3: the loss is inf"):
         train(task, PLAIN, CPU)
 
 
-def test_minutes_end_it_too() -> None:
+def test_minutes_end_a_training() -> None:
     _, report, _ = run(replace(PLAIN, steps=10_000_000, minutes=0.2 / 60))
     assert 0.2 <= report.seconds < 2 and 0 < report.steps < 10_000_000
 
 
-def test_without_an_end_it_does_not_begin() -> None:
+def test_training_without_an_end_is_refused() -> None:
     with pytest.raises(UserError, match="needs an end"):
         train(Line(), replace(PLAIN, steps=None), CPU)
 
 
-def test_the_global_stream_is_left_alone() -> None:
+def test_training_does_not_touch_the_global_generator() -> None:
     state = torch.get_rng_state()
     train(_Silent(), replace(PLAIN, steps=3), CPU)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 class _Silent(Line):
-    """Made without drawing from the global stream, which `nn.Linear` does."""
+    """Built without drawing from the global generator, as `nn.Linear` does."""
 
     def __init__(self) -> None:
         with torch.random.fork_rng(devices=[]):
             super().__init__()
 
 
-def test_the_published_schedule_and_clipping() -> None:
+def test_linear_schedule_and_clipping_by_value() -> None:
     settings = replace(PLAIN, log_every=1, schedule="linear", final_lr=0.0, warmup=4, clip_by="value", clip=1e-3)
     task, _, events = run(replace(settings, steps=8))
     wanted = [0.05 * min(1.0, (done + 1) / 4) * (1 - done / 8) for done in range(8)]
@@ -150,7 +150,7 @@ def test_the_published_schedule_and_clipping() -> None:
     assert task.module.weight.grad.abs().max() <= 1e-3  # type: ignore[union-attr, operator]
 
 
-def test_accumulated_batches_make_one_step() -> None:
+def test_accumulated_batches_are_one_step() -> None:
     task, report, events = run(replace(PLAIN, steps=5, log_every=1, accumulate=3))
     assert report.steps == 5 and len(task.steps) == 5 and report.settings["accumulate"] == 3
     assert "accumulate" not in run(replace(PLAIN, steps=5))[1].settings

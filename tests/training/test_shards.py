@@ -1,4 +1,4 @@
-"""Rows on disk: made once, continued where they were cut off, never mixed, damaged ones refused. And the log."""
+"""Shards are written once, continue after an interruption and are refused when damaged; the log of a training."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def make(start: int, stop: int) -> dict[str, Tensor]:
 
 
 def silent(_what: str, _done: float) -> None:
-    """Nobody listens."""
+    """Ignore progress."""
 
 
-def test_rows_are_made_once_and_continued(tmp_path: Path) -> None:
+def test_shards_continue_where_they_were_interrupted(tmp_path: Path) -> None:
     calls: list[tuple[int, int]] = []
 
     def counted(start: int, stop: int) -> dict[str, Tensor]:
@@ -43,7 +43,7 @@ def test_rows_are_made_once_and_continued(tmp_path: Path) -> None:
     assert len(Shards(tmp_path, "rows", {"a": 2})) == 0
 
 
-def test_damaged_rows_are_refused(tmp_path: Path) -> None:
+def test_damaged_shards_are_refused(tmp_path: Path) -> None:
     shards = Shards(tmp_path, "rows", {"a": 1})
     shards.fill(4, 4, make, "rows", silent)
     (shards.folder / "00000.safetensors").write_bytes(b"short")
@@ -58,7 +58,7 @@ def row(step: int, seconds: float) -> dict[str, float | None]:
     return {"step": step, "seconds": seconds, "loss": 1 / 3, "mal": None}
 
 
-def test_the_log_drops_what_is_behind_a_checkpoint(tmp_path: Path) -> None:
+def test_log_drops_rows_after_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     log = TrainingLog(path, resume=True)
     for step in (10, 20, 30):
@@ -66,14 +66,14 @@ def test_the_log_drops_what_is_behind_a_checkpoint(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write("40,1")  # cut off while it was written
     again = TrainingLog(path, resume=True)
-    assert again.last == (30, 3.0) and again.before(20) == (10, 1.0)
+    assert again.before(31) == (30, 3.0) and again.before(20) == (10, 1.0)
     again.add(row(20, 5.0))
     again.add(row(30, 6.0))
     lines = path.read_text().splitlines()
     assert [line.split(",")[0] for line in lines] == ["step", "10", "20", "30"]
-    assert lines[2].startswith("20,,5,0.333333,") and again.last == (30, 6.0)
+    assert lines[2].startswith("20,,5,0.333333,") and again.before(31) == (30, 6.0)
     TrainingLog(path, resume=False).add(row(10, 1.0))
     assert len(path.read_text().splitlines()) == 2
     path.write_text("something else\n")
-    with pytest.raises(RefusedError, match="is no log of a training"):
+    with pytest.raises(RefusedError, match="is not the log of a training"):
         TrainingLog(path, resume=True)

@@ -1,7 +1,7 @@
-"""The sequences a drafter learns from: pictures as tokens of the target's tokenizer, or the target's own samples.
+"""The sequences a drafter learns from: images as tokens of the target's tokenizer, or the target's own samples.
 
-Tokens are made once and kept in shards, so that an interrupted preparation continues. A caption belongs to each
-sequence; which of them are held out is decided here, from the seed alone.
+Tokens are made once and kept in shards, so that an interrupted preparation continues. Each sequence has a caption; the
+seed alone decides which sequences are held out.
 """
 
 from __future__ import annotations
@@ -30,42 +30,38 @@ from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.loaded_model import LoadedModel, NoPixels, ReadsPictures
 
-# ---- Rows of tensors on disk in shards of bounded size, begun anew or continued, read row by row without loading t
+_SHARD_ROWS = 256
+_BATCH = 32
 
-_MANIFEST = "manifest.json"
+MakeRows = Callable[[int, int], Mapping[str, Tensor]]
+"""`make(start, stop)` returns tensors [stop - start, ...]."""
 
 
 class Shards:
-    """The rows under `root` that are made from `key` (plain data)."""
+    """Rows of tensors in a folder under `root`, named after `key` (plain data), in files of bounded size."""
 
     def __init__(self, root: Path, name: str, key: Mapping[str, Any]) -> None:
         self.key = json.loads(json.dumps(dict(key), sort_keys=True))
         digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
         self.folder = root / f"{name}-{digest[:12]}"
+        self._manifest = self.folder / "manifest.json"
         self._sizes: list[int] = self._read_manifest()
         self._open: dict[int, Any] = {}
 
     def __len__(self) -> int:
-        """Rows that are there."""
+        """Number of rows written so far."""
         return sum(self._sizes)
 
-    def fill(
-        self,
-        total: int,
-        at_once: int,
-        make: Callable[[int, int], Mapping[str, Tensor]],
-        what: str,
-        on_progress: OnProgress,
-    ) -> None:
-        """Make the rows that are missing, `at_once` a shard: `make(start, stop)` gives tensors [stop - start, ...]."""
+    def fill(self, total: int, shard_rows: int, make: MakeRows, what: str, on_progress: OnProgress) -> None:
+        """Write the rows that are missing."""
         while (start := len(self)) < total:
             on_progress(what, start / total)
-            stop = min(total, start + at_once)
+            stop = min(total, start + shard_rows)
             tensors = {name: tensor.cpu().contiguous() for name, tensor in make(start, stop).items()}
             write_atomically(self._path(len(self._sizes)), save(tensors))
             self._sizes.append(stop - start)
             content = {"key": self.key, "rows": self._sizes}
-            write_atomically(self.folder / _MANIFEST, json.dumps(content, indent=1).encode() + b"\n")
+            write_atomically(self._manifest, json.dumps(content, indent=1).encode() + b"\n")
         on_progress(what, 1.0)
 
     def whole(self, name: str) -> Tensor:
@@ -73,7 +69,7 @@ class Shards:
         return torch.cat([self._shard(number).get_tensor(name) for number in range(len(self._sizes))])
 
     def row(self, index: int) -> dict[str, Tensor]:
-        """One row of every tensor; only its own bytes are read."""
+        """One row of every tensor; reads only the bytes of that row."""
         ends = list(accumulate(self._sizes))
         number = bisect_right(ends, index)
         at = index - (ends[number] - self._sizes[number])
@@ -89,33 +85,28 @@ class Shards:
             try:
                 self._open[number] = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
-                raise RefusedError(f"{path}: damaged: {error}", f"Remove {self.folder}; it is made again.") from error
+                raise self._refused(path, f"damaged: {error}") from error
         return self._open[number]
 
     def _read_manifest(self) -> list[int]:
-        path = self.folder / _MANIFEST
-        if not path.is_file():
+        if not self._manifest.is_file():
             return []
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            sizes = [int(size) for size in content["rows"]]
-            same = content["key"] == self.key
+            content = json.loads(self._manifest.read_text(encoding="utf-8"))
+            key, sizes = content["key"], [int(size) for size in content["rows"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RefusedError(f"{path}: damaged: {error}", f"Remove {self.folder}; it is made again.") from error
-        if not same:
-            raise RefusedError(f"{path}: is of other data", f"Remove {self.folder}; it is made again.")
+            raise self._refused(self._manifest, f"damaged: {error}") from error
+        if key != self.key:
+            raise self._refused(self._manifest, "belongs to other data")
         return sizes
 
-
-# ----
-
-_AT_ONCE = 256
-_SAMPLED_AT_ONCE = 32
+    def _refused(self, path: Path, problem: str) -> RefusedError:
+        return RefusedError(f"{path}: {problem}", f"Remove {self.folder}; the next training writes it again.")
 
 
 @dataclass(frozen=True)
 class Data:
-    """What was given: a caption for each sequence, and the picture it belongs to; None: the target samples it.
+    """A caption per sequence, and the picture it belongs to; without pictures the target samples them.
 
     `mirrored`: every picture's mirror image follows, with the same caption.
     """
@@ -125,7 +116,7 @@ class Data:
     mirrored: bool = False
 
     def __len__(self) -> int:
-        """How many sequences this makes."""
+        """Number of sequences."""
         return len(self.captions) * (1 + (self.mirrored and self.pictures is not None))
 
     def caption(self, index: int) -> str:
@@ -133,84 +124,55 @@ class Data:
         return self.captions[index % len(self.captions)]
 
     def sha256(self) -> str:
-        """A hash of captions, and of the pictures' names and sizes: reading them all for it would take too long."""
+        """A hash of captions and of the pictures' names and sizes; reading all pictures would take too long."""
         pictures = [[path.name, path.stat().st_size] for path in self.pictures or ()]
         return hashlib.sha256(json.dumps([list(self.captions), pictures]).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
-class Examples:
-    """Sequences in memory: tokens int32 [n, N] and their captions; `sha256` says what they were made from."""
+class Dataset:
+    """Sequences in memory: tokens int32 [n, N] and their captions; `sha256` identifies their sources."""
 
     tokens: Tensor
     caption: Callable[[int], str]
     sha256: str
 
 
-def make_examples(
+def make_dataset(
     data: Data, model: LoadedModel, decoding: Decoding, seed: int, work: Path, on_progress: OnProgress = unheard
-) -> Examples:
-    """Encode the pictures, or let the target sample with `decoding` (a mode `ar`); what is in `work` is not made again.
+) -> Dataset:
+    """Encode the pictures, or sample from the target with `decoding` (a mode `ar`); rows in `work` are not made again.
 
     Raises `UserError` for a picture that cannot be read, and for a model without a tokenizer.
     """
+    key: dict[str, Any] = {"data": data.sha256(), "grid": list(model.grid)}
+    parts = []
     if data.pictures is not None:
-        parts = [_encoded(data, model, mirrored, work, on_progress) for mirrored in (False, True)[: 1 + data.mirrored]]
+        reader, count = _reader(model), len(data.pictures)
+        for mirrored in (False, True)[: 1 + data.mirrored]:
+            encoder_key = key | {"size": list(reader.size), "mirrored": mirrored}
+            parts.append(Shards(work, "tokens", encoder_key | {"tokenizer": model.weights.get("tokenizer")}))
+            what = "encoding mirror images" if mirrored else "encoding pictures"
+            parts[-1].fill(count, _SHARD_ROWS, _encoder(data.pictures, reader, mirrored), what, on_progress)
     else:
-        parts = [_sampled(data, model, decoding, seed, work, on_progress)]
+        key |= {"weights": dict(model.weights), "seed": seed}
+        key |= {"decoding": decoding.model_dump(mode="json"), "dtype": str(getattr(model.target, "dtype", ""))}
+        parts.append(Shards(work, "samples", key))
+        parts[0].fill(len(data), _BATCH, _sampler(data, model, decoding, seed), "sampling from the target", on_progress)
     names = "+".join(shards.folder.name for shards in parts)
-    return Examples(torch.cat([shards.whole("tokens") for shards in parts]), data.caption, names)
+    return Dataset(torch.cat([shards.whole("tokens") for shards in parts]), data.caption, names)
 
 
-def _encoded(data: Data, model: LoadedModel, mirrored: bool, work: Path, on_progress: OnProgress) -> Shards:
-    """Tokens of the pictures, or of their mirror images, which are kept apart."""
-    reader, pictures = _reader(model), data.pictures or ()
-    key = {"data": data.sha256(), "grid": list(model.grid), "size": list(reader.size), "mirrored": mirrored}
-    shards = Shards(work, "tokens", key | {"tokenizer": model.weights.get("tokenizer")})
-    what = "encoding mirror images" if mirrored else "encoding pictures"
-    shards.fill(len(pictures), _AT_ONCE, _encoder(pictures, reader, mirrored), what, on_progress)
-    return shards
-
-
-def _sampled(
-    data: Data, model: LoadedModel, decoding: Decoding, seed: int, work: Path, on_progress: OnProgress
-) -> Shards:
-    """The target's own pictures of the captions."""
-    key = {"data": data.sha256(), "grid": list(model.grid), "weights": dict(model.weights), "seed": seed}
-    key |= {"decoding": decoding.model_dump(mode="json"), "dtype": str(getattr(model.target, "dtype", ""))}
-    shards = Shards(work, "samples", key)
-    make = _sampler(data, model, decoding, seed)
-    shards.fill(len(data), _SAMPLED_AT_ONCE, make, "sampling from the target", on_progress)
-    return shards
+def held_out_count(count: int, held_out: float) -> int:
+    """How many of `count` sequences are held out for the share `held_out`: at least one, never all."""
+    return min(count - 1, max(1, round(held_out * count)))
 
 
 def split(count: int, held_out: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Numbers of the sequences to learn from, and of those held out (at least one), int64, in a seeded order."""
+    """Numbers of the training sequences and of those held out, int64, in a seeded order."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-    kept = min(count - 1, max(1, round(held_out * count)))
+    kept = held_out_count(count, held_out)
     return order[kept:], order[:kept]
-
-
-def picture_array(path: Path, size: tuple[int, int]) -> np.ndarray:
-    """A picture as uint8 RGB [H, W, 3]: its short side brought to size, its middle cut out.
-
-    Raises `UserError` for a file that is no picture.
-    """
-    height, width = size
-    try:
-        with Image.open(path) as opened:
-            picture = opened.convert("RGB")
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError, SyntaxError, ValueError) as error:
-        raise UserError(
-            f"--data: {path}: cannot be read as a picture: {error}", "Remove it, or save it anew."
-        ) from error
-    if picture.size != (width, height):
-        scale = max(width / picture.width, height / picture.height)
-        larger = max(width, round(picture.width * scale)), max(height, round(picture.height * scale))
-        picture = picture.resize(larger, Image.Resampling.BICUBIC)
-        left, top = (picture.width - width) // 2, (picture.height - height) // 2
-        picture = picture.crop((left, top, left + width, top + height))
-    return np.asarray(picture, dtype=np.uint8)
 
 
 def _reader(model: LoadedModel) -> ReadsPictures:
@@ -222,22 +184,35 @@ def _reader(model: LoadedModel) -> ReadsPictures:
     return model.pixels
 
 
-def _encoder(
-    pictures: Sequence[Path], reader: ReadsPictures, mirrored: bool
-) -> Callable[[int, int], Mapping[str, Tensor]]:
+def _picture(path: Path, size: tuple[int, int]) -> np.ndarray:
+    """A picture as uint8 RGB [H, W, 3]: the short side scaled to `size`, the centre cropped."""
+    height, width = size
+    try:
+        with Image.open(path) as opened:
+            picture = opened.convert("RGB")
+    except (OSError, UnidentifiedImageError, Image.DecompressionBombError, SyntaxError, ValueError) as error:
+        advice = "Remove it, or save it again."
+        raise UserError(f"--data: {path}: cannot be read as a picture: {error}", advice) from error
+    if picture.size != (width, height):
+        scale = max(width / picture.width, height / picture.height)
+        larger = max(width, round(picture.width * scale)), max(height, round(picture.height * scale))
+        picture = picture.resize(larger, Image.Resampling.BICUBIC)
+        left, top = (picture.width - width) // 2, (picture.height - height) // 2
+        picture = picture.crop((left, top, left + width, top + height))
+    return np.asarray(picture, dtype=np.uint8)
+
+
+def _encoder(pictures: Sequence[Path], reader: ReadsPictures, mirrored: bool) -> MakeRows:
     def make(start: int, stop: int) -> Mapping[str, Tensor]:
-        arrays = np.stack([picture_array(path, reader.size) for path in pictures[start:stop]])
-        whole = torch.from_numpy(arrays)
-        parts = (whole.flip(2) if mirrored else whole).split(_SAMPLED_AT_ONCE)
+        whole = torch.from_numpy(np.stack([_picture(path, reader.size) for path in pictures[start:stop]]))
+        parts = (whole.flip(2) if mirrored else whole).split(_BATCH)
         return {"tokens": torch.cat([reader.tokens(part) for part in parts]).int()}
 
     return make
 
 
-def _sampler(
-    data: Data, model: LoadedModel, decoding: Decoding, seed: int
-) -> Callable[[int, int], Mapping[str, Tensor]]:
-    """Sampled as a sweep would: by the prompt and its how manieth picture this is."""
+def _sampler(data: Data, model: LoadedModel, decoding: Decoding, seed: int) -> MakeRows:
+    """Sample as a sweep does: the seed depends on the prompt and on its number of earlier occurrences."""
     repeats, seen = [], dict[str, int]()
     for caption in data.captions:
         repeats.append(seen.get(caption, 0))

@@ -1,220 +1,183 @@
-"""What a training of a drafter would make, in numbers, before anything is made: sequences, bytes, steps."""
+"""A training of a drafter as data: its inputs, read and checked before a model is loaded, and its plan in numbers."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any
 
 import torch
 
-from lantern_bench.clock import OnProgress, unheard
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.plan import Prompt, record_seed
-from lantern_bench.decoding.compile import Engine
-from lantern_bench.decoding.loop import decode
-from lantern_bench.errors import RefusedError
-from lantern_bench.models.eagle import EagleDrafter
+from lantern_bench.config.values import Place, Problems, read_parameter
+from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.random_model import blueprint
-from lantern_bench.models.registry import Buildable, family_of, load_model
+from lantern_bench.models.registry import Buildable, Family, card_of, family_of, load_model
 from lantern_bench.models.transformer import TransformerConfig
 from lantern_bench.models.transformer.target import TransformerTarget
-from lantern_bench.training.drafter.dataset import Data
-from lantern_bench.training.drafter.features import SHARD_BYTES, bytes_a_row
-from lantern_bench.training.drafter.recipe import DrafterRecipe, described
-from lantern_bench.training.loop import TrainReport, Workers
-
-# ---- How far a drafter carries while it is being trained: accepted lengths through the project's own decode loop
-
-
-_AT_ONCE = 16
-
-
-class Accepted(NamedTuple):
-    """Of each image: tokens committed by steps, steps, and its prompt."""
-
-    committed: list[float]
-    steps: list[float]
-    prompts: list[str]
-
-    @property
-    def mal(self) -> float:
-        """Mean accepted length: sum over sum."""
-        return sum(self.committed) / sum(self.steps)
-
-
-@dataclass(frozen=True)
-class Examination:
-    """`prompts` in order and then again, decoded as `decoding` says (a mode `speculative`)."""
-
-    model: LoadedModel
-    prompts: Sequence[str]
-    decoding: Decoding
-    seed: int
-
-    def accepted(
-        self, drafter: EagleDrafter, images: int, what: str = "", on_progress: OnProgress = unheard
-    ) -> Accepted:
-        """Measure a drafter, which has the target's type, over so many images; `what` is said of the progress."""
-        # An engine of its own: programs of another drafter must not be met.
-        model = replace(self.model, drafter=drafter, engine=Engine())
-        slots = [(self.prompts[n % len(self.prompts)], n // len(self.prompts)) for n in range(images)]
-        found = Accepted([], [], [])
-        for start in range(0, images, _AT_ONCE):
-            part = slots[start : start + _AT_ONCE]
-            seeds = [record_seed(self.seed, Prompt(text).id, repeat) for text, repeat in part]
-            draws = [torch.Generator(model.target.device).manual_seed(seed) for seed in seeds]
-            texts = [text for text, _ in part]
-            for text, image in zip(texts, decode(model, model.condition(texts), self.decoding, draws), strict=True):
-                found.committed.append(float(sum(image.trace.committed)))
-                found.steps.append(float(len(image.trace.committed)))
-                found.prompts.append(text)
-            on_progress(what, (start + len(part)) / images)
-        return found
-
-
-# ---- A training of a drafter as data: what is asked for, what a work folder was begun with, what is reported at th
-
-_ABOUT = "run.json"
+from lantern_bench.prompts.captioned import read_captioned
+from lantern_bench.prompts.sets import load_prompts
+from lantern_bench.training.drafter.dataset import Data, held_out_count
+from lantern_bench.training.drafter.features import SHARD_BYTES, bytes_per_row
+from lantern_bench.training.drafter.recipe import DrafterFlags, DrafterRecipe, flag_of, recipe_of
+from lantern_bench.training.loop import Distributed
 
 
 @dataclass(frozen=True)
 class DrafterJob:
     """What to train and how.
 
-    `prompts` are for accepted lengths; without any the captions held out of the data are taken. `decoding` is how they
-    are decoded: mode `speculative`, its tree, guidance and filters; self-distilled pictures are sampled with the same
-    guidance and filters. `init`: random, shipped (the model's own drafter) or a folder. `examine_every` steps,
-    `examine_images` are decoded, `final_images` at the end.
+    `decoding` (mode `speculative`, with its tree, guidance and filters) measures accepted lengths on `prompts`, or
+    without any on the held-out captions; where the target samples the images, it uses the same guidance and filters.
+    `init`: `random`, `shipped` (the model's own drafter) or a folder.
     """
 
-    target: str
+    flags: DrafterFlags
     data: Data
     recipe: DrafterRecipe
     decoding: Decoding
+    prompts: Sequence[str]
     out: Path
     work: Path
-    prompts: Sequence[str] = ()
-    init: Path | Literal["random", "shipped"] = "random"
-    features: Literal["live", "shards"] = "live"
-    seed: int = 0
-    minutes: float | None = None
-    examine_every: int = 500
-    examine_images: int = 8
-    final_images: int = 32
-    log_every: int = 10
-    checkpoint_every: int = 100
-    resume: bool = True
-    compiled: bool = False
+    init: str | Path
+
+    @property
+    def init_name(self) -> str:
+        """`init` for reports, without paths."""
+        return self.init if isinstance(self.init, str) else "folder"
 
 
-@dataclass(frozen=True)
-class Examined:
-    """A drafter at the end: 1 - TV on held-out sequences, and accepted lengths; None where no image was decoded."""
+def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
+    """Read and check what the flags name; the default of `--out` is a folder in `drafters`.
 
-    name: str
-    one_minus_tv: float
-    accepted: Accepted | None
+    Raises `UserError` that names the flag, its value and what is allowed.
+    """
+    recipe = recipe_of(flags)
+    try:
+        card, family = card_of(flags.target), family_of(flags.target)
+    except UserError as error:
+        raise UserError(error.message.replace("--model", "--target"), error.advice) from error
+    data = _data(flags, family)
+    decoding = _decoding(flags, dict(card.defaults))
+    prompts = [] if flags.eval_prompts is None else _prompts(flags.eval_prompts, "--eval-prompts", family)
+    out = flags.out or drafters / Path(card.name).stem
+    init = flags.init if flags.init in ("random", "shipped") else Path(flags.init)
+    if isinstance(init, Path) and not init.is_dir():
+        raise UserError(f"--init {init}: no such folder", "Use random or shipped, or give a drafter's folder.")
+    return DrafterJob(flags, data, recipe, decoding, prompts, out, flags.work or out / "work", init)
 
 
-def check_work(job: DrafterJob, model: LoadedModel, workers: Workers) -> None:
-    """Refuse (`RefusedError`) to continue what was begun with other data, weights or settings; note what this is."""
-    init = job.init if isinstance(job.init, str) else "folder"
+def _data(flags: DrafterFlags, family: Family) -> Data:
+    """A folder holds pictures with captions; any other `--data` names captions."""
+    source, images = flags.data, flags.images
+    if Path(source).is_dir():
+        found = read_captioned(Path(source), flags.captions, family)
+        if images is not None and images > len(found):
+            raise UserError(f"--images {images}: --data {source} holds {len(found)} pictures")
+        found = found[:images]
+        data = Data([item.caption for item in found], [item.path for item in found], flags.mirror)
+    else:
+        for flag, given in (("--captions", flags.captions is not None), ("--mirror", flags.mirror)):
+            if given:
+                raise UserError(f"{flag}: needs pictures, and --data {source} is not a folder", "Leave it out.")
+        texts = _prompts(source, "--data", family)
+        data = Data([texts[number % len(texts)] for number in range(images or len(texts))])
+    if len(data) < 2:
+        raise UserError(f"--data {source}: one picture is too few", "Give at least two; some are held out.")
+    return data
+
+
+def _prompts(source: str, flag: str, family: Family) -> list[str]:
+    """The prompts of a set or a file; errors name `flag`."""
+    try:
+        return [prompt.text for prompt in load_prompts(source, family)]
+    except UserError as error:
+        advice = error.advice
+        if flag == "--data" and "no such file" in error.message:
+            advice = f"{advice or ''} Or a folder of pictures with captions.".strip()
+        raise UserError(error.message.replace("--prompts", flag), advice) from error
+
+
+def _decoding(flags: DrafterFlags, defaults: dict[str, Any]) -> Decoding:
+    """Lossless speculative decoding with a static tree; guidance and filters default to the model's."""
+    problems, read = Problems("train drafter"), dict[str, Any]()
+    for key in ("cfg_scale", "temperature", "top_k", "tree"):
+        value = getattr(flags, key) if getattr(flags, key) is not None else defaults.get(key)
+        if value is not None:
+            for given in read_parameter(key, value, Place(flag_of(key)), problems):
+                read["topology" if isinstance(given.value, tuple) else key] = given.value
+    problems.raise_all()
+    default = defaults.get("cfg_scale", 1.0)
+    return Decoding(mode="speculative", drafting="static", rule="strict", cfg_default=default, **read)
+
+
+def check_work(job: DrafterJob, model: LoadedModel, distributed: Distributed) -> None:
+    """Write what a work folder is for; raises `RefusedError` where it was started with other data or settings."""
     about = {
         "target weights": model.weights.get("target", ""),
         "data": job.data.sha256()[:16],
-        "seed": job.seed,
-        "init": init,
-        "features": job.features,
-    } | described(job.recipe)
-    path = job.work / _ABOUT
-    if job.resume and path.is_file() and (job.work / "drafter.ckpt").is_file():
+        "seed": job.flags.seed,
+        "init": job.init_name,
+        "features": job.flags.features,
+    } | job.recipe.model_dump(mode="json")
+    path = job.work / "run.json"
+    if job.flags.resume and path.is_file() and (job.work / "drafter.ckpt").is_file():
         was = json.loads(path.read_text(encoding="utf-8"))
-        for key, now_is in about.items():
-            if was.get(key) != now_is:
+        for key, value in about.items():
+            if was.get(key) != value:
                 raise RefusedError(
-                    f"{job.out}: was begun with {key} = {was.get(key)}, now it is {now_is}",
-                    "Continue with the same, give another --out, or start anew with --no-resume.",
+                    f"{job.out}: was started with {key} = {was.get(key)}, now it is {value}",
+                    "Continue with the same, give another --out, or start again with --no-resume.",
                 )
-    if workers.first:
+    if distributed.first:
         write_atomically(path, json.dumps(about, indent=1).encode() + b"\n")
 
 
-def write_report(job: DrafterJob, report: TrainReport, examined: Sequence[Examined]) -> None:
-    """Write `training_report.json`: recipe, decoding, course and the figures at the end."""
-    found = {
-        one.name: {
-            "one_minus_tv": one.one_minus_tv,
-            "mal": one.accepted.mal if one.accepted else None,
-            "images": len(one.accepted.steps) if one.accepted else 0,
-        }
-        for one in examined
-    }
-    about = {
-        "target": job.target if not job.target.endswith((".yaml", ".yml")) else Path(job.target).name,
-        "init": job.init if isinstance(job.init, str) else "folder",
-        "sequences": len(job.data),
-        "recipe": described(job.recipe),
-        "decoding": job.decoding.model_dump(mode="json"),
-        "steps": report.steps,
-        "seconds": round(report.seconds, 1),
-        "settings": report.settings,
-        "drafters": found,
-    }
-    write_atomically(job.out / "training_report.json", json.dumps(about, indent=1).encode() + b"\n")
+def plan_rows(job: DrafterJob, dtype: torch.dtype) -> list[tuple[str, str]]:
+    """What the training would make, and how much of it; a published target's files are not needed.
 
-
-# ----
-
-
-def shape_of(model: str) -> TransformerConfig | None:
-    """The target's sizes: of a published model without its files, else from them; None for no transformer.
-
-    Raises as `load_model` where a model's own files are needed and missing.
+    Raises `UserError` for a target that is not a transformer, and as `load_model` where its own files are missing.
     """
-    if isinstance(family_of(model), Buildable):
-        target = blueprint(model)[2].target
+    flags, recipe, total = job.flags, job.recipe, len(job.data)
+    if isinstance(family_of(flags.target), Buildable):
+        target: object = blueprint(flags.target)[2].target
     else:
-        target = load_model(model, torch.device("cpu"), torch.float32).target  # type: ignore[assignment]
-    return target.config if isinstance(target, TransformerTarget) else None
-
-
-def plan_rows(job: DrafterJob, config: TransformerConfig, dtype: torch.dtype) -> list[tuple[str, str]]:
-    """What would be made, and how much of it."""
-    recipe, total = job.recipe, len(job.data)
-    held_out = min(total - 1, max(1, round(recipe.held_out * total)))
-    learnt = total - held_out
-    steps = recipe.total_steps(learnt)
+        target = load_model(flags.target, torch.device("cpu"), torch.float32).target
+    if not isinstance(target, TransformerTarget):
+        raise UserError(f"--target {flags.target}: has no features to learn from", "Use a model that is a transformer.")
+    config, held_out = target.config, held_out_count(total, recipe.held_out)
+    steps = recipe.total_steps(total - held_out)
     stored = torch.bfloat16 if recipe.autocast else dtype
-    row = bytes_a_row(config.prefix, config.image_tokens, config.dim, stored)
-    rows = total * (1 + recipe.guided)
+    row, rows = bytes_per_row(config, stored), total * (1 + recipe.guided)
     shards = math.ceil(rows / max(1, SHARD_BYTES // row))
     kind = "pictures encoded" if job.data.pictures is not None else "pictures sampled by the target"
-    where = "written" if job.features == "shards" else "not written: features are made as they are needed"
+    where = "written" if flags.features == "shards" else "not written: features are computed at each step"
     weights = 4 * _parameters(config)
-    examined = steps // job.examine_every if job.examine_every else 0
-    until = f"{steps:,}" if job.minutes is None else f"as many as {job.minutes:g} minutes allow"
+    evaluations = steps // flags.eval_every if flags.eval_every else 0
+    timed = flags.minutes is not None
+    count = f"as many as {flags.minutes:g} minutes allow" if timed else f"{steps:,}"
+    epochs = "as many as the minutes allow" if timed else f"{steps / recipe.steps_per_epoch(total - held_out):.3g}"
     return [
         (kind, f"{total:,}" + (" with mirror images" if job.data.mirrored else "")),
         ("tokens", f"{total * config.image_tokens:,} ({config.image_tokens:,} a picture)"),
         ("held out", f"{held_out:,} of {total:,}"),
         ("token files", _bytes(4 * total * config.image_tokens)),
         ("feature shards", f"{_bytes(rows * row)} in {shards} files of {str(stored)[6:]}, {where}"),
-        ("steps", f"{until} of {recipe.batch * recipe.accumulate} sequences"),
-        ("epochs", f"{steps / recipe.steps_an_epoch(learnt):.3g}" if job.minutes is None else "as many"),
-        ("examinations", f"{examined} of {job.examine_images} images, one of {job.final_images} at the end"),
+        ("steps", f"{count} of {recipe.batch * recipe.accumulate} sequences"),
+        ("epochs", epochs),
+        ("evaluations", f"{evaluations} of {flags.eval_images} images, one of {flags.final_images} at the end"),
         ("checkpoint", _bytes(3 * weights)),
         ("exported drafter", _bytes(weights)),
     ]
 
 
 def _parameters(config: TransformerConfig) -> int:
-    """Numbers of a drafter: embedding, fusion, one layer."""
+    """Number of parameters of a drafter: embedding, fusion, one layer."""
     kv = (config.kv_heads or config.heads) * config.head_dim
     layer = 2 * config.dim * config.dim + 2 * config.dim * kv + 3 * config.dim * config.ffn_dim + config.dim
     return (config.words or config.vocab_size) * config.dim + 2 * config.dim * config.dim + config.dim + layer

@@ -1,7 +1,6 @@
-"""One training of a drafter from start to end: sequences, features, the one loop, examinations, the exported folder.
+"""One training of a drafter from start to end: sequences, features, the loop, evaluations, the exported folder.
 
-All of a job is data; what it makes on the way (tokens, features, checkpoint) lies in its work folder and is not made
-again. Command line and tables are `cli.train_drafter`.
+Tokens, features and checkpoints are kept in the work folder of the job, and an interrupted training continues there.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ import csv
 import io
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -21,36 +20,285 @@ from safetensors.torch import save
 
 from lantern_bench.clock import OnProgress, unheard
 from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.plan import Prompt, record_seed
+from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.loop import decode
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.eagle import EagleDrafter, drafter_key_map, fresh_drafter, load_drafter
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.io.state_dict import export
 from lantern_bench.models.loaded_model import LoadedModel, transformer_of
 from lantern_bench.models.transformer.target import TransformerTarget
-from lantern_bench.training.drafter.dataset import Examples, make_examples, split
-from lantern_bench.training.drafter.features import (
-    Features,
-    FeatureShards,
-    Lessons,
-    LiveFeatures,
-    Sequenced,
-    bytes_a_row,
-)
-from lantern_bench.training.drafter.job import Accepted, DrafterJob, Examination, Examined, check_work, write_report
+from lantern_bench.training.drafter.dataset import Dataset, make_dataset, split
+from lantern_bench.training.drafter.features import ConditionedTokens, FeatureBatches, FeatureShards, LiveFeatures
+from lantern_bench.training.drafter.job import DrafterJob, check_work
 from lantern_bench.training.drafter.task import DrafterTask, drafter_like, loop_settings
-from lantern_bench.training.loop import ALONE, TrainEvent, TrainReport, TrainSettings, Workers, train
-
-# ---- Writing a trained drafter, in the layout the published ones have: `config.json` and `model.safetensors`
-
+from lantern_bench.training.loop import Distributed, OnEvent, TrainEvent, TrainReport, TrainSettings, train
 
 # The published code's name for each grid of LlamaGen; the number of condition positions tells t2i from c2i.
 _INPUT_TYPES = {((16, 16), 120): "t2i", ((32, 32), 120): "t2i2", ((24, 24), 1): "c2i"}
+_SAMPLING = ("temperature", "top_k", "top_p", "filter_order", "cfg_scale", "cfg_default")
+_HELD_OUT_SEQUENCES = 32
+_BATCH = 16
+
+COLUMNS = (
+    *("step", "epoch", "seconds", "loss", "feature_loss", "soft_loss", "train_one_minus_tv"),
+    *("lr", "tokens_per_s", "one_minus_tv", "mal", "mal_images"),
+)
+"""The columns of `log.csv`; figures that were not measured at a step are empty."""
+
+
+class AcceptedLengths(NamedTuple):
+    """Of each image: tokens committed by steps, steps, and its prompt."""
+
+    committed: list[float]
+    steps: list[float]
+    prompts: list[str]
+
+    @property
+    def mal(self) -> float:
+        """Mean accepted length: sum over sum."""
+        return sum(self.committed) / sum(self.steps)
+
+
+class Evaluated(NamedTuple):
+    """A drafter at the end: 1 - TV on held-out sequences, and accepted lengths (None where no image was decoded)."""
+
+    name: str
+    one_minus_tv: float
+    accepted: AcceptedLengths | None
+
+
+def train_drafter(
+    job: DrafterJob, model: LoadedModel, on_event: OnEvent, on_progress: OnProgress, distributed: Distributed
+) -> tuple[TrainReport, list[Evaluated]]:
+    """Train, write `job.out`, and evaluate the written drafter and the model's own, where it has one.
+
+    Raises `UserError` for a target without features or data that do not fit, `RefusedError` for a work folder of
+    another training and a loss that diverges.
+    """
+    if job.recipe.batch % distributed.count:
+        raise UserError(f"--batch {job.recipe.batch}: must be a multiple of the {distributed.count} processes")
+    run = _Run(job, model, distributed, on_progress)
+    report = run.train(on_event)
+    if not distributed.first:
+        return report, []
+    write_drafter(run.drafter, job.out, job.flags.target, model.weights)
+    evaluated = run.final()
+    _write_report(job, report, evaluated)
+    return report, evaluated
+
+
+class _Run:
+    """A job with all that is made for it."""
+
+    def __init__(self, job: DrafterJob, model: LoadedModel, distributed: Distributed, on_progress: OnProgress) -> None:
+        self.job, self.model, self.distributed, self.on_progress = job, model, distributed, on_progress
+        self.target = transformer_of(model)
+        self.drafter = _initial_drafter(job, model, self.target)
+        check_work(job, model, distributed)
+        recipe, seed = job.recipe, job.flags.seed
+        self.dataset = self._dataset()
+        training, held_out = (part.tolist() for part in split(len(self.dataset.tokens), recipe.held_out, seed))
+        self.sequences = len(training)
+        self.live = LiveFeatures(self.target, ConditionedTokens(self.dataset.tokens, self._condition))
+        features, evaluated = self._features(), held_out[:_HELD_OUT_SEQUENCES]
+        settings = (training, recipe.batch, recipe.dropped, seed, lambda: self.live.pairs(evaluated))
+        batches = FeatureBatches(features, *settings, distributed, recipe.guided)
+        self.task = DrafterTask(self.drafter, batches, recipe, job.decoding)
+        self.prompts = list(job.prompts) or list(dict.fromkeys(self.dataset.caption(row) for row in held_out))
+
+    def train(self, on_event: OnEvent) -> TrainReport:
+        """The loop, with a row of the log for each event."""
+        job = self.job
+        if job.flags.compile:
+            self.target.transformer.compile()
+            self.drafter.compile()
+        log = TrainingLog(job.out / "log.csv", job.flags.resume)
+
+        def log_event(event: TrainEvent) -> None:
+            if not self.distributed.first:
+                return
+            before = log.before(event.step)
+            figures = self._evaluate(event.step, before[0])
+            log.add(self._row(event, before) | figures)
+            mal = figures.get("mal")
+            on_event(replace(event, parts={**event.parts, **({} if mal is None else {"mal": mal})}))
+
+        return train(self.task, self._settings(), self.target.device, log_event, self.distributed)
+
+    def final(self) -> list[Evaluated]:
+        """Evaluate the drafter as it was written, read again, and the model's own."""
+        target = self.target
+        drafters = {"trained": load_drafter(self.job.out, target, dtype=target.dtype, device=target.device)}
+        if isinstance(self.model.drafter, EagleDrafter):
+            drafters["the model's own"] = self.model.drafter
+        evaluated, images = [], self.job.flags.final_images
+        with torch.compiler.set_stance("force_eager"):
+            for name, drafter in drafters.items():
+                overlap = self.task.overlap(drafter)
+                what = f"decoding, drafter: {name}"
+                accepted = self._accepted(drafter, images, what, self.on_progress) if images else None
+                evaluated.append(Evaluated(name, overlap, accepted))
+        return evaluated
+
+    def _settings(self) -> TrainSettings:
+        flags, loop = self.job.flags, loop_settings(self.job.recipe, self.sequences)
+        return replace(
+            loop,
+            steps=loop.steps if flags.minutes is None or self.job.recipe.steps is not None else None,
+            minutes=flags.minutes,
+            seed=flags.seed,
+            log_every=flags.log_every,
+            checkpoint_every=flags.checkpoint_every,
+            checkpoint=self.job.work / "drafter.ckpt",
+            resume=flags.resume,
+        )
+
+    def _dataset(self) -> Dataset:
+        """Encode or sample the sequences and encode the captions: the first process does it, the others read it."""
+        job, first = self.job, self.distributed.first
+        on_progress = self.on_progress if first else unheard
+        if not first:
+            self.distributed.wait()
+        for done, total in self.model.prepare(list(dict.fromkeys([*job.data.captions, *job.prompts]))):
+            on_progress("encoding captions", done / total)
+        sampling = Decoding(mode="ar", **{name: getattr(job.decoding, name) for name in _SAMPLING})
+        made = make_dataset(job.data, self.model, sampling, job.flags.seed, job.work, on_progress)
+        self.distributed.wait()
+        if first:
+            self.distributed.wait()
+        if int(made.tokens.shape[1]) != self.target.image_tokens:
+            raise UserError(
+                f"--data: the pictures have {made.tokens.shape[1]} tokens, and the target {self.target.image_tokens}"
+            )
+        return made
+
+    def _condition(self, rows: Sequence[int]) -> Any:
+        return self.model.condition([self.dataset.caption(row) for row in rows])
+
+    def _features(self) -> LiveFeatures | FeatureShards:
+        recipe, flags, target = self.job.recipe, self.job.flags, self.target
+        if flags.features == "live":
+            return self.live
+        dtype = torch.bfloat16 if recipe.autocast else target.dtype
+        key: dict[str, Any] = {"weights": dict(self.model.weights), "sequences": self.dataset.sha256}
+        key |= {"dropped": "both" if recipe.guided else recipe.dropped, "seed": flags.seed}
+        if recipe.guided:
+            dropped = torch.arange(2 * len(self.live)) >= len(self.live)
+        else:
+            dropped = torch.rand(len(self.live), generator=torch.Generator().manual_seed(flags.seed)) < recipe.dropped
+        if self.distributed.first:
+            shards = FeatureShards(self.job.work, key, dtype, target.device)
+            shards.make(self.live, max(8, recipe.batch), dropped, recipe.autocast, self.on_progress)
+        self.distributed.wait()
+        return FeatureShards(self.job.work, key, dtype, target.device)
+
+    def _evaluate(self, step: int, before: int) -> dict[str, float | None]:
+        """Held-out figures, where this event is the first after a multiple of `eval_every`."""
+        every, images = self.job.flags.eval_every, self.job.flags.eval_images
+        if not every or step // every == before // every:
+            return {}
+        with torch.compiler.set_stance("force_eager"):
+            overlap = self.task.overlap(self.drafter)
+            drafter = drafter_like(self.drafter, self.target.dtype, self.target.device).eval()
+            mal = self._accepted(drafter, images).mal if images else None
+        return {"one_minus_tv": overlap, "mal": mal, "mal_images": images}
+
+    def _accepted(
+        self, drafter: EagleDrafter, images: int, what: str = "", on_progress: OnProgress = unheard
+    ) -> AcceptedLengths:
+        """Decode `images` images with a drafter of the target's dtype, repeating the prompts; `what` names the work."""
+        # A new engine: compiled programs of another drafter must not run.
+        model = replace(self.model, drafter=drafter, engine=Engine())
+        slots = [(self.prompts[n % len(self.prompts)], n // len(self.prompts)) for n in range(images)]
+        found = AcceptedLengths([], [], [])
+        for start in range(0, images, _BATCH):
+            part = slots[start : start + _BATCH]
+            texts = [text for text, _ in part]
+            seeds = [record_seed(self.job.flags.seed, Prompt(text).id, repeat) for text, repeat in part]
+            draws = [torch.Generator(model.target.device).manual_seed(seed) for seed in seeds]
+            for text, image in zip(texts, decode(model, model.condition(texts), self.job.decoding, draws), strict=True):
+                found.committed.append(float(sum(image.trace.committed)))
+                found.steps.append(float(len(image.trace.committed)))
+                found.prompts.append(text)
+            on_progress(what, (start + len(part)) / images)
+        return found
+
+    def _row(self, event: TrainEvent, before: tuple[int, float]) -> dict[str, float | None]:
+        sequences = self.job.recipe.batch * self.job.recipe.accumulate
+        tokens = (event.step - before[0]) * sequences * self.target.image_tokens
+        took = event.seconds - before[1]
+        return {
+            "step": event.step,
+            "epoch": event.step * sequences / self.sequences,
+            "seconds": event.seconds,
+            "loss": event.loss,
+            "feature_loss": event.parts["feature"],
+            "soft_loss": event.parts["soft"],
+            "train_one_minus_tv": event.parts["one_minus_tv"],
+            "lr": event.lr,
+            "tokens_per_s": tokens / took if took > 0 else None,
+        }
+
+
+def _initial_drafter(job: DrafterJob, model: LoadedModel, target: TransformerTarget) -> EagleDrafter:
+    """The drafter to start from, float32, on the target's device."""
+    target.requires_grad_(False).eval()
+    if job.init == "random":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(job.flags.seed)  # noqa: TID251  # layers draw from the global stream; this forks it
+            return fresh_drafter(target).to(target.device)
+    given = model.drafter
+    if isinstance(job.init, Path):
+        given = load_drafter(job.init, target, dtype=torch.float32, device=target.device)
+    if not isinstance(given, EagleDrafter):
+        raise UserError(f"--init shipped: {model.name} has no drafter", "Use --init random, or give a folder.")
+    return drafter_like(given, torch.float32, target.device)
+
+
+class TrainingLog:
+    """The log of a training as a CSV file; with `resume` its rows are kept."""
+
+    def __init__(self, path: Path, resume: bool) -> None:
+        self._path = path
+        self._rows = self._read() if resume and path.is_file() else []
+
+    def before(self, step: int) -> tuple[int, float]:
+        """Step and seconds of the last row before `step`; zeros without one."""
+        rows = (row for row in reversed(self._rows) if int(row["step"]) < step)
+        row = next(rows, {"step": "0", "seconds": "0"})
+        return int(row["step"]), float(row["seconds"])
+
+    def add(self, row: Mapping[str, float | None]) -> None:
+        """Add a row; rows of its step and later belong to an interrupted training and are removed."""
+        self._rows = [old for old in self._rows if int(old["step"]) < int(row["step"] or 0)]
+        self._rows.append({name: _text(row.get(name)) for name in COLUMNS})
+        out = io.StringIO()
+        writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self._rows)
+        write_atomically(self._path, out.getvalue().encode())
+
+    def _read(self) -> list[dict[str, str]]:
+        with self._path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            if tuple(reader.fieldnames or ()) != COLUMNS:
+                advice = "Move it away, or give another folder (--out)."
+                raise RefusedError(f"{self._path}: is not the log of a training", advice)
+            # A line that was cut off while it was written lacks its last fields.
+            return [row for row in reader if None not in row.values() and row["step"].isdigit()]
+
+
+def _text(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def write_drafter(drafter: EagleDrafter, folder: Path, target: str, weights: Mapping[str, str]) -> None:
-    """Write a drafter, and the model file for it; `target` is the model's name or its file's path.
+    """Write a drafter in the published layout, and a model file for it.
 
-    `weights` are the hashes of the model it was trained for. Each file is there as a whole or not at all.
+    `target` is the model's name or the path of its file; `weights` are the hashes of that model. Each file is written
+    completely or not at all.
     """
     state = {name: tensor.float() for name, tensor in export(drafter, drafter_key_map(drafter)).items()}
     write_atomically(folder / "model.safetensors", save(state, metadata={"format": "pt"}))
@@ -62,7 +310,7 @@ def write_drafter(drafter: EagleDrafter, folder: Path, target: str, weights: Map
 
 
 def _config(drafter: EagleDrafter) -> dict[str, Any]:
-    """The config.json: the keys that the published code and ours read, and how padding is treated."""
+    """The config.json: the keys that the published code and this package read."""
     config = drafter.config
     shared = {
         "num_hidden_layers": 1,
@@ -80,282 +328,30 @@ def _config(drafter: EagleDrafter) -> dict[str, Any]:
         return {"model_type": "chameleon", **shared, "rope_theta": config.rope_base, "swin_norm": config.norm_after}
     kind = _INPUT_TYPES.get((config.grid, config.prefix))
     told = {} if kind is None else {"input_type": kind}
-    return {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **shared, **told} | {
-        "mask_padding": drafter.mask_padding
-    }
+    model = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    return {**model, **shared, **told, "mask_padding": drafter.mask_padding}
 
 
-# ---- The course of a training as a CSV, a row every few steps; figures that were not measured there are empty
-
-
-COLUMNS = (
-    "step",
-    "epoch",
-    "seconds",
-    "loss",
-    "feature_loss",
-    "soft_loss",
-    "train_one_minus_tv",
-    "lr",
-    "tokens_per_s",
-    "one_minus_tv",
-    "mal",
-    "mal_images",
-)
-
-
-class TrainingLog:
-    """The log in a file; with `resume` the rows that are there are kept."""
-
-    def __init__(self, path: Path, resume: bool) -> None:
-        self._path = path
-        rows = self._read() if resume and path.is_file() else []
-        self.last = _place(rows)
-        """Step and seconds of the last row; zeros without one."""
-        self._begun = bool(rows)
-
-    def before(self, step: int) -> tuple[int, float]:
-        """Step and seconds of the last row before `step`; zeros without one."""
-        return self.last if self.last[0] < step else _place(self._rows_before(step))
-
-    def add(self, row: Mapping[str, float | None]) -> None:
-        """Add a row; rows of its step and behind it are of a training that was cut off, and go."""
-        step = int(row["step"] or 0)
-        line = {name: _number(row.get(name)) for name in COLUMNS}
-        if self._begun and self.last[0] < step:
-            with self._path.open("a", encoding="utf-8", newline="") as file:
-                csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(line)
-        else:
-            out = io.StringIO()
-            writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows([*(self._rows_before(step) if self._begun else []), line])
-            write_atomically(self._path, out.getvalue().encode())
-            self._begun = True
-        self.last = _place([line])
-
-    def _rows_before(self, step: int) -> list[dict[str, str]]:
-        return [row for row in self._read() if int(row["step"]) < step]
-
-    def _read(self) -> list[dict[str, str]]:
-        with self._path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            if tuple(reader.fieldnames or ()) != COLUMNS:
-                raise RefusedError(
-                    f"{self._path}: is no log of a training", "Move it away, or give another folder (--out)."
-                )
-            # A line that was cut off while it was written lacks its last fields.
-            return [row for row in reader if None not in row.values() and row["step"].isdigit()]
-
-
-def _place(rows: Sequence[Mapping[str, str]]) -> tuple[int, float]:
-    return (int(rows[-1]["step"]), float(rows[-1]["seconds"])) if rows else (0, 0.0)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-# ----
-
-_TEACHER_FORCED = 32
-
-
-def train_drafter(
-    job: DrafterJob,
-    model: LoadedModel,
-    on_event: Callable[[TrainEvent], None] = lambda _event: None,
-    on_progress: OnProgress = unheard,
-    workers: Workers = ALONE,
-) -> tuple[TrainReport, list[Examined]]:
-    """Train, write `job.out` and examine what was written beside the model's own drafter, where it has one.
-
-    Raises `UserError` for a target without features or data that do not fit, `RefusedError` for a work folder of
-    another training and a loss that diverges.
-    """
-    target = transformer_of(model)
-    if job.recipe.batch % workers.count:
-        raise UserError(f"--batch {job.recipe.batch}: must be a multiple of the {workers.count} processes")
-    run = _Run(job, model, target, workers, on_progress)
-    report = run.train(on_event)
-    if not workers.first:
-        return report, []
-    write_drafter(run.drafter, job.out, job.target, model.weights)
-    examined = run.final()
-    write_report(job, report, examined)
-    return report, examined
-
-
-class _Run:
-    """A job with all that is made for it."""
-
-    def __init__(
-        self,
-        job: DrafterJob,
-        model: LoadedModel,
-        target: TransformerTarget,
-        workers: Workers,
-        on_progress: OnProgress,
-    ) -> None:
-        self.job, self.model, self.target, self.workers, self.on_progress = job, model, target, workers, on_progress
-        self.drafter = _initial(job, model, target)
-        check_work(job, model, workers)
-        self.examples = self._examples()
-        learnt, held_out = split(len(self.examples.tokens), job.recipe.held_out, job.seed)
-        self.held_out = held_out.tolist()
-        self.live = LiveFeatures(target, Sequenced(self.examples.tokens, self._condition))
-        examined = self.held_out[:_TEACHER_FORCED]
-        lessons = Lessons(
-            self._features(),
-            learnt.tolist(),
-            job.recipe.batch,
-            job.recipe.dropped,
-            job.seed,
-            lambda: self.live.examined(examined),
-            workers,
-            job.recipe.guided,
-        )
-        self.task = DrafterTask(self.drafter, lessons, job.recipe, job.decoding)
-        self.settings = _settings(job, len(learnt))
-        captions = list(dict.fromkeys(self.examples.caption(row) for row in self.held_out))
-        prompts = list(job.prompts) or captions
-        self.examination = Examination(model, prompts, job.decoding, job.seed)
-
-    def train(self, on_event: Callable[[TrainEvent], None]) -> TrainReport:
-        """The loop, with a row of the log for each event."""
-        if self.job.compiled:
-            self.target.transformer.compile()
-            self.drafter.compile()
-        log = TrainingLog(self.job.out / "log.csv", self.job.resume)
-
-        def hear(event: TrainEvent) -> None:
-            if not self.workers.first:
-                return
-            before = log.before(event.step)
-            figures = self._examine(event.step, before[0])
-            log.add(self._row(event, before) | figures)
-            mal = figures.get("mal")
-            on_event(replace(event, parts={**event.parts, **({} if mal is None else {"mal": mal})}))
-
-        return train(self.task, self.settings, self.target.device, hear, self.workers)
-
-    def final(self) -> list[Examined]:
-        """The drafter as it was written, read again, and the model's own."""
-        target = self.target
-        drafters = {"trained": load_drafter(self.job.out, target, dtype=target.dtype, device=target.device)}
-        if isinstance(self.model.drafter, EagleDrafter):
-            drafters["the model's own"] = self.model.drafter
-        with torch.compiler.set_stance("force_eager"):
-            return [
-                Examined(name, self.task.overlap(drafter), self._accepted(drafter, name))
-                for name, drafter in drafters.items()
-            ]
-
-    def _examples(self) -> Examples:
-        """Sequences, and the captions' features where a text encoder makes them; the first worker makes them all."""
-        job, data = self.job, self.job.data
-        captions = list(dict.fromkeys([*data.captions, *job.prompts]))
-        sampling = {name: getattr(job.decoding, name) for name in _SAMPLING}
-        made = None
-        for first in (True, False):
-            if self.workers.first == first:
-                heard = self.on_progress if first else unheard
-                for done, total in self.model.prepare(captions):
-                    heard("encoding captions", done / total)
-                made = make_examples(data, self.model, Decoding(mode="ar", **sampling), job.seed, job.work, heard)
-            self.workers.wait()
-        if made is None:
-            raise RuntimeError("a worker made no examples")
-        if int(made.tokens.shape[1]) != self.target.image_tokens:
-            raise UserError(
-                f"--data: the pictures have {made.tokens.shape[1]} tokens, and the target {self.target.image_tokens}"
-            )
-        return made
-
-    def _condition(self, rows: Sequence[int]) -> Any:
-        return self.model.condition([self.examples.caption(row) for row in rows])
-
-    def _features(self) -> Features:
-        job, target = self.job, self.target
-        if job.features == "live":
-            return self.live
-        config, dtype = target.config, torch.bfloat16 if job.recipe.autocast else target.dtype
-        key: dict[str, Any] = {"weights": dict(self.model.weights), "sequences": self.examples.sha256}
-        key |= {"dropped": job.recipe.dropped, "seed": job.seed}
-        draws = torch.Generator().manual_seed(job.seed)
-        dropped = torch.rand(len(self.examples.tokens), generator=draws) < job.recipe.dropped
-        if job.recipe.guided:
-            key |= {"dropped": "both"}
-            dropped = torch.arange(2 * len(dropped)) >= len(dropped)
-        shards = FeatureShards(job.work, key, dtype, target.device)
-        row = bytes_a_row(config.prefix, config.image_tokens, config.dim, dtype)
-        if self.workers.first:
-            shards.make(self.live, row, max(8, job.recipe.batch), dropped, job.recipe.autocast, self.on_progress)
-        self.workers.wait()
-        return FeatureShards(job.work, key, dtype, target.device)
-
-    def _examine(self, step: int, before: int) -> dict[str, float | None]:
-        """Held-out figures, where this event is the first behind a multiple of `examine_every`."""
-        every = self.job.examine_every
-        if not every or step // every == before // every:
-            return {}
-        with torch.compiler.set_stance("force_eager"):
-            overlap = self.task.overlap(self.drafter)
-            decoding = drafter_like(self.drafter, self.target.dtype, self.target.device).eval()
-            images = self.job.examine_images
-            mal = self.examination.accepted(decoding, images).mal if images else None
-        return {"one_minus_tv": overlap, "mal": mal, "mal_images": images}
-
-    def _accepted(self, drafter: EagleDrafter, name: str) -> Accepted | None:
-        images = self.job.final_images
-        what = f"decoding, drafter: {name}"
-        return self.examination.accepted(drafter, images, what, self.on_progress) if images else None
-
-    def _row(self, event: TrainEvent, before: tuple[int, float]) -> dict[str, float | None]:
-        recipe, parts = self.job.recipe, event.parts
-        sequences = recipe.batch * recipe.accumulate
-        tokens = (event.step - before[0]) * sequences * self.target.image_tokens
-        took = event.seconds - before[1]
-        return {
-            "step": event.step,
-            "epoch": event.step * sequences / (len(self.examples.tokens) - len(self.held_out)),
-            "seconds": event.seconds,
-            "loss": event.loss,
-            "feature_loss": parts["feature"],
-            "soft_loss": parts["soft"],
-            "train_one_minus_tv": parts["one_minus_tv"],
-            "lr": event.lr,
-            "tokens_per_s": tokens / took if took > 0 else None,
+def _write_report(job: DrafterJob, report: TrainReport, evaluated: Sequence[Evaluated]) -> None:
+    """Write `training_report.json`: recipe, decoding, steps and the figures at the end."""
+    found = {
+        one.name: {
+            "one_minus_tv": one.one_minus_tv,
+            "mal": one.accepted.mal if one.accepted else None,
+            "images": len(one.accepted.steps) if one.accepted else 0,
         }
-
-
-_SAMPLING = ("temperature", "top_k", "top_p", "filter_order", "cfg_scale", "cfg_default")
-
-
-def _initial(job: DrafterJob, model: LoadedModel, target: TransformerTarget) -> EagleDrafter:
-    """The drafter to begin with, float32, where the target is."""
-    target.requires_grad_(False).eval()
-    if job.init == "random":
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(job.seed)  # noqa: TID251  # layers draw from the global stream; this fork of it is ours
-            return fresh_drafter(target).to(target.device)
-    given = model.drafter
-    if isinstance(job.init, Path):
-        given = load_drafter(job.init, target, dtype=torch.float32, device=target.device)
-    if not isinstance(given, EagleDrafter):
-        raise UserError(f"--init shipped: {model.name} has no drafter", "Type --init random, or give a folder.")
-    return drafter_like(given, torch.float32, target.device)
-
-
-def _settings(job: DrafterJob, learnt: int) -> TrainSettings:
-    loop = loop_settings(job.recipe, learnt)
-    return replace(
-        loop,
-        steps=loop.steps if job.minutes is None or job.recipe.steps is not None else None,
-        minutes=job.minutes,
-        seed=job.seed,
-        log_every=job.log_every,
-        checkpoint_every=job.checkpoint_every,
-        checkpoint=job.work / "drafter.ckpt",
-        resume=job.resume,
-    )
+        for one in evaluated
+    }
+    target = job.flags.target
+    about = {
+        "target": Path(target).name if target.endswith((".yaml", ".yml")) else target,
+        "init": job.init_name,
+        "sequences": len(job.data),
+        "recipe": job.recipe.model_dump(mode="json"),
+        "decoding": job.decoding.model_dump(mode="json"),
+        "steps": report.steps,
+        "seconds": round(report.seconds, 1),
+        "settings": report.settings,
+        "drafters": found,
+    }
+    write_atomically(job.out / "training_report.json", json.dumps(about, indent=1).encode() + b"\n")

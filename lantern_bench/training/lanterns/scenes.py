@@ -1,9 +1,9 @@
-"""The painter of the embedded world: attributes and a seed in, 64x64 pictures of paper lanterns out.
+"""The painter of the bundled model's world: attributes and a seed in, 64x64 pictures of paper lanterns out.
 
-Skies, water, sand and snow are fractal noise, and a mottle as fine as a token's cell lies over everything, so that
+Skies, water, sand and snow are fractal noise, and a mottle of the size of a token's cell covers the picture, so that
 many codes of a tokenizer are interchangeable (the token selection ambiguity under study); lanterns, horizon and colour
-are exact, so that quality can be judged. Everything is vectorised over the batch and drawn from one numpy generator.
-What a caption says is in `captions`.
+are exact, so that quality can be measured. All draws of a batch come from one numpy generator. The second half degrades
+pictures without changing their content, and keeps rendered scenes in files.
 """
 
 from __future__ import annotations
@@ -24,50 +24,43 @@ from lantern_bench.models.lanterns.captions import Attributes
 
 SIZE = 64
 _SUPERSAMPLE = 2
+_SIDE = SIZE * _SUPERSAMPLE
 _HORIZON = 0.64
 
 Array = NDArray[np.float32]
 
+
+def _array(*rows: object) -> Array:
+    return np.array(rows, dtype=np.float32)
+
+
 # Linear-ish RGB in [0, 1]: (top of the sky, horizon glow), one row per sky.
-_SKY = np.array(
-    [
-        [[0.13, 0.10, 0.30], [0.85, 0.42, 0.30]],  # dusk
-        [[0.01, 0.02, 0.07], [0.07, 0.10, 0.24]],  # night
-        [[0.38, 0.52, 0.74], [0.97, 0.80, 0.66]],  # dawn
-        [[0.15, 0.17, 0.19], [0.36, 0.39, 0.40]],  # storm
-    ],
-    dtype=np.float32,
+_SKY = _array(
+    ((0.13, 0.10, 0.30), (0.85, 0.42, 0.30)),  # dusk
+    ((0.01, 0.02, 0.07), (0.07, 0.10, 0.24)),  # night
+    ((0.38, 0.52, 0.74), (0.97, 0.80, 0.66)),  # dawn
+    ((0.15, 0.17, 0.19), (0.36, 0.39, 0.40)),  # storm
 )
-# Strength of clouds for each sky.
-_CLOUDS = np.array([0.24, 0.09, 0.22, 0.42], dtype=np.float32)
+_CLOUDS = _array(0.24, 0.09, 0.22, 0.42)  # strength of clouds for each sky
 # (far colour, near colour), one row per ground; the lake takes most of its colour from the sky above.
-_GROUND = np.array(
-    [
-        [[0.10, 0.16, 0.26], [0.03, 0.06, 0.13]],  # lake
-        [[0.20, 0.40, 0.16], [0.07, 0.22, 0.07]],  # meadow
-        [[0.80, 0.60, 0.34], [0.58, 0.38, 0.19]],  # desert
-        [[0.86, 0.89, 0.95], [0.68, 0.74, 0.86]],  # snow
-    ],
-    dtype=np.float32,
+_GROUND = _array(
+    ((0.10, 0.16, 0.26), (0.03, 0.06, 0.13)),  # lake
+    ((0.20, 0.40, 0.16), (0.07, 0.22, 0.07)),  # meadow
+    ((0.80, 0.60, 0.34), (0.58, 0.38, 0.19)),  # desert
+    ((0.86, 0.89, 0.95), (0.68, 0.74, 0.86)),  # snow
 )
-_LIGHT = np.array([0.78, 0.50, 1.00, 0.66], dtype=np.float32)  # how bright the ground is under each sky
-_COLOUR = np.array(
-    [
-        [0.92, 0.10, 0.08],
-        [1.00, 0.50, 0.05],
-        [1.00, 0.90, 0.15],
-        [0.10, 0.78, 0.25],
-        [0.12, 0.35, 1.00],
-        [0.66, 0.14, 0.86],
-        [1.00, 1.00, 0.97],
-    ],
-    dtype=np.float32,
+_LIGHT = _array(0.78, 0.50, 1.00, 0.66)  # how bright the ground is under each sky
+_COLOUR = _array(
+    *((0.92, 0.10, 0.08), (1.00, 0.50, 0.05), (1.00, 0.90, 0.15), (0.10, 0.78, 0.25)),  # red, orange, yellow, green
+    *((0.12, 0.35, 1.00), (0.66, 0.14, 0.86), (1.00, 1.00, 0.97)),  # blue, purple, white
 )
 # Half width and half height of a single lantern as a share of the picture, and how they shrink with the count.
-_SHAPE = np.array([[0.150, 0.150], [0.092, 0.190], [0.136, 0.136]], dtype=np.float32)
-_SHRINK = np.array([1.0, 0.84, 0.70], dtype=np.float32)
+_SHAPE = _array((0.150, 0.150), (0.092, 0.190), (0.136, 0.136))
+_SHRINK = _array(1.0, 0.84, 0.70)
 _MOTTLE = 0.16  # amplitude of the mottle where the picture is white
-_WARMTH = np.array([0.55, 0.0, -0.55], dtype=np.float32)
+_BLOCK = 8  # side of the blocks of `drop_detail`
+_CHUNK = 250  # scenes painted at once
+_WARMTH = _array(0.55, 0.0, -0.55)
 _PLACES = ((0.5,), (0.29, 0.71), (0.19, 0.5, 0.81))
 
 
@@ -79,8 +72,7 @@ def render(attributes: Sequence[Attributes], seed: int) -> NDArray[np.uint8]:
     """
     rng = np.random.default_rng(seed)
     index = np.array([item.indices() for item in attributes], dtype=np.int64).reshape(-1, 5)
-    side = SIZE * _SUPERSAMPLE
-    axis = ((np.arange(side, dtype=np.float32) + 0.5) / side).astype(np.float32)
+    axis = ((np.arange(_SIDE, dtype=np.float32) + 0.5) / _SIDE).astype(np.float32)
     x, y = axis[None, None, :], axis[None, :, None]
     horizon = _HORIZON + rng.normal(0, 0.012, (len(index), 1, 1)).astype(np.float32)
     sky = _paint_sky(index, y, horizon, rng)
@@ -97,31 +89,28 @@ def _noise(rng: np.random.Generator, n: int, cells: Sequence[tuple[int, int]], w
 
     `cells` are the (vertical, horizontal) numbers of noise cells of each octave.
     """
-    side = SIZE * _SUPERSAMPLE
-    total = np.zeros((n, side, side), dtype=np.float32)
+    total = np.zeros((n, _SIDE, _SIDE), dtype=np.float32)
     for (rows, columns), weight in zip(cells, weights, strict=True):
         grid = rng.uniform(-1, 1, (n, rows + 1, columns + 1)).astype(np.float32)
-        total += weight * _stretch(_stretch(grid, side, axis=1), side, axis=2)
+        total += weight * _stretch(_stretch(grid, axis=1), axis=2)
     return total / float(sum(weights))
 
 
-def _stretch(grid: Array, side: int, axis: int) -> Array:
-    """Interpolate `axis` of a noise grid to `side` samples with a smooth step between the knots."""
-    at = np.linspace(0, grid.shape[axis] - 1, side, endpoint=False, dtype=np.float32)
+def _stretch(grid: Array, axis: int) -> Array:
+    """Interpolate `axis` of a noise grid to the canvas's side with a smooth step between the knots."""
+    at = np.linspace(0, grid.shape[axis] - 1, _SIDE, endpoint=False, dtype=np.float32)
     low = at.astype(np.int64)
     part = at - low
     part = part * part * (3 - 2 * part)
-    shape = [1, 1, 1]
-    shape[axis] = side
-    part = part.reshape(shape)
+    part = part.reshape([_SIDE if number == axis else 1 for number in range(3)])
     return np.asarray(np.take(grid, low, axis) * (1 - part) + np.take(grid, low + 1, axis) * part, dtype=np.float32)
 
 
 def _mottle(canvas: Array, rng: np.random.Generator) -> Array:
-    """Lay noise of the size of a token's cell over the picture: brightness, and a shift between warm and cool.
+    """Add noise of the size of a token's cell: brightness, and a shift between warm and cool.
 
-    Coarser noise can be told from the cells before it, finer noise is lost by the tokenizer: neither makes a code hard
-    to guess. It is weaker where the picture is dark.
+    Coarser noise is predictable from earlier cells, and the tokenizer loses finer noise: neither makes a code hard to
+    guess. The noise is weaker where the picture is dark.
     """
     n = len(canvas)
     bright = _noise(rng, n, ((13, 15), (21, 19)), (1.0, 0.9))
@@ -134,14 +123,13 @@ def _mottle(canvas: Array, rng: np.random.Generator) -> Array:
 def _paint_sky(index: NDArray[np.int64], y: Array, horizon: Array, rng: np.random.Generator) -> Array:
     """Gradient, fractal clouds and, at night, stars: [n, side, side, 3]."""
     n, kind = len(index), index[:, 4]
-    side = SIZE * _SUPERSAMPLE
     depth = np.clip(y / horizon, 0, 1)[..., None] ** 1.6
     colours = _SKY[kind][:, None, None]
     sky = colours[..., 0, :] * (1 - depth) + colours[..., 1, :] * depth
     clouds = _noise(rng, n, ((3, 2), (7, 5), (14, 10), (28, 20)), (1.0, 0.8, 0.55, 0.35))
     lit = (0.35 + 0.65 * depth) * (_CLOUDS[kind] * 1.5)[:, None, None, None]
     sky = sky + lit * clouds[..., None] * (0.55 + colours[..., 1, :])
-    stars = rng.random((n, side // 2, side // 2)).astype(np.float32)
+    stars = rng.random((n, _SIDE // 2, _SIDE // 2)).astype(np.float32)
     bright = np.clip((stars - 0.985) / 0.015, 0, 1) * (kind == 1)[:, None, None]
     bright = np.repeat(np.repeat(bright, 2, 1), 2, 2) * np.clip(1.2 - y / horizon, 0, 1)
     return np.asarray(sky + 0.5 * bright[..., None], dtype=np.float32)
@@ -155,16 +143,14 @@ def _paint_ground(
     down = np.clip((y - horizon) / (1 - horizon), 0, 1)
     colours = _GROUND[kind][:, None, None] * _LIGHT[index[:, 4]][:, None, None, None, None]
     ground = colours[..., 0, :] * (1 - down[..., None]) + colours[..., 1, :] * down[..., None]
-    mirrored = sky[:, ::-1]
-    ground = np.where((kind == 0)[:, None, None, None], 0.55 * ground + 0.5 * mirrored, ground)
+    ground = np.where((kind == 0)[:, None, None, None], 0.55 * ground + 0.5 * sky[:, ::-1], ground)
     ripples = _noise(rng, n, ((40, 5), (22, 9)), (1.0, 0.8))
     grass = _noise(rng, n, ((26, 44), (12, 18)), (1.0, 0.6))
     swell = _noise(rng, n, ((4, 3), (9, 5)), (1.0, 0.5))
     bands = np.sin(34 * down + 5 * swell + 5 * x).astype(np.float32)
     drifts = _noise(rng, n, ((8, 5), (20, 14)), (1.0, 0.5))
     texture = np.stack([0.30 * ripples, 0.52 * grass, 0.13 * bands + 0.14 * grass, 0.17 * drifts])
-    chosen = texture[kind, np.arange(n)]
-    strength = (0.10 + 0.9 * ground.mean(-1)) * chosen
+    strength = (0.10 + 0.9 * ground.mean(-1)) * texture[kind, np.arange(n)]
     ground = ground + strength[..., None]
     edge = np.clip((y - horizon) * SIZE + 0.5, 0, 1)[..., None]
     return np.asarray(sky * (1 - edge) + ground * edge, dtype=np.float32)
@@ -197,14 +183,16 @@ def _paint_lanterns(
         dx, dy = (x - cx) / half_w, (y - cy) / half_h
         glow = np.exp(-1.1 * np.maximum(np.sqrt(dx * dx + dy * dy) - 0.9, 0)) * 0.34 * present
         canvas = canvas + glow[..., None] * colour * (1 - 0.6 * np.clip(canvas, 0, 1))
-        canvas = _reflect(canvas, colour, lake, present, x, y, horizon, (cx, cy, half_w, half_h))
+        below = (y > horizon).astype(np.float32) * present
+        light = (_light_below(lake, cx, half_w, x, y, horizon) * below)[..., None]
+        canvas = np.asarray(canvas * (1 - 0.55 * light) + colour * light * 0.75, dtype=np.float32)
         body = _body(shape, dx, dy, half_w) * present
         ribs = 1 - 0.16 * (np.cos(dy * 4.5 * np.pi) > 0.55)
         shade = (1.02 - 0.42 * dx * dx - 0.10 * dy * dy) * ribs
         lit = np.clip(colour * shade[..., None] + 0.20 * np.exp(-2.5 * (dx * dx + dy * dy))[..., None], 0, 1)
         canvas = canvas * (1 - body[..., None]) + lit * body[..., None]
         cap = (np.abs(dx) < 0.42) * (np.abs(np.abs(dy) - 1.03) < 0.09) * present
-        canvas = canvas * (1 - cap[..., None]) + np.array([0.16, 0.09, 0.05], dtype=np.float32) * cap[..., None]
+        canvas = canvas * (1 - cap[..., None]) + _array(0.16, 0.09, 0.05) * cap[..., None]
     return canvas
 
 
@@ -215,39 +203,21 @@ def _body(shape: NDArray[np.int64], dx: Array, dy: Array, half_w: Array) -> Arra
     return np.asarray(np.clip((1 - radius) * half_w * SIZE * 1.4 + 0.5, 0, 1), dtype=np.float32)
 
 
-def _reflect(
-    canvas: Array,
-    colour: Array,
-    lake: NDArray[np.bool_],
-    present: Array,
-    x: Array,
-    y: Array,
-    horizon: Array,
-    lantern: tuple[Array, Array, Array, Array],
-) -> Array:
+def _light_below(lake: NDArray[np.bool_], cx: Array, half_w: Array, x: Array, y: Array, horizon: Array) -> Array:
     """A broken streak on water, a soft pool of light on land."""
-    cx, _cy, half_w, _half_h = lantern
     down = np.clip((y - horizon) / (1 - horizon), 0, 1)
-    below = (y > horizon).astype(np.float32) * present
     wobble = 0.18 * np.sin(95 * y + 9 * cx)
     broken = (0.62 + 0.3 * np.sin(120 * y + 7 * cx)) * (1 - 0.55 * down)
     streak = np.exp(-(((x - cx) / half_w + wobble) ** 2) * 1.7) * broken
     pool = np.exp(-(((x - cx) / (2.2 * half_w)) ** 2) - ((down - 0.35) / 0.33) ** 2) * 0.42
-    light = np.where(lake, np.clip(streak, 0, 1) * 0.72, pool) * below
-    return np.asarray(canvas * (1 - 0.55 * light[..., None]) + colour * light[..., None] * 0.75, dtype=np.float32)
-
-
-# ---- Ways a picture gets worse without changing what it shows: blur, noise, lost detail, shifted light, mirror
-
-
-_BLOCK = 8
+    return np.where(lake, np.clip(streak, 0, 1) * 0.72, pool)
 
 
 def degrade(pixels: Tensor, generator: torch.Generator) -> Tensor:
     """Degrade each picture at random: float [n, 3, h, w] in [0, 1] to the same shape and range.
 
-    Each of mirror, blur, lost detail, shifted light and noise hits a picture independently of the others; about one
-    in ten stays as it was. Sides must be multiples of 8.
+    Mirror, blur, lost detail, shifted light and noise apply to a picture independently of each other; about one picture
+    in ten is unchanged. Sides must be multiples of 8.
     """
     n = len(pixels)
 
@@ -278,28 +248,15 @@ def drop_detail(pixels: Tensor, step: Tensor) -> Tensor:
     the coarsest coefficient.
     """
     n, c, h, w = pixels.shape
-    basis = _cosines(pixels)
+    order = torch.arange(_BLOCK, dtype=pixels.dtype, device=pixels.device)
+    # The orthonormal DCT-II basis [8, 8], frequency by sample.
+    basis = torch.cos(math.pi * (order + 0.5) * order[:, None] / _BLOCK) * math.sqrt(2 / _BLOCK)
+    basis[0] /= math.sqrt(2)
     blocks = pixels.reshape(n, c, h // _BLOCK, _BLOCK, w // _BLOCK, _BLOCK)
     coefficients = torch.einsum("ui,ncyixj,vj->ncyxuv", basis, blocks, basis)
-    order = torch.arange(_BLOCK, device=pixels.device, dtype=pixels.dtype)
     steps = step[..., None, None] * (1 + 0.5 * (order[:, None] + order[None, :]))
     rounded = (coefficients / steps).round() * steps
     return torch.einsum("ui,ncyxuv,vj->ncyixj", basis, rounded, basis).reshape(n, c, h, w)
-
-
-def _cosines(like: Tensor) -> Tensor:
-    """The orthonormal DCT-II basis [8, 8], frequency by sample."""
-    frequency = torch.arange(_BLOCK, dtype=like.dtype, device=like.device)[:, None]
-    sample = torch.arange(_BLOCK, dtype=like.dtype, device=like.device)[None, :]
-    basis = torch.cos(math.pi * (sample + 0.5) * frequency / _BLOCK) * math.sqrt(2 / _BLOCK)
-    basis[0] /= math.sqrt(2)
-    return basis
-
-
-# ---- Rendered scenes as arrays, made once and kept in a folder of the training
-
-
-_CHUNK = 250
 
 
 class SceneSet(NamedTuple):
@@ -318,7 +275,7 @@ def scene_set(
 ) -> SceneSet:
     """Paint `n` scenes with attributes drawn uniformly from `among`; read them from `cache` when it holds them.
 
-    `on_chunk(done, n)` is called as the work goes on.
+    `on_chunk(done, n)` is called after each chunk.
     """
     if cache is not None and cache.exists():
         with np.load(cache) as kept:
@@ -335,12 +292,8 @@ def scene_set(
         attributes[start:stop] = [item.indices() for item in chosen[: stop - start]]
         on_chunk(stop, n)
     if cache is not None:
-        _keep(cache, pixels, attributes, seed, len(among))
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        part = cache.with_suffix(".part.npz")
+        np.savez(part, pixels=pixels, attributes=attributes, seed=np.int64(seed), among=np.int64(len(among)))
+        os.replace(part, cache)
     return SceneSet(pixels, attributes)
-
-
-def _keep(cache: Path, pixels: NDArray[np.uint8], attributes: NDArray[np.int64], seed: int, among: int) -> None:
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    part = cache.with_suffix(".part.npz")
-    np.savez(part, pixels=pixels, attributes=attributes, seed=np.int64(seed), among=np.int64(among))
-    os.replace(part, cache)

@@ -1,8 +1,7 @@
-"""How the two judges are trained: the attribute classifier (fidelity features, prompt accuracy) and the CLIP model.
+"""The training tasks of the two scorers: the attribute classifier (fidelity features, prompt accuracy) and CLIP.
 
-Both learn from the same pool: scenes of the training captions, a share of them as the tokenizer gives them back, each
-degraded anew whenever it is seen, so that pictures decoded from tokens are judged as fairly as painted ones. The
-tasks run on `training.loop`; where weights go and which parts are trained is the recipe's business.
+Both learn from scenes of the training captions, a share of them reconstructed by the tokenizer, each degraded anew at
+every use, so that decoded pictures are scored as fairly as painted ones.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from lantern_bench.models.lanterns.classifier import AttributeClassifier, prompt
 from lantern_bench.models.vq import VQModel
 from lantern_bench.training.lanterns.scenes import SceneSet, degrade, render
 from lantern_bench.training.lanterns.tasks import caption_numbers
+from lantern_bench.training.loop import Task
 
 Reconstruct = Callable[[Tensor], Tensor]
 
@@ -54,8 +54,8 @@ class Pool(NamedTuple):
     attributes: Tensor
 
 
-def judge_pool(scenes: SceneSet, through: Reconstruct | None, share: float = _RECONSTRUCTED_SHARE) -> Pool:
-    """Scenes to learn from, the first `share` of them passed through a tokenizer (none when there is none yet)."""
+def training_pool(scenes: SceneSet, through: Reconstruct | None, share: float = _RECONSTRUCTED_SHARE) -> Pool:
+    """Scenes to learn from, the first `share` of them reconstructed by `through`, if any."""
     pixels = torch.from_numpy(scenes.pixels).permute(0, 3, 1, 2).contiguous()
     if through is not None:
         count = int(len(pixels) * share)
@@ -65,7 +65,7 @@ def judge_pool(scenes: SceneSet, through: Reconstruct | None, share: float = _RE
 
 @torch.inference_mode()
 def reconstruct(tokenizer: VQModel, pictures: Tensor) -> Tensor:
-    """Pictures as the tokenizer gives them back: uint8 [n, 3, h, w] to the same; computed in bfloat16."""
+    """Encode and decode pictures: uint8 [n, 3, h, w] to the same; computed in bfloat16."""
     device = next(tokenizer.parameters()).device
     batches = []
     for batch in pictures.split(_BATCH_RECONSTRUCTED):
@@ -76,13 +76,13 @@ def reconstruct(tokenizer: VQModel, pictures: Tensor) -> Tensor:
 
 
 def held_out_scenes(n: int, seed: int = _EVALUATION_SEED) -> tuple[Tensor, list[Attributes]]:
-    """Fresh scenes of the held-out captions, taken in turn: uint8 [n, 3, 64, 64] and their attributes."""
+    """New scenes of the held-out captions, in order: uint8 [n, 3, 64, 64] and their attributes."""
     attributes = [HELD_OUT[number % len(HELD_OUT)] for number in range(n)]
     pixels = torch.from_numpy(np.ascontiguousarray(render(attributes, seed).transpose(0, 3, 1, 2)))
     return pixels, attributes
 
 
-class FeaturesTask:
+class FeaturesTask(Task):
     """Train the attribute classifier: the mean of five cross-entropies, slightly smoothed."""
 
     name = "features"
@@ -90,9 +90,9 @@ class FeaturesTask:
     def __init__(self, pool: Pool, through: Reconstruct | None = None, batch: int = 128, seed: int = 0) -> None:
         self._pool, self._through, self._batch = pool, through, batch
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)  # noqa: TID251  # layers draw from the global stream; this fork of it is ours
+            torch.manual_seed(seed)  # noqa: TID251  # layers draw from the global stream; this forks it
             self.classifier = AttributeClassifier()
-        self.module: nn.Module = self.classifier.to(memory_format=torch.channels_last)
+        self.module = self.classifier.to(memory_format=torch.channels_last)
 
     def loss(self, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
         """One batch drawn with replacement."""
@@ -101,17 +101,14 @@ class FeaturesTask:
         wanted = self._pool.attributes[rows].to(device)
         logits = self.module(_degraded(self._pool.pixels[rows], generator, device))
         losses = [
-            functional.cross_entropy(answer.float(), wanted[:, column], label_smoothing=0.02)
-            for column, answer in enumerate(logits)
+            functional.cross_entropy(answer.float(), column, label_smoothing=0.02)
+            for answer, column in zip(logits, wanted.T, strict=True)
         ]
-        right = torch.stack([answer.argmax(1) == wanted[:, column] for column, answer in enumerate(logits)])
+        right = torch.stack([answer.argmax(1) == column for answer, column in zip(logits, wanted.T, strict=True)])
         return torch.stack(losses).mean(), {"all_right": right.all(0).float().mean().detach()}
 
-    def after_step(self, step: int, generator: torch.Generator) -> None:
-        """Nothing to do between steps."""
-
     def evaluate(self) -> dict[str, float]:
-        """Share of held-out scenes with all five attributes right, painted and through the tokenizer."""
+        """Share of held-out scenes with all five attributes right, painted and reconstructed."""
         self.classifier.eval()
         pixels, attributes = held_out_scenes(_EVALUATED)
         figures = {"accuracy_scenes": float(prompt_accuracy(self.classifier, pixels, attributes).float().mean())}
@@ -121,7 +118,7 @@ class FeaturesTask:
         return figures
 
 
-class ClipTask:
+class ClipTask(Task):
     """Train the CLIP model on pairs of picture and caption, contrastively.
 
     A batch never holds one caption twice: a picture of the same caption would count as a wrong answer.
@@ -132,9 +129,9 @@ class ClipTask:
     def __init__(self, pool: Pool, through: Reconstruct | None = None, batch: int = 256, seed: int = 0) -> None:
         self._pool, self._through = pool, through
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)  # noqa: TID251  # layers draw from the global stream; this fork of it is ours
+            torch.manual_seed(seed)  # noqa: TID251  # layers draw from the global stream; this forks it
             self.clip = open_clip.CLIP(**CLIP_CONFIG["model_cfg"])
-        self.module: nn.Module = self.clip
+        self.module = self.clip
         self._tokens = _caption_tokens(ALL_ATTRIBUTES)
         self._of_caption = _rows_of_captions(pool.attributes)
         self._batch = min(batch, len(self._of_caption))
@@ -144,7 +141,8 @@ class ClipTask:
         device = next(self.module.parameters()).device
         captions = torch.tensor(list(self._of_caption))
         chosen = captions[torch.randperm(len(captions), generator=generator)[: self._batch]]
-        rows = torch.stack([_one_of(self._of_caption[int(caption)], generator) for caption in chosen])
+        choices = [self._of_caption[int(caption)] for caption in chosen]
+        rows = torch.stack([one[torch.randint(len(one), (), generator=generator)] for one in choices])
         pixels = _degraded(self._pool.pixels[rows], generator, device) * 2 - 1
         # The fused attention kernel's backward pass is slow on CPUs; written out, a step takes two thirds of the time.
         with sdpa_kernel([SDPBackend.MATH] if device.type == "cpu" else list(_GPU_ATTENTION)):
@@ -161,7 +159,7 @@ class ClipTask:
 
     @torch.inference_mode()
     def evaluate(self) -> dict[str, float]:
-        """Caption retrieval among 100 held-out scenes, painted and through the tokenizer; mean cosines."""
+        """Caption retrieval among 100 held-out scenes, painted and reconstructed; mean cosines."""
         self.clip.eval()
         pixels, attributes = held_out_scenes(_RETRIEVAL)
         figures = self._retrieval(pixels, attributes, "scenes")
@@ -211,10 +209,6 @@ def _rows_of_captions(attributes: Tensor) -> dict[int, Tensor]:
     order = number.argsort(stable=True)
     captions, counts = number[order].unique_consecutive(return_counts=True)
     return dict(zip(captions.tolist(), order.split(counts.tolist()), strict=True))
-
-
-def _one_of(rows: Tensor, generator: torch.Generator) -> Tensor:
-    return rows[torch.randint(len(rows), (), generator=generator)]
 
 
 def _degraded(pixels: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:

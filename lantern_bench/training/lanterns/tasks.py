@@ -1,4 +1,8 @@
-"""How the embedded target is trained: next-token cross-entropy on tokenised scenes, caption dropped one time in ten."""
+"""The training tasks of the bundled tokenizer and target, on painted scenes and their tokens.
+
+The tokenizer minimises reconstruction error and its codebook follows the encoder; dead codes are revived. The target
+minimises next-token cross-entropy, with the caption dropped one time in ten.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from lantern_bench.decoding.sampling import guide
@@ -16,8 +20,9 @@ from lantern_bench.models.lanterns.model import caption_condition
 from lantern_bench.models.transformer.conditioning import Condition
 from lantern_bench.models.transformer.target import TransformerTarget
 from lantern_bench.models.vq import VQModel
-from lantern_bench.training.drafter.features import Taught, teach
+from lantern_bench.training.drafter.features import target_features
 from lantern_bench.training.lanterns.scenes import SceneSet
+from lantern_bench.training.loop import Task
 
 _REVIVE_EVERY = 10
 _REVIVE_UNTIL = 0.75
@@ -25,21 +30,23 @@ _USE_DECAY = 0.95
 _DEAD = 0.02
 _COMMIT = 0.25
 _BATCH = 32
+_DROPPED = 0.1
+_EVALUATED = 128
 
 
 def pixels_of(pictures: Tensor) -> Tensor:
-    """Pictures uint8 [n, 64, 64, 3] as the tokenizer takes them: float [n, 3, 64, 64] in [-1, 1]."""
+    """Pictures uint8 [n, 64, 64, 3] as input of the tokenizer: float [n, 3, 64, 64] in [-1, 1]."""
     return pictures.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-class TokenizerTask:
+class TokenizerTask(Task):
     """Train a `VQModel` on scenes."""
 
     name = "tokenizer"
 
     def __init__(self, model: VQModel, scenes: SceneSet, held_out: SceneSet, expected_steps: int = 1000) -> None:
         self.model = model
-        self.module: nn.Module = model
+        self.module = model
         self._pictures = torch.from_numpy(scenes.pixels)
         self._held_out = torch.from_numpy(held_out.pixels)
         self._use = torch.ones(model.config.codes)
@@ -57,21 +64,22 @@ class TokenizerTask:
         with torch.autocast(device.type, enabled=False):
             indices = self.model.quantize.nearest(latents.detach())
             quantised = self.model.quantize.rows()[indices]
-        book = functional.mse_loss(quantised, latents.detach()) + _COMMIT * functional.mse_loss(
-            quantised.detach(), latents
-        )
+        commitment = functional.mse_loss(quantised.detach(), latents)
+        book = functional.mse_loss(quantised, latents.detach()) + _COMMIT * commitment
         through = latents + (quantised - latents).detach()
         decoded = self.model.decode(through.permute(0, 3, 1, 2)).float()
         error = decoded - pixels
         square, edges = error.pow(2).mean(), _gradients(error)
-        self._note_use(indices, latents)
+        counts = torch.bincount(indices.flatten().cpu(), minlength=self.model.config.codes).float()
+        self._use = _USE_DECAY * self._use + (1 - _USE_DECAY) * counts
+        self._last_latents = latents.detach().reshape(-1, latents.shape[-1]).cpu()
         # Per code dimension the mean squared distance is small; the weight makes the book follow the encoder.
         total = error.abs().mean() + 4.0 * square + 0.5 * edges + 8.0 * book
         psnr = -10 * torch.log10(square.detach() / 4)
         return total, {"psnr": psnr, "used": (self._use > _DEAD).float().mean()}
 
     def after_step(self, step: int, generator: torch.Generator) -> None:
-        """Every few steps, replace codes that nothing uses by latents of the last batch."""
+        """Replace unused codes by latents of the last batch, every few steps."""
         if step % _REVIVE_EVERY or step > self._revive_until or self._last_latents is None:
             return
         dead = (self._use < _DEAD).nonzero().flatten()
@@ -84,28 +92,21 @@ class TokenizerTask:
         self._use[dead] = 1.0
 
     def memory(self) -> dict[str, Tensor]:
-        """How much each code was used of late."""
+        """A running count of the uses of each code."""
         return {"use": self._use}
 
     def remember(self, memory: Mapping[str, Tensor]) -> None:
-        """Go on counting from there."""
+        """Continue the count."""
         self._use = memory["use"].clone()
 
     def evaluate(self) -> dict[str, float]:
         """PSNR in dB on held-out scenes and the share of codes they use."""
         return psnr_and_usage(self.model, self._held_out)
 
-    def _note_use(self, indices: Tensor, latents: Tensor) -> None:
-        counts = torch.bincount(indices.flatten().cpu(), minlength=self.model.config.codes).float()
-        self._use = _USE_DECAY * self._use + (1 - _USE_DECAY) * counts
-        self._last_latents = latents.detach().reshape(-1, latents.shape[-1]).cpu()
-
 
 def _gradients(error: Tensor) -> Tensor:
     """Mean absolute difference between neighbouring errors: wrong edges cost more than a wrong level."""
-    across = (error[..., 1:] - error[..., :-1]).abs().mean()
-    down = (error[..., 1:, :] - error[..., :-1, :]).abs().mean()
-    return across + down
+    return (error[..., 1:] - error[..., :-1]).abs().mean() + (error[..., 1:, :] - error[..., :-1, :]).abs().mean()
 
 
 @torch.no_grad()
@@ -137,10 +138,6 @@ def tokenize(model: VQModel, pictures: Tensor, mirrored: bool = False) -> Tensor
     return torch.cat(out)
 
 
-_DROPPED = 0.1
-_EVALUATED = 128
-
-
 class Sequences(NamedTuple):
     """Tokens int16 [n, 256] of pictures and the indices of their attributes int64 [n, 5]."""
 
@@ -148,14 +145,14 @@ class Sequences(NamedTuple):
     attributes: Tensor
 
 
-class TargetTask:
-    """Train the target on token sequences; every sequence's mirror image is in `sequences` as well."""
+class TargetTask(Task):
+    """Train the target on token sequences; `sequences` has the mirror image of every scene as well."""
 
     name = "target"
 
     def __init__(self, target: TransformerTarget, sequences: Sequences, held_out: Sequences) -> None:
         self.target = target
-        self.module: nn.Module = target
+        self.module = target
         self._sequences, self._held_out = sequences, held_out
         self._conditions = all_conditions()
 
@@ -165,9 +162,6 @@ class TargetTask:
         drop = torch.rand(_BATCH, generator=generator) < _DROPPED
         loss = self._nll(Sequences(self._sequences.tokens[rows], self._sequences.attributes[rows]), drop)
         return loss, {}
-
-    def after_step(self, step: int, generator: torch.Generator) -> None:
-        """Nothing to do between steps."""
 
     def evaluate(self) -> dict[str, float]:
         """Held-out NLL (nats a token); mean top-1 and top-10 probability, default guidance, teacher forced."""
@@ -182,15 +176,11 @@ class TargetTask:
         top = guide(logits[0], logits[1], GUIDANCE).softmax(-1).topk(10, dim=-1).values
         return {"nll_held_out": nll, "top1": float(top[..., 0].mean()), "top10": float(top.sum(-1).mean())}
 
-    def features(self, sequences: Sequences, dropped: Tensor) -> Taught:
-        """Final-norm hidden states [B, P + 255, dim] under teacher forcing."""
+    def logits(self, sequences: Sequences, dropped: Tensor) -> Tensor:
+        """Logits [B, 256, V] that predict each token, under teacher forcing."""
         number = caption_numbers(sequences.attributes)
         condition = Condition(self._conditions.values[number], self._conditions.valid[number])
-        return teach(self.target, condition, sequences.tokens.long(), dropped)
-
-    def logits(self, sequences: Sequences, dropped: Tensor) -> Tensor:
-        """Logits [B, 256, V] that predict each token."""
-        hidden = self.features(sequences, dropped).hidden
+        hidden = target_features(self.target, condition, sequences.tokens.long(), dropped).hidden
         out: Tensor = self.target.transformer.output(hidden[:, self.target.config.prefix - 1 :])
         return out
 
@@ -201,7 +191,7 @@ class TargetTask:
 
 
 def all_conditions() -> Condition:
-    """The condition of every caption, by its number (attribute indices in mixed base)."""
+    """The condition of every caption, in the order of `ALL_ATTRIBUTES`."""
     return caption_condition([item.caption() for item in ALL_ATTRIBUTES])
 
 

@@ -1,4 +1,4 @@
-"""The grammar of the embedded world: how many captions there are, which are held out, which words exist."""
+"""The grammar of the captions: how many there are, which are held out, which words exist."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_there_are_1008_different_captions() -> None:
     assert EXAMPLE in captions and "one tall white lantern over the snow in a storm" in captions
 
 
-def test_a_tenth_is_held_out_and_never_trained() -> None:
+def test_a_tenth_of_the_captions_is_held_out() -> None:
     assert len(HELD_OUT) == 100 and len(TRAIN) == 908
     assert not set(HELD_OUT) & set(TRAIN)
     assert set(HELD_OUT) | set(TRAIN) == set(ALL_ATTRIBUTES)
 
 
-def test_the_split_does_not_move() -> None:
-    """The shipped weights were trained on it: another split would put trained captions among the held-out ones."""
+def test_held_out_split_is_fixed() -> None:
+    """The bundled weights were trained on it: another split would hold out captions that were trained."""
     assert [item.caption() for item in HELD_OUT[:2]] == FIRST_HELD_OUT
 
 
@@ -54,17 +54,17 @@ def test_every_value_is_trained_and_held_out() -> None:
 def test_captions_fit_and_use_every_word() -> None:
     numbers = [words(item.caption()) for item in ALL_ATTRIBUTES]
     assert max(map(len, numbers)) <= MAX_WORDS
-    # 0 pads, and no caption holds it.
+    # 0 is padding, and no caption contains it.
     assert {number for row in numbers for number in row} == set(range(1, len(VOCABULARY)))
     assert " ".join(VOCABULARY[number] for number in words(EXAMPLE)) == EXAMPLE
 
 
 @pytest.mark.parametrize("written", [EXAMPLE.upper(), EXAMPLE + ".", "two round, red lanterns over a lake at dusk"])
-def test_case_and_stops_do_not_matter(written: str) -> None:
+def test_case_and_punctuation_are_ignored(written: str) -> None:
     assert words(written) == words(EXAMPLE)
 
 
-def test_an_unknown_word_is_named_with_the_words_there_are() -> None:
+def test_unknown_word_is_named_with_the_known_words() -> None:
     with pytest.raises(UserError) as caught:
         words("two round pink lanterns over a lake at dusk")
     assert caught.value.exit_code == 2
@@ -74,7 +74,7 @@ def test_an_unknown_word_is_named_with_the_words_there_are() -> None:
     assert "<pad>" not in advice
 
 
-def test_a_misspelt_word_gets_a_suggestion() -> None:
+def test_misspelt_word_gets_a_suggestion() -> None:
     with pytest.raises(UserError, match="did you mean 'purple'"):
         words("one round purpel lantern over a lake at dusk")
 
@@ -85,7 +85,7 @@ def test_too_few_and_too_many_words_are_refused(caption: str) -> None:
         words(caption)
 
 
-def test_attributes_are_read_back() -> None:
+def test_attributes_are_parsed_from_captions() -> None:
     assert attributes_of([item.caption() for item in ALL_ATTRIBUTES]) == list(ALL_ATTRIBUTES)
     assert attributes_of([EXAMPLE.capitalize() + ".", "red lake", "lanterns round two"]) == [
         Attributes(1, 0, 0, 0, 0),

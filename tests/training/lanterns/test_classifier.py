@@ -1,4 +1,4 @@
-"""The attribute classifier: its sizes, its file, what counts as a right answer, and the shipped one's bar."""
+"""The attribute classifier: its size, its file, what counts as a right answer, and the gate of the bundled one."""
 
 from __future__ import annotations
 

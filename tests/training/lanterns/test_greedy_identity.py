@@ -1,7 +1,7 @@
-"""Greedy speculative decoding of the embedded model is greedy decoding, token for token, in float32.
+"""Greedy speculative decoding of the bundled model equals greedy decoding, token for token, in float32.
 
-Where rounding between a forward of one node and of many could turn a choice, the first difference must be a near-tie:
-top-1 minus top-2 guided logit below 1e-4, seen by teacher forcing (docs/algorithms.md, section 6). This set has none.
+Where rounding between a forward of one node and of many changes a choice, the first difference must be a near-tie:
+top-1 minus top-2 guided logit below 1e-4 under teacher forcing (docs/algorithms.md, section 6). This set has none.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def streams() -> list[torch.Generator]:
     "drafting",
     [{"tree": "small-7"}, {"tree": "eagle1-25"}, {"drafting": "dynamic", "nodes": 24, "depth": 4, "beam": 6}],
 )
-def test_greedy_speculation_is_greedy_decoding(
+def test_greedy_speculation_equals_greedy_decoding(
     model: LoadedModel, plain: tuple[Tensor, Tensor], drafting: dict[str, Any]
 ) -> None:
     decoding = Decoding(mode="speculative", **drafting, **GREEDY)

@@ -45,14 +45,14 @@ def run(
     return train_part(part, root / "weights", root / "work", settings, CPU, on_event)
 
 
-def test_the_parts_are_in_the_order_of_their_needs() -> None:
+def test_parts_are_in_the_order_of_their_needs() -> None:
     assert tuple(PARTS) == ("tokenizer", "features", "clip", "target", "drafter") == tuple(FILES)
     assert [part.minutes for part in PARTS.values()] == [20, 6, 8, 60, 55]
     for number, part in enumerate(PARTS.values()):
         assert set(part.needs) <= set(list(PARTS)[:number])
 
 
-def test_a_trained_part_leaves_weights_and_a_report(tmp_path: Path) -> None:
+def test_trained_part_writes_weights_and_a_report(tmp_path: Path) -> None:
     events = list[TrainEvent]()
     report = run(tmp_path, on_event=events.append)
     assert report.steps == 3 and [event.step for event in events] == [1, 2, 3]
@@ -67,15 +67,15 @@ def test_a_trained_part_leaves_weights_and_a_report(tmp_path: Path) -> None:
     assert str(tmp_path) not in json.dumps(entry)
 
 
-def test_the_same_seed_gives_the_same_model_and_another_does_not(tmp_path: Path) -> None:
+def test_trained_weights_are_reproducible_by_seed(tmp_path: Path) -> None:
     first, second = run(tmp_path / "a"), run(tmp_path / "b")
-    other = run(tmp_path / "c", settings=replace(TINY, seed=1))
+    other = run(tmp_path / "c", settings=TINY.model_copy(update={"seed": 1}))
     assert first.losses == second.losses != other.losses
     a, b, c = ((tmp_path / name / "weights" / FILES["tokenizer"]).read_bytes() for name in "abc")
     assert a == b != c
 
 
-def test_an_interrupted_training_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_resumed_part_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole")
 
     def interrupt(event: TrainEvent) -> None:
@@ -92,9 +92,9 @@ def test_an_interrupted_training_ends_as_an_uninterrupted_one(tmp_path: Path) ->
     assert (tmp_path / "broken/weights" / name).read_bytes() == (tmp_path / "whole/weights" / name).read_bytes()
 
 
-def test_all_parts_train_one_after_the_other(tmp_path: Path) -> None:
+def test_all_parts_train_in_order(tmp_path: Path) -> None:
     for part in PARTS:
-        assert run(tmp_path, part, replace(TINY, steps=2)).figures, part
+        assert run(tmp_path, part, TINY.model_copy(update={"steps": 2})).figures, part
     entries = json.loads((tmp_path / "weights" / REPORT).read_text())
     assert list(entries) == list(PARTS)
     assert all((tmp_path / "weights" / name).is_file() for name in FILES.values())
@@ -102,24 +102,28 @@ def test_all_parts_train_one_after_the_other(tmp_path: Path) -> None:
     assert "accuracy_reconstructions" in entries["features"]["figures"]
 
 
-def test_a_retrained_tokenizer_never_meets_old_tokens_or_checkpoints(tmp_path: Path) -> None:
+def test_retrained_tokenizer_gets_new_tokens_and_checkpoints(tmp_path: Path) -> None:
     run(tmp_path)
     run(tmp_path, "target")
     before = {path.name for path in (tmp_path / "work").iterdir()}
-    run(tmp_path, settings=replace(TINY, steps=2, resume=False))
+    run(tmp_path, settings=TINY.model_copy(update={"steps": 2, "resume": False}))
     assert run(tmp_path, "target").steps == 3
     more = {path.name for path in (tmp_path / "work").iterdir()} - before
     assert {name.partition("-")[0] for name in more} == {"tokens", "held", "target"}
 
 
-def test_a_training_starts_from_weights(tmp_path: Path) -> None:
+def test_training_starts_from_weights(tmp_path: Path) -> None:
     run(tmp_path / "a")
     start = tmp_path / "a" / "weights"
     seen = list[float]()
-    settings = replace(TINY, init_from=start, seed=5)
+    settings = TINY.model_copy(update={"init_from": start, "seed": 5})
     run(tmp_path / "b", settings=settings, on_event=lambda event: seen.append(event.loss))
     fresh = list[float]()
-    run(tmp_path / "c", settings=replace(settings, init_from=None), on_event=lambda event: fresh.append(event.loss))
+    run(
+        tmp_path / "c",
+        settings=settings.model_copy(update={"init_from": None}),
+        on_event=lambda event: fresh.append(event.loss),
+    )
     assert seen[0] != fresh[0]
     assert json.loads((tmp_path / "b/weights" / REPORT).read_text())["tokenizer"]["started_from_weights"] is True
 
@@ -130,13 +134,13 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     (weights / FILES["tokenizer"]).write_bytes((weights / FILES["target"]).read_bytes())
     with pytest.raises(UserError, match="holds the weights of another model"):
-        run(tmp_path / "new", settings=replace(TINY, init_from=weights))
+        run(tmp_path / "new", settings=TINY.model_copy(update={"init_from": weights}))
     with pytest.raises(UserError, match=r"there is no drafter.safetensors"):
         check_part("drafter", weights, ("target",), tmp_path / "work")
 
 
 @pytest.mark.parametrize(("part", "needed"), [("target", "tokenizer"), ("drafter", "tokenizer"), ("clip", "tokenizer")])
-def test_a_missing_part_is_named_with_what_to_type(tmp_path: Path, part: str, needed: str) -> None:
+def test_missing_part_is_named_with_its_command(tmp_path: Path, part: str, needed: str) -> None:
     with pytest.raises(RefusedError, match=f"--part {part} needs the {needed}") as caught:
         run(tmp_path, part)
     assert caught.value.exit_code == 3
@@ -145,7 +149,7 @@ def test_a_missing_part_is_named_with_what_to_type(tmp_path: Path, part: str, ne
     check_part(part, tmp_path, tuple(PARTS))
 
 
-def test_a_broken_report_is_found_before_training(tmp_path: Path) -> None:
+def test_broken_report_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / REPORT).write_text("{")
     with pytest.raises(UserError, match="cannot be read as JSON"):
@@ -161,13 +165,13 @@ def test_a_broken_report_is_found_before_training(tmp_path: Path) -> None:
         (["--minutes", "0"], 2, "--minutes 0: must be a number above 0"),
         (["--steps", "0"], 2, "--steps 0: must be a whole number"),
         (["--images", "0", "--evaluate"], 2, "--images 0: must be a whole number"),
-        (["--device", "gpu"], 2, "--device gpu: unknown device"),
-        (["--init-from", "OUT/none"], 2, "OUT/none: there is no such folder"),
+        (["--device", "gpu"], 2, "--device gpu: must be auto, cpu, mps, cuda or cuda:N"),
+        (["--init-from", "OUT/none"], 2, "OUT/none: there is no tokenizer.safetensors"),
         (["--evaluate", "--steps", "3"], 2, "--steps does not go with --evaluate"),
         (["--evaluate", "--out", "OUT"], 3, "has no tokenizer.safetensors, features.safetensors"),
     ],
 )
-def test_what_is_typed_wrong_is_said_before_anything_is_made(
+def test_usage_errors_are_raised_before_anything_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
 ) -> None:
     out = str(tmp_path / "out")
@@ -178,10 +182,15 @@ def test_what_is_typed_wrong_is_said_before_anything_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command_says_what_it_wrote_and_what_it_replaced(
+def test_command_reports_what_it_wrote_and_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recipe, "RecipeSettings", lambda **given: replace(TINY, **given))
+    class Tiny(RecipeSettings):
+        scenes: int = 24
+        held_out: int = 8
+        compiled: bool = False
+
+    monkeypatch.setattr(recipe, "RecipeSettings", Tiny)
     typed = ["train", "lanterns", "--part", "tokenizer", "--steps", "2", "--no-resume"]
     typed += ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
     for word in ("wrote", "replaced"):

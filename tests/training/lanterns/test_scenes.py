@@ -1,4 +1,4 @@
-"""The painter: the same seed paints the same, a set begins with its smaller sets, and what is asked for is seen."""
+"""The painter: reproducible by seed, sets extend smaller sets, and pictures show their attributes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lantern_bench.training.lanterns.scenes import SIZE, render, scene_set
 HUES = {"red": 0, "orange": 30, "yellow": 55, "green": 130, "blue": 225, "purple": 285}
 
 
-def test_pictures_are_uint8_and_the_seed_decides_them() -> None:
+def test_pictures_are_uint8_and_reproducible_by_seed() -> None:
     some = ALL_ATTRIBUTES[::101]
     first, second, other = render(some, 7), render(some, 7), render(some, 8)
     assert first.shape == (len(some), SIZE, SIZE, 3) and first.dtype == np.uint8
@@ -28,12 +28,12 @@ def test_two_pictures_of_one_caption_differ() -> None:
     assert np.abs(pictures[0] - pictures[1]).mean() > 2
 
 
-def test_nothing_to_paint_is_an_empty_set() -> None:
+def test_no_attributes_give_an_empty_set() -> None:
     assert render([], 0).shape == (0, SIZE, SIZE, 3)
 
 
 @pytest.mark.parametrize("colour", range(len(COLOURS)), ids=COLOURS)
-def test_the_colour_of_a_lantern_is_seen(colour: int) -> None:
+def test_lanterns_have_their_colour(colour: int) -> None:
     """Under every sky and over every ground the body has its hue; a white one has little colour and much light."""
     asked = [Attributes(0, 0, colour, ground, sky) for ground in range(4) for sky in range(4)]
     middle = render(asked, 5)[:, 20:27, 29:35].astype(float).mean((1, 2)) / 255
@@ -47,7 +47,7 @@ def test_the_colour_of_a_lantern_is_seen(colour: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_lanterns_can_be_counted(count: int) -> None:
+def test_pictures_show_the_number_of_lanterns(count: int) -> None:
     """Red on a dark sky: the runs of red columns at lantern height are as many as asked for."""
     for picture in render([Attributes(count - 1, 2, 0, 3, 1)] * 6, 9).astype(float):
         band = picture[18:28].mean(0)
@@ -55,14 +55,14 @@ def test_lanterns_can_be_counted(count: int) -> None:
         assert int((np.diff(red.astype(int), prepend=0) == 1).sum()) == count
 
 
-def test_a_set_begins_with_its_smaller_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_larger_set_extends_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scenes, "_CHUNK", 8)
     small, large = scene_set(TRAIN, 13, seed=4), scene_set(TRAIN, 20, seed=4)
     assert np.array_equal(large.attributes[:13], small.attributes)
     assert np.array_equal(large.pixels[:13], small.pixels)
 
 
-def test_a_set_is_read_from_its_cache_only_when_it_fits(tmp_path: Path) -> None:
+def test_scene_cache_is_used_only_when_it_matches(tmp_path: Path) -> None:
     cache = tmp_path / "folder" / "scenes.npz"
     first = scene_set(TRAIN, 12, 4, cache)
     kept = cache.stat().st_mtime_ns
@@ -73,7 +73,7 @@ def test_a_set_is_read_from_its_cache_only_when_it_fits(tmp_path: Path) -> None:
     assert np.array_equal(scene_set(TRAIN, 9, 5, cache).pixels, other.pixels)
 
 
-def test_progress_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scene_set_reports_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scenes, "_CHUNK", 4)
     told: list[tuple[int, int]] = []
     made = scene_set(TRAIN, 10, 1, on_chunk=lambda done, total: told.append((done, total)))

@@ -1,4 +1,4 @@
-"""How the tokenizer learns: dead codes come back to life, and an interrupted training goes on as if nothing were."""
+"""Training of the tokenizer: dead codes are revived, also after an interruption."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_dead_codes_are_revived_from_the_batch(scenes: SceneSet) -> None:
     assert changed[:10].all() and task.memory()["use"][:10].eq(1.0).all()
 
 
-def test_an_interrupted_training_revives_the_same_codes(scenes: SceneSet, tmp_path: Path) -> None:
+def test_resumed_training_revives_the_same_codes(scenes: SceneSet, tmp_path: Path) -> None:
     whole, course = _trained(scenes, SETTINGS)
     kept = replace(SETTINGS, checkpoint=tmp_path / "tokenizer.ckpt")
     _trained(scenes, kept)
@@ -63,7 +63,9 @@ def test_an_interrupted_training_revives_the_same_codes(scenes: SceneSet, tmp_pa
         assert torch.equal(resumed.model.state_dict()[name], value), name
 
 
-def test_the_counts_decide_what_is_revived(scenes: SceneSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgotten_use_counts_change_the_training(
+    scenes: SceneSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The test above would not notice forgotten counts if nothing were revived after the checkpoint."""
     _, course = _trained(scenes, SETTINGS)
     kept = replace(SETTINGS, checkpoint=tmp_path / "tokenizer.ckpt")

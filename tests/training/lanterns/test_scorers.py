@@ -1,4 +1,4 @@
-"""How the judges learn: what a batch holds, that a few steps help, and that open_clip reads what is written."""
+"""Training of the scorers: batches, a few steps of learning, and a folder that open_clip reads."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lantern_bench.models.lanterns.classifier import load_classifier, prompt_acc
 from lantern_bench.models.vq import VQConfig, VQModel
 from lantern_bench.training.lanterns import scorers
 from lantern_bench.training.lanterns.scenes import blur, degrade, drop_detail, scene_set
-from lantern_bench.training.lanterns.scorers import ClipTask, FeaturesTask, Pool, judge_pool, reconstruct, save_clip
+from lantern_bench.training.lanterns.scorers import ClipTask, FeaturesTask, Pool, reconstruct, save_clip, training_pool
 
 
 @pytest.fixture(scope="module")
 def pool() -> Pool:
-    return judge_pool(scene_set(TRAIN, 96, seed=11), None)
+    return training_pool(scene_set(TRAIN, 96, seed=11), None)
 
 
 def _generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_the_first_share_of_the_pool_goes_through_the_tokenizer() -> None:
+def test_pool_reconstructs_its_first_share() -> None:
     scenes = scene_set(TRAIN, 20, seed=11)
-    pool = judge_pool(scenes, lambda pictures: 255 - pictures, share=0.25)
+    pool = training_pool(scenes, lambda pictures: 255 - pictures, share=0.25)
     painted = torch.from_numpy(scenes.pixels).permute(0, 3, 1, 2)
     assert torch.equal(pool.pixels[:5], 255 - painted[:5])
     assert torch.equal(pool.pixels[5:], painted[5:])
@@ -40,7 +40,7 @@ def test_reconstruct_keeps_shape_and_dtype(pool: Pool) -> None:
     assert back.shape == pool.pixels[:3].shape and back.dtype == torch.uint8
 
 
-def test_the_classifier_learns(pool: Pool) -> None:
+def test_classifier_learns(pool: Pool) -> None:
     task = FeaturesTask(pool, batch=32)
     optimiser = torch.optim.AdamW(task.module.parameters(), lr=3e-3)
     generator, losses = _generator(), []
@@ -53,7 +53,7 @@ def test_the_classifier_learns(pool: Pool) -> None:
     assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
 
 
-def test_evaluation_counts_held_out_scenes(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_uses_held_out_scenes(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scorers, "_EVALUATED", 6)
     task = FeaturesTask(pool, through=lambda pictures: pictures)
     figures = task.evaluate()
@@ -63,7 +63,7 @@ def test_evaluation_counts_held_out_scenes(pool: Pool, monkeypatch: pytest.Monke
     assert attributes == list(HELD_OUT[:6])
 
 
-def test_no_caption_twice_in_a_batch() -> None:
+def test_clip_batch_has_no_caption_twice() -> None:
     """Every picture carries its caption's number in its pixels, so that the batch can be read back."""
     attributes = [ALL_ATTRIBUTES[number] for number in (0, 1, 2, 250)] * 5
     numbers = [ALL_ATTRIBUTES.index(item) % 251 for item in attributes]
@@ -88,7 +88,7 @@ def test_no_caption_twice_in_a_batch() -> None:
     assert ((pictures[:, 0, 0, 0] + 1) / 2 * 255).round().long().tolist() == captions
 
 
-def test_clip_is_small_and_its_folder_is_open_clips(pool: Pool, tmp_path: Path) -> None:
+def test_clip_is_small_and_open_clip_loads_its_folder(pool: Pool, tmp_path: Path) -> None:
     task = ClipTask(pool, batch=16)
     assert sum(parameter.numel() for parameter in task.module.parameters()) <= 5_000_000
     loss, parts = task.loss(_generator())
@@ -113,7 +113,7 @@ def _first(pool: Pool) -> list[Attributes]:
     return [Attributes(*row) for row in pool.attributes[:4].tolist()]
 
 
-def test_the_same_seed_starts_the_same(pool: Pool) -> None:
+def test_initial_weights_are_reproducible_by_seed(pool: Pool) -> None:
     state = torch.get_rng_state()
     first, second = (ClipTask(pool, batch=8, seed=3).module.state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -131,7 +131,7 @@ def test_logit_scale_stays_bounded(pool: Pool) -> None:
     assert float(task.clip.logit_scale.detach().exp()) == pytest.approx(100, rel=1e-4)
 
 
-def test_degrading_is_repeatable_and_stays_in_range(pool: Pool) -> None:
+def test_degrade_is_reproducible_and_stays_in_range(pool: Pool) -> None:
     pixels = pool.pixels[:40].float() / 255
     first, second = (degrade(pixels, _generator(4)) for _ in range(2))
     assert torch.equal(first, second)
@@ -141,7 +141,7 @@ def test_degrading_is_repeatable_and_stays_in_range(pool: Pool) -> None:
     assert not torch.equal(first, degrade(pixels, _generator(5)))
 
 
-def test_blur_and_lost_detail(pool: Pool) -> None:
+def test_blur_and_drop_detail(pool: Pool) -> None:
     flat = torch.full((1, 3, 16, 16), 0.3)
     assert torch.allclose(blur(flat), flat)
     pixels = pool.pixels[:4].float() / 255
@@ -150,7 +150,7 @@ def test_blur_and_lost_detail(pool: Pool) -> None:
     assert float((coarse - pixels).abs().mean()) > 10 * float((fine - pixels).abs().mean())
 
 
-def test_a_trained_classifier_is_saved_whole(pool: Pool, tmp_path: Path) -> None:
+def test_trained_classifier_is_saved_and_loaded(pool: Pool, tmp_path: Path) -> None:
     task = FeaturesTask(pool, batch=8)
     task.loss(_generator())
     save_classifier(task.classifier, tmp_path / "f.safetensors")

@@ -1,4 +1,4 @@
-"""The bars, on models so small that all of them are measured in seconds; their figures against the plain way."""
+"""The quality gates on models so small that all are measured in seconds; figures agree with a plain forward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lantern_bench.models.lanterns import model as lanterns_model
 from lantern_bench.models.lanterns.captions import HELD_OUT
 from lantern_bench.models.vq import VQConfig
 from lantern_bench.training.lanterns import quality_gates, recipe, scorers, tasks
-from lantern_bench.training.lanterns.quality_gates import Bar, Evaluation, Observations, check_weights
+from lantern_bench.training.lanterns.quality_gates import Evaluation, Observations, QualityGate, check_weights
 from lantern_bench.training.lanterns.recipe import PARTS, RecipeSettings, drafter_task, train_part
 from lantern_bench.training.lanterns.scorers import held_out_scenes
 from lantern_bench.training.lanterns.tasks import Sequences, TargetTask, tokenize
@@ -67,16 +67,16 @@ def sequences(evaluation: Evaluation) -> Sequences:
 
 
 @pytest.fixture(scope="module")
-def drafting(evaluation: Evaluation) -> dict[str, Bar]:
+def drafting(evaluation: Evaluation) -> dict[str, QualityGate]:
     return by_name(list(evaluation.measure(["drafter"])))
 
 
-def by_name(found: list[Bar]) -> dict[str, Bar]:
-    return {bar.name: bar for bar in found}
+def by_name(found: list[QualityGate]) -> dict[str, QualityGate]:
+    return {gate.name: gate for gate in found}
 
 
 @torch.no_grad()
-def test_teacher_forcing_through_a_session_is_the_plain_forward(evaluation: Evaluation, sequences: Sequences) -> None:
+def test_teacher_forced_gates_match_a_plain_forward(evaluation: Evaluation, sequences: Sequences) -> None:
     found = by_name(list(evaluation.measure(["target"])))
     task = TargetTask(evaluation.model.target, sequences, sequences)  # type: ignore[arg-type]
     cond, uncond = (task.logits(sequences, torch.full((6,), dropped)) for dropped in (False, True))
@@ -90,37 +90,37 @@ def test_teacher_forcing_through_a_session_is_the_plain_forward(evaluation: Eval
 
 
 @torch.no_grad()
-def test_overlap_through_sessions_is_that_of_the_plain_forward(
-    evaluation: Evaluation, drafting: dict[str, Bar], sequences: Sequences
+def test_overlap_matches_a_plain_forward(
+    evaluation: Evaluation, drafting: dict[str, QualityGate], sequences: Sequences
 ) -> None:
     drafter, target = evaluation.model.drafter, evaluation.model.target
     plain = drafter_task(drafter, target, sequences, sequences).evaluate()  # type: ignore[arg-type]
     assert drafting["1 - TV at depth 1"].value == pytest.approx(plain["one_minus_tv"], rel=1e-4)
 
 
-def test_accepted_lengths_count_tokens_and_steps(drafting: dict[str, Bar]) -> None:
+def test_accepted_lengths_count_tokens_and_steps(drafting: dict[str, QualityGate]) -> None:
     static, dynamic = (drafting[f"lossless MAL, {name}"] for name in ("eagle1-25", "dynamic"))
-    for bar in (static, dynamic):
-        assert bar.observations is not None
+    for gate in (static, dynamic):
+        assert gate.observations is not None
         # All tokens but the first are committed by a step.
-        assert bar.observations.over == [255.0] * 3
-        assert 1 <= bar.value <= 6
+        assert gate.observations.over == [255.0] * 3
+        assert 1 <= gate.value <= 6
     assert drafting["MAL of dynamic over static"].value == pytest.approx(dynamic.value / static.value)
 
 
-def test_measuring_twice_gives_the_same(evaluation: Evaluation) -> None:
+def test_gates_are_reproducible(evaluation: Evaluation) -> None:
     assert list(evaluation.measure(["target"])) == list(evaluation.measure(["target"]))
 
 
-def test_judges_and_tokenizer_have_their_bars(evaluation: Evaluation) -> None:
+def test_scorers_and_tokenizer_have_their_gates(evaluation: Evaluation) -> None:
     found = list(evaluation.measure(["tokenizer", "features"]))
-    assert [(bar.part, bar.wanted) for bar in found] == [
+    assert [(gate.part, gate.wanted) for gate in found] == [
         ("tokenizer", ((">=", 28.0),)),
         ("tokenizer", ((">=", 0.95),)),
         ("features", ((">=", 0.97),)),
         ("features", ((">=", 0.93),)),
     ]
-    assert all(bar.passed is False for bar in found[:1])
+    assert all(gate.passed is False for gate in found[:1])
 
 
 def test_retrieval_counts_pictures_that_find_their_caption() -> None:
@@ -135,25 +135,30 @@ def test_retrieval_counts_pictures_that_find_their_caption() -> None:
             assert captions == [item.caption() for item in HELD_OUT[: len(captions)]]
             return torch.eye(len(captions))
 
-    (bar,) = quality_gates.clip_bars(Half())
-    assert bar.value == 0.5 and bar.passed is False
+    (gate,) = Evaluation(Path(), Half(), CPU).measure(["clip"])
+    assert gate.value == 0.5 and gate.passed is False
 
 
-def test_a_bar_between_two_bounds() -> None:
+def test_gate_between_two_bounds() -> None:
     wanted = ((">=", 0.03), ("<=", 0.12))
-    assert [Bar("p", "n", value, wanted).passed for value in (0.02, 0.03, 0.12, 0.13)] == [False, True, True, False]
-    assert Bar("p", "n", 1.0).passed is None
+    assert [QualityGate("p", "n", value, wanted).passed for value in (0.02, 0.03, 0.12, 0.13)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert QualityGate("p", "n", 1.0).passed is None
     assert Observations([2.0, 4.0], [1.0, 2.0], ["a", "b"]).value == 2.0
 
 
-def test_what_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
+def test_missing_weights_are_named(folder: Path, tmp_path: Path) -> None:
     check_weights(list(PARTS), folder)
     with pytest.raises(RefusedError, match=r"has no clip/open_clip_model.safetensors") as caught:
         check_weights(["clip"], tmp_path)
     assert caught.value.advice == "First: lantern-bench train lanterns --part clip"
 
 
-def test_evaluate_prints_the_table_and_fails_with_5(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_prints_the_table_and_exits_with_5(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     typed = ["train", "lanterns", "--evaluate", "--out", str(folder), "--images", "2", "--format", "json"]
     assert main(typed) == 5
     told = capsys.readouterr()
@@ -163,5 +168,5 @@ def test_evaluate_prints_the_table_and_fails_with_5(folder: Path, capsys: pytest
     ] * 4
     accuracy = next(row for row in rows if row["bar"] == "prompt accuracy of AR samples")
     assert accuracy["wanted"] == ">= 0.8" and accuracy["met"] == "NO" and accuracy["low"] <= accuracy["measured"]
-    assert "PSNR on held-out scenes, dB" in told.err and "bars are not met" in told.err
+    assert "PSNR on held-out scenes, dB" in told.err and "quality gates failed" in told.err
     assert family_module.FAMILY.cards()[0].weights["target"] != folder / FILES["target"]
