@@ -218,7 +218,7 @@ def test_published_target_is_planned_without_its_files(capsys: pytest.CaptureFix
         (["--data", "all", "--target", "tinny"], 2, "--target tinny: unknown model; did you mean tiny?"),
         (["--data", "empty"], 2, "--data empty: contains no picture"),
         (["--data", "bare"], 2, "--data bare: 1 of 1 pictures have no caption, the first 00.png"),
-        (["--data", "wrong"], 2, "--data wrong: 00.txt: caption 'red fish': unknown word 'fish'"),
+        (["--data", "wrong"], 2, "--data wrong 00.txt: caption 'red fish': unknown word 'fish'"),
         (["--data", "broken"], 2, "broken/00.png: cannot be read as a picture"),
         (["--data", "named"], 2, "captions.csv line 2: no such picture x.png"),
         (["--data", "bare", "--captions", "none.csv"], 2, "--captions none.csv: no such file"),
