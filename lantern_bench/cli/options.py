@@ -47,7 +47,10 @@ DEVICE_HELP = "auto, cpu, mps, cuda or cuda:N."
 # ---- Decoding flags, for every command that decodes
 
 
-def _flag(key: str, help: str, kind: Any = list[str] | None) -> tuple[str, Any]:
+Flag: TypeAlias = tuple[str, Any]
+
+
+def _flag(key: str, help: str, kind: Any = list[str] | None) -> Flag:
     """A flag of strings; the experiment's validation reads them. Flags of lists can be repeated."""
     return key, Annotated[kind, typer.Option(f"--{key.replace('_', '-')}", help=help)]
 
@@ -63,22 +66,29 @@ _FLAGS = (
 )
 
 
-def decoding_flags(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the decoding flags to a command; its `flags` argument receives their values by key, None if not given."""
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    own = inspect.signature(function, eval_str=True).parameters.values()
-    parameters = [one.replace(kind=keyword) for one in own if one.name != "flags"]
-    # The prefix is needed because a Python argument cannot be called `lambda`.
-    parameters += [inspect.Parameter(f"flag_{key}", keyword, default=None, annotation=kind) for key, kind in _FLAGS]
+def with_flags(*flags: Flag) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add flags to a command; its `flags` argument receives their values by key, None where a flag is not given."""
 
-    @functools.wraps(function)
-    def command(**values: Any) -> None:
-        given = {key: values.pop(f"flag_{key}") for key, _ in _FLAGS}
-        function(**values, flags={key: None if value == [] else value for key, value in given.items()})
+    def wrap(function: Callable[..., None]) -> Callable[..., None]:
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        own = inspect.signature(function, eval_str=True).parameters.values()
+        parameters = [one.replace(kind=keyword) for one in own if one.name != "flags"]
+        # The prefix is needed because a Python argument cannot be called `lambda`.
+        parameters += [inspect.Parameter(f"flag_{key}", keyword, default=None, annotation=kind) for key, kind in flags]
 
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
+        @functools.wraps(function)
+        def command(**values: Any) -> None:
+            given = {key: values.pop(f"flag_{key}") for key, _ in flags}
+            function(**values, flags={key: None if value == [] else value for key, value in given.items()})
+
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return wrap
+
+
+decoding_flags = with_flags(*_FLAGS)
 
 
 # ---- Helpers
