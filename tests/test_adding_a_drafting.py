@@ -84,12 +84,12 @@ def g_test(model: TabularModel, decoding: Decoding, engine: Engine | None = None
     place = torch.zeros(images, dtype=torch.int64)
     for token in torch.stack([one.tokens for one in made]).long().T:
         place = place * VOCABULARY + token
-    law = model.law(lambda cond, uncond: decoding_probabilities(cond, decoding)).numpy()
-    observed = np.bincount(place.numpy(), minlength=len(law))
-    if observed[law == 0].any():
+    distribution = model.distribution(lambda cond, uncond: decoding_probabilities(cond, decoding)).numpy()
+    observed = np.bincount(place.numpy(), minlength=len(distribution))
+    if observed[distribution == 0].any():
         return 0.0
-    kept = law > 0
-    expected = law[kept] / law[kept].sum() * images
+    kept = distribution > 0
+    expected = distribution[kept] / distribution[kept].sum() * images
     return float(power_divergence(observed[kept], expected, lambda_="log-likelihood").pvalue)
 
 

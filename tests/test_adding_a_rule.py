@@ -19,7 +19,7 @@ import torch
 
 from lantern_bench.decoding.acceptance import relaxation
 from lantern_bench.decoding.acceptance.relaxation import Relaxation, merged_mass
-from lantern_bench.decoding.acceptance.tree_acceptance import judge_children
+from lantern_bench.decoding.acceptance.tree_acceptance import accept_children
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.plugins import Rule
 
@@ -153,12 +153,12 @@ def test_after_a_rejection_the_rule_sees_the_residual(installed: Rule) -> None:
     p = torch.tensor([[0.5, 0.2, 0.15, 0.15]], dtype=torch.float64)
     table = torch.tensor([[1, 2, 3], [2, 3, 0], [3, 1, 0], [1, 2, 0]])
     tokens = torch.tensor([[0, 2]])
-    judged = judge_children(p.clone(), None, tokens, tokens >= 0, Relaxation("ambiguity", 1, 0.9), table)
+    decided = accept_children(p.clone(), None, tokens, tokens >= 0, Relaxation("ambiguity", 1, 0.9), table)
     # The first draft takes token 1 along. What is left are two halves, of half the largest entropy: the second draft
     # may borrow .45 and its neighbour has .5. Of the whole p it might have borrowed .8.
     entropy = float(torch.special.entr(p).sum()) / math.log(4)
     assert 0.9 * entropy > 0.5 > 0.9 * 0.5
-    torch.testing.assert_close(judged.accept, torch.tensor([[0.7, 0.5]], dtype=torch.float64))
+    torch.testing.assert_close(decided.accept, torch.tensor([[0.7, 0.5]], dtype=torch.float64))
 
 
 def test_the_rule_is_compiled_whole(installed: Rule) -> None:
@@ -167,8 +167,8 @@ def test_the_rule_is_compiled_whole(installed: Rule) -> None:
     table = torch.stack([torch.randperm(15, generator=noise) for _ in range(16)])
     tokens = torch.stack([torch.randperm(16, generator=noise)[:3] for _ in range(6)])
 
-    def judged(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        return judge_children(p, q, tokens, tokens >= 0, Relaxation("ambiguity", 4, 0.4), table).accept
+    def decided(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        return accept_children(p, q, tokens, tokens >= 0, Relaxation("ambiguity", 4, 0.4), table).accept
 
-    compiled = Engine(compile=True, backend="aot_eager").program("judge", judged, torch.device("cpu"))
-    torch.testing.assert_close(compiled(p.clone(), q.clone()), judged(p.clone(), q.clone()))
+    compiled = Engine(compile=True, backend="aot_eager").program("accept", decided, torch.device("cpu"))
+    torch.testing.assert_close(compiled(p.clone(), q.clone()), decided(p.clone(), q.clone()))

@@ -19,7 +19,7 @@ from lantern_bench.certify.contexts import autoregressive, generators
 from lantern_bench.clock import OnProgress, unheard
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt, record_seed
-from lantern_bench.decoding.acceptance.tree_acceptance import Judge, Judgement
+from lantern_bench.decoding.acceptance.tree_acceptance import Accept, Acceptance
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import teacher_forced
@@ -33,10 +33,10 @@ _LEAST_EXPECTED = 5.0
 
 def strict_without_residual(
     p: Tensor, q: Tensor | None, tokens: Tensor, offered: Tensor, *_unused: object
-) -> Judgement:
+) -> Acceptance:
     """The strict rule without its residual: every child and the bonus token use the p of the node.
 
-    Arguments as of `judge_children`. Each draft is accepted with the right probability and only the distribution of
+    Arguments as of `accept_children`. Each draft is accepted with the right probability and only the distribution of
     the tokens is wrong, which makes it the mistake that a weak test misses.
     """
     accept = torch.zeros(tokens.shape, dtype=p.dtype, device=p.device)
@@ -47,7 +47,7 @@ def strict_without_residual(
         accept[:, rank] = torch.where(tried, (p.gather(1, x) / share).clamp(max=1.0), 0.0).squeeze(1)
         if q is not None:
             q.scatter_(1, x, torch.where(tried, 0.0, q.gather(1, x)))
-    return Judgement(accept, torch.zeros_like(accept), p, torch.zeros(len(p), dtype=torch.bool, device=p.device))
+    return Acceptance(accept, torch.zeros_like(accept), p, torch.zeros(len(p), dtype=torch.bool, device=p.device))
 
 
 # ---- Greedy identity
@@ -179,7 +179,7 @@ def first_tokens_test(
     decoding: Decoding,
     samples: int,
     *,
-    judge: Judge | None = None,
+    accept: Accept | None = None,
     seed: int = 0,
     batch: int = 64,
     on_progress: OnProgress = unheard,
@@ -187,7 +187,7 @@ def first_tokens_test(
 ) -> GTest:
     """Decode the first tokens of `samples` images per prompt and test them against the exact distributions.
 
-    `judge` replaces the acceptance rule, to show the power of the test; `about` names the test in the progress.
+    `accept` replaces the acceptance rule, to show the power of the test; `about` names the test in the progress.
     """
     lots = []
     for number, (prompt, exact) in enumerate(zip(prompts, distributions, strict=True)):
@@ -197,7 +197,7 @@ def first_tokens_test(
             count = min(batch, samples - start)
             streams = generators(model, [record_seed(seed, prompt.id, start + image) for image in range(count)])
             condition = model.condition([prompt.text] * count)
-            decoded = decode(model, condition, decoding, streams, tokens=length, engine=model.engine, judge=judge)
+            decoded = decode(model, condition, decoding, streams, tokens=length, engine=model.engine, accept=accept)
             made += [image.tokens.long() for image in decoded]
             on_progress(about, (number * samples + start + count) / (len(prompts) * samples))
         lots.append(torch.stack(made))

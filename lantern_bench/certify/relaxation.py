@@ -210,4 +210,4 @@ def _deterministic(
     p = decoding_probabilities(place.logits, decoding)
     for cell in cells:
         emission = emitted(p, None, tokens, children >= 0, *_rule(model, cell.decoding))
-        yield {"emitted_tv": total_variation(p, emission.law), "moved_mass": emission.moved}
+        yield {"emitted_tv": total_variation(p, emission.distribution), "moved_mass": emission.moved}

@@ -164,7 +164,7 @@ class Certification:
             about, text = f"first tokens, {setting}", f"{setting}, {_FIRST_TOKENS} tokens, top-k {_TOP_K}"
             found = test(about=about)
             rows.append(tables.lossless_row(self.model, text, found.p_value, found.samples, found.impossible))
-            found = test(about=f"{about}, broken on purpose", judge=lossless.strict_without_residual)
+            found = test(about=f"{about}, broken on purpose", accept=lossless.strict_without_residual)
             rows.append(tables.broken_row(self.model, text, found.p_value, found.samples))
         return rows
 

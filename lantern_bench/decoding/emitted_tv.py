@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation, merge_prefix, neighbour_columns
-from lantern_bench.decoding.acceptance.tree_acceptance import judge_children
+from lantern_bench.decoding.acceptance.tree_acceptance import accept_children
 from lantern_bench.decoding.sampling import draw_without_replacement
 
 
 class Emission(NamedTuple):
-    """What a step does with its root's children: the law [N, V] of its first token, and what it did to get there.
+    """The distribution [N, V] of a step's first token, given the root's children.
 
     moved: [N], m(x) of each child times the chance that the child is tried, summed. For deterministic drafts under
     `exact` the emitted TV is at most this. first: [N], the chance that the first child is accepted.
     """
 
-    law: Tensor
+    distribution: Tensor
     moved: Tensor
     first: Tensor
 
@@ -57,19 +57,19 @@ def emitted(
     left as they are.
     """
     rows = torch.arange(len(p), device=p.device)
-    judged = judge_children(p.clone(), None if q is None else q.clone(), tokens, valid, relaxation, table)
-    all_rejected = (1.0 - judged.accept).cumprod(dim=1)
+    found = accept_children(p.clone(), None if q is None else q.clone(), tokens, valid, relaxation, table)
+    all_rejected = (1.0 - found.accept).cumprod(dim=1)
     reached = torch.cat([torch.ones_like(all_rejected[:, :1]), all_rejected[:, :-1]], dim=1)
-    law = judged.final(rows, p) * all_rejected[:, -1:]
-    law.scatter_add_(1, tokens, reached * judged.accept)
-    return Emission(law, (reached * judged.mass).sum(dim=1), judged.accept[:, 0])
+    distribution = found.final(rows, p) * all_rejected[:, -1:]
+    distribution.scatter_add_(1, tokens, reached * found.accept)
+    return Emission(distribution, (reached * found.mass).sum(dim=1), found.accept[:, 0])
 
 
 def emitted_first_token(
     p: Tensor, q: Tensor | None, tokens: Tensor, valid: Tensor, relaxation: Relaxation, table: Tensor | None
 ) -> Tensor:
     """Return the exact distribution [N, V] of a step's first token, given the root's children; as `emitted`."""
-    return emitted(p, q, tokens, valid, relaxation, table).law
+    return emitted(p, q, tokens, valid, relaxation, table).distribution
 
 
 def emitted_tv_dynamic(
@@ -105,7 +105,7 @@ def emitted_tv_sampled(
         strict = emitted(p, q, tokens, valid, STRICT, None)
         for place, (relaxation, table) in enumerate(rules):
             loose = emitted(p, q, tokens, valid, relaxation, table)
-            error = loose.law - strict.law
+            error = loose.distribution - strict.distribution
             error.scatter_add_(1, tokens[:, :1], (strict.first - loose.first)[:, None])
             drawn[place, number % 2] += error
     known = [_first_child(p, q, relaxation, table) - torch.minimum(p, q) for relaxation, table in rules]

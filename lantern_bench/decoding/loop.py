@@ -18,7 +18,7 @@ from torch import Tensor
 from lantern_bench.clock import Phases
 from lantern_bench.config.decoding import Decoding, NeighbourMetric
 from lantern_bench.decoding.acceptance.relaxation import Relaxation
-from lantern_bench.decoding.acceptance.tree_acceptance import Judge
+from lantern_bench.decoding.acceptance.tree_acceptance import Accept
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.interface import Drafter, Scores, Target, WithForcedTokens
 from lantern_bench.decoding.sampling import Draws, decoding_probabilities, exponential, guide, sample
@@ -81,17 +81,17 @@ def decode(
     tokens: int | None = None,
     keep_logits: bool = False,
     engine: Engine | None = None,
-    judge: Judge | None = None,
+    accept: Accept | None = None,
 ) -> list[Decoded]:
     """Decode one image for each generator, together.
 
     `condition` is what the target's `prefill` takes, for as many images. `tokens` asks for fewer than the whole grid.
     `keep_logits` keeps the guided logits that each token was drawn from. `engine` is the model's own and says how
-    steps are run; without one they run as they stand. `judge` as in `verify`. Raises `RefusedError` when drafts are
+    steps are run; without one they run as they stand. `accept` as in `verify`. Raises `RefusedError` when drafts are
     asked of a model without a drafter.
     """
     asked = model.target.image_tokens if tokens is None else min(tokens, model.target.image_tokens)
-    run = _Run(model, decoding, generators, asked, keep_logits, Engine() if engine is None else engine, judge)
+    run = _Run(model, decoding, generators, asked, keep_logits, Engine() if engine is None else engine, accept)
     return run.autoregressive(condition) if not decoding.drafts else run.speculative(condition)
 
 
@@ -106,10 +106,10 @@ class _Run:
         asked: int,
         keep_logits: bool,
         engine: Engine,
-        judge: Judge | None,
+        accept: Accept | None,
     ) -> None:
         self.model, self.decoding, self.asked, self.keep_logits = model, decoding, asked, keep_logits
-        self.engine, self.judge = engine, judge
+        self.engine, self.accept = engine, accept
         self.batch = len(generators)
         self.device = model.target.device
         self.draws = Draws(generators, self.device)
@@ -207,8 +207,8 @@ class _Run:
         drafter, table = drafter_and_table(self.model, self.decoding)
         target, decoding = self.model.target, self.decoding
         values = (target, drafter, decoding, relaxation, table, self.batch, self.engine, self.keep_logits)
-        key = ("speculation", self.batch, sampling_key(self.decoding), self.keep_logits, self.judge)
-        return self.engine.once(key, functools.partial(Speculation, *values, judge=self.judge))
+        key = ("speculation", self.batch, sampling_key(self.decoding), self.keep_logits, self.accept)
+        return self.engine.once(key, functools.partial(Speculation, *values, accept=self.accept))
 
     def _assemble(self, first: Tensor, kept: list[tuple[list[int], Tensor]]) -> Tensor:
         """Guided logits [B, asked, V] of every kept token, from those of each step's path."""

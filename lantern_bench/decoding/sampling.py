@@ -67,7 +67,7 @@ def decoding_probabilities(logits: Tensor, decoding: Decoding) -> Tensor:
 
 
 def greedy_probabilities(logits: Tensor) -> Tensor:
-    """Return softmax [..., V] in float32 at temperature 1, unfiltered: what greedy decoding judges and drafts on."""
+    """Return softmax [..., V] in float32 at temperature 1, unfiltered: what greedy decoding accepts and drafts with."""
     return torch.softmax(logits.float(), dim=-1)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.methods import RULES
 from lantern_bench.decoding.acceptance.relaxation import Relaxation
-from lantern_bench.decoding.acceptance.tree_acceptance import Judge
+from lantern_bench.decoding.acceptance.tree_acceptance import Accept
 from lantern_bench.decoding.acceptance.walk import Verdict, verify, verify_greedy
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.drafting import drafting_of
@@ -136,7 +136,7 @@ class _Rules:
     decoding: Decoding
     relaxation: Relaxation
     table: Tensor | None
-    judge: Judge | None
+    accept: Accept | None
 
 
 class Speculation:
@@ -152,7 +152,7 @@ class Speculation:
         batch: int,
         engine: Engine,
         keep_logits: bool,
-        judge: Judge | None = None,
+        accept: Accept | None = None,
     ) -> None:
         device, scale = target.device, decoding.cfg_scale
         drafted = (batch, sampling_key(decoding, *_ACCEPTANCE))
@@ -166,9 +166,9 @@ class Speculation:
             exact = torch.float32 if device.type == "mps" else torch.float64
             self._bound = torch.zeros((), dtype=exact, device=device)
             relaxation = replace(relaxation, bound=self._bound)
-        self._rules = _Rules(decoding, relaxation, table, judge)
+        self._rules = _Rules(decoding, relaxation, table, accept)
         self._draft = engine.program(("draft", drafted), self._draft_step, device)
-        kind = ("settle", batch, sampling_key(decoding), keep_logits, judge)
+        kind = ("settle", batch, sampling_key(decoding), keep_logits, accept)
         self._settle = engine.program(kind, self._settle_step, device)
 
     def begin(
@@ -239,7 +239,7 @@ class Speculation:
         else:
             p = decoding_probabilities(logits, decoding)
             last, chances = exponential(noise), uniform(uniforms)
-            verdict = verify(tree, p, relaxation, table, chances, last, at.limit, self._rules.judge)
+            verdict = verify(tree, p, relaxation, table, chances, last, at.limit, self._rules.accept)
         active = at.position < at.asked
         at.commit(verdict, scored.features)
         if isinstance(self.drafting, KeepsState):

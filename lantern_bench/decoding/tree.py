@@ -18,7 +18,7 @@ from lantern_bench.config.trees import Topology, check_topology
 
 @dataclass(frozen=True)
 class Layout:
-    """Which nodes are judged, in which order, known on the host so that no shape waits for the device.
+    """Which nodes can have children, in which order; on the host, so that no shape waits for the device.
 
     nodes: int64 [I], the nodes that can have children, those with most children first. slots: int64 [M], the place of
     each node in `nodes`, -1 for leaves. active: for each child rank the number of leading nodes that can have it.
@@ -53,7 +53,7 @@ class DraftTree:
     q: Tensor | None = None
 
     def rows(self, values: Tensor) -> Tensor:
-        """Return a copy [I * B, ...] of the `values` [B, M, ...] of the nodes that are judged, node by node.
+        """Return a copy [I * B, ...] of the `values` [B, M, ...] of the nodes that can have children, node by node.
 
         Indexed at once, and not by views: compiled programs then change the copy in place.
         """

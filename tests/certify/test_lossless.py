@@ -48,7 +48,7 @@ def test_decoding_passes_and_broken_rule_fails(model: LoadedModel, drafting: str
     prompts = [Prompt(text) for text in PROMPTS[:2]]
     exact = [first_token_distribution(model, prompt, decoding, 3) for prompt in prompts]
     right = first_tokens_test(model, prompts, exact, decoding, 600, batch=200)
-    wrong = first_tokens_test(model, prompts, exact, decoding, 600, batch=200, judge=strict_without_residual)
+    wrong = first_tokens_test(model, prompts, exact, decoding, 600, batch=200, accept=strict_without_residual)
     print(f"{drafting}: p = {right.p_value:.3f}; residual left out: p = {wrong.p_value:.1e}, {right.samples} samples")
     assert right.samples == wrong.samples == 1200
     assert right.impossible == 0

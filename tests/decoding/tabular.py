@@ -1,7 +1,7 @@
-"""A target and a drafter without a network: tables of logits, and the exact or sampled law of one step.
+"""A target and a drafter without a network: tables of logits, and the exact or sampled distribution of one step.
 
-The exact law enumerates drafts and accept/reject outcomes; the step under test is an argument, so that a broken one
-can be shown to fail. Sequences are completed from the target to a fixed length, because steps commit unequal numbers.
+The exact distribution enumerates drafts and accept/reject outcomes; the step under test is an argument, so that a test
+can show a broken one to fail. Sequences are completed from the target to a fixed length: steps commit unequal numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation
-from lantern_bench.decoding.acceptance.walk import judge_tree, verify
+from lantern_bench.decoding.acceptance.walk import accept_tree, verify
 from lantern_bench.decoding.drafting.dynamic import Growth
 from lantern_bench.decoding.sampling import FilterOrder, guide, most_probable, probabilities
 from lantern_bench.decoding.tree import DraftTree, StaticTree, link_nodes
@@ -65,17 +65,17 @@ class Tabular:
             self._made[who, prefix] = probs / probs.sum()
         return self._made[who, prefix]
 
-    def law_after(self, prefix: Prefix, length: int) -> dict[Prefix, float]:
-        """The autoregressive law of the next `length` tokens."""
-        law: dict[Prefix, float] = {(): 1.0}
+    def distribution_after(self, prefix: Prefix, length: int) -> dict[Prefix, float]:
+        """The autoregressive distribution of the next `length` tokens."""
+        distribution: dict[Prefix, float] = {(): 1.0}
         for _ in range(length):
-            law = {
+            distribution = {
                 (*made, token): weight * p
-                for made, weight in law.items()
+                for made, weight in distribution.items()
                 for token, p in enumerate(self.p((*prefix, *made)).tolist())
                 if p > 0
             }
-        return law
+        return distribution
 
     def static_drafts(self, shape: StaticTree) -> tuple[Tensor, DraftTree]:
         """Every draft that can be drawn in this shape, with its probability [B]."""
@@ -173,10 +173,10 @@ def verify_step(tree: DraftTree, p: Tensor, depth_limit: int | None = None, rule
     """
     batch, nodes, _ = p.shape
     limit = None if depth_limit is None else torch.full((batch,), depth_limit)
-    judged = judge_tree(tree, p, rule, None, limit)
+    _, acceptance = accept_tree(tree, p, rule, None, limit)
     slots = len(tree.layout.nodes)
     accept = torch.zeros(batch, nodes, tree.children.shape[2], dtype=p.dtype)
-    accept[:, tree.layout.nodes] = judged.judgement.accept.view(slots, batch, -1).transpose(0, 1)
+    accept[:, tree.layout.nodes] = acceptance.accept.view(slots, batch, -1).transpose(0, 1)
     weights, forced = force_stops(tree, accept)
     drafts, lengths, last = [], [], []
     for stop in range(nodes):
@@ -209,8 +209,10 @@ def force_stops(tree: DraftTree, accept: Tensor) -> tuple[Tensor, Tensor]:
     return weights, uniforms
 
 
-def law_of_step(model: Tabular, drafts: Tensor, tree: DraftTree, step: Step, length: int) -> dict[Prefix, float]:
-    """The law of the next `length` tokens when a step (drafted with probabilities `drafts` [B]) makes the first."""
+def distribution_of_step(
+    model: Tabular, drafts: Tensor, tree: DraftTree, step: Step, length: int
+) -> dict[Prefix, float]:
+    """The distribution of `length` tokens when a step, drafted with probabilities `drafts` [B], makes the first."""
     outcomes = step(tree, model.target_at(tree))
     committed: dict[Prefix, float] = {}
     for weights, tokens, lengths, last in zip(*outcomes, strict=True):
@@ -218,27 +220,27 @@ def law_of_step(model: Tabular, drafts: Tensor, tree: DraftTree, step: Step, len
         for weight, path, kept, probs in rows:
             for token, p in enumerate(probs):
                 _add(committed, (*path[:kept], token), weight * p)
-    law: dict[Prefix, float] = {}
+    distribution: dict[Prefix, float] = {}
     for prefix, weight in committed.items():
-        for rest, chance in model.law_after(prefix, length - len(prefix)).items():
-            _add(law, (*prefix, *rest)[:length], weight * chance)
-    return law
+        for rest, chance in model.distribution_after(prefix, length - len(prefix)).items():
+            _add(distribution, (*prefix, *rest)[:length], weight * chance)
+    return distribution
 
 
-def _add(law: dict[Prefix, float], key: Prefix, weight: float) -> None:
+def _add(distribution: dict[Prefix, float], key: Prefix, weight: float) -> None:
     if weight != 0:
-        law[key] = law.get(key, 0.0) + weight
+        distribution[key] = distribution.get(key, 0.0) + weight
 
 
-def error_of(law: dict[Prefix, float], truth: dict[Prefix, float]) -> float:
-    """The largest difference between two laws."""
-    return max(abs(law.get(key, 0.0) - truth.get(key, 0.0)) for key in law.keys() | truth.keys())
+def error_of(distribution: dict[Prefix, float], truth: dict[Prefix, float]) -> float:
+    """The largest difference between two distributions."""
+    return max(abs(distribution.get(key, 0.0) - truth.get(key, 0.0)) for key in distribution.keys() | truth.keys())
 
 
-def first_tokens(law: dict[Prefix, float]) -> dict[Prefix, float]:
-    """The law of the first token alone."""
+def first_tokens(distribution: dict[Prefix, float]) -> dict[Prefix, float]:
+    """The distribution of the first token alone."""
     first: dict[Prefix, float] = {}
-    for sequence, weight in law.items():
+    for sequence, weight in distribution.items():
         first[sequence[:1]] = first.get(sequence[:1], 0.0) + weight
     return first
 

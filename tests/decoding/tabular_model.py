@@ -1,7 +1,7 @@
 """A model without a network: next-token tables for target and drafter, behind the protocols of `decoding.interface`.
 
-The distribution after a prefix depends on the tokens since the image began, so every joint law can be enumerated and
-the whole loop (drafting, cache bookkeeping, verification, commit) is exercised as with a real model.
+The distribution after a prefix depends on the tokens since the image began, so tests can enumerate joint distributions,
+and the whole loop (drafting, cache bookkeeping, verification, commit) is exercised as with a real model.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class TabularModel:
         after = state * (self.vocab_size + 1) + tokens + 1
         return torch.where(after < self.p.shape[1], after, 0)
 
-    def law(self, probabilities: Any) -> Tensor:
-        """The joint law [V ** length] of AR sampling, `probabilities` turning (cond, uncond) logits into p."""
+    def distribution(self, probabilities: Any) -> Tensor:
+        """The joint distribution [V ** length] of AR sampling, `probabilities` turning (cond, uncond) logits into p."""
         joint, states = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
         for _ in range(self.image_tokens):
             p = probabilities(self.p[0, states], self.p[1, states]).double()

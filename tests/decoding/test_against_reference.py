@@ -107,13 +107,13 @@ def test_greedy_walks_equal_the_oracle() -> None:
             assert_allclose(verdict.next_probs[image], probs[path[-1]], atol=1e-6)
             lent = [merge(probs[parent], tokens[child], draft.rules)[0] for parent, child in pairwise(path)]
             assert_allclose(verdict.mass_accepted[image], sum(lent), atol=1e-6, err_msg=message)
-            judged = [
+            decided = [
                 merge(probs[node], tokens[child], draft.rules)[0]
                 for depth, node in enumerate(path)
                 for child in tree.children[image, node].tolist()
                 if child >= 0 and depth < draft.limit(image)
             ]
-            assert_allclose(verdict.mass_tried[image], sum(judged), atol=3e-6, err_msg=message)
+            assert_allclose(verdict.mass_tried[image], sum(decided), atol=3e-6, err_msg=message)
             accepted += length
     print(f"{TREES} random drafts, {accepted} accepted greedily: all walks equal")
     assert accepted > TREES

@@ -1,4 +1,4 @@
-"""A chain judged as a block: lossless, equal to the published procedure, and never worse than draft by draft."""
+"""A chain accepted as a block: lossless, equal to the published procedure, and never worse than draft by draft."""
 
 from __future__ import annotations
 
@@ -12,10 +12,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation
-from lantern_bench.decoding.acceptance.walk import judge_tree, verify
+from lantern_bench.decoding.acceptance.walk import accept_tree, verify
 from lantern_bench.decoding.tree import DraftTree, StaticTree
 from tests.decoding.random_trees import FILTERS, random_probs, random_static
-from tests.decoding.tabular import Outcomes, Setting, Step, Tabular, error_of, force_stops, law_of_step, verify_step
+from tests.decoding.tabular import (
+    Outcomes,
+    Setting,
+    Step,
+    Tabular,
+    distribution_of_step,
+    error_of,
+    force_stops,
+    verify_step,
+)
 from tests.decoding.test_lossless_exact import SETTINGS
 
 BLOCK = Relaxation("block")
@@ -28,9 +37,9 @@ def chain(levels: int) -> StaticTree:
 
 
 def joint_error(model: Tabular, levels: int, step: Step) -> float:
-    """The largest error of the joint law of LENGTH tokens of which a step makes the first."""
+    """The largest error of the joint distribution of LENGTH tokens of which a step makes the first."""
     weights, tree = model.static_drafts(chain(levels))
-    return error_of(law_of_step(model, weights, tree, step, LENGTH), model.law_after((), LENGTH))
+    return error_of(distribution_of_step(model, weights, tree, step, LENGTH), model.distribution_after((), LENGTH))
 
 
 @pytest.mark.parametrize("limit", [None, -1, 0, 1, 2])
@@ -91,7 +100,7 @@ def test_with_the_target_as_drafter_everything_is_accepted() -> None:
 
 
 def published(p: Vector, q: Vector, drafts: list[int], mistake: str = "") -> tuple[Vector, list[Vector]]:
-    """Algorithm 2 as it is written: chances h(1..n) of the levels and the law of the token after each end 0..n.
+    """Algorithm 2 as it is written: chances h(1..n) of the levels, and distributions of the token after ends 0..n.
 
     `p` [n + 1, V], `q` [n, V].
     """
@@ -113,7 +122,7 @@ def published(p: Vector, q: Vector, drafts: list[int], mistake: str = "") -> tup
     return np.array(chances[1:]), after
 
 
-def law_of_ends(chances: Vector) -> Vector:
+def distribution_of_ends(chances: Vector) -> Vector:
     """The step ends at the last level that is hit: the chance of each end 0..n."""
     none_behind = np.append(np.cumprod((1.0 - chances)[::-1])[::-1], 1.0)
     return np.append(1.0, chances) * none_behind
@@ -128,7 +137,7 @@ def published_step(mistake: str) -> Step:
         for image in range(batch):
             drafts = tree.tokens[image, 1:].tolist()
             chances, after = published(p[image].numpy(), tree.q[image, :-1].numpy(), drafts, mistake)
-            weights[:, image] = torch.from_numpy(law_of_ends(chances))
+            weights[:, image] = torch.from_numpy(distribution_of_ends(chances))
             last[:, image] = torch.from_numpy(np.stack(after))
         return weights, tree.tokens[:, 1:].expand(nodes, -1, -1), tree.depths.T.contiguous(), last
 
@@ -136,7 +145,7 @@ def published_step(mistake: str) -> Step:
 
 
 @pytest.mark.parametrize("mistake", ["drafts alone", "plain residual", "share as chance"])
-def test_a_block_judged_wrongly_is_seen(mistake: str) -> None:
+def test_a_broken_block_rule_is_seen(mistake: str) -> None:
     model = Tabular(4, Setting(), seed=3)
     assert joint_error(model, 3, published_step("")) < 1e-9
     error = joint_error(model, 3, published_step(mistake))
@@ -147,7 +156,7 @@ def test_a_block_judged_wrongly_is_seen(mistake: str) -> None:
 # ---- against the published procedure
 
 
-def test_random_blocks_are_judged_as_published() -> None:
+def test_random_blocks_are_accepted_as_published() -> None:
     compared = 0
     for seed in range(150):
         rng, noise = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
@@ -156,14 +165,14 @@ def test_random_blocks_are_judged_as_published() -> None:
         q, p = (random_probs(rng, noise, filters, batch, levels + 1, vocabulary)[1].double() for _ in range(2))
         q, p = (one / one.sum(dim=-1, keepdim=True) for one in (q, p))
         tree = random_static(rng, noise, q, shape)
-        judged = judge_tree(tree, p, BLOCK, None)
-        accept = judged.judgement.accept.view(levels, batch, 1).transpose(0, 1)
+        _, acceptance = accept_tree(tree, p, BLOCK, None)
+        accept = acceptance.accept.view(levels, batch, 1).transpose(0, 1)
         assert accept.isfinite().all()
         filled = torch.nn.functional.pad(accept, (0, 0, 0, 1))
         found, forced = force_stops(tree, filled)
         for image in range(batch):
             chances, after = published(p[image].numpy(), q[image, :-1].numpy(), tree.tokens[image, 1:].tolist())
-            wanted = law_of_ends(chances)
+            wanted = distribution_of_ends(chances)
             assert_allclose(found[:, image].numpy(), wanted, atol=1e-12)
             for end in np.flatnonzero(wanted > 1e-9):
                 ended = verify(tree, p, BLOCK, None, forced[end], torch.ones(batch, vocabulary))
@@ -180,4 +189,4 @@ def test_drafts_that_branch_are_refused() -> None:
     _, wide = model.static_drafts(StaticTree.of([(0,), (1,)]))
     for tree in (wide, model.dynamic_draft(nodes=2, rounds=2, beam=1)):
         with pytest.raises(ValueError, match="chains of sampled drafts"):
-            judge_tree(tree, model.target_at(tree), BLOCK, None)
+            accept_tree(tree, model.target_at(tree), BLOCK, None)

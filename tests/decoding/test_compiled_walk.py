@@ -40,12 +40,12 @@ def test_compiled_walks_are_the_same(kind: str) -> None:
     nodes, fanout = (DEPTH + 1, 1) if kind == "block" else (NODES, FANOUT)
     shape = StaticTree.of(random_topology(rng, nodes - 1, fanout, DEPTH))
 
-    def judged(tree: DraftTree, p: Tensor, uniforms: Tensor, ends: Tensor) -> Verdict:
+    def decided(tree: DraftTree, p: Tensor, uniforms: Tensor, ends: Tensor) -> Verdict:
         if kind == "greedy":
             return verify_greedy(tree, p.log(), KINDS[kind], table, None)
         return verify(tree, p, KINDS[kind], table, uniforms, ends)
 
-    compiled = Engine(compile=True).program(kind, judged, torch.device("cpu"))
+    compiled = Engine(compile=True).program(kind, decided, torch.device("cpu"))
     accepted, at_fault = 0, 0
     for _ in range(ROUNDS):
         p = sharp(noise, BATCH, nodes)
@@ -56,7 +56,7 @@ def test_compiled_walks_are_the_same(kind: str) -> None:
             tree = random_static(rng, noise, (0.5 * p + 0.5 * sharp(noise, BATCH, nodes)), shape, filled=False)
         uniforms = torch.rand(tree.children.shape, generator=noise)
         ends = torch.empty(BATCH, VOCABULARY).exponential_(generator=noise)
-        found, wanted = compiled(tree, p, uniforms, ends), judged(tree, p, uniforms, ends)
+        found, wanted = compiled(tree, p, uniforms, ends), decided(tree, p, uniforms, ends)
         # A rounding may turn a decision that stands within 1e-6 of its threshold: once in a million of them.
         same = (found.path == wanted.path).all(1) & (found.tokens == wanted.tokens).all(1)
         same &= (found.child_rank == wanted.child_rank).all(1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation, merged_mass
-from lantern_bench.decoding.acceptance.tree_acceptance import judge_children
+from lantern_bench.decoding.acceptance.tree_acceptance import accept_children
 from lantern_bench.decoding.emitted_tv import (
     emitted_first_token,
     emitted_tv_dynamic,
@@ -36,8 +36,8 @@ def rules(residual: str, neighbours: int = 10) -> list[Relaxation]:
     ]
 
 
-def mean_law_of_one_draw(p: Tensor, q: Tensor, relaxation: Relaxation, table: Tensor | None) -> Tensor:
-    """The exact law [V] of the first token with one child drawn from q [V]."""
+def mean_distribution_of_one_draw(p: Tensor, q: Tensor, relaxation: Relaxation, table: Tensor | None) -> Tensor:
+    """The exact distribution [V] of the first token with one child drawn from q [V]."""
     vocabulary = len(p)
     drawn = torch.arange(vocabulary)[:, None]
     each = emitted_first_token(p.expand(vocabulary, -1), q.expand(vocabulary, -1), drawn, drawn >= 0, relaxation, table)
@@ -49,9 +49,9 @@ def test_the_example_of_section_4_emits_q_at_half_a_tv() -> None:
     q = torch.tensor([0.2] * 5 + [0.0] * 5, dtype=torch.float64)
     table = torch.tensor([[token + 5] for token in range(5)] + [[token] for token in range(5)])
     relaxation = Relaxation("additive", 1, 0.1)
-    law = mean_law_of_one_draw(p, q, relaxation, table)
-    torch.testing.assert_close(law, q)
-    assert float(total_variation(p, law)) == pytest.approx(0.5, abs=1e-9)
+    distribution = mean_distribution_of_one_draw(p, q, relaxation, table)
+    torch.testing.assert_close(distribution, q)
+    assert float(total_variation(p, distribution)) == pytest.approx(0.5, abs=1e-9)
     # Five draws are enough: what the first child does is known for all drafts, and here it is all that happens.
     drawn = emitted_tv_static(p[None], q[None], 1, 5, relaxation, table, torch.Generator().manual_seed(0))
     assert float(drawn) == pytest.approx(0.5, abs=1e-9)
@@ -67,7 +67,7 @@ def test_one_sampled_draft_costs_what_the_formula_says() -> None:
         for relaxation in rules("exact"):
             mass, _ = merged_mass(p.expand(32, -1), torch.arange(32), table, relaxation)
             expected = torch.minimum((q - p).clamp_min(0), mass).sum()
-            found = total_variation(p, mean_law_of_one_draw(p, q, relaxation, table))
+            found = total_variation(p, mean_distribution_of_one_draw(p, q, relaxation, table))
             worst = max(worst, float((found - expected).abs()))
             checked += 1
     print(f"emitted TV of one sampled draft against the formula: {checked} cases, largest difference {worst:.1e}")
@@ -80,8 +80,8 @@ def test_independent_distributions_cost_more_than_delta() -> None:
     for _ in range(150):
         p, q = dirichlet(noise, 2, 64)
         table = nearest_codes(torch.randn(64, 8, generator=noise), 63)
-        law = mean_law_of_one_draw(p, q, Relaxation("additive", 10, 0.1), table)
-        ratios.append(float(total_variation(p, law)) / 0.1)
+        distribution = mean_distribution_of_one_draw(p, q, Relaxation("additive", 10, 0.1), table)
+        ratios.append(float(total_variation(p, distribution)) / 0.1)
     print(
         f"emitted TV over delta: {min(ratios):.2f} to {max(ratios):.2f}, above 1 in {sum(r > 1 for r in ratios)} of 150"
     )
@@ -97,10 +97,10 @@ def test_deterministic_drafts_stay_within_the_masses_weighted_by_reach(children:
         table = nearest_codes(torch.randn(24, 4, generator=noise), 23)
         tokens, valid = most_probable(q, children)
         for relaxation in rules("exact", neighbours=5):
-            judged = judge_children(p.clone(), None, tokens, valid, relaxation, table)
-            rejected = (1 - judged.accept).cumprod(dim=1)
+            decided = accept_children(p.clone(), None, tokens, valid, relaxation, table)
+            rejected = (1 - decided.accept).cumprod(dim=1)
             reach = torch.cat([torch.ones(8, 1, dtype=p.dtype), rejected[:, :-1]], dim=1)
-            bound = (reach * judged.mass).sum(dim=1)
+            bound = (reach * decided.mass).sum(dim=1)
             found = emitted_tv_dynamic(p, tokens, valid, relaxation, table)
             assert (found <= bound + 1e-12).all()
             if children == 1:
@@ -178,7 +178,9 @@ def test_official_costs_at_least_as_much_as_exact_for_one_child() -> None:
         table = nearest_codes(torch.randn(12, 3, generator=noise), 11)
         top, valid = most_probable(q[None], 1)
         for exact, official in zip(rules("exact", 4), rules("official", 4), strict=True):
-            sampled = [total_variation(p, mean_law_of_one_draw(p, q, rule, table)) for rule in (exact, official)]
+            sampled = [
+                total_variation(p, mean_distribution_of_one_draw(p, q, rule, table)) for rule in (exact, official)
+            ]
             fixed = [emitted_tv_dynamic(p[None], top, valid, rule, table) for rule in (exact, official)]
             assert sampled[1] >= sampled[0] - 1e-12
             assert float(fixed[1]) >= float(fixed[0]) - 1e-12
@@ -193,14 +195,14 @@ def test_with_two_children_official_may_cost_less() -> None:
     p = torch.tensor([[0.1, 0.4, 0.3, 0.1, 0.1]], dtype=torch.float64)
     table = torch.tensor([[4, 3, 2, 1], [2, 4, 0, 3], [0, 1, 3, 4], [0, 1, 2, 4], [0, 1, 2, 3]])
     children = torch.tensor([[0, 1]])
-    laws = {
+    distributions = {
         residual: emitted_first_token(p, None, children, children >= 0, Relaxation("additive", 1, 0.4, residual), table)
         for residual in ("exact", "official")
     }
-    torch.testing.assert_close(laws["exact"], torch.tensor([[0.2, 0.7, 0.0, 0.1, 0.0]], dtype=torch.float64))
-    torch.testing.assert_close(laws["official"][0], torch.tensor([7, 16, 12, 0, 0], dtype=torch.float64) / 35)
-    assert float(total_variation(p, laws["exact"])) == pytest.approx(0.4)
-    assert float(total_variation(p, laws["official"])) == pytest.approx(0.2)
+    torch.testing.assert_close(distributions["exact"], torch.tensor([[0.2, 0.7, 0.0, 0.1, 0.0]], dtype=torch.float64))
+    torch.testing.assert_close(distributions["official"][0], torch.tensor([7, 16, 12, 0, 0], dtype=torch.float64) / 35)
+    assert float(total_variation(p, distributions["exact"])) == pytest.approx(0.4)
+    assert float(total_variation(p, distributions["official"])) == pytest.approx(0.2)
 
 
 def test_inputs_are_left_as_they_are() -> None:

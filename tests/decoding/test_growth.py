@@ -11,16 +11,16 @@ from torch import Tensor
 from lantern_bench.decoding.drafting.dynamic import Growth
 
 Prefix = tuple[int, ...]
-Law = Callable[[Prefix], Tensor]
+Distribution = Callable[[Prefix], Tensor]
 
 
-def plain_tree(q: Law, nodes: int, rounds: int, beam: int) -> tuple[list[Prefix], list[float]]:
+def plain_tree(q: Distribution, nodes: int, rounds: int, beam: int) -> tuple[list[Prefix], list[float]]:
     """The kept prefixes in generation order, with their cumulative log q."""
 
     def children(prefix: Prefix, reach: Tensor) -> list[tuple[Tensor, Prefix]]:
-        law = q(prefix)
-        best = sorted(range(len(law)), key=lambda token: (-float(law[token]), token))[:beam]
-        return [(reach + law[token].log(), (*prefix, token)) for token in best if law[token] > 0]
+        distribution = q(prefix)
+        best = sorted(range(len(distribution)), key=lambda token: (-float(distribution[token]), token))[:beam]
+        return [(reach + distribution[token].log(), (*prefix, token)) for token in best if distribution[token] > 0]
 
     made = children((), torch.zeros(()))
     every = list(made)
@@ -33,14 +33,17 @@ def plain_tree(q: Law, nodes: int, rounds: int, beam: int) -> tuple[list[Prefix]
     return [prefix for _, prefix in kept], [float(reach) for reach, _ in kept]
 
 
-def grow(laws: list[Law], rounds: int, beam: int) -> Growth:
+def grow(distributions: list[Distribution], rounds: int, beam: int) -> Growth:
     growth = Growth(beam)
-    frontier = growth.start(torch.stack([law(()) for law in laws]))
+    frontier = growth.start(torch.stack([distribution(()) for distribution in distributions]))
     prefixes = [[(token,) for token in row] for row in frontier.tokens.tolist()]
     expanded = [list(row) for row in prefixes]
     check_seen(frontier.seen, prefixes, expanded)
     for _ in range(rounds - 1):
-        rows = [torch.stack([law(prefix) for prefix in row]) for law, row in zip(laws, prefixes, strict=True)]
+        rows = [
+            torch.stack([distribution(prefix) for prefix in row])
+            for distribution, row in zip(distributions, prefixes, strict=True)
+        ]
         frontier = growth.grow(torch.stack(rows))
         prefixes = [
             [(*row[slot], token) for slot, token in zip(origin, tokens, strict=True)]
@@ -60,8 +63,8 @@ def check_seen(seen: Tensor, prefixes: list[list[Prefix]], expanded: list[list[P
             assert visible == ancestors
 
 
-def random_law(seed: int, vocabulary: int, kind: str) -> Law:
-    def law(prefix: Prefix) -> Tensor:
+def random_distribution(seed: int, vocabulary: int, kind: str) -> Distribution:
+    def distribution(prefix: Prefix) -> Tensor:
         number = seed * 7919 + sum((token + 1) * 31**place for place, token in enumerate(prefix))
         noise = torch.Generator().manual_seed(number)
         if kind == "ties":  # powers of two: equal scores by different ways are frequent and exact enough to tie
@@ -72,7 +75,7 @@ def random_law(seed: int, vocabulary: int, kind: str) -> Law:
             weights[weights < weights.topk(2).values[-1]] = 0
         return weights / (weights.sum() if kind != "ties" else 2.0 ** torch.ceil(weights.sum().log2()))
 
-    return law
+    return distribution
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "filtered"])
@@ -80,14 +83,14 @@ def random_law(seed: int, vocabulary: int, kind: str) -> Law:
     ("nodes", "rounds", "beam"), [(5, 3, 2), (12, 4, 3), (3, 2, 4), (60, 3, 3), (7, 1, 5), (4, 5, 1)]
 )
 def test_growth_equals_the_plain_reading(kind: str, nodes: int, rounds: int, beam: int) -> None:
-    laws = [random_law(seed, 6, kind) for seed in range(4)]
-    growth = grow(laws, rounds, beam)
+    distributions = [random_distribution(seed, 6, kind) for seed in range(4)]
+    growth = grow(distributions, rounds, beam)
     root = torch.tensor([3, 1, 4, 0])
     kept = growth.select(root, nodes)
     tree = growth.tree(root, nodes)
     assert tree.max_depth == growth.rounds == rounds
-    for image, law in enumerate(laws):
-        prefixes, reach = plain_tree(law, nodes, rounds, beam)
+    for image, distribution in enumerate(distributions):
+        prefixes, reach = plain_tree(distribution, nodes, rounds, beam)
         count = len(prefixes) + 1
         assert kept.valid[image].tolist() == [place < count for place in range(kept.valid.shape[1])]
         found = [
@@ -111,12 +114,12 @@ def test_growth_equals_the_plain_reading(kind: str, nodes: int, rounds: int, bea
 
 
 def test_a_depth_limit_selects_what_fewer_rounds_would() -> None:
-    laws = [random_law(seed, 6, "random") for seed in range(5)]
-    growth = grow(laws, 4, 3)
+    distributions = [random_distribution(seed, 6, "random") for seed in range(5)]
+    growth = grow(distributions, 4, 3)
     limits = [4, 2, 1, 0, -1]
     tree = growth.tree(torch.zeros(5, dtype=torch.int64), 9, torch.tensor(limits))
     for image, limit in enumerate(limits):
-        expected = plain_tree(laws[image], 9, limit, 3)[0] if limit > 0 else []
+        expected = plain_tree(distributions[image], 9, limit, 3)[0] if limit > 0 else []
         found = [
             tuple(tree.tokens[image, seen.nonzero().flatten()[1:]].tolist())
             for seen in tree.attention[image, 1 : len(expected) + 1]
@@ -129,11 +132,11 @@ def test_a_depth_limit_selects_what_fewer_rounds_would() -> None:
 def test_a_child_as_probable_as_its_parent_does_not_displace_it(certain: float) -> None:
     """Finding B1: a child with log q = 0 has exactly its parent's score."""
 
-    def law(prefix: Prefix) -> Tensor:
+    def distribution(prefix: Prefix) -> Tensor:
         # A probability that rounding lifted above 1 may not lift the child above its parent either.
         return torch.tensor([0.0, certain, 0.0]) if prefix else torch.tensor([0.5, 0.3, 0.2])
 
-    growth = grow([law], 3, 2)
+    growth = grow([distribution], 3, 2)
     for nodes, expected in ((1, [(0,)]), (2, [(0,), (0, 1)]), (4, [(0,), (1,), (0, 1), (0, 1, 1)])):
         tree = growth.tree(torch.zeros(1, dtype=torch.int64), nodes)
         found = [tuple(tree.tokens[0, seen.nonzero().flatten()[1:]].tolist()) for seen in tree.attention[0, 1:]]

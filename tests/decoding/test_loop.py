@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lantern_bench.certify.lossless import strict_without_residual
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.tree_acceptance import Judge
+from lantern_bench.decoding.acceptance.tree_acceptance import Accept
 from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
 from tests.decoding.tabular_model import TabularModel
@@ -33,13 +33,13 @@ def generators(count: int, seed: int) -> list[torch.Generator]:
 
 
 def run(
-    decoding: Decoding, images: int = IMAGES, seed: int = 1, batch: int = 1000, judge: Judge | None = None
+    decoding: Decoding, images: int = IMAGES, seed: int = 1, batch: int = 1000, accept: Accept | None = None
 ) -> tuple[TabularModel, list[Decoded]]:
     model = TabularModel(VOCABULARY, LENGTH, seed=4)
     made: list[Decoded] = []
     streams = generators(images, seed)
     for start in range(0, images, batch):
-        made += decode(model, None, decoding, streams[start : start + batch], judge=judge)
+        made += decode(model, None, decoding, streams[start : start + batch], accept=accept)
     return model, made
 
 
@@ -48,14 +48,14 @@ def p_value(model: TabularModel, made: list[Decoded], decoding: Decoding) -> flo
         logits = guide(cond, uncond if decoding.cfg_scale != 1 else None, decoding.cfg_scale)
         return decoding_probabilities(logits, decoding)
 
-    law = model.law(p).numpy()
+    distribution = model.distribution(p).numpy()
     tokens = torch.stack([item.tokens for item in made]).long()
     place = (tokens * VOCABULARY ** torch.arange(LENGTH - 1, -1, -1)).sum(dim=1)
-    observed = np.bincount(place.numpy(), minlength=len(law))
-    possible = law > 0
+    observed = np.bincount(place.numpy(), minlength=len(distribution))
+    possible = distribution > 0
     if observed[~possible].any():
         return 0.0
-    expected = law[possible] / law[possible].sum() * len(made)
+    expected = distribution[possible] / distribution[possible].sum() * len(made)
     return float(power_divergence(observed[possible], expected, lambda_="log-likelihood").pvalue)
 
 
@@ -72,7 +72,7 @@ def test_the_loop_is_lossless(drafting: str, setting: str) -> None:
 @pytest.mark.parametrize("drafting", DRAFTINGS)
 def test_without_the_residual_the_loop_is_rejected(drafting: str) -> None:
     decoding = Decoding(mode="speculative", **DRAFTINGS[drafting], **SETTINGS["plain"])
-    model, made = run(decoding, judge=strict_without_residual)
+    model, made = run(decoding, accept=strict_without_residual)
     value = p_value(model, made, decoding)
     print(f"loop, residual left out, {drafting}: p = {value:.1e}")
     assert value < 1e-6
@@ -145,7 +145,7 @@ def test_kept_logits_are_those_the_tokens_came_from(mode: str) -> None:
             state = model.state_after(state, token)
 
 
-def test_a_block_is_judged_as_one() -> None:
+def test_a_block_is_accepted_as_one() -> None:
     """Lossless the strict rule is as well: what tells them apart is how much is accepted of a drafter's chains."""
     chain = {"drafting": "static", "topology": [[0], [0, 0], [0, 0, 0]]}
     accepted = []

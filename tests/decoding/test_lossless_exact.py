@@ -1,7 +1,7 @@
 """The strict rule is lossless, by enumeration of every draft and every accept/reject outcome of one step.
 
-Checked for the first token and for the joint law of the committed sequence, against the autoregressive law, for each
-drafting, filter and guidance; and rules that are broken on purpose are seen to fail.
+Checked for the first token and for the joint distribution of the committed sequence, against autoregressive decoding,
+for each drafting, filter and guidance; and rules that are broken on purpose are seen to fail.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tests.decoding.tabular import (
     Setting,
     Step,
     Tabular,
+    distribution_of_step,
     error_of,
     first_tokens,
     force_stops,
-    law_of_step,
     verify_step,
     without_q,
 )
@@ -55,9 +55,9 @@ def dynamic_error(setting: Setting, tree: DraftTree, model: Tabular, step: Step)
 
 def errors(model: Tabular, weights: Tensor, tree: DraftTree, step: Step) -> tuple[float, float]:
     assert float(weights.sum()) == pytest.approx(1.0, abs=1e-9)
-    law = law_of_step(model, weights, tree, step, LENGTH)
-    truth = model.law_after((), LENGTH)
-    return error_of(first_tokens(law), first_tokens(truth)), error_of(law, truth)
+    distribution = distribution_of_step(model, weights, tree, step, LENGTH)
+    truth = model.distribution_after((), LENGTH)
+    return error_of(first_tokens(distribution), first_tokens(truth)), error_of(distribution, truth)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -99,11 +99,11 @@ def test_float32_stays_within_the_tolerance(setting: str) -> None:
     assert max(static_error(SETTINGS[setting], "small", in_float32)) < 1e-5
 
 
-# Rules broken on purpose: judge(p, q, tokens) -> accept probability of each child, and the final distribution.
-Judge = Callable[[Tensor, Tensor | None, list[int]], tuple[list[float], Tensor]]
+# Rules broken on purpose: accept_one(p, q, tokens) -> accept probability of each child, and the final distribution.
+Accept = Callable[[Tensor, Tensor | None, list[int]], tuple[list[float], Tensor]]
 
 
-def judge(
+def accept_one(
     p: Tensor, q: Tensor | None, tokens: list[int], residual: bool = True, renormalise: bool = True
 ) -> tuple[list[float], Tensor]:
     accepts = []
@@ -123,8 +123,8 @@ def judge(
     return accepts, p
 
 
-def step_with(rule: Judge) -> Step:
-    """A step that walks by a judge of one node."""
+def step_with(rule: Accept) -> Step:
+    """A step that walks with a rule for one node."""
 
     def step(tree: DraftTree, p: Tensor) -> Outcomes:
         batch, nodes, vocabulary = p.shape
@@ -145,18 +145,18 @@ def step_with(rule: Judge) -> Step:
     return step
 
 
-def test_the_enumeration_accepts_a_right_judge() -> None:
-    assert max(static_error(Setting(), "small", step_with(judge))) < 1e-9
+def test_the_enumeration_accepts_a_right_rule() -> None:
+    assert max(static_error(Setting(), "small", step_with(accept_one))) < 1e-9
 
 
 @pytest.mark.parametrize(
     ("name", "rule"),
     {
-        "residual left out": partial(judge, residual=False),
-        "q not renormalised after earlier draws": partial(judge, renormalise=False),
+        "residual left out": partial(accept_one, residual=False),
+        "q not renormalised after earlier draws": partial(accept_one, renormalise=False),
     }.items(),
 )
-def test_broken_rules_are_seen(name: str, rule: Judge) -> None:
+def test_broken_rules_are_seen(name: str, rule: Accept) -> None:
     # Seed 6: an unnormalised q shows only where the residual of the first child rests on two tokens or more.
     first, joint = static_error(Setting(), "wide", step_with(rule), vocabulary=5, seed=6)
     print(f"broken: {name}: first {first:.3f}, joint {joint:.4f}")
@@ -186,7 +186,7 @@ def test_a_sampled_draft_taken_for_q_1_stays_lossless_but_is_accepted_less() -> 
     """q = 1 is right for any draft that does not depend on what the target then draws; it only wastes drafts.
 
     Given the children, accepting x with p(x) and else drawing from p without x emits p, whatever chose x. So this
-    reading of section 3 cannot be told from the right one by the law of the tokens; acceptance tells it.
+    reading of section 3 cannot be told from the right one by the distribution of the tokens; acceptance tells it.
     """
     model = Tabular(4, Setting(), seed=1)
     weights, tree = model.static_drafts(StaticTree.of(SHAPES["small"]))
@@ -203,7 +203,7 @@ def test_a_sampled_draft_taken_for_q_1_stays_lossless_but_is_accepted_less() -> 
 def test_a_dynamic_draft_without_residual_is_seen() -> None:
     model = Tabular(5, Setting(), seed=2)
     first, joint = dynamic_error(
-        Setting(), model.dynamic_draft(6, 3, 2), model, step_with(partial(judge, residual=False))
+        Setting(), model.dynamic_draft(6, 3, 2), model, step_with(partial(accept_one, residual=False))
     )
     assert first > 1e-2
     assert joint > 1e-3

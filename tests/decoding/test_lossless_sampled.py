@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lantern_bench.certify.lossless import strict_without_residual
 from lantern_bench.decoding.acceptance.relaxation import STRICT
-from lantern_bench.decoding.acceptance.tree_acceptance import Judge
+from lantern_bench.decoding.acceptance.tree_acceptance import Accept
 from lantern_bench.decoding.acceptance.walk import verify
 from lantern_bench.decoding.sampling import Draws, draw_without_replacement, sample
 from lantern_bench.decoding.tree import DraftTree, StaticTree
@@ -74,13 +74,13 @@ def dynamic_draft(model: Tabular) -> DraftTree:
 
 
 def p_values(
-    model: Tabular, tables: Tables, tree: DraftTree, noise: torch.Generator, judge: Judge | None = None
+    model: Tabular, tables: Tables, tree: DraftTree, noise: torch.Generator, accept: Accept | None = None
 ) -> tuple[float, float]:
     """Decode one step for all images, complete to LENGTH tokens, and G-test first and joint tokens."""
     draws = Draws([noise], "cpu")
     uniforms = draws.uniform(*tree.children.shape)[0]
     last = draws.exponential(IMAGES, VOCABULARY)[0]
-    verdict = verify(tree, tables.p[Tables.codes(tree)], STRICT, None, uniforms, last, judge=judge)
+    verdict = verify(tree, tables.p[Tables.codes(tree)], STRICT, None, uniforms, last, accept=accept)
     code = torch.zeros(IMAGES, dtype=torch.int64)
     made = []
     for place in range(LENGTH):
@@ -91,24 +91,24 @@ def p_values(
 
 
 def g_test(model: Tabular, tokens: Tensor, length: int) -> float:
-    law = model.law_after((), length)
-    cells = {prefix: place for place, prefix in enumerate(law)}
+    distribution = model.distribution_after((), length)
+    cells = {prefix: place for place, prefix in enumerate(distribution)}
     found, counts = np.unique(tokens[:, :length].numpy(), axis=0, return_counts=True)
-    observed = np.zeros(len(law))
+    observed = np.zeros(len(distribution))
     for row, count in zip(found.tolist(), counts, strict=True):
         if tuple(row) not in cells:
             return 0.0
         observed[cells[tuple(row)]] = count
-    expected = np.array(list(law.values()))
+    expected = np.array(list(distribution.values()))
     return float(power_divergence(observed, expected / expected.sum() * len(tokens), lambda_="log-likelihood").pvalue)
 
 
-def run(drafting: str, setting: str, judge: Judge | None = None) -> tuple[float, float]:
+def run(drafting: str, setting: str, accept: Accept | None = None) -> tuple[float, float]:
     noise = torch.Generator().manual_seed(11)
     model = Tabular(VOCABULARY, SETTINGS[setting], seed=6)
     tables = Tables(model)
     tree = static_draft(tables, noise) if drafting == "static" else dynamic_draft(model)
-    return p_values(model, tables, tree, noise, judge)
+    return p_values(model, tables, tree, noise, accept)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -104,7 +104,7 @@ def test_vanishing_bounds_are_not_the_strict_rule_under_official() -> None:
 
 
 def emitted(p: list[float], tokens: list[int], table: dict[int, list[int]], relaxation: Relaxation) -> torch.Tensor:
-    """The law of the first token for deterministic children; the rows of `table` that are not given do not matter."""
+    """The distribution of the first token for deterministic children; rows not given in `table` do not matter."""
     rows = [table.get(token, [other for other in range(len(p)) if other != token]) for token in range(len(p))]
     children = torch.tensor([tokens])
     return emitted_first_token(
@@ -135,15 +135,16 @@ def test_findings_on_deterministic_drafts(
     p = torch.tensor(example["p"])
     exact = emitted(**example, relaxation=Relaxation(*rule, "exact"))
     assert float(total_variation(p, exact)) == pytest.approx(exact_tv, abs=1e-6), finding
-    law = emitted(**example, relaxation=Relaxation(*rule, "official"))
-    torch.testing.assert_close(law, torch.tensor(official, dtype=torch.float32), atol=1e-6, rtol=0)
-    assert float(total_variation(p, law)) == pytest.approx(official_tv, abs=1e-6), finding
+    distribution = emitted(**example, relaxation=Relaxation(*rule, "official"))
+    torch.testing.assert_close(distribution, torch.tensor(official, dtype=torch.float32), atol=1e-6, rtol=0)
+    assert float(total_variation(p, distribution)) == pytest.approx(official_tv, abs=1e-6), finding
 
 
 @pytest.mark.parametrize(
-    ("residual", "law", "tv"), [("official", [0.4, 0.15, 0.3, 0.15], 0.15), ("exact", [0.4, 0.1, 0.325, 0.175], 0.1)]
+    ("residual", "distribution", "tv"),
+    [("official", [0.4, 0.15, 0.3, 0.15], 0.15), ("exact", [0.4, 0.1, 0.325, 0.175], 0.1)],
 )
-def test_finding_a5_on_a_sampled_draft(residual: str, law: list[float], tv: float) -> None:
+def test_finding_a5_on_a_sampled_draft(residual: str, distribution: list[float], tv: float) -> None:
     p, q = torch.tensor([0.3, 0.1, 0.4, 0.2]), torch.tensor([0.7, 0.1, 0.1, 0.1])
     table = torch.tensor([[1, 2, 3], [0, 2, 3], [3, 0, 1], [2, 0, 1]])
     # After 0 is rejected `official` zeroes q at 1 and 2 (k + 1 codes): [0, .1, .4, .1] / .6, as the finding records.
@@ -152,7 +153,7 @@ def test_finding_a5_on_a_sampled_draft(residual: str, law: list[float], tv: floa
         p.expand(4, 4), q.expand(4, 4), drawn, drawn >= 0, Relaxation("additive", 1, 0.1, residual), table
     )
     mean = (q[:, None] * rows).sum(dim=0)
-    torch.testing.assert_close(mean, torch.tensor(law), atol=1e-6, rtol=0)
+    torch.testing.assert_close(mean, torch.tensor(distribution), atol=1e-6, rtol=0)
     assert float(total_variation(p, mean)) == pytest.approx(tv, abs=1e-6)
 
 

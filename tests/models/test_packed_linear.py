@@ -1,6 +1,6 @@
 """Packed weights multiply as the usual ones do, take their place and no more memory, and compile to the same tokens.
 
-The 8-bit ones of a drafter change what is drafted, and neither the target nor the law of the tokens.
+The 8-bit ones of a drafter change what is drafted, and neither the target nor the distribution of the tokens.
 """
 
 from __future__ import annotations
@@ -149,14 +149,14 @@ class Captioned(Small):
 
 
 def test_drafts_of_whole_numbers_are_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The law is the target's, and what was drafted from is judged with: a broken rule is seen by the same test."""
+    """The distribution is the target's, and verification uses the q of the drafts; the test rejects a broken rule."""
     monkeypatch.setattr(packed_linear, "_FEW_ROWS", 10_000)
     model, prompt = Captioned(), Prompt("a caption")
     decoding = Decoding(mode="speculative", tree="chain-3", top_k=4, cfg_scale=2.0)
-    laws = [first_token_distribution(model, prompt, decoding, 3)]  # type: ignore[arg-type]
+    distributions = [first_token_distribution(model, prompt, decoding, 3)]  # type: ignore[arg-type]
     values = [
-        first_tokens_test(model, [prompt], laws, decoding, 2000, judge=judge, batch=500).p_value  # type: ignore[arg-type]
-        for judge in (None, strict_without_residual)
+        first_tokens_test(model, [prompt], distributions, decoding, 2000, accept=accept, batch=500).p_value  # type: ignore[arg-type]
+        for accept in (None, strict_without_residual)
     ]
     print(f"8-bit drafts: p = {values[0]:.3f}, residual left out {values[1]:.1e}")
     assert values[0] > 1e-3

@@ -1,8 +1,8 @@
-"""A chain of drafts judged as one block: more of them are accepted, and the law of the tokens is still the target's.
+"""Accept a chain of drafts as one block: more drafts are accepted, and the distribution stays the target's.
 
-Judged alone, each draft x counts for min(1, p(x) / q(x)), and what it exceeds 1 by is lost. Judged as a block, what the
-drafts before it fell short of is made good from that (block verification, Sun et al., arXiv 2403.10444, algorithm 2;
-proved there to be the most that a lossless rule accepts of one draft on average). Needs no other forward.
+Alone, each draft x counts for min(1, p(x) / q(x)), and what the ratio exceeds 1 by is lost. In a block, that surplus
+makes up for earlier drafts whose ratio is below 1 (block verification, Sun et al., arXiv 2403.10444, algorithm 2, which
+proves that no lossless rule accepts more of one draft on average). It needs no further forward.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.decoding.acceptance.relaxation import Relaxation
-from lantern_bench.decoding.acceptance.tree_acceptance import Judgement
+from lantern_bench.decoding.acceptance.tree_acceptance import Acceptance
 
 
 def accept_block(
@@ -25,8 +25,8 @@ def accept_block(
     table: Tensor | None,  # noqa: ARG001
     active: Sequence[int] | None = None,  # noqa: ARG001
     images: int = 1,
-) -> Judgement:
-    """Judge the drafts of `images` chains: row `level * images + image` is the node of that level, and its child.
+) -> Acceptance:
+    """Accept the drafts of `images` chains: row `level * images + image` is the node of that level, and its child.
 
     `p`, `q` [N, V]; `tokens` int64 and `offered` bool [N, 1]. Published, the block ends at the last level i that is hit
     by its chance h(i), all of them drawn. Here `accept` is the chance to get past i given that i is reached: that ends
@@ -49,7 +49,7 @@ def accept_block(
         here = h + (1.0 - h) * behind
         accept[level] = torch.where(here > 0, behind / here, 0.0)
         behind = here
-    return Judgement(torch.cat(accept)[:, None], torch.zeros_like(p[:, :1]), rest, left.flatten() <= 0)
+    return Acceptance(torch.cat(accept)[:, None], torch.zeros_like(p[:, :1]), rest, left.flatten() <= 0)
 
 
 def _chance(left: Tensor, share: Tensor) -> Tensor:

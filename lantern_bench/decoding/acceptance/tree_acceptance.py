@@ -1,9 +1,8 @@
-"""One node and its children: with what probability each child is accepted, and what is left when none is.
+"""One node and its children: with what probability each child is accepted, and the residual when none is.
 
-What is left after rejecting the first j children does not depend on the random numbers, so many nodes are judged
-together, one child rank at a time (docs/algorithms.md, sections 3 and 4). This is the only place where the accept
-probability and the residuals of a child are written; `verify.py` walks with them and `emitted_tv.py` adds them up. A
-chain judged as a whole is `judge_block.py`.
+The residual after rejecting the first j children does not depend on the random numbers, so many nodes are computed
+together, one child rank at a time (docs/algorithms.md, sections 3 and 4). Only this file computes acceptance
+probabilities and residuals of children; `walk.py` walks with them and `emitted_tv.py` adds them up.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ _NOTHING = 1e-12  # of a mass of 1, what subtracting may leave where nothing is 
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """What `judge_children` found for N nodes with up to C children.
+class Acceptance:
+    """What `accept_children` found for N nodes with up to C children.
 
     accept: [N, C], the probability that child j is accepted given that the earlier ones were rejected; 0 where no
         child is tried.
@@ -45,13 +44,13 @@ class Judgement:
         return chosen / chosen.sum(dim=-1, keepdim=True)
 
 
-Judge: TypeAlias = Callable[
-    [Tensor, Tensor | None, Tensor, Tensor, Relaxation, Tensor | None, Sequence[int] | None, int], Judgement
+Accept: TypeAlias = Callable[
+    [Tensor, Tensor | None, Tensor, Tensor, Relaxation, Tensor | None, Sequence[int] | None, int], Acceptance
 ]
-"""What judges children as `judge_children` does; a check that wants to see a broken rule caught brings another."""
+"""The signature of `accept_children`; a test of a broken rule passes another function of it."""
 
 
-def judge_children(
+def accept_children(
     p: Tensor,
     q: Tensor | None,
     tokens: Tensor,
@@ -60,8 +59,8 @@ def judge_children(
     table: Tensor | None,
     active: Sequence[int] | None = None,
     images: int = 1,  # noqa: ARG001  # children are accepted one by one, whichever image they are of
-) -> Judgement:
-    """Judge the children of N nodes in order, every one as if those before it had been rejected.
+) -> Acceptance:
+    """Accept the children of N nodes in order, every one as if those before it had been rejected.
 
     `p` [N, V] are the nodes' target distributions and `q` [N, V] the distributions their children were drawn from
     without replacement, or None for a deterministic draft (q = 1). Both are overwritten. `tokens` int64 [N, C] are
@@ -72,8 +71,8 @@ def judge_children(
     state = _Nodes(p, q, relaxation, table)
     accept, mass = p.new_zeros(count, ranks), p.new_zeros(count, ranks)
     for rank, rows in enumerate([count] * ranks if active is None else active):
-        accept[:rows, rank], mass[:rows, rank] = state.judge(tokens[:rows, rank, None], offered[:rows, rank, None])
-    return Judgement(accept, mass, p, state.exhausted.squeeze(1))
+        accept[:rows, rank], mass[:rows, rank] = state.decide(tokens[:rows, rank, None], offered[:rows, rank, None])
+    return Acceptance(accept, mass, p, state.exhausted.squeeze(1))
 
 
 class _Nodes:
@@ -89,7 +88,7 @@ class _Nodes:
         self.q_mass = p.new_ones(len(p), 1)
         self.exhausted = torch.zeros(len(p), 1, dtype=torch.bool, device=p.device)
 
-    def judge(self, x: Tensor, offered: Tensor) -> tuple[Tensor, Tensor]:
+    def decide(self, x: Tensor, offered: Tensor) -> tuple[Tensor, Tensor]:
         """Return accept probability and merged mass [n] of the children `x` [n, 1], then reject them all."""
         rows = len(x)
         p, p_mass = self.p[:rows], self.p_mass[:rows].to(self.p.dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.decoding.acceptance.relaxation import Relaxation, relaxed
-from lantern_bench.decoding.acceptance.tree_acceptance import Judge, Judgement, judge_children
+from lantern_bench.decoding.acceptance.tree_acceptance import Accept, Acceptance, accept_children
 from lantern_bench.decoding.sampling import greedy_probabilities, sample
 from lantern_bench.decoding.tree import DraftTree, first_true
 
@@ -25,7 +25,7 @@ class Verdict:
 
     path: int64 [B, D + 1], node numbers from the root to the last accepted node, then -1.
     accepted: int64 [B], number of accepted drafts.
-    tokens: int64 [B, D + 1], the accepted drafts, then the one more token, then 0; `accepted + 1` of them count.
+    tokens: int64 [B, D + 1], the accepted drafts, then the bonus token, then 0; `accepted + 1` of them count.
     child_rank: int64 [B, D], by depth: rank of the child taken, -1 offered and all rejected, -2 nothing offered.
     mass_accepted, mass_tried: float32 [B], m(x) summed over accepted drafts, and over all drafts looked at.
     next_probs: float32 [B, V], the distribution that the last token comes from (greedy: p of the last accepted node).
@@ -40,29 +40,17 @@ class Verdict:
     next_probs: Tensor
 
 
-@dataclass(frozen=True)
-class JudgedTree:
-    """The nodes of B trees judged together; row `slot * B + image` belongs to the node `tree.layout.nodes[slot]`.
-
-    children: int64 [N, C], node numbers, -1 where none is offered within the depth limit. judgement: of the N rows.
-    """
-
-    children: Tensor
-    judgement: Judgement
-
-
-def judge_tree(
+def accept_tree(
     tree: DraftTree,
     target_probs: Tensor,
     relaxation: Relaxation,
     table: Tensor | None,
     depth_limit: Tensor | None = None,
-    judge: Judge | None = None,
-) -> JudgedTree:
-    """Judge the children of every node of B trees.
+    accept: Accept | None = None,
+) -> tuple[Tensor, Acceptance]:
+    """Return the children int64 [N, C] of all nodes of B trees (-1: none within the depth limit) and their acceptance.
 
-    `target_probs` [B, M, V]; `table` [V, k]; `depth_limit` int64 [B]: nodes deeper than it are no children. `judge`
-    takes the place of the rule's own.
+    Row `slot * B + image` is the node `tree.layout.nodes[slot]`. Arguments as of `verify`.
     """
     children = offered_children(tree, depth_limit)
     tokens = tree.rows(tree.tokens.gather(1, children.clamp_min(0).flatten(1)).view_as(children))
@@ -70,8 +58,8 @@ def judge_tree(
     q = None if tree.q is None else tree.rows(tree.q)
     p, offered, images = tree.rows(target_probs), children >= 0, len(tree.tokens)
     active = [nodes * images for nodes in tree.layout.active]
-    judged = (judge or relaxation.accept or judge_children)(p, q, tokens, offered, relaxation, table, active, images)
-    return JudgedTree(children, judged)
+    rule = accept or relaxation.accept or accept_children
+    return children, rule(p, q, tokens, offered, relaxation, table, active, images)
 
 
 def offered_children(tree: DraftTree, depth_limit: Tensor | None) -> Tensor:
@@ -90,23 +78,23 @@ def verify(
     uniforms: Tensor,
     noise: Tensor,
     depth_limit: Tensor | None = None,
-    judge: Judge | None = None,
+    accept: Accept | None = None,
 ) -> Verdict:
     """Verify B draft trees by sampling and return what each commits.
 
     `target_probs` float32 [B, M, V] is p at every node, `table` int [V, >= relaxation.columns] the nearest codes (None
     for the strict rule), `uniforms` [B, M, C] in [0, 1) decides the children of each node, `noise` [B, V] ~ Exp(1) the
-    one more token. `depth_limit` int64 [B] is the depth drafted to (free positions - 1); 0 or less drafts nothing.
-    `judge` is given only where a check wants to see a broken rule caught. docs/algorithms.md, sections 3 and 4.
+    bonus token. `depth_limit` int64 [B] is the depth drafted to (free positions - 1); 0 or less drafts nothing.
+    `accept` is given only where a check wants to see a broken rule caught. docs/algorithms.md, sections 3 and 4.
     """
-    judged = judge_tree(tree, target_probs, relaxation, table, depth_limit, judge)
-    nodes = _Steps.of(judged, tree.rows(uniforms))
-    return _walk(tree, target_probs, judged, nodes, noise)
+    children, acceptance = accept_tree(tree, target_probs, relaxation, table, depth_limit, accept)
+    steps = _Steps.of(children, acceptance, tree.rows(uniforms))
+    return _walk(tree, target_probs, acceptance, steps, noise)
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """For each row of a judged tree: the rank that is taken or -1 or -2 (as in Verdict), where it leads, and masses."""
+    """For each row of `accept_tree`: the rank that is taken or -1 or -2 (as in Verdict), where it leads, and masses."""
 
     rank: Tensor
     child: Tensor
@@ -114,22 +102,22 @@ class _Steps:
     mass_tried: Tensor
 
     @staticmethod
-    def of(judged: JudgedTree, uniforms: Tensor) -> _Steps:
-        accept, mass = judged.judgement.accept, judged.judgement.mass
+    def of(children: Tensor, acceptance: Acceptance, uniforms: Tensor) -> _Steps:
+        accept, mass = acceptance.accept, acceptance.mass
         hit = uniforms < accept
         first, taken = first_true(hit), hit.any(dim=1)
-        offered = (judged.children >= 0).any(dim=1)
+        offered = (children >= 0).any(dim=1)
         ranks = torch.arange(hit.shape[1], device=hit.device)
         looked_at = (ranks <= first[:, None]) | ~taken[:, None]
         return _Steps(
             rank=torch.where(taken, first, offered.long() - 2),
-            child=judged.children.gather(1, first[:, None]).squeeze(1),
+            child=children.gather(1, first[:, None]).squeeze(1),
             mass_accepted=torch.where(taken, mass.gather(1, first[:, None]).squeeze(1), 0.0),
             mass_tried=torch.where(looked_at, mass, 0.0).sum(dim=1),
         )
 
 
-def _walk(tree: DraftTree, target_probs: Tensor, judged: JudgedTree, steps: _Steps, noise: Tensor) -> Verdict:
+def _walk(tree: DraftTree, target_probs: Tensor, acceptance: Acceptance, steps: _Steps, noise: Tensor) -> Verdict:
     """Follow the pointers from the root of each image and sample where they end."""
     images = torch.arange(len(tree.tokens), device=tree.tokens.device)
     node, moving = torch.zeros_like(images), torch.ones_like(images, dtype=torch.bool)
@@ -148,7 +136,7 @@ def _walk(tree: DraftTree, target_probs: Tensor, judged: JudgedTree, steps: _Ste
     row, internal = _row_of(tree, node, images)
     own = target_probs[images, node]
     rejected = internal & (steps.rank[row] == -1)
-    next_probs = torch.where(rejected[:, None], judged.judgement.final(row, own), own)
+    next_probs = torch.where(rejected[:, None], acceptance.final(row, own), own)
     trail = torch.stack(path, dim=1)
     accepted, tokens = committed_tokens(tree, trail, sample(next_probs, noise))
     child_rank = torch.stack(ranks, dim=1) if ranks else trail[:, 1:]
@@ -156,13 +144,13 @@ def _walk(tree: DraftTree, target_probs: Tensor, judged: JudgedTree, steps: _Ste
 
 
 def _row_of(tree: DraftTree, node: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the row [B] in the judged tree of the nodes [B], and whether they have one."""
+    """Return the row [B] in `accept_tree` of the nodes [B], and whether they have one."""
     slot = tree.layout.slots[node]
     return slot.clamp_min(0) * len(images) + images, slot >= 0
 
 
 def committed_tokens(tree: DraftTree, path: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (accepted [B], tokens [B, D + 1]) of a `path` [B, D + 1] and the one more token `last` [B]."""
+    """Return (accepted [B], tokens [B, D + 1]) of a `path` [B, D + 1] and the bonus token `last` [B]."""
     drafts, on_path = path[:, 1:], path[:, 1:] >= 0
     accepted = on_path.sum(dim=1)
     tokens = torch.zeros_like(path)
@@ -184,13 +172,13 @@ def verify_greedy(
 
     `guided_logits` [B, M, V] float32, `table` and `depth_limit` as in `verify`. A child is accepted when it is the
     argmax of its parent's p (strict) or of p~; among the longest paths of accepted drafts the first in
-    `tree.path_order` wins; one more token is the argmax of the unrelaxed p at its end. In the Verdict `mass_tried`
+    `tree.path_order` wins; the bonus token is the argmax of the unrelaxed p at its end. In the Verdict `mass_tried`
     counts the children of all nodes on the winning path. docs/algorithms.md, section 3.
     """
     children = offered_children(tree, depth_limit)
     # The argmax of the logits is that of p, without the ties that rounding in the softmax makes.
     best = guided_logits.argmax(dim=-1)
-    agreed, mass = _judge_alone(tree, children, guided_logits, best, relaxation, table)
+    agreed, mass = _accept_alone(tree, children, guided_logits, best, relaxation, table)
     winner = _longest_path(tree, children, agreed)
     images = torch.arange(len(winner), device=winner.device)
     on_path = tree.attention[images, winner]
@@ -208,7 +196,7 @@ def verify_greedy(
     )
 
 
-def _judge_alone(
+def _accept_alone(
     tree: DraftTree,
     children: Tensor,
     logits: Tensor,

@@ -1,4 +1,4 @@
-"""The corners of one node's judgement: nothing left, children that are not there, random numbers of exactly 0."""
+"""The corners of one node's acceptance: nothing left, children that are not there, random numbers of exactly 0."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation
-from lantern_bench.decoding.acceptance.tree_acceptance import Judgement, judge_children
+from lantern_bench.decoding.acceptance.tree_acceptance import Acceptance, accept_children
 from lantern_bench.decoding.acceptance.walk import verify
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.tree import StaticTree, link_nodes
@@ -17,24 +17,24 @@ from tests.decoding.random_trees import random_relaxation
 OFFICIAL = Relaxation(residual="official")
 
 
-def judge(p: list[float], q: list[float] | None, tokens: list[int], relaxation: Relaxation) -> Judgement:
+def accept(p: list[float], q: list[float] | None, tokens: list[int], relaxation: Relaxation) -> Acceptance:
     rows = torch.tensor([tokens])
-    return judge_children(
+    return accept_children(
         torch.tensor([p]), None if q is None else torch.tensor([q]), rows, rows >= 0, relaxation, None
     )
 
 
-def final(judged: Judgement, p: list[float]) -> list[float]:
-    return judged.final(torch.tensor([0]), torch.tensor([p]))[0].tolist()
+def final(found: Acceptance, p: list[float]) -> list[float]:
+    return found.final(torch.tensor([0]), torch.tensor([p]))[0].tolist()
 
 
 def test_with_nothing_left_a_deterministic_draft_falls_back() -> None:
     p = [0.0, 1.0, 0.0, 0.0]
-    exact = judge(p, None, [1, 2], STRICT)
+    exact = accept(p, None, [1, 2], STRICT)
     assert exact.accept.tolist() == [[1.0, 0.0]]
     assert exact.exhausted.tolist() == [True]
     assert final(exact, p) == p
-    official = judge(p, None, [1, 2], OFFICIAL)
+    official = accept(p, None, [1, 2], OFFICIAL)
     assert official.accept.tolist() == [[1.0, 0.25]]
     torch.testing.assert_close(final(official, p), [1 / 3, 1 / 3, 0.0, 1 / 3])
 
@@ -42,11 +42,11 @@ def test_with_nothing_left_a_deterministic_draft_falls_back() -> None:
 def test_with_nothing_left_a_sampled_draft_falls_back() -> None:
     """Rounding can leave a p below q everywhere: the first child may be rejected, and then nothing is left."""
     p, q = [0.4999999, 0.5], [0.5, 0.5]
-    exact = judge(p, q, [0, 1], STRICT)
+    exact = accept(p, q, [0, 1], STRICT)
     assert 0.99 < float(exact.accept[0, 0]) < 1.0
     assert exact.accept[0, 1] == 0.0
     torch.testing.assert_close(final(exact, p), p)
-    official = judge(p, q, [0, 1], OFFICIAL)
+    official = accept(p, q, [0, 1], OFFICIAL)
     # Uniform, and the second child, whose q is now 1, is still tried.
     assert official.accept[0, 1] == 0.5
     assert final(official, p) == [1.0, 0.0]
@@ -64,10 +64,10 @@ def test_children_that_are_not_offered_change_nothing(sampled: bool, residual: s
         tokens = torch.randperm(9, generator=noise)[None, :5]
         offered = torch.tensor([[True, False, True, True, False]])
 
-        def judged(which: Tensor, shown: Tensor, p=p, q=q, table=table, relaxation=relaxation) -> Judgement:
-            return judge_children(p.clone(), q.clone() if sampled else None, which, shown, relaxation, table)
+        def accepted(which: Tensor, shown: Tensor, p=p, q=q, table=table, relaxation=relaxation) -> Acceptance:
+            return accept_children(p.clone(), q.clone() if sampled else None, which, shown, relaxation, table)
 
-        whole, without = judged(tokens, offered), judged(tokens[:, [0, 2, 3]], offered[:, [0, 2, 3]])
+        whole, without = accepted(tokens, offered), accepted(tokens[:, [0, 2, 3]], offered[:, [0, 2, 3]])
         assert torch.equal(whole.accept[:, [0, 2, 3]], without.accept)
         assert torch.equal(whole.mass[:, [0, 2, 3]], without.mass)
         assert not whole.accept[:, [1, 4]].any()
@@ -99,5 +99,5 @@ def test_the_official_fallback_leaves_out_what_nobody_chooses(sampled: bool) -> 
     q = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0]]) if sampled else None
     table = torch.tensor([[1, 2], [0, 2], [0, 1], [0, 1], [0, 1]])
     rule = Relaxation("additive", 1, 0.5, "official", choices=4)
-    judged = judge_children(p, q, torch.tensor([[0]]), torch.tensor([[True]]), rule, table)
-    assert judged.final(torch.tensor([0]), torch.zeros(1, 5)).tolist() == [[0.25, 0.25, 0.25, 0.25, 0.0]]
+    found = accept_children(p, q, torch.tensor([[0]]), torch.tensor([[True]]), rule, table)
+    assert found.final(torch.tensor([0]), torch.zeros(1, 5)).tolist() == [[0.25, 0.25, 0.25, 0.25, 0.0]]
