@@ -97,8 +97,9 @@ class Decoding(BaseModel):
                 values[key] = value
         if values["temperature"] == 0:
             values |= {key: one.default for key, one in PARAMETERS.items() if one.sampled_only}
-            paths = values.get("topology") or STATIC_TREES.get(values.get("tree") or "", ((1,),))
-            if RULES[rule].greedy and not chain_problem(rule, drafting, paths, values.get("tree")):
+            tree = values.get("tree")
+            paths = values.get("topology") or (STATIC_TREES.get(tree, ((1,),)) if tree else ())
+            if RULES[rule].greedy and not chain_problem(rule, drafting, paths, tree):
                 values["rule"] = RULES[rule].greedy
         own = {key: values.pop(key) for key in list(values) if key in PARAMETERS and key not in _FIELDS}
         checked = {key: adapter(key).validate_python(value) for key, value in own.items()}

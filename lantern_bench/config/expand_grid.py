@@ -151,7 +151,7 @@ class Expansion:
             values["topology"] = values.pop("tree")
         rule = RULES[structure.rule]
         if rule.chains:
-            paths = values.get("topology") or topology_of(values["tree"])
+            paths = values.get("topology") or (topology_of(values["tree"]) if "tree" in values else ())
             problem = chain_problem(rule.name, structure.drafting, paths, "it")
             if problem and given["tree"].place is _UNSTATED:
                 # The model's own tree does not suit the rule: take the rule's.

@@ -7,7 +7,8 @@ checks of `certify` read these rows. Rows of other packages join the tables when
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
@@ -36,6 +37,7 @@ FilterOrder = Literal["top_k_first", "top_p_first"]
 _COUNT = "must be a whole number of at least 1"
 _NATURAL = "must be a whole number of at least 0"
 _CHOICE = "must be one of"
+_POSITIVE = "must be a number of at least 0"
 
 # ---- ways to draft
 
@@ -159,141 +161,87 @@ PRESETS = {word: (row.name, fixed) for row in DRAFTINGS.values() for word, fixed
 # ---- parameters, in the order of a grid's axes, the first varying slowest
 
 
-def _brought(rows: dict[str, Any]) -> dict[str, Parameter]:
-    return {one.name: one for row in rows.values() for one in row.parameters if isinstance(one, Parameter)}
-
-
-def _rules_named() -> str:
-    return ", ".join(name for name, rule in RULES.items() if name != "none")
-
-
+_FLOAT, _WORD = ("float", ""), ("string", "")
+_METRICS, _RESIDUALS, _ORDERS = get_args(NeighbourMetric), get_args(Residual), get_args(FilterOrder)
+_DRAFTING_HELP = f"How to draft: {', '.join([*_DRAFTS, *PRESETS])}."
+_RULE_HELP = f"Acceptance rule: {', '.join(name for name in RULES if name != 'none')}."
+_TREE_HELP = f"Static tree: {', '.join(STATIC_TREES)}; @FILE; or a list of paths."
+_NODES_HELP = "Nodes of a dynamic tree, not counting the root."
+_DELTA_HELP = "Bound of the additive rule: the most neighbour mass of a draft, between 0 and 1."
+_LAMBDA_HELP = "Bound of the multiplicative rule: the most by which a draft's probability may grow, above 1."
+_structural = partial(Parameter, in_id="structure")
+_changed = partial(Parameter, in_id="changed")
 _ALL_PARAMETERS = (
-    Parameter("mode", str, _CHOICE, "the mode", choices=tuple(MODES), in_id="structure"),
-    Parameter(
-        "drafting",
-        str,
-        _CHOICE,
-        "How to draft: " + ", ".join([*_DRAFTS, *(f"{word} (preset)" for word in PRESETS)]) + ".",
-        choices=(*DRAFTINGS, *PRESETS),
-        in_id="structure",
-    ),
-    Parameter("rule", str, _CHOICE, f"Acceptance rule: {_rules_named()}.", choices=tuple(RULES), in_id="structure"),
-    Parameter(
-        "tree",
-        Any,
-        "must be a tree",
-        f"Static tree: {', '.join(STATIC_TREES)}; @FILE; or a list of paths.",
-        choices=tuple(STATIC_TREES),
-        in_id="structure",
-    ),
-    Parameter(
-        "nodes", Count, _COUNT + " (root not counted)", "Nodes of a dynamic tree, root not counted.", in_id="structure"
-    ),
-    Parameter("depth", Count, _COUNT, "Depth of a dynamic tree.", in_id="structure"),
-    Parameter("beam", Count, _COUNT, "Beam of a dynamic tree.", in_id="structure"),
-    *_brought(OUTSIDE_DRAFTINGS).values(),
+    _structural("mode", str, _CHOICE, "The mode.", choices=tuple(MODES)),
+    _structural("drafting", str, _CHOICE, _DRAFTING_HELP, choices=(*DRAFTINGS, *PRESETS)),
+    _structural("rule", str, _CHOICE, _RULE_HELP, choices=tuple(RULES)),
+    _structural("tree", Any, "must be a tree", _TREE_HELP, choices=tuple(STATIC_TREES)),
+    _structural("nodes", Count, f"{_COUNT} (root not counted)", _NODES_HELP),
+    _structural("depth", Count, _COUNT, "Depth of a dynamic tree."),
+    _structural("beam", Count, _COUNT, "Beam width of a dynamic tree."),
+    *(one for row in OUTSIDE_DRAFTINGS.values() for one in row.parameters if isinstance(one, Parameter)),
     Parameter(
         "neighbours",
         Natural,
         _NATURAL,
-        "Nearest codes whose probability a draft may take (k).",
+        "Number k of nearest codes that add to the neighbour mass.",
         short="k",
         column=("int", "codes"),
     ),
-    Parameter(
+    _changed(
         "neighbour_metric",
         NeighbourMetric,
         _CHOICE,
         "Distance between codes: l2, cosine or random.",
-        default="l2",
-        choices=("l2", "cosine", "random"),
-        in_id="changed",
+        "l2",
+        _METRICS,
         unsaid=True,
-        column=("string", ""),
+        column=_WORD,
     ),
-    Parameter(
-        "delta",
-        Delta,
-        "must lie strictly between 0 and 1",
-        "Bound of the additive rule: the most neighbour mass of a draft.",
-        symbol="δ",
-        column=("float", ""),
-    ),
-    Parameter(
-        "lambda",
-        Lambda,
-        "must be a number above 1",
-        "Bound of the multiplicative rule: the most by which a draft's probability may grow.",
-        symbol="λ",
-        column=("float", ""),
-    ),
-    Parameter(
-        "bound",
-        Bound,
-        "must be a number",
-        "Bound of a rule from another package.",
-        symbol="bound",
-        column=("float", ""),
-    ),
-    Parameter(
+    Parameter("delta", Delta, "must lie strictly between 0 and 1", _DELTA_HELP, symbol="δ", column=_FLOAT),
+    Parameter("lambda", Lambda, "must be a number above 1", _LAMBDA_HELP, symbol="λ", column=_FLOAT),
+    Parameter("bound", Bound, "must be a number", "Bound of an external rule.", symbol="bound", column=_FLOAT),
+    _changed(
         "residual",
         Residual,
         _CHOICE,
-        "Residual after a relaxed rejection: exact or official.",
-        default="exact",
-        choices=("exact", "official"),
-        in_id="changed",
+        "Residual distribution after a rejection: exact or official.",
+        "exact",
+        _RESIDUALS,
         sampled_only=True,
-        column=("string", ""),
+        column=_WORD,
     ),
     Parameter(
         "temperature",
         Scale,
-        "must be a number of at least 0 (0 is greedy)",
+        f"{_POSITIVE} (0 is greedy)",
         "Sampling temperature; 0 is greedy.",
-        default=1.0,
+        1.0,
         short="t",
-        column=("float", ""),
+        column=_FLOAT,
     ),
-    Parameter(
+    _changed(
         "top_k",
         Natural,
-        _NATURAL + " (0 is off)",
+        f"{_NATURAL} (0 is off)",
         "Keep the k most probable tokens; 0 is off.",
-        default=0,
-        in_id="changed",
+        0,
         sampled_only=True,
         column=("int", "tokens"),
     ),
-    Parameter(
+    _changed(
         "top_p",
         TopP,
         "must be above 0 and at most 1 (1 is off)",
-        "Keep the smallest set of this mass; 1 is off.",
-        default=1.0,
-        in_id="changed",
+        "Keep the smallest set of tokens with this mass; 1 is off.",
+        1.0,
         sampled_only=True,
-        column=("float", ""),
+        column=_FLOAT,
     ),
-    Parameter(
-        "filter_order",
-        FilterOrder,
-        _CHOICE,
-        "Which filter comes first: top_k_first or top_p_first.",
-        default="top_k_first",
-        choices=("top_k_first", "top_p_first"),
-        in_id="changed",
-        sampled_only=True,
+    _changed(
+        "filter_order", FilterOrder, _CHOICE, "top_k_first or top_p_first.", "top_k_first", _ORDERS, sampled_only=True
     ),
-    Parameter(
-        "cfg_scale",
-        Scale,
-        "must be a number of at least 0 (1 is off)",
-        "Guidance scale; 1 is off.",
-        default=1.0,
-        in_id="changed",
-        column=("float", ""),
-    ),
+    _changed("cfg_scale", Scale, f"{_POSITIVE} (1 is off)", "Guidance scale; 1 is off.", 1.0, column=_FLOAT),
 )
 PARAMETERS: dict[str, Parameter] = {parameter.name: parameter for parameter in _ALL_PARAMETERS}
 SAMPLING = ("temperature", "top_k", "top_p", "filter_order", "cfg_scale")
@@ -330,11 +278,6 @@ def chain_problem(rule: str, drafting: str, paths: Topology, tree: str | None) -
     if not RULES[rule].chains or (DRAFTINGS[drafting].sampled and is_chain(paths)):
         return None
     return f"the rule {rule} needs a chain of sampled drafts, and {tree} is not one; the tree {RULES[rule].tree} is"
-
-
-def required(key: str, drafting: str, rule: str) -> bool:
-    """Whether a cell that has this parameter needs it to be given: it has no default."""
-    return key not in defaults_for(drafting, rule)
 
 
 def defaults_for(drafting: str, rule: str) -> dict[str, Any]:

@@ -11,117 +11,92 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from lantern_bench.config.methods import MODES, PARAMETERS, RULES, Count, Natural, who_has
 from lantern_bench.config.paper import paper_problems
 from lantern_bench.config.values import Given, Layer, Overrides, Place, Problems, read_parameter
-from lantern_bench.config.yaml_source import KeyPath, Source
+from lantern_bench.config.yaml_source import KeyPath, Source, problems_of
 from lantern_bench.errors import did_you_mean
-
-# ---- The settings of a whole run: what stands at the top of an experiment file besides the decoding defaults
-
 
 Metric = Literal["speed", "quality"]
 METRICS: tuple[Metric, ...] = ("speed", "quality")
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_COUNT, _SWITCH = "must be a whole number of at least 1", "must be true or false"
 
 
 def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-def _as_numbers(value: object) -> object:
     return value if isinstance(value, list | tuple) else [value]
 
 
-Names = Annotated[tuple[str, ...], BeforeValidator(_as_list), Field(min_length=1)]
+_Unique = AfterValidator(lambda values: tuple(dict.fromkeys(values)))
 
 
 class Settings(BaseModel):
-    """The run-wide part of an experiment.
+    """The run-wide part of an experiment; a field's description says what is allowed.
 
     `images` counts per cell: prompts in order, then again with the next repeat; None is every prompt once. `repeats`
-    makes that list of images so many times over, with fresh seeds. `batch` is how many images are decoded at once;
-    every cell is made with each of several. `protocol` names how quality is judged (None: the model's own way),
-    `reference` the pictures it is judged against (None: the protocol's own). `neighbour_space` is where codes are near
-    each other (`decoding/neighbours.py`); None is what was published for the model.
+    repeats that list of images with new seeds. `batch` is how many images are decoded at once; several values give
+    several cells. `protocol` names the scoring protocol (None: the model's own), `reference` the reference pictures
+    (None: the protocol's own), `neighbour_space` the space of code distances (`decoding/neighbours.py`; None: as
+    published).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
-    description: str | None = None
-    paper: dict[str, Any] | None = None
-    model: Names
-    prompts: str = Field(default="held-out", min_length=1)
-    images: Count | None = None
-    repeats: Count = 1
-    seed: Annotated[Natural, Field(lt=2**63)] = 0
-    protocol: str | None = Field(default=None, min_length=1)
-    reference: str | None = Field(default=None, min_length=1)
-    metrics: Annotated[tuple[Metric, ...], BeforeValidator(_as_list), Field(min_length=1)] = METRICS
-    batch: Annotated[tuple[Count, ...], BeforeValidator(_as_numbers), Field(min_length=1)] = (1,)
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    compile: bool = False
-    neighbour_space: Literal["raw", "normalised"] | None = None
-    baseline: bool = True
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$",
+        description="must be letters, digits and . _ + - (it names a folder)",
+    )
+    description: str | None = Field(default=None, description="must be text")
+    paper: dict[str, Any] | None = Field(default=None, description="must be a mapping")
+    model: Annotated[tuple[str, ...], BeforeValidator(_as_list), Field(min_length=1), _Unique] = Field(
+        description="must be a model's name or a list of names"
+    )
+    prompts: str = Field(default="held-out", min_length=1, description="must be the name of a prompt set, or a file")
+    images: Count | None = Field(default=None, description=_COUNT)
+    repeats: Count = Field(default=1, description=_COUNT)
+    seed: Natural = Field(default=0, lt=2**63, description="must be a whole number of at least 0")
+    protocol: str | None = Field(default=None, min_length=1, description="must be the name of a quality protocol")
+    reference: str | None = Field(
+        default=None, min_length=1, description="must be embedded, a folder, a .json or a .npz file"
+    )
+    metrics: Annotated[tuple[Metric, ...], BeforeValidator(_as_list), Field(min_length=1), _Unique] = Field(
+        default=METRICS, description=f"must be a list of {' and '.join(METRICS)}"
+    )
+    batch: Annotated[tuple[Count, ...], BeforeValidator(_as_list), Field(min_length=1), _Unique] = Field(
+        default=(1,), description="must be a whole number of at least 1, or a list of them"
+    )
+    device: str = Field(
+        default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="must be auto, cpu, mps, cuda or cuda:N"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="must be one of auto, float32, bfloat16, float16"
+    )
+    compile: bool = Field(default=False, description=_SWITCH)
+    neighbour_space: Literal["raw", "normalised"] | None = Field(
+        default=None, description="must be raw or normalised; if absent, it is as published for the model"
+    )
+    baseline: bool = Field(default=True, description=_SWITCH)
 
-    @field_validator("model", "metrics")
-    @classmethod
-    def _no_name_twice(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(names))
 
-    @field_validator("batch")
-    @classmethod
-    def _no_number_twice(cls, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(numbers))
-
-
-ALLOWED: dict[str, str] = {
-    "name": "must be letters, digits and . _ + - (it names a folder)",
-    "description": "must be text",
-    "paper": "must be a mapping",
-    "model": "must be a model's name or a list of names",
-    "prompts": "must be the name of a prompt set, or a file",
-    "images": "must be a whole number of at least 1",
-    "repeats": "must be a whole number of at least 1",
-    "seed": "must be a whole number of at least 0",
-    "protocol": "must be the name of a quality protocol",
-    "reference": "must be embedded, a folder, a .json or a .npz file",
-    "metrics": f"must be a list of {' and '.join(METRICS)}",
-    "batch": "must be a whole number of at least 1, or a list of them",
-    "device": "must be auto, cpu, mps, cuda or cuda:N",
-    "dtype": f"must be one of {', '.join(_DTYPES)}",
-    "compile": "must be true or false",
-    "neighbour_space": "must be raw or normalised; left out, it is what was published for the model",
-    "baseline": "must be true or false",
-}
-_STAND_IN = {"name": "unnamed", "model": "unnamed"}
-_WORDS = {"metrics": METRICS, "dtype": _DTYPES, "neighbour_space": ("raw", "normalised")}
+ALLOWED = {key: str(field.description) for key, field in Settings.model_fields.items()}
+_REQUIRED = {"name": "unnamed", "model": "unnamed"}
 
 
 def read_settings(values: Mapping[str, Any], places: Mapping[str, Place], problems: Problems) -> Settings:
-    """Check the run-wide values; what is wrong goes to `problems`, and its default stands in to read on."""
+    """Check the run-wide values; wrong ones go to `problems` and get their default, so that reading continues."""
     try:
         return Settings.model_validate(dict(values))
     except ValidationError as error:
         wrong = set()
-        for item in error.errors():
-            key = str(item["loc"][0])
+        found = problems_of(error, Source("", Path(), dict(values)), Settings)
+        for (_, path, text, _), item in zip(found, error.errors(), strict=True):
+            key = path.partition(".")[0]
             wrong.add(key)
-            place = places.get(key, Place(key))
-            if item["type"] == "missing":
-                problems.add(place, f"missing; {ALLOWED[key]}")
-                continue
-            hint = did_you_mean(item["input"], _WORDS.get(key, ()))
             shown = "(empty)" if item["input"] is None else item["input"]
-            problems.add(place, ALLOWED[key] + hint, shown)
-    return Settings.model_validate(_STAND_IN | {key: value for key, value in values.items() if key not in wrong})
+            problems.add(places.get(key, Place(key)), text, None if item["type"] == "missing" else shown)
+    return Settings.model_validate(_REQUIRED | {key: value for key, value in values.items() if key not in wrong})
 
-
-# ----
 
 _DEFAULTS = tuple(key for key in PARAMETERS if key != "mode")
 _BLOCKS = ("models", "model_defaults", "cells")

@@ -123,7 +123,8 @@ _SENTENCES = {
 def problems_of(error: ValidationError, source: Source, model: type[BaseModel]) -> list[Problem]:
     """Return each problem that pydantic found when it validated a source as `model`.
 
-    A ValueError of a validator is the sentence itself. A missing key is explained by its field's `description`.
+    A ValueError of a validator is the sentence itself. A field's `description` explains a missing
+    key, and is the sentence itself where it begins with "must".
     """
     return [_problem(item, source, model) for item in error.errors(include_url=False)]
 
@@ -150,6 +151,9 @@ def _problem(item: Mapping[str, Any], source: Source, model: type[BaseModel]) ->
         text, value = f"unknown key{did_you_mean(path[-1], keys)} (the keys are {', '.join(keys)})", None
     elif kind == "missing":
         text = f"missing; {about}"
+    elif about.startswith("must"):
+        words = re.findall(r"'([^']*)'", item["ctx"]["expected"]) if kind == "literal_error" else ()
+        text = about + did_you_mean(item["input"], words)
     elif kind == "literal_error":
         allowed = re.findall(r"'([^']*)'", item["ctx"]["expected"])
         text = f"must be one of {', '.join(allowed)}{did_you_mean(value, allowed)}"
