@@ -30,6 +30,7 @@ from lantern_bench.errors import RefusedError
 from lantern_bench.models.loaded_model import LoadedModel
 
 Row = dict[str, Any]
+_Rules = list[tuple[Relaxation, Tensor | None]]
 # A token is ambiguous if its most probable code is less probable than this.
 _AMBIGUOUS = 0.05
 
@@ -160,44 +161,39 @@ def _measured(
         one = cell.decoding
         alike.setdefault((one.drafting, one.paths, one.nodes, one.depth, one.beam), []).append(cell)
     for members in alike.values():
-        measure = _sampled if members[0].decoding.drafting_row.sampled else _deterministic
-        for cell, figures in zip(members, measure(model, place, members, settings), strict=True):
+        decoding = members[0].decoding
+        rules = [
+            (relaxation_of(cell.decoding, model.target), drafter_and_table(model, cell.decoding)[1]) for cell in members
+        ]
+        if decoding.drafting_row.sampled:
+            measured = _sampled(model, place, decoding, rules, settings.draws)
+        else:
+            measured = _deterministic(model, place, decoding, rules)
+        for cell, figures in zip(members, measured, strict=True):
             for number, prompt in enumerate(place.made.prompts[:most]):
                 row: Row = {**cell.columns(), "prompt_id": prompt.id, "repeat": place.made.repeats[number]}
                 row["position"] = int(place.positions[number])
                 yield row | {name: float(values[number]) for name, values in figures.items()}
 
 
-def _rule(model: LoadedModel, decoding: Decoding) -> tuple[Relaxation, Tensor | None]:
-    """The acceptance rule of a cell and its table of nearest codes."""
-    return relaxation_of(decoding, model.target), drafter_and_table(model, decoding)[1]
-
-
 def _sampled(
-    model: LoadedModel, place: _Place, cells: Sequence[Cell], settings: CostSettings
+    model: LoadedModel, place: _Place, decoding: Decoding, rules: _Rules, count: int
 ) -> Iterator[dict[str, Tensor]]:
+    """Estimates from `count` sampled drafts, one per rule."""
     assert model.drafter is not None
-    decoding = cells[0].decoding
     _, drafts = drafts_at(model.drafter, place.made.forced, place.positions, 1)
     p = decoding_probabilities(place.logits, decoding)
     q = decoding_probabilities(guide(drafts.cond, drafts.uncond, decoding.cfg_scale), decoding)[:, 0]
     pairs = zip(place.made.seeds, place.positions.tolist(), strict=True)
-    seeds = [record_seed(seed, str(position), 0) for seed, position in pairs]
-    draws = Draws(generators(model, seeds), p.device)
+    draws = Draws(generators(model, [record_seed(seed, str(position), 0) for seed, position in pairs]), p.device)
     children = StaticTree.of(decoding.paths).levels[0].fanout
-    rules = [_rule(model, cell.decoding) for cell in cells]
-    for found in emitted_tv_sampled(p, q, children, settings.draws, rules, lambda: draws.exponential(p.shape[1])):
+    for found in emitted_tv_sampled(p, q, children, count, rules, lambda: draws.exponential(p.shape[1])):
         yield {"emitted_tv": found.tv, "emitted_tv_crossed": found.crossed}
 
 
-def _deterministic(
-    model: LoadedModel,
-    place: _Place,
-    cells: Sequence[Cell],
-    settings: CostSettings,  # noqa: ARG001  # deterministic drafts need no draws
-) -> Iterator[dict[str, Tensor]]:
+def _deterministic(model: LoadedModel, place: _Place, decoding: Decoding, rules: _Rules) -> Iterator[dict[str, Tensor]]:
+    """Exact values of deterministic drafts, one per rule."""
     assert model.drafter is not None
-    decoding = cells[0].decoding
     drafting = drafting_of(decoding, model.target)
     session, drafts = drafts_at(model.drafter, place.made.forced, place.positions, drafting.nodes)
     rows = torch.arange(len(place.positions), device=place.positions.device)
@@ -208,6 +204,6 @@ def _deterministic(
     children = tree.children[:, 0]
     tokens = tree.tokens.gather(1, children.clamp_min(0))
     p = decoding_probabilities(place.logits, decoding)
-    for cell in cells:
-        emission = emitted(p, None, tokens, children >= 0, *_rule(model, cell.decoding))
+    for rule in rules:
+        emission = emitted(p, None, tokens, children >= 0, *rule)
         yield {"emitted_tv": total_variation(p, emission.distribution), "moved_mass": emission.moved}

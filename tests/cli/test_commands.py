@@ -1,4 +1,4 @@
-"""The command line as typed: streams, exit codes, and the commands that look at runs."""
+"""The command line: streams, exit codes, and the commands that read runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(tmp_path, monkeypatch):
 
 @pytest.fixture
 def failing(monkeypatch):
-    """Let `show` raise what a test wants."""
+    """Make `show` raise a given error."""
 
     def arrange(error: BaseException) -> None:
         def find(_run: str) -> None:
@@ -42,7 +42,7 @@ def failing(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["made-up-1234", "made-up"])
-def test_show_finds_a_run_by_name_and_rebuilds_its_tables(run, capsys, name):
+def test_show_finds_run_by_name_and_rebuilds_tables(run, capsys, name):
     assert cli.main(["show", name]) == 0
     written = capsys.readouterr()
     assert pd.read_csv(io.StringIO(written.out))["method"].tolist() == ["ar", "speculative", "lantern++"]
@@ -51,19 +51,19 @@ def test_show_finds_a_run_by_name_and_rebuilds_its_tables(run, capsys, name):
 
 
 @pytest.mark.parametrize("table", NAMES)
-def test_show_prints_what_it_writes(run, capsys, table):
+def test_show_prints_the_csv_it_writes(run, capsys, table):
     assert cli.main(["show", str(run), "--table", table]) == 0
     assert capsys.readouterr().out == (run / f"{table}.csv").read_text()
 
 
-def test_show_in_other_formats(run, capsys):
+def test_show_formats(run, capsys):
     assert cli.main(["show", "made-up", "--format", "json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 3
     assert cli.main(["show", "made-up", "--table", "speed", "--format", "table"]) == 0
     assert "2.09x [2.03, 2.15]" in capsys.readouterr().out
 
 
-def test_show_still_prints_when_the_folder_cannot_be_written(run, capsys, monkeypatch):
+def test_show_prints_from_read_only_run(run, capsys, monkeypatch):
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -87,7 +87,7 @@ def test_show_still_prints_when_the_folder_cannot_be_written(run, capsys, monkey
         (["experiments", "--format", "yaml"], "--format yaml"),
     ],
 )
-def test_what_is_typed_wrong_exits_2_with_one_message(run, capsys, typed, wrong):
+def test_usage_errors_exit_2_with_one_message(run, capsys, typed, wrong):
     assert cli.main(typed) == 2
     written = capsys.readouterr()
     assert wrong in written.err
@@ -96,13 +96,13 @@ def test_what_is_typed_wrong_exits_2_with_one_message(run, capsys, typed, wrong)
 
 
 @pytest.mark.parametrize("error", [UserError, RefusedError, RecordsFailedError, CheckFailedError])
-def test_errors_have_their_exit_codes(failing, capsys, error):
+def test_errors_set_their_exit_codes(failing, capsys, error):
     failing(error("it is so", "do that"))
     assert cli.main(["show", "x"]) == error.exit_code
     assert capsys.readouterr().err == "error: it is so\n  do that\n"
 
 
-def test_our_own_fault_is_one_line_and_1(failing, capsys):
+def test_internal_error_is_one_line_and_exits_1(failing, capsys):
     failing(ZeroDivisionError("by zero"))
     assert cli.main(["show", "x"]) == 1
     assert capsys.readouterr().err.splitlines() == [
@@ -113,12 +113,12 @@ def test_our_own_fault_is_one_line_and_1(failing, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_an_interruption_is_130(failing):
+def test_interruption_exits_130(failing):
     failing(KeyboardInterrupt())
     assert cli.main(["show", "x"]) == 130
 
 
-def test_an_interruption_outside_a_command_is_130_too(monkeypatch):
+def test_interruption_outside_a_command_exits_130(monkeypatch):
     def interrupt(**_: object) -> None:
         raise KeyboardInterrupt
 
@@ -126,7 +126,7 @@ def test_an_interruption_outside_a_command_is_130_too(monkeypatch):
     assert cli.main(["--version"]) == 130
 
 
-def test_flags_may_stand_anywhere(run, capsys, monkeypatch):
+def test_global_flags_work_in_any_position(run, capsys, monkeypatch):
     monkeypatch.setattr("lantern_bench.report.tables.write_atomically", lambda *_: (_ for _ in ()).throw(OSError("no")))
     assert cli.main(["show", "made-up", "-q"]) == 0
     assert capsys.readouterr().err == ""
@@ -135,7 +135,7 @@ def test_flags_may_stand_anywhere(run, capsys, monkeypatch):
     assert "-q: no such run" in capsys.readouterr().err
 
 
-def test_curves(run, capsys, tmp_path):
+def test_curves_write_png_svg_and_csv(run, capsys, tmp_path):
     assert cli.main(["curves", "made-up"]) == 0
     files = capsys.readouterr().out.splitlines()
     assert all(os.path.isfile(name) for name in files)
@@ -151,7 +151,7 @@ def test_curves(run, capsys, tmp_path):
     assert set(pd.read_csv(tmp_path / "both" / "acceptance-by-depth.csv")["run"]) == {"made-up-1234", "other"}
 
 
-def test_experiments_lists_what_is_shipped(capsys):
+def test_experiments_lists_shipped_experiments(capsys):
     assert cli.main(["experiments"]) == 0
     listed = pd.read_csv(io.StringIO(capsys.readouterr().out))
     assert "lanterns" in set(listed["experiment"])
@@ -166,15 +166,15 @@ def test_version_and_help(capsys):
     assert "Exit codes" in shown and "show" in shown and "\x1b" not in shown
 
 
-def test_results_are_where_the_variable_says(monkeypatch):
+def test_results_variable_sets_the_directory(monkeypatch):
     monkeypatch.delenv(RESULTS_VARIABLE, raising=False)
     assert str(results_root()) == "results"
     monkeypatch.setenv(RESULTS_VARIABLE, "elsewhere")
     assert str(results_root()) == "elsewhere"
 
 
-def test_help_is_quick():
-    """Nothing heavy is imported until a command needs it."""
+def test_help_imports_nothing_heavy():
+    """Heavy packages are imported only inside commands."""
     code = (
         "import sys; from lantern_bench.cli.main import main; code = main(['--help']);"
         "heavy = {'torch', 'pandas', 'scipy', 'matplotlib', 'numpy', 'rich'} & set(sys.modules);"

@@ -1,4 +1,4 @@
-"""Anole and Lumina-mGPT through the command line: recordings, pictures in every mode, sizes, prompts as numbers.
+"""Anole and Lumina-mGPT through `generate`: recordings, pictures in every mode, sizes, prompts as token ids.
 
 Reads the folder named by LANTERN_BENCH_GOLDEN (default tests/golden), section 8 of its README.
 """
@@ -29,7 +29,7 @@ def _families(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "families", lambda: {"chameleon": FAMILY})
 
 
-def test_the_recording_through_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logits_equal_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every prefix of the recorded prompts has recorded logits: those of the image's tokens, in the order of codes."""
     expected = load_file(RECORDING / "chameleon_expected.safetensors")
     stated = json.loads((RECORDING / "config.json").read_text())
@@ -69,10 +69,10 @@ def test_pictures_in_every_mode(family: str, tokens: int, tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize(("name", "rows"), [("anole-7b", 8192), ("lumina-mgpt-7b-768", 8193)])
-def test_a_dry_run_states_sizes_without_memory(
+def test_dry_run_states_sizes_without_allocating(
     name: str, rows: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seven billion parameters would not go unnoticed."""
+    """No tensor of more than ten million elements is allocated outside the meta device."""
     real = torch.empty
 
     def watched(*arguments: object, **named: object) -> torch.Tensor:
@@ -88,7 +88,7 @@ def test_a_dry_run_states_sizes_without_memory(
     assert parts["target"]["parameters"] == layers + (65536 + rows + 1) * 4096
 
 
-def test_numbers_that_are_no_prompt_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_token_ids_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny_chameleon.write_model_file(tmp_path, "anole", (4, 4))
     np.savez(tmp_path / "features.npz", embeddings=np.zeros((1, 4, 8)), mask=np.ones((1, 4)))
     typed = ["generate", "--model", str(model), "--condition", str(tmp_path / "features.npz"), "--out"]
@@ -97,9 +97,7 @@ def test_numbers_that_are_no_prompt_are_one_line(tmp_path: Path, capsys: pytest.
     assert "input_ids must be there, whole numbers" in told and "Traceback" not in told
 
 
-def test_a_caption_that_is_too_long_is_refused_before_loading(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_long_caption_is_refused_before_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny_chameleon.write_model_file(tmp_path, "anole", (4, 4))
     (tmp_path / "drafter" / "config.json").unlink()
     typed = ["generate", "red " * 300, "--model", str(model), "--out", str(tmp_path / "picture.png")]

@@ -1,4 +1,4 @@
-"""The recordings through the command line: `generate` with a model file, `--save-tokens` and `--save-logits`.
+"""Golden recordings through `generate` with a model file, `--save-tokens` and `--save-logits`.
 
 Reads the folder named by LANTERN_BENCH_GOLDEN (default tests/golden).
 """
@@ -68,7 +68,7 @@ def golden_prefix(expected: dict[str, Tensor]) -> int:
 
 
 @pytest.mark.parametrize("layout", ["official", "hf"])
-def test_classes(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_classes_equal_recording(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = load_file(GOLDEN / "llamagen_gpt" / "c2i_expected.safetensors")
     model = golden_models.recorded_target(tmp_path, "c2i")
     if layout == "hf":
@@ -88,7 +88,7 @@ def test_classes(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("layout", ["official", "hf"])
 @pytest.mark.parametrize("padding", ["right", "left"])
-def test_caption_features(padding: str, layout: str, tmp_path: Path) -> None:
+def test_caption_features_equal_recording(padding: str, layout: str, tmp_path: Path) -> None:
     expected = load_file(GOLDEN / "llamagen_gpt" / "t2i_expected.safetensors")
     names = ("caption_embs", "emb_masks")
     if padding == "right":
@@ -141,7 +141,7 @@ END_TO_END = json.loads((GOLDEN / "end_to_end" / "e2e_info.json").read_text())
 
 # The recorded relaxed runs of the padded prompt read pad rows differently (docs/algorithms.md, section 9, B4).
 @pytest.mark.parametrize("run", [run for run in END_TO_END["runs"] if run.startswith("full.") or run.endswith("_off")])
-def test_recorded_runs_through_the_command(run: str, tmp_path: Path) -> None:
+def test_drafted_runs_equal_recording(run: str, tmp_path: Path) -> None:
     expected = load_file(GOLDEN / "end_to_end" / "e2e_expected.safetensors")
     prompt = run.split(".")[0]
     given = features(tmp_path, *(expected[f"{prompt}.t5_{part}_right_padded"] for part in ("embeddings", "mask")))
@@ -157,7 +157,7 @@ def test_recorded_runs_through_the_command(run: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prompt", END_TO_END["prompts"])
-def test_recorded_plain_decoding_through_the_command(prompt: str, tmp_path: Path) -> None:
+def test_autoregressive_runs_equal_recording(prompt: str, tmp_path: Path) -> None:
     expected = load_file(GOLDEN / "end_to_end" / "e2e_expected.safetensors")
     given = features(tmp_path, expected[f"{prompt}.caption_embs"], expected[f"{prompt}.emb_masks"])
     typed = ["--condition", given, "--cfg-scale", str(END_TO_END["cfg_scale"]), "--mode", "ar"]
@@ -166,7 +166,7 @@ def test_recorded_plain_decoding_through_the_command(prompt: str, tmp_path: Path
     assert made["tokens"][0, : len(wanted)].tolist() == wanted
 
 
-def test_a_picture_is_the_official_decoding_of_its_tokens(tmp_path: Path) -> None:
+def test_picture_equals_official_decoding_of_its_tokens(tmp_path: Path) -> None:
     """The recorded tokenizer under a small target of as many codes, drawn at random."""
     recorded = load_file(GOLDEN / "llamagen_vq" / "vq_expected.safetensors")
     codes, rows, columns = recorded["codes"], *(int(side) for side in recorded["decode_shape"][2:])

@@ -22,7 +22,7 @@ from tests.tiny_family import CODES, EXPERIMENT, TinyFamily
 
 
 class PreparedFamily(TinyFamily):
-    """Its model hears the prompts before the first is decoded, as one with a text encoder does."""
+    """Its model is called once with all prompts before decoding starts, as one with a text encoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def codebook() -> torch.Tensor:
     return TinyFamily().load("tiny", torch.device("cpu"), torch.float32).codebook
 
 
-def test_neighbours_makes_a_table_once_and_exports_it(tiny, capsys) -> None:
+def test_neighbours_computes_table_once_and_exports_it(tiny, capsys) -> None:
     typed = ["neighbours", "tiny", "--out", "tables", "--k-max", "7", "--export", "t.npy"]
     assert cli.main(typed) == 0
     written = capsys.readouterr()
@@ -95,12 +95,12 @@ def test_neighbours_makes_a_table_once_and_exports_it(tiny, capsys) -> None:
         (["tiny", "--k-max", "0"], "--k-max"),
     ],
 )
-def test_what_is_typed_wrong(tiny, capsys, words, wrong) -> None:
+def test_usage_errors_of_neighbours(tiny, capsys, words, wrong) -> None:
     assert cli.main(["neighbours", *words]) == 2
     assert wrong in capsys.readouterr().err
 
 
-def test_the_space_is_a_setting_that_keys_the_records(tiny, capsys) -> None:
+def test_neighbour_space_is_part_of_the_record_key(tiny, capsys) -> None:
     typed = ["sweep", "tiny.yaml", "--images", "1", "--modes", "lantern++"]
     assert cli.main([*typed, "--out", "a"]) == 0
     assert cli.main([*typed, "--out", "b", "--neighbour-space", "normalised"]) == 0
@@ -116,7 +116,7 @@ def test_the_space_is_a_setting_that_keys_the_records(tiny, capsys) -> None:
     assert "--neighbour-space cosine: must be raw or normalised" in capsys.readouterr().err
 
 
-def test_records_and_manifest_say_where_prompts_are_from(tiny, capsys) -> None:
+def test_records_and_manifest_name_the_prompt_source(tiny, capsys) -> None:
     rows = [{"image_id": 9 + n, "caption": text} for n, text in enumerate(["one red", "two blue lanterns"])]
     rows.append({"image_id": 9, "caption": "one red lantern"})
     Path("captions.json").write_text(json.dumps({"annotations": rows}))
@@ -128,7 +128,7 @@ def test_records_and_manifest_say_where_prompts_are_from(tiny, capsys) -> None:
     assert said["set"] == "coco:captions.json" and said["prompts"] == 2 and len(said["file_sha256"]) == 64
 
 
-def test_captions_are_prepared_once_and_only_those_that_are_to_do(tiny, capsys) -> None:
+def test_only_pending_captions_are_encoded(tiny, capsys) -> None:
     typed = ["sweep", "tiny.yaml", "--modes", "ar", "--out", "run"]
     assert cli.main([*typed, "--images", "2"]) == 0
     assert "captions for tiny: 2 of 2" in capsys.readouterr().err
@@ -138,7 +138,7 @@ def test_captions_are_prepared_once_and_only_those_that_are_to_do(tiny, capsys) 
     assert all(session["prepare_seconds"] >= 0 and session["complete"] for session in sessions)
 
 
-def test_an_interruption_while_captions_are_encoded(tiny, capsys, monkeypatch) -> None:
+def test_interruption_while_encoding_captions(tiny, capsys, monkeypatch) -> None:
     def interrupted(*_given: object) -> Iterator[tuple[int, int]]:
         raise KeyboardInterrupt
         yield 0, 1
@@ -155,7 +155,7 @@ def test_an_interruption_while_captions_are_encoded(tiny, capsys, monkeypatch) -
     assert "interrupted before the first image" in capsys.readouterr().err and not Path("run").exists()
 
 
-def test_a_missing_text_encoder_stops_the_sweep_with_3(tiny, capsys) -> None:
+def test_missing_text_encoder_exits_3(tiny, capsys) -> None:
     tiny.refusal = RefusedError("tiny needs its text encoder", "Type `lantern-bench weights get tiny`.")
     assert cli.main(["sweep", "tiny.yaml", "--modes", "ar", "--out", "run"]) == 3
     written = capsys.readouterr()

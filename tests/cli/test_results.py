@@ -1,4 +1,4 @@
-"""The commands that look at runs: curves, compare, report as typed."""
+"""The commands that read several runs: curves, compare, report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_compare(results, capsys):
+def test_compare_prints_effects_and_verdicts(results, capsys):
     assert cli.main(["compare", "first", "second"]) == 0
     written = capsys.readouterr()
     table = pd.read_csv(io.StringIO(written.out))
@@ -37,7 +37,7 @@ def test_compare(results, capsys):
     assert "not distinguishable" in capsys.readouterr().out
 
 
-def test_compare_refuses_other_weights_until_told(results, capsys):
+def test_compare_needs_across_for_other_weights(results, capsys):
     manifest = json.loads((results / "second" / "manifest.json").read_text())
     for name, digest in (("first", "aa"), ("second", "bb")):
         told = manifest | {"key": {"weights": {"lanterns/target": digest}}}
@@ -49,20 +49,20 @@ def test_compare_refuses_other_weights_until_told(results, capsys):
     assert "warning: the runs differ in weights of lanterns/target" in capsys.readouterr().err
 
 
-def test_compare_may_fail_a_build(results, capsys, monkeypatch):
+def test_compare_fail_if_exits_5(results, capsys, monkeypatch):
     monkeypatch.setattr("lantern_bench.report.compare._LEVEL", 2.0)  # so that four prompts suffice
     assert cli.main(["compare", "second", "first", "--fail-if", "worse"]) == 5
     assert "--fail-if worse" in capsys.readouterr().err
     assert cli.main(["compare", "second", "first"]) == 0
 
 
-def test_curves_in_the_terminal_write_nothing(results, capsys):
+def test_terminal_curves_write_no_files(results, capsys):
     assert cli.main(["curves", "first", "--terminal"]) == 0
     assert "acceptance rate by depth" in capsys.readouterr().out
     assert not (results / "first" / "figures").exists()
 
 
-def test_report(results, capsys):
+def test_report_writes_one_html_file(results, capsys):
     assert cli.main(["report", "first"]) == 0
     written = capsys.readouterr()
     assert written.out.strip() == str(results / "first" / "report.html") and "MB" in written.err
@@ -88,7 +88,7 @@ def test_report(results, capsys):
         (["report", "first", "--out", "."], "is a directory"),
     ],
 )
-def test_what_is_typed_wrong_exits_2_and_writes_nothing(results, capsys, typed, wrong):
+def test_usage_errors_exit_2_and_write_nothing(results, capsys, typed, wrong):
     assert cli.main(typed) == 2
     written = capsys.readouterr()
     assert wrong in written.err and written.out == "" and "Traceback" not in written.err
