@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 def now() -> float:
-    """Seconds on a monotonic clock; only differences mean anything."""
+    """Seconds on a monotonic clock; only differences have a meaning."""
     return time.perf_counter()
 
 
 def stamp() -> str:
-    """The present in UTC, ISO 8601 to the second."""
+    """The current time in UTC, ISO 8601 to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given. Nothing to wait for on a CPU."""
+    """Wait until the device has finished all its work; returns at once on a CPU."""
     if device.type == "cuda":
         import torch
 
@@ -36,7 +36,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def settle_garbage() -> None:
-    """Collect what loading and compiling left behind, and never look at the rest again: call it before timing.
+    """Collect garbage from loading and compiling, then freeze the rest; call it before timing.
 
     A collection over all that a compiler keeps takes as long as half an image, and falls into any of them.
     """
@@ -92,7 +92,7 @@ class Phases:
         self._begin = self._tick()
 
     def mark(self, name: str) -> None:
-        """End the running phase and book it under `name`."""
+        """End the running phase and add its seconds to `name`."""
         self._marks.append((name, self._tick()))
 
     def stop(self) -> None:
@@ -110,7 +110,7 @@ class Phases:
         return self._seconds(self._begin, self._end)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds booked under each name."""
+        """Seconds of each phase by name."""
         out: dict[str, float] = {}
         last = self._begin
         for name, at in self._marks:
@@ -119,12 +119,9 @@ class Phases:
         return out
 
 
-# ---- How far something long is: what whoever does the work calls, and what hears nothing
-
-
 OnProgress: TypeAlias = Callable[[str, float], None]
-"""What is being done, and the share of it that is done."""
+"""Progress callback: a description of the work, and the share that is done."""
 
 
 def unheard(_what: str, _done: float) -> None:
-    """Progress that nobody listens to."""
+    """Ignore progress: the default callback."""

@@ -1,4 +1,4 @@
-"""The errors a person may meet, each with the exit code the shell gets.
+"""The errors shown to users, each with its exit code.
 
 Everything that goes wrong for a reason outside this program is raised as one of these, with a message that says
 what was wrong, what is allowed, and what to type. Anything else that escapes is our own fault and exits with 1.
@@ -26,13 +26,13 @@ class LanternError(Exception):
 
 
 class UserError(LanternError):
-    """What was typed or written is wrong: a flag, an experiment file, a caption, a user's file."""
+    """Usage error: a wrong flag, experiment file, caption or other input file."""
 
     exit_code = 2
 
 
 class RefusedError(LanternError):
-    """The request is right but cannot be met now: locked run, resume mismatch, weights not found."""
+    """Refused: the request is valid but cannot be met now (locked run, resume mismatch, missing weights)."""
 
     exit_code = 3
 
@@ -44,15 +44,12 @@ class RecordsFailedError(LanternError):
 
 
 class CheckFailedError(LanternError):
-    """A check that was asked for did not hold."""
+    """A requested check failed."""
 
     exit_code = 5
 
 
-# ---- What a message adds when a word is nearly a known one
-
-
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return `; did you mean X?` for a known word that is close, else an empty text."""
+    """Return `; did you mean X?` if a known word is similar, else an empty string."""
     close = difflib.get_close_matches(str(word).lower().replace("-", "_"), list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""

@@ -53,8 +53,8 @@ class Structure(NamedTuple):
 class Expansion:
     """Expands the cells of one model.
 
-    `model_defaults` are the model's own values; with None they are not known yet, and what is missing is no problem
-    yet. `used_flags` gathers the flags that reached a cell.
+    `model_defaults` are the model's own values; None: not known yet, so that a missing value is not a problem.
+    `used_flags` collects the flags that reached a cell.
     """
 
     flags: Layer
@@ -65,7 +65,7 @@ class Expansion:
     used_flags: set[str] = field(default_factory=set)
 
     def expand(self, cell: Layer, place: Place) -> list[Decoding]:
-        """Return the decodings of one cell's grid in fixed order; problems are noted, their cells left out."""
+        """Return the decodings of one cell's grid in fixed order, without cells that have problems."""
         structures = list(self._structures(cell, place))
         found = [decoding for structure in structures for decoding in self._grid(structure, cell, place)]
         self._note_unused(cell, structures)

@@ -1,4 +1,4 @@
-"""Experiments: from a YAML file and flags to cells with every value decided.
+"""From an experiment file and flags to cells with every value decided.
 
 `load_experiment` reads and checks all that can be known without models; `resolve` adds what the models themselves
 say and returns the cells. A resolved experiment writes itself as an experiment file that resolves to the same cells.
@@ -25,7 +25,7 @@ from lantern_bench.config.values import Overrides, Place, Problems
 from lantern_bench.config.yaml_source import read_source
 from lantern_bench.errors import UserError, did_you_mean
 
-# What of an experiment says nothing about the images that are made.
+# Keys that do not change the images.
 _NOT_RUN = ("name", "description", "paper", "protocol", "reference")
 
 
@@ -44,7 +44,7 @@ class Cell:
 
     @property
     def cell_id(self) -> str:
-        """The decoding's id, with model and batch where the run has several; serves as a folder's name."""
+        """The decoding's id, with model and batch where the run has several; also the name of the image directory."""
         return self.prefix + self.decoding.cell_id + self.suffix
 
     def columns(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class ResolvedExperiment:
-    """An experiment with nothing left open; `cfg_defaults` are the models' own guidance scales, for the ids."""
+    """An experiment with every value decided; `cfg_defaults` are the models' own guidance scales, for the ids."""
 
     settings: Settings
     cells: tuple[Cell, ...]
@@ -75,7 +75,7 @@ class ResolvedExperiment:
         values["model_defaults"] = {model: {"cfg_scale": scale} for model, scale in self.cfg_defaults.items()}
         several = len(self.settings.model) > 1
         values["batch"] = values["batch"] if len(self.settings.batch) > 1 else self.settings.batch[0]
-        # Each decoding once: the batches stand above.
+        # Each decoding once: `batch` lists the batch sizes.
         found = {cell.prefix + cell.decoding.cell_id: cell for cell in self.cells}.values()
         named = ({"model": cell.model} if several else {} for cell in found)
         values["cells"] = [name | cell.decoding.settings() for name, cell in zip(named, found, strict=True)]
@@ -87,13 +87,13 @@ class ResolvedExperiment:
 
     @cached_property
     def hash8(self) -> str:
-        """8 hex digits that change with everything that is decoded: names, figures and ways of scoring are not."""
+        """8 hex digits of a hash of everything that changes the images; names, published figures and scoring do not."""
         covered = {key: value for key, value in self.to_dict().items() if key not in _NOT_RUN}
         return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()[:8]
 
     @property
     def run_name(self) -> str:
-        """The name of the run's folder."""
+        """The name of the run directory."""
         return f"{self.name}-{self.hash8}"
 
 
@@ -107,7 +107,7 @@ def shipped_experiments() -> dict[str, Path]:
 
 
 def load_experiment(source: str | Path, overrides: Overrides | None = None) -> Experiment:
-    """Read an experiment: a file, or the name of a shipped one, with what was typed laid over it.
+    """Read an experiment: a file, or the name of a shipped one, with the overrides applied.
 
     Raises one `UserError` that lists every problem with its place. What depends on a model's defaults is checked by
     `resolve`; everything else is checked here.

@@ -1,4 +1,4 @@
-"""The `paper:` block of an experiment: published figures, each with its source and how sure it is.
+"""The `paper:` block of an experiment: published figures, each with its source and confidence.
 
 A figure is printed as published only when a source was read; what is only remembered is refused here, and a row whose
 figures could not be had stays empty and says so. Anyone who has the paper at hand may fill such a row in a copy of the
@@ -18,7 +18,7 @@ FigureName: TypeAlias = Literal[
     "speedup", "step_compression", "mean_accepted_length", "fid", "clip_score", "precision", "recall", "hpsv2"
 ]
 FIGURES: tuple[FigureName, ...] = get_args(FigureName)
-"""What a published table may report, by the names of our columns."""
+"""The figures of a published table, by the names of our columns."""
 
 _STRICT = ConfigDict(frozen=True, extra="forbid")
 _MEMORY = "memory"
@@ -45,7 +45,7 @@ class Figure(BaseModel):
 
 
 class PaperRow(BaseModel):
-    """One row of a published table, and the cells that stand beside it.
+    """One row of a published table, and the cells it is compared with.
 
     match: settings a cell must have, by the names of an experiment file; models: further ones for single models. A row
     without `match` is of a method that no mode covers. best: the figures are best ones and stand beside our best.
@@ -68,7 +68,7 @@ class PaperRow(BaseModel):
         return self
 
     def matches(self, cell: Mapping[str, Any]) -> bool:
-        """Return whether a cell (its columns, with `model`) is this row's; the residual never tells cells apart."""
+        """Return whether a cell (its columns, with `model`) is this row's; the residual is not compared."""
         if self.match is None:
             return False
         wanted = self.match | self.models.get(str(cell["model"]), {})
@@ -104,7 +104,7 @@ def read_paper(block: Mapping[str, Any] | None) -> Paper | None:
 
 
 def paper_problems(block: Mapping[str, Any] | None) -> list[tuple[tuple[str | int, ...], str]]:
-    """Return what is wrong with a block: places below `paper` and sentences; empty when it can be used."""
+    """Return the problems of a block: places below `paper` and sentences."""
     try:
         read_paper(block)
     except ValidationError as error:

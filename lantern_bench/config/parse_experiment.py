@@ -1,7 +1,7 @@
-"""Reading an experiment: which keys there are, what stands at each, and what the flags change.
+"""Read an experiment file and its overrides: which keys exist, their values, and what the flags change.
 
-The result still holds lists and leaves out what only a model can say; `experiment.py` decides those. All problems
-are noted in one `Problems`, none is raised here.
+The result still holds lists and lacks the values that only a model knows; `experiment.py` decides those. All problems
+are collected in one `Problems`; nothing is raised here.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def read_settings(values: Mapping[str, Any], places: Mapping[str, Place], proble
 _DEFAULTS = tuple(key for key in PARAMETERS if key != "mode")
 _BLOCKS = ("models", "model_defaults", "cells")
 _LISTS = ("model", "metrics", "batch")
-# Run-wide settings that a model's block may hold, for experiments that are run with one model at a time.
+# Run-wide settings that a block of `models` may hold, for experiments that run with one model at a time.
 _OF_MODEL = ("prompts", "images", "protocol", "reference")
 
 
@@ -139,13 +139,13 @@ class Experiment:
 
     @property
     def is_relaxed(self) -> bool:
-        """Whether any cell may have a relaxed rule, by its mode or by what it says."""
+        """Whether any cell may have a relaxed rule, from its mode or its own key."""
         own = [given.value for spec in self.cells for given in spec.values.get("rule", ())]
         rules = [*own, *(MODES[mode].rule for spec in self.cells for mode in spec.modes)]
         return any(not RULES[rule].lossless for rule in rules)
 
     def cells_of(self, model: str) -> Iterator[CellSpec]:
-        """Yield the entries for a model; the baseline comes first where it is wanted and not there."""
+        """Yield the entries for a model; adds the baseline first if it is wanted and missing."""
         entries = [spec for spec in self.cells if not spec.models or model in spec.models]
         if self.settings.baseline and not any("ar" in spec.modes for spec in entries):
             place = Place("baseline")
@@ -153,7 +153,7 @@ class Experiment:
         yield from entries
 
     def note_idle_flag(self, key: str, given: Given, problems: Problems) -> None:
-        """Note a flag that no cell of the experiment has a use for."""
+        """Note a flag that no cell of the experiment uses."""
         modes = ", ".join(dict.fromkeys(mode for spec in self.cells for mode in spec.modes))
         text = f"reaches no cell: it belongs to {who_has(key)}, and the modes here are {modes or 'ar'}"
         problems.add(given.place, text, given.value)
@@ -181,7 +181,7 @@ class _Reader:
         return {}
 
     def layer(self, raw: Mapping[str, Any], path: KeyPath, keys: tuple[str, ...], known: tuple[str, ...]) -> Layer:
-        """Read the parameters among `keys`; whatever is not `known` here is a problem."""
+        """Read the parameters among `keys`; a key that is not `known` is a problem."""
         found: dict[str, tuple[Given, ...]] = {}
         for key, value in raw.items():
             place = self.place((*path, key))
@@ -200,7 +200,7 @@ class _Reader:
             self.problems.add(place, "unknown key" + did_you_mean(key, known))
 
     def settings(self, data: Mapping[str, Any]) -> tuple[Settings, dict[str, Place]]:
-        """Read the run-wide settings with the flags over them; also return where each value stands."""
+        """Read the run-wide settings, overridden by flags; also return the place of each value."""
         values: dict[str, Any] = {"name": Path(self.source.name).stem}
         if isinstance(data.get("models"), dict) and "model" not in data:
             values["model"] = [str(name) for name in data["models"]]
@@ -237,7 +237,7 @@ class _Reader:
         return found
 
     def flags(self) -> Layer:
-        """Read the parameters typed as flags; dotted keys are laid into the data before (`_with_dotted`)."""
+        """Read the parameters given as flags; `_with_dotted` has handled dotted keys."""
         found: dict[str, tuple[Given, ...]] = {}
         for key, values in self.overrides.values.items():
             place = self.overrides.place(key)
@@ -272,7 +272,7 @@ class _Reader:
         return tuple(names)
 
     def paper(self, block: Mapping[str, Any] | None) -> None:
-        """Note what is wrong with the published figures."""
+        """Note the problems of the published figures."""
         for path, text in paper_problems(block):
             self.problems.add(self.place(("paper", *path)), text)
 
@@ -286,7 +286,7 @@ class _Reader:
 
 
 def read_experiment(source: Source, overrides: Overrides) -> tuple[Experiment, Problems]:
-    """Read a parsed file with the flags over it; the experiment counts only when there are no problems."""
+    """Read a parsed file with its overrides; the experiment is valid only if there are no problems."""
     problems = Problems(source.name)
     reader = _Reader(source, overrides, problems)
     for path in source.twice:
@@ -305,7 +305,7 @@ def read_experiment(source: Source, overrides: Overrides) -> tuple[Experiment, P
 
 
 def _with_dotted(source: Source, overrides: Overrides, problems: Problems) -> dict[str, Any]:
-    """Return the file's data with `cells.2.delta` and `models.NAME.delta` of the flags laid into it."""
+    """Return the file's data with the flags `cells.2.delta` and `models.NAME.delta` set in it."""
     data = {str(key): value for key, value in source.data.items()}
     for key, values in overrides.values.items():
         block, dot, rest = key.partition(".")
@@ -325,7 +325,7 @@ def _with_dotted(source: Source, overrides: Overrides, problems: Problems) -> di
 
 
 def _keep_modes(cells: list[CellSpec], settings: Settings, overrides: Overrides, problems: Problems) -> list[CellSpec]:
-    """Apply `--modes` and `--no-baseline`: keep the modes asked for, and `ar` unless it is not wanted."""
+    """Apply `--modes` and `--no-baseline`: keep the named modes, and `ar` unless it is excluded."""
     here = dict.fromkeys(mode for spec in cells for mode in spec.modes)
     place, baseline = Place("--modes"), settings.baseline
     for mode in overrides.modes:
@@ -352,9 +352,9 @@ def _keep_modes(cells: list[CellSpec], settings: Settings, overrides: Overrides,
 def _note_unknown_models(
     settings: Settings, models: Mapping[str, Layer], cells: list[CellSpec], reader: _Reader
 ) -> None:
-    """Note cells for models the experiment does not name, and blocks whose name is nearly one of theirs.
+    """Note cells for models that the experiment does not name, and blocks whose name resembles one of its models.
 
-    `--model` may leave some aside, and so may `model`: other blocks hold the sizes for another time.
+    Blocks of other models are allowed: `model` and `--model` select some of them.
     """
     if "model" in reader.overrides.values:
         return

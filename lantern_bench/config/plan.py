@@ -16,8 +16,6 @@ from functools import cached_property
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
 from lantern_bench.errors import UserError
 
-# ---- The only seed arithmetic: what one image's generator starts from
-
 
 def record_seed(run_seed: int, prompt_id: str, repeat: int) -> int:
     """Return the 63-bit generator seed of one image, the same for all cells."""
@@ -34,9 +32,6 @@ def order_key(run_seed: int, prompt_id: str, repeat: int, cell_id: str) -> int:
 
 def _hash63(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
-# ----
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,7 @@ class Unit:
 
     @property
     def image(self) -> str:
-        """The PNG file's path relative to the run's folder."""
+        """The PNG file's path relative to the run directory."""
         return f"images/{self.cell.cell_id}/{self.image_index:06d}.png"
 
 
@@ -82,7 +77,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What is left to do: images, and seconds where every cell's seconds per image are known (else None)."""
+    """The remaining work: images, and seconds if every cell's seconds per image are known (else None)."""
 
     images: int
     done: int
@@ -97,19 +92,19 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """Cells and the images to make, in order of execution; `together` images of one cell stand together."""
+    """Cells, and the images in order of execution; `together` consecutive images belong to one cell."""
 
     cells: tuple[Cell, ...]
     units: tuple[Unit, ...]
     together: int = 1
 
     def shard(self, shard: Shard) -> Plan:
-        """Return the units of one shard: all cells of a prompt stay together, since they are compared."""
+        """Return the units of one shard; all cells of a prompt stay in one shard, because they are compared."""
         mine = (unit for unit in self.units if (unit.image_index // self.together) % shard.count == shard.index - 1)
         return replace(self, units=tuple(mine))
 
     def batches(self) -> Iterator[tuple[Unit, ...]]:
-        """Yield the units that are decoded at once: as many images of a cell as its batch says, or what is left."""
+        """Yield the units that are decoded at once: as many images of a cell as its batch size, or the rest."""
         group: list[Unit] = []
         for unit in self.units:
             if group and (unit.cell != group[0].cell or len(group) == unit.cell.batch):
@@ -122,7 +117,7 @@ class Plan:
     def estimate(
         self, seconds_per_image: Mapping[str, float] | None = None, done: Collection[tuple[str, str, int]] = ()
     ) -> Estimate:
-        """Estimate what is left from seconds per image by cell id; `done` holds (cell id, prompt id, repeat)."""
+        """Estimate the remaining work from seconds per image by cell id; `done` holds (cell id, prompt id, repeat)."""
         known = seconds_per_image or {}
         finished = set(done)
         left = [u for u in self.units if (u.cell.cell_id, u.prompt.id, u.repeat) not in finished]
@@ -140,7 +135,7 @@ def parse_shard(text: str) -> Shard:
 
 
 def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan:
-    """Make the plan of an experiment over prompts, in their order; a prompt that comes twice counts once.
+    """Make the plan of an experiment over prompts, in their order; a repeated prompt counts once.
 
     Raises `UserError` when there is no prompt.
     """

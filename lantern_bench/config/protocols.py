@@ -1,4 +1,4 @@
-"""Quality protocols: how pictures are judged, each a named and versioned object that is recorded with its figures.
+"""Quality protocols: how pictures are scored. Each has a name and a version that are recorded with its figures.
 
 A figure without its protocol cannot be compared with anything, so everything that can change it stands here: how
 pictures are prepared, which network's features, which CLIP model and which words before the caption. A change to any of
@@ -17,12 +17,12 @@ from lantern_bench.errors import UserError, did_you_mean
 EMBEDDED, LANTERN_COCO = "embedded", "lantern-coco"
 
 REWARDS = ("hpsv2", "image_reward")
-"""Judges of pictures and captions besides CLIP, as columns name them."""
+"""Scorers of pictures and captions besides CLIP, as columns name them."""
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is done to a picture before a network sees it, in this order.
+    """The preprocessing of a picture, in this order.
 
     crop: the largest square around the centre. size: Lanczos to this many pixels a side. features_size: for the
     fidelity features only, bicubic to this many pixels a side, rounded to 8 bits (clean-fid keeps the fractions).
@@ -35,7 +35,7 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Protocol:
-    """A way of judging pictures.
+    """A way to score pictures.
 
     features: the extractor of FID and KID (a name of `metrics.fidelity`), None for none; manifold: that of precision
     and recall, None for the same. clip_model and clip_prefix: as `measure.clip.load_clip`. accuracy: whether the

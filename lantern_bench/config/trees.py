@@ -1,4 +1,4 @@
-"""The static draft trees that have a name, and the check that every user's own tree passes.
+"""The named static draft trees, and the check of a user's own tree.
 
 A topology is a set of root-to-node paths of child ranks: `(0, 1)` is the second child of the first child of the root.
 The root itself has no entry. The names and their published counterparts are in docs/algorithms.md, section 2. This file
@@ -86,7 +86,7 @@ def _check_path(path: Path, known: set[Path]) -> None:
 
 
 def is_chain(topology: Topology) -> bool:
-    """Whether no node of a checked topology has a second child."""
+    """Whether every node of a checked topology has at most one child."""
     return not any(any(path) for path in topology)
 
 

@@ -1,7 +1,7 @@
-"""Values as they were given, with their place, and the problems found in them.
+"""Checked values with the place where they were given, the overrides of the command line, and collected problems.
 
-Each value keeps where it came from, so that a message can name the flag or the key and the line, also when the
-mistake only shows later, in a combination. All problems are gathered and raised as one error.
+Each value keeps its place, so that a message can name the flag, or the key and the line, even when a mistake shows only
+in a later combination. All problems are raised as one error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Place:
 
     @property
     def is_flag(self) -> bool:
-        """Whether the value was typed as a flag."""
+        """Whether the value came from a flag."""
         return self.text.startswith("--")
 
 
@@ -47,20 +47,20 @@ Layer: TypeAlias = Mapping[str, tuple[Given, ...]]
 
 @dataclass
 class Problems:
-    """All that is wrong with one experiment; `name` is the file's, for the messages."""
+    """The problems of one experiment; `name` is the file's, for the messages."""
 
     name: str
     found: list[tuple[Place, str]] = field(default_factory=list)
 
     def add(self, place: Place, text: str, value: object = None) -> None:
-        """Note one problem; `value` is shown beside its place when it is not None."""
+        """Add one problem; `value` is shown beside its place unless it is None."""
         shown = "" if value is None else f"{'' if place.text.endswith('=') else ' '}{show(value)}"
         entry = (place, f"{place.text}{shown}: {text}")
         if entry not in self.found:
             self.found.append(entry)
 
     def raise_all(self) -> None:
-        """Raise one `UserError` with every problem, by line, flags last; do nothing when there are none."""
+        """Raise one `UserError` with every problem, by line, flags last; return if there are none."""
         if not self.found:
             return
         in_order = sorted(self.found, key=lambda entry: (entry[0].is_flag, entry[0].line or 0))
@@ -74,7 +74,7 @@ class Problems:
 
 
 def show(value: object) -> str:
-    """Return a value as a person would write it, long ones cut."""
+    """Return a value as YAML would show it, at most 60 characters."""
     if isinstance(value, bool):
         return str(value).lower()
     text = "(empty)" if value is None or value == "" else str(value)
@@ -82,7 +82,7 @@ def show(value: object) -> str:
 
 
 def read_parameter(key: str, raw: object, place: Place, problems: Problems) -> tuple[Given, ...]:
-    """Check the values of one decoding parameter; a list is a grid. What is wrong goes to `problems`."""
+    """Check the values of one decoding parameter; a list is a grid. Wrong values go to `problems`."""
     items = raw if isinstance(raw, list) and not (key == "tree" and is_tree(raw)) else [raw]
     if not items:
         problems.add(place, "an empty list; give at least one value")
@@ -138,12 +138,9 @@ def _tree_file(path: Path) -> object:
         raise ValueError(f"cannot be read as a tree: {' '.join(str(error).split())}") from error
 
 
-# ---- What was typed on the command line, to be laid over an experiment file
-
-
 @dataclass(frozen=True)
 class Overrides:
-    """Values by key, each a list (a grid when longer than one), and the modes to keep (all when empty).
+    """Overrides of an experiment file: values by key, each a list (a grid if longer than one), and the modes to keep.
 
     A key is that of an experiment file; `cells.2.delta` and `models.NAME.delta` reach one cell or one model.
     `from_set` holds the keys that were given by `--set`, for the messages.
@@ -161,10 +158,10 @@ class Overrides:
         modes: str | Sequence[str] | None = None,
         settings: Sequence[str] = (),
     ) -> Overrides:
-        """Make overrides from flags by key (None: not typed), `--modes` and the texts of `--set`.
+        """Return the overrides given by flags (by key; None: not given), `--modes` and `--set`.
 
         Texts are split at commas; one that starts with `[` is read as YAML. Raises `UserError` for a `--set`
-        without `=` and for a text that is no YAML.
+        without `=` and for invalid YAML.
         """
         values = {key.replace("-", "_"): _split(value, f"--{key}") for key, value in flags.items() if value is not None}
         from_set = set()
@@ -178,7 +175,7 @@ class Overrides:
         return cls(values, tuple(_split(modes, "--modes")) if modes is not None else (), frozenset(from_set))
 
     def place(self, key: str) -> Place:
-        """Return the flag of a key, as it was typed; a tree's `@path` starts from the current folder."""
+        """Return the place of a key: its flag. A tree's `@path` starts from the current directory."""
         return Place(f"--set {key}=" if key in self.from_set else f"--{key.replace('_', '-')}", None, Path())
 
 

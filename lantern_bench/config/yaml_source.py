@@ -1,4 +1,4 @@
-"""A YAML text, read together with the line on which every value stands.
+"""YAML with the line of every value, and pydantic's errors as sentences with those lines.
 
 Experiment files are written by hand, so an error names the place and the line. This file knows YAML and nothing of
 what an experiment may contain: that is `values.py` and `settings.py`.
@@ -99,11 +99,8 @@ def _kind(data: object) -> str:
     return "a list" if isinstance(data, list) else f"'{data}'"
 
 
-# ---- From pydantic's errors to lines of the file
-
-
 class Problem(NamedTuple):
-    """One thing that is wrong with a file: its line, the dotted key, what is allowed, the value as written."""
+    """One problem of a file: its line, the dotted key, what is allowed, the value as written."""
 
     line: int | None
     key: str
@@ -130,7 +127,7 @@ def problems_of(error: ValidationError, source: Source, model: type[BaseModel]) 
 
 
 def _problem(item: Mapping[str, Any], source: Source, model: type[BaseModel]) -> Problem:
-    """Follow the location through the models, as far as fields go: what is inside a field is the field's problem."""
+    """Follow the location through the models as far as there are fields; errors inside a field belong to the field."""
     kind, about = item["type"], ""
     path: KeyPath = ()
     keys: list[str] = []
