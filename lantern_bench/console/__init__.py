@@ -32,8 +32,9 @@ _MINUTE = 60.0
 
 
 class Progress:
-    """Progress of a long task that draws nothing; subclasses draw it. A context manager that calls `finish`.
+    """Progress of a long task, told as lines of a log; without `tell` it writes nothing. A context manager.
 
+    A log gets a line at the start, at the end of each part, at the end, and at most one a minute between.
     `start(total, description)` begins, `advance(n, **live)` adds to what is done, `reach(done, **live)` sets it,
     `finish()` ends; then it may start again. A total of 1 is a share, shown as per cent. `parts` (name to size) divides
     the total, for example into cells; `advance(part=name)` counts towards one. `live` holds current figures:
@@ -41,6 +42,9 @@ class Progress:
     """
 
     _running = False
+
+    def __init__(self, tell: Callable[[str], None] = lambda _: None) -> None:
+        self._tell = tell
 
     def start(self, total: float, description: str, parts: Mapping[str, int] | None = None) -> None:
         """Begin to count up to `total`."""
@@ -88,26 +92,11 @@ class Progress:
         self._draw_move(ended)
 
     def _draw_start(self) -> None:
-        """Draw the start."""
-
-    def _draw_move(self, ended: str | None) -> None:
-        """Draw a move; `ended` is the part that it completes, if any."""
-
-    def _draw_end(self) -> None:
-        """Draw the end."""
-
-
-class Lines(Progress):
-    """Plain lines, for logs: at the start, at the end of each part, at the end, and at most one a minute between."""
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-
-    def _draw_start(self) -> None:
         self._last = self._began
         self._tell(self._description if self._total == 1 else f"{self._description}: {self._total:g}")
 
     def _draw_move(self, ended: str | None) -> None:
+        """Draw a move; `ended` is the part that it completes, if any."""
         if ended is None and now() - self._last < _MINUTE:
             return
         self._last = now()
@@ -126,6 +115,7 @@ class Bars(Progress):
     """Rich bars with the time left: one for the whole, one for its parts when it has any."""
 
     def __init__(self, stream: TextIO) -> None:
+        super().__init__()
         self._stream = stream
         self._drawn: Any = None
 
@@ -274,7 +264,7 @@ class Console:
         if self.quiet:
             return Progress()
         if not _takes_escapes(self._err):
-            return Lines(self._tell)
+            return Progress(self._tell)
         self._bars = Bars(self._err)
         return self._bars
 

@@ -12,16 +12,8 @@ from string import ascii_uppercase
 from typing import TYPE_CHECKING
 
 from lantern_bench.errors import RefusedError
-from lantern_bench.report.curve_data import (
-    QUALITIES,
-    SPEEDS,
-    Front,
-    Tables,
-    acceptance_points,
-    bound_points,
-    fronts,
-    length_points,
-)
+from lantern_bench.report import curve_data
+from lantern_bench.report.curve_data import QUALITIES, SPEEDS, Front, Tables
 from lantern_bench.report.labels import BOUNDS
 
 if TYPE_CHECKING:
@@ -38,10 +30,10 @@ def terminal_curves(runs: Mapping[str, Tables], by: str = "mode", width: int = 1
 
     Raises `RefusedError` when there is nothing to draw.
     """
-    charts = [*_depths(acceptance_points(runs)), *_lengths(length_points(runs))]
+    charts = [*_depths(curve_data.acceptance_points(runs)), *_lengths(curve_data.length_points(runs))]
     for parameter in (by,) if by != "mode" else BOUNDS:
-        charts += _bounds(bound_points(runs, parameter), parameter, width)
-    charts += [_front(front, width) for front in fronts(runs) if front.speed == "speedup"]
+        charts += _bounds(curve_data.bound_points(runs, parameter), parameter, width)
+    charts += [_front(front, width) for front in curve_data.fronts(runs) if front.speed == "speedup"]
     if not charts:
         raise RefusedError("nothing to draw: these runs hold no drafts and no images that are both scored and timed")
     return charts

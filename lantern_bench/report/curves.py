@@ -11,17 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.report.curve_data import (
-    FAMILY,
-    SPEEDS,
-    Front,
-    Tables,
-    acceptance_points,
-    bound_points,
-    fronts,
-    length_points,
-    stack_runs,
-)
+from lantern_bench.report import curve_data
+from lantern_bench.report.curve_data import FAMILY, SPEEDS, Front, Tables
 from lantern_bench.report.labels import BOUNDS, PARAMETER_NAMES, CellKey, Style, cell_key, check_grouping, styles
 from lantern_bench.report.tables import write_csv
 
@@ -73,16 +64,16 @@ def pictures(runs: Mapping[str, Tables], by: str = "mode") -> Iterator[Picture]:
     """Yield the curves that the runs have data for."""
     look = run_styles(runs, by)
     for axis, draw in (("depth", draw_depths), ("position", draw_positions)):
-        points = acceptance_points(runs, axis)
+        points = curve_data.acceptance_points(runs, axis)
         if len(points):
             yield Picture(f"acceptance-by-{axis}", points, draw(points, look))
-    lengths = length_points(runs)
+    lengths = curve_data.length_points(runs)
     if len(lengths):
         yield Picture("accepted-lengths", lengths, draw_lengths(lengths, look))
-    for front in fronts(runs):
+    for front in curve_data.fronts(runs):
         yield Picture(front.name, front.points, draw_front(front, look))
     for parameter in (by,) if by != "mode" else BOUNDS:
-        points = bound_points(runs, parameter)
+        points = curve_data.bound_points(runs, parameter)
         if points[parameter].nunique() > 1:
             yield Picture(f"mean-accepted-length-by-{parameter}", points, draw_bounds(points, parameter, look))
 
@@ -90,7 +81,7 @@ def pictures(runs: Mapping[str, Tables], by: str = "mode") -> Iterator[Picture]:
 def run_styles(runs: Mapping[str, Tables], by: str = "mode") -> dict[CellKey, Style]:
     """Return the style of every cell of the runs, the same in all their curves; `UserError` for an unknown `by`."""
     check_grouping(by)
-    return styles(stack_runs(runs, "speed"), by)
+    return styles(curve_data.stack_runs(runs, "speed"), by)
 
 
 def _save(picture: Picture, folder: Path) -> list[Path]:

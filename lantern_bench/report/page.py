@@ -21,17 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from lantern_bench import __version__
 from lantern_bench.errors import UserError
 from lantern_bench.models.io.files import write_atomically
-from lantern_bench.report.curve_data import (
-    FAMILY,
-    SPEEDS,
-    Tables,
-    acceptance_points,
-    bound_points,
-    curve_tables,
-    fronts,
-    length_points,
-    stack_runs,
-)
+from lantern_bench.report import curve_data
+from lantern_bench.report.curve_data import FAMILY, SPEEDS, Tables
 from lantern_bench.report.curves import run_styles
 from lantern_bench.report.labels import BOUNDS, GROUPINGS, PARAMETER_NAMES, CellKey, cell_key, labels
 from lantern_bench.report.page_tables import highlights, run_facts, summary
@@ -41,7 +32,6 @@ from lantern_bench.runs.store import RunData
 
 if TYPE_CHECKING:
     import pandas as pd
-    from PIL.Image import Image
 
 # In the order in which they build on each other.
 _SCRIPTS = ("state.js", "chips.js", "table.js", "charts.js", "pictures.js", "stage.js", "maps.js", "start.js")
@@ -65,7 +55,7 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
     import jinja2
     from plotly.offline import get_plotlyjs
 
-    made = {name: curve_tables(run) for name, run in runs.items()}
+    made = {name: curve_data.curve_tables(run) for name, run in runs.items()}
     data = page_data(runs, made, home)
     numbers = {(cell["run"], cell["model"], cell["cell"]): number for number, cell in enumerate(data["cells"])}
     environment = jinja2.Environment(
@@ -118,7 +108,7 @@ _ENDS = ("", "_low", "_high")
 
 def page_data(runs: Mapping[str, RunData], made: Mapping[str, Tables], home: Path) -> Plain:
     """Return the data of a page in the folder `home`; `made` are the runs' `curve_tables`."""
-    speed, look = stack_runs(made, "speed"), run_styles(made)
+    speed, look = curve_data.stack_runs(made, "speed"), run_styles(made)
     records = {
         (name, cell.columns["model"], cell.cell_id): cell
         for name, run in runs.items()
@@ -140,9 +130,9 @@ def page_data(runs: Mapping[str, RunData], made: Mapping[str, Tables], home: Pat
         "cells": cells,
         "speeds": SPEEDS,
         "fronts": _fronts(made, numbers),
-        "depth": _curve(acceptance_points(made), "index", "rate", numbers),
-        "position": _curve(acceptance_points(made, "position"), "index", "rate", numbers),
-        "lengths": _curve(length_points(made), "length", "share", numbers),
+        "depth": _curve(curve_data.acceptance_points(made), "index", "rate", numbers),
+        "position": _curve(curve_data.acceptance_points(made, "position"), "index", "rate", numbers),
+        "lengths": _curve(curve_data.length_points(made), "length", "share", numbers),
         "bounds": _bounds(made, numbers),
         **_pictures(runs, records, numbers, home),
     }
@@ -150,7 +140,7 @@ def page_data(runs: Mapping[str, RunData], made: Mapping[str, Tables], home: Pat
 
 def _fronts(made: Mapping[str, Tables], numbers: Numbers) -> list[Plain]:
     found = []
-    for front in fronts(made):
+    for front in curve_data.fronts(made):
         points = [
             {
                 "cell": numbers[cell_key(row)], "dominated": bool(row["dominated"]),
@@ -179,7 +169,7 @@ def _bounds(made: Mapping[str, Tables], numbers: Numbers) -> list[Plain]:
     """Mean accepted length against each parameter that varies; cells that differ in nothing else are one line."""
     found = []
     for parameter in GROUPINGS[1:]:
-        points = bound_points(made, parameter)
+        points = curve_data.bound_points(made, parameter)
         if points[parameter].nunique() < 2:
             continue
         family = [name for name in FAMILY if name in points and name != parameter]
@@ -285,8 +275,6 @@ SIDE = 128
 BUDGET = 5_000_000
 """Limit for all thumbnails of a page together, as base64 text, in bytes."""
 
-# Each quality is tried on every eighth picture before it is used on all.
-_SAMPLED = 8
 _QUALITIES = (90, 82, 70, 55, 40, 25)
 
 
@@ -295,7 +283,6 @@ class Thumbnails:
 
     def __init__(self) -> None:
         self._places: dict[tuple[tuple[int, int], bytes], int] = {}
-        self._kept: list[Image] = []
 
     def place(self, picture: Path) -> int | None:
         """Return the place of a picture's thumbnail; None when the file is missing or no picture."""
@@ -307,26 +294,20 @@ class Thumbnails:
                 small.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
         except (OSError, UnidentifiedImageError):
             return None
-        place = self._places.setdefault((small.size, small.tobytes()), len(self._kept))
-        if place == len(self._kept):
-            self._kept.append(small)
-        return place
+        return self._places.setdefault((small.size, small.tobytes()), len(self._places))
 
     def encoded(self, budget: int = BUDGET) -> list[str]:
         """Return the thumbnails as base64 of WebP files, within `budget` where the lowest quality allows it."""
+        from PIL import Image
+
+        def encode(size: tuple[int, int], pixels: bytes, quality: int) -> str:
+            written = io.BytesIO()
+            Image.frombytes("RGB", size, pixels).save(written, "WEBP", quality=quality, method=4)
+            return base64.b64encode(written.getvalue()).decode("ascii")
+
         texts: list[str] = []
-        sample = self._kept[::_SAMPLED]
         for quality in _QUALITIES:
-            share = len(sample) / max(1, len(self._kept))
-            if quality != _QUALITIES[-1] and sum(len(_webp(one, quality)) for one in sample) > share * budget:
-                continue
-            texts = [_webp(picture, quality) for picture in self._kept]
+            texts = [encode(*picture, quality) for picture in self._places]
             if sum(map(len, texts)) <= budget:
                 break
         return texts
-
-
-def _webp(picture: Image, quality: int) -> str:
-    written = io.BytesIO()
-    picture.save(written, "WEBP", quality=quality, method=4)
-    return base64.b64encode(written.getvalue()).decode("ascii")

@@ -185,17 +185,11 @@ def _device(manifest: Mapping[str, Any]) -> str:
 
 # Head, number format and unit of a figure.
 _FORMS = {
-    "speedup": ("speedup", "{:.2f}", "x"),
-    "step_compression": ("step compr.", "{:.2f}", "x"),
-    "mean_accepted_length": ("MAL", "{:.2f}", ""),
-    "fid": ("FID", "{:.2f}", ""),
-    "clip_score": ("CLIP", "{:.4f}", ""),
-    "prompt_accuracy": ("accuracy", "{:.2f}", ""),
-    "kid": ("KID", "{:.4f}", ""),
-    "precision": ("prec.", "{:.3f}", ""),
-    "recall": ("recall", "{:.3f}", ""),
-    "hpsv2": ("HPSv2", "{:.4f}", ""),
-}
+    "speedup": ("speedup", "{:.2f}", "x"), "step_compression": ("step compr.", "{:.2f}", "x"),
+    "mean_accepted_length": ("MAL", "{:.2f}", ""), "fid": ("FID", "{:.2f}", ""), "clip_score": ("CLIP", "{:.4f}", ""),
+    "prompt_accuracy": ("accuracy", "{:.2f}", ""), "kid": ("KID", "{:.4f}", ""), "precision": ("prec.", "{:.3f}", ""),
+    "recall": ("recall", "{:.3f}", ""), "hpsv2": ("HPSv2", "{:.4f}", ""),
+}  # fmt: skip
 
 
 def side_by_side(table: pd.DataFrame) -> pd.DataFrame:

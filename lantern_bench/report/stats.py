@@ -12,7 +12,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,7 @@ class Interval(NamedTuple):
     low: float | None = None
     high: float | None = None
     note: str | None = None
+    p_value: float | None = None
 
     def columns(self, name: str) -> dict[str, float | None]:
         """Return the columns of a figure: `name`, `name_low` and `name_high`."""
@@ -54,15 +55,6 @@ class Sums(NamedTuple):
     def value(self) -> float:
         """The figure: sum over sum."""
         return float(self.over.sum() / self.under.sum())
-
-
-class Effect(NamedTuple):
-    """b / a or b - a with its 95 % interval and p-value; None where there are too few prompts."""
-
-    value: float
-    low: float | None
-    high: float | None
-    p_value: float | None
 
 
 def ratio_of_sums(
@@ -122,28 +114,23 @@ def _bootstrap(sums: Sequence[Array], statistic: Callable[..., Array], seed: int
     from scipy.stats import bootstrap
 
     size = sums[0].size
+    options: dict[str, Any] = {"paired": True, "vectorized": True, "axis": -1, "confidence_level": LEVEL}
+    options |= {"n_resamples": min(_MOST, max(_LEAST, _ELEMENTS // size)), "batch": max(1, _BLOCK // size)}
     for method in ("BCa", "percentile"):
         with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
             warnings.simplefilter("ignore")  # A method that fails warns and returns nan; the loop tries the next one.
-            low, high = bootstrap(
-                tuple(sums),
-                statistic,
-                paired=True,
-                vectorized=True,
-                axis=-1,
-                n_resamples=min(_MOST, max(_LEAST, _ELEMENTS // size)),
-                batch=max(1, _BLOCK // size),
-                confidence_level=LEVEL,
-                method=method,
-                rng=np.random.default_rng(seed),
-            ).confidence_interval
+            found = bootstrap(tuple(sums), statistic, method=method, rng=np.random.default_rng(seed), **options)
+            low, high = found.confidence_interval
         if math.isfinite(low) and math.isfinite(high):
             break
     return float(low), float(high)
 
 
-def compare_sums(a: Sums, b: Sums, kind: Kind, *, seed: int = 0) -> Effect:
-    """Compare two figures over the same prompts, in the same order; a ratio needs figures above 0."""
+def compare_sums(a: Sums, b: Sums, kind: Kind, *, seed: int = 0) -> Interval:
+    """Return b / a or b - a over the same prompts, in the same order, with interval and p-value.
+
+    A ratio needs figures above 0. Fewer than two prompts have no interval and no p-value.
+    """
 
     def effect(*parts: Array, axis: int = -1) -> Array:
         over_a, under_a, over_b, under_b = (part.sum(axis=axis) for part in parts)
@@ -152,12 +139,13 @@ def compare_sums(a: Sums, b: Sums, kind: Kind, *, seed: int = 0) -> Effect:
 
     value = float(effect(*a, *b))
     if a.over.size < 2:
-        return Effect(value, None, None, None)
+        return Interval(value)
     if np.array_equal(a, b):
-        return Effect(value, value, value, 1.0)
+        return Interval(value, value, value, p_value=1.0)
     low, high = _bootstrap((*a, *b), effect, seed)
+    p_value = _exchange_test(a, b, kind, seed)
     defined = math.isfinite(low) and math.isfinite(high)
-    return Effect(value, low if defined else None, high if defined else None, _exchange_test(a, b, kind, seed))
+    return Interval(value, low if defined else None, high if defined else None, p_value=p_value)
 
 
 def _exchange_test(a: Sums, b: Sums, kind: Kind, seed: int) -> float:

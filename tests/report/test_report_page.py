@@ -104,6 +104,18 @@ def test_a_click_on_the_front_shows_that_cell_alone_and_a_second_click_all(tab: 
         assert columns(tab) == wanted
 
 
+def test_a_menu_changes_what_the_front_shows(tab: Any) -> None:
+    tab.locator("#front").scroll_into_view_if_needed()
+    titles = []
+    for menu, button in ((1, -1), (0, -1), (1, 0), (0, 0)):
+        tab.locator("#front .updatemenu-header").nth(menu).click()
+        tab.locator("#front .updatemenu-dropdown-button").nth(button).click()
+        tab.wait_for_timeout(500)
+        titles.append([tab.locator(f"#front .{axis}title").text_content() for axis in "xy"])
+    assert ["accuracy" in y for _, y in titles] == [True, True, False, False]
+    assert ["speedup" in x for x, _ in titles] == [True, False, False, True]
+
+
 def test_the_slider_goes_through_the_modes_by_keyboard(tab: Any) -> None:
     slider = tab.locator("#stage-slider")
     slider.press("Home")

@@ -1,9 +1,12 @@
 // Curves, drawn by Plotly over the page's data. Cells that are off stay as shadows, so that a curve keeps its place.
+// Plotly's own menus choose what is drawn; the chips are the legend, as they filter tables, pictures and maps as well.
 const AXES = { lengths: ["tokens committed by a step", "share of steps"], depth: ["depth", "acceptance rate"], position: ["position (tokens, row by row)", "acceptance rate"] };
 const CONFIG = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+const chosen = { speed: 0, quality: 0, parameter: 0 };
 const GREY = "rgba(128,128,128,0.35)";
 
 function ink(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
+function unique(values) { return [...new Set(values)]; }
 function isShadow(cell) { return !state.shown.has(cell); }
 function axis(title, more = {}) {
   return { title: { text: title, standoff: 8 }, gridcolor: ink("--rail"), linecolor: ink("--line"), zeroline: false, ticks: "outside", tickcolor: ink("--line"), automargin: true, ...more };
@@ -15,6 +18,16 @@ function layout(x, y, more = {}) {
     hoverlabel: { bgcolor: ink("--card"), bordercolor: ink("--line"), font: { color: ink("--ink") } }, ...more,
   };
 }
+// Dropdown menus above a plot, one for each list of texts with a choice; `names` are keys of `chosen`.
+function withMenus(arrangement, lists) {
+  const menus = Object.entries(lists).filter(([, texts]) => texts.length > 1);
+  arrangement.margin.t += 36 * menus.length;
+  arrangement.updatemenus = menus.map(([name, texts], place) => ({
+    name, active: chosen[name], x: 0, xanchor: "left", y: 1, yanchor: "bottom", pad: { b: 6 + 36 * place }, showactive: false,
+    bgcolor: ink("--card"), bordercolor: ink("--line"), font: { color: ink("--ink") }, buttons: texts.map((label) => ({ label, method: "skip" })),
+  }));
+  return arrangement;
+}
 function whiskers(values, lows, highs, colour) {
   const length = (a, b) => (a === null || b === null ? 0 : Math.max(0, a - b));
   return { type: "data", symmetric: false, array: values.map((v, i) => length(highs[i], v)), arrayminus: values.map((v, i) => length(v, lows[i])), thickness: 1.2, width: 3, color: colour };
@@ -24,6 +37,7 @@ function draw(id, traces, arrangement) {
   Plotly.react(plot, traces, arrangement, CONFIG);
   if (!plot.dataset.listens) {
     plot.dataset.listens = "yes";
+    plot.on("plotly_buttonclicked", (event) => { chosen[event.menu.name] = event.active; drawCharts(); });
     plot.on("plotly_click", (event) => { const cell = event.points[0].customdata; if (cell !== undefined) solo(cell); });
   }
 }
@@ -49,7 +63,8 @@ function frontNames(front, frame) {
 }
 
 function drawFront() {
-  const front = data.fronts.find((one) => one.speed === find("#front-speed").value && one.axis === find("#front-quality").value);
+  const speeds = unique(data.fronts.map((one) => one.speed)), qualities = unique(data.fronts.map((one) => one.axis));
+  const front = data.fronts.find((one) => one.speed === speeds[chosen.speed] && one.axis === qualities[chosen.quality]);
   if (!front) return;
   const best = front.points.filter((point) => !point.dominated).sort((a, b) => a.x[0] - b.x[0]);
   const line = { x: best.map((p) => p.x[0]), y: best.map((p) => p.y[0]), mode: "lines", line: { color: GREY, width: 1.5 }, hoverinfo: "skip" };
@@ -69,7 +84,7 @@ function drawFront() {
   const direction = front.less ? "reversed" : true;
   const arrangement = layout(axis(`${speed}, 95 % interval`), axis(front.axis.replace("\n", "<br>"), { autorange: direction }));
   if (front.speed === "speedup") arrangement.shapes = [{ type: "line", x0: 1, x1: 1, yref: "paper", y0: 0, y1: 1, line: { color: GREY, width: 1, dash: "dot" } }];
-  draw("front", [line, ...traces], arrangement);
+  draw("front", [line, ...traces], withMenus(arrangement, { speed: speeds.map((one) => data.speeds[one]), quality: qualities.map((one) => one.replace("\n", " ")) }));
   Plotly.relayout("front", { annotations: frontNames(front, find("#front")._fullLayout) });
 }
 
@@ -89,7 +104,7 @@ function drawLines(id, more = {}) {
 }
 
 function drawBound() {
-  const bound = data.bounds.find((one) => one.parameter === find("#bound-parameter").value);
+  const bound = data.bounds[chosen.parameter];
   find("#bound-figure").hidden = !bound;
   if (!bound) return;
   const traces = bound.lines.map((line) => {
@@ -101,29 +116,20 @@ function drawBound() {
       hovertemplate: "<b>%{text}</b><br>mean accepted length %{y:.3f}<extra></extra>",
     };
   });
-  draw("bound", traces, layout(axis(bound.name, bound.parameter === "tree" ? { type: "category" } : { tickvals: [...new Set(bound.lines.flatMap((line) => line.x))] }), axis("mean accepted length")));
-}
-
-function choices(select, options, redraw) {
-  select.replaceChildren(...options.map(([value, text]) => element("option", { value }, text)));
-  select.addEventListener("change", redraw);
-  select.closest("label").hidden = options.length < 2;
+  const arrangement = layout(axis(bound.name, bound.parameter === "tree" ? { type: "category" } : { tickvals: [...new Set(bound.lines.flatMap((line) => line.x))] }), axis("mean accepted length"));
+  draw("bound", traces, withMenus(arrangement, { parameter: data.bounds.map((one) => one.name) }));
 }
 
 function drawCharts() { drawFront(); drawLines("depth", { range: [0, 1.02] }); drawLines("lengths"); drawLines("position"); drawBound(); }
 
 function startCharts() {
-  const unique = (values) => [...new Set(values)];
-  choices(find("#front-speed"), unique(data.fronts.map((f) => f.speed)).map((key) => [key, data.speeds[key]]), drawFront);
-  choices(find("#front-quality"), unique(data.fronts.map((f) => f.axis)).map((key) => [key, key.replace("\n", " ")]), drawFront);
-  choices(find("#bound-parameter"), data.bounds.map((b) => [b.parameter, b.name]), drawBound);
   find("#front").closest("figure").hidden = !data.fronts.length;
   for (const id of ["depth", "lengths", "position"]) find(`#${id}`).closest("figure").hidden = !data[id].length;
   drawCharts();
   onChange(drawCharts);
 }
 
-// Plotly's library lies packed in the page: a third of its size, unpacked by the browser itself.
+// The page holds Plotly's library compressed to a third of its size; the browser decompresses it.
 async function unpackPlotly() {
   const packed = Uint8Array.from(atob(find("#plotly").textContent.trim()), (letter) => letter.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));

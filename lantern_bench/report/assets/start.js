@@ -1,4 +1,4 @@
-// Begin: pictures and tables at once, charts as soon as their library is unpacked. `data-ready` says when all is there.
+// Draw pictures and tables at once, charts as soon as their library is decompressed. `data-ready` marks the end.
 changed();
 const opened = unpackPlotly().then(startCharts).catch((reason) => {
   const note = find("#no-charts");

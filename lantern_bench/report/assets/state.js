@@ -1,4 +1,4 @@
-// What is shown: the cells that are on, the picture on the stage. Everybody who draws listens here.
+// What is shown: the cells that are on, the picture on the stage. Each part of the page redraws when this changes.
 const data = JSON.parse(document.getElementById("data").textContent);
 const find = (selector, root = document) => root.querySelector(selector);
 const every = (selector, root = document) => [...root.querySelectorAll(selector)];
