@@ -56,7 +56,7 @@ def test_a_pipe_gets_csv_and_a_terminal_a_table(summary):
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_no_escape_codes_where_none_are_wanted(summary, monkeypatch, name, value):
+def test_no_escape_codes_with_no_color_or_dumb_terminal(summary, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     drawn, out, err = console(terminal=True)
     drawn.table(summary, "summary", title="a run")
@@ -121,7 +121,7 @@ def test_an_unknown_format_is_refused(summary):
         console()[0].table(summary, format="yaml")
 
 
-def test_errors_have_advice_and_come_through_when_quiet():
+def test_errors_are_written_when_quiet():
     quiet, out, err = console(quiet=True)
     quiet.say("hello")
     quiet.detail("more")
@@ -131,7 +131,7 @@ def test_errors_have_advice_and_come_through_when_quiet():
     assert err.getvalue() == "error: --delta 2: must lie between 0 and 1\n  For example:\n  --delta 0.1\n"
 
 
-def test_details_are_for_those_who_ask():
+def test_details_need_verbose():
     for verbose, wanted in ((False, ""), (True, "more\n")):
         told, _, err = console(verbose=verbose)
         told.detail("more")
@@ -201,7 +201,7 @@ def test_progress_ends_when_work_fails(clock):
     assert err.getvalue().splitlines()[-1] == "images: 4 of 10 in 0 s"
 
 
-def test_a_terminal_gets_bars_with_words_above_them():
+def test_a_terminal_gets_bars_with_messages_above():
     told, out, err = console(terminal=True)
     with told.progress() as progress:
         progress.start(4, "images", {"ar": 2, "lantern": 2})

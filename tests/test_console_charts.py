@@ -20,7 +20,7 @@ def tables_from(records):
     return curve_tables(RunData(Path("run"), {}, records, make_scores(records)))
 
 
-def test_the_figures_are_those_of_the_tables():
+def test_charts_show_the_figures_of_the_tables():
     depths, lengths, clip, accuracy = terminal_curves({"run": tables_from(make_records())})
     assert depths.splitlines()[2].split() == ["speculative", "(strict)", "▅", "0.67", "▄", "0.50"]
     assert lengths.splitlines()[3].split() == ["LANTERN++", "λ=2", "0%", "0%", "█", "100%", "3.00"]
@@ -28,7 +28,7 @@ def test_the_figures_are_those_of_the_tables():
     assert all(len(line) <= 100 for chart in (depths, lengths, clip, accuracy) for line in chart.splitlines())
 
 
-def test_a_front_has_capitals_on_it_and_small_letters_behind():
+def test_dominated_points_are_small_letters():
     records = make_records()
     scores = [row | {"clip_score": 0.2} if "speculative" in row["cell_id"] else row for row in make_scores(records)]
     tables = curve_tables(RunData(Path("run"), {}, records, scores))

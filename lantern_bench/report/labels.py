@@ -143,7 +143,9 @@ def _colours(values: Sequence[Any], by: str) -> list[str]:
 
 def _on_scale(share: float) -> str:
     """Interpolate linearly between the colours of `_SCALE`."""
-    place = share * (len(_SCALE) - 1)
-    start = min(int(place), len(_SCALE) - 2)
-    mixed = (low + (high - low) * (place - start) for low, high in zip(_SCALE[start], _SCALE[start + 1], strict=True))
+    import numpy as np
+
+    mixed = (
+        float(np.interp(share * (len(_SCALE) - 1), range(len(_SCALE)), part)) for part in zip(*_SCALE, strict=True)
+    )
     return "#" + "".join(f"{round(part):02X}" for part in mixed)

@@ -83,25 +83,20 @@ def comparability(tables: Mapping[str, pd.DataFrame], paper: Paper | None, manif
         return ["This experiment names no published table: only our figures are shown."]
     speed, quality = tables["speed"], tables["quality"]
     features, clips = (_listed(quality[name].dropna()) or "none" for name in ("fid_features", "clip_model"))
-    notes = [f"published: {paper.title}."]
-    if paper.model:
-        notes.append(
-            f"Not comparable, model: published {paper.model}; ours {_listed(speed['model'])}. "
-            "Where they differ, compare the shape of the table, not its digits."
-        )
-    notes.append(f"Not comparable, hardware: published {paper.hardware or _UNSTATED}; ours {_device(manifest)}.")
-    notes.append(
-        f"Not comparable, n: published {paper.images or _UNSTATED} images; ours {_listed(speed['images'])} a cell."
-    )
-    if "fid" in paper.columns:
-        notes.append(
-            f"Not comparable, extractor: published {paper.fid_features or _UNSTATED}; ours {features}. "
-            "No difference is given between FIDs, precisions or recalls of different features."
-        )
-    if "clip_score" in paper.columns:
-        notes.append(f"Not comparable, CLIP model: published {paper.clip_model or _UNSTATED}; ours {clips}.")
-    notes += [paper.missing] if paper.missing else []
-    return [" ".join(note.split()) for note in (*notes, *paper.notes)]
+    counts = (f"{paper.images or _UNSTATED} images", f"{_listed(speed['images'])} a cell")
+    shape = " Where they differ, compare the shape of the table, not its digits."
+    fidelity = " No difference is given between FIDs, precisions or recalls of different features."
+    compared: list[tuple[str, str | None, str, str]] = []
+    compared += [("model", paper.model, _listed(speed["model"]), shape)] if paper.model else []
+    compared += [("hardware", paper.hardware, _device(manifest), ""), ("n", *counts, "")]
+    compared += [("extractor", paper.fid_features, features, fidelity)] if "fid" in paper.columns else []
+    compared += [("CLIP model", paper.clip_model, clips, "")] if "clip_score" in paper.columns else []
+    notes = [
+        f"Not comparable, {what}: published {theirs or _UNSTATED}; ours {ours}.{more}"
+        for what, theirs, ours, more in compared
+    ]
+    notes = [f"published: {paper.title}.", *notes, paper.missing or "", *paper.notes]
+    return [" ".join(note.split()) for note in notes if note]
 
 
 def _is_beside(row: PaperRow, cell: Row, cells: Sequence[Row]) -> bool:

@@ -278,15 +278,10 @@ def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
     return build_tables(records, run.scores, (experiment.get("paper") or {}).get("figures"))
 
 
-def read_tables(run: Path) -> dict[str, pd.DataFrame]:
-    """Build the tables of a run directory, writing nothing; raises as `load_runs`."""
-    (data,) = load_runs([run]).values()
-    return tables_of(data)
-
-
 def write_tables(run: Path) -> dict[str, pd.DataFrame]:
-    """Rebuild the CSV files of a run directory and return the tables; raises as `read_tables` and `write_csv`."""
-    tables = read_tables(run)
+    """Rebuild the CSV files of a run directory and return the tables; raises as `load_runs` and `write_csv`."""
+    (data,) = load_runs([run]).values()
+    tables = tables_of(data)
     save_tables(tables, run)
     return tables
 

@@ -31,7 +31,7 @@ def places(
     return rows
 
 
-def test_what_holds_and_what_does_not() -> None:
+def test_each_check_passes_and_fails_at_its_bar() -> None:
     rows = [
         lossless_row("m", "static", 0.4, 100, 0),
         lossless_row("m", "static", 0.0, 100, 3),
@@ -54,7 +54,7 @@ def test_what_holds_and_what_does_not() -> None:
     assert len(frame("certificate", rows)) == 8
 
 
-def test_means_stand_beside_delta() -> None:
+def test_mean_emitted_tv_is_compared_with_delta() -> None:
     figures = [("a", 0.3, None, 0.31), ("a", 0.1, None, 0.1), ("b", 0.5, None, 0.6), ("c", 0.1, None, 0.2)]
     (mean,) = cost_rows(places("lantern", figures, delta=0.2, tree=None))
     assert (mean["places"], mean["prompts"]) == (4, 3)
@@ -68,14 +68,14 @@ def test_means_stand_beside_delta() -> None:
     frame("emitted_tv", [mean])
 
 
-def test_too_few_draws_are_said() -> None:
+def test_note_says_when_more_draws_are_needed() -> None:
     near = places("lantern++", [("a", 0.2, 0.19, None), ("b", 0.3, 0.29, None)], **{"lambda": 2})
     apart = places("lantern++", [("a", 0.2, 0.1, None), ("b", 0.3, 0.2, None)], **{"lambda": 2})
     assert next(cost_rows(near))["note"] is None
     assert "more draws are needed" in next(cost_rows(apart))["note"]
 
 
-def test_costing_more_than_delta_is_a_finding_and_breaking_the_proof_a_failure() -> None:
+def test_only_breaking_the_proved_bound_fails() -> None:
     kept = places("lantern", [("a", 0.3, None, 0.31), ("b", 0.38, None, 0.4)], delta=0.2)
     broken = places("lantern", [("a", 0.3, None, 0.1), ("b", 0.4, None, 0.6)], delta=0.3)
     official = places("lantern", [("a", 0.9, None, 0.1), ("b", 0.4, None, 0.6)], delta=0.3, residual="official")

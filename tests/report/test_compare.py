@@ -36,7 +36,7 @@ def verdicts(found):
     return {(row["cell_id"].split("-")[0], row["quantity"]): row["verdict"] for _, row in said.iterrows()}
 
 
-def test_a_faster_cell_is_better_and_the_rest_not_distinguishable():
+def test_only_the_faster_cell_is_better():
     found = compare_runs(make_run(factor=1.0), make_run(factor=0.8))
     said = verdicts(found)
     assert said["speculative", "latency_s"] == said["speculative", "speedup"] == BETTER
@@ -47,7 +47,7 @@ def test_a_faster_cell_is_better_and_the_rest_not_distinguishable():
     assert row["a"] > row["b"] and row["kind"] == "ratio" and row["pairs"] == row["prompts"] == 16
 
 
-def test_the_other_way_round_it_is_worse():
+def test_a_slower_cell_is_worse():
     assert verdicts(compare_runs(make_run(factor=0.8), make_run(factor=1.0)))["speculative", "speedup"] == WORSE
 
 
@@ -58,14 +58,14 @@ def test_a_run_is_not_distinguishable_from_itself():
     assert (ratios[["effect", "effect_low", "effect_high"]] == 1.0).all(axis=None)
 
 
-def test_distances_stand_side_by_side_without_a_verdict():
+def test_distances_get_no_verdict():
     found = compare_runs(make_run(), make_run())
     kid = found.table[found.table["quantity"] == "kid"]
     assert len(kid) == 3 and kid["verdict"].isna().all() and kid["note"].str.contains("not tested").all()
     assert not (found.table["quantity"] == "fid").any()  # empty in both
 
 
-def test_many_comparisons_are_corrected_and_few_prompts_named():
+def test_many_comparisons_are_corrected_by_holm():
     found = compare_runs(make_run(prompts=4), make_run(prompts=4, factor=0.5))
     assert set(verdicts(found).values()) == {SAME}
     assert any("Holm" in note for note in found.notes)
@@ -74,7 +74,7 @@ def test_many_comparisons_are_corrected_and_few_prompts_named():
     assert (tested["p_holm"] >= tested["p_value"]).all()
 
 
-def test_only_what_both_have_is_compared():
+def test_only_shared_cells_and_prompts_are_compared():
     found = compare_runs(make_run(prompts=6), make_run(prompts=9, cells=(AR, LOOSE)))
     assert found.only_a == (STRICT.cell_id,) and found.only_b == ()
     assert set(found.table["cell_id"]) == {AR.cell_id, LOOSE.cell_id}
@@ -101,7 +101,7 @@ def other(**changes):
         ("protocol", make_run(scores=lambda rows: [row | {"clip_model": "big"} for row in make_scores(rows)])),
     ],
 )
-def test_unlike_runs_are_refused_unless_allowed(kind, b):
+def test_incomparable_runs_are_refused_unless_allowed(kind, b):
     found = differences(make_run(), b)
     with pytest.raises(RefusedError, match=f"differ in {kind}") as refusal:
         check_comparability(found, [])
@@ -109,14 +109,14 @@ def test_unlike_runs_are_refused_unless_allowed(kind, b):
     check_comparability(found, [kind])
 
 
-def test_what_may_differ_is_only_told():
+def test_differing_settings_do_not_forbid_a_comparison():
     found = differences(make_run(), other(key=MANIFEST["key"] | {"dtype": "bfloat16"}))
     assert [str(one) for one in found] == ["dtype: float32 in the first, bfloat16 in the second"]
     check_comparability(found, [])
     assert differences(make_run(), make_run()) == []
 
 
-def test_protocols_that_differ_are_compared_when_allowed():
+def test_differing_protocols_are_compared_when_allowed():
     b = make_run(scores=lambda rows: [row | {"protocol": "other"} for row in make_scores(rows)])
     table = compare_runs(make_run(), b).table
     assert set(table[table["quantity"] == "clip_score"]["protocol"]) == {"embedded / other"}

@@ -27,7 +27,7 @@ def tables():
     return tables_from(records, make_scores(records))
 
 
-def test_files_and_the_data_behind_them(tables, tmp_path):
+def test_each_curve_has_png_svg_and_csv(tables, tmp_path):
     files = draw_curves({"run": tables}, tmp_path / "figures")
     names = ["acceptance-by-depth", "acceptance-by-position", "accepted-lengths"]
     names += [f"{x}-quality-{y}" for x in ("speed", "length") for y in ("clip_score", "prompt_accuracy")]
@@ -55,7 +55,7 @@ def test_accepted_lengths_are_counted_by_step(tables):
     assert means["lantern++"] == pytest.approx(3) and means["speculative"] == pytest.approx(2)
 
 
-def test_along_the_image_positions_are_pooled(tables):
+def test_positions_are_pooled(tables):
     long = [make_record(STRICT, 0, [[0, -1]] * 100, 1.0), make_record(AR, 0, [[]] * 200, 1.0)]
     whole = tables_from(long)["acceptance"]
     pooled = acceptance_points({"run": tables_from(long)}, "position")
@@ -66,7 +66,7 @@ def test_along_the_image_positions_are_pooled(tables):
     assert (short["index"] == short["index_end"]).all()
 
 
-def test_the_front_is_what_nothing_beats():
+def test_a_point_is_dominated_when_another_beats_it():
     points = pd.DataFrame({"run": "r", "model": "m", "x": [1, 2, 3, 3.0, 0.5], "y": [5, 4, 4, 3.0, 5]})
     assert is_dominated(points, "x", "y", less_is_better=False) == [False, True, False, True, True]
     assert is_dominated(points, "x", "y", less_is_better=True) == [True, True, True, False, True]
@@ -101,7 +101,7 @@ def bounded(**parameters):
         ("temperature", [STRICT, STRICT.model_copy(update={"temperature": 0.0})]),
     ],
 )
-def test_by_a_parameter(by, cells):
+def test_curves_by_a_parameter(by, cells):
     records = [make_record(c, n, WALKS if c is not AR else [[]], 1.0) for c in [AR, *cells] for n in range(2)]
     tables = tables_from(records, make_scores(records))
     drawn = {picture.name: picture for picture in pictures({"run": tables}, by)}
@@ -112,7 +112,7 @@ def test_by_a_parameter(by, cells):
     assert colours[0] != colours[1]
 
 
-def test_by_something_else(tables, tmp_path):
+def test_unknown_grouping_is_refused(tables, tmp_path):
     with pytest.raises(UserError, match="--by colour"):
         draw_curves({"run": tables}, tmp_path / "figures", "colour")
     assert not (tmp_path / "figures").exists()
@@ -123,7 +123,7 @@ def test_equal_tables_give_equal_pictures(tables, tmp_path):
     assert [path.read_bytes() for path in one] == [path.read_bytes() for path in two]
 
 
-def test_methods_are_named_as_in_the_papers():
+def test_labels_name_methods_as_the_papers_do():
     cells = [AR, STRICT, STRICT.model_copy(update={"temperature": 0.0})]
     guided = {"cfg_scale": 2, "cfg_default": 2}
     for delta in (0.005, 0.02):
@@ -144,7 +144,7 @@ def test_methods_are_named_as_in_the_papers():
     }
 
 
-def test_a_lossless_rule_is_named_once_and_after_the_strict_one():
+def test_labels_name_a_lossless_rule_once():
     block = Decoding.model_validate({**STRICT.settings(), "rule": "block", "tree": "chain-4"})
     records = [make_record(cell, n, WALKS, 1.0) for cell in (block, STRICT) for n in range(2)]
     found = tables_from(records, make_scores(records))
@@ -152,14 +152,14 @@ def test_a_lossless_rule_is_named_once_and_after_the_strict_one():
     assert labels == ["speculative (strict) small-7", "speculative (block) chain-4"]
 
 
-def test_several_runs_are_named(tables):
+def test_labels_name_runs_when_there_are_several(tables):
     points = acceptance_points({"a": tables, "b": tables})
     assert set(points["label"]) == {
         f"{run}: {label}" for run in "ab" for label in ("speculative (strict)", "LANTERN++ λ=2")
     }
 
 
-def test_an_untimed_run_takes_the_speedup_of_the_same_cell_elsewhere(tables):
+def test_untimed_run_takes_the_speedup_from_another_run(tables):
     records = [{**row, "seconds": None} for row in make_records()]
     untimed = tables_from(records, make_scores(records))
     assert speed_quality_points({"quality": untimed})["speedup"].isna().all()
@@ -180,7 +180,7 @@ def test_a_timed_run_keeps_its_own_speedup(tables):
     assert points["slow", "lantern++"] == pytest.approx(22.5)
 
 
-def test_fid_of_different_features_never_shares_an_axis(tmp_path):
+def test_fid_of_different_features_has_separate_curves(tmp_path):
     records = make_records()
     scores = [{**row, "fid": 10.0} if row["level"] == "cell" else row for row in make_scores(records)]
     again = [{**row, "protocol": "full", "extractor": "inception"} for row in scores if row["level"] == "cell"]
@@ -212,7 +212,7 @@ def test_nothing_to_draw(tmp_path):
     assert not (tmp_path / "figures").exists()
 
 
-def test_a_folder_that_cannot_be_made(tables, tmp_path):
+def test_unwritable_folder_is_refused(tables, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         draw_curves({"run": tables}, tmp_path / "file")

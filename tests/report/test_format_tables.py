@@ -16,7 +16,7 @@ def tables():
     return build_tables(records, make_scores(records))
 
 
-def test_interval_as_people_write_it():
+def test_interval_is_written_in_brackets():
     assert with_interval(1.74, 1.7, 1.784, "{:.2f}", "x") == "1.74x [1.70, 1.78]"
     assert with_interval(1.74, None, None, "{:.2f}", "x") == "1.74x"
 
@@ -39,14 +39,14 @@ def test_fid_names_its_features(tables):
     assert list(shown["FID (lanterns-features-64)"]) == ["10.00", "11.25", "12.00"]
 
 
-def test_features_stay_in_a_column_when_they_differ(tables):
+def test_differing_features_stay_in_a_column(tables):
     table = tables["summary"].assign(fid=[10.0, 11.0, 12.0], fid_features=["a", "b", "b"])
     shown, _ = readable(table, "summary")
     assert list(shown["FID features"]) == ["a", "b", "b"]
     assert "FID" in shown
 
 
-def test_units_and_blanks(tables):
+def test_speed_table_has_units_and_blanks(tables):
     shown, notes = readable(tables["speed"], "speed")
     assert shown["s / image"].iloc[1] == "0.645 s [0.615, 0.682]"
     assert shown["draft / step"].iloc[1] == "43.00 ms"
@@ -57,7 +57,7 @@ def test_units_and_blanks(tables):
     assert any("accepted drafts are one less" in note for note in notes)
 
 
-def test_failures_are_shown_only_where_there_are_any(tables):
+def test_failures_are_hidden_when_there_are_none(tables):
     assert "failed" not in readable(tables["speed"].assign(failed=0), "speed").frame
 
 

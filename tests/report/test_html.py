@@ -16,7 +16,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.report.page import Thumbnails, render, write_report
 from lantern_bench.report.records import load_runs, run_names
-from lantern_bench.report.tables import read_tables
+from lantern_bench.report.tables import tables_of
 from tests.made_up_run import AR, LOOSE, STRICT, make_record, write_run
 from tests.report.page_run import write_page_run
 
@@ -35,7 +35,7 @@ def page(run: Path) -> str:
     return write_report([run], run / "report.html").read_text(encoding="utf-8")
 
 
-def test_it_holds_everything_and_fetches_nothing(page):
+def test_page_needs_no_network(page):
     assert not re.search(r"<(script|img|iframe|source)[^>]+src=", page)
     assert re.findall(r"<link[^>]+>", page) == ['<link rel="icon" href="data:,">']
     without_plotly = re.sub(r'id="plotly">.*?</script>', "", page, flags=re.DOTALL)
@@ -44,8 +44,9 @@ def test_it_holds_everything_and_fetches_nothing(page):
     assert b"Plotly" in gzip.decompress(base64.b64decode(packed))
 
 
-def test_its_table_has_the_figures_of_the_tables(run, page):
-    speed = read_tables(run)["speed"]
+def test_page_table_has_the_figures_of_the_run(run, page):
+    (data,) = load_runs([run]).values()
+    speed = tables_of(data)["speed"]
     body = re.search(r'id="table">.*?<tbody>(.*?)</tbody>', page, re.DOTALL)[1]
     orders = [re.findall(r'<td data-order="([^"]*)"', row) for row in body.split("</tr>")[:-1]]
     assert [float(row[0]) for row in orders] == pytest.approx(speed["speedup"].tolist())
@@ -54,7 +55,7 @@ def test_its_table_has_the_figures_of_the_tables(run, page):
     assert "LANTERN++ λ=2" in text and "3.22x" in text.replace("\n", " ")
 
 
-def test_the_pictures_their_figures_and_their_files(run, page):
+def test_pictures_have_figures_and_link_to_files(run, page):
     data = data_of(page)
     assert len(data["pictures"]) == 12 and len(data["prompts"]) == 4 and data["grid"] == 4
     for picture in data["pictures"]:
@@ -67,14 +68,14 @@ def test_the_pictures_their_figures_and_their_files(run, page):
     assert loose["map"] == [None] + [3.0] * 15
 
 
-def test_published_figures_stand_beside_ours_with_their_source(page):
+def test_published_figures_have_their_source(page):
     section = page[page.index("Published figures") :]
     assert "A paper, Table 1" in section
     row = re.sub(r"<[^>]+>", " ", re.search(r"<tr><td>their method.*?</tr>", section)[0]).split()
     assert "2.50x" in row and "page" in row
 
 
-def test_what_is_typed_in_a_prompt_stays_text(tmp_path):
+def test_html_in_a_prompt_is_escaped(tmp_path):
     bad = "</script><script>alert(1)</script><!-- & \"quotes\" 'both'"
     records = [make_record(cell, 0, [[0]], 1.0) | {"prompt": bad} for cell in (AR, STRICT)]
     folder = write_run(tmp_path / "<b>run</b>", records, [], {"description": "<i>tilted</i>"})
@@ -100,7 +101,7 @@ def test_eight_cells_of_64_pictures_stay_under_8_megabytes(tmp_path):
     assert out.stat().st_size < 8_000_000
 
 
-def test_thumbnails_are_small_never_enlarged_and_kept_once(tmp_path):
+def test_thumbnails_are_small_and_kept_once(tmp_path):
     for name, side in (("large", 300), ("again", 300), ("small", 40)):
         Image.new("RGB", (side, side // 2), "red").save(tmp_path / f"{name}.png")
     (tmp_path / "broken.png").write_bytes(b"no picture")
@@ -114,7 +115,7 @@ def test_thumbnails_are_small_never_enlarged_and_kept_once(tmp_path):
     assert sum(map(len, thumbnails.encoded(budget=0))) <= sum(map(len, thumbnails.encoded()))
 
 
-def test_several_runs_on_one_page(run, tmp_path):
+def test_one_page_shows_several_runs(run, tmp_path):
     other = write_page_run(tmp_path / "run", prompts=2)
     assert len(set(run_names([run, other]))) == 2
     out = write_report([run, other], tmp_path / "both.html")
@@ -123,13 +124,13 @@ def test_several_runs_on_one_page(run, tmp_path):
     assert all((tmp_path / picture["file"]).is_file() for picture in data["pictures"])
 
 
-def test_a_run_without_quality_pictures_or_drafts(tmp_path):
+def test_page_of_a_run_without_quality_or_drafts(tmp_path):
     folder = write_run(tmp_path / "bare", [make_record(AR, n, [[]], 1.0, image=None) for n in range(2)], [])
     data = data_of(render(load_runs([folder]), folder))
     assert data["pictures"] == data["fronts"] == data["depth"] == data["bounds"] == []
 
 
-def test_an_empty_run_and_a_place_that_cannot_be_written(run, tmp_path):
+def test_empty_run_and_unwritable_file_are_refused(run, tmp_path):
     with pytest.raises(RefusedError, match="no records"):
         write_report([write_run(tmp_path / "empty", [], [])], tmp_path / "report.html")
     (tmp_path / "file").write_text("")

@@ -13,7 +13,7 @@ def means(values):
     return Sums(np.asarray(values, dtype=float), np.ones(len(values)))
 
 
-def test_a_ratio_and_a_difference():
+def test_ratio_and_difference_have_intervals():
     a, b = means([1.0, 2.0, 3.0, 4.0]), means([2.0, 4.0, 6.0, 8.0])
     ratio = compare_sums(a, b, "ratio")
     assert (ratio.value, ratio.low, ratio.high) == pytest.approx((2.0, 2.0, 2.0))
@@ -22,7 +22,7 @@ def test_a_ratio_and_a_difference():
     assert difference.low < 2.5 < difference.high
 
 
-def test_few_prompts_are_exchanged_in_all_ways():
+def test_few_prompts_use_all_exchanges():
     """Of 16 ways to exchange four pairs only none and all give as large an effect."""
     a, b = means([1.0, 2.0, 3.0, 4.0]), means([2.0, 4.0, 6.0, 8.0])
     assert compare_sums(a, b, "ratio").p_value == pytest.approx(2 / 16)
@@ -30,7 +30,7 @@ def test_few_prompts_are_exchanged_in_all_ways():
 
 
 @pytest.mark.parametrize("size", [8, 40])
-def test_the_p_value_of_a_difference_is_scipys(size):
+def test_p_value_equals_scipys(size):
     generator = np.random.default_rng(3)
     a = generator.normal(size=size)
     b = a + generator.normal(0.3, 0.8, size)
@@ -41,7 +41,7 @@ def test_the_p_value_of_a_difference_is_scipys(size):
     assert ours == pytest.approx(theirs, abs=1e-12 if size == 8 else 0.02)
 
 
-def test_equal_runs_are_not_distinguishable_and_uncertain_ones_rarely():
+def test_false_positives_are_rare():
     same = means([1.0, 2.0, 3.0])
     assert compare_sums(same, same, "ratio").p_value == 1.0
     generator = np.random.default_rng(5)
@@ -63,7 +63,7 @@ def test_one_prompt_has_an_effect_and_no_interval():
     assert (effect.value, effect.low, effect.high, effect.p_value) == (2.0, None, None, None)
 
 
-def test_holm():
+def test_holm_correction():
     assert holm([0.01, None, 0.04, 0.03]) == pytest.approx([0.03, None, 0.06, 0.06], nan_ok=True)
     assert holm([0.5, 0.9]) == [1.0, 1.0]
     assert holm([]) == [] and holm([None]) == [None]

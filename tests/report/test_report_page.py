@@ -55,7 +55,7 @@ def first_of_rows(tab: Any) -> list[str]:
     return [text.strip() for text in tab.locator("#table tbody th").all_inner_texts()]
 
 
-def test_it_opens_without_an_error_and_without_a_request(opening: SimpleNamespace, capsys: Any) -> None:
+def test_page_opens_without_errors_or_requests(opening: SimpleNamespace, capsys: Any) -> None:
     ready = int(opening.tab.evaluate("document.documentElement.dataset.ready"))
     with capsys.disabled():
         print(f"\nreport.html: {opening.file.stat().st_size / 1e6:.1f} MB, opened in {ready} ms")
@@ -90,7 +90,7 @@ def test_a_chip_filters_everything(tab: Any) -> None:
     assert len(columns(tab)) == 3
 
 
-def test_a_click_on_the_front_shows_that_cell_alone_and_a_second_click_all(tab: Any) -> None:
+def test_a_click_on_the_front_selects_that_cell(tab: Any) -> None:
     point = tab.locator("#front .scatterlayer .trace .points path").last
     for wanted in (["LANTERN++ λ=2"], ["AR", "speculative (strict)", "LANTERN++ λ=2"]):
         tab.locator("#front").scroll_into_view_if_needed()
@@ -135,7 +135,7 @@ def test_the_slider_goes_through_the_modes_by_keyboard(tab: Any) -> None:
     assert tab.locator("#stage-prompt").inner_text() != before
 
 
-def test_search_filters_the_rows_and_a_row_goes_to_the_stage(tab: Any) -> None:
+def test_search_filters_rows_and_a_row_opens_the_stage(tab: Any) -> None:
     tab.locator("#search").fill("RED lantern")
     assert tab.locator("#grid tbody tr").count() == 2
     assert "2 of 2" in tab.locator("#count").inner_text()
@@ -145,7 +145,7 @@ def test_search_filters_the_rows_and_a_row_goes_to_the_stage(tab: Any) -> None:
     assert tab.locator("#grid tbody tr").count() == 0
 
 
-def test_light_and_dark(tab: Any) -> None:
+def test_theme_switches_between_light_and_dark(tab: Any) -> None:
     ground = "getComputedStyle(document.body).backgroundColor"
     light = tab.evaluate(ground)
     tab.locator("#theme").click()
@@ -154,7 +154,7 @@ def test_light_and_dark(tab: Any) -> None:
     assert tab.evaluate(ground) == light
 
 
-def test_on_a_narrow_screen_and_on_paper(opening: SimpleNamespace, tab: Any, tmp_path: Path) -> None:
+def test_page_fits_a_narrow_screen_and_paper(opening: SimpleNamespace, tab: Any, tmp_path: Path) -> None:
     tab.set_viewport_size({"width": 390, "height": 800})
     tab.wait_for_timeout(500)
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -75,7 +75,7 @@ def test_every_published_row_is_shown_and_every_cell(tables: dict[str, pd.DataFr
     assert alone.loc["unread", "note"].str.contains(NOT_HAD).all() and len(alone.loc["unread"]) == len(COLUMNS)
 
 
-def test_a_best_figure_stands_beside_our_best() -> None:
+def test_best_published_figure_matches_our_best_cell() -> None:
     records = []
     for bound, walks in ((2, [[0, -1]]), (5, [[0, 0, 0]]), (10, [[0, 0]])):
         cell = Decoding.model_validate({"mode": "lantern++", "tree": "small-7", "lambda": bound})
@@ -95,7 +95,7 @@ def test_trends_count_the_series_that_rise(lengths: tuple[int, ...], steps: int,
     assert f"every step of delta in {steps} of 1 series" in said and f"the largest in {ends} of 1" in said
 
 
-def test_what_is_not_comparable_is_said_in_words(tables: dict[str, pd.DataFrame]) -> None:
+def test_sentences_say_what_is_not_comparable(tables: dict[str, pd.DataFrame]) -> None:
     block = paper(model="Big", hardware="A40", images=5000, missing="The rest.")
     said = comparability(tables, block, {"device": "cpu"})
     text = " ".join(said)
@@ -105,7 +105,7 @@ def test_what_is_not_comparable_is_said_in_words(tables: dict[str, pd.DataFrame]
     assert comparability(tables, None, {}) == ["This experiment names no published table: only our figures are shown."]
 
 
-def test_the_view_has_a_line_for_each_cell_and_row(tables: dict[str, pd.DataFrame]) -> None:
+def test_side_by_side_has_a_line_for_each_cell_and_row(tables: dict[str, pd.DataFrame]) -> None:
     row = {"name": "its rule", "match": {"mode": "lantern++"}, "figures": {"speedup": FIGURE | {"value": 2.0}}}
     none = {"name": "other", "figures": {"fid": FIGURE | {"value": 20.0}}}
     shown = side_by_side(compared(tables, row, none))
@@ -119,7 +119,7 @@ def test_the_view_has_a_line_for_each_cell_and_row(tables: dict[str, pd.DataFram
     assert AR.cell_id and not shown.isna().any().any()
 
 
-def test_a_missing_figure_is_not_explained_by_another_ones_note(tables: dict[str, pd.DataFrame]) -> None:
+def test_missing_figure_ignores_notes_on_other_figures(tables: dict[str, pd.DataFrame]) -> None:
     noted = tables["quality"].assign(fid=None, note="fid needs 128 images, twice its features; there are 3")
     found = frame("reproduction", reproduction_rows({**tables, "quality": noted}, paper(columns=["fid", "hpsv2"])))
     why = found[found["cell_id"] == AR.cell_id].set_index("figure")["note"]

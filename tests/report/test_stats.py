@@ -35,7 +35,7 @@ def test_interval_is_scipys_paired_bca():
     assert ours.value == pytest.approx(sum(slow) / sum(fast))
 
 
-def test_pairing_takes_the_prompts_out():
+def test_pairing_removes_differences_between_prompts():
     """Resampling the two modes apart would give an interval many times wider."""
     slow, fast, prompts = _paired()
     paired = ratio_of_sums(slow, fast, prompts)
@@ -74,7 +74,7 @@ def test_all_zero_is_constant_too():
     assert (found.value, found.low, found.high) == (0.0, 0.0, 0.0)
 
 
-def test_too_little_data_says_so():
+def test_too_little_data_has_no_interval():
     alone = ratio_of_sums([2.0, 4.0], [1.0, 1.0], ["a", "a"])
     assert (alone.value, alone.low, alone.high) == (3.0, None, None)
     assert "fewer than 2 prompts" in str(alone.note)
@@ -84,14 +84,14 @@ def test_too_little_data_says_so():
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1e3), st.floats(1e-3, 1e3)), min_size=2, max_size=6))
-def test_never_nan(pairs):
+def test_intervals_are_never_nan(pairs):
     found = ratio_of_sums([a for a, _ in pairs], [b for _, b in pairs], [str(number) for number in range(len(pairs))])
     assert all(part is not None and math.isfinite(part) for part in (found.value, found.low, found.high))
     assert found.low <= found.high
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 10), (10, 10), (3, 10), (650, 1000)])
-def test_wilson(successes, trials):
+def test_proportion_equals_wilsons_formula(successes, trials):
     z, share = 1.959963984540054, successes / trials
     centre = (share + z**2 / (2 * trials)) / (1 + z**2 / trials)
     half = z / (1 + z**2 / trials) * math.sqrt(share * (1 - share) / trials + z**2 / (4 * trials**2))
@@ -101,5 +101,5 @@ def test_wilson(successes, trials):
     assert found.high == pytest.approx(min(1.0, centre + half), abs=1e-9)
 
 
-def test_no_trials_no_rate():
+def test_no_trials_have_no_rate():
     assert proportion(0, 0).value is None

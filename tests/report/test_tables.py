@@ -12,7 +12,8 @@ import pytest
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.report.tables import NAMES, build_tables, frame, read_tables, write_csv, write_tables
+from lantern_bench.report.records import load_runs
+from lantern_bench.report.tables import NAMES, build_tables, frame, tables_of, write_csv, write_tables
 from lantern_bench.schema import columns
 from tests.made_up_run import AR, LOOSE, STRICT, WALKS, make_record, make_records, make_scores, write_run
 
@@ -21,6 +22,11 @@ from tests.made_up_run import AR, LOOSE, STRICT, WALKS, make_record, make_record
 def tables():
     records = make_records()
     return build_tables(records, make_scores(records))
+
+
+def read_tables(run):
+    (data,) = load_runs([run]).values()
+    return tables_of(data)
 
 
 def _row(table, cell):
@@ -84,13 +90,13 @@ def test_peak_memory_is_the_largest():
     assert _row(build_tables(records)["speed"], STRICT)["peak_memory_mb"] == 5.0
 
 
-def test_no_baseline_no_speedup():
+def test_no_speedup_without_a_baseline():
     row = _row(build_tables([make_record(STRICT, 0, WALKS, 1.0)])["speed"], STRICT)
     assert math.isnan(row["speedup"])
     assert "no ar cell" in row["note"]
 
 
-def test_baseline_has_the_same_guidance_and_the_same_settings_where_it_can():
+def test_baseline_has_the_closest_settings():
     plain = Decoding(mode="ar", cfg_scale=1, cfg_default=2)
     warm = Decoding(mode="ar", temperature=0.5, cfg_scale=2, cfg_default=2)
     greedy = Decoding(mode="speculative", tree="small-7", temperature=0, cfg_scale=2, cfg_default=2)
@@ -174,7 +180,7 @@ def test_summary_has_the_published_figures_beside_ours(tmp_path):
     assert math.isnan(row["fid_published"]) and math.isnan(row["fid_difference"])
 
 
-def test_parameters_for_reading(tables):
+def test_parameters_as_text(tables):
     greedy = Decoding(mode="speculative", drafting="dynamic", temperature=0, cfg_scale=2, cfg_default=2)
     records = [*make_records(), make_record(greedy, 0, WALKS, 1.0)]
     summary = build_tables(records)["summary"].set_index("cell_id")
@@ -229,14 +235,14 @@ def test_a_run_without_records_is_refused(tmp_path):
         read_tables(tmp_path)
 
 
-def test_a_cut_last_line_is_left_out(tmp_path):
+def test_truncated_last_line_is_ignored(tmp_path):
     run = write_run(tmp_path / "run", make_records(), [])
     with (run / "records.jsonl").open("a") as file:
         file.write(json.dumps(make_record(STRICT, 9, WALKS, 1.0))[:100])
     assert _row(read_tables(run)["speed"], STRICT)["images"] == 4
 
 
-def test_a_file_that_cannot_be_written(tmp_path):
+def test_unwritable_file_is_refused(tmp_path):
     with pytest.raises(UserError, match="cannot be written"):
         write_csv(frame("speed", []), tmp_path)
 
