@@ -50,19 +50,19 @@ DEVICE_HELP = "auto, cpu, mps, cuda or cuda:N."
 Flag: TypeAlias = tuple[str, Any]
 
 
-def _flag(key: str, help: str, kind: Any = list[str] | None) -> Flag:
+def flag(key: str, help: str, kind: Any = list[str] | None) -> Flag:
     """A flag of strings; the experiment's validation reads them. Flags of lists can be repeated."""
     return key, Annotated[kind, typer.Option(f"--{key.replace('_', '-')}", help=help)]
 
 
 # The parameters of decoding, whose several values (commas, or a repeated flag) make a grid; then seed and device.
-_FLAGS = (
-    *(_flag(key, one.help) for key, one in PARAMETERS.items() if key != "mode"),
-    _flag("seed", "Random seed.", str | None),
-    _flag("device", DEVICE_HELP, str | None),
-    _flag("dtype", "auto, float32, bfloat16 or float16. auto: bfloat16 on CUDA and, in sweeps, fast CPUs.", str | None),
+DECODING_FLAGS: tuple[Flag, ...] = (
+    *(flag(key, one.help) for key, one in PARAMETERS.items() if key != "mode"),
+    flag("seed", "Random seed.", str | None),
+    flag("device", DEVICE_HELP, str | None),
+    flag("dtype", "auto, float32, bfloat16 or float16. auto: bfloat16 on CUDA and, in sweeps, fast CPUs.", str | None),
     ("compile", Annotated[bool | None, typer.Option("--compile/--no-compile", help="Compile the decode steps.")]),
-    _flag("neighbour_space", "Space of code distances: raw or normalised. Default: as published.", str | None),
+    flag("neighbour_space", "Space of code distances: raw or normalised. Default: as published.", str | None),
 )
 
 
@@ -88,7 +88,7 @@ def with_flags(*flags: Flag) -> Callable[[Callable[..., None]], Callable[..., No
     return wrap
 
 
-decoding_flags = with_flags(*_FLAGS)
+decoding_flags = with_flags(*DECODING_FLAGS)
 
 
 # ---- Helpers

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lantern_bench.cli.options import (
+    DECODING_FLAGS,
     DEVICE_HELP,
     RUN_HELP,
+    Flag,
     FormatOption,
     ModesOption,
     PromptsOption,
     SettingsOption,
-    decoding_flags,
+    flag,
     locate,
     warn_uncompiled,
+    with_flags,
 )
 from lantern_bench.config.protocols import PROTOCOLS
 from lantern_bench.config.values import Overrides
@@ -28,31 +32,32 @@ if TYPE_CHECKING:
 
     from lantern_bench.runs.runner import Event
 
-# Arguments that several commands share.
-_Metrics = Annotated[list[str] | None, typer.Option(help="speed, quality, or both.")]
-_Protocol = Annotated[str | None, typer.Option(help="The quality protocol; see `lantern-bench score`.")]
-_Reference = Annotated[str | None, typer.Option(help="What fidelity is measured against; see `score`.")]
+
+_EXPERIMENT: tuple[Flag, ...] = (
+    flag("model", "One or several models; by default the experiment's."),
+    ("prompts", PromptsOption),
+    flag("images", "Images per cell; published tables use 1,000 to 5,000.", str | None),
+    flag("metrics", "speed, quality, or both."),
+    flag("protocol", "The quality protocol; see `lantern-bench score`.", str | None),
+    flag("reference", "What fidelity is measured against; see `lantern-bench score`.", str | None),
+)
+_REPETITION: tuple[Flag, ...] = (
+    flag("repeats", "Repeat the images this many times, with new seeds.", str | None),
+    flag("batch", "Images decoded at once, or a list; published: 1.", str | None),
+    ("baseline", Annotated[bool | None, typer.Option("--baseline/--no-baseline", help="Add ar to a run without.")]),
+)
 _Out = Annotated[Path | None, typer.Option(help="The run directory; by default results/<name>-<hash>.")]
 _Resume = Annotated[bool, typer.Option(help="Resume the run, or start a new one beside it.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and decode nothing.")]
 
 
-@decoding_flags
+@with_flags(*_EXPERIMENT, *_REPETITION, *DECODING_FLAGS)
 def sweep(
     ctx: typer.Context,
     experiment: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped experiment.")] = "lanterns",
-    model: Annotated[list[str] | None, typer.Option(help="One or several models.")] = None,
     modes: ModesOption = None,
-    prompts: PromptsOption = None,
-    images: Annotated[str | None, typer.Option(help="Images per cell.")] = None,
-    repeats: Annotated[str | None, typer.Option(help="Repeat the images this many times, with new seeds.")] = None,
-    metrics: _Metrics = None,
-    protocol: _Protocol = None,
-    reference: _Reference = None,
-    batch: Annotated[str | None, typer.Option(help="Images decoded at once, or a list; published: 1.")] = None,
     out: _Out = None,
     resume: _Resume = True,
-    baseline: Annotated[bool | None, typer.Option("--baseline/--no-baseline", help="Add ar to a run without.")] = None,
     settings: SettingsOption = None,
     shard: Annotated[str | None, typer.Option(help="i/n: run only part i of n of the prompts.")] = None,
     dry_run: _DryRun = False,
@@ -61,36 +66,16 @@ def sweep(
     flags: dict[str, Any],
 ) -> None:
     """Run an experiment: speed and quality of every cell, and the tables. The same command resumes it."""
-    console: Console = ctx.obj
-    typed = flags | {"model": model, "prompts": prompts, "images": images, "repeats": repeats, "batch": batch}
-    typed |= {"metrics": metrics, "baseline": baseline, "protocol": protocol, "reference": reference}
-    overrides = _overrides(typed, modes, settings)
+    overrides = Overrides.from_flags(flags, modes=modes or None, settings=settings or [])
     request = runs_sweep.prepare(experiment, overrides, out=out, resume=resume, shard=shard)
-    if dry_run:
-        _show_plan(request, console, format)
-        return
-    failed = _run(request, console)
-
-    from lantern_bench.report.tables import NAMES, write_tables
-
-    tables = write_tables(request.folder)
-    console.table(tables["summary"], "summary", title=request.folder.name, format=format)
-    console.say(f"tables: {', '.join(f'{name}.csv' for name in NAMES)}; pictures: images/; all in")
-    console.say(f"run: {request.folder}")
-    runs_sweep.check_failed(request, failed)
+    _run(request, ctx.obj, dry_run, format, _show_summary)
 
 
-@decoding_flags
+@with_flags(*_EXPERIMENT, *DECODING_FLAGS)
 def reproduce(
     ctx: typer.Context,
     experiment: Annotated[str, typer.Argument(help="A shipped experiment with published figures, or a YAML file.")],
-    model: Annotated[str | None, typer.Option(help="The model; by default the experiment's.")] = None,
     modes: ModesOption = None,
-    prompts: PromptsOption = None,
-    images: Annotated[str | None, typer.Option(help="Images per cell; published tables use 1,000 to 5,000.")] = None,
-    metrics: _Metrics = None,
-    protocol: _Protocol = None,
-    reference: _Reference = None,
     out: _Out = None,
     resume: _Resume = True,
     settings: SettingsOption = None,
@@ -100,16 +85,9 @@ def reproduce(
     flags: dict[str, Any],
 ) -> None:
     """Reproduce a published table: every relaxed cell with both residuals, published figures beside ours."""
-    console: Console = ctx.obj
-    typed = flags | {"model": [model] if model else None, "prompts": prompts, "images": images, "metrics": metrics}
-    overrides = _overrides(typed | {"protocol": protocol, "reference": reference}, modes, settings)
+    overrides = Overrides.from_flags(flags, modes=modes or None, settings=settings or [])
     request = runs_sweep.prepare(experiment, overrides, out=out, resume=resume, both_residuals=True)
-    if dry_run:
-        _show_plan(request, console, format)
-        return
-    failed = _run(request, console)
-    _show_reproduction(request.folder, console, format)
-    runs_sweep.check_failed(request, failed)
+    _run(request, ctx.obj, dry_run, format, _show_reproduction)
 
 
 def score(
@@ -210,24 +188,34 @@ class Renderer:
         self._progress.advance(part=event.unit.cell.cell_id, **live)
 
 
-def _overrides(typed: dict[str, Any], modes: list[str] | None, settings: list[str] | None) -> Overrides:
-    given = {key: value for key, value in typed.items() if value != []}
-    return Overrides.from_flags(given, modes=modes or None, settings=settings or [])
-
-
-def _run(request: runs_sweep.Request, console: Console) -> int:
+def _run(
+    request: runs_sweep.Request,
+    console: Console,
+    dry_run: bool,
+    format: str | None,
+    show: Callable[[Path, Console, str | None], None],
+) -> None:
+    """Show the plan, or run it and show the result."""
     console.say(f"run: {request.folder}")
+    if dry_run:
+        table, estimate = runs_sweep.plan_table(request)
+        time = "unknown, nothing is measured yet" if estimate.seconds is None else duration(estimate.seconds)
+        counts = f"{estimate.images} images, {estimate.done} done, {estimate.to_do} to do"
+        console.say(f"{len(table)} cells, {counts}; time left: {time}")
+        console.table(table, title=str(request.folder), format=format)
+        return
     with console.progress() as progress:
-        return runs_sweep.run(request, Renderer(console, progress, request.folder).show)
+        failed = runs_sweep.run(request, Renderer(console, progress, request.folder).show)
+    show(request.folder, console, format)
+    runs_sweep.check_failed(request, failed)
 
 
-def _show_plan(request: runs_sweep.Request, console: Console, format: str | None) -> None:
-    table, estimate = runs_sweep.plan_table(request)
-    time = "unknown, nothing is measured yet" if estimate.seconds is None else duration(estimate.seconds)
-    counts = f"{estimate.images} images, {estimate.done} done, {estimate.to_do} to do"
-    console.say(f"run: {request.folder}")
-    console.say(f"{len(table)} cells, {counts}; time left: {time}")
-    console.table(table, title=str(request.folder), format=format)
+def _show_summary(folder: Path, console: Console, format: str | None) -> None:
+    from lantern_bench.report.tables import NAMES, write_tables
+
+    console.table(write_tables(folder)["summary"], "summary", title=folder.name, format=format)
+    console.say(f"tables: {', '.join(f'{name}.csv' for name in NAMES)}; pictures: images/; all in")
+    console.say(f"run: {folder}")
 
 
 def _show_reproduction(folder: Path, console: Console, format: str | None) -> None:

@@ -35,10 +35,6 @@ class Item(NamedTuple):
     text: str
 
 
-Reader = Callable[[Path, str], Iterator[Item]]
-"""Reads a file; the text is the flag and its value, for messages."""
-
-
 # ---- Files: text, CSV, TSV, JSON lines, a JSON list. Also used by `captioned`
 
 
@@ -85,12 +81,7 @@ def refuse(flag: str, noun: str, wrong: list[str], advice: str | None = None) ->
         raise UserError(f"{flag}: {len(wrong)} {noun} cannot be used\n  {listed}", advice)
 
 
-def _txt(path: Path, _flag: str) -> Iterator[Item]:
-    for number, text in read_lines(path):
-        yield Item(f"line {number}", f"{path.name}:{number}", text)
-
-
-def _table(path: Path, flag: str, delimiter: str) -> Iterator[Item]:
+def _table(path: Path, flag: str, delimiter: str) -> Iterator[tuple[int, str]]:
     """The column `prompt` or `caption` (any case) of a table; the standard reader knows each row's line."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file, delimiter=delimiter)
@@ -98,21 +89,19 @@ def _table(path: Path, flag: str, delimiter: str) -> Iterator[Item]:
         if column is None:
             raise UserError(f"{flag} line 1: has no column {' or '.join(_COLUMNS)}", "Name it in the first line.")
         for row in rows:
-            number = rows.line_num
             if None in row:
                 raise UserError(
-                    f"{flag} line {number}: has more fields than the first line",
+                    f"{flag} line {rows.line_num}: has more fields than the first line",
                     "Put text that contains the separator in quotes.",
                 )
-            yield Item(f"line {number}", f"{path.name}:{number}", row[column] or "")
+            yield rows.line_num, row[column] or ""
 
 
-def _jsonl(path: Path, flag: str) -> Iterator[Item]:
-    for number, row in read_json_lines(path, flag):
-        yield Item(f"line {number}", f"{path.name}:{number}", _text_of(row, f"{flag} line {number}"))
+def _jsonl(path: Path, flag: str) -> Iterator[tuple[int, str]]:
+    return ((number, _text_of(row, f"{flag} line {number}")) for number, row in read_json_lines(path, flag))
 
 
-def _json(path: Path, flag: str) -> Iterator[Item]:
+def _json(path: Path, flag: str) -> Iterator[tuple[int, str]]:
     rows = _parsed(path, flag)
     if isinstance(rows, dict) and "annotations" in rows:
         source = flag.partition(" ")[2]
@@ -123,8 +112,7 @@ def _json(path: Path, flag: str) -> Iterator[Item]:
     if not isinstance(rows, list):
         raise UserError(f"{flag}: must be a JSON list of prompts")
     for number, row in enumerate(rows, start=1):
-        text = row if isinstance(row, str) else _text_of(row, f"{flag} entry {number}")
-        yield Item(f"entry {number}", f"{path.name}:{number}", text)
+        yield number, row if isinstance(row, str) else _text_of(row, f"{flag} entry {number}")
 
 
 def _parsed(path: Path, flag: str) -> Any:
@@ -141,14 +129,14 @@ def _text_of(row: Any, place: str) -> str:
     return text
 
 
-READERS: dict[str, Reader] = {
+READERS: dict[str, Callable[[Path, str], Iterator[tuple[int, str]]]] = {
     ".csv": partial(_table, delimiter=","),
     ".json": _json,
     ".jsonl": _jsonl,
     ".tsv": partial(_table, delimiter="\t"),
-    ".txt": _txt,
+    ".txt": lambda path, _flag: read_lines(path),
 }
-"""The reader of each file type, by suffix."""
+"""The reader of each file type, by suffix: from a file and its flag to line numbers and texts."""
 
 
 # ---- Published sets, read from the files that their authors publish
@@ -178,8 +166,7 @@ def _coco(path: Path, flag: str, longest: bool) -> Iterator[Item]:
 
 
 def _parti(path: Path, flag: str) -> Iterator[Item]:
-    for item in _table(path, flag, "\t"):
-        yield item._replace(source=f"parti:{item.place.removeprefix('line ')}")
+    return (Item(f"line {number}", f"parti:{number}", text) for number, text in _table(path, flag, "\t"))
 
 
 def _imagenet(path: Path | None, flag: str) -> Iterator[Item]:
@@ -293,7 +280,11 @@ def _read(source: str, request: _Request) -> list[Item]:
         if request.kind is not None:
             items = list(SETS[request.kind].read(request.path, flag))
         elif path.suffix.lower() in READERS:
-            items = list(READERS[path.suffix.lower()](path, flag))
+            texts, unit = (
+                READERS[path.suffix.lower()](path, flag),
+                "entry" if path.suffix.lower() == ".json" else "line",
+            )
+            items = [Item(f"{unit} {number}", f"{path.name}:{number}", text) for number, text in texts]
         else:
             raise UserError(f"{flag}: unknown file type", f"Give a file that ends with {', '.join(READERS)}.")
     except (OSError, UnicodeDecodeError, csv.Error) as error:

@@ -174,22 +174,19 @@ def score_records(
     """Score the images of a run: for each cell one row of level `image` per picture, then one of level `cell`.
 
     `records` are rows of records.jsonl (the last of equal keys counts, failed ones are skipped); their `image` is
-    relative to `folder`. Rows have columns of the `schema` table `scores`. `reference` defaults to the protocol's own;
-    without one, fidelity is empty with a note. `cache` keeps the features of references; `infinity` adds the
+    relative to `folder`. Rows have columns of the `schema` table `scores`. Without a `reference`,
+    fidelity is empty with a note. `cache` keeps the features of references; `infinity` adds the
     extrapolated FID. `on_cell(cell_id, done, total)` is called after each cell.
     """
     cells, protocol = _by_cell(records), scorers.protocol
     against = None
-    if scorers.extractor is not None and cells:
-        if reference is None and protocol.reference is not None:
-            reference = held_out_reference(max(len(rows) for rows in cells.values()))
-        if reference is not None:
-            more: dict[str, Any] = {"device": scorers.device, "cache": cache}
-            features = reference_features(reference, scorers.extractor, protocol.preparation, **more)
-            manifold = None
-            if scorers.manifold is not None and reference.pictures is not None:
-                manifold = reference_features(reference, scorers.manifold, protocol.preparation, **more)
-            against = _Against(reference, features, manifold, infinity)
+    if scorers.extractor is not None and reference is not None and cells:
+        more: dict[str, Any] = {"device": scorers.device, "cache": cache}
+        features = reference_features(reference, scorers.extractor, protocol.preparation, **more)
+        manifold = None
+        if scorers.manifold is not None and reference.pictures is not None:
+            manifold = reference_features(reference, scorers.manifold, protocol.preparation, **more)
+        against = _Against(reference, features, manifold, infinity)
     for done, (cell_id, rows) in enumerate(cells.items(), start=1):
         there = [record for record in rows if (folder / record["image"]).is_file()]
         pictures = [preprocess(read_picture(folder / record["image"]), protocol.preparation) for record in there]

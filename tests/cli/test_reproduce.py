@@ -1,4 +1,4 @@
-"""`reproduce` and `score` from end to end on the embedded model, with a handful of images."""
+"""`reproduce` and `score` from end to end on the bundled model, with a handful of images."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield at / "run"
 
 
-def test_both_residuals_stand_beside_the_paper(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reproduce_compares_both_residuals_with_the_paper(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["reproduce", "table.yaml", "--out", str(run)]) == 0
     said = capsys.readouterr()
     listed = pd.read_csv(io.StringIO(said.out))
@@ -99,7 +99,7 @@ def test_both_residuals_stand_beside_the_paper(run: Path, capsys: pytest.Capture
         "MAL rises with every step of lambda in",
     ],
 )
-def test_what_is_not_comparable_is_said(run: Path, capsys: pytest.CaptureFixture[str], sentence: str) -> None:
+def test_reproduce_names_what_is_not_comparable(run: Path, capsys: pytest.CaptureFixture[str], sentence: str) -> None:
     """The same command again decodes nothing and shows the same; in a table the remarks stand below it."""
     assert cli.main(["reproduce", "table.yaml", "--out", str(run), "--format", "md"]) == 0
     said = capsys.readouterr()
@@ -122,7 +122,7 @@ def test_a_run_is_scored_again_by_its_protocol(run: Path, capsys: pytest.Capture
     assert read_manifest(run)["protocols"]["embedded"]["features"] == "lanterns-features"
 
 
-def test_score_refuses_in_one_sentence(
+def test_score_errors_have_exit_codes(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(run))
@@ -140,7 +140,9 @@ def test_score_refuses_in_one_sentence(
         assert said in shown and "Traceback" not in shown
 
 
-def test_a_figure_from_memory_is_refused(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_published_figures_from_memory_are_refused(
+    run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "mine.yaml").write_text(TABLE.replace("confidence: paper", "confidence: memory"))
     assert cli.main(["reproduce", str(tmp_path / "mine.yaml"), "--dry-run"]) == 2
     assert "a figure from memory is not used" in capsys.readouterr().err

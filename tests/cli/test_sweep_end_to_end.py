@@ -1,4 +1,4 @@
-"""The whole way with the embedded model: sweep, kill, continue, score, show, generate. A few small images each."""
+"""Sweeps on the bundled model end to end: sweep, kill, resume, score, show, generate; a few images each."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def untimed(folder: Path) -> dict[str, dict[str, Any]]:
     return {row["record_key"]: {key: value for key, value in row.items() if key not in TIMED} for row in rows}
 
 
-def test_a_sweep_leaves_what_it_says(sweep: dict[str, Any]) -> None:
+def test_sweep_writes_all_files_of_a_run(sweep: dict[str, Any]) -> None:
     assert sweep["code"] == 0, sweep["err"]
     lines = sweep["err"].splitlines()
     assert lines[0] == lines[-1] == "run: whole"
@@ -78,7 +78,7 @@ def test_pictures_and_scores_belong_to_the_records(sweep: dict[str, Any]) -> Non
     assert all(-1 <= score["clip_score"] <= 1 and score["prompt_accuracy"] in (0, 1) for score in scores)
 
 
-def test_the_manifest_keeps_no_secrets_and_resolves_again(sweep: dict[str, Any], capsys) -> None:
+def test_manifest_has_no_paths_and_resolves_again(sweep: dict[str, Any], capsys) -> None:
     manifest = read_manifest(sweep["run"])
     text = json.dumps(manifest)
     assert str(sweep["at"]) not in text and str(Path.home()) + "/" not in text
@@ -90,7 +90,7 @@ def test_the_manifest_keeps_no_secrets_and_resolves_again(sweep: dict[str, Any],
     assert "6 images, 6 done, 0 to do" in capsys.readouterr().err
 
 
-def test_a_killed_sweep_continues_as_if_nothing_had_happened(sweep: dict[str, Any]) -> None:
+def test_killed_sweep_resumes_to_the_same_records(sweep: dict[str, Any]) -> None:
     at, run = sweep["at"], sweep["at"] / "killed"
     typed = command(at, "--metrics", "speed", "--out", "killed")
     started = subprocess.Popen(typed, cwd=at, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

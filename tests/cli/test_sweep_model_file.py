@@ -1,4 +1,4 @@
-"""Sweeps of a model that a YAML file describes: from its files to the tables, and everything that may be missing.
+"""Sweeps of models described by YAML files: from checkpoint files to tables, and everything that may be missing.
 
 The models are tiny and lie on disk as the published ones do, the text encoder of transformers included.
 """
@@ -135,7 +135,7 @@ CHANGES: dict[str, tuple[str, Callable[[str], Any], str]] = {
 
 
 @pytest.mark.parametrize("changed", CHANGES)
-def test_what_can_change_tokens_is_in_the_key(changed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_weights_or_sizes_are_refused_on_resume(changed: str, capsys: pytest.CaptureFixture[str]) -> None:
     kind, make_change, part = CHANGES[changed]
     model = write_model(kind)
     Path("prompts.txt").write_text("a red lantern\n" if kind != "c2i" else "class 3\n")
@@ -204,7 +204,7 @@ MISSING: dict[str, tuple[Callable[..., list[str]], int, str]] = {
 
 
 @pytest.mark.parametrize("what", MISSING)
-def test_what_is_missing_stops_a_sweep_before_there_is_a_folder(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_parts_stop_a_sweep_before_it_writes(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     make, code, said = MISSING[what]
     typed = make(capsys) if make is damaged_table else make()
     capsys.readouterr()
@@ -215,7 +215,7 @@ def test_what_is_missing_stops_a_sweep_before_there_is_a_folder(what: str, capsy
     assert not Path("run").exists() and not Path("results").exists()
 
 
-def test_classes_of_a_small_model_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_number_of_classes_comes_from_the_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     """Neither the file nor the command says how many there are: the checkpoint does."""
     model = write_model("c2i")
     assert cli.main(["generate", "--class", "7", "--model", model]) == 2
@@ -227,7 +227,7 @@ def test_classes_of_a_small_model_are_its_own(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("kind", ["c2i", "chameleon"])
-def test_a_table_needs_the_tokenizer_alone(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_neighbour_table_needs_only_the_tokenizer(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """No target is read for it, and a sweep finds it."""
     model = write_model(kind)
     checkpoint = Path("model/target.pt" if kind == "c2i" else "model/target/model-00001-of-00002.safetensors")

@@ -1,6 +1,6 @@
-"""`sweep` before anything is decoded: the plan without torch, and everything that can be typed or written wrong.
+"""`sweep` before decoding: the plan without torch, and every usage error.
 
-The embedded family is the real one; none of its weights are opened.
+The family is the bundled one; its weights are never opened.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_the_default_plan(capsys, here):
     assert list(here.iterdir()) == []
 
 
-def test_the_plan_says_where_and_how_long(capsys):
+def test_dry_run_prints_directory_and_time(capsys):
     assert cli.main(["sweep", "--dry-run"]) == 0
     said = capsys.readouterr().err
     assert "run: results/lanterns-" in said and "216 to do" in said and "unknown" in said
@@ -97,7 +97,7 @@ def test_images_repeats_and_shards(capsys):
     assert set(plan(capsys, "--images", "5", "--shard", "2/2")["images"]) == {2}
 
 
-def test_what_is_done_is_counted_and_timed(capsys, here):
+def test_plan_counts_finished_images_and_estimates_time(capsys, here):
     assert cli.main(["sweep", "--images", "1", "--modes", "ar", "--dry-run", "--out", "run"]) == 0
     capsys.readouterr()
     from lantern_bench.config.plan import Prompt
@@ -143,7 +143,7 @@ def test_what_is_done_is_counted_and_timed(capsys, here):
         (["nothere.yaml"], ["nothere.yaml: no such experiment file"]),
     ],
 )
-def test_what_is_typed_wrong_is_one_error_and_2(capsys, here, typed, wrong):
+def test_wrong_flags_give_one_error_and_exit_2(capsys, here, typed, wrong):
     assert cli.main(["sweep", *typed]) == 2
     written = capsys.readouterr()
     assert written.out == "" and written.err.startswith("error: ") and "Traceback" not in written.err
@@ -165,14 +165,14 @@ def test_what_is_typed_wrong_is_one_error_and_2(capsys, here, typed, wrong):
         ("", ["the file is empty"]),
     ],
 )
-def test_what_is_written_wrong_is_said_with_its_line(capsys, here, text, wrong):
+def test_experiment_errors_name_the_line(capsys, here, text, wrong):
     assert cli.main(["sweep", write(text)]) == 2
     said = capsys.readouterr().err
     assert all(part in said for part in wrong), said
     assert [path.name for path in here.iterdir()] == ["mine.yaml"]
 
 
-def test_a_word_the_model_does_not_know(capsys, here):
+def test_unknown_word_in_a_prompt_names_the_line(capsys, here):
     write(f"{CAPTION}\ntwo round pink lanterns over a lake at dusk\n", "captions.txt")
     assert cli.main(["sweep", "--prompts", "captions.txt"]) == 2
     said = capsys.readouterr().err
@@ -196,14 +196,14 @@ def test_a_folder_without_permission(capsys, here, monkeypatch):
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_a_locked_run_is_refused_with_3(capsys, here):
+def test_locked_run_exits_3(capsys, here):
     (here / "run").mkdir()
     with FileLock(here / "run" / ".lock"):
         assert cli.main(["sweep", "--out", "run"]) == 3
     assert "run is in use" in capsys.readouterr().err
 
 
-def test_another_experiment_in_the_folder_is_refused_with_3(capsys, here):
+def test_other_experiment_in_the_run_directory_exits_3(capsys, here):
     (here / "run").mkdir()
     row = {"record_key": "1", "status": "ok", "cell_id": "ar-t1", "prompt_id": "x", "repeat": 0}
     (here / "run" / "records.jsonl").write_text(json.dumps(row) + "\n")

@@ -1,4 +1,4 @@
-"""Agreement with the references: clean-fid's formula on the same features, FID-infinity, preparation, optional judges.
+"""Agreement with the references: clean-fid's formula on the same features, FID-infinity, preparation, optional scorers.
 
 clean-fid itself is no dependency: it calls scipy in a way that newer ones refuse. Its formula is written out here,
 with scipy's matrix square root, independently of how ours is computed.
@@ -67,13 +67,13 @@ def test_fid_infinity_is_nearer_to_the_truth_than_fid() -> None:
     assert fid_infinity(mine, truth, np.random.default_rng(0)) == far
 
 
-def test_fid_infinity_of_few_pictures_is_not_made_up() -> None:
+def test_fid_infinity_needs_enough_pictures() -> None:
     few = draw(40, 16, 1)
     far = fid_infinity(few, FeatureSet.of(draw(100, 16, 2)), np.random.default_rng(0))
     assert far.value is None and "needs 47 images; there are 40" in far.note
 
 
-def test_lantern_coco_prepares_as_the_authors() -> None:
+def test_lantern_coco_preprocesses_as_the_authors() -> None:
     protocol = PROTOCOLS["lantern-coco"]
     pixels = np.random.default_rng(0).integers(0, 256, (480, 640, 3), dtype=np.uint8)
     picture = torch.from_numpy(pixels.transpose(2, 0, 1).copy())
@@ -88,7 +88,7 @@ def test_lantern_coco_prepares_as_the_authors() -> None:
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_a_protocol_says_all_of_itself(name: str) -> None:
+def test_protocol_to_dict_is_complete(name: str) -> None:
     said = PROTOCOLS[name].to_dict()
     assert said["name"] == name and said["version"] >= 1 and len(said["about"]) > 5
     assert {"preparation", "features", "manifold", "clip_model", "clip_prefix", "rewards", "reference"} <= set(said)
@@ -101,7 +101,7 @@ def test_hpsv2_without_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         clip.load_reward("hpsv2")
 
 
-def test_image_reward_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_image_reward_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RefusedError, match="ImageReward is not installed") as caught:
         clip.load_reward("image_reward")

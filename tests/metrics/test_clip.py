@@ -1,6 +1,6 @@
-"""CLIP scores through open_clip: equal to open_clip called by hand, and clear words when weights are missing.
+"""CLIP scores equal open_clip called by hand, and missing weights are named.
 
-The model is a tiny one with random weights, written to a folder as the embedded one is.
+The model is a tiny one with random weights, written to a folder as the bundled one is.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def pictures() -> torch.Tensor:
     return torch.randint(0, 256, (3, 3, 48, 64), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
 
 
-def test_the_score_is_open_clips(folder: Path, pictures: torch.Tensor) -> None:
+def test_clip_score_equals_open_clip(folder: Path, pictures: torch.Tensor) -> None:
     scores = clip.load_clip(f"local-dir:{folder}").score(pictures, CAPTIONS)
     model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}")
     tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
@@ -72,14 +72,14 @@ def test_the_prefix_is_put_before_captions(folder: Path, pictures: torch.Tensor)
     assert prefixed.score(pictures, CAPTIONS) == by_hand != plain.score(pictures, CAPTIONS)
 
 
-def test_no_pictures_and_unequal_numbers(folder: Path, pictures: torch.Tensor) -> None:
+def test_clip_score_needs_as_many_captions_as_pictures(folder: Path, pictures: torch.Tensor) -> None:
     scorer = clip.load_clip(f"local-dir:{folder}")
     assert scorer.score([], []) == []
     with pytest.raises(ValueError, match="3 pictures, 1 captions"):
         scorer.score(pictures, CAPTIONS[:1])
 
 
-def test_the_label_carries_the_weights_hash(folder: Path) -> None:
+def test_clip_label_has_the_weights_hash(folder: Path) -> None:
     label = clip.load_clip(f"local-dir:{folder}").label
     assert label.startswith("tiny@") and len(label) == len("tiny@") + 8
 
@@ -90,7 +90,7 @@ def test_missing_weights_of_a_folder(tmp_path: Path) -> None:
         clip.load_clip(f"local-dir:{tmp_path}")
 
 
-def test_missing_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bundled_clip_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clip, "EMBEDDED_FOLDER", tmp_path / "clip")
     with pytest.raises(RefusedError, match="lanterns-clip is missing") as caught:
         clip.load_clip()
@@ -140,7 +140,7 @@ def test_unknown_model() -> None:
         clip.load_clip("ViT-Z-99")
 
 
-def test_the_shipped_model_finds_captions_of_held_out_scenes() -> None:
+def test_bundled_clip_finds_captions_of_held_out_scenes() -> None:
     """Its bar is 70 % of 100; on 50 here, the full figure is in the training report."""
     pictures, attributes = held_out_scenes(50, seed=5)
     scorer = clip.load_clip()

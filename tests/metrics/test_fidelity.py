@@ -1,6 +1,6 @@
-"""Fidelity through torch-fidelity: known answers on small sets, missing figures, and weights that are not there.
+"""Fidelity through torch-fidelity: known answers on small sets, missing figures, missing weights.
 
-A freshly initialised classifier serves as the extractor: what is tested is the measuring, not the judge.
+A newly initialised classifier serves as the extractor, since only the measuring is tested.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _noisy(pictures: torch.Tensor, strength: float) -> torch.Tensor:
     return (pictures + noise).clamp(0, 255).to(torch.uint8)
 
 
-def test_a_set_against_itself(extractor: features.Extractor, scenes: torch.Tensor) -> None:
+def test_fidelity_of_a_set_against_itself(extractor: features.Extractor, scenes: torch.Tensor) -> None:
     scores = measure(scenes, scenes, extractor)
     assert scores.fid == pytest.approx(0, abs=1e-4)
     assert scores.precision == scores.recall == 1.0
@@ -73,7 +73,7 @@ def test_fid_is_the_frechet_distance_of_the_features(extractor: features.Extract
     assert measured == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
-def test_the_same_twice(extractor: features.Extractor, scenes: torch.Tensor) -> None:
+def test_fidelity_is_deterministic(extractor: features.Extractor, scenes: torch.Tensor) -> None:
     first, second = (measure(scenes[:80], scenes[80:], extractor) for _ in range(2))
     assert first == second
 
@@ -86,7 +86,7 @@ def test_few_pictures_have_no_fid(extractor: features.Extractor, scenes: torch.T
     assert scores.kid is not None and scores.precision is not None and scores.recall is not None
 
 
-def test_a_handful_of_pictures_has_no_figures(extractor: features.Extractor, scenes: torch.Tensor) -> None:
+def test_too_few_pictures_give_no_figures(extractor: features.Extractor, scenes: torch.Tensor) -> None:
     scores = measure(scenes[:3], scenes, extractor)
     assert (scores.fid, scores.kid, scores.precision, scores.recall) == (None, None, None, None)
     assert scores.kid_subset == 0 and "3" in scores.note

@@ -1,4 +1,4 @@
-"""Pictures with captions in a folder, in every way they may be written."""
+"""Captions of pictures in a folder, in every file format."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_file_names_pictures_and_captions(name: str, content: str, named: bool
     assert all(item.path.is_file() and item.place.startswith(name) for item in found)
 
 
-def test_captions_beside_pictures_also_in_folders_below(folder: Path) -> None:
+def test_captions_beside_pictures_in_subfolders(folder: Path) -> None:
     (folder / "below").mkdir()
     (folder / "01.png").rename(folder / "below" / "01.JPEG")
     (folder / "00.txt").write_text("red lantern\n")
@@ -58,7 +58,7 @@ def test_captions_beside_pictures_also_in_folders_below(folder: Path) -> None:
         ("", "contains no picture"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_line(content: str, said: str, folder: Path) -> None:
+def test_caption_errors_name_the_line(content: str, said: str, folder: Path) -> None:
     (folder / "captions.txt").write_text(content)
     with pytest.raises(UserError) as caught:
         read_captioned(folder, None, FAMILY)

@@ -1,4 +1,4 @@
-"""Published prompt sets in the shapes their authors publish, the parts that are taken of them, and malformed files."""
+"""Published prompt sets in their authors' formats, parts of them, and malformed files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def coco(tmp_path):
     return path
 
 
-def test_coco_takes_the_longest_caption_of_each_image_in_the_order_of_the_annotations(coco):
+def test_coco_takes_the_longest_caption_of_each_image(coco):
     # Both of the first image's long captions have 57 characters with their spaces: the earlier one stays.
     assert len(ANNOTATIONS[2][2]) == len(ANNOTATIONS[4][2]) == 57
     prompts = load(f"coco:{coco}")
@@ -93,12 +93,12 @@ def test_a_class_is_read_from_its_prompt(text):
 @pytest.mark.parametrize(
     ("text", "wrong"), [("golden", "is not a class"), ("class -1", "is not a class"), ("1000", "1000 c")]
 )
-def test_what_is_no_class(text, wrong):
+def test_wrong_class_prompts_are_refused(text, wrong):
     with pytest.raises(UserError, match=wrong):
         class_number(text, 1000)
 
 
-def test_parts_are_the_same_for_everybody_and_nested(tmp_path):
+def test_prompt_parts_are_deterministic_and_nested(tmp_path):
     many = [f"prompt {number}" for number in range(200)]
     path = tmp_path / "many.txt"
     path.write_text("\n".join(many))
@@ -115,17 +115,17 @@ def test_parts_are_the_same_for_everybody_and_nested(tmp_path):
         texts(f"{path}#8-8")
 
 
-def test_json_lists_as_the_lantern_authors_ship_them(tmp_path):
+def test_json_list_of_prompts(tmp_path):
     path = tmp_path / "longest.json"
     path.write_text(json.dumps(["one ", "two", {"caption": "three"}]))
     assert texts(path) == ["one", "two", "three"] and load(path)[2].source == "longest.json:3"
 
 
-def test_a_source_makes_no_prompt_another_one():
+def test_prompt_equality_ignores_the_source():
     assert Prompt("a", "coco:1") == Prompt("a", "coco:2") and len({Prompt("a", "x"), Prompt("a")}) == 1
 
 
-def test_what_a_manifest_says(coco):
+def test_prompt_facts_of_the_manifest(coco):
     source = f"coco:{coco}#2"
     facts = prompt_facts(source, Anything(), load(source))
     assert facts["set"] == source and facts["prompts"] == 2
@@ -154,7 +154,7 @@ def test_what_a_manifest_says(coco):
         ("imagenet:", '["a", 3]', "line 2: has no name for class 1"),
     ],
 )
-def test_malformed_files_are_refused_with_their_place(tmp_path, kind, content, wrong):
+def test_malformed_files_are_refused_with_line_numbers(tmp_path, kind, content, wrong):
     path = Path(tmp_path / "a.json")
     path.write_text(content)
     with pytest.raises(UserError) as caught:

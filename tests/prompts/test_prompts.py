@@ -1,4 +1,4 @@
-"""Prompts from sets and files, and everything that may be wrong with them."""
+"""Prompt files and sets, and every error in them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_files_of_all_kinds(tmp_path: Path, column: str) -> None:
         ("a.txt", b"rad\n" * 7, "7 prompts cannot be used"),
     ],
 )
-def test_what_is_wrong_is_said_with_the_flag(tmp_path: Path, name: str, content: bytes, wrong: str) -> None:
+def test_prompt_errors_name_flag_and_line(tmp_path: Path, name: str, content: bytes, wrong: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as caught:
         texts(tmp_path / name)

@@ -1,4 +1,4 @@
-"""The machine block: complete, JSON-ready, and silent about who and where unless asked."""
+"""The machine block: complete, JSON-ready, without host name and paths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from lantern_bench.runs import machine
 
 
-def test_the_block_is_json_and_says_what_matters() -> None:
+def test_machine_block_is_complete_and_json() -> None:
     block = json.loads(json.dumps(machine.machine_block()))
     assert block["cpu"]["model"] and block["cpu"]["usable_cores"] >= 1
     assert block["cpu"]["torch_threads"] == torch.get_num_threads()
@@ -22,14 +22,14 @@ def test_the_block_is_json_and_says_what_matters() -> None:
     assert set(block["versions"]) == set(machine.PACKAGES)
 
 
-def test_no_host_and_no_path_unless_asked() -> None:
+def test_machine_block_has_no_host_and_no_path() -> None:
     text = json.dumps(machine.machine_block())
     assert str(Path.home()) not in text and str(Path(machine.__file__).parent) not in text
     assert "host" not in machine.machine_block()
     assert socket.gethostname() not in text
 
 
-def test_git_state_is_gits() -> None:
+def test_git_state_is_the_commit() -> None:
     folder = Path(machine.__file__).parent
     asked = subprocess.run(
         ["git", "-C", str(folder), "ls-files", "machine.py"], capture_output=True, text=True, check=False
@@ -39,7 +39,7 @@ def test_git_state_is_gits() -> None:
     assert machine.git_state()["commit"] == expected
 
 
-def test_no_commit_where_the_package_is_no_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_git_state_is_none_outside_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "__file__", str(tmp_path / "machine.py"))
     assert machine.git_state() == {"commit": None, "dirty": None}
 
@@ -59,7 +59,7 @@ def test_gpu_state_is_read_field_by_field(monkeypatch: pytest.MonkeyPatch) -> No
     assert set(machine._gpu_state("GPU-1").values()) == {None}
 
 
-def test_a_command_that_is_missing_or_fails_says_nothing() -> None:
+def test_missing_or_failing_command_gives_none() -> None:
     assert machine._output(["no-such-command-here"]) is None
     assert machine._output(["git", "no-such-subcommand"]) is None
 

@@ -1,4 +1,4 @@
-"""Reference sets: where they come from, what names them, and that features are kept by content."""
+"""Reference sets: their sources, their labels, and the cache of their features."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def paint(folder: Path, names: str = "abcdef", size: tuple[int, int] = (64, 64))
     return folder
 
 
-def test_reference_scenes_are_the_held_out_captions_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_scenes_use_held_out_captions_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference_sets, "_LEAST", 12)
     small, again, large = (reference_sets.held_out_reference(largest) for largest in (3, 3, 10))
     assert isinstance(small.pictures, torch.Tensor) and isinstance(again.pictures, torch.Tensor)
@@ -50,7 +50,7 @@ def test_reference_scenes_are_the_held_out_captions_in_turn(monkeypatch: pytest.
     assert "n=12" in small.label and "seed=" in small.label and "sha256=" in small.label
 
 
-def test_a_folder_is_read_by_name_when_it_is_needed(tmp_path: Path) -> None:
+def test_folder_reference_reads_pictures_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no pictures"):
         reference_sets.folder_reference(tmp_path)
     for name, size in (("b.png", 16), ("a.png", 20)):
@@ -61,7 +61,7 @@ def test_a_folder_is_read_by_name_when_it_is_needed(tmp_path: Path) -> None:
     assert f"{tmp_path.name}, n=2, sha256=" in found.label
 
 
-def test_the_hash_is_of_the_content_not_of_names(tmp_path: Path) -> None:
+def test_reference_digest_ignores_file_names(tmp_path: Path) -> None:
     one, other = paint(tmp_path / "one"), tmp_path / "other"
     other.mkdir()
     for file in one.iterdir():
@@ -121,7 +121,7 @@ def test_statistics_that_are_wrong(tmp_path: Path, arrays: dict[str, Any]) -> No
         reference_sets.find_reference(str(tmp_path / "wrong.npz"), EMBEDDED)
 
 
-def test_what_is_no_reference(tmp_path: Path) -> None:
+def test_unknown_reference_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder or file"):
         reference_sets.find_reference(str(tmp_path / "nowhere"), EMBEDDED)
     assert (
@@ -132,7 +132,7 @@ def test_what_is_no_reference(tmp_path: Path) -> None:
         reference_sets.find_reference("embedded", PROTOCOLS["lantern-coco"])
 
 
-def test_features_are_kept_by_content_extractor_and_preparation(
+def test_cache_key_is_content_extractor_and_preprocessing(
     tmp_path: Path, extractor: features.Extractor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes: list[int] = []
@@ -164,13 +164,13 @@ def test_features_are_kept_by_content_extractor_and_preparation(
     assert passes == [6, 6, 7, 7]
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, extractor: features.Extractor) -> None:
+def test_unwritable_cache_is_not_used(tmp_path: Path, extractor: features.Extractor) -> None:
     (tmp_path / "file").write_text("")
     found = reference_sets.folder_reference(paint(tmp_path / "set"))
     assert reference_sets.reference_features(found, extractor, PLAIN, cache=tmp_path / "file").n == 6
 
 
-def test_sizes_matter_only_where_pictures_are_taken_as_they_are(tmp_path: Path, extractor: features.Extractor) -> None:
+def test_reference_sizes_must_agree_unless_resized(tmp_path: Path, extractor: features.Extractor) -> None:
     folder = paint(tmp_path / "set")
     paint(folder, "z", (90, 70))
     found = reference_sets.folder_reference(folder)

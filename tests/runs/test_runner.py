@@ -1,4 +1,4 @@
-"""The runner: records that say everything, runs that continue, images that fail alone.
+"""The runner: complete records, resumed runs, and images that fail alone.
 
 The model is a table of logits (`tests/tiny_family.py`); the decode loop is the real one.
 """
@@ -59,7 +59,7 @@ def tokens_by_key(folder: Path) -> dict[str, str]:
     return {row["record_key"]: row["tokens_sha256"] for row in read_records(folder)}
 
 
-def test_every_image_has_a_full_record_and_a_picture(tmp_path: Path, tiny: Any) -> None:
+def test_every_image_has_a_complete_record_and_picture(tmp_path: Path, tiny: Any) -> None:
     made = tiny()
     run(tmp_path / "run", made)
     rows = read_records(tmp_path / "run")
@@ -77,7 +77,7 @@ def test_every_image_has_a_full_record_and_a_picture(tmp_path: Path, tiny: Any) 
     assert [row["order_index"] for row in rows] == list(range(18))
 
 
-def test_the_hash_is_of_the_tokens_as_little_endian_int32(tmp_path: Path, tiny: Any) -> None:
+def test_tokens_hash_covers_little_endian_int32(tmp_path: Path, tiny: Any) -> None:
     experiment, plan = tiny()
     run(tmp_path / "run", (experiment, plan), most=1)
     (row,) = read_records(tmp_path / "run")
@@ -86,7 +86,7 @@ def test_the_hash_is_of_the_tokens_as_little_endian_int32(tmp_path: Path, tiny: 
     assert row["tokens_sha256"] == hashlib.sha256(packed).hexdigest()
 
 
-def test_events_tell_what_happens(tmp_path: Path, tiny: Any) -> None:
+def test_run_plan_yields_events_in_order(tmp_path: Path, tiny: Any) -> None:
     events = run(tmp_path / "run", tiny())
     assert isinstance(events[0], Started)
     assert events[0].kept == 0 and set(events[0].to_do.values()) == {3} and len(events[0].to_do) == 6
@@ -94,7 +94,7 @@ def test_events_tell_what_happens(tmp_path: Path, tiny: Any) -> None:
     assert not any(event.failed for event in events[6:])
 
 
-def test_warm_up_is_in_the_manifest_and_nowhere_else(tmp_path: Path, tiny: Any) -> None:
+def test_warm_up_is_recorded_only_in_the_manifest(tmp_path: Path, tiny: Any) -> None:
     run(tmp_path / "run", tiny())
     manifest = read_manifest(tmp_path / "run")
     (session,) = manifest["sessions"]
@@ -107,7 +107,7 @@ def test_warm_up_is_in_the_manifest_and_nowhere_else(tmp_path: Path, tiny: Any) 
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_a_run_that_stopped_continues_with_the_same_tokens(tmp_path: Path, tiny: Any, batch: int) -> None:
+def test_resumed_run_makes_the_same_tokens(tmp_path: Path, tiny: Any, batch: int) -> None:
     made = tiny(batch=batch)
     run(tmp_path / "whole", made)
     run(tmp_path / "cut", made, most=7)
@@ -120,7 +120,7 @@ def test_a_run_that_stopped_continues_with_the_same_tokens(tmp_path: Path, tiny:
     assert third[0].kept == 18 and len(third) == 1
 
 
-def test_shards_together_make_what_the_whole_makes(tmp_path: Path, tiny: Any) -> None:
+def test_shards_together_equal_the_whole_run(tmp_path: Path, tiny: Any) -> None:
     from lantern_bench.config.plan import Shard
 
     experiment, plan = tiny()
@@ -144,7 +144,7 @@ def test_one_image_that_fails_does_not_stop_the_others(tmp_path: Path, tiny: Any
     assert again[0].kept == 12 and sum(again[0].to_do.values()) == 6
 
 
-def test_cells_start_an_image_from_the_same_seed(tiny: Any) -> None:
+def test_all_cells_share_the_seed_of_an_image(tiny: Any) -> None:
     _, plan = tiny()
     by_prompt: dict[str, set[int]] = {}
     for unit in plan.units:
@@ -152,7 +152,7 @@ def test_cells_start_an_image_from_the_same_seed(tiny: Any) -> None:
     assert all(len(seeds) == 1 for seeds in by_prompt.values())
 
 
-def test_loaded_tables_are_prefixes_of_each_other() -> None:
+def test_narrow_neighbour_table_is_a_prefix_of_a_wider_one() -> None:
     model = FAMILY.load("tiny", *CPU)
     narrow = model.table(2).clone()
     wide = model.table(9)
@@ -161,7 +161,7 @@ def test_loaded_tables_are_prefixes_of_each_other() -> None:
         model.table(16)
 
 
-def test_auto_is_decided_once() -> None:
+def test_auto_device_and_dtype() -> None:
     place = choose_place("cpu")
     assert choose_place("cpu", fast=True).dtype_name in ("float32", "bfloat16")
     assert place.dtype_name == "float32" and choose_place("cpu", "bfloat16").dtype is torch.bfloat16
@@ -169,7 +169,7 @@ def test_auto_is_decided_once() -> None:
         choose_place("cuda:97")
 
 
-def test_a_folder_of_another_experiment_is_refused_early(tmp_path: Path, tiny: Any) -> None:
+def test_preflight_refuses_another_experiment(tmp_path: Path, tiny: Any) -> None:
     from lantern_bench.runs.preflight import check_folder, seconds_per_image
 
     experiment, plan = tiny()

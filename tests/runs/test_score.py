@@ -1,4 +1,4 @@
-"""Scoring a run's folder: which rows come out, what they hold, and that it can be repeated.
+"""Scoring a run: which rows are written, what they contain, and that scoring is repeatable.
 
 The scorers are real classes with random weights; the pictures are files in a folder laid out like a run's.
 """
@@ -107,7 +107,7 @@ def test_image_rows_hold_each_scorers_answer(
     assert images[5]["prompt_accuracy"] is None, "a prompt outside the grammar has no prompt accuracy"
 
 
-def test_cell_rows_hold_fidelity_and_what_it_was_measured_with(
+def test_cell_rows_have_fidelity_extractor_and_reference(
     run: tuple[Path, list[dict[str, Any]]], scorers: scoring.Scorers, reference: Reference
 ) -> None:
     assert scorers.extractor is not None
@@ -145,20 +145,20 @@ def test_the_last_record_of_a_key_counts(
     assert [row.get("record_key") for row in rows].count("key0") == 1
 
 
-def test_scorers_that_are_not_there_leave_their_columns_empty(run: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_missing_scorers_leave_their_columns_empty(run: tuple[Path, list[dict[str, Any]]]) -> None:
     rows = _score(run, scoring.Scorers(NOTHING))
     assert {row["level"] for row in rows} == {"image"}
     assert all(row["clip_score"] is None and row["prompt_accuracy"] is None for row in rows)
 
 
-def test_progress_is_told_cell_by_cell(run: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_scoring_reports_progress_by_cell(run: tuple[Path, list[dict[str, Any]]]) -> None:
     told: list[tuple[str, int, int]] = []
     folder, records = run
     list(scoring.score_records(records, folder, scoring.Scorers(NOTHING), None, lambda *event: told.append(event)))
     assert told == [("ar-none-none-t1", 1, 2), ("speculative-static-small-7-t1", 2, 2)]
 
 
-def test_no_records_no_rows(tmp_path: Path, scorers: scoring.Scorers) -> None:
+def test_no_records_give_no_rows(tmp_path: Path, scorers: scoring.Scorers) -> None:
     assert list(scoring.score_records([], tmp_path, scorers)) == []
 
 
@@ -205,7 +205,7 @@ def test_a_run_is_scored_once(store: RunStore, scorers: scoring.Scorers, referen
     assert {row["cell_id"] for row in rows if row["level"] == "cell"} == {r["cell_id"] for r in store.records()}
 
 
-def test_another_judge_or_reference_scores_again(
+def test_other_scorer_or_reference_scores_again(
     store: RunStore, scorers: scoring.Scorers, reference: Reference
 ) -> None:
     scoring.score_run(store, scorers, reference)
@@ -259,7 +259,7 @@ def test_a_run_without_images_is_not_scored(store: RunStore) -> None:
         ScoreStore(store.folder)
 
 
-def test_a_protocol_without_a_reference_says_so(
+def test_fidelity_without_a_reference_has_a_note(
     run: tuple[Path, list[dict[str, Any]]], scorers: scoring.Scorers
 ) -> None:
     bare = dataclasses.replace(scorers, protocol=dataclasses.replace(EMBEDDED, reference=None))
@@ -268,7 +268,7 @@ def test_a_protocol_without_a_reference_says_so(
     assert all("--reference" in row["note"] and row["reference"] is None for row in cells)
 
 
-def test_rewards_are_scorers_like_others(run: tuple[Path, list[dict[str, Any]]], scorers: scoring.Scorers) -> None:
+def test_rewards_fill_their_own_columns(run: tuple[Path, list[dict[str, Any]]], scorers: scoring.Scorers) -> None:
     assert scorers.clip is not None
     protocol = Protocol("hpsv2", 1, "a stand-in", rewards=("hpsv2",))
     rows = _score(run, scoring.Scorers(protocol, rewards={"hpsv2": scorers.clip}))

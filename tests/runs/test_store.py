@@ -1,4 +1,4 @@
-"""A run's folder: nothing finished is lost, nothing is mixed, and whatever is refused is refused in plain words.
+"""The run directory: resuming loses no finished image and mixes none, and every refusal names its reason.
 
 The property test cuts records.jsonl at any byte, as a killed process would, and continues.
 """
@@ -75,7 +75,7 @@ def test_the_folder_is_named_by_the_experiment(tmp_path: Path) -> None:
     assert run_folder(EXPERIMENT, tmp_path, tmp_path / "mine") == tmp_path / "mine"
 
 
-def test_a_fresh_run_stands_beside_the_old_one(tmp_path: Path) -> None:
+def test_new_run_gets_a_numbered_directory(tmp_path: Path) -> None:
     folder = run_folder(EXPERIMENT, tmp_path, resume=False)
     assert folder.name == EXPERIMENT.run_name
     fill(folder, 1)
@@ -86,7 +86,7 @@ def test_a_fresh_run_stands_beside_the_old_one(tmp_path: Path) -> None:
     assert run_folder(EXPERIMENT, tmp_path) == folder
 
 
-def test_records_are_complete_and_in_the_order_of_the_schema(tmp_path: Path) -> None:
+def test_records_have_every_column_in_schema_order(tmp_path: Path) -> None:
     fill(tmp_path / "run")
     lines = (tmp_path / "run" / "records.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == len(PLAN.units)
@@ -99,7 +99,7 @@ def test_records_are_complete_and_in_the_order_of_the_schema(tmp_path: Path) -> 
         assert (row["status"], row["error"], row["accepted_per_step"]) == ("ok", None, [1, 2])
 
 
-def test_the_manifest_holds_an_experiment_that_is_one(tmp_path: Path) -> None:
+def test_manifest_experiment_resolves_to_the_same_run(tmp_path: Path) -> None:
     with RunStore(tmp_path / "run", EXPERIMENT, KEY) as store:
         store.update_manifest(started="2026-11-21T00:00:00Z")
         store.update_manifest(machine={"cpu": "x"})
@@ -112,7 +112,7 @@ def test_the_manifest_holds_an_experiment_that_is_one(tmp_path: Path) -> None:
     assert str(tmp_path) not in json.dumps(manifest)
 
 
-def test_what_is_done_is_not_to_do(tmp_path: Path) -> None:
+def test_finished_images_are_not_made_again(tmp_path: Path) -> None:
     fill(tmp_path / "run", 3)
     with RunStore(tmp_path / "run", EXPERIMENT, KEY) as store:
         assert to_do(store, PLAN.units) == list(PLAN.units[3:])
@@ -121,7 +121,7 @@ def test_what_is_done_is_not_to_do(tmp_path: Path) -> None:
     assert PLAN.estimate(done=done).done == 3
 
 
-def test_a_failed_image_is_tried_again_and_its_last_word_counts(tmp_path: Path) -> None:
+def test_failed_image_is_retried_and_its_last_record_counts(tmp_path: Path) -> None:
     fill(tmp_path / "run", 2, status="failed")
     with RunStore(tmp_path / "run", EXPERIMENT, KEY) as store:
         assert to_do(store, PLAN.units) == list(PLAN.units)
@@ -146,7 +146,7 @@ def test_images_and_scores(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_undeclared_columns_and_numbers_that_are_none_are_never_written(tmp_path: Path) -> None:
+def test_store_refuses_undeclared_columns_and_nan(tmp_path: Path) -> None:
     with RunStore(tmp_path / "run", EXPERIMENT, KEY) as store:
         with pytest.raises(ValueError, match="no column speed"):
             store.append(PLAN.units[0], {"speed": 3})
@@ -206,14 +206,14 @@ def test_another_key_is_refused(tmp_path: Path, changes: dict[str, Any], said: s
     fill(tmp_path / "run")  # the lock was let go, and the run goes on as recorded
 
 
-def test_another_key_is_no_matter_while_nothing_is_finished(tmp_path: Path) -> None:
+def test_key_may_change_while_no_image_is_finished(tmp_path: Path) -> None:
     fill(tmp_path / "run", 2, status="failed")
     with RunStore(tmp_path / "run", EXPERIMENT, key(dtype="bfloat16")) as store:
         assert to_do(store, PLAN.units) == list(PLAN.units)
     assert read_manifest(tmp_path / "run")["key"]["dtype"] == "bfloat16"
 
 
-def test_another_experiment_is_refused_and_more_images_are_not(tmp_path: Path) -> None:
+def test_resume_refuses_other_settings_but_not_more_images(tmp_path: Path) -> None:
     fill(tmp_path / "run", 2)
     with pytest.raises(RefusedError, match="seed changed\n  recorded  0\n  now       7"):
         RunStore(tmp_path / "run", experiment(seed=7), KEY)
@@ -244,21 +244,21 @@ def test_a_run_locked_by_another_process_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["file", "file/run"])
-def test_a_place_that_cannot_be_written(tmp_path: Path, place: str) -> None:
+def test_unwritable_run_directory_is_refused(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="cannot be written"):
         RunStore(tmp_path / place, EXPERIMENT, KEY)
     assert (tmp_path / "file").read_text() == "x"
 
 
-def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
+def test_folder_with_other_contents_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(UserError, match=r"contains thesis\.tex and is not a run"):
         RunStore(tmp_path, EXPERIMENT, KEY)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_run_of_an_older_version_is_read_and_not_continued(tmp_path: Path) -> None:
+def test_older_schema_is_read_but_not_resumed(tmp_path: Path) -> None:
     """Version 1 had no prompt_source, for one: such columns are empty."""
     with RunStore(tmp_path, EXPERIMENT, KEY) as store:
         store.append(PLAN.units[0], {"tokens": 256})
@@ -307,7 +307,7 @@ def test_damaged_files_are_named(tmp_path: Path, break_it: Callable[[Path], None
     assert said in caught.value.message
 
 
-def test_runs_are_found_by_path_name_and_beginning(tmp_path: Path) -> None:
+def test_runs_are_found_by_path_name_and_prefix(tmp_path: Path) -> None:
     for name in ("lanterns-aa11", "lanterns-bb22", "table1-cc33"):
         fill(tmp_path / name, 1)
     assert find_run(tmp_path / "lanterns-aa11", Path("nowhere")) == tmp_path / "lanterns-aa11"
@@ -322,7 +322,7 @@ def test_runs_are_found_by_path_name_and_beginning(tmp_path: Path) -> None:
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.data())
-def test_a_run_cut_at_any_byte_ends_as_if_it_was_not(tmp_path: Path, data: st.DataObject) -> None:
+def test_run_cut_at_any_byte_resumes_to_the_same_records(tmp_path: Path, data: st.DataObject) -> None:
     whole = tmp_path / "whole"
     if not whole.exists():
         fill(whole)

@@ -1,4 +1,4 @@
-"""How a sweep goes and ends: continued, interrupted, with failed images. On a model of tables, so it takes no time."""
+"""Sweeps that resume, are interrupted, or have failed images, on a tiny model of logit tables."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def runs() -> list[Path]:
     return sorted(Path("results").iterdir())
 
 
-def test_a_sweep_says_its_folder_first_and_last(tiny, capsys) -> None:
+def test_sweep_prints_its_run_directory_first_and_last(tiny, capsys) -> None:
     assert cli.main(["sweep", "tiny.yaml"]) == 0
     written = capsys.readouterr()
     (run,) = runs()
@@ -43,7 +43,7 @@ def test_a_sweep_says_its_folder_first_and_last(tiny, capsys) -> None:
     assert len(pd.read_csv(io.StringIO(written.out))) == 6
 
 
-def test_the_same_command_continues_and_a_fresh_one_does_not(tiny, capsys) -> None:
+def test_same_command_resumes_unless_no_resume(tiny, capsys) -> None:
     assert cli.main(["sweep", "tiny.yaml", "--images", "2"]) == 0
     before = {row["record_key"]: row["seconds"] for row in read_records(runs()[0])}
     capsys.readouterr()
@@ -55,20 +55,20 @@ def test_the_same_command_continues_and_a_fresh_one_does_not(tiny, capsys) -> No
     assert {row["record_key"] for row in read_records(runs()[1])} == set(before)
 
 
-def test_more_images_into_the_same_folder(tiny, capsys) -> None:
+def test_more_images_extend_a_run(tiny, capsys) -> None:
     assert cli.main(["sweep", "tiny.yaml", "--images", "1", "--out", "run"]) == 0
     assert cli.main(["sweep", "tiny.yaml", "--images", "3", "--out", "run"]) == 0
     assert "6 images kept, 12 to do" in capsys.readouterr().err
     assert cli.main(["sweep", "tiny.yaml", "--seed", "1", "--out", "run"]) == 3
 
 
-def test_the_table_has_the_format_that_was_asked_for(tiny, capsys) -> None:
+def test_sweep_writes_the_table_in_the_asked_format(tiny, capsys) -> None:
     assert cli.main(["sweep", "tiny.yaml", "-q", "--format", "table"]) == 0
     written = capsys.readouterr()
     assert written.err == "" and "speedup" in written.out and "1.00x [1.00, 1.00]" in written.out
 
 
-def test_failed_images_are_4_and_tried_again(tiny, capsys) -> None:
+def test_failed_images_exit_4_and_are_retried(tiny, capsys) -> None:
     typed = ["sweep", "tiny.yaml", "--prompts", "broken.txt", "--out", "run"]
     assert cli.main(typed) == 4
     written = capsys.readouterr()
@@ -80,13 +80,13 @@ def test_failed_images_are_4_and_tried_again(tiny, capsys) -> None:
     assert "12 images kept, 6 to do" in capsys.readouterr().err
 
 
-def test_all_images_failed_is_4_too(tiny, capsys) -> None:
+def test_all_images_failed_exits_4(tiny, capsys) -> None:
     Path("broken.txt").write_text("broken\n")
     assert cli.main(["sweep", "tiny.yaml", "--prompts", "broken.txt", "--images", "1"]) == 4
     assert "6 of 6 images failed" in capsys.readouterr().err
 
 
-def test_an_interruption_says_what_is_kept(tiny, capsys, monkeypatch) -> None:
+def test_interruption_reports_finished_images(tiny, capsys, monkeypatch) -> None:
     from lantern_bench.runs import runner
 
     whole: Callable[..., Any] = runner.make_images
@@ -121,7 +121,7 @@ def test_weights_that_changed_are_refused(tiny, capsys) -> None:
     assert "weights of tiny/drafter changed" in capsys.readouterr().err
 
 
-def test_quality_without_judges_is_refused_before_a_model_is_loaded(tiny, capsys, monkeypatch) -> None:
+def test_missing_scorers_are_refused_before_loading_models(tiny, capsys, monkeypatch) -> None:
     monkeypatch.setenv("TORCH_HOME", str(Path.cwd()))
     monkeypatch.delenv("LANTERN_BENCH_WEIGHTS", raising=False)
     assert cli.main(["sweep", "tiny.yaml", "--metrics", "speed,quality"]) == 3
@@ -131,7 +131,7 @@ def test_quality_without_judges_is_refused_before_a_model_is_loaded(tiny, capsys
     assert tiny.loads == 0 and not Path("results").exists()
 
 
-def test_generate_makes_the_same_image_twice_and_others_with_another_seed(tiny, capsys) -> None:
+def test_generate_repeats_images_at_a_seed(tiny, capsys) -> None:
     typed = ["generate", "one red lantern", "--model", "tiny", "--neighbours", "3", "--images", "3"]
     for name, more in (("a", []), ("b", []), ("c", ["--seed", "1"])):
         assert cli.main([*typed, "--out", f"{name}.png", *more]) == 0
@@ -140,7 +140,7 @@ def test_generate_makes_the_same_image_twice_and_others_with_another_seed(tiny, 
     assert made[0] == made[1] != made[2]
 
 
-def test_generate_with_a_failing_model_is_4(tiny, capsys) -> None:
+def test_generate_with_a_failing_model_exits_4(tiny, capsys) -> None:
     typed = ["generate", "broken", "--model", "tiny", "--mode", "ar", "--out", "a.png"]
     assert cli.main(typed) == 4
     assert "RuntimeError" in capsys.readouterr().err and not Path("a.png").exists()
