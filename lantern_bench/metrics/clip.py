@@ -29,8 +29,8 @@ from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.metrics import features
 from lantern_bench.models.lanterns import WEIGHTS_FOLDER
 
-EMBEDDED = "lanterns-clip"
-EMBEDDED_FOLDER = WEIGHTS_FOLDER / "clip"
+BUNDLED = "lanterns-clip"
+BUNDLED_FOLDER = WEIGHTS_FOLDER / "clip"
 LOCAL_DIR = "local-dir:"
 _BATCH = 64
 
@@ -87,7 +87,7 @@ def _as_pil(pictures: Tensor | Sequence[Tensor | Image.Image], captions: Sequenc
 
 
 def load_clip(
-    name: str = EMBEDDED,
+    name: str = BUNDLED,
     weights: Path | None = None,
     *,
     prefix: str = "",
@@ -102,10 +102,10 @@ def load_clip(
     e.g. "a photo of "; `label` is the model's name in results, `name` by default. Raises `UserError` for a wrong name
     or file, `RefusedError` for missing weights.
     """
-    if name == EMBEDDED or name.startswith(LOCAL_DIR):
-        folder = EMBEDDED_FOLDER if name == EMBEDDED else Path(name.removeprefix(LOCAL_DIR))
+    if name == BUNDLED or name.startswith(LOCAL_DIR):
+        folder = BUNDLED_FOLDER if name == BUNDLED else Path(name.removeprefix(LOCAL_DIR))
         path, source, pretrained = _weights_in(folder, name), f"{LOCAL_DIR}{folder}", None
-        called = name if name == EMBEDDED else folder.name
+        called = name if name == BUNDLED else folder.name
     else:
         path, source, called = _checkpoint(name, weights), name, name
         pretrained = str(path)
@@ -126,10 +126,10 @@ def load_clip(
 
 def _weights_in(folder: Path, name: str) -> Path:
     """The weights file that open_clip takes from a `local-dir:` folder, after checking that the folder is complete."""
-    advice = "Train it with `lantern-bench train lanterns --part clip`." if name == EMBEDDED else None
+    advice = "Train it with `lantern-bench train lanterns --part clip`." if name == BUNDLED else None
     config = folder / "open_clip_config.json"
     if not config.is_file():
-        kind = RefusedError if name == EMBEDDED else UserError
+        kind = RefusedError if name == BUNDLED else UserError
         raise kind(f"the CLIP model {name} is missing: no {config.name} in its folder", advice)
     try:
         json.loads(config.read_text(encoding="utf-8"))["model_cfg"]
@@ -146,7 +146,7 @@ def _checkpoint(name: str, weights: Path | None) -> Path:
     if name not in open_clip.list_models():
         raise UserError(
             f"unknown CLIP model {name!r}",
-            f"Give {EMBEDDED}, {LOCAL_DIR}FOLDER, or an architecture of open_clip such as ViT-B-32, ViT-L-14.",
+            f"Give {BUNDLED}, {LOCAL_DIR}FOLDER, or an architecture of open_clip such as ViT-B-32, ViT-L-14.",
         )
     file_name = f"{name}.safetensors"
     advice = f"give the path of a checkpoint of {name}, or put it there as {file_name}"

@@ -79,7 +79,7 @@ def fingerprint(path: Path) -> str:
 
 # ---- Feature extractors
 
-EMBEDDED = "lanterns-features"
+BUNDLED = "lanterns-features"
 
 
 class _Known(NamedTuple):
@@ -95,7 +95,7 @@ class _Known(NamedTuple):
 
 
 EXTRACTORS: dict[str, _Known] = {
-    EMBEDDED: _Known(str(classifier.FEATURES), classifier.FEATURES, classifier.WEIGHTS.name, "project.weight"),
+    BUNDLED: _Known(str(classifier.FEATURES), classifier.FEATURES, classifier.WEIGHTS.name, "project.weight"),
     "inception-v3-compat": _Known(
         "2048", 2048, "weights-inception-2015-12-05-6726825d.pth", "Mixed_7c.branch_pool.conv.weight"
     ),
@@ -122,16 +122,10 @@ class Extractor:
 class _LanternFeatures(FeatureExtractorBase):
     """The attribute classifier's penultimate layer, as an extractor of torch-fidelity."""
 
-    def __init__(
-        self,
-        name: str,
-        features_list: Sequence[str],
-        feature_extractor_weights_path: str | None = None,
-        **_other: Any,
-    ) -> None:
+    def __init__(self, name: str, features_list: Sequence[str], **options: Any) -> None:
         super().__init__(name, list(features_list))
-        path = None if feature_extractor_weights_path is None else Path(feature_extractor_weights_path)
-        self.model = classifier.load_classifier(path)
+        path = options.get("feature_extractor_weights_path")
+        self.model = classifier.load_classifier(None if path is None else Path(path))
 
     @staticmethod
     def get_provided_features_list() -> tuple[str, ...]:
@@ -154,10 +148,10 @@ class _LanternFeatures(FeatureExtractorBase):
         return (self.model.features(pictures.float() / 255),)
 
 
-torch_fidelity.register_feature_extractor(EMBEDDED, _LanternFeatures)
+torch_fidelity.register_feature_extractor(BUNDLED, _LanternFeatures)
 
 
-def find_extractor(name: str = EMBEDDED, weights: Path | None = None) -> Extractor:
+def find_extractor(name: str = BUNDLED, weights: Path | None = None) -> Extractor:
     """Return the extractor called `name` (one of `EXTRACTORS`), with the given weights or those on this machine.
 
     Raises `UserError` for an unknown name, a path that is no file or a file that is not plain weights, and
@@ -166,7 +160,7 @@ def find_extractor(name: str = EMBEDDED, weights: Path | None = None) -> Extract
     known = EXTRACTORS.get(name)
     if known is None:
         raise UserError(f"unknown feature extractor {name!r}", f"The extractors are {', '.join(EXTRACTORS)}.")
-    if name == EMBEDDED:
+    if name == BUNDLED:
         path = weights or classifier.WEIGHTS
         classifier.load_classifier(path)
     else:

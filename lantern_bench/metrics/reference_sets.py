@@ -198,7 +198,14 @@ def reference_features(
     Raises `UserError` for statistics of another width, and for pictures that differ in size after preprocessing.
     """
     if reference.pictures is None:
-        return _given_statistics(reference, extractor)
+        found = reference.statistics
+        width = 0 if found is None else len(found.mean)
+        if found is None or width != extractor.width:
+            raise UserError(
+                f"the reference {reference.label} has {width} features, {extractor.name} has {extractor.width}",
+                "Give statistics of the protocol's own extractor, or a folder of pictures.",
+            )
+        return found
     path = None
     if cache is not None and reference.digest:
         steps = "-".join(f"{name}={value}" for name, value in asdict(preparation).items())
@@ -226,17 +233,6 @@ def reference_features(
         with contextlib.suppress(OSError):
             files.write_atomically(path, buffer.getvalue())
     return FeatureSet.of(features)
-
-
-def _given_statistics(reference: Reference, extractor: Extractor) -> FeatureSet:
-    found = reference.statistics
-    width = 0 if found is None else len(found.mean)
-    if found is None or width != extractor.width:
-        raise UserError(
-            f"the reference {reference.label} has {width} features, {extractor.name} has {extractor.width}",
-            "Give statistics of the protocol's own extractor, or a folder of pictures.",
-        )
-    return found
 
 
 def _read(path: Path, extractor: Extractor, n: int) -> np.ndarray | None:

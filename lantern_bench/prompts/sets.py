@@ -191,19 +191,19 @@ def _class_names(path: Path, flag: str) -> list[str]:
 
 
 class PublishedSet(NamedTuple):
-    """A set: its reader, whether it needs a file, and which file that is (for messages)."""
+    """A set: its reader, its file for messages, and whether it needs the file."""
 
     read: Callable[[Any, str], Iterator[Item]]
-    needs_file: bool
     file: str
+    needs_file: bool = True
 
 
-SETS: dict[str, PublishedSet] = {
-    "coco": PublishedSet(partial(_coco, longest=True), True, "captions_val2017.json"),
-    "coco-longest": PublishedSet(partial(_coco, longest=True), True, "captions_val2017.json"),
-    "coco-first": PublishedSet(partial(_coco, longest=False), True, "captions_val2017.json"),
-    "parti": PublishedSet(_parti, True, "PartiPrompts.tsv"),
-    "imagenet": PublishedSet(_imagenet, False, "a file with a name a line"),
+SETS = {
+    "coco": PublishedSet(partial(_coco, longest=True), "captions_val2017.json"),
+    "coco-longest": PublishedSet(partial(_coco, longest=True), "captions_val2017.json"),
+    "coco-first": PublishedSet(partial(_coco, longest=False), "captions_val2017.json"),
+    "parti": PublishedSet(_parti, "PartiPrompts.tsv"),
+    "imagenet": PublishedSet(_imagenet, "a file with a name a line", needs_file=False),
 }
 """The sets by the word before the colon: `coco:captions_val2017.json`."""
 

@@ -11,9 +11,8 @@ import hashlib
 import io
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -36,16 +35,14 @@ _WARM_UP_SHARE = 4
 # ---- Events: what a sweep reports while it runs, in this order
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     """The models are loaded; `compile_problem` says why steps are not compiled although this was asked for."""
 
     place: Place
     compile_problem: str | None = None
 
 
-@dataclass(frozen=True)
-class EncodedCaptions:
+class EncodedCaptions(NamedTuple):
     """A model's text encoder has encoded `done` of `total` captions."""
 
     model: str
@@ -53,16 +50,14 @@ class EncodedCaptions:
     total: int
 
 
-@dataclass(frozen=True)
-class Started:
+class Started(NamedTuple):
     """Decoding starts: images kept from before, and those to make, by cell id."""
 
     kept: int
     to_do: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class WarmedUp:
+class WarmedUp(NamedTuple):
     """A kind of cell has been decoded once, untimed, and compiled if asked for; seconds are None when it failed."""
 
     cell_id: str
@@ -70,8 +65,7 @@ class WarmedUp:
     compiled: bool = False
 
 
-@dataclass(frozen=True)
-class ImageDone:
+class ImageDone(NamedTuple):
     """An image has its record, with status `ok` or `failed`."""
 
     unit: Unit
@@ -83,16 +77,14 @@ class ImageDone:
         return bool(self.record["status"] != "ok")
 
 
-@dataclass(frozen=True)
-class Scored:
+class Scored(NamedTuple):
     """The scorers have scored `done` of `total` cells."""
 
     done: int
     total: int
 
 
-@dataclass(frozen=True)
-class Interrupted:
+class Interrupted(NamedTuple):
     """The run was interrupted with `done` of `total` images finished; the same command resumes it."""
 
     done: int
@@ -104,8 +96,7 @@ Event: TypeAlias = Loaded | EncodedCaptions | Started | WarmedUp | ImageDone | S
 # ---- Running a plan
 
 
-@dataclass(frozen=True)
-class Made:
+class Made(NamedTuple):
     """One image: tokens int32 [N], trace, pixels uint8 [H, W, 3], guided logits [N, V] if they were asked for."""
 
     tokens: Tensor

@@ -109,13 +109,12 @@ def score_run(
     """
     cells, protocol = _by_cell(store.records()), scorers.protocol
     largest = max((len(rows) for rows in cells.values()), default=0)
-    name = reference_name(largest) if protocol.reference is not None else ""
     kept = [
         row
         for row in read_scores(store.folder)
         if row["protocol"] == protocol.name and (row["protocol_version"] or 1) == protocol.version
     ]
-    name = reference.label if reference is not None else name
+    name = reference.label if reference is not None else reference_name(largest) if protocol.reference else ""
     pending = [
         rows for cell, rows in cells.items() if again or not _is_scored(cell, rows, kept, scorers, name, infinity)
     ]

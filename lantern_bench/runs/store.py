@@ -174,9 +174,11 @@ class ScoreStore:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         self.manifest = read_manifest(folder)
-        self._lock = lock_run(folder)
+        self._acquire(folder)
+
+    def _acquire(self, folder: Path) -> None:
+        self.folder, self._lock = folder, lock_run(folder)
         try:
             self._open()
         except BaseException:
@@ -229,16 +231,11 @@ class RunStore(ScoreStore):
     """
 
     def __init__(self, folder: Path, experiment: ResolvedExperiment, key: KeyFields) -> None:
-        self.folder, self.key, self._experiment = folder, key, _plain(experiment.to_dict())
-        self._lock = lock_run(folder)
-        try:
-            self._open()
-        except BaseException:
-            self._lock.release()
-            raise
+        self.manifest: dict[str, Any] = {}
+        self.key, self._experiment = key, _plain(experiment.to_dict())
+        self._acquire(folder)
 
     def _open(self) -> None:
-        self.manifest: dict[str, Any] = {}
         self._latest = {row["record_key"]: row for row in read_records(self.folder)}
         if (self.folder / MANIFEST).exists():
             self.manifest = read_manifest(self.folder)

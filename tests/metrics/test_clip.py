@@ -91,7 +91,7 @@ def test_missing_weights_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_missing_bundled_clip_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clip, "EMBEDDED_FOLDER", tmp_path / "clip")
+    monkeypatch.setattr(clip, "BUNDLED_FOLDER", tmp_path / "clip")
     with pytest.raises(RefusedError, match="lanterns-clip is missing") as caught:
         clip.load_clip()
     assert "lantern-bench train lanterns --part clip" in str(caught.value.advice)
