@@ -97,6 +97,15 @@ _SHIPPED_RULES = (
     Rule("none", about="nothing is accepted", in_id=False),
     Rule("strict", about="accepts with p / q", in_id=False),
     Rule(
+        "block",
+        about="decides on a chain as a whole",
+        accept="lantern_bench.decoding.acceptance.block_acceptance:accept_block",
+        chains=True,
+        tree="chain-5",
+        greedy="strict",
+        label="speculative (block)",
+    ),
+    Rule(
         "additive",
         about="neighbour mass of at most delta",
         limit=f"{_RELAXATION}:additive_limit",
