@@ -76,6 +76,18 @@ _SHIPPED_DRAFTINGS = (
         label=lambda values: values.get("tree"),
         presets={"chain": {"tree": "chain-5"}},
     ),
+    Drafting(
+        "dynamic",
+        make="lantern_bench.decoding.drafting.dynamic:make_dynamic",
+        about="best of a beam",
+        parameters=("nodes", "depth", "beam"),
+        defaults={"nodes": 58, "depth": 5, "beam": 10},
+        small={"nodes": 10, "depth": 2, "beam": 5},
+        sampled=False,
+        label=lambda values: tree_label(values["nodes"], values["depth"], values["beam"]),
+        adapt=_enough_nodes,
+        problem=_dynamic_problem,
+    ),
 )
 
 # ---- acceptance rules
@@ -123,7 +135,7 @@ _SHIPPED_RULES = (
 _SHIPPED_MODES = (
     Mode("ar", "none", "none", "AR", "#000000"),
     Mode("speculative", "static", "strict", "speculative (strict)", "#0072B2"),
-    Mode("lantern", "static", "additive", "LANTERN", "#D55E00"),
+    Mode("lantern", "dynamic", "additive", "LANTERN", "#D55E00"),
     Mode("lantern++", "static", "multiplicative", "LANTERN++", "#009E73"),
 )
 
