@@ -1,8 +1,8 @@
 """Measurements at positions of sampled images: emitted TV of relaxed modes, and token ambiguity of the target.
 
 All modes are measured at the same positions, so that they can be compared there. Static drafts are drawn many times
-from the drafter's q, with the same draws for every rule; dynamic drafts are deterministic (docs/algorithms.md,
-section 4). `certify/tables.py` computes means and intervals.
+from the drafter's q, with the same draws for every rule; dynamic drafts are deterministic. See
+docs/algorithms.md, section 4. `certify/tables.py` computes means and intervals.
 """
 
 from __future__ import annotations
