@@ -1,7 +1,8 @@
-"""Published EAGLE drafters for LlamaGen: their folder (config.json and weights) onto `EagleDrafter`, nothing else.
+"""The EAGLE drafter (arXiv 2401.15077): one decoder layer on the target's features, logits through the target's head.
 
-Their token embedding is their own (it equals the target's output head, finding B3) and is always loaded from the file.
-They read padded positions (finding B4), and their `input_type` fixes the grid they draft for, whatever else is said.
+`load_drafter` reads published drafters, a folder with config.json and weights. Their token embedding is always loaded
+from the file; LlamaGen's equals the target's output head (docs/algorithms.md, section 9, B3) and its drafters read
+padded positions (docs/algorithms.md, section 9, B4).
 """
 
 from __future__ import annotations
@@ -22,20 +23,24 @@ from lantern_bench.models.io.checkpoint import Checkpoint, open_checkpoint, what
 from lantern_bench.models.io.files import read_json
 from lantern_bench.models.io.state_dict import KeyMap, fill, llama_key_map
 from lantern_bench.models.transformer import TransformerConfig
-from lantern_bench.models.transformer.attention import KVCache, Sessions, attend_cached, attend_plain, rotary_table
-from lantern_bench.models.transformer.conditioning import Condition, prompt_words, visible_rows
+from lantern_bench.models.transformer.attention import attend_cached, attend_plain, rotary_table
+from lantern_bench.models.transformer.conditioning import Condition, prompt_words
 from lantern_bench.models.transformer.layers import Block, TokenEmbedding
-from lantern_bench.models.transformer.target import TransformerTarget, causal_seen, force_line_ends, padding_of
-
-# ---- The EAGLE drafter (arXiv 2401.15077): one decoder layer on the target's features, logits through the target's
+from lantern_bench.models.transformer.target import (
+    CachedSession,
+    TransformerTarget,
+    causal_seen,
+    force_line_ends,
+    prefix_seen,
+)
 
 
 class EagleDrafter(nn.Module):
     """Fuse, one layer, the target's frozen head.
 
-    `mask_padding`: whether padded prefix positions are hidden (ours, and Chameleon's) or read (the published drafters
-    of LlamaGen, finding B4). `input_norm`: whether the layer norms its input (Chameleon's) or not.
-    The head belongs to the target and is not part of the drafter's parameters.
+    `mask_padding`: padded prefix positions are hidden, not read as by the published drafters of LlamaGen
+    (docs/algorithms.md, section 9, B4). `input_norm`: the layer norms its input, as Chameleon's does. The head belongs
+    to the target and is not among the drafter's parameters.
     """
 
     rotary: Tensor
@@ -53,11 +58,14 @@ class EagleDrafter(nn.Module):
         self.register_buffer("rotary", None, persistent=False)
         self.compute_buffers(self.fc.weight.device)
         self._head = (head,)  # in a tuple, so that the module does not own it
-        self._sessions = Sessions(lambda *shape: _Session(self, *shape))
+        self._sessions: dict[tuple[int, bool, int], _Session] = {}
 
     def session(self, batch: int, guided: bool, nodes: int) -> _Session:
         """The session of this shape; its cache is made at the first call and reused."""
-        return self._sessions.of(batch, guided, nodes)
+        shape = (batch, guided, nodes)
+        if shape not in self._sessions:
+            self._sessions[shape] = _Session(self, *shape)
+        return self._sessions[shape]
 
     def compute_buffers(self, device: torch.device) -> None:
         """Make anew what no checkpoint holds."""
@@ -92,16 +100,16 @@ class EagleDrafter(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the weights are."""
+        """The type of the weights."""
         return self.layer.ffn_norm.weight.dtype
 
     def draft_with(self, head: nn.Module) -> None:
-        """Take another head than the target's, which must give nearly the same."""
+        """Replace the target's head by one that gives nearly the same logits."""
         self._head = (head,)
 
     @property
     def head_module(self) -> nn.Module:
-        """The target's head, or what stands for it."""
+        """The target's head, or its replacement."""
         return self._head[0]
 
     def head(self, features: Tensor) -> Tensor:
@@ -110,44 +118,26 @@ class EagleDrafter(nn.Module):
         return out
 
 
-class _Session:
-    def __init__(self, drafter: EagleDrafter, batch: int, guided: bool, nodes: int) -> None:
-        config = drafter.config
+class _Session(CachedSession):
+    def __init__(self, drafter: EagleDrafter, *shape: Any) -> None:
         weight = drafter.layer.ffn_norm.weight
-        self._drafter, self._batch = drafter, batch
-        self._groups = 2 if guided else 1
-        self.cache = KVCache(
-            1,
-            self._groups,
-            batch,
-            config.prefix + config.image_tokens + 3 * nodes,
-            config.kv_heads or config.heads,
-            config.head_dim,
-            weight.dtype,
-            weight.device,
-        )
-        self._rows = torch.arange(self._groups * batch, device=weight.device)[:, None]
+        super().__init__(drafter.config, 1, shape, 3, weight.dtype, weight.device)
+        self._drafter = drafter
+        self._rows = torch.arange(self._groups * self._batch, device=weight.device)[:, None]
         self._level = 0
         self._features: Tensor | None = None
-        self._prefix = torch.zeros((), dtype=torch.int64, device=weight.device)
-        self._padding = torch.zeros_like(self._rows)
 
     def prefill(self, condition: Condition, features: Tensor) -> None:
-        n, device = features.shape[1] - 1, features.device
-        visible = visible_rows(condition.valid.to(device), self._groups)
-        self.cache.reset()
-        self._prefix.fill_(n + 1)
-        self._padding.copy_(padding_of(visible, len(features), self._drafter.config))
+        n = features.shape[1] - 1
+        visible = self._begin(condition, n + 1, features.device)
         visible = visible if self._drafter.mask_padding else torch.ones_like(visible)
         if n > 0:
-            seen = causal_seen(len(visible), n, device) & visible[:, None, :n]
-            seen = seen | torch.eye(n, dtype=torch.bool, device=device)
-            self._forward(self._before_image(condition, n), features[:, :n], self._behind(n), seen)
-        self.cache.hide(visible)
-        self.cache.advance(torch.full_like(self.cache.lengths, n))
+            before = self._before_image(condition, n)
+            self._forward(before, features[:, :n], self.cache.slots(0, n), prefix_seen(visible, n))
+        self._commit_prefix(visible, n)
 
     def _before_image(self, condition: Condition, n: int) -> Tensor:
-        """What the first n prefix positions are fed, [rows, n, dim]: the tokens behind each of them."""
+        """The embeddings of the tokens behind each of the first n prefix positions, [rows, n, dim]."""
         embed = self._drafter.embed_tokens
         if self._drafter.config.words is None:
             return embed(self._rows.new_zeros(len(self._rows), n))
@@ -157,10 +147,10 @@ class _Session:
     def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> Drafts:
         n = tokens.shape[1]
         seen = causal_seen(1, n, tokens.device)
-        out = self._forward(self._embed(tokens), features, self._behind(n), seen)
+        out = self._forward(self._embed(tokens), features, self.cache.slots(0, n), seen)
         self.cache.advance(counts)
         last = self.cache.per_row((counts - 1).clamp_min(0))[:, None]
-        # `out` belongs to the root from here on: what is extended next hangs on it.
+        # From here on `out` belongs to the root, which `extend` continues.
         self._features, self._level = out[self._rows, last], 0
         return self._drafts(self._features, self.cache.lengths[:, None] - 1)
 
@@ -174,9 +164,6 @@ class _Session:
         self._features = out
         return self._drafts(out, positions)
 
-    def _behind(self, n: int) -> Tensor:
-        return self.cache.slots(0, n)
-
     def _embed(self, tokens: Tensor) -> Tensor:
         """Image tokens [B, n] -> [rows, n, dim]."""
         return self.cache.per_row(self._drafter.embed_tokens(tokens))
@@ -186,21 +173,16 @@ class _Session:
         x = drafter.fuse(embedded, features)
         mask = self.cache.mask(seen, x.dtype)
         slots = self.cache.slots(seen.shape[2] - seen.shape[1], x.shape[1])
-        if drafter.config.positions == "sequence":
-            at = (self.cache.per_row(positions) - self._padding).clamp_min(0)
-        else:
-            at = positions if self._batch == 1 else self.cache.per_row(positions)
+        at = self._rotary_positions(positions)
         turn = drafter.rotary[at.clamp_max(len(drafter.rotary) - 1)]
         out: Tensor = drafter.layer(x, turn, attend_cached(self.cache, 0, slots, mask))
         return out
 
     def _drafts(self, out: Tensor, positions: Tensor) -> Drafts:
-        """The drafts of what was fed at `positions` [B, n]: the last of the prefix holds the image's first token."""
+        """The drafts behind `positions` [B, n]; the last position of the prefix holds the image's first token."""
         places = positions - self._prefix + 2
         logits = force_line_ends(self._drafter.head(out), places, self._drafter.config)
-        if self._groups == 1:
-            return Drafts(logits, None)
-        return Drafts(logits[: self._batch], logits[self._batch :])
+        return Drafts(*self._split(logits))
 
 
 # ---- Published drafters

@@ -16,7 +16,8 @@ import torch
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.metrics import features, fidelity
 from lantern_bench.models.lanterns.captions import ALL_ATTRIBUTES
-from lantern_bench.models.lanterns.classifier import AttributeClassifier, load_classifier, save_classifier
+from lantern_bench.models.lanterns.classifier import AttributeClassifier, load_classifier
+from lantern_bench.models.lanterns.model import write_weights
 from lantern_bench.training.lanterns.scenes import render
 
 
@@ -28,7 +29,7 @@ def extractor(tmp_path_factory: pytest.TempPathFactory) -> features.Extractor:
     with torch.no_grad():  # an untrained network's features are tiny; trained ones are of the order of 1
         model.project.weight *= 300
     path = tmp_path_factory.mktemp("weights") / "features.safetensors"
-    save_classifier(model, path)
+    write_weights(model.state_dict(), path)
     return features.find_extractor(weights=path)
 
 
@@ -96,7 +97,7 @@ def test_the_label_names_extractor_layer_and_weights(extractor: features.Extract
     name, _, digits = extractor.label.partition("@")
     assert name == "lanterns-features-64" and len(digits) == 8
     other = tmp_path / "other.safetensors"
-    save_classifier(AttributeClassifier(), other)
+    write_weights(AttributeClassifier().state_dict(), other)
     assert dataclasses.replace(extractor, weights=other).label != extractor.label
 
 

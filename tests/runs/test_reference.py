@@ -15,7 +15,8 @@ from PIL import Image
 from lantern_bench.config.protocols import PROTOCOLS, Preparation
 from lantern_bench.errors import UserError
 from lantern_bench.metrics import features, fidelity, reference_sets
-from lantern_bench.models.lanterns.classifier import AttributeClassifier, save_classifier
+from lantern_bench.models.lanterns.classifier import AttributeClassifier
+from lantern_bench.models.lanterns.model import write_weights
 
 EMBEDDED = PROTOCOLS["embedded"]
 PLAIN = Preparation()
@@ -27,7 +28,7 @@ def extractor(tmp_path_factory: pytest.TempPathFactory) -> features.Extractor:
     path = tmp_path_factory.mktemp("weights") / "features.safetensors"
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        save_classifier(AttributeClassifier(), path)
+        write_weights(AttributeClassifier().state_dict(), path)
     return features.find_extractor(weights=path)
 
 

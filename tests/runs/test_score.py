@@ -26,7 +26,8 @@ from lantern_bench.metrics import clip, features
 from lantern_bench.metrics.reference_sets import Reference
 from lantern_bench.models.lanterns import classifier
 from lantern_bench.models.lanterns.captions import HELD_OUT
-from lantern_bench.models.lanterns.classifier import AttributeClassifier, predict, save_classifier
+from lantern_bench.models.lanterns.classifier import AttributeClassifier, predict
+from lantern_bench.models.lanterns.model import write_weights
 from lantern_bench.runs import scoring
 from lantern_bench.runs.keys import KeyFields
 from lantern_bench.runs.store import RunStore, ScoreStore, read_scores
@@ -44,7 +45,7 @@ def scorers(tmp_path_factory: pytest.TempPathFactory) -> scoring.Scorers:
     folder = tmp_path_factory.mktemp("scorers")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        save_classifier(AttributeClassifier(), folder / "features.safetensors")
+        write_weights(AttributeClassifier().state_dict(), folder / "features.safetensors")
         save_clip(open_clip.CLIP(**CLIP_CONFIG["model_cfg"]), folder / "clip")
     path = folder / "features.safetensors"
     scorer = clip.load_clip(f"local-dir:{folder / 'clip'}")

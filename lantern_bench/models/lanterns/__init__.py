@@ -1,7 +1,7 @@
-"""The embedded family: a miniature text-to-image world that ships inside the package.
+"""The bundled family: a miniature text-to-image model of paper lanterns that ships in the wheel.
 
-Scenes of paper lanterns, their captions, the recipe that trains the five models, and the weights it made. Its figures
-describe this miniature only; they are never LlamaGen's.
+Captions, modules and trained weights; `training.lanterns` trains them. Figures measured with it describe this miniature
+only, never LlamaGen.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["FILES", "GUIDANCE", "TREE", "WEIGHTS_FOLDER"]
 
 GUIDANCE = 2.0
 
-# As fast as any chain or small tree for the strict rule on two cores (docs/engine.md); relaxed ones gain by longer.
+# On two cores no chain or small tree is faster for strict rules (docs/engine.md); relaxed rules gain from longer ones.
 TREE = "chain-4"
 
 WEIGHTS_FOLDER = Path(__file__).parent / "weights"

@@ -1,8 +1,7 @@
-"""The captions of the embedded world: 1,008 attribute combinations and the one sentence each has.
+"""The captions of the bundled model: 1,008 combinations of five attributes, one sentence each.
 
-A caption is a fixed grammar over five small sets, so that a picture can be judged attribute by attribute. Every tenth
-combination, chosen by a fixed shuffle, is held out of training and is what evaluation prompts are made of. No torch
-here: captions are checked before any model is loaded.
+The grammar is fixed, so that each attribute of a picture can be checked. Every tenth combination of a fixed shuffle is
+held out of training and serves as an evaluation prompt. No torch here: captions are checked before a model is loaded.
 """
 
 from __future__ import annotations
@@ -82,10 +81,9 @@ _BY_CAPTION = {attributes.caption(): attributes for attributes in ALL_ATTRIBUTES
 
 
 def words(caption: str) -> list[int]:
-    """Turn a caption into word numbers of `VOCABULARY` (no padding).
+    """Turn a caption into word numbers of `VOCABULARY`, without padding.
 
-    Raises `UserError` for an empty caption, a word outside the vocabulary (the message names the word, the nearest
-    one and all that exist) and a caption of more than `MAX_WORDS` words.
+    Raises `UserError` for an empty caption, one of more than `MAX_WORDS` words, and a word outside the vocabulary.
     """
     tokens = caption.lower().replace(",", " ").rstrip(". ").split()
     known = {word: number for number, word in enumerate(VOCABULARY) if number}
@@ -94,12 +92,12 @@ def words(caption: str) -> list[int]:
         near = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise UserError(
-            f"caption {caption!r}: the embedded model does not know the word {unknown[0]!r}{hint}",
+            f"caption {caption!r}: the bundled model does not know the word {unknown[0]!r}{hint}",
             f"it knows only: {' '.join(sorted(known))}; e.g. {ALL_ATTRIBUTES[0].caption()!r}",
         )
     if not 0 < len(tokens) <= MAX_WORDS:
         raise UserError(
-            f"caption {caption!r} has {len(tokens)} words; the embedded model takes 1 to {MAX_WORDS}",
+            f"caption {caption!r} has {len(tokens)} words; the bundled model takes 1 to {MAX_WORDS}",
             f"for example: {ALL_ATTRIBUTES[0].caption()!r}",
         )
     return [known[word] for word in tokens]

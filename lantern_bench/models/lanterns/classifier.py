@@ -1,8 +1,7 @@
-"""The judge of the embedded world: a small network that reads the five attributes off a picture.
+"""The attribute classifier: a small network that recognises the five attributes of a scene of lanterns.
 
-It has two uses. Its answers give prompt accuracy (does the picture show what the caption asked for), and its 64-wide
-penultimate layer is the feature space in which the embedded family's FID, KID, precision and recall are measured
-(`metrics.fidelity`). How it is trained is in `recipe_metrics`; nothing here paints or degrades a picture.
+Its answers give prompt accuracy (does the picture show what the caption asked for), and its 64-wide penultimate layer
+is the feature space of the bundled model's FID, KID, precision and recall (`metrics.fidelity`).
 """
 
 from __future__ import annotations
@@ -11,21 +10,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models.lanterns import FILES, WEIGHTS_FOLDER
 from lantern_bench.models.lanterns.captions import FIELDS, Attributes
+from lantern_bench.models.lanterns.model import load_part
 
 FEATURES = 64
-WEIGHTS = Path(__file__).parent / "weights" / "features.safetensors"
+WEIGHTS = WEIGHTS_FOLDER / FILES["features"]
 _BATCH = 256
 
 
 class _Block(nn.Module):
-    """Halve the picture and change the width, then one residual convolution at the new size."""
+    """Halve the size and change the width, then one residual convolution."""
 
     def __init__(self, wide_in: int, wide_out: int) -> None:
         super().__init__()
@@ -40,9 +38,9 @@ class _Block(nn.Module):
 
 
 class AttributeClassifier(nn.Module):
-    """Three halving blocks, a coarse grid of what is where, 64 features, five heads (0.36 M parameters).
+    """Three halving blocks, a pooled grid, 64 features, five heads (0.36 M parameters).
 
-    The pooled grid keeps 2 rows and 4 columns: sky and ground are told apart by row, lanterns are counted by column.
+    The grid keeps 2 rows, which separate sky and ground, and 4 columns, which count lanterns.
     """
 
     def __init__(self, width: int = 32) -> None:
@@ -63,36 +61,8 @@ class AttributeClassifier(nn.Module):
 
 
 def load_classifier(path: Path | None = None, device: torch.device | str = "cpu") -> AttributeClassifier:
-    """The trained classifier in float32, in evaluation mode; `path` defaults to the shipped weights.
-
-    Raises `RefusedError` when the file is not there and `UserError` when it is not a classifier's.
-    """
-    path = WEIGHTS if path is None else path
-    if not path.is_file():
-        raise RefusedError(
-            f"the attribute classifier's weights are missing: {path.name}",
-            "train them with `lantern-bench train lanterns --part features`",
-        )
-    model = AttributeClassifier()
-    try:
-        model.load_state_dict({name: _full(value) for name, value in load_file(path).items()})
-    except (SafetensorError, RuntimeError) as problem:
-        raise UserError(f"{path.name} does not hold an attribute classifier: {problem}") from problem
-    return model.to(device).eval().requires_grad_(False)
-
-
-def save_classifier(model: AttributeClassifier, path: Path) -> None:
-    """Write the weights as safetensors, in float16 (they are read back as float32)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: _half(value) for name, value in model.state_dict().items()}, path)
-
-
-def _half(value: Tensor) -> Tensor:
-    return (value.half() if value.is_floating_point() else value).cpu().contiguous()
-
-
-def _full(value: Tensor) -> Tensor:
-    return value.float() if value.is_floating_point() else value
+    """The trained classifier in float32, in evaluation mode; raises as `load_part`."""
+    return load_part(AttributeClassifier(), "features", path or WEIGHTS, device)
 
 
 @torch.inference_mode()
@@ -107,6 +77,6 @@ def predict(model: AttributeClassifier, images: Tensor) -> Tensor:
 
 
 def prompt_accuracy(model: AttributeClassifier, images: Tensor, attributes: Sequence[Attributes]) -> Tensor:
-    """Whether all five attributes of each picture are as asked for: uint8 [n, 3, 64, 64] to bool [n]."""
+    """Whether each picture shows all five attributes asked for: uint8 [n, 3, 64, 64] to bool [n]."""
     wanted = torch.tensor([item.indices() for item in attributes], dtype=torch.int64).reshape(-1, len(FIELDS))
     return (predict(model, images) == wanted).all(dim=1)

@@ -1,14 +1,14 @@
-"""The embedded family as `models.registry` wants it: one model, its prompts, its words, and how it is loaded.
+"""The bundled family as `models.registry` wants it: one model, its prompts, and how it is loaded.
 
-It is found by entry point, as a stranger's family would be. Nothing here imports torch before a model is loaded.
+The registry finds it by entry point, as it finds families of other packages. Nothing here imports torch before a model
+is loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lantern_bench.errors import RefusedError
 from lantern_bench.models.lanterns import FILES, GUIDANCE, TREE, WEIGHTS_FOLDER
 from lantern_bench.models.lanterns.captions import HELD_OUT, TRAIN, words
 from lantern_bench.plugins import ModelCard
@@ -32,7 +32,7 @@ class LanternsFamily:
             ModelCard(
                 name=_NAME,
                 family=_NAME,
-                description="embedded miniature: 64x64 px scenes of paper lanterns, 256 tokens",
+                description="bundled miniature: 64x64 px scenes of paper lanterns, 256 tokens",
                 defaults={"cfg_scale": GUIDANCE, "tree": TREE},
                 prompt_set="held-out",
                 licence="Apache-2.0",
@@ -58,50 +58,22 @@ class LanternsFamily:
         """Load target, drafter and tokenizer; raises `RefusedError` when a file is missing."""
         from lantern_bench.models.eagle import fresh_drafter
         from lantern_bench.models.lanterns.model import (
-            TARGET_CONFIG,
             build_target,
             caption_condition,
-            fill,
+            load_part,
             load_tokenizer,
             part_hash,
         )
-        from lantern_bench.models.loaded_model import LoadedModel, VQPixels
+        from lantern_bench.models.loaded_model import Parts, Prompts, assemble
 
-        card = self.cards()[0]
-        for part, path in card.weights.items():
-            if not path.is_file():
-                raise RefusedError(
-                    f"the embedded model's {part} is missing: {path.name}",
-                    f"train it with `lantern-bench train lanterns --part {part}`",
-                )
-        target = build_target()
-        fill(target, card.weights["target"])
-        # The drafter uses the target's head, so the target goes where it will stay first.
-        _settle(target, device, dtype)
-        drafter: Any = fresh_drafter(target)
-        fill(drafter, card.weights["drafter"])
-        _settle(drafter, device, dtype)
-        tokenizer = load_tokenizer(device=device)
-        return LoadedModel(
-            name=name,
-            target=target,
-            drafter=drafter,
-            pixels=VQPixels(tokenizer, TARGET_CONFIG.grid),
-            # Distances between the rows as they are looked up: of unit length (finding C1).
-            codebook=tokenizer.codebook(),
-            neighbour_space="normalised",
-            condition=caption_condition,
-            weights={part: part_hash(path) for part, path in card.weights.items()},
-            grid=TARGET_CONFIG.grid,
-        )
-
-
-def _settle(module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move a module to where it decodes; its rotary table stays float32."""
-    rotary = [(part, part.rotary) for part in module.modules() if hasattr(part, "rotary")]
-    module.to(device=device, dtype=dtype).eval().requires_grad_(False)
-    for part, table in rotary:
-        part.rotary = table.to(device)
+        weights = self.cards()[0].weights
+        # The drafter uses the target's head, so the target moves to its device first.
+        target = load_part(build_target(), "target", weights["target"], device, dtype)
+        drafter = load_part(fresh_drafter(target), "drafter", weights["drafter"], device, dtype)
+        parts = Parts(target, drafter, load_tokenizer(device=device))
+        hashes = {part: part_hash(path) for part, path in weights.items()}
+        # Rows have unit length when they are looked up (docs/algorithms.md, section 9, C1).
+        return assemble(name, parts, Prompts(caption_condition), hashes, space="normalised")
 
 
 FAMILY = LanternsFamily()

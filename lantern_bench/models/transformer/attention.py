@@ -1,9 +1,9 @@
-"""Attention, without a cache (training) and over one (decoding)."""
+"""Rotary position embeddings, the key/value cache, and attention with it (decoding) and without (training)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from lantern_bench.models.transformer import TransformerConfig
 
 
-# ---- Rotary position embeddings: of a grid behind a prefix (LlamaGen) and of a sequence (Chameleon), in both pairi
+# ---- Rotary position embeddings
 
-# Rows behind the grid serve nodes that run over its end; their tokens are never kept (finding B5).
+# Rows behind the grid serve draft nodes beyond its end, which are never kept (docs/algorithms.md, section 9, B5).
 _MARGIN = 64
 
 
@@ -23,7 +23,7 @@ def grid_rotary(config: TransformerConfig, prefix: int | None = None) -> Tensor:
     """The rotary table [positions, head_dim / 2, 2] (cosine, sine) of prefix, grid and margin.
 
     The first half of the pairs turns with the row, the second with the column; the first image token is cell (0, 0).
-    `prefix` overrides the config's (a drafter's is one shorter, finding B5).
+    `prefix` overrides the config's: a drafter's is one shorter (docs/algorithms.md, section 9, B5).
     """
     prefix = config.prefix if prefix is None else prefix
     half = config.head_dim // 2
@@ -47,9 +47,9 @@ def grid_rotary(config: TransformerConfig, prefix: int | None = None) -> Tensor:
 
 
 def rotary_table(config: TransformerConfig, prefix: int | None = None) -> Tensor:
-    """What queries and keys are turned by at each position, [positions, 2, head_dim], as `rotary_turns` says.
+    """The factors of `rotary_turns` at each position, [positions, 2, head_dim].
 
-    `prefix` overrides the config's; a sequence has none of its own to override.
+    `prefix` overrides the config's for positions on a grid.
     """
     interleaved = config.pairs == "interleaved"
     if config.positions == "grid":
@@ -61,9 +61,9 @@ def rotary_table(config: TransformerConfig, prefix: int | None = None) -> Tensor
 
 
 def rotary_turns(rotary: Tensor, interleaved: bool) -> Tensor:
-    """What `_rotate` multiplies with, [positions, 2, head_dim], of a table [positions, head_dim / 2, 2].
+    """The factors of `rotate` [positions, 2, head_dim] from a table [positions, head_dim / 2, 2].
 
-    The cosine of each number's pair, and the sine with the sign with which its partner enters.
+    First the cosine of each number's pair, then the sine with the sign of its partner.
     """
     cosine, sine = rotary.unbind(-1)
     if interleaved:
@@ -82,36 +82,17 @@ def rotate(x: Tensor, turn: Tensor, interleaved: bool) -> Tensor:
     return (wide * turn[:, :, :1] + partner * turn[:, :, 1:]).to(x.dtype)
 
 
-# ---- The key/value cache: allocated once for a shape, written in place, moved instead of rebuilt
-
-
-S = TypeVar("S")
+# ---- The key/value cache
 
 _BLOCK = 32  # columns: what is in use grows by so many, for fewer shapes of which kernels are made
-
-
-class Sessions(Generic[S]):
-    """Sessions by their shape (batch, guided, nodes): made at the first call, reused with their caches ever after."""
-
-    def __init__(self, make: Callable[[int, bool, int], S]) -> None:
-        self._make = make
-        self._made: dict[tuple[int, bool, int], S] = {}
-
-    def of(self, batch: int, guided: bool, nodes: int) -> S:
-        """The session of this shape."""
-        shape = (batch, guided, nodes)
-        if shape not in self._made:
-            self._made[shape] = self._make(*shape)
-        return self._made[shape]
 
 
 class KVCache:
     """Keys and values [layers, 2, rows, heads, capacity, head_dim] for B images and `groups` rows an image.
 
-    `lengths` int64 [B] are the committed positions. All of it has fixed shapes and fixed places, and a mask says what
-    is seen: a step can be compiled once (or captured as a graph) and run for ever, whatever changes between steps. On a
-    processor a forward reads no more than the columns in use, half of them for a picture from start to end; on other
-    devices, where the host does not know how many these are, it reads the whole capacity.
+    `lengths` int64 [B] are the committed positions. Shapes and addresses are fixed and a mask hides the rest, so that a
+    step is compiled (or captured as a graph) once. On a CPU a forward reads only the columns in use, on average half of
+    them; on other devices the host does not know their number, and it reads the whole capacity.
     """
 
     def __init__(
@@ -127,7 +108,7 @@ class KVCache:
     ) -> None:
         rows = groups * batch
         self._store = torch.zeros((layers, 2, rows, heads, capacity, head_dim), dtype=dtype, device=device)
-        # The layers apart: a compiled forward writes each in place, and a view of the whole would be copied whole.
+        # Views of single layers: a compiled forward would copy a view of the whole to write into it.
         self._layers = [(layer[0], layer[1]) for layer in self._store]
         self.groups, self.batch, self.capacity = groups, batch, capacity
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -137,7 +118,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """The memory that keys and values take, also on the meta device, where they take none."""
+        """Bytes of keys and values; on the meta device, the bytes they would take."""
         return self._store.nbytes
 
     def reset(self) -> None:
@@ -146,22 +127,22 @@ class KVCache:
         self._visible.fill_(True)
 
     def hide(self, visible: Tensor) -> None:
-        """Say which of the first P positions may be seen from now on (padding not), once they are committed.
+        """Set which of the first P positions attention sees (not padding), before they are committed.
 
-        bool [B, P] where all rows of an image are padded alike, [rows, P] where each is padded in its own way.
+        bool [B, P] where all rows of an image have the same padding, else [rows, P].
         """
         self._visible[:, : visible.shape[1]] = visible.repeat(len(self._rows) // len(visible), 1)
 
     def per_row(self, values: Tensor) -> Tensor:
-        """What holds for the B images [B, ...], for their rows [rows, ...]."""
+        """Repeat values of the B images [B, ...] for their rows [rows, ...]."""
         return values if self.groups == 1 else torch.cat([values] * self.groups)
 
     def slots(self, offset: int, count: int) -> Tensor:
-        """Positions int64 [B, count] that start `offset` behind what is committed."""
+        """Positions int64 [B, count] that start `offset` behind the committed ones."""
         return self.lengths[:, None] + self._columns[offset : offset + count]
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Put keys and values [rows, n, heads, head_dim] at `slots` [B, n]; return all of the layer."""
+        """Write keys and values [rows, n, heads, head_dim] to `slots` [B, n]; return the whole layer's."""
         store_k, store_v = self._layers[layer]
         if self.batch == 1:
             # One image: its rows have the same slots.
@@ -176,8 +157,8 @@ class KVCache:
     def mask(self, seen: Tensor, dtype: torch.dtype) -> Tensor:
         """The additive attention mask [rows, 1, n, columns in use] of n new nodes.
 
-        seen: bool [B or rows, n, m], which of the m uncommitted nodes, its own included, each new node sees; the
-        committed and visible positions are seen by all.
+        seen: bool [B or rows, n, m], which of the m uncommitted nodes (itself included) each new node sees; all see the
+        committed and visible positions.
         """
         rows, (nodes, ahead) = len(self._rows), seen.shape[1:]
         used = self._in_use(ahead)
@@ -188,24 +169,24 @@ class KVCache:
         return before[:, None].expand(-1, nodes, -1).scatter(2, places, new)[:, None]
 
     def _in_use(self, ahead: int) -> int:
-        """How many columns are read for `ahead` nodes behind what is committed."""
+        """The number of columns read for `ahead` nodes behind the committed ones."""
         if self.lengths.device.type != "cpu":
             return self.capacity
         blocks = (self.lengths.max() + ahead + _BLOCK - 1) // _BLOCK
         used = int((blocks * _BLOCK).clamp_max(self.capacity))
-        # Said for the compiler, which makes programs for any number of columns.
+        # Bounds for the compiler, whose programs take any number of columns.
         torch._check(used > 1)
         torch._check(used <= self.capacity)
         return used
 
     def advance(self, counts: Tensor) -> None:
-        """Commit the first `counts` [B] uncommitted positions where they stand."""
+        """Commit the first `counts` [B] uncommitted positions in place."""
         self.lengths.add_(counts)
 
     def keep(self, path: Tensor, counts: Tensor) -> None:
-        """Commit the nodes `path` [B, n] (their order behind what is committed; negative ones are filler).
+        """Commit the nodes `path` [B, n], numbered from the first uncommitted position; negative ones are filler.
 
-        Only the first `counts` [B] of them count; the rest is written behind and never seen.
+        Only the first `counts` [B] are committed; the rest is written behind them and never seen.
         """
         source = self.per_row(self.lengths[:, None] + path.clamp_min(0))
         target = self.per_row(self.slots(0, path.shape[1]))
@@ -216,7 +197,7 @@ class KVCache:
         self.advance(counts)
 
 
-# ----
+# ---- Attention
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Mixes q [rows, n, heads, head_dim] with k, v [rows, n, kv_heads, head_dim]."""
@@ -237,10 +218,10 @@ def attend_cached(cache: KVCache, layer: int, slots: Tensor, mask: Tensor) -> At
 
 
 def attend_plain(mask: Tensor, before: list[tuple[Tensor, Tensor]] | None = None) -> Attend:
-    """Attention without a cache, for training: mask [rows or 1, 1, n, n], additive.
+    """Attention without a cache, for training; the additive mask is [rows or 1, 1, n, n].
 
-    Keys and values in `before` are seen as well, the mask then [rows or 1, 1, n, (1 + len(before)) * n], and the new
-    ones are appended to it.
+    With `before`, attention also sees its keys and values, the mask is [rows or 1, 1, n, (1 + len(before)) * n], and
+    the new keys and values are appended to it.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -253,13 +234,13 @@ def attend_plain(mask: Tensor, before: list[tuple[Tensor, Tensor]] | None = None
 
 
 def _two_products(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """As `_scaled_dot_product`, the softmax in float32 of scores that were rounded to the type of the products.
+    """As `_scaled_dot_product`, with a float32 softmax of scores in the products' type.
 
-    torch's kernel does not round them, but takes the nodes of a tree in small blocks, at a third of the rate.
+    torch's kernel does not round the scores, but takes the nodes of a tree in small blocks, at a third of the rate.
     """
     rows, nodes, heads, width = q.shape
     apart = rows * keys.shape[1]  # queries that share keys are rows of one product
-    # In one piece: the product would copy a part of the cache turned over, which takes longer than the product.
+    # Contiguous: the product would copy the transposed part of the cache, which takes longer than the product.
     whole = keys.flatten(0, 1).contiguous()
     scores = torch.bmm((q * width**-0.5).transpose(1, 2).reshape(apart, -1, width), whole.transpose(1, 2))
     weights = (scores.float().view(rows, heads, nodes, -1) + mask).softmax(-1).to(q.dtype)

@@ -1,6 +1,11 @@
-"""A transformer with a condition before it, as the target that `decoding.interface` asks for."""
+"""THE transformer with a condition before it, as the target that `decoding.interface` asks for; and forced tokens.
+
+The ends of an image's rows (Lumina-mGPT) are forced tokens: certain in their places and impossible elsewhere.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +13,7 @@ from torch import Tensor, nn
 from lantern_bench.decoding.interface import Scores
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.models.transformer import TransformerConfig
-from lantern_bench.models.transformer.attention import KVCache, Sessions
+from lantern_bench.models.transformer.attention import KVCache
 from lantern_bench.models.transformer.conditioning import (
     CaptionFeatures,
     ClassLabel,
@@ -19,14 +24,12 @@ from lantern_bench.models.transformer.conditioning import (
 )
 from lantern_bench.models.transformer.layers import Transformer
 
-# ---- Tokens that nobody chooses: the ends of an image's lines (Lumina-mGPT), certain in place and impossible elsew
-
 
 def force_line_ends(logits: Tensor, places: Tensor, config: TransformerConfig) -> Tensor:
-    """Logits [rows, n, V] of the tokens at `places` int64 [B, n] of their images, rows being groups of the B images.
+    """Force the ends of rows in logits [groups * B, n, V] of the tokens at `places` int64 [B, n] of their images.
 
-    Both rows of guidance get the same values where nothing is left to choose, so that no scale moves them. The lowest
-    finite number stands for impossible: of two infinities guidance would make no number.
+    Both rows of guidance get the same values, so that no scale moves them. The lowest finite number stands for
+    impossible, because guidance makes NaN of two infinities.
     """
     if not config.line_ends:
         return logits
@@ -36,29 +39,26 @@ def force_line_ends(logits: Tensor, places: Tensor, config: TransformerConfig) -
 
 
 def without_line_ends(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
-    """The codes int [B, rows * columns] of images int [B, rows * (columns + 1)] whose lines have ends."""
+    """Tokens int [B, rows * (columns + 1)] -> codes int [B, rows * columns], without the ends of rows."""
     rows, columns = grid
     return tokens.reshape(len(tokens), rows, columns + 1)[:, :, :columns].flatten(1)
 
 
 def with_line_ends(codes: Tensor, grid: tuple[int, int], end: int) -> Tensor:
-    """The inverse of `without_line_ends`: codes int [B, rows * columns] with token `end` behind each line."""
+    """The inverse of `without_line_ends`: puts the token `end` behind each row."""
     lines = codes.reshape(len(codes), *grid)
     return torch.cat([lines, torch.full_like(lines[:, :, :1], end)], dim=2).flatten(1)
 
 
-# ----
-
-
 def causal_seen(batch: int, n: int, device: torch.device) -> Tensor:
-    """Who sees whom in a plain run of n positions: bool [B, n, n], lower triangular."""
+    """The causal mask of n positions: bool [B, n, n], lower triangular."""
     return torch.ones(n, n, dtype=torch.bool, device=device).tril_().expand(batch, -1, -1)
 
 
 def padding_of(visible: Tensor, rows: int, config: TransformerConfig) -> Tensor:
-    """How far the positions of each row are moved back, [rows, 1]: by its padding, where they are a sequence.
+    """The padding of each row, [rows, 1], by which positions in a sequence move back; 0 for positions on a grid.
 
-    `visible` bool [B or rows, P] as in `KVCache.hide`; a grid's positions are never moved.
+    `visible` bool [B or rows, P] as in `KVCache.hide`.
     """
     if config.positions == "grid":
         return torch.zeros(rows, 1, dtype=torch.int64, device=visible.device)
@@ -78,70 +78,111 @@ class TransformerTarget(nn.Module):
         self.cls_embedding = PromptTokens(self.transformer.tok_embeddings) if condition is None else condition
         self.vocab_size = config.vocab_size
         self.image_tokens = config.image_tokens
-        self._sessions = Sessions(lambda *shape: _Session(self, *shape))
+        self._sessions: dict[tuple[int, bool, int], _Session] = {}
 
     @property
     def choices(self) -> int:
-        """How many tokens are ever chosen: all but the ends of lines."""
+        """The number of tokens that can be chosen: all but forced ones."""
         return self.vocab_size - self.config.line_ends
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.transformer.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the weights are, those of the head apart: logits are float32."""
+        """The type of the weights, except the head's, which is float32."""
         return self.transformer.norm.weight.dtype
 
     def session(self, batch: int, guided: bool, nodes: int) -> _Session:
         """The session of this shape; its caches are made at the first call and reused."""
-        return self._sessions.of(batch, guided, nodes)
+        shape = (batch, guided, nodes)
+        if shape not in self._sessions:
+            self._sessions[shape] = _Session(self, *shape)
+        return self._sessions[shape]
 
     def prefix(self, condition: Condition, guided: bool) -> Tensor:
         """Prefix embeddings [rows, P, dim], conditional rows first."""
         return self.cls_embedding.rows(condition.values.to(self.device), guided)
 
 
-class _Session:
-    def __init__(self, target: TransformerTarget, batch: int, guided: bool, nodes: int) -> None:
-        config = target.config
-        self._target, self._batch, self._guided = target, batch, guided
-        self._groups = 2 if guided else 1
+class CachedSession:
+    """What decode sessions of targets and drafters share: cache, padding and positions."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layers: int,
+        shape: tuple[int, bool, int],
+        spare: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`shape`: batch, guided, nodes; `spare`: how many trees of `nodes` have room behind the image."""
+        self._config = config
+        self._batch, self._guided, nodes = shape
+        self._groups = 2 if self._guided else 1
         self.cache = KVCache(
-            config.layers,
+            layers,
             self._groups,
-            batch,
-            # An image of a batch that is complete idles behind its end until the others are.
-            config.prefix + config.image_tokens + 2 * nodes,
+            self._batch,
+            config.prefix + config.image_tokens + spare * nodes,
             config.kv_heads or config.heads,
             config.head_dim,
-            target.dtype,
-            target.device,
+            dtype,
+            device,
         )
-        self._prefix = torch.zeros((), dtype=torch.int64, device=target.device)
-        self._padding = torch.zeros(self._groups * batch, 1, dtype=torch.int64, device=target.device)
+        self._prefix = torch.zeros((), dtype=torch.int64, device=device)
+        self._padding = torch.zeros(self._groups * self._batch, 1, dtype=torch.int64, device=device)
+
+    def _begin(self, condition: Condition, prefix: int, device: torch.device) -> Tensor:
+        """Forget the last image; return which positions of the condition are visible, bool [B or rows, P]."""
+        visible = visible_rows(condition.valid.to(device), self._groups)
+        self.cache.reset()
+        self._prefix.fill_(prefix)
+        self._padding.copy_(padding_of(visible, self._groups * self._batch, self._config))
+        return visible
+
+    def _commit_prefix(self, visible: Tensor, n: int) -> None:
+        self.cache.hide(visible)
+        self.cache.advance(torch.full_like(self.cache.lengths, n))
+
+    def _rotary_positions(self, positions: Tensor) -> Tensor:
+        """The rows of the rotary table for positions [B, n] in the cache."""
+        if self._config.positions == "sequence":
+            return (self.cache.per_row(positions) - self._padding).clamp_min(0)
+        return positions if self._batch == 1 else self.cache.per_row(positions)
+
+    def _split(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Conditional and unconditional logits [B, n, V]."""
+        return (logits[: self._batch], logits[self._batch :]) if self._guided else (logits, None)
+
+
+def prefix_seen(visible: Tensor, n: int) -> Tensor:
+    """The causal mask of n prefix positions, in which only padding sees padding: bool [B or rows, n, n]."""
+    seen = causal_seen(len(visible), n, visible.device) & visible[:, None, :n]
+    return seen | torch.eye(n, dtype=torch.bool, device=visible.device)
+
+
+class _Session(CachedSession):
+    def __init__(self, target: TransformerTarget, *shape: Any) -> None:
+        # An image of a batch that is complete idles behind its end until the others are.
+        super().__init__(target.config, target.config.layers, shape, 2, target.dtype, target.device)
+        self._target = target
 
     def prefill(self, condition: Condition) -> Scores:
         x = self._target.prefix(condition, self._guided)
         n = x.shape[1]
-        visible = visible_rows(condition.valid.to(x.device), self._groups)
-        self.cache.reset()
-        self._prefix.fill_(n)
-        self._padding.copy_(padding_of(visible, len(x), self._target.config))
-        # Padded columns are hidden from everybody but themselves.
-        seen = causal_seen(len(visible), n, x.device) & visible[:, None]
-        seen = seen | torch.eye(n, dtype=torch.bool, device=x.device)
-        features = self._forward(x, torch.arange(n, device=x.device).expand(self._batch, -1), seen)
-        self.cache.hide(visible)
-        self.cache.advance(torch.full_like(self.cache.lengths, n))
-        cond, uncond = self._logits(features[:, -1:], torch.zeros_like(self.cache.lengths)[:, None])
-        return Scores(cond, uncond, features)
+        visible = self._begin(condition, n, x.device)
+        features = self._forward(x, torch.arange(n, device=x.device).expand(self._batch, -1), prefix_seen(visible, n))
+        self._commit_prefix(visible, n)
+        head = self._head(features[:, -1:], torch.zeros_like(self.cache.lengths)[:, None])
+        return Scores(*self._split(head), features)
 
     def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Scores:
         features, places = self._features(tokens, depths, attention)
-        return Scores(*self._logits(features, places), features)
+        return Scores(*self._split(self._head(features, places)), features)
 
     def score_guided(
         self, tokens: Tensor, depths: Tensor, attention: Tensor, cfg_scale: float
@@ -165,18 +206,8 @@ class _Session:
     def _forward(self, x: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
         mask = self.cache.mask(seen, x.dtype)
         slots = self.cache.slots(0, x.shape[1])
-        if self._target.config.positions == "sequence":
-            at = (self.cache.per_row(positions) - self._padding).clamp_min(0)
-        else:
-            at = positions if self._batch == 1 else self.cache.per_row(positions)
-        return self._target.transformer.step(x, at, self.cache, slots, mask)
-
-    def _logits(self, features: Tensor, places: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The logits of `features` [rows, n, dim], which are for the image tokens at `places` [B, n]."""
-        logits = self._head(features, places)
-        if not self._guided:
-            return logits, None
-        return logits[: self._batch], logits[self._batch :]
+        return self._target.transformer.step(x, self._rotary_positions(positions), self.cache, slots, mask)
 
     def _head(self, features: Tensor, places: Tensor) -> Tensor:
+        """The logits of `features` [rows, n, dim], which predict the image tokens at `places` [B, n]."""
         return force_line_ends(self._target.transformer.output(features), places, self._target.config)

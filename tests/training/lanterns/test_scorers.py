@@ -10,7 +10,8 @@ import torch
 
 from lantern_bench.metrics.clip import load_clip
 from lantern_bench.models.lanterns.captions import ALL_ATTRIBUTES, HELD_OUT, TRAIN, Attributes
-from lantern_bench.models.lanterns.classifier import load_classifier, prompt_accuracy, save_classifier
+from lantern_bench.models.lanterns.classifier import load_classifier, prompt_accuracy
+from lantern_bench.models.lanterns.model import write_weights
 from lantern_bench.models.vq import VQConfig, VQModel
 from lantern_bench.training.lanterns import scorers
 from lantern_bench.training.lanterns.scenes import blur, degrade, drop_detail, scene_set
@@ -153,7 +154,7 @@ def test_blur_and_drop_detail(pool: Pool) -> None:
 def test_trained_classifier_is_saved_and_loaded(pool: Pool, tmp_path: Path) -> None:
     task = FeaturesTask(pool, batch=8)
     task.loss(_generator())
-    save_classifier(task.classifier, tmp_path / "f.safetensors")
+    write_weights(task.classifier.state_dict(), tmp_path / "f.safetensors")
     loaded = load_classifier(tmp_path / "f.safetensors")
     task.classifier.eval()
     pixels = pool.pixels[:5].float() / 255
