@@ -68,7 +68,7 @@ class EagleDrafter(nn.Module):
         return self._sessions[shape]
 
     def compute_buffers(self, device: torch.device) -> None:
-        """Make anew what no checkpoint holds."""
+        """Compute the tables that no checkpoint holds."""
         self.rotary = rotary_table(self.config, self.config.prefix - 1).to(device)
 
     def fuse(self, embedded: Tensor, features: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
-"""Linear layers for decoding: weights laid out once as the processor's kernels read them, and fewer, wider products.
+"""Linear layers for decoding on CPU: weights in the layout of the kernels, and fewer, wider products.
 
-torch's product of a few rows with a weight in its usual layout turns the weight over at every call, which takes longer
-than the product. `pack_for_decoding` replaces the linear layers of a loaded model; nothing can be trained afterwards.
-The drafter gets weights of its own: what is drafted must be known exactly, but need not be exactly what was trained.
-Its head, which is the target's, is copied in its type; and a level of few nodes multiplies with all of them in 8 bits.
+torch's product of a few rows reorders the weight at every call, which takes longer than the product.
+`pack_for_decoding` replaces the linear layers of a loaded model, which then cannot be trained. The drafter's copies are
+rounded (8 bits for few rows; its head to its own type), which changes drafts and never the target's distribution.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from lantern_bench.models.eagle import EagleDrafter
 from lantern_bench.models.transformer.layers import FeedForward, linear_of
 from lantern_bench.models.transformer.target import TransformerTarget
 
-_ROWS = 16  # of the product that the layout is chosen for; it serves every number of rows
-_FEW_ROWS = 4  # up to which 8-bit weights are faster; from 8 on they are slower
+_ROWS = 16  # rows for which the layout is chosen; it serves every number of rows
+_FEW_ROWS = 4  # up to here 8-bit weights are faster; from 8 rows on they are slower
 _library = torch.library.Library("lantern_bench", "DEF")
 _library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 
@@ -38,9 +37,9 @@ def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: A
 
 
 def lower_packed_products() -> None:
-    """Have compiled programs call the kernel of a packed product directly, as the compiler's own node for it.
+    """Make compiled programs call the kernel of a packed product directly, through the compiler's own node.
 
-    Their C++ knows that one; an operator it does not know it calls through Python, which takes longer than the product.
+    They call an unknown operator through Python, which takes longer than the product.
     """
     if not can_pack(torch.device("cpu"), torch.float32):
         return
@@ -49,14 +48,14 @@ def lower_packed_products() -> None:
         from torch._inductor.ir import TensorBox
         from torch._inductor.mkldnn_ir import LinearUnary
     except ImportError:
-        return  # without it the op is called as any other of Python's, and gives the same
+        return  # the operator then goes through Python, with the same result
 
     packed = torch.ops.lantern_bench.packed_linear.default
     if packed in lowering.lowerings:
         return
 
-    class AsItLies(LinearUnary):
-        """Its weight has a layout of its own, and no strides that could be asked for."""
+    class Opaque(LinearUnary):
+        """A node whose weight has an opaque layout, without strides."""
 
         @classmethod
         def require_contiguous(cls, x: Any) -> Any:
@@ -65,11 +64,11 @@ def lower_packed_products() -> None:
     @lowering.register_lowering(packed, type_promotion_kind=None)
     def lower(x: Any, weight: Any, bias: Any) -> Any:
         rows = LinearUnary.require_contiguous(LinearUnary.realize_input(x))
-        return TensorBox.create(AsItLies.create(rows, weight, bias, "none", [], ""))
+        return TensorBox.create(Opaque.create(rows, weight, bias, "none", [], ""))
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there are kernels for packed weights of this type here."""
+    """Whether this machine has kernels for packed weights of this type."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
@@ -78,7 +77,7 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """A product with a packed weight [out, in] of the type that goes in; its parameters are gone."""
+    """A product with a packed weight [out, in]; it has no parameters."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -95,14 +94,14 @@ class PackedLinear(nn.Module):
 
 
 class DraftLinear(PackedLinear):
-    """A packed product of a drafter with 8-bit weights, which few rows read as they are: a third of the time.
+    """A packed product of a drafter whose weights are also kept in 8 bits, for few rows: a third of the time.
 
-    An output's weights are whole multiples, -127 to 127, of a 127th of its largest one. More rows, an image in a batch
-    for one, are multiplied with the same numbers in bfloat16.
+    Each output's weights are multiples, -127 to 127, of a 127th of its largest one. Products of more rows use the same
+    numbers in bfloat16.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        # Rounded first, so that it is exactly what the numbers are multiples of.
+        # Rounded first, so that the weights are exact multiples of it.
         scale = (weight.detach().abs().amax(dim=1, keepdim=True).float() / 127).clamp_min(1e-12).to(weight.dtype)
         whole = (weight.detach().float() / scale.float()).round().clamp(-127, 127)
         super().__init__((whole * scale.float()).to(weight.dtype), bias)
@@ -110,7 +109,7 @@ class DraftLinear(PackedLinear):
         self.nbytes += self._whole.nbytes + self._scale.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `PackedLinear`, on few rows and on many."""
+        """As `PackedLinear`."""
         rows = x.numel() // x.shape[-1]
         if rows > _FEW_ROWS:
             return super().forward(x)
@@ -120,13 +119,13 @@ class DraftLinear(PackedLinear):
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Bytes of all weights of a module; `parameters` does not know packed ones."""
+    """Bytes of all weights of a module, packed ones included."""
     packed = sum(part.nbytes for part in _packed_parts(module))
     return packed + sum(parameter.nbytes for parameter in module.parameters())
 
 
 def weight_count(module: nn.Module) -> int:
-    """How many numbers the weights of a module are, as `weight_bytes`."""
+    """The number of weights of a module, packed ones included."""
     return sum(part.numel for part in _packed_parts(module)) + sum(one.numel() for one in module.parameters())
 
 
@@ -136,24 +135,19 @@ def _packed_parts(module: nn.Module) -> Iterator[PackedLinear]:
 
 @torch.no_grad()
 def pack_for_decoding(target: object, drafter: object) -> None:
-    """Replace the linear layers of a target and its drafter, in place, where they are what this package makes.
+    """Replace the linear layers of this package's targets and drafters, in place; a second call changes nothing.
 
-    Without packed kernels only products are joined and the drafter's head narrowed. Doing it again changes nothing.
+    Without packed kernels it only merges products and rounds the drafter's head.
     """
     if isinstance(drafter, EagleDrafter):
-        drafter.draft_with(_narrow_head(drafter.head_module, drafter.dtype))
+        head = drafter.head_module
+        if isinstance(head, nn.Linear) and head.weight.dtype != drafter.dtype:
+            drafter.draft_with(linear_of(head.weight.to(drafter.dtype)))
         kind = DraftLinear if drafter.dtype == torch.bfloat16 else PackedLinear
         _pack_below(drafter, kind)
         drafter.draft_with(_packed(drafter.head_module, kind))
     if isinstance(target, TransformerTarget):
         _pack_below(target, PackedLinear)
-
-
-def _narrow_head(head: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The head in the drafter's type: a copy, where it differs."""
-    if not isinstance(head, nn.Linear) or head.weight.dtype == dtype:
-        return head
-    return linear_of(head.weight.to(dtype))
 
 
 def _pack_below(module: nn.Module, kind: type[PackedLinear]) -> None:

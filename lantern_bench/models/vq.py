@@ -96,24 +96,18 @@ class _AttnBlock(nn.Module):
         return out
 
 
-class _Downsample(nn.Module):
-    def __init__(self, channels: int) -> None:
+class _Resample(nn.Module):
+    """Halve or double the size of a feature map."""
+
+    def __init__(self, channels: int, up: bool) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, stride=2)
+        self.up = up
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1) if up else nn.Conv2d(channels, channels, 3, stride=2)
 
     def forward(self, x: Tensor) -> Tensor:
-        # The published model pads right and bottom only.
-        out: Tensor = self.conv(functional.pad(x, (0, 1, 0, 1)))
-        return out
-
-
-class _Upsample(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.conv(functional.interpolate(x, scale_factor=2.0, mode="nearest"))
+        # Going down, the published model pads right and bottom only.
+        x = functional.interpolate(x, scale_factor=2.0, mode="nearest") if self.up else functional.pad(x, (0, 1, 0, 1))
+        out: Tensor = self.conv(x)
         return out
 
 
@@ -143,24 +137,28 @@ def _middle(channels: int) -> nn.ModuleList:
     return nn.ModuleList([_ResBlock(channels, channels), _AttnBlock(channels), _ResBlock(channels, channels)])
 
 
+def _levels(config: VQConfig, up: bool) -> nn.ModuleList:
+    """The resolutions of a decoder (`up`), from the lowest, or of an encoder, from the highest."""
+    widths = [config.channels * mult for mult in (config.channel_mult[::-1] if up else config.channel_mult)]
+    levels, last = [], len(widths) - 1
+    for number, (inside, outside) in enumerate(itertools.pairwise([widths[0] if up else config.channels, *widths])):
+        attention = config.attention and number == (0 if up else last)
+        level = _Level(inside, outside, config.res_blocks + up, attention)
+        if number != last:
+            setattr(level, "upsample" if up else "downsample", _Resample(outside, up))
+        levels.append(level)
+    return nn.ModuleList(levels)
+
+
 class _Encoder(nn.Module):
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
+        width = config.channels * config.channel_mult[-1]
         self.conv_in = nn.Conv2d(3, config.channels, 3, padding=1)
-        last = len(config.channel_mult) - 1
-        inside = config.channels
-        levels = []
-        for number, mult in enumerate(config.channel_mult):
-            outside = config.channels * mult
-            level = _Level(inside, outside, config.res_blocks, attention=config.attention and number == last)
-            if number != last:
-                level.downsample = _Downsample(outside)
-            levels.append(level)
-            inside = outside
-        self.conv_blocks = nn.ModuleList(levels)
-        self.mid = _middle(inside)
-        self.norm_out = _norm(inside)
-        self.conv_out = nn.Conv2d(inside, config.z_channels, 3, padding=1)
+        self.conv_blocks = _levels(config, up=False)
+        self.mid = _middle(width)
+        self.norm_out = _norm(width)
+        self.conv_out = nn.Conv2d(width, config.z_channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv_in(x)
@@ -173,21 +171,12 @@ class _Encoder(nn.Module):
 class _Decoder(nn.Module):
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
-        mults = tuple(reversed(config.channel_mult))
-        inside = config.channels * mults[0]
+        inside, outside = (config.channels * config.channel_mult[end] for end in (-1, 0))
         self.conv_in = nn.Conv2d(config.z_channels, inside, 3, padding=1)
         self.mid = _middle(inside)
-        levels = []
-        for number, mult in enumerate(mults):
-            outside = config.channels * mult
-            level = _Level(inside, outside, config.res_blocks + 1, attention=config.attention and number == 0)
-            if number != len(mults) - 1:
-                level.upsample = _Upsample(outside)
-            levels.append(level)
-            inside = outside
-        self.conv_blocks = nn.ModuleList(levels)
-        self.norm_out = _norm(inside)
-        self.conv_out = nn.Conv2d(inside, 3, 3, padding=1)
+        self.conv_blocks = _levels(config, up=True)
+        self.norm_out = _norm(outside)
+        self.conv_out = nn.Conv2d(outside, 3, 3, padding=1)
 
     def forward(self, z: Tensor) -> Tensor:
         x = self.conv_in(z)

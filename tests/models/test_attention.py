@@ -1,4 +1,4 @@
-"""Attention over a cache reads what is filled, and gives what reading all of it under the mask gives."""
+"""Attention over a cache reads only the filled columns and equals masked attention over all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def filled_cache(lengths: list[int], dtype: torch.dtype, kv_heads: int) -> KVCac
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", [[5], [40], [50], [3, 50, 20]])
 @pytest.mark.parametrize("nodes", [1, NODES, 50])
-def test_the_filled_part_is_enough(lengths: list[int], dtype: torch.dtype, kv_heads: int, nodes: int) -> None:
+def test_filled_columns_are_enough(lengths: list[int], dtype: torch.dtype, kv_heads: int, nodes: int) -> None:
     cache, rows = filled_cache(lengths, dtype, kv_heads), 2 * len(lengths)
     draws = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(rows, nodes, heads, 8, generator=draws).to(dtype) for heads in (4, kv_heads, kv_heads))
@@ -41,8 +41,8 @@ def test_the_filled_part_is_enough(lengths: list[int], dtype: torch.dtype, kv_he
     assert (got.float() - wanted.transpose(1, 2).float()).abs().max() < (1e-6 if dtype == torch.float32 else 2e-2)
 
 
-def test_what_is_not_in_use_is_not_read() -> None:
-    """Numbers that would show through any mask stand behind the last block."""
+def test_unused_columns_are_not_read() -> None:
+    """NaN behind the last block would pass any mask."""
     cache = filled_cache([5], torch.float32, 4)
     cache._store[..., 32:, :] = torch.nan
     q, k, v = torch.randn(3, 2, NODES, 4, 8, generator=torch.Generator().manual_seed(2))

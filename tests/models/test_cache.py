@@ -1,4 +1,4 @@
-"""The cache: a tree's nodes see what a plain run of their path sees, and committing leaves what a fresh run leaves."""
+"""The cache: tree nodes get the logits of a plain run of their path, also after commits."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def test_trees_and_commits_equal_plain_runs(target: TransformerTarget, accepted:
 
 
 @torch.no_grad()
-def test_a_used_session_starts_afresh(target: TransformerTarget) -> None:
+def test_prefill_resets_a_session(target: TransformerTarget) -> None:
     first = logits_of(target, 0, [1, 2, 3])
     logits_of(target, 1, [7, 7, 7, 7, 7])
     assert logits_of(target, 0, [1, 2, 3]).equal(first)
 
 
 @torch.no_grad()
-def test_a_run_through_the_cache_equals_the_run_that_trains(target: TransformerTarget) -> None:
+def test_cached_forward_equals_the_training_forward(target: TransformerTarget) -> None:
     from lantern_bench.training.drafter.features import prefix_mask
 
     tokens = torch.tensor([[4, 9, 1, 0, 22]])
@@ -94,7 +94,7 @@ def test_a_run_through_the_cache_equals_the_run_that_trains(target: TransformerT
 
 
 @torch.no_grad()
-def test_guided_features_give_the_guided_logits(target: TransformerTarget) -> None:
+def test_guided_features_give_guided_logits(target: TransformerTarget) -> None:
     session = target.session(BATCH, guided=True, nodes=7)
     tokens = torch.randint(23, (BATCH, 7), generator=torch.Generator().manual_seed(3))
     given = tokens, TREE.depths.expand(BATCH, -1), TREE.attention.expand(BATCH, -1, -1)

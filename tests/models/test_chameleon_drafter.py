@@ -103,7 +103,7 @@ def test_drafts_equal_the_layer_written_out(folder: Path) -> None:
             assert (logits[image, 0] - target.transformer.output(feature)).abs().max() < 2e-4
 
 
-def test_a_drafter_is_exported_as_it_came(folder: Path) -> None:
+def test_export_inverts_loading(folder: Path) -> None:
     drafter = loaded(folder)[1]
     state = torch.load(folder / "drafter" / "pytorch_model.bin", weights_only=True)
     out = export(drafter, drafter_key_map(drafter))
@@ -111,7 +111,7 @@ def test_a_drafter_is_exported_as_it_came(folder: Path) -> None:
     assert all(torch.equal(out[name], tensor) for name, tensor in state.items())
 
 
-def test_a_safetensors_drafter_is_the_same(folder: Path, tmp_path: Path) -> None:
+def test_safetensors_drafters_load_the_same(folder: Path, tmp_path: Path) -> None:
     target, drafter = loaded(folder)
     state = torch.load(folder / "drafter" / "pytorch_model.bin", weights_only=True)
     save_file(state, tmp_path / "model.safetensors")
@@ -130,9 +130,7 @@ def test_a_safetensors_drafter_is_the_same(folder: Path, tmp_path: Path) -> None
         ({"num_attention_heads": 5}, "num_attention_heads: 5 heads do not go into 32"),
     ],
 )
-def test_a_drafter_of_another_model_is_refused(
-    folder: Path, tmp_path: Path, changes: dict[str, int], told: str
-) -> None:
+def test_drafters_of_other_models_are_refused(folder: Path, tmp_path: Path, changes: dict[str, int], told: str) -> None:
     import json
 
     target = loaded(folder)[0]
@@ -142,7 +140,7 @@ def test_a_drafter_of_another_model_is_refused(
     assert told in caught.value.message
 
 
-def test_a_drafter_of_llamagen_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_llamagen_drafters_are_refused(folder: Path, tmp_path: Path) -> None:
     target = loaded(folder)[0]
     state = torch.load(folder / "drafter" / "pytorch_model.bin", weights_only=True)
     save_file({name: part for name, part in state.items() if "_norm." not in name}, tmp_path / "model.safetensors")

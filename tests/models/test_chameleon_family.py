@@ -55,7 +55,7 @@ def test_cards_say_what_is_published() -> None:
     assert card_of("lumina-mgpt").defaults["cfg_scale"] == 3.0
 
 
-def test_a_described_model_makes_pictures_in_every_mode(described: Path) -> None:
+def test_model_files_decode_in_every_mode(described: Path) -> None:
     card = card_of(str(described))
     model = load_model(str(described), CPU, FLOAT)
     family_of(str(described)).check_prompt("a red lantern")
@@ -80,8 +80,8 @@ def test_greedy_modes_agree(described: Path) -> None:
     assert made[0] == made[1]
 
 
-def test_batched_prompts_are_decoded_as_alone(described: Path) -> None:
-    """The longer prompt of a batch pads the shorter one, which must not notice."""
+def test_batched_prompts_equal_single_prompts(described: Path) -> None:
+    """The longer prompt of a batch pads the shorter one."""
     model = load_model(str(described), CPU, FLOAT)
     prompts = ["red", "an image of the lantern over a lantern"]
     decoding = Decoding(mode="ar", temperature=0, cfg_scale=2.0)
@@ -93,21 +93,21 @@ def test_batched_prompts_are_decoded_as_alone(described: Path) -> None:
         assert alone.tokens.equal(made.tokens)
 
 
-def test_only_the_codes_rows_of_the_head_are_held(anole: Path) -> None:
+def test_head_holds_only_the_rows_of_codes(anole: Path) -> None:
     target: Any = load_model(str(anole), CPU, FLOAT).target
     head = load_file(anole.parent / "target" / "model-00002-of-00002.safetensors")["lm_head.weight"]
     numbers = [tiny.vocabulary()[tiny.code_name(code)] for code in range(tiny.CODES)]
     assert target.transformer.output.weight.equal(head[numbers])
 
 
-def test_the_table_has_a_row_for_the_end_of_a_line(tmp_path: Path) -> None:
+def test_neighbour_table_has_a_row_for_forced_tokens(tmp_path: Path) -> None:
     model = load_model(str(tiny.write_model_file(tmp_path, "lumina-mgpt", (4, 4))), CPU, FLOAT)
     table = model.table(63)
     assert table.shape == (65, 63)
-    assert int(table.max()) == 63  # the end of a line is near to nothing
+    assert int(table.max()) == 63  # no code is near the forced token
 
 
-def test_prompts_as_numbers(anole: Path) -> None:
+def test_prompts_may_be_token_numbers(anole: Path) -> None:
     model: Any = load_model(str(anole), CPU, FLOAT)
     caption = model.condition(["a red lantern"])
     ids = caption.values[0, 0].numpy()
@@ -131,7 +131,7 @@ def test_prompts_as_numbers(anole: Path) -> None:
         ({"input_ids": np.zeros(300, np.int64)}, "has 300 tokens, and at most 256 are taken"),
     ],
 )
-def test_numbers_that_are_no_prompt_are_refused(anole: Path, arrays: dict[str, np.ndarray], told: str) -> None:
+def test_invalid_prompt_arrays_are_refused(anole: Path, arrays: dict[str, np.ndarray], told: str) -> None:
     model: Any = load_model(str(anole), CPU, FLOAT)
     with pytest.raises(ValueError, match=told):
         model.condition_of_arrays(arrays)
@@ -148,7 +148,7 @@ def refused(model: str) -> str:
     return caught.value.message
 
 
-def test_what_does_not_fit_is_refused_in_one_error(anole: Path) -> None:
+def test_mismatched_checkpoints_give_one_error(anole: Path) -> None:
     shard = anole.parent / "target" / "model-00002-of-00002.safetensors"
     state = load_file(shard)
     save_file({"model.norm.weight": state["model.norm.weight"][:8].clone(), "model.rope": torch.zeros(1)}, shard)
@@ -159,21 +159,21 @@ def test_what_does_not_fit_is_refused_in_one_error(anole: Path) -> None:
     assert "model-00001-of-00002.safetensors" in refused(str(anole))
 
 
-def test_a_head_of_another_vocabulary_is_told_by_its_own_size(anole: Path) -> None:
+def test_head_of_another_vocabulary_is_refused(anole: Path) -> None:
     shard = anole.parent / "target" / "model-00002-of-00002.safetensors"
     state = load_file(shard)
     save_file(state | {"lm_head.weight": state["lm_head.weight"][:100].clone()}, shard)
     assert f"lm_head.weight is 100x32, not {tiny.WORDS}x32" in refused(str(anole))
 
 
-def test_a_truncated_shard_is_refused(anole: Path) -> None:
+def test_truncated_shards_are_refused(anole: Path) -> None:
     shard = anole.parent / "target" / "model-00001-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:2000])
     told = refused(str(anole))
     assert "is truncated" in told and "\n" not in told
 
 
-def test_another_family_is_refused_in_one_line(anole: Path) -> None:
+def test_other_families_are_refused_in_one_line(anole: Path) -> None:
     save_file({"cls_embedding.uncond_embedding": torch.zeros(4, 4)}, anole.parent / "other.safetensors")
     told = refused(rewritten(anole, "checkpoint: target,", "checkpoint: other.safetensors,"))
     assert "is not a Chameleon model in the HF layout: it is LlamaGen, text-conditional" in told and "\n" not in told
@@ -192,11 +192,11 @@ def test_another_family_is_refused_in_one_line(anole: Path) -> None:
         ("vq/vqgan.ckpt", "vq/vqgan.yaml", "vqgan.yaml"),
     ],
 )
-def test_model_files_that_are_wrong(anole: Path, old: str, new: str, told: str) -> None:
+def test_wrong_model_files_are_refused(anole: Path, old: str, new: str, told: str) -> None:
     assert told in refused(rewritten(anole, old, new))
 
 
-def test_a_model_without_tokenizer_and_drafter_gives_tokens(anole: Path) -> None:
+def test_target_alone_gives_tokens(anole: Path) -> None:
     rewritten(anole, "tokenizer: {checkpoint: vq/vqgan.ckpt}\n", "")
     model = load_model(rewritten(anole, "drafter: {dir: drafter}\n", ""), CPU, FLOAT)
     condition = model.condition(["a red lantern"])
@@ -208,7 +208,7 @@ def test_a_model_without_tokenizer_and_drafter_gives_tokens(anole: Path) -> None
         model.table(3)
 
 
-def test_a_tokenizer_of_another_size_draws_nothing(anole: Path) -> None:
+def test_tokenizer_of_another_size_draws_nothing(anole: Path) -> None:
     words = {name: number for name, number in tiny.vocabulary().items() if name != tiny.code_name(tiny.CODES - 1)}
     (anole.parent / "target" / "config.json").write_text(json.dumps(tiny.config(vocabulary_map=words)))
     (anole.parent / "target" / "tokenizer.json").unlink()
@@ -220,9 +220,7 @@ def test_a_tokenizer_of_another_size_draws_nothing(anole: Path) -> None:
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_missing_files_are_refused_with_the_command_that_fetches_them(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_files_name_the_fetch_command(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LANTERN_BENCH_WEIGHTS", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
     with pytest.raises(RefusedError) as caught:

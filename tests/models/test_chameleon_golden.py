@@ -79,7 +79,7 @@ def test_logits_through_the_cache_equal_the_recorded_ones(swin: bool, given: int
 
 @pytest.mark.parametrize("swin", [False, True])
 @torch.no_grad()
-def test_left_padding_counts_positions_from_the_first_valid_one(swin: bool, expected: dict[str, Tensor]) -> None:
+def test_positions_start_behind_left_padding(swin: bool, expected: dict[str, Tensor]) -> None:
     """Each row of guidance is padded in its own way: one row is the recorded one, the other a whole prompt."""
     target, ids = target_of(swin), expected["input_ids"].long()
     valid = torch.ones(1, 2, ids.shape[1], dtype=torch.bool)
@@ -104,7 +104,7 @@ class Alone:
 
 
 @torch.no_grad()
-def test_greedy_decoding_takes_the_best_image_token_of_the_recorded_logits(expected: dict[str, Tensor]) -> None:
+def test_greedy_decoding_takes_the_best_recorded_token(expected: dict[str, Tensor]) -> None:
     """The first token from the recording itself, every later one from a run of the whole sequence without a cache."""
     ids = list(Vocabulary(STATED["vocabulary_map"], "the recording").codes)
     whole, row = target_of(False), expected["input_ids"][0].tolist()

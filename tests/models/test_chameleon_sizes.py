@@ -1,4 +1,4 @@
-"""Chameleon's vocabulary, sizes and prompts: numbers by name, what a picture is asked for with, and what is refused."""
+"""Chameleon's vocabulary, sizes and prompts, and what is refused."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def wrong(key: str, text: str) -> UserError:
     return UserError(f"{key}: {text}")
 
 
-def test_codes_are_found_by_name_whatever_their_numbers() -> None:
+def test_codes_are_found_by_name() -> None:
     codes = Vocabulary(tiny.vocabulary(), "tiny").codes
     assert [tiny.vocabulary()[tiny.code_name(code)] for code in range(tiny.CODES)] == list(codes)
     assert list(codes) != sorted(codes)
 
 
-def test_the_published_numbers() -> None:
+def test_published_token_numbers() -> None:
     vocabulary = published_vocabulary()
     assert vocabulary.codes == tuple(range(4, 8196))
     assert vocabulary.token_ids(ANOLE) == vocabulary.codes
@@ -63,17 +63,17 @@ def test_the_published_size_is_seven_billion() -> None:
         ({tiny.code_name(0): 4, tiny.code_name(2): 6}, "no image code 1, and others above it"),
     ],
 )
-def test_a_vocabulary_without_codes_is_refused(ids: dict[str, int], told: str) -> None:
+def test_vocabulary_without_codes_is_refused(ids: dict[str, int], told: str) -> None:
     with pytest.raises(UserError, match=told):
         _ = Vocabulary(ids, "a file").codes
 
 
-def test_a_missing_name_is_told() -> None:
+def test_missing_token_is_named() -> None:
     with pytest.raises(UserError, match="a file: the vocabulary has no <racm3:break>"):
         ANOLE.around([], Vocabulary({"<s>": 0, "<reserved08706>": 1}, "a file"))
 
 
-def test_odd_grids_are_refused_where_sizes_are_said() -> None:
+def test_odd_grids_are_refused_in_sized_prompts() -> None:
     with pytest.raises(UserError, match="grid 3x4"):
         replace(LUMINA, grid=(3, 4)).around([], published_vocabulary())
 
@@ -91,13 +91,13 @@ def test_odd_grids_are_refused_where_sizes_are_said() -> None:
         ({"num_attention_heads": 3}, "num_attention_heads: 3 heads do not go into 32"),
     ],
 )
-def test_configs_that_cannot_be_are_refused(changes: dict[str, object], told: str) -> None:
+def test_impossible_configs_are_refused(changes: dict[str, object], told: str) -> None:
     with pytest.raises(UserError) as caught:
         read_config(tiny.config(**changes), wrong)
     assert told in caught.value.message
 
 
-def test_a_config_in_the_newer_spelling() -> None:
+def test_newer_config_keys_are_read() -> None:
     size = read_config({"rope_parameters": {"rope_theta": 500.0}, "swin_norm": True, "num_key_value_heads": 8}, wrong)
     assert (size.rope_base, size.norm_after, size.kv_heads, size.dim) == (500.0, True, 8, 4096)
 
@@ -130,7 +130,7 @@ def test_both_prompts_are_padded_on_the_left() -> None:
     assert bool((condition.valid.int().diff(dim=-1) >= 0).all())
 
 
-def test_captions_that_are_empty_or_too_long_are_refused(tokenizer: Path) -> None:
+def test_empty_and_long_captions_are_refused(tokenizer: Path) -> None:
     vocabulary = read_vocabulary({}, tokenizer, "config.json")
     prompts = PromptTokenizer(tokenizer, vocabulary, replace(ANOLE, positions=6))
     with pytest.raises(UserError, match="is empty"):
@@ -140,7 +140,7 @@ def test_captions_that_are_empty_or_too_long_are_refused(tokenizer: Path) -> Non
         prompts.words("a red lantern over")
 
 
-def test_missing_and_broken_tokenizers_are_told(tmp_path: Path) -> None:
+def test_missing_and_broken_tokenizers_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     with pytest.raises(UserError, match=r"tokenizer\.json: no such file"):
         PromptTokenizer(path, published_vocabulary(), ANOLE).words("a cat")
@@ -151,13 +151,13 @@ def test_missing_and_broken_tokenizers_are_told(tmp_path: Path) -> None:
         read_vocabulary({}, path, "config.json")
 
 
-def test_without_the_package_captions_are_refused(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captions_need_the_tokenizers_package(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(RefusedError, match="captions need the package tokenizers"):
         PromptTokenizer(tokenizer, published_vocabulary(), ANOLE).words("a cat")
 
 
-def test_invented_prompts_are_the_same_for_the_same_words() -> None:
+def test_invented_prompts_depend_on_words_alone() -> None:
     prompts = invented_words(LUMINA, published_vocabulary(), PUBLISHED.words)
     one, two = prompts(["a red lantern"]), prompts(["a blue lantern"])
     assert one.values.equal(prompts(["a red lantern"]).values)

@@ -148,7 +148,7 @@ def test_static_levels_equal_the_recorded_ones(key: str, drafter: EagleDrafter, 
 
 @pytest.mark.parametrize("key", [key for key in keys_of("static") if ".sampled." in key])
 @torch.no_grad()
-def test_distributions_behind_recorded_draws_equal_the_recorded_ones(
+def test_distributions_equal_the_recorded_ones(
     key: str, drafter: EagleDrafter, recorded: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drawing is random: the recorded draws are fed, level by level, and what they are drawn from is compared."""
@@ -173,7 +173,7 @@ def test_distributions_behind_recorded_draws_equal_the_recorded_ones(
     assert (torch.stack(rows) - recorded[key + "group_draft_dist"]).abs().max() < 1e-5 * (1 + SCALE)
 
 
-def test_the_recording_has_trees_of_both_kinds() -> None:
+def test_recordings_have_both_kinds_of_tree() -> None:
     assert keys_of("dynamic") and keys_of("static")
 
 

@@ -1,4 +1,4 @@
-"""Ends of lines stand where they must in every way of decoding, and change nothing else."""
+"""Forced tokens: every way of decoding ends every row of a picture, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def check(tokens: Tensor) -> None:
 
 @pytest.mark.parametrize("way", ["ar", *WAYS])
 @pytest.mark.parametrize("more", [{}, {"top_k": 3}, {"top_p": 0.6, "cfg_scale": 1.0}, {"temperature": 0.0}], ids=str)
-def test_every_way_of_decoding_ends_every_line(model: Model, way: str, more: dict[str, Any]) -> None:
+def test_every_mode_ends_every_row(model: Model, way: str, more: dict[str, Any]) -> None:
     """Images of a batch have prompts of different lengths and reach their ends at different steps."""
     generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
     for made in decode(model, condition(3), decoding(way, **more), generators, keep_logits=True):
@@ -85,7 +85,7 @@ def test_every_way_of_decoding_ends_every_line(model: Model, way: str, more: dic
 
 
 @pytest.mark.parametrize("way", ["static", "chain", "dynamic"])
-def test_greedy_speculation_is_greedy_decoding(model: Model, way: str) -> None:
+def test_greedy_speculation_equals_greedy_decoding(model: Model, way: str) -> None:
     generators = [torch.Generator(), torch.Generator()]
     plain = decode(model, condition(2), decoding("ar", temperature=0.0), generators)
     drafted = decode(model, condition(2), decoding(way, temperature=0.0), generators)
@@ -93,7 +93,7 @@ def test_greedy_speculation_is_greedy_decoding(model: Model, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["ar", "lantern++", "official dynamic"])
-def test_compiled_steps_end_every_line_too(model: Model, way: str) -> None:
+def test_compiled_steps_end_every_row(model: Model, way: str) -> None:
     """Prompts of different lengths through the programs of one shape, traced whole."""
     engine = Engine(compile=True, backend="aot_eager")
     for _again in range(2):
@@ -107,8 +107,8 @@ def test_compiled_steps_end_every_line_too(model: Model, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["static", "dynamic"])
-def test_a_drafted_end_of_line_is_always_accepted(model: Model, way: str) -> None:
-    """A step whose first draft is an end of line never stops in front of it."""
+def test_drafted_forced_tokens_are_always_accepted(model: Model, way: str) -> None:
+    """A step whose first draft is the end of a row accepts it."""
     for seed in range(4):
         made = decode(model, condition(1), decoding(way), [torch.Generator().manual_seed(seed)])[0]
         steps = zip(made.trace.start, made.trace.child_rank, strict=True)
@@ -117,8 +117,8 @@ def test_a_drafted_end_of_line_is_always_accepted(model: Model, way: str) -> Non
 
 
 @torch.inference_mode()
-def test_the_first_line_is_distributed_as_without_ends(model: Model) -> None:
-    """Up to the first end the same seed gives the same tokens, whether or not lines end: nothing else moved."""
+def test_forced_tokens_leave_the_first_row_unchanged(model: Model) -> None:
+    """Before the first end, logits equal those without forced tokens."""
     lined = decode(model, condition(1), decoding("ar"), [torch.Generator().manual_seed(3)], keep_logits=True)[0]
     scores = model.target.session(1, guided=True, nodes=1).prefill(condition(1))
     raw = model.target.transformer.output(scores.features[:, -1:])
@@ -130,7 +130,7 @@ def test_the_first_line_is_distributed_as_without_ends(model: Model) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1.0, 3.0, 12.5])
-def test_guidance_leaves_certainty_certain(dtype: torch.dtype, scale: float, model: Model) -> None:
+def test_guidance_keeps_forced_tokens_certain(dtype: torch.dtype, scale: float, model: Model) -> None:
     draws = torch.Generator().manual_seed(1)
     rows = (0.1 * torch.randn(2, 2 * LINE, CODES + 1, generator=draws)).to(dtype)
     forced = force_line_ends(rows, torch.arange(2 * LINE)[None], model.target.config)
@@ -140,6 +140,6 @@ def test_guidance_leaves_certainty_certain(dtype: torch.dtype, scale: float, mod
     assert (p[~ends, -1] == 0).all() and (p[~ends, :-1] > 0).all()
 
 
-def test_ends_are_taken_out_of_pictures() -> None:
+def test_forced_tokens_are_removed_for_pictures() -> None:
     tokens = torch.tensor([[0, 1, 2, 3, CODES, 4, 5, 6, 7, CODES, 8, 9, 10, 11, CODES]])
     assert without_line_ends(tokens, (ROWS, COLUMNS)).tolist() == [list(range(CODES))]

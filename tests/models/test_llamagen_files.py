@@ -1,4 +1,4 @@
-"""LlamaGen's files: layouts there and back, sizes told by shapes, and every way in which a file does not fit."""
+"""LlamaGen's files: layouts and back, sizes from shapes, and every way in which a file does not fit."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ def logits(model: Path, size: LlamaGenSize) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [T2I, C2I], ids=["t2i", "c2i"])
-def test_official_to_ours_to_hf_and_back_gives_identical_logits(
-    size: LlamaGenSize, official: Any, tmp_path: Path
-) -> None:
+def test_layout_round_trip_keeps_logits(size: LlamaGenSize, official: Any, tmp_path: Path) -> None:
     state = official(size)
     first = model_of(tmp_path / "first", {"model": state}, size)
     wanted = logits(first, size)
@@ -72,13 +70,13 @@ def test_official_to_ours_to_hf_and_back_gives_identical_logits(
 
 
 @pytest.mark.parametrize("wrap", [{"model": None}, {"module": None}, None])
-def test_the_layouts_of_the_training_frameworks(wrap: dict[str, None] | None, official: Any, tmp_path: Path) -> None:
+def test_training_framework_wrappers_are_opened(wrap: dict[str, None] | None, official: Any, tmp_path: Path) -> None:
     state = official(C2I)
     model = model_of(tmp_path, state if wrap is None else dict.fromkeys(wrap, state), C2I)
     assert golden_models.load(model).target.image_tokens == 16
 
 
-def test_a_load_is_in_the_asked_type(official: Any, tmp_path: Path) -> None:
+def test_weights_load_in_the_requested_dtype(official: Any, tmp_path: Path) -> None:
     from lantern_bench.models.registry import load_model
 
     loaded: Any = load_model(str(model_of(tmp_path, official(C2I), C2I)), torch.device("cpu"), torch.bfloat16)
@@ -86,7 +84,7 @@ def test_a_load_is_in_the_asked_type(official: Any, tmp_path: Path) -> None:
     assert loaded.target.transformer.rotary.dtype == torch.float32
 
 
-def test_every_key_that_does_not_fit_is_listed(official: Any, tmp_path: Path) -> None:
+def test_every_mismatched_key_is_listed(official: Any, tmp_path: Path) -> None:
     state = official(T2I)
     del state["norm.weight"], state["layers.1.attention.wo.weight"]
     state |= {"layers.0.extra": torch.ones(2), "output.weight": torch.ones(33, 48)}
@@ -108,7 +106,7 @@ def test_every_key_that_does_not_fit_is_listed(official: Any, tmp_path: Path) ->
         (torch.float64, None, None),
     ],
 )
-def test_numbers_that_are_no_weights_are_refused(
+def test_invalid_weight_values_are_refused(
     dtype: torch.dtype, value: float | None, said: str | None, official: Any, tmp_path: Path
 ) -> None:
     state = {name: tensor.to(dtype) for name, tensor in official(C2I).items()}
@@ -136,7 +134,7 @@ def stage_signs() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sign", ["freqs_cis", "with margin", "args"])
-def test_a_checkpoint_of_another_stage_is_refused_with_the_reason(sign: str, official: Any, tmp_path: Path) -> None:
+def test_checkpoints_of_another_stage_are_refused(sign: str, official: Any, tmp_path: Path) -> None:
     made = stage_signs()[sign](official(C2I))
     wrong = model_of(tmp_path / "wrong", made, C2I)
     with pytest.raises(UserError) as caught:
@@ -148,19 +146,19 @@ def test_a_checkpoint_of_another_stage_is_refused_with_the_reason(sign: str, off
     assert golden_models.load(right).grid == (6, 6)
 
 
-def test_the_same_number_of_positions_on_another_grid_is_refused(official: Any, tmp_path: Path) -> None:
+def test_position_tables_of_another_grid_are_refused(official: Any, tmp_path: Path) -> None:
     table = grid_rotary(LlamaGenSize("c2i", 48, 2, 3, 64, (2, 8), 1).transformer())[:17]
     with pytest.raises(UserError, match="its position table is of another grid"):
         golden_models.load(model_of(tmp_path, official(C2I) | {"freqs_cis": table}, C2I))
 
 
-def test_what_the_config_says_of_the_grid_must_be_so(official: Any, tmp_path: Path) -> None:
+def test_block_size_must_match_the_grid(official: Any, tmp_path: Path) -> None:
     target = {"checkpoint": tmp_path / "target.pt", "config": {"n_head": 3, "block_size": 64}}
     with pytest.raises(UserError, match=r"its config \(block_size 64\) is for a 8x8 grid"):
         golden_models.load(model_of(tmp_path, official(C2I), C2I, target=target))
 
 
-def test_published_files_are_known_by_name(official: Any) -> None:
+def test_published_file_names_imply_a_stage(official: Any) -> None:
     from lantern_bench.models.llamagen.checkpoint import check_stage
 
     class Named(dict):  # type: ignore[type-arg]
@@ -172,7 +170,7 @@ def test_published_files_are_known_by_name(official: Any) -> None:
     check_stage(Named(), T2I, {}, "")  # type: ignore[arg-type]
 
 
-def test_files_of_another_kind_say_what_they_are(official: Any, tmp_path: Path) -> None:
+def test_other_kinds_of_checkpoint_are_named(official: Any, tmp_path: Path) -> None:
     for number, (state, size, said) in enumerate(
         [
             (official(C2I), T2I, "it is LlamaGen, class-conditional, in the official layout"),
@@ -192,7 +190,7 @@ def test_files_of_another_kind_say_what_they_are(official: Any, tmp_path: Path) 
         golden_models.load(model)
 
 
-def test_what_no_shape_tells_must_be_said(official: Any, tmp_path: Path) -> None:
+def test_sizes_without_a_source_must_be_stated(official: Any, tmp_path: Path) -> None:
     bare = {"checkpoint": tmp_path / "target.pt"}
     model = model_of(tmp_path, official(C2I), C2I, target=bare)
     with pytest.raises(UserError, match=r"target\.config\.n_head: missing"):
@@ -217,7 +215,7 @@ def test_what_no_shape_tells_must_be_said(official: Any, tmp_path: Path) -> None
         ({"intermediate_size": 33}, "3 misshapen"),
     ],
 )
-def test_a_drafter_must_be_the_targets(stated: dict[str, Any], said: str | None, official: Any, tmp_path: Path) -> None:
+def test_drafter_must_fit_target(stated: dict[str, Any], said: str | None, official: Any, tmp_path: Path) -> None:
     folder = tiny_llamagen.write_drafter(tmp_path / "drafter", T2I, **stated)
     model = model_of(tmp_path / "model", official(T2I), T2I, drafter={"dir": folder})
     if said is None:
@@ -228,7 +226,7 @@ def test_a_drafter_must_be_the_targets(stated: dict[str, Any], said: str | None,
     assert said in caught.value.message
 
 
-def test_a_tokenizer_must_be_one(official: Any, tmp_path: Path) -> None:
+def test_tokenizer_must_be_a_vq_tokenizer(official: Any, tmp_path: Path) -> None:
     model = model_of(tmp_path, official(C2I), C2I, tokenizer={"checkpoint": tmp_path / "target.pt"})
     with pytest.raises(UserError, match="is no VQ tokenizer: it is LlamaGen, class-conditional"):
         golden_models.load(model)
@@ -245,7 +243,7 @@ def test_a_tokenizer_must_be_one(official: Any, tmp_path: Path) -> None:
         (["--condition", "none.npz"], "--condition none.npz: no such file"),
     ],
 )
-def test_what_is_typed_wrong_leaves_nothing(
+def test_usage_errors_write_nothing(
     typed: list[str], said: str, official: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = {"checkpoint": tmp_path / "model" / "target.pt", "config": {"n_head": 3, "num_classes": 7}}
@@ -255,7 +253,7 @@ def test_what_is_typed_wrong_leaves_nothing(
     assert said in capsys.readouterr().err and not out.exists()
 
 
-def test_relaxed_rules_need_codes(official: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_relaxed_rules_need_a_codebook(official: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tiny_llamagen.write_drafter(tmp_path / "drafter", C2I)
     model = model_of(tmp_path / "model", official(C2I), C2I, drafter={"dir": folder})
     typed = ["generate", "--class", "3", "--model", str(model), "--save-tokens", str(tmp_path / "t.npz")]
@@ -265,7 +263,7 @@ def test_relaxed_rules_need_codes(official: Any, tmp_path: Path, capsys: pytest.
     assert cli.main([*typed, "--mode", "ar", "--force"]) == 0
 
 
-def test_a_published_model_without_its_files(
+def test_missing_published_files_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("LANTERN_BENCH_WEIGHTS", "HF_HOME", "XDG_CACHE_HOME"):
@@ -279,7 +277,7 @@ def test_a_published_model_without_its_files(
     assert "no published files of this model are known" in capsys.readouterr().err
 
 
-def test_the_published_sizes_are_those_of_the_paper() -> None:
+def test_published_sizes_match_the_paper() -> None:
     """Parameters in millions, arXiv 2406.06525 table 1, and the key list of the text-conditional target."""
     counted = {name: round(card.parameters / 1e6) for name, card in cards().items() if card.parameters is not None}
     for scale, millions in {"B": 111, "L": 343, "XL": 775, "XXL": 1411, "3B": 3097}.items():

@@ -1,6 +1,6 @@
-"""Packed weights multiply as the usual ones do, take their place and no more memory, and compile to the same tokens.
+"""Packed weights give the same products in the same memory, and compiled programs the same tokens.
 
-The 8-bit ones of a drafter change what is drafted, and neither the target nor the distribution of the tokens.
+The 8-bit weights of a drafter change its drafts, but neither the target nor the distribution of the tokens.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def features(model: Small, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
-def test_a_packed_model_computes_the_same(dtype: torch.dtype, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the kernels for packed weights where this machine has them, and as where there are none."""
+def test_packed_models_compute_the_same(dtype: torch.dtype, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without kernels for packed weights."""
     if not kernels:
         monkeypatch.setattr(packed_linear, "can_pack", lambda _device, _dtype: False)
     plain = Small()
@@ -61,7 +61,7 @@ def test_a_packed_model_computes_the_same(dtype: torch.dtype, kernels: bool, mon
 
 
 @torch.inference_mode()
-def test_only_the_drafter_gets_a_narrow_head() -> None:
+def test_only_the_drafter_rounds_its_head() -> None:
     model = Small()
     model.target.bfloat16()
     model.drafter.bfloat16()
@@ -83,7 +83,7 @@ def test_packing_twice_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("cell", ["static", "ar"])
-def test_compiled_and_packed_decodes_the_same_image(cell: str) -> None:
+def test_compiled_packed_models_decode_the_same_image(cell: str) -> None:
     lower_packed_products()
     model, decoding = Small(), Decoding(**CELLS[cell])
     plain = decoded(model, decoding, 1)
@@ -94,8 +94,8 @@ def test_compiled_and_packed_decodes_the_same_image(cell: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
-def test_a_compiled_product_is_called_from_the_programs_cpp(dtype: torch.dtype) -> None:
-    """As any operator that C++ does not know it would be called through Python, at a multiple of its time."""
+def test_compiled_programs_call_the_kernel_directly(dtype: torch.dtype) -> None:
+    """Through Python the call would take several times as long."""
     if not can_pack(CPU, dtype):
         dtype = torch.float32
     lower_packed_products()
@@ -115,7 +115,7 @@ def test_a_compiled_product_is_called_from_the_programs_cpp(dtype: torch.dtype) 
 
 
 @torch.inference_mode()
-def test_few_rows_of_a_drafter_multiply_with_whole_numbers() -> None:
+def test_few_drafter_rows_use_8_bit_weights() -> None:
     random = torch.Generator().manual_seed(2)
     weight, bias = torch.randn(96, 64, generator=random), torch.randn(96, generator=random)
     weight[5] = 0.0  # of which nothing can be a multiple
@@ -148,7 +148,7 @@ class Captioned(Small):
         return Condition(values, values > 0)
 
 
-def test_drafts_of_whole_numbers_are_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_bit_drafts_are_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     """The distribution is the target's, and verification uses the q of the drafts; the test rejects a broken rule."""
     monkeypatch.setattr(packed_linear, "_FEW_ROWS", 10_000)
     model, prompt = Captioned(), Prompt("a caption")
@@ -164,7 +164,7 @@ def test_drafts_of_whole_numbers_are_lossless(monkeypatch: pytest.MonkeyPatch) -
 
 
 @torch.inference_mode()
-def test_the_target_and_a_float32_drafter_keep_their_numbers() -> None:
+def test_targets_and_float32_drafters_are_not_rounded() -> None:
     model = Captioned()
     assert not any(isinstance(part, DraftLinear) for part in model.target.modules())
     assert all(isinstance(part, DraftLinear) for part in model.drafter.modules() if isinstance(part, PackedLinear))

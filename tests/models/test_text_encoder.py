@@ -1,4 +1,4 @@
-"""Caption features against transformers called directly, the published padding, the cache, and what may be missing."""
+"""Caption features against transformers, the published padding, the cache, and missing files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def flipped(embeddings, mask):
     return torch.stack(rows) * turned[..., None], turned
 
 
-def test_features_are_those_of_transformers_flipped_as_published(t5, tmp_path):
+def test_features_equal_transformers_padded_left(t5, tmp_path):
     values, valid = source(t5, tmp_path)(CAPTIONS)
     for row, caption in enumerate(CAPTIONS):
         wanted, mask = flipped(*by_transformers(t5, caption.lower()))
@@ -63,7 +63,7 @@ def test_features_are_those_of_transformers_flipped_as_published(t5, tmp_path):
     assert valid.sum(dim=1).tolist() == [6, 9] and values.dtype == torch.float32
 
 
-def test_the_recorded_padding_of_the_official_code():
+def test_padding_equals_the_recorded_official_one():
     for file, pairs in (
         ("llamagen_gpt/t2i_expected.safetensors", [("", "")]),
         ("end_to_end/e2e_expected.safetensors", [("full.", ""), ("padded.", "")]),
@@ -78,24 +78,24 @@ def test_the_recorded_padding_of_the_official_code():
             assert torch.equal(again.values, values) and torch.equal(again.valid, valid)
 
 
-def test_a_mask_with_holes_is_refused():
+def test_masks_with_holes_are_refused():
     with pytest.raises(ValueError, match="stand together"):
         left_padded(torch.ones(1, 4, 2), torch.tensor([[1, 0, 1, 0]]))
 
 
-def test_a_whole_checkpoint_gives_the_features_of_its_encoder(tmp_path):
+def test_whole_t5_checkpoints_serve_as_encoders(tmp_path):
     folder = save_tiny_t5(tmp_path / "whole", whole=True)
     values, _ = source(folder, tmp_path / "cache")(CAPTIONS[:1])
     wanted, _ = flipped(*by_transformers(folder, CAPTIONS[0].lower()))
     assert torch.allclose(values[0], wanted[0], atol=1e-6)
 
 
-def test_a_caption_longer_than_the_positions_is_cut(t5, tmp_path):
+def test_long_captions_are_truncated(t5, tmp_path):
     values, valid = source(t5, tmp_path, positions=5)(["the cat on the grass at the lake at dusk"])
     assert values.shape == (1, 5, WIDTH) and valid.all()
 
 
-def test_each_caption_is_encoded_once_and_the_encoder_is_freed(t5, tmp_path, monkeypatch):
+def test_captions_are_encoded_once_and_encoder_freed(t5, tmp_path, monkeypatch):
     loads, models = [], []
     real = text_encoder._Encoder
 
@@ -120,7 +120,7 @@ def test_each_caption_is_encoded_once_and_the_encoder_is_freed(t5, tmp_path, mon
     assert torch.equal(alone.values[0], first.values[1])
 
 
-def test_another_encoder_another_type_another_length_share_nothing(t5, tmp_path):
+def test_caches_are_separate_by_encoder_dtype_and_length(t5, tmp_path):
     other = save_tiny_t5(tmp_path / "other", seed=1)
     cache = tmp_path / "cache"
     kinds = [source(t5, cache), source(other, cache), source(t5, cache, dtype=torch.bfloat16)]
@@ -132,7 +132,7 @@ def test_another_encoder_another_type_another_length_share_nothing(t5, tmp_path)
     assert kinds[2](CAPTIONS[:1]).values.dtype == torch.bfloat16
 
 
-def test_features_serve_without_the_encoder(t5, tmp_path):
+def test_cached_features_need_no_encoder(t5, tmp_path):
     wanted = source(t5, tmp_path)(CAPTIONS)
     alone = source(None, tmp_path)
     assert torch.equal(alone(CAPTIONS).values, wanted.values)
@@ -144,7 +144,7 @@ def test_features_serve_without_the_encoder(t5, tmp_path):
         source(None, tmp_path)(CAPTIONS)
 
 
-def test_a_missing_encoder_is_one_line_with_the_fix(tmp_path):
+def test_missing_encoder_error_names_the_fix(tmp_path):
     with pytest.raises(RefusedError) as caught:
         source(None, tmp_path)(CAPTIONS)
     assert caught.value.exit_code == 3 and "\n" not in caught.value.message
@@ -154,7 +154,7 @@ def test_a_missing_encoder_is_one_line_with_the_fix(tmp_path):
     assert "text_encoder: {dir: ...}" in str(caught.value.advice)
 
 
-def test_missing_transformers_is_said_with_the_extra(t5, tmp_path, monkeypatch):
+def test_missing_transformers_error_names_the_extra(t5, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(RefusedError, match="transformers, which is not installed") as caught:
         source(t5, tmp_path)(CAPTIONS)
@@ -166,7 +166,7 @@ class Code:
         return (os.mkdir, ("never",))
 
 
-def test_what_is_no_encoder_is_refused_in_one_line(t5, tmp_path):
+def test_other_folders_are_refused_in_one_line(t5, tmp_path):
     def refused(folder):
         with pytest.raises(UserError) as caught:
             source(folder, tmp_path / "cache")(CAPTIONS)
@@ -197,7 +197,7 @@ def test_what_is_no_encoder_is_refused_in_one_line(t5, tmp_path):
     assert not Path("never").exists()
 
 
-def test_a_damaged_feature_file_is_refused(t5, tmp_path):
+def test_damaged_feature_files_are_refused(t5, tmp_path):
     features = source(t5, tmp_path)
     features(CAPTIONS)
     one, two = (features._features().path(caption) for caption in CAPTIONS)

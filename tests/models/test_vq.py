@@ -1,4 +1,4 @@
-"""The tokenizer against recordings of the official LlamaGen: encode, look up, decode; and what its sizes mean."""
+"""The tokenizer against recordings of the official LlamaGen: encode, look up, decode; and its sizes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_pictures_encode_to_the_official_indices(model: VQModel, expected: dict[
     torch.testing.assert_close(model.decode(encoded.quantised), expected["reconstruction"], atol=2e-4, rtol=0)
 
 
-def test_the_recording_tells_normalised_rows_from_raw_ones(model: VQModel, expected: dict[str, Tensor]) -> None:
+def test_recordings_distinguish_normalised_rows(model: VQModel, expected: dict[str, Tensor]) -> None:
     latents = expected["pre_quant"].permute(0, 2, 3, 1)
     raw = torch.cdist(latents.reshape(-1, latents.shape[-1]), model.codebook()).argmin(-1)
     assert int((raw != expected["encode_indices"].flatten()).sum()) > 0

@@ -76,7 +76,7 @@ def decoded(state: dict[str, Tensor], codes: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def test_pictures_equal_the_decoder_written_out(checkpoint: Path) -> None:
+def test_decoder_equals_a_written_out_one(checkpoint: Path) -> None:
     model = load_vqgan(checkpoint, CPU)
     state = torch.load(checkpoint, weights_only=True)["state_dict"]
     codes = torch.randint(tiny.CODES, (4, 3), generator=torch.Generator().manual_seed(2))
@@ -86,7 +86,7 @@ def test_pictures_equal_the_decoder_written_out(checkpoint: Path) -> None:
 
 
 @torch.no_grad()
-def test_encoding_finds_the_nearest_row_as_stored(checkpoint: Path) -> None:
+def test_encoding_finds_the_nearest_stored_row(checkpoint: Path) -> None:
     model = load_vqgan(checkpoint, CPU)
     picture = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(3)) * 2 - 1
     encoded = model.encode(picture)
@@ -96,7 +96,7 @@ def test_encoding_finds_the_nearest_row_as_stored(checkpoint: Path) -> None:
     assert model.codebook(normalised=True).equal(model.codebook())
 
 
-def test_the_published_yaml() -> None:
+def test_published_yaml_is_read() -> None:
     assert read_vqgan_config(PUBLISHED_YAML, wrong) == PUBLISHED_VQGAN
 
 
@@ -111,7 +111,7 @@ def test_the_published_yaml() -> None:
         ("ddconfig.attn_resolutions", [16], "attn_resolutions: [16]: only the lowest resolution (32) can attend"),
     ],
 )
-def test_yamls_that_cannot_be_are_refused(where: str, value: object, told: str) -> None:
+def test_impossible_yamls_are_refused(where: str, value: object, told: str) -> None:
     stated = yaml.safe_load(yaml.safe_dump(PUBLISHED_YAML))
     *path, last = where.split(".")
     at = stated["model"]["params"]
@@ -126,7 +126,7 @@ def test_yamls_that_cannot_be_are_refused(where: str, value: object, told: str) 
     assert told in caught.value.message
 
 
-def test_a_missing_yaml_is_told(checkpoint: Path) -> None:
+def test_missing_yaml_is_refused(checkpoint: Path) -> None:
     checkpoint.with_suffix(".yaml").unlink()
     with pytest.raises(UserError, match=r"vqgan\.yaml: no such file"):
         load_vqgan(checkpoint, CPU)

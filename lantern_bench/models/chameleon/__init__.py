@@ -16,29 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models.transformer import TransformerConfig, Wrong, read_sizes
+from lantern_bench.models.transformer import SHARED_SIZES, TransformerConfig, Wrong, read_sizes, transformer_parameters
 
 if TYPE_CHECKING:
     import numpy as np
 
     from lantern_bench.models.transformer.conditioning import Condition
-
-__all__ = [
-    "CODES",
-    "PUBLISHED",
-    "STYLES",
-    "ChameleonSize",
-    "PromptTokenizer",
-    "Style",
-    "Vocabulary",
-    "drafter_config",
-    "invented_words",
-    "prompt_condition",
-    "prompt_of_arrays",
-    "published_vocabulary",
-    "read_config",
-    "read_vocabulary",
-]
 
 CODES = 8192
 """The codes of the published tokenizer."""
@@ -115,24 +98,16 @@ class ChameleonSize:
     @property
     def parameters(self) -> int:
         """The number of parameters of the published target without its image encoder."""
-        head = self.dim // self.heads
-        attention = self.dim * head * (2 * self.heads + 2 * (self.kv_heads or self.heads))
-        norms = 2 * self.dim + 2 * head * (self.heads + (self.kv_heads or self.heads))
-        return self.layers * (attention + 3 * self.dim * self.ffn_dim + norms) + 2 * self.words * self.dim + self.dim
+        head_norms = 2 * self.dim // self.heads * (self.heads + (self.kv_heads or self.heads))
+        return transformer_parameters(self, self.words) + self.layers * head_norms
 
     def transformer(self, style: Style, token_ids: Sequence[int]) -> TransformerConfig:
         """The size as a `TransformerConfig`; `token_ids` as from `Vocabulary.token_ids`."""
+        shared = {name: getattr(self, name) for name in SHARED_SIZES}
         return TransformerConfig(
             vocab_size=len(token_ids),
-            dim=self.dim,
-            layers=self.layers,
-            heads=self.heads,
-            ffn_dim=self.ffn_dim,
             prefix=style.positions,
             grid=style.grid,
-            kv_heads=self.kv_heads,
-            norm_eps=self.norm_eps,
-            rope_base=self.rope_base,
             positions="sequence",
             pairs="halves",
             qk_norm=True,
@@ -140,6 +115,7 @@ class ChameleonSize:
             words=self.words,
             token_ids=tuple(token_ids),
             line_ends=style.line_ends,
+            **shared,
         )
 
 

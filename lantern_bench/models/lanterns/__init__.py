@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["FILES", "GUIDANCE", "TREE", "WEIGHTS_FOLDER"]
-
 GUIDANCE = 2.0
 
 # On two cores no chain or small tree is faster for strict rules (docs/engine.md); relaxed rules gain from longer ones.

@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lantern_bench.models.transformer import TransformerConfig, Wrong, read_sizes
-
-__all__ = ["PUBLISHED", "Kind", "LlamaGenSize", "ffn_width", "heads_of_published", "read_config"]
+from lantern_bench.models.transformer import SHARED_SIZES, TransformerConfig, Wrong, read_sizes, transformer_parameters
 
 Kind = Literal["t2i", "c2i"]
 
@@ -43,28 +41,15 @@ class LlamaGenSize:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the target has."""
-        head = self.dim // self.heads
-        attention = self.dim * head * (2 * self.heads + 2 * (self.kv_heads or self.heads))
-        layer = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
+        """The number of parameters of the target."""
         caption = self.positions * self.width + self.width * self.dim + self.dim**2
         condition = caption if self.kind == "t2i" else (self.classes + 1) * self.dim
-        return self.layers * layer + 2 * self.vocab_size * self.dim + self.dim + condition
+        return transformer_parameters(self, self.vocab_size) + condition
 
     def transformer(self) -> TransformerConfig:
         """The size as a `TransformerConfig`."""
-        return TransformerConfig(
-            vocab_size=self.vocab_size,
-            dim=self.dim,
-            layers=self.layers,
-            heads=self.heads,
-            ffn_dim=self.ffn_dim,
-            prefix=self.positions,
-            grid=self.grid,
-            kv_heads=self.kv_heads,
-            norm_eps=self.norm_eps,
-            rope_base=self.rope_base,
-        )
+        shared = {name: getattr(self, name) for name in SHARED_SIZES}
+        return TransformerConfig(vocab_size=self.vocab_size, prefix=self.positions, grid=self.grid, **shared)
 
 
 def ffn_width(dim: int, multiple_of: int = 256, multiplier: float | None = None) -> int:
@@ -74,13 +59,8 @@ def ffn_width(dim: int, multiple_of: int = 256, multiplier: float | None = None)
     return -(-hidden // multiple_of) * multiple_of
 
 
-_SCALES = {
-    "B": (768, 12, 12),
-    "L": (1024, 24, 16),
-    "XL": (1280, 36, 20),
-    "XXL": (1536, 48, 24),
-    "3B": (3200, 24, 32),
-}
+# Width, layers and heads.
+_SCALES = {"B": (768, 12, 12), "L": (1024, 24, 16), "XL": (1280, 36, 20), "XXL": (1536, 48, 24), "3B": (3200, 24, 32)}
 _SIDES = {256: 16, 384: 24}
 
 

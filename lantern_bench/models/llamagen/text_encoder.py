@@ -7,7 +7,6 @@ decoding starts. `conditioning.CaptionFeatures` projects the features.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import hashlib
 import html
@@ -168,10 +167,6 @@ class FeatureCache:
         name = hashlib.sha256(caption.encode()).hexdigest()[:32]
         return self.folder / name[:2] / f"{name}.safetensors"
 
-    def has(self, caption: str) -> bool:
-        """Whether a caption has been encoded."""
-        return self.path(caption).is_file()
-
     def put(self, caption: str, features: Tensor) -> None:
         """Keep the features [n, width] of a caption; raises OSError where nothing can be written."""
         about = self.folder / _ABOUT
@@ -252,11 +247,11 @@ class CaptionFeatureSource:
     def prepare(self, captions: Sequence[str]) -> Iterator[tuple[int, int]]:
         """Encode the captions that have no features yet and free the encoder; yields (done, total).
 
-        Loads and yields nothing when all have them. Raises `RefusedError` when the encoder or
-        transformers is missing, `UserError` for an encoder that cannot be read.
+        Loads and yields nothing when all have them. Raises `RefusedError` when the encoder or transformers is missing,
+        `UserError` for an encoder that cannot be read.
         """
         cache = self._features()
-        missing = [caption for caption in dict.fromkeys(captions) if not cache.has(caption)]
+        missing = [caption for caption in dict.fromkeys(captions) if not cache.path(caption).is_file()]
         if not missing:
             return
         encoder = _Encoder(self._folder(missing[0]), self.positions, self.width, self.device, self.dtype)
@@ -271,7 +266,7 @@ class CaptionFeatureSource:
             encoder.free()
 
     def __call__(self, captions: Sequence[str]) -> Condition:
-        """The features of captions, encoded now where they are not kept."""
+        """The features of captions; those that are not cached are encoded now."""
         for _ in self.prepare(captions):
             continue
         cache = self._features()
@@ -376,14 +371,13 @@ def _check_config(folder: Path, width: int) -> None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: is no T5 encoder: config.json cannot be read: {error}") from error
-    kind, found = config.get("model_type"), config.get("d_model")
-    if kind != "t5":
-        raise UserError(f"{folder}: is no T5 encoder: its config.json says model_type {kind}")
-    if found != width:
-        raise UserError(
-            f"{folder}: is another T5: its features have {found} numbers, and the model takes {width}",
-            "The published models take google/flan-t5-xl.",
+    if config.get("model_type") != "t5":
+        raise UserError(f"{folder}: is no T5 encoder: its config.json says model_type {config.get('model_type')}")
+    if config.get("d_model") != width:
+        text = (
+            f"{folder}: is another T5: its features have {config.get('d_model')} numbers, and the model takes {width}"
         )
+        raise UserError(text, "The published models take google/flan-t5-xl.")
 
 
 def _hashes(folder: Path) -> Mapping[str, str]:
@@ -399,16 +393,14 @@ def _hashes(folder: Path) -> Mapping[str, str]:
 def caption_prompts(
     model: str, folder: Path | None, shape: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> Prompts:
-    """Captions of a model whose features are [positions, width] = `shape`, through the encoder in `folder`."""
-    cache, (positions, width) = cache_folder() / "features", shape
-    source = CaptionFeatureSource(
-        folder, cache, positions=positions, width=width, device=device, dtype=dtype, model=model
-    )
-    sha256 = None
-    # Without encoder and features the model takes no caption, and there is nothing to hash.
-    with contextlib.suppress(RefusedError):
-        sha256 = source.sha256
-    return Prompts(source, source.prepare, sha256=sha256)
+    """Captions as features [positions, width] = `shape`, through the encoder in `folder`."""
+    size = dict(zip(("positions", "width"), shape, strict=True))
+    source = CaptionFeatureSource(folder, cache_folder() / "features", device=device, dtype=dtype, model=model, **size)
+    try:
+        return Prompts(source, source.prepare, sha256=source.sha256)
+    except RefusedError:
+        # Without encoder and features the model takes no caption, and there is nothing to hash.
+        return Prompts(source, source.prepare)
 
 
 def class_condition(classes: int) -> Callable[[Sequence[str]], Condition]:

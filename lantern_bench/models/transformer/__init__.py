@@ -1,4 +1,4 @@
-"""The transformer that LlamaGen, Chameleon and the bundled family share; its sizes are here and need no torch."""
+"""THE transformer, which LlamaGen, Chameleon and the bundled family share; its sizes are here and need no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, Literal, TypeAlias
 
 from lantern_bench.errors import UserError
 
-__all__ = ["TransformerConfig", "Wrong", "read_sizes"]
+SHARED_SIZES = ("dim", "layers", "heads", "ffn_dim", "kv_heads", "norm_eps", "rope_base")
+"""The fields that a family's own description of a size has in common with `TransformerConfig`."""
 
 Wrong: TypeAlias = Callable[[str, str], UserError]
 """Makes the error for a key of a config: `wrong(key, text)`."""
@@ -18,14 +19,14 @@ Wrong: TypeAlias = Callable[[str, str], UserError]
 class TransformerConfig:
     """Sizes of a decoder. `prefix` positions of condition (the most there are) come before `grid` (rows, columns).
 
-    `prefix_rotary` is what the grid's rotary embedding does to the prefix: "zero" (LlamaGen: queries and keys there
-    vanish) or "identity" (left as they are). `positions`: "grid" turns with row and column, "sequence" with the place
-    behind the padding. `pairs` turn together: "interleaved" (2i, 2i + 1) or "halves" (i, i + head_dim / 2). `qk_norm`:
-    a LayerNorm of each head's queries and keys before that. `norm_after`: norms stand behind attention and feed-forward
-    instead of before them (Chameleon's `swin_norm`).
+    `prefix_rotary`: a grid's rotary embedding multiplies the prefix by "zero" (LlamaGen) or leaves it as it is
+    ("identity"). `positions`: rotation by row and column ("grid") or by the place behind the padding ("sequence").
+    `pairs` that rotate together: "interleaved" (2i, 2i + 1) or "halves" (i, i + head_dim / 2). `qk_norm`: a LayerNorm
+    of each head's queries and keys before rotation. `norm_after`: norms come after attention and feed-forward, not
+    before (Chameleon's `swin_norm`).
 
-    `token_ids`: the number of each of the `vocab_size` tokens of an image in a larger vocabulary of `words` embeddings,
-    where the two differ. `line_ends`: a token that is no code, the last of the vocabulary, ends each row of the grid.
+    `token_ids`: the numbers of the `vocab_size` image tokens in a larger vocabulary of `words` embeddings, where the
+    two differ. `line_ends`: a forced token, the last of the vocabulary, ends each row of the grid.
     """
 
     vocab_size: int
@@ -54,12 +55,12 @@ class TransformerConfig:
 
     @property
     def image_tokens(self) -> int:
-        """Tokens of one picture, ends of lines included."""
+        """Tokens of one picture, forced ones included."""
         return self.grid[0] * self.line_length
 
     @property
     def line_length(self) -> int:
-        """Tokens of one row of a picture, its end included."""
+        """Tokens of one row of a picture, a forced one included."""
         return self.grid[1] + self.line_ends
 
 
@@ -85,3 +86,12 @@ def read_sizes(
             if said.setdefault(ours, value) != value:
                 raise wrong(name, f"is {value}, but another name of it says {said[ours]}")
     return said
+
+
+def transformer_parameters(size: Any, vocabulary: int) -> int:
+    """The number of parameters of a transformer with `SHARED_SIZES`, head norms and condition excluded."""
+    head = size.dim // size.heads
+    attention = size.dim * head * (2 * size.heads + 2 * (size.kv_heads or size.heads))
+    layer = attention + 3 * size.dim * size.ffn_dim + 2 * size.dim
+    total: int = size.layers * layer + 2 * vocabulary * size.dim + size.dim
+    return total

@@ -1,7 +1,7 @@
-"""What comes before the image: class label, caption features, caption words, prompt, each as P prefix embeddings.
+"""Conditions before the image: class label, caption features, caption words or prompt, as P prefix embeddings.
 
-All know a null condition for guidance. The prompt's padding mask is applied to the unconditional rows as well, as
-LlamaGen does (finding C3); Chameleon's unconditional prompt is tokens of its own with padding of its own.
+Each has a null condition for guidance. LlamaGen applies the prompt's padding mask to the unconditional rows as well
+(docs/algorithms.md, section 9, C3); Chameleon's unconditional prompt has tokens and padding of its own.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def prompt_words(values: Tensor, groups: int) -> Tensor:
 
 
 def visible_rows(valid: Tensor, groups: int) -> Tensor:
-    """Which prefix positions are seen, as `KVCache.reset` wants it: bool [B, P], or [groups * B, P] of prompts."""
+    """The visible prefix positions for `KVCache.hide`: bool [B, P], or [groups * B, P] of prompts."""
     return valid if valid.dim() == 2 else prompt_words(valid, groups)
 
 
 class _Embedded(nn.Module, ABC):
-    """A condition with a null that is the same for every image."""
+    """A condition with one null condition for all images."""
 
     def rows(self, values: Tensor, guided: bool) -> Tensor:
         """Prefix embeddings [rows, P, dim] of `Condition.values`, conditional rows first."""
@@ -65,8 +65,7 @@ class ClassLabel(_Embedded):
 
     def null(self, batch: int) -> Tensor:
         """The null condition [B, 1, dim]."""
-        label = torch.full((batch,), self.classes, device=self.embedding_table.weight.device)
-        return self.forward(label)
+        return self.forward(torch.full((batch,), self.classes, device=self.embedding_table.weight.device))
 
 
 class _Projection(nn.Module):
@@ -117,9 +116,9 @@ class WordCaption(_Embedded):
 
 
 class PromptTokens(nn.Module):
-    """Prompts in the model's own vocabulary (Chameleon): both of an image's, embedded as image tokens are.
+    """Prompts in the model's own vocabulary (Chameleon), conditional and unconditional, embedded as image tokens are.
 
-    The embedding is the transformer's and no parameter of this module.
+    The embedding is the transformer's and not a parameter of this module.
     """
 
     def __init__(self, embedding: TokenEmbedding) -> None:

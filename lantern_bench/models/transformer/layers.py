@@ -1,10 +1,7 @@
 """THE decoder: RMSNorm, rotary attention over a cache with a tree mask, SwiGLU. Every model here is one of its sizes.
 
-It follows LlamaGen (arXiv 2406.06525, section 3.2): pre-norm, no biases, grid rotary embedding of interleaved pairs,
-in which the prefix is either not rotated or, as in the published weights, multiplied by zero. What Chameleon
-(arXiv 2405.09818, section 2.2) does otherwise is configuration: positions in sequence, pairs of halves, normed queries
-and keys, a vocabulary of which images use a part. What goes in (class, caption features, words) is `conditioning`; what
-is done with the answer is `decode`.
+It follows LlamaGen (arXiv 2406.06525, section 3.2): pre-norm, no biases, grid rotary embedding of interleaved pairs.
+`TransformerConfig` has the differences of Chameleon (arXiv 2405.09818, section 2.2).
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ class RMSNorm(nn.Module):
 
 
 class _HeadNorm(nn.Module):
-    """LayerNorm over each head, with a scale and an offset of its own for each of them."""
+    """LayerNorm over each head, with a scale and an offset for each head."""
 
     def __init__(self, heads: int, head_dim: int) -> None:
         super().__init__()
@@ -77,14 +74,14 @@ class _Attention(nn.Module):
 
 
 def linear_of(weight: Tensor) -> nn.Linear:
-    """A product with a weight [out, in] that is there, without a bias; not for training."""
+    """A linear layer with a given weight [out, in] and no bias; not for training."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     return layer
 
 
 class FeedForward(nn.Module):
-    """SwiGLU; `join` makes its first two products one, for decoding."""
+    """SwiGLU; `join` merges its first two products for decoding."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -94,7 +91,7 @@ class FeedForward(nn.Module):
         self.w13: nn.Module | None = None
 
     def join(self) -> None:
-        """Put the gate's weight and the other one into one; checkpoints are read and written before that."""
+        """Merge the weights of the first two products; checkpoints are read and written before that."""
         if self.w13 is None:
             self.w13 = linear_of(torch.cat([self.w1.weight, self.w3.weight]))
             del self.w1, self.w3
@@ -129,7 +126,7 @@ class Block(nn.Module):
 
 
 class TokenEmbedding(nn.Embedding):
-    """The embeddings of a vocabulary, of which the tokens of images may be a part (`TransformerConfig.token_ids`)."""
+    """The embeddings of a vocabulary that may contain more than image tokens (`TransformerConfig.token_ids`)."""
 
     token_ids: Tensor | None
 
@@ -140,7 +137,7 @@ class TokenEmbedding(nn.Embedding):
         self.compute_buffers(self.weight.device)
 
     def compute_buffers(self, device: torch.device) -> None:
-        """Make anew what no checkpoint holds."""
+        """Compute the tables that no checkpoint holds."""
         self.token_ids = None if self._ids is None else torch.tensor(self._ids, device=device)
 
     def of_words(self, words: Tensor) -> Tensor:
@@ -153,9 +150,9 @@ class TokenEmbedding(nn.Embedding):
 
 
 class Head(nn.Linear):
-    """Features to logits in float32, whatever the type of the other weights: moved with them, never rounded with them.
+    """Features to float32 logits, whatever the type of the other weights: moving keeps the head in its own type.
 
-    What is sampled, accepted and rejected is decided on these numbers; rounded to bfloat16 they would be off by 0.03.
+    Tokens are sampled, accepted and rejected by these numbers; bfloat16 logits would be off by 0.03.
     """
 
     def forward(self, features: Tensor) -> Tensor:
@@ -186,7 +183,7 @@ class Transformer(nn.Module):
         self.compute_buffers(self.output.weight.device)
 
     def compute_buffers(self, device: torch.device) -> None:
-        """Make anew what no checkpoint holds."""
+        """Compute the tables that no checkpoint holds."""
         self.rotary = rotary_table(self.config).to(device)
 
     def forward(self, x: Tensor, mask: Tensor, positions: Tensor | None = None) -> Tensor:
