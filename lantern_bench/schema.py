@@ -1,8 +1,8 @@
 """Every column of every table, declared once: name, dtype, unit, meaning.
 
-The order here is the order in the files. A quantity has one name in code, flag, column, axis and documentation, and
-this is where that name is kept; the schema page of the documentation is rendered from here. What is not here is how a
-figure is computed: that is `report/`, after docs/algorithms.md, section 7.
+The order here is the order in the files. A quantity has one name in code, flag, column, axis and documentation: the one
+declared here. docs/results-format.md is made from this file. Figures are computed in `report/` (docs/algorithms.md,
+section 7).
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from lantern_bench.config.methods import DRAFTINGS, MODES, PARAMETERS, RULES
 from lantern_bench.errors import UserError
-
-# ---- What a column is, and the columns that many tables share; the tables themselves are `schema.py`
 
 
 class Column(NamedTuple):
@@ -52,29 +50,29 @@ NOTE = Column("note", "string", "", "why a figure is missing, or what to know ab
 
 _PLACE = (
     Column("prompt_id", "string", "", "12 hex digits of the hash of the prompt's text"),
-    Column("repeat", "int", "", "how often the prompt was used before in the measurement"),
+    Column("repeat", "int", "", "earlier uses of the prompt in the measurement"),
     Column("position", "int", "tokens", "tokens of the image committed before the place"),
 )
 
 _EMITTED_TV_PLACES = (
     *CELL_COLUMNS,
     *_PLACE,
-    Column("emitted_tv", "float", "", "TV between the target and the law of a step's first token; static: estimated"),
-    Column("emitted_tv_crossed", "float", "", "estimate from the same draws that errs downwards (static only)"),
-    Column("moved_mass", "float", "", "mass taken by the root's children, by the chance to try them (dynamic only)"),
+    Column("emitted_tv", "float", "", "TV of target and first token of a step; estimated for sampled drafts"),
+    Column("emitted_tv_crossed", "float", "", "estimate from the same draws that errs downwards (sampled)"),
+    Column(
+        "moved_mass", "float", "", "neighbour mass of the root's children, by the chance to try them (deterministic)"
+    ),
 )
 
 _EMITTED_TV = (
     *CELL_COLUMNS,
     Column("places", "int", "places", "sampled places"),
     Column("prompts", "int", "prompts", "prompts among them: what is resampled"),
-    *figure("emitted_tv", "", "mean TV between the target and the law of a step's first token"),
-    Column(
-        "emitted_tv_crossed", "float", "", "the same, erring downwards: the truth lies between the two (static only)"
-    ),
+    *figure("emitted_tv", "", "mean TV between the target and the distribution of the first token of a step"),
+    Column("emitted_tv_crossed", "float", "", "the same, erring downwards: the truth lies between the two (sampled)"),
     Column("emitted_tv_median", "float", "", "median over places"),
     Column("emitted_tv_max", "float", "", "largest at any place"),
-    Column("moved_mass", "float", "", "most the mean may be under exact, from the masses moved (dynamic only)"),
+    Column("moved_mass", "float", "", "most the mean may be under exact, from the masses moved (deterministic)"),
     Column("times_delta", "float", "", "mean emitted TV / delta"),
     *figure("above_delta", "", "share of places whose emitted TV is above delta"),
     NOTE,
@@ -131,8 +129,6 @@ CHECK_TABLES: dict[str, tuple[Column, ...]] = {
 }
 
 
-# ----
-
 SCHEMA_VERSION = 2
 READABLE = (1, 2)
 """The versions of runs that are read. A run is continued only in its own, since the version is in every key.
@@ -161,7 +157,7 @@ _RECORDS = (
     Column("prompt_id", "string", "", "12 hex digits of the hash of the prompt's text"),
     Column("prompt", "string", "", "the prompt"),
     Column("prompt_source", "string", "", "what the prompt's set calls it, such as coco:391895"),
-    Column("repeat", "int", "", "how often the prompt was used before in this cell"),
+    Column("repeat", "int", "", "earlier uses of the prompt in this cell"),
     Column("seed", "int", "", "seed of the image's generator, the same in all cells"),
     Column("order_index", "int", "", "place in the run's order of execution"),
     Column("status", "string", "", "ok or failed"),
@@ -174,7 +170,7 @@ _RECORDS = (
     Column("accepted_per_step", "list[int]", "tokens", "drafts accepted by each step, bonus token not counted"),
     Column("offered_depth_per_step", "list[int]", "levels", "depth drafted in each step"),
     Column("child_rank_per_step", "list[list[int]]", "", "child taken at each depth; -1 offered and rejected"),
-    Column("mean_accepted_length", "float", "tokens/step", "tokens committed per step, bonus included"),
+    Column("mean_accepted_length", "float", "tokens/step", "tokens committed per step, bonus token included"),
     Column("mal_uncut", "float", "tokens/step", "the same with the last step uncut, as published code counts"),
     Column("step_compression", "float", "tokens/forward", "tokens kept per target forward, prefill included"),
     Column("seconds", "float", "s", "decoding, without text encoding and pixels"),
@@ -184,11 +180,11 @@ _RECORDS = (
     Column("other_seconds", "float", "s", "the rest of seconds"),
     Column("pixel_seconds", "float", "s", "tokens to pixels, outside seconds"),
     Column("peak_memory_bytes", "int", "bytes", "peak memory while decoding"),
-    Column("moved_mass", "float", "", "mass taken from neighbours, summed over accepted drafts"),
-    Column("moved_mass_tried", "float", "", "mass taken from neighbours, summed over tried drafts"),
+    Column("moved_mass", "float", "", "neighbour mass, summed over accepted drafts"),
+    Column("moved_mass_tried", "float", "", "neighbour mass, summed over tried drafts"),
     Column("tokens_sha256", "string", "", "SHA-256 of the tokens as little-endian int32"),
     Column("image_sha256", "string", "", "SHA-256 of the PNG file"),
-    Column("image", "string", "", "the PNG file, relative to the run's folder; empty when none was written"),
+    Column("image", "string", "", "the PNG file, relative to the run directory; empty when none was written"),
 )
 
 _SCORES = (
@@ -224,7 +220,7 @@ _SPEED = (
     Column("tokens_per_s", "float", "tokens/s", "tokens kept per second"),
     *figure("speedup", "", "seconds of ar / seconds of the cell, sums over the same prompts of the same run"),
     *figure("step_compression", "tokens/forward", "tokens kept per target forward, prefill included; 1 for ar"),
-    *figure("mean_accepted_length", "tokens/step", "tokens committed per step, bonus included"),
+    *figure("mean_accepted_length", "tokens/step", "tokens committed per step, bonus token included"),
     Column("mal_uncut", "float", "tokens/step", "the same with last steps uncut, as published code counts"),
     Column("accepted_drafts", "float", "tokens/step", "drafts accepted per step, bonus token not counted"),
     Column("acceptance_rate", "float", "", "depths accepted / depths offered"),
@@ -258,7 +254,7 @@ _QUALITY = (
     Column("reference", "string", "", "reference set"),
     Column("protocol", "string", "", "name of the scoring protocol"),
     Column("protocol_version", "int", "", "version of the protocol; the manifest holds what it says"),
-    Column("moved_mass", "float", "", "mean mass taken from neighbours per accepted draft"),
+    Column("moved_mass", "float", "", "mean neighbour mass per accepted draft"),
     NOTE,
 )
 
@@ -274,7 +270,7 @@ _ACCEPTANCE = (
 
 _LENGTHS = (
     *CELL_COLUMNS,
-    Column("length", "int", "tokens", "tokens a step committed, bonus included"),
+    Column("length", "int", "tokens", "tokens a step committed, bonus token included"),
     Column("steps", "int", "steps", "steps of that length"),
     *figure("share", "", "steps of that length / steps"),
 )
@@ -304,7 +300,7 @@ _SUMMARY = (
     *_IMAGES,
     *figure("speedup", "", "seconds of ar / seconds of the cell, sums over the same prompts of the same run"),
     *_beside_paper("speedup"),
-    *figure("mean_accepted_length", "tokens/step", "tokens committed per step, bonus included"),
+    *figure("mean_accepted_length", "tokens/step", "tokens committed per step, bonus token included"),
     *_beside_paper("mean_accepted_length"),
     Column("fid", "float", "", "Frechet distance to the reference, with the features of fid_features"),
     *_beside_paper("fid"),
