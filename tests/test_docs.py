@@ -69,7 +69,6 @@ def test_every_citation_of_the_algorithms_resolves() -> None:
     assert cited > 40
 
 
-@pytest.mark.xfail(strict=False, reason="the citations are being changed")
 def test_no_citation_lacks_its_document() -> None:
     for name, text in texts():
         assert not (found := BARE.search(text)), f"{name}: ...{text[max(found.start() - 30, 0) : found.end() + 30]}..."
