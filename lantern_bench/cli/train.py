@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from lantern_bench.console import Progress
     from lantern_bench.training.drafter.job import DrafterJob
-    from lantern_bench.training.drafter.run import Evaluated
-    from lantern_bench.training.lanterns.quality_gates import Observations, QualityGate
+    from lantern_bench.training.drafter.run import Evaluated, Observations
+    from lantern_bench.training.lanterns.quality_gates import QualityGate
     from lantern_bench.training.lanterns.recipe import RecipeSettings
     from lantern_bench.training.loop import TrainEvent
 
@@ -127,8 +127,8 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
     console.say(f"{report.steps} steps in {duration(report.seconds)}; log: {job.out / 'log.csv'}")
     console.say(f"{'replaced' if before else 'wrote'} {job.out}; use it: --model {job.out / 'model.yaml'}")
     accepted = evaluated[0].accepted
-    if min_mal is not None and (accepted is None or accepted.mal < min_mal):
-        found = "not measured" if accepted is None else f"{accepted.mal:.3f}"
+    if min_mal is not None and (accepted is None or accepted.value < min_mal):
+        found = "not measured" if accepted is None else f"{accepted.value:.3f}"
         raise CheckFailedError(f"--min-mal {min_mal:g}: the drafter's MAL is {found}", "Train longer or on more data.")
 
 
@@ -153,13 +153,13 @@ def _drafter_table(evaluated: Sequence[Evaluated], tree: str | None) -> pd.DataF
     own = evaluated[1].accepted if len(evaluated) > 1 else None
     for one in evaluated:
         row: dict[str, Any] = {"drafter": one.name, "one_minus_tv": one.one_minus_tv, "tree": tree}
-        row |= {"images": len(one.accepted.steps) if one.accepted else 0}
+        row |= {"images": len(one.accepted.over) if one.accepted else 0}
         if one.accepted is not None:
-            mal = ratio_of_sums(one.accepted.committed, one.accepted.steps, one.accepted.prompts)
+            mal = ratio_of_sums(*one.accepted)
             row |= {"mal": mal.value, "mal_low": mal.low, "mal_high": mal.high}
             if own is not None:
                 # Both commit the same number of tokens, so the ratio of their lengths is that of their steps.
-                ratio = ratio_of_sums(own.steps, one.accepted.steps, one.accepted.prompts)
+                ratio = ratio_of_sums(own.under, one.accepted.under, one.accepted.prompts)
                 row |= {"over_own": ratio.value, "over_own_low": ratio.low, "over_own_high": ratio.high}
         rows.append(row)
     return pd.DataFrame(rows)
@@ -207,8 +207,7 @@ def lanterns(
     parts = [name for name in PARTS if not part or name in part]
     if evaluate:
         check_weights(parts, folder)
-        _evaluate(parts, folder, choose_place(device).device, settings, console, format)
-        return
+        return _evaluate(parts, folder, settings, console, format)
     for number, name in enumerate(parts):
         check_part(name, folder, parts[:number], init_from)
     work = work or results_root() / "training" / "lanterns"
@@ -236,16 +235,13 @@ def _train(
 
 
 def _evaluate(
-    parts: Sequence[str],
-    folder: Path,
-    device: torch.device,
-    settings: RecipeSettings,
-    console: Console,
-    format: str | None,
+    parts: Sequence[str], folder: Path, settings: RecipeSettings, console: Console, format: str | None
 ) -> None:
     from lantern_bench.metrics.clip import LOCAL_DIR, load_clip
+    from lantern_bench.runs.devices import choose_place
     from lantern_bench.training.lanterns.quality_gates import Evaluation
 
+    device = choose_place(settings.device).device
     clip = load_clip(f"{LOCAL_DIR}{folder / 'clip'}", device=device) if "clip" in parts else None
     with console.progress() as progress:
         evaluation = Evaluation(folder, clip, device, settings.images, settings.seed, on_progress=progress.share)

@@ -146,10 +146,6 @@ class TrainEvent:
 OnEvent = Callable[[TrainEvent], None]
 
 
-def ignore_event(_event: TrainEvent) -> None:
-    """An `OnEvent` that does nothing."""
-
-
 @dataclass
 class TrainReport:
     """What is written beside the weights: settings, losses by step and the figures at the end."""
@@ -166,7 +162,7 @@ def train(
     task: Task,
     settings: TrainSettings,
     device: torch.device,
-    on_event: OnEvent = ignore_event,
+    on_event: OnEvent = lambda _event: None,
     distributed: Distributed = SINGLE,
 ) -> TrainReport:
     """Train `task.module` in place and return the report (with `task.evaluate()` figures).

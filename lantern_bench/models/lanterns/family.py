@@ -7,6 +7,7 @@ is loaded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lantern_bench.models.lanterns import FILES, GUIDANCE, TREE, WEIGHTS_FOLDER
@@ -54,8 +55,8 @@ class LanternsFamily:
             "train": tuple(item.caption() for item in TRAIN),
         }
 
-    def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-        """Load target, drafter and tokenizer; raises `RefusedError` when a file is missing."""
+    def load(self, name: str, device: torch.device, dtype: torch.dtype, folder: Path = WEIGHTS_FOLDER) -> LoadedModel:
+        """Load target, drafter and tokenizer from `folder`; raises `RefusedError` when a file is missing."""
         from lantern_bench.models.eagle import fresh_drafter
         from lantern_bench.models.lanterns.model import (
             build_target,
@@ -66,11 +67,11 @@ class LanternsFamily:
         )
         from lantern_bench.models.loaded_model import Parts, Prompts, assemble
 
-        weights = self.cards()[0].weights
+        weights = {part: folder / FILES[part] for part in ("target", "drafter", "tokenizer")}
         # The drafter uses the target's head, so the target moves to its device first.
         target = load_part(build_target(), "target", weights["target"], device, dtype)
         drafter = load_part(fresh_drafter(target), "drafter", weights["drafter"], device, dtype)
-        parts = Parts(target, drafter, load_tokenizer(device=device))
+        parts = Parts(target, drafter, load_tokenizer(folder, device))
         hashes = {part: part_hash(path) for part, path in weights.items()}
         # Rows have unit length when they are looked up (docs/algorithms.md, section 9, C1).
         return assemble(name, parts, Prompts(caption_condition), hashes, space="normalised")

@@ -23,6 +23,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt, record_seed
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.loop import decode
+from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.eagle import EagleDrafter, drafter_key_map, fresh_drafter, load_drafter
 from lantern_bench.models.io.files import write_atomically
@@ -48,17 +49,23 @@ COLUMNS = (
 """The columns of `log.csv`; figures that were not measured at a step are empty."""
 
 
-class AcceptedLengths(NamedTuple):
-    """Of each image: tokens committed by steps, steps, and its prompt."""
+class Observations(NamedTuple):
+    """What an interval is computed from: a numerator, a denominator and the prompt of each observation."""
 
-    committed: list[float]
-    steps: list[float]
+    over: list[float]
+    under: list[float]
     prompts: list[str]
 
     @property
-    def mal(self) -> float:
-        """Mean accepted length: sum over sum."""
-        return sum(self.committed) / sum(self.steps)
+    def value(self) -> float:
+        """Sum over sum."""
+        return sum(self.over) / sum(self.under)
+
+    @classmethod
+    def of_lengths(cls, traces: Sequence[ImageTrace], prompts: Sequence[str]) -> Observations:
+        """Accepted lengths: tokens committed by steps, and steps; the value is the mean accepted length."""
+        committed = [float(sum(trace.committed)) for trace in traces]
+        return cls(committed, [float(len(trace.committed)) for trace in traces], list(prompts))
 
 
 class Evaluated(NamedTuple):
@@ -66,7 +73,7 @@ class Evaluated(NamedTuple):
 
     name: str
     one_minus_tv: float
-    accepted: AcceptedLengths | None
+    accepted: Observations | None
 
 
 def train_drafter(
@@ -202,28 +209,25 @@ class _Run:
         with torch.compiler.set_stance("force_eager"):
             overlap = self.task.overlap(self.drafter)
             drafter = drafter_like(self.drafter, self.target.dtype, self.target.device).eval()
-            mal = self._accepted(drafter, images).mal if images else None
+            mal = self._accepted(drafter, images).value if images else None
         return {"one_minus_tv": overlap, "mal": mal, "mal_images": images}
 
     def _accepted(
         self, drafter: EagleDrafter, images: int, what: str = "", on_progress: OnProgress = unheard
-    ) -> AcceptedLengths:
+    ) -> Observations:
         """Decode `images` images with a drafter of the target's dtype, repeating the prompts; `what` names the work."""
         # A new engine: compiled programs of another drafter must not run.
         model = replace(self.model, drafter=drafter, engine=Engine())
         slots = [(self.prompts[n % len(self.prompts)], n // len(self.prompts)) for n in range(images)]
-        found = AcceptedLengths([], [], [])
+        traces = list[ImageTrace]()
         for start in range(0, images, _BATCH):
             part = slots[start : start + _BATCH]
             texts = [text for text, _ in part]
             seeds = [record_seed(self.job.flags.seed, Prompt(text).id, repeat) for text, repeat in part]
             draws = [torch.Generator(model.target.device).manual_seed(seed) for seed in seeds]
-            for text, image in zip(texts, decode(model, model.condition(texts), self.job.decoding, draws), strict=True):
-                found.committed.append(float(sum(image.trace.committed)))
-                found.steps.append(float(len(image.trace.committed)))
-                found.prompts.append(text)
+            traces += [image.trace for image in decode(model, model.condition(texts), self.job.decoding, draws)]
             on_progress(what, (start + len(part)) / images)
-        return found
+        return Observations.of_lengths(traces, [text for text, _ in slots])
 
     def _row(self, event: TrainEvent, before: tuple[int, float]) -> dict[str, float | None]:
         sequences = self.job.recipe.batch * self.job.recipe.accumulate
@@ -337,8 +341,8 @@ def _write_report(job: DrafterJob, report: TrainReport, evaluated: Sequence[Eval
     found = {
         one.name: {
             "one_minus_tv": one.one_minus_tv,
-            "mal": one.accepted.mal if one.accepted else None,
-            "images": len(one.accepted.steps) if one.accepted else 0,
+            "mal": one.accepted.value if one.accepted else None,
+            "images": len(one.accepted.over) if one.accepted else 0,
         }
         for one in evaluated
     }

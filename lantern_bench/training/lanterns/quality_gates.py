@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from lantern_bench.clock import OnProgress, unheard
 from lantern_bench.config.decoding import Decoding
@@ -24,13 +24,14 @@ from lantern_bench.decoding.sampling import guide
 from lantern_bench.decoding.teacher_forcing import Forced, drafts_along, teacher_forced
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.errors import RefusedError
-from lantern_bench.models.eagle import fresh_drafter
 from lantern_bench.models.lanterns import FILES, GUIDANCE
 from lantern_bench.models.lanterns.captions import HELD_OUT, Attributes, attributes_of
 from lantern_bench.models.lanterns.classifier import AttributeClassifier, load_classifier, prompt_accuracy
-from lantern_bench.models.lanterns.model import build_target, caption_condition, fill, load_tokenizer, part_hash
-from lantern_bench.models.loaded_model import LoadedModel, VQPixels
+from lantern_bench.models.lanterns.family import FAMILY
+from lantern_bench.models.lanterns.model import load_tokenizer
+from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.vq import VQModel
+from lantern_bench.training.drafter.run import Observations
 from lantern_bench.training.lanterns.scorers import held_out_scenes, reconstruct
 from lantern_bench.training.lanterns.tasks import psnr_and_usage, tokenize
 
@@ -54,20 +55,6 @@ _USES: dict[str, tuple[str, ...]] = {
 """The parts that the gates of a part need."""
 
 Wanted = tuple[tuple[str, float], ...]
-AnyModule = TypeVar("AnyModule", bound=nn.Module)
-
-
-class Observations(NamedTuple):
-    """What an interval is computed from: a numerator, a denominator and the prompt of each observation."""
-
-    over: list[float]
-    under: list[float]
-    prompts: list[str]
-
-    @property
-    def value(self) -> float:
-        """Sum over sum."""
-        return sum(self.over) / sum(self.under)
 
 
 @dataclass(frozen=True)
@@ -191,8 +178,7 @@ class Evaluation:
         for drafting, values in (("static", {"tree": "eagle1-25"}), ("dynamic", {})):
             decoding = self._decoding("speculative", drafting=drafting, **values)
             _, traces = self._sampled(prompts, decoding, f"{drafting} drafting")
-            committed = [float(sum(trace.committed)) for trace in traces]
-            lengths[drafting] = Observations(committed, [float(len(trace.committed)) for trace in traces], prompts)
+            lengths[drafting] = Observations.of_lengths(traces, prompts)
         # Both commit the same tokens, so the ratio of their accepted lengths is that of their steps, prompt by prompt.
         ratio = Observations(lengths["static"].under, lengths["dynamic"].under, prompts)
         yield _observed("drafter", "lossless MAL, eagle1-25", lengths["static"], ((">=", 2.8),))
@@ -263,22 +249,7 @@ class Evaluation:
     @cached_property
     def model(self) -> LoadedModel:
         """Target, drafter and tokenizer in the folder, in float32."""
-        target = self._filled(build_target(), "target")
-        return LoadedModel(
-            name="lanterns",
-            target=target,
-            drafter=self._filled(fresh_drafter(target), "drafter"),
-            pixels=VQPixels(self.tokenizer, target.config.grid),
-            codebook=self.tokenizer.codebook(),
-            neighbour_space="normalised",
-            condition=caption_condition,
-            weights={part: part_hash(self.folder / FILES[part]) for part in ("target", "drafter", "tokenizer")},
-            grid=target.config.grid,
-        )
-
-    def _filled(self, module: AnyModule, part: str) -> AnyModule:
-        fill(module, self.folder / FILES[part])
-        return module.to(self.device).eval().requires_grad_(False)
+        return FAMILY.load("lanterns", self.device, torch.float32, self.folder)
 
 
 def _observed(part: str, name: str, observations: Observations, wanted: Wanted = ()) -> QualityGate:

@@ -54,7 +54,7 @@ from lantern_bench.training.lanterns.tasks import (
     caption_numbers,
     tokenize,
 )
-from lantern_bench.training.loop import OnEvent, Task, TrainReport, TrainSettings, ignore_event, train
+from lantern_bench.training.loop import OnEvent, Task, TrainReport, TrainSettings, train
 
 REPORT = "training_report.json"
 TRAIN_SEED, HELD_OUT_SEED = 1, 2
@@ -132,7 +132,7 @@ def train_part(
     work: Path,
     settings: RecipeSettings,
     device: torch.device,
-    on_event: OnEvent = ignore_event,
+    on_event: OnEvent = lambda _event: None,
     on_progress: OnProgress = unheard,
 ) -> TrainReport:
     """Train one part, write its weights and its report into `folder`, and return the report.
@@ -192,11 +192,11 @@ class _Data:
         pictures, mirrors = torch.from_numpy(scenes.pixels), (False,) if held_out else (False, True)
 
         def make() -> Tensor:
-            whats = ("tokenizing scenes", "tokenizing mirrored scenes")
-            work = (partial(tokenize, tokenizer, mirrored=mirrored) for mirrored in mirrors)
-            return torch.cat(
-                [self._by_parts(what, pictures, tokens) for what, tokens in zip(whats, work, strict=False)]
-            )
+            parts = []
+            for mirrored in mirrors:
+                what = "tokenizing mirrored scenes" if mirrored else "tokenizing scenes"
+                parts.append(self._by_parts(what, pictures, partial(tokenize, tokenizer, mirrored=mirrored)))
+            return torch.cat(parts)
 
         attributes = torch.cat([torch.from_numpy(scenes.attributes)] * len(mirrors))
         return Sequences(self._kept("held-out-tokens" if held_out else "tokens", held_out, make), attributes)

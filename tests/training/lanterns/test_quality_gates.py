@@ -17,8 +17,9 @@ from lantern_bench.models.lanterns import family as family_module
 from lantern_bench.models.lanterns import model as lanterns_model
 from lantern_bench.models.lanterns.captions import HELD_OUT
 from lantern_bench.models.vq import VQConfig
+from lantern_bench.training.drafter.run import Observations
 from lantern_bench.training.lanterns import quality_gates, recipe, scorers, tasks
-from lantern_bench.training.lanterns.quality_gates import Evaluation, Observations, QualityGate, check_weights
+from lantern_bench.training.lanterns.quality_gates import Evaluation, QualityGate, check_weights
 from lantern_bench.training.lanterns.recipe import PARTS, RecipeSettings, drafter_task, train_part
 from lantern_bench.training.lanterns.scorers import held_out_scenes
 from lantern_bench.training.lanterns.tasks import Sequences, TargetTask, tokenize
