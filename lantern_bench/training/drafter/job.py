@@ -14,11 +14,11 @@ import torch
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.values import Place, Problems, read_parameter
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models.eagle import fresh_drafter
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.random_model import blueprint
 from lantern_bench.models.registry import Buildable, Family, card_of, family_of, load_model
-from lantern_bench.models.transformer import TransformerConfig
 from lantern_bench.models.transformer.target import TransformerTarget
 from lantern_bench.prompts.captioned import read_captioned
 from lantern_bench.prompts.sets import load_prompts
@@ -157,7 +157,8 @@ def plan_rows(job: DrafterJob, dtype: torch.dtype) -> list[tuple[str, str]]:
     shards = math.ceil(rows / max(1, SHARD_BYTES // row))
     kind = "pictures encoded" if job.data.pictures is not None else "pictures sampled by the target"
     where = "written" if flags.features == "shards" else "not written: features are computed at each step"
-    weights = 4 * _parameters(config)
+    with torch.device("meta"):
+        weights = sum(parameter.numel() * 4 for parameter in fresh_drafter(target).parameters())
     evaluations = steps // flags.eval_every if flags.eval_every else 0
     timed = flags.minutes is not None
     count = f"as many as {flags.minutes:g} minutes allow" if timed else f"{steps:,}"
@@ -174,13 +175,6 @@ def plan_rows(job: DrafterJob, dtype: torch.dtype) -> list[tuple[str, str]]:
         ("checkpoint", _bytes(3 * weights)),
         ("exported drafter", _bytes(weights)),
     ]
-
-
-def _parameters(config: TransformerConfig) -> int:
-    """Number of parameters of a drafter: embedding, fusion, one layer."""
-    kv = (config.kv_heads or config.heads) * config.head_dim
-    layer = 2 * config.dim * config.dim + 2 * config.dim * kv + 3 * config.dim * config.ffn_dim + config.dim
-    return (config.words or config.vocab_size) * config.dim + 2 * config.dim * config.dim + config.dim + layer
 
 
 def _bytes(count: float) -> str:

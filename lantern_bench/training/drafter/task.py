@@ -106,9 +106,8 @@ class DrafterTask(Task):
         true = self._true(target.hidden)
         p = self._distribution(true, batch).softmax(-1)
         total, parts = torch.zeros((), device=p.device), dict[str, Tensor]()
-        for level, predicted in enumerate(
-            unroll(self.drafter, target, self._inputs(target, batch.seeds), recipe.levels)
-        ):
+        levels = unroll(self.drafter, target, self._inputs(target, batch.seeds), recipe.levels)
+        for level, predicted in enumerate(levels):
             drafted = self._drafted(predicted)
             feature = functional.smooth_l1_loss(drafted[:, level:].float(), true[:, level:].float())
             log_q = self._distribution(drafted, batch)[:, level:].log_softmax(-1)
@@ -143,10 +142,8 @@ class DrafterTask(Task):
                 true = target._replace(hidden=target.hidden.to(dtype))
                 (predicted,) = unroll(drafter, true, true.hidden, 1)
                 logits.append([self._logits(f) for f in (self._true(true.hidden), self._drafted(predicted))])
-            p, q = (
-                decoding_probabilities(guide(cond, null, scale), self._decoding)
-                for cond, null in zip(*logits, strict=True)
-            )
+            guided = [guide(cond, null, scale) for cond, null in zip(*logits, strict=True)]
+            p, q = (decoding_probabilities(one, self._decoding) for one in guided)
             total += float(torch.minimum(p, q).sum(-1).mean(-1).sum())
             count += len(p)
         return total / count

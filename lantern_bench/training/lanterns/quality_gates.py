@@ -151,24 +151,19 @@ class Evaluation:
         pictures, _ = self._sampled(prompts, self._decoding("ar"), "sampling")
         attributes = [item for item in attributes_of(prompts) if item is not None]
         gates = [self._accuracy("target", "prompt accuracy of AR samples", pictures, attributes, 0.80)]
-        figures: dict[str, list[float]] = {"top1": [], "top10": [], "nll": []}
-        captions: list[str] = []
+        top1, top10, nll, captions = list[float](), list[float](), list[float](), list[str]()
         for part, forced in self._forced():
             scores = forced.scores
             top = guide(scores.cond, scores.uncond, GUIDANCE).softmax(-1).topk(10, dim=-1).values
-            nll = -scores.cond.float().log_softmax(-1).gather(-1, forced.tokens[..., None])[..., 0]
-            figures["top1"] += top[..., 0].mean(1).tolist()
-            figures["top10"] += top.sum(-1).mean(1).tolist()
-            figures["nll"] += nll.mean(1).tolist()
+            log_p = scores.cond.float().log_softmax(-1).gather(-1, forced.tokens[..., None])[..., 0]
+            top1 += top[..., 0].mean(1).tolist()
+            top10 += top.sum(-1).mean(1).tolist()
+            nll += (-log_p).mean(1).tolist()
             captions += part
-        names: dict[str, tuple[str, Wanted]] = {
-            "top1": ("mean top-1 probability", ((">=", 0.03), ("<=", 0.12))),
-            "top10": ("mean top-10 probability", ((">=", 0.20), ("<=", 0.45))),
-            "nll": ("held-out NLL, nats a token", ()),
-        }
-        gates += [
-            _observed("target", name, _each(figures[key], captions), wanted) for key, (name, wanted) in names.items()
-        ]
+        bounds1, bounds10 = ((">=", 0.03), ("<=", 0.12)), ((">=", 0.20), ("<=", 0.45))
+        gates.append(_observed("target", "mean top-1 probability", _each(top1, captions), bounds1))
+        gates.append(_observed("target", "mean top-10 probability", _each(top10, captions), bounds10))
+        gates.append(_observed("target", "held-out NLL, nats a token", _each(nll, captions)))
         return gates
 
     def _drafter(self) -> Iterator[QualityGate]:
