@@ -156,7 +156,9 @@ def make_dataset(
             parts[-1].fill(count, _SHARD_ROWS, _encoder(data.pictures, reader, mirrored), what, on_progress)
     else:
         key |= {"weights": dict(model.weights), "seed": seed}
-        key |= {"decoding": decoding.model_dump(mode="json"), "dtype": str(getattr(model.target, "dtype", ""))}
+        # `brought` belongs to draftings and rules of other packages, which an autoregressive mode has none of.
+        settings = decoding.model_dump(mode="json", exclude={"brought"})
+        key |= {"decoding": settings, "dtype": str(getattr(model.target, "dtype", ""))}
         parts.append(Shards(work, "samples", key))
         parts[0].fill(len(data), _BATCH, _sampler(data, model, decoding, seed), "sampling from the target", on_progress)
     names = "+".join(shards.folder.name for shards in parts)

@@ -352,7 +352,7 @@ def _write_report(job: DrafterJob, report: TrainReport, evaluated: Sequence[Eval
         "init": job.init_name,
         "sequences": len(job.data),
         "recipe": job.recipe.model_dump(mode="json"),
-        "decoding": job.decoding.model_dump(mode="json"),
+        "decoding": job.decoding.model_dump(mode="json", exclude={"brought"}),
         "steps": report.steps,
         "seconds": round(report.seconds, 1),
         "settings": report.settings,
