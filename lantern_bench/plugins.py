@@ -98,7 +98,7 @@ class Drafting:
 
     def fingerprint(self) -> str:
         """16 hex digits that change with the file of its code."""
-        return _fingerprint(load_code(self.make))
+        return _fingerprint(self.make)
 
 
 class DraftView(Protocol):
@@ -182,14 +182,13 @@ class Rule:
 
     def fingerprint(self) -> str:
         """16 hex digits that change with the file of its code: pictures of two versions are never mixed in a run."""
-        code = self.limit or self.accept
-        return _fingerprint(load_code(code)) if code is not None else _fingerprint(self.name)
+        return _fingerprint(self.limit or self.accept or self.name)
 
 
-def _fingerprint(code: Any) -> str:
+def _fingerprint(code: Code) -> str:
     try:
-        text = Path(inspect.getfile(code)).read_bytes()
-    except (OSError, TypeError):
+        text = Path(inspect.getfile(load_code(code))).read_bytes()
+    except (OSError, TypeError, ValueError):
         text = repr(code).encode()
     return hashlib.sha256(text).hexdigest()[:16]
 
@@ -208,35 +207,29 @@ class Mode:
 _Row = TypeVar("_Row", Rule, Drafting)
 
 
-def find_rows(group: str, kind: type[_Row], taken: Collection[str], draftings: Collection[str] = ()) -> dict[str, _Row]:
+def find_rows(
+    group: str,
+    kind: type[_Row],
+    taken: Collection[str],
+    draftings: Collection[str] = (),
+    entries: Iterable[metadata.EntryPoint] | None = None,
+) -> dict[str, _Row]:
     """All rows of a kind from other packages, by name; `taken` names they may not have, `draftings` a rule may name.
 
-    Raises `RefusedError` for one that cannot be imported, is no such row, or has a name that is taken.
+    `entries` are the entry points to read, by default the installed ones of the group. Raises `RefusedError` for one
+    that cannot be imported, is no such row, or has a name that is taken.
     """
-    return checked_rows(_loaded(group, kind.__name__.lower()), kind, taken, draftings)
-
-
-def _loaded(group: str, noun: str) -> Iterable[tuple[str, object]]:
-    for entry in sorted(metadata.entry_points(group=group), key=lambda entry: entry.name):
-        try:
-            yield entry.name, entry.load()
-        except Exception as error:  # whatever another package raises when it is imported
-            raise RefusedError(
-                f"the {noun} {entry.name} cannot be loaded: {type(error).__name__}: {error}",
-                "Mend the package that it comes from, or remove it.",
-            ) from error
-
-
-def checked_rows(
-    loaded: Iterable[tuple[str, object]], kind: type[_Row], taken: Collection[str], draftings: Collection[str] = ()
-) -> dict[str, _Row]:
-    """Return the rows by name; raises `RefusedError` for one that cannot be used."""
     rows: dict[str, _Row] = {}
-    for entry, row in loaded:
+    noun, advice = kind.__name__.lower(), "Mend the package that it comes from, or remove it."
+    for entry in sorted(entries or metadata.entry_points(group=group), key=lambda entry: entry.name):
+        try:
+            row = entry.load()
+        except Exception as error:  # whatever another package raises when it is imported
+            text = f"the {noun} {entry.name} cannot be loaded: {type(error).__name__}: {error}"
+            raise RefusedError(text, advice) from error
         wrong = _wrong(row, kind, {*taken, *rows}, draftings)
-        if wrong or not isinstance(row, kind):
-            noun = kind.__name__.lower()
-            raise RefusedError(f"the {noun} {entry} cannot be used: {wrong}", "Mend the package that it comes from.")
+        if wrong:
+            raise RefusedError(f"the {noun} {entry.name} cannot be used: {wrong}", advice)
         rows[row.name] = row
     return rows
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -151,7 +152,9 @@ def resolve(experiment: Experiment, model_defaults: Mapping[str, Mapping[str, An
             problems.add(place, f"unknown model{did_you_mean(model, known)} (the models are {', '.join(known)})", model)
     problems.raise_all()
     cells = _expand(experiment, known, problems)
-    _note_same_ids(cells, problems)
+    for cell_id, times in Counter(cell.cell_id for cell in cells).items():
+        if times > 1:
+            problems.add(Place("cells"), f"two cells differ too little to be told apart by name: {cell_id}")
     problems.raise_all()
     defaults = {model: float(known[model].get("cfg_scale") or 1.0) for model in experiment.settings.model}
     return ResolvedExperiment(experiment.settings, tuple(cells), defaults)
@@ -174,11 +177,3 @@ def _expand(experiment: Experiment, known: Mapping[str, Mapping[str, Any]] | Non
         if key not in used_flags and all(spec.modes for spec in experiment.cells):
             experiment.note_idle_flag(key, given[0], problems)
     return list(cells)
-
-
-def _note_same_ids(cells: list[Cell], problems: Problems) -> None:
-    first: dict[str, Cell] = {}
-    for cell in cells:
-        if cell.cell_id in first:
-            problems.add(Place("cells"), f"two cells differ too little to be told apart by name: {cell.cell_id}")
-        first[cell.cell_id] = cell

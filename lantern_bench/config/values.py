@@ -86,25 +86,21 @@ def read_parameter(key: str, raw: object, place: Place, problems: Problems) -> t
     items = raw if isinstance(raw, list) and not (key == "tree" and is_tree(raw)) else [raw]
     if not items:
         problems.add(place, "an empty list; give at least one value")
-    good = []
+    good, parameter = [], PARAMETERS[key]
     for item in items:
         try:
-            good.append(Given(_read_tree(item, place) if key == "tree" else _read_one(key, item), place))
-        except ValueError as error:
-            problems.add(place, str(error), "(empty)" if item is None else item)
+            if key == "tree":
+                good.append(Given(_read_tree(item, place), place))
+            elif parameter.choices and item not in parameter.choices:
+                noun, choices = "mode" if key == "mode" else "value", ", ".join(parameter.choices)
+                hint = did_you_mean(item, parameter.choices)
+                raise ValueError(f"unknown {noun}{hint} ({parameter.allowed} {choices})")
+            else:
+                good.append(Given(adapter(key).validate_python(item), place))
+        except ValueError as error:  # pydantic's errors are ValueErrors
+            text = parameter.allowed if isinstance(error, ValidationError) else str(error)
+            problems.add(place, text, "(empty)" if item is None else item)
     return tuple(good)
-
-
-def _read_one(key: str, item: object) -> Any:
-    parameter = PARAMETERS[key]
-    if parameter.choices and item not in parameter.choices:
-        noun = "mode" if key == "mode" else "value"
-        raise ValueError(f"unknown {noun}{did_you_mean(item, parameter.choices)} "
-                         f"({parameter.allowed} {', '.join(parameter.choices)})")  # fmt: skip
-    try:
-        return adapter(key).validate_python(item)
-    except ValidationError as error:
-        raise ValueError(parameter.allowed) from error
 
 
 def is_tree(raw: list[Any]) -> bool:
@@ -115,7 +111,10 @@ def is_tree(raw: list[Any]) -> bool:
 def _read_tree(item: object, place: Place) -> Any:
     """Return a tree's name, or its checked paths when it has none."""
     if isinstance(item, str) and item.startswith("@"):
-        item = _tree_file(place.folder / item[1:])
+        try:
+            item = yaml.safe_load((place.folder / item[1:]).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ValueError(f"cannot be read as a tree: {' '.join(str(error).split())}") from error
     if isinstance(item, str):
         if item not in STATIC_TREES:
             raise ValueError(f"unknown tree{did_you_mean(item, STATIC_TREES)} (the trees are "
@@ -129,13 +128,6 @@ def _read_tree(item: object, place: Place) -> Any:
         raise ValueError(error.message + (f". {error.advice}" if error.advice else "")) from error
     name = topology_name(topology)
     return name if name in STATIC_TREES else topology
-
-
-def _tree_file(path: Path) -> object:
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"cannot be read as a tree: {' '.join(str(error).split())}") from error
 
 
 @dataclass(frozen=True)

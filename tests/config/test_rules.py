@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.methods import DRAFTINGS, MODES, OUTSIDE_RULES, RELAXED_RULES, RULES
 from lantern_bench.errors import RefusedError
-from lantern_bench.plugins import Rule, checked_rows
+from lantern_bench.plugins import Rule, find_rows
+
+
+class Entry(NamedTuple):
+    """An entry point that is there already."""
+
+    name: str
+    row: object
+
+    def load(self) -> object:
+        return self.row
 
 
 def some(**changes: Any) -> Rule:
@@ -32,13 +42,13 @@ def some(**changes: Any) -> Rule:
 )
 def test_what_cannot_be_used_is_refused(rule: object, wrong: str) -> None:
     with pytest.raises(RefusedError, match=f"the rule entry cannot be used: .*{wrong}"):
-        checked_rows([("entry", rule)], Rule, {*MODES, *DRAFTINGS, *RULES}, ["static", "dynamic"])
+        find_rows("", Rule, {*MODES, *DRAFTINGS, *RULES}, ["static", "dynamic"], [Entry("entry", rule)])
 
 
 def test_two_rules_of_one_name_are_refused() -> None:
-    assert list(checked_rows([("one", some())], Rule, (), ["static"])) == ["mine"]
+    assert list(find_rows("", Rule, (), ["static"], [Entry("one", some())])) == ["mine"]
     with pytest.raises(RefusedError, match="the rule two cannot be used: the name mine is taken"):
-        checked_rows([("one", some()), ("two", some())], Rule, (), ["static"])
+        find_rows("", Rule, (), ["static"], [Entry("one", some()), Entry("two", some())])
 
 
 def test_a_fingerprint_is_of_the_file_that_the_code_stands_in(tmp_path: Path) -> None:
