@@ -75,7 +75,7 @@ class Decoding(BaseModel):
     filter_order: FilterOrder = "top_k_first"
     cfg_scale: Scale = 1.0
     cfg_default: Scale = Field(default=1.0, exclude=True, repr=False)
-    brought: tuple[tuple[str, Any], ...] = ()
+    brought: tuple[tuple[str, Any], ...] = Field(default=(), exclude=True)
 
     @model_validator(mode="before")
     @classmethod
