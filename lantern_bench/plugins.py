@@ -69,7 +69,7 @@ class Drafting:
     """A way to draft.
 
     make: (decoding, target, batch) -> an object as `DraftMethod` of decoding/interface.py. parameters: names of shipped
-    parameters, or a `Parameter` that the drafting brings. defaults: their values where nobody gives one. needs_drafter:
+    parameters, or a `Parameter` that the drafting brings. defaults: their values if none is given. needs_drafter:
     whether the model's drafter is asked. sampled: children are drawn from q; otherwise a draft is deterministic and its
     q is 1. label: how ids and tables write the drafts. adapt: (defaults, given values) -> defaults that fit the given
     values. problem: (key, sentence) for values that do not go together, else None. presets: short words for this
@@ -130,7 +130,7 @@ class Rule:
     neither accepts one child after another, strictly.
 
     bound: the parameter that `limit` gets; it lies strictly between `low` and `high`, and `example` is a value to begin
-    with. neighbours: k where nobody gives it. tensor_bound: `limit` computes with a tensor in place of the number, so
+    with. neighbours: the default k. tensor_bound: `limit` computes with a tensor in place of the number, so
     that one compiled program serves every value. chains: the rule decides only on chains of sampled drafts, by default
     on `tree`. greedy: the rule that takes its place at temperature 0. drafting: of the mode that a rule from another
     package brings. in_id: whether cell ids name the rule where the mode does not.
@@ -166,7 +166,7 @@ class Rule:
 
     @property
     def defaults(self) -> Values:
-        """Values where nobody gives one; a bound has none."""
+        """Default values; a bound has none."""
         return {} if self.limit is None else {"neighbours": self.neighbours}
 
     @property

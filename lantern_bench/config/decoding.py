@@ -50,7 +50,8 @@ class Decoding(BaseModel):
     own (then `topology` holds its paths); `cfg_default` is the model's own guidance scale: the id mentions the scale
     only where it differs. A parameter that the drafting or the rule does not have is None. `brought` holds the
     parameters of draftings from other packages. Greedy decoding (temperature 0) uses no filters and no residual
-    (docs/algorithms.md, section 3): they are set to their defaults, and a rule gives way to its greedy counterpart.
+    (docs/algorithms.md, section 3): they are set to their defaults, and a rule is replaced
+    by its greedy counterpart.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)

@@ -1,8 +1,8 @@
 """The `paper:` block of an experiment: published figures, each with its source and confidence.
 
-A figure is printed as published only when a source was read; what is only remembered is refused here, and a row whose
-figures could not be had stays empty and says so. Anyone who has the paper at hand may fill such a row in a copy of the
-file, with `confidence: user`. How figures are set beside a run's is `report/reproduction.py`.
+A figure needs a source: figures from memory are refused, and a figure without a source stays empty, with a note. Users
+who have the paper may fill such a row in a copy of the file, with `confidence: user`. `report/reproduction.py` compares
+the figures with those of a run.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class PaperRow(BaseModel):
 class Paper(BaseModel):
     """A published table or figure: what it measured, with what, and its rows.
 
-    model, hardware, prompts, images, fid_features, clip_model: what stood behind the figures, None where it is not
-    known; columns: what the table reports; missing: what of it could not be had, said to whoever reads the comparison.
+    model, hardware, prompts, images, fid_features, clip_model: the published setting, None where unknown; columns: what
+    the table reports; missing: a note about figures that could not be had.
     """
 
     model_config = _STRICT

@@ -1,8 +1,8 @@
 """Quality protocols: how pictures are scored. Each has a name and a version that are recorded with its figures.
 
-A figure without its protocol cannot be compared with anything, so everything that can change it stands here: how
-pictures are prepared, which network's features, which CLIP model and which words before the caption. A change to any of
-it is a new version. Judges are made from a protocol in `runs/scoring.py`; where weights lie is not part of it.
+A figure can be compared only under one protocol, so a protocol holds everything that can change a figure: the
+preprocessing, the network of the features, the CLIP model and the words before the caption. Every change is a new
+version. `runs/scoring.py` makes scorers from a protocol; where weights are is not part of it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Preparation:
 class Protocol:
     """A way to score pictures.
 
-    features: the extractor of FID and KID (a name of `metrics.fidelity`), None for none; manifold: that of precision
-    and recall, None for the same. clip_model and clip_prefix: as `measure.clip.load_clip`. accuracy: whether the
-    embedded family's classifier answers. rewards: names of `REWARDS`. reference: what fidelity is measured against
-    where nothing is given; None needs one to be given.
+    features: the extractor of FID and KID (a name of `metrics/features.py`), or None; manifold: that of precision and
+    recall, None for the same. clip_model and clip_prefix: as in `metrics.clip.load_clip`. accuracy: whether the bundled
+    family's classifier scores prompts. rewards: names of `REWARDS`. reference: the default reference pictures; None
+    requires --reference.
     """
 
     name: str
@@ -65,7 +65,7 @@ _ALL = (
     Protocol(
         EMBEDDED,
         1,
-        "the embedded family's own judges, against freshly painted scenes of the held-out captions",
+        "the bundled family's own scorers, against newly painted scenes of the held-out captions",
         features="lanterns-features",
         clip_model="lanterns-clip",
         accuracy=True,
