@@ -8,11 +8,11 @@ prompts by a hash of their text, so that everybody takes the same ones and a lar
 from __future__ import annotations
 
 import csv
+import functools
 import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,19 +56,18 @@ def read_json_lines(path: Path, flag: str) -> Iterator[tuple[int, Any]]:
 
 def check_texts(flag: str, noun: str, texts: Iterable[tuple[str, str]], family: Family) -> None:
     """Raise one `UserError` for the texts that the family cannot take; `texts` are (place, text)."""
-    problems: dict[str, UserError | None] = {}
-    wrong: list[str] = []
-    for place, text in texts:
-        if text not in problems:
-            try:
-                family.check_prompt(text)
-                problems[text] = None
-            except UserError as error:
-                problems[text] = error
-        problem = problems[text]
-        if problem is not None:
-            wrong.append(f"{place}: {problem.message}")
-    refuse(flag, noun, wrong, next((error.advice for error in problems.values() if error and error.advice), None))
+
+    @functools.cache
+    def problem(text: str) -> UserError | None:
+        try:
+            family.check_prompt(text)
+        except UserError as error:
+            return error
+        return None
+
+    wrong = [(place, error) for place, text in texts if (error := problem(text)) is not None]
+    advice = next((error.advice for _, error in wrong if error.advice), None)
+    refuse(flag, noun, [f"{place}: {error.message}" for place, error in wrong], advice)
 
 
 def refuse(flag: str, noun: str, wrong: list[str], advice: str | None = None) -> None:
@@ -97,10 +96,6 @@ def _table(path: Path, flag: str, delimiter: str) -> Iterator[tuple[int, str]]:
             yield rows.line_num, row[column] or ""
 
 
-def _jsonl(path: Path, flag: str) -> Iterator[tuple[int, str]]:
-    return ((number, _text_of(row, f"{flag} line {number}")) for number, row in read_json_lines(path, flag))
-
-
 def _json(path: Path, flag: str) -> Iterator[tuple[int, str]]:
     rows = _parsed(path, flag)
     if isinstance(rows, dict) and "annotations" in rows:
@@ -124,16 +119,16 @@ def _parsed(path: Path, flag: str) -> Any:
 
 def _text_of(row: Any, place: str) -> str:
     text = next((row[name] for name in _COLUMNS if name in row), None) if isinstance(row, dict) else None
-    if not isinstance(text, str):
-        raise UserError(f"{place}: has no text under {' or '.join(_COLUMNS)}")
-    return text
+    if isinstance(text, str):
+        return text
+    raise UserError(f"{place}: has no text under {' or '.join(_COLUMNS)}")
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[tuple[int, str]]]] = {
-    ".csv": partial(_table, delimiter=","),
+    ".csv": functools.partial(_table, delimiter=","),
     ".json": _json,
-    ".jsonl": _jsonl,
-    ".tsv": partial(_table, delimiter="\t"),
+    ".jsonl": lambda path, flag: ((at, _text_of(row, f"{flag} line {at}")) for at, row in read_json_lines(path, flag)),
+    ".tsv": functools.partial(_table, delimiter="\t"),
     ".txt": lambda path, _flag: read_lines(path),
 }
 """The reader of each file type, by suffix: from a file and its flag to line numbers and texts."""
@@ -165,29 +160,23 @@ def _coco(path: Path, flag: str, longest: bool) -> Iterator[Item]:
         yield Item(f"image {image}", f"coco:{image}", caption)
 
 
-def _parti(path: Path, flag: str) -> Iterator[Item]:
-    return (Item(f"line {number}", f"parti:{number}", text) for number, text in _table(path, flag, "\t"))
-
-
 def _imagenet(path: Path | None, flag: str) -> Iterator[Item]:
-    for number, name in enumerate([""] * _IMAGENET_CLASSES if path is None else _class_names(path, flag)):
-        yield Item(f"class {number}", f"imagenet:{number}", class_prompt(number, name))
-
-
-def _class_names(path: Path, flag: str) -> list[str]:
-    """The names of the classes in order: a line each, or JSON as a list or as {"0": [wordnet id, name]}."""
-    if path.suffix.lower() == ".json":
+    """The classes, named in order where there is a file: a line each, or JSON, a list or {"0": [wordnet id, name]}."""
+    if path is None:
+        names = [""] * _IMAGENET_CLASSES
+    elif path.suffix.lower() == ".json":
         data = _parsed(path, flag)
         rows = [data.get(str(number)) for number in range(len(data))] if isinstance(data, dict) else data
         names = [row[-1] if isinstance(row, list) and row else row for row in rows] if isinstance(rows, list) else []
     else:
         names = path.read_text(encoding="utf-8-sig").splitlines()
     for number, name in enumerate(names):
-        if not isinstance(name, str) or not name.strip():
+        if path is not None and not (isinstance(name, str) and name.strip()):
             raise UserError(f"{flag} line {number + 1}: has no name for class {number}")
     if len(names) != _IMAGENET_CLASSES:
         raise UserError(f"{flag}: names {len(names)} classes, must name {_IMAGENET_CLASSES}")
-    return [str(name).strip() for name in names]
+    for number, name in enumerate(names):
+        yield Item(f"class {number}", f"imagenet:{number}", class_prompt(number, name.strip()))
 
 
 class PublishedSet(NamedTuple):
@@ -199,25 +188,19 @@ class PublishedSet(NamedTuple):
 
 
 SETS = {
-    "coco": PublishedSet(partial(_coco, longest=True), "captions_val2017.json"),
-    "coco-longest": PublishedSet(partial(_coco, longest=True), "captions_val2017.json"),
-    "coco-first": PublishedSet(partial(_coco, longest=False), "captions_val2017.json"),
-    "parti": PublishedSet(_parti, "PartiPrompts.tsv"),
+    "coco": PublishedSet(functools.partial(_coco, longest=True), "captions_val2017.json"),
+    "coco-longest": PublishedSet(functools.partial(_coco, longest=True), "captions_val2017.json"),
+    "coco-first": PublishedSet(functools.partial(_coco, longest=False), "captions_val2017.json"),
+    "parti": PublishedSet(
+        lambda path, flag: (Item(f"line {at}", f"parti:{at}", text) for at, text in _table(path, flag, "\t")),
+        "PartiPrompts.tsv",
+    ),
     "imagenet": PublishedSet(_imagenet, "a file with a name a line", needs_file=False),
 }
 """The sets by the word before the colon: `coco:captions_val2017.json`."""
 
 
 # ---- The value of --prompts
-
-
-class _Request(NamedTuple):
-    """A parsed `--prompts`: a name or file, its published set, and the part to take."""
-
-    name: str
-    kind: str | None
-    path: Path | None
-    part: str
 
 
 def load_prompts(source: str, family: Family) -> list[Prompt]:
@@ -227,20 +210,19 @@ def load_prompts(source: str, family: Family) -> list[Prompt]:
     Blank prompts are skipped. Raises one `UserError` that names `--prompts` and its value: no such set or file, a file
     that cannot be read, or the first prompts that the family cannot take, with their places.
     """
-    request = _parse(source, family)
-    sets = family.prompt_sets()
-    if request.name in sets and request.kind is None:
-        own = enumerate(sets[request.name], start=1)
-        items = [Item(f"prompt {number}", f"{request.name}:{number}", text) for number, text in own]
+    name, kind, path, part = _parse(source, family)
+    if kind is None and path is None:
+        own = enumerate(family.prompt_sets()[name], start=1)
+        items = [Item(f"prompt {number}", f"{name}:{number}", text) for number, text in own]
     else:
-        items = _read(source, request)
+        items = _read(source, kind, path)
     check_texts(f"--prompts {source}", "prompts", ((item.place, item.text) for item in items), family)
-    return _part(source, request.part, [Prompt(item.text, item.source) for item in items])
+    return _part(source, part, [Prompt(item.text, item.source) for item in items])
 
 
 def prompt_facts(source: str, family: Family, prompts: list[Prompt]) -> dict[str, Any]:
     """Describe prompts for the manifest: the set, its file's SHA-256, how many, and a hash of their ids."""
-    path = _parse(source, family).path
+    _name, _kind, path, _part = _parse(source, family)
     ids = list(dict.fromkeys(prompt.id for prompt in prompts))
     return {
         "set": source,
@@ -250,12 +232,13 @@ def prompt_facts(source: str, family: Family, prompts: list[Prompt]) -> dict[str
     }
 
 
-def _parse(source: str, family: Family) -> _Request:
+def _parse(source: str, family: Family) -> tuple[str, str | None, Path | None, str]:
+    """The name in a `--prompts`, its published set, its file, and the part to take; a family's set has neither."""
     sets = family.prompt_sets()
     match = re.fullmatch(r"(.*?)#(\d+(?:-\d+)?)", source, flags=re.DOTALL)
     name, part = (match[1], match[2]) if match else (source, "")
     if name in sets:
-        return _Request(name, None, None, part)
+        return name, None, None, part
     kind, colon, rest = name.partition(":")
     if kind in SETS:
         if not rest and (SETS[kind].needs_file or colon):
@@ -270,20 +253,18 @@ def _parse(source: str, family: Family) -> _Request:
             f"--prompts {source}: no such file{hint}",
             f"The sets are {', '.join(known)}; or give a file that ends with {', '.join(READERS)}.",
         )
-    return _Request(name, kind or None, path, part)
+    return name, kind or None, path, part
 
 
-def _read(source: str, request: _Request) -> list[Item]:
+def _read(source: str, kind: str | None, path: Path | None) -> list[Item]:
     """All prompts of a file or of a published set, blank ones skipped."""
-    flag, path = f"--prompts {source}", request.path or Path(request.name)
+    flag = f"--prompts {source}"
     try:
-        if request.kind is not None:
-            items = list(SETS[request.kind].read(request.path, flag))
-        elif path.suffix.lower() in READERS:
-            texts, unit = (
-                READERS[path.suffix.lower()](path, flag),
-                "entry" if path.suffix.lower() == ".json" else "line",
-            )
+        if kind is not None:
+            items = list(SETS[kind].read(path, flag))
+        elif path is not None and (suffix := path.suffix.lower()) in READERS:
+            unit = "entry" if suffix == ".json" else "line"
+            texts = READERS[suffix](path, flag)
             items = [Item(f"{unit} {number}", f"{path.name}:{number}", text) for number, text in texts]
         else:
             raise UserError(f"{flag}: unknown file type", f"Give a file that ends with {', '.join(READERS)}.")
@@ -303,11 +284,10 @@ def _part(source: str, part: str, prompts: list[Prompt]) -> list[Prompt]:
     first, dash, last = part.partition("-")
     begin, end = (int(first), int(last)) if dash else (0, int(first))
     if not begin < end <= len(unique):
-        raise UserError(
-            f"--prompts {source}: there are {len(unique)} prompts", f"Take a part of at most {len(unique)}."
-        )
+        raise UserError(f"--prompts {source}: there are {len(unique)} prompts", f"Take at most {len(unique)}.")
     if dash:
         return unique[begin:end]
-    ranked = sorted(unique, key=lambda one: hashlib.blake2b(f"part:{one.id}".encode(), digest_size=8).hexdigest())
-    taken = set(ranked[:end])
+    taken = set(
+        sorted(unique, key=lambda one: hashlib.blake2b(f"part:{one.id}".encode(), digest_size=8).digest())[:end]
+    )
     return [prompt for prompt in unique if prompt in taken]

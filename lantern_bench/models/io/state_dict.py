@@ -60,21 +60,23 @@ def fill(
     a tensor of an unsupported type or with values that are not finite.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    _check(checkpoint, shapes, key_map, computed, wanted)
+    expected = {
+        piece.key: (piece.file_rows or piece.rows or shapes[name][0], *shapes[name][1:])
+        for name, pieces in key_map.items()
+        for piece in pieces
+    }
+    _check(checkpoint, expected, computed, wanted)
     state: dict[str, Tensor] = {}
     for name, pieces in key_map.items():
         tensor = torch.empty(shapes[name], dtype=dtype, device=device)
-        at = 0
-        for piece in pieces:
-            rows = shapes[name][0] if piece.rows is None else piece.rows
+        for piece, part in _rows_of(tensor, pieces):
             read = checkpoint[piece.key]
             if read.dtype not in _FLOATS:
                 raise UserError(
                     f"{checkpoint.path}: {piece.key} has the unsupported type {str(read.dtype)[6:]}",
                     "Weights must be float32, bfloat16, float16 or float64; quantised weights are not supported.",
                 )
-            tensor[at : at + rows].copy_(read if piece.prepare is None else piece.prepare(read))
-            at += rows
+            part.copy_(read if piece.prepare is None else piece.prepare(read))
         if not torch.isfinite(tensor).all():
             raise UserError(
                 f"{checkpoint.path}: {name} has numbers that are not finite in {str(dtype).removeprefix('torch.')}",
@@ -99,30 +101,23 @@ def export(module: nn.Module, key_map: KeyMap) -> dict[str, Tensor]:
     state = module.state_dict()
     out: dict[str, Tensor] = {}
     for name, pieces in key_map.items():
-        at = 0
-        for piece in pieces:
-            rows = state[name].shape[0] if piece.rows is None else piece.rows
+        for piece, part in _rows_of(state[name], pieces):
             if piece.file_rows is not None:
                 raise ValueError(f"{piece.key}: only some of its rows are loaded, so it cannot be exported")
-            part = state[name][at : at + rows]
             out[piece.key] = (part if piece.undo is None else piece.undo(part)).detach().cpu().clone().contiguous()
-            at += rows
     return out
 
 
+def _rows_of(tensor: Tensor, pieces: Iterable[Piece]) -> Iterable[tuple[Piece, Tensor]]:
+    """Each piece with its rows of a tensor."""
+    sizes = [tensor.shape[0] if piece.rows is None else piece.rows for piece in pieces]
+    return zip(pieces, tensor.split(sizes), strict=True)
+
+
 def _check(
-    checkpoint: Checkpoint,
-    shapes: Mapping[str, tuple[int, ...]],
-    key_map: KeyMap,
-    computed: Callable[[str], bool],
-    wanted: str,
+    checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], computed: Callable[[str], bool], wanted: str
 ) -> None:
-    """Raise one `UserError` for all keys that do not fit."""
-    expected = {
-        piece.key: (piece.file_rows or piece.rows or shapes[name][0], *shapes[name][1:]) if shapes[name] else ()
-        for name, pieces in key_map.items()
-        for piece in pieces
-    }
+    """Raise one `UserError` for all keys that do not fit; `expected` are the shapes of the file's tensors."""
     missing = [key for key in expected if key not in checkpoint]
     unexpected = [key for key in checkpoint if key not in expected and not computed(key)]
     misshapen = [
@@ -130,20 +125,16 @@ def _check(
         for key, shape in expected.items()
         if key in checkpoint and checkpoint.shape(key) != shape
     ]
-    if not (missing or unexpected or misshapen):
-        return
-    kind = what_is(checkpoint)
-    told = f": it is {kind}" if kind is not None and len(missing) * 2 > len(expected) else ""
     problems = (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen))
-    lines = [f"\n  {len(keys)} {what}: {', '.join(keys)}" for what, keys in problems if keys]
-    raise UserError(f"{checkpoint.path}: does not hold {wanted}{told}{''.join(lines)}")
+    if lines := [f"\n  {len(keys)} {what}: {', '.join(keys)}" for what, keys in problems if keys]:
+        kind = what_is(checkpoint) if len(missing) * 2 > len(expected) else None
+        told = f": it is {kind}" if kind is not None else ""
+        raise UserError(f"{checkpoint.path}: does not hold {wanted}{told}{''.join(lines)}")
 
 
 def _shape(shape: Iterable[int]) -> str:
     return "x".join(map(str, shape)) or "a number"
 
-
-# ---- The names of transformers' Llama
 
 AROUND: Mapping[str, str] = {
     "transformer.tok_embeddings.": "model.embed_tokens.",
@@ -175,10 +166,9 @@ def llama_key_map(
     """
 
     def rename(name: str) -> str:
-        for ours, theirs in around.items():
-            if name.startswith(ours):
-                name = theirs + name.removeprefix(ours)
-                break
+        prefix = next((ours for ours in around if name.startswith(ours)), None)
+        if prefix is not None:
+            name = around[prefix] + name.removeprefix(prefix)
         for ours, theirs in _INSIDE.items():
             name = name.replace(f".{ours}", f".{theirs}")
         return name
