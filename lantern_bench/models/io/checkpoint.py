@@ -15,11 +15,10 @@ import pickletools
 import re
 import warnings
 import zipfile
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -39,8 +38,6 @@ _KINDS: tuple[tuple[str, str], ...] = (
     (r"fc\.weight$", "an EAGLE drafter"),
     (r"model\.layers\.\d+\.self_attn\.", "a Llama language model"),
 )
-
-
 # Keys under which training frameworks save a state dict: DDP scripts, DeepSpeed, Lightning; FSDP uses none.
 _CONTAINERS = ("model", "module", "state_dict")
 _WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module)\.")
@@ -91,17 +88,6 @@ class Checkpoint(Mapping[str, Tensor]):
         return len(self._tensors)
 
 
-class _File(ABC):
-    """One file: the shape of every tensor in it, and the training settings where it has them."""
-
-    path: Path
-    shapes: Mapping[str, tuple[int, ...]]
-    settings: Mapping[str, Any] = MappingProxyType({})
-
-    @abstractmethod
-    def tensor(self, name: str) -> Tensor: ...
-
-
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a checkpoint: a `.safetensors` file, a torch file, or a directory with one of them, sharded or not.
 
@@ -124,10 +110,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def _files_of(path: Path) -> list[Path]:
     """The files of a checkpoint: the path itself, the one in a directory, or the shards that an index names."""
     if path.is_dir():
-        found = next((path / name for name in _IN_FOLDER if (path / name).is_file()), None)
-        if found is None:
+        names = [name for name in _IN_FOLDER if (path / name).is_file()]
+        if not names:
             raise UserError(f"{path}: holds no weights", f"One of {', '.join(_IN_FOLDER)} is needed.")
-        path = found
+        path /= names[0]
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     if path.suffix != ".json":
@@ -158,8 +144,10 @@ def _open(path: Path) -> _File:
     return _Pickled(path, zipped=head.startswith(b"PK"))
 
 
-class _Safetensors(_File):
+class _Safetensors:
     """A safetensors file; each read maps it anew, so that only the tensor that is read stays in memory."""
+
+    settings: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -175,16 +163,15 @@ class _Safetensors(_File):
         return found
 
 
-class _Pickled(_File):
+class _Pickled:
     """A file of `torch.save`: memory-mapped where it is a zip file; the legacy format is read as a whole."""
 
     def __init__(self, path: Path, zipped: bool) -> None:
-        self.path, self._zipped = path, zipped
-        self._touched = 0
+        self.path, self._zipped, self._touched = path, zipped, 0
         loaded = self._load()
         args = loaded.get("args") if isinstance(loaded, Mapping) else None
-        if isinstance(args, argparse.Namespace | Mapping):
-            self.settings = args if isinstance(args, Mapping) else vars(args)
+        args = vars(args) if isinstance(args, argparse.Namespace) else args
+        self.settings: Mapping[str, Any] = args if isinstance(args, Mapping) else {}
         self._state: Mapping[str, Tensor] | None = _state_dict(path, loaded)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._state.items()}
 
@@ -207,27 +194,26 @@ class _Pickled(_File):
                 warnings.simplefilter("ignore")
                 return torch.load(self.path, map_location="cpu", mmap=self._zipped or None, weights_only=True)
         except pickle.UnpicklingError as error:
-            code = _code_in(self.path, str(error))
-            if code is None:
-                raise UserError(f"{self.path}: cannot be read as a checkpoint ({_short(error)})", _ADVICE) from error
-            raise UserError(
-                f"{self.path}: is a pickle with code in it ({code}); such files are neither run nor loaded",
-                "Save the state dict alone, or convert it to safetensors.",
-            ) from error
+            problem, advice = f"cannot be read as a checkpoint ({_short(error)})", _ADVICE
+            if (code := _code_in(self.path, str(error))) is not None:
+                problem = f"is a pickle with code in it ({code}); such files are neither run nor loaded"
+                advice = "Save the state dict alone, or convert it to safetensors."
+            raise UserError(f"{self.path}: {problem}", advice) from error
         except (RuntimeError, EOFError, ValueError, LookupError, AttributeError, OSError) as error:
             raise UserError(f"{self.path}: is truncated or no checkpoint ({_short(error)})", _ADVICE) from error
 
 
+_File: TypeAlias = _Safetensors | _Pickled
+
+
 def _state_dict(path: Path, loaded: Any) -> Mapping[str, Tensor]:
     """The state dict in the content of a file, in as many containers as there are; else raises `UserError`."""
-    while isinstance(loaded, Mapping):
-        inner = next((loaded[name] for name in _CONTAINERS if isinstance(loaded.get(name), Mapping)), None)
-        if inner is None:
-            break
-        loaded = inner
     if not isinstance(loaded, Mapping) or not loaded:
         what = "nothing" if isinstance(loaded, Mapping) else f"a {type(loaded).__name__}"
         raise UserError(f"{path}: holds {what}, not tensors by name")
+    for name in _CONTAINERS:
+        if isinstance(loaded.get(name), Mapping):
+            return _state_dict(path, loaded[name])
     wrong = [str(name) for name, value in loaded.items() if not isinstance(value, Tensor)]
     if wrong:
         raise UserError(f"{path}: is no state dict: not a tensor: {', '.join(wrong[:5])}")

@@ -10,26 +10,21 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import cache_folder, file_sha256, remembered_sha256, write_atomically
 
-UNPINNED = "main"
 
-
-@dataclass(frozen=True)
-class Licence:
+class Licence(NamedTuple):
     """A licence by its name in the repository, and what to know before downloading."""
 
     name: str
     note: str = ""
 
 
-@dataclass(frozen=True)
-class HubFile:
+class HubFile(NamedTuple):
     """A file of a repository; `sha256` in hex where it is pinned. An optional file may be missing."""
 
     path: str
@@ -37,28 +32,26 @@ class HubFile:
     optional: bool = False
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """One repository that has a part of a model. `revision` is a commit, or `main`; `layout` names the key map."""
 
     repo: str
     files: tuple[HubFile, ...]
     licence: Licence
-    revision: str = UNPINNED
+    revision: str = "main"
     layout: str = ""
 
     @property
     def commit(self) -> str | None:
         """The pinned commit; None where the revision moves with its repository."""
-        return None if self.revision == UNPINNED else self.revision
+        return None if self.revision == "main" else self.revision
 
     def pinned_sha256(self, file: str) -> str | None:
         """The SHA-256 that is pinned for a file."""
         return next((one.sha256 for one in self.files if one.path == file), None)
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A part of a model and its sources: any complete one is used, the first is downloaded."""
 
     name: str
@@ -96,7 +89,7 @@ def _shards(name: str, ending: str, count: int) -> tuple[HubFile, ...]:
 def _t5(weights: tuple[HubFile, ...]) -> Source:
     words = _files("config.json", "tokenizer.json", "tokenizer_config.json")
     files = (*weights, *words, *_files("special_tokens_map.json", "spiece.model", optional=True))
-    return Source("google/flan-t5-xl", files, APACHE, revision="7d6315df2c2fb742f0f5b556879d730926ca9001")
+    return Source("google/flan-t5-xl", files, APACHE, "7d6315df2c2fb742f0f5b556879d730926ca9001")
 
 
 T5 = Part("text_encoder", (_t5(_shards("model", "safetensors", 2)), _t5(_shards("pytorch_model", "bin", 2))))
@@ -142,16 +135,12 @@ _ANOLE = _chameleon("leloy/Anole-7b-v0.1-hf", 3, ANOLE_HF, "4f2c679ff6eb0291e781
 _LUMINA = _chameleon("Alpha-VLLM/Lumina-mGPT-7B-768", 2, CHAMELEON, "9624463a82ea5ce814af9b561dcd08a31082c3af")
 _ANOLE_DRAFTER = Source("jadohu/anole_drafter", _files("config.json", "pytorch_model.bin"), APACHE)
 
+_C2I_SIZES = ("B-256", "B-384", "L-256", "L-384", "XL-384", "XXL-384", "3B-384")
+
 SOURCES: dict[str, tuple[Part, ...]] = {
     "llamagen-t2i-stage1": _t2i("t2i_XL_stage1_256.pt", "LlamaGen-T2I", "llamagen_drafter"),
     "llamagen-t2i-stage2": _t2i("t2i_XL_stage2_512.pt", "LlamaGen-T2I-2", "llamagen2_drafter"),
-    "llamagen-c2i-B-256": _c2i("c2i_B_256.pt"),
-    "llamagen-c2i-B-384": _c2i("c2i_B_384.pt"),
-    "llamagen-c2i-L-256": _c2i("c2i_L_256.pt"),
-    "llamagen-c2i-L-384": _c2i("c2i_L_384.pt"),
-    "llamagen-c2i-XL-384": _c2i("c2i_XL_384.pt"),
-    "llamagen-c2i-XXL-384": _c2i("c2i_XXL_384.pt"),
-    "llamagen-c2i-3B-384": _c2i("c2i_3B_384.pt"),
+    **{f"llamagen-c2i-{size}": _c2i(f"c2i_{size.replace('-', '_')}.pt") for size in _C2I_SIZES},
     "anole-7b": (Part("target", (_ANOLE,)), Part("tokenizer", (_VQGAN,)), Part("drafter", (_ANOLE_DRAFTER,))),
     # The LANTERN authors have published no drafter for Lumina-mGPT.
     "lumina-mgpt-7b-768": (Part("target", (_LUMINA,)), Part("tokenizer", (_VQGAN,))),
@@ -167,8 +156,7 @@ WEIGHTS_FOLDER_VARIABLE = "LANTERN_BENCH_WEIGHTS"
 _FOLDERS = ("{repo}", "{name}", "t5/{name}", "t5-ckpt/{name}", "trained_drafters/{name}", "chameleon")
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """A part that is on this machine: its source, its directory, and each file's path by its name in the source."""
 
     part: str
@@ -184,8 +172,7 @@ class Found:
 
 def weights_root() -> Path:
     """The directory of the weights: `LANTERN_BENCH_WEIGHTS`, else `weights` in the user's cache directory."""
-    named = os.environ.get(WEIGHTS_FOLDER_VARIABLE)
-    return Path(named) if named else cache_folder() / "weights"
+    return Path(os.environ.get(WEIGHTS_FOLDER_VARIABLE) or cache_folder() / "weights")
 
 
 def parts_of(model: str) -> tuple[Part, ...]:
@@ -200,7 +187,7 @@ def parts_of(model: str) -> tuple[Part, ...]:
 
 def find_part(model: str, part: str, root: Path | None = None) -> Found | None:
     """Find a part of a model: the first complete source on this machine, else None."""
-    base = root if root is not None else weights_root()
+    base = root or weights_root()
     for source in _sources(model, part):
         name = source.repo.split("/")[-1]
         folders = [base / place.format(repo=source.repo, name=name) for place in _FOLDERS]
@@ -214,17 +201,16 @@ def find_part(model: str, part: str, root: Path | None = None) -> Found | None:
 
 def require_part(model: str, part: str, root: Path | None = None) -> Found:
     """Find a part of a model; raises `RefusedError` with the command that downloads it."""
-    found = find_part(model, part, root)
-    if found is None:
-        source = _sources(model, part)[0]
-        first, *more = [file.path for file in source.files if not file.optional]
-        raise RefusedError(
-            f"the {part.replace('_', ' ')} of {model} is not on this machine: {source.repo} "
-            f"{f'({first} and {len(more)} more)' if more else first} is neither under "
-            f"{root if root is not None else weights_root()} nor in the Hugging Face cache",
-            f"Type `lantern-bench weights get {model}`, or set {WEIGHTS_FOLDER_VARIABLE} to the directory that has it.",
-        )
-    return found
+    if (found := find_part(model, part, root)) is not None:
+        return found
+    source = _sources(model, part)[0]
+    first, *more = [file.path for file in source.files if not file.optional]
+    files = f"({first} and {len(more)} more)" if more else first
+    raise RefusedError(
+        f"the {part.replace('_', ' ')} of {model} is not on this machine: {source.repo} {files} is neither under "
+        f"{root or weights_root()} nor in the Hugging Face cache",
+        f"Type `lantern-bench weights get {model}`, or set {WEIGHTS_FOLDER_VARIABLE} to the directory that has it.",
+    )
 
 
 class ExpectedPaths(Mapping[str, Path]):
@@ -304,7 +290,7 @@ def hashes_of(found: Found, root: Path | None = None) -> dict[str, str]:
 
     Raises `RefusedError` for a file whose hash is not the pinned or recorded one.
     """
-    ledger, source = Ledger(root if root is not None else weights_root()), found.source
+    ledger, source = Ledger(root or weights_root()), found.source
     hashes = {file: remembered_sha256(path) for file, path in found.paths.items()}
     for file, path in found.paths.items():
         expected = source.pinned_sha256(file) or ledger.entry(source.repo, file).get("sha256")
@@ -322,16 +308,11 @@ def hashes_of(found: Found, root: Path | None = None) -> dict[str, str]:
 # ---- Download
 
 
-@dataclass(frozen=True)
-class Missing:
-    """Files of one source that are not on this machine."""
-
-    source: Source
-    files: tuple[HubFile, ...]
+Missing: TypeAlias = tuple[Source, tuple[HubFile, ...]]
+"""A source, and its files that are not on this machine."""
 
 
-@dataclass(frozen=True)
-class Fetched:
+class Fetched(NamedTuple):
     """A file that was downloaded: its SHA-256, its commit, and whether the hash was known before."""
 
     source: Source
@@ -345,17 +326,15 @@ def missing_files(model: str, root: Path) -> list[Missing]:
     """The files that complete a model: of each incomplete part, those of its first source that are not here."""
     sources = [part.choices[0] for part in parts_of(model) if find_part(model, part.name, root) is None]
     return [
-        Missing(source, tuple(file for file in source.files if not (root / source.repo / file.path).exists()))
+        (source, tuple(file for file in source.files if not (root / source.repo / file.path).exists()))
         for source in sources
     ]
 
 
 def licences(missing: Sequence[Missing]) -> dict[Licence, list[str]]:
     """The licences of files, each with its repositories, in the order of the files."""
-    found: dict[Licence, dict[str, None]] = {}
-    for one in missing:
-        found.setdefault(one.source.licence, {})[one.source.repo] = None
-    return {licence: list(repos) for licence, repos in found.items()}
+    pairs = dict.fromkeys((source.licence, source.repo) for source, _files in missing)
+    return {licence: [repo for kind, repo in pairs if kind == licence] for licence, _repo in pairs}
 
 
 def fetch(missing: Sequence[Missing], root: Path, bars: bool = True) -> Iterator[Fetched]:
@@ -375,7 +354,7 @@ def fetch(missing: Sequence[Missing], root: Path, bars: bool = True) -> Iterator
     except OSError as error:
         raise UserError(f"--dir {root}: cannot be written: {error.strerror}") from error
     ledger = Ledger(root)
-    for source, commit, named in [_described(one) for one in missing]:
+    for source, commit, named in [_described(*one) for one in missing]:
         folder = root / source.repo
         with _explained(source.repo):
             snapshot_download(source.repo, revision=commit, allow_patterns=list(named), local_dir=folder)
@@ -394,18 +373,17 @@ def fetch(missing: Sequence[Missing], root: Path, bars: bool = True) -> Iterator
             yield Fetched(source, file, sha256, commit, known is not None)
 
 
-def _described(one: Missing) -> tuple[Source, str, dict[str, str | None]]:
+def _described(source: Source, files: Sequence[HubFile]) -> tuple[Source, str, dict[str, str | None]]:
     """A source, its commit, and its files to download with the SHA-256 that the hub names for large ones."""
     from huggingface_hub import HfApi
 
-    source = one.source
     with _explained(source.repo):
         info = HfApi().model_info(source.repo, revision=source.revision, files_metadata=True)
     named = {file.rfilename: file.lfs.sha256 if file.lfs else None for file in info.siblings or ()}
-    absent = [file.path for file in one.files if not file.optional and file.path not in named]
+    absent = [file.path for file in files if not file.optional and file.path not in named]
     if absent:
         raise RefusedError(f"{source.repo}: the repository no longer has {', '.join(absent)}")
-    return source, str(info.sha), {file.path: named[file.path] for file in one.files if file.path in named}
+    return source, str(info.sha), {file.path: named[file.path] for file in files if file.path in named}
 
 
 @contextmanager
@@ -415,21 +393,16 @@ def _explained(repo: str) -> Iterator[None]:
 
     try:
         yield
-    except errors.OfflineModeIsEnabled as error:
-        raise RefusedError(
-            f"{repo}: not on this machine, and HF_HUB_OFFLINE forbids the download",
-            f"Unset HF_HUB_OFFLINE, or download it elsewhere and give its directory by --dir or "
-            f"{WEIGHTS_FOLDER_VARIABLE}.",
-        ) from error
-    except errors.GatedRepoError as error:
-        raise RefusedError(
-            f"{repo}: gated repository: accept its licence first",
-            f"Accept it at https://huggingface.co/{repo}, then set HF_TOKEN or type `hf auth login`.",
-        ) from error
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
-        raise RefusedError(f"{repo}: the hub no longer has this repository or revision") from error
     except Exception as error:
-        raise RefusedError(
-            f"{repo}: cannot be downloaded: {' '.join(str(error).split())[:200] or type(error).__name__}",
-            "Files that arrived are kept; the same command continues.",
-        ) from error
+        if isinstance(error, errors.OfflineModeIsEnabled):
+            problem, other = "not on this machine, and HF_HUB_OFFLINE forbids the download", WEIGHTS_FOLDER_VARIABLE
+            advice = f"Unset HF_HUB_OFFLINE, or download it elsewhere and give its directory by --dir or {other}."
+        elif isinstance(error, errors.GatedRepoError):
+            problem = "gated repository: accept its licence first"
+            advice = f"Accept it at https://huggingface.co/{repo}, then set HF_TOKEN or type `hf auth login`."
+        elif isinstance(error, errors.RepositoryNotFoundError | errors.RevisionNotFoundError):
+            problem, advice = "the hub no longer has this repository or revision", None
+        else:
+            problem = f"cannot be downloaded: {' '.join(str(error).split())[:200] or type(error).__name__}"
+            advice = "Files that arrived are kept; the same command continues."
+        raise RefusedError(f"{repo}: {problem}", advice) from error

@@ -12,19 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    DirectoryPath,
-    Field,
-    FilePath,
-    PrivateAttr,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BaseModel, BeforeValidator, DirectoryPath, Field, FilePath, ValidationError, ValidationInfo
 
 from lantern_bench.config.methods import PARAMETERS
 from lantern_bench.config.values import Place, Problems, read_parameter, show
@@ -40,7 +28,8 @@ def _relative(value: object, info: ValidationInfo[Path]) -> Path:
     return folder / value
 
 
-def _exists(path: Path) -> Path:
+def _existing(value: object, info: ValidationInfo[Path]) -> Path:
+    path = _relative(value, info)
     if not path.exists():
         raise ValueError("no such file")
     return path
@@ -64,18 +53,32 @@ def _rows_and_columns(value: object) -> object:
     return tuple(value)
 
 
+def _or_stem(name: object, info: ValidationInfo[Path]) -> object:
+    return info.context.stem if name is None else name
+
+
+def _resolved(model: object, info: ValidationInfo[Path]) -> object:
+    """A model's name, or the path of its file relative to this one."""
+    if not isinstance(model, str) or not is_model_file(model):
+        return model
+    path = _relative(model, info)
+    if path.resolve() == info.context.resolve():
+        raise ValueError("is this file itself")
+    return str(path)
+
+
 _PATH = "give a path, relative to this file"
 _Relative = BeforeValidator(_relative)
 
 
-class _Keys(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_by_alias=True)
+class _Keys(BaseModel, extra="forbid", frozen=True, validate_by_alias=True):
+    """A part of a file, without unknown keys."""
 
 
 class CheckpointPart(_Keys):
     """A checkpoint, a file or a directory, and what the file says of its sizes."""
 
-    path: Annotated[Path, AfterValidator(_exists), _Relative] = Field(alias="checkpoint", description=_PATH)
+    path: Annotated[Path, BeforeValidator(_existing)] = Field(alias="checkpoint", description=_PATH)
     config: Annotated[Mapping[str, Any] | None, BeforeValidator(_json_or_mapping)] = None
 
 
@@ -102,7 +105,7 @@ class _AnyModelFile(_Keys):
 
     description: str | None = Field(default=None, pattern=r"\S")
     defaults: dict[str, Any] = Field(default_factory=dict)
-    _path: Path = PrivateAttr()
+    _path: Path
 
     @property
     def path(self) -> Path:
@@ -117,7 +120,7 @@ class _AnyModelFile(_Keys):
 class ModelFile(_AnyModelFile):
     """A file that describes a model; `family` is any name of a family, `grid` rows and columns of image tokens."""
 
-    name: str = Field(default=None, validate_default=True, pattern=r"\S")
+    name: Annotated[str, BeforeValidator(_or_stem)] = Field(default=None, validate_default=True, pattern=r"\S")
     family: str = Field(pattern=r"\S", description="the family the model belongs to, such as llamagen")
     grid: Annotated[tuple[int, int], BeforeValidator(_rows_and_columns)] | None = None
     target: TargetPart = Field(description="give target: {checkpoint: FILE}")
@@ -125,11 +128,6 @@ class ModelFile(_AnyModelFile):
     drafter: FolderPart | None = None
     text_encoder: FolderPart | None = None
     neighbours: TablePart | None = None
-
-    @field_validator("name", mode="before")
-    @classmethod
-    def _or_stem(cls, name: object, info: ValidationInfo[Path]) -> object:
-        return info.context.stem if name is None else name
 
     def wrong(self, key: str, text: str, advice: str | None = None) -> UserError:
         """Return the error for a value of this file; `key` is dotted: `target.config.n_head`."""
@@ -139,18 +137,10 @@ class ModelFile(_AnyModelFile):
 class ExternalDrafter(_AnyModelFile):
     """A file that gives a model another drafter; `model` is the model's name, or the path of its own file."""
 
-    model: str = Field(pattern=r"\S", description="the name of the model, or the path of its file")
+    model: Annotated[str, BeforeValidator(_resolved)] = Field(
+        pattern=r"\S", description="the name of the model, or the path of its file"
+    )
     drafter: FolderPart = Field(description="give drafter: {dir: FOLDER}")
-
-    @field_validator("model")
-    @classmethod
-    def _resolve(cls, model: str, info: ValidationInfo[Path]) -> str:
-        if not is_model_file(model):
-            return model
-        path = _relative(model, info)
-        if path.resolve() == info.context.resolve():
-            raise ValueError("is this file itself")
-        return str(path)
 
 
 def is_model_file(name: str) -> bool:
