@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
 from lantern_bench.cli.options import DEVICE_HELP, FormatOption, command_group
-from lantern_bench.errors import CheckFailedError, RefusedError, UserError
-
-if TYPE_CHECKING:
-    from lantern_bench.console import Console
-    from lantern_bench.models.io.hub_files import Found, Ledger
-    from lantern_bench.plugins import ModelCard
+from lantern_bench.console import Console
+from lantern_bench.errors import CheckFailedError, RefusedError, UserError, did_you_mean
+from lantern_bench.models.io import hub_files
+from lantern_bench.models.io.files import cache_folder, file_sha256
+from lantern_bench.models.io.hub_files import SOURCES
+from lantern_bench.models.io.model_file import is_model_file
+from lantern_bench.models.registry import card_of, cards, load_codes
+from lantern_bench.plugins import ModelCard
 
 _MB = 1e6
 
@@ -26,8 +28,6 @@ def models(
 ) -> None:
     """List the models: size, tokens, required files, which of them are here, and how to get the rest."""
     import pandas as pd
-
-    from lantern_bench.models.registry import card_of, cards
 
     console: Console = ctx.obj
     if model is not None:
@@ -41,9 +41,8 @@ def models(
 
 def _row(card: ModelCard) -> dict[str, Any]:
     """A model as one row; no weights are opened."""
-    from lantern_bench.models.io.hub_files import SOURCES
-
     files = _files(card)
+    here = [file for path in card.weights.values() for file in (path.iterdir() if path.is_dir() else [path])]
     missing = [file["part"] for file in files if not file["found"]]
     get = f"lantern-bench weights get {card.name}" if missing and card.name in SOURCES else ""
     return {
@@ -52,7 +51,7 @@ def _row(card: ModelCard) -> dict[str, Any]:
         "tokens": card.tokens,
         "files": "; ".join(f"{file['part']}: {file['files']}" for file in files),
         "found": ", ".join(file["part"] for file in files if file["found"]),
-        "found_mb": round(sum(_bytes(path) for path in card.weights.values()) / _MB, 1),
+        "found_mb": round(sum(file.stat().st_size for file in here if file.is_file()) / _MB, 1),
         "missing": ", ".join(missing),
         "get": get if files else "not published; describe your own file in a model.yaml",
         "prompts": card.prompt_set,
@@ -64,9 +63,6 @@ def _row(card: ModelCard) -> dict[str, Any]:
 
 def _files(card: ModelCard) -> list[dict[str, Any]]:
     """One row per part of a model: its files, their path here, and their repositories."""
-    from lantern_bench.models.io.hub_files import SOURCES
-    from lantern_bench.models.io.model_file import is_model_file
-
     published = {part.name: part.choices for part in SOURCES.get(card.name, ())}
     own, home = "your model file" if is_model_file(card.name) else "this package", Path.home()
     rows = []
@@ -78,12 +74,6 @@ def _files(card: ModelCard) -> list[dict[str, Any]]:
         row["from"] = " or ".join(dict.fromkeys(choice.repo for choice in choices)) or own
         rows.append(row | {"licence": choices[0].licence.name if choices else card.licence})
     return rows
-
-
-def _bytes(path: Path) -> int:
-    """The size of a file, or of the files in a directory; 0 if it does not exist."""
-    files = path.iterdir() if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def experiments(ctx: typer.Context, format: FormatOption = None) -> None:
@@ -111,8 +101,6 @@ _Model: TypeAlias = Annotated[str, typer.Argument(help="A published model; see `
 @weights.command()
 def get(ctx: typer.Context, model: _Model, dir: _Directory = None) -> None:
     """Fetch the missing files of a model; repeat the command to resume an interrupted download."""
-    from lantern_bench.models.io import hub_files
-
     console: Console = ctx.obj
     root = _root(dir)
     missing = hub_files.missing_files(_published(model), root)
@@ -137,14 +125,12 @@ def check(ctx: typer.Context, model: _Model, dir: _Directory = None, format: For
     """Compare every file of a model with its SHA-256; record the hash of files seen for the first time."""
     import pandas as pd
 
-    from lantern_bench.models.io.hub_files import Ledger, find_part, parts_of
-
     console: Console = ctx.obj
     root = _root(dir)
-    ledger = Ledger(root)
+    ledger = hub_files.Ledger(root)
     rows: list[dict[str, Any]] = []
-    for part in parts_of(_published(model)):
-        if (found := find_part(model, part.name, root)) is not None:
+    for part in hub_files.parts_of(_published(model)):
+        if (found := hub_files.find_part(model, part.name, root)) is not None:
             rows += _checked(found, ledger, console)
             continue
         source = part.choices[0]
@@ -160,10 +146,8 @@ def check(ctx: typer.Context, model: _Model, dir: _Directory = None, format: For
         raise RefusedError(f"{model}: missing {', '.join(missing)}", f"Run {command}.")
 
 
-def _checked(found: Found, ledger: Ledger, console: Console) -> list[dict[str, Any]]:
+def _checked(found: hub_files.Found, ledger: hub_files.Ledger, console: Console) -> list[dict[str, Any]]:
     """Hash the files of a part that is here; one row per file."""
-    from lantern_bench.models.io.files import file_sha256
-
     rows: list[dict[str, Any]] = []
     sizes = {file: path.stat().st_size for file, path in found.paths.items()}
     with console.progress() as progress:
@@ -192,14 +176,12 @@ def where(ctx: typer.Context, dir: _Directory = None, format: FormatOption = Non
     """Show where the weights of every model are."""
     import pandas as pd
 
-    from lantern_bench.models.io.hub_files import SOURCES, find_part
-
     console: Console = ctx.obj
     root = _root(dir)
     rows = []
     for model, parts in SOURCES.items():
         for part in parts:
-            found = find_part(model, part.name, root)
+            found = hub_files.find_part(model, part.name, root)
             source = found.source if found else part.choices[0]
             row = {"model": model, "part": part.name, "repository": source.repo, "licence": source.licence.name}
             rows.append(row | {"place": str(found.path) if found else "missing"})
@@ -208,9 +190,7 @@ def where(ctx: typer.Context, dir: _Directory = None, format: FormatOption = Non
 
 
 def _root(given: Path | None) -> Path:
-    from lantern_bench.models.io.hub_files import weights_root
-
-    root = given if given is not None else weights_root()
+    root = given if given is not None else hub_files.weights_root()
     if root.exists() and not root.is_dir():
         raise UserError(f"--dir {root}: is a file, not a folder", "Give a folder; it is created if missing.")
     return root
@@ -218,10 +198,6 @@ def _root(given: Path | None) -> Path:
 
 def _published(model: str) -> str:
     """The name of a published model, also by an alias of its card; raises `UserError` for any other model."""
-    from lantern_bench.errors import did_you_mean
-    from lantern_bench.models.io.hub_files import SOURCES
-    from lantern_bench.models.registry import card_of
-
     known = f"Published models: {', '.join(SOURCES)}."
     try:
         name = model if model in SOURCES else card_of(model).name
@@ -253,9 +229,7 @@ def neighbours(
     import pandas as pd
 
     from lantern_bench.decoding.neighbours import SPACES
-    from lantern_bench.models.io.files import cache_folder
     from lantern_bench.models.io.neighbour_cache import export_table, neighbour_table, table_path
-    from lantern_bench.models.registry import load_codes
     from lantern_bench.runs.devices import choose_place
 
     console: Console = ctx.obj

@@ -21,8 +21,6 @@ from lantern_bench.models.transformer import TransformerConfig
 from lantern_bench.models.transformer.conditioning import ClassLabel, Condition
 from lantern_bench.models.transformer.target import TransformerTarget
 
-# ---- Memory, computed from modules on the meta device
-
 
 class Size(NamedTuple):
     """The size of a part of a model: parameters (0 for a cache), their type, bytes."""
@@ -52,9 +50,6 @@ def sizes_of(parts: Parts, dtype: torch.dtype, *, guided: bool, nodes: int, batc
     return found
 
 
-# ---- Random weights in the shape of a published model
-
-
 def blueprint(model: str) -> tuple[str, Buildable, Parts]:
     """A model's name, its family, and its modules on the meta device; `UserError` where the architecture is unknown."""
     name = card_of(model).name
@@ -72,12 +67,11 @@ def blueprint(model: str) -> tuple[str, Buildable, Parts]:
 def random_model(model: str, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> LoadedModel:
     """Make a model with weights from `generator` (on `device`); raises `UserError` as `blueprint`."""
     name, family, parts = blueprint(model)
-    label = f"random-{generator.initial_seed()}"
     hashes: dict[str, str] = {}
     for part, module, kind in zip(parts._fields, parts, (dtype, dtype, torch.float32), strict=True):
         if module is not None:
             _fill_at_random(module.to(kind).to_empty(device=device), device, generator)
-            hashes[part] = label
+            hashes[part] = f"random-{generator.initial_seed()}"
     made = family.assemble(name, parts, hashes)
     made.condition = family.random_condition(name, parts)
     made.prepare = lambda _prompts: iter(())
@@ -98,11 +92,6 @@ def _fill_at_random(module: nn.Module, device: torch.device, generator: torch.Ge
     compute_buffers(module, device)
 
 
-# ---- Random weights in a shape given as text
-
-_HEAD_DIM = 64
-
-
 def read_size(text: str) -> TransformerConfig:
     """The shape that a `--size` describes: heads of 64, a feed-forward width of 8/3 of the width; else `UserError`."""
     if re.fullmatch(r"\d+(x\d+){1,3}", text) is None:
@@ -112,10 +101,10 @@ def read_size(text: str) -> TransformerConfig:
         )
     given = [int(part) for part in text.split("x")]
     layers, width, vocabulary, side = given + [16384, 16][len(given) - 2 :]
-    if min(layers, vocabulary, side) < 1 or width < _HEAD_DIM or width % _HEAD_DIM:
-        raise UserError(f"--size {text}: the width must be a multiple of {_HEAD_DIM}, the rest at least 1")
+    if min(layers, vocabulary, side) < 1 or width < 64 or width % 64:
+        raise UserError(f"--size {text}: the width must be a multiple of 64, the rest at least 1")
     ffn = -(-8 * width // 3 // 256) * 256
-    return TransformerConfig(vocabulary, width, layers, width // _HEAD_DIM, ffn, prefix=1, grid=(side, side))
+    return TransformerConfig(vocabulary, width, layers, width // 64, ffn, prefix=1, grid=(side, side))
 
 
 def random_model_of_size(

@@ -109,9 +109,9 @@ def card_of(model: str) -> ModelCard:
     if is_model_file(model):
         return family_of(model).cards()[0]
     known = cards()
-    aliases = {alias: card for card in known.values() for alias in card.also_called}
-    if (card := known.get(model) or aliases.get(model)) is not None:
-        return card
+    for card in known.values():
+        if model in (card.name, *card.also_called):
+            return card
     raise UserError(
         f"--model {model}: unknown model{did_you_mean(model, known)}",
         f"The models are {', '.join(known) or 'none'}; or give a YAML file that describes one.",
@@ -120,10 +120,10 @@ def card_of(model: str) -> ModelCard:
 
 def defaults_of(models: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """The decoding values that every model suggests, by name; also by those of `models` that are files or aliases."""
-    known = cards()
-    aliases = {alias for card in known.values() for alias in card.also_called}
-    others = {model for model in models if model not in known and (is_model_file(model) or model in aliases)}
-    return {name: card.defaults for name, card in known.items()} | {name: card_of(name).defaults for name in others}
+    found = cards()
+    found |= {alias: card for card in found.values() for alias in card.also_called if alias in models}
+    found |= {model: card_of(model) for model in models if is_model_file(model)}
+    return {name: card.defaults for name, card in found.items()}
 
 
 def family_of(model: str) -> Family:

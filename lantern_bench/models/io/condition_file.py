@@ -20,16 +20,15 @@ from lantern_bench.models.llamagen.text_encoder import left_padded
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.transformer.conditioning import CaptionFeatures, Condition
 
-_FEATURES = "It needs embeddings [n, positions, width] and mask [n, positions], 1 for words and 0 for padding."
-_TOKEN_IDS = "It needs input_ids [P] or [n, P], whole numbers, and a mask where some of them are padding."
-
 
 def read_condition(path: Path, model: LoadedModel) -> list[Condition]:
     """The conditions in a file for a model, one per image; raises `UserError` for arrays that do not fit the model."""
     module: Any = getattr(model.target, "cls_embedding", None)
     if model.condition_of_arrays is None and not isinstance(module, CaptionFeatures):
         raise UserError(f"--condition {path}: {model.name} takes no caption features", "Give --class, or a caption.")
-    advice = _FEATURES if model.condition_of_arrays is None else _TOKEN_IDS
+    advice = "It needs embeddings [n, positions, width] and mask [n, positions], 1 for words and 0 for padding."
+    if model.condition_of_arrays is not None:
+        advice = "It needs input_ids [P] or [n, P], whole numbers, and a mask where some of them are padding."
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: np.asarray(file[name]) for name in file.files}
@@ -41,8 +40,7 @@ def read_condition(path: Path, model: LoadedModel) -> list[Condition]:
         if model.condition_of_arrays is not None:
             made = model.condition_of_arrays(arrays)
         else:
-            positions, width = module.uncond_embedding.shape
-            made = _caption_features(arrays, positions, width)
+            made = _caption_features(arrays, *module.uncond_embedding.shape)
     except ValueError as error:
         raise UserError(f"--condition {path}: {error}", advice) from error
     return [Condition(made.values[row : row + 1], made.valid[row : row + 1]) for row in range(len(made.values))]
@@ -53,10 +51,9 @@ def _caption_features(arrays: Mapping[str, np.ndarray], positions: int, width: i
     missing = sorted({"embeddings", "mask"} - set(arrays))
     if missing:
         raise ValueError(f"has no {' and no '.join(missing)}")
-    embeddings, mask = arrays["embeddings"], arrays["mask"].astype(bool)
-    if embeddings.dtype.kind not in "fiu":
+    if arrays["embeddings"].dtype.kind not in "fiu":
         raise ValueError("embeddings must hold numbers")
-    embeddings = embeddings.astype(np.float32)
+    embeddings, mask = arrays["embeddings"].astype(np.float32), arrays["mask"].astype(bool)
     if embeddings.ndim == 2:
         embeddings, mask = embeddings[None], np.atleast_2d(mask)
     if not np.isfinite(embeddings).all():

@@ -71,8 +71,8 @@ _PATH = "give a path, relative to this file"
 _Relative = BeforeValidator(_relative)
 
 
-class _Keys(BaseModel, extra="forbid", frozen=True, validate_by_alias=True):
-    """A part of a file, without unknown keys."""
+class _Keys(BaseModel):
+    model_config = {"extra": "forbid", "frozen": True, "validate_by_alias": True}
 
 
 class CheckpointPart(_Keys):

@@ -23,11 +23,6 @@ from lantern_bench.decoding.neighbours import Space, in_space, index_dtype, near
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import write_atomically
 
-K_MAX = 1000
-"""Columns of a table on disk by default: the most that published settings use."""
-
-_FORMAT = "lantern-bench nearest codes 1"
-
 
 class Codes(NamedTuple):
     """A model's codes: rows [V, d] as stored, the directory of their table, the space of the published distances."""
@@ -42,15 +37,15 @@ def neighbour_table(
     space: Space,
     columns: int,
     folder: Path | None = None,
-    k_max: int = K_MAX,
+    k_max: int = 1000,
     device: torch.device | str = "cpu",
     on_rows: Callable[[int], None] | None = None,
 ) -> Tensor:
     """At least `columns` nearest codes of every code, [V, k] on the CPU in the smallest integer type.
 
     `codebook` [V, d] raw rows. With a `folder` the table there is read, or computed with max(k_max, columns) columns
-    and written where possible. Raises `RefusedError` for a damaged table and ValueError for more columns than there are
-    other codes.
+    and written where possible; published settings use at most 1000. Raises `RefusedError` for a damaged table and
+    ValueError for more columns than there are other codes.
     """
     codes = codebook.shape[0]
     path = table_path(folder, codebook, space) if folder is not None else None
@@ -75,14 +70,13 @@ def table_path(folder: Path, codebook: Tensor, space: Space) -> Path:
 
 def codebook_sha256(codebook: Tensor) -> str:
     """The SHA-256 of the raw rows as float32, row by row, in hex."""
-    return hashlib.sha256(codebook.detach().float().cpu().contiguous().numpy().tobytes()).hexdigest()
+    return _sha256(codebook.detach().float().cpu())
 
 
 def write_table(path: Path, table: Tensor, codebook: Tensor, space: Space) -> None:
     """Write a table [V, k] atomically with the space and hash of its codebook. Raises OSError."""
     kept = table.to(index_dtype(codebook.shape[0])).cpu().contiguous()
-    facts = {"format": _FORMAT, "space": space, "codebook_sha256": codebook_sha256(codebook)}
-    write_atomically(path, save({"table": kept}, metadata=facts | {"table_sha256": _table_sha256(kept)}))
+    write_atomically(path, save({"table": kept}, metadata=_facts(codebook, space) | {"table_sha256": _sha256(kept)}))
 
 
 def read_table(path: Path, codebook: Tensor, space: Space) -> Tensor:
@@ -93,11 +87,10 @@ def read_table(path: Path, codebook: Tensor, space: Space) -> Tensor:
             table: Tensor = file.get_tensor("table")
     except (OSError, SafetensorError) as error:
         raise _refused(path, f"cannot be read: {error}") from error
-    wanted = {"format": _FORMAT, "space": space, "codebook_sha256": codebook_sha256(codebook)}
-    for key, value in wanted.items():
+    for key, value in _facts(codebook, space).items():
         if facts.get(key) != value:
             raise _refused(path, f"its {key.replace('_', ' ')} is {facts.get(key)}, not {value}")
-    if facts.get("table_sha256") != _table_sha256(table) or table.shape[0] != codebook.shape[0]:
+    if facts.get("table_sha256") != _sha256(table) or table.shape[0] != codebook.shape[0]:
         raise _refused(path, "its hash differs from the recorded one")
     return table
 
@@ -114,8 +107,12 @@ def export_table(table: Tensor, path: Path) -> None:
         raise UserError(f"--export {path}: cannot be written: {error.strerror}") from error
 
 
-def _table_sha256(table: Tensor) -> str:
-    return hashlib.sha256(table.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+def _facts(codebook: Tensor, space: Space) -> dict[str, str]:
+    return {"format": "lantern-bench nearest codes 1", "space": space, "codebook_sha256": codebook_sha256(codebook)}
+
+
+def _sha256(rows: Tensor) -> str:
+    return hashlib.sha256(rows.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _refused(path: Path, why: str) -> RefusedError:
