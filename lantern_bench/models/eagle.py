@@ -121,7 +121,7 @@ class EagleDrafter(nn.Module):
 class _Session(CachedSession):
     def __init__(self, drafter: EagleDrafter, *shape: Any) -> None:
         weight = drafter.layer.ffn_norm.weight
-        super().__init__(drafter.config, 1, shape, 3, weight.dtype, weight.device)
+        super().__init__(drafter.config, 1, shape, 3, weight)
         self._drafter = drafter
         self._rows = torch.arange(self._groups * self._batch, device=weight.device)[:, None]
         self._level = 0
@@ -132,22 +132,19 @@ class _Session(CachedSession):
         visible = self._begin(condition, n + 1, features.device)
         visible = visible if self._drafter.mask_padding else torch.ones_like(visible)
         if n > 0:
-            before = self._before_image(condition, n)
+            # The tokens behind each of the first n prefix positions.
+            embed = self._drafter.embed_tokens
+            if self._drafter.config.words is None:
+                before = embed(self._rows.new_zeros(len(self._rows), n))
+            else:
+                before = embed.of_words(prompt_words(condition.values.to(self._rows.device), self._groups)[:, 1:])
             self._forward(before, features[:, :n], self.cache.slots(0, n), prefix_seen(visible, n))
         self._commit_prefix(visible, n)
 
-    def _before_image(self, condition: Condition, n: int) -> Tensor:
-        """The embeddings of the tokens behind each of the first n prefix positions, [rows, n, dim]."""
-        embed = self._drafter.embed_tokens
-        if self._drafter.config.words is None:
-            return embed(self._rows.new_zeros(len(self._rows), n))
-        words = prompt_words(condition.values.to(self._rows.device), self._groups)
-        return embed.of_words(words[:, 1:])
-
     def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> Drafts:
         n = tokens.shape[1]
-        seen = causal_seen(1, n, tokens.device)
-        out = self._forward(self._embed(tokens), features, self.cache.slots(0, n), seen)
+        embedded = self.cache.per_row(self._drafter.embed_tokens(tokens))
+        out = self._forward(embedded, features, self.cache.slots(0, n), causal_seen(1, n, tokens.device))
         self.cache.advance(counts)
         last = self.cache.per_row((counts - 1).clamp_min(0))[:, None]
         # From here on `out` belongs to the root, which `extend` continues.
@@ -159,14 +156,10 @@ class _Session(CachedSession):
             raise RuntimeError("observe comes before extend")
         features = self._features[self._rows, self.cache.per_row(origin)]
         positions = (self.cache.lengths[:, None] + self._level).expand_as(tokens)
-        out = self._forward(self._embed(tokens), features, positions, seen)
-        self._level += 1
-        self._features = out
+        embedded = self.cache.per_row(self._drafter.embed_tokens(tokens))
+        out = self._forward(embedded, features, positions, seen)
+        self._features, self._level = out, self._level + 1
         return self._drafts(out, positions)
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        """Image tokens [B, n] -> [rows, n, dim]."""
-        return self.cache.per_row(self._drafter.embed_tokens(tokens))
 
     def _forward(self, embedded: Tensor, features: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
         drafter = self._drafter
@@ -185,18 +178,14 @@ class _Session(CachedSession):
         return Drafts(*self._split(logits))
 
 
-# ---- Published drafters
-
 # The published code's grid for each kind of input.
 _SIDES = {"c2i": 24, "t2i": 16, "t2i2": 32}
-_EPS = 1e-6
-# Tables and caches that some files hold and every program computes anew.
-_COMPUTED = re.compile(r"(^|\.)(freqs_cis|causal_mask|k_cache|v_cache|inv_freq|cos_cached|sin_cached)$")
 
 
 def is_computed(name: str) -> bool:
-    """Whether a file's tensor is a table or a cache that is computed anew."""
-    return _COMPUTED.search(name) is not None
+    """Whether a file's tensor is a table or a cache, which some files hold and every program computes anew."""
+    tables = r"(^|\.)(freqs_cis|causal_mask|k_cache|v_cache|inv_freq|cos_cached|sin_cached)$"
+    return re.search(tables, name) is not None
 
 
 def check_kind(checkpoint: Checkpoint, needed: str, wanted: str) -> None:
@@ -213,10 +202,12 @@ def load_drafter(folder: Path, target: TransformerTarget, *, dtype: torch.dtype,
     Raises `UserError` for a folder without config.json or weights, sizes that are not the target's, a drafter of
     another stage, and every key that does not fit.
     """
-    stated, chameleon = read_drafter_config(folder), target.config.qk_norm
+    path, chameleon = folder / "config.json", target.config.qk_norm
+    if not path.is_file():
+        raise UserError(f"{path}: no such file", "A published drafter is a folder with config.json and its weights.")
+    if not isinstance(stated := read_json(path), dict):
+        raise UserError(f"{path}: must hold a JSON object")
     config = (chameleon_config if chameleon else drafter_config)(stated, target.config, folder)
-    if not chameleon:
-        _check_stage(stated, target.config, folder)
     checkpoint = open_checkpoint(folder)
     wanted = "an EAGLE drafter of Chameleon" if chameleon else "the EAGLE drafter of its config.json"
     if chameleon:
@@ -240,17 +231,6 @@ def drafter_key_map(drafter: EagleDrafter) -> KeyMap:
     return llama_key_map(drafter, drafter.config, {"layer.": "layers.0."})
 
 
-def read_drafter_config(folder: Path) -> Mapping[str, Any]:
-    """The config.json of a drafter; raises `UserError` when it is missing or no JSON object."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UserError(f"{path}: no such file", "A published drafter is a folder with config.json and its weights.")
-    stated = read_json(path)
-    if not isinstance(stated, dict):
-        raise UserError(f"{path}: must hold a JSON object")
-    return stated
-
-
 def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder: Path) -> TransformerConfig:
     """The sizes of a drafter's one layer for a LlamaGen; raises `UserError` where the two cannot work together."""
     where = folder / "config.json"
@@ -266,17 +246,6 @@ def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder:
     for name, number in (("num_attention_heads", heads), ("intermediate_size", ffn)):
         if not isinstance(number, int) or number < 1 or (name == "num_attention_heads" and target.dim % number):
             raise UserError(f"{where}: {name} is {number}, which cannot be")
-    return replace(
-        target,
-        layers=1,
-        heads=heads,
-        kv_heads=stated.get("num_key_value_heads") or heads,
-        ffn_dim=ffn,
-        norm_eps=float(stated.get("rms_norm_eps", _EPS)),
-    )
-
-
-def _check_stage(stated: Mapping[str, Any], target: TransformerConfig, folder: Path) -> None:
     side = _SIDES.get(str(stated.get("input_type")))
     if side is not None and target.grid != (side, side):
         raise UserError(
@@ -284,6 +253,14 @@ def _check_stage(stated: Mapping[str, Any], target: TransformerConfig, folder: P
             f"grid, and this model's grid is {target.grid[0]}x{target.grid[1]}",
             "Give the drafter that was trained for this model.",
         )
+    return replace(
+        target,
+        layers=1,
+        heads=heads,
+        kv_heads=stated.get("num_key_value_heads") or heads,
+        ffn_dim=ffn,
+        norm_eps=float(stated.get("rms_norm_eps", 1e-6)),
+    )
 
 
 def fresh_drafter(target: TransformerTarget) -> EagleDrafter:

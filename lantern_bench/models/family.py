@@ -36,8 +36,6 @@ class CheckpointFamily(ABC):
     name: str
     defaults: Mapping[str, Any]
 
-    # ---- what a family says
-
     @abstractmethod
     def load_target(
         self, file: ModelFile, published: bool, device: torch.device, dtype: torch.dtype
@@ -66,8 +64,6 @@ class CheckpointFamily(ABC):
     @abstractmethod
     def facts_of_file(self, file: ModelFile) -> dict[str, Any]:
         """The fields of the card of a model file that depend on the family, `description` among them."""
-
-    # ---- what is known without loading
 
     def check_prompt(self, text: str) -> None:
         """Raise `UserError` for an empty caption."""
@@ -106,8 +102,6 @@ class CheckpointFamily(ABC):
             **facts | {"description": about},
         )
 
-    # ---- loading
-
     def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         """Load a published model; `RefusedError` when a file is missing, `UserError` when it is not what it should be.
 
@@ -116,19 +110,21 @@ class CheckpointFamily(ABC):
         listed = {part.name for part in SOURCES.get(name, ())}
         found = {part: require_part(name, part) for part in ("target", "tokenizer")}
         optional = {part: find_part(name, part) for part in ("drafter", "text_encoder") if part in listed}
-        found |= {part: here for part, here in optional.items() if here is not None}
-        parts = {
-            "target": {
-                "checkpoint": str(found["target"].path.absolute()),
-                "layout": found["target"].source.layout or None,
-            },
-            "tokenizer": {"checkpoint": str(found["tokenizer"].path.absolute())},
-        } | {part: {"dir": str(found[part].folder.absolute())} for part in optional if part in found}
+        parts: dict[str, dict[str, Any]] = {
+            part: {"dir": str(here.folder.absolute())} for part, here in optional.items() if here is not None
+        }
+        parts |= {part: {"checkpoint": str(here.path.absolute())} for part, here in found.items()}
+        parts["target"]["layout"] = found["target"].source.layout or None
         config = found["target"].folder / "config.json"
         file = ModelFile.model_validate({"name": name, "family": name, **parts}, context=config)
         loaded = self._load(name, file, True, device, dtype)
-        found.pop("text_encoder", None)
-        loaded.weights = {part: _one_hash(hashes_of(files)) for part, files in found.items()} | dict(loaded.weights)
+        if (drafter := optional.get("drafter")) is not None:
+            found["drafter"] = drafter
+        hashes = {part: [own for _, own in sorted(hashes_of(files).items())] for part, files in found.items()}
+        loaded.weights = {
+            part: own[0] if len(own) == 1 else hashlib.sha256("".join(own).encode()).hexdigest()
+            for part, own in hashes.items()
+        } | dict(loaded.weights)
         loaded.table_folder = found["tokenizer"].folder
         return loaded
 
@@ -169,8 +165,6 @@ class CheckpointFamily(ABC):
             table_folder=None if file.tokenizer is None else file.tokenizer.path.parent,
         )
 
-    # ---- random weights
-
     def build(self, name: str) -> Parts:
         """Fresh modules of the full shape, with a drafter of the published shape: one layer of the target's."""
         from lantern_bench.models.eagle import build_drafter
@@ -198,13 +192,6 @@ def config_beside(path: Path, layout: str | None) -> Mapping[str, Any]:
         return {}
     found = read_json(folder / "config.json") if (folder / "config.json").is_file() else None
     return found if isinstance(found, dict) else {}
-
-
-def _one_hash(hashes: Mapping[str, str]) -> str:
-    """The hash of a part of several files, from theirs."""
-    if len(hashes) == 1:
-        return next(iter(hashes.values()))
-    return hashlib.sha256("".join(hashes[name] for name in sorted(hashes)).encode()).hexdigest()
 
 
 # ---- Default prompts, and classes as prompts: `class 207: golden retriever`

@@ -1,7 +1,6 @@
 """A loaded model, and how its target, drafter and tokenizer become one.
 
-Every family returns a `LoadedModel` (`registry.Family.load`); `assemble` makes one of parts that have their weights.
-What target, drafter and pixel decoder must do is in `decoding/interface.py`.
+Every family returns a `LoadedModel`; what its target, drafter and pixel decoder must do is in `decoding/interface.py`.
 """
 
 from __future__ import annotations
@@ -128,11 +127,6 @@ class LoadedModel:
         damaged file and for a model without a codebook, `UserError` for more columns than there are other codes, or
         than the model's own table has.
         """
-        table = self._nearest(columns, metric)
-        forced = self.target.vocab_size - len(table)
-        return table if forced <= 0 else torch.cat([table, table.new_zeros(forced, columns)])
-
-    def _nearest(self, columns: int, metric: NeighbourMetric) -> Tensor:
         device, given = self.target.device, self.given_table
         if given is not None:
             if metric != "l2":
@@ -140,16 +134,15 @@ class LoadedModel:
                 raise UserError(text, "Leave one of them out.")
             if given.shape[1] < columns:
                 raise UserError(f"--neighbours {columns}: the model's own table has {given.shape[1]} for each code")
-            return given[:, :columns].to(device, torch.int32).contiguous()
-        if self.codebook is None:
+            given = given.to(device, torch.int32).contiguous()
+        elif self.codebook is None:
             raise RefusedError(
                 f"{self.name}: relaxed rules need to know which codes are near each other, and it has no tokenizer",
                 "Name the tokenizer's checkpoint, or a table of nearest codes, in the model's file.",
             )
-        codes = len(self.codebook)
-        if columns >= codes:
+        elif columns >= (codes := len(self.codebook)):
             raise UserError(f"--neighbours {columns}: the model {self.name} has {codes} codes", f"At most {codes - 1}.")
-        if metric not in self._tables or self._tables[metric].shape[1] < columns:
+        elif metric not in self._tables or self._tables[metric].shape[1] < columns:
             with torch.inference_mode():
                 if metric == "l2":
                     space, folder = self.neighbour_space, self.table_folder
@@ -158,7 +151,9 @@ class LoadedModel:
                     # Angles are the same in both spaces, and random neighbours have none: neither is worth a file.
                     made = nearest_codes(self.codebook.to(device), columns, metric=metric)
                 self._tables[metric] = made.to(device, torch.int32)
-        return self._tables[metric][:, :columns].contiguous()
+        table = self._tables[metric][:, :columns].contiguous() if given is None else given[:, :columns]
+        forced = self.target.vocab_size - len(table)
+        return table if forced <= 0 else torch.cat([table, table.new_zeros(forced, columns)])
 
 
 class Parts(NamedTuple):

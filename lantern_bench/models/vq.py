@@ -21,8 +21,6 @@ from lantern_bench.models.io.checkpoint import Checkpoint, open_checkpoint, what
 from lantern_bench.models.io.state_dict import fill, plain
 from lantern_bench.models.transformer import Wrong, read_sizes
 
-_GROUPS = 32
-
 
 @dataclass(frozen=True)
 class VQConfig:
@@ -56,7 +54,7 @@ class Encoded(NamedTuple):
 
 
 def _norm(channels: int) -> nn.GroupNorm:
-    return nn.GroupNorm(_GROUPS, channels, eps=1e-6, affine=True)
+    return nn.GroupNorm(32, channels, eps=1e-6, affine=True)
 
 
 class _ResBlock(nn.Module):
@@ -66,15 +64,12 @@ class _ResBlock(nn.Module):
         self.conv1 = nn.Conv2d(inside, outside, 3, padding=1)
         self.norm2 = _norm(outside)
         self.conv2 = nn.Conv2d(outside, outside, 3, padding=1)
-        if inside != outside:
-            self.nin_shortcut = nn.Conv2d(inside, outside, 1)
-        self.changes_width = inside != outside
+        self.nin_shortcut = nn.Conv2d(inside, outside, 1) if inside != outside else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.conv1(functional.silu(self.norm1(x)))
-        h = self.conv2(functional.silu(self.norm2(h)))
-        shortcut: Tensor = self.nin_shortcut(x) if self.changes_width else x
-        return shortcut + h
+        out: Tensor = self.nin_shortcut(x) + self.conv2(functional.silu(self.norm2(h)))
+        return out
 
 
 class _AttnBlock(nn.Module):
@@ -119,22 +114,16 @@ class _Level(nn.Module):
         widths = [inside] + [outside] * blocks
         self.res = nn.ModuleList([_ResBlock(a, b) for a, b in itertools.pairwise(widths)])
         self.attn = nn.ModuleList([_AttnBlock(outside) for _ in range(blocks)] if attention else [])
-        self.downsample: nn.Module | None = None
-        self.upsample: nn.Module | None = None
+        self.downsample: nn.Module = nn.Identity()
+        self.upsample: nn.Module = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         for number, block in enumerate(self.res):
             x = block(x)
             if len(self.attn):
                 x = self.attn[number](x)
-        for change in (self.downsample, self.upsample):
-            if change is not None:
-                x = change(x)
-        return x
-
-
-def _middle(channels: int) -> nn.ModuleList:
-    return nn.ModuleList([_ResBlock(channels, channels), _AttnBlock(channels), _ResBlock(channels, channels)])
+        out: Tensor = self.upsample(self.downsample(x))
+        return out
 
 
 def _levels(config: VQConfig, up: bool) -> nn.ModuleList:
@@ -150,37 +139,26 @@ def _levels(config: VQConfig, up: bool) -> nn.ModuleList:
     return nn.ModuleList(levels)
 
 
-class _Encoder(nn.Module):
-    def __init__(self, config: VQConfig) -> None:
+class _Coder(nn.Module):
+    """The encoder, pixels to latents, or the decoder (`up`), latents to pixels."""
+
+    def __init__(self, config: VQConfig, up: bool) -> None:
         super().__init__()
-        width = config.channels * config.channel_mult[-1]
-        self.conv_in = nn.Conv2d(3, config.channels, 3, padding=1)
-        self.conv_blocks = _levels(config, up=False)
-        self.mid = _middle(width)
-        self.norm_out = _norm(width)
-        self.conv_out = nn.Conv2d(width, config.z_channels, 3, padding=1)
+        top, low = (config.channels * config.channel_mult[end] for end in (0, -1))
+        self.conv_in = nn.Conv2d(config.z_channels, low, 3, padding=1) if up else nn.Conv2d(3, config.channels, 3, 1, 1)
+        # Fresh weights are drawn in the order of the forward pass.
+        if not up:
+            self.conv_blocks = _levels(config, up)
+        self.mid = nn.ModuleList([_ResBlock(low, low), _AttnBlock(low), _ResBlock(low, low)])
+        if up:
+            self.conv_blocks = _levels(config, up)
+        self.norm_out = _norm(top if up else low)
+        self.conv_out = nn.Conv2d(top if up else low, 3 if up else config.z_channels, 3, padding=1)
+        self.up = up
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv_in(x)
-        for block in (*self.conv_blocks, *self.mid):
-            x = block(x)
-        out: Tensor = self.conv_out(functional.silu(self.norm_out(x)))
-        return out
-
-
-class _Decoder(nn.Module):
-    def __init__(self, config: VQConfig) -> None:
-        super().__init__()
-        inside, outside = (config.channels * config.channel_mult[end] for end in (-1, 0))
-        self.conv_in = nn.Conv2d(config.z_channels, inside, 3, padding=1)
-        self.mid = _middle(inside)
-        self.conv_blocks = _levels(config, up=True)
-        self.norm_out = _norm(outside)
-        self.conv_out = nn.Conv2d(outside, 3, 3, padding=1)
-
-    def forward(self, z: Tensor) -> Tensor:
-        x = self.conv_in(z)
-        for block in (*self.mid, *self.conv_blocks):
+        for block in (*self.mid, *self.conv_blocks) if self.up else (*self.conv_blocks, *self.mid):
             x = block(x)
         out: Tensor = self.conv_out(functional.silu(self.norm_out(x)))
         return out
@@ -212,8 +190,8 @@ class VQModel(nn.Module):
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
         self.config = config
-        self.encoder = _Encoder(config)
-        self.decoder = _Decoder(config)
+        self.encoder = _Coder(config, up=False)
+        self.decoder = _Coder(config, up=True)
         self.quantize = _Codebook(config.codes, config.code_dim, config.unit_codes)
         self.quant_conv = nn.Conv2d(config.z_channels, config.code_dim, 1)
         self.post_quant_conv = nn.Conv2d(config.code_dim, config.z_channels, 1)
@@ -247,8 +225,6 @@ class VQModel(nn.Module):
         return table.detach().float()
 
 
-# ---- LlamaGen's tokenizer files
-
 # Our name -> the names it goes by: here, in the official code, in the recordings.
 _NAMES: dict[str, tuple[str, ...]] = {
     "codes": ("codes", "codebook_size", "K"),
@@ -257,7 +233,6 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "channels": ("channels", "ch"),
     "res_blocks": ("res_blocks", "num_res_blocks"),
 }
-_MULTIPLES = ("channel_mult", "encoder_ch_mult", "ch_mult", "mult")
 
 
 def load_vq(path: Path, device: torch.device, config: Mapping[str, Any] | None = None) -> VQModel:
@@ -287,17 +262,12 @@ def read_vq_config(config: Mapping[str, Any], wrong: Wrong) -> dict[str, Any]:
     if decoder is not None and list(decoder) != list(config.get("encoder_ch_mult", decoder)):
         raise wrong("decoder_ch_mult", "must equal encoder_ch_mult")
     said = read_sizes(config, _NAMES, wrong)
-    for name in _MULTIPLES:
-        items = config.get(name)
-        if items is None:
-            continue
-        if (
-            not isinstance(items, list | tuple)
-            or not items
-            or not all(type(item) is int and item > 0 for item in items)
-        ):
-            raise wrong(name, f"{items}: must be a list of whole numbers above 0")
-        said["channel_mult"] = tuple(items)
+    for name in ("channel_mult", "encoder_ch_mult", "ch_mult", "mult"):
+        if (items := config.get(name)) is not None:
+            listed = isinstance(items, list | tuple) and len(items) > 0
+            if not listed or not all(type(item) is int and item > 0 for item in items):
+                raise wrong(name, f"{items}: must be a list of whole numbers above 0")
+            said["channel_mult"] = tuple(items)
     return said
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 CODES = 8192
 """The codes of the published tokenizer."""
-_POSITIONS = 256
-_PADDING = 1
 _FIRST_WORD = 9000
 
 
@@ -43,7 +41,7 @@ class Style:
     sized: bool
     null: tuple[int, ...]
     line_ends: bool
-    positions: int = _POSITIONS
+    positions: int = 256
 
     @property
     def tokens(self) -> int:
@@ -209,8 +207,9 @@ def read_config(config: Mapping[str, Any], wrong: Wrong) -> ChameleonSize:
     said = read_sizes({"rope_theta": rope.get("rope_theta"), **config}, _NAMES, wrong, ("norm_eps", "rope_base"))
     size = replace(PUBLISHED, **said, norm_after=bool(config.get("swin_norm")))
     if size.dim % size.heads or size.heads % (size.kv_heads or size.heads) or size.dim // size.heads % 2:
-        text = f"{size.heads} heads do not go into {size.dim} (and {size.kv_heads} of keys)"
-        raise wrong("num_attention_heads", text)
+        raise wrong(
+            "num_attention_heads", f"{size.heads} heads do not go into {size.dim} (and {size.kv_heads} of keys)"
+        )
     return size
 
 
@@ -218,17 +217,12 @@ def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder:
     """The sizes of a drafter's one layer for a target; raises `UserError` where the two cannot work together."""
     where = folder / "config.json"
     size = read_config(stated, lambda key, text: UserError(f"{where}: {key}: {text}"))
-    for key, has, needed in (
-        ("hidden_size", size.dim, target.dim),
-        ("vocab_size", size.words, target.words or target.vocab_size),
-        ("num_hidden_layers", size.layers, 1),
-    ):
+    sizes = {"hidden_size": (size.dim, target.dim), "vocab_size": (size.words, target.words or target.vocab_size)}
+    for key, (has, needed) in {**sizes, "num_hidden_layers": (size.layers, 1)}.items():
         if has != needed:
-            raise UserError(
-                f"{where}: {key} is {has}, and the drafter of this target has {needed}",
-                "The drafter was trained for another model.",
-            )
-    own = {name: getattr(size, name) for name in ("heads", "kv_heads", "ffn_dim", "norm_eps", "rope_base")}
+            text = f"{where}: {key} is {has}, and the drafter of this target has {needed}"
+            raise UserError(text, "The drafter was trained for another model.")
+    own = {name: getattr(size, name) for name in SHARED_SIZES if name not in ("dim", "layers")}
     return replace(target, layers=1, **own)
 
 
@@ -247,13 +241,12 @@ class PromptTokenizer:
                 "captions need the package tokenizers, which is not installed",
                 "Type `pip install 'lantern-bench[hf]'`; or give numbers: generate --condition FILE.npz.",
             ) from error
-        path = self._path
-        if not path.is_file():
-            raise UserError(f"{path}: no such file", "Captions need the tokenizer.json of the published folder.")
+        if not self._path.is_file():
+            raise UserError(f"{self._path}: no such file", "Captions need the tokenizer.json of the published folder.")
         try:
-            return Tokenizer.from_file(str(path))
+            return Tokenizer.from_file(str(self._path))
         except Exception as error:  # tokenizers raises Exception itself
-            raise UserError(f"{path}: cannot be read as a tokenizer: {error}", "Download it again.") from error
+            raise UserError(f"{self._path}: cannot be read as a tokenizer: {error}", "Download it again.") from error
 
     def words(self, caption: str) -> list[int]:
         """The prompt of a caption as numbers; raises `UserError` for one that is empty or too long."""
@@ -262,11 +255,8 @@ class PromptTokenizer:
         text = self._tokenizer.encode(self._style.text(caption), add_special_tokens=False).ids
         prompt = self._style.around(text, self._vocabulary)
         if len(prompt) > self._style.positions:
-            raise UserError(
-                f"caption {caption[:40]!r}...: its prompt has {len(prompt)} tokens, and at most "
-                f"{self._style.positions} are taken",
-                "Say it in fewer words.",
-            )
+            most = f"its prompt has {len(prompt)} tokens, and at most {self._style.positions} are taken"
+            raise UserError(f"caption {caption[:40]!r}...: {most}", "Say it in fewer words.")
         return prompt
 
     def __call__(self, captions: Sequence[str]) -> Condition:
@@ -282,7 +272,7 @@ def prompt_condition(prompts: Sequence[Sequence[int]], style: Style) -> Conditio
 
     pairs = [(list(prompt), style.without_caption(prompt)) for prompt in prompts]
     length = max(len(prompt) for pair in pairs for prompt in pair)
-    values = torch.full((len(pairs), 2, length), _PADDING, dtype=torch.int64)
+    values = torch.full((len(pairs), 2, length), 1, dtype=torch.int64)
     valid = torch.zeros(values.shape, dtype=torch.bool)
     for row, pair in enumerate(pairs):
         for kind, prompt in enumerate(pair):

@@ -25,8 +25,6 @@ from lantern_bench.models.vq import VQConfig, VQModel
 PUBLISHED_VQGAN = VQConfig(codes=8192, code_dim=256, unit_codes=False, attention=False)
 """Chameleon's tokenizer, which Anole and Lumina-mGPT share."""
 
-_MIDDLE = {"0": "block_1", "1": "attn_1", "2": "block_2"}
-
 
 def load_vqgan(path: Path, device: torch.device, config: Mapping[str, Any] | None = None) -> VQModel:
     """Load a tokenizer in float32; `config` has the content of vqgan.yaml, else it is read beside the checkpoint.
@@ -35,7 +33,17 @@ def load_vqgan(path: Path, device: torch.device, config: Mapping[str, Any] | Non
     """
     beside = path.with_suffix(".yaml")
     where = "tokenizer.config" if config is not None else str(beside)
-    stated = _read_yaml(beside) if config is None else config
+    stated: Any = config
+    if stated is None:
+        if not beside.is_file():
+            advice = "Chameleon's tokenizer is vqgan.ckpt and vqgan.yaml, side by side."
+            raise UserError(f"{beside}: no such file", advice)
+        try:
+            stated = yaml.safe_load(beside.read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as error:
+            raise UserError(f"{beside}: cannot be read as YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(stated, dict):
+            raise UserError(f"{beside}: must hold a mapping")
     with torch.device("meta"):
         model = VQModel(read_vqgan_config(stated, lambda key, text: UserError(f"{where}: {key}: {text}")))
     fill(
@@ -77,28 +85,14 @@ def vqgan_key_map(model: VQModel) -> KeyMap:
     """The key map of taming-transformers' layout."""
     last = len(model.config.channel_mult) - 1
 
-    def level(found: re.Match[str]) -> str:
-        side, number = found[1], int(found[2])
-        return f"encoder.down.{number}." if side == "encoder" else f"decoder.up.{last - number}."
+    middle = ("block_1", "attn_1", "block_2")
 
     def rename(name: str) -> str:
-        name = re.sub(r"^(encoder|decoder)\.conv_blocks\.(\d+)\.", level, name)
-        name = re.sub(r"\.res\.(\d+)\.", r".block.\1.", name)
-        return re.sub(r"\.mid\.(\d)\.", lambda found: f".mid.{_MIDDLE[found[1]]}.", name)
+        name = name.replace("encoder.conv_blocks.", "encoder.down.").replace(".res.", ".block.")
+        name = re.sub(r"^decoder\.conv_blocks\.(\d+)", lambda found: f"decoder.up.{last - int(found[1])}", name)
+        return re.sub(r"\.mid\.(\d)\.", lambda found: f".mid.{middle[int(found[1])]}.", name)
 
     return plain(model, rename)
-
-
-def _read_yaml(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        raise UserError(f"{path}: no such file", "Chameleon's tokenizer is vqgan.ckpt and vqgan.yaml, side by side.")
-    try:
-        stated = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(stated, dict):
-        raise UserError(f"{path}: must hold a mapping")
-    return stated
 
 
 def load_target(
@@ -109,7 +103,11 @@ def load_target(
     with torch.device("meta"):
         target = TransformerTarget(config)
     wanted = f"Chameleon of {config.layers} layers of width {config.dim}"
-    fill(target, checkpoint, key_map(target), dtype=dtype, device=device, computed=_unused, wanted=wanted)
+
+    def unused(name: str) -> bool:
+        return name.startswith("model.vqmodel.") or name.endswith(".rotary_emb.inv_freq")
+
+    fill(target, checkpoint, key_map(target), dtype=dtype, device=device, computed=unused, wanted=wanted)
     return target
 
 
@@ -127,8 +125,3 @@ def key_map(target: TransformerTarget) -> KeyMap:
         head = Piece("lm_head.weight", len(ids), prepare=lambda rows: rows[ids], file_rows=config.words)
         pieces["transformer.output.weight"] = (head,)
     return pieces
-
-
-def _unused(name: str) -> bool:
-    """Whether a key belongs to the picture encoder inside the file, or to a table that is computed anew."""
-    return name.startswith("model.vqmodel.") or name.endswith(".rotary_emb.inv_freq")

@@ -1,7 +1,6 @@
 """Chameleon as `models.registry` wants it: Anole and Lumina-mGPT, by name or by a user's file.
 
-Nothing here imports torch before a model is loaded. The package's `__init__` has sizes and prompts, `checkpoint` the
-files.
+Nothing here imports torch before a model is loaded.
 """
 
 from __future__ import annotations
@@ -66,8 +65,6 @@ class ChameleonFamily(CheckpointFamily):
             for name, style in STYLES.items()
         ]
 
-    # ---- models of a user's file
-
     def takes(self, file: ModelFile) -> bool:
         """Whether `family:` is one of these models, or chameleon."""
         return file.family in STYLES or file.family in _ALSO
@@ -81,8 +78,6 @@ class ChameleonFamily(CheckpointFamily):
     def check_prompt_of_file(self, file: ModelFile, text: str) -> None:
         """Raise `UserError` for a caption that is empty or too long, and for a missing tokenizer.json."""
         self._tokenizer(file).words(text)
-
-    # ---- loading
 
     def load_target(
         self, file: ModelFile, published: bool, device: torch.device, dtype: torch.dtype
@@ -114,8 +109,6 @@ class ChameleonFamily(CheckpointFamily):
         given = functools.partial(prompt_of_arrays, style=self._style(file), words=words)
         return Prompts(self._tokenizer(file), condition_of_arrays=given)
 
-    # ---- random weights
-
     def random_prompts(self, name: str) -> Prompts:
         """Prompts of invented numbers, the same for the same words."""
         from lantern_bench.models.loaded_model import Prompts
@@ -131,8 +124,6 @@ class ChameleonFamily(CheckpointFamily):
 
         style = STYLES[name]
         return TransformerTarget(PUBLISHED.transformer(style, published_vocabulary().token_ids(style))), PUBLISHED_VQGAN
-
-    # ----
 
     def _named(self, file: ModelFile) -> str:
         return _ALSO.get(file.family, file.family)

@@ -29,8 +29,6 @@ FIELDS: dict[str, tuple[str, ...]] = {
 }
 
 MAX_WORDS = 10
-_SPLIT_SEED = 20241
-_HELD_OUT_SHARE = 10
 
 
 @dataclass(frozen=True, order=True)
@@ -61,15 +59,9 @@ ALL_ATTRIBUTES: tuple[Attributes, ...] = tuple(
 )
 
 
-def _split() -> tuple[tuple[Attributes, ...], tuple[Attributes, ...]]:
-    """Shuffle once with a fixed seed; the first tenth is held out."""
-    order = list(ALL_ATTRIBUTES)
-    random.Random(_SPLIT_SEED).shuffle(order)
-    held_out = len(order) // _HELD_OUT_SHARE
-    return tuple(order[held_out:]), tuple(order[:held_out])
-
-
-TRAIN, HELD_OUT = _split()
+_shuffled = list(ALL_ATTRIBUTES)
+random.Random(20241).shuffle(_shuffled)
+TRAIN, HELD_OUT = tuple(_shuffled[len(_shuffled) // 10 :]), tuple(_shuffled[: len(_shuffled) // 10])
 
 # Index 0 is the padding word; captions are padded on the left, as LlamaGen's text features are.
 VOCABULARY: tuple[str, ...] = (

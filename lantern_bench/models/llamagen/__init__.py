@@ -102,8 +102,6 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 _KIND = ("kind", "input_type", "model_type")
 _KINDS: dict[str, Kind] = {"t2i": "t2i", "t2i2": "t2i", "c2i": "c2i"}
-# How alike an unknown name and a known one must be to count as a misspelling.
-_MISSPELT = 0.82
 
 
 def read_config(config: Mapping[str, Any], wrong: Wrong) -> dict[str, Any]:
@@ -114,7 +112,7 @@ def read_config(config: Mapping[str, Any], wrong: Wrong) -> dict[str, Any]:
     """
     known = [*_KIND, *(name for names in _NAMES.values() for name in names)]
     for name in config:
-        meant = difflib.get_close_matches(str(name), known, n=1, cutoff=_MISSPELT)
+        meant = difflib.get_close_matches(str(name), known, n=1, cutoff=0.82)
         if meant and name not in known:
             raise wrong(str(name), f"unknown; did you mean {meant[0]}?")
     said = read_sizes(config, _NAMES, wrong, fractions=("multiplier", "norm_eps", "rope_base"))

@@ -8,9 +8,9 @@ no shape tells, the published size of the same width and depth.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,19 +29,14 @@ from lantern_bench.models.transformer.target import TransformerTarget
 
 Layout = Literal["official", "hf"]
 
-_HF = {**AROUND, "cls_embedding.": "model.cls_embedding."}
 _WORDS = {"t2i": "text-conditional", "c2i": "class-conditional"}
-_LAYOUTS = {"official": "the official layout", "hf": "the layout of the HF conversion"}
 
 
 def build_target(size: LlamaGenSize) -> TransformerTarget:
     """A target of this size with fresh weights (none under `torch.device("meta")`)."""
-    condition: ClassLabel | CaptionFeatures
     if size.kind == "c2i":
-        condition = ClassLabel(size.classes, size.dim)
-    else:
-        condition = CaptionFeatures(size.positions, size.width, size.dim)
-    return TransformerTarget(size.transformer(), condition)
+        return TransformerTarget(size.transformer(), ClassLabel(size.classes, size.dim))
+    return TransformerTarget(size.transformer(), CaptionFeatures(size.positions, size.width, size.dim))
 
 
 def layout_of(names: Iterable[str]) -> Layout:
@@ -53,19 +48,15 @@ def key_map(target: TransformerTarget, layout: Layout) -> KeyMap:
     """The key map of a layout onto a target; the same one reads and writes."""
     if layout == "official":
         return plain(target, lambda name: name.removeprefix("transformer."))
-    return llama_key_map(target, target.config, _HF)
+    return llama_key_map(target, target.config, {**AROUND, "cls_embedding.": "model.cls_embedding."})
 
-
-# ---- Whether a checkpoint is of the picture size it is used for
 
 _PUBLISHED_FILES = {"t2i_XL_stage1_256.pt": "llamagen-t2i-stage1", "t2i_XL_stage2_512.pt": "llamagen-t2i-stage2"} | {
     f"{name.removeprefix('llamagen-').replace('-', '_')}.pt": name for name in PUBLISHED if "-c2i-" in name
 }
 _TABLES = ("freqs_cis", "model.freqs_cis")
-_DOWNSAMPLING = 16
 # The HF conversion's table has ten rows of zeros behind the grid (docs/algorithms.md, section 9, B5).
 _MARGINS = (0, 10)
-_ROUNDING = 2e-2
 
 
 def check_stage(checkpoint: Checkpoint, size: LlamaGenSize, config: Mapping[str, Any], advice: str) -> None:
@@ -75,8 +66,10 @@ def check_stage(checkpoint: Checkpoint, size: LlamaGenSize, config: Mapping[str,
     """
     for tokens, source in _signs(checkpoint, size, config):
         if tokens != size.tokens:
+            side = math.isqrt(max(tokens, 0))
+            square = f"a {side}x{side} grid ({tokens} tokens)" if side * side == tokens else f"{tokens} tokens"
             raise UserError(
-                f"{checkpoint.path}: is of another stage: {source} is for {_grid_text(tokens)}, "
+                f"{checkpoint.path}: is of another stage: {source} is for {square}, "
                 f"and this model's grid is {size.grid[0]}x{size.grid[1]} ({size.tokens} tokens)",
                 advice,
             )
@@ -92,7 +85,7 @@ def check_stage(checkpoint: Checkpoint, size: LlamaGenSize, config: Mapping[str,
             f"head, and this model's heads have {2 * ours.shape[1]}",
             "The number of heads does not fit: see n_head of its config.",
         )
-    if not torch.allclose(theirs[size.positions :], ours[size.positions :], atol=_ROUNDING):
+    if not torch.allclose(theirs[size.positions :], ours[size.positions :], atol=2e-2):
         raise UserError(f"{checkpoint.path}: its position table is of another grid or another rope_base", advice)
 
 
@@ -110,7 +103,7 @@ def _signs(checkpoint: Checkpoint, size: LlamaGenSize, config: Mapping[str, Any]
             yield fits, f"its position table ({name}, {rows + size.positions} rows)"
     settings = checkpoint.settings
     if isinstance(settings.get("image_size"), int):
-        side = settings["image_size"] // int(settings.get("downsample_size") or _DOWNSAMPLING)
+        side = settings["image_size"] // int(settings.get("downsample_size") or 16)
         yield side * side, f"the training it records (image_size {settings['image_size']})"
     if isinstance(config.get("block_size"), int):
         yield config["block_size"], f"its config (block_size {config['block_size']})"
@@ -127,14 +120,6 @@ def _square_of(rows: int) -> tuple[int, int] | None:
         if tokens > 0 and math.isqrt(tokens) ** 2 == tokens:
             return tokens, math.isqrt(tokens)
     return None
-
-
-def _grid_text(tokens: int) -> str:
-    side = math.isqrt(max(tokens, 0))
-    return f"a {side}x{side} grid ({tokens} tokens)" if side * side == tokens else f"{tokens} tokens"
-
-
-# ---- Loading
 
 
 def load_target(
@@ -159,12 +144,6 @@ def load_target(
     wanted = f"LlamaGen of {size.layers} layers of width {size.dim}"
     fill(target, checkpoint, names, dtype=dtype, device=device, computed=is_computed, wanted=wanted)
     return target
-
-
-def as_stated(size: LlamaGenSize, config: Mapping[str, Any], file: ModelFile) -> LlamaGenSize:
-    """A published size with the constants that a config.json states (docs/algorithms.md, section 9, B6)."""
-    stated = read_config(config, file.wrong)
-    return replace(size, **{name: stated[name] for name in ("norm_eps", "rope_base") if name in stated})
 
 
 def stated_sizes(file: ModelFile) -> dict[str, Any]:
@@ -245,7 +224,8 @@ def _check_kind(checkpoint: Checkpoint, kind: Kind, layout: Layout | None) -> No
             f"{checkpoint.path}: is not {wanted}" + (f": it is {what}" if what else "; none of its keys are known"),
             f"It begins with {', '.join(list(checkpoint)[:3])}.",
         )
-    told = f"it is LlamaGen, {_WORDS[found]}, in {_LAYOUTS[found_layout]}"
+    written = "the official layout" if found_layout == "official" else "the layout of the HF conversion"
+    told = f"it is LlamaGen, {_WORDS[found]}, in {written}"
     if found != kind:
         raise UserError(f"{checkpoint.path}: is not {wanted}: {told}", f"Its family is llamagen-{found}.")
     if layout is not None and layout != found_layout:
@@ -265,9 +245,7 @@ def _shapes(checkpoint: Checkpoint, kind: Kind) -> dict[str, Any]:
         (vocab_size, dim), (rows, width), (ffn_dim, _), (kv_rows, _) = (checkpoint.shape(name) for name in needed)
     except (KeyError, ValueError) as error:
         raise UserError(f"{checkpoint.path}: {len(missing)} missing: {', '.join(missing)}") from error
-    layers = 0
-    while f"{top}layers.{layers}.{gate}.weight" in checkpoint:
-        layers += 1
+    layers = next(number for number in itertools.count() if f"{top}layers.{number}.{gate}.weight" not in checkpoint)
     found = {"vocab_size": vocab_size, "dim": dim, "layers": layers, "ffn_dim": ffn_dim}
     found |= {"positions": 1, "classes": rows - 1} if kind == "c2i" else {"positions": rows, "width": width}
     return found | {"kv_width": kv_rows if hf else (kv_rows - dim) // 2}
@@ -289,9 +267,8 @@ def _grid(
     table = _table(checkpoint)
     if side and side * side == stated["block_size"]:
         return side, side
-    square = (
-        None if table is None or not checkpoint.shape(table) else _square_of(checkpoint.shape(table)[0] - positions)
-    )
+    shape = () if table is None else checkpoint.shape(table)
+    square = _square_of(shape[0] - positions) if shape else None
     if square is None:
         raise file.wrong("grid", "missing: the weights do not tell it", "Give grid: [rows, columns] of tokens.")
     return square[1], square[1]

@@ -1,18 +1,19 @@
 """LlamaGen as `models.registry` wants it: the text-conditional and the class-conditional models, by name or by file.
 
 Two families, because they take different prompts: captions, or ImageNet classes. Nothing here imports torch before a
-model is loaded. The package's `__init__` has the sizes, `checkpoint` the files, `text_encoder` the conditions.
+model is loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.models.family import CheckpointFamily, class_number, config_beside, some_classes
 from lantern_bench.models.io.model_file import ModelFile
-from lantern_bench.models.llamagen import PUBLISHED, Kind, LlamaGenSize
+from lantern_bench.models.llamagen import PUBLISHED, Kind, LlamaGenSize, read_config
 from lantern_bench.plugins import ModelCard
 
 if TYPE_CHECKING:
@@ -42,7 +43,24 @@ class LlamaGenFamily(CheckpointFamily):
 
     def cards(self) -> Sequence[ModelCard]:
         """The published models of this kind."""
-        return [self._card(name, size) for name, size in self._sizes.items()]
+        made, classes = [], self.kind == "c2i"
+        for name, size in self._sizes.items():
+            stem = name.rsplit("-", 1)[0]
+            top = classes and name == f"{stem}-{_TOP_CLASSES.get(stem, 384)}"
+            made.append(
+                self.card(
+                    name,
+                    _ABOUT[self.kind],
+                    size.grid,
+                    size.parameters,
+                    licence="MIT",
+                    vocab_size=size.vocab_size,
+                    tokens=size.tokens,
+                    classes=size.classes if classes else None,
+                    also_called=(stem,) if top else (),
+                )
+            )
+        return made
 
     def check_prompt(self, text: str) -> None:
         """Raise `UserError` for an empty caption, or for a text that names no ImageNet class."""
@@ -51,8 +69,6 @@ class LlamaGenFamily(CheckpointFamily):
     def prompt_sets(self) -> Mapping[str, tuple[str, ...]]:
         """A few prompts to begin with."""
         return super().prompt_sets() if self.kind == "t2i" else {"examples": some_classes(1000)}
-
-    # ---- models of a user's file
 
     def takes(self, file: ModelFile) -> bool:
         """Whether `family:` is this family or one of its models; the checkpoint decides for plain `llamagen`."""
@@ -87,20 +103,21 @@ class LlamaGenFamily(CheckpointFamily):
             return self.prompt_sets()
         return {"examples": some_classes(self._known(file, "classes")["classes"])}
 
-    # ---- loading
-
     def load_target(
         self, file: ModelFile, published: bool, device: torch.device, dtype: torch.dtype
     ) -> tuple[TransformerTarget, tuple[Path, ...], str]:
         """As `CheckpointFamily.load_target`."""
         from lantern_bench.models.io.checkpoint import open_checkpoint
-        from lantern_bench.models.llamagen.checkpoint import as_stated, describe, load_target
+        from lantern_bench.models.llamagen.checkpoint import describe, load_target
 
         checkpoint = open_checkpoint(file.target.path)
         layout: Any = file.target.layout
         if published:
+            # The constants that a config.json states (docs/algorithms.md, section 9, B6).
             config = config_beside(file.target.path, layout)
-            size = as_stated(self._sizes[file.name], config, file)
+            stated = read_config(config, file.wrong)
+            constants = {name: stated[name] for name in ("norm_eps", "rope_base") if name in stated}
+            size = replace(self._sizes[file.name], **constants)
             advice = f"Type `lantern-bench weights get {file.name}`, or name the file's own model."
         else:
             size, config = describe(file, checkpoint, self.kind, self._named(file))
@@ -125,8 +142,6 @@ class LlamaGenFamily(CheckpointFamily):
         folder = file.text_encoder.path if file.text_encoder is not None else None
         return caption_prompts(name, folder, embedding.uncond_embedding.shape, target.device, target.dtype)
 
-    # ---- random weights
-
     def random_prompts(self, name: str) -> Prompts:
         """Random features for a caption, the same for the same text; classes are what they are."""
         from lantern_bench.models.llamagen.text_encoder import class_condition, random_features
@@ -143,22 +158,6 @@ class LlamaGenFamily(CheckpointFamily):
         from lantern_bench.models.vq import VQConfig
 
         return build_target(self._sizes[name]), VQConfig()
-
-    # ----
-
-    def _card(self, name: str, size: LlamaGenSize) -> ModelCard:
-        stem = name.rsplit("-", 1)[0]
-        return self.card(
-            name,
-            _ABOUT[self.kind],
-            size.grid,
-            size.parameters,
-            licence="MIT",
-            vocab_size=size.vocab_size,
-            tokens=size.tokens,
-            classes=size.classes if self.kind == "c2i" else None,
-            also_called=(stem,) if self.kind == "c2i" and name == f"{stem}-{_TOP_CLASSES.get(stem, 384)}" else (),
-        )
 
     def _named(self, file: ModelFile) -> LlamaGenSize | None:
         """The published size that `family:` names, if it is a model's name."""

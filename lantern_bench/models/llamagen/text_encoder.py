@@ -11,12 +11,12 @@ import gc
 import hashlib
 import html
 import json
-import pickle
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 from urllib.parse import unquote_plus
 
@@ -53,8 +53,6 @@ _CHARACTERS = (
     ("[\u2018\u2019]", "'"),
     ("&quot;?", ""),
     ("&amp", ""),
-)
-_NUMBERS = (
     (r"\d{1,3}(?:\.\d{1,3}){3}", " "),
     (r"\d:\d\d\s+$", ""),
     (r"\\n", " "),
@@ -67,7 +65,7 @@ _NUMBERS = (
     (f"[{_SYMBOLS}]+", " "),
     (r"\s+\.\s+", " "),
 )
-_WEB_WORDS = (
+_SPACING = (
     (r"\b[a-zA-Z]{1,3}\d{3,15}\b", ""),
     (r"\b[a-zA-Z]+\d+[a-zA-Z]+\b", ""),
     (r"\b\d+[a-zA-Z]+\d+\b", ""),
@@ -78,8 +76,6 @@ _WEB_WORDS = (
     (r"\bpage\s+\d+\b", ""),
     (r"\b\d*[a-zA-Z]+\d+[a-zA-Z]+\d+[a-zA-Z\d]*\b", " "),
     ("\\b\\d+\\.?\\d*[x\u0445×]\\d+\\.?\\d*\\b", ""),
-)
-_SPACING = (
     (r"\b\s+:\s+", ": "),
     (r"(\D[,./])\b", r"\1 "),
     (r"\s+", " "),
@@ -88,27 +84,25 @@ _SPACING = (
     (r"['_,\-:+]$", ""),
     (r"^\.\S+$", ""),
 )
-# A caption with more joiners than this is a file name or an address.
-_JOINER = r"[-_]"
-_FEW_JOINERS = 3
 
 
 def cleaned(caption: str) -> str:
     """The caption as LlamaGen's text encoder takes it: cleaned twice, as in the official code."""
-    return _once(_once(caption))
-
-
-def _once(caption: str) -> str:
     import ftfy
 
-    parser = _Text()
-    parser.feed(_ruled(unquote_plus(caption).strip().lower().replace("<person>", "person"), _ADDRESSES))
-    parser.close()
-    text = _ruled("".join(parser.pieces), _CHARACTERS + _NUMBERS)
-    if len(re.findall(_JOINER, text)) > _FEW_JOINERS:
-        text = re.sub(_JOINER, " ", text)
-    text = html.unescape(html.unescape(ftfy.fix_text(text))).strip()
-    return _ruled(text, _WEB_WORDS + _SPACING).strip()
+    for _ in range(2):
+        pieces: list[str] = []  # the text between tags
+        parser = HTMLParser(convert_charrefs=True)
+        parser.handle_data = pieces.append  # type: ignore[method-assign, assignment]
+        parser.feed(_ruled(unquote_plus(caption).strip().lower().replace("<person>", "person"), _ADDRESSES))
+        parser.close()
+        caption = _ruled("".join(pieces), _CHARACTERS)
+        # A caption with more joiners than 3 is a file name or an address.
+        if len(re.findall("[-_]", caption)) > 3:
+            caption = re.sub("[-_]", " ", caption)
+        caption = html.unescape(html.unescape(ftfy.fix_text(caption))).strip()
+        caption = _ruled(caption, _SPACING).strip()
+    return caption
 
 
 def _ruled(text: str, rules: tuple[tuple[str, str], ...]) -> str:
@@ -116,19 +110,6 @@ def _ruled(text: str, rules: tuple[tuple[str, str], ...]) -> str:
         text = re.sub(pattern, replacement, text)
     return text
 
-
-class _Text(HTMLParser):
-    """Collects the text between tags."""
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.pieces: list[str] = []
-
-    def handle_data(self, data: str) -> None:
-        self.pieces.append(data)
-
-
-# ---- Features on disk, one file a caption, kept between runs
 
 _ABOUT = "encoder.json"
 
@@ -191,12 +172,6 @@ class FeatureCache:
         return features
 
 
-# ---- Conditions
-
-_KINDS = (".safetensors", ".bin")
-_UNREADABLE = (pickle.UnpicklingError, SafetensorError)
-
-
 def left_padded(embeddings: Tensor, mask: Tensor) -> Condition:
     """Features padded on the right -> padded on the left, as the model takes them, with padding set to zero.
 
@@ -254,7 +229,9 @@ class CaptionFeatureSource:
         missing = [caption for caption in dict.fromkeys(captions) if not cache.path(caption).is_file()]
         if not missing:
             return
-        encoder = _Encoder(self._folder(missing[0]), self.positions, self.width, self.device, self.dtype)
+        if self.folder is None:
+            raise self._missing(f" for the caption {missing[0]!r}")
+        encoder = _Encoder(self.folder, self.positions, self.width, self.device, self.dtype)
         yield 0, len(missing)
         try:
             for number, caption in enumerate(missing, start=1):
@@ -267,16 +244,13 @@ class CaptionFeatureSource:
 
     def __call__(self, captions: Sequence[str]) -> Condition:
         """The features of captions; those that are not cached are encoded now."""
-        for _ in self.prepare(captions):
-            continue
-        cache = self._features()
+        list(self.prepare(captions))
         values = torch.zeros(len(captions), self.positions, self.width, dtype=self.dtype)
         mask = torch.zeros(len(captions), self.positions, dtype=torch.bool)
         for row, caption in enumerate(captions):
-            features = cache.get(caption)
-            values[row, : len(features)] = features
-            mask[row, : len(features)] = True
-        values, mask = left_padded(values, mask)
+            features = self._features().get(caption)
+            values[row, self.positions - len(features) :] = features
+            mask[row, self.positions - len(features) :] = True
         return Condition(values.to(self.device), mask.to(self.device))
 
     def _features(self) -> FeatureCache:
@@ -289,11 +263,6 @@ class CaptionFeatureSource:
             if self._cache is None:
                 raise self._missing("")
         return self._cache
-
-    def _folder(self, caption: str) -> Path:
-        if self.folder is None:
-            raise self._missing(f" for the caption {caption!r}")
-        return self.folder
 
     def _missing(self, what: str) -> RefusedError:
         fetch = f"Type `lantern-bench weights get {self.model}`"
@@ -309,8 +278,17 @@ class _Encoder:
     """A loaded T5 encoder with its tokenizer."""
 
     def __init__(self, folder: Path, positions: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
-        _check_config(folder, width)
         self.positions, self.device = positions, device
+        # Before gigabytes are read.
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder}: is no T5 encoder: config.json cannot be read: {error}") from error
+        if config.get("model_type") != "t5":
+            raise UserError(f"{folder}: is no T5 encoder: its config.json says model_type {config.get('model_type')}")
+        if (has := config.get("d_model")) != width:
+            text = f"{folder}: is another T5: its features have {has} numbers, and the model takes {width}"
+            raise UserError(text, "The published models take google/flan-t5-xl.")
         try:
             from transformers import AutoTokenizer, T5EncoderModel, logging
         except ImportError as error:
@@ -327,17 +305,15 @@ class _Encoder:
             model, about = T5EncoderModel.from_pretrained(
                 folder, dtype=dtype, local_files_only=True, output_loading_info=True
             )
-        except (OSError, ValueError, RuntimeError, ImportError, KeyError, *_UNREADABLE) as error:
+        except (OSError, ValueError, RuntimeError, ImportError, KeyError, UnpicklingError, SafetensorError) as error:
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"{folder}: cannot be read as a T5 encoder: {reason}") from error
         finally:
             logging.set_verbosity(shown)
             if bars:
                 logging.enable_progress_bar()
-        if about["missing_keys"]:
-            raise UserError(
-                f"{folder}: is no whole T5 encoder, it lacks {', '.join(sorted(about['missing_keys'])[:5])}"
-            )
+        if lacks := sorted(about["missing_keys"])[:5]:
+            raise UserError(f"{folder}: is no whole T5 encoder, it lacks {', '.join(lacks)}")
         self.model: Any = model.eval().requires_grad_(False).to(device)
 
     def encode(self, caption: str) -> Tensor:
@@ -347,8 +323,6 @@ class _Encoder:
             max_length=self.positions,
             padding="max_length",
             truncation=True,
-            add_special_tokens=True,
-            return_attention_mask=True,
             return_tensors="pt",
         )
         mask = words["attention_mask"].to(self.device)
@@ -365,28 +339,12 @@ class _Encoder:
             torch.cuda.empty_cache()
 
 
-def _check_config(folder: Path, width: int) -> None:
-    """Raise `UserError` for a folder of another model, before gigabytes are read."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: is no T5 encoder: config.json cannot be read: {error}") from error
-    if config.get("model_type") != "t5":
-        raise UserError(f"{folder}: is no T5 encoder: its config.json says model_type {config.get('model_type')}")
-    if config.get("d_model") != width:
-        text = (
-            f"{folder}: is another T5: its features have {config.get('d_model')} numbers, and the model takes {width}"
-        )
-        raise UserError(text, "The published models take google/flan-t5-xl.")
-
-
 def _hashes(folder: Path) -> Mapping[str, str]:
     """The SHA-256 of the files that decide a feature: weights, configuration and tokenizer."""
     named = ("config.json", "tokenizer.json", "tokenizer_config.json", "spiece.model", "special_tokens_map.json")
-    weights = sorted(path.name for path in folder.glob("*") if path.suffix in _KINDS)
     # Where both kinds are there, transformers reads safetensors.
-    if any(name.endswith(".safetensors") for name in weights):
-        weights = [name for name in weights if name.endswith(".safetensors")]
+    found = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    weights = [path.name for path in found]
     return {name: remembered_sha256(folder / name) for name in (*named, *weights) if (folder / name).is_file()}
 
 

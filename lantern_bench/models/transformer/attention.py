@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-if TYPE_CHECKING:
-    from lantern_bench.models.transformer import TransformerConfig
-
-
-# ---- Rotary position embeddings
+from lantern_bench.models.transformer import TransformerConfig
 
 # Rows behind the grid serve draft nodes beyond its end, which are never kept (docs/algorithms.md, section 9, B5).
 _MARGIN = 64
@@ -32,13 +28,8 @@ def grid_rotary(config: TransformerConfig, prefix: int | None = None) -> Tensor:
     rows, columns = config.grid
     by_row = torch.outer(torch.arange(rows, dtype=torch.float32), frequency)
     by_column = torch.outer(torch.arange(columns, dtype=torch.float32), frequency)
-    angles = torch.cat(
-        [
-            by_row[:, None, :].expand(rows, columns, -1),
-            by_column[None, :, :].expand(rows, columns, -1),
-        ],
-        dim=-1,
-    ).reshape(rows * columns, half)
+    both = [by_row[:, None].expand(rows, columns, -1), by_column[None].expand(rows, columns, -1)]
+    angles = torch.cat(both, dim=-1).reshape(rows * columns, half)
     grid = torch.stack([angles.cos(), angles.sin()], dim=-1)
     head = torch.zeros(prefix, half, 2)
     if config.prefix_rotary == "identity":
@@ -66,10 +57,8 @@ def rotary_turns(rotary: Tensor, interleaved: bool) -> Tensor:
     First the cosine of each number's pair, then the sine with the sign of its partner.
     """
     cosine, sine = rotary.unbind(-1)
-    if interleaved:
-        pairs = [torch.stack([cosine, cosine], dim=-1), torch.stack([-sine, sine], dim=-1)]
-        return torch.stack([pair.flatten(-2) for pair in pairs], dim=1)
-    return torch.stack([torch.cat([cosine, cosine], dim=-1), torch.cat([-sine, sine], dim=-1)], dim=1)
+    pairs = torch.stack([torch.stack([cosine, cosine], dim=-1), torch.stack([-sine, sine], dim=-1)], dim=1)
+    return (pairs if interleaved else pairs.mT).flatten(-2)
 
 
 def rotate(x: Tensor, turn: Tensor, interleaved: bool) -> Tensor:
@@ -81,8 +70,6 @@ def rotate(x: Tensor, turn: Tensor, interleaved: bool) -> Tensor:
         partner = wide.roll(wide.shape[-1] // 2, dims=-1)
     return (wide * turn[:, :, :1] + partner * turn[:, :, 1:]).to(x.dtype)
 
-
-# ---- The key/value cache
 
 _BLOCK = 32  # columns: what is in use grows by so many, for fewer shapes of which kernels are made
 
@@ -161,23 +148,18 @@ class KVCache:
         committed and visible positions.
         """
         rows, (nodes, ahead) = len(self._rows), seen.shape[1:]
-        used = self._in_use(ahead)
+        used = self.capacity
+        if self.lengths.device.type == "cpu":
+            blocks = (self.lengths.max() + ahead + _BLOCK - 1) // _BLOCK
+            used = int((blocks * _BLOCK).clamp_max(self.capacity))
+            # Bounds for the compiler, whose programs take any number of columns.
+            torch._check(used > 1)
+            torch._check(used <= self.capacity)
         committed = self.per_row(self._columns[:used] < self.lengths[:, None]) & self._visible[:, :used]
         seen = seen.expand(rows, -1, -1) if len(seen) == 1 else seen.repeat(rows // len(seen), 1, 1)
         places = self.per_row(self.slots(0, ahead))[:, None].expand(-1, nodes, -1)
         before, new = (torch.where(allowed, 0.0, -torch.inf).to(dtype) for allowed in (committed, seen))
         return before[:, None].expand(-1, nodes, -1).scatter(2, places, new)[:, None]
-
-    def _in_use(self, ahead: int) -> int:
-        """The number of columns read for `ahead` nodes behind the committed ones."""
-        if self.lengths.device.type != "cpu":
-            return self.capacity
-        blocks = (self.lengths.max() + ahead + _BLOCK - 1) // _BLOCK
-        used = int((blocks * _BLOCK).clamp_max(self.capacity))
-        # Bounds for the compiler, whose programs take any number of columns.
-        torch._check(used > 1)
-        torch._check(used <= self.capacity)
-        return used
 
     def advance(self, counts: Tensor) -> None:
         """Commit the first `counts` [B] uncommitted positions in place."""
@@ -196,8 +178,6 @@ class KVCache:
             self._store[:, :, self._rows, :, target] = self._store[:, :, self._rows, :, source]
         self.advance(counts)
 
-
-# ---- Attention
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Mixes q [rows, n, heads, head_dim] with k, v [rows, n, kv_heads, head_dim]."""

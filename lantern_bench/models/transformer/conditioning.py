@@ -68,28 +68,19 @@ class ClassLabel(_Embedded):
         return self.forward(torch.full((batch,), self.classes, device=self.embedding_table.weight.device))
 
 
-class _Projection(nn.Module):
-    def __init__(self, width: int, dim: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(width, dim, bias=False)
-        self.fc2 = nn.Linear(dim, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc2(functional.gelu(self.fc1(x), approximate="tanh"))
-        return out
-
-
 class CaptionFeatures(_Embedded):
     """Text-encoder features (T5) through a projection; the null condition is learned features."""
 
     def __init__(self, positions: int, width: int, dim: int) -> None:
         super().__init__()
-        self.cap_proj = _Projection(width, dim)
+        layers = {"fc1": nn.Linear(width, dim, bias=False), "fc2": nn.Linear(dim, dim, bias=False)}
+        self.cap_proj = nn.ModuleDict(layers)
         self.uncond_embedding = nn.Parameter(torch.randn(positions, width) / width**0.5)
 
     def forward(self, values: Tensor) -> Tensor:
         """Features [B, P, width], left-padded -> [B, P, dim]."""
-        out: Tensor = self.cap_proj(values.to(self.cap_proj.fc1.weight.dtype))
+        first, second = self.cap_proj.values()
+        out: Tensor = second(functional.gelu(first(values.to(self.uncond_embedding.dtype)), approximate="tanh"))
         return out
 
     def null(self, batch: int) -> Tensor:

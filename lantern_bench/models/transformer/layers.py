@@ -116,12 +116,13 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, turn: Tensor, attend: Attend) -> Tensor:
         """X [rows, n, dim]; turn [1 or rows, n, 2, head_dim]; attend mixes q, k, v [rows, n, heads, head_dim]."""
+        out: Tensor
         if self.norm_after:
             x = x + self.attention_norm(self.attention(x, turn, attend))
-            after: Tensor = x + self.ffn_norm(self.feed_forward(x))
-            return after
-        x = x + self.attention(self.attention_norm(x), turn, attend)
-        out: Tensor = x + self.feed_forward(self.ffn_norm(x))
+            out = x + self.ffn_norm(self.feed_forward(x))
+        else:
+            x = x + self.attention(self.attention_norm(x), turn, attend)
+            out = x + self.feed_forward(self.ffn_norm(x))
         return out
 
 

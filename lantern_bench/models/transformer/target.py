@@ -111,28 +111,18 @@ class CachedSession:
     """What decode sessions of targets and drafters share: cache, padding and positions."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layers: int,
-        shape: tuple[int, bool, int],
-        spare: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, config: TransformerConfig, layers: int, shape: tuple[int, bool, int], spare: int, weight: Tensor
     ) -> None:
-        """`shape`: batch, guided, nodes; `spare`: how many trees of `nodes` have room behind the image."""
+        """`shape`: batch, guided, nodes; `spare`: how many trees of `nodes` have room behind the image.
+
+        `weight` has the type and the device of the cache.
+        """
         self._config = config
         self._batch, self._guided, nodes = shape
         self._groups = 2 if self._guided else 1
-        self.cache = KVCache(
-            layers,
-            self._groups,
-            self._batch,
-            config.prefix + config.image_tokens + spare * nodes,
-            config.kv_heads or config.heads,
-            config.head_dim,
-            dtype,
-            device,
-        )
+        capacity, heads = config.prefix + config.image_tokens + spare * nodes, config.kv_heads or config.heads
+        dtype, device = weight.dtype, weight.device
+        self.cache = KVCache(layers, self._groups, self._batch, capacity, heads, config.head_dim, dtype, device)
         self._prefix = torch.zeros((), dtype=torch.int64, device=device)
         self._padding = torch.zeros(self._groups * self._batch, 1, dtype=torch.int64, device=device)
 
@@ -168,7 +158,7 @@ def prefix_seen(visible: Tensor, n: int) -> Tensor:
 class _Session(CachedSession):
     def __init__(self, target: TransformerTarget, *shape: Any) -> None:
         # An image of a batch that is complete idles behind its end until the others are.
-        super().__init__(target.config, target.config.layers, shape, 2, target.dtype, target.device)
+        super().__init__(target.config, target.config.layers, shape, 2, target.transformer.norm.weight)
         self._target = target
 
     def prefill(self, condition: Condition) -> Scores:
