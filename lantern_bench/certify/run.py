@@ -23,7 +23,7 @@ from lantern_bench.config.values import Overrides
 from lantern_bench.errors import UserError
 from lantern_bench.models.registry import card_of, defaults_of, family_of
 from lantern_bench.prompts.sets import load_prompts
-from lantern_bench.runs.preflight import check_neighbours
+from lantern_bench.runs.sweep import check_neighbours
 
 if TYPE_CHECKING:
     from lantern_bench.certify.lossless import Agreement

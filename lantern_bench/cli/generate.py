@@ -107,7 +107,7 @@ def _resolved(flags: dict[str, Any], mode: Sequence[str], settings: Sequence[str
     from lantern_bench.config.yaml_source import Source
     from lantern_bench.errors import did_you_mean
     from lantern_bench.models.registry import card_of, defaults_of
-    from lantern_bench.runs.preflight import check_neighbours
+    from lantern_bench.runs.sweep import check_neighbours
 
     names = [name.strip() for text in mode for name in text.split(",") if name.strip()]
     names = list(MODES) if "all" in names else names

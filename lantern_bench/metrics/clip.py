@@ -32,7 +32,6 @@ from lantern_bench.models.lanterns import WEIGHTS_FOLDER
 BUNDLED = "lanterns-clip"
 BUNDLED_FOLDER = WEIGHTS_FOLDER / "clip"
 LOCAL_DIR = "local-dir:"
-_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -67,14 +66,11 @@ class ClipScorer:
         number of captions.
         """
         images = _as_pil(pictures, captions)
-        if not images:
-            return []
-        cosines: list[float] = (self.images(images) * self.captions(captions)).sum(1).tolist()
-        return cosines
+        return (self.images(images) * self.captions(captions)).sum(1).tolist() if images else []
 
 
 def _batches(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    return (items[start : start + _BATCH] for start in range(0, len(items), _BATCH))
+    return (items[start : start + 64] for start in range(0, len(items), 64))
 
 
 def _as_pil(pictures: Tensor | Sequence[Tensor | Image.Image], captions: Sequence[str]) -> list[Image.Image]:
@@ -107,18 +103,21 @@ def load_clip(
         path, source, pretrained = _weights_in(folder, name), f"{LOCAL_DIR}{folder}", None
         called = name if name == BUNDLED else folder.name
     else:
-        path, source, called = _checkpoint(name, weights), name, name
-        pretrained = str(path)
+        if name not in open_clip.list_models():
+            advice = f"Give {BUNDLED}, {LOCAL_DIR}FOLDER, or an architecture of open_clip such as ViT-B-32, ViT-L-14."
+            raise UserError(f"unknown CLIP model {name!r}", advice)
+        file_name = f"{name}.safetensors"
+        advice = f"give the path of a checkpoint of {name}, or put it there as {file_name}"
+        path = features.find_weights(f"the CLIP model {name}", file_name, weights, advice)
+        source, called, pretrained = name, name, str(path)
     if path.suffix != ".safetensors":
         features.check_plain_weights(path)
     try:
         model, _, preprocess = open_clip.create_model_and_transforms(source, pretrained, device=device)
         tokenizer = open_clip.get_tokenizer(source)
     except (RuntimeError, ValueError, SafetensorError) as problem:
-        raise UserError(
-            f"{path.name} does not fit the CLIP model {name}",
-            "Give the architecture of the checkpoint; OpenAI's weights need the -quickgelu ones.",
-        ) from problem
+        advice = "Give the architecture of the checkpoint; OpenAI's weights need the -quickgelu ones."
+        raise UserError(f"{path.name} does not fit the CLIP model {name}", advice) from problem
     model.eval().requires_grad_(False)
     named = f"{label or called}@{features.fingerprint(path)}"
     return ClipScorer(model, preprocess, tokenizer, named, prefix, torch.device(device))
@@ -141,22 +140,7 @@ def _weights_in(folder: Path, name: str) -> Path:
     return Path(found)
 
 
-def _checkpoint(name: str, weights: Path | None) -> Path:
-    """The checkpoint of a full-size model, given or on this machine."""
-    if name not in open_clip.list_models():
-        raise UserError(
-            f"unknown CLIP model {name!r}",
-            f"Give {BUNDLED}, {LOCAL_DIR}FOLDER, or an architecture of open_clip such as ViT-B-32, ViT-L-14.",
-        )
-    file_name = f"{name}.safetensors"
-    advice = f"give the path of a checkpoint of {name}, or put it there as {file_name}"
-    return features.find_weights(f"the CLIP model {name}", file_name, weights, advice)
-
-
 # ---- Human-preference scores
-
-_HPS_FILE = "HPS_v2.1_compressed.pt"
-_IMAGE_REWARD_FILE, _IMAGE_REWARD_CONFIG = "ImageReward.pt", "med_config.json"
 
 
 class Reward(Protocol):
@@ -165,11 +149,9 @@ class Reward(Protocol):
     @property
     def label(self) -> str:
         """The name in results: its name and weights."""
-        ...
 
     def score(self, pictures: Tensor | Sequence[Tensor | Image.Image], captions: Sequence[str]) -> list[float]:
         """One figure for each picture with its own caption; arguments as `ClipScorer.score`."""
-        ...
 
 
 def load_reward(name: str, weights: Path | None = None, *, device: torch.device | str = "cpu") -> Reward:
@@ -178,12 +160,28 @@ def load_reward(name: str, weights: Path | None = None, *, device: torch.device 
     Raises `RefusedError` when its package or weights are missing; `ValueError` for another name.
     """
     if name == "hpsv2":
-        advice = f"put {_HPS_FILE} of the HPSv2 authors into the folder that LANTERN_BENCH_WEIGHTS names"
-        path = features.find_weights("HPSv2", _HPS_FILE, weights, advice)
+        file = "HPS_v2.1_compressed.pt"
+        advice = f"put {file} of the HPSv2 authors into the folder that LANTERN_BENCH_WEIGHTS names"
+        path = features.find_weights("HPSv2", file, weights, advice)
         return load_clip("ViT-H-14", path, device=device, label="hpsv2.1")
-    if name == "image_reward":
-        return _load_image_reward(weights, device)
-    raise ValueError(f"unknown reward {name!r}; there are {', '.join(REWARDS)}")
+    if name != "image_reward":
+        raise ValueError(f"unknown reward {name!r}; there are {', '.join(REWARDS)}")
+    if importlib.util.find_spec("ImageReward") is None:
+        what = "ImageReward is not installed: the protocol image-reward needs its package"
+        raise RefusedError(what, "Install the extra: pip install 'lantern-bench[image-reward]'")
+    file, config = "ImageReward.pt", "med_config.json"
+    advice = f"put {file} and {config} of its authors into one folder there"
+    path = features.find_weights("ImageReward", file, weights, advice)
+    if not (path.parent / config).is_file():
+        raise RefusedError(f"ImageReward needs {config} beside {path.name}", advice)
+    features.check_plain_weights(path)
+    import ImageReward
+
+    # Its loader prints, and asks the network for files that are beside the weights.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    with contextlib.redirect_stdout(io.StringIO()):
+        model = ImageReward.load(str(path), device=device, download_root=str(path.parent))
+    return _ImageReward(model, f"image-reward-1.0@{features.fingerprint(path)}")
 
 
 @dataclass(frozen=True)
@@ -197,23 +195,3 @@ class _ImageReward:
         with torch.inference_mode():
             pairs = zip(_as_pil(pictures, captions), captions, strict=True)
             return [float(self.model.score(caption, picture)) for picture, caption in pairs]
-
-
-def _load_image_reward(weights: Path | None, device: torch.device | str) -> Reward:
-    if importlib.util.find_spec("ImageReward") is None:
-        raise RefusedError(
-            "ImageReward is not installed: the protocol image-reward needs its package",
-            "Install the extra: pip install 'lantern-bench[image-reward]'",
-        )
-    advice = f"put {_IMAGE_REWARD_FILE} and {_IMAGE_REWARD_CONFIG} of its authors into one folder there"
-    path = features.find_weights("ImageReward", _IMAGE_REWARD_FILE, weights, advice)
-    if not (path.parent / _IMAGE_REWARD_CONFIG).is_file():
-        raise RefusedError(f"ImageReward needs {_IMAGE_REWARD_CONFIG} beside {path.name}", advice)
-    features.check_plain_weights(path)
-    import ImageReward
-
-    # Its loader prints, and asks the network for files that are beside the weights.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    with contextlib.redirect_stdout(io.StringIO()):
-        model = ImageReward.load(str(path), device=device, download_root=str(path.parent))
-    return _ImageReward(model, f"image-reward-1.0@{features.fingerprint(path)}")

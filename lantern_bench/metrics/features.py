@@ -43,10 +43,10 @@ def find_weights(scorer: str, file_name: str, given: Path | None, advice: str) -
         if not given.is_file():
             raise UserError(f"the weights given for {scorer} are not a file: {given}", advice)
         return given
-    named, cache = os.environ.get(WEIGHTS_FOLDER_VARIABLE), Path(torch.hub.get_dir()) / "checkpoints"
-    for folder in [Path(named), cache] if named else [cache]:
-        if (folder / file_name).is_file():
-            return folder / file_name
+    cache = Path(torch.hub.get_dir()) / "checkpoints"
+    path = Path(os.environ.get(WEIGHTS_FOLDER_VARIABLE) or cache) / file_name
+    if path.is_file() or (path := cache / file_name).is_file():
+        return path
     raise RefusedError(
         f"the weights of {scorer} are not on this machine: {file_name} is neither in the folder named by "
         f"{WEIGHTS_FOLDER_VARIABLE} nor in the cache of torch.hub (scoring downloads nothing)",
@@ -62,10 +62,8 @@ def check_plain_weights(path: Path, with_key: str | None = None) -> None:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile) as problem:
-        raise UserError(
-            f"{path} cannot be read as plain weights",
-            "Give tensors saved with torch.save; pickles with code and scripted models are not loaded.",
-        ) from problem
+        advice = "Give tensors saved with torch.save; pickles with code and scripted models are not loaded."
+        raise UserError(f"{path} cannot be read as plain weights", advice) from problem
     if not isinstance(loaded, dict):
         raise UserError(f"{path} contains a {type(loaded).__name__}, not a dictionary of tensors")
     if with_key is not None and with_key not in loaded:
@@ -176,13 +174,9 @@ def find_extractor(name: str = BUNDLED, weights: Path | None = None) -> Extracto
 class Pictures(Protocol):
     """A set of pictures uint8 [3, h, w], by number; a tensor uint8 [n, 3, h, w] is one."""
 
-    def __len__(self) -> int:
-        """Number of pictures."""
-        ...
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Tensor:
-        """One picture."""
-        ...
+    def __getitem__(self, index: int, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -213,14 +207,13 @@ class _Prepared(Dataset[Tensor]):
     """Pictures as the dataset that torch-fidelity reads."""
 
     pictures: Pictures
-    prepared: Callable[[Tensor], Tensor] | None
+    prepared: Callable[[Tensor], Tensor]
 
     def __len__(self) -> int:
         return len(self.pictures)
 
     def __getitem__(self, index: int) -> Tensor:
-        picture = self.pictures[index]
-        return picture if self.prepared is None else self.prepared(picture)
+        return self.prepared(self.pictures[index])
 
 
 def features_of(
@@ -229,7 +222,6 @@ def features_of(
     *,
     prepared: Callable[[Tensor], Tensor] | None = None,
     device: torch.device | str = "cpu",
-    batch_size: int = 64,
 ) -> Tensor:
     """The features float32 [n, width] of pictures, on the CPU; `prepared` is applied to each picture first."""
     if len(pictures) == 0:
@@ -239,9 +231,8 @@ def features_of(
         extractor.name, [extractor.layer], cuda=cuda, feature_extractor_weights_path=str(extractor.weights)
     )
     # save_cpu_ram: loads in this process; worker processes cost more than pictures that are in memory.
-    found = get_featuresdict_from_dataset(
-        _Prepared(pictures, prepared), network, batch_size, cuda, save_cpu_ram=True, verbose=False
-    )
+    dataset = _Prepared(pictures, prepared or (lambda picture: picture))
+    found = get_featuresdict_from_dataset(dataset, network, 64, cuda, save_cpu_ram=True, verbose=False)
     features: Tensor = found[extractor.layer].float()
     return features
 

@@ -1,12 +1,11 @@
 """FID, KID, precision and recall of pictures against a reference, by torch-fidelity; and FID-infinity.
 
 torch-fidelity computes them from features that are extracted once (`metrics/features.py`). The extractor is part of the
-figure: figures of different `FidelityScores.fid_features` are not comparable.
+figure: figures of different extractors are not comparable.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -17,12 +16,8 @@ from torch_fidelity import metric_fid, metric_kid, metric_prc
 
 from lantern_bench.metrics.features import Extractor, FeatureSet
 
-_KID_SUBSET_MOST = 1000
-_KID_SUBSETS = 100
 
-
-@dataclass(frozen=True)
-class FidelityScores:
+class FidelityScores(NamedTuple):
     """The figures of one set of pictures; None where a figure cannot be measured, with the reason in `note`."""
 
     fid: float | None
@@ -30,10 +25,8 @@ class FidelityScores:
     kid_std: float | None
     precision: float | None
     recall: float | None
-    n: int
     n_reference: int | None
     kid_subset: int
-    fid_features: str
     note: str
 
 
@@ -57,8 +50,7 @@ def compare(
     KID of two sets of the same kind is about 0 only when their pictures are drawn independently. Prompts taken in
     turn leave a set without pairs of one caption, which shifts KID below 0 by the same amount in every cell.
     """
-    n, m = len(features), reference.n
-    fewest = n if m is None else min(n, m)
+    fewest = len(features) if reference.n is None else min(len(features), reference.n)
     notes: list[str] = []
     fid = kid = kid_std = precision = recall = None
     subset = 0
@@ -71,16 +63,16 @@ def compare(
     elif fewest <= neighbours + 1:
         notes.append(f"kid, precision and recall need {neighbours + 2} images; there are {fewest}")
     else:
-        subset = min(_KID_SUBSET_MOST, fewest // 2)
+        subset = min(1000, fewest // 2)
         found = metric_kid.kid_features_to_metric(
-            features, reference.features, kid_subsets=_KID_SUBSETS, kid_subset_size=subset, rng_seed=seed, verbose=False
+            features, reference.features, kid_subsets=100, kid_subset_size=subset, rng_seed=seed, verbose=False
         )
         found |= metric_prc.prc_features_to_metric(
             *(manifold or (features, reference.features)), prc_neighborhood=neighbours, save_cpu_ram=True, verbose=False
         )
         kid, kid_std = found[metric_kid.KEY_METRIC_KID_MEAN], found[metric_kid.KEY_METRIC_KID_STD]
         precision, recall = found[metric_prc.KEY_METRIC_PRECISION], found[metric_prc.KEY_METRIC_RECALL]
-    return FidelityScores(fid, kid, kid_std, precision, recall, n, m, subset, extractor.label, "; ".join(notes))
+    return FidelityScores(fid, kid, kid_std, precision, recall, reference.n, subset, "; ".join(notes))
 
 
 def frechet_distance(one: FeatureSet, other: FeatureSet) -> float:
@@ -92,7 +84,6 @@ def frechet_distance(one: FeatureSet, other: FeatureSet) -> float:
 # ---- FID-infinity: extrapolated to infinitely many pictures, since FID of few pictures is biased upwards
 
 _SIZES = 15
-_LEVEL = 0.95
 
 
 class Extrapolated(NamedTuple):
@@ -115,11 +106,9 @@ def fid_infinity(features: Tensor, reference: FeatureSet, rng: np.random.Generat
     if n < 2 * width + _SIZES:
         return Extrapolated(None, note=f"fid_infinity needs {2 * width + _SIZES} images; there are {n}")
     sizes = np.unique(np.linspace(smallest, n, _SIZES).round().astype(int))
-    distances = []
-    for size in sizes:
-        rows = torch.from_numpy(rng.choice(n, size=int(size), replace=False))
-        distances.append(frechet_distance(FeatureSet.of(features[rows]), reference))
+    subsets = (torch.from_numpy(rng.choice(n, size=int(size), replace=False)) for size in sizes)
+    distances = [frechet_distance(FeatureSet.of(features[rows]), reference) for rows in subsets]
     line = stats.linregress(1 / sizes, distances)
-    reach = float(stats.t.ppf((1 + _LEVEL) / 2, len(sizes) - 2) * line.intercept_stderr)
+    reach = float(stats.t.ppf((1 + 0.95) / 2, len(sizes) - 2) * line.intercept_stderr)
     value = float(line.intercept)
     return Extrapolated(value, value - reach, value + reach)

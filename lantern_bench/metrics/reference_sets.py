@@ -35,10 +35,6 @@ from lantern_bench.models.io import files
 from lantern_bench.models.lanterns.captions import HELD_OUT
 from lantern_bench.training.lanterns.scenes import render
 
-REFERENCE_HELP = (
-    "What fidelity is measured against: embedded (newly rendered scenes), a folder of pictures, a COCO annotation "
-    ".json (its pictures in the folder of the same name, or FILE.json=FOLDER), or a .npz of mu and sigma."
-)
 CACHE_VARIABLE = "LANTERN_BENCH_CACHE"
 
 # Fewest reference scenes; a cell with more than half as many images gets twice its own number.
@@ -75,15 +71,13 @@ class _FilePictures:
 def find_reference(given: str | None, protocol: Protocol) -> Reference | None:
     """Return the reference given by --reference; None for the protocol's own, whose size depends on the run.
 
-    Raises `UserError` for anything else than `REFERENCE_HELP` lists, and for scenes under a protocol without them.
+    Raises `UserError` for anything else than its message lists, and for scenes under a protocol without them.
     """
     if given is None or given == protocol.reference:
         return None
     if given == "embedded":
-        raise UserError(
-            f"--reference {given}: the rendered scenes are not for the protocol {protocol.name}",
-            "Give a folder, a .json or a .npz, or --protocol embedded.",
-        )
+        what = f"--reference {given}: the rendered scenes are not for the protocol {protocol.name}"
+        raise UserError(what, "Give a folder, a .json or a .npz, or --protocol embedded.")
     file, equals, folder = given.partition("=")
     path = Path(file)
     if path.suffix.lower() == ".json" and path.is_file():
@@ -92,7 +86,11 @@ def find_reference(given: str | None, protocol: Protocol) -> Reference | None:
         return _statistics(path)
     if Path(given).is_dir():
         return folder_reference(Path(given))
-    raise UserError(f"--reference {given}: no such folder or file", REFERENCE_HELP)
+    raise UserError(
+        f"--reference {given}: no such folder or file",
+        "What fidelity is measured against: embedded (newly rendered scenes), a folder of pictures, a COCO annotation "
+        ".json (its pictures in the folder of the same name, or FILE.json=FOLDER), or a .npz of mu and sigma.",
+    )
 
 
 def held_out_reference(largest_cell: int, seed: int = _SEED) -> Reference:
@@ -201,26 +199,24 @@ def reference_features(
         found = reference.statistics
         width = 0 if found is None else len(found.mean)
         if found is None or width != extractor.width:
-            raise UserError(
-                f"the reference {reference.label} has {width} features, {extractor.name} has {extractor.width}",
-                "Give statistics of the protocol's own extractor, or a folder of pictures.",
-            )
+            what = f"the reference {reference.label} has {width} features, {extractor.name} has {extractor.width}"
+            raise UserError(what, "Give statistics of the protocol's own extractor, or a folder of pictures.")
         return found
     path = None
     if cache is not None and reference.digest:
         steps = "-".join(f"{name}={value}" for name, value in asdict(preparation).items())
         covered = f"1|{reference.digest}|{extractor.label}|{steps}"
         path = cache / "references" / f"{hashlib.sha256(covered.encode()).hexdigest()[:32]}.npz"
-        kept = _read(path, extractor, len(reference.pictures))
-        if kept is not None:
-            return FeatureSet.of(torch.from_numpy(kept))
+        # A missing or damaged file is computed again.
+        with contextlib.suppress(OSError, ValueError, KeyError, EOFError), np.load(path, allow_pickle=False) as file:
+            kept = np.asarray(file["features"], dtype=np.float32)
+            if kept.shape == (len(reference.pictures), extractor.width):
+                return FeatureSet.of(torch.from_numpy(kept))
     if not preparation.size and not preparation.features_size:
         sizes = {tuple(reference.pictures[number].shape[1:]) for number in range(len(reference.pictures))}
         if len(sizes) > 1:
-            raise UserError(
-                f"the pictures of the reference {reference.label} differ in size: {sorted(sizes)[:3]}",
-                "This protocol does not resize pictures; lantern-coco crops and resizes them.",
-            )
+            what = f"the pictures of the reference {reference.label} differ in size: {sorted(sizes)[:3]}"
+            raise UserError(what, "This protocol does not resize pictures; lantern-coco crops and resizes them.")
 
     def prepared(picture: Tensor) -> Tensor:
         return resize_for_features(preprocess(picture, preparation), preparation)
@@ -233,12 +229,3 @@ def reference_features(
         with contextlib.suppress(OSError):
             files.write_atomically(path, buffer.getvalue())
     return FeatureSet.of(features)
-
-
-def _read(path: Path, extractor: Extractor, n: int) -> np.ndarray | None:
-    """The cached features; None when there are none or the file is damaged."""
-    with contextlib.suppress(OSError, ValueError, KeyError, EOFError), np.load(path, allow_pickle=False) as file:
-        features = np.asarray(file["features"], dtype=np.float32)
-        if features.shape == (n, extractor.width):
-            return features
-    return None

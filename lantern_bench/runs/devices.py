@@ -49,16 +49,11 @@ def choose_place(device: str = "auto", dtype: str = "auto", fast: bool = False) 
     if (chosen.index or 0) >= here.get(chosen.type, 0):
         raise RefusedError(f"--device {device}: this machine has no such device", "Leave it out, or give --device cpu.")
     if dtype == "auto":
-        narrow = chosen.type == "cuda" or (fast and chosen.type == "cpu" and _multiplies_bfloat16())
+        # Older versions of torch cannot tell whether the CPU has bfloat16 instructions; without, float32 is faster.
+        checks = (getattr(torch.cpu, f"_is_{name}_supported", bool) for name in ("avx512_bf16", "amx_tile"))
+        narrow = chosen.type == "cuda" or (fast and chosen.type == "cpu" and any(check() for check in checks))
         dtype = "bfloat16" if narrow else "float32"
     return Place(chosen, getattr(torch, dtype))
-
-
-def _multiplies_bfloat16() -> bool:
-    """Whether this CPU has bfloat16 instructions; without them bfloat16 is slower than float32."""
-    # Older versions of torch cannot tell; float32 is then the safe choice.
-    checks = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
-    return any(check is not None and check() for check in checks)
 
 
 def load_models(experiment: ResolvedExperiment, place: Place) -> dict[str, LoadedModel]:
@@ -74,13 +69,10 @@ def set_space(model: LoadedModel, space: Space | None) -> None:
 
     Raises `UserError` for a model that has a neighbour table of its own.
     """
-    if space is None:
-        return
-    if model.given_table is not None:
-        raise UserError(
-            f"--neighbour-space {space}: {model.name} has its own neighbour table", "Leave one of them out."
-        )
-    model.neighbour_space = space
+    if space is not None and model.given_table is not None:
+        what = f"--neighbour-space {space}: {model.name} has its own neighbour table"
+        raise UserError(what, "Leave one of them out.")
+    model.neighbour_space = space or model.neighbour_space
 
 
 def compile_models(models: Iterable[LoadedModel], place: Place) -> str | None:
@@ -103,8 +95,8 @@ def key_fields(
 ) -> KeyFields:
     """Return the fields of the record key that hold for the whole run (`runs/keys.py`)."""
     used = [cell.decoding for cell in cells]
-    rules = {one.rule for one in used} & set(OUTSIDE_RULES)
-    draftings = {one.drafting for one in used} & set(OUTSIDE_DRAFTINGS)
+    rules = OUTSIDE_RULES.keys() & {one.rule for one in used}
+    draftings = OUTSIDE_DRAFTINGS.keys() & {one.drafting for one in used}
     parts = {f"{name}/{part}": digest for name, model in models.items() for part, digest in model.weights.items()}
     if settings.neighbour_space is not None:
         parts |= {f"{name}/neighbours": settings.neighbour_space for name in models}

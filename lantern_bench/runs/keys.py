@@ -33,15 +33,8 @@ class KeyFields(TypedDict):
 
 
 # The flag that restores the recorded value; other fields have no flag.
-_FLAGS = {
-    "dtype": "--dtype {}",
-    "device_type": "--device {}",
-    "compile": "--set compile={}",
-    "batch": "--batch {}",
-    "seed": "--seed {}",
-    "prompts": "--prompts {}",
-}
-_COMPARED = ("model", "prompts", "seed", "batch", "model_defaults", "cells")
+_FLAGS = {name: f"--{name} {{}}" for name in ("dtype", "batch", "seed", "prompts")}
+_FLAGS |= {"device_type": "--device {}", "compile": "--set compile={}"}
 
 
 def record_key(fields: KeyFields, cell: Mapping[str, Any], prompt_id: str, repeat: int, seed: int) -> str:
@@ -57,7 +50,8 @@ def check_same_key(folder: str, recorded: Mapping[str, Any], now: KeyFields, fin
 
 def check_same_experiment(folder: str, recorded: Mapping[str, Any], now: Mapping[str, Any], finished: int) -> None:
     """Raise `RefusedError` when a run directory has another experiment; images and metrics may differ."""
-    before, after = ({key: one.get(key) for key in _COMPARED} for one in (recorded, now))
+    compared = ("model", "prompts", "seed", "batch", "model_defaults", "cells")
+    before, after = ({key: one.get(key) for key in compared} for one in (recorded, now))
     _check_same(folder, before, after, finished)
 
 

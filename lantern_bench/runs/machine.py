@@ -10,7 +10,6 @@ import contextlib
 import os
 import platform
 import re
-import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -34,7 +33,6 @@ _GPU_FIELDS = {
     "temperature_c": "temperature.gpu",
     "throttle_reasons": "clocks_throttle_reasons.active",
 }
-_COMMAND_SECONDS = 20
 
 
 def machine_block() -> dict[str, Any]:
@@ -57,8 +55,12 @@ def machine_block() -> dict[str, Any]:
 def _cpu_block() -> dict[str, Any]:
     frequency = psutil.cpu_freq()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    listing = Path("/proc/cpuinfo")
+    text = listing.read_text(encoding="utf-8", errors="replace") if listing.is_file() else ""
+    named = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
+    model = named[1].strip() if named else _output(["sysctl", "-n", "machdep.cpu.brand_string"])
     return {
-        "model": _cpu_model(),
+        "model": model or platform.processor() or platform.machine(),
         "cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
         "usable_cores": usable,
@@ -70,21 +72,8 @@ def _cpu_block() -> dict[str, Any]:
     }
 
 
-def _cpu_model() -> str:
-    """The CPU's marketing name, or its architecture where the system does not tell."""
-    listing = Path("/proc/cpuinfo")
-    text = listing.read_text(encoding="utf-8", errors="replace") if listing.is_file() else ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
-    if found:
-        return found[1].strip()
-    named = _output(["sysctl", "-n", "machdep.cpu.brand_string"]) if platform.system() == "Darwin" else None
-    return named or platform.processor() or platform.machine()
-
-
 def gpu_blocks() -> list[dict[str, Any]]:
     """One block for each GPU that torch can use; nvidia-smi, if installed, gives clocks, driver and throttling."""
-    if not torch.cuda.is_available():
-        return []
     blocks = []
     for number in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(number)
@@ -103,9 +92,8 @@ def _gpu_state(uuid: str) -> dict[str, str | None]:
     query = ",".join(_GPU_FIELDS.values())
     answer = _output(["nvidia-smi", f"--id={uuid}", f"--query-gpu={query}", "--format=csv,noheader,nounits"])
     values = [value.strip() for value in answer.split(",")] if answer else []
-    if len(values) != len(_GPU_FIELDS):
-        return dict.fromkeys(_GPU_FIELDS)
-    return dict(zip(_GPU_FIELDS, values, strict=True))
+    known = len(values) == len(_GPU_FIELDS)
+    return dict(zip(_GPU_FIELDS, values, strict=True)) if known else dict.fromkeys(_GPU_FIELDS)
 
 
 def package_versions() -> dict[str, str | None]:
@@ -130,10 +118,8 @@ def git_state() -> dict[str, Any]:
 
 def _output(command: list[str]) -> str | None:
     """The output of a command, stripped; None when it is not installed, fails or hangs."""
-    if shutil.which(command[0]) is None:
-        return None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -28,9 +27,6 @@ from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.runs.devices import Place
 from lantern_bench.runs.machine import gpu_blocks, machine_block
 from lantern_bench.runs.store import RunStore, done_images
-
-# A warm-up decodes a quarter of an image.
-_WARM_UP_SHARE = 4
 
 # ---- Events: what a sweep reports while it runs, in this order
 
@@ -114,7 +110,8 @@ def prepare_models(plan: Plan, models: Mapping[str, LoadedModel], folder: Path, 
     `UserError` for files that are malformed or ask for what their model lacks.
     """
     began, done = now(), done_images(folder)
-    missing = [u for g in plan.batches() if any(_image_id(u) not in done for u in g) for u in g]
+    ids = {unit: (unit.cell.cell_id, unit.prompt.id, unit.repeat) for unit in plan.units}
+    missing = [u for group in plan.batches() if any(ids[unit] not in done for unit in group) for u in group]
     for cell in dict.fromkeys(unit.cell for unit in missing):
         if cell.decoding.drafts:
             with torch.inference_mode():
@@ -126,10 +123,6 @@ def prepare_models(plan: Plan, models: Mapping[str, LoadedModel], folder: Path, 
     return now() - began
 
 
-def _image_id(unit: Unit) -> tuple[str, str, int]:
-    return unit.cell.cell_id, unit.prompt.id, unit.repeat
-
-
 def run_plan(
     store: RunStore, plan: Plan, models: Mapping[str, LoadedModel], place: Place, prepare_seconds: float = 0.0
 ) -> Iterator[Event]:
@@ -138,12 +131,17 @@ def run_plan(
     `prepare_seconds`, the time of `prepare_models`, goes into the manifest. An image that raises gets a record with
     status `failed` and the run continues. An interrupted run keeps everything up to the last image.
     """
-    groups = [group for group in plan.batches() if not all(store.is_done(unit) for unit in group)]
-    waiting = Counter(unit.cell.cell_id for group in groups for unit in group if not store.is_done(unit))
+    groups = [group for group in plan.batches() if not all(map(store.is_done, group))]
+    waiting = Counter(unit.cell.cell_id for unit in plan.units if not store.is_done(unit))
     session = _start_session(store, models, place, prepare_seconds)
     try:
         yield Started(len(plan.units) - waiting.total(), waiting)
-        for group in _kinds(groups):
+        # One batch for every kind of cell: cells that differ only in a bound run the same programs.
+        kinds: dict[Any, tuple[Unit, ...]] = {}
+        for group in groups:
+            cell = group[0].cell
+            kinds.setdefault((cell.model, sampling_key(cell.decoding), len(group)), group)
+        for group in kinds.values():
             yield _warm_up(store, session, models[group[0].cell.model], group, place)
         settle_garbage()
         for group in groups:
@@ -175,11 +173,10 @@ def make_images(
         stacked = torch.stack([one.tokens for one in decoded]).to(place.device)
         synchronize(place.device)
         began = now()
-        pixels = model.pixels.pixels(stacked)
+        pixels = zip(decoded, model.pixels.pixels(stacked), strict=True)
         synchronize(place.device)
         seconds = (now() - began) / len(units)
-    pairs = zip(decoded, pixels, strict=True)
-    return [Made(one.tokens, one.trace, picture, seconds, peak, one.logits) for one, picture in pairs]
+    return [Made(one.tokens, one.trace, picture, seconds, peak, one.logits) for one, picture in pixels]
 
 
 def picture_of(pixels: Tensor) -> Image.Image:
@@ -209,20 +206,11 @@ def _start_session(
     return session
 
 
-def _kinds(groups: Sequence[tuple[Unit, ...]]) -> list[tuple[Unit, ...]]:
-    """One batch for every kind of cell: cells that differ only in a bound run the same programs."""
-    found: dict[tuple[Any, ...], tuple[Unit, ...]] = {}
-    for group in groups:
-        cell = group[0].cell
-        found.setdefault((cell.model, sampling_key(cell.decoding), len(group)), group)
-    return list(found.values())
-
-
 def _warm_up(
     store: RunStore, session: dict[str, Any], model: LoadedModel, group: tuple[Unit, ...], place: Place
 ) -> WarmedUp:
-    # Steps are compiled here, never in a timed window: the warm-up has the shapes and programs of the images.
-    cell_id, count = group[0].cell.cell_id, max(1, model.target.image_tokens // _WARM_UP_SHARE)
+    # Steps are compiled here, never in a timed window: the warm-up is a quarter of an image, of the same shapes.
+    cell_id, count = group[0].cell.cell_id, max(1, model.target.image_tokens // 4)
     row: dict[str, Any] = {"cell_id": cell_id, "batch": len(group), "tokens": count, "seconds": None}
     try:
         row["seconds"] = sum(made.trace.seconds for made in make_images(model, group, place, tokens=count))
@@ -251,9 +239,8 @@ def _decode_batch(
     for unit in waiting:
         png = png_bytes(made[unit].pixels)
         # The picture is written first, so that every record has its picture.
-        image = store.write_image(unit, png)
-        record = _record(made[unit]) | {"image": image, "image_sha256": hashlib.sha256(png).hexdigest()}
-        row = store.append(unit, record)
+        picture = {"image": store.write_image(unit, png), "image_sha256": hashlib.sha256(png).hexdigest()}
+        row = store.append(unit, _record(made[unit]) | picture)
         session["images"] += 1
         yield ImageDone(unit, row)
 
@@ -261,7 +248,6 @@ def _decode_batch(
 def _record(made: Made) -> dict[str, Any]:
     trace, phases = made.trace, made.trace.phases
     known = {"draft", "target", "verify", "prefill"}
-    numbers = made.tokens.cpu().numpy().astype(np.dtype("<i4"))
     return {
         "tokens": trace.tokens,
         "target_forwards": trace.target_forwards,
@@ -283,7 +269,7 @@ def _record(made: Made) -> dict[str, Any]:
         "peak_memory_bytes": made.peak_memory,
         "moved_mass": trace.moved_mass,
         "moved_mass_tried": trace.moved_mass_tried,
-        "tokens_sha256": hashlib.sha256(numbers.tobytes()).hexdigest(),
+        "tokens_sha256": hashlib.sha256(made.tokens.cpu().numpy().astype("<i4").tobytes()).hexdigest(),
     }
 
 

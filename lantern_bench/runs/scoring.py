@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,8 +41,6 @@ from lantern_bench.schema import SCHEMA_VERSION
 
 Row = dict[str, Any]
 OnCell = Callable[[str, int, int], None]
-_INFINITY_SEED = 2020
-_NO_REFERENCE = "no reference: fid, kid, precision and recall need one (--reference)"
 
 
 @dataclass(frozen=True)
@@ -78,18 +76,16 @@ def load_scorers(
 
     Raises `RefusedError` for weights that are not on this machine, `UserError` for weights of another model.
     """
-    manifold = protocol.manifold if protocol.manifold != protocol.features else None
-    return Scorers(
-        protocol,
-        extractor=find_extractor(protocol.features, features_weights) if protocol.features else None,
-        manifold=find_extractor(manifold) if manifold else None,
-        clip=load_clip(protocol.clip_model, clip_weights, prefix=protocol.clip_prefix, device=device)
-        if protocol.clip_model
-        else None,
-        classifier=load_classifier(device=device) if protocol.accuracy else None,
-        device=device,
-        rewards={name: load_reward(name, device=device) for name in protocol.rewards},
-    )
+    extractor, named, clip = None, protocol.clip_model, None
+    if protocol.features:
+        extractor = find_extractor(protocol.features, features_weights)
+    other = protocol.manifold not in (None, protocol.features)
+    manifold = find_extractor(str(protocol.manifold)) if other else None
+    if named:
+        clip = load_clip(named, clip_weights, prefix=protocol.clip_prefix, device=device)
+    classifier = load_classifier(device=device) if protocol.accuracy else None
+    rewards = {name: load_reward(name, device=device) for name in protocol.rewards}
+    return Scorers(protocol, clip, extractor, classifier, device, manifold, rewards)
 
 
 def score_run(
@@ -109,23 +105,20 @@ def score_run(
     """
     cells, protocol = _by_cell(store.records()), scorers.protocol
     largest = max((len(rows) for rows in cells.values()), default=0)
-    kept = [
-        row
-        for row in read_scores(store.folder)
-        if row["protocol"] == protocol.name and (row["protocol_version"] or 1) == protocol.version
-    ]
+    wanted = (protocol.name, protocol.version)
+    kept = [row for row in read_scores(store.folder) if (row["protocol"], row["protocol_version"] or 1) == wanted]
     name = reference.label if reference is not None else reference_name(largest) if protocol.reference else ""
-    pending = [
-        rows for cell, rows in cells.items() if again or not _is_scored(cell, rows, kept, scorers, name, infinity)
-    ]
+    pending: list[Row] = []
+    for cell, rows in cells.items():
+        if again or not _is_scored(cell, rows, kept, scorers, name, infinity):
+            pending += rows
     if not pending:
         return 0
     store.note_protocol(protocol.to_dict())
     if reference is None and protocol.reference is not None:
         reference = held_out_reference(largest)
     written = 0
-    records = [row for rows in pending for row in rows]
-    for row in score_records(records, store.folder, scorers, reference, on_cell, cache=cache, infinity=infinity):
+    for row in score_records(pending, store.folder, scorers, reference, on_cell, cache=cache, infinity=infinity):
         store.append_score(row)
         written += 1
     return written
@@ -151,15 +144,6 @@ def _is_scored(
     )
 
 
-class _Against(NamedTuple):
-    """The reference, its features under both extractors of the protocol, and whether FID-infinity is asked for."""
-
-    reference: Reference
-    features: FeatureSet
-    manifold: FeatureSet | None
-    infinity: bool
-
-
 def score_records(
     records: Iterable[Row],
     folder: Path,
@@ -178,14 +162,14 @@ def score_records(
     extrapolated FID. `on_cell(cell_id, done, total)` is called after each cell.
     """
     cells, protocol = _by_cell(records), scorers.protocol
-    against = None
+    # The features of the reference under the protocol's extractors: the first for FID, the last for the manifold.
+    against: list[FeatureSet] = []
     if scorers.extractor is not None and reference is not None and cells:
-        more: dict[str, Any] = {"device": scorers.device, "cache": cache}
-        features = reference_features(reference, scorers.extractor, protocol.preparation, **more)
-        manifold = None
+        used = [scorers.extractor]
         if scorers.manifold is not None and reference.pictures is not None:
-            manifold = reference_features(reference, scorers.manifold, protocol.preparation, **more)
-        against = _Against(reference, features, manifold, infinity)
+            used.append(scorers.manifold)
+        prepare = partial(reference_features, reference, device=scorers.device, cache=cache)
+        against = [prepare(extractor, protocol.preparation) for extractor in used]
     for done, (cell_id, rows) in enumerate(cells.items(), start=1):
         there = [record for record in rows if (folder / record["image"]).is_file()]
         pictures = [preprocess(read_picture(folder / record["image"]), protocol.preparation) for record in there]
@@ -193,8 +177,13 @@ def score_records(
         common |= {"protocol_version": protocol.version, "cell_id": cell_id}
         yield from (common | row for row in _image_rows(there, pictures, scorers))
         if scorers.extractor is not None:
-            missing = len(rows) - len(there)
-            yield common | _cell_row(pictures, missing, scorers, scorers.extractor, against)
+            row = {"level": "cell", "n": len(pictures), "extractor": scorers.extractor.label}
+            row["reference"] = None if reference is None else reference.label
+            notes = (
+                [f"{missing} images are missing in the run directory"] if (missing := len(rows) - len(there)) else []
+            )
+            notes += _measure_fidelity(row, pictures, scorers, scorers.extractor, against, infinity)
+            yield common | row | {"note": "; ".join(notes) or None}
         if on_cell is not None:
             on_cell(cell_id, done, len(cells))
 
@@ -237,31 +226,28 @@ def _accuracy(
     return answers
 
 
-def _cell_row(
-    pictures: Sequence[Tensor], missing: int, scorers: Scorers, extractor: Extractor, against: _Against | None
-) -> Row:
-    """The fidelity of one cell's pictures, with notes."""
-    notes = [f"{missing} images are missing in the run directory"] if missing else []
-    row: Row = {"level": "cell", "n": len(pictures), "extractor": extractor.label}
-    row["reference"] = None if against is None else against.reference.label
-    if against is None:
-        return row | {"note": "; ".join([*notes, _NO_REFERENCE])}
+def _measure_fidelity(
+    row: Row,
+    pictures: Sequence[Tensor],
+    scorers: Scorers,
+    extractor: Extractor,
+    against: Sequence[FeatureSet],
+    infinity: bool,
+) -> list[str]:
+    """Put the fidelity of one cell's pictures into its row; return notes on what cannot be measured."""
+    if not against:
+        return ["no reference: fid, kid, precision and recall need one (--reference)"]
     protocol = scorers.protocol
-
-    def features_under(through: Extractor) -> Tensor:
-        resize = partial(resize_for_features, preparation=protocol.preparation)
-        return features_of(pictures, through, prepared=resize, device=scorers.device)
-
-    features, manifold = features_under(extractor), None
-    if scorers.manifold is not None and against.manifold is not None and against.manifold.features is not None:
-        manifold = (features_under(scorers.manifold), against.manifold.features)
-    neighbours = protocol.manifold_neighbours
-    scores = compare(features, against.features, extractor, manifold=manifold, neighbours=neighbours)
-    names = ("fid", "kid", "kid_std", "kid_subset", "precision", "recall", "n_reference")
-    row |= {name: getattr(scores, name) for name in names}
-    notes += [scores.note] if scores.note else []
-    if against.infinity:
-        far = fid_infinity(features, against.features, np.random.default_rng(_INFINITY_SEED))
+    resize = partial(resize_for_features, preparation=protocol.preparation)
+    extract = partial(features_of, pictures, prepared=resize, device=scorers.device)
+    features, manifold = extract(extractor), None
+    if scorers.manifold is not None and len(against) > 1 and (others := against[1].features) is not None:
+        manifold = (extract(scorers.manifold), others)
+    scores = compare(features, against[0], extractor, manifold=manifold, neighbours=protocol.manifold_neighbours)
+    row |= {name: value for name, value in scores._asdict().items() if name != "note"}
+    notes = [scores.note]
+    if infinity:
+        far = fid_infinity(features, against[0], np.random.default_rng(2020))
         row |= {"fid_infinity": far.value, "fid_infinity_low": far.low, "fid_infinity_high": far.high}
-        notes += [far.note] if far.note else []
-    return row | {"note": "; ".join(notes) or None}
+        notes.append(far.note)
+    return [note for note in notes if note]

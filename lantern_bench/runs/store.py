@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -62,10 +63,8 @@ def run_folder(experiment: ResolvedExperiment, root: Path, out: Path | None = No
     folder = out if out is not None else root / experiment.run_name
     if resume or not (folder / RECORDS).is_file():
         return folder
-    number = 2
-    while (folder.with_name(f"{folder.name}-{number}") / RECORDS).exists():
-        number += 1
-    return folder.with_name(f"{folder.name}-{number}")
+    later = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+    return next(path for path in later if not (path / RECORDS).exists())
 
 
 def read_run(folder: Path) -> RunData:
@@ -79,17 +78,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(
-            f"{folder}: not a run directory, it has no {MANIFEST}", "Give one that a sweep wrote."
-        ) from error
+        what = f"{folder}: not a run directory, it has no {MANIFEST}"
+        raise UserError(what, "Give one that a sweep wrote.") from error
     except ValueError as error:
         raise UserError(f"{path}: damaged, not JSON", "Restore it, or start a new run.") from error
     version = manifest.get("schema_version") if isinstance(manifest, dict) else None
     if version not in READABLE:
-        raise RefusedError(
-            f"{path}: schema version {version}, and this program reads {' and '.join(map(str, READABLE))}",
-            "Use the release that wrote the run.",
-        )
+        what = f"{path}: schema version {version}, and this program reads {' and '.join(map(str, READABLE))}"
+        raise RefusedError(what, "Use the release that wrote the run.")
     return dict(manifest)
 
 
@@ -115,10 +111,8 @@ def _read_lines(path: Path, table: str) -> list[dict[str, Any]]:
         try:
             rows.append(empty | json.loads(line))
         except (ValueError, TypeError) as error:
-            raise UserError(
-                f"{path} line {number}: damaged, not a JSON object",
-                "Remove this line; the same command makes its content again.",
-            ) from error
+            what = f"{path} line {number}: damaged, not a JSON object"
+            raise UserError(what, "Remove this line; the same command makes its content again.") from error
     return rows
 
 
@@ -142,11 +136,7 @@ class _JsonLines:
         self._names, self._table = [column.name for column in columns(table)], table
         self._file: BinaryIO = path.open("ab+")
         self._file.seek(0)
-        content = self._file.read()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            self._file.truncate(whole)
-            os.fsync(self._file.fileno())
+        self._file.truncate(self._file.read().rfind(b"\n") + 1)
 
     def append(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Write one row with every column and wait until it is on the disk; return it.
@@ -188,9 +178,8 @@ class ScoreStore:
     def _open(self) -> None:
         self._latest = {row["record_key"]: row for row in read_records(self.folder)}
         if not any(row["status"] == "ok" for row in self._latest.values()):
-            raise RefusedError(
-                f"{self.folder} has no images to score", "Resume the run with the command that started it."
-            )
+            what = f"{self.folder} has no images to score"
+            raise RefusedError(what, "Resume the run with the command that started it.")
         self._scores = _JsonLines(self.folder / SCORES, "scores")
 
     def records(self) -> list[dict[str, Any]]:
@@ -294,9 +283,8 @@ def lock_run(folder: Path) -> FileLock:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise RefusedError(
-            f"{folder} is in use: another process is writing to it", "Wait until it ends, or give another --out."
-        ) from error
+        what = f"{folder} is in use: another process is writing to it"
+        raise RefusedError(what, "Wait until it ends, or give another --out.") from error
     except OSError as error:
         raise cannot_write(folder, error) from error
     return lock
@@ -305,12 +293,10 @@ def lock_run(folder: Path) -> FileLock:
 def check_is_run(folder: Path) -> None:
     """Raise `UserError` for a folder that has other contents than a run's."""
     if folder.is_dir() and not (folder / MANIFEST).exists():
-        others = sorted(path.name for path in folder.iterdir() if path.name not in (LOCK, RECORDS, SCORES))
+        others = {path.name for path in folder.iterdir()} - {LOCK, RECORDS, SCORES}
         if others:
-            raise UserError(
-                f"--out {folder}: contains {others[0]} and is not a run directory",
-                "Give a new folder, or a run directory.",
-            )
+            what = f"--out {folder}: contains {min(others)} and is not a run directory"
+            raise UserError(what, "Give a new folder, or a run directory.")
 
 
 def cannot_write(folder: Path, error: OSError | None = None) -> UserError:

@@ -1,12 +1,14 @@
 """A sweep from an experiment to scored images: `prepare` checks everything without torch, `run` does the work.
 
-Shared by the command line and the Python API. Progress goes to a callback as events (`runs/runner.py`); nothing is
-printed here. `report/tables.py` makes the tables.
+Shared by the command line and the Python API. Progress goes to a callback as events (`runs/runner.py`). The checks
+write nothing, so that a refused sweep leaves no trace; `RunStore` checks again under the lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,14 +16,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lantern_bench.config.experiment import ResolvedExperiment, load_experiment, resolve
 from lantern_bench.config.parse_experiment import Experiment, read_experiment
 from lantern_bench.config.plan import Plan, make_plan, parse_shard
-from lantern_bench.config.protocols import Protocol, protocol_of
+from lantern_bench.config.protocols import EMBEDDED, LANTERN_COCO, Protocol, protocol_of
 from lantern_bench.config.values import Overrides
 from lantern_bench.config.yaml_source import Source
-from lantern_bench.errors import RecordsFailedError, RefusedError
+from lantern_bench.errors import RecordsFailedError, RefusedError, UserError
 from lantern_bench.models.registry import card_of, defaults_of, family_of
 from lantern_bench.prompts.sets import load_prompts, prompt_facts
-from lantern_bench.runs.preflight import check_folder, check_neighbours, default_protocol, seconds_per_image
-from lantern_bench.runs.store import ScoreStore, done_images, read_manifest, results_root, run_folder
+from lantern_bench.runs.keys import check_same_experiment
+from lantern_bench.runs.store import (
+    LOCK,
+    MANIFEST,
+    ScoreStore,
+    cannot_write,
+    check_is_run,
+    done_images,
+    lock_run,
+    read_manifest,
+    read_records,
+    results_root,
+    run_folder,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,8 +78,8 @@ def prepare(
     part = parse_shard(shard) if shard is not None else None
     loaded = load(source, overrides)
     if both_residuals and "residual" not in overrides.values and loaded.is_relaxed:
-        values = {**overrides.values, "residual": ["official", "exact"]}
-        loaded = load(source, replace(overrides, values=values))
+        both = {**overrides.values, "residual": ["official", "exact"]}
+        loaded = load(source, replace(overrides, values=both))
     if "prompts" not in loaded.settings.model_fields_set:
         own = {"prompts": card_of(loaded.settings.model[0]).prompt_set}
         loaded = replace(loaded, settings=loaded.settings.model_copy(update=own))
@@ -93,6 +107,46 @@ def load(source: str | Path | Mapping[str, Any], overrides: Overrides) -> Experi
     experiment, problems = read_experiment(Source("experiment", Path(), dict(source)), overrides)
     problems.raise_all()
     return experiment
+
+
+def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
+    """Raise `UserError` for a folder that cannot be a run directory, `RefusedError` if in use or of other settings."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise UserError(f"--out {folder}: {there} is a file, not a folder", "Give a folder that you may write to.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise cannot_write(folder)
+    if not folder.is_dir():
+        return
+    if (folder / LOCK).exists():
+        lock_run(folder).release()
+    check_is_run(folder)
+    if (folder / MANIFEST).exists() and (finished := len(done_images(folder))):
+        recorded = read_manifest(folder).get("experiment", {})
+        check_same_experiment(folder.name, recorded, experiment.to_dict(), finished)
+
+
+def check_neighbours(experiment: ResolvedExperiment) -> None:
+    """Raise `UserError` for a cell that asks for more neighbours than its model has other codes."""
+    for cell in experiment.cells:
+        codes, asked = card_of(cell.model).vocab_size, cell.decoding.neighbours
+        if codes is not None and asked is not None and asked >= codes:
+            raise UserError(f"--neighbours {asked}: the model {cell.model} has {codes} codes", f"At most {codes - 1}.")
+
+
+def default_protocol(models: Sequence[str]) -> str:
+    """Return the quality protocol of a run of these models: the bundled scorers only for the bundled family."""
+    bundled = all(card_of(model).family == "lanterns" for model in models)
+    return EMBEDDED if bundled else LANTERN_COCO
+
+
+def seconds_per_image(folder: Path) -> dict[str, float]:
+    """Return mean seconds per image by cell id, pixels included, of the finished images; empty without any."""
+    spent: dict[str, list[float]] = defaultdict(list)
+    for row in read_records(folder):
+        if row["status"] == "ok" and row["seconds"] is not None:
+            spent[row["cell_id"]].append(row["seconds"] + (row["pixel_seconds"] or 0.0))
+    return {cell_id: sum(values) / len(values) for cell_id, values in spent.items()}
 
 
 def plan_table(request: Request) -> tuple[pd.DataFrame, Estimate]:
@@ -151,10 +205,8 @@ def run(request: Request, tell: Tell) -> int:
 def check_failed(request: Request, failed: int) -> None:
     """Raise `RecordsFailedError` when images failed."""
     if failed:
-        raise RecordsFailedError(
-            f"{failed} of {len(request.plan.units)} images failed; see {request.folder / 'records.jsonl'}",
-            "The same command tries them again.",
-        )
+        what = f"{failed} of {len(request.plan.units)} images failed; see {request.folder / 'records.jsonl'}"
+        raise RecordsFailedError(what, "The same command tries them again.")
 
 
 def score(

@@ -170,7 +170,7 @@ def test_auto_device_and_dtype() -> None:
 
 
 def test_preflight_refuses_another_experiment(tmp_path: Path, tiny: Any) -> None:
-    from lantern_bench.runs.preflight import check_folder, seconds_per_image
+    from lantern_bench.runs.sweep import check_folder, seconds_per_image
 
     experiment, plan = tiny()
     run(tmp_path / "run", (experiment, plan), most=4)
