@@ -170,9 +170,8 @@ def sweep(
         RefusedError: for missing weights, and for a run directory in use or made with other settings.
         RecordsFailedError: when images failed; the run is written, and `load_run` returns it.
     """
-    asked = runs_sweep.prepare(
-        experiment, _overrides(overrides, modes), out=Path(out) if out is not None else None, resume=resume
-    )
+    folder = Path(out) if out is not None else None
+    asked = runs_sweep.prepare(experiment, _overrides(overrides, modes), out=folder, resume=resume)
     failed = runs_sweep.run(asked, progress or (lambda _event: None))
     write_tables(asked.folder)
     runs_sweep.check_failed(asked, failed)
@@ -221,10 +220,10 @@ def decode(
     wrong parameter or prompt and for a list of values, `RefusedError` for a missing drafter or text encoder.
     """
     import torch
+    from PIL import Image
 
     from lantern_bench.runs.devices import Place
     from lantern_bench.runs.generation import decode_units, units_of
-    from lantern_bench.runs.runner import picture_of
 
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     overrides = _overrides(parameters | {"model": [model.name], "seed": seed}, None)
@@ -239,10 +238,11 @@ def decode(
         pass
     place = Place(model.target.device, torch.get_default_dtype())
     decoded = decode_units(model, place, units_of(resolved, texts, 1), keep_logits=False)
-    return [
-        DecodedImage(text, made.tokens.cpu(), picture_of(made.pixels) if made.pixels.numel() else None, made.trace)
-        for text, made in zip(texts, decoded, strict=True)
-    ]
+    images = []
+    for text, made in zip(texts, decoded, strict=True):
+        picture = Image.fromarray(made.pixels.cpu().numpy()) if made.pixels.numel() else None
+        images.append(DecodedImage(text, made.tokens.cpu(), picture, made.trace))
+    return images
 
 
 def _overrides(values: Mapping[str, Any], modes: str | Sequence[str] | None) -> Overrides:

@@ -164,28 +164,23 @@ class Renderer:
             tell = console.say if event.compiled else console.detail
             tell(f"{'compiled' if event.compiled else 'warm-up of'} {event.cell_id}: {event.seconds or 0.0:.1f} s")
         elif isinstance(event, runner.ImageDone):
-            self._show_image(event)
+            record, cell = event.record, event.unit.cell
+            if event.failed:
+                console.warn(f"{event.unit.image} failed: {record['error']}")
+            else:
+                self._seconds.append(record["seconds"])
+                if cell.decoding.mode != "ar" and record["mean_accepted_length"]:
+                    self._lengths.append(record["mean_accepted_length"])
+            figures = {"mal": self._lengths, "s_per_image": self._seconds}
+            live = {name: sum(values) / len(values) for name, values in figures.items() if values}
+            progress.advance(part=cell.cell_id, **live)
         elif isinstance(event, runner.Scored):
             progress.share("scoring", event.done / event.total)
         else:
             progress.finish()
-            if event.done:
-                console.say(f"interrupted: {event.done} of {event.total} images are done and kept in {self._folder}")
-            else:
-                console.say("interrupted before the first image; encoded captions are kept")
+            kept = f"interrupted: {event.done} of {event.total} images are done and kept in {self._folder}"
+            console.say(kept if event.done else "interrupted before the first image; encoded captions are kept")
             console.say("The same command continues.")
-
-    def _show_image(self, event: Any) -> None:
-        record = event.record
-        if event.failed:
-            self._console.warn(f"{event.unit.image} failed: {record['error']}")
-        else:
-            self._seconds.append(record["seconds"])
-            if event.unit.cell.decoding.mode != "ar" and record["mean_accepted_length"]:
-                self._lengths.append(record["mean_accepted_length"])
-        figures = {"mal": self._lengths, "s_per_image": self._seconds}
-        live = {name: sum(values) / len(values) for name, values in figures.items() if values}
-        self._progress.advance(part=event.unit.cell.cell_id, **live)
 
 
 def _run(

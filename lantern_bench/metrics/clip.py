@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lantern_bench.config.protocols import REWARDS
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.metrics import features
+from lantern_bench.metrics import fidelity
 from lantern_bench.models.lanterns import WEIGHTS_FOLDER
 
 BUNDLED = "lanterns-clip"
@@ -108,10 +108,10 @@ def load_clip(
             raise UserError(f"unknown CLIP model {name!r}", advice)
         file_name = f"{name}.safetensors"
         advice = f"give the path of a checkpoint of {name}, or put it there as {file_name}"
-        path = features.find_weights(f"the CLIP model {name}", file_name, weights, advice)
+        path = fidelity.find_weights(f"the CLIP model {name}", file_name, weights, advice)
         source, called, pretrained = name, name, str(path)
     if path.suffix != ".safetensors":
-        features.check_plain_weights(path)
+        fidelity.check_plain_weights(path)
     try:
         model, _, preprocess = open_clip.create_model_and_transforms(source, pretrained, device=device)
         tokenizer = open_clip.get_tokenizer(source)
@@ -119,7 +119,7 @@ def load_clip(
         advice = "Give the architecture of the checkpoint; OpenAI's weights need the -quickgelu ones."
         raise UserError(f"{path.name} does not fit the CLIP model {name}", advice) from problem
     model.eval().requires_grad_(False)
-    named = f"{label or called}@{features.fingerprint(path)}"
+    named = f"{label or called}@{fidelity.fingerprint(path)}"
     return ClipScorer(model, preprocess, tokenizer, named, prefix, torch.device(device))
 
 
@@ -162,7 +162,7 @@ def load_reward(name: str, weights: Path | None = None, *, device: torch.device 
     if name == "hpsv2":
         file = "HPS_v2.1_compressed.pt"
         advice = f"put {file} of the HPSv2 authors into the folder that LANTERN_BENCH_WEIGHTS names"
-        path = features.find_weights("HPSv2", file, weights, advice)
+        path = fidelity.find_weights("HPSv2", file, weights, advice)
         return load_clip("ViT-H-14", path, device=device, label="hpsv2.1")
     if name != "image_reward":
         raise ValueError(f"unknown reward {name!r}; there are {', '.join(REWARDS)}")
@@ -171,17 +171,17 @@ def load_reward(name: str, weights: Path | None = None, *, device: torch.device 
         raise RefusedError(what, "Install the extra: pip install 'lantern-bench[image-reward]'")
     file, config = "ImageReward.pt", "med_config.json"
     advice = f"put {file} and {config} of its authors into one folder there"
-    path = features.find_weights("ImageReward", file, weights, advice)
+    path = fidelity.find_weights("ImageReward", file, weights, advice)
     if not (path.parent / config).is_file():
         raise RefusedError(f"ImageReward needs {config} beside {path.name}", advice)
-    features.check_plain_weights(path)
+    fidelity.check_plain_weights(path)
     import ImageReward
 
     # Its loader prints, and asks the network for files that are beside the weights.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with contextlib.redirect_stdout(io.StringIO()):
         model = ImageReward.load(str(path), device=device, download_root=str(path.parent))
-    return _ImageReward(model, f"image-reward-1.0@{features.fingerprint(path)}")
+    return _ImageReward(model, f"image-reward-1.0@{fidelity.fingerprint(path)}")
 
 
 @dataclass(frozen=True)

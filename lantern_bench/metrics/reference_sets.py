@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lantern_bench.config.protocols import Preparation, Protocol
 from lantern_bench.errors import UserError
-from lantern_bench.metrics.features import (
+from lantern_bench.metrics.fidelity import (
     Extractor,
     FeatureSet,
     Pictures,

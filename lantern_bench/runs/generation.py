@@ -21,9 +21,6 @@ from lantern_bench.models.random_model import blueprint, sizes_of
 from lantern_bench.runs.devices import Place
 from lantern_bench.runs.runner import Made, make_images, png_bytes
 
-# Tokens of the warm-up that compiles a step: enough to run each of its programs more than once.
-_WARM_UP_TOKENS = 16
-
 
 def units_of(resolved: ResolvedExperiment, prompts: Sequence[str], images: int) -> list[Unit]:
     """Return the images to decode, cell by cell; all cells use the same seeds."""
@@ -41,7 +38,8 @@ def decode_units(model: LoadedModel, place: Place, units: Sequence[Unit], keep_l
     tokens = model.target.image_tokens if isinstance(model.pixels, NoPixels) else None
     for unit in units:
         if model.engine.compile and unit.image_index == 0:
-            make_images(model, [unit], place, tokens=_WARM_UP_TOKENS, keep_logits=keep_logits)
+            # A warm-up compiles the step: 16 tokens run each of its programs more than once.
+            make_images(model, [unit], place, tokens=16, keep_logits=keep_logits)
         try:
             yield from make_images(model, [unit], place, tokens=tokens, keep_logits=keep_logits)
         except (RuntimeError, MemoryError) as error:

@@ -179,15 +179,10 @@ def make_images(
     return [Made(one.tokens, one.trace, picture, seconds, peak, one.logits) for one, picture in pixels]
 
 
-def picture_of(pixels: Tensor) -> Image.Image:
-    """Pixels uint8 [H, W, 3] as a PIL image."""
-    return Image.fromarray(pixels.cpu().numpy())
-
-
 def png_bytes(pixels: Tensor) -> bytes:
     """Pixels uint8 [H, W, 3] as a PNG file."""
     buffer = io.BytesIO()
-    picture_of(pixels).save(buffer, format="PNG")
+    Image.fromarray(pixels.cpu().numpy()).save(buffer, format="PNG")
     return buffer.getvalue()
 
 

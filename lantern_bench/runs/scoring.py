@@ -18,15 +18,16 @@ from torch import Tensor
 
 from lantern_bench.config.protocols import Protocol
 from lantern_bench.metrics.clip import ClipScorer, Reward, load_clip, load_reward
-from lantern_bench.metrics.features import (
+from lantern_bench.metrics.fidelity import (
     Extractor,
     FeatureSet,
+    compare,
     features_of,
+    fid_infinity,
     find_extractor,
     preprocess,
     resize_for_features,
 )
-from lantern_bench.metrics.fidelity import compare, fid_infinity
 from lantern_bench.metrics.reference_sets import (
     Reference,
     held_out_reference,
@@ -76,13 +77,11 @@ def load_scorers(
 
     Raises `RefusedError` for weights that are not on this machine, `UserError` for weights of another model.
     """
-    extractor, named, clip = None, protocol.clip_model, None
-    if protocol.features:
-        extractor = find_extractor(protocol.features, features_weights)
-    other = protocol.manifold not in (None, protocol.features)
-    manifold = find_extractor(str(protocol.manifold)) if other else None
-    if named:
-        clip = load_clip(named, clip_weights, prefix=protocol.clip_prefix, device=device)
+    extractor = find_extractor(protocol.features, features_weights) if protocol.features else None
+    other = protocol.manifold if protocol.manifold != protocol.features else None
+    manifold, clip = find_extractor(other) if other else None, None
+    if protocol.clip_model:
+        clip = load_clip(protocol.clip_model, clip_weights, prefix=protocol.clip_prefix, device=device)
     classifier = load_classifier(device=device) if protocol.accuracy else None
     rewards = {name: load_reward(name, device=device) for name in protocol.rewards}
     return Scorers(protocol, clip, extractor, classifier, device, manifold, rewards)
@@ -114,7 +113,7 @@ def score_run(
             pending += rows
     if not pending:
         return 0
-    store.note_protocol(protocol.to_dict())
+    store.update_manifest(protocols=store.manifest.get("protocols", {}) | {protocol.name: protocol.to_dict()})
     if reference is None and protocol.reference is not None:
         reference = held_out_reference(largest)
     written = 0

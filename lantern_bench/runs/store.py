@@ -196,10 +196,6 @@ class ScoreStore:
         text = json.dumps(_plain(self.manifest), indent=2, ensure_ascii=False, allow_nan=False)
         write_atomically(self.folder / MANIFEST, text.encode() + b"\n")
 
-    def note_protocol(self, protocol: Mapping[str, Any]) -> None:
-        """Record a quality protocol in the manifest, by name."""
-        self.update_manifest(protocols={**self.manifest.get("protocols", {}), str(protocol["name"]): dict(protocol)})
-
     def close(self) -> None:
         """Close the files and release the lock; closing twice does no harm."""
         self._scores.close()

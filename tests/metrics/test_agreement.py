@@ -20,8 +20,7 @@ from PIL import Image
 from lantern_bench.config.protocols import PROTOCOLS, Preparation
 from lantern_bench.errors import RefusedError
 from lantern_bench.metrics import clip
-from lantern_bench.metrics.features import FeatureSet, preprocess, resize_for_features
-from lantern_bench.metrics.fidelity import fid_infinity, frechet_distance
+from lantern_bench.metrics.fidelity import FeatureSet, fid_infinity, frechet_distance, preprocess, resize_for_features
 
 
 def draw(n: int, width: int, seed: int, shift: float = 0.0) -> torch.Tensor:

@@ -14,7 +14,7 @@ import scipy.linalg
 import torch
 
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.metrics import features, fidelity
+from lantern_bench.metrics import fidelity
 from lantern_bench.models.lanterns.captions import ALL_ATTRIBUTES
 from lantern_bench.models.lanterns.classifier import AttributeClassifier, load_classifier
 from lantern_bench.models.lanterns.model import write_weights
@@ -22,7 +22,7 @@ from lantern_bench.training.lanterns.scenes import render
 
 
 @pytest.fixture(scope="module")
-def extractor(tmp_path_factory: pytest.TempPathFactory) -> features.Extractor:
+def extractor(tmp_path_factory: pytest.TempPathFactory) -> fidelity.Extractor:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AttributeClassifier()
@@ -30,7 +30,7 @@ def extractor(tmp_path_factory: pytest.TempPathFactory) -> features.Extractor:
         model.project.weight *= 300
     path = tmp_path_factory.mktemp("weights") / "features.safetensors"
     write_weights(model.state_dict(), path)
-    return features.find_extractor(weights=path)
+    return fidelity.find_extractor(weights=path)
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +39,9 @@ def scenes() -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(painted.transpose(0, 3, 1, 2)))
 
 
-def measure(pictures: torch.Tensor, reference: torch.Tensor, extractor: features.Extractor) -> fidelity.FidelityScores:
-    mine, theirs = (features.features_of(one, extractor) for one in (pictures, reference))
-    return fidelity.compare(mine, features.FeatureSet.of(theirs), extractor)
+def measure(pictures: torch.Tensor, reference: torch.Tensor, extractor: fidelity.Extractor) -> fidelity.FidelityScores:
+    mine, theirs = (fidelity.features_of(one, extractor) for one in (pictures, reference))
+    return fidelity.compare(mine, fidelity.FeatureSet.of(theirs), extractor)
 
 
 def _noisy(pictures: torch.Tensor, strength: float) -> torch.Tensor:
@@ -49,14 +49,14 @@ def _noisy(pictures: torch.Tensor, strength: float) -> torch.Tensor:
     return (pictures + noise).clamp(0, 255).to(torch.uint8)
 
 
-def test_fidelity_of_a_set_against_itself(extractor: features.Extractor, scenes: torch.Tensor) -> None:
+def test_fidelity_of_a_set_against_itself(extractor: fidelity.Extractor, scenes: torch.Tensor) -> None:
     scores = measure(scenes, scenes, extractor)
     assert scores.fid == pytest.approx(0, abs=1e-4)
     assert scores.precision == scores.recall == 1.0
     assert (scores.n_reference, scores.kid_subset, scores.note) == (160, 80, "")
 
 
-def test_figures_worsen_with_the_pictures(extractor: features.Extractor, scenes: torch.Tensor) -> None:
+def test_figures_worsen_with_the_pictures(extractor: fidelity.Extractor, scenes: torch.Tensor) -> None:
     little, much = (measure(_noisy(scenes, strength), scenes, extractor) for strength in (10.0, 60.0))
     assert None not in (little.fid, much.fid, little.kid, much.kid, little.precision, much.precision)
     assert 0 < little.fid < much.fid  # type: ignore[operator]
@@ -64,7 +64,7 @@ def test_figures_worsen_with_the_pictures(extractor: features.Extractor, scenes:
     assert little.precision > much.precision  # type: ignore[operator]
 
 
-def test_fid_is_the_frechet_distance_of_the_features(extractor: features.Extractor, scenes: torch.Tensor) -> None:
+def test_fid_is_the_frechet_distance_of_the_features(extractor: fidelity.Extractor, scenes: torch.Tensor) -> None:
     noisy = _noisy(scenes, 40.0)
     model = load_classifier(extractor.weights)
     a, b = (model.features(pictures.float() / 255).double().numpy() for pictures in (noisy, scenes))
@@ -74,12 +74,12 @@ def test_fid_is_the_frechet_distance_of_the_features(extractor: features.Extract
     assert measured == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
-def test_fidelity_is_deterministic(extractor: features.Extractor, scenes: torch.Tensor) -> None:
+def test_fidelity_is_deterministic(extractor: fidelity.Extractor, scenes: torch.Tensor) -> None:
     first, second = (measure(scenes[:80], scenes[80:], extractor) for _ in range(2))
     assert first == second
 
 
-def test_few_pictures_have_no_fid(extractor: features.Extractor, scenes: torch.Tensor) -> None:
+def test_few_pictures_have_no_fid(extractor: fidelity.Extractor, scenes: torch.Tensor) -> None:
     scores = measure(scenes[:48], scenes, extractor)
     assert scores.fid is None
     assert "128" in scores.note and "48" in scores.note
@@ -87,13 +87,13 @@ def test_few_pictures_have_no_fid(extractor: features.Extractor, scenes: torch.T
     assert scores.kid is not None and scores.precision is not None and scores.recall is not None
 
 
-def test_too_few_pictures_give_no_figures(extractor: features.Extractor, scenes: torch.Tensor) -> None:
+def test_too_few_pictures_give_no_figures(extractor: fidelity.Extractor, scenes: torch.Tensor) -> None:
     scores = measure(scenes[:3], scenes, extractor)
     assert (scores.fid, scores.kid, scores.precision, scores.recall) == (None, None, None, None)
     assert scores.kid_subset == 0 and "3" in scores.note
 
 
-def test_the_label_names_extractor_layer_and_weights(extractor: features.Extractor, tmp_path: Path) -> None:
+def test_the_label_names_extractor_layer_and_weights(extractor: fidelity.Extractor, tmp_path: Path) -> None:
     name, _, digits = extractor.label.partition("@")
     assert name == "lanterns-features-64" and len(digits) == 8
     other = tmp_path / "other.safetensors"
@@ -105,7 +105,7 @@ def test_missing_full_size_weights_are_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setenv("LANTERN_BENCH_WEIGHTS", str(tmp_path))
     with pytest.raises(RefusedError, match=r"weights-inception-2015-12-05-6726825d\.pth") as caught:
-        features.find_extractor("inception-v3-compat")
+        fidelity.find_extractor("inception-v3-compat")
     assert "LANTERN_BENCH_WEIGHTS" in caught.value.message
     assert caught.value.advice
 
@@ -114,20 +114,20 @@ def test_full_size_weights_are_found_in_the_named_folder(tmp_path: Path, monkeyp
     monkeypatch.setenv("LANTERN_BENCH_WEIGHTS", str(tmp_path))
     path = tmp_path / "weights-inception-2015-12-05-6726825d.pth"
     torch.save({"Mixed_7c.branch_pool.conv.weight": torch.zeros(3)}, path)
-    found = features.find_extractor("inception-v3-compat")
+    found = fidelity.find_extractor("inception-v3-compat")
     assert found.weights == path
     assert found.label.startswith("inception-v3-compat-2048@")
 
 
 def test_a_given_path_that_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere\.pth"):
-        features.find_extractor("inception-v3-compat", tmp_path / "nowhere.pth")
+        fidelity.find_extractor("inception-v3-compat", tmp_path / "nowhere.pth")
 
 
 def test_weights_of_another_model(tmp_path: Path) -> None:
     torch.save({"conv1.weight": torch.zeros(3)}, tmp_path / "resnet.pth")
     with pytest.raises(UserError, match=r"resnet\.pth has the weights of another model"):
-        features.find_extractor("inception-v3-compat", tmp_path / "resnet.pth")
+        fidelity.find_extractor("inception-v3-compat", tmp_path / "resnet.pth")
 
 
 class _Code:
@@ -139,11 +139,11 @@ def test_a_pickle_with_code_is_not_run(tmp_path: Path, capsys: pytest.CaptureFix
     path = tmp_path / "weights.pth"
     torch.save({"a": _Code()}, path)
     with pytest.raises(UserError, match="plain weights"):
-        features.find_extractor("inception-v3-compat", path)
+        fidelity.find_extractor("inception-v3-compat", path)
     assert "a pickle ran code" not in capsys.readouterr().out
 
 
 def test_unknown_extractor() -> None:
     with pytest.raises(UserError, match="inception-v4") as caught:
-        features.find_extractor("inception-v4")
+        fidelity.find_extractor("inception-v4")
     assert "lanterns-features" in str(caught.value.advice)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from lantern_bench.config.protocols import PROTOCOLS, Preparation
 from lantern_bench.errors import UserError
-from lantern_bench.metrics import features, fidelity, reference_sets
+from lantern_bench.metrics import fidelity, reference_sets
 from lantern_bench.models.lanterns.classifier import AttributeClassifier
 from lantern_bench.models.lanterns.model import write_weights
 
@@ -24,12 +24,12 @@ CROPPED = Preparation(crop=True, size=64)
 
 
 @pytest.fixture(scope="module")
-def extractor(tmp_path_factory: pytest.TempPathFactory) -> features.Extractor:
+def extractor(tmp_path_factory: pytest.TempPathFactory) -> fidelity.Extractor:
     path = tmp_path_factory.mktemp("weights") / "features.safetensors"
     with torch.random.fork_rng():
         torch.manual_seed(0)
         write_weights(AttributeClassifier().state_dict(), path)
-    return features.find_extractor(weights=path)
+    return fidelity.find_extractor(weights=path)
 
 
 def paint(folder: Path, names: str = "abcdef", size: tuple[int, int] = (64, 64)) -> Path:
@@ -99,7 +99,7 @@ def test_annotations_that_are_wrong(tmp_path: Path, text: str, said: str) -> Non
         reference_sets.find_reference(str(tmp_path / "val.json"), EMBEDDED)
 
 
-def test_statistics_from_a_file(tmp_path: Path, extractor: features.Extractor) -> None:
+def test_statistics_from_a_file(tmp_path: Path, extractor: fidelity.Extractor) -> None:
     path = tmp_path / "coco.npz"
     np.savez(path, mu=np.zeros(64), sigma=np.eye(64), n=np.int64(5000))
     found = reference_sets.find_reference(str(path), EMBEDDED)
@@ -134,18 +134,18 @@ def test_unknown_reference_is_refused(tmp_path: Path) -> None:
 
 
 def test_cache_key_is_content_extractor_and_preprocessing(
-    tmp_path: Path, extractor: features.Extractor, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, extractor: fidelity.Extractor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes: list[int] = []
 
     def counted(pictures: Any, *more: Any, **named: Any) -> torch.Tensor:
         passes.append(len(pictures))
-        return features.features_of(pictures, *more, **named)
+        return fidelity.features_of(pictures, *more, **named)
 
     monkeypatch.setattr(reference_sets, "features_of", counted)
     cache, folder = tmp_path / "cache", paint(tmp_path / "set")
 
-    def known(preparation: Preparation = PLAIN) -> features.FeatureSet:
+    def known(preparation: Preparation = PLAIN) -> fidelity.FeatureSet:
         found = reference_sets.folder_reference(folder)
         return reference_sets.reference_features(found, extractor, preparation, cache=cache)
 
@@ -165,13 +165,13 @@ def test_cache_key_is_content_extractor_and_preprocessing(
     assert passes == [6, 6, 7, 7]
 
 
-def test_unwritable_cache_is_not_used(tmp_path: Path, extractor: features.Extractor) -> None:
+def test_unwritable_cache_is_not_used(tmp_path: Path, extractor: fidelity.Extractor) -> None:
     (tmp_path / "file").write_text("")
     found = reference_sets.folder_reference(paint(tmp_path / "set"))
     assert reference_sets.reference_features(found, extractor, PLAIN, cache=tmp_path / "file").n == 6
 
 
-def test_reference_sizes_must_agree_unless_resized(tmp_path: Path, extractor: features.Extractor) -> None:
+def test_reference_sizes_must_agree_unless_resized(tmp_path: Path, extractor: fidelity.Extractor) -> None:
     folder = paint(tmp_path / "set")
     paint(folder, "z", (90, 70))
     found = reference_sets.folder_reference(folder)

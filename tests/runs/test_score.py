@@ -22,7 +22,7 @@ from lantern_bench.config.experiment import load_experiment, resolve
 from lantern_bench.config.plan import Prompt, make_plan
 from lantern_bench.config.protocols import PROTOCOLS, Protocol
 from lantern_bench.errors import RefusedError
-from lantern_bench.metrics import clip, features
+from lantern_bench.metrics import clip, fidelity
 from lantern_bench.metrics.reference_sets import Reference
 from lantern_bench.models.lanterns import classifier
 from lantern_bench.models.lanterns.captions import HELD_OUT
@@ -49,7 +49,7 @@ def scorers(tmp_path_factory: pytest.TempPathFactory) -> scoring.Scorers:
         save_clip(open_clip.CLIP(**CLIP_CONFIG["model_cfg"]), folder / "clip")
     path = folder / "features.safetensors"
     scorer = clip.load_clip(f"local-dir:{folder / 'clip'}")
-    return scoring.Scorers(EMBEDDED, scorer, features.find_extractor(weights=path), classifier.load_classifier(path))
+    return scoring.Scorers(EMBEDDED, scorer, fidelity.find_extractor(weights=path), classifier.load_classifier(path))
 
 
 @pytest.fixture(scope="module")
