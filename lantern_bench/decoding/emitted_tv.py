@@ -65,23 +65,6 @@ def emitted(
     return Emission(distribution, (reached * found.mass).sum(dim=1), found.accept[:, 0])
 
 
-def emitted_first_token(
-    p: Tensor, q: Tensor | None, tokens: Tensor, valid: Tensor, relaxation: Relaxation, table: Tensor | None
-) -> Tensor:
-    """Return the exact distribution [N, V] of a step's first token, given the root's children; as `emitted`."""
-    return emitted(p, q, tokens, valid, relaxation, table).distribution
-
-
-def emitted_tv_dynamic(
-    p: Tensor, tokens: Tensor, valid: Tensor, relaxation: Relaxation, table: Tensor | None
-) -> Tensor:
-    """Return the emitted TV [N] of deterministic drafts: exact.
-
-    `p` [N, V] at the root, `tokens` int64 and `valid` bool [N, C] its children in the order of trial.
-    """
-    return total_variation(p, emitted_first_token(p, None, tokens, valid, relaxation, table))
-
-
 def emitted_tv_sampled(
     p: Tensor,
     q: Tensor,
@@ -128,20 +111,3 @@ def _estimate(known: Tensor, drawn: Tensor, draws: int) -> SampledTV:
     first, second = known + drawn[0] / ((draws + 1) // 2), known + drawn[1] / (draws // 2)
     crossed = (first.sign() * second + second.sign() * first).sum(dim=-1) / 4.0
     return SampledTV(0.5 * (known + drawn.sum(dim=0) / draws).abs().sum(dim=-1), crossed)
-
-
-def emitted_tv_static(
-    p: Tensor,
-    q: Tensor,
-    children: int,
-    draws: int,
-    relaxation: Relaxation,
-    table: Tensor | None,
-    generator: torch.Generator,
-) -> Tensor:
-    """Return an estimate [N] of the emitted TV of sampled drafts under one rule, as `emitted_tv_sampled`."""
-
-    def exponential() -> Tensor:
-        return torch.empty_like(p).exponential_(generator=generator)
-
-    return emitted_tv_sampled(p, q, children, draws, [(relaxation, table)], exponential)[0].tv

@@ -45,18 +45,15 @@ class TargetSession(Protocol):
 
         The features cover the whole prefix.
         """
-        ...
 
     def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Scores:
         """One forward over the N nodes of a draft tree, root first, on top of what is committed.
 
         tokens, depths: int64 [B, N]. attention: bool [B, N, N], node (row) sees node (column).
         """
-        ...
 
     def commit(self, path: Tensor, counts: Tensor) -> None:
         """Keep the first `counts` [B] nodes of `path` [B, D + 1] of the last `score`; the rest is filler."""
-        ...
 
 
 class DrafterSession(Protocol):
@@ -67,14 +64,12 @@ class DrafterSession(Protocol):
 
         The last of them predicts the first token and comes with it through `observe`.
         """
-        ...
 
     def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> Drafts:
         """Feed committed tokens [B, n] with the true features [rows, n, width] that predicted them.
 
         `counts` [B] of them count, the rest is filler. Drafts for the new root, n = 1.
         """
-        ...
 
     def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Drafts:
         """Expand n nodes one level deeper, tokens [B, n].
@@ -82,7 +77,6 @@ class DrafterSession(Protocol):
         origin [B, n]: the slot of each node's parent among the nodes of the call before (0, the root, in the first).
         seen: bool [B, n, total], which of all nodes extended since `observe` each one attends to, itself included.
         """
-        ...
 
 
 class Target(Protocol):
@@ -94,11 +88,9 @@ class Target(Protocol):
     @property
     def device(self) -> torch.device:
         """Where it computes."""
-        ...
 
     def session(self, batch: int, guided: bool, nodes: int) -> TargetSession:
         """A session for B images and trees of at most `nodes` nodes, root included; caches are reused."""
-        ...
 
 
 @runtime_checkable
@@ -109,7 +101,6 @@ class GuidesFeatures(Protocol):
         self, tokens: Tensor, depths: Tensor, attention: Tensor, cfg_scale: float
     ) -> tuple[Tensor, Tensor]:
         """As `score`, the logits float32 [B, N, V] guided by `cfg_scale`, and the features [rows, N, width]."""
-        ...
 
 
 @runtime_checkable
@@ -122,7 +113,6 @@ class WithForcedTokens(Protocol):
     @property
     def choices(self) -> int:
         """How many tokens are ever chosen."""
-        ...
 
 
 class Drafter(Protocol):
@@ -130,7 +120,6 @@ class Drafter(Protocol):
 
     def session(self, batch: int, guided: bool, nodes: int) -> DrafterSession:
         """A session for B images that extends at most `nodes` nodes a step; caches are reused."""
-        ...
 
 
 class PixelDecoder(Protocol):
@@ -138,11 +127,10 @@ class PixelDecoder(Protocol):
 
     def pixels(self, tokens: Tensor) -> Tensor:
         """Tokens int [B, N] -> uint8 RGB [B, H, W, 3] on the CPU."""
-        ...
 
 
-Drafted: TypeAlias = tuple[Tensor | None, ...]
-"""What a draft computed, for its `DraftMethod` to read; what is the same for every draft is not in it."""
+Drafted: TypeAlias = tuple[Any, ...]
+"""The tensors (or None) that a draft computed, for its `DraftMethod` to read, without what all drafts share."""
 
 
 class DraftMethod(Protocol):
@@ -165,15 +153,12 @@ class DraftMethod(Protocol):
 
         `noise` float32 [B, noises, V], `depth_limit` int64 [B]. session, drafts: None for a drafting without a drafter.
         """
-        ...
 
     def to_score(self, drafted: Drafted) -> tuple[Tensor, Tensor, Tensor]:
         """What the target is shown: tokens, depths [B, M] and attention [B, M, M]."""
-        ...
 
     def tree(self, drafted: Drafted) -> DraftTree:
         """The tree that verification walks."""
-        ...
 
 
 class LastStep(NamedTuple):
@@ -203,8 +188,6 @@ class KeepsState(Protocol):
 
     def begin(self, p: Tensor) -> None:
         """New images start; `p` float32 [B, V] is the distribution of their first token."""
-        ...
 
     def learn(self, step: LastStep) -> None:
         """A step was verified; runs in the same program."""
-        ...

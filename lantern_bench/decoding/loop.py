@@ -7,7 +7,6 @@ device until the image is done. What a step does is `speculation`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -95,26 +94,21 @@ def decode(
     return run.autoregressive(condition) if not decoding.drafts else run.speculative(condition)
 
 
+@dataclass(eq=False)
 class _Run:
     """The decoding of one batch: what stays the same from step to step."""
 
-    def __init__(
-        self,
-        model: Model,
-        decoding: Decoding,
-        generators: Sequence[torch.Generator],
-        asked: int,
-        keep_logits: bool,
-        engine: Engine,
-        accept: Accept | None,
-    ) -> None:
-        self.model, self.decoding, self.asked, self.keep_logits = model, decoding, asked, keep_logits
-        self.engine, self.accept = engine, accept
-        self.batch = len(generators)
-        self.device = model.target.device
-        self.draws = Draws(generators, self.device)
-        self.guided = decoding.cfg_scale != 1
-        self.phases = Phases(self.device)
+    model: Model
+    decoding: Decoding
+    generators: Sequence[torch.Generator]
+    asked: int
+    keep_logits: bool
+    engine: Engine
+    accept: Accept | None
+
+    def __post_init__(self) -> None:
+        self.batch, self.device = len(self.generators), self.model.target.device
+        self.draws, self.phases = Draws(self.generators, self.device), Phases(self.device)
 
     def noise(self) -> Tensor:
         """What one token of each image is drawn with: bits [B, V], or nothing for greedy decoding."""
@@ -150,25 +144,21 @@ class _Run:
             if self.keep_logits:
                 kept.append(logits.clone())
         self.phases.stop()
-        traces = [self._plain_trace() for _ in range(self.batch)]
-        return self._decoded(steps.out, traces, torch.stack(kept, dim=1) if self.keep_logits else None)
-
-    def _plain_trace(self) -> ImageTrace:
-        steps = self.asked - 1
-        share = {name: seconds / self.batch for name, seconds in self.phases.seconds().items()}
-        return ImageTrace(
+        made = self.asked - 1
+        trace = ImageTrace(
             start=list(range(1, self.asked)),
-            committed=[1] * steps,
-            uncut=[1] * steps,
-            accepted=[0] * steps,
-            offered_depth=[0] * steps,
-            child_rank=[[] for _ in range(steps)],
+            committed=[1] * made,
+            uncut=[1] * made,
+            accepted=[0] * made,
+            offered_depth=[0] * made,
+            child_rank=[[] for _ in range(made)],
             target_forwards=self.asked,
             drafter_forwards=0,
             tokens=self.asked,
             seconds=self.phases.total() / self.batch,
-            phases=share,
+            phases={name: seconds / self.batch for name, seconds in self.phases.seconds().items()},
         )
+        return self._decoded(steps.out, [trace] * self.batch, torch.stack(kept, dim=1) if self.keep_logits else None)
 
     # ---- speculative
 
@@ -177,7 +167,7 @@ class _Run:
         relaxation = relaxation_of(self.decoding, self.model.target)
         speculation = self._speculation(relaxation)
         self.phases.start()
-        scores, logits, root = self.prefill(speculation.target, condition)
+        scores, logits, root = self.prefill(speculation.session, condition)
         speculation.begin(relaxation, condition, scores, logits, root, self.asked)
         self.phases.mark("prefill")
         kept: list[tuple[list[int], Tensor]] = []
@@ -198,17 +188,16 @@ class _Run:
             steps += 1
         self.phases.stop()
         progress = speculation.progress
-        forwards = [speculation.drafting.forwards] * steps
-        traces = progress.recorder.finish(self.asked, forwards, self.phases.total(), self.phases.seconds())
+        forwards, phases = speculation.drafting.forwards, self.phases
+        traces = progress.recorder.finish(self.asked, steps, forwards, phases.total(), phases.seconds())
         return self._decoded(progress.out, traces, self._assemble(logits, kept) if self.keep_logits else None)
 
     def _speculation(self, relaxation: Relaxation) -> Speculation:
         """The programs of this configuration; raises as `drafter_and_table`."""
         drafter, table = drafter_and_table(self.model, self.decoding)
-        target, decoding = self.model.target, self.decoding
-        values = (target, drafter, decoding, relaxation, table, self.batch, self.engine, self.keep_logits)
+        values = (self.model.target, drafter, self.decoding, relaxation, table, self.batch, self.engine)
         key = ("speculation", self.batch, sampling_key(self.decoding), self.keep_logits, self.accept)
-        return self.engine.once(key, functools.partial(Speculation, *values, accept=self.accept))
+        return self.engine.once(key, lambda: Speculation(*values, self.keep_logits, self.accept))
 
     def _assemble(self, first: Tensor, kept: list[tuple[list[int], Tensor]]) -> Tensor:
         """Guided logits [B, asked, V] of every kept token, from those of each step's path."""

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-
-FilterOrder: TypeAlias = Literal["top_k_first", "top_p_first"]
+from lantern_bench.config.methods import FilterOrder
 
 
 def guide(cond: Tensor, uncond: Tensor | None, cfg_scale: float) -> Tensor:
@@ -175,10 +173,6 @@ class Draws:
     def exponential(self, *shape: int) -> Tensor:
         """Return Exp(1) noise [B, *shape]."""
         return exponential(self.bits(*shape))
-
-    def uniform(self, *shape: int) -> Tensor:
-        """Return uniform numbers [B, *shape] in [0, 1)."""
-        return uniform(self.bits(*shape))
 
     def _drawn(self, count: int) -> Tensor:
         # One random number of 63 bits serves two; drawing is what costs.

@@ -1,8 +1,8 @@
 """One step of speculative decoding as three programs: draft a tree, score it, settle what is kept.
 
-Everything that changes from step to step is in tensors of fixed places, written by the programs themselves, so that the
-host only calls them, draws the noise and reads how far the images are. Who calls them is `loop`; how they are run
-(as they stand, compiled, as graphs) is `engine`.
+Everything that changes from step to step is in tensors at fixed addresses, which the programs write, so that the host
+only calls them, draws the noise and reads how far the images are. `loop.py` calls them; `compile.py` says how they run
+(eagerly, compiled, as CUDA graphs).
 """
 
 from __future__ import annotations
@@ -32,14 +32,7 @@ from lantern_bench.decoding.interface import (
     Target,
     TargetSession,
 )
-from lantern_bench.decoding.sampling import (
-    Draws,
-    decoding_probabilities,
-    exponential,
-    greedy_probabilities,
-    guide,
-    uniform,
-)
+from lantern_bench.decoding.sampling import Draws, decoding_probabilities, exponential, guide, uniform
 from lantern_bench.decoding.trace import StepRecorder
 
 # What of a configuration the acceptance of drafts depends on, and their making does not.
@@ -129,47 +122,36 @@ class Progress:
         self.features.copy_(features.gather(1, index[:, :, None].expand(-1, -1, features.shape[-1])))
 
 
-@dataclass(frozen=True)
-class _Rules:
-    """What a verification needs to know: the rule, the nearest codes where it merges, how p is made."""
-
-    decoding: Decoding
-    relaxation: Relaxation
-    table: Tensor | None
-    accept: Accept | None
-
-
+@dataclass(eq=False)
 class Speculation:
     """The programs of one configuration for B images; bounds may differ from one image to the next (`begin`)."""
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter | None,
-        decoding: Decoding,
-        relaxation: Relaxation,
-        table: Tensor | None,
-        batch: int,
-        engine: Engine,
-        keep_logits: bool,
-        accept: Accept | None = None,
-    ) -> None:
+    target: Target
+    drafter: Drafter | None
+    decoding: Decoding
+    relaxation: Relaxation
+    table: Tensor | None
+    batch: int
+    engine: Engine
+    keep_logits: bool
+    accept: Accept | None = None
+
+    def __post_init__(self) -> None:
+        target, decoding, batch, engine = self.target, self.decoding, self.batch, self.engine
         device, scale = target.device, decoding.cfg_scale
         drafted = (batch, sampling_key(decoding, *_ACCEPTANCE))
         self.drafting: DraftMethod = engine.once(("drafting", drafted), lambda: drafting_of(decoding, target, batch))
-        self._engine, self._batch, self._keep_logits = engine, batch, keep_logits
-        self._grid, self._vocabulary = target.image_tokens, target.vocab_size
-        self.target, self._score = scoring(target, batch, self.drafting.nodes, scale, engine)
-        self.drafter = None if drafter is None else drafter.session(batch, scale != 1, self.drafting.nodes)
+        nodes = self.drafting.nodes
+        self.session, self._score = scoring(target, batch, nodes, scale, engine)
+        self._drafter = None if self.drafter is None else self.drafter.session(batch, scale != 1, nodes)
         self._bound: Tensor | None = None
         if decoding.rule_row.tensor_bound:
             exact = torch.float32 if device.type == "mps" else torch.float64
             self._bound = torch.zeros((), dtype=exact, device=device)
-            relaxation = replace(relaxation, bound=self._bound)
-        self._rules = _Rules(decoding, relaxation, table, accept)
-        self._draft = engine.program(("draft", drafted), self._draft_step, device)
-        kind = ("settle", batch, sampling_key(decoding), keep_logits, accept)
-        self._settle = engine.program(kind, self._settle_step, device)
+            self.relaxation = replace(self.relaxation, bound=self._bound)
+        self.draft = engine.program(("draft", drafted), self._draft, device)
+        kind = ("settle", batch, sampling_key(decoding), self.keep_logits, self.accept)
+        self.settle = engine.program(kind, self._settle, device)
 
     def begin(
         self, relaxation: Relaxation, condition: Any, scores: Scores, logits: Tensor, root: Tensor, asked: int
@@ -180,73 +162,61 @@ class Speculation:
         """
         if self._bound is not None:
             self._bound.fill_(relaxation.bound)
-        batch, depth = self._batch, self.drafting.depth
-        self.progress = self._engine.once(
-            ("progress", batch, len(scores.features), depth),
-            lambda: Progress(batch, self._grid, depth, scores.features),
+        shape = (self.batch, self.target.image_tokens, self.drafting.depth)
+        self.progress = self.engine.once(
+            ("progress", len(scores.features), shape), lambda: Progress(*shape, scores.features)
         )
         self.progress.begin(asked, scores.features, root)
-        if self.drafter is not None:
-            self.drafter.prefill(condition, scores.features)
+        if self._drafter is not None:
+            self._drafter.prefill(condition, scores.features)
         if isinstance(self.drafting, KeepsState):
-            self.drafting.begin(self._distributions(logits))
+            self.drafting.begin(decoding_probabilities(logits, self.decoding))
 
-    def draft(self, noise: Tensor) -> Drafted:
+    def _draft(self, noise: Tensor) -> Drafted:
         """Show the drafter what was committed and draft below it; `noise` [B, noises, V], bits."""
-        return self._draft(noise)
+        at = self.progress
+        drafts = None if self._drafter is None else self._drafter.observe(at.tokens, at.features, at.counts)
+        return self.drafting.draft(self._drafter, drafts, at.root, exponential(noise), at.limit)
 
     def score(self, drafted: Drafted) -> Scored:
         """One forward of the target over the tree."""
         return self._score(*self.drafting.to_score(drafted))
 
-    def settle(self, drafted: Drafted, scored: Scored, uniforms: Tensor, noise: Tensor) -> Tensor | None:
-        """Verify, commit and note it.
+    def _settle(self, drafted: Drafted, scored: Scored, uniforms: Tensor, noise: Tensor) -> Tensor | None:
+        """Verify, commit and record the step.
 
         `uniforms` [B, M, C] and `noise` [B, V] are bits for those of `verify`. Returns the guided logits
-        [B, D + 1, V] along the path that was taken, where they are kept.
+        [B, D + 1, V] along the accepted path, where they are kept.
         """
-        return self._settle(drafted, scored, uniforms, noise)
-
-    def noise(self, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
-        """The random bits of a step: for the noise of the draft and of the last token, for the uniforms."""
-        if self._rules.decoding.greedy:
-            none = torch.empty(self._batch, 0, dtype=torch.int32, device=draws.device)
-            return none, none, none
-        drafting, vocabulary = self.drafting, self._vocabulary
-        parts = [drafting.noises * vocabulary, vocabulary, drafting.nodes * drafting.fanout]
-        drafted, last, uniforms = torch.split(draws.bits(sum(parts)), parts, dim=1)
-        return (
-            drafted.view(self._batch, drafting.noises, vocabulary),
-            last,
-            uniforms.view(self._batch, drafting.nodes, drafting.fanout),
-        )
-
-    def _distributions(self, logits: Tensor) -> Tensor:
-        """What draftings that keep state see of the target: p, or the unfiltered softmax in greedy decoding."""
-        decoding = self._rules.decoding
-        return greedy_probabilities(logits) if decoding.greedy else decoding_probabilities(logits, decoding)
-
-    def _draft_step(self, noise: Tensor) -> Drafted:
-        at = self.progress
-        drafts = None if self.drafter is None else self.drafter.observe(at.tokens, at.features, at.counts)
-        return self.drafting.draft(self.drafter, drafts, at.root, exponential(noise), at.limit)
-
-    def _settle_step(self, drafted: Drafted, scored: Scored, uniforms: Tensor, noise: Tensor) -> Tensor | None:
-        decoding, relaxation, table = self._rules.decoding, self._rules.relaxation, self._rules.table
+        decoding, relaxation, table = self.decoding, self.relaxation, self.table
         tree, logits, at = self.drafting.tree(drafted), scored.logits, self.progress
         if decoding.greedy:
             verdict = verify_greedy(tree, logits, relaxation, table, at.limit)
         else:
             p = decoding_probabilities(logits, decoding)
             last, chances = exponential(noise), uniform(uniforms)
-            verdict = verify(tree, p, relaxation, table, chances, last, at.limit, self._rules.accept)
+            verdict = verify(tree, p, relaxation, table, chances, last, at.limit, self.accept)
         active = at.position < at.asked
         at.commit(verdict, scored.features)
         if isinstance(self.drafting, KeepsState):
-            p = self._distributions(logits)
+            p = decoding_probabilities(logits, decoding)
             step = LastStep(tree, p, verdict.path, verdict.accepted, verdict.tokens, at.position, active)
             self.drafting.learn(step)
-        self.target.commit(verdict.path, at.counts)
-        if not self._keep_logits:
+        self.session.commit(verdict.path, at.counts)
+        if not self.keep_logits:
             return None
         return logits.gather(1, verdict.path.clamp_min(0)[:, :, None].expand(-1, -1, logits.shape[-1]))
+
+    def noise(self, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
+        """The random bits of a step: for the noise of the draft and of the last token, for the uniforms."""
+        if self.decoding.greedy:
+            none = torch.empty(self.batch, 0, dtype=torch.int32, device=draws.device)
+            return none, none, none
+        drafting, vocabulary = self.drafting, self.target.vocab_size
+        parts = [drafting.noises * vocabulary, vocabulary, drafting.nodes * drafting.fanout]
+        drafted, last, uniforms = torch.split(draws.bits(sum(parts)), parts, dim=1)
+        return (
+            drafted.view(self.batch, drafting.noises, vocabulary),
+            last,
+            uniforms.view(self.batch, drafting.nodes, drafting.fanout),
+        )

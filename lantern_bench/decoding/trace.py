@@ -5,7 +5,7 @@ All counts of docs/algorithms.md, section 7, are sums over these lists; nothing 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -62,7 +62,7 @@ class StepRecorder:
     def __init__(self, batch: int, steps: int, depth: int, device: torch.device) -> None:
         self._batch = batch
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
-        # Of each step and image: position, accepted drafts, depth offered, and the rank taken at each depth.
+        # Of each step and image: position, accepted drafts, depth offered, and the accepted rank at each depth.
         self._counts = torch.zeros(steps, batch, 3 + depth, dtype=torch.int64, device=device)
         self._masses = torch.zeros(steps, batch, 2, device=device)
 
@@ -79,66 +79,34 @@ class StepRecorder:
         self._step.add_(1)
 
     def finish(
-        self, asked: int, drafter_forwards: Sequence[int], seconds: float, phases: Mapping[str, float]
+        self, asked: int, steps: int, forwards: int, seconds: float, phases: Mapping[str, float]
     ) -> list[ImageTrace]:
-        """One trace an image of `asked` tokens; `drafter_forwards` has an entry a step.
+        """Return one trace per image of `asked` tokens after `steps` steps of `forwards` drafter forwards each.
 
-        Times are shared evenly among the images of the batch.
+        Times are divided evenly among the images of the batch.
         """
-        share = {name: value / self._batch for name, value in phases.items()}
-        taken = len(drafter_forwards)
-        counts = self._counts[:taken].cpu()
-        heads = (part.tolist() for part in counts[..., :3].unbind(-1))
-        starts, accepted, offered = heads
-        ranks = counts[..., 3:].tolist()
-        masses = self._masses[:taken].tolist()
+        counts, masses = self._counts[:steps].transpose(0, 1).tolist(), self._masses[:steps].transpose(0, 1).tolist()
         traces = []
-        for image in range(self._batch):
+        for of_image, masses_of_image in zip(counts, masses, strict=True):
             # A finished image of a batch idles along; its steps end where it was complete.
-            steps = [step for step in range(len(starts)) if starts[step][image] < asked]
-            traces.append(
-                self._trace(
-                    asked,
-                    [starts[s][image] for s in steps],
-                    [accepted[s][image] for s in steps],
-                    [offered[s][image] for s in steps],
-                    [ranks[s][image] for s in steps],
-                    sum(masses[s][image][0] for s in steps),
-                    sum(masses[s][image][1] for s in steps),
-                    sum(drafter_forwards[s] for s in steps),
-                    seconds / self._batch,
-                    share,
-                )
+            rows = [row for row in of_image if row[0] < asked]
+            mass = [pair for row, pair in zip(of_image, masses_of_image, strict=True) if row[0] < asked]
+            uncut = [row[1] + 1 for row in rows]
+            committed = [min(count, asked - row[0]) for count, row in zip(uncut, rows, strict=True)]
+            trace = ImageTrace(
+                start=[row[0] for row in rows],
+                committed=committed,
+                uncut=uncut,
+                accepted=[min(row[1], count) for row, count in zip(rows, committed, strict=True)],
+                offered_depth=[max(0, row[2]) for row in rows],
+                child_rank=[[rank for rank in row[3:] if rank != _NOT_OFFERED] for row in rows],
+                target_forwards=len(rows) + 1,
+                drafter_forwards=forwards * len(rows),
+                tokens=min(asked, 1 + sum(committed)),
+                moved_mass=sum(pair[0] for pair in mass),
+                moved_mass_tried=sum(pair[1] for pair in mass),
+                seconds=seconds / self._batch,
+                phases={name: value / self._batch for name, value in phases.items()},
             )
+            traces.append(trace)
         return traces
-
-    def _trace(
-        self,
-        asked: int,
-        starts: list[int],
-        accepted: list[int],
-        offered: list[int],
-        ranks: list[list[int]],
-        mass: float,
-        tried: float,
-        drafter_forwards: int,
-        seconds: float,
-        phases: Mapping[str, float],
-    ) -> ImageTrace:
-        uncut = [count + 1 for count in accepted]
-        committed = [min(count, asked - at) for count, at in zip(uncut, starts, strict=True)]
-        return ImageTrace(
-            start=starts,
-            committed=committed,
-            uncut=uncut,
-            accepted=[min(a, c) for a, c in zip(accepted, committed, strict=True)],
-            offered_depth=[max(0, depth) for depth in offered],
-            child_rank=[[rank for rank in row if rank != _NOT_OFFERED] for row in ranks],
-            target_forwards=len(starts) + 1,
-            drafter_forwards=drafter_forwards,
-            tokens=min(asked, 1 + sum(committed)),
-            moved_mass=mass,
-            moved_mass_tried=tried,
-            seconds=seconds,
-            phases=phases,
-        )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lantern_bench.config.trees import Topology, check_topology
+from lantern_bench.config.trees import check_topology
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,9 @@ class Level:
 
     nodes: int64 [n], the nodes of this depth that have children. children: int64 [m], all nodes one deeper.
     slot, rank: int64 [m], child i is the draw number `rank[i]` of the node `nodes[slot[i]]`.
-    fanout: the most children any of them has.
+    fanout: the most children any of them has. place: where `nodes` stand among the expanded nodes of all levels.
+    within: int64 [n], where `nodes` stand among all nodes of their depth. origin: int64 [n], the slot of their parents
+    in the level above. seen: bool [n, place.stop - 1], who sees whom of the nodes expanded so far, the root left out.
     """
 
     nodes: Tensor
@@ -75,22 +77,23 @@ class Level:
     slot: Tensor
     rank: Tensor
     fanout: int
+    place: slice
+    within: Tensor
+    origin: Tensor
+    seen: Tensor
 
 
 @dataclass(frozen=True)
 class StaticTree:
     """A fixed topology as index tensors: M nodes with the root, ordered by (depth, path), depth D.
 
-    parents, depths: int64 [M]. children: int64 [M, C], -1 padded. attention: bool [M, M]. paths: int64 [L, D + 1], the
-    root-to-leaf paths as node numbers, -1 padded, in lexicographic order. levels: one per depth 0..D-1.
+    parents, depths: int64 [M]. children: int64 [M, C], -1 padded. attention: bool [M, M]. levels: one per depth 0..D-1.
     """
 
-    topology: Topology
     parents: Tensor
     depths: Tensor
     children: Tensor
     attention: Tensor
-    paths: Tensor
     layout: Layout
     levels: tuple[Level, ...]
     max_depth: int
@@ -102,21 +105,17 @@ class StaticTree:
         nodes = [(), *topology]
         number = {path: index for index, path in enumerate(nodes)}
         kids = [[number[child] for child in topology if child[:-1] == path] for path in nodes]
-        ancestors = [[number[path[:depth]] for depth in range(len(path) + 1)] for path in nodes]
-        max_depth = len(topology[-1])
-        attention = torch.zeros(len(nodes), len(nodes), dtype=torch.bool)
-        for node, seen in enumerate(ancestors):
-            attention[node, seen] = True
+        parents = [-1, *(number[path[:-1]] for path in topology)]
+        attention = torch.tensor([[path[: len(above)] == above for above in nodes] for path in nodes])
+        width = max(map(len, kids))
         return cls(
-            topology=topology,
-            parents=torch.tensor([-1, *(number[path[:-1]] for path in topology)], device=device),
+            parents=torch.tensor(parents, device=device),
             depths=torch.tensor([len(path) for path in nodes], device=device),
-            children=_padded(kids, max(map(len, kids)), device),
+            children=torch.tensor([[*below, *[-1] * (width - len(below))] for below in kids], device=device),
             attention=attention.to(device),
-            paths=_padded(sorted(ancestors[i] for i, below in enumerate(kids) if not below), max_depth + 1, device),
             layout=_layout(kids, device),
-            levels=tuple(_level(nodes, kids, depth, device) for depth in range(max_depth)),
-            max_depth=max_depth,
+            levels=_levels(nodes, parents, kids, attention, device),
+            max_depth=len(topology[-1]),
         )
 
     def draft(self, tokens: Tensor, q: Tensor | None, valid: Tensor | None = None) -> DraftTree:
@@ -145,10 +144,6 @@ class StaticTree:
         )
 
 
-def _padded(lists: Sequence[Sequence[int]], width: int, device: torch.device | str) -> Tensor:
-    return torch.tensor([[*row, *[-1] * (width - len(row))] for row in lists], device=device)
-
-
 def _layout(kids: Sequence[Sequence[int]], device: torch.device | str) -> Layout:
     internal = sorted((node for node, below in enumerate(kids) if below), key=lambda node: -len(kids[node]))
     slots = {node: slot for slot, node in enumerate(internal)}
@@ -160,19 +155,37 @@ def _layout(kids: Sequence[Sequence[int]], device: torch.device | str) -> Layout
     )
 
 
-def _level(
-    nodes: Sequence[tuple[int, ...]], kids: Sequence[Sequence[int]], depth: int, device: torch.device | str
-) -> Level:
-    expanded = [node for node, path in enumerate(nodes) if len(path) == depth and kids[node]]
-    children = [node for node, path in enumerate(nodes) if len(path) == depth + 1]
-    slot = {child: place for place, node in enumerate(expanded) for child in kids[node]}
-    return Level(
-        nodes=torch.tensor(expanded, device=device),
-        children=torch.tensor(children, device=device),
-        slot=torch.tensor([slot[child] for child in children], device=device),
-        rank=torch.tensor([nodes[child][-1] for child in children], device=device),
-        fanout=max(len(kids[node]) for node in expanded),
-    )
+def _levels(
+    nodes: Sequence[tuple[int, ...]],
+    parents: Sequence[int],
+    kids: Sequence[Sequence[int]],
+    attention: Tensor,
+    device: torch.device | str,
+) -> tuple[Level, ...]:
+    def tensor(values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), device=device)
+
+    levels, above, expanded = [], [-1], list[int]()
+    for depth in range(len(nodes[-1])):
+        of_depth = [node for node, path in enumerate(nodes) if len(path) == depth]
+        here = [node for node in of_depth if kids[node]]
+        children = [node for node, path in enumerate(nodes) if len(path) == depth + 1]
+        place = slice(len(expanded), len(expanded) + len(here))
+        expanded += here
+        level = Level(
+            nodes=tensor(here),
+            children=tensor(children),
+            slot=tensor(here.index(parents[child]) for child in children),
+            rank=tensor(nodes[child][-1] for child in children),
+            fanout=max(len(kids[node]) for node in here),
+            place=place,
+            within=tensor(of_depth.index(node) for node in here),
+            origin=tensor(above.index(parents[node]) for node in here),
+            seen=attention[here][:, expanded[1:]].to(device),
+        )
+        levels.append(level)
+        above = here
+    return tuple(levels)
 
 
 def link_nodes(

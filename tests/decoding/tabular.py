@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lantern_bench.config.methods import FilterOrder
 from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation
 from lantern_bench.decoding.acceptance.walk import accept_tree, verify
 from lantern_bench.decoding.drafting.dynamic import Growth
-from lantern_bench.decoding.sampling import FilterOrder, guide, most_probable, probabilities
+from lantern_bench.decoding.sampling import guide, most_probable, probabilities
 from lantern_bench.decoding.tree import DraftTree, StaticTree, link_nodes
 
 Prefix = tuple[int, ...]
@@ -101,9 +102,8 @@ class Tabular:
 
     def dynamic_draft(self, nodes: int, rounds: int, beam: int) -> DraftTree:
         """The one draft that Growth makes."""
-        growth = Growth(beam)
-        frontier = growth.start(self.q(())[None])
-        prefixes = [(token,) for token in frontier.tokens[0].tolist()]
+        growth = Growth(self.q(())[None], beam)
+        prefixes = [(token,) for token in growth.frontier.tokens[0].tolist()]
         for _ in range(rounds - 1):
             frontier = growth.grow(torch.stack([self.q(prefix) for prefix in prefixes])[None])
             grown = zip(frontier.origin[0].tolist(), frontier.tokens[0].tolist(), strict=True)

@@ -10,13 +10,7 @@ from torch import Tensor
 
 from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation, merged_mass
 from lantern_bench.decoding.acceptance.tree_acceptance import accept_children
-from lantern_bench.decoding.emitted_tv import (
-    emitted_first_token,
-    emitted_tv_dynamic,
-    emitted_tv_sampled,
-    emitted_tv_static,
-    total_variation,
-)
+from lantern_bench.decoding.emitted_tv import emitted, emitted_tv_sampled, total_variation
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.sampling import most_probable
 
@@ -36,11 +30,31 @@ def rules(residual: str, neighbours: int = 10) -> list[Relaxation]:
     ]
 
 
+def first_token(p: Tensor, *arguments) -> Tensor:
+    """The exact distribution [N, V] of a step's first token; arguments as of `emitted`."""
+    return emitted(p, *arguments).distribution
+
+
+def deterministic_tv(p: Tensor, *arguments) -> Tensor:
+    """The emitted TV [N] of deterministic drafts: exact."""
+    return total_variation(p, first_token(p, None, *arguments))
+
+
+def sampled_tv(p: Tensor, q: Tensor, children: int, draws: int, *rule_and_noise) -> Tensor:
+    """An estimate [N] of the emitted TV of sampled drafts under one rule."""
+    relaxation, table, noise = rule_and_noise
+
+    def exponential() -> Tensor:
+        return torch.empty_like(p).exponential_(generator=noise)
+
+    return emitted_tv_sampled(p, q, children, draws, [(relaxation, table)], exponential)[0].tv
+
+
 def mean_distribution_of_one_draw(p: Tensor, q: Tensor, relaxation: Relaxation, table: Tensor | None) -> Tensor:
     """The exact distribution [V] of the first token with one child drawn from q [V]."""
     vocabulary = len(p)
     drawn = torch.arange(vocabulary)[:, None]
-    each = emitted_first_token(p.expand(vocabulary, -1), q.expand(vocabulary, -1), drawn, drawn >= 0, relaxation, table)
+    each = first_token(p.expand(vocabulary, -1), q.expand(vocabulary, -1), drawn, drawn >= 0, relaxation, table)
     return q @ each
 
 
@@ -53,7 +67,7 @@ def test_the_example_of_section_4_emits_q_at_half_a_tv() -> None:
     torch.testing.assert_close(distribution, q)
     assert float(total_variation(p, distribution)) == pytest.approx(0.5, abs=1e-9)
     # Five draws are enough: what the first child does is known for all drafts, and here it is all that happens.
-    drawn = emitted_tv_static(p[None], q[None], 1, 5, relaxation, table, torch.Generator().manual_seed(0))
+    drawn = sampled_tv(p[None], q[None], 1, 5, relaxation, table, torch.Generator().manual_seed(0))
     assert float(drawn) == pytest.approx(0.5, abs=1e-9)
 
 
@@ -101,7 +115,7 @@ def test_deterministic_drafts_stay_within_the_masses_weighted_by_reach(children:
             rejected = (1 - decided.accept).cumprod(dim=1)
             reach = torch.cat([torch.ones(8, 1, dtype=p.dtype), rejected[:, :-1]], dim=1)
             bound = (reach * decided.mass).sum(dim=1)
-            found = emitted_tv_dynamic(p, tokens, valid, relaxation, table)
+            found = deterministic_tv(p, tokens, valid, relaxation, table)
             assert (found <= bound + 1e-12).all()
             if children == 1:
                 torch.testing.assert_close(found, bound)
@@ -113,14 +127,14 @@ def test_the_strict_rule_costs_nothing(sampled: bool) -> None:
     p, q = dirichlet(noise, 2, 5, 12)
     if not sampled:
         tokens, valid = most_probable(q, 4)
-        assert float(emitted_tv_dynamic(p, tokens, valid, STRICT, None).max()) < 1e-12
+        assert float(deterministic_tv(p, tokens, valid, STRICT, None).max()) < 1e-12
         return
-    assert float(emitted_tv_static(p, q, 3, 5, STRICT, None, noise).max()) == 0.0
+    assert float(sampled_tv(p, q, 3, 5, STRICT, None, noise).max()) == 0.0
     # Its mean over the draws is p, which is why the difference of the two rules is the error of the relaxed one.
     pairs = torch.tensor(list(itertools.permutations(range(12), 2)))
     chance = q[0, pairs[:, 0]] * q[0, pairs[:, 1]] / (1 - q[0, pairs[:, 0]])
     rows = (p[0].expand(len(pairs), -1), q[0].expand(len(pairs), -1))
-    each = emitted_first_token(*rows, pairs, pairs >= 0, STRICT, None)
+    each = first_token(*rows, pairs, pairs >= 0, STRICT, None)
     torch.testing.assert_close(chance @ each, p[0])
 
 
@@ -137,8 +151,7 @@ def test_the_truth_lies_between_the_two_estimates_on_average(residual: str) -> N
         rows = (p.expand(len(drawn), -1), q.expand(len(drawn), -1))
         some = rules(residual, neighbours=3)
         truths = [
-            float(total_variation(p, chance @ emitted_first_token(*rows, drawn, drawn >= 0, rule, table)))
-            for rule in some
+            float(total_variation(p, chance @ first_token(*rows, drawn, drawn >= 0, rule, table))) for rule in some
         ]
         # Many rows of the same place: their mean is the mean of an estimate over repetitions.
         many = (p.expand(600, -1), q.expand(600, -1))
@@ -166,8 +179,8 @@ def test_the_estimate_for_sampled_drafts_is_near_the_enumeration(residual: str) 
     chance = q[pairs[:, 0]] * q[pairs[:, 1]] / (1 - q[pairs[:, 0]])
     for relaxation in rules(residual, neighbours=3):
         rows = (p.expand(len(pairs), -1), q.expand(len(pairs), -1))
-        truth = total_variation(p, chance @ emitted_first_token(*rows, pairs, pairs >= 0, relaxation, table))
-        found = emitted_tv_static(p[None], q[None], 2, 1000, relaxation, table, noise)
+        truth = total_variation(p, chance @ first_token(*rows, pairs, pairs >= 0, relaxation, table))
+        found = sampled_tv(p[None], q[None], 2, 1000, relaxation, table, noise)
         assert float(found) == pytest.approx(float(truth), abs=0.01)
 
 
@@ -181,7 +194,7 @@ def test_official_costs_at_least_as_much_as_exact_for_one_child() -> None:
             sampled = [
                 total_variation(p, mean_distribution_of_one_draw(p, q, rule, table)) for rule in (exact, official)
             ]
-            fixed = [emitted_tv_dynamic(p[None], top, valid, rule, table) for rule in (exact, official)]
+            fixed = [deterministic_tv(p[None], top, valid, rule, table) for rule in (exact, official)]
             assert sampled[1] >= sampled[0] - 1e-12
             assert float(fixed[1]) >= float(fixed[0]) - 1e-12
 
@@ -196,7 +209,7 @@ def test_with_two_children_official_may_cost_less() -> None:
     table = torch.tensor([[4, 3, 2, 1], [2, 4, 0, 3], [0, 1, 3, 4], [0, 1, 2, 4], [0, 1, 2, 3]])
     children = torch.tensor([[0, 1]])
     distributions = {
-        residual: emitted_first_token(p, None, children, children >= 0, Relaxation("additive", 1, 0.4, residual), table)
+        residual: first_token(p, None, children, children >= 0, Relaxation("additive", 1, 0.4, residual), table)
         for residual in ("exact", "official")
     }
     torch.testing.assert_close(distributions["exact"], torch.tensor([[0.2, 0.7, 0.0, 0.1, 0.0]], dtype=torch.float64))
@@ -209,10 +222,10 @@ def test_inputs_are_left_as_they_are() -> None:
     noise = torch.Generator().manual_seed(6)
     p, q = dirichlet(noise, 2, 3, 9)
     before = p.clone(), q.clone()
-    emitted_tv_static(p, q, 2, 3, STRICT, None, noise)
+    sampled_tv(p, q, 2, 3, STRICT, None, noise)
     with pytest.raises(ValueError, match="at least 2"):
-        emitted_tv_static(p, q, 2, 1, STRICT, None, noise)
+        sampled_tv(p, q, 2, 1, STRICT, None, noise)
     tokens, valid = most_probable(q, 2)
-    emitted_tv_dynamic(p, tokens, valid, STRICT, None)
+    deterministic_tv(p, tokens, valid, STRICT, None)
     assert torch.equal(p, before[0])
     assert torch.equal(q, before[1])

@@ -34,8 +34,8 @@ def plain_tree(q: Distribution, nodes: int, rounds: int, beam: int) -> tuple[lis
 
 
 def grow(distributions: list[Distribution], rounds: int, beam: int) -> Growth:
-    growth = Growth(beam)
-    frontier = growth.start(torch.stack([distribution(()) for distribution in distributions]))
+    growth = Growth(torch.stack([distribution(()) for distribution in distributions]), beam)
+    frontier = growth.frontier
     prefixes = [[(token,) for token in row] for row in frontier.tokens.tolist()]
     expanded = [list(row) for row in prefixes]
     check_seen(frontier.seen, prefixes, expanded)
@@ -86,18 +86,19 @@ def test_growth_equals_the_plain_reading(kind: str, nodes: int, rounds: int, bea
     distributions = [random_distribution(seed, 6, kind) for seed in range(4)]
     growth = grow(distributions, rounds, beam)
     root = torch.tensor([3, 1, 4, 0])
-    kept = growth.select(root, nodes)
+    kept, valid, _ = growth.select(nodes)
+    log_q = torch.cat(growth.log_q, dim=1)
     tree = growth.tree(root, nodes)
-    assert tree.max_depth == growth.rounds == rounds
+    assert tree.max_depth == rounds
     for image, distribution in enumerate(distributions):
         prefixes, reach = plain_tree(distribution, nodes, rounds, beam)
         count = len(prefixes) + 1
-        assert kept.valid[image].tolist() == [place < count for place in range(kept.valid.shape[1])]
+        assert valid[image].tolist() == [place < count - 1 for place in range(valid.shape[1])]
         found = [
             tuple(tree.tokens[image, seen.nonzero().flatten()[1:]].tolist()) for seen in tree.attention[image, :count]
         ]
         assert found == [(), *prefixes]
-        torch.testing.assert_close(kept.log_q[image, 1:count], torch.tensor(reach))
+        torch.testing.assert_close(log_q[image, kept[image, : count - 1]], torch.tensor(reach))
         numbers = {prefix: place for place, prefix in enumerate(found)}
         assert tree.parents[image, 1:count].tolist() == [numbers[prefix[:-1]] for prefix in prefixes]
         assert tree.depths[image, :count].tolist() == [len(prefix) for prefix in found]
@@ -141,8 +142,3 @@ def test_a_child_as_probable_as_its_parent_does_not_displace_it(certain: float) 
         tree = growth.tree(torch.zeros(1, dtype=torch.int64), nodes)
         found = [tuple(tree.tokens[0, seen.nonzero().flatten()[1:]].tolist()) for seen in tree.attention[0, 1:]]
         assert found == expected
-
-
-def test_growing_before_starting_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="start"):
-        Growth(2).grow(torch.ones(1, 2, 4))

@@ -16,7 +16,7 @@ from lantern_bench.certify.lossless import strict_without_residual
 from lantern_bench.decoding.acceptance.relaxation import STRICT
 from lantern_bench.decoding.acceptance.tree_acceptance import Accept
 from lantern_bench.decoding.acceptance.walk import verify
-from lantern_bench.decoding.sampling import Draws, draw_without_replacement, sample
+from lantern_bench.decoding.sampling import Draws, draw_without_replacement, sample, uniform
 from lantern_bench.decoding.tree import DraftTree, StaticTree
 from tests.decoding.tabular import Prefix, Setting, Tabular
 
@@ -78,7 +78,7 @@ def p_values(
 ) -> tuple[float, float]:
     """Decode one step for all images, complete to LENGTH tokens, and G-test first and joint tokens."""
     draws = Draws([noise], "cpu")
-    uniforms = draws.uniform(*tree.children.shape)[0]
+    uniforms = uniform(draws.bits(*tree.children.shape))[0]
     last = draws.exponential(IMAGES, VOCABULARY)[0]
     verdict = verify(tree, tables.p[Tables.codes(tree)], STRICT, None, uniforms, last, accept=accept)
     code = torch.zeros(IMAGES, dtype=torch.int64)

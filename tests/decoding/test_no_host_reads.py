@@ -33,8 +33,7 @@ def static_draft() -> DraftTree:
 
 
 def dynamic_draft() -> DraftTree:
-    growth = Growth(4)
-    growth.start(numbers(BATCH, VOCABULARY))
+    growth = Growth(numbers(BATCH, VOCABULARY), 4)
     growth.grow(numbers(BATCH, 4, VOCABULARY))
     limit = torch.ones(BATCH, dtype=torch.int64, device="meta")
     return growth.tree(torch.zeros(BATCH, dtype=torch.int64, device="meta"), 9, limit)

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation, merged_mass, relaxed
 from lantern_bench.decoding.acceptance.walk import Verdict, verify
-from lantern_bench.decoding.emitted_tv import emitted_first_token, total_variation
+from lantern_bench.decoding.emitted_tv import total_variation
 from lantern_bench.decoding.neighbours import nearest_codes
 from tests.decoding.random_trees import Draft, random_draft
+from tests.decoding.test_emitted_tv import first_token
 
 RESIDUALS = ("exact", "official")
 weights = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1.0)), min_size=3, max_size=12)
@@ -96,7 +97,7 @@ def test_vanishing_bounds_are_not_the_strict_rule_under_official() -> None:
     table = torch.tensor([[1, 2, 3], [0, 2, 3], [3, 1, 0], [2, 1, 0]])
     child = torch.tensor([[0]])
     found = {
-        residual: emitted_first_token(p, None, child, child == 0, Relaxation("additive", 1, 1e-30, residual), table)[0]
+        residual: first_token(p, None, child, child == 0, Relaxation("additive", 1, 1e-30, residual), table)[0]
         for residual in RESIDUALS
     }
     torch.testing.assert_close(found["exact"], p[0])
@@ -107,7 +108,7 @@ def emitted(p: list[float], tokens: list[int], table: dict[int, list[int]], rela
     """The distribution of the first token for deterministic children; rows not given in `table` do not matter."""
     rows = [table.get(token, [other for other in range(len(p)) if other != token]) for token in range(len(p))]
     children = torch.tensor([tokens])
-    return emitted_first_token(
+    return first_token(
         torch.tensor([p]), None, children, torch.ones_like(children, dtype=torch.bool), relaxation, torch.tensor(rows)
     )[0]
 
@@ -149,7 +150,7 @@ def test_finding_a5_on_a_sampled_draft(residual: str, distribution: list[float],
     table = torch.tensor([[1, 2, 3], [0, 2, 3], [3, 0, 1], [2, 0, 1]])
     # After 0 is rejected `official` zeroes q at 1 and 2 (k + 1 codes): [0, .1, .4, .1] / .6, as the finding records.
     drawn = torch.arange(4)[:, None]
-    rows = emitted_first_token(
+    rows = first_token(
         p.expand(4, 4), q.expand(4, 4), drawn, drawn >= 0, Relaxation("additive", 1, 0.1, residual), table
     )
     mean = (q[:, None] * rows).sum(dim=0)

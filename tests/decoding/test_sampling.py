@@ -18,6 +18,7 @@ from lantern_bench.decoding.sampling import (
     most_probable,
     probabilities,
     sample,
+    uniform,
 )
 
 
@@ -138,7 +139,7 @@ def test_most_probable_settles_ties_by_index(weights: list[int], count: int) -> 
 def test_an_image_draws_the_same_numbers_whatever_is_beside_it() -> None:
     def draws(seeds: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         source = Draws([torch.Generator().manual_seed(seed) for seed in seeds], "cpu")
-        return source.exponential(3, 5), source.uniform(7)
+        return source.exponential(3, 5), uniform(source.bits(7))
 
     alone, together = draws([8]), draws([3, 8, 1])
     assert torch.equal(alone[0][0], together[0][1])

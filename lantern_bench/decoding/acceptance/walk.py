@@ -1,7 +1,8 @@
-"""Verification: the walk down a draft tree, by sampling or greedily (docs/algorithms.md, section 3).
+"""Verification: walk down draft trees, by sampling or greedily (docs/algorithms.md, section 3).
 
-Greedy verification accepts each child alone, and the longest path of accepted drafts wins. It has no residuals and no
-random numbers, so it shares only the tree and the relaxed rule with sampling.
+`verify` accepts children with the probabilities of the rule and samples the bonus token where the walk ends.
+`verify_greedy` accepts each child alone, and the longest path of accepted drafts wins; it has no residuals and no
+random numbers.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from lantern_bench.decoding.acceptance.tree_acceptance import Accept, Acceptance
 from lantern_bench.decoding.sampling import greedy_probabilities, sample
 from lantern_bench.decoding.tree import DraftTree, first_true
 
-# ---- Walk a draft tree against the target: which drafts a step commits, and the token that ends it
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -26,9 +25,9 @@ class Verdict:
     path: int64 [B, D + 1], node numbers from the root to the last accepted node, then -1.
     accepted: int64 [B], number of accepted drafts.
     tokens: int64 [B, D + 1], the accepted drafts, then the bonus token, then 0; `accepted + 1` of them count.
-    child_rank: int64 [B, D], by depth: rank of the child taken, -1 offered and all rejected, -2 nothing offered.
-    mass_accepted, mass_tried: float32 [B], m(x) summed over accepted drafts, and over all drafts looked at.
-    next_probs: float32 [B, V], the distribution that the last token comes from (greedy: p of the last accepted node).
+    child_rank: int64 [B, D], by depth: rank of the accepted child, -1 offered and all rejected, -2 nothing offered.
+    mass_accepted, mass_tried: float32 [B], m(x) summed over accepted drafts, and over all drafts tried.
+    next_probs: float32 [B, V], the distribution of the bonus token (greedy: p of the last accepted node).
     """
 
     path: Tensor
@@ -83,42 +82,20 @@ def verify(
     """Verify B draft trees by sampling and return what each commits.
 
     `target_probs` float32 [B, M, V] is p at every node, `table` int [V, >= relaxation.columns] the nearest codes (None
-    for the strict rule), `uniforms` [B, M, C] in [0, 1) decides the children of each node, `noise` [B, V] ~ Exp(1) the
-    bonus token. `depth_limit` int64 [B] is the depth drafted to (free positions - 1); 0 or less drafts nothing.
-    `accept` is given only where a check wants to see a broken rule caught. docs/algorithms.md, sections 3 and 4.
+    for the strict rule), `uniforms` [B, M, C] in [0, 1) decides on children, `noise` [B, V] ~ Exp(1) draws the bonus
+    token. `depth_limit` int64 [B] is the depth drafted to (free positions - 1); 0 or less drafts nothing. `accept`
+    replaces the rule, for tests of broken rules. docs/algorithms.md, sections 3 and 4.
     """
     children, acceptance = accept_tree(tree, target_probs, relaxation, table, depth_limit, accept)
-    steps = _Steps.of(children, acceptance, tree.rows(uniforms))
-    return _walk(tree, target_probs, acceptance, steps, noise)
+    hit = tree.rows(uniforms) < acceptance.accept
+    first, taken = first_true(hit), hit.any(dim=1)
+    tried = (torch.arange(hit.shape[1], device=hit.device) <= first[:, None]) | ~taken[:, None]
+    # Where a walk goes from each row, with what masses; ranks are -1 or -2 as in Verdict where it ends.
+    rank_at = torch.where(taken, first, (children >= 0).any(dim=1).long() - 2)
+    child_at = children.gather(1, first[:, None]).squeeze(1)
+    accepted_at = torch.where(taken, acceptance.mass.gather(1, first[:, None]).squeeze(1), 0.0)
+    tried_at = torch.where(tried, acceptance.mass, 0.0).sum(dim=1)
 
-
-@dataclass(frozen=True)
-class _Steps:
-    """For each row of `accept_tree`: the rank that is taken or -1 or -2 (as in Verdict), where it leads, and masses."""
-
-    rank: Tensor
-    child: Tensor
-    mass_accepted: Tensor
-    mass_tried: Tensor
-
-    @staticmethod
-    def of(children: Tensor, acceptance: Acceptance, uniforms: Tensor) -> _Steps:
-        accept, mass = acceptance.accept, acceptance.mass
-        hit = uniforms < accept
-        first, taken = first_true(hit), hit.any(dim=1)
-        offered = (children >= 0).any(dim=1)
-        ranks = torch.arange(hit.shape[1], device=hit.device)
-        looked_at = (ranks <= first[:, None]) | ~taken[:, None]
-        return _Steps(
-            rank=torch.where(taken, first, offered.long() - 2),
-            child=children.gather(1, first[:, None]).squeeze(1),
-            mass_accepted=torch.where(taken, mass.gather(1, first[:, None]).squeeze(1), 0.0),
-            mass_tried=torch.where(looked_at, mass, 0.0).sum(dim=1),
-        )
-
-
-def _walk(tree: DraftTree, target_probs: Tensor, acceptance: Acceptance, steps: _Steps, noise: Tensor) -> Verdict:
-    """Follow the pointers from the root of each image and sample where they end."""
     images = torch.arange(len(tree.tokens), device=tree.tokens.device)
     node, moving = torch.zeros_like(images), torch.ones_like(images, dtype=torch.bool)
     mass_accepted, mass_tried = noise.new_zeros(len(images)), noise.new_zeros(len(images))
@@ -126,25 +103,24 @@ def _walk(tree: DraftTree, target_probs: Tensor, acceptance: Acceptance, steps: 
     for _ in range(tree.max_depth):
         row, internal = _row_of(tree, node, images)
         here = moving & internal
-        rank = torch.where(here, steps.rank[row], -2)
+        rank = torch.where(here, rank_at[row], -2)
         moving = rank >= 0
-        mass_accepted = mass_accepted + torch.where(here, steps.mass_accepted[row], 0.0)
-        mass_tried = mass_tried + torch.where(here, steps.mass_tried[row], 0.0)
-        node = torch.where(moving, steps.child[row], node)
+        mass_accepted = mass_accepted + torch.where(here, accepted_at[row], 0.0)
+        mass_tried = mass_tried + torch.where(here, tried_at[row], 0.0)
+        node = torch.where(moving, child_at[row], node)
         path.append(torch.where(moving, node, -1))
         ranks.append(rank)
     row, internal = _row_of(tree, node, images)
     own = target_probs[images, node]
-    rejected = internal & (steps.rank[row] == -1)
+    rejected = internal & (rank_at[row] == -1)
     next_probs = torch.where(rejected[:, None], acceptance.final(row, own), own)
     trail = torch.stack(path, dim=1)
     accepted, tokens = committed_tokens(tree, trail, sample(next_probs, noise))
-    child_rank = torch.stack(ranks, dim=1) if ranks else trail[:, 1:]
-    return Verdict(trail, accepted, tokens, child_rank, mass_accepted, mass_tried, next_probs)
+    return Verdict(trail, accepted, tokens, torch.stack(ranks, dim=1), mass_accepted, mass_tried, next_probs)
 
 
 def _row_of(tree: DraftTree, node: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the row [B] in `accept_tree` of the nodes [B], and whether they have one."""
+    """Return the row [B] of `accept_tree` of the nodes [B], and whether they have one."""
     slot = tree.layout.slots[node]
     return slot.clamp_min(0) * len(images) + images, slot >= 0
 
@@ -156,9 +132,6 @@ def committed_tokens(tree: DraftTree, path: Tensor, last: Tensor) -> tuple[Tenso
     tokens = torch.zeros_like(path)
     tokens[:, :-1] = torch.where(on_path, tree.tokens.gather(1, drafts.clamp_min(0)), 0)
     return accepted, tokens.scatter_(1, accepted[:, None], last[:, None])
-
-
-# ----
 
 
 def verify_greedy(
@@ -184,16 +157,10 @@ def verify_greedy(
     on_path = tree.attention[images, winner]
     path = _by_depth(tree, on_path, torch.arange(on_path.shape[1], device=winner.device).expand_as(on_path))
     accepted, tokens = committed_tokens(tree, path, best[images, winner])
-    child_rank = _ranks_along(tree, children, on_path, path)
-    return Verdict(
-        path,
-        accepted,
-        tokens,
-        child_rank,
-        mass_accepted=_sum_taken(mass, path, child_rank),
-        mass_tried=torch.where(on_path, mass.sum(dim=-1), 0.0).sum(dim=1),
-        next_probs=greedy_probabilities(guided_logits[images, winner]),
-    )
+    child_rank, mass_accepted = _along(tree, children, mass, on_path, path)
+    mass_tried = torch.where(on_path, mass.sum(dim=-1), 0.0).sum(dim=1)
+    next_probs = greedy_probabilities(guided_logits[images, winner])
+    return Verdict(path, accepted, tokens, child_rank, mass_accepted, mass_tried, next_probs)
 
 
 def _accept_alone(
@@ -237,19 +204,13 @@ def _by_depth(tree: DraftTree, on_path: Tensor, values: Tensor) -> Tensor:
     return held.scatter_(1, torch.where(on_path, tree.depths, tree.max_depth + 1), values)[:, :-1]
 
 
-def _ranks_along(tree: DraftTree, children: Tensor, on_path: Tensor, path: Tensor) -> Tensor:
-    """Return child_rank [B, D] along the winning path, as in Verdict."""
+def _along(tree: DraftTree, children: Tensor, mass: Tensor, on_path: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
+    """Return child_rank [B, D] along the winning path, as in Verdict, and the masses of its children summed [B]."""
+    above, goes_on = path[:, :-1], path[:, 1:] >= 0
     offered = (children >= 0).any(dim=-1)
     # -1 where a node of the path offers children, -2 elsewhere; then the rank where the path goes on.
-    none_taken = _by_depth(tree, on_path, offered.long() - 2)[:, :-1]
-    none_taken = torch.where(path[:, :-1] >= 0, none_taken, -2)
-    parent_children = children.gather(1, path[:, :-1].clamp_min(0)[:, :, None].expand(-1, -1, children.shape[2]))
-    goes_on = parent_children == path[:, 1:, None]
-    return torch.where(path[:, 1:] >= 0, first_true(goes_on), none_taken)
-
-
-def _sum_taken(mass: Tensor, path: Tensor, child_rank: Tensor) -> Tensor:
-    """Return [B]: the masses [B, M, C] of the children that the path takes, summed."""
-    at_node = mass.gather(1, path[:, :-1].clamp_min(0)[:, :, None].expand(-1, -1, mass.shape[2]))
-    taken = at_node.gather(2, child_rank.clamp_min(0)[:, :, None]).squeeze(2)
-    return torch.where(child_rank >= 0, taken, 0.0).sum(dim=1)
+    ended = torch.where(above >= 0, _by_depth(tree, on_path, offered.long() - 2)[:, :-1], -2)
+    at = above.clamp_min(0)[:, :, None].expand(-1, -1, children.shape[2])
+    rank = torch.where(goes_on, first_true(children.gather(1, at) == path[:, 1:, None]), ended)
+    accepted = mass.gather(1, at).gather(2, rank.clamp_min(0)[:, :, None]).squeeze(2)
+    return rank, torch.where(rank >= 0, accepted, 0.0).sum(dim=1)
