@@ -1,8 +1,7 @@
-"""How the pieces of a decode step are run: as they stand, compiled, or on CUDA captured as a graph besides.
+"""How the programs of a decode step run: eagerly, compiled, or on CUDA captured as a graph besides.
 
-A step is three programs (draft, score, settle) of fixed shapes that keep what they change in tensors of fixed places,
-so each is compiled once per shape and then runs without a decision on the host. What the programs do is `drafting`,
-`interface` and `speculation`; this file knows none of it.
+A step is three programs (draft, score, settle) of fixed shapes that keep their state in tensors at fixed addresses, so
+each is compiled once per shape and then runs without a decision on the host. `step.py` says what they do.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ _numbers = itertools.count()
 class Engine:
     """Programs of one model, made once for every shape and kept.
 
-    `compile` False runs functions as they stand. What a program reads besides its arguments must stay the same object
-    in the same place for as long as the engine lives; its arguments must have the shapes of the first call. `backend`
-    is the compiler's.
+    `compile` False runs functions eagerly. What a program reads besides its arguments must stay the same object at the
+    same address for as long as the engine lives; its arguments must have the shapes of the first call.
     """
 
     def __init__(self, compile: bool = False, backend: str = "inductor") -> None:
@@ -33,14 +31,14 @@ class Engine:
         self._made: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` gave at the first call with this key."""
+        """Return what `make` gave at the first call with this key."""
         if key not in self._made:
             self._made[key] = make()
         made: T = self._made[key]
         return made
 
     def program(self, key: Hashable, function: Callable[..., T], device: torch.device) -> Callable[..., T]:
-        """`function`, run this engine's way on `device`; the one of the first call with this key."""
+        """Return `function` as this engine runs it on `device`; later calls with this key get the same program."""
         if not self.compile:
             return function
         return self.once(("program", key), lambda: _compiled(function, device, self._backend))
@@ -52,13 +50,13 @@ def _compiled(function: Callable[..., T], device: torch.device, backend: str = "
     def run(*arguments: Any) -> T:
         return function(*arguments)
 
-    # The compiler keeps its results with a code object. Every program has one of its own, so that none of them needs
-    # the checks (some microseconds for each weight and each call) that tell programs of one code object apart.
+    # The compiler keeps its results with a code object. Every program gets its own, so that no call needs the guards
+    # (some microseconds per weight) that tell programs of one code object apart.
     code = run.__code__.replace(co_name=f"program_{next(_numbers)}")
     alone = FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
     options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     if backend == "inductor" and device.type == "cpu":
-        # A step calls some hundred kernels; from Python each call costs more than what many of them do.
+        # A step calls some hundred kernels, and many take less time than a call from Python.
         options["cpp_wrapper"] = True
     compiled: Callable[..., T] = torch.compile(alone, backend=backend, dynamic=False, fullgraph=True, options=options)
     return _Graph(compiled) if device.type == "cuda" else compiled
@@ -71,27 +69,22 @@ class _Graph:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self._warm = False
+        self._function, self._warm = function, False
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._inputs: list[Any] = []
-        self._result: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
         if not self._warm:
             self._warm = True
-            return self._aside(arguments)
-        if self._graph is None:
-            self._capture(arguments)
+            return self._warm_up(arguments)
+        graph = self._graph or self._capture(arguments)
         for held, given in zip(self._inputs, pytree.tree_leaves(arguments), strict=True):
             if isinstance(given, Tensor):
                 held.copy_(given)
-        assert self._graph is not None
-        self._graph.replay()
+        graph.replay()
         return self._result
 
-    def _aside(self, arguments: tuple[Any, ...]) -> Any:
-        """On a stream of its own, as capturing asks of what runs before it."""
+    def _warm_up(self, arguments: tuple[Any, ...]) -> Any:
+        """Run on a side stream, as CUDA graph capture requires."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -99,16 +92,16 @@ class _Graph:
         torch.cuda.current_stream().wait_stream(stream)
         return result
 
-    def _capture(self, arguments: tuple[Any, ...]) -> None:
+    def _capture(self, arguments: tuple[Any, ...]) -> torch.cuda.CUDAGraph:
         held = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, arguments)
-        self._inputs = pytree.tree_leaves(held)
-        self._graph = torch.cuda.CUDAGraph()
+        self._inputs, self._graph = pytree.tree_leaves(held), torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._result = self._function(*held)
+        return self._graph
 
 
 def compiler_problem(device: torch.device) -> str | None:
-    """Why nothing can be compiled for `device` here, in one line; None where it works. Compiles a line to see."""
+    """Return why nothing can be compiled for `device` here, in one line; None where a trial succeeds."""
     try:
         _compiled(lambda x: (x * 2).sum(), torch.device("cpu"))(torch.ones(64, device=device))
     except Exception as error:  # whatever the compiler chain raises: the answer is the same

@@ -1,8 +1,8 @@
 """Emitted TV: how far the first token that a step commits is from the target, the real price of relaxation.
 
-The bound of a rule holds for one given draft; over all drafts the excess adds up, and this is the number that says how
-much (docs/algorithms.md, section 4). Computed exactly per set of children with the same routine that verification uses,
-never from token counts. Not defined at temperature 0. Where the distributions come from is `certify/relaxation`.
+The bound of a rule holds for one given draft; over all drafts the excess adds up, and emitted TV measures the sum
+(docs/algorithms.md, section 4). It is computed per set of children with the routine that verification uses, never from
+token counts. It is not defined at temperature 0. `certify/relaxation.py` provides the distributions.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ class Emission(NamedTuple):
 class SampledTV(NamedTuple):
     """Two estimates [N] of one emitted TV from the same draws; on average the truth lies between them.
 
-    tv: half the L1 norm of the mean error; what noise is left in the mean makes it too large. crossed: the signs of
-    one half of the draws on the errors of the other; signs that noise turned make it too small. More draws bring them
-    together.
+    tv: half the L1 norm of the mean error; remaining noise makes it too large. crossed: the signs of one half of the
+    draws on the errors of the other; flipped signs make it too small. More draws bring them together.
     """
 
     tv: Tensor
@@ -91,8 +90,13 @@ def emitted_tv_sampled(
             error = loose.distribution - strict.distribution
             error.scatter_add_(1, tokens[:, :1], (strict.first - loose.first)[:, None])
             drawn[place, number % 2] += error
-    known = [_first_child(p, q, relaxation, table) - torch.minimum(p, q) for relaxation, table in rules]
-    return [_estimate(exact, halves, draws) for exact, halves in zip(known, drawn, strict=True)]
+    found = []
+    for (relaxation, table), errors in zip(rules, drawn, strict=True):
+        known = _first_child(p, q, relaxation, table) - torch.minimum(p, q)
+        first, second = known + errors[0] / ((draws + 1) // 2), known + errors[1] / (draws // 2)
+        crossed = (first.sign() * second + second.sign() * first).sum(dim=-1) / 4.0
+        found.append(SampledTV(0.5 * (known + errors.sum(dim=0) / draws).abs().sum(dim=-1), crossed))
+    return found
 
 
 def _first_child(p: Tensor, q: Tensor, relaxation: Relaxation, table: Tensor | None) -> Tensor:
@@ -104,10 +108,3 @@ def _first_child(p: Tensor, q: Tensor, relaxation: Relaxation, table: Tensor | N
     # A row at a time: [V, k] is large enough.
     masses = [merge_prefix(row[near], row, relaxation, partial(row.unsqueeze, 0))[0] for row in p]
     return torch.minimum(q, p + torch.stack(masses))
-
-
-def _estimate(known: Tensor, drawn: Tensor, draws: int) -> SampledTV:
-    """From the error [N, V] that is known and the summed errors [2, N, V] of the even and the odd draws."""
-    first, second = known + drawn[0] / ((draws + 1) // 2), known + drawn[1] / (draws // 2)
-    crossed = (first.sign() * second + second.sign() * first).sum(dim=-1) / 4.0
-    return SampledTV(0.5 * (known + drawn.sum(dim=0) / draws).abs().sum(dim=-1), crossed)

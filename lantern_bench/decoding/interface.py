@@ -1,8 +1,7 @@
-"""What decoding needs of a model: three protocols and the values that pass between them.
+"""What decoding needs of a model and of a way to draft: protocols and the values that pass between them.
 
 Everything is batched over B images. A session owns preallocated caches for one shape and is used for one batch at a
-time; with guidance it carries two rows an image inside, which nobody outside sees. Features are opaque here: what the
-target gives is handed to the drafter. No architecture and no file lives in this module.
+time; with guidance it holds two rows per image. Features of the target are passed to the drafter unread.
 """
 
 from __future__ import annotations
@@ -35,40 +34,31 @@ class Drafts(NamedTuple):
 
 
 class TargetSession(Protocol):
-    """The target at work on one batch of images.
-
-    `score` and `commit` may be compiled: what changes from step to step is in tensors of fixed shapes.
-    """
+    """The target for one batch of images; `score` and `commit` may be compiled, and have fixed shapes."""
 
     def prefill(self, condition: Any) -> Scores:
-        """Start B images afresh from their condition; scores of the last prefix position (N = 1) for the logits.
-
-        The features cover the whole prefix.
-        """
+        """Start B images: logits of the last prefix position (N = 1), features of the whole prefix."""
 
     def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Scores:
-        """One forward over the N nodes of a draft tree, root first, on top of what is committed.
+        """Run one forward over the N nodes of a draft tree, root first, behind the committed tokens.
 
         tokens, depths: int64 [B, N]. attention: bool [B, N, N], node (row) sees node (column).
         """
 
     def commit(self, path: Tensor, counts: Tensor) -> None:
-        """Keep the first `counts` [B] nodes of `path` [B, D + 1] of the last `score`; the rest is filler."""
+        """Keep the first `counts` [B] nodes of `path` [B, D + 1] of the last `score`; the others are filler."""
 
 
 class DrafterSession(Protocol):
-    """The drafter at work on one batch of images (EAGLE: features of the target in, logits of its head out)."""
+    """The drafter for one batch of images (EAGLE: features of the target in, logits of its head out)."""
 
     def prefill(self, condition: Any, features: Tensor) -> None:
-        """Start afresh from the prefix features [rows, P, width].
-
-        The last of them predicts the first token and comes with it through `observe`.
-        """
+        """Start from the prefix features [rows, P, width]; `observe` gets the last again, with the first token."""
 
     def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> Drafts:
         """Feed committed tokens [B, n] with the true features [rows, n, width] that predicted them.
 
-        `counts` [B] of them count, the rest is filler. Drafts for the new root, n = 1.
+        The first `counts` [B] count, the others are filler. Returns drafts for the new root, n = 1.
         """
 
     def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Drafts:
@@ -95,7 +85,7 @@ class Target(Protocol):
 
 @runtime_checkable
 class GuidesFeatures(Protocol):
-    """A session whose head is linear: it may guide the features, and need not compute the logits of both rows."""
+    """A session with a linear head: it may guide the features and compute the logits of one row."""
 
     def score_guided(
         self, tokens: Tensor, depths: Tensor, attention: Tensor, cfg_scale: float
@@ -105,14 +95,14 @@ class GuidesFeatures(Protocol):
 
 @runtime_checkable
 class WithForcedTokens(Protocol):
-    """A target that may have tokens nobody chooses: all behind the first `choices` of its vocabulary.
+    """A target with forced tokens: all behind the first `choices` of its vocabulary.
 
-    Its logits make them certain where they stand and impossible elsewhere, and so do its drafter's.
+    Its logits and its drafter's make a forced token certain at its positions and impossible elsewhere.
     """
 
     @property
     def choices(self) -> int:
-        """How many tokens are ever chosen."""
+        """How many tokens are not forced."""
 
 
 class Drafter(Protocol):
@@ -165,9 +155,8 @@ class LastStep(NamedTuple):
     """What a step found, for draftings that make the next draft from it.
 
     p: float32 [B, M, V], the target's distributions at the nodes of the tree (of the guided logits at temperature 1
-    in greedy decoding). path: int64 [B, D + 1], node numbers from the root to the last accepted node, then -1.
-    accepted: int64 [B]. tokens: int64 [B, D + 1], the accepted drafts, then the last token, then 0. position: int64
-    [B], tokens committed with this step. active: bool [B], False for images that were complete before it.
+    in greedy decoding). path, accepted, tokens: as in `Verdict`. position: int64 [B], tokens committed with this step.
+    active: bool [B], False for images that were complete before it.
     """
 
     tree: DraftTree

@@ -1,13 +1,12 @@
-"""Decoding: autoregressive, and speculative with any drafting and rule; spec.modes names the combinations.
+"""Decoding: autoregressive, and speculative with any drafting and rule (config/methods.py).
 
-One loop serves `speculative`, `lantern` and `lantern++`; they differ in what their `Decoding` says. The only copy to
-the host inside a step is how far the images are, and there is none in an autoregressive step; all else stays on the
-device until the image is done. What a step does is `speculation`.
+One loop serves all speculative modes, whose steps are in `step.py`. The only copy to the host in a step is how far the
+images are; an autoregressive step has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +21,7 @@ from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.interface import Drafter, Scores, Target, WithForcedTokens
 from lantern_bench.decoding.sampling import Draws, decoding_probabilities, exponential, guide, sample
 from lantern_bench.decoding.step import Speculation, sampling_key
-from lantern_bench.decoding.trace import ImageTrace
+from lantern_bench.decoding.trace import ImageTrace, image_trace
 from lantern_bench.errors import RefusedError
 
 
@@ -34,7 +33,6 @@ class Model(Protocol):
 
     def table(self, columns: int, metric: NeighbourMetric) -> Tensor:
         """The nearest codes int [V, columns] by a metric."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ def relaxation_of(decoding: Decoding, target: object = None) -> Relaxation:
 
 
 def drafter_and_table(model: Model, decoding: Decoding) -> tuple[Drafter | None, Tensor | None]:
-    """What a speculative configuration needs of a model besides the target: its drafter and, to merge, nearest codes.
+    """Return the drafter and the table of nearest codes that a speculative configuration uses.
 
     Raises `RefusedError` for a model without a drafter, and as `Model.table`.
     """
@@ -85,9 +83,8 @@ def decode(
     """Decode one image for each generator, together.
 
     `condition` is what the target's `prefill` takes, for as many images. `tokens` asks for fewer than the whole grid.
-    `keep_logits` keeps the guided logits that each token was drawn from. `engine` is the model's own and says how
-    steps are run; without one they run as they stand. `accept` as in `verify`. Raises `RefusedError` when drafts are
-    asked of a model without a drafter.
+    `keep_logits` keeps the guided logits that each token was drawn from. `engine` runs the steps; without one
+    they run eagerly. `accept` as in `verify`. Raises `RefusedError` for a model without a drafter that needs one.
     """
     asked = model.target.image_tokens if tokens is None else min(tokens, model.target.image_tokens)
     run = _Run(model, decoding, generators, asked, keep_logits, Engine() if engine is None else engine, accept)
@@ -111,7 +108,7 @@ class _Run:
         self.draws, self.phases = Draws(self.generators, self.device), Phases(self.device)
 
     def noise(self) -> Tensor:
-        """What one token of each image is drawn with: bits [B, V], or nothing for greedy decoding."""
+        """Random bits [B, V] for one token of each image, or nothing for greedy decoding."""
         if self.decoding.greedy:
             return torch.empty(self.batch, 0, dtype=torch.int32, device=self.device)
         return self.draws.bits(self.model.target.vocab_size)
@@ -122,14 +119,16 @@ class _Run:
         logits = guide(scores.cond, scores.uncond, self.decoding.cfg_scale)[:, -1]
         return scores, logits, _chosen(logits, self.decoding, self.noise())
 
-    # ---- autoregressive
+    def times(self) -> tuple[float, dict[str, float]]:
+        """Return the seconds per image, in all and by phase."""
+        seconds = {name: value / self.batch for name, value in self.phases.seconds().items()}
+        return self.phases.total() / self.batch, seconds
 
     def autoregressive(self, condition: Any) -> list[Decoded]:
         """One token a forward, drawn in the same program; nothing is copied to the host before the end."""
         key = (self.batch, sampling_key(self.decoding))
-        steps: _PlainSteps = self.engine.once(
-            ("plain", key), lambda: _PlainSteps(self.model.target, self.decoding, self.batch)
-        )
+        target, decoding = self.model.target, self.decoding
+        steps = self.engine.once(("plain", key), lambda: _PlainSteps(target, decoding, self.batch))
         step = self.engine.program(("plain", key), steps.step, self.device)
         self.phases.start()
         _, logits, token = self.prefill(steps.session, condition)
@@ -144,28 +143,16 @@ class _Run:
             if self.keep_logits:
                 kept.append(logits.clone())
         self.phases.stop()
-        made = self.asked - 1
-        trace = ImageTrace(
-            start=list(range(1, self.asked)),
-            committed=[1] * made,
-            uncut=[1] * made,
-            accepted=[0] * made,
-            offered_depth=[0] * made,
-            child_rank=[[] for _ in range(made)],
-            target_forwards=self.asked,
-            drafter_forwards=0,
-            tokens=self.asked,
-            seconds=self.phases.total() / self.batch,
-            phases={name: seconds / self.batch for name, seconds in self.phases.seconds().items()},
-        )
+        trace = image_trace(self.asked, [[at, 0, 0] for at in range(1, self.asked)], [], 0, *self.times())
         return self._decoded(steps.out, [trace] * self.batch, torch.stack(kept, dim=1) if self.keep_logits else None)
-
-    # ---- speculative
 
     def speculative(self, condition: Any) -> list[Decoded]:
         """Draft a tree, score it in one forward, walk it, commit what was accepted; until every image is complete."""
         relaxation = relaxation_of(self.decoding, self.model.target)
-        speculation = self._speculation(relaxation)
+        drafter, table = drafter_and_table(self.model, self.decoding)
+        values = (self.model.target, drafter, self.decoding, relaxation, table, self.batch, self.engine)
+        key = ("speculation", self.batch, sampling_key(self.decoding), self.keep_logits, self.accept)
+        speculation = self.engine.once(key, lambda: Speculation(*values, self.keep_logits, self.accept))
         self.phases.start()
         scores, logits, root = self.prefill(speculation.session, condition)
         speculation.begin(relaxation, condition, scores, logits, root, self.asked)
@@ -187,17 +174,9 @@ class _Run:
             self.phases.mark("verify")
             steps += 1
         self.phases.stop()
-        progress = speculation.progress
-        forwards, phases = speculation.drafting.forwards, self.phases
-        traces = progress.recorder.finish(self.asked, steps, forwards, phases.total(), phases.seconds())
+        progress, forwards = speculation.progress, speculation.drafting.forwards
+        traces = progress.recorder.finish(self.asked, steps, forwards, *self.times())
         return self._decoded(progress.out, traces, self._assemble(logits, kept) if self.keep_logits else None)
-
-    def _speculation(self, relaxation: Relaxation) -> Speculation:
-        """The programs of this configuration; raises as `drafter_and_table`."""
-        drafter, table = drafter_and_table(self.model, self.decoding)
-        values = (self.model.target, drafter, self.decoding, relaxation, table, self.batch, self.engine)
-        key = ("speculation", self.batch, sampling_key(self.decoding), self.keep_logits, self.accept)
-        return self.engine.once(key, lambda: Speculation(*values, self.keep_logits, self.accept))
 
     def _assemble(self, first: Tensor, kept: list[tuple[list[int], Tensor]]) -> Tensor:
         """Guided logits [B, asked, V] of every kept token, from those of each step's path."""
@@ -212,19 +191,16 @@ class _Run:
 
     def _decoded(self, out: Tensor, traces: list[ImageTrace], logits: Tensor | None) -> list[Decoded]:
         tokens = out[:, : self.asked].to(torch.int32).cpu()
-        kept = None if logits is None else logits.float().cpu()
-        return [
-            Decoded(tokens[image], traces[image], None if kept is None else kept[image]) for image in range(self.batch)
-        ]
+        kept: Iterable[Tensor | None] = [None] * self.batch if logits is None else logits.float().cpu()
+        return [Decoded(*parts) for parts in zip(tokens, traces, kept, strict=True)]
 
 
 class _PlainSteps:
     """Autoregressive steps of B images, each one program: score the last token, draw the next."""
 
     def __init__(self, target: Target, decoding: Decoding, batch: int) -> None:
-        device = target.device
+        device, self._decoding = target.device, decoding
         self.session = target.session(batch, decoding.cfg_scale != 1, 1)
-        self._decoding = decoding
         self.out = torch.zeros(batch, target.image_tokens, dtype=torch.int64, device=device)
         self._made = torch.zeros(1, dtype=torch.int64, device=device)
         self._token, self._zero = (torch.zeros(batch, 1, dtype=torch.int64, device=device) for _ in range(2))
@@ -234,8 +210,7 @@ class _PlainSteps:
     def begin(self, first: Tensor) -> None:
         """The first tokens [B] are drawn."""
         self._made.fill_(1)
-        self._token[:, 0] = first
-        self.out[:, 0] = first
+        self._token[:, 0] = self.out[:, 0] = first
 
     def step(self, noise: Tensor) -> Tensor:
         """Append a token to each image and return the guided logits [B, V] it was drawn from."""

@@ -1,7 +1,6 @@
-"""The table of nearest codes: which tokens a relaxed rule may count for which.
+"""The table of nearest codes of each code, without the code itself (docs/algorithms.md, section 4).
 
-Computed once per codebook and metric (docs/algorithms.md, section 4). Only this module excludes the code itself. The
-published tables measure the rows of the codebook as stored, while LlamaGen looks codes up at unit length
+The published tables measure the rows of the codebook as stored, while LlamaGen looks codes up at unit length
 (docs/algorithms.md, section 9, C1), so the caller names the space. `cosine` and `random` are for the ablation of
 LANTERN's Table 3. `models/io/neighbour_cache.py` keeps tables on disk.
 """
@@ -21,10 +20,8 @@ Space: TypeAlias = Literal["raw", "normalised"]
 SPACES: tuple[Space, ...] = get_args(Space)
 """`raw`: rows as stored, as published tables measure; `normalised`: rows of unit length, as LlamaGen looks them up."""
 
-# Distances held at once: a quarter of a GiB with the keys that order them.
-_DISTANCES_AT_ONCE = 1 << 24
-# Part of what `random` means: the same neighbours in every run.
-_RANDOM_SEED = 20_250_331
+_DISTANCES_AT_ONCE = 1 << 24  # a quarter of a GiB with the keys that order them
+_RANDOM_SEED = 20_250_331  # part of what `random` means: the same neighbours in every run
 
 
 def in_space(codebook: Tensor, space: Space) -> Tensor:
@@ -52,11 +49,11 @@ def nearest_codes(
 ) -> Tensor:
     """Return [V, neighbours]: for every code the nearest others, nearest first, ties by index.
 
-    `codebook` [V, d] holds one row per code. `metric` says what near is: `l2` (Euclidean, float32), `cosine` (the angle
-    between rows; a row of zeros is as far from all), `random` (no geometry: for every code a fixed random order of the
-    others, the same on every machine). Measured `chunk` rows at a time (by default what fits a fixed budget), so that
-    no V x V matrix is ever made. `on_rows` hears how many rows were done since it was last called. `neighbours` above
-    V - 1, a `dtype` too small for V and an unknown metric raise ValueError.
+    `codebook` [V, d] holds one row per code. `metric`: `l2` (Euclidean, float32), `cosine` (the angle between rows; a
+    row of zeros is equally far from all) or `random` (a fixed random order for every code, the same on every machine).
+    Computes `chunk` rows at a time (by default what fits a fixed budget), never a V x V matrix, and calls `on_rows`
+    with the number of rows done. `neighbours` above V - 1, a `dtype` too small for V and an unknown metric raise
+    ValueError.
     """
     codes = codebook.float()
     total = codes.shape[0]
@@ -85,13 +82,12 @@ def _distances(codes: Tensor, metric: NeighbourMetric) -> Callable[[Tensor], Ten
     if metric not in get_args(NeighbourMetric):
         raise ValueError(f"unknown metric {metric!r}; the metrics are {', '.join(get_args(NeighbourMetric))}")
     if metric == "random":
-        return lambda rows: torch.stack([_draw(int(row), len(codes)) for row in rows]).to(codes.device)
+        # Each code has its own seed, and the CPU draws: neither chunk nor device changes the distances.
+        def draw(row: int) -> Tensor:
+            return torch.rand(len(codes), generator=torch.Generator().manual_seed(_RANDOM_SEED + row))
+
+        return lambda rows: torch.stack([draw(int(row)) for row in rows]).to(codes.device)
     # Between rows of unit length the Euclidean distance orders as the angle does.
     measured = in_space(codes, "normalised" if metric == "cosine" else "raw")
     # The direct difference: the matrix-product form loses small distances to cancellation.
     return lambda rows: torch.cdist(measured[rows], measured, compute_mode="donot_use_mm_for_euclid_dist")
-
-
-def _draw(row: int, total: int) -> Tensor:
-    """Random distances of one code, drawn on the CPU from its own seed: neither chunk nor device changes them."""
-    return torch.rand(total, generator=torch.Generator().manual_seed(_RANDOM_SEED + row))

@@ -1,8 +1,7 @@
-"""Logits to probabilities, probabilities to tokens: made once, used by target and drafter alike.
+"""Guidance, temperature, filters (docs/algorithms.md, section 1) and every random draw of decoding.
 
-Guidance, temperature, filters (docs/algorithms.md, section 1) and every random draw of decoding are here. All of it is
-float32 whatever the weights are, and randomness is an argument: a draw takes its noise, `Draws` makes the noise from
-one generator per image. What to do with the draws (drafting, verification) is left to the other files.
+Target and drafter share them. All is float32 whatever the weights are. A draw takes its noise as an argument, and
+`Draws` makes the noise from one generator per image.
 """
 
 from __future__ import annotations
@@ -15,6 +14,10 @@ from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.methods import FilterOrder
+
+_LARGEST = 2**31 - 1
+_BELOW_ONE = 1.0 - 2.0**-24
+_AHEAD = 8  # calls of `Draws.bits` that one draw serves
 
 
 def guide(cond: Tensor, uncond: Tensor | None, cfg_scale: float) -> Tensor:
@@ -144,16 +147,11 @@ def exponential(bits: Tensor) -> Tensor:
     return -torch.log1p(-halfway.clamp_max(_BELOW_ONE))
 
 
-_LARGEST = 2**31 - 1
-_BELOW_ONE = 1.0 - 2.0**-24
-
-
 class Draws:
     """Random bits for a batch of images, each image's from a generator of its own.
 
-    An image's stream of random numbers is then the same whatever else is in its batch. Every call draws the same
-    amount from each generator; the generators live on `device`. Bits are what is drawn, and programs make `exponential`
-    and `uniform` numbers of them where they are used.
+    An image's stream of random numbers does not depend on its batch: every call draws the same amount from each
+    generator. The generators live on `device`. Programs turn the bits into `exponential` and `uniform` numbers.
     """
 
     def __init__(self, generators: Sequence[torch.Generator], device: torch.device | str) -> None:
@@ -166,20 +164,14 @@ class Draws:
         count = math.prod(shape)
         stock = self._stock.setdefault(count, [])
         if not stock:
-            # Between two programs a call costs more than what it does, so there are few of them.
-            stock += self._drawn(count).unbind(1)[::-1]
+            # Between two programs a call costs more than its work, so one draw serves several.
+            # One random number of 63 bits serves two; drawing is what costs.
+            pairs = torch.empty(len(self.generators), _AHEAD // 2 * count, dtype=torch.int64, device=self.device)
+            for row, generator in zip(pairs, self.generators, strict=True):
+                row.random_(generator=generator)
+            stock += pairs.view(torch.int32).view(len(self.generators), _AHEAD, count).unbind(1)[::-1]
         return stock.pop().view(len(self.generators), *shape)
 
     def exponential(self, *shape: int) -> Tensor:
         """Return Exp(1) noise [B, *shape]."""
         return exponential(self.bits(*shape))
-
-    def _drawn(self, count: int) -> Tensor:
-        # One random number of 63 bits serves two; drawing is what costs.
-        pairs = torch.empty(len(self.generators), _AHEAD // 2 * count, dtype=torch.int64, device=self.device)
-        for row, generator in zip(pairs, self.generators, strict=True):
-            row.random_(generator=generator)
-        return pairs.view(torch.int32).view(len(self.generators), _AHEAD, count)
-
-
-_AHEAD = 8

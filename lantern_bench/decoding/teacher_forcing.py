@@ -1,7 +1,6 @@
-"""What target and drafter say along tokens that are there already: teacher forcing through the decode sessions.
+"""Teacher forcing: what target and drafter predict along given tokens, through the decode sessions.
 
-Measurements need the very distributions that decoding sees, so they come from the same sessions and not from a forward
-of their own. Nothing is sampled here, and nothing is verified.
+Measurements need the distributions that decoding sees, so they come from the same sessions.
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ def drafts_along(drafter: Drafter, forced: Forced) -> Iterator[Drafts]:
 
 
 def drafts_at(drafter: Drafter, forced: Forced, positions: Tensor, nodes: int) -> tuple[DrafterSession, Drafts]:
-    """Bring a drafter session to a place of each sequence: (the session, its drafts for the token there).
+    """Return a drafter session of `nodes` nodes at a position of each sequence, and its drafts for the token there.
 
-    `positions` int64 [B], from 1, is the number of tokens committed there. The session, of `nodes` nodes, stands where
-    a step of decoding starts, whatever steps came before: its cache holds committed tokens and true features only.
+    `positions` int64 [B], at least 1, is the number of committed tokens. The session is as at the start of a step: its
+    cache holds committed tokens and true features only.
     """
     tokens, most = forced.tokens, int(positions.max())
     if int(positions.min()) < 1:
-        raise ValueError("a place has at least one token before it")
+        raise ValueError("positions must be at least 1")
     session = drafter.session(len(tokens), forced.start.uncond is not None, nodes)
     session.prefill(forced.condition, forced.start.features)
     features = torch.cat([forced.start.features[:, -1:], forced.scores.features[:, : most - 1]], dim=1)

@@ -1,11 +1,11 @@
-"""What a decode did, step by step: gathered on the device, copied once an image, summed into every count.
+"""What a decode did, step by step: gathered on the device and copied to the host once per batch.
 
-All counts of docs/algorithms.md, section 7, are sums over these lists; nothing is counted a second way.
+All counts of docs/algorithms.md, section 7, are sums over these lists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,12 +18,12 @@ _NOT_OFFERED = -2
 
 @dataclass(frozen=True)
 class ImageTrace:
-    """The course of one image; lists have one entry a step (AR: one a token but the first).
+    """The steps of one image; lists have one entry per step (AR: per token but the first).
 
     start: tokens committed before the step. committed: tokens it committed and kept. uncut: committed before the cut
-    at the tokens asked for. accepted: drafts among the kept. offered_depth: depth drafted. child_rank: rank taken at
-    each depth at which the walk was offered children, -1 where all were rejected. seconds: by phase; in a batch the
-    batch's seconds divided by its images. moved_mass, moved_mass_tried: m(x) over accepted and over tried drafts.
+    at the tokens asked for. accepted: drafts among the kept. offered_depth: depth drafted. child_rank: accepted rank at
+    each depth that offered children, -1 where all were rejected. seconds, phases: those of the batch divided by its
+    images. moved_mass, moved_mass_tried: m(x) over accepted and over tried drafts.
     """
 
     start: list[int]
@@ -57,10 +57,9 @@ class ImageTrace:
 
 
 class StepRecorder:
-    """Gathers the verdicts of a batch on the device, in place, a row a step; `finish` copies them once."""
+    """Gathers the verdicts of a batch on the device, in place, one row per step; `finish` copies them once."""
 
     def __init__(self, batch: int, steps: int, depth: int, device: torch.device) -> None:
-        self._batch = batch
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         # Of each step and image: position, accepted drafts, depth offered, and the accepted rank at each depth.
         self._counts = torch.zeros(steps, batch, 3 + depth, dtype=torch.int64, device=device)
@@ -81,32 +80,38 @@ class StepRecorder:
     def finish(
         self, asked: int, steps: int, forwards: int, seconds: float, phases: Mapping[str, float]
     ) -> list[ImageTrace]:
-        """Return one trace per image of `asked` tokens after `steps` steps of `forwards` drafter forwards each.
+        """Return the `image_trace` of each image after `steps` steps of `forwards` drafter forwards each."""
+        counts, masses = (kept[:steps].transpose(0, 1).tolist() for kept in (self._counts, self._masses))
+        images = zip(counts, masses, strict=True)
+        return [image_trace(asked, rows, pairs, forwards, seconds, phases) for rows, pairs in images]
 
-        Times are divided evenly among the images of the batch.
-        """
-        counts, masses = self._counts[:steps].transpose(0, 1).tolist(), self._masses[:steps].transpose(0, 1).tolist()
-        traces = []
-        for of_image, masses_of_image in zip(counts, masses, strict=True):
-            # A finished image of a batch idles along; its steps end where it was complete.
-            rows = [row for row in of_image if row[0] < asked]
-            mass = [pair for row, pair in zip(of_image, masses_of_image, strict=True) if row[0] < asked]
-            uncut = [row[1] + 1 for row in rows]
-            committed = [min(count, asked - row[0]) for count, row in zip(uncut, rows, strict=True)]
-            trace = ImageTrace(
-                start=[row[0] for row in rows],
-                committed=committed,
-                uncut=uncut,
-                accepted=[min(row[1], count) for row, count in zip(rows, committed, strict=True)],
-                offered_depth=[max(0, row[2]) for row in rows],
-                child_rank=[[rank for rank in row[3:] if rank != _NOT_OFFERED] for row in rows],
-                target_forwards=len(rows) + 1,
-                drafter_forwards=forwards * len(rows),
-                tokens=min(asked, 1 + sum(committed)),
-                moved_mass=sum(pair[0] for pair in mass),
-                moved_mass_tried=sum(pair[1] for pair in mass),
-                seconds=seconds / self._batch,
-                phases={name: value / self._batch for name, value in phases.items()},
-            )
-            traces.append(trace)
-        return traces
+
+def image_trace(
+    asked: int,
+    rows: Sequence[Sequence[int]],
+    masses: Sequence[Sequence[float]],
+    forwards: int,
+    seconds: float,
+    phases: Mapping[str, float],
+) -> ImageTrace:
+    """Return the trace of an image of `asked` tokens from its steps as `StepRecorder` notes them."""
+    # A finished image of a batch idles along; its steps end where it was complete.
+    rows = [row for row in rows if row[0] < asked]
+    masses = masses[: len(rows)]
+    uncut = [row[1] + 1 for row in rows]
+    committed = [min(count, asked - row[0]) for count, row in zip(uncut, rows, strict=True)]
+    return ImageTrace(
+        start=[row[0] for row in rows],
+        committed=committed,
+        uncut=uncut,
+        accepted=[min(row[1], count) for row, count in zip(rows, committed, strict=True)],
+        offered_depth=[max(0, row[2]) for row in rows],
+        child_rank=[[rank for rank in row[3:] if rank != _NOT_OFFERED] for row in rows],
+        target_forwards=len(rows) + 1,
+        drafter_forwards=forwards * len(rows),
+        tokens=min(asked, 1 + sum(committed)),
+        moved_mass=sum((pair[0] for pair in masses), 0.0),
+        moved_mass_tried=sum((pair[1] for pair in masses), 0.0),
+        seconds=seconds,
+        phases=phases,
+    )

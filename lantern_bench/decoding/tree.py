@@ -1,8 +1,7 @@
-"""Draft trees as tensors: what the target's mask, the walk and the drafter need to know about who is whose child.
+"""Draft trees as tensors, for the target's mask, the walk and the drafter (docs/algorithms.md, section 2).
 
 `StaticTree` is a topology made into index tensors once; `DraftTree` is one step's draft for a batch of images, the only
-form that verification sees; `link_nodes` makes one when every image has a shape of its own. A chain is a tree. Which
-nodes a dynamic draft keeps is decided in `drafting/dynamic.py` (docs/algorithms.md, section 2).
+form that verification sees; `link_nodes` makes one when every image has a shape of its own. A chain is a tree.
 """
 
 from __future__ import annotations
@@ -108,12 +107,19 @@ class StaticTree:
         parents = [-1, *(number[path[:-1]] for path in topology)]
         attention = torch.tensor([[path[: len(above)] == above for above in nodes] for path in nodes])
         width = max(map(len, kids))
+        internal = sorted((node for node, below in enumerate(kids) if below), key=lambda node: -len(kids[node]))
+        slots = [internal.index(node) if below else -1 for node, below in enumerate(kids)]
+        layout = Layout(
+            nodes=torch.tensor(internal, device=device),
+            slots=torch.tensor(slots, device=device),
+            active=tuple(sum(len(below) > rank for below in kids) for rank in range(width)),
+        )
         return cls(
             parents=torch.tensor(parents, device=device),
             depths=torch.tensor([len(path) for path in nodes], device=device),
             children=torch.tensor([[*below, *[-1] * (width - len(below))] for below in kids], device=device),
             attention=attention.to(device),
-            layout=_layout(kids, device),
+            layout=layout,
             levels=_levels(nodes, parents, kids, attention, device),
             max_depth=len(topology[-1]),
         )
@@ -142,17 +148,6 @@ class StaticTree:
             max_depth=self.max_depth,
             q=q,
         )
-
-
-def _layout(kids: Sequence[Sequence[int]], device: torch.device | str) -> Layout:
-    internal = sorted((node for node, below in enumerate(kids) if below), key=lambda node: -len(kids[node]))
-    slots = {node: slot for slot, node in enumerate(internal)}
-    most = len(kids[internal[0]])
-    return Layout(
-        nodes=torch.tensor(internal, device=device),
-        slots=torch.tensor([slots.get(node, -1) for node in range(len(kids))], device=device),
-        active=tuple(sum(len(kids[node]) > rank for node in internal) for rank in range(most)),
-    )
 
 
 def _levels(
@@ -206,7 +201,12 @@ def link_nodes(
     place = torch.where(is_child, parents * fanout + ranks, nodes * fanout)
     children = torch.full((batch, nodes * fanout + 1), -1, dtype=torch.int64, device=tokens.device)
     children = children.scatter_(1, place, number)[:, :-1].view(batch, nodes, fanout)
-    attention = _ancestors(parents, max_depth)
+    attention = torch.eye(nodes, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
+    above = parents
+    for _ in range(max_depth):
+        # Above the root there is -1, clamped to the root: everybody's ancestor.
+        attention.scatter_(2, above.clamp_min(0)[:, :, None], True)
+        above = torch.where(above < 0, above, parents.gather(1, above.clamp_min(0)))
     leaf = (valid | is_root) & (children < 0).all(dim=-1)
     below = torch.where(leaf[:, :, None] & attention, number[:, :, None], nodes)
     return DraftTree(
@@ -219,17 +219,6 @@ def link_nodes(
         layout=full_layout(nodes, fanout, tokens.device),
         max_depth=max_depth,
     )
-
-
-def _ancestors(parents: Tensor, max_depth: int) -> Tensor:
-    batch, nodes = parents.shape
-    seen = torch.eye(nodes, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
-    above = parents
-    for _ in range(max_depth):
-        # Above the root there is -1, clamped to the root: everybody's ancestor.
-        seen.scatter_(2, above.clamp_min(0)[:, :, None], True)
-        above = torch.where(above < 0, above, parents.gather(1, above.clamp_min(0)))
-    return seen
 
 
 def full_layout(nodes: int, fanout: int, device: torch.device) -> Layout:

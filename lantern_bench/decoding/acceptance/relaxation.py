@@ -1,8 +1,7 @@
-"""The relaxed rules: how much probability the neighbours of a draft token lend it, and within which bound.
+"""Relaxed rules: the neighbour mass m(x) of a draft token and its bound (docs/algorithms.md, section 4).
 
-Additive (LANTERN, arXiv 2410.03355) and multiplicative (LANTERN++, arXiv 2502.06352); docs/algorithms.md, section 4.
-A rule gives the limit of m(x), nothing else: rules of other packages (`plugins.py`) give theirs in the same way.
-Probabilities in, probabilities out: accepting, rejecting and residuals are `tree_acceptance.py`.
+Additive (LANTERN, arXiv 2410.03355) and multiplicative (LANTERN++, arXiv 2502.06352). A rule gives the limit of m(x)
+and nothing else, as rules of other packages do (`plugins.py`). Residuals are in `tree_acceptance.py`.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ Residual: TypeAlias = Literal["exact", "official"]
 class Relaxation:
     """An acceptance rule with its parameters.
 
-    `bound` is the value of the rule's bound (`Rule.bound`: delta, lambda, ...); strict rules ignore it. A compiled
-    program gets a tensor of no dimensions in its place, so that one program serves every value. `neighbours` is k, 0
-    means strict. `residual` says what follows a rejection: `exact` takes out the neighbour mass only, `official`
-    repeats the published code. `choices`: how many tokens, the first of the vocabulary, are ever chosen; the others are
-    forced where they stand (None: all are). Raises ValueError for values outside their ranges.
+    `bound` is the value of the rule's bound (`Rule.bound`: delta, lambda, ...); strict rules ignore it. Compiled
+    programs get a 0-dimensional tensor, so that one program serves every value. `neighbours` is k, 0 means strict.
+    `residual` after a rejection: `exact` takes out the neighbour mass only, `official` repeats the published code.
+    `choices`: tokens behind the first `choices` are forced (None: none is). Raises ValueError for values out of range.
     """
 
     rule: str = "strict"
@@ -36,7 +34,7 @@ class Relaxation:
     bound: float | Tensor = 0.0
     residual: Residual = "exact"
     choices: int | None = None
-    # Looked up here, outside compiled programs.
+    # Loaded here, outside compiled programs.
     limit: Callable[..., Tensor] | None = field(default=None, init=False, compare=False, repr=False)
     accept: Callable[..., Any] | None = field(default=None, init=False, compare=False, repr=False)
 
@@ -56,15 +54,13 @@ class Relaxation:
 
     @property
     def merges(self) -> bool:
-        """Whether a draft can take neighbour mass; False is a lossless rule."""
+        """Whether drafts can have neighbour mass; False for a lossless rule."""
         return self.limit is not None and self.neighbours > 0
 
     @property
     def columns(self) -> int:
         """How many columns of the table are read (at most V - 1): k, and one more under `official`."""
-        if not self.merges:
-            return 0
-        return self.neighbours + (self.residual == "official")
+        return self.neighbours + (self.residual == "official") if self.merges else 0
 
 
 STRICT = Relaxation()
@@ -125,8 +121,7 @@ def merge_prefix(
     taken = (running <= most[..., None]).cumprod(dim=-1, dtype=torch.uint8).bool()
     if relaxation.residual == "exact":
         taken &= (token_probs > 0)[..., None]
-    mass = torch.where(taken, running, 0.0).amax(dim=-1)
-    return mass, taken
+    return torch.where(taken, running, 0.0).amax(dim=-1), taken
 
 
 def merged_mass(p: Tensor, tokens: Tensor, table: Tensor | None, relaxation: Relaxation) -> tuple[Tensor, Tensor]:

@@ -23,8 +23,7 @@ _NOTHING = 1e-12  # of a mass of 1, what subtracting may leave where nothing is 
 class Acceptance:
     """What `accept_children` found for N nodes with up to C children.
 
-    accept: [N, C], the probability that child j is accepted given that the earlier ones were rejected; 0 where no
-        child is tried.
+    accept: [N, C], the probability that child j is accepted after the earlier ones were rejected; 0 if not tried.
     mass: [N, C], the merged mass m(x) of each tried child, else 0.
     rest: [N, V], the current p after all children were rejected, of any scale.
     exhausted: [N], rounding left no mass (`exact` only): the node's own p takes the place of `rest`.
@@ -36,10 +35,7 @@ class Acceptance:
     exhausted: Tensor
 
     def final(self, rows: Tensor, own: Tensor) -> Tensor:
-        """Return the normalised distributions [n, V] to sample from at the nodes `rows` [n] when no child is accepted.
-
-        `own` [n, V] are the unmodified target distributions of the same nodes.
-        """
+        """Return the distributions [n, V] of the bonus token at the nodes `rows` [n], whose p is `own` [n, V]."""
         chosen = torch.where(self.exhausted[rows, None], own, self.rest[rows])
         return chosen / chosen.sum(dim=-1, keepdim=True)
 
@@ -58,9 +54,9 @@ def accept_children(
     relaxation: Relaxation,
     table: Tensor | None,
     active: Sequence[int] | None = None,
-    images: int = 1,  # noqa: ARG001  # children are accepted one by one, whichever image they are of
+    images: int = 1,  # noqa: ARG001  # rows of all images are alike
 ) -> Acceptance:
-    """Accept the children of N nodes in order, every one as if those before it had been rejected.
+    """Return the acceptance of the children of N nodes, of each as if those before it had been rejected.
 
     `p` [N, V] are the nodes' target distributions and `q` [N, V] the distributions their children were drawn from
     without replacement, or None for a deterministic draft (q = 1). Both are overwritten. `tokens` int64 [N, C] are
@@ -79,11 +75,10 @@ class _Nodes:
     """The current p and q of all nodes, changed by each rejection. Columns [N, 1] hold one number per node."""
 
     def __init__(self, p: Tensor, q: Tensor | None, relaxation: Relaxation, table: Tensor | None) -> None:
-        self.p, self.q = p, q
-        self.relaxation, self.table = relaxation, table
+        self.p, self.q, self.relaxation, self.table = p, q, relaxation, table
         self.official = relaxation.residual == "official"
-        # A deterministic draft only ever sets entries of p to 0, so p stays unnormalised and its mass is kept beside,
-        # in float64 less what was taken out: nothing has to be added up over the vocabulary for each child.
+        # A deterministic draft only sets entries of p to 0: p stays unnormalised, and its mass is kept in float64, so
+        # that no child needs a sum over the vocabulary.
         self.p_mass = p.new_ones(len(p), 1) if q is not None else p.sum(dim=1, keepdim=True, dtype=torch.float64)
         self.q_mass = p.new_ones(len(p), 1)
         self.exhausted = torch.zeros(len(p), 1, dtype=torch.bool, device=p.device)
@@ -144,10 +139,7 @@ class _Nodes:
         self.q_mass[: len(x)] = q.sum(dim=1, keepdim=True)
 
     def _settle_empty(self, empty: Tensor) -> None:
-        """Nothing is left of p: uniform over all tokens under `official`, else the node offers no more children.
-
-        A token that nobody chooses has no part in it: where it must stand it was never rejected.
-        """
+        """Where p is empty: uniform without forced tokens under `official`, else the node offers no more children."""
         if self.official:
             choices = self.relaxation.choices or self.p.shape[1]
             self.p[: len(empty), :choices].masked_fill_(empty, 1.0 / choices)
@@ -156,6 +148,6 @@ class _Nodes:
 
 
 def _put(values: Tensor, columns: Tensor, chosen: Tensor) -> None:
-    """`scatter_` along the rows of `values`, said so that compiled programs write in place and copy nothing."""
+    """`scatter_` along the rows of `values`, in a form that compiled programs run in place, without a copy."""
     rows = torch.arange(len(values), device=values.device)[:, None]
     values.index_put_((rows, columns), chosen)
