@@ -45,7 +45,7 @@ class Engine:
 
 
 def _compiled(function: Callable[..., T], device: torch.device, backend: str = "inductor") -> Callable[..., T]:
-    """`function` through inductor, and on CUDA replayed as a graph."""
+    """Return `function` compiled, and on CUDA replayed as a graph."""
 
     def run(*arguments: Any) -> T:
         return function(*arguments)
@@ -63,10 +63,7 @@ def _compiled(function: Callable[..., T], device: torch.device, backend: str = "
 
 
 class _Graph:
-    """A function of tensors as a CUDA graph: run the first time, captured the second, replayed from then on.
-
-    Its results stay where they are and are overwritten by the next call.
-    """
+    """A function of tensors that runs once, is then captured as a CUDA graph and replayed, which overwrites results."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function, self._warm = function, False
@@ -104,7 +101,6 @@ def compiler_problem(device: torch.device) -> str | None:
     """Return why nothing can be compiled for `device` here, in one line; None where a trial succeeds."""
     try:
         _compiled(lambda x: (x * 2).sum(), torch.device("cpu"))(torch.ones(64, device=device))
-    except Exception as error:  # whatever the compiler chain raises: the answer is the same
-        text = " ".join(str(error).split())
-        return f"{type(error).__name__}: {text[:200]}"
+    except Exception as error:  # any error of the compiler chain counts
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return None

@@ -50,10 +50,9 @@ def total_variation(p: Tensor, other: Tensor) -> Tensor:
 def emitted(
     p: Tensor, q: Tensor | None, tokens: Tensor, valid: Tensor, relaxation: Relaxation, table: Tensor | None
 ) -> Emission:
-    """Return exactly what a step's first token is, given the root's children.
+    """Return the exact distribution of a step's first token, given the root's children; inputs stay unchanged.
 
-    `p` [N, V]; `q` [N, V], or None for a deterministic draft; `tokens` int64 and `valid` bool [N, C]. The inputs are
-    left as they are.
+    `p` [N, V]; `q` [N, V], or None for a deterministic draft; `tokens` int64 and `valid` bool [N, C].
     """
     rows = torch.arange(len(p), device=p.device)
     found = accept_children(p.clone(), None if q is None else q.clone(), tokens, valid, relaxation, table)
@@ -75,9 +74,9 @@ def emitted_tv_sampled(
     """Estimate the emitted TV of sampled drafts under several rules (with their tables of nearest codes) at once.
 
     `p`, `q` [N, V] at the root; `children` are drawn `draws` times (at least 2) from q with the noise that
-    `exponential` gives, Exp(1) [N, V], the same for all rules. For each draw the emitted distribution is computed
-    exactly under the relaxed and under the strict rule, whose mean is p; the mean difference is the error. What the
-    first child adds to it is known for all drafts at once and is not drawn.
+    `exponential` gives, Exp(1) [N, V], the same for all rules. Each draw gives the exact emitted distributions of the
+    relaxed and the strict rule, whose mean is p; the mean difference is the error. The part of the first child is
+    computed exactly and not drawn.
     """
     if draws < 2:
         raise ValueError(f"draws must be at least 2, not {draws}")
@@ -103,8 +102,8 @@ def _first_child(p: Tensor, q: Tensor, relaxation: Relaxation, table: Tensor | N
     """Return the chance [N, V] that each token is drawn as the first child and accepted: min(q, p + m), exactly."""
     if not relaxation.merges:
         return torch.minimum(p, q)
-    near = neighbour_columns(table, torch.arange(p.shape[1], device=p.device), relaxation)
-    near = near[:, : relaxation.neighbours]
+    every = torch.arange(p.shape[1], device=p.device)
+    near = neighbour_columns(table, every, relaxation)[:, : relaxation.neighbours]
     # A row at a time: [V, k] is large enough.
     masses = [merge_prefix(row[near], row, relaxation, partial(row.unsqueeze, 0))[0] for row in p]
     return torch.minimum(q, p + torch.stack(masses))

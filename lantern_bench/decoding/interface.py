@@ -77,7 +77,7 @@ class Target(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that it computes on."""
 
     def session(self, batch: int, guided: bool, nodes: int) -> TargetSession:
         """A session for B images and trees of at most `nodes` nodes, root included; caches are reused."""
@@ -145,7 +145,7 @@ class DraftMethod(Protocol):
         """
 
     def to_score(self, drafted: Drafted) -> tuple[Tensor, Tensor, Tensor]:
-        """What the target is shown: tokens, depths [B, M] and attention [B, M, M]."""
+        """Return what the target scores: tokens, depths [B, M] and attention [B, M, M]."""
 
     def tree(self, drafted: Drafted) -> DraftTree:
         """The tree that verification walks."""

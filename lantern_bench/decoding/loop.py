@@ -158,8 +158,7 @@ class _Run:
         speculation.begin(relaxation, condition, scores, logits, root, self.asked)
         self.phases.mark("prefill")
         kept: list[tuple[list[int], Tensor]] = []
-        positions = [1] * self.batch
-        steps = 0
+        positions, steps = [1] * self.batch, 0
         while any(at < self.asked for at in positions):
             drafting, last, uniforms = speculation.noise(self.draws)
             self.phases.mark("noise")

@@ -51,9 +51,8 @@ def nearest_codes(
 
     `codebook` [V, d] holds one row per code. `metric`: `l2` (Euclidean, float32), `cosine` (the angle between rows; a
     row of zeros is equally far from all) or `random` (a fixed random order for every code, the same on every machine).
-    Computes `chunk` rows at a time (by default what fits a fixed budget), never a V x V matrix, and calls `on_rows`
-    with the number of rows done. `neighbours` above V - 1, a `dtype` too small for V and an unknown metric raise
-    ValueError.
+    Computes `chunk` rows at a time (by default what fits a fixed budget) and calls `on_rows` with the number done.
+    `neighbours` above V - 1, a `dtype` too small for V and an unknown metric raise ValueError.
     """
     codes = codebook.float()
     total = codes.shape[0]
@@ -67,8 +66,7 @@ def nearest_codes(
     table = torch.empty(total, neighbours, dtype=dtype, device=codes.device)
     for start in range(0, total, step):
         rows = index[start : start + step]
-        distance = distances(rows)
-        distance.scatter_(1, rows[:, None], torch.inf)
+        distance = distances(rows).scatter_(1, rows[:, None], torch.inf)
         # Bits of non-negative floats order like the floats: one integer key holds distance and index.
         key = (distance.view(torch.int32).long() << 32) | index
         table[start : start + step] = key.topk(neighbours, dim=1, largest=False).indices.to(dtype)
@@ -78,7 +76,7 @@ def nearest_codes(
 
 
 def _distances(codes: Tensor, metric: NeighbourMetric) -> Callable[[Tensor], Tensor]:
-    """Return what gives the distances float32 [rows, V], none negative, of some rows to all codes."""
+    """Return the function that gives the distances float32 [rows, V] (>= 0) of some rows to all codes."""
     if metric not in get_args(NeighbourMetric):
         raise ValueError(f"unknown metric {metric!r}; the metrics are {', '.join(get_args(NeighbourMetric))}")
     if metric == "random":

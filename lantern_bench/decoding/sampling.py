@@ -35,7 +35,7 @@ def guide(cond: Tensor, uncond: Tensor | None, cfg_scale: float) -> Tensor:
 
 
 def probabilities(
-    logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0, filter_order: FilterOrder = "top_k_first"
+    logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, filter_order: FilterOrder = "top_k_first"
 ) -> Tensor:
     """Return the filtered distribution [..., V] in float32 of (guided) logits [..., V].
 
@@ -52,19 +52,10 @@ def probabilities(
 
 
 def decoding_probabilities(logits: Tensor, decoding: Decoding) -> Tensor:
-    """Return `probabilities` [..., V] of guided logits [..., V] with the temperature and filters of a configuration.
-
-    Greedy configurations have none of their own: theirs are `greedy_probabilities`.
-    """
+    """Return p [..., V] of guided logits [..., V] in a configuration; greedy: `greedy_probabilities`."""
     if decoding.greedy:
         return greedy_probabilities(logits)
-    return probabilities(
-        logits,
-        temperature=decoding.temperature,
-        top_k=decoding.top_k,
-        top_p=decoding.top_p,
-        filter_order=decoding.filter_order,
-    )
+    return probabilities(logits, decoding.temperature, decoding.top_k, decoding.top_p, decoding.filter_order)
 
 
 def greedy_probabilities(logits: Tensor) -> Tensor:

@@ -35,20 +35,20 @@ from lantern_bench.decoding.interface import (
 from lantern_bench.decoding.sampling import Draws, decoding_probabilities, exponential, guide, uniform
 from lantern_bench.decoding.trace import StepRecorder
 
-# What of a configuration the acceptance of drafts depends on, and their making does not.
+# The keys that drafting does not depend on.
 _ACCEPTANCE = ("mode", "rule", "neighbours", "neighbour_metric", "bound", "residual")
-# One program serves every value of these bounds; other rules may branch on theirs.
+# One program serves every value of these bounds; external rules may branch on theirs.
 _BOUNDS = tuple(rule.bound for rule in RULES.values() if rule.tensor_bound)
 
 
 def sampling_key(decoding: Decoding, *without: str) -> tuple[tuple[str, str], ...]:
-    """A configuration but for its bounds and for `without`, as the key of a program."""
+    """Return the key of a program: a configuration without its bounds and without the keys `without`."""
     settings = decoding.settings()
     return tuple((key, repr(value)) for key, value in settings.items() if key not in (*_BOUNDS, *without))
 
 
 class Scored(NamedTuple):
-    """A tree before the target: guided logits float32 [B, M, V], features [rows, M, width]."""
+    """The target's answer for a tree: guided logits float32 [B, M, V], features [rows, M, width]."""
 
     logits: Tensor
     features: Tensor
@@ -57,7 +57,7 @@ class Scored(NamedTuple):
 def scoring(
     target: Target, batch: int, nodes: int, cfg_scale: float, engine: Engine
 ) -> tuple[TargetSession, Callable[[Tensor, Tensor, Tensor], Scored]]:
-    """The target's session for trees of `nodes`, and the program that scores tokens, depths and attention there."""
+    """Return the target's session for trees of `nodes`, and the program that scores tokens, depths and attention."""
     session = target.session(batch, cfg_scale != 1, nodes)
     guiding = session if cfg_scale != 1 and isinstance(session, GuidesFeatures) else None
 
@@ -71,11 +71,10 @@ def scoring(
 
 
 class Progress:
-    """Where B images stand, in tensors of fixed places: shared by all configurations of one batch size and depth.
+    """Where B images are, in tensors at fixed addresses: shared by all configurations of one batch size and depth.
 
     out: int64 [B, N + D + 1], the tokens so far, then filler. position: [B], how many count. limit: [B], the depth that
-    may still be drafted. tokens [B, D + 1], features [rows, D + 1, width], counts [B]: what the last step committed
-    (what the drafter has not seen yet), the new root [B] among it.
+    may still be drafted. tokens [B, D + 1], features [rows, D + 1, width], counts [B], root [B]: of the last step.
     """
 
     def __init__(self, batch: int, image_tokens: int, depth: int, prefix_features: Tensor) -> None:
@@ -100,8 +99,7 @@ class Progress:
         self.limit.fill_(min(self._depth, self._grid - 2))
         self.counts.fill_(1)
         self.root.copy_(root)
-        self.out[:, 0] = root
-        self.tokens[:, 0] = root
+        self.out[:, 0] = self.tokens[:, 0] = root
         self.features[:, 0] = prefix_features[:, -1]
 
     def commit(self, verdict: Verdict, features: Tensor) -> None:
@@ -109,7 +107,7 @@ class Progress:
         self.recorder.add(self.position, verdict, self.limit)
         active = self.position < self.asked
         counts = torch.where(active, verdict.accepted + 1, 0)
-        # Behind what counts stands filler: it is overwritten by the next step or cut off at the end.
+        # Filler behind the tokens that count is overwritten by the next step or cut off at the end.
         at = (self.position[:, None] + self._ahead).clamp_max(self.out.shape[1] - 1)
         self.out.scatter_(1, at, torch.where(active[:, None], verdict.tokens, self.out.gather(1, at)))
         last = verdict.tokens.gather(1, (counts - 1).clamp_min(0)[:, None]).squeeze(1)
@@ -215,8 +213,5 @@ class Speculation:
         drafting, vocabulary = self.drafting, self.target.vocab_size
         parts = [drafting.noises * vocabulary, vocabulary, drafting.nodes * drafting.fanout]
         drafted, last, uniforms = torch.split(draws.bits(sum(parts)), parts, dim=1)
-        return (
-            drafted.view(self.batch, drafting.noises, vocabulary),
-            last,
-            uniforms.view(self.batch, drafting.nodes, drafting.fanout),
-        )
+        uniforms = uniforms.view(self.batch, drafting.nodes, drafting.fanout)
+        return drafted.view(self.batch, drafting.noises, vocabulary), last, uniforms

@@ -35,9 +35,9 @@ def teacher_forced(target: Target, condition: Any, tokens: Tensor, guided: bool)
     chain = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
     after = session.score(tokens, torch.arange(length, device=tokens.device).expand(batch, -1), chain)
     cond = torch.cat([start.cond, after.cond[:, :-1]], dim=1)
-    uncond = None
-    if start.uncond is not None and after.uncond is not None:
-        uncond = torch.cat([start.uncond, after.uncond[:, :-1]], dim=1)
+    uncond = after.uncond
+    if start.uncond is not None and uncond is not None:
+        uncond = torch.cat([start.uncond, uncond[:, :-1]], dim=1)
     return Forced(tokens, condition, start, Scores(cond, uncond, after.features))
 
 

@@ -17,7 +17,7 @@ from lantern_bench.config.trees import check_topology
 
 @dataclass(frozen=True)
 class Layout:
-    """Which nodes can have children, in which order; on the host, so that no shape waits for the device.
+    """Which nodes can have children, in which order; counts are on the host, so that no shape waits for the device.
 
     nodes: int64 [I], the nodes that can have children, those with most children first. slots: int64 [M], the place of
     each node in `nodes`, -1 for leaves. active: for each child rank the number of leading nodes that can have it.
@@ -128,22 +128,21 @@ class StaticTree:
         """Return the DraftTree of `tokens` int64 [B, M] in this shape, without copying the shape.
 
         `q` [B, M, V] as in DraftTree (None only for greedy decoding); `valid` bool [B, M] is False for nodes that
-        could not be drawn (q = 0), which then are nobody's children.
+        could not be drawn (q = 0), which then are no children.
         """
         batch = len(tokens)
         children = self.children.expand(batch, -1, -1)
         if valid is not None:
             drawn = valid.gather(1, children.clamp_min(0).flatten(1)).view_as(children)
             children = children.masked_fill(~drawn, -1)
-        # Sorted by (depth, path): among equally deep nodes the lexicographic order of paths is the order of numbers.
-        order = torch.arange(tokens.shape[1], device=tokens.device).expand(batch, -1)
         return DraftTree(
             tokens=tokens,
             parents=self.parents.expand(batch, -1),
             depths=self.depths.expand(batch, -1),
             children=children,
             attention=self.attention.expand(batch, -1, -1),
-            path_order=order,
+            # Nodes are sorted by (depth, path): among equally deep ones, numbers are in the order of paths.
+            path_order=torch.arange(tokens.shape[1], device=tokens.device).expand(batch, -1),
             layout=self.layout,
             max_depth=self.max_depth,
             q=q,
@@ -160,12 +159,11 @@ def _levels(
     def tensor(values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values), device=device)
 
-    levels, above, expanded = [], [-1], list[int]()
+    levels, above, expanded = list[Level](), [-1], list[int]()
     for depth in range(len(nodes[-1])):
         of_depth = [node for node, path in enumerate(nodes) if len(path) == depth]
         here = [node for node in of_depth if kids[node]]
         children = [node for node, path in enumerate(nodes) if len(path) == depth + 1]
-        place = slice(len(expanded), len(expanded) + len(here))
         expanded += here
         level = Level(
             nodes=tensor(here),
@@ -173,7 +171,7 @@ def _levels(
             slot=tensor(here.index(parents[child]) for child in children),
             rank=tensor(nodes[child][-1] for child in children),
             fanout=max(len(kids[node]) for node in here),
-            place=place,
+            place=slice(len(expanded) - len(here), len(expanded)),
             within=tensor(of_depth.index(node) for node in here),
             origin=tensor(above.index(parents[node]) for node in here),
             seen=attention[here][:, expanded[1:]].to(device),
@@ -190,14 +188,14 @@ def link_nodes(
 
     All int64 [B, M]: `tokens`, `parents` (-1 for the root, which is node 0, and never above the node's own number),
     `depths`, `ranks` (place among the siblings, < `fanout`). Nodes with `valid` bool [B, M] False fill up: they hang
-    on the root at depth 1, see only it and themselves, and are nobody's children. Paths are in the order of their
+    on the root at depth 1, see only it and themselves, and are no children. Paths are in the order of their
     leaves' numbers. docs/algorithms.md, sections 2 and 3.
     """
     batch, nodes = tokens.shape
     number = torch.arange(nodes, device=tokens.device).expand(batch, -1)
     is_root = number == 0
-    parents = torch.where(valid | is_root, parents, 0)
-    is_child = valid & ~is_root
+    is_child, kept = valid & ~is_root, valid | is_root
+    parents = torch.where(kept, parents, 0)
     place = torch.where(is_child, parents * fanout + ranks, nodes * fanout)
     children = torch.full((batch, nodes * fanout + 1), -1, dtype=torch.int64, device=tokens.device)
     children = children.scatter_(1, place, number)[:, :-1].view(batch, nodes, fanout)
@@ -207,12 +205,12 @@ def link_nodes(
         # Above the root there is -1, clamped to the root: everybody's ancestor.
         attention.scatter_(2, above.clamp_min(0)[:, :, None], True)
         above = torch.where(above < 0, above, parents.gather(1, above.clamp_min(0)))
-    leaf = (valid | is_root) & (children < 0).all(dim=-1)
+    leaf = kept & (children < 0).all(dim=-1)
     below = torch.where(leaf[:, :, None] & attention, number[:, :, None], nodes)
     return DraftTree(
-        tokens=torch.where(valid | is_root, tokens, 0),
+        tokens=torch.where(kept, tokens, 0),
         parents=parents,
-        depths=torch.where(valid | is_root, depths, 1),
+        depths=torch.where(kept, depths, 1),
         children=children,
         attention=attention,
         path_order=below.amin(dim=1),

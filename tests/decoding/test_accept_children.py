@@ -93,7 +93,7 @@ def test_a_uniform_of_zero_does_not_accept_the_impossible(sampled: bool) -> None
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_the_official_fallback_leaves_out_what_nobody_chooses(sampled: bool) -> None:
+def test_the_official_fallback_excludes_forced_tokens(sampled: bool) -> None:
     """Tokens behind `choices` are forced: when nothing is left, what takes its place is uniform over the others."""
     p = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0]])
     q = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0]]) if sampled else None

@@ -1,4 +1,4 @@
-"""The compiled verification keeps what the one that is run as it stands keeps, on 10,000 random trees.
+"""The compiled verification gives the same verdicts as the eager one, on 10,000 random trees.
 
 Compilers make mistakes of their own (torch 2.15 finds the largest of 8-bit numbers at wrong places when there are ten
 of them), and a wrong walk still paints pictures. Trees are as wide as the widest one in use.

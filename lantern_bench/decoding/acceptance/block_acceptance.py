@@ -28,9 +28,9 @@ def accept_block(
 ) -> Acceptance:
     """Accept the drafts of `images` chains: row `level * images + image` is the node of that level, and its child.
 
-    `p`, `q` [N, V]; `tokens` int64 and `offered` bool [N, 1]. Published, the block ends at the last level i that is hit
-    by its chance h(i), all of them drawn. Here `accept` is the chance to get past i given that i is reached: that ends
-    at the same level with the same probability, so that the walk of all rules serves this one.
+    `p`, `q` [N, V]; `tokens` int64 and `offered` bool [N, 1]. The paper draws all levels i with probability h(i), and
+    the block ends at the last hit. Here `accept` is the probability to get past i given that i is reached: the block
+    ends at the same level with the same probability, and the walk of all rules applies.
     """
     if q is None or tokens.shape[1] > 1:
         raise ValueError("the rule block decides on chains of sampled drafts, and this tree is not one")
@@ -45,14 +45,10 @@ def accept_block(
     accept = [share[levels]] * levels
     behind = share[levels]  # the chance to end at this level or behind it, from the last one up
     for level in range(levels - 1, -1, -1):
-        h = torch.where(reached[level], _chance(left[level], share[level]), share[level])
+        # With a draft behind it, h is 1 at the root, and where p is q and nothing fell short.
+        spare = left[level] + (1.0 - share[level])
+        h = torch.where(reached[level], torch.where(spare > 0, left[level] / spare, 1.0), share[level])
         here = h + (1.0 - h) * behind
         accept[level] = torch.where(here > 0, behind / here, 0.0)
         behind = here
     return Acceptance(torch.cat(accept)[:, None], torch.zeros_like(p[:, :1]), rest, left.flatten() <= 0)
-
-
-def _chance(left: Tensor, share: Tensor) -> Tensor:
-    """Return h of a level with a draft behind it: 1 at the root, and where p is q and nothing fell short."""
-    spare = left + (1.0 - share)
-    return torch.where(spare > 0, left / spare, 1.0)

@@ -152,7 +152,14 @@ def verify_greedy(
     # The argmax of the logits is that of p, without the ties that rounding in the softmax makes.
     best = guided_logits.argmax(dim=-1)
     agreed, mass = _accept_alone(tree, children, guided_logits, best, relaxation, table)
-    winner = _longest_path(tree, children, agreed)
+    reached = torch.zeros_like(tree.tokens, dtype=torch.bool)
+    # Slots without an agreed child write to the root, which counts as accepted anyway.
+    reached.scatter_(1, torch.where(agreed, children, 0).flatten(1), True)
+    reached[:, 0] = True
+    whole = ~(tree.attention & ~reached[:, None, :]).any(dim=-1)
+    length = torch.where(whole, tree.depths, -1)
+    longest = length == length.amax(dim=1, keepdim=True)
+    winner = torch.where(longest, tree.path_order, tree.path_order.amax() + 1).argmin(dim=1)  # the path's last node
     images = torch.arange(len(winner), device=winner.device)
     on_path = tree.attention[images, winner]
     path = _by_depth(tree, on_path, torch.arange(on_path.shape[1], device=winner.device).expand_as(on_path))
@@ -164,12 +171,7 @@ def verify_greedy(
 
 
 def _accept_alone(
-    tree: DraftTree,
-    children: Tensor,
-    logits: Tensor,
-    best: Tensor,
-    relaxation: Relaxation,
-    table: Tensor | None,
+    tree: DraftTree, children: Tensor, logits: Tensor, best: Tensor, relaxation: Relaxation, table: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return (agreed bool [B, M, C], m(x) float32 [B, M, C]), both empty where nothing is offered."""
     tokens = tree.tokens.gather(1, children.clamp_min(0).flatten(1)).view_as(children)
@@ -184,18 +186,6 @@ def _accept_alone(
             agreed[:, held, rank] |= (tilde.argmax(dim=-1) == x).view(nodes, -1).T
             mass[:, held, rank] = lent.view(nodes, -1).T
     return agreed & (children >= 0), torch.where(children >= 0, mass, 0.0)
-
-
-def _longest_path(tree: DraftTree, children: Tensor, agreed: Tensor) -> Tensor:
-    """Return the end node [B] of the winning path."""
-    accepted = torch.zeros_like(tree.tokens, dtype=torch.bool)
-    # Slots without an agreed child write to the root, which counts as accepted anyway.
-    accepted.scatter_(1, torch.where(agreed, children, 0).flatten(1), True)
-    accepted[:, 0] = True
-    whole = ~(tree.attention & ~accepted[:, None, :]).any(dim=-1)
-    length = torch.where(whole, tree.depths, -1)
-    longest = length == length.amax(dim=1, keepdim=True)
-    return torch.where(longest, tree.path_order, tree.path_order.amax() + 1).argmin(dim=1)
 
 
 def _by_depth(tree: DraftTree, on_path: Tensor, values: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """How a dynamic draft tree grows (EAGLE-2, arXiv 2406.16858): rounds of expansion, then the best nodes of all.
 
-The network is left out: the drafter hands in the distributions of the nodes it was told to expand and is told the next
-ones. Everything is batched over images, of fixed shape, and deterministic (docs/algorithms.md, section 2).
+`Growth` gets distributions and names the nodes to expand next. It is deterministic (docs/algorithms.md, section 2).
 """
 
 from __future__ import annotations
@@ -120,20 +119,14 @@ class DynamicDrafting:
     """EAGLE-2: `depth` rounds of the `beam` best nodes, then the best `nodes` of all."""
 
     def __init__(self, decoding: Decoding) -> None:
-        if decoding.nodes is None or decoding.depth is None or decoding.beam is None:
-            raise ValueError("dynamic drafting needs nodes, depth and beam")
-        self._decoding, self.depth, self.fanout = decoding, decoding.depth, decoding.beam
-        self.nodes, self.forwards, self.noises = decoding.nodes + 1, decoding.depth, 0
+        self._decoding, self.depth, self.fanout = decoding, decoding.value("depth"), decoding.value("beam")
+        self.nodes, self.forwards, self.noises = decoding.value("nodes") + 1, self.depth, 0
 
     def draft(
-        self,
-        session: DrafterSession | None,
-        drafts: Drafts | None,
-        root: Tensor,
-        noise: Tensor,  # noqa: ARG002  # the draft is deterministic given the prefix
-        depth_limit: Tensor,
+        self, session: DrafterSession | None, drafts: Drafts | None, root: Tensor, noise: Tensor, depth_limit: Tensor
     ) -> Drafted:
         """Grow from the root; the session extends `beam` nodes a round."""
+        del noise  # the draft is deterministic given the prefix
         assert session is not None and drafts is not None
         growth = Growth(draft_probabilities(drafts, self._decoding)[:, 0], self.fanout)
         for _ in range(self.depth - 1):
@@ -142,9 +135,8 @@ class DynamicDrafting:
         return tree.tokens, tree.parents, tree.depths, tree.children, tree.attention, tree.path_order
 
     def to_score(self, drafted: Drafted) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, depths and attention were computed with the draft."""
-        tokens, _, depths, _, attention, _ = drafted
-        return tokens, depths, attention
+        """Tokens, depths and attention, as `draft` computed them."""
+        return drafted[0], drafted[2], drafted[4]
 
     def tree(self, drafted: Drafted) -> DraftTree:
         """The tree that grew; any of its nodes can have children."""

@@ -38,14 +38,10 @@ class StaticDrafting:
             self._q_row[level.nodes] = torch.arange(level.place.start, level.place.stop, device=self._q_row.device)
 
     def draft(
-        self,
-        session: DrafterSession | None,
-        drafts: Drafts | None,
-        root: Tensor,
-        noise: Tensor,
-        depth_limit: Tensor,  # noqa: ARG002  # what is too deep is left out by the verification
+        self, session: DrafterSession | None, drafts: Drafts | None, root: Tensor, noise: Tensor, depth_limit: Tensor
     ) -> Drafted:
         """Draw level by level; every node below the root that has children is one row of a drafter forward."""
+        del depth_limit  # verification leaves out deeper nodes
         assert session is not None
         batch, greedy = len(root), self._decoding.greedy
         tokens, valid = [root[:, None]], [torch.ones_like(root, dtype=torch.bool)[:, None]]
