@@ -119,7 +119,7 @@ def test_greedy_walks_equal_the_oracle() -> None:
     assert accepted > TREES
 
 
-def test_a_batch_changes_nothing_for_an_image_and_no_input_is_written_to() -> None:
+def test_batches_change_no_image_and_inputs_are_not_written() -> None:
     compared = 0
     for seed in range(30):
         draft = random_draft(seed)

@@ -104,7 +104,7 @@ def test_independent_distributions_cost_more_than_delta() -> None:
 
 
 @pytest.mark.parametrize("children", [1, 3])
-def test_deterministic_drafts_stay_within_the_masses_weighted_by_reach(children: int) -> None:
+def test_deterministic_emitted_tv_is_within_its_moved_mass(children: int) -> None:
     noise = torch.Generator().manual_seed(3)
     for _ in range(40):
         p, q = dirichlet(noise, 2, 8, 24)
@@ -218,7 +218,7 @@ def test_with_two_children_official_may_cost_less() -> None:
     assert float(total_variation(p, distributions["official"])) == pytest.approx(0.2)
 
 
-def test_inputs_are_left_as_they_are() -> None:
+def test_inputs_stay_unchanged() -> None:
     noise = torch.Generator().manual_seed(6)
     p, q = dirichlet(noise, 2, 3, 9)
     before = p.clone(), q.clone()

@@ -110,7 +110,7 @@ def test_nearest_tables_equal_the_recorded_ones(name: str) -> None:
     assert (np.sort(table) == np.sort(recorded)).all()
 
 
-def test_ties_go_to_the_smaller_index_and_duplicates_count_as_neighbours() -> None:
+def test_ties_go_to_the_smaller_index_and_duplicates_count() -> None:
     codes = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [-1.0, 0.0]])
     assert nearest_codes(codes, 4).tolist()[0] == [3, 1, 2, 4]
     assert nearest_codes(codes, 2).tolist() == [[3, 1], [0, 3], [0, 3], [0, 1], [0, 3]]

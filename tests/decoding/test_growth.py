@@ -82,7 +82,7 @@ def random_distribution(seed: int, vocabulary: int, kind: str) -> Distribution:
 @pytest.mark.parametrize(
     ("nodes", "rounds", "beam"), [(5, 3, 2), (12, 4, 3), (3, 2, 4), (60, 3, 3), (7, 1, 5), (4, 5, 1)]
 )
-def test_growth_equals_the_plain_reading(kind: str, nodes: int, rounds: int, beam: int) -> None:
+def test_growth_equals_a_plain_implementation(kind: str, nodes: int, rounds: int, beam: int) -> None:
     distributions = [random_distribution(seed, 6, kind) for seed in range(4)]
     growth = grow(distributions, rounds, beam)
     root = torch.tensor([3, 1, 4, 0])

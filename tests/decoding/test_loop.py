@@ -116,7 +116,7 @@ def test_every_count_is_a_sum_over_the_trace(drafting: str) -> None:
         assert [sum(rank >= 0 for rank in ranks) for ranks in trace.child_rank] == trace.accepted
 
 
-def test_fewer_tokens_than_the_grid_are_cut_and_counted_uncut_beside() -> None:
+def test_fewer_tokens_are_cut_and_also_counted_uncut() -> None:
     model = TabularModel(VOCABULARY, 5, seed=3)
     decoding = Decoding(mode="speculative", **DRAFTINGS["static"])
     made = decode(model, None, decoding, generators(200, 2), tokens=2)
@@ -157,7 +157,7 @@ def test_a_block_is_accepted_as_one() -> None:
     assert accepted[1] > 1.03 * accepted[0]
 
 
-def test_relaxing_with_no_neighbours_is_the_strict_rule_token_for_token() -> None:
+def test_relaxation_with_k_0_gives_the_tokens_of_strict() -> None:
     strict = Decoding(mode="speculative", **DRAFTINGS["static"])
     for residual in ("exact", "official"):
         relaxed = Decoding(mode="lantern++", **DRAFTINGS["static"], neighbours=0, residual=residual, **{"lambda": 2.0})

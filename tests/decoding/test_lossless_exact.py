@@ -145,7 +145,7 @@ def step_with(rule: Accept) -> Step:
     return step
 
 
-def test_the_enumeration_accepts_a_right_rule() -> None:
+def test_enumeration_accepts_the_correct_rule() -> None:
     assert max(static_error(Setting(), "small", step_with(accept_one))) < 1e-9
 
 
@@ -182,7 +182,7 @@ def prefixes_of(tree: DraftTree) -> list[tuple[int, ...]]:
     return [tuple(tree.tokens[0, seen.nonzero().flatten()[1:]].tolist()) for seen in tree.attention[0]]
 
 
-def test_a_sampled_draft_taken_for_q_1_stays_lossless_but_is_accepted_less() -> None:
+def test_sampled_drafts_with_q_1_are_lossless_but_accepted_less() -> None:
     """q = 1 is right for any draft that does not depend on what the target then draws; it only wastes drafts.
 
     Given the children, accepting x with p(x) and else drawing from p without x emits p, whatever chose x. So this
@@ -210,7 +210,7 @@ def test_a_dynamic_draft_without_residual_is_seen() -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_with_the_target_as_drafter_a_sampled_draft_is_always_accepted(setting: str) -> None:
+def test_sampled_drafts_from_the_target_are_always_accepted(setting: str) -> None:
     model = Tabular(4, SETTINGS[setting], seed=4, alike=True)
     weights, tree = model.static_drafts(StaticTree.of(SHAPES["small"]))
     stops, _, lengths, _ = verify_step(tree, model.target_at(tree))
@@ -219,7 +219,7 @@ def test_with_the_target_as_drafter_a_sampled_draft_is_always_accepted(setting: 
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_with_the_target_as_drafter_a_deterministic_draft_gets_the_mass_of_its_children(setting: str) -> None:
+def test_drafts_from_the_target_are_accepted_with_their_mass(setting: str) -> None:
     model = Tabular(6, SETTINGS[setting], seed=4, alike=True)
     tree = model.dynamic_draft(nodes=3, rounds=1, beam=3)
     stops, _, _, _ = verify_step(tree, model.target_at(tree))

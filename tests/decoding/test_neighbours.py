@@ -19,7 +19,7 @@ def test_a_table_holds_every_other_code_once(metric) -> None:
 
 
 @pytest.mark.parametrize("metric", ["l2", "cosine", "random"])
-def test_a_narrower_table_is_the_beginning_and_chunks_change_nothing(metric) -> None:
+def test_narrower_tables_and_chunks_give_the_same_columns(metric) -> None:
     whole = nearest_codes(CODES, 39, metric=metric)
     assert torch.equal(nearest_codes(CODES, 7, chunk=9, metric=metric), whole[:, :7])
 
@@ -35,7 +35,7 @@ def test_cosine_orders_by_the_angle_alone() -> None:
     assert torch.equal(nearest_codes(normalised, 39)[:, :3], nearest_codes(normalised, 39, metric="cosine")[:, :3])
 
 
-def test_random_neighbours_know_no_geometry_and_are_the_same_every_time() -> None:
+def test_random_neighbours_ignore_geometry_and_repeat() -> None:
     first = nearest_codes(CODES, 10, metric="random")
     assert torch.equal(first, nearest_codes(CODES.flip(0), 10, metric="random"))
     expected = 10 * 10 / 39

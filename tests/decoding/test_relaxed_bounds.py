@@ -37,7 +37,7 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, int, torch.Tensor, Relaxation]
 
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(cases())
-def test_merged_mass_is_the_longest_prefix_within_the_bound_and_equals_the_tv(
+def test_merged_mass_is_the_longest_prefix_within_the_bound(
     case: tuple[torch.Tensor, int, torch.Tensor, Relaxation],
 ) -> None:
     p, x, table, relaxation = case

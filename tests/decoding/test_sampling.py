@@ -50,7 +50,7 @@ def test_filter_orders_give_the_figures_of_finding_c4() -> None:
     top_k=st.integers(0, 10),
     top_p=st.sampled_from([0.05, 0.3, 0.77, 0.95, 1.0]),
 )
-def test_filters_keep_what_the_text_says(logits: list[int], temperature: float, top_k: int, top_p: float) -> None:
+def test_filters_match_their_definitions(logits: list[int], temperature: float, top_k: int, top_p: float) -> None:
     """Integers make ties at the k-th logit frequent; each filter alone is checked by its definition."""
     rows = torch.tensor(logits, dtype=torch.float32)
     plain = torch.softmax(rows / temperature, dim=-1)
@@ -82,7 +82,7 @@ def test_a_temperature_of_zero_is_refused() -> None:
         probabilities(torch.zeros(3), temperature=0.0)
 
 
-def test_draws_without_replacement_have_the_sequential_distribution() -> None:
+def test_draws_without_replacement_follow_sequential_draws() -> None:
     p = torch.tensor([0.5, 0.0, 0.3, 0.2])
     draws = 40_000
     noise = Draws([torch.Generator().manual_seed(5)], "cpu").exponential(draws, 4)[0]

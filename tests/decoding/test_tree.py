@@ -35,7 +35,7 @@ def test_linked_nodes_with_nodes_that_only_fill_up() -> None:
     assert tree.q is None
 
 
-def test_a_static_draft_shares_its_shape_and_leaves_out_what_was_not_drawn() -> None:
+def test_static_drafts_share_their_shape_and_omit_undrawn_nodes() -> None:
     shape = StaticTree.of([(0,), (1,), (0, 0)])
     tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 0, 4]])
     valid = torch.tensor([[True, True, True, True], [True, True, False, True]])
