@@ -23,12 +23,10 @@ _library = torch.library.Library("lantern_bench", "DEF")
 _library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 
 
+@torch.library.impl(_library, "packed_linear", "MkldnnCPU")
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return product
-
-
-_library.impl("packed_linear", _multiply, "MkldnnCPU")
 
 
 @torch.library.register_fake("lantern_bench::packed_linear")  # type: ignore[untyped-decorator]

@@ -1,7 +1,6 @@
 """The bundled family as `models.registry` wants it: one model, its prompts, and how it is loaded.
 
-The registry finds it by entry point, as it finds families of other packages. Nothing here imports torch before a model
-is loaded.
+Nothing here imports torch before a model is loaded.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
 
 _NAME = "lanterns"
+_PARTS = ("target", "drafter", "tokenizer")
 
 
 class LanternsFamily:
@@ -28,7 +28,6 @@ class LanternsFamily:
 
     def cards(self) -> Sequence[ModelCard]:
         """The one model of the family."""
-        parts = ("target", "drafter", "tokenizer")
         return [
             ModelCard(
                 name=_NAME,
@@ -37,7 +36,7 @@ class LanternsFamily:
                 defaults={"cfg_scale": GUIDANCE, "tree": TREE},
                 prompt_set="held-out",
                 licence="Apache-2.0",
-                weights={part: WEIGHTS_FOLDER / FILES[part] for part in parts},
+                weights={part: WEIGHTS_FOLDER / FILES[part] for part in _PARTS},
                 vocab_size=2048,
                 tokens=256,
                 parameters=7_485_440,
@@ -58,21 +57,16 @@ class LanternsFamily:
     def load(self, name: str, device: torch.device, dtype: torch.dtype, folder: Path = WEIGHTS_FOLDER) -> LoadedModel:
         """Load target, drafter and tokenizer from `folder`; raises `RefusedError` when a file is missing."""
         from lantern_bench.models.eagle import fresh_drafter
-        from lantern_bench.models.lanterns.model import (
-            build_target,
-            caption_condition,
-            load_part,
-            load_tokenizer,
-            part_hash,
-        )
+        from lantern_bench.models.io.files import file_sha256
+        from lantern_bench.models.lanterns.model import build_target, caption_condition, load_part, load_tokenizer
         from lantern_bench.models.loaded_model import Parts, Prompts, assemble
 
-        weights = {part: folder / FILES[part] for part in ("target", "drafter", "tokenizer")}
+        weights = {part: folder / FILES[part] for part in _PARTS}
         # The drafter uses the target's head, so the target moves to its device first.
         target = load_part(build_target(), "target", weights["target"], device, dtype)
         drafter = load_part(fresh_drafter(target), "drafter", weights["drafter"], device, dtype)
         parts = Parts(target, drafter, load_tokenizer(folder, device))
-        hashes = {part: part_hash(path) for part, path in weights.items()}
+        hashes = {part: file_sha256(path) for part, path in weights.items()}
         # Rows have unit length when they are looked up (docs/algorithms.md, section 9, C1).
         return assemble(name, parts, Prompts(caption_condition), hashes, space="normalised")
 

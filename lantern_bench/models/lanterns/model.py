@@ -29,14 +29,7 @@ M = TypeVar("M", bound=nn.Module)
 
 TOKENIZER_CONFIG = VQConfig(codes=2048, code_dim=8, z_channels=64, channels=32, channel_mult=(1, 2, 3), res_blocks=1)
 TARGET_CONFIG = TransformerConfig(
-    vocab_size=2048,
-    dim=256,
-    layers=8,
-    heads=4,
-    ffn_dim=704,
-    prefix=MAX_WORDS,
-    grid=(16, 16),
-    prefix_rotary="identity",
+    vocab_size=2048, dim=256, layers=8, heads=4, ffn_dim=704, prefix=MAX_WORDS, grid=(16, 16), prefix_rotary="identity"
 )
 
 

@@ -252,11 +252,7 @@ def _shapes(checkpoint: Checkpoint, kind: Kind) -> dict[str, Any]:
 
 
 def _grid(
-    file: ModelFile,
-    stated: Mapping[str, Any],
-    checkpoint: Checkpoint,
-    published: LlamaGenSize | None,
-    positions: int,
+    file: ModelFile, stated: Mapping[str, Any], checkpoint: Checkpoint, published: LlamaGenSize | None, positions: int
 ) -> tuple[int, int]:
     """The grid: as the file says, or its family's name, or the config, or a square position table."""
     if file.grid is not None:

@@ -41,10 +41,7 @@ _HOST = r"[a-z0-9.\-]+\.(?:com|co|ru|net|org|edu|gov|it)[\w/-]*\b/?(?!@)"
 _ENDINGS = "(?:png|jpg|jpeg|bmp|webp|eps|pdf|apk|mp4)"
 _SYMBOLS = re.escape("#®•©™&@·º½¾¿¡§~()[]{}|\\/*")
 
-_ADDRESSES = (
-    (rf"\b(?:https?:(?:/{{1,3}}|[a-z0-9%])|{_HOST})", ""),
-    (rf"\b(?:www:(?:/{{1,3}}|[a-z0-9%])|{_HOST})", ""),
-)
+_ADDRESSES = ((rf"\b(?:https?:(?:/{{1,3}}|[a-z0-9%])|{_HOST})", ""), (rf"\b(?:www:(?:/{{1,3}}|[a-z0-9%])|{_HOST})", ""))
 _CHARACTERS = (
     (r"@\w+\b", ""),
     ("[\u31c0-\u9fff]+", ""),
@@ -319,11 +316,7 @@ class _Encoder:
     def encode(self, caption: str) -> Tensor:
         """The features [n, width] of the valid positions of a caption, on the CPU."""
         words = self.tokenizer(
-            [cleaned(caption)],
-            max_length=self.positions,
-            padding="max_length",
-            truncation=True,
-            return_tensors="pt",
+            [cleaned(caption)], max_length=self.positions, padding="max_length", truncation=True, return_tensors="pt"
         )
         mask = words["attention_mask"].to(self.device)
         with torch.no_grad():
