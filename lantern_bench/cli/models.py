@@ -135,7 +135,7 @@ def check(ctx: typer.Context, model: _Model, dir: _Directory = None, format: For
             continue
         source = part.choices[0]
         row = {"part": part.name, "repository": source.repo, "file": source.files[0].path}
-        rows.append(row | {"revision": _revision(source.commit, None), "state": "missing"})
+        rows.append(row | {"revision": _revision(source.commit), "state": "missing"})
     columns = ["part", "repository", "file", "mb", "revision", "sha256", "state"]
     console.table(pd.DataFrame(rows, columns=columns), title=f"{model} in {root}", format=format)
     command = f"`lantern-bench weights get {model}`"
@@ -167,7 +167,7 @@ def _checked(found: hub_files.Found, ledger: hub_files.Ledger, console: Console)
     return rows
 
 
-def _revision(pinned: str | None, fetched: str | None) -> str:
+def _revision(pinned: str | None, fetched: str | None = None) -> str:
     return f"{pinned[:12]} (pinned)" if pinned else f"{fetched[:12] if fetched else 'unknown'} (unpinned)"
 
 

@@ -24,16 +24,11 @@ PROMPTS_HELP = "Prompt set, file, coco:FILE, parti:FILE or imagenet; append #100
 RUN_HELP = "Run directory, or the name (or a prefix of it) of a run under results/."
 
 
-def checked_format(value: str | None) -> str | None:
-    """Return the value of --format; raises `UserError` for an unknown one."""
-    return None if value is None else Console.checked_format(value)
-
-
 FormatOption: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--format",
-        callback=checked_format,
+        callback=lambda value: None if value is None else Console.checked_format(value),
         help=f"Table format: {', '.join(FORMATS)}. Default: table on a terminal, csv elsewhere.",
     ),
 ]
@@ -43,9 +38,6 @@ SettingsOption: TypeAlias = Annotated[
     list[str] | None, typer.Option("--set", help="key=value; sets any key of the experiment file.")
 ]
 DEVICE_HELP = "auto, cpu, mps, cuda or cuda:N."
-
-# ---- Decoding flags, for every command that decodes
-
 
 Flag: TypeAlias = tuple[str, Any]
 
@@ -89,9 +81,6 @@ def with_flags(*flags: Flag) -> Callable[[Callable[..., None]], Callable[..., No
 
 
 decoding_flags = with_flags(*DECODING_FLAGS)
-
-
-# ---- Helpers
 
 
 def command_group(**settings: Any) -> typer.Typer:

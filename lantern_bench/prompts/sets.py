@@ -1,8 +1,11 @@
-"""Prompts to measure with: a set of the model's family, a published set, or a file; and a part of any of them.
+"""Prompts from a set of the model's family, a published set or a file; and pictures with captions in a folder.
 
 The family checks every prompt before any model is loaded, and one error lists all problems. `NAME#100` takes 100
 prompts by a hash of their text, so that everybody takes the same ones and a larger part contains the smaller;
 `NAME#0-100` takes the first hundred. `config/plan.py` decides which prompt becomes which image. No torch here.
+
+Captions are in a .txt beside each picture, or in one file `captions` or `metadata` with the suffix .jsonl, .csv, .tsv
+or .txt (name, tab, caption); its names are relative to the folder.
 """
 
 from __future__ import annotations
@@ -22,6 +25,11 @@ from lantern_bench.models.family import class_prompt
 from lantern_bench.models.io.files import file_sha256
 from lantern_bench.models.registry import Family
 
+_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+_CAPTION_SUFFIXES = (".jsonl", ".csv", ".tsv", ".txt")
+_CAPTION_FILES = tuple(f"{stem}{suffix}" for stem in ("captions", "metadata") for suffix in _CAPTION_SUFFIXES)
+_NAME_KEYS = ("file_name", "file", "image", "path")
+_TEXT_KEYS = ("caption", "prompt", "text")
 _COLUMNS = ("prompt", "caption")
 _IMAGENET_CLASSES = 1000
 _SHOWN = 5
@@ -35,26 +43,23 @@ class Item(NamedTuple):
     text: str
 
 
-# ---- Files: text, CSV, TSV, JSON lines, a JSON list. Also used by `captioned`
-
-
-def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines of a text file that are not blank, with their numbers; a byte order mark is skipped."""
     for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
         if line.strip():
             yield number, line
 
 
-def read_json_lines(path: Path, flag: str) -> Iterator[tuple[int, Any]]:
+def _read_json_lines(path: Path, flag: str) -> Iterator[tuple[int, Any]]:
     """Yield the values of a JSON lines file with their line numbers; raises `UserError` for a line that is not JSON."""
-    for number, line in read_lines(path):
+    for number, line in _read_lines(path):
         try:
             yield number, json.loads(line)
         except ValueError as error:
             raise UserError(f"{flag} line {number}: not JSON: {error}") from error
 
 
-def check_texts(flag: str, noun: str, texts: Iterable[tuple[str, str]], family: Family) -> None:
+def _check_texts(flag: str, noun: str, texts: Iterable[tuple[str, str]], family: Family) -> None:
     """Raise one `UserError` for the texts that the family cannot take; `texts` are (place, text)."""
 
     @functools.cache
@@ -67,10 +72,10 @@ def check_texts(flag: str, noun: str, texts: Iterable[tuple[str, str]], family: 
 
     wrong = [(place, error) for place, text in texts if (error := problem(text)) is not None]
     advice = next((error.advice for _, error in wrong if error.advice), None)
-    refuse(flag, noun, [f"{place}: {error.message}" for place, error in wrong], advice)
+    _refuse(flag, noun, [f"{place}: {error.message}" for place, error in wrong], advice)
 
 
-def refuse(flag: str, noun: str, wrong: list[str], advice: str | None = None) -> None:
+def _refuse(flag: str, noun: str, wrong: list[str], advice: str | None = None) -> None:
     """Raise one `UserError` with the first problems; do nothing when there are none."""
     if len(wrong) == 1:
         raise UserError(f"{flag} {wrong[0]}", advice)
@@ -127,14 +132,11 @@ def _text_of(row: Any, place: str) -> str:
 READERS: dict[str, Callable[[Path, str], Iterator[tuple[int, str]]]] = {
     ".csv": functools.partial(_table, delimiter=","),
     ".json": _json,
-    ".jsonl": lambda path, flag: ((at, _text_of(row, f"{flag} line {at}")) for at, row in read_json_lines(path, flag)),
+    ".jsonl": lambda path, flag: ((at, _text_of(row, f"{flag} line {at}")) for at, row in _read_json_lines(path, flag)),
     ".tsv": functools.partial(_table, delimiter="\t"),
-    ".txt": lambda path, _flag: read_lines(path),
+    ".txt": lambda path, _flag: _read_lines(path),
 }
 """The reader of each file type, by suffix: from a file and its flag to line numbers and texts."""
-
-
-# ---- Published sets, read from the files that their authors publish
 
 
 def _coco(path: Path, flag: str, longest: bool) -> Iterator[Item]:
@@ -200,9 +202,6 @@ SETS = {
 """The sets by the word before the colon: `coco:captions_val2017.json`."""
 
 
-# ---- The value of --prompts
-
-
 def load_prompts(source: str, family: Family) -> list[Prompt]:
     """Read the prompts of a family's set, of a published set (`coco:FILE`, `parti:FILE`, `imagenet`), or of a file.
 
@@ -216,7 +215,7 @@ def load_prompts(source: str, family: Family) -> list[Prompt]:
         items = [Item(f"prompt {number}", f"{name}:{number}", text) for number, text in own]
     else:
         items = _read(source, kind, path)
-    check_texts(f"--prompts {source}", "prompts", ((item.place, item.text) for item in items), family)
+    _check_texts(f"--prompts {source}", "prompts", ((item.place, item.text) for item in items), family)
     return _part(source, part, [Prompt(item.text, item.source) for item in items])
 
 
@@ -291,3 +290,86 @@ def _part(source: str, part: str, prompts: list[Prompt]) -> list[Prompt]:
         sorted(unique, key=lambda one: hashlib.blake2b(f"part:{one.id}".encode(), digest_size=8).digest())[:end]
     )
     return [prompt for prompt in unique if prompt in taken]
+
+
+# ---- Pictures with captions in a folder
+
+
+class Captioned(NamedTuple):
+    """A picture's file, its caption, and the place of the caption for messages."""
+
+    path: Path
+    caption: str
+    place: str
+
+
+def read_captioned(folder: Path, captions: Path | None, family: Family) -> list[Captioned]:
+    """Return the pictures of a folder in the order of their names, or of the captions file.
+
+    Raises `UserError` that names `--data` or `--captions`: no pictures, pictures without a caption, captions of missing
+    pictures, captions the family cannot take.
+    """
+    listed = captions or next((folder / name for name in _CAPTION_FILES if (folder / name).is_file()), None)
+    if listed is not None and not listed.is_file():
+        raise UserError(f"--captions {listed}: no such file")
+    try:
+        found = list(_listed(listed, folder) if listed is not None else _beside(folder))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--data {folder}: cannot be read: {error}") from error
+    if not found:
+        raise UserError(
+            f"--data {folder}: contains no picture ({', '.join(_PICTURES)})",
+            "Give a folder of pictures, each with its caption in a .txt beside it; or a file of captions alone.",
+        )
+    flag = f"--data {folder}"
+    missing = [f"{item.place}: no such picture {item.path.name}" for item in found if not item.path.is_file()]
+    _refuse(flag, "captions", missing)
+    _check_texts(flag, "captions", ((item.place, item.caption) for item in found), family)
+    return found
+
+
+def _beside(folder: Path) -> Iterator[Captioned]:
+    pictures = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _PICTURES)
+    missing = [path.name for path in pictures if not path.with_suffix(".txt").is_file()]
+    if missing:
+        raise UserError(
+            f"--data {folder}: {len(missing)} of {len(pictures)} pictures have no caption, the first {missing[0]}",
+            "Put NAME.txt beside NAME.png, or give --captions FILE with file names and captions.",
+        )
+    for path in pictures:
+        text = path.with_suffix(".txt")
+        yield Captioned(path, text.read_text(encoding="utf-8-sig").strip(), text.name)
+
+
+def _listed(path: Path, folder: Path) -> Iterator[Captioned]:
+    for number, row in _caption_rows(path):
+        name, text = (
+            next((row[key] for key in keys if isinstance(row.get(key), str)), None) for keys in (_NAME_KEYS, _TEXT_KEYS)
+        )
+        if name is None or text is None:
+            raise UserError(
+                f"--captions {path} line {number}: has no picture and caption",
+                f"Name the picture under {', '.join(_NAME_KEYS)} and the caption under {', '.join(_TEXT_KEYS)}.",
+            )
+        yield Captioned(folder / name, text.strip(), f"{path.name} line {number}")
+
+
+def _caption_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of a captions file by key, with their line numbers; a malformed row has no keys."""
+    suffix = path.suffix.lower()
+    if suffix not in _CAPTION_SUFFIXES:
+        raise UserError(
+            f"--captions {path}: unknown file type", f"Give a file that ends with {', '.join(_CAPTION_SUFFIXES)}."
+        )
+    if suffix == ".jsonl":
+        for number, row in _read_json_lines(path, f"--captions {path}"):
+            yield number, row if isinstance(row, dict) else {}
+    elif suffix == ".txt":
+        for number, line in _read_lines(path):
+            name, tab, caption = line.partition("\t")
+            yield number, {"file": name.strip(), "caption": caption} if tab else {}
+    else:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        table = csv.DictReader(lines, delimiter="," if suffix == ".csv" else "\t")
+        for row in table:
+            yield table.line_num, {str(key).strip().lower(): value for key, value in row.items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lantern_bench.errors import UserError
-from lantern_bench.prompts.captioned import read_captioned
+from lantern_bench.prompts.sets import read_captioned
 from tests.training.tiny_target import TinyFamily, write_pictures
 
 FAMILY = TinyFamily()

@@ -228,7 +228,6 @@ def _short(error: BaseException) -> str:
 
 def _code_in(path: Path, said: str) -> str | None:
     """The function a pickle would call, from torch's message or else from the pickle's opcodes; runs nothing."""
-    # Torch names builtins without their module.
     named = re.search(r"GLOBAL `?([A-Za-z_][\w.]*)", said) or re.search(r"(?:global:?|class) `?(\w+\.[\w.]+)", said)
     if named is not None:
         return named[1]

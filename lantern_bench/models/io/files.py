@@ -15,7 +15,6 @@ from typing import Any
 
 from lantern_bench.errors import UserError
 
-_CHUNK = 1 << 22
 # A smaller file is read faster than the index is kept.
 _WORTH_REMEMBERING = 32 * 10**6
 
@@ -48,7 +47,7 @@ def file_sha256(path: Path, on_bytes: Callable[[int], None] | None = None) -> st
     """The SHA-256 of a file in hex; `on_bytes` is called with the number of bytes of each block read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_CHUNK):
+        while block := file.read(1 << 22):
             digest.update(block)
             if on_bytes is not None:
                 on_bytes(len(block))

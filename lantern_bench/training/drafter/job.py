@@ -20,8 +20,7 @@ from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.random_model import blueprint
 from lantern_bench.models.registry import Buildable, Family, card_of, family_of, load_model
 from lantern_bench.models.transformer.target import TransformerTarget
-from lantern_bench.prompts.captioned import read_captioned
-from lantern_bench.prompts.sets import load_prompts
+from lantern_bench.prompts.sets import load_prompts, read_captioned
 from lantern_bench.training.drafter.dataset import Data, held_out_count
 from lantern_bench.training.drafter.features import SHARD_BYTES, bytes_per_row
 from lantern_bench.training.drafter.recipe import DrafterFlags, DrafterRecipe, flag_of, recipe_of
