@@ -134,7 +134,7 @@ class LoadedModel:
                 raise UserError(text, "Leave one of them out.")
             if given.shape[1] < columns:
                 raise UserError(f"--neighbours {columns}: the model's own table has {given.shape[1]} for each code")
-            given = given.to(device, torch.int32).contiguous()
+            given = given.to(device, torch.int32)
         elif self.codebook is None:
             raise RefusedError(
                 f"{self.name}: relaxed rules need to know which codes are near each other, and it has no tokenizer",
@@ -151,7 +151,7 @@ class LoadedModel:
                     # Angles are the same in both spaces, and random neighbours have none: neither is worth a file.
                     made = nearest_codes(self.codebook.to(device), columns, metric=metric)
                 self._tables[metric] = made.to(device, torch.int32)
-        table = self._tables[metric][:, :columns].contiguous() if given is None else given[:, :columns]
+        table = (self._tables[metric] if given is None else given)[:, :columns].contiguous()
         forced = self.target.vocab_size - len(table)
         return table if forced <= 0 else torch.cat([table, table.new_zeros(forced, columns)])
 
