@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.metrics import clip
-from lantern_bench.training.lanterns.scorers import held_out_scenes
+from lantern_bench.training.lanterns.tasks import held_out_scenes
 
 CONFIG = {
     "model_cfg": {

@@ -33,7 +33,7 @@ from lantern_bench.runs.keys import KeyFields
 from lantern_bench.runs.store import RunStore, ScoreStore, read_scores
 from lantern_bench.schema import TABLES
 from lantern_bench.training.lanterns.scenes import render
-from lantern_bench.training.lanterns.scorers import CLIP_CONFIG, save_clip
+from lantern_bench.training.lanterns.tasks import CLIP_CONFIG, save_clip
 
 EMBEDDED = PROTOCOLS["embedded"]
 NOTHING = Protocol("nothing", 1, "scorers nothing")

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from lantern_bench.clock import OnProgress, unheard
+from lantern_bench.clock import OnProgress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt, record_seed
 from lantern_bench.decoding.loop import decode
@@ -30,7 +30,6 @@ from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.loaded_model import LoadedModel, NoPixels, ReadsPictures
 
-_SHARD_ROWS = 256
 _BATCH = 32
 
 MakeRows = Callable[[int, int], Mapping[str, Tensor]]
@@ -45,8 +44,15 @@ class Shards:
         digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
         self.folder = root / f"{name}-{digest[:12]}"
         self._manifest = self.folder / "manifest.json"
-        self._sizes: list[int] = self._read_manifest()
-        self._open: dict[int, Any] = {}
+        self._sizes, self._open = list[int](), dict[int, Any]()
+        if self._manifest.is_file():
+            try:
+                content = json.loads(self._manifest.read_text(encoding="utf-8"))
+                written_for, self._sizes = content["key"], [int(size) for size in content["rows"]]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise self._refused(self._manifest, f"damaged: {error}") from error
+            if written_for != self.key:
+                raise self._refused(self._manifest, "belongs to other data")
 
     def __len__(self) -> int:
         """Number of rows written so far."""
@@ -88,18 +94,6 @@ class Shards:
                 raise self._refused(path, f"damaged: {error}") from error
         return self._open[number]
 
-    def _read_manifest(self) -> list[int]:
-        if not self._manifest.is_file():
-            return []
-        try:
-            content = json.loads(self._manifest.read_text(encoding="utf-8"))
-            key, sizes = content["key"], [int(size) for size in content["rows"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise self._refused(self._manifest, f"damaged: {error}") from error
-        if key != self.key:
-            raise self._refused(self._manifest, "belongs to other data")
-        return sizes
-
     def _refused(self, path: Path, problem: str) -> RefusedError:
         return RefusedError(f"{path}: {problem}", f"Remove {self.folder}; the next training writes it again.")
 
@@ -129,40 +123,34 @@ class Data:
         return hashlib.sha256(json.dumps([list(self.captions), pictures]).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
-class Dataset:
-    """Sequences in memory: tokens int32 [n, N] and their captions; `sha256` identifies their sources."""
-
-    tokens: Tensor
-    caption: Callable[[int], str]
-    sha256: str
-
-
 def make_dataset(
-    data: Data, model: LoadedModel, decoding: Decoding, seed: int, work: Path, on_progress: OnProgress = unheard
-) -> Dataset:
+    data: Data, model: LoadedModel, decoding: Decoding, seed: int, work: Path, on_progress: OnProgress
+) -> tuple[Tensor, str]:
     """Encode the pictures, or sample from the target with `decoding` (a mode `ar`); rows in `work` are not made again.
 
-    Raises `UserError` for a picture that cannot be read, and for a model without a tokenizer.
+    Returns tokens int32 [n, N] and a text that identifies their sources. Raises `UserError` for a picture that cannot
+    be read, and for a model without a tokenizer.
     """
     key: dict[str, Any] = {"data": data.sha256(), "grid": list(model.grid)}
     parts = []
     if data.pictures is not None:
-        reader, count = _reader(model), len(data.pictures)
+        reader, pictures = model.pixels, data.pictures
+        if isinstance(reader, NoPixels) or not isinstance(reader, ReadsPictures):
+            raise UserError(
+                f"--data: pictures need the tokenizer of {model.name}, and it has none",
+                "Name the tokenizer in the model's file; or give captions alone, and the target samples from them.",
+            )
         for mirrored in (False, True)[: 1 + data.mirrored]:
             encoder_key = key | {"size": list(reader.size), "mirrored": mirrored}
             parts.append(Shards(work, "tokens", encoder_key | {"tokenizer": model.weights.get("tokenizer")}))
             what = "encoding mirror images" if mirrored else "encoding pictures"
-            parts[-1].fill(count, _SHARD_ROWS, _encoder(data.pictures, reader, mirrored), what, on_progress)
+            parts[-1].fill(len(pictures), 256, _encoder(pictures, reader, mirrored), what, on_progress)
     else:
         key |= {"weights": dict(model.weights), "seed": seed}
-        # `brought` belongs to draftings and rules of other packages, which an autoregressive mode has none of.
-        settings = decoding.model_dump(mode="json", exclude={"brought"})
-        key |= {"decoding": settings, "dtype": str(getattr(model.target, "dtype", ""))}
+        key |= {"decoding": decoding.model_dump(mode="json"), "dtype": str(getattr(model.target, "dtype", ""))}
         parts.append(Shards(work, "samples", key))
         parts[0].fill(len(data), _BATCH, _sampler(data, model, decoding, seed), "sampling from the target", on_progress)
-    names = "+".join(shards.folder.name for shards in parts)
-    return Dataset(torch.cat([shards.whole("tokens") for shards in parts]), data.caption, names)
+    return torch.cat([shards.whole("tokens") for shards in parts]), "+".join(shards.folder.name for shards in parts)
 
 
 def held_out_count(count: int, held_out: float) -> int:
@@ -175,15 +163,6 @@ def split(count: int, held_out: float, seed: int) -> tuple[Tensor, Tensor]:
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     kept = held_out_count(count, held_out)
     return order[kept:], order[:kept]
-
-
-def _reader(model: LoadedModel) -> ReadsPictures:
-    if isinstance(model.pixels, NoPixels) or not isinstance(model.pixels, ReadsPictures):
-        raise UserError(
-            f"--data: pictures need the tokenizer of {model.name}, and it has none",
-            "Name the tokenizer in the model's file; or give captions alone, and the target samples from them.",
-        )
-    return model.pixels
 
 
 def _picture(path: Path, size: tuple[int, int]) -> np.ndarray:

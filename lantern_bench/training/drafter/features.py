@@ -50,10 +50,8 @@ def prefix_mask(valid: Tensor, length: int) -> Tensor:
 
 def positions_of(valid: Tensor, length: int, config: TransformerConfig) -> Tensor | None:
     """Positions int64 [B, length] behind the padding, for models that count them; None for those on a grid."""
-    if config.positions == "grid":
-        return None
-    padding = padding_of(valid, len(valid), config)
-    return (torch.arange(length, device=valid.device) - padding).clamp_min(0)
+    places = torch.arange(length, device=valid.device)
+    return None if config.positions == "grid" else (places - padding_of(valid, len(valid), config)).clamp_min(0)
 
 
 def target_features(target: TransformerTarget, condition: Condition, tokens: Tensor, dropped: Tensor) -> TargetFeatures:
@@ -178,15 +176,15 @@ class Order:
 
     def take(self, count: int) -> list[int]:
         """The next numbers."""
-        places = range(self.drawn, self.drawn + count)
+        taken = []
+        for number in range(self.drawn, self.drawn + count):
+            epoch, place = divmod(number, self._count)
+            if self._kept is None or self._kept[0] != epoch:
+                generator = torch.Generator().manual_seed(((self._seed << 20) + epoch) % 2**63)
+                self._kept = epoch, torch.randperm(self._count, generator=generator)
+            taken.append(int(self._kept[1][place]))
         self.drawn += count
-        return [int(self._epoch(place // self._count)[place % self._count]) for place in places]
-
-    def _epoch(self, number: int) -> Tensor:
-        if self._kept is None or self._kept[0] != number:
-            generator = torch.Generator().manual_seed(((self._seed << 20) + number) % 2**63)
-            self._kept = number, torch.randperm(self._count, generator=generator)
-        return self._kept[1]
+        return taken
 
 
 class FeatureBatch(NamedTuple):

@@ -62,7 +62,16 @@ def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
     except UserError as error:
         raise UserError(error.message.replace("--model", "--target"), error.advice) from error
     data = _data(flags, family)
-    decoding = _decoding(flags, dict(card.defaults))
+    # Lossless speculative decoding with a static tree; guidance and filters default to the model's.
+    problems, read, defaults = Problems("train drafter"), dict[str, Any](), dict(card.defaults)
+    for key in ("cfg_scale", "temperature", "top_k", "tree"):
+        value = getattr(flags, key) if getattr(flags, key) is not None else defaults.get(key)
+        if value is not None:
+            for given in read_parameter(key, value, Place(flag_of(key)), problems):
+                read["topology" if isinstance(given.value, tuple) else key] = given.value
+    problems.raise_all()
+    guidance = defaults.get("cfg_scale", 1.0)
+    decoding = Decoding(mode="speculative", drafting="static", rule="strict", cfg_default=guidance, **read)
     prompts = [] if flags.eval_prompts is None else _prompts(flags.eval_prompts, "--eval-prompts", family)
     out = flags.out or drafters / Path(card.name).stem
     init = flags.init if flags.init in ("random", "shipped") else Path(flags.init)
@@ -81,9 +90,9 @@ def _data(flags: DrafterFlags, family: Family) -> Data:
         found = found[:images]
         data = Data([item.caption for item in found], [item.path for item in found], flags.mirror)
     else:
-        for flag, given in (("--captions", flags.captions is not None), ("--mirror", flags.mirror)):
-            if given:
-                raise UserError(f"{flag}: needs pictures, and --data {source} is not a folder", "Leave it out.")
+        if flags.captions is not None or flags.mirror:
+            flag = "--mirror" if flags.captions is None else "--captions"
+            raise UserError(f"{flag}: needs pictures, and --data {source} is not a folder", "Leave it out.")
         texts = _prompts(source, "--data", family)
         data = Data([texts[number % len(texts)] for number in range(images or len(texts))])
     if len(data) < 2:
@@ -100,19 +109,6 @@ def _prompts(source: str, flag: str, family: Family) -> list[str]:
         if flag == "--data" and "no such file" in error.message:
             advice = f"{advice or ''} Or a folder of pictures with captions.".strip()
         raise UserError(error.message.replace("--prompts", flag), advice) from error
-
-
-def _decoding(flags: DrafterFlags, defaults: dict[str, Any]) -> Decoding:
-    """Lossless speculative decoding with a static tree; guidance and filters default to the model's."""
-    problems, read = Problems("train drafter"), dict[str, Any]()
-    for key in ("cfg_scale", "temperature", "top_k", "tree"):
-        value = getattr(flags, key) if getattr(flags, key) is not None else defaults.get(key)
-        if value is not None:
-            for given in read_parameter(key, value, Place(flag_of(key)), problems):
-                read["topology" if isinstance(given.value, tuple) else key] = given.value
-    problems.raise_all()
-    default = defaults.get("cfg_scale", 1.0)
-    return Decoding(mode="speculative", drafting="static", rule="strict", cfg_default=default, **read)
 
 
 def check_work(job: DrafterJob, model: LoadedModel, distributed: Distributed) -> None:

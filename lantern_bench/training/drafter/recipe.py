@@ -18,10 +18,6 @@ from lantern_bench.config.yaml_source import read_source
 from lantern_bench.errors import UserError, did_you_mean
 
 
-def _as_number(value: Any) -> Any:
-    return float(value) if isinstance(value, str) else value  # YAML reads 1e-4, without a point, as text
-
-
 # A description is what is allowed, in the words of an error message: "KEY VALUE: must be ...".
 def _limits(description: str, **limits: Any) -> Any:
     return Field(strict=True, description=description, **limits)
@@ -30,7 +26,8 @@ def _limits(description: str, **limits: Any) -> Any:
 _COUNT = _limits("a whole number of at least 1", ge=1)
 _NATURAL = _limits("a whole number of at least 0", ge=0)
 _POSITIVE = _limits("a number above 0", gt=0, allow_inf_nan=False)
-_Float = Annotated[float, BeforeValidator(_as_number)]
+# YAML reads 1e-4, without a point, as text.
+_Float = Annotated[float, BeforeValidator(lambda value: float(value) if isinstance(value, str) else value)]
 Positive = Annotated[_Float, _POSITIVE]
 NotNegative = Annotated[_Float, _limits("a number of at least 0", ge=0, allow_inf_nan=False)]
 Share = Annotated[_Float, _limits("a number from 0 to 1", ge=0, le=1)]
@@ -218,7 +215,11 @@ def read_recipe(source: str) -> DrafterRecipe:
     base = values.pop("base", "published")
     if base not in RECIPES:
         raise UserError(f"--recipe {source}: base {base}: unknown recipe", f"The recipes are {names}.")
-    return _changed(RECIPES[base], values, lambda key: f"--recipe {source} line {file.line((key,))}: {key}")
+    return checked(
+        DrafterRecipe,
+        RECIPES[base].model_dump() | values,
+        lambda key: f"--recipe {source} line {file.line((key,))}: {key}",
+    )
 
 
 def recipe_of(flags: DrafterFlags) -> DrafterRecipe:
@@ -232,10 +233,6 @@ def recipe_of(flags: DrafterFlags) -> DrafterRecipe:
             values[key.strip()] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise UserError(f"--set {text}: the value is not valid YAML") from error
-    recipe = _changed(read_recipe(flags.recipe), values, lambda key: f"--set {key}")
-    given = {key: getattr(flags, key) for key in ("steps", "epochs", "batch", "accumulate", "lr")}
-    return _changed(recipe, {key: value for key, value in given.items() if value is not None}, flag_of)
-
-
-def _changed(recipe: DrafterRecipe, values: Mapping[str, Any], place: Callable[[str], str]) -> DrafterRecipe:
-    return checked(DrafterRecipe, {**recipe.model_dump(), **values}, place)
+    recipe = checked(DrafterRecipe, read_recipe(flags.recipe).model_dump() | values, lambda key: f"--set {key}")
+    single = flags.model_dump(include={"steps", "epochs", "batch", "accumulate", "lr"}, exclude_none=True)
+    return checked(DrafterRecipe, recipe.model_dump() | single)

@@ -32,8 +32,7 @@ from lantern_bench.models.lanterns.model import load_tokenizer
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.vq import VQModel
 from lantern_bench.training.drafter.run import Observations
-from lantern_bench.training.lanterns.scorers import held_out_scenes, reconstruct
-from lantern_bench.training.lanterns.tasks import psnr_and_usage, tokenize
+from lantern_bench.training.lanterns.tasks import held_out_scenes, psnr_and_usage, reconstruct, tokenize
 
 _SCENES = 500
 _RETRIEVAL = 100

@@ -1,7 +1,7 @@
 """The recipe of the bundled models: five parts, their data, their settings, and what is written of each.
 
 `train_part` trains one part from start to end: it prepares the data, builds the task, runs the loop (with checkpoints
-in the work folder), writes the weights and adds a report beside them. The losses are in `tasks`, `scorers` and
+in the work folder), writes the weights and adds a report beside them. The losses are in `tasks` and
 `training/drafter/task.py`; whether the result is good enough is decided in `quality_gates`.
 """
 
@@ -45,14 +45,19 @@ from lantern_bench.training.drafter.features import ConditionedTokens, FeatureBa
 from lantern_bench.training.drafter.recipe import RECIPES, Count, Device, Natural, OptionalCount, OptionalPositive
 from lantern_bench.training.drafter.task import DrafterTask, loop_settings
 from lantern_bench.training.lanterns.scenes import SceneSet, scene_set
-from lantern_bench.training.lanterns.scorers import ClipTask, FeaturesTask, Pool, reconstruct, save_clip, training_pool
 from lantern_bench.training.lanterns.tasks import (
+    ClipTask,
+    FeaturesTask,
+    Pool,
     Sequences,
     TargetTask,
     TokenizerTask,
     all_conditions,
     caption_numbers,
+    reconstruct,
+    save_clip,
     tokenize,
+    training_pool,
 )
 from lantern_bench.training.loop import OnEvent, Task, TrainReport, TrainSettings, train
 
@@ -60,7 +65,6 @@ REPORT = "training_report.json"
 TRAIN_SEED, HELD_OUT_SEED = 1, 2
 _AT_ONCE = 512
 _BATCH = RECIPES["lanterns"].batch
-_EVALUATED = 32
 _TOKENIZER_STEPS_PER_MINUTE = 80  # estimated on two cores; decides only how long dead codes are revived
 _LIBRARIES = ("torch", "numpy", "open_clip_torch", "safetensors")
 
@@ -143,11 +147,15 @@ def train_part(
     loss that diverges.
     """
     check_part(part, folder, init_from=settings.init_from)
-    entries = _read_report(folder)
+    path = folder / REPORT
+    try:  # before the training, so that a broken file costs no training time
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}", "Move it away; a new one is written.") from error
     data = _Data(folder, work, settings, device, on_progress)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)  # noqa: TID251  # layers draw from the global stream; this forks it
-        task = _BUILD[part](data)
+        task = _task(part, data)
     if settings.init_from is not None:
         fill(task.module, settings.init_from / FILES[part])
     report = train(task, _loop_settings(part, folder, work, settings), device, on_event)
@@ -155,9 +163,20 @@ def train_part(
         save_clip(task.module, folder / "clip")
     else:
         write_weights(task.module.state_dict(), folder / FILES[part])
-    entries[part] = _entry(report, part, folder, settings, device, task)
+    entry = {key: value for key, value in asdict(report).items() if key != "task"} | {
+        "seconds": round(report.seconds, 1),
+        "losses": [[step, round(loss, 5)] for step, loss in report.losses],
+        "data": {"scenes": settings.scenes, "held_out": settings.held_out},
+        "started_from_weights": settings.init_from is not None,
+        "parameters": sum(parameter.numel() for parameter in task.module.parameters()),
+        "weights_sha256": part_hash(folder / FILES[part]),
+        "rests_on": {needed: part_hash(folder / FILES[needed]) for needed in PARTS[part].needs},
+        "device": device.type,
+        "versions": {"lantern-bench": __version__, **{name: metadata.version(name) for name in _LIBRARIES}},
+    }
+    entries = (found if isinstance(found, dict) else {}) | {part: entry}
     ordered = {name: entries[name] for name in PARTS if name in entries}
-    write_atomically(folder / REPORT, json.dumps(ordered, indent=1).encode() + b"\n")
+    write_atomically(path, json.dumps(ordered, indent=1).encode() + b"\n")
     return report
 
 
@@ -211,11 +230,6 @@ class _Data:
         pixels = self._kept("pool", False, lambda: training_pool(scenes, through).pixels)
         return Pool(pixels, torch.from_numpy(scenes.attributes))
 
-    def compiled(self) -> bool:
-        """Whether to compile: asked for, and torch finds the C++ compiler that it needs."""
-        compilers = (os.environ.get("CXX") or "c++", "g++", "clang++")
-        return self.settings.compiled and any(shutil.which(name) for name in compilers)
-
     def _by_parts(self, what: str, pictures: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
         done, out = 0, []
         for part in pictures.split(_AT_ONCE):
@@ -233,47 +247,36 @@ class _Data:
         return load_file(path)["kept"]
 
 
-def _tokenizer_task(data: _Data) -> Task:
-    scenes, held_out, settings = data.scenes(), data.scenes(held_out=True), data.settings
-    model = VQModel(TOKENIZER_CONFIG)
-    if data.compiled():
-        model.encoder.compile()
-        model.decoder.compile()
-    minutes = settings.minutes if settings.minutes is not None else PARTS["tokenizer"].minutes
-    return TokenizerTask(model, scenes, held_out, settings.steps or int(minutes * _TOKENIZER_STEPS_PER_MINUTE))
-
-
-def _scorer_task(kind: type[FeaturesTask] | type[ClipTask]) -> Callable[[_Data], Task]:
-    return lambda data: kind(data.pool(), lambda part: reconstruct(data.tokenizer, part), seed=data.settings.seed)
-
-
-def _target_task(data: _Data) -> Task:
+def _task(part: str, data: _Data) -> Task:
+    """The task of a part, on fresh weights; data are read before the model is built, as both draw random numbers."""
+    settings = data.settings
+    # Compile where it is asked for and torch finds the C++ compiler that it needs.
+    compilers = (os.environ.get("CXX") or "c++", "g++", "clang++")
+    compiled = settings.compiled and any(shutil.which(name) for name in compilers)
+    if part in ("features", "clip"):
+        kind = FeaturesTask if part == "features" else ClipTask
+        return kind(data.pool(), lambda pixels: reconstruct(data.tokenizer, pixels), seed=settings.seed)
+    if part == "tokenizer":
+        scenes, held_out_scenes = data.scenes(), data.scenes(held_out=True)
+        model = VQModel(TOKENIZER_CONFIG)
+        if compiled:
+            model.encoder.compile()
+            model.decoder.compile()
+        minutes = settings.minutes if settings.minutes is not None else PARTS["tokenizer"].minutes
+        steps = settings.steps or int(minutes * _TOKENIZER_STEPS_PER_MINUTE)
+        return TokenizerTask(model, scenes, held_out_scenes, steps)
     sequences, held_out = data.sequences(), data.sequences(held_out=True)
     target = build_target()
-    if data.compiled():
+    if compiled:
         target.transformer.compile()
-    return TargetTask(target, sequences, held_out)
-
-
-def _drafter_task(data: _Data) -> Task:
-    sequences, held_out = data.sequences(), data.sequences(held_out=True)
-    target = build_target()
+    if part == "target":
+        return TargetTask(target, sequences, held_out)
     fill(target, data.folder / FILES["target"])
     target.to(data.device).eval().requires_grad_(False)
     drafter = fresh_drafter(target)
-    if data.compiled():
-        target.transformer.compile()
+    if compiled:
         drafter.compile()
-    return drafter_task(drafter, target, sequences, held_out, data.settings.seed)
-
-
-_BUILD: dict[str, Callable[[_Data], Task]] = {
-    "tokenizer": _tokenizer_task,
-    "features": _scorer_task(FeaturesTask),
-    "clip": _scorer_task(ClipTask),
-    "target": _target_task,
-    "drafter": _drafter_task,
-}
+    return drafter_task(drafter, target, sequences, held_out, settings.seed)
 
 
 def drafter_task(
@@ -281,25 +284,21 @@ def drafter_task(
 ) -> DrafterTask:
     """The task of every drafter, on painted scenes, with the recipe `lanterns`; freezes the target."""
     target.eval().requires_grad_(False)
-    recipe = RECIPES["lanterns"].model_copy(update={"batch": _BATCH})
-    features, evaluated = (LiveFeatures(target, _conditioned(part)) for part in (sequences, held_out))
-    pairs = range(min(_EVALUATED, len(held_out.tokens)))
-    rows = range(len(sequences.tokens))
-    batches = FeatureBatches(
-        features, rows, recipe.batch, recipe.dropped, seed, lambda: evaluated.pairs(pairs), guided=recipe.guided
-    )
+    recipe, conditions = RECIPES["lanterns"].model_copy(update={"batch": _BATCH}), all_conditions()
+
+    def features(part: Sequences) -> LiveFeatures:
+        numbers = caption_numbers(part.attributes)
+
+        def condition(rows: Sequence[int]) -> Condition:
+            chosen = numbers[list(rows)]
+            return Condition(conditions.values[chosen], conditions.valid[chosen])
+
+        return LiveFeatures(target, ConditionedTokens(part.tokens, condition))
+
+    evaluated, pairs, rows = features(held_out), range(min(32, len(held_out.tokens))), range(len(sequences.tokens))
+    settings = (rows, recipe.batch, recipe.dropped, seed, lambda: evaluated.pairs(pairs))
+    batches = FeatureBatches(features(sequences), *settings, guided=recipe.guided)
     return DrafterTask(drafter, batches, recipe, Decoding(mode="ar", drafting="none", rule="none", cfg_scale=GUIDANCE))
-
-
-def _conditioned(sequences: Sequences) -> ConditionedTokens:
-    """Tokens, and the condition of rows by their attributes."""
-    conditions, numbers = all_conditions(), caption_numbers(sequences.attributes)
-
-    def condition(rows: Sequence[int]) -> Condition:
-        chosen = numbers[list(rows)]
-        return Condition(conditions.values[chosen], conditions.valid[chosen])
-
-    return ConditionedTokens(sequences.tokens, condition)
 
 
 def _loop_settings(part: str, folder: Path, work: Path, settings: RecipeSettings) -> TrainSettings:
@@ -313,30 +312,3 @@ def _loop_settings(part: str, folder: Path, work: Path, settings: RecipeSettings
         rests_on.append("from-" + part_hash(settings.init_from / FILES[part])[:8])
     name = "-".join([part, str(settings.scenes), *rests_on])
     return replace(chosen.settings, checkpoint=work / f"{name}.ckpt", resume=settings.resume, **changed)
-
-
-def _read_report(folder: Path) -> dict[str, Any]:
-    """The folder's report by part, read before a training, so that a broken file costs no training time."""
-    path = folder / REPORT
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}", "Move it away; a new one is written.") from error
-    return found if isinstance(found, dict) else {}
-
-
-def _entry(
-    report: TrainReport, part: str, folder: Path, settings: RecipeSettings, device: torch.device, task: Task
-) -> dict[str, Any]:
-    """What the report says of one part."""
-    return {key: value for key, value in asdict(report).items() if key != "task"} | {
-        "seconds": round(report.seconds, 1),
-        "losses": [[step, round(loss, 5)] for step, loss in report.losses],
-        "data": {"scenes": settings.scenes, "held_out": settings.held_out},
-        "started_from_weights": settings.init_from is not None,
-        "parameters": sum(parameter.numel() for parameter in task.module.parameters()),
-        "weights_sha256": part_hash(folder / FILES[part]),
-        "rests_on": {needed: part_hash(folder / FILES[needed]) for needed in PARTS[part].needs},
-        "device": device.type,
-        "versions": {"lantern-bench": __version__, **{name: metadata.version(name) for name in _LIBRARIES}},
-    }

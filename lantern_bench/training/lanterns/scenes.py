@@ -25,7 +25,6 @@ from lantern_bench.models.lanterns.captions import Attributes
 SIZE = 64
 _SUPERSAMPLE = 2
 _SIDE = SIZE * _SUPERSAMPLE
-_HORIZON = 0.64
 
 Array = NDArray[np.float32]
 
@@ -60,8 +59,11 @@ _SHRINK = _array(1.0, 0.84, 0.70)
 _MOTTLE = 0.16  # amplitude of the mottle where the picture is white
 _BLOCK = 8  # side of the blocks of `drop_detail`
 _CHUNK = 250  # scenes painted at once
-_WARMTH = _array(0.55, 0.0, -0.55)
 _PLACES = ((0.5,), (0.29, 0.71), (0.19, 0.5, 0.81))
+
+
+_AXIS = ((np.arange(_SIDE, dtype=np.float32) + 0.5) / _SIDE).astype(np.float32)
+_X, _Y = _AXIS[None, None, :], _AXIS[None, :, None]
 
 
 def render(attributes: Sequence[Attributes], seed: int) -> NDArray[np.uint8]:
@@ -72,13 +74,9 @@ def render(attributes: Sequence[Attributes], seed: int) -> NDArray[np.uint8]:
     """
     rng = np.random.default_rng(seed)
     index = np.array([item.indices() for item in attributes], dtype=np.int64).reshape(-1, 5)
-    axis = ((np.arange(_SIDE, dtype=np.float32) + 0.5) / _SIDE).astype(np.float32)
-    x, y = axis[None, None, :], axis[None, :, None]
-    horizon = _HORIZON + rng.normal(0, 0.012, (len(index), 1, 1)).astype(np.float32)
-    sky = _paint_sky(index, y, horizon, rng)
-    canvas = _paint_ground(index, sky, x, y, horizon, rng)
-    lanterns = _place_lanterns(index, rng)
-    canvas = _mottle(_paint_lanterns(index, canvas, lanterns, x, y, horizon), rng)
+    horizon = 0.64 + rng.normal(0, 0.012, (len(index), 1, 1)).astype(np.float32)
+    sky = _paint_sky(index, horizon, rng)
+    canvas = _mottle(_paint_lanterns(index, _paint_ground(index, sky, horizon, rng), horizon, rng), rng)
     small = canvas.reshape(len(index), SIZE, _SUPERSAMPLE, SIZE, _SUPERSAMPLE, 3).mean((2, 4))
     grain = rng.normal(0, 0.010, small.shape).astype(np.float32)
     return (np.clip(small + grain, 0, 1) * 255 + 0.5).astype(np.uint8)
@@ -116,14 +114,14 @@ def _mottle(canvas: Array, rng: np.random.Generator) -> Array:
     bright = _noise(rng, n, ((13, 15), (21, 19)), (1.0, 0.9))
     warm = _noise(rng, n, ((15, 13), (19, 21)), (1.0, 0.6))
     strength = _MOTTLE * (0.35 + 0.65 * np.clip(canvas.mean(-1), 0, 1))
-    change = bright[..., None] + _WARMTH * warm[..., None]
+    change = bright[..., None] + _array(0.55, 0.0, -0.55) * warm[..., None]
     return np.asarray(canvas + strength[..., None] * change, dtype=np.float32)
 
 
-def _paint_sky(index: NDArray[np.int64], y: Array, horizon: Array, rng: np.random.Generator) -> Array:
+def _paint_sky(index: NDArray[np.int64], horizon: Array, rng: np.random.Generator) -> Array:
     """Gradient, fractal clouds and, at night, stars: [n, side, side, 3]."""
     n, kind = len(index), index[:, 4]
-    depth = np.clip(y / horizon, 0, 1)[..., None] ** 1.6
+    depth = np.clip(_Y / horizon, 0, 1)[..., None] ** 1.6
     colours = _SKY[kind][:, None, None]
     sky = colours[..., 0, :] * (1 - depth) + colours[..., 1, :] * depth
     clouds = _noise(rng, n, ((3, 2), (7, 5), (14, 10), (28, 20)), (1.0, 0.8, 0.55, 0.35))
@@ -131,62 +129,63 @@ def _paint_sky(index: NDArray[np.int64], y: Array, horizon: Array, rng: np.rando
     sky = sky + lit * clouds[..., None] * (0.55 + colours[..., 1, :])
     stars = rng.random((n, _SIDE // 2, _SIDE // 2)).astype(np.float32)
     bright = np.clip((stars - 0.985) / 0.015, 0, 1) * (kind == 1)[:, None, None]
-    bright = np.repeat(np.repeat(bright, 2, 1), 2, 2) * np.clip(1.2 - y / horizon, 0, 1)
+    bright = np.repeat(np.repeat(bright, 2, 1), 2, 2) * np.clip(1.2 - _Y / horizon, 0, 1)
     return np.asarray(sky + 0.5 * bright[..., None], dtype=np.float32)
 
 
-def _paint_ground(
-    index: NDArray[np.int64], sky: Array, x: Array, y: Array, horizon: Array, rng: np.random.Generator
-) -> Array:
+def _paint_ground(index: NDArray[np.int64], sky: Array, horizon: Array, rng: np.random.Generator) -> Array:
     """Lay the ground under the horizon: ripples, grass, dunes or drifts: [n, side, side, 3]."""
     n, kind = len(index), index[:, 3]
-    down = np.clip((y - horizon) / (1 - horizon), 0, 1)
+    down = np.clip((_Y - horizon) / (1 - horizon), 0, 1)
     colours = _GROUND[kind][:, None, None] * _LIGHT[index[:, 4]][:, None, None, None, None]
     ground = colours[..., 0, :] * (1 - down[..., None]) + colours[..., 1, :] * down[..., None]
     ground = np.where((kind == 0)[:, None, None, None], 0.55 * ground + 0.5 * sky[:, ::-1], ground)
     ripples = _noise(rng, n, ((40, 5), (22, 9)), (1.0, 0.8))
     grass = _noise(rng, n, ((26, 44), (12, 18)), (1.0, 0.6))
     swell = _noise(rng, n, ((4, 3), (9, 5)), (1.0, 0.5))
-    bands = np.sin(34 * down + 5 * swell + 5 * x).astype(np.float32)
+    bands = np.sin(34 * down + 5 * swell + 5 * _X).astype(np.float32)
     drifts = _noise(rng, n, ((8, 5), (20, 14)), (1.0, 0.5))
     texture = np.stack([0.30 * ripples, 0.52 * grass, 0.13 * bands + 0.14 * grass, 0.17 * drifts])
     strength = (0.10 + 0.9 * ground.mean(-1)) * texture[kind, np.arange(n)]
     ground = ground + strength[..., None]
-    edge = np.clip((y - horizon) * SIZE + 0.5, 0, 1)[..., None]
+    edge = np.clip((_Y - horizon) * SIZE + 0.5, 0, 1)[..., None]
     return np.asarray(sky * (1 - edge) + ground * edge, dtype=np.float32)
 
 
-def _place_lanterns(index: NDArray[np.int64], rng: np.random.Generator) -> Array:
-    """Centre and half size of up to three lanterns: [n, 3, 4] as (x, y, half width, half height); absent ones are 0."""
-    out = np.zeros((len(index), 3, 4), dtype=np.float32)
+def _paint_lanterns(index: NDArray[np.int64], canvas: Array, horizon: Array, rng: np.random.Generator) -> Array:
+    """Glow, body with ribs and shading, caps, and the light that falls on the ground."""
+    # Centre and half size of up to three lanterns: [n, 3, 4] as (x, y, half width, half height); absent ones are 0.
+    lanterns = np.zeros((len(index), 3, 4), dtype=np.float32)
     jitter = rng.uniform(-1, 1, (len(index), 3, 3)).astype(np.float32)
-    for row, (count, shape, *_rest) in enumerate(index):
-        half = _SHAPE[shape] * _SHRINK[count]
+    for row, (count, kind, *_rest) in enumerate(index):
+        half = _SHAPE[kind] * _SHRINK[count]
         for slot, place in enumerate(_PLACES[count]):
             across, up, scale = jitter[row, slot]
             size = half * (1 + 0.07 * scale)
-            out[row, slot] = (place + 0.025 * across, 0.36 + 0.055 * up, size[0], size[1])
-    return out
-
-
-def _paint_lanterns(
-    index: NDArray[np.int64], canvas: Array, lanterns: Array, x: Array, y: Array, horizon: Array
-) -> Array:
-    """Glow, body with ribs and shading, caps, and the light that falls on the ground."""
+            lanterns[row, slot] = (place + 0.025 * across, 0.36 + 0.055 * up, size[0], size[1])
     colour = _COLOUR[index[:, 2]][:, None, None]
     shape = index[:, 1][:, None, None]
+    # Ellipse, capsule-like barrel or rounded square.
+    power = np.where(shape == 2, 8.0, np.where(shape == 1, 3.2, 2.0)).astype(np.float32)
     lake = (index[:, 3] == 0)[:, None, None]
+    down = np.clip((_Y - horizon) / (1 - horizon), 0, 1)
     for slot in range(3):
         cx, cy, half_w, half_h = (lanterns[:, slot, part][:, None, None] for part in range(4))
         present = (half_w > 0).astype(np.float32)
         half_w, half_h = np.maximum(half_w, 1e-3), np.maximum(half_h, 1e-3)
-        dx, dy = (x - cx) / half_w, (y - cy) / half_h
+        dx, dy = (_X - cx) / half_w, (_Y - cy) / half_h
         glow = np.exp(-1.1 * np.maximum(np.sqrt(dx * dx + dy * dy) - 0.9, 0)) * 0.34 * present
         canvas = canvas + glow[..., None] * colour * (1 - 0.6 * np.clip(canvas, 0, 1))
-        below = (y > horizon).astype(np.float32) * present
-        light = (_light_below(lake, cx, half_w, x, y, horizon) * below)[..., None]
+        # A broken streak on water, a soft pool of light on land.
+        wobble = 0.18 * np.sin(95 * _Y + 9 * cx)
+        broken = (0.62 + 0.3 * np.sin(120 * _Y + 7 * cx)) * (1 - 0.55 * down)
+        streak = np.exp(-(((_X - cx) / half_w + wobble) ** 2) * 1.7) * broken
+        pool = np.exp(-(((_X - cx) / (2.2 * half_w)) ** 2) - ((down - 0.35) / 0.33) ** 2) * 0.42
+        below = (horizon < _Y).astype(np.float32) * present
+        light = (np.where(lake, np.clip(streak, 0, 1) * 0.72, pool) * below)[..., None]
         canvas = np.asarray(canvas * (1 - 0.55 * light) + colour * light * 0.75, dtype=np.float32)
-        body = _body(shape, dx, dy, half_w) * present
+        radius = (np.abs(dx) ** power + np.abs(dy) ** power) ** (1 / power)
+        body = np.clip((1 - radius) * half_w * SIZE * 1.4 + 0.5, 0, 1).astype(np.float32) * present
         ribs = 1 - 0.16 * (np.cos(dy * 4.5 * np.pi) > 0.55)
         shade = (1.02 - 0.42 * dx * dx - 0.10 * dy * dy) * ribs
         lit = np.clip(colour * shade[..., None] + 0.20 * np.exp(-2.5 * (dx * dx + dy * dy))[..., None], 0, 1)
@@ -194,23 +193,6 @@ def _paint_lanterns(
         cap = (np.abs(dx) < 0.42) * (np.abs(np.abs(dy) - 1.03) < 0.09) * present
         canvas = canvas * (1 - cap[..., None]) + _array(0.16, 0.09, 0.05) * cap[..., None]
     return canvas
-
-
-def _body(shape: NDArray[np.int64], dx: Array, dy: Array, half_w: Array) -> Array:
-    """Coverage in [0, 1] of a lantern's body: ellipse, capsule-like barrel or rounded square."""
-    power = np.where(shape == 2, 8.0, np.where(shape == 1, 3.2, 2.0)).astype(np.float32)
-    radius = (np.abs(dx) ** power + np.abs(dy) ** power) ** (1 / power)
-    return np.asarray(np.clip((1 - radius) * half_w * SIZE * 1.4 + 0.5, 0, 1), dtype=np.float32)
-
-
-def _light_below(lake: NDArray[np.bool_], cx: Array, half_w: Array, x: Array, y: Array, horizon: Array) -> Array:
-    """A broken streak on water, a soft pool of light on land."""
-    down = np.clip((y - horizon) / (1 - horizon), 0, 1)
-    wobble = 0.18 * np.sin(95 * y + 9 * cx)
-    broken = (0.62 + 0.3 * np.sin(120 * y + 7 * cx)) * (1 - 0.55 * down)
-    streak = np.exp(-(((x - cx) / half_w + wobble) ** 2) * 1.7) * broken
-    pool = np.exp(-(((x - cx) / (2.2 * half_w)) ** 2) - ((down - 0.35) / 0.33) ** 2) * 0.42
-    return np.where(lake, np.clip(streak, 0, 1) * 0.72, pool)
 
 
 def degrade(pixels: Tensor, generator: torch.Generator) -> Tensor:

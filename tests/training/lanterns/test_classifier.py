@@ -12,7 +12,7 @@ from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.lanterns.captions import FIELDS, Attributes
 from lantern_bench.models.lanterns.classifier import AttributeClassifier, load_classifier, predict, prompt_accuracy
 from lantern_bench.models.lanterns.model import write_weights
-from lantern_bench.training.lanterns.scorers import held_out_scenes
+from lantern_bench.training.lanterns.tasks import held_out_scenes
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,10 @@ from lantern_bench.models.lanterns import model as lanterns_model
 from lantern_bench.models.lanterns.captions import HELD_OUT
 from lantern_bench.models.vq import VQConfig
 from lantern_bench.training.drafter.run import Observations
-from lantern_bench.training.lanterns import quality_gates, recipe, scorers, tasks
+from lantern_bench.training.lanterns import quality_gates, recipe, tasks
 from lantern_bench.training.lanterns.quality_gates import Evaluation, QualityGate, check_weights
 from lantern_bench.training.lanterns.recipe import PARTS, RecipeSettings, drafter_task, train_part
-from lantern_bench.training.lanterns.scorers import held_out_scenes
-from lantern_bench.training.lanterns.tasks import Sequences, TargetTask, tokenize
+from lantern_bench.training.lanterns.tasks import Sequences, TargetTask, held_out_scenes, tokenize
 
 CPU = torch.device("cpu")
 TINY = RecipeSettings(steps=2, scenes=24, held_out=8, compiled=False)
@@ -38,7 +37,7 @@ def tiny() -> pytest.MonkeyPatch:
         patch.setattr(lanterns_model, "TARGET_CONFIG", replace(lanterns_model.TARGET_CONFIG, **sizes))
         for module in (tasks, recipe):
             patch.setattr(module, "_BATCH", 4)
-        patch.setattr(scorers, "_EVALUATED", 8)
+        patch.setattr(tasks, "_EVALUATED", 8)
         patch.setattr(quality_gates, "_SCENES", 8)
         patch.setattr(quality_gates, "_RETRIEVAL", 8)
         patch.setattr(quality_gates, "_TEACHER_FORCED", 6)

@@ -16,7 +16,7 @@ from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.lanterns import FILES, model
 from lantern_bench.models.lanterns.model import load_tokenizer
 from lantern_bench.models.vq import VQConfig
-from lantern_bench.training.lanterns import recipe, scorers, tasks
+from lantern_bench.training.lanterns import recipe, tasks
 from lantern_bench.training.lanterns.recipe import PARTS, REPORT, RecipeSettings, check_part, train_part
 from lantern_bench.training.loop import TrainEvent, TrainReport
 
@@ -33,7 +33,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "TARGET_CONFIG", replace(model.TARGET_CONFIG, **sizes))
     for module in (tasks, recipe):
         monkeypatch.setattr(module, "_BATCH", 4)
-    monkeypatch.setattr(scorers, "_EVALUATED", 8)
+    monkeypatch.setattr(tasks, "_EVALUATED", 8)
 
 
 def run(

@@ -13,9 +13,9 @@ from lantern_bench.models.lanterns.captions import ALL_ATTRIBUTES, HELD_OUT, TRA
 from lantern_bench.models.lanterns.classifier import load_classifier, prompt_accuracy
 from lantern_bench.models.lanterns.model import write_weights
 from lantern_bench.models.vq import VQConfig, VQModel
-from lantern_bench.training.lanterns import scorers
+from lantern_bench.training.lanterns import tasks
 from lantern_bench.training.lanterns.scenes import blur, degrade, drop_detail, scene_set
-from lantern_bench.training.lanterns.scorers import ClipTask, FeaturesTask, Pool, reconstruct, save_clip, training_pool
+from lantern_bench.training.lanterns.tasks import ClipTask, FeaturesTask, Pool, reconstruct, save_clip, training_pool
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +55,11 @@ def test_classifier_learns(pool: Pool) -> None:
 
 
 def test_evaluation_uses_held_out_scenes(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scorers, "_EVALUATED", 6)
+    monkeypatch.setattr(tasks, "_EVALUATED", 6)
     task = FeaturesTask(pool, through=lambda pictures: pictures)
     figures = task.evaluate()
     assert figures["accuracy_scenes"] == figures["accuracy_reconstructions"]
-    pictures, attributes = scorers.held_out_scenes(6)
+    pictures, attributes = tasks.held_out_scenes(6)
     assert figures["accuracy_scenes"] == float(prompt_accuracy(task.classifier, pictures, attributes).float().mean())
     assert attributes == list(HELD_OUT[:6])
 
@@ -78,11 +78,11 @@ def test_clip_batch_has_no_caption_twice() -> None:
         return torch.eye(len(pictures)), torch.eye(len(pictures)), torch.tensor(10.0)
 
     task.clip.forward = spy  # type: ignore[method-assign]
-    original, scorers.degrade = scorers.degrade, lambda pictures, _generator: pictures
+    original, tasks.degrade = tasks.degrade, lambda pictures, _generator: pictures
     try:
         task.loss(_generator())
     finally:
-        scorers.degrade = original
+        tasks.degrade = original
     ((pictures, tokens),) = seen
     captions = [tokens_of[tuple(row.tolist())] for row in tokens]
     assert sorted(captions) == [0, 1, 2, 250]
@@ -101,7 +101,7 @@ def test_clip_is_small_and_open_clip_loads_its_folder(pool: Pool, tmp_path: Path
     captions = [Attributes(*row).caption() for row in pool.attributes[:4].tolist()]
     task.clip.eval()
     expected = torch.cosine_similarity(
-        task.clip.encode_image(pixels), task.clip.encode_text(scorers._caption_tokens(_first(pool))), dim=1
+        task.clip.encode_image(pixels), task.clip.encode_text(tasks._caption_tokens(_first(pool))), dim=1
     )
     assert load_clip(f"local-dir:{tmp_path / 'clip'}").score(pool.pixels[:4], captions) == pytest.approx(
         expected.tolist(), abs=5e-3
