@@ -7,6 +7,7 @@ intervals.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
@@ -28,17 +29,14 @@ from lantern_bench.training.drafter.recipe import DrafterFlags, checked, flag_of
 
 if TYPE_CHECKING:
     import pandas as pd
-    import torch
 
     from lantern_bench.console import Progress
     from lantern_bench.training.drafter.job import DrafterJob
-    from lantern_bench.training.drafter.run import Evaluated, Observations
-    from lantern_bench.training.lanterns.quality_gates import QualityGate
+    from lantern_bench.training.drafter.run import Evaluated
     from lantern_bench.training.lanterns.recipe import RecipeSettings
     from lantern_bench.training.loop import TrainEvent
 
-HELP = "Train a drafter for any target, or the bundled models with their own recipe."
-train = command_group(name="train", help=HELP)
+train = command_group(name="train", help="Train a drafter for any target, or the bundled models with their own recipe.")
 
 
 def _drafter_flags() -> Iterator[Flag]:
@@ -72,20 +70,14 @@ def drafter(
     given = {key: value for key, value in flags.items() if value is not None}
     checked_flags = checked(DrafterFlags, {"target": target, "data": data, **given})
 
-    from lantern_bench.training.drafter.job import make_job
+    from lantern_bench.training.drafter.job import make_job, plan_rows
 
     job = make_job(checked_flags, results_root() / "drafters")
-    if dry_run:
-        _plan(job, console, format)
-    else:
-        _run(job, min_mal, console, format)
-
-
-def _plan(job: DrafterJob, console: Console, format: str | None) -> None:
+    if not dry_run:
+        return _run(job, min_mal, console, format)
     import pandas as pd
 
     from lantern_bench.runs.devices import choose_place
-    from lantern_bench.training.drafter.job import plan_rows
 
     rows = plan_rows(job, choose_place(job.flags.device, job.flags.dtype).dtype)
     table = pd.DataFrame(rows, columns=["what", "how much"])
@@ -116,7 +108,7 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
     before = (job.out / "model.safetensors").is_file()
     try:
         with shown.progress() as progress:
-            on_event = _Training(progress, "drafter")
+            on_event = partial(_show_event, progress, "drafter")
             report, evaluated = train_drafter(job, model, on_event, progress.share, distributed)
     except KeyboardInterrupt:
         shown.say(f"stopped; the same command continues from what is in {job.work}")
@@ -132,15 +124,10 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
         raise CheckFailedError(f"--min-mal {min_mal:g}: the drafter's MAL is {found}", "Train longer or on more data.")
 
 
-class _Training:
-    """Shows the events of a training as progress; the bar starts again after an evaluation."""
-
-    def __init__(self, progress: Progress, part: str) -> None:
-        self._progress, self._part = progress, part
-
-    def __call__(self, event: TrainEvent) -> None:
-        self._progress.share(f"training the {self._part}", event.fraction)
-        self._progress.reach(event.fraction, step=str(event.step), loss=event.loss, **event.parts)
+def _show_event(progress: Progress, part: str, event: TrainEvent) -> None:
+    """Show an event of a training as progress; the bar starts again after an evaluation."""
+    progress.share(f"training the {part}", event.fraction)
+    progress.reach(event.fraction, step=str(event.step), loss=event.loss, **event.parts)
 
 
 def _drafter_table(evaluated: Sequence[Evaluated], tree: str | None) -> pd.DataFrame:
@@ -191,10 +178,10 @@ def lanterns(
     console: Console = ctx.obj
     only_training = {"minutes": minutes, "steps": steps, "init_from": init_from}
 
-    from lantern_bench.models.lanterns import WEIGHTS_FOLDER
+    from lantern_bench.models.lanterns import FILES, WEIGHTS_FOLDER
     from lantern_bench.runs.devices import choose_place
     from lantern_bench.training.lanterns.quality_gates import check_weights
-    from lantern_bench.training.lanterns.recipe import PARTS, RecipeSettings, check_part
+    from lantern_bench.training.lanterns.recipe import PARTS, REPORT, RecipeSettings, check_part, train_part
 
     shared = {"seed": seed, "resume": resume, "device": device, "images": images}
     settings = checked(RecipeSettings, only_training | shared)
@@ -214,30 +201,26 @@ def lanterns(
     place = choose_place(device)
     writable(folder, "--out")
     writable(work, "--work")
-    _train(parts, folder, work, settings, place.device, console)
-
-
-def _train(
-    parts: Sequence[str], folder: Path, work: Path, settings: RecipeSettings, device: torch.device, console: Console
-) -> None:
-    from lantern_bench.models.lanterns import FILES
-    from lantern_bench.training.lanterns.recipe import REPORT, train_part
-
-    for part in parts:
-        path = folder / FILES[part]
+    for name in parts:
+        path = folder / FILES[name]
         before = path.is_file()
         with console.progress() as progress:
-            report = train_part(part, folder, work, settings, device, _Training(progress, part), progress.share)
-        figures = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in report.figures.items())
-        console.say(f"{part}: {report.steps} steps in {duration(report.seconds)}; {figures}")
-        console.say(f"{part}: {'replaced' if before else 'wrote'} {path}")
+            on_event = partial(_show_event, progress, name)
+            report = train_part(name, folder, work, settings, place.device, on_event, progress.share)
+        figures = ", ".join(f"{key.replace('_', ' ')} {value:.4g}" for key, value in report.figures.items())
+        console.say(f"{name}: {report.steps} steps in {duration(report.seconds)}; {figures}")
+        console.say(f"{name}: {'replaced' if before else 'wrote'} {path}")
     console.say(f"report: {folder / REPORT}")
 
 
 def _evaluate(
     parts: Sequence[str], folder: Path, settings: RecipeSettings, console: Console, format: str | None
 ) -> None:
+    """Print one row a quality gate, with the 95 % interval where the figure was sampled."""
+    import pandas as pd
+
     from lantern_bench.metrics.clip import LOCAL_DIR, load_clip
+    from lantern_bench.report.stats import proportion, ratio_of_sums
     from lantern_bench.runs.devices import choose_place
     from lantern_bench.training.lanterns.quality_gates import Evaluation
 
@@ -246,36 +229,22 @@ def _evaluate(
     with console.progress() as progress:
         evaluation = Evaluation(folder, clip, device, settings.images, settings.seed, on_progress=progress.share)
         gates = list(evaluation.measure(parts))
-    console.table(_gate_table(gates), title="quality gates of the bundled models", format=format)
-    failed = [gate for gate in gates if gate.passed is False]
-    if failed:
-        raise CheckFailedError(
-            f"{len(failed)} of {sum(bool(gate.wanted) for gate in gates)} quality gates failed: "
-            + "; ".join(gate.name for gate in failed)
-        )
-
-
-def _gate_table(gates: Sequence[QualityGate]) -> pd.DataFrame:
-    """One row a quality gate, with the interval where the figure was sampled."""
-    import pandas as pd
-
     rows = []
     for gate in gates:
-        low, high = _interval(gate.observations) if gate.observations is not None else (None, None)
+        low = high = None
+        if gate.observations is not None:
+            over, under, _ = gate.observations
+            # Wilson's where all or none were right, since resampling of the prompts sees no variation there.
+            alike = set(under) == {1.0} and set(over) in ({0.0}, {1.0})
+            found = proportion(int(sum(over)), len(over)) if alike else ratio_of_sums(*gate.observations)
+            low, high = found.low, found.high
         wanted = " and ".join(f"{side} {bound:g}" for side, bound in gate.wanted)
         met = {True: "yes", False: "NO", None: ""}[gate.passed]
         rows.append([gate.part, gate.name, gate.value, low, high, wanted, met])
     columns = ["part", "bar", "measured", "low", "high", "wanted", "met"]
-    return pd.DataFrame(rows, columns=columns).astype({"low": float, "high": float})
-
-
-def _interval(observations: Observations) -> tuple[float | None, float | None]:
-    """95 % over prompts; Wilson's where all or none were right, since resampling sees no variation there."""
-    from lantern_bench.report.stats import proportion, ratio_of_sums
-
-    over, under, _ = observations
-    if set(under) == {1.0} and (set(over) == {1.0} or set(over) == {0.0}):
-        interval = proportion(int(sum(over)), len(over))
-    else:
-        interval = ratio_of_sums(*observations)
-    return interval.low, interval.high
+    table = pd.DataFrame(rows, columns=columns).astype({"low": float, "high": float})
+    console.table(table, title="quality gates of the bundled models", format=format)
+    failed = [gate.name for gate in gates if gate.passed is False]
+    if failed:
+        count = f"{len(failed)} of {sum(bool(gate.wanted) for gate in gates)}"
+        raise CheckFailedError(f"{count} quality gates failed: {'; '.join(failed)}")

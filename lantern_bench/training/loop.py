@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from lantern_bench.clock import now
 from lantern_bench.errors import RefusedError, UserError
-
-_TIMEOUT = timedelta(hours=24)  # the other processes wait while the first one samples, encodes and evaluates
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,9 @@ def join_processes(cpu: bool = False) -> Distributed:
             "several processes need the package accelerate, which is not installed",
             "Run `pip install 'lantern-bench[train]'`, or start one process.",
         ) from error
-    accelerator = Accelerator(cpu=cpu, kwargs_handlers=[InitProcessGroupKwargs(timeout=_TIMEOUT)])
+    # The other processes wait while the first one samples, encodes and evaluates.
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=24))
+    accelerator = Accelerator(cpu=cpu, kwargs_handlers=[patience])
 
     def average(tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -146,7 +146,7 @@ class TrainEvent:
 OnEvent = Callable[[TrainEvent], None]
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainReport:
     """What is written beside the weights: settings, losses by step and the figures at the end."""
 
@@ -154,8 +154,8 @@ class TrainReport:
     steps: int
     seconds: float
     settings: dict[str, Any]
-    losses: list[tuple[int, float]] = field(default_factory=list)
-    figures: dict[str, float] = field(default_factory=dict)
+    losses: list[tuple[int, float]]
+    figures: dict[str, float]
 
 
 def train(
@@ -180,11 +180,10 @@ def train(
         run.load(settings.checkpoint)
     run.to_end(on_event)
     task.module.eval()
-    report = TrainReport(task.name, run.done_steps, run.seconds, settings.described(), run.losses)
     # Few batches, of other shapes and precision than in training: not worth compiling.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        report.figures = task.evaluate()
-    return report
+        figures = task.evaluate()
+    return TrainReport(task.name, run.done_steps, run.seconds, settings.described(), run.losses, figures)
 
 
 class _Run:
@@ -207,7 +206,9 @@ class _Run:
         total, parts, count = 0.0, dict[str, float](), 0
         while (done := self.fraction()) < 1.0:
             began = now()
-            rate = self.learning_rate(done)
+            left = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
+            warm = min(1.0, (self.done_steps + 1) / max(1, settings.warmup))
+            rate = settings.lr * warm * (settings.final_lr + (1 - settings.final_lr) * left)
             value, named = self.step(rate)
             total, count = total + value, count + 1
             for key, part in named.items():
@@ -227,14 +228,6 @@ class _Run:
         by_steps = self.done_steps / self.settings.steps if self.settings.steps else 0.0
         by_time = self.seconds / (60.0 * self.settings.minutes) if self.settings.minutes else 0.0
         return max(by_steps, by_time)
-
-    def learning_rate(self, done: float) -> float:
-        """The learning rate of the next step, when the share `done` of the training is done."""
-        settings = self.settings
-        warm = min(1.0, (self.done_steps + 1) / max(1, settings.warmup))
-        done = min(done, 1.0)
-        left = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
-        return settings.lr * warm * (settings.final_lr + (1 - settings.final_lr) * left)
 
     def step(self, rate: float) -> tuple[float, dict[str, float]]:
         """One step at a learning rate: the loss and its parts, means over its batches and processes."""
@@ -259,10 +252,9 @@ class _Run:
         self.distributed.average([shared])
         value, *means = shared.tolist()
         if not math.isfinite(value):
-            raise RefusedError(
-                f"training of {self.task.name} diverged at step {self.done_steps}: the loss is {value}",
-                "Lower the learning rate, or run the same command again to continue from the last checkpoint.",
-            )
+            advice = "Lower the learning rate, or run the same command again to continue from the last checkpoint."
+            problem = f"training of {self.task.name} diverged at step {self.done_steps}: the loss is {value}"
+            raise RefusedError(problem, advice)
         return value, dict(zip(list(figures)[1:], means, strict=True))
 
     def save(self, path: Path) -> None:

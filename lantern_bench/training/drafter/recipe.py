@@ -215,11 +215,8 @@ def read_recipe(source: str) -> DrafterRecipe:
     base = values.pop("base", "published")
     if base not in RECIPES:
         raise UserError(f"--recipe {source}: base {base}: unknown recipe", f"The recipes are {names}.")
-    return checked(
-        DrafterRecipe,
-        RECIPES[base].model_dump() | values,
-        lambda key: f"--recipe {source} line {file.line((key,))}: {key}",
-    )
+    changed = RECIPES[base].model_dump() | values
+    return checked(DrafterRecipe, changed, lambda key: f"--recipe {source} line {file.line((key,))}: {key}")
 
 
 def recipe_of(flags: DrafterFlags) -> DrafterRecipe:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 from safetensors.torch import save
+from torch import Tensor
 
 from lantern_bench.clock import OnProgress, unheard
 from lantern_bench.config.decoding import Decoding
@@ -30,11 +31,11 @@ from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.io.state_dict import export
 from lantern_bench.models.loaded_model import LoadedModel, transformer_of
 from lantern_bench.models.transformer.target import TransformerTarget
-from lantern_bench.training.drafter.dataset import Dataset, make_dataset, split
+from lantern_bench.training.drafter.dataset import make_dataset, split
 from lantern_bench.training.drafter.features import ConditionedTokens, FeatureBatches, FeatureShards, LiveFeatures
 from lantern_bench.training.drafter.job import DrafterJob, check_work
 from lantern_bench.training.drafter.task import DrafterTask, drafter_like, loop_settings
-from lantern_bench.training.loop import Distributed, OnEvent, TrainEvent, TrainReport, TrainSettings, train
+from lantern_bench.training.loop import Distributed, OnEvent, TrainEvent, TrainReport, train
 
 # The published code's name for each grid of LlamaGen; the number of condition positions tells t2i from c2i.
 _INPUT_TYPES = {((16, 16), 120): "t2i", ((32, 32), 120): "t2i2", ((24, 24), 1): "c2i"}
@@ -92,7 +93,27 @@ def train_drafter(
         return report, []
     write_drafter(run.drafter, job.out, job.flags.target, model.weights)
     evaluated = run.final()
-    _write_report(job, report, evaluated)
+    found = {
+        one.name: {
+            "one_minus_tv": one.one_minus_tv,
+            "mal": one.accepted.value if one.accepted else None,
+            "images": len(one.accepted.over) if one.accepted else 0,
+        }
+        for one in evaluated
+    }
+    target = job.flags.target
+    about = {
+        "target": Path(target).name if target.endswith((".yaml", ".yml")) else target,
+        "init": job.init_name,
+        "sequences": len(job.data),
+        "recipe": job.recipe.model_dump(mode="json"),
+        "decoding": job.decoding.model_dump(mode="json"),
+        "steps": report.steps,
+        "seconds": round(report.seconds, 1),
+        "settings": report.settings,
+        "drafters": found,
+    }
+    write_atomically(job.out / "training_report.json", json.dumps(about, indent=1).encode() + b"\n")
     return report, evaluated
 
 
@@ -105,34 +126,65 @@ class _Run:
         self.drafter = _initial_drafter(job, model, self.target)
         check_work(job, model, distributed)
         recipe, seed = job.recipe, job.flags.seed
-        self.dataset = self._dataset()
-        training, held_out = (part.tolist() for part in split(len(self.dataset.tokens), recipe.held_out, seed))
-        self.sequences = len(training)
-        self.live = LiveFeatures(self.target, ConditionedTokens(self.dataset.tokens, self._condition))
+        tokens, self.sources = self._dataset()
+        training, held_out = (part.tolist() for part in split(len(tokens), recipe.held_out, seed))
+        self.sequences, caption = len(training), job.data.caption
+        conditioned = ConditionedTokens(tokens, lambda rows: model.condition([caption(row) for row in rows]))
+        self.live = LiveFeatures(self.target, conditioned)
         features, evaluated = self._features(), held_out[:_HELD_OUT_SEQUENCES]
         settings = (training, recipe.batch, recipe.dropped, seed, lambda: self.live.pairs(evaluated))
         batches = FeatureBatches(features, *settings, distributed, recipe.guided)
         self.task = DrafterTask(self.drafter, batches, recipe, job.decoding)
-        self.prompts = list(job.prompts) or list(dict.fromkeys(self.dataset.caption(row) for row in held_out))
+        self.prompts = list(job.prompts) or list(dict.fromkeys(caption(row) for row in held_out))
 
     def train(self, on_event: OnEvent) -> TrainReport:
         """The loop, with a row of the log for each event."""
-        job = self.job
-        if job.flags.compile:
+        job, flags, recipe = self.job, self.job.flags, self.job.recipe
+        settings = replace(
+            loop_settings(recipe, self.sequences),
+            minutes=flags.minutes,
+            seed=flags.seed,
+            log_every=flags.log_every,
+            checkpoint_every=flags.checkpoint_every,
+            checkpoint=job.work / "drafter.ckpt",
+            resume=flags.resume,
+        )
+        if flags.minutes is not None and recipe.steps is None:
+            settings = replace(settings, steps=None)
+        if flags.compile:
             self.target.transformer.compile()
             self.drafter.compile()
-        log = TrainingLog(job.out / "log.csv", job.flags.resume)
+        log = TrainingLog(job.out / "log.csv", flags.resume)
+        sequences = recipe.batch * recipe.accumulate
 
         def log_event(event: TrainEvent) -> None:
             if not self.distributed.first:
                 return
-            before = log.before(event.step)
-            figures = self._evaluate(event.step, before[0])
-            log.add(self._row(event, before) | figures)
-            mal = figures.get("mal")
-            on_event(replace(event, parts={**event.parts, **({} if mal is None else {"mal": mal})}))
+            step, seconds = log.before(event.step)
+            tokens, took = (event.step - step) * sequences * self.target.image_tokens, event.seconds - seconds
+            row: dict[str, float | None] = {
+                "step": event.step,
+                "epoch": event.step * sequences / self.sequences,
+                "seconds": event.seconds,
+                "loss": event.loss,
+                "feature_loss": event.parts["feature"],
+                "soft_loss": event.parts["soft"],
+                "train_one_minus_tv": event.parts["one_minus_tv"],
+                "lr": event.lr,
+                "tokens_per_s": tokens / took if took > 0 else None,
+            }
+            mal = None
+            # Held-out figures, where this event is the first after a multiple of `eval_every`.
+            if flags.eval_every and event.step // flags.eval_every != step // flags.eval_every:
+                with torch.compiler.set_stance("force_eager"):
+                    row["one_minus_tv"] = self.task.overlap(self.drafter)
+                    drafter = drafter_like(self.drafter, self.target.dtype, self.target.device).eval()
+                    mal = self._accepted(drafter, flags.eval_images).value if flags.eval_images else None
+                row |= {"mal": mal, "mal_images": flags.eval_images}
+            log.add(row)
+            on_event(event if mal is None else replace(event, parts={**event.parts, "mal": mal}))
 
-        return train(self.task, self._settings(), self.target.device, log_event, self.distributed)
+        return train(self.task, settings, self.target.device, log_event, self.distributed)
 
     def final(self) -> list[Evaluated]:
         """Evaluate the drafter as it was written, read again, and the model's own."""
@@ -149,20 +201,7 @@ class _Run:
                 evaluated.append(Evaluated(name, overlap, accepted))
         return evaluated
 
-    def _settings(self) -> TrainSettings:
-        flags, loop = self.job.flags, loop_settings(self.job.recipe, self.sequences)
-        return replace(
-            loop,
-            steps=loop.steps if flags.minutes is None or self.job.recipe.steps is not None else None,
-            minutes=flags.minutes,
-            seed=flags.seed,
-            log_every=flags.log_every,
-            checkpoint_every=flags.checkpoint_every,
-            checkpoint=self.job.work / "drafter.ckpt",
-            resume=flags.resume,
-        )
-
-    def _dataset(self) -> Dataset:
+    def _dataset(self) -> tuple[Tensor, str]:
         """Encode or sample the sequences and encode the captions: the first process does it, the others read it."""
         job, first = self.job, self.distributed.first
         on_progress = self.on_progress if first else unheard
@@ -171,25 +210,21 @@ class _Run:
         for done, total in self.model.prepare(list(dict.fromkeys([*job.data.captions, *job.prompts]))):
             on_progress("encoding captions", done / total)
         sampling = Decoding(mode="ar", **{name: getattr(job.decoding, name) for name in _SAMPLING})
-        made = make_dataset(job.data, self.model, sampling, job.flags.seed, job.work, on_progress)
+        tokens, sources = make_dataset(job.data, self.model, sampling, job.flags.seed, job.work, on_progress)
         self.distributed.wait()
         if first:
             self.distributed.wait()
-        if int(made.tokens.shape[1]) != self.target.image_tokens:
-            raise UserError(
-                f"--data: the pictures have {made.tokens.shape[1]} tokens, and the target {self.target.image_tokens}"
-            )
-        return made
-
-    def _condition(self, rows: Sequence[int]) -> Any:
-        return self.model.condition([self.dataset.caption(row) for row in rows])
+        found, wanted = int(tokens.shape[1]), self.target.image_tokens
+        if found != wanted:
+            raise UserError(f"--data: the pictures have {found} tokens, and the target {wanted}")
+        return tokens, sources
 
     def _features(self) -> LiveFeatures | FeatureShards:
         recipe, flags, target = self.job.recipe, self.job.flags, self.target
         if flags.features == "live":
             return self.live
         dtype = torch.bfloat16 if recipe.autocast else target.dtype
-        key: dict[str, Any] = {"weights": dict(self.model.weights), "sequences": self.dataset.sha256}
+        key: dict[str, Any] = {"weights": dict(self.model.weights), "sequences": self.sources}
         key |= {"dropped": "both" if recipe.guided else recipe.dropped, "seed": flags.seed}
         if recipe.guided:
             dropped = torch.arange(2 * len(self.live)) >= len(self.live)
@@ -200,17 +235,6 @@ class _Run:
             shards.make(self.live, max(8, recipe.batch), dropped, recipe.autocast, self.on_progress)
         self.distributed.wait()
         return FeatureShards(self.job.work, key, dtype, target.device)
-
-    def _evaluate(self, step: int, before: int) -> dict[str, float | None]:
-        """Held-out figures, where this event is the first after a multiple of `eval_every`."""
-        every, images = self.job.flags.eval_every, self.job.flags.eval_images
-        if not every or step // every == before // every:
-            return {}
-        with torch.compiler.set_stance("force_eager"):
-            overlap = self.task.overlap(self.drafter)
-            drafter = drafter_like(self.drafter, self.target.dtype, self.target.device).eval()
-            mal = self._accepted(drafter, images).value if images else None
-        return {"one_minus_tv": overlap, "mal": mal, "mal_images": images}
 
     def _accepted(
         self, drafter: EagleDrafter, images: int, what: str = "", on_progress: OnProgress = unheard
@@ -228,22 +252,6 @@ class _Run:
             traces += [image.trace for image in decode(model, model.condition(texts), self.job.decoding, draws)]
             on_progress(what, (start + len(part)) / images)
         return Observations.of_lengths(traces, [text for text, _ in slots])
-
-    def _row(self, event: TrainEvent, before: tuple[int, float]) -> dict[str, float | None]:
-        sequences = self.job.recipe.batch * self.job.recipe.accumulate
-        tokens = (event.step - before[0]) * sequences * self.target.image_tokens
-        took = event.seconds - before[1]
-        return {
-            "step": event.step,
-            "epoch": event.step * sequences / self.sequences,
-            "seconds": event.seconds,
-            "loss": event.loss,
-            "feature_loss": event.parts["feature"],
-            "soft_loss": event.parts["soft"],
-            "train_one_minus_tv": event.parts["one_minus_tv"],
-            "lr": event.lr,
-            "tokens_per_s": tokens / took if took > 0 else None,
-        }
 
 
 def _initial_drafter(job: DrafterJob, model: LoadedModel, target: TransformerTarget) -> EagleDrafter:
@@ -266,7 +274,15 @@ class TrainingLog:
 
     def __init__(self, path: Path, resume: bool) -> None:
         self._path = path
-        self._rows = self._read() if resume and path.is_file() else []
+        self._rows = list[dict[str, str]]()
+        if resume and path.is_file():
+            with path.open(encoding="utf-8", newline="") as file:
+                reader = csv.DictReader(file)
+                if tuple(reader.fieldnames or ()) != COLUMNS:
+                    advice = "Move it away, or give another folder (--out)."
+                    raise RefusedError(f"{path}: is not the log of a training", advice)
+                # A line that was cut off while it was written lacks its last fields.
+                self._rows = [row for row in reader if None not in row.values() and row["step"].isdigit()]
 
     def before(self, step: int) -> tuple[int, float]:
         """Step and seconds of the last row before `step`; zeros without one."""
@@ -284,15 +300,6 @@ class TrainingLog:
         writer.writerows(self._rows)
         write_atomically(self._path, out.getvalue().encode())
 
-    def _read(self) -> list[dict[str, str]]:
-        with self._path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            if tuple(reader.fieldnames or ()) != COLUMNS:
-                advice = "Move it away, or give another folder (--out)."
-                raise RefusedError(f"{self._path}: is not the log of a training", advice)
-            # A line that was cut off while it was written lacks its last fields.
-            return [row for row in reader if None not in row.values() and row["step"].isdigit()]
-
 
 def _text(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
@@ -306,16 +313,8 @@ def write_drafter(drafter: EagleDrafter, folder: Path, target: str, weights: Map
     """
     state = {name: tensor.float() for name, tensor in export(drafter, drafter_key_map(drafter)).items()}
     write_atomically(folder / "model.safetensors", save(state, metadata={"format": "pt"}))
-    config = json.dumps(_config(drafter) | {"trained_for": weights.get("target", "")}, indent=1)
-    write_atomically(folder / "config.json", config.encode() + b"\n")
-    name = os.path.relpath(target, folder) if target.lower().endswith((".yaml", ".yml")) else target
-    model = yaml.safe_dump({"model": name, "drafter": {"dir": "."}}, sort_keys=False)
-    write_atomically(folder / "model.yaml", model.encode())
-
-
-def _config(drafter: EagleDrafter) -> dict[str, Any]:
-    """The config.json: the keys that the published code and this package read."""
     config = drafter.config
+    # The keys that the published code and this package read.
     shared = {
         "num_hidden_layers": 1,
         "hidden_size": config.dim,
@@ -328,34 +327,16 @@ def _config(drafter: EagleDrafter) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
     }
+    described: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **shared}
     if config.qk_norm:
-        return {"model_type": "chameleon", **shared, "rope_theta": config.rope_base, "swin_norm": config.norm_after}
-    kind = _INPUT_TYPES.get((config.grid, config.prefix))
-    told = {} if kind is None else {"input_type": kind}
-    model = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    return {**model, **shared, **told, "mask_padding": drafter.mask_padding}
-
-
-def _write_report(job: DrafterJob, report: TrainReport, evaluated: Sequence[Evaluated]) -> None:
-    """Write `training_report.json`: recipe, decoding, steps and the figures at the end."""
-    found = {
-        one.name: {
-            "one_minus_tv": one.one_minus_tv,
-            "mal": one.accepted.value if one.accepted else None,
-            "images": len(one.accepted.over) if one.accepted else 0,
-        }
-        for one in evaluated
-    }
-    target = job.flags.target
-    about = {
-        "target": Path(target).name if target.endswith((".yaml", ".yml")) else target,
-        "init": job.init_name,
-        "sequences": len(job.data),
-        "recipe": job.recipe.model_dump(mode="json"),
-        "decoding": job.decoding.model_dump(mode="json", exclude={"brought"}),
-        "steps": report.steps,
-        "seconds": round(report.seconds, 1),
-        "settings": report.settings,
-        "drafters": found,
-    }
-    write_atomically(job.out / "training_report.json", json.dumps(about, indent=1).encode() + b"\n")
+        described = {"model_type": "chameleon", **shared, "rope_theta": config.rope_base}
+        described["swin_norm"] = config.norm_after
+    else:
+        kind = _INPUT_TYPES.get((config.grid, config.prefix))
+        described |= {} if kind is None else {"input_type": kind}
+        described["mask_padding"] = drafter.mask_padding
+    described["trained_for"] = weights.get("target", "")
+    write_atomically(folder / "config.json", json.dumps(described, indent=1).encode() + b"\n")
+    name = os.path.relpath(target, folder) if target.lower().endswith((".yaml", ".yml")) else target
+    model = yaml.safe_dump({"model": name, "drafter": {"dir": "."}}, sort_keys=False)
+    write_atomically(folder / "model.yaml", model.encode())

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from PIL import Image
@@ -35,14 +35,8 @@ from lantern_bench.training.drafter.run import Observations
 from lantern_bench.training.lanterns.tasks import held_out_scenes, psnr_and_usage, reconstruct, tokenize
 
 _SCENES = 500
-_RETRIEVAL = 100
 _TEACHER_FORCED = 64
-_AT_ONCE = 8
-_DRAFTER_PROMPTS = 100
 _ACCEPTANCE_SEED = 977_003
-_SIDES = {">=": operator.ge, "<=": operator.le}
-# Dynamic drafting is published at half of static's accepted length; this gate asks for a fifth less.
-_DYNAMIC_OVER_STATIC = 0.8
 
 _USES: dict[str, tuple[str, ...]] = {
     "tokenizer": ("tokenizer",),
@@ -69,7 +63,8 @@ class QualityGate:
     @property
     def passed(self) -> bool | None:
         """Whether the figure itself (not its interval) is within the bounds; None without bounds."""
-        return all(_SIDES[side](self.value, bound) for side, bound in self.wanted) if self.wanted else None
+        sides = {">=": operator.ge, "<=": operator.le}
+        return all(sides[side](self.value, bound) for side, bound in self.wanted) if self.wanted else None
 
 
 class Embedder(Protocol):
@@ -133,7 +128,7 @@ class Evaluation:
         """Caption retrieval among 100 held-out scenes of different captions: top-1."""
         if self.clip is None:
             return
-        pixels, attributes = held_out_scenes(_RETRIEVAL)
+        pixels, attributes = held_out_scenes(100)
         captions = [item.caption() for item in attributes]
         pictures = [Image.fromarray(picture.permute(1, 2, 0).numpy()) for picture in pixels]
         nearest = (self.clip.images(pictures) @ self.clip.captions(captions).T).argmax(1)
@@ -147,7 +142,7 @@ class Evaluation:
         That is the probability of the likeliest and the ten likeliest codes with guidance, and NLL without it.
         """
         prompts = _prompts(self.images)
-        pictures, _ = self._sampled(prompts, self._decoding("ar"), "sampling")
+        pictures, _ = self._sampled(prompts, Decoding(mode="ar", cfg_scale=GUIDANCE, cfg_default=GUIDANCE), "sampling")
         attributes = [item for item in attributes_of(prompts) if item is not None]
         gates = [self._accuracy("target", "prompt accuracy of AR samples", pictures, attributes, 0.80)]
         top1, top10, nll, captions = list[float](), list[float](), list[float](), list[str]()
@@ -167,17 +162,20 @@ class Evaluation:
 
     def _drafter(self) -> Iterator[QualityGate]:
         """Lossless accepted lengths of static and dynamic drafting, and 1 - TV at depth 1."""
-        prompts = _prompts(min(self.images, _DRAFTER_PROMPTS))
+        prompts = _prompts(min(self.images, 100))
         lengths = {}
         for drafting, values in (("static", {"tree": "eagle1-25"}), ("dynamic", {})):
-            decoding = self._decoding("speculative", drafting=drafting, **values)
+            decoding = Decoding(
+                mode="speculative", drafting=drafting, cfg_scale=GUIDANCE, cfg_default=GUIDANCE, **values
+            )
             _, traces = self._sampled(prompts, decoding, f"{drafting} drafting")
             lengths[drafting] = Observations.of_lengths(traces, prompts)
         # Both commit the same tokens, so the ratio of their accepted lengths is that of their steps, prompt by prompt.
         ratio = Observations(lengths["static"].under, lengths["dynamic"].under, prompts)
         yield _observed("drafter", "lossless MAL, eagle1-25", lengths["static"], ((">=", 2.8),))
         yield _observed("drafter", "lossless MAL, dynamic", lengths["dynamic"])
-        yield _observed("drafter", "MAL of dynamic over static", ratio, (("<=", _DYNAMIC_OVER_STATIC),))
+        # Dynamic drafting is published at half of static's accepted length; this gate asks for a fifth less.
+        yield _observed("drafter", "MAL of dynamic over static", ratio, (("<=", 0.8),))
         yield _observed("drafter", "1 - TV at depth 1", self._overlap())
 
     @torch.inference_mode()
@@ -201,9 +199,9 @@ class Evaluation:
         """Captions and target of batches of held-out sequences under teacher forcing."""
         pixels, attributes = held_out_scenes(_TEACHER_FORCED, _ACCEPTANCE_SEED)
         tokens = tokenize(self.tokenizer, pixels.permute(0, 2, 3, 1)).long().to(self.device)
-        for first in range(0, _TEACHER_FORCED, _AT_ONCE):
-            part = tokens[first : first + _AT_ONCE]
-            captions = [item.caption() for item in attributes[first : first + _AT_ONCE]]
+        for first in range(0, _TEACHER_FORCED, 8):
+            part = tokens[first : first + 8]
+            captions = [item.caption() for item in attributes[first : first + 8]]
             condition = self.model.condition(captions)
             yield captions, teacher_forced(self.model.target, condition, part, guided=True)
             self.on_progress("teacher forcing", (first + len(part)) / _TEACHER_FORCED)
@@ -226,9 +224,6 @@ class Evaluation:
     ) -> QualityGate:
         right = prompt_accuracy(self.classifier, pictures, attributes).float().tolist()
         return _observed(part, name, _each(right, [item.caption() for item in attributes]), ((">=", wanted),))
-
-    def _decoding(self, mode: str, **values: Any) -> Decoding:
-        return Decoding(mode=mode, cfg_scale=GUIDANCE, cfg_default=GUIDANCE, **values)
 
     @cached_property
     def tokenizer(self) -> VQModel:
