@@ -275,14 +275,12 @@ class _Run:
     def load(self, path: Path) -> None:
         """Continue from a checkpoint; raises `RefusedError` when its settings differ."""
         content = torch.load(path, map_location="cpu", weights_only=True)
-        described = self.settings.described()
-        for key in {**described, **content["settings"]}:
-            now_is, was = (values.get(key, getattr(TrainSettings, key)) for values in (described, content["settings"]))
+        described, written = self.settings.described(), content["settings"]
+        for key in {**described, **written}:
+            now_is, was = (values.get(key, getattr(TrainSettings, key)) for values in (described, written))
             if was != now_is:
-                raise RefusedError(
-                    f"the checkpoint {path.name} was made with {key} = {was}, now it is {now_is}",
-                    "Train with the same settings, or start again with --no-resume.",
-                )
+                problem = f"the checkpoint {path.name} was made with {key} = {was}, now it is {now_is}"
+                raise RefusedError(problem, "Train with the same settings, or start again with --no-resume.")
         self.task.module.load_state_dict(content["module"])
         self.task.remember(content["memory"])
         self.optimiser.load_state_dict(content["optimiser"])

@@ -24,7 +24,6 @@ from lantern_bench.training.drafter.dataset import Shards
 from lantern_bench.training.loop import SINGLE, Distributed
 
 SHARD_BYTES = 256 * 10**6
-_HELD_OUT_BATCH = 8
 
 
 class TargetFeatures(NamedTuple):
@@ -101,10 +100,8 @@ class LiveFeatures:
     @torch.no_grad()
     def pairs(self, rows: Sequence[int]) -> Iterator[tuple[TargetFeatures, TargetFeatures]]:
         """Yield rows in small batches, with and without their condition."""
-        for start in range(0, len(rows), _HELD_OUT_BATCH):
-            part = rows[start : start + _HELD_OUT_BATCH]
-            with_condition, without = (self.of(part, torch.full((len(part),), gone)) for gone in (False, True))
-            yield with_condition, without
+        for part in (rows[start : start + 8] for start in range(0, len(rows), 8)):
+            yield self.of(part, torch.zeros(len(part)).bool()), self.of(part, torch.ones(len(part)).bool())
 
 
 class FeatureShards:
@@ -123,12 +120,9 @@ class FeatureShards:
         """Write the rows that are missing, `batch` sequences a forward; `dropped` bool [n], or [2 n] for `both`."""
 
         def part(start: int, stop: int) -> Mapping[str, Tensor]:
-            made = []
-            for first in range(start, stop, batch):
-                rows = range(first, min(stop, first + batch))
-                with torch.autocast(self._device.type, torch.bfloat16, enabled=autocast):
-                    made.append(live.of([row % len(live) for row in rows], dropped[first : rows.stop]))
-            whole = _joined(made)
+            parts = torch.arange(start, stop).split(batch)
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=autocast):
+                whole = _joined([live.of((rows % len(live)).tolist(), dropped[rows]) for rows in parts])
             kept = {"tokens": whole.tokens.int(), "hidden": whole.hidden.to(self._dtype), "valid": whole.valid}
             return kept if whole.words is None else kept | {"words": whole.words}
 
@@ -142,8 +136,7 @@ class FeatureShards:
 
     def both(self, rows: Sequence[int]) -> TargetFeatures:
         """As `LiveFeatures.both`."""
-        half = len(self.shards) // 2
-        return self.of([*rows, *(half + row for row in rows)], torch.empty(0))
+        return self.of([*rows, *(len(self.shards) // 2 + row for row in rows)], torch.empty(0))
 
 
 def bytes_per_row(config: TransformerConfig, dtype: torch.dtype) -> int:

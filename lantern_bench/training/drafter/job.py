@@ -125,10 +125,8 @@ def check_work(job: DrafterJob, model: LoadedModel, distributed: Distributed) ->
         was = json.loads(path.read_text(encoding="utf-8"))
         for key, value in about.items():
             if was.get(key) != value:
-                raise RefusedError(
-                    f"{job.out}: was started with {key} = {was.get(key)}, now it is {value}",
-                    "Continue with the same, give another --out, or start again with --no-resume.",
-                )
+                advice = "Continue with the same, give another --out, or start again with --no-resume."
+                raise RefusedError(f"{job.out}: was started with {key} = {was.get(key)}, now it is {value}", advice)
     if distributed.first:
         write_atomically(path, json.dumps(about, indent=1).encode() + b"\n")
 

@@ -1,7 +1,7 @@
 """How a drafter is trained: the settings of a recipe, the recipes by name, and the flags of `train drafter`. No torch.
 
 `published` is the default of the LANTERN authors' training code (arXiv 2410.03355, after EAGLE, 2401.15077). That code
-states no weight decay; torch's default .01 is taken. The comment at `lanterns` says what it changes.
+states no weight decay; torch's default .01 is taken. The file `lanterns.yaml` says what it changes.
 """
 
 from __future__ import annotations
@@ -99,28 +99,9 @@ class DrafterRecipe(BaseModel):
         return self.warmup if self.warmup is not None else round(self.warmup_share * self.steps_per_epoch(sequences))
 
 
-RECIPES: dict[str, DrafterRecipe] = {
+RECIPES = {
     "published": DrafterRecipe(),
-    # Image tokens are ambiguous: matching the distribution that decoding samples from counts more than the feature.
-    # Found on the bundled model, whose drafter sees each image about once.
-    "lanterns": DrafterRecipe(
-        lr=1e-3,
-        weight_decay=0.05,
-        clip=1.0,
-        clip_by="norm",
-        schedule="cosine",
-        final_lr=0.02,
-        warmup=100,
-        epochs=1.0,
-        batch=16,
-        feature_weight=0.1,
-        soft_weight=0.3,
-        overlap_weight=1.0,
-        noise=0.0,
-        noise_by_length=False,
-        levels=3,
-        guided=True,
-    ),
+    "lanterns": DrafterRecipe(**yaml.safe_load(Path(__file__).with_name("lanterns.yaml").read_text(encoding="utf-8"))),
 }
 
 

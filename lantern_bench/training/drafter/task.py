@@ -45,25 +45,16 @@ def unroll(drafter: EagleDrafter, target: TargetFeatures, features: Tensor, leve
     before = None if words is None else words[:, 1:]
     positions = positions_of(valid, length, drafter.config)
     seen: list[tuple[Tensor, Tensor]] | None = [] if levels > 1 else None
+    # A level sees the true features up to `level` places before it, then a guess of each level between, and itself.
+    places = torch.arange(length, device=valid.device)
+    behind = places[:, None] - places[None, :]
     made, fed = list[Tensor](), features
     for level in range(levels):
-        made.append(drafter(tokens, fed, _level_mask(causal, level), before, positions, seen))
+        masks = [causal.masked_fill(behind < level, -torch.inf)]
+        masks += [torch.zeros_like(causal).masked_fill(behind != lag, -torch.inf) for lag in reversed(range(level))]
+        made.append(drafter(tokens, fed, torch.cat(masks, dim=-1), before, positions, seen))
         fed = torch.cat([features[:, : first + 1], made[-1][:, first:-1].to(features.dtype)], dim=1)
     return made
-
-
-def _level_mask(causal: Tensor, level: int) -> Tensor:
-    """The additive mask [B, 1, n, (level + 1) * n] of a level (0: the first) over its keys and those of all before.
-
-    `causal` [B, 1, n, n] is the first level's. A position sees the true features up to `level` places before it, then
-    the one guess of each level between, and itself.
-    """
-    n = causal.shape[-1]
-    behind = torch.arange(n, device=causal.device)[:, None] - torch.arange(n, device=causal.device)[None, :]
-    parts = [causal.masked_fill(behind < level, -torch.inf)]
-    for between in range(1, level + 1):
-        parts.append(torch.zeros_like(causal).masked_fill(behind != level - between, -torch.inf))
-    return torch.cat(parts, dim=-1)
 
 
 def loop_settings(recipe: DrafterRecipe, sequences: int | None = None) -> TrainSettings:
@@ -92,11 +83,8 @@ class DrafterTask(Task):
 
     name = "drafter"
 
-    def __init__(
-        self, drafter: EagleDrafter, batches: FeatureBatches, recipe: DrafterRecipe, decoding: Decoding
-    ) -> None:
-        self.drafter = drafter
-        self.module = drafter
+    def __init__(self, drafter: EagleDrafter, batches: FeatureBatches, recipe: DrafterRecipe, decoding: Decoding):
+        self.drafter = self.module = drafter
         self._batches, self._recipe, self._decoding = batches, recipe, decoding
 
     def loss(self, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:

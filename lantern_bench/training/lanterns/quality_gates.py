@@ -35,7 +35,8 @@ from lantern_bench.training.drafter.run import Observations
 from lantern_bench.training.lanterns.tasks import held_out_scenes, psnr_and_usage, reconstruct, tokenize
 
 _SCENES = 500
-_TEACHER_FORCED = 64
+_TEACHER_FORCED, _AT_ONCE = 64, 8
+_RETRIEVAL = 100
 _ACCEPTANCE_SEED = 977_003
 
 _USES: dict[str, tuple[str, ...]] = {
@@ -128,7 +129,7 @@ class Evaluation:
         """Caption retrieval among 100 held-out scenes of different captions: top-1."""
         if self.clip is None:
             return
-        pixels, attributes = held_out_scenes(100)
+        pixels, attributes = held_out_scenes(_RETRIEVAL)
         captions = [item.caption() for item in attributes]
         pictures = [Image.fromarray(picture.permute(1, 2, 0).numpy()) for picture in pixels]
         nearest = (self.clip.images(pictures) @ self.clip.captions(captions).T).argmax(1)
@@ -199,9 +200,9 @@ class Evaluation:
         """Captions and target of batches of held-out sequences under teacher forcing."""
         pixels, attributes = held_out_scenes(_TEACHER_FORCED, _ACCEPTANCE_SEED)
         tokens = tokenize(self.tokenizer, pixels.permute(0, 2, 3, 1)).long().to(self.device)
-        for first in range(0, _TEACHER_FORCED, 8):
-            part = tokens[first : first + 8]
-            captions = [item.caption() for item in attributes[first : first + 8]]
+        for first in range(0, _TEACHER_FORCED, _AT_ONCE):
+            part = tokens[first : first + _AT_ONCE]
+            captions = [item.caption() for item in attributes[first : first + _AT_ONCE]]
             condition = self.model.condition(captions)
             yield captions, teacher_forced(self.model.target, condition, part, guided=True)
             self.on_progress("teacher forcing", (first + len(part)) / _TEACHER_FORCED)

@@ -122,10 +122,8 @@ def check_part(part: str, folder: Path, among: Sequence[str] = (), init_from: Pa
         raise UserError(f"--part {part}: unknown part{did_you_mean(part, PARTS)}", f"The parts are {', '.join(PARTS)}.")
     for needed in PARTS[part].needs:
         if needed not in among and not (folder / FILES[needed]).is_file():
-            raise RefusedError(
-                f"--part {part} needs the {needed}, and {FILES[needed]} is not in the folder of weights",
-                f"First: lantern-bench train lanterns --part {needed}",
-            )
+            problem = f"--part {part} needs the {needed}, and {FILES[needed]} is not in the folder of weights"
+            raise RefusedError(problem, f"First: lantern-bench train lanterns --part {needed}")
     if init_from is not None and not (init_from / FILES[part]).is_file():
         raise UserError(f"--init-from {init_from}: there is no {FILES[part]}", "Give a folder with the part's weights.")
 

@@ -42,7 +42,6 @@ def tiny() -> pytest.MonkeyPatch:
         patch.setattr(quality_gates, "_RETRIEVAL", 8)
         patch.setattr(quality_gates, "_TEACHER_FORCED", 6)
         patch.setattr(quality_gates, "_AT_ONCE", 4)
-        patch.setattr(recipe, "_EVALUATED", 6)
         yield patch
 
 
