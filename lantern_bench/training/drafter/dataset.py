@@ -78,8 +78,7 @@ class Shards:
         """One row of every tensor; reads only the bytes of that row."""
         ends = list(accumulate(self._sizes))
         number = bisect_right(ends, index)
-        at = index - (ends[number] - self._sizes[number])
-        shard = self._shard(number)
+        at, shard = index - (ends[number] - self._sizes[number]), self._shard(number)
         return {name: shard.get_slice(name)[at] for name in shard.keys()}  # noqa: SIM118  # no mapping
 
     def _path(self, number: int) -> Path:
@@ -201,7 +200,7 @@ def _sampler(data: Data, model: LoadedModel, decoding: Decoding, seed: int) -> M
 
     def make(start: int, stop: int) -> Mapping[str, Tensor]:
         captions = data.captions[start:stop]
-        seeds = [record_seed(seed, Prompt(text).id, repeats[start + i]) for i, text in enumerate(captions)]
+        seeds = [record_seed(seed, Prompt(text).id, n) for text, n in zip(captions, repeats[start:stop], strict=True)]
         generators = [torch.Generator(model.target.device).manual_seed(one) for one in seeds]
         made = decode(model, model.condition(captions), decoding, generators, engine=model.engine)
         return {"tokens": torch.stack([image.tokens for image in made])}

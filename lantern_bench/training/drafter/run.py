@@ -293,16 +293,13 @@ class TrainingLog:
     def add(self, row: Mapping[str, float | None]) -> None:
         """Add a row; rows of its step and later belong to an interrupted training and are removed."""
         self._rows = [old for old in self._rows if int(old["step"]) < int(row["step"] or 0)]
-        self._rows.append({name: _text(row.get(name)) for name in COLUMNS})
+        texts = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()}
+        self._rows.append({name: "" if texts.get(name) is None else str(texts[name]) for name in COLUMNS})
         out = io.StringIO()
         writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(self._rows)
         write_atomically(self._path, out.getvalue().encode())
-
-
-def _text(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def write_drafter(drafter: EagleDrafter, folder: Path, target: str, weights: Mapping[str, str]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from PIL import Image
@@ -143,7 +143,7 @@ class Evaluation:
         That is the probability of the likeliest and the ten likeliest codes with guidance, and NLL without it.
         """
         prompts = _prompts(self.images)
-        pictures, _ = self._sampled(prompts, Decoding(mode="ar", cfg_scale=GUIDANCE, cfg_default=GUIDANCE), "sampling")
+        pictures, _ = self._sampled(prompts, _decoding("ar"), "sampling")
         attributes = [item for item in attributes_of(prompts) if item is not None]
         gates = [self._accuracy("target", "prompt accuracy of AR samples", pictures, attributes, 0.80)]
         top1, top10, nll, captions = list[float](), list[float](), list[float](), list[str]()
@@ -165,10 +165,8 @@ class Evaluation:
         """Lossless accepted lengths of static and dynamic drafting, and 1 - TV at depth 1."""
         prompts = _prompts(min(self.images, 100))
         lengths = {}
-        for drafting, values in (("static", {"tree": "eagle1-25"}), ("dynamic", {})):
-            decoding = Decoding(
-                mode="speculative", drafting=drafting, cfg_scale=GUIDANCE, cfg_default=GUIDANCE, **values
-            )
+        for drafting, tree in (("static", "eagle1-25"), ("dynamic", None)):
+            decoding = _decoding("speculative", drafting=drafting, tree=tree)
             _, traces = self._sampled(prompts, decoding, f"{drafting} drafting")
             lengths[drafting] = Observations.of_lengths(traces, prompts)
         # Both commit the same tokens, so the ratio of their accepted lengths is that of their steps, prompt by prompt.
@@ -240,6 +238,10 @@ class Evaluation:
     def model(self) -> LoadedModel:
         """Target, drafter and tokenizer in the folder, in float32."""
         return FAMILY.load("lanterns", self.device, torch.float32, self.folder)
+
+
+def _decoding(mode: str, **values: Any) -> Decoding:
+    return Decoding(mode=mode, cfg_scale=GUIDANCE, cfg_default=GUIDANCE, **values)
 
 
 def _observed(part: str, name: str, observations: Observations, wanted: Wanted = ()) -> QualityGate:

@@ -1,8 +1,6 @@
 """The recipe of the bundled models: five parts, their data, their settings, and what is written of each.
 
-`train_part` trains one part from start to end: it prepares the data, builds the task, runs the loop (with checkpoints
-in the work folder), writes the weights and adds a report beside them. The losses are in `tasks` and
-`training/drafter/task.py`; whether the result is good enough is decided in `quality_gates`.
+The losses are in `tasks` and `training/drafter/task.py`; `quality_gates` decides whether the result is good enough.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -44,21 +42,8 @@ from lantern_bench.models.vq import VQModel
 from lantern_bench.training.drafter.features import ConditionedTokens, FeatureBatches, LiveFeatures
 from lantern_bench.training.drafter.recipe import RECIPES, Count, Device, Natural, OptionalCount, OptionalPositive
 from lantern_bench.training.drafter.task import DrafterTask, loop_settings
+from lantern_bench.training.lanterns import tasks
 from lantern_bench.training.lanterns.scenes import SceneSet, scene_set
-from lantern_bench.training.lanterns.tasks import (
-    ClipTask,
-    FeaturesTask,
-    Pool,
-    Sequences,
-    TargetTask,
-    TokenizerTask,
-    all_conditions,
-    caption_numbers,
-    reconstruct,
-    save_clip,
-    tokenize,
-    training_pool,
-)
 from lantern_bench.training.loop import OnEvent, Task, TrainReport, TrainSettings, train
 
 REPORT = "training_report.json"
@@ -140,9 +125,8 @@ def train_part(
     """Train one part, write its weights and its report into `folder`, and return the report.
 
     `work` keeps rendered data and checkpoints; an interrupted training continues there. `on_progress(what, share)`
-    reports the preparation, `on_event` the training. Raises `UserError` for an unknown part or for weights of another
-    model in `init_from`, `RefusedError` for a part that is needed and missing, a checkpoint of other settings and a
-    loss that diverges.
+    reports the preparation. Raises `UserError` for an unknown part or for weights of another model in `init_from`,
+    `RefusedError` for a part that is needed and missing, a checkpoint of other settings and a loss that diverges.
     """
     check_part(part, folder, init_from=settings.init_from)
     path = folder / REPORT
@@ -158,7 +142,7 @@ def train_part(
         fill(task.module, settings.init_from / FILES[part])
     report = train(task, _loop_settings(part, folder, work, settings), device, on_event)
     if part == "clip":
-        save_clip(task.module, folder / "clip")
+        tasks.save_clip(task.module, folder / "clip")
     else:
         write_weights(task.module.state_dict(), folder / FILES[part])
     entry = {key: value for key, value in asdict(report).items() if key != "task"} | {
@@ -202,31 +186,31 @@ class _Data:
         what = "painting held-out scenes" if held_out else "painting scenes"
         return scene_set(among, count, seed, self.work / name, lambda done, all: self.on_progress(what, done / all))
 
-    def sequences(self, held_out: bool = False) -> Sequences:
+    def sequences(self, held_out: bool = False) -> tasks.Sequences:
         """Tokens of the scenes; those of the training scenes are followed by those of their mirror images."""
         tokenizer = self.tokenizer  # loaded even if the tokens exist: making it draws from the global stream
         scenes = self.scenes(held_out)
         pictures, mirrors = torch.from_numpy(scenes.pixels), (False,) if held_out else (False, True)
 
+        def tokens(mirrored: bool) -> Tensor:
+            what = "tokenizing mirrored scenes" if mirrored else "tokenizing scenes"
+            return self._by_parts(what, pictures, lambda part: tasks.tokenize(tokenizer, part, mirrored))
+
         def make() -> Tensor:
-            parts = []
-            for mirrored in mirrors:
-                what = "tokenizing mirrored scenes" if mirrored else "tokenizing scenes"
-                parts.append(self._by_parts(what, pictures, partial(tokenize, tokenizer, mirrored=mirrored)))
-            return torch.cat(parts)
+            return torch.cat([tokens(mirrored) for mirrored in mirrors])
 
         attributes = torch.cat([torch.from_numpy(scenes.attributes)] * len(mirrors))
-        return Sequences(self._kept("held-out-tokens" if held_out else "tokens", held_out, make), attributes)
+        return tasks.Sequences(self._kept("held-out-tokens" if held_out else "tokens", held_out, make), attributes)
 
-    def pool(self) -> Pool:
+    def pool(self) -> tasks.Pool:
         """What the scorers learn from: training scenes, a share of them reconstructed by the tokenizer."""
         tokenizer, scenes, what = self.tokenizer, self.scenes(), "passing scenes through the tokenizer"
 
         def through(pixels: Tensor) -> Tensor:
-            return self._by_parts(what, pixels, lambda part: reconstruct(tokenizer, part))
+            return self._by_parts(what, pixels, lambda part: tasks.reconstruct(tokenizer, part))
 
-        pixels = self._kept("pool", False, lambda: training_pool(scenes, through).pixels)
-        return Pool(pixels, torch.from_numpy(scenes.attributes))
+        pixels = self._kept("pool", False, lambda: tasks.training_pool(scenes, through).pixels)
+        return tasks.Pool(pixels, torch.from_numpy(scenes.attributes))
 
     def _by_parts(self, what: str, pictures: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
         done, out = 0, []
@@ -252,8 +236,8 @@ def _task(part: str, data: _Data) -> Task:
     compilers = (os.environ.get("CXX") or "c++", "g++", "clang++")
     compiled = settings.compiled and any(shutil.which(name) for name in compilers)
     if part in ("features", "clip"):
-        kind = FeaturesTask if part == "features" else ClipTask
-        return kind(data.pool(), lambda pixels: reconstruct(data.tokenizer, pixels), seed=settings.seed)
+        kind = tasks.FeaturesTask if part == "features" else tasks.ClipTask
+        return kind(data.pool(), lambda pixels: tasks.reconstruct(data.tokenizer, pixels), seed=settings.seed)
     if part == "tokenizer":
         scenes, held_out_scenes = data.scenes(), data.scenes(held_out=True)
         model = VQModel(TOKENIZER_CONFIG)
@@ -262,13 +246,13 @@ def _task(part: str, data: _Data) -> Task:
             model.decoder.compile()
         minutes = settings.minutes if settings.minutes is not None else PARTS["tokenizer"].minutes
         steps = settings.steps or int(minutes * _TOKENIZER_STEPS_PER_MINUTE)
-        return TokenizerTask(model, scenes, held_out_scenes, steps)
+        return tasks.TokenizerTask(model, scenes, held_out_scenes, steps)
     sequences, held_out = data.sequences(), data.sequences(held_out=True)
     target = build_target()
     if compiled:
         target.transformer.compile()
     if part == "target":
-        return TargetTask(target, sequences, held_out)
+        return tasks.TargetTask(target, sequences, held_out)
     fill(target, data.folder / FILES["target"])
     target.to(data.device).eval().requires_grad_(False)
     drafter = fresh_drafter(target)
@@ -278,14 +262,18 @@ def _task(part: str, data: _Data) -> Task:
 
 
 def drafter_task(
-    drafter: EagleDrafter, target: TransformerTarget, sequences: Sequences, held_out: Sequences, seed: int = 0
+    drafter: EagleDrafter,
+    target: TransformerTarget,
+    sequences: tasks.Sequences,
+    held_out: tasks.Sequences,
+    seed: int = 0,
 ) -> DrafterTask:
     """The task of every drafter, on painted scenes, with the recipe `lanterns`; freezes the target."""
     target.eval().requires_grad_(False)
-    recipe, conditions = RECIPES["lanterns"].model_copy(update={"batch": _BATCH}), all_conditions()
+    recipe, conditions = RECIPES["lanterns"].model_copy(update={"batch": _BATCH}), tasks.all_conditions()
 
-    def features(part: Sequences) -> LiveFeatures:
-        numbers = caption_numbers(part.attributes)
+    def features(part: tasks.Sequences) -> LiveFeatures:
+        numbers = tasks.caption_numbers(part.attributes)
 
         def condition(rows: Sequence[int]) -> Condition:
             chosen = numbers[list(rows)]

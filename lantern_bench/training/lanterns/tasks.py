@@ -101,10 +101,8 @@ class TokenizerTask(Task):
 
     def after_step(self, step: int, generator: torch.Generator) -> None:
         """Replace unused codes by latents of the last batch, every few steps."""
-        if step % _REVIVE_EVERY or step > self._revive_until or self._last_latents is None:
-            return
         dead = (self._use < _DEAD).nonzero().flatten()
-        if len(dead) == 0:
+        if step % _REVIVE_EVERY or step > self._revive_until or self._last_latents is None or len(dead) == 0:
             return
         chosen = torch.randint(len(self._last_latents), (len(dead),), generator=generator)
         with torch.no_grad():
@@ -181,10 +179,9 @@ class TargetTask(Task):
         """Held-out NLL (nats a token); mean top-1 and top-10 probability, default guidance, teacher forced."""
         part = Sequences(*(tensor[:_SEQUENCES] for tensor in self._held_out))
         keep = torch.zeros(len(part.tokens), dtype=torch.bool)
-        nll = sum(
-            float(self._nll(Sequences(*(t[i : i + _BATCH] for t in part)), keep[i : i + _BATCH]))
-            for i in range(0, len(keep), _BATCH)
-        ) / (len(keep) // _BATCH)
+        batches = [slice(start, start + _BATCH) for start in range(0, len(keep), _BATCH)]
+        nll = sum(float(self._nll(Sequences(*(t[at] for t in part)), keep[at])) for at in batches)
+        nll /= len(keep) // _BATCH
         sharp = Sequences(*(tensor[:_BATCH] for tensor in part))
         logits = [self.logits(sharp, torch.full((_BATCH,), dropped)) for dropped in (False, True)]
         top = guide(logits[0], logits[1], GUIDANCE).softmax(-1).topk(10, dim=-1).values
@@ -270,11 +267,9 @@ class FeaturesTask(Task):
         rows = torch.randint(len(self._pool.pixels), (self._batch,), generator=generator)
         wanted = self._pool.attributes[rows].to(device)
         logits = self.module(_degraded(self._pool.pixels[rows], generator, device))
-        losses = [
-            functional.cross_entropy(answer.float(), column, label_smoothing=0.02)
-            for answer, column in zip(logits, wanted.T, strict=True)
-        ]
-        right = torch.stack([answer.argmax(1) == column for answer, column in zip(logits, wanted.T, strict=True)])
+        pairs = list(zip(logits, wanted.T, strict=True))
+        losses = [functional.cross_entropy(answer.float(), values, label_smoothing=0.02) for answer, values in pairs]
+        right = torch.stack([answer.argmax(1) == values for answer, values in pairs])
         return torch.stack(losses).mean(), {"all_right": right.all(0).float().mean().detach()}
 
     def evaluate(self) -> dict[str, float]:
