@@ -11,7 +11,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.console import Console
 from lantern_bench.console.charts import plain, terminal_curves
 from lantern_bench.errors import RefusedError
-from lantern_bench.report.curve_data import curve_tables
+from lantern_bench.report.curves import curve_tables
 from lantern_bench.runs.store import RunData
 from tests.made_up_run import AR, WALKS, make_record, make_records, make_scores
 

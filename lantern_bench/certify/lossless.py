@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lantern_bench.certify.contexts import autoregressive, generators
+from lantern_bench.certify.relaxation import autoregressive, generators
 from lantern_bench.clock import OnProgress, unheard
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt, record_seed
@@ -27,8 +27,6 @@ from lantern_bench.models.loaded_model import LoadedModel
 
 NEAR_TIE = 1e-4
 """Top-1 minus top-2 guided logit below which float32 may choose either (docs/algorithms.md, section 6)."""
-# Cells with fewer expected samples are pooled: G follows the chi-squared distribution only if no cell is small.
-_LEAST_EXPECTED = 5.0
 
 
 def strict_without_residual(
@@ -145,12 +143,12 @@ def g_test(distributions: Sequence[Distribution], samples: Sequence[Tensor]) -> 
     from scipy.stats import chi2
 
     statistic, freedom, impossible = 0.0, 0, 0
-    for exact, tokens in zip(distributions, samples, strict=True):
+    for (sequences, probabilities), tokens in zip(distributions, samples, strict=True):
         counts = Counter(map(tuple, tokens.tolist()))
-        observed = np.array([counts[tuple(sequence)] for sequence in exact.sequences.tolist()], dtype=np.float64)
+        observed = np.array([counts[tuple(sequence)] for sequence in sequences.tolist()], dtype=np.float64)
         possible = int(observed.sum())
         impossible += len(tokens) - possible
-        observed, expected = _pooled(observed, exact.probabilities.cpu().numpy() * possible)
+        observed, expected = _pooled(observed, probabilities.cpu().numpy() * possible)
         seen = observed > 0
         statistic += 2.0 * float((observed[seen] * np.log(observed[seen] / expected[seen])).sum())
         freedom += len(expected) - 1
@@ -161,11 +159,14 @@ def g_test(distributions: Sequence[Distribution], samples: Sequence[Tensor]) -> 
 def _pooled(
     observed: NDArray[np.float64], expected: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Pool the rarest cells until each has enough expected samples; the choice does not depend on `observed`."""
+    """Pool the rarest cells until each has 5 expected samples; the choice does not depend on `observed`.
+
+    G follows the chi-squared distribution only if no cell is small.
+    """
     order = np.argsort(expected, kind="stable")
     observed, expected = observed[order], expected[order]
-    rare = int((expected < _LEAST_EXPECTED).sum())
-    if rare and expected[:rare].sum() < _LEAST_EXPECTED:
+    rare = int((expected < 5.0).sum())
+    if rare and expected[:rare].sum() < 5.0:
         rare = min(rare + 1, len(expected))
     if rare < 2:
         return observed, expected
@@ -190,9 +191,9 @@ def first_tokens_test(
     `accept` replaces the acceptance rule, to show the power of the test; `about` names the test in the progress.
     """
     lots = []
-    for number, (prompt, exact) in enumerate(zip(prompts, distributions, strict=True)):
+    for number, (prompt, (sequences, _)) in enumerate(zip(prompts, distributions, strict=True)):
         made: list[Tensor] = []
-        length = exact.sequences.shape[1]
+        length = sequences.shape[1]
         for start in range(0, samples, batch):
             count = min(batch, samples - start)
             streams = generators(model, [record_seed(seed, prompt.id, start + image) for image in range(count)])

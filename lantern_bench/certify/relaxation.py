@@ -1,4 +1,6 @@
-"""Measurements at positions of sampled images: emitted TV of relaxed modes, and token ambiguity of the target.
+"""Measurements along images that the model decodes autoregressively: emitted TV of relaxed modes, token ambiguity.
+
+A lossless decode visits the same contexts however it drafts, so these are the contexts of every lossless mode.
 
 All modes are measured at the same positions, so that they can be compared there. Static drafts are drawn many times
 from the drafter's q, with the same draws for every rule; dynamic drafts are deterministic. See
@@ -14,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lantern_bench.certify.contexts import Contexts, autoregressive, generators, sampled_contexts
 from lantern_bench.clock import OnProgress, unheard
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
@@ -22,17 +23,65 @@ from lantern_bench.config.plan import Prompt, record_seed
 from lantern_bench.decoding.acceptance.relaxation import Relaxation
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.emitted_tv import emitted, emitted_tv_sampled, total_variation
-from lantern_bench.decoding.loop import drafter_and_table, relaxation_of
+from lantern_bench.decoding.loop import decode, drafter_and_table, relaxation_of
 from lantern_bench.decoding.sampling import Draws, decoding_probabilities, guide
-from lantern_bench.decoding.teacher_forcing import drafts_along, drafts_at
+from lantern_bench.decoding.teacher_forcing import Forced, drafts_along, drafts_at, teacher_forced
 from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.errors import RefusedError
 from lantern_bench.models.loaded_model import LoadedModel
 
 Row = dict[str, Any]
 _Rules = list[tuple[Relaxation, Tensor | None]]
-# A token is ambiguous if its most probable code is less probable than this.
-_AMBIGUOUS = 0.05
+
+# ---- The contexts of all measurements
+
+
+class Contexts(NamedTuple):
+    """A batch of autoregressive images: prompt, repeat and seed of each, and the target along their tokens."""
+
+    prompts: list[Prompt]
+    repeats: list[int]
+    seeds: list[int]
+    forced: Forced
+
+
+def autoregressive(decoding: Decoding) -> Decoding:
+    """Return the autoregressive decoding with the sampling settings of `decoding`."""
+    sampling = ("temperature", "top_k", "top_p", "filter_order", "cfg_scale", "cfg_default")
+    return Decoding(mode="ar", **{key: getattr(decoding, key) for key in sampling})
+
+
+def generators(model: LoadedModel, seeds: Sequence[int]) -> list[torch.Generator]:
+    """Return one seeded generator per image, on the model's device."""
+    return [torch.Generator(model.target.device).manual_seed(seed) for seed in seeds]
+
+
+@torch.inference_mode()
+def sampled_contexts(
+    model: LoadedModel,
+    prompts: Sequence[Prompt],
+    images: int,
+    decoding: Decoding,
+    *,
+    seed: int = 0,
+    batch: int = 32,
+    on_progress: OnProgress = unheard,
+) -> Iterator[Contexts]:
+    """Yield `images` images in batches, cycling through the prompts, with the sampling settings of `decoding`.
+
+    Seeds are those that a sweep gives the same prompts and repeats.
+    """
+    slots = [(prompts[number % len(prompts)], number // len(prompts)) for number in range(images)]
+    for start in range(0, images, batch):
+        chosen, repeats = map(list, zip(*slots[start : start + batch], strict=True))
+        seeds = [record_seed(seed, prompt.id, repeat) for prompt, repeat in zip(chosen, repeats, strict=True)]
+        condition = model.condition([prompt.text for prompt in chosen])
+        decoded = decode(model, condition, autoregressive(decoding), generators(model, seeds), engine=model.engine)
+        tokens = torch.stack([image.tokens for image in decoded]).long().to(model.target.device)
+        forced = teacher_forced(model.target, condition, tokens, decoding.cfg_scale != 1)
+        yield Contexts(chosen, repeats, seeds, forced)
+        on_progress("sampling images as contexts", min(start + batch, images) / images)
+
 
 # ---- Token ambiguity
 
@@ -58,7 +107,8 @@ def ambiguity_rows(
         p = decoding_probabilities(guide(scores.cond, scores.uncond, decoding.cfg_scale), decoding)
         top = p.topk(min(10, p.shape[-1]), dim=-1).values
         figures = {"top1": top[..., 0], "top10": top.sum(-1), "entropy": torch.special.entr(p).sum(-1)}
-        figures |= {"ambiguous": (top[..., 0] < _AMBIGUOUS).float()} | _acceptance(model, made, p, decoding)
+        # A token is ambiguous if its most probable code is less probable than 5 %.
+        figures |= {"ambiguous": (top[..., 0] < 0.05).float()} | _acceptance(model, made, p, decoding)
         listed = {name: values.tolist() for name, values in figures.items()}
         for image, prompt in enumerate(made.prompts):
             who = {"model": model.name, "prompt_id": prompt.id, "repeat": made.repeats[image]}
@@ -161,14 +211,12 @@ def _measured(
         one = cell.decoding
         alike.setdefault((one.drafting, one.paths, one.nodes, one.depth, one.beam), []).append(cell)
     for members in alike.values():
-        decoding = members[0].decoding
-        rules = [
-            (relaxation_of(cell.decoding, model.target), drafter_and_table(model, cell.decoding)[1]) for cell in members
-        ]
-        if decoding.drafting_row.sampled:
-            measured = _sampled(model, place, decoding, rules, settings.draws)
+        decodings = [cell.decoding for cell in members]
+        rules = [(relaxation_of(one, model.target), drafter_and_table(model, one)[1]) for one in decodings]
+        if decodings[0].drafting_row.sampled:
+            measured = _sampled(model, place, decodings[0], rules, settings.draws)
         else:
-            measured = _deterministic(model, place, decoding, rules)
+            measured = _deterministic(model, place, decodings[0], rules)
         for cell, figures in zip(members, measured, strict=True):
             for number, prompt in enumerate(place.made.prompts[:most]):
                 row: Row = {**cell.columns(), "prompt_id": prompt.id, "repeat": place.made.repeats[number]}

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from lantern_bench.certify import tables as rows_of
 from lantern_bench.clock import OnProgress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell, ResolvedExperiment, load_experiment, resolve
@@ -21,8 +22,10 @@ from lantern_bench.config.plan import Prompt
 from lantern_bench.config.trees import STATIC_TREES, is_chain
 from lantern_bench.config.values import Overrides
 from lantern_bench.errors import UserError
+from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.registry import card_of, defaults_of, family_of
 from lantern_bench.prompts.sets import load_prompts
+from lantern_bench.report.tables import frame, write_csv
 from lantern_bench.runs.sweep import check_neighbours
 
 if TYPE_CHECKING:
@@ -72,9 +75,8 @@ def check_cells(cells: Sequence[Cell]) -> None:
         if not cell.decoding.drafts:
             raise UserError(f"{cell.cell_id}: drafts nothing and has no emitted TV", "Leave the mode ar out.")
         if not cell.decoding.drafting_row.needs_drafter:
-            raise UserError(
-                f"{cell.cell_id}: emitted TV is measured for drafts of a drafter only", "Leave this mode out."
-            )
+            problem = f"{cell.cell_id}: emitted TV is measured for drafts of a drafter only"
+            raise UserError(problem, "Leave this mode out.")
 
 
 @dataclass
@@ -121,8 +123,6 @@ class Certification:
 
     def write(self, folder: Path, tables: Tables) -> None:
         """Write the tables as CSV, and the settings of the measurement as `measurement.json`."""
-        from lantern_bench.models.io.files import write_atomically
-        from lantern_bench.report.tables import frame, write_csv
         from lantern_bench.runs.machine import package_versions
 
         for name, rows in tables.items():
@@ -134,8 +134,7 @@ class Certification:
         write_atomically(folder / "measurement.json", (json.dumps(facts, indent=2) + "\n").encode())
 
     def _certificate(self, on_progress: OnProgress) -> Tables:
-        from lantern_bench.certify.contexts import autoregressive
-        from lantern_bench.certify.tables import cost_check_rows, strict_row
+        from lantern_bench.certify.relaxation import autoregressive
 
         rows = [*self._lossless(on_progress), *self._greedy(on_progress)]
         # The strict rule with deterministic drafts, because their emitted TV is exact; sampling as in the first cell.
@@ -146,13 +145,13 @@ class Certification:
         places = self._emitted_tv([*self.cells, strict], on_progress)
         exact = [row for row in places if row["cell_id"] == strict.cell_id]
         tables = _means_of([row for row in places if row["cell_id"] != strict.cell_id])
-        rows.append(strict_row(self.model, f"dynamic {strict.decoding.tree_label}", exact))
-        rows += cost_check_rows(tables["emitted_tv"], tables["emitted_tv_places"])
+        rows.append(rows_of.strict_row(self.model, f"dynamic {strict.decoding.tree_label}", exact))
+        rows += rows_of.cost_check_rows(tables["emitted_tv"], tables["emitted_tv_places"])
         return {"certificate": rows, **tables}
 
     def _lossless(self, on_progress: OnProgress) -> list[dict[str, Any]]:
         """G-tests of each lossless decoding, each followed by the same test of a rule that is broken on purpose."""
-        from lantern_bench.certify import lossless, tables
+        from lantern_bench.certify import lossless
 
         named = self._lossless_decodings(top_k=_TOP_K)
         prompts, sampling = self.prompts[:_PROMPTS], next(iter(named.values()))
@@ -163,15 +162,14 @@ class Certification:
             test = partial(test, seed=self.resolved.settings.seed, on_progress=on_progress)
             about, text = f"first tokens, {setting}", f"{setting}, {_FIRST_TOKENS} tokens, top-k {_TOP_K}"
             found = test(about=about)
-            rows.append(tables.lossless_row(self.model, text, found.p_value, found.samples, found.impossible))
+            rows.append(rows_of.lossless_row(self.model, text, found.p_value, found.samples, found.impossible))
             found = test(about=f"{about}, broken on purpose", accept=lossless.strict_without_residual)
-            rows.append(tables.broken_row(self.model, text, found.p_value, found.samples))
+            rows.append(rows_of.broken_row(self.model, text, found.p_value, found.samples))
         return rows
 
     def _greedy(self, on_progress: OnProgress) -> list[dict[str, Any]]:
         """Whether each drafting at temperature 0 gives the tokens of greedy decoding."""
         from lantern_bench.certify.lossless import greedy_agreements
-        from lantern_bench.certify.tables import identity_row
 
         named = self._lossless_decodings(temperature=0)
         prompts = list(dict.fromkeys(self.prompts[: self.sizes.greedy]))
@@ -183,7 +181,7 @@ class Certification:
             near = [one.difference for one in found[decoding] if one.difference and one.near_tie]
             others = [one.difference for one in found[decoding] if one.difference and not one.near_tie]
             same = len(found[decoding]) - len(near) - len(others)
-            rows.append(identity_row(self.model, setting, same, near, others))
+            rows.append(rows_of.identity_row(self.model, setting, same, near, others))
         return rows
 
     def _lossless_decodings(self, **values: Any) -> dict[str, Decoding]:
@@ -215,21 +213,17 @@ class Certification:
 
     def _ambiguity(self, on_progress: OnProgress) -> Tables:
         """How certain the target is under the sampling settings of each relaxed cell: means, and every token."""
-        from lantern_bench.certify.contexts import autoregressive
-        from lantern_bench.certify.relaxation import ambiguity_rows
-        from lantern_bench.certify.tables import ambiguity_table_rows
+        from lantern_bench.certify.relaxation import ambiguity_rows, autoregressive
 
         tables: Tables = {"ambiguity": [], "ambiguity_places": []}
         for decoding in dict.fromkeys(autoregressive(cell.decoding) for cell in self.cells):
             sizes = {"images": self.sizes.images, "seed": self.resolved.settings.seed}
             places = list(ambiguity_rows(self.loaded, decoding, self.prompts, **sizes, on_progress=on_progress))
-            tables["ambiguity"] += ambiguity_table_rows(places, self.loaded.grid[1])
+            tables["ambiguity"] += rows_of.ambiguity_table_rows(places, self.loaded.grid[1])
             tables["ambiguity_places"] += places
         return tables
 
 
 def _means_of(places: list[dict[str, Any]]) -> Tables:
     """The table of means of emitted TV beside the rows it is computed from."""
-    from lantern_bench.certify.tables import cost_rows
-
-    return {"emitted_tv": list(cost_rows(places)), "emitted_tv_places": places}
+    return {"emitted_tv": list(rows_of.cost_rows(places)), "emitted_tv_places": places}

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from lantern_bench.report.records import Row, join_notes
-from lantern_bench.report.stats import Interval, mean_over_prompts, proportion
+from lantern_bench.report.stats import mean_over_prompts, proportion
 from lantern_bench.report.tables import parameters
 from lantern_bench.schema import AMBIGUITY, CELL_COLUMNS
 
@@ -37,7 +37,8 @@ def _ambiguity_row(rows: Sequence[Row], axis: str, index: int | None) -> dict[st
     found |= {"places": len(rows), "prompts": len({row["prompt_id"] for row in rows})}
     notes = []
     for name in AMBIGUITY:
-        mean = _mean(rows, name)
+        known = [row for row in rows if row.get(name) is not None]
+        mean = mean_over_prompts([float(row[name]) for row in known], [str(row["prompt_id"]) for row in known])
         found |= mean.columns(name)
         if mean.note == "no data":
             notes.append("nobody drafts the first token" if axis == "position" else "no drafter")
@@ -46,16 +47,7 @@ def _ambiguity_row(rows: Sequence[Row], axis: str, index: int | None) -> dict[st
     return {**found, "note": join_notes(notes)}
 
 
-def _mean(rows: Sequence[Row], name: str) -> Interval:
-    """The mean of a figure over the places that have it."""
-    known = [row for row in rows if row.get(name) is not None]
-    return mean_over_prompts([float(row[name]) for row in known], [str(row["prompt_id"]) for row in known])
-
-
 # ---- Emitted TV: what relaxation costs, means over places with intervals over prompts
-
-APART = 0.1
-"""Two estimates of one mean that differ by more than this share of it come from too few draws."""
 
 _MORE_DRAWS = "more draws are needed: the mean lies between emitted_tv_crossed and emitted_tv, and they are apart"
 
@@ -82,7 +74,8 @@ def _cost_row(places: list[Row]) -> dict[str, Any]:
         row |= mean_over_prompts([float(value > row["delta"]) for value in tv], prompts).columns("above_delta")
         row["times_delta"] = mean.value / row["delta"] if mean.value is not None else None
     value, crossed = mean.value or 0.0, row["emitted_tv_crossed"]
-    apart = crossed is not None and value - crossed > APART * value
+    # Two estimates of one mean that differ by more than a tenth of it come from too few draws.
+    apart = crossed is not None and value - crossed > 0.1 * value
     return {**row, "note": join_notes(note for note in (mean.note, _MORE_DRAWS if apart else None) if note)}
 
 
@@ -93,9 +86,9 @@ _LOSSLESS, _BROKEN, _ROUNDING = 1e-3, 1e-6, 1e-5
 
 def lossless_row(model: str, setting: str, p_value: float, samples: int, impossible: int) -> dict[str, Any]:
     """Check that the first tokens of whole decodes follow the target's distribution."""
-    note = f"{impossible} samples have no probability under the target" if impossible else None
     row = _row(model, "lossless first tokens", setting, "p-value of the G-test", p_value, samples)
-    return row | _verdict(f"> {_LOSSLESS:g}", p_value > _LOSSLESS) | {"note": note}
+    row |= {"note": f"{impossible} samples have no probability under the target" if impossible else None}
+    return row | _verdict(f"> {_LOSSLESS:g}", p_value > _LOSSLESS)
 
 
 def broken_row(model: str, setting: str, p_value: float, samples: int) -> dict[str, Any]:

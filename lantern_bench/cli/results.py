@@ -57,7 +57,7 @@ def curves(
     if terminal and out is not None:
         raise UserError(f"--out {out}: --terminal writes no files", "Remove one of the two flags.")
 
-    from lantern_bench.report.curve_data import curve_tables
+    from lantern_bench.report.curves import curve_tables, draw_curves
     from lantern_bench.report.labels import check_grouping
     from lantern_bench.report.records import load_runs
 
@@ -69,8 +69,6 @@ def curves(
         drawn = "\n\n".join(terminal_curves(tables, by, console.width))
         console.data(drawn if console.writes_blocks else plain(drawn))
         return
-
-    from lantern_bench.report.curves import draw_curves
 
     for path in draw_curves(tables, out or folders[0] / "figures", by):
         console.data(str(path))

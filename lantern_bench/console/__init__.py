@@ -28,8 +28,6 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 
 # ---- Progress: bars on a terminal, plain lines in a log
 
-_MINUTE = 60.0
-
 
 class Progress:
     """Progress of a long task, told as lines of a log; without `tell` it writes nothing. A context manager.
@@ -50,9 +48,7 @@ class Progress:
         """Begin to count up to `total`."""
         self.finish()
         self._total, self._description, self._done, self._live = total, description, 0.0, ""
-        self._left = dict(parts or {})
-        self._began = now()
-        self._running = True
+        self._left, self._began, self._running = dict(parts or {}), now(), True
         self._draw_start()
 
     def advance(self, n: float = 1, *, part: str | None = None, **live: float | str) -> None:
@@ -97,7 +93,7 @@ class Progress:
 
     def _draw_move(self, ended: str | None) -> None:
         """Draw a move; `ended` is the part that it completes, if any."""
-        if ended is None and now() - self._last < _MINUTE:
+        if ended is None and now() - self._last < 60.0:
             return
         self._last = now()
         left = (self._last - self._began) * (self._total - self._done) / self._done if self._done else None
@@ -114,10 +110,11 @@ class Progress:
 class Bars(Progress):
     """Rich bars with the time left: one for the whole, one for its parts when it has any."""
 
+    _drawn: Any = None
+
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self._stream = stream
-        self._drawn: Any = None
 
     def tell(self, text: str) -> bool:
         """Write a line above the bars; False when there are none."""
@@ -158,12 +155,10 @@ class Bars(Progress):
 
 def duration(seconds: float) -> str:
     """Return a time as text: `42 s`, `4 min 12 s`, `1 h 03 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest} s"
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 # ---- Messages and tables
@@ -185,10 +180,8 @@ class Console:
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
     ) -> None:
-        self.quiet = quiet
-        self.verbose = verbose
-        self._out = stdout or sys.stdout
-        self._err = stderr or sys.stderr
+        self.quiet, self.verbose = quiet, verbose
+        self._out, self._err = stdout or sys.stdout, stderr or sys.stderr
         self.format: Format = format or ("table" if self._out.isatty() else "csv")
         self._bars: Bars | None = None
 
@@ -225,8 +218,10 @@ class Console:
 
         shown, notes = readable(table, name)
         if chosen == "md":
+            rows = [list(shown.columns), ["---"] * len(shown.columns), *shown.to_numpy().tolist()]
+            lines = ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
             heads = [f"**{title}**\n"] if title else []
-            self.data("\n".join([*heads, _markdown(shown), *(f"\n{note}" for note in notes)]))
+            self.data("\n".join([*heads, *lines, *(f"\n{note}" for note in notes)]))
         elif chosen == "latex":
             remarks = [f"% {note}" for note in ([title] if title else []) + list(notes)]
             self.data("\n".join([*remarks, shown.to_latex(index=False, escape=True)]))
@@ -276,11 +271,6 @@ class Console:
 
 def _takes_escapes(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def _markdown(shown: pd.DataFrame) -> str:
-    rows = [list(shown.columns), ["---"] * len(shown.columns), *shown.to_numpy().tolist()]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
 def _draw(stream: TextIO, shown: pd.DataFrame, title: str | None, notes: tuple[str, ...]) -> None:

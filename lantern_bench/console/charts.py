@@ -1,20 +1,20 @@
 """Small curves as lines of text, for a remote shell: acceptance by depth, accepted lengths, speed against quality.
 
-They show the points of `report/curve_data.py` with the same labels; intervals are in the files. They hold no escape
+They show the points of `report/curves.py` with the same labels; intervals are in the files. They hold no escape
 codes, so that they can be piped; `plain` replaces block characters where the stream cannot write them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from string import ascii_uppercase
 from typing import TYPE_CHECKING
 
 from lantern_bench.errors import RefusedError
-from lantern_bench.report import curve_data
-from lantern_bench.report.curve_data import QUALITIES, SPEEDS, Front, Tables
-from lantern_bench.report.labels import BOUNDS
+from lantern_bench.report import curves
+from lantern_bench.report.curves import SPEEDS, Front, Tables
+from lantern_bench.report.labels import BOUNDS, CELL
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _BARS = " ▁▂▃▄▅▆▇█"
 _PLAIN = str.maketrans(dict(zip("▁▂▃▄▅▆▇█│└─", "..::-=+#|+-", strict=True)) | {"δ": "delta", "λ": "lambda"})
 _FRONT_HEIGHT = 14
-_FRONT_WIDTH = 64
 
 
 def terminal_curves(runs: Mapping[str, Tables], by: str = "mode", width: int = 100) -> list[str]:
@@ -30,10 +29,26 @@ def terminal_curves(runs: Mapping[str, Tables], by: str = "mode", width: int = 1
 
     Raises `RefusedError` when there is nothing to draw.
     """
-    charts = [*_depths(curve_data.acceptance_points(runs)), *_lengths(curve_data.length_points(runs))]
+    charts = []
+    if len(points := curves.acceptance_points(runs)):
+        rates = _by_cell(points, "index", "rate")
+        rows = [
+            [label, *(f"{_bar(rate)} {rate:.2f}" if rate == rate else "" for rate in line)]
+            for label, *line in rates.itertuples()
+        ]
+        charts.append(_columns("acceptance rate by depth of the draft tree", ["", *map(str, rates.columns)], rows))
+    if len(points := curves.length_points(runs)):
+        shares = _by_cell(points, "length", "share").fillna(0.0)
+        highest, rows = float(points["share"].max()), []
+        for label, *line in shares.itertuples():
+            mean = sum(length * share for length, share in zip(shares.columns, line, strict=True))
+            rows.append([label, *(f"{_bar(share / highest)} {share:.0%}" for share in line), f"{mean:.2f}"])
+        charts.append(_columns("share of steps by tokens committed", ["", *map(str, shares.columns), "mean"], rows))
     for parameter in (by,) if by != "mode" else BOUNDS:
-        charts += _bounds(curve_data.bound_points(runs, parameter), parameter, width)
-    charts += [_front(front, width) for front in curve_data.fronts(runs) if front.speed == "speedup"]
+        points = curves.bound_points(runs, parameter)
+        if points[parameter].nunique() > 1:
+            charts.append(_bounds(points, parameter, width))
+    charts += [_front(front, width) for front in curves.fronts(runs) if front.speed == "speedup"]
     if not charts:
         raise RefusedError("nothing to draw: these runs hold no drafts and no images that are both scored and timed")
     return charts
@@ -44,31 +59,8 @@ def plain(text: str) -> str:
     return text.translate(_PLAIN)
 
 
-def _depths(points: pd.DataFrame) -> Iterator[str]:
-    if len(points):
-        rates = _by_cell(points, "index", "rate")
-        rows = [
-            [label, *(f"{_bar(rate)} {rate:.2f}" if rate == rate else "" for rate in line)]
-            for label, *line in rates.itertuples()
-        ]
-        yield _columns("acceptance rate by depth of the draft tree", ["", *map(str, rates.columns)], rows)
-
-
-def _lengths(points: pd.DataFrame) -> Iterator[str]:
-    if len(points):
-        shares = _by_cell(points, "length", "share").fillna(0.0)
-        highest = float(points["share"].max())
-        rows = []
-        for label, *line in shares.itertuples():
-            mean = sum(length * share for length, share in zip(shares.columns, line, strict=True))
-            rows.append([label, *(f"{_bar(share / highest)} {share:.0%}" for share in line), f"{mean:.2f}"])
-        yield _columns("share of steps by tokens committed", ["", *map(str, shares.columns), "mean"], rows)
-
-
-def _bounds(points: pd.DataFrame, parameter: str, width: int) -> Iterator[str]:
+def _bounds(points: pd.DataFrame, parameter: str, width: int) -> str:
     """Horizontal bars: the mean accepted length for each value, from 1, the length without drafts."""
-    if points[parameter].nunique() < 2:
-        return
     wide = points["label"].str.len().max()
     room = max(10, min(48, width - wide - 10))
     most = max(float(points["mean_accepted_length"].max()), 1.001)
@@ -76,13 +68,13 @@ def _bounds(points: pd.DataFrame, parameter: str, width: int) -> Iterator[str]:
     for label, value in zip(points["label"], points["mean_accepted_length"], strict=True):
         length = max(0, round(room * (value - 1) / (most - 1)))
         lines.append(f"  {label:<{wide}}  {value:5.2f} │{'█' * length}".rstrip())
-    yield "\n".join(lines)
+    return "\n".join(lines)
 
 
 def _front(front: Front, width: int) -> str:
     """A scatter of letters: capital on the front, small where another cell is at least as fast and as good."""
-    points, less_is_better = front.points, QUALITIES[front.quality].less_is_better
-    wide = max(20, min(_FRONT_WIDTH, width - 12))
+    points, less_is_better = front.points, front.less_is_better
+    wide = max(20, min(64, width - 12))
     letters = [a.lower() if pale else a for a, pale in zip(cycle(ascii_uppercase), points["dominated"], strict=False)]
     speeds, qualities = points[front.speed], points[front.quality]
     canvas = [[" "] * wide for _ in range(_FRONT_HEIGHT)]
@@ -105,8 +97,8 @@ def _front(front: Front, width: int) -> str:
 
 def _by_cell(points: pd.DataFrame, place: str, value: str) -> pd.DataFrame:
     """The values by place, a row for each cell, indexed by its label; nan where a cell has no value."""
-    cells = points.pivot_table(value, ["run", "model", "cell_id", "label"], place, sort=False).sort_index(axis=1)
-    return cells.droplevel(["run", "model", "cell_id"]).astype(float)
+    cells = points.pivot_table(value, [*CELL, "label"], place, sort=False).sort_index(axis=1)
+    return cells.droplevel([*CELL]).astype(float)
 
 
 def _places(values: pd.Series, count: int) -> list[int]:

@@ -17,8 +17,7 @@ from lantern_bench.errors import UserError
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.random_model import random_model, random_model_of_size, read_size
 from lantern_bench.models.registry import card_of, family_of, load_model
-from lantern_bench.profile.roofline import Rates, decode_memory, device_rates, forward_need
-from lantern_bench.profile.steps import forward_ms, step_cost
+from lantern_bench.profile.steps import Rates, decode_memory, device_rates, forward_ms, forward_need, step_cost
 from lantern_bench.report.tables import write_csv
 from lantern_bench.runs.devices import Place
 
@@ -30,7 +29,6 @@ Row = dict[str, Any]
 
 _NODES = (1, 8, 16, 32, 64)
 _PARTS = {"draft_ms": "#0072B2", "target_ms": "#009E73", "verify_ms": "#D55E00", "other_ms": "#999999"}
-_LINES = ("-", "--", "-.", ":")
 
 
 class Subject(NamedTuple):
@@ -76,7 +74,7 @@ def load_subject(
 def device_rates_of(subject: Subject) -> Rates:
     """What the device reads and multiplies per second, at the size of the subject's forward."""
     target: Any = subject.model.target
-    return device_rates(target.device, target.dtype, forward_need(target, 1, subject.guided).bytes)
+    return device_rates(target.device, target.dtype, forward_need(target, 1, subject.guided)[0])
 
 
 def measure(
@@ -99,7 +97,8 @@ def measure(
 
 def _forward_row(subject: Subject, nodes: int, milliseconds: float, rates: Rates) -> Row:
     target: Any = subject.model.target
-    bound = forward_need(target, nodes, subject.guided).bound_ms(rates)
+    needed, operations = forward_need(target, nodes, subject.guided)
+    bound = 1e3 * max(needed / rates.bytes_per_s, operations / rates.operations_per_s)
     row = {"what": "forward", "name": f"{nodes} nodes", "nodes": nodes, "milliseconds": milliseconds}
     return row | {"bound_ms": bound, "over_bound": milliseconds / bound}
 
@@ -164,7 +163,7 @@ def _draw_speedups(axes: Axes, steps: pd.DataFrame) -> None:
     longest = max([6.0, *(drafted["mean_accepted_length"].dropna() + 1)])
     for number, row in enumerate(drafted.to_dict("records")):
         colour, even, length = f"C{number}", row["break_even_mal"], row["mean_accepted_length"]
-        style = _LINES[number % len(_LINES)]
+        style = ("-", "--", "-.", ":")[number % 4]
         axes.plot([1.0, longest], [1.0 / even, longest / even], label=row["name"], color=colour, linestyle=style)
         axes.plot([length], [length / even], marker="o", color=colour)  # nan, of random weights, draws nothing
     axes.axhline(1.0, color="black", linewidth=0.8)

@@ -8,6 +8,7 @@ are refused unless the caller allows it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 ACROSS = ("weights", "protocol", "machine")
 """Kinds of difference that forbid a comparison unless the caller allows them."""
 
-_KEY_FIELDS = ("dtype", "device_type", "compile", "engine_version", "torch_version")
-_EXPERIMENT_FIELDS = ("prompts", "seed", "batch")
 _SCORERS = ("clip_model", "extractor", "reference")
 _MEANING = {
     "weights": "they are different models",
@@ -58,7 +57,13 @@ def differences(a: RunData, b: RunData) -> list[Difference]:
         for name in sorted({*ours, *theirs})
         if name.split("/")[0] in shared
     ]
-    found += _protocol_differences(_scorers(a.scores), _scorers(b.scores))
+    mine, other = _scorers(a.scores), _scorers(b.scores)
+    if mine and other and not mine.keys() & other.keys():
+        found.append(Difference("protocol", "protocol", *(", ".join(sorted(one)) for one in (mine, other))))
+    for name, scorer in itertools.product(sorted(mine.keys() & other.keys()), _SCORERS):
+        used = mine[name][scorer], other[name][scorer]
+        if all(used):
+            found.append(Difference("protocol", f"{scorer} of {name}", *(", ".join(sorted(one)) for one in used)))
     first, second = _facts(a.manifest), _facts(b.manifest)
     found += [Difference(*key, value, second[key]) for key, value in first.items()]
     return [one for one in found if one.a != one.b]
@@ -78,27 +83,16 @@ def check_comparability(found: Collection[Difference], across: Collection[str]) 
 def _facts(manifest: Mapping[str, Any]) -> dict[tuple[str, str], str]:
     """What a manifest says of machine and settings, by kind of difference and name."""
     key, experiment, machine = (manifest.get(name) or {} for name in ("key", "experiment", "machine"))
-    cpu = machine.get("cpu") or {}
+    cpu, of_key = machine.get("cpu") or {}, ("dtype", "device_type", "compile", "engine_version", "torch_version")
     gpus = [str(gpu.get("name", gpu)) for gpu in machine.get("gpus") or ()]
     return {
         ("machine", "processor"): f"{cpu.get('model', 'not recorded')}, {cpu.get('cores', '?')} cores",
         ("machine", "GPU"): ", ".join(gpus) or "none",
         ("machine", "device"): str(manifest.get("device", "not recorded")),
         ("machine", "threads"): str(manifest.get("threads", "not recorded")),
-        **{("setting", name): str(key.get(name)) for name in _KEY_FIELDS},
-        **{("setting", name): str(experiment.get(name)) for name in _EXPERIMENT_FIELDS},
+        **{("setting", name): str(key.get(name)) for name in of_key},
+        **{("setting", name): str(experiment.get(name)) for name in ("prompts", "seed", "batch")},
     }
-
-
-def _protocol_differences(a: Mapping[str, Row], b: Mapping[str, Row]) -> Iterator[Difference]:
-    """Protocols that the runs do not share, or shared ones with other scorers."""
-    if a and b and not a.keys() & b.keys():
-        yield Difference("protocol", "protocol", ", ".join(sorted(a)), ", ".join(sorted(b)))
-    for name in sorted(a.keys() & b.keys()):
-        for scorer in _SCORERS:
-            ours, theirs = a[name][scorer], b[name][scorer]
-            if ours and theirs:
-                yield Difference("protocol", f"{scorer} of {name}", ", ".join(sorted(ours)), ", ".join(sorted(theirs)))
 
 
 def _scorers(scores: Collection[Row]) -> dict[str, dict[str, set[str]]]:
@@ -137,18 +131,18 @@ def compare_runs(a: RunData, b: RunData) -> Comparison:
         found = [*_timed_rows(cells, [list(side.values()) for side in sides]), *_scored_rows(cells, scores)]
         rows += [about | row for row in found]
     # Every tested effect is computed so that more is better.
-    for row, p in zip(rows, holm([row.get("p_value") for row in rows]), strict=True):
-        if p is not None:
-            better = row["effect"] > (1.0 if row["kind"] == "ratio" else 0.0)
-            row |= {"p_holm": p, "verdict": SAME if p >= _LEVEL else BETTER if better else WORSE}
+    tested = [row for row in rows if row.get("p_value") is not None]
+    for row, p in zip(tested, holm([row["p_value"] for row in tested]), strict=True):
+        better = row["effect"] > (1.0 if row["kind"] == "ratio" else 0.0)
+        row |= {"p_holm": p, "verdict": SAME if p >= _LEVEL else BETTER if better else WORSE}
     only_a, only_b = (tuple(key[1] for key in one if key not in other) for one, other in (sides, sides[::-1]))
-    return Comparison(frame("comparison", rows), only_a, only_b, tuple(_notes(rows)))
+    return Comparison(frame("comparison", rows), only_a, only_b, tuple(_notes(tested)))
 
 
 def _timed_rows(cells: Sequence[CellRecords], sides: Sequence[list[CellRecords]]) -> Iterator[dict[str, Any]]:
     """Seconds, speedup and accepted length of one cell."""
-    seconds = [_measured(cell, "seconds", "one") for cell in cells]
-    yield from _tested("latency_s", "ratio", seconds[::-1], swapped=True)  # less time is better
+    # Less time is better.
+    yield from _tested("latency_s", "ratio", [_measured(cell, "seconds", "one") for cell in cells[::-1]], swapped=True)
     if cells[0].columns["mode"] == "ar":
         return
     bases = [baseline_of(cell, side) for cell, side in zip(cells, sides, strict=True)]
@@ -212,8 +206,7 @@ def _tested(
     }  # fmt: skip
 
 
-def _notes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    tested = [row for row in rows if row.get("p_value") is not None]
+def _notes(tested: Sequence[dict[str, Any]]) -> Iterator[str]:
     if not tested:
         return
     alone = sum(row["p_value"] < _LEVEL for row in tested)

@@ -1,4 +1,4 @@
-"""Curves of one or several runs as files, drawn with matplotlib: each a PNG and an SVG with the CSV behind it.
+"""Curves of one or several runs: the points behind each, and its picture as PNG and SVG beside the CSV of its points.
 
 Acceptance by depth and by position in the image, histograms of the accepted length, quality against speed with its
 front, and the mean accepted length against a bound. FID values of different features never share an axis.
@@ -6,15 +6,27 @@ front, and the mean accepted length against a bound. FID values of different fea
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.report import curve_data
-from lantern_bench.report.curve_data import FAMILY, SPEEDS, Front, Tables
-from lantern_bench.report.labels import BOUNDS, PARAMETER_NAMES, CellKey, Style, cell_key, check_grouping, styles
-from lantern_bench.report.tables import write_csv
+from lantern_bench.report.labels import (
+    BOUNDS,
+    CELL,
+    PARAMETER_NAMES,
+    CellKey,
+    Style,
+    cell_key,
+    check_grouping,
+    labels,
+    styles,
+)
+from lantern_bench.report.records import CellRecords, group_records
+from lantern_bench.report.stats import proportion
+from lantern_bench.report.tables import ENDS, frame, tables_of, write_csv
+from lantern_bench.runs.store import RunData
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,13 +35,162 @@ if TYPE_CHECKING:
 
     Styles = Mapping[CellKey, Style]
 
+# ---- The data behind the curves
+
+Tables: TypeAlias = Mapping[str, "pd.DataFrame"]
+"""The tables of one run by name, as `curve_tables` returns them."""
+
+
+# The quality figures that speed is drawn against: the column that names the scorer, axis title, whether less is better.
+_QUALITIES = {
+    "fid": ("fid_features", "FID, lower is better\n({})", True),
+    "clip_score": ("clip_model", "CLIP score, higher is better\n({})", False),
+    "prompt_accuracy": ("protocol", "prompt accuracy, higher is better\n({})", False),
+}
+
+SPEEDS = {"speedup": "speedup over AR", "mean_accepted_length": "mean accepted length (incl. bonus token)"}
+"""What a speed-quality curve has on its horizontal axis."""
+
+FAMILY = (
+    "run", "model", "mode", "drafting", "rule", "tree", "neighbours", "neighbour_metric", "residual", "delta", "lambda",
+    "bound", "temperature", "cfg_scale", "top_k", "top_p", "batch",
+)  # fmt: skip
+"""Columns that tell cells apart; without a parameter they name the family in which that parameter varies."""
+
+
+class Front(NamedTuple):
+    """One speed-quality curve: file name, columns of the axes, title and direction of the quality axis, its points."""
+
+    name: str
+    speed: str
+    quality: str
+    axis: str
+    less_is_better: bool
+    points: pd.DataFrame
+
+
+def curve_tables(run: RunData) -> dict[str, pd.DataFrame]:
+    """Return the tables that curves are made from: those of `tables_of`, and `lengths`."""
+    lengths = (row for cell in group_records(run.records) for row in length_rows(cell))
+    return {**tables_of(run), "lengths": frame("lengths", lengths)}
+
+
+def length_rows(cell: CellRecords) -> Iterator[dict[str, Any]]:
+    """Yield the histogram of the tokens committed by a step, with Wilson intervals; empty for a cell without drafts."""
+    if cell.columns["drafting"] == "none":
+        return
+    counts = Counter(int(length) for row in cell.good for length in row.get("committed_per_step") or () if length > 0)
+    for length in range(1, max(counts, default=0) + 1):
+        share = proportion(counts[length], counts.total()).columns("share")
+        yield {**cell.columns, "length": length, "steps": counts[length], **share}
+
+
+def acceptance_points(runs: Mapping[str, Tables], axis: str = "depth") -> pd.DataFrame:
+    """Return the rows of `acceptance.csv` along `axis` of all runs, with the columns `run` and `label` in front.
+
+    Neighbouring positions of the image are pooled until a cell has at most 32 places; `index_end` is the last position
+    of each, and the interval is that of the sums.
+    """
+    table = stack_runs(runs, "acceptance")
+    table = table[table["axis"] == axis].reset_index(drop=True)
+    if axis == "position":
+        width = -(-(int(table["index"].max()) + 1) // 32) if len(table) else 1
+        cells = table.groupby(["run", "model", "cell_id", table["index"] // width], sort=False)
+        sums = cells[["offered", "accepted"]].transform("sum")
+        table = table.assign(index_end=cells["index"].transform("max"), **sums)[~cells.cumcount().astype(bool)]
+        rates = [proportion(int(a), int(n)) for a, n in zip(table["accepted"], table["offered"], strict=True)]
+        for number, end in enumerate(ENDS):
+            table[f"rate{end}"] = [rate[number] for rate in rates]
+    return _labelled(table)
+
+
+def length_points(runs: Mapping[str, Tables]) -> pd.DataFrame:
+    """Return the table `lengths` of all runs, with `run` and `label` in front."""
+    return _labelled(stack_runs(runs, "lengths"))
+
+
+def bound_points(runs: Mapping[str, Tables], parameter: str) -> pd.DataFrame:
+    """Return the mean accepted length of the cells that have `parameter`, by its value, with intervals."""
+    table = stack_runs(runs, "speed")
+    known = table[table[parameter].notna() & table["mean_accepted_length"].notna() & (table["drafting"] != "none")]
+    kept = [name for name in (*FAMILY, "cell_id", "images") if name in known]
+    chosen = known[[*kept, *(f"mean_accepted_length{end}" for end in ENDS)]]
+    return _labelled(chosen.sort_values([parameter, "run"], kind="stable").reset_index(drop=True))
+
+
+def speed_quality_points(runs: Mapping[str, Tables]) -> pd.DataFrame:
+    """Return the rows of `quality.csv` of all runs with the speedup and mean accepted length of their cell.
+
+    A run that was not timed (batched decoding) takes the speedup of the same cell from another of the runs, where it
+    was measured; `speed_run` names that run. A cell without either figure is left out.
+    """
+    cell = ["model", "cell_id"]
+    quality, speed = stack_runs(runs, "quality"), stack_runs(runs, "speed")
+    speedup, length = ([f"{name}{end}" for end in ENDS] for name in SPEEDS)
+    own = speed.loc[speed["speedup"].notna(), ["run", *cell, *speedup]]
+    own = own.assign(speed_run=own["run"])
+    table = quality.merge(own, on=["run", *cell], how="left")
+    elsewhere = quality[cell].merge(own.drop(columns="run").drop_duplicates(cell), on=cell, how="left")
+    borrowed = [*speedup, "speed_run"]
+    table[borrowed] = table[borrowed].where(table["speedup"].notna(), elsewhere[borrowed])
+    table = table.merge(speed[["run", *cell, *length]], on=["run", *cell], how="left")
+    table = table[[*quality.columns, *speedup, *length, "speed_run"]]
+    return _labelled(table[table[list(SPEEDS)].notna().any(axis=1)].reset_index(drop=True))
+
+
+def fronts(runs: Mapping[str, Tables]) -> Iterator[Front]:
+    """Yield a curve for each quality figure and each scorer of it: against speedup, then against MAL.
+
+    The column `dominated` marks a cell when another of its model and run is at least as fast and as good, and better in
+    one of the two.
+    """
+    table = speed_quality_points(runs)
+    for speed, prefix in (("speedup", "speed"), ("mean_accepted_length", "length")):
+        for figure, (scorer, axis, less_is_better) in _QUALITIES.items():
+            known = table[table[figure].notna() & table[speed].notna()]
+            others = [f"{name}{end}" for name in _QUALITIES if name != figure for end in ENDS]
+            for scored_by, same in known.groupby(scorer):
+                alone = known[scorer].nunique() == 1
+                suffix = "" if alone else "-" + "".join(c if c.isalnum() else "-" for c in str(scored_by))
+                points = same.drop(columns=others, errors="ignore").reset_index(drop=True)
+                points["dominated"] = is_dominated(points, speed, figure, less_is_better)
+                name, title = f"{prefix}-quality-{figure}{suffix}", axis.format(scored_by)
+                yield Front(name, speed, figure, title, less_is_better, points)
+
+
+def is_dominated(points: pd.DataFrame, speed: str, quality: str, less_is_better: bool) -> list[bool]:
+    """Return for each point whether another of the same run and model beats it: no worse in both, better in one.
+
+    By the figures alone: intervals that overlap may still be dominated.
+    """
+    places = points[["run", "model"]].assign(fast=points[speed], good=points[quality] * (-1 if less_is_better else 1))
+
+    def beaten(own: Any) -> bool:
+        rivals = places[(places["run"] == own.run) & (places["model"] == own.model)]
+        no_worse = rivals[(rivals["fast"] >= own.fast) & (rivals["good"] >= own.good)]
+        return bool(((no_worse["fast"] > own.fast) | (no_worse["good"] > own.good)).any())
+
+    return [beaten(own) for own in places.itertuples()]
+
+
+def stack_runs(runs: Mapping[str, Tables], name: str) -> pd.DataFrame:
+    """Return one table of all runs, with the column `run`."""
+    import pandas as pd
+
+    return pd.concat([tables[name].assign(run=run) for run, tables in runs.items()], ignore_index=True)
+
+
+def _labelled(table: pd.DataFrame) -> pd.DataFrame:
+    front = table.assign(label=labels(table))
+    return front[["run", "label", *(column for column in table.columns if column != "run")]]
+
+
+# ---- The curves, drawn with matplotlib
+
 KINDS = ("png", "svg", "csv")
 """The files of a curve."""
 
-_PALE = 0.38
-_COLUMNS = 3
 _INTERVAL = "95 % interval"
-_CELL = ["run", "model", "cell_id"]
 
 
 class Picture(NamedTuple):
@@ -41,12 +202,14 @@ class Picture(NamedTuple):
 
 
 def draw_curves(runs: Mapping[str, Tables], folder: Path, by: str = "mode") -> list[Path]:
-    """Draw the curves of runs (name to `curve_data.curve_tables`) into `folder`; return the files.
+    """Draw the curves of runs (name to `curve_tables`) into `folder`; return the files.
 
     `by` (one of `GROUPINGS`) is what colours stand for and, except for the mode, what the mean accepted length is drawn
     against. Raises `RefusedError` when there is nothing to draw, and `UserError` when the folder cannot be written or
     `by` is unknown.
     """
+    from matplotlib import rc_context
+
     drawn = list(pictures(runs, by))
     if not drawn:
         raise RefusedError("nothing to draw: these runs hold no drafts and no images that are both scored and timed")
@@ -54,7 +217,12 @@ def draw_curves(runs: Mapping[str, Tables], folder: Path, by: str = "mode") -> l
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for picture in drawn:
-            files += _save(picture, folder)
+            files += (made := [folder / f"{picture.name}.{kind}" for kind in KINDS])
+            # Without dates, versions and random ids equal curves are equal files.
+            with rc_context({"svg.hashsalt": picture.name}):
+                picture.figure.savefig(made[0], dpi=160, bbox_inches="tight", metadata={"Software": None})
+                picture.figure.savefig(made[1], bbox_inches="tight", metadata={"Date": None, "Creator": None})
+            write_csv(picture.points, made[2])
     except OSError as error:
         raise UserError(f"--out {folder}: cannot be written: {error.strerror}") from error
     return files
@@ -64,16 +232,16 @@ def pictures(runs: Mapping[str, Tables], by: str = "mode") -> Iterator[Picture]:
     """Yield the curves that the runs have data for."""
     look = run_styles(runs, by)
     for axis, draw in (("depth", draw_depths), ("position", draw_positions)):
-        points = curve_data.acceptance_points(runs, axis)
+        points = acceptance_points(runs, axis)
         if len(points):
             yield Picture(f"acceptance-by-{axis}", points, draw(points, look))
-    lengths = curve_data.length_points(runs)
+    lengths = length_points(runs)
     if len(lengths):
         yield Picture("accepted-lengths", lengths, draw_lengths(lengths, look))
-    for front in curve_data.fronts(runs):
+    for front in fronts(runs):
         yield Picture(front.name, front.points, draw_front(front, look))
     for parameter in (by,) if by != "mode" else BOUNDS:
-        points = curve_data.bound_points(runs, parameter)
+        points = bound_points(runs, parameter)
         if points[parameter].nunique() > 1:
             yield Picture(f"mean-accepted-length-by-{parameter}", points, draw_bounds(points, parameter, look))
 
@@ -81,22 +249,7 @@ def pictures(runs: Mapping[str, Tables], by: str = "mode") -> Iterator[Picture]:
 def run_styles(runs: Mapping[str, Tables], by: str = "mode") -> dict[CellKey, Style]:
     """Return the style of every cell of the runs, the same in all their curves; `UserError` for an unknown `by`."""
     check_grouping(by)
-    return styles(curve_data.stack_runs(runs, "speed"), by)
-
-
-def _save(picture: Picture, folder: Path) -> list[Path]:
-    from matplotlib import rc_context
-
-    files = [folder / f"{picture.name}.{kind}" for kind in KINDS]
-    # Without dates, versions and random ids equal curves are equal files.
-    with rc_context({"svg.hashsalt": picture.name}):
-        picture.figure.savefig(files[0], dpi=160, bbox_inches="tight", metadata={"Software": None})
-        picture.figure.savefig(files[1], bbox_inches="tight", metadata={"Date": None, "Creator": None})
-    write_csv(picture.points, files[2])
-    return files
-
-
-# ---- One function a curve: points in, figure out
+    return styles(stack_runs(runs, "speed"), by)
 
 
 def draw_depths(points: pd.DataFrame, styles: Styles) -> Figure:
@@ -161,7 +314,7 @@ def draw_front(front: Front, styles: Styles) -> Figure:
         axes.errorbar(
             [point[front.speed]], [point[quality]], xerr=_whiskers(row, front.speed), yerr=_whiskers(row, quality),
             label=point["label"], color=style.colour, marker=style.marker, linestyle="none", capsize=2, elinewidth=0.8,
-            markersize=7, alpha=_PALE if pale else 1.0, markerfacecolor="none" if pale else style.colour,
+            markersize=7, alpha=0.38 if pale else 1.0, markerfacecolor="none" if pale else style.colour,
         )  # fmt: skip
     if front.speed == "speedup":
         axes.axvline(1.0, color="#BBBBBB", linewidth=0.8, linestyle=":", zorder=0)
@@ -202,15 +355,14 @@ def _family_label(line: pd.DataFrame, parameter: str) -> str:
 
 
 def _cells(points: pd.DataFrame) -> list[pd.DataFrame]:
-    """The points of each cell, in order of appearance."""
-    return [rows for _, rows in points.groupby(_CELL, sort=False)]
+    return [rows for _, rows in points.groupby(CELL, sort=False)]
 
 
 def _panels(cells: int, x: str, y: str) -> tuple[Figure, Sequence[Axes]]:
     """A figure with a panel for each cell, all with the same axes."""
     from matplotlib.figure import Figure
 
-    columns = min(_COLUMNS, cells)
+    columns = min(3, cells)
     down = -(-cells // columns)
     figure = Figure(figsize=(2.6 * columns + 0.6, 1.75 * down + 0.7), layout="constrained")
     panels = figure.subplots(down, columns, sharex=True, sharey=True, squeeze=False).ravel()

@@ -48,8 +48,6 @@ _SAID_ONCE = (
 )  # fmt: skip
 # The summary shows these even where they are missing: the notes give the reason.
 _HEADLINE = ("speedup", "mean_accepted_length", "fid", "clip_score")
-_NAMED_CELLS = 3
-_MAL_NOTE = "MAL counts the target's own token; accepted drafts are one less."
 
 
 class Readable(NamedTuple):
@@ -90,11 +88,12 @@ def readable(table: pd.DataFrame, name: str | None = None) -> Readable:
 
     rows = table[table["axis"] == "depth"].reset_index(drop=True) if name == "acceptance" else table
     names = [str(column) for column in rows.columns]
-    ends = {column for column in names if _is_end(column) and column.rpartition("_")[0] in names}
+    intervals = [column for column in names if column.endswith(("_low", "_high"))]
+    ends = {column for column in intervals if column.rpartition("_")[0] in names}
     shown = [c for c in names if c not in ends and (name is None or _worth_showing(rows, c, name))]
     units = {column.name: column.unit for column in TABLES[name]} if name is not None else {}
     if name == "summary":  # As in the papers, to fit the screen: the speed and quality tables hold the other intervals.
-        rows = rows.drop(columns=[column for column in names if _is_end(column) and "speedup" not in column])
+        rows = rows.drop(columns=[column for column in intervals if "speedup" not in column])
     text = {}
     for column in shown:
         cells = (rows.get(f"{column}{end}", [None] * len(rows)) for end in ("", "_low", "_high"))
@@ -121,19 +120,15 @@ def _notes(table: pd.DataFrame, name: str) -> list[str]:
         if column in table and table[column].nunique(dropna=False) == 1 and table[column].notna().all()
     ]
     if "mean_accepted_length" in table:
-        notes.append(_MAL_NOTE)
+        notes.append("MAL counts the target's own token; accepted drafts are one less.")
     if name == "acceptance":
         notes.append("Rates by depth of the tree; those by position in the image are in acceptance.csv.")
     said = table["note"].dropna().str.split(NOTE_SEPARATOR, regex=False).explode()
     for note, rows in said[said != ""].groupby(said, sort=False).groups.items():
         cells = table.loc[rows, "cell_id"]
-        about = ", ".join(cells.unique()) if len(cells) <= _NAMED_CELLS else f"{len(cells)} of {len(table)} rows"
+        about = ", ".join(cells.unique()) if len(cells) <= 3 else f"{len(cells)} of {len(table)} rows"
         notes.append(str(note) if len(cells) == len(table) else f"{about}: {note}")
     return notes
-
-
-def _is_end(column: str) -> bool:
-    return column.endswith(("_low", "_high"))
 
 
 def _head(table: pd.DataFrame, column: str) -> str:

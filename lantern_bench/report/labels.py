@@ -17,9 +17,11 @@ from lantern_bench.report.records import NEIGHBOUR_METRIC, SAMPLING_DEFAULTS
 if TYPE_CHECKING:
     import pandas as pd
 
-
 CellKey: TypeAlias = tuple[str, str, str]
 """Run, model, cell id."""
+
+CELL = ["run", "model", "cell_id"]
+"""The columns of a `CellKey`."""
 
 METHODS = {name: mode.label for name, mode in MODES.items()}
 """Labels of the modes as the papers write them; those of other packages bring their own."""
@@ -34,12 +36,10 @@ PARAMETER_NAMES = {**BOUNDS, "tree": "draft tree", "temperature": "temperature"}
 """Axis titles of the parameters in `GROUPINGS`."""
 
 _COLOURS = {name: mode.colour for name, mode in MODES.items() if mode.colour}
-_OTHER_COLOUR = "#CC79A7"
 # The same hues, light enough for a dark background.
 _ON_DARK = {
     "#000000": "#F2F0EC", "#0072B2": "#56A8E0", "#D55E00": "#F58549", "#009E73": "#34C99F", "#767676": "#9A9A9A",
 }  # fmt: skip
-_WITHOUT = "#767676"
 _CATEGORIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 # Nine and four have no common divisor: marker and line repeat together after 36 cells only.
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
@@ -77,7 +77,8 @@ def check_grouping(by: str) -> None:
 
 def cell_key(row: Mapping[Hashable, Any] | pd.Series) -> CellKey:
     """Return the key of a cell among several runs; `row` has the columns run, model, cell_id."""
-    return str(row["run"]), str(row["model"]), str(row["cell_id"])
+    run, model, cell_id = (str(row[name]) for name in CELL)
+    return run, model, cell_id
 
 
 def is_given(value: Any) -> bool:
@@ -121,31 +122,21 @@ def styles(table: pd.DataFrame, by: str = "mode") -> dict[CellKey, Style]:
     The colour stands for `by`, one of `GROUPINGS`; cells without the parameter are grey. Marker and line style differ
     between cells.
     """
-    cells = table.drop_duplicates(["run", "model", "cell_id"])
-    colours = _colours(list(cells[by]), by)
-    markers, lines = cycle(_MARKERS), cycle(_LINES)
-    return {
-        cell_key(row): Style(colour, next(markers), next(lines))
-        for (_, row), colour in zip(cells.iterrows(), colours, strict=True)
-    }
+    cells = table.drop_duplicates(CELL)
+    looks = zip(_colours(list(cells[by]), by), cycle(_MARKERS), cycle(_LINES), strict=False)
+    return {cell_key(row): Style(*look) for (_, row), look in zip(cells.iterrows(), looks, strict=False)}
 
 
 def _colours(values: Sequence[Any], by: str) -> list[str]:
+    import numpy as np
+
     if by == "mode":
-        return [_COLOURS.get(value, _OTHER_COLOUR) for value in values]
+        return [_COLOURS.get(value, "#CC79A7") for value in values]
     given = sorted({value for value in values if is_given(value)})
     if by == "tree":
         table = dict(zip(given, cycle(_CATEGORIES), strict=False))
     else:
-        table = {value: _on_scale(place / max(1, len(given) - 1)) for place, value in enumerate(given)}
-    return [table[value] if is_given(value) else _WITHOUT for value in values]
-
-
-def _on_scale(share: float) -> str:
-    """Interpolate linearly between the colours of `_SCALE`."""
-    import numpy as np
-
-    mixed = (
-        float(np.interp(share * (len(_SCALE) - 1), range(len(_SCALE)), part)) for part in zip(*_SCALE, strict=True)
-    )
-    return "#" + "".join(f"{round(part):02X}" for part in mixed)
+        places = [place / max(1, len(given) - 1) * (len(_SCALE) - 1) for place in range(len(given))]
+        mixed = np.column_stack([np.interp(places, range(len(_SCALE)), part) for part in zip(*_SCALE, strict=True)])
+        table = {v: "#" + "".join(f"{round(part):02X}" for part in one) for v, one in zip(given, mixed, strict=True)}
+    return [table[value] if is_given(value) else "#767676" for value in values]

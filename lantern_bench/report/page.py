@@ -1,8 +1,8 @@
 """One HTML file that shows one run or several: no network, no second file, links to the picture files.
 
-A Jinja template takes the tables (`page_tables.py`) and a tree of plain values; the JavaScript in `assets/` draws
-curves, pictures and maps from that tree. Plotly draws the curves; the page contains its whole library, compressed.
-Without JavaScript the page still shows its tables.
+A Jinja template takes the tables and a tree of plain values; the JavaScript in `assets/` draws curves, pictures and
+maps from that tree. Plotly draws the curves; the page contains its whole library, compressed. Without JavaScript the
+page still shows its tables: figures formatted as in every other table, with the value that a table is sorted by.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lantern_bench import __version__
+from lantern_bench.config.paper import read_paper
 from lantern_bench.errors import UserError
 from lantern_bench.models.io.files import write_atomically
-from lantern_bench.report import curve_data
-from lantern_bench.report.curve_data import FAMILY, SPEEDS, Tables
-from lantern_bench.report.curves import run_styles
-from lantern_bench.report.labels import BOUNDS, GROUPINGS, PARAMETER_NAMES, CellKey, cell_key, labels
-from lantern_bench.report.page_tables import highlights, run_facts, summary
+from lantern_bench.report import curves
+from lantern_bench.report.curves import FAMILY, SPEEDS, Tables
+from lantern_bench.report.format_tables import format_figure, readable
+from lantern_bench.report.labels import BOUNDS, CELL, GROUPINGS, PARAMETER_NAMES, CellKey, cell_key, is_given, labels
 from lantern_bench.report.records import CellRecords, Row, group_records, load_runs
-from lantern_bench.report.tables import sort_scores
+from lantern_bench.report.reproduction import comparability, reproduction_rows
+from lantern_bench.report.tables import ENDS, sort_scores
 from lantern_bench.runs.store import RunData
 
 if TYPE_CHECKING:
@@ -55,9 +56,12 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
     import jinja2
     from plotly.offline import get_plotlyjs
 
-    made = {name: curve_data.curve_tables(run) for name, run in runs.items()}
+    made = {name: curves.curve_tables(run) for name, run in runs.items()}
     data = page_data(runs, made, home)
     numbers = {(cell["run"], cell["model"], cell["cell"]): number for number, cell in enumerate(data["cells"])}
+    # Nothing in this JSON can end the script element that contains it or begin a comment.
+    script = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    script = script.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("lantern_bench.report", "assets"),
         autoescape=True,
@@ -78,16 +82,10 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
         runs=[run_facts(name, run, made[name]) for name, run in runs.items()],
         style=assets.joinpath("report.css").read_text(encoding="utf-8"),
         scripts="\n".join(assets.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS),
-        data=_as_script(data),
+        data=script,
         # Without a time the same library gives the same bytes.
         plotly=base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode("ascii"),
     )
-
-
-def _as_script(data: Mapping[str, Any]) -> str:
-    """JSON that is safe inside a script element: nothing in it can end the element or begin a comment."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 # ---- The data of the page: cells, curves, fronts, maps, prompts, pictures
@@ -96,19 +94,18 @@ Plain: TypeAlias = dict[str, Any]
 Numbers: TypeAlias = Mapping[CellKey, int]
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_SCORES = ("clip_score", "prompt_accuracy")
 # Plotly's names of matplotlib's markers and line styles.
 _MARKERS = {
     "o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross", "X": "x",
     "*": "star", "<": "triangle-left",
 }  # fmt: skip
 _DASHES = {"-": "solid", "--": "dash", "-.": "dashdot", ":": "dot"}
-_IMAGE_FIGURES = ("clip_score", "prompt_accuracy")
-_ENDS = ("", "_low", "_high")
 
 
 def page_data(runs: Mapping[str, RunData], made: Mapping[str, Tables], home: Path) -> Plain:
     """Return the data of a page in the folder `home`; `made` are the runs' `curve_tables`."""
-    speed, look = curve_data.stack_runs(made, "speed"), run_styles(made)
+    speed, look = curves.stack_runs(made, "speed"), curves.run_styles(made)
     records = {
         (name, cell.columns["model"], cell.cell_id): cell
         for name, run in runs.items()
@@ -130,9 +127,9 @@ def page_data(runs: Mapping[str, RunData], made: Mapping[str, Tables], home: Pat
         "cells": cells,
         "speeds": SPEEDS,
         "fronts": _fronts(made, numbers),
-        "depth": _curve(curve_data.acceptance_points(made), "index", "rate", numbers),
-        "position": _curve(curve_data.acceptance_points(made, "position"), "index", "rate", numbers),
-        "lengths": _curve(curve_data.length_points(made), "length", "share", numbers),
+        "depth": _curve(curves.acceptance_points(made), "index", "rate", numbers),
+        "position": _curve(curves.acceptance_points(made, "position"), "index", "rate", numbers),
+        "lengths": _curve(curves.length_points(made), "length", "share", numbers),
         "bounds": _bounds(made, numbers),
         **_pictures(runs, records, numbers, home),
     }
@@ -140,17 +137,17 @@ def page_data(runs: Mapping[str, RunData], made: Mapping[str, Tables], home: Pat
 
 def _fronts(made: Mapping[str, Tables], numbers: Numbers) -> list[Plain]:
     found = []
-    for front in curve_data.fronts(made):
+    for front in curves.fronts(made):
         points = [
             {
                 "cell": numbers[cell_key(row)], "dominated": bool(row["dominated"]),
-                "x": _rounded(row.get(f"{front.speed}{end}") for end in _ENDS),
-                "y": _rounded(row.get(f"{front.quality}{end}") for end in _ENDS),
+                "x": _rounded(row.get(f"{front.speed}{end}") for end in ENDS),
+                "y": _rounded(row.get(f"{front.quality}{end}") for end in ENDS),
             }
             for _, row in front.points.iterrows()
         ]  # fmt: skip
         about = {"speed": front.speed, "quality": front.quality, "axis": front.axis}
-        found.append(about | {"less": "lower is better" in front.axis, "points": points})
+        found.append(about | {"less": front.less_is_better, "points": points})
     return found
 
 
@@ -161,7 +158,7 @@ def _curve(points: pd.DataFrame, x: str, y: str, numbers: Numbers) -> list[Plain
     columns = {"x": x, "y": y, "low": f"{y}_low", "high": f"{y}_high"}
     return [
         {"cell": numbers[cell_key(line.iloc[0])]} | {name: _rounded(line[column]) for name, column in columns.items()}
-        for _, line in points.groupby(["run", "model", "cell_id"], sort=False)
+        for _, line in points.groupby(CELL, sort=False)
     ]
 
 
@@ -169,7 +166,7 @@ def _bounds(made: Mapping[str, Tables], numbers: Numbers) -> list[Plain]:
     """Mean accepted length against each parameter that varies; cells that differ in nothing else are one line."""
     found = []
     for parameter in GROUPINGS[1:]:
-        points = curve_data.bound_points(made, parameter)
+        points = curves.bound_points(made, parameter)
         if points[parameter].nunique() < 2:
             continue
         family = [name for name in FAMILY if name in points and name != parameter]
@@ -177,7 +174,7 @@ def _bounds(made: Mapping[str, Tables], numbers: Numbers) -> list[Plain]:
             {
                 "cells": [numbers[cell_key(row)] for _, row in line.iterrows()],
                 "x": [value if parameter == "tree" else float(value) for value in line[parameter]],
-                "y": [_rounded(ends) for ends in zip(*(line[f"mean_accepted_length{e}"] for e in _ENDS), strict=True)],
+                "y": [_rounded(ends) for ends in zip(*(line[f"mean_accepted_length{e}"] for e in ENDS), strict=True)],
             }
             for _, line in points.groupby(family, sort=False, dropna=False)
         ]
@@ -192,36 +189,27 @@ def _pictures(
     """Prompts by first appearance in the plan, and a picture for each completed record with its own figures."""
     thumbnails, pictures = Thumbnails(), []
     prompts: dict[str, int] = {}
-    scores = {name: _image_scores(run) for name, run in runs.items()}
+    scores = {name: list(sort_scores(run.scores).values()) for name, run in runs.items()}
     grid = grid_side([row for cell in records.values() for row in cell.good])
     drawn = [(key, row) for key, cell in records.items() for row in cell.good if row.get("image")]
     for key, row in sorted(drawn, key=lambda pair: pair[1].get("order_index") or 0):
         file = runs[key[0]].folder / str(row["image"])
         steps = row.get("committed_per_step") or ()
         seconds, length = _rounded((row.get("seconds"), sum(steps) / len(steps) if steps else None))
+        scored = [one.images.get(str(row["record_key"]), {}) for one in scores[key[0]]]
+        # Under the first protocol that has a score of the image.
+        figures = {name: next((one[name] for one in scored if one.get(name) is not None), None) for name in _SCORES}
         maps = "".join(_DIGITS[min(length, len(_DIGITS) - 1)] for length in step_lengths(row))
         pictures.append(
             {
                 "cell": numbers[key], "prompt": prompts.setdefault(str(row["prompt"]), len(prompts)),
                 "repeat": int(row["repeat"]), "thumb": thumbnails.place(file), "file": _link(file, home),
                 "seconds": seconds, "length": length, "steps": len(steps),
-                **scores[key[0]].get(str(row["record_key"]), {}),
+                **{name: _rounded([value])[0] for name, value in figures.items() if value is not None},
                 "runs": maps if grid and row.get("drafting") != "none" else None,
             }
         )  # fmt: skip
     return {"prompts": list(prompts), "pictures": pictures, "thumbs": thumbnails.encoded(), "grid": grid}
-
-
-def _image_scores(run: RunData) -> dict[str, Plain]:
-    """CLIP score and prompt accuracy of each image, under the first protocol that has them."""
-    found: dict[str, Plain] = {}
-    for scores in sort_scores(run.scores).values():
-        for key, row in scores.images.items():
-            mine = found.setdefault(key, {})
-            for name in _IMAGE_FIGURES:
-                if row.get(name) is not None:
-                    mine.setdefault(name, _rounded([row[name]])[0])
-    return found
 
 
 def step_lengths(row: Row) -> list[int]:
@@ -275,8 +263,6 @@ SIDE = 128
 BUDGET = 5_000_000
 """Limit for all thumbnails of a page together, as base64 text, in bytes."""
 
-_QUALITIES = (90, 82, 70, 55, 40, 25)
-
 
 class Thumbnails:
     """The WebP thumbnails of a page, each once, in order of first use."""
@@ -306,8 +292,191 @@ class Thumbnails:
             return base64.b64encode(written.getvalue()).decode("ascii")
 
         texts: list[str] = []
-        for quality in _QUALITIES:
+        for quality in (90, 82, 70, 55, 40, 25):
             texts = [encode(*picture, quality) for picture in self._places]
             if sum(map(len, texts)) <= budget:
                 break
         return texts
+
+
+# ---- The tables of the page: the summary, published figures, settings, machine
+
+# Column, head, meaning, and which end is the good one (`up`, `down` or neither).
+_COLUMNS = (
+    ("images", "images", "images behind the means of the row", ""),
+    ("failed", "failed", "images that failed; they take no part in any mean", ""),
+    ("speedup", "speedup", "seconds of AR over seconds of the cell, same prompts, same run", "up"),
+    ("mean_accepted_length", "MAL", "tokens a step commits, the target's own token included; AR has 1", "up"),
+    ("acceptance_rate", "acceptance", "depths accepted over depths offered", "up"),
+    ("fid", "FID", "Fréchet distance to the reference", "down"),
+    ("kid", "KID", "kernel distance to the reference", "down"),
+    ("clip_score", "CLIP", "mean cosine between picture and caption, not scaled", "up"),
+    ("prompt_accuracy", "accuracy", "share of pictures that show all attributes of the caption", "up"),
+    ("precision", "precision", "share of pictures inside the reference's manifold", "up"),
+    ("recall", "recall", "share of the reference inside the pictures' manifold", "up"),
+)
+
+
+def summary(made: Mapping[str, Tables], numbers: Numbers) -> Plain:
+    """Return the summary of all runs, a row for each cell and protocol that scored it.
+
+    heads: dicts of key, text, meaning, good; rows: (number of the cell, protocol, entries); notes: sentences below.
+    """
+    table = _joined(made)
+    shown = [column for column in _COLUMNS if column[0] in SPEEDS or _says_something(table, column[0])]
+    columns = [_entries(table, key, good) for key, _, _, good in shown]
+    several = table["protocol"].nunique() > 1
+    rows = [
+        (numbers[cell_key(row)], str(row["protocol"]) if several and is_given(row["protocol"]) else "", entries)
+        for (_, row), *entries in zip(table.iterrows(), *columns, strict=True)
+    ]
+    notes = [note for tables in made.values() for note in readable(tables["summary"], "summary").notes]
+    heads = [dict(zip(("key", "text", "meaning", "good"), column, strict=True)) for column in shown]
+    return {"heads": heads, "rows": rows, "notes": list(dict.fromkeys(notes))}
+
+
+def highlights(made: Mapping[str, Tables], numbers: Numbers, names: Sequence[str]) -> list[Plain]:
+    """Return the best cell for speedup, accepted length and the first available quality figure, and how sure that is.
+
+    Dicts of what, value, interval, cell (its number), name, remark.
+    """
+    table = _joined(made)
+    quality = [name for name in ("prompt_accuracy", "clip_score", "fid") if _says_something(table, name)][:1]
+    tiles = []
+    for name in (*SPEEDS, *quality):
+        if not _says_something(table, name):
+            continue
+        known = table[table[name].notna()]
+        values = known[name].astype(float)
+        best = known.iloc[int(values.argmin() if name == "fid" else values.argmax())]
+        what = {"speedup": "fastest", "mean_accepted_length": "longest steps"}.get(name)
+        tiles.append(
+            _figure(name, float(best[name]), best.get(f"{name}_low"), best.get(f"{name}_high"))
+            | {"what": what or f"best pictures by {name.replace('_', ' ')}", "remark": _how_sure(table, best, name)}
+            | {"cell": numbers[cell_key(best)], "name": names[numbers[cell_key(best)]]}
+        )
+    return tiles
+
+
+def _how_sure(table: pd.DataFrame, best: pd.Series, name: str) -> str:
+    """Whether another cell's interval reaches that of the best one, in words."""
+    if f"{name}_low" not in table or not is_given(best[f"{name}_low"]):
+        return "one value a cell, without an interval"
+    others = table[(table[CELL] != best[CELL]).any(axis=1)]
+    near = others[others[name].notna() & (others[f"{name}_high"] >= best[f"{name}_low"])]
+    reaching = near["cell_id"].nunique()
+    if not reaching:
+        return "no other cell's 95 % interval reaches it"
+    return f"the 95 % intervals of {reaching} other {'cell' if reaching == 1 else 'cells'} overlap it"
+
+
+def _joined(made: Mapping[str, Tables]) -> pd.DataFrame:
+    """Quality rows with the speed of their cell, in the order of the tables."""
+    import pandas as pd
+
+    parts = []
+    for name, tables in made.items():
+        # An image without a score counts as an image: `images` is that of the speed table.
+        quality, speed = tables["quality"].drop(columns="images"), tables["speed"].drop(columns=["note", "failed"])
+        own = [column for column in speed if column not in quality or column in ("cell_id", "model")]
+        parts.append(quality.merge(speed[own], on=["cell_id", "model"], how="left").assign(run=name))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _says_something(table: pd.DataFrame, name: str) -> bool:
+    """Whether to show a column: the number of images where it differs, failures where there are any."""
+    if name == "images":
+        return table[name].nunique() > 1
+    return bool(table[name].notna().any() and (name != "failed" or (table[name] > 0).any()))
+
+
+def _entries(table: pd.DataFrame, name: str, good: str) -> list[Plain]:
+    """The column's entries: dicts of value and interval as text, what they sort by, their bar, and whether it is best.
+
+    bar: left end, right end and value as shares of the column's width, on one scale; None without an interval.
+    """
+    ends = table.reindex(columns=[name, f"{name}_low", f"{name}_high"]).astype(float)
+    low, high = float(ends.min().min()), float(ends.max().max())
+    known = ends[name].dropna()
+    best = (known.min() if good == "down" else known.max()) if good and known.nunique() > 1 else None
+    entries = []
+    for value, *own in ends.itertuples(index=False):
+        if not is_given(value):
+            entries.append({"value": "", "interval": "", "order": None, "bar": None, "best": False})
+            continue
+        if own[0] == own[1] == value:  # by definition, or of one prompt many times: nothing is uncertain
+            own = [None, None]
+        bar = None
+        if all(map(is_given, own)) and high > low:
+            bar = [(place - low) / (high - low) for place in (*own, value)]
+        text = _figure(name, int(value) if name in ("images", "failed") else value, *own)
+        entries.append(text | {"order": value, "bar": bar, "best": value == best})
+    return entries
+
+
+def _figure(name: str, value: float, low: Any, high: Any) -> Plain:
+    """A figure and its interval as text."""
+    text, bracket, interval = format_figure(name, value, low, high).partition(" [")
+    return {"value": text, "interval": bracket.strip() + interval}
+
+
+def run_facts(name: str, data: RunData, tables: Tables) -> Plain:
+    """Return the facts behind a run, from its manifest; what was not recorded is left out.
+
+    machine, settings, weights: lists of (name, value); published: dicts of text; published_notes: sentences.
+    """
+    manifest = data.manifest
+    experiment = dict(manifest.get("experiment") or {})
+    paper = read_paper(experiment.get("paper"))
+    names = ("model", "prompts", "images", "repeats", "seed", "batch", "metrics", "compile")
+    facts = {name: experiment[name] for name in names if experiment.get(name) is not None}
+    if manifest.get("started"):
+        facts |= {"started": manifest["started"], "ended": manifest.get("ended") or "not ended"}
+        facts["sessions"] = len(manifest.get("sessions") or ())
+    # A figure that is not available is worth a row only in the table of all figures.
+    published = [_published(row) for row in reproduction_rows(tables, paper) if row.get("published") is not None]
+    return {
+        "name": name,
+        "title": str(experiment.get("description") or experiment.get("name") or name),
+        "machine": _machine(manifest),
+        "settings": [(name, ", ".join(map(str, v)) if isinstance(v, list) else str(v)) for name, v in facts.items()],
+        "weights": [(part, str(digest)) for part, digest in ((manifest.get("key") or {}).get("weights") or {}).items()],
+        "experiment": json.dumps(experiment, indent=2, ensure_ascii=False),
+        "published": published,
+        "published_title": paper.title if paper else "",
+        "published_notes": comparability(tables, paper, manifest) if paper else [],
+    }
+
+
+def _published(row: Mapping[str, Any]) -> dict[str, str]:
+    figure = str(row["figure"])
+    ours = [None if row.get(name) is None else float(row[name]) for name in ("ours", "ours_low", "ours_high")]
+    return {
+        "row": str(row.get("paper_row") or ""),
+        "figure": figure.replace("_", " "),
+        "published": format_figure(figure, float(row["published"])),
+        "ours": format_figure(figure, *ours),
+        "difference": "" if row.get("difference") is None else f"{row['difference']:+.3g}",
+        "cell": " ".join(str(row[name]) for name in ("method", "parameters") if row.get(name)),
+        "source": f"{row.get('source')} ({row.get('confidence')})",
+        "note": str(row.get("note") or ""),
+    }
+
+
+def _machine(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
+    machine = manifest.get("machine") or {}
+    cpu = machine.get("cpu") or {}
+    system = [str(machine.get(name)) for name in ("system", "release", "architecture")]
+    facts = {
+        "device": manifest.get("device"),
+        "processor": cpu.get("model") and f"{cpu['model']}, {cpu.get('cores')} cores, {cpu.get('clock_mhz')} MHz",
+        "GPU": ", ".join(str(gpu.get("name", gpu)) for gpu in machine.get("gpus") or ()),
+        "memory": machine.get("memory_bytes") and f"{machine['memory_bytes'] / 1e9:.1f} GB",
+        "threads": manifest.get("threads"),
+        "dtype": manifest.get("dtype"),
+        "system": machine.get("system") and " ".join(system),
+        "Python": machine.get("python"),
+        **(machine.get("versions") or {}),
+        "commit": (machine.get("git") or {}).get("commit"),
+    }
+    return [(str(name), str(value)) for name, value in facts.items() if value not in (None, "")]

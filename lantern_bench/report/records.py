@@ -114,15 +114,10 @@ def baseline_of(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRecords 
 
     Guidance doubles the rows of every forward, so a cell with guidance is never compared to one without.
     """
-
-    def group(one: CellRecords) -> tuple[Any, bool]:
-        return one.columns["model"], one.columns["cfg_scale"] == 1
-
-    def distance(one: CellRecords) -> tuple[bool, ...]:
-        return tuple(cell.columns[name] != one.columns[name] for name in _SAMPLING)
-
-    candidates = [other for other in cells if other.columns["mode"] == "ar" and group(other) == group(cell)]
-    return min(candidates, key=distance, default=None)
+    own, found = cell.columns, [one for one in cells if one.columns["mode"] == "ar"]
+    found = [one for one in found if one.columns["model"] == own["model"]]
+    candidates = [one for one in found if (one.columns["cfg_scale"] == 1) == (own["cfg_scale"] == 1)]
+    return min(candidates, key=lambda one: [own[name] != one.columns[name] for name in _SAMPLING], default=None)
 
 
 def settings_that_differ(cell: CellRecords, other: CellRecords) -> list[str]:

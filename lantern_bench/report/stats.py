@@ -164,14 +164,12 @@ def _exchange_test(a: Sums, b: Sums, kind: Kind, seed: int) -> float:
     return as_large / len(flips) if size <= _EXACT else (as_large + 1) / (_FLIPS + 1)
 
 
-def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Return the p-values after Holm's correction, in their order; None stays None and is not counted."""
-    known = sorted((p, number) for number, p in enumerate(p_values) if p is not None)
-    corrected: list[float | None] = [None] * len(p_values)
-    worst = 0.0
-    for rank, (p, number) in enumerate(known):
-        worst = corrected[number] = max(worst, min(1.0, (len(known) - rank) * p))
-    return corrected
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return the p-values after Holm's correction, in their order."""
+    order, corrected = np.argsort(p_values, kind="stable"), np.empty(len(p_values))
+    scaled = np.asarray(p_values)[order] * np.arange(len(order), 0, -1)
+    corrected[order] = np.maximum.accumulate(np.minimum(scaled, 1.0))
+    return [float(p) for p in corrected]
 
 
 def fewest_prompts(comparisons: int, level: float = 0.05) -> int:

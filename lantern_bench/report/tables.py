@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lantern_bench.config.methods import MODES, PARAMETERS, SAMPLING
 from lantern_bench.errors import UserError
@@ -43,6 +42,9 @@ AXES = ("depth", "position")
 
 PUBLISHED = ("speedup", "mean_accepted_length", "fid", "clip_score", "precision", "recall")
 """Figures of the summary that a paper's table may hold."""
+
+ENDS = ("", "_low", "_high")
+"""Endings of the columns of a figure and of its interval."""
 
 # ---- Speed and acceptance of a cell
 
@@ -137,23 +139,20 @@ _OF_CELL = (
     "recall", "n_reference", "reference",
 )  # fmt: skip
 _OF_IMAGE = ("clip_score", "prompt_accuracy", "hpsv2", "image_reward")
-# Scores without a protocol version were written before protocols had versions.
-_FIRST_VERSION = 1
 
 
-@dataclass
-class Scores:
+class Scores(NamedTuple):
     """The scores of one protocol: rows of level `image` by record key, rows of level `cell` by cell id."""
 
-    images: dict[str, Row] = field(default_factory=dict)
-    cells: dict[str, Row] = field(default_factory=dict)
+    images: dict[str, Row]
+    cells: dict[str, Row]
 
 
 def sort_scores(rows: Iterable[Row]) -> dict[str, Scores]:
     """Sort the rows of `scores.jsonl` by protocol; of rows that score the same thing the last counts."""
     protocols: dict[str, Scores] = {}
     for row in rows:
-        scores = protocols.setdefault(str(row["protocol"]), Scores())
+        scores = protocols.setdefault(str(row["protocol"]), Scores({}, {}))
         if row["level"] == "image":
             scores.images[str(row["record_key"])] = row
         else:
@@ -161,21 +160,19 @@ def sort_scores(rows: Iterable[Row]) -> dict[str, Scores]:
     return dict(sorted(protocols.items()))
 
 
-def quality_rows(cell: CellRecords, protocols: Mapping[str, Scores]) -> Iterator[dict[str, Any]]:
-    """Yield the cell's row of `quality.csv` for each protocol that scored it, or one empty row."""
+def quality_rows(cell: CellRecords, protocols: Mapping[str, Scores]) -> list[dict[str, Any]]:
+    """Return the cell's row of `quality.csv` for each protocol that scored it, or one empty row."""
     known = cell.images[["moved_mass", "accepted"]].dropna()
     accepted = known["accepted"].sum()
     moved_mass = sum(known["moved_mass"]) / accepted if accepted else None
     common = {**cell.columns, "failed": cell.failed, "moved_mass": moved_mass}
-    scored = False
+    rows = []
     for protocol, scores in protocols.items():
         images = [(row, scores.images[key]) for row in cell.good if (key := str(row["record_key"])) in scores.images]
         whole = scores.cells.get(cell.cell_id, {})
         if images or whole:
-            scored = True
-            yield {**common, "protocol": protocol, **_scored(cell, images, whole)}
-    if not scored:
-        yield {**common, "images": 0, "note": "not scored"}
+            rows.append({**common, "protocol": protocol, **_scored(cell, images, whole)})
+    return rows or [{**common, "images": 0, "note": "not scored"}]
 
 
 def _scored(cell: CellRecords, images: Sequence[tuple[Row, Row]], whole: Row) -> dict[str, Any]:
@@ -188,7 +185,8 @@ def _scored(cell: CellRecords, images: Sequence[tuple[Row, Row]], whole: Row) ->
         notes.append(f"fid, kid, precision and recall over {whole.get('n')} images")
     scored_by = whole or images[0][1]
     row: dict[str, Any] = {"images": count, "note": join_notes(notes), "fid_features": whole.get("extractor")}
-    row["protocol_version"] = scored_by.get("protocol_version") or _FIRST_VERSION
+    # Scores without a protocol version were written before protocols had versions.
+    row["protocol_version"] = scored_by.get("protocol_version") or 1
     row["clip_model"] = next((score["clip_model"] for _, score in images if score.get("clip_model")), None)
     row |= {name: whole.get(name) for name in _OF_CELL}
     for name in _OF_IMAGE:
@@ -217,7 +215,7 @@ def summary_rows(
         timed = by_cell[scored["cell_id"]]
         row: dict[str, Any] = {name: timed[name] for name in ("cell_id", "model", "images", "failed")}
         row |= {"method": timed["mode"], "parameters": parameters(timed, speed)}
-        row |= {f"{name}{end}": timed[f"{name}{end}"] for name in PUBLISHED[:2] for end in ("", "_low", "_high")}
+        row |= {f"{name}{end}": timed[f"{name}{end}"] for name in PUBLISHED[:2] for end in ENDS}
         row |= {name: scored.get(name) for name in _FROM_QUALITY}
         for name in PUBLISHED:
             theirs = (published or {}).get(str(row["cell_id"]), {}).get(name)
@@ -247,8 +245,6 @@ def parameters(cell: Row, cells: Sequence[Row]) -> str:
 
 
 # ---- All tables of a run, as DataFrames and as files
-
-_DTYPES = {"string": "string", "int": "Int64", "float": "float64"}
 
 
 def build_tables(
@@ -299,7 +295,8 @@ def frame(table: str, rows: Iterable[Row]) -> pd.DataFrame:
     """
     import pandas as pd
 
-    listed, types = list(rows), {column.name: _DTYPES[column.dtype] for column in columns(table)}
+    dtypes = {"string": "string", "int": "Int64", "float": "float64"}
+    listed, types = list(rows), {column.name: dtypes[column.dtype] for column in columns(table)}
     if unknown := {key for row in listed for key in row} - types.keys():
         raise ValueError(f"not in the schema of {table}: {', '.join(sorted(unknown))}")
     return pd.DataFrame({c: pd.Series([row.get(c) for row in listed], dtype=kind) for c, kind in types.items()})

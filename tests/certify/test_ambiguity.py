@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lantern_bench.certify.contexts import sampled_contexts
-from lantern_bench.certify.relaxation import ambiguity_rows
+from lantern_bench.certify.relaxation import ambiguity_rows, sampled_contexts
 from lantern_bench.certify.tables import ambiguity_table_rows
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lantern_bench.certify.contexts import sampled_contexts
-from lantern_bench.certify.relaxation import CostSettings, emitted_tv_rows
+from lantern_bench.certify.relaxation import CostSettings, emitted_tv_rows, sampled_contexts
 from lantern_bench.certify.run import check_cells
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell

@@ -11,8 +11,17 @@ from PIL import Image
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.report import curves
-from lantern_bench.report.curve_data import acceptance_points, curve_tables, fronts, is_dominated, speed_quality_points
-from lantern_bench.report.curves import KINDS, draw_curves, pictures, run_styles
+from lantern_bench.report.curves import (
+    KINDS,
+    acceptance_points,
+    curve_tables,
+    draw_curves,
+    fronts,
+    is_dominated,
+    pictures,
+    run_styles,
+    speed_quality_points,
+)
 from lantern_bench.runs.store import RunData
 from tests.made_up_run import AR, STRICT, WALKS, make_record, make_records, make_scores
 
