@@ -55,28 +55,24 @@ _MORE_DRAWS = "more draws are needed: the mean lies between emitted_tv_crossed a
 def cost_rows(places: Iterable[Row]) -> Iterator[dict[str, Any]]:
     """Yield the rows of `emitted_tv` from those of `emitted_tv_places`, cells in the order they come."""
     cells: dict[tuple[str, str], list[Row]] = {}
-    for row in places:
-        cells.setdefault((row["model"], row["cell_id"]), []).append(row)
-    yield from map(_cost_row, cells.values())
-
-
-def _cost_row(places: list[Row]) -> dict[str, Any]:
-    tv = [float(place["emitted_tv"]) for place in places]
-    prompts = [str(place["prompt_id"]) for place in places]
-    mean = mean_over_prompts(tv, prompts)
-    row: dict[str, Any] = {column.name: places[0].get(column.name) for column in CELL_COLUMNS}
-    row |= {"places": len(places), "prompts": len(set(prompts)), **mean.columns("emitted_tv")}
-    row |= {"emitted_tv_median": median(tv), "emitted_tv_max": max(tv)}
-    for name in ("emitted_tv_crossed", "moved_mass"):
-        values = [float(place[name]) for place in places if place.get(name) is not None]
-        row[name] = sum(values) / len(values) if values else None
-    if row["delta"] is not None:
-        row |= mean_over_prompts([float(value > row["delta"]) for value in tv], prompts).columns("above_delta")
-        row["times_delta"] = mean.value / row["delta"] if mean.value is not None else None
-    value, crossed = mean.value or 0.0, row["emitted_tv_crossed"]
-    # Two estimates of one mean that differ by more than a tenth of it come from too few draws.
-    apart = crossed is not None and value - crossed > 0.1 * value
-    return {**row, "note": join_notes(note for note in (mean.note, _MORE_DRAWS if apart else None) if note)}
+    for place in places:
+        cells.setdefault((place["model"], place["cell_id"]), []).append(place)
+    for here in cells.values():
+        tv, prompts = [float(place["emitted_tv"]) for place in here], [str(place["prompt_id"]) for place in here]
+        mean = mean_over_prompts(tv, prompts)
+        row: dict[str, Any] = {column.name: here[0].get(column.name) for column in CELL_COLUMNS}
+        row |= {"places": len(here), "prompts": len(set(prompts)), **mean.columns("emitted_tv")}
+        row |= {"emitted_tv_median": median(tv), "emitted_tv_max": max(tv)}
+        for name in ("emitted_tv_crossed", "moved_mass"):
+            values = [float(place[name]) for place in here if place.get(name) is not None]
+            row[name] = sum(values) / len(values) if values else None
+        if row["delta"] is not None:
+            row |= mean_over_prompts([float(value > row["delta"]) for value in tv], prompts).columns("above_delta")
+            row["times_delta"] = mean.value / row["delta"] if mean.value is not None else None
+        value, crossed = mean.value or 0.0, row["emitted_tv_crossed"]
+        # Two estimates of one mean that differ by more than a tenth of it come from too few draws.
+        apart = crossed is not None and value - crossed > 0.1 * value
+        yield {**row, "note": join_notes(note for note in (mean.note, _MORE_DRAWS if apart else None) if note)}
 
 
 # ---- The certificate: one row a check, with the measured figure, its bar, and whether the check holds
@@ -87,7 +83,7 @@ _LOSSLESS, _BROKEN, _ROUNDING = 1e-3, 1e-6, 1e-5
 def lossless_row(model: str, setting: str, p_value: float, samples: int, impossible: int) -> dict[str, Any]:
     """Check that the first tokens of whole decodes follow the target's distribution."""
     row = _row(model, "lossless first tokens", setting, "p-value of the G-test", p_value, samples)
-    row |= {"note": f"{impossible} samples have no probability under the target" if impossible else None}
+    row["note"] = f"{impossible} samples have no probability under the target" if impossible else None
     return row | _verdict(f"> {_LOSSLESS:g}", p_value > _LOSSLESS)
 
 

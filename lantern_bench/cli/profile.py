@@ -58,7 +58,8 @@ def profile(
 
     import pandas as pd
 
-    from lantern_bench.profile.run import device_rates_of, load_subject, measure, step_settings, write_step_costs
+    from lantern_bench.profile.run import load_subject, measure, step_settings, write_step_costs
+    from lantern_bench.profile.steps import device_rates, dtype_error
     from lantern_bench.runs.devices import choose_place
 
     console: Console = ctx.obj
@@ -69,7 +70,8 @@ def profile(
         subject = subject._replace(cfg_scale=cfg_scale)
     if compile:
         compile_steps([subject.model], place, console)
-    rates = device_rates_of(subject)
+    target: Any = subject.model.target
+    rates = device_rates(target, subject.guided)
     speeds = f"reads {rates.bytes_per_s / 1e9:.1f} GB/s, multiplies {rates.operations_per_s / 1e9:.0f} Gop/s"
     console.say(f"{place.device}: {speeds}, measured at the size of this model")
     with console.progress() as progress:
@@ -79,8 +81,6 @@ def profile(
     if out is not None:
         console.say("written: " + ", ".join(map(str, write_step_costs(table, out))))
     if subject.trained and place.dtype_name != "float32":
-        from lantern_bench.profile.steps import dtype_error
-
         tv = dtype_error(model, subject.model, subject.prompts[:2], subject.cfg_scale)
         figures = f"mean {tv.mean():.4f}, 99th percentile {tv.quantile(0.99):.4f}, maximum {tv.max():.4f}"
         console.say(f"TV of {place.dtype_name} against float32, {len(tv)} positions: {figures}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +18,7 @@ from lantern_bench.errors import UserError
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.random_model import random_model, random_model_of_size, read_size
 from lantern_bench.models.registry import card_of, family_of, load_model
-from lantern_bench.profile.steps import Rates, decode_memory, device_rates, forward_ms, forward_need, step_cost
+from lantern_bench.profile.steps import Rates, decode_memory, forward_ms, forward_need, step_cost
 from lantern_bench.report.tables import write_csv
 from lantern_bench.runs.devices import Place
 
@@ -71,12 +72,6 @@ def load_subject(
     return Subject(loaded, not random, [prompts[n % len(prompts)] for n in range(images)], scale, seed, tokens)
 
 
-def device_rates_of(subject: Subject) -> Rates:
-    """What the device reads and multiplies per second, at the size of the subject's forward."""
-    target: Any = subject.model.target
-    return device_rates(target.device, target.dtype, forward_need(target, 1, subject.guided)[0])
-
-
 def measure(
     subject: Subject, steps: Mapping[str, Mapping[str, Any]], rates: Rates, on_progress: OnProgress
 ) -> list[Row]:
@@ -108,24 +103,18 @@ def _step_row(subject: Subject, name: str, decoding: Decoding, before: Sequence[
     cost = step_cost(model, decoding, prompts, subject.seed, subject.tokens)
     nodes = 1 if decoding.drafting == "none" else drafting_of(decoding, model.target).nodes
     row = _forward_row(subject, nodes, cost.total, rates) | {"what": "step", "name": name}
-    row |= {"draft_ms": cost.draft, "target_ms": cost.target, "verify_ms": cost.verify, "other_ms": cost.other}
+    row |= cost.parts
     plain = next((one["milliseconds"] for one in before if one["name"] == "ar"), cost.total)
     # An autoregressive step samples inside the target's program: what exceeds a bare forward is outside the target.
     forward = next(one["milliseconds"] for one in before if one["nodes"] == 1)
-    outside = cost.total - forward if decoding.drafting == "none" else cost.verify + cost.other
+    outside = cost.total - forward if decoding.drafting == "none" else cost.parts["verify_ms"] + cost.parts["other_ms"]
     row |= {"outside_share": outside / cost.total, "break_even_mal": cost.total / plain}
     # Drafts of random weights are accepted by chance, so their accepted length means nothing.
     length = cost.mean_accepted_length if subject.trained else float("nan")
     row |= {"mean_accepted_length": length, "speedup": length * plain / cost.total}
-
-    def one_image() -> None:
-        step_cost(model, decoding, prompts[:1], tokens=24)
-
+    one_image = partial(step_cost, model, decoding, prompts[:1], tokens=24)
     peak, accounted = decode_memory(model, nodes, subject.guided, one_image)
     return row | {"peak_memory_mb": peak / 1e6, "accounted_memory_mb": accounted / 1e6}
-
-
-# ---- Files
 
 
 def write_step_costs(table: pd.DataFrame, folder: Path) -> list[Path]:
@@ -133,9 +122,15 @@ def write_step_costs(table: pd.DataFrame, folder: Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2))
-    left, right = figure.subplots(1, 2)
+    axes, right = figure.subplots(1, 2)
     steps = table[table["what"] == "step"]
-    _draw_parts(left, steps)
+    left = steps["milliseconds"] * 0.0
+    for part, colour in _PARTS.items():
+        axes.barh(steps["name"], steps[part], left=left, color=colour, label=part.removesuffix("_ms"))
+        left = left + steps[part]
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds per step")
+    axes.legend(frameon=False)
     _draw_speedups(right, steps)
     figure.tight_layout()
     files = [folder / "profile.csv", folder / "profile.png"]
@@ -146,16 +141,6 @@ def write_step_costs(table: pd.DataFrame, folder: Path) -> list[Path]:
     except OSError as error:
         raise UserError(f"--out {folder}: cannot be written: {error.strerror}") from error
     return files
-
-
-def _draw_parts(axes: Axes, steps: pd.DataFrame) -> None:
-    left = steps["milliseconds"] * 0.0
-    for part, colour in _PARTS.items():
-        axes.barh(steps["name"], steps[part], left=left, color=colour, label=part.removesuffix("_ms"))
-        left = left + steps[part]
-    axes.invert_yaxis()
-    axes.set_xlabel("milliseconds per step")
-    axes.legend(frameon=False)
 
 
 def _draw_speedups(axes: Axes, steps: pd.DataFrame) -> None:

@@ -31,23 +31,16 @@ _WARM_FORWARDS = 3
 
 
 class StepCost(NamedTuple):
-    """Milliseconds per step without prefill, tokens per step, and the `traces` of the measured images.
+    """Milliseconds per step without prefill, in all and by part; tokens per step; traces of the measured images.
 
-    draft: drafter forwards and tree building. target: the target's forward (autoregressive decoding samples in the same
-    program). verify: acceptance, cache update, copy to the host. other: noise, and time outside the phases.
+    draft_ms: drafter forwards and tree building. target_ms: the target's forward (autoregressive decoding samples in
+    the same program). verify_ms: acceptance, cache update, copy to the host. other_ms: noise, time outside the phases.
     """
 
-    draft: float
-    target: float
-    verify: float
-    other: float
+    total: float
+    parts: dict[str, float]
     mean_accepted_length: float
     traces: list[ImageTrace]
-
-    @property
-    def total(self) -> float:
-        """Milliseconds of the whole step."""
-        return self.draft + self.target + self.verify + self.other
 
 
 @torch.inference_mode()
@@ -92,7 +85,8 @@ def step_cost(
     draft, target, verify, noise = each("draft"), each("target"), each("verify"), each("noise")
     other = noise + max(0.0, whole - draft - target - verify - noise)
     uncut = sum(sum(trace.uncut) for trace in traces) / steps
-    return StepCost(draft, target, verify, other, uncut, traces)
+    parts = {"draft_ms": draft, "target_ms": target, "verify_ms": verify, "other_ms": other}
+    return StepCost(sum(parts.values()), parts, uncut, traces)
 
 
 @torch.inference_mode()
@@ -127,12 +121,13 @@ class Rates(NamedTuple):
 
 
 @torch.inference_mode()
-def device_rates(device: torch.device, dtype: torch.dtype, working_set: int) -> Rates:
-    """Measure repeated reads of `working_set` bytes, and square matrix products in `dtype`; the best of 12 each."""
-    numbers = torch.ones(max(1, working_set // 4), device=device)
+def device_rates(target: TransformerTarget, guided: bool) -> Rates:
+    """Measure reads of the bytes of one forward, and square matrix products in its dtype; the best of 12 each."""
+    device = target.device
+    numbers = torch.ones(max(1, forward_need(target, 1, guided)[0] // 4), device=device)
     read = min(seconds_of(numbers.sum, device, 12))
     side = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
+    a, b = (torch.ones(side, side, dtype=target.dtype, device=device) for _ in range(2))
     multiply = min(seconds_of(lambda: a @ b, device, 12))
     return Rates(numbers.nbytes / read, 2.0 * side**3 / multiply)
 

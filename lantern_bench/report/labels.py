@@ -23,9 +23,6 @@ CellKey: TypeAlias = tuple[str, str, str]
 CELL = ["run", "model", "cell_id"]
 """The columns of a `CellKey`."""
 
-METHODS = {name: mode.label for name, mode in MODES.items()}
-"""Labels of the modes as the papers write them; those of other packages bring their own."""
-
 BOUNDS = {name: one.symbol for name, one in PARAMETERS.items() if one.symbol}
 """Labels of the bounds of relaxed rules."""
 
@@ -96,7 +93,7 @@ def labels(table: pd.DataFrame) -> list[str]:
         rivals = table[table["mode"] == row["mode"]]
         parts = [f"{row[name]}:" for name in apart]
         by_rule = _lossless_label(str(row["mode"]), str(row.get("rule")))
-        parts.append(by_rule or METHODS.get(row["mode"], row["mode"]))
+        parts.append(by_rule or (MODES[row["mode"]].label if row["mode"] in MODES else row["mode"]))
         parts += [f"{word}={row[name]:g}" for name, word in BOUNDS.items() if is_given(row.get(name))]
         for name, form in _SETTINGS.items():
             if name not in table or (name == "rule" and by_rule):
@@ -113,7 +110,7 @@ def _lossless_label(mode: str, rule: str) -> str | None:
         return None
     if not (RULES[rule].lossless and RULES[MODES[mode].rule].lossless):
         return None
-    return METHODS[mode] if rule == MODES[mode].rule else RULES[rule].label or f"{mode} ({rule})"
+    return MODES[mode].label if rule == MODES[mode].rule else RULES[rule].label or f"{mode} ({rule})"
 
 
 def styles(table: pd.DataFrame, by: str = "mode") -> dict[CellKey, Style]:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NOT_HAD = "no published figure could be had"
-_UNSTATED = "not stated"
 
 # Figures of the run alone: published tables of other models have no counterpart, or they say how sure quality is.
 _OURS = ("prompt_accuracy", "kid")
@@ -37,7 +36,11 @@ def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -
 
     Cells without a published row have rows of their own figures; published rows without a cell come last.
     """
-    cells = [_figures_of(speed, tables["quality"]) for speed in rows_of(tables["speed"])]
+    cells = rows_of(tables["speed"])
+    for cell in cells:  # each quality figure from the first protocol that has it
+        for scored in rows_of(tables["quality"][tables["quality"]["cell_id"] == cell["cell_id"]]):
+            cell["quality_note"] = cell.get("quality_note") or scored.pop("note")
+            cell |= {name: value for name, value in scored.items() if cell.get(name) is None}
     published_rows = paper.rows if paper else ()
     columns = tuple(paper.columns) if paper else _FROM_SPEED
     rows: list[dict[str, Any]] = []
@@ -53,7 +56,11 @@ def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -
         rows += [about | _figure_row(cell, None, name, None) for name in _OURS if cell.get(name) is not None]
     for row in published_rows:
         if row.name not in seen:
-            rows += [_uncovered(row, name) for name in columns if name in row.figures or not row.figures]
+            why = "no mode of ours covers" if row.match is None else "no cell of this run stands for"
+            for name in (name for name in columns if name in row.figures or not row.figures):
+                figure = _published(row, name)
+                notes = (f"{why} this row", row.note, "" if "published" in figure else NOT_HAD)
+                rows.append(figure | {"note": join_notes(note for note in notes if note)})
     return rows
 
 
@@ -66,8 +73,7 @@ def trends(tables: Mapping[str, pd.DataFrame]) -> list[str]:
         series = [name for name in _SERIES if name in rows]
         sorted_rows = rows.sort_values([bound, "mean_accepted_length"]) if len(rows) else rows
         lengths = [part["mean_accepted_length"] for _, part in sorted_rows.groupby(series, dropna=False)]
-        runs = [run for run in lengths if len(run) > 1]
-        if runs:
+        if runs := [run for run in lengths if len(run) > 1]:
             rising = sum(run.is_monotonic_increasing for run in runs)
             ends = sum(run.iloc[-1] > run.iloc[0] for run in runs)
             sentences.append(
@@ -83,7 +89,7 @@ def comparability(tables: Mapping[str, pd.DataFrame], paper: Paper | None, manif
         return ["This experiment names no published table: only our figures are shown."]
     speed, quality = tables["speed"], tables["quality"]
     features, clips = (_listed(quality[name].dropna()) or "none" for name in ("fid_features", "clip_model"))
-    counts = (f"{paper.images or _UNSTATED} images", f"{_listed(speed['images'])} a cell")
+    counts = (f"{paper.images or 'not stated'} images", f"{_listed(speed['images'])} a cell")
     shape = " Where they differ, compare the shape of the table, not its digits."
     fidelity = " No difference is given between FIDs, precisions or recalls of different features."
     compared: list[tuple[str, str | None, str, str]] = []
@@ -92,7 +98,7 @@ def comparability(tables: Mapping[str, pd.DataFrame], paper: Paper | None, manif
     compared += [("extractor", paper.fid_features, features, fidelity)] if "fid" in paper.columns else []
     compared += [("CLIP model", paper.clip_model, clips, "")] if "clip_score" in paper.columns else []
     notes = [
-        f"Not comparable, {what}: published {theirs or _UNSTATED}; ours {ours}.{more}"
+        f"Not comparable, {what}: published {theirs or 'not stated'}; ours {ours}.{more}"
         for what, theirs, ours, more in compared
     ]
     notes = [f"published: {paper.title}.", *notes, paper.missing or "", *paper.notes]
@@ -132,14 +138,6 @@ def _figure_row(cell: Row, published: PaperRow | None, name: str, paper: Paper |
     return row | {"note": join_notes(notes)}
 
 
-def _uncovered(published: PaperRow, name: str) -> dict[str, Any]:
-    """The figure `name` of a published row that no cell matches."""
-    row = _published(published, name)
-    why = "no mode of ours covers" if published.match is None else "no cell of this run stands for"
-    notes = (f"{why} this row", published.note, "" if "published" in row else NOT_HAD)
-    return row | {"note": join_notes(note for note in notes if note)}
-
-
 def _published(row: PaperRow | None, name: str) -> dict[str, Any]:
     """The published columns of a figure."""
     figures = {str(key): figure for key, figure in row.figures.items()} if row else {}
@@ -147,15 +145,6 @@ def _published(row: PaperRow | None, name: str) -> dict[str, Any]:
     if figure := figures.get(name):
         found |= {"published": figure.value, "source": figure.source, "confidence": figure.confidence}
     return found
-
-
-def _figures_of(speed: Row, quality: pd.DataFrame) -> dict[str, Any]:
-    """A cell's figures: its speed, and each quality figure from the first protocol that has it."""
-    cell = dict(speed)
-    for scored in rows_of(quality[quality["cell_id"] == speed["cell_id"]]):
-        cell["quality_note"] = cell.get("quality_note") or scored.pop("note")
-        cell |= {name: value for name, value in scored.items() if cell.get(name) is None}
-    return cell
 
 
 def rows_of(table: pd.DataFrame) -> list[dict[str, Any]]:

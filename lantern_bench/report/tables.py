@@ -48,7 +48,6 @@ ENDS = ("", "_low", "_high")
 
 # ---- Speed and acceptance of a cell
 
-_MISSING = {"latency_s": "not timed", "mean_accepted_length": "no steps"}
 _RATIOS = {
     "tokens_per_s": ("tokens", "seconds"),
     "mal_uncut": ("uncut", "steps"),
@@ -62,16 +61,15 @@ _RATIOS = {
 def speed_row(cell: CellRecords, cells: Sequence[CellRecords]) -> dict[str, Any]:
     """Return the row of `cell` in `speed.csv`; `cells` are all cells of the run, among them the baseline."""
     row: dict[str, Any] = {**cell.columns, "images": len(cell.good), "failed": cell.failed}
-    speedup, about_speedup = _speedup(cell, baseline_of(cell, cells))
     notes: list[str | None] = []
-    for name, interval, about in (
-        ("latency_s", _ratio(cell, "seconds", "one"), []),
-        ("speedup", speedup, about_speedup),
-        ("step_compression", _ratio(cell, "tokens", "target_forwards"), []),
-        ("mean_accepted_length", _ratio(cell, "committed", "steps"), []),
+    for name, (interval, about), missing in (
+        ("latency_s", _ratio(cell, "seconds", "one"), "not timed"),
+        ("speedup", _speedup(cell, baseline_of(cell, cells)), None),
+        ("step_compression", _ratio(cell, "tokens", "target_forwards"), None),
+        ("mean_accepted_length", _ratio(cell, "committed", "steps"), "no steps"),
     ):
         row |= interval.columns(name)
-        notes += [*about, _MISSING.get(name) if interval.value is None else interval.note]
+        notes += [*about, missing if interval.value is None else interval.note]
     for name, (over, under) in _RATIOS.items():
         known = cell.images[[over, under]].dropna()
         total = math.fsum(known[under])
@@ -82,9 +80,9 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords]) -> dict[str, Any]
     return row | {"note": join_notes(note for note in notes if note)}
 
 
-def _ratio(cell: CellRecords, over: str, under: str) -> Interval:
+def _ratio(cell: CellRecords, over: str, under: str) -> tuple[Interval, list[str]]:
     known = cell.images[[over, under]].dropna()
-    return ratio_of_sums(known[over], known[under], known.index.get_level_values("prompt_id"))
+    return ratio_of_sums(known[over], known[under], known.index.get_level_values("prompt_id")), []
 
 
 def _speedup(cell: CellRecords, base: CellRecords | None) -> tuple[Interval, list[str]]:
@@ -277,8 +275,7 @@ def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
 def write_tables(run: Path) -> dict[str, pd.DataFrame]:
     """Rebuild the CSV files of a run directory and return the tables; raises as `load_runs` and `write_csv`."""
     (data,) = load_runs([run]).values()
-    tables = tables_of(data)
-    save_tables(tables, run)
+    save_tables(tables := tables_of(data), run)
     return tables
 
 
