@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -48,9 +49,6 @@ def strict_without_residual(
     return Acceptance(accept, torch.zeros_like(accept), p, torch.zeros(len(p), dtype=torch.bool, device=p.device))
 
 
-# ---- Greedy identity
-
-
 class Agreement(NamedTuple):
     """One prompt under one decoding: position and margin of the first token that differs from greedy decoding, or None.
 
@@ -77,11 +75,11 @@ def greedy_agreements(
     """Compare every decoding (temperature 0, one guidance scale) with greedy decoding, batch by batch of prompts."""
     for start in range(0, len(prompts), batch):
         chosen = prompts[start : start + batch]
-        condition = model.condition([prompt.text for prompt in chosen])
-        streams = generators(model, [0] * len(chosen))
-        plain = decode(model, condition, autoregressive(decodings[0]), streams, keep_logits=True, engine=model.engine)
+        condition, seeds = model.condition([prompt.text for prompt in chosen]), [0] * len(chosen)
+        common = partial(decode, model, condition, engine=model.engine)
+        plain = common(autoregressive(decodings[0]), generators(model, seeds), keep_logits=True)
         for number, decoding in enumerate(decodings):
-            drafted = decode(model, condition, decoding, generators(model, [0] * len(chosen)), engine=model.engine)
+            drafted = common(decoding, generators(model, seeds))
             agreements = []
             for prompt, one, other in zip(chosen, plain, drafted, strict=True):
                 differs, difference = (one.tokens != other.tokens).nonzero(), None
@@ -93,9 +91,6 @@ def greedy_agreements(
             yield decoding, agreements
             done = start + len(chosen) * (number + 1) / len(decodings)
             on_progress("greedy decoding", done / len(prompts))
-
-
-# ---- G-test of the first tokens
 
 
 class Distribution(NamedTuple):

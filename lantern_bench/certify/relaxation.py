@@ -33,8 +33,6 @@ from lantern_bench.models.loaded_model import LoadedModel
 Row = dict[str, Any]
 _Rules = list[tuple[Relaxation, Tensor | None]]
 
-# ---- The contexts of all measurements
-
 
 class Contexts(NamedTuple):
     """A batch of autoregressive images: prompt, repeat and seed of each, and the target along their tokens."""
@@ -83,9 +81,6 @@ def sampled_contexts(
         on_progress("sampling images as contexts", min(start + batch, images) / images)
 
 
-# ---- Token ambiguity
-
-
 @torch.inference_mode()
 def ambiguity_rows(
     model: LoadedModel,
@@ -131,8 +126,6 @@ def _acceptance(model: LoadedModel, made: Contexts, p: Tensor, decoding: Decodin
         best[:, position] = here.gather(1, q.argmax(dim=1, keepdim=True)).squeeze(1)
     return {"accepted_sampled": sampled, "accepted_best": best}
 
-
-# ---- Emitted TV
 
 # The first position where a step starts, and the tokens that a step needs after its start: a draft and the bonus token.
 _FIRST, _FREE = 1, 2

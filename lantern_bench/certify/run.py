@@ -208,7 +208,7 @@ class Certification:
         from lantern_bench.certify.relaxation import CostSettings, emitted_tv_rows
 
         sizes, seed = self.sizes, self.resolved.settings.seed
-        settings = CostSettings(positions=sizes.positions, draws=sizes.draws, seed=seed)
+        settings = CostSettings(sizes.positions, draws=sizes.draws, seed=seed)
         return list(emitted_tv_rows(self.loaded, cells, self.prompts, settings, on_progress))
 
     def _ambiguity(self, on_progress: OnProgress) -> Tables:

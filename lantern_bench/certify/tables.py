@@ -15,8 +15,6 @@ from lantern_bench.report.stats import mean_over_prompts, proportion
 from lantern_bench.report.tables import parameters
 from lantern_bench.schema import AMBIGUITY, CELL_COLUMNS
 
-# ---- Token ambiguity: over the whole image, by row and by position, with intervals over prompts
-
 _KEPT = ("model", "temperature", "top_k", "top_p", "cfg_scale")
 
 
@@ -47,8 +45,6 @@ def _ambiguity_row(rows: Sequence[Row], axis: str, index: int | None) -> dict[st
     return {**found, "note": join_notes(notes)}
 
 
-# ---- Emitted TV: what relaxation costs, means over places with intervals over prompts
-
 _MORE_DRAWS = "more draws are needed: the mean lies between emitted_tv_crossed and emitted_tv, and they are apart"
 
 
@@ -74,8 +70,6 @@ def cost_rows(places: Iterable[Row]) -> Iterator[dict[str, Any]]:
         apart = crossed is not None and value - crossed > 0.1 * value
         yield {**row, "note": join_notes(note for note in (mean.note, _MORE_DRAWS if apart else None) if note)}
 
-
-# ---- The certificate: one row a check, with the measured figure, its bar, and whether the check holds
 
 _LOSSLESS, _BROKEN, _ROUNDING = 1e-3, 1e-6, 1e-5
 

@@ -66,6 +66,7 @@ def generate(
     if save_tokens is not None:
         _check_file("--save-tokens", save_tokens, ".npz", force)
 
+    from lantern_bench.models.io.files import write_atomically
     from lantern_bench.models.loaded_model import NoPixels
     from lantern_bench.runs import generation
     from lantern_bench.runs.devices import choose_place
@@ -87,15 +88,18 @@ def generate(
         for one in generation.decode_units(loaded, place, units, save_logits):
             made.append(one)
             progress.advance()
-    written = []
+    files: list[tuple[str, str, Path, bytes]] = []
     if not isinstance(loaded.pixels, NoPixels):
-        _write("--out", out, generation.picture_png(made, len(resolved.cells)))
-        written.append(f"picture: {out}")
+        files.append(("picture", "--out", out, generation.picture_png(made, len(resolved.cells))))
     if save_tokens is not None:
-        _write("--save-tokens", save_tokens, generation.tokens_npz(made))
-        written.append(f"tokens: {save_tokens}")
+        files.append(("tokens", "--save-tokens", save_tokens, generation.tokens_npz(made)))
+    for _, flag, path, content in files:
+        try:
+            write_atomically(path, content)
+        except OSError as error:
+            raise UserError(f"{flag} {path}: cannot be written: {error.strerror}") from error
     console.table(generation.numbers_table(units, made), title=", ".join(prompts[:3]), format=format)
-    console.say(", ".join(written))
+    console.say(", ".join(f"{what}: {path}" for what, _, path, _ in files))
 
 
 def _resolved(flags: dict[str, Any], mode: Sequence[str], settings: Sequence[str]) -> ResolvedExperiment:
@@ -166,15 +170,6 @@ def _check_file(flag: str, path: Path, suffix: str, force: bool) -> None:
         raise UserError(f"{flag} {path}: cannot be written", "Give a file in an existing folder that you may write to.")
     if path.exists() and not force:
         raise RefusedError(f"{flag} {path}: is there already", "Give another name, or --force to overwrite it.")
-
-
-def _write(flag: str, path: Path, content: bytes) -> None:
-    from lantern_bench.models.io.files import write_atomically
-
-    try:
-        write_atomically(path, content)
-    except OSError as error:
-        raise UserError(f"{flag} {path}: cannot be written: {error.strerror}") from error
 
 
 def _loaded(resolved: ResolvedExperiment, place: Place, random: bool, console: Console) -> LoadedModel:

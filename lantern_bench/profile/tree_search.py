@@ -23,9 +23,8 @@ Rates = Sequence[Sequence[float]]
 
 # Wide enough to see which ranks are accepted at every depth.
 _PROBE = tuple([(r,) for r in range(5)] + [(*[0] * d, r) for d in range(1, 8) for r in range(3)])
-_RANKS, _MOST_NODES, _SHOWN, _LEAST = 5, 26, 5, 30
+_RANKS, _MOST_NODES, _LEAST = 5, 26, 30
 _SEARCHED_NODES = (1, 2, 4, 6, 8, 12, 16, 24, 32)
-_FORWARDS = 100
 
 
 def search_trees(
@@ -51,7 +50,7 @@ def search_trees(
     rates = acceptance_by_rank(traces, _RANKS)
     say("accepted at depth 1, 2, ... by rank: " + "; ".join(" ".join(f"{r:.2f}" for r in d) for d in rates))
     condition, scale = model.condition(prompts[:1]), float(rule["cfg_scale"])
-    forward_times = [forward_ms(model, condition, nodes, scale, _FORWARDS) for nodes in _SEARCHED_NODES]
+    forward_times = [forward_ms(model, condition, nodes, scale, 100) for nodes in _SEARCHED_NODES]
     forward = make_interp_spline(_SEARCHED_NODES, forward_times, k=1)
     level_ms = sum(row["draft_ms"] for row in static) / sum(levels[row["name"]] for row in static)
     rest_ms = sum(row["verify_ms"] + row["other_ms"] for row in static) / len(static)
@@ -70,7 +69,7 @@ def search_trees(
         row |= {"mean_accepted_length": cost.mean_accepted_length, "milliseconds": cost.total, "ar_ms": plain.total}
         return row | {"speedup": cost.mean_accepted_length * plain.total / cost.total}
 
-    return [measured(one) for one in best_trees(rates, _MOST_NODES, step_ms, _SHOWN)]
+    return [measured(one) for one in best_trees(rates, _MOST_NODES, step_ms)]
 
 
 class Found(NamedTuple):

@@ -21,7 +21,6 @@ from lantern_bench.runs.store import RunData
 if TYPE_CHECKING:
     import pandas as pd
 
-# ---- Which differences between two runs forbid a comparison
 
 ACROSS = ("weights", "protocol", "machine")
 """Kinds of difference that forbid a comparison unless the caller allows them."""
@@ -104,8 +103,6 @@ def _scorers(scores: Collection[Row]) -> dict[str, dict[str, set[str]]]:
             scorers[name] |= {str(row[name])} if row.get(name) else set()
     return found
 
-
-# ---- Effects and verdicts
 
 BETTER, WORSE, SAME = "better", "worse", "not distinguishable"
 _LEVEL = 0.05

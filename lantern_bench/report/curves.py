@@ -334,24 +334,19 @@ def draw_bounds(points: pd.DataFrame, parameter: str, styles: Styles) -> Figure:
     for number, line in enumerate(lines):
         style = styles[cell_key(line.iloc[-1])]
         x = [places[value] + shift[number] if words else float(value) for value in line[parameter]]
+        # A line has the label of its first cell without the parameter on the axis.
+        text = str(line[parameter].iloc[0]) if words else f"{line[parameter].iloc[0]:g}"
+        spoken = {"tree": text, "temperature": "greedy" if text == "0" else f"T={text}"}
+        own = spoken.get(parameter) or f"{BOUNDS[parameter]}={text}"
         axes.errorbar(
             x, line["mean_accepted_length"], yerr=_whiskers(line, "mean_accepted_length"),
-            label=_family_label(line, parameter), color=style.colour, marker=style.marker,
-            linestyle="none" if words else style.line, capsize=2, linewidth=1.3, markersize=6,
+            label=" ".join(word for word in line["label"].iloc[0].split(" ") if word != own), color=style.colour,
+            marker=style.marker, linestyle="none" if words else style.line, capsize=2, linewidth=1.3, markersize=6,
         )  # fmt: skip
     if words:
         axes.set_xticks(list(places.values()), [str(value) for value in places])
     axes.set_ylim(bottom=min(1.0, axes.get_ylim()[0]))
     return _finished(figure, axes)
-
-
-def _family_label(line: pd.DataFrame, parameter: str) -> str:
-    """The label of the family: that of its first cell without the parameter on the axis."""
-    label, value = str(line["label"].iloc[0]), line[parameter].iloc[0]
-    text = str(value) if parameter == "tree" else f"{value:g}"
-    spoken = {name: f"{word}={text}" for name, word in BOUNDS.items()}
-    spoken["temperature"] = "greedy" if text == "0" else f"T={text}"
-    return " ".join(word for word in label.split(" ") if word != spoken.get(parameter, text))
 
 
 def _cells(points: pd.DataFrame) -> list[pd.DataFrame]:

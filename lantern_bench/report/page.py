@@ -63,12 +63,9 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
     script = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     script = script.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("lantern_bench.report", "assets"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+        loader=jinja2.PackageLoader("lantern_bench.report", "assets"), undefined=jinja2.StrictUndefined,
+        autoescape=True, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
     assets = resources.files("lantern_bench.report").joinpath("assets")
     return environment.get_template("report.html.j2").render(
         title=" + ".join(runs),
@@ -106,11 +103,8 @@ _DASHES = {"-": "solid", "--": "dash", "-.": "dashdot", ":": "dot"}
 def page_data(runs: Mapping[str, RunData], made: Mapping[str, Tables], home: Path) -> Plain:
     """Return the data of a page in the folder `home`; `made` are the runs' `curve_tables`."""
     speed, look = curves.stack_runs(made, "speed"), curves.run_styles(made)
-    records = {
-        (name, cell.columns["model"], cell.cell_id): cell
-        for name, run in runs.items()
-        for cell in group_records(run.records)
-    }
+    grouped = ((name, cell) for name, run in runs.items() for cell in group_records(run.records))
+    records = {(name, cell.columns["model"], cell.cell_id): cell for name, cell in grouped}
     cells: list[Plain] = []
     for (_, row), name in zip(speed.iterrows(), labels(speed), strict=True):
         style = look[cell_key(row)]
@@ -434,7 +428,19 @@ def run_facts(name: str, data: RunData, tables: Tables) -> Plain:
         facts |= {"started": manifest["started"], "ended": manifest.get("ended") or "not ended"}
         facts["sessions"] = len(manifest.get("sessions") or ())
     # A figure that is not available is worth a row only in the table of all figures.
-    published = [_published(row) for row in reproduction_rows(tables, paper) if row.get("published") is not None]
+    published: list[dict[str, str]] = []
+    for row in (row for row in reproduction_rows(tables, paper) if row.get("published") is not None):
+        figure, ours = str(row["figure"]), [row.get(f"ours{end}") for end in ENDS]
+        published.append({
+            "row": str(row.get("paper_row") or ""),
+            "figure": figure.replace("_", " "),
+            "published": format_figure(figure, float(row["published"])),
+            "ours": format_figure(figure, *(None if value is None else float(value) for value in ours)),
+            "difference": "" if row.get("difference") is None else f"{row['difference']:+.3g}",
+            "cell": " ".join(str(row[name]) for name in ("method", "parameters") if row.get(name)),
+            "source": f"{row.get('source')} ({row.get('confidence')})",
+            "note": str(row.get("note") or ""),
+        })  # fmt: skip
     return {
         "name": name,
         "title": str(experiment.get("description") or experiment.get("name") or name),
@@ -445,21 +451,6 @@ def run_facts(name: str, data: RunData, tables: Tables) -> Plain:
         "published": published,
         "published_title": paper.title if paper else "",
         "published_notes": comparability(tables, paper, manifest) if paper else [],
-    }
-
-
-def _published(row: Mapping[str, Any]) -> dict[str, str]:
-    figure = str(row["figure"])
-    ours = [None if row.get(name) is None else float(row[name]) for name in ("ours", "ours_low", "ours_high")]
-    return {
-        "row": str(row.get("paper_row") or ""),
-        "figure": figure.replace("_", " "),
-        "published": format_figure(figure, float(row["published"])),
-        "ours": format_figure(figure, *ours),
-        "difference": "" if row.get("difference") is None else f"{row['difference']:+.3g}",
-        "cell": " ".join(str(row[name]) for name in ("method", "parameters") if row.get(name)),
-        "source": f"{row.get('source')} ({row.get('confidence')})",
-        "note": str(row.get("note") or ""),
     }
 
 

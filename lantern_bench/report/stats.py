@@ -20,15 +20,9 @@ from numpy.typing import NDArray
 Array: TypeAlias = NDArray[np.float64]
 Kind: TypeAlias = Literal["ratio", "difference"]
 
-LEVEL = 0.95
-# Thousands of prompts get fewer resamples: their interval is smooth, and tables should take seconds.
-_MOST, _LEAST, _ELEMENTS = 9_999, 1_999, 10_000_000
-# Elements in one block of resamples: bounds the memory.
-_BLOCK = 4_000_000
+_LEVEL = 0.95
 # Up to so many prompts all exchanges are counted; beyond, this many random ones.
 _EXACT, _FLIPS = 13, 9_999
-# Relative tolerance: an exchange whose effect differs from the observed one by rounding alone is equal to it.
-_EQUAL = 1e-9
 
 
 class Interval(NamedTuple):
@@ -60,11 +54,10 @@ class Sums(NamedTuple):
 def ratio_of_sums(
     numerators: Iterable[float], denominators: Iterable[float], prompts: Iterable[str], *, seed: int = 0
 ) -> Interval:
-    """Return sum of numerators over sum of denominators, with a bootstrap interval over prompts.
+    """Return sum of numerators over sum of denominators of images, with a bootstrap interval over prompts.
 
-    The three arguments run over images, in any order. The seconds of `ar` over the seconds of a mode on the same
-    prompts give the speedup. Intervals are BCa (Efron 1987), or percentile where BCa is not defined. Data with the
-    same ratio for every prompt yield an interval of width 0; fewer than two prompts yield no interval.
+    Intervals are BCa (Efron 1987), or percentile where BCa is not defined. Data with the same ratio for every prompt
+    yield an interval of width 0; fewer than two prompts yield no interval.
     """
     over, under = sums_per_prompt(numerators, denominators, prompts)
     total = float(under.sum())
@@ -90,7 +83,7 @@ def proportion(successes: int, trials: int) -> Interval:
 
     if trials == 0:
         return Interval(None, note="no trials")
-    low, high = binomtest(successes, trials).proportion_ci(LEVEL, method="wilson")
+    low, high = binomtest(successes, trials).proportion_ci(_LEVEL, method="wilson")
     return Interval(successes / trials, float(low), float(high))
 
 
@@ -114,8 +107,10 @@ def _bootstrap(sums: Sequence[Array], statistic: Callable[..., Array], seed: int
     from scipy.stats import bootstrap
 
     size = sums[0].size
-    options: dict[str, Any] = {"paired": True, "vectorized": True, "axis": -1, "confidence_level": LEVEL}
-    options |= {"n_resamples": min(_MOST, max(_LEAST, _ELEMENTS // size)), "batch": max(1, _BLOCK // size)}
+    options: dict[str, Any] = {"paired": True, "vectorized": True, "axis": -1, "confidence_level": _LEVEL}
+    # Thousands of prompts get fewer resamples: their interval is smooth, and tables should take seconds. The batch
+    # bounds the memory.
+    options |= {"n_resamples": min(9_999, max(1_999, 10_000_000 // size)), "batch": max(1, 4_000_000 // size)}
     for method in ("BCa", "percentile"):
         with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
             warnings.simplefilter("ignore")  # A method that fails warns and returns nan; the loop tries the next one.
@@ -160,7 +155,7 @@ def _exchange_test(a: Sums, b: Sums, kind: Kind, seed: int) -> float:
     second = (b.over.sum() - over) / (b.under.sum() - under)
     effects = np.abs(np.log(second / first) if kind == "ratio" else second - first)
     seen = abs(math.log(b.value / a.value) if kind == "ratio" else b.value - a.value)
-    as_large = int((effects >= seen * (1 - _EQUAL)).sum())
+    as_large = int((effects >= seen * (1 - 1e-9)).sum())  # an effect that differs by rounding alone is equal
     return as_large / len(flips) if size <= _EXACT else (as_large + 1) / (_FLIPS + 1)
 
 
