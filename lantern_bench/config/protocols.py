@@ -37,7 +37,7 @@ class Preparation:
 class Protocol:
     """A way to score pictures.
 
-    features: the extractor of FID and KID (a name of `metrics/features.py`), or None; manifold: that of precision and
+    features: the extractor of FID and KID (a name of `metrics/fidelity.py`), or None; manifold: that of precision and
     recall, None for the same. clip_model and clip_prefix: as in `metrics.clip.load_clip`. accuracy: whether the bundled
     family's classifier scores prompts. rewards: names of `REWARDS`. reference: the default reference pictures; None
     requires --reference.
