@@ -123,5 +123,5 @@ OnProgress: TypeAlias = Callable[[str, float], None]
 """Progress callback: a description of the work, and the share that is done."""
 
 
-def unheard(_what: str, _done: float) -> None:
+def no_progress(_what: str, _done: float) -> None:
     """Ignore progress: the default callback."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lantern_bench.certify.relaxation import autoregressive, generators
-from lantern_bench.clock import OnProgress, unheard
+from lantern_bench.clock import OnProgress, no_progress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt, record_seed
 from lantern_bench.decoding.acceptance.tree_acceptance import Accept, Acceptance
@@ -70,7 +70,7 @@ def greedy_agreements(
     decodings: Sequence[Decoding],
     *,
     batch: int = 8,
-    on_progress: OnProgress = unheard,
+    on_progress: OnProgress = no_progress,
 ) -> Iterator[tuple[Decoding, list[Agreement]]]:
     """Compare every decoding (temperature 0, one guidance scale) with greedy decoding, batch by batch of prompts."""
     for start in range(0, len(prompts), batch):
@@ -178,7 +178,7 @@ def first_tokens_test(
     accept: Accept | None = None,
     seed: int = 0,
     batch: int = 64,
-    on_progress: OnProgress = unheard,
+    on_progress: OnProgress = no_progress,
     about: str = "first tokens",
 ) -> GTest:
     """Decode the first tokens of `samples` images per prompt and test them against the exact distributions.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lantern_bench.clock import OnProgress, unheard
+from lantern_bench.clock import OnProgress, no_progress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
 from lantern_bench.config.plan import Prompt, record_seed
@@ -63,7 +63,7 @@ def sampled_contexts(
     *,
     seed: int = 0,
     batch: int = 32,
-    on_progress: OnProgress = unheard,
+    on_progress: OnProgress = no_progress,
 ) -> Iterator[Contexts]:
     """Yield `images` images in batches, cycling through the prompts, with the sampling settings of `decoding`.
 
@@ -90,7 +90,7 @@ def ambiguity_rows(
     *,
     seed: int = 0,
     batch: int = 16,
-    on_progress: OnProgress = unheard,
+    on_progress: OnProgress = no_progress,
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of `ambiguity_places` (`schema.py`), one per token of each image.
 
@@ -156,7 +156,7 @@ def emitted_tv_rows(
     cells: Sequence[Cell],
     prompts: Sequence[Prompt],
     settings: CostSettings,
-    on_progress: OnProgress = unheard,
+    on_progress: OnProgress = no_progress,
 ) -> Iterator[Row]:
     """Yield the rows of `emitted_tv_places` (`schema.py`): one per position and cell.
 

@@ -19,7 +19,7 @@ import yaml
 from safetensors.torch import save
 from torch import Tensor
 
-from lantern_bench.clock import OnProgress, unheard
+from lantern_bench.clock import OnProgress, no_progress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt, record_seed
 from lantern_bench.decoding.compile import Engine
@@ -204,7 +204,7 @@ class _Run:
     def _dataset(self) -> tuple[Tensor, str]:
         """Encode or sample the sequences and encode the captions: the first process does it, the others read it."""
         job, first = self.job, self.distributed.first
-        on_progress = self.on_progress if first else unheard
+        on_progress = self.on_progress if first else no_progress
         if not first:
             self.distributed.wait()
         for done, total in self.model.prepare(list(dict.fromkeys([*job.data.captions, *job.prompts]))):
@@ -237,7 +237,7 @@ class _Run:
         return FeatureShards(self.job.work, key, dtype, target.device)
 
     def _accepted(
-        self, drafter: EagleDrafter, images: int, what: str = "", on_progress: OnProgress = unheard
+        self, drafter: EagleDrafter, images: int, what: str = "", on_progress: OnProgress = no_progress
     ) -> Observations:
         """Decode `images` images with a drafter of the target's dtype, repeating the prompts; `what` names the work."""
         # A new engine: compiled programs of another drafter must not run.

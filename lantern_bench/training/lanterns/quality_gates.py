@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lantern_bench.clock import OnProgress, unheard
+from lantern_bench.clock import OnProgress, no_progress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.loop import decode
@@ -105,7 +105,7 @@ class Evaluation:
     images: int = 500
     seed: int = 0
     batch: int = 32
-    on_progress: OnProgress = unheard
+    on_progress: OnProgress = no_progress
 
     def measure(self, parts: Sequence[str]) -> Iterator[QualityGate]:
         """Yield the gates of these parts, one after the other."""

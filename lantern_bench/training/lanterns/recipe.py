@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from lantern_bench import __version__
-from lantern_bench.clock import OnProgress, unheard
+from lantern_bench.clock import OnProgress, no_progress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
 from lantern_bench.models.eagle import EagleDrafter, fresh_drafter
@@ -120,7 +120,7 @@ def train_part(
     settings: RecipeSettings,
     device: torch.device,
     on_event: OnEvent = lambda _event: None,
-    on_progress: OnProgress = unheard,
+    on_progress: OnProgress = no_progress,
 ) -> TrainReport:
     """Train one part, write its weights and its report into `folder`, and return the report.
 
