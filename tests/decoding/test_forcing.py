@@ -51,8 +51,8 @@ def test_forced_logits_and_drafts_are_those_of_decoding(model: LoadedModel) -> N
 
 
 @torch.inference_mode()
-def test_a_place_needs_a_token_before_it(model: LoadedModel) -> None:
+def test_positions_below_1_are_refused(model: LoadedModel) -> None:
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     forced = teacher_forced(model.target, model.condition(CAPTIONS[:1]), tokens, guided=True)
-    with pytest.raises(ValueError, match="at least one token"):
+    with pytest.raises(ValueError, match="positions must be at least 1"):
         drafts_at(model.drafter, forced, torch.tensor([0]), 1)
