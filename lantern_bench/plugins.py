@@ -213,25 +213,29 @@ def find_rows(
     taken: Collection[str],
     draftings: Collection[str] = (),
     entries: Iterable[metadata.EntryPoint] | None = None,
-) -> dict[str, _Row]:
-    """All rows of a kind from other packages, by name; `taken` names they may not have, `draftings` a rule may name.
+) -> tuple[dict[str, _Row], list[RefusedError]]:
+    """All rows of a kind from other packages, by name, and an error for each that cannot be used.
 
-    `entries` are the entry points to read, by default the installed ones of the group. Raises `RefusedError` for one
-    that cannot be imported, is no such row, or has a name that is taken.
+    `taken` are names they may not have, `draftings` those that a rule may name, `entries` the entry points to read, by
+    default the installed ones of the group. A row is refused if it cannot be imported, is no such row, or has a name
+    that is taken; all others can be used.
     """
     rows: dict[str, _Row] = {}
+    refused: list[RefusedError] = []
     noun, advice = kind.__name__.lower(), "Mend the package that it comes from, or remove it."
     for entry in sorted(entries or metadata.entry_points(group=group), key=lambda entry: entry.name):
         try:
             row = entry.load()
         except Exception as error:  # whatever another package raises when it is imported
             text = f"the {noun} {entry.name} cannot be loaded: {type(error).__name__}: {error}"
-            raise RefusedError(text, advice) from error
+            refused.append(RefusedError(text, advice))
+            continue
         wrong = _wrong(row, kind, {*taken, *rows}, draftings)
         if wrong:
-            raise RefusedError(f"the {noun} {entry.name} cannot be used: {wrong}", advice)
-        rows[row.name] = row
-    return rows
+            refused.append(RefusedError(f"the {noun} {entry.name} cannot be used: {wrong}", advice))
+        else:
+            rows[row.name] = row
+    return rows, refused
 
 
 def _wrong(row: object, kind: type[Rule | Drafting], taken: Collection[str], draftings: Collection[str]) -> str | None:

@@ -125,6 +125,8 @@ def test_a_rule_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path) -> No
     assert refused.returncode == 3
     assert "error: the rule mine cannot be loaded: ModuleNotFoundError" in refused.stderr
     assert "Traceback" not in refused.stderr
+    listed = subprocess.run([*script[:3], "models"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert listed.returncode == 0, listed.stderr
 
 
 @pytest.fixture

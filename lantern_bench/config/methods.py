@@ -140,13 +140,15 @@ _SHIPPED_MODES = (
 )
 
 _NAMES = {row.name for row in (*_SHIPPED_DRAFTINGS, *_SHIPPED_RULES, *_SHIPPED_MODES)} | {"all", "chain"}
-OUTSIDE_DRAFTINGS: dict[str, Drafting] = find_rows(DRAFTING_GROUP, Drafting, _NAMES)
+OUTSIDE_DRAFTINGS, _refused = find_rows(DRAFTING_GROUP, Drafting, _NAMES)
 """Draftings that other packages bring, by name."""
 DRAFTINGS: dict[str, Drafting] = {row.name: row for row in _SHIPPED_DRAFTINGS} | OUTSIDE_DRAFTINGS
 
 _DRAFTS = [name for name, row in DRAFTINGS.items() if row.drafts]
-OUTSIDE_RULES: dict[str, Rule] = find_rows(RULE_GROUP, Rule, {*_NAMES, *OUTSIDE_DRAFTINGS}, _DRAFTS)
+OUTSIDE_RULES, _refused_rules = find_rows(RULE_GROUP, Rule, {*_NAMES, *OUTSIDE_DRAFTINGS}, _DRAFTS)
 """Rules that other packages bring, by name."""
+REFUSED = [*_refused, *_refused_rules]
+"""Errors of installed rows that cannot be used: reading an experiment raises the first, other commands work."""
 RULES: dict[str, Rule] = {row.name: row for row in _SHIPPED_RULES} | OUTSIDE_RULES
 
 MODES: dict[str, Mode] = {row.name: row for row in _SHIPPED_MODES}

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from lantern_bench.config.methods import MODES, PARAMETERS, RULES, Count, Natural, who_has
+from lantern_bench.config.methods import MODES, PARAMETERS, REFUSED, RULES, Count, Natural, who_has
 from lantern_bench.config.paper import paper_problems
 from lantern_bench.config.values import Given, Layer, Overrides, Place, Problems, read_parameter
 from lantern_bench.config.yaml_source import KeyPath, Source, problems_of
@@ -286,7 +286,12 @@ class _Reader:
 
 
 def read_experiment(source: Source, overrides: Overrides) -> tuple[Experiment, Problems]:
-    """Read a parsed file with its overrides; the experiment is valid only if there are no problems."""
+    """Read a parsed file with its overrides; the experiment is valid only if there are no problems.
+
+    Raises `RefusedError` if an installed rule or drafting cannot be used.
+    """
+    if REFUSED:
+        raise REFUSED[0]
     problems = Problems(source.name)
     reader = _Reader(source, overrides, problems)
     for path in source.twice:
