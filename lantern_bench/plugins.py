@@ -43,8 +43,8 @@ class Parameter:
     type: the annotation that pydantic validates. allowed: completes "KEY VALUE: ". help: of the flag and of the column.
     in_id: "structure" (part of mode, drafting, rule or tree), "always" (as `short` and the value, where the cell has
     the parameter) or "changed" (where it is not `default`). column: dtype and unit in the tables; None for no column.
-    symbol: of a bound, on axes and in legends. sampled_only: greedy decoding ignores it. unsaid: a record key leaves
-    the default out, as runs older than the parameter do.
+    symbol: of a bound, on axes and in legends. sampled_only: greedy decoding ignores it. omit_default: record keys omit
+    the default, because runs older than the parameter do.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Parameter:
     symbol: str | None = None
     column: tuple[str, str] | None = None
     sampled_only: bool = False
-    unsaid: bool = False
+    omit_default: bool = False
 
 
 Values: TypeAlias = Mapping[str, Any]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
+from lantern_bench.report.labels import BOUNDS
 from lantern_bench.report.records import Row, join_notes
 from lantern_bench.report.stats import mean_over_prompts, proportion
 from lantern_bench.report.tables import parameters
@@ -128,8 +129,8 @@ def cost_check_rows(means: Sequence[Row], places: Sequence[Row]) -> list[dict[st
         if mean.get("times_delta") is not None:
             share = f"above it at {mean['above_delta']:.0%} of places"
             notes.insert(0, f"{mean['times_delta']:.2g} times delta {mean['delta']:g}, {share}")
-        elif mean["lambda"] is not None:
-            notes.insert(0, f"lambda {mean['lambda']:g}")
+        else:
+            notes[:0] = [f"{name} {mean[name]:g}" for name in BOUNDS if mean.get(name) is not None]
         row["note"] = join_notes(notes)
         if mean["moved_mass"] is not None and mean["residual"] == "exact":
             here = [place for place in places if place["cell_id"] == mean["cell_id"]]

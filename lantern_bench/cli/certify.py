@@ -35,7 +35,7 @@ def certify(
     ambiguity: Annotated[bool, typer.Option("--ambiguity", help="Only measure how certain the target is.")] = False,
     experiment: Annotated[
         str | None,
-        typer.Option(help="Measure its relaxed cells. Default: certify; with --emitted-tv relaxation-cost."),
+        typer.Option(help="Experiment with the relaxed cells. Default: certify, or relaxation-cost with --emitted-tv."),
     ] = None,
     modes: ModesOption = None,
     prompts: PromptsOption = None,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lantern_bench.cli.options import FormatOption, SettingsOption, compile_steps, decoding_flags
+from lantern_bench.config.methods import MODES, OUTSIDE_RULES, RULES
 from lantern_bench.errors import RefusedError, UserError
 
 if TYPE_CHECKING:
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from lantern_bench.console import Console
     from lantern_bench.models.loaded_model import LoadedModel
     from lantern_bench.runs.devices import Place
-
-# Defaults of the relaxed modes. A sweep has none, because it compares values.
-_BOUNDS = {"delta": 0.02, "lambda": 2.0}
 
 
 @decoding_flags
@@ -38,7 +36,7 @@ def generate(
         bool, typer.Option("--random-weights", help="Use random weights and random caption features.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show sizes and memory only.")] = False,
-    mode: Annotated[list[str] | None, typer.Option(help="ar, speculative, lantern, lantern++, or all.")] = None,
+    mode: Annotated[list[str] | None, typer.Option(help=f"{', '.join(MODES)}, or all.")] = None,
     images: Annotated[int, typer.Option(min=1, help="Images per mode, one below the other.")] = 1,
     out: Annotated[Path, typer.Option(help="The PNG file.")] = Path("picture.png"),
     save_tokens: Annotated[
@@ -105,7 +103,6 @@ def generate(
 def _resolved(flags: dict[str, Any], mode: Sequence[str], settings: Sequence[str]) -> ResolvedExperiment:
     """Resolve the flags as an experiment; raises one `UserError` with all their problems."""
     from lantern_bench.config.experiment import resolve
-    from lantern_bench.config.methods import MODES, OUTSIDE_RULES
     from lantern_bench.config.parse_experiment import read_experiment
     from lantern_bench.config.values import Overrides
     from lantern_bench.config.yaml_source import Source
@@ -120,9 +117,11 @@ def _resolved(flags: dict[str, Any], mode: Sequence[str], settings: Sequence[str
             hint = did_you_mean(name, MODES)
             raise UserError(f"--mode {name}: unknown mode{hint}", f"The modes are {', '.join(MODES)}, or all.")
     card_of(flags["model"][0])
-    own = {name: {"bound": rule.example} for name, rule in OUTSIDE_RULES.items()}
+    # A sweep has no default bounds, because it compares values.
+    own = {name: {rule.bound: rule.example} for name, rule in OUTSIDE_RULES.items()}
+    bounds = {rule.bound: rule.example for rule in RULES.values() if not rule.lossless and rule.name not in own}
     cells = [{"mode": name, **own.get(name, {})} for name in names]
-    data = {"name": "generate", "model": "?", "baseline": False, **_BOUNDS, "cells": cells}
+    data = {"name": "generate", "model": "?", "baseline": False, **bounds, "cells": cells}
     overrides = Overrides.from_flags(flags, settings=settings)
     experiment, problems = read_experiment(Source("generate", Path(), data), overrides)
     problems.raise_all()

@@ -44,7 +44,10 @@ _EXPERIMENT: tuple[Flag, ...] = (
 _REPETITION: tuple[Flag, ...] = (
     flag("repeats", "Repeat the images this many times, with new seeds.", str | None),
     flag("batch", "Images decoded at once, or a list; published: 1.", str | None),
-    ("baseline", Annotated[bool | None, typer.Option("--baseline/--no-baseline", help="Add ar to a run without.")]),
+    (
+        "baseline",
+        Annotated[bool | None, typer.Option("--baseline/--no-baseline", help="Add an ar cell if there is none.")],
+    ),
 )
 _Out = Annotated[Path | None, typer.Option(help="The run directory; by default results/<name>-<hash>.")]
 _Resume = Annotated[bool, typer.Option(help="Resume the run, or start a new one beside it.")]

@@ -48,7 +48,7 @@ class Decoding(BaseModel):
 
     Values left out take the preset of the mode and the defaults of its rows. `tree` names a static tree or the user's
     own (then `topology` holds its paths); `cfg_default` is the model's own guidance scale: the id mentions the scale
-    only where it differs. A parameter that the drafting or the rule does not have is None. `brought` holds the
+    only where it differs. A parameter that the drafting or the rule does not have is None. `extra_parameters` holds the
     parameters of draftings from other packages. Greedy decoding (temperature 0) uses no filters and no residual
     (docs/algorithms.md, section 3): they are set to their defaults, and a rule is replaced
     by its greedy counterpart.
@@ -76,7 +76,7 @@ class Decoding(BaseModel):
     filter_order: FilterOrder = "top_k_first"
     cfg_scale: Scale = 1.0
     cfg_default: Scale = Field(default=1.0, exclude=True, repr=False)
-    brought: tuple[tuple[str, Any], ...] = Field(default=(), exclude=True)
+    extra_parameters: tuple[tuple[str, Any], ...] = Field(default=(), exclude=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -104,7 +104,7 @@ class Decoding(BaseModel):
                 values["rule"] = RULES[rule].greedy
         own = {key: values.pop(key) for key in list(values) if key in PARAMETERS and key not in _FIELDS}
         checked = {key: adapter(key).validate_python(value) for key, value in own.items()}
-        return values | {"brought": (*dict(values.get("brought", ())).items(), *checked.items())}
+        return values | {"extra_parameters": (*dict(values.get("extra_parameters", ())).items(), *checked.items())}
 
     @model_validator(mode="after")
     def _check(self) -> Decoding:
@@ -143,7 +143,7 @@ class Decoding(BaseModel):
         """Return the value of a parameter by its name in an experiment file; None where the cell lacks it."""
         if key in _FIELDS:
             return getattr(self, _FIELDS[key])
-        return dict(self.brought).get(key)
+        return dict(self.extra_parameters).get(key)
 
     @property
     def drafting_row(self) -> Drafting:
@@ -179,7 +179,7 @@ class Decoding(BaseModel):
 
     @property
     def cell_id(self) -> str:
-        """The id: mode-drafting-tree[-kK][-deltaD|-lambdaL|-boundB]-tT and what else is not a default.
+        """The id: mode-drafting-tree[-rule][-kK][-deltaD|-lambdaL|-boundB]-tT and what else is not a default.
 
         It serves as a folder's name.
         """
@@ -208,7 +208,7 @@ class Decoding(BaseModel):
         """Return the cell as an experiment file writes it: every parameter it has and no other."""
         values: dict[str, Any] = {"mode": self.mode}
         for key, parameter in PARAMETERS.items():
-            if self.has(key) and not (parameter.unsaid and self.value(key) == parameter.default):
+            if self.has(key) and not (parameter.omit_default and self.value(key) == parameter.default):
                 values[key] = self.value(key)
         if self.topology is not None and self.tree not in STATIC_TREES:
             values["tree"] = [list(path) for path in self.topology]

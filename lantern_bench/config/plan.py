@@ -1,8 +1,8 @@
 """The plan: which image is made in which cell, from which prompt and seed, and in which order.
 
 Cells are interleaved: for each prompt all cells run in a seeded random order, so that a machine that slows down slows
-all of them (results.md, Timing). A plan is pure data, the same on every machine; what of it is done already is known
-to `runs/store.py`, and what it costs in time can be estimated from earlier seconds per image.
+all of them (docs/results-format.md). A plan is pure data, the same on every machine. `runs/store.py` knows which of its
+images exist, and earlier seconds per image give an estimate of its time.
 """
 
 from __future__ import annotations

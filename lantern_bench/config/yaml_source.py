@@ -1,7 +1,7 @@
 """YAML with the line of every value, and pydantic's errors as sentences with those lines.
 
 Experiment files are written by hand, so an error names the place and the line. This file knows YAML and nothing of
-what an experiment may contain: that is `values.py` and `settings.py`.
+what an experiment may contain: that is `values.py` and `parse_experiment.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The mathematics of decoding: distributions, draft trees, relaxed acceptance and verification, in torch.
+"""Drafting, acceptance and the decode loop.
 
-Nothing here knows an architecture or a file; models offer what `interface.py` asks for and the loop does the rest.
-The binding text is docs/algorithms.md; every public function names the section that it follows.
+The specification is docs/algorithms.md; functions that follow a formula cite its section.
 """

@@ -45,7 +45,7 @@ class Decoded:
 
 
 def relaxation_of(decoding: Decoding, target: object = None) -> Relaxation:
-    """The acceptance rule of a configuration, as it is for this target."""
+    """The acceptance rule of a configuration, with the number of tokens that the target does not force."""
     row = decoding.rule_row
     if row.lossless:
         return Relaxation(decoding.rule if decoding.drafts else "strict")

@@ -36,7 +36,7 @@ from lantern_bench.decoding.sampling import Draws, decoding_probabilities, expon
 from lantern_bench.decoding.trace import StepRecorder
 
 # The keys that drafting does not depend on.
-_ACCEPTANCE = ("mode", "rule", "neighbours", "neighbour_metric", "bound", "residual")
+_ACCEPTANCE = {"mode", "rule", *(key for rule in RULES.values() for key in rule.parameters)}
 # One program serves every value of these bounds; external rules may branch on theirs.
 _BOUNDS = tuple(rule.bound for rule in RULES.values() if rule.tensor_bound)
 

@@ -52,8 +52,8 @@ SPEEDS = {"speedup": "speedup over AR", "mean_accepted_length": "mean accepted l
 """What a speed-quality curve has on its horizontal axis."""
 
 FAMILY = (
-    "run", "model", "mode", "drafting", "rule", "tree", "neighbours", "neighbour_metric", "residual", "delta", "lambda",
-    "bound", "temperature", "cfg_scale", "top_k", "top_p", "batch",
+    "run", "model", "mode", "drafting", "rule", "tree", "neighbours", "neighbour_metric", "residual", *BOUNDS,
+    "temperature", "cfg_scale", "top_k", "top_p", "batch",
 )  # fmt: skip
 """Columns that tell cells apart; without a parameter they name the family in which that parameter varies."""
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lantern_bench.config.methods import MODES, RULES
+from lantern_bench.config.methods import MODES, PARAMETERS, RULES, SAMPLING
 from lantern_bench.errors import RefusedError
 from lantern_bench.runs.store import RunData, latest, read_run
 from lantern_bench.schema import CELL_COLUMNS
@@ -29,7 +29,8 @@ NEIGHBOUR_METRIC = "l2"
 
 # Settings that an `ar` cell should share with the cell it is compared to, most important first.
 _SAMPLING = ("cfg_scale", "batch", "temperature", "top_k", "top_p")
-_NUMBERS = ("temperature", "neighbours", "delta", "lambda", "bound", "top_k", "top_p", "cfg_scale", "batch")
+_OF_METHODS = tuple(key for key, one in PARAMETERS.items() if one.in_id == "always" and key not in SAMPLING)
+_NUMBERS = ("temperature", *_OF_METHODS, "top_k", "top_p", "cfg_scale", "batch")
 _PHASES = ("draft", "target", "verify", "other")
 _RECORDED = (
     "seconds", "tokens", "target_forwards", "drafter_forwards", "mal_uncut", "moved_mass", "peak_memory_bytes",

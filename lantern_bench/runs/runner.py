@@ -1,6 +1,6 @@
 """The runner: decode every missing image of a plan, write its record and its picture, continue when one fails.
 
-`run_plan` yields events and draws nothing. Images are made in the order of the plan. The decode loop
+`run_plan` yields events and prints nothing. Images are made in the order of the plan. The decode loop
 is timed; text encoding, pixels, PNG files and records are not. Warm-up images are decoded first, one batch for every
 kind of cell, and only the manifest records them. Scores and tables come afterwards.
 """

@@ -157,7 +157,7 @@ def test_wrong_flags_give_one_error_and_exit_2(capsys, here, typed, wrong):
         ("name: x\nmodel: lanterns\ncells:\n  - {mode: ar\n", ["mine.yaml line 5", "not valid YAML"]),
         ("model: lanterns\ncells:\n  - {mode: lantern, detla: 0.1}\n", ["line 3", "detla", "did you mean delta?"]),
         ("model: lanterns\nimagse: 3\ncells: [{mode: ar}]\n", ["line 2", "imagse: unknown key; did you mean images?"]),
-        ("model: lanterns\ncells: [{mode: lantern}]\n", ["needs delta", "--delta 0.1"]),
+        ("model: lanterns\ncells: [{mode: lantern}]\n", ["needs delta", "--delta 0.02"]),
         (
             "model: lanterns\nimages: none\ncells:\n  - {mode: lantrn}\n  - {mode: lantern, delta: 2}\n",
             ["3 problems", "line 2", "line 4", "line 5"],

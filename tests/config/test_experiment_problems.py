@@ -78,7 +78,7 @@ def message(folder: Path, text: str, flags: dict[str, Any] | None = None, **more
         ("{mode: ar, model: 5}", "cells[0].model 5: must be a model's name or a list of names"),
         ("{mode: ar, model: other}", "cells[0]: the model other is not among the experiment's models (lanterns)"),
         ("{mode: lantern}", "cells[0]: mode lantern has the rule additive and needs delta; "
-         "write delta: 0.1 in the cell, or type --delta 0.1"),
+         "write delta: 0.02 in the cell, or type --delta 0.02"),
         ("{mode: lantern, drafting: static, rule: multiplicative}", "cells[0]: mode lantern has the rule multiplicative and "
          "needs lambda; write lambda: 2 in the cell, or type --lambda 2"),
         ("{mode: lantern, delta: [0.1, 0.1000000001]}", "two cells differ too little to be told apart by name: "
