@@ -11,6 +11,7 @@ from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.models.transformer import TransformerConfig
 from lantern_bench.models.transformer.conditioning import Condition, WordCaption
 from lantern_bench.models.transformer.target import TransformerTarget
+from tests.decoding.test_golden_shapes import leaf_paths
 
 TREE = StaticTree.of([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)])
 BATCH, PREFIX = 3, 5
@@ -69,7 +70,7 @@ def test_trees_and_commits_equal_plain_runs(target: TransformerTarget, accepted:
                 assert (got - wanted).abs().max() < 1e-5
         paths = torch.full((BATCH, 4), -1)
         for image, drafts in enumerate(accepted):
-            path = next(path for path in TREE.paths.tolist() if path[drafts] >= 0)[: drafts + 1]
+            path = next(path for path in leaf_paths(TREE) if path[drafts] >= 0)[: drafts + 1]
             paths[image, : drafts + 1] = torch.tensor(path)
             committed[image] += tokens[image, path].tolist()
         counts = torch.tensor(accepted) + 1
