@@ -6,6 +6,8 @@ rule passes; broken ones are rejected by the same test.
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -116,6 +118,16 @@ def run(drafting: str, setting: str, accept: Accept | None = None) -> tuple[floa
 def test_sampled_steps_follow_the_target(drafting: str, setting: str) -> None:
     first, joint = run(drafting, setting)
     print(f"G-test {drafting} {setting}: first p = {first:.3f}, joint p = {joint:.3f}")
+    assert min(first, joint) > 1e-3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("drafting", ["static", "dynamic"])
+def test_200_000_images_follow_the_target(drafting: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "IMAGES", 200_000)
+    first, joint = run(drafting, setting)
+    print(f"G-test of 200,000 images, {drafting} {setting}: first p = {first:.3f}, joint p = {joint:.3f}")
     assert min(first, joint) > 1e-3
 
 
