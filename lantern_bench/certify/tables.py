@@ -40,7 +40,7 @@ def _ambiguity_row(rows: Sequence[Row], axis: str, index: int | None) -> dict[st
         mean = mean_over_prompts([float(row[name]) for row in known], [str(row["prompt_id"]) for row in known])
         found |= mean.columns(name)
         if mean.note == "no data":
-            notes.append("nobody drafts the first token" if axis == "position" else "no drafter")
+            notes.append("the first token is not drafted" if axis == "position" else "no drafter")
         elif mean.note:
             notes.append(mean.note)
     return {**found, "note": join_notes(notes)}

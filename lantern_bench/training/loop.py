@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -70,28 +71,28 @@ def join_processes(cpu: bool = False) -> Distributed:
     return Distributed(*place, average=average, wait=accelerator.wait_for_everyone)
 
 
-class Task:
+class Task(ABC):
     """What the loop needs of a thing to train: its `name`, its `module` and the methods below."""
 
     name: str
     module: nn.Module
 
+    @abstractmethod
     def loss(self, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
         """One batch: the loss to minimise and named parts to report (detached scalars)."""
-        raise NotImplementedError
 
-    def after_step(self, step: int, generator: torch.Generator) -> None:
+    def after_step(self, step: int, generator: torch.Generator) -> None:  # noqa: B027  # optional
         """Called after each optimiser step (to revive dead codes, for instance)."""
 
+    @abstractmethod
     def evaluate(self) -> dict[str, float]:
         """Figures on held-out data, for the training report."""
-        raise NotImplementedError
 
     def memory(self) -> dict[str, Tensor]:
         """What a checkpoint keeps beside weights, optimiser and generator."""
         return {}
 
-    def remember(self, memory: Mapping[str, Tensor]) -> None:
+    def remember(self, memory: Mapping[str, Tensor]) -> None:  # noqa: B027  # optional
         """Restore what `memory` returned."""
 
 

@@ -45,4 +45,4 @@ def test_ambiguity_equals_values_of_the_tables() -> None:
     assert everything["top1"] == pytest.approx(sum(row["top1"] for row in rows) / len(rows))
     assert everything["top1_low"] < everything["top1"] < everything["top1_high"]
     first = table[(table["axis"] == "position") & (table["index"] == 0)].iloc[0]
-    assert first["note"] == "nobody drafts the first token"
+    assert first["note"] == "the first token is not drafted"
