@@ -61,6 +61,10 @@ def check_topology(paths: Iterable[Sequence[int]]) -> Topology:
     given = [tuple(path) for path in paths]
     if not given:
         raise UserError("the tree is empty", "Give at least one path of child ranks, for example [[0], [0, 0]].")
+    for path in given:
+        # Before the set: what a YAML file nests in a path may not be hashable.
+        if any(type(rank) is not int or rank < 0 for rank in path):
+            raise UserError(f"the path {list(path)} has a child rank that is not a whole number of at least 0")
     known = set(given)
     for path in given:
         _check_path(path, known)
@@ -73,8 +77,6 @@ def check_topology(paths: Iterable[Sequence[int]]) -> Topology:
 def _check_path(path: Path, known: set[Path]) -> None:
     if not path:
         raise UserError("the tree has an empty path", "The root is there by itself; write only paths below it.")
-    if any(type(rank) is not int or rank < 0 for rank in path):
-        raise UserError(f"the path {list(path)} has a child rank that is not a whole number of at least 0")
     parent, rank = path[:-1], path[-1]
     if parent and parent not in known:
         raise UserError(f"the path {list(path)} has no parent", f"Add {list(parent)}.")

@@ -65,6 +65,7 @@ def test_named_trees_pass_their_own_check_and_count_their_nodes(name: str) -> No
         ([[0], [0, True]], "whole number"),
         ([[0], [0, 0.0]], "whole number"),
         ([["0"]], "whole number"),
+        ([[{}]], "whole number"),
     ],
 )
 def test_trees_that_cannot_be_drafted_are_refused(paths: list[list[int]], said: str) -> None:
