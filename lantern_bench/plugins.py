@@ -188,7 +188,7 @@ class Rule:
 def _fingerprint(code: Code) -> str:
     try:
         text = Path(inspect.getfile(load_code(code))).read_bytes()
-    except (OSError, TypeError, ValueError):
+    except (OSError, TypeError, ImportError, ValueError):  # ImportError: a strict rule without code of its own
         text = repr(code).encode()
     return hashlib.sha256(text).hexdigest()[:16]
 

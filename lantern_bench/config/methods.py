@@ -294,7 +294,3 @@ def defaults_for(drafting: str, rule: str) -> dict[str, Any]:
         values["tree"] = RULES[rule].tree
     values.update(RULES[rule].defaults)
     return values
-
-
-RELAXED_RULES = frozenset(name for name, rule in RULES.items() if not rule.lossless)
-"""The rules that change the distribution."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.methods import MODES, RELAXED_RULES, has_parameter
+from lantern_bench.config.methods import MODES, RULES, has_parameter
 from lantern_bench.config.trees import STATIC_TREES
 from lantern_bench.schema import CELL_COLUMNS
 
@@ -126,7 +126,7 @@ def decodings(draw: st.DrawFn) -> Decoding:
         rule = values["rule"] = draw(st.sampled_from(["strict", "additive", "multiplicative"]))
     if drafting == "static":
         values["tree"] = draw(st.sampled_from(list(STATIC_TREES)))
-    if rule in RELAXED_RULES:
+    if not RULES[rule].lossless:
         values["neighbours"] = draw(st.integers(0, 16383))
         values["residual"] = draw(st.sampled_from(["exact", "official"]))
     if rule == "additive":
