@@ -62,7 +62,8 @@ class Run:
 
         declared = columns("records")
         frame = pd.DataFrame(self._data.records, columns=[column.name for column in declared])
-        return frame.astype({column.name: "Int64" for column in declared if column.dtype == "int"})
+        types = {"int": "Int64", "bool": "boolean"}
+        return frame.astype({one.name: types[one.dtype] for one in declared if one.dtype in types})
 
     @cached_property
     def tables(self) -> dict[str, pd.DataFrame]:

@@ -1,4 +1,4 @@
-"""The only clock. Wall time for people, synchronised phase times for tables.
+"""The only clock. Wall time for people, synchronised phase times and use of the processor for tables.
 
 On a GPU a phase is bounded by events on the stream, read once at the end of an image, so that measuring puts no wait
 inside a decode step. On a CPU work is done when the call returns and the wall clock is enough.
@@ -7,14 +7,21 @@ inside a decode step. On a CPU work is done when the call returns and the wall c
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
+import os
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import psutil
 
 if TYPE_CHECKING:
     import torch
+
+_TASKS = Path("/proc/self/task")
 
 
 def now() -> float:
@@ -62,12 +69,75 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     return int(torch.cuda.max_memory_allocated(device))
 
 
+class Usage(NamedTuple):
+    """What the processor did: a state of its counters, or their change over a window; None where not told.
+
+    `cpu_seconds` of all threads of this process. `waited_seconds` in which threads of this process could run and got no
+    core, added up over threads (Linux). `steal_seconds` that the hypervisor took from the usable cores (Linux).
+    `busy_seconds` of the usable cores, whoever used them.
+    """
+
+    cpu_seconds: float
+    waited_seconds: float | None
+    involuntary_switches: int | None
+    steal_seconds: float | None
+    busy_seconds: float
+
+    def since(self, before: Usage) -> Usage:
+        """Return the change from `before`."""
+        pairs = zip(self, before, strict=True)
+        return Usage(*(None if now is None or then is None else now - then for now, then in pairs))  # type: ignore[arg-type]
+
+    def lost_seconds(self, seconds: float, threads: int) -> float:
+        """Return the seconds by which a window of `seconds` may be too long because `threads` threads lacked a core.
+
+        Threads wait for each other after every operation, so a second that one of them waits may delay all.
+        """
+        if self.waited_seconds is not None:
+            return self.waited_seconds + (self.steal_seconds or 0.0)
+        others = max(0.0, self.busy_seconds - self.cpu_seconds)
+        return max(0.0, others - seconds * max(0, len(usable_cores()) - threads))
+
+
+def usage() -> Usage:
+    """Read the counters of the processor and of this process; takes well under a millisecond."""
+    cores = psutil.cpu_times(percpu=True)
+    if len(cores) > max(mine := usable_cores()):  # not so where a container shows fewer cores than there are
+        cores = [cores[core] for core in mine]
+    idle = sum(core.idle + getattr(core, "iowait", 0.0) for core in cores)
+    switches = None
+    with contextlib.suppress(ImportError):  # Windows does not have it
+        import resource
+
+        switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    steal = sum(core.steal for core in cores) if hasattr(cores[0], "steal") else None
+    busy = sum(sum(core) for core in cores) - idle
+    return Usage(time.process_time(), _waited_seconds(), switches, steal, busy)
+
+
+def usable_cores() -> list[int]:
+    """Return the numbers of the cores that this process may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def _waited_seconds() -> float | None:
+    """Seconds on the run queue, over all threads; None where the kernel does not keep them."""
+    waited = 0
+    try:
+        for task in _TASKS.iterdir():
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # a thread that has just ended
+                waited += int((task / "schedstat").read_text().split()[1])
+    except OSError:
+        return None
+    return waited / 1e9
+
+
 class Phases:
     """Seconds spent in named phases between `start` and `stop`.
 
     `mark(name)` ends the phase that began at the last mark (or at `start`) and books it under `name`. Names may repeat;
     their times add up. `stop` waits for the device; `total` is the whole window, so that what no mark covered can be
-    reported as well.
+    reported as well. `usage` is what the processor did between `start` and `stop`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,6 +145,8 @@ class Phases:
         self._marks: list[tuple[str, Any]] = []
         self._begin: Any = None
         self._end: Any = None
+        self._before: Usage | None = None
+        self.usage: Usage | None = None
 
     def _tick(self) -> Any:
         if self._device.type != "cuda":
@@ -89,6 +161,7 @@ class Phases:
         """Open the window; the device is idle when it opens."""
         synchronize(self._device)
         self._marks.clear()
+        self._before = usage()
         self._begin = self._tick()
 
     def mark(self, name: str) -> None:
@@ -99,6 +172,7 @@ class Phases:
         """Close the window and wait for the device."""
         self._end = self._tick()
         synchronize(self._device)
+        self.usage = usage().since(self._before) if self._before is not None else None
 
     def _seconds(self, first: Any, second: Any) -> float:
         if self._device.type != "cuda":

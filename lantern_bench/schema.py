@@ -14,7 +14,7 @@ from lantern_bench.errors import UserError
 
 
 class Column(NamedTuple):
-    """One column; `dtype` is `string`, `int`, `float`, `list[int]` or `list[list[int]]`, `unit` may be empty."""
+    """One column; `dtype` is `string`, `int`, `float`, `bool`, `list[int]` or `list[list[int]]`."""
 
     name: str
     dtype: str
@@ -160,6 +160,7 @@ _RECORDS = (
     Column("repeat", "int", "", "earlier uses of the prompt in this cell"),
     Column("seed", "int", "", "seed of the image's generator, the same in all cells"),
     Column("order_index", "int", "", "place in the run's order of execution"),
+    Column("process", "int", "", "process that made the image, counted over the sessions of the run, from 0"),
     Column("status", "string", "", "ok or failed"),
     Column("error", "string", "", "what went wrong, when it failed"),
     Column("tokens", "int", "tokens", "image tokens kept"),
@@ -179,6 +180,14 @@ _RECORDS = (
     Column("verify_seconds", "float", "s", "part of seconds spent verifying"),
     Column("other_seconds", "float", "s", "the rest of seconds"),
     Column("pixel_seconds", "float", "s", "tokens to pixels, outside seconds"),
+    Column("cpu_seconds", "float", "s", "CPU time of all threads of the process within seconds"),
+    Column("waited_seconds", "float", "s", "thread-seconds within seconds that could run and got no core (Linux)"),
+    Column(
+        "involuntary_switches", "int", "", "times within the batch's seconds that a thread lost its core to another"
+    ),
+    Column("steal_seconds", "float", "s", "core-seconds within seconds that the hypervisor took from usable cores"),
+    Column("disturbed", "bool", "", "whether threads lacked a core for more than 5 % of seconds"),
+    Column("attempts", "int", "", "times the image was decoded; seconds are of the least disturbed"),
     Column("peak_memory_bytes", "int", "bytes", "peak memory while decoding"),
     Column("moved_mass", "float", "", "neighbour mass, summed over accepted drafts"),
     Column("moved_mass_tried", "float", "", "neighbour mass, summed over tried drafts"),

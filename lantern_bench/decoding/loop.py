@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lantern_bench.clock import Phases
+from lantern_bench.clock import Phases, Usage
 from lantern_bench.config.decoding import Decoding, NeighbourMetric
 from lantern_bench.decoding.acceptance.relaxation import Relaxation
 from lantern_bench.decoding.acceptance.tree_acceptance import Accept
@@ -119,10 +119,10 @@ class _Run:
         logits = guide(scores.cond, scores.uncond, self.decoding.cfg_scale)[:, -1]
         return scores, logits, _chosen(logits, self.decoding, self.noise())
 
-    def times(self) -> tuple[float, dict[str, float]]:
-        """Return the seconds per image, in all and by phase."""
+    def times(self) -> tuple[float, dict[str, float], Usage | None]:
+        """Return the seconds per image, in all and by phase, and the use of the processor by the batch."""
         seconds = {name: value / self.batch for name, value in self.phases.seconds().items()}
-        return self.phases.total() / self.batch, seconds
+        return self.phases.total() / self.batch, seconds, self.phases.usage
 
     def autoregressive(self, condition: Any) -> list[Decoded]:
         """One token a forward, drawn in the same program; nothing is copied to the host before the end."""

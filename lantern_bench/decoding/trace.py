@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lantern_bench.clock import Usage
 from lantern_bench.decoding.acceptance.walk import Verdict
 
 _NOT_OFFERED = -2
@@ -23,7 +24,8 @@ class ImageTrace:
     start: tokens committed before the step. committed: tokens it committed and kept. uncut: committed before the cut
     at the tokens asked for. accepted: drafts among the kept. offered_depth: depth drafted. child_rank: accepted rank at
     each depth that offered children, -1 where all were rejected. seconds, phases: those of the batch divided by its
-    images. moved_mass, moved_mass_tried: m(x) over accepted and over tried drafts.
+    images. usage: of the processor by the whole batch. moved_mass, moved_mass_tried: m(x) over accepted and over tried
+    drafts.
     """
 
     start: list[int]
@@ -39,6 +41,7 @@ class ImageTrace:
     moved_mass_tried: float = 0.0
     seconds: float = 0.0
     phases: Mapping[str, float] = field(default_factory=dict)
+    usage: Usage | None = None
 
     @property
     def mean_accepted_length(self) -> float | None:
@@ -78,12 +81,12 @@ class StepRecorder:
         self._step.add_(1)
 
     def finish(
-        self, asked: int, steps: int, forwards: int, seconds: float, phases: Mapping[str, float]
+        self, asked: int, steps: int, forwards: int, seconds: float, phases: Mapping[str, float], usage: Usage | None
     ) -> list[ImageTrace]:
         """Return the `image_trace` of each image after `steps` steps of `forwards` drafter forwards each."""
         counts, masses = (kept[:steps].transpose(0, 1).tolist() for kept in (self._counts, self._masses))
         images = zip(counts, masses, strict=True)
-        return [image_trace(asked, rows, pairs, forwards, seconds, phases) for rows, pairs in images]
+        return [image_trace(asked, rows, pairs, forwards, seconds, phases, usage) for rows, pairs in images]
 
 
 def image_trace(
@@ -93,6 +96,7 @@ def image_trace(
     forwards: int,
     seconds: float,
     phases: Mapping[str, float],
+    usage: Usage | None,
 ) -> ImageTrace:
     """Return the trace of an image of `asked` tokens from its steps as `StepRecorder` notes them."""
     # A finished image of a batch idles along; its steps end where it was complete.
@@ -114,4 +118,5 @@ def image_trace(
         moved_mass_tried=sum((pair[1] for pair in masses), 0.0),
         seconds=seconds,
         phases=phases,
+        usage=usage,
     )

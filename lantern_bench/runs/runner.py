@@ -91,6 +91,9 @@ Event: TypeAlias = Loaded | EncodedCaptions | Started | WarmedUp | ImageDone | S
 
 # ---- Running a plan
 
+DISTURBED = 0.05
+"""An image is disturbed when its threads lacked a core for more than this share of its seconds."""
+
 
 class Made(NamedTuple):
     """One image: tokens int32 [N], trace, pixels uint8 [H, W, 3], guided logits [N, V] if they were asked for."""
@@ -191,7 +194,7 @@ def _start_session(
 ) -> dict[str, Any]:
     """Add a session to the manifest; the returned dictionary is part of it."""
     session: dict[str, Any] = {"started": stamp(), "ended": None, "complete": False, "images": 0, "failed": 0}
-    session |= {"prepare_seconds": prepare_seconds, "warm_up": []}
+    session |= {"process": store.next_process(), "prepare_seconds": prepare_seconds, "warm_up": []}
     sessions = [*store.manifest.get("sessions", []), session]
     device = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else place.device.type
     facts = {"started": store.manifest.get("started", session["started"]), "ended": None}
@@ -229,18 +232,19 @@ def _decode_batch(
             torch.cuda.empty_cache()
         for unit in waiting:
             session["failed"] += 1
-            yield ImageDone(unit, store.append(unit, {"status": "failed", "error": _one_line(error)}))
+            failed = {"status": "failed", "error": _one_line(error), "process": session["process"]}
+            yield ImageDone(unit, store.append(unit, failed))
         return
     for unit in waiting:
         png = png_bytes(made[unit].pixels)
         # The picture is written first, so that every record has its picture.
         picture = {"image": store.write_image(unit, png), "image_sha256": hashlib.sha256(png).hexdigest()}
-        row = store.append(unit, _record(made[unit]) | picture)
+        row = store.append(unit, _record(made[unit], len(group)) | picture | {"process": session["process"]})
         session["images"] += 1
         yield ImageDone(unit, row)
 
 
-def _record(made: Made) -> dict[str, Any]:
+def _record(made: Made, images: int) -> dict[str, Any]:
     trace, phases = made.trace, made.trace.phases
     known = {"draft", "target", "verify", "prefill"}
     return {
@@ -261,11 +265,28 @@ def _record(made: Made) -> dict[str, Any]:
         "verify_seconds": phases.get("verify", 0.0),
         "other_seconds": max(0.0, trace.seconds - sum(phases[name] for name in known & phases.keys())),
         "pixel_seconds": made.pixel_seconds,
+        **_usage(trace, images),
         "peak_memory_bytes": made.peak_memory,
         "moved_mass": trace.moved_mass,
         "moved_mass_tried": trace.moved_mass_tried,
         "tokens_sha256": hashlib.sha256(made.tokens.cpu().numpy().astype("<i4").tobytes()).hexdigest(),
     }
+
+
+def _usage(trace: ImageTrace, images: int) -> dict[str, Any]:
+    """The columns of an image of a batch that tell whether its threads got the processor."""
+    if trace.usage is None:
+        return {}
+    shared = {name: value and value / images for name, value in trace.usage._asdict().items()}
+    row = {name: shared[name] for name in ("cpu_seconds", "waited_seconds", "steal_seconds")}
+    row |= {"involuntary_switches": trace.usage.involuntary_switches, "attempts": 1}
+    return row | {"disturbed": _lost_share(trace, images) > DISTURBED}
+
+
+def _lost_share(trace: ImageTrace, images: int) -> float:
+    """By what share of its seconds a batch may have been held up."""
+    seconds = trace.seconds * images
+    return trace.usage.lost_seconds(seconds, torch.get_num_threads()) / seconds if trace.usage and seconds else 0.0
 
 
 def _one_line(error: BaseException) -> str:

@@ -104,8 +104,12 @@ def read_scores(folder: Path) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: Path, table: str) -> list[dict[str, Any]]:
-    """The rows of all whole lines with every column of the table; columns that their version lacked are None."""
+    """The rows of all whole lines with every column of the table; columns that their version lacked are None.
+
+    Runs without the column `process` are of one process, number 0.
+    """
     empty: dict[str, Any] = dict.fromkeys(column.name for column in columns(table))
+    empty |= {"process": 0} if "process" in empty else {}
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.is_file() else [], start=1):
         try:
@@ -243,6 +247,10 @@ class RunStore(ScoreStore):
     def is_done(self, unit: Unit) -> bool:
         """Return whether the image has a record with status `ok`; the runner retries failed images."""
         return self._latest.get(self.key_of(unit), {}).get("status") == "ok"
+
+    def next_process(self) -> int:
+        """Return the number of a process that begins to make images now: the first that no record has."""
+        return 1 + max((row["process"] for row in self._latest.values()), default=-1)
 
     def append(self, unit: Unit, record: Mapping[str, Any]) -> dict[str, Any]:
         """Append the record of one image and return it complete.

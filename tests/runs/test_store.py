@@ -112,6 +112,15 @@ def test_manifest_experiment_resolves_to_the_same_run(tmp_path: Path) -> None:
     assert str(tmp_path) not in json.dumps(manifest)
 
 
+def test_records_of_older_runs_are_of_process_0(tmp_path: Path) -> None:
+    fill(tmp_path / "run", 1)
+    path = tmp_path / "run" / "records.jsonl"
+    old = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("process", "attempts", "disturbed")}
+    path.write_text(json.dumps(old) + "\n")
+    (row,) = read_records(tmp_path / "run")
+    assert (row["process"], row["attempts"], row["disturbed"]) == (0, None, None)
+
+
 def test_finished_images_are_not_made_again(tmp_path: Path) -> None:
     fill(tmp_path / "run", 3)
     with RunStore(tmp_path / "run", EXPERIMENT, KEY) as store:
