@@ -73,7 +73,8 @@ class Drafting:
     whether the model's drafter is asked. sampled: children are drawn from q; otherwise a draft is deterministic and its
     q is 1. label: how ids and tables write the drafts. adapt: (defaults, given values) -> defaults that fit the given
     values. problem: (key, sentence) for values that do not go together, else None. presets: short words for this
-    drafting with some values fixed. small: values of a draft that is small enough for exact checks.
+    drafting with some values fixed. small: values of a draft that is small enough for exact checks. search: what lists
+    its trees for `profile --search` (profile/tree_search.py); empty: its drafts are not searched.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Drafting:
     problem: Callable[[Values], tuple[str, str] | None] = lambda _values: None
     presets: Mapping[str, Values] = field(default_factory=dict)
     small: Values = field(default_factory=dict)
+    search: Code = ""
     legend: str | None = None
     colour: str | None = None
 
@@ -95,6 +97,11 @@ class Drafting:
     def drafts(self) -> bool:
         """Whether there are drafts at all."""
         return bool(self.make)
+
+    @property
+    def parameter_names(self) -> frozenset[str]:
+        """The names of its parameters."""
+        return frozenset(one if isinstance(one, str) else one.name for one in self.parameters)
 
     def fingerprint(self) -> str:
         """16 hex digits that change with the file of its code."""

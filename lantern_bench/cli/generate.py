@@ -6,14 +6,13 @@ Flags and checks are those of a sweep; only the files that the flags name are wr
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lantern_bench.cli.options import FormatOption, SettingsOption, compile_steps, decoding_flags
-from lantern_bench.config.methods import MODES, OUTSIDE_RULES, RULES
+from lantern_bench.cli.options import FormatOption, SettingsOption, compile_steps, decoding_flags, resolve_flags
+from lantern_bench.config.methods import MODES
 from lantern_bench.errors import RefusedError, UserError
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def generate(
 ) -> None:
     """Make pictures of a caption or a class and show how they were decoded."""
     console: Console = ctx.obj
-    resolved = _resolved(flags | {"model": [model]}, mode or ["lantern++"], settings or [])
+    resolved = resolve_flags("generate", flags | {"model": [model]}, mode or ["lantern++"], settings or [])
     if dry_run:
         _show_memory(resolved, console, format)
         return
@@ -98,36 +97,6 @@ def generate(
             raise UserError(f"{flag} {path}: cannot be written: {error.strerror}") from error
     console.table(generation.numbers_table(units, made), title=", ".join(prompts[:3]), format=format)
     console.say(", ".join(f"{what}: {path}" for what, _, path, _ in files))
-
-
-def _resolved(flags: dict[str, Any], mode: Sequence[str], settings: Sequence[str]) -> ResolvedExperiment:
-    """Resolve the flags as an experiment; raises one `UserError` with all their problems."""
-    from lantern_bench.config.experiment import resolve
-    from lantern_bench.config.parse_experiment import read_experiment
-    from lantern_bench.config.values import Overrides
-    from lantern_bench.config.yaml_source import Source
-    from lantern_bench.errors import did_you_mean
-    from lantern_bench.models.registry import card_of, defaults_of
-    from lantern_bench.runs.sweep import check_neighbours
-
-    names = [name.strip() for text in mode for name in text.split(",") if name.strip()]
-    names = list(MODES) if "all" in names else names
-    for name in names:
-        if name not in MODES:
-            hint = did_you_mean(name, MODES)
-            raise UserError(f"--mode {name}: unknown mode{hint}", f"The modes are {', '.join(MODES)}, or all.")
-    card_of(flags["model"][0])
-    # A sweep has no default bounds, because it compares values.
-    own = {name: {rule.bound: rule.example} for name, rule in OUTSIDE_RULES.items()}
-    bounds = {rule.bound: rule.example for rule in RULES.values() if not rule.lossless and rule.name not in own}
-    cells = [{"mode": name, **own.get(name, {})} for name in names]
-    data = {"name": "generate", "model": "?", "baseline": False, **bounds, "cells": cells}
-    overrides = Overrides.from_flags(flags, settings=settings)
-    experiment, problems = read_experiment(Source("generate", Path(), data), overrides)
-    problems.raise_all()
-    resolved = resolve(experiment, defaults_of(flags["model"]))
-    check_neighbours(resolved)
-    return resolved
 
 
 def _prompt(caption: str | None, label: int | None, condition: Path | None, random: bool, model: str) -> str:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from lantern_bench.config.methods import PARAMETERS
+from lantern_bench.config.methods import DRAFTINGS, MODES, OUTSIDE_RULES, PARAMETERS, RULES
 from lantern_bench.console import FORMATS, Console
 from lantern_bench.errors import UserError
 from lantern_bench.runs.store import find_run, results_root
 
 if TYPE_CHECKING:
+    from lantern_bench.config.experiment import ResolvedExperiment
     from lantern_bench.models.loaded_model import LoadedModel
     from lantern_bench.runs.devices import Place
 
@@ -47,6 +48,9 @@ def flag(key: str, help: str, kind: Any = list[str] | None) -> Flag:
     return key, Annotated[kind, typer.Option(f"--{key.replace('_', '-')}", help=help)]
 
 
+_OF_TREES = frozenset(name for row in DRAFTINGS.values() for name in row.parameter_names)
+# The parameters of decoding but those of a tree, for commands that choose trees themselves.
+RULE_FLAGS = tuple(flag(key, one.help) for key, one in PARAMETERS.items() if key != "mode" and key not in _OF_TREES)
 # The parameters of decoding, whose several values (commas, or a repeated flag) make a grid; then seed and device.
 DECODING_FLAGS: tuple[Flag, ...] = (
     *(flag(key, one.help) for key, one in PARAMETERS.items() if key != "mode"),
@@ -81,6 +85,41 @@ def with_flags(*flags: Flag) -> Callable[[Callable[..., None]], Callable[..., No
 
 
 decoding_flags = with_flags(*DECODING_FLAGS)
+
+
+def resolve_flags(
+    name: str, flags: Mapping[str, Any], mode: Sequence[str], settings: Sequence[str] = ()
+) -> ResolvedExperiment:
+    """Resolve the flags of a command as an experiment of these modes; raises one `UserError` with all their problems.
+
+    A relaxed rule without a bound gets its row's example.
+    """
+    from lantern_bench.config.experiment import resolve
+    from lantern_bench.config.parse_experiment import read_experiment
+    from lantern_bench.config.values import Overrides
+    from lantern_bench.config.yaml_source import Source
+    from lantern_bench.errors import did_you_mean
+    from lantern_bench.models.registry import card_of, defaults_of
+    from lantern_bench.runs.sweep import check_neighbours
+
+    modes = [one.strip() for text in mode for one in text.split(",") if one.strip()]
+    modes = list(MODES) if "all" in modes else modes
+    for one in modes:
+        if one not in MODES:
+            hint = did_you_mean(one, MODES)
+            raise UserError(f"--mode {one}: unknown mode{hint}", f"The modes are {', '.join(MODES)}, or all.")
+    card_of(flags["model"][0])
+    # A sweep has no default bounds, because it compares values.
+    own = {row.name: {row.bound: row.example} for row in OUTSIDE_RULES.values()}
+    bounds = {rule.bound: rule.example for rule in RULES.values() if not rule.lossless and rule.name not in own}
+    cells = [{"mode": one, **own.get(one, {})} for one in modes]
+    data = {"name": name, "model": "?", "baseline": False, **bounds, "cells": cells}
+    overrides = Overrides.from_flags(flags, settings=settings)
+    experiment, problems = read_experiment(Source(name, Path(), data), overrides)
+    problems.raise_all()
+    resolved = resolve(experiment, defaults_of(flags["model"]))
+    check_neighbours(resolved)
+    return resolved
 
 
 def command_group(**settings: Any) -> typer.Typer:

@@ -75,6 +75,7 @@ _SHIPPED_DRAFTINGS = (
         defaults={"tree": "eagle1-25"},
         label=lambda values: values.get("tree"),
         presets={"chain": {"tree": "chain-5"}},
+        search="lantern_bench.profile.static_trees:list_static",
     ),
     Drafting(
         "dynamic",
@@ -87,6 +88,7 @@ _SHIPPED_DRAFTINGS = (
         label=lambda values: tree_label(values["nodes"], values["depth"], values["beam"]),
         adapt=_enough_nodes,
         problem=_dynamic_problem,
+        search="lantern_bench.profile.dynamic_trees:list_dynamic",
     ),
 )
 
@@ -249,9 +251,7 @@ PARAMETERS: dict[str, Parameter] = {parameter.name: parameter for parameter in _
 SAMPLING = ("temperature", "top_k", "top_p", "filter_order", "cfg_scale")
 """The parameters of every cell; `mode` aside, all others belong to a drafting or to a rule."""
 
-_OF_DRAFTING = {
-    name: {one if isinstance(one, str) else one.name for one in row.parameters} for name, row in DRAFTINGS.items()
-}
+_OF_DRAFTING = {name: row.parameter_names for name, row in DRAFTINGS.items()}
 
 
 def has_parameter(key: str, drafting: str, rule: str) -> bool:

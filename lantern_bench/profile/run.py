@@ -12,6 +12,7 @@ import torch
 
 from lantern_bench.clock import OnProgress
 from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.methods import DRAFTINGS, chain_problem
 from lantern_bench.config.trees import topology_of
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.errors import UserError
@@ -19,6 +20,7 @@ from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.random_model import random_model, random_model_of_size, read_size
 from lantern_bench.models.registry import card_of, family_of, load_model
 from lantern_bench.profile.steps import Rates, decode_memory, forward_ms, forward_need, step_cost
+from lantern_bench.profile.tree_search import with_tree
 from lantern_bench.report.tables import write_csv
 from lantern_bench.runs.devices import Place
 
@@ -48,14 +50,22 @@ class Subject(NamedTuple):
         return self.cfg_scale != 1
 
 
-def step_settings(tree: str) -> dict[str, Any]:
-    """The decoding settings of a tree by name; `58n5d10b` is dynamic. Raises `UserError` for an unknown tree."""
+def step_of(tree: str, decoding: Decoding) -> Decoding:
+    """Return `decoding` with a tree by name; `58n5d10b` is dynamic. Raises `UserError` for one that cannot be."""
     found = re.fullmatch(r"(\d+)n(\d+)d(\d+)b", tree)
     if found is None:
-        topology_of(tree)
-        return {"mode": "speculative", "tree": tree}
-    nodes, depth, beam = map(int, found.groups())
-    return {"mode": "speculative", "drafting": "dynamic", "nodes": nodes, "depth": depth, "beam": beam}
+        values: dict[str, Any] = {"drafting": "static", "tree": tree}
+    else:
+        nodes, depth, beam = map(int, found.groups())
+        values = {"drafting": "dynamic", "nodes": nodes, "depth": depth, "beam": beam}
+    paths = () if found else topology_of(tree)
+    problem = chain_problem(decoding.rule, values["drafting"], paths, tree)
+    unfit = DRAFTINGS[values["drafting"]].problem(values)
+    if unfit is not None:
+        problem = f"{unfit[0]} {values[unfit[0]]}: {unfit[1]}"
+    if problem is not None:
+        raise UserError(f"--tree {tree}: {problem}")
+    return with_tree(decoding, values)
 
 
 def load_subject(
@@ -72,10 +82,8 @@ def load_subject(
     return Subject(loaded, not random, [prompts[n % len(prompts)] for n in range(images)], scale, seed, tokens)
 
 
-def measure(
-    subject: Subject, steps: Mapping[str, Mapping[str, Any]], rates: Rates, on_progress: OnProgress
-) -> list[Row]:
-    """Measure target forwards by number of nodes, then each kind of step; `steps` maps a name to its settings."""
+def measure(subject: Subject, steps: Mapping[str, Decoding], rates: Rates, on_progress: OnProgress) -> list[Row]:
+    """Measure target forwards by number of nodes, then each kind of step by name."""
     condition = subject.model.condition(subject.prompts[:1])
     rows: list[Row] = []
     tasks: list[int | str] = [*_NODES, *steps]
@@ -84,8 +92,7 @@ def measure(
             milliseconds = forward_ms(subject.model, condition, task, subject.cfg_scale)
             rows.append(_forward_row(subject, task, milliseconds, rates))
         else:
-            decoding = Decoding(**steps[task], cfg_scale=subject.cfg_scale)
-            rows.append(_step_row(subject, task, decoding, rows, rates))
+            rows.append(_step_row(subject, task, steps[task], rows, rates))
         on_progress("measuring", number / len(tasks))
     return rows
 

@@ -1,140 +1,166 @@
-"""Search for the fastest static tree, given how often drafts are accepted and what a step costs.
+"""Search for the fastest tree of a drafting and a rule: expected by acceptance and cost, then measured.
 
-Acceptance is assumed to depend on depth and child rank alone. The best tree of n nodes and D levels then follows from a
-dynamic programme over depth and nodes (Sequoia, arXiv 2402.12374, section 3.1). Its step is priced by measured times.
+The drafting's row names the function that lists trees with their expected length (`static_trees.py`,
+`dynamic_trees.py`). This file prices their steps from a few that are measured, and measures the best.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.trees import STATIC_TREES, Path, Topology, check_topology
-from lantern_bench.decoding.trace import ImageTrace
+from lantern_bench.config.methods import DRAFTINGS, SAMPLING
 from lantern_bench.errors import UserError
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.profile.steps import forward_ms, step_cost
+from lantern_bench.plugins import Values, load_code
+from lantern_bench.profile.steps import StepCost, forward_ms, step_cost
 
-Rates = Sequence[Sequence[float]]
-"""Of depth 0, 1, ...: the probability that the child of rank 0, 1, ... is accepted."""
+_FORWARDS = (1, 2, 4, 8, 16, 32)
+_KEPT = 5
 
-# Wide enough to see which ranks are accepted at every depth.
-_PROBE = tuple([(r,) for r in range(5)] + [(*[0] * d, r) for d in range(1, 8) for r in range(3)])
-_RANKS, _MOST_NODES, _LEAST = 5, 26, 30
-_SEARCHED_NODES = (1, 2, 4, 6, 8, 12, 16, 24, 32)
+
+class Tree(NamedTuple):
+    """A tree that a drafting can make: its parameters, its size, and the expected tokens of a step.
+
+    levels: drafter forwards. width: the most children of a node. length: accepted drafts and the bonus token.
+    """
+
+    values: Values
+    nodes: int
+    levels: int
+    width: int
+    length: float
 
 
 def search_trees(
-    model: LoadedModel,
-    rule: Mapping[str, Any],
-    prompts: Sequence[str],
-    rows: Sequence[Mapping[str, Any]],
-    seed: int,
-    say: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """Return one row per tree found: its expected and its measured cost and speedup.
+    model: LoadedModel, decoding: Decoding, prompts: Sequence[str], seed: int, say: Callable[[str], None]
+) -> list[tuple[Decoding, dict[str, Any]]]:
+    """Return the decodings that were measured, each with its row of expected and measured cost, fastest first.
 
-    `rule` holds the settings of the acceptance rule and guidance. `rows` are those of the profile; raises `UserError`
-    if they have no step of a static tree. `say` receives a line of text for each stage.
+    Of `decoding` all but its tree counts. Raises `UserError` for a drafting whose trees are not searched, and for
+    too few prompts. `say` receives a line of text for each stage.
     """
-    from scipy.interpolate import make_interp_spline
+    search = decoding.drafting_row.search
+    if not search:
+        known = " and ".join(name for name, row in DRAFTINGS.items() if row.search)
+        raise UserError(f"--search: the drafts of {decoding.cell_id} are not searched", f"Those of {known} are.")
+    trees: list[Tree] = load_code(search)(model, decoding, prompts, seed + 1, say)
+    if not trees:
+        text = f"--images {len(prompts)}: too few drafts to see how often they are accepted"
+        raise UserError(text, "Give more images.")
+    condition = model.condition(prompts[:1])
+    forwards = [forward_ms(model, condition, nodes, decoding.cfg_scale, 100) for nodes in _FORWARDS]
+    plain = autoregressive(decoding)
+    costs: dict[int, tuple[StepCost, StepCost]] = {}
 
-    levels = {name: len(paths[-1]) for name, paths in STATIC_TREES.items()}
-    static = [row for row in rows if row["what"] == "step" and row["name"] in levels]
-    if not static:
-        raise UserError("--search: needs the cost of a static tree", "Add one to --tree, such as chain-5.")
-    traces = step_cost(model, Decoding(**rule, topology=_PROBE), prompts, seed + 1).traces
-    rates = acceptance_by_rank(traces, _RANKS)
-    say("accepted at depth 1, 2, ... by rank: " + "; ".join(" ".join(f"{r:.2f}" for r in d) for d in rates))
-    condition, scale = model.condition(prompts[:1]), float(rule["cfg_scale"])
-    forward_times = [forward_ms(model, condition, nodes, scale, 100) for nodes in _SEARCHED_NODES]
-    forward = make_interp_spline(_SEARCHED_NODES, forward_times, k=1)
-    level_ms = sum(row["draft_ms"] for row in static) / sum(levels[row["name"]] for row in static)
-    rest_ms = sum(row["verify_ms"] + row["other_ms"] for row in static) / len(static)
+    def measure(tree: Tree) -> None:
+        if id(tree) not in costs:
+            chosen = with_tree(decoding, tree.values)
+            say(f"measuring {describe(chosen)}")
+            # Autoregressive decoding again for each tree, because the speed of a machine drifts.
+            cost = step_cost(model, chosen, prompts, seed)
+            costs[id(tree)] = cost, step_cost(model, plain, prompts, seed)
 
-    def step_ms(paths: Topology) -> float:
-        return float(forward(len(paths) + 1)) + level_ms * len(paths[-1]) + rest_ms
-
-    def measured(one: Found) -> dict[str, Any]:
-        text = " ".join("".join(map(str, path)) for path in one.topology)
-        say(f"measuring {text}")
-        cost = step_cost(model, Decoding(**rule, topology=one.topology), prompts, seed)
-        # Autoregressive decoding again for each tree, because the speed of a machine drifts.
-        plain = step_cost(model, Decoding.model_validate({"mode": "ar", "cfg_scale": scale}), prompts, seed)
-        row = {"tree": text, "nodes": len(one.topology), "levels": len(one.topology[-1])}
-        row |= {"expected_length": one.length, "expected_ms": one.milliseconds}
-        row |= {"mean_accepted_length": cost.mean_accepted_length, "milliseconds": cost.total, "ar_ms": plain.total}
-        return row | {"speedup": cost.mean_accepted_length * plain.total / cost.total}
-
-    return [measured(one) for one in best_trees(rates, _MOST_NODES, step_ms)]
-
-
-class Found(NamedTuple):
-    """A tree with the expected tokens and the expected milliseconds of a step."""
-
-    topology: Topology
-    length: float
-    milliseconds: float
-
-    @property
-    def tokens_per_ms(self) -> float:
-        """The objective of the search."""
-        return self.length / self.milliseconds
+    corners = corner_trees(trees)
+    for tree in corners:
+        measure(tree)
+    price = fit_price(corners, [costs[id(tree)][0] for tree in corners], forwards)
+    for tree in fastest(trees, price, _KEPT):
+        measure(tree)
+    rows = []
+    for tree in (one for one in trees if id(one) in costs):
+        cost, ar = costs[id(tree)]
+        chosen, expected = with_tree(decoding, tree.values), price(tree)
+        row = {"tree": describe(chosen), "nodes": tree.nodes, "levels": tree.levels}
+        row |= {"expected_length": tree.length, "mean_accepted_length": cost.mean_accepted_length}
+        row |= {"expected_ms": expected, "milliseconds": cost.total, "ar_ms": ar.total}
+        row |= {"expected_speedup": tree.length * ar.total / expected}
+        rows.append((chosen, row | {"speedup": cost.mean_accepted_length * ar.total / cost.total}))
+    return sorted(rows, key=lambda made: -made[1]["speedup"])
 
 
-def acceptance_by_rank(traces: Sequence[ImageTrace], ranks: int) -> list[list[float]]:
-    """Return the share of walks that accept the child of each rank, at each depth.
+def with_tree(decoding: Decoding, values: Values) -> Decoding:
+    """Return a configuration with other parameters of its drafting, or with another drafting."""
+    own = {key for row in DRAFTINGS.values() for key in row.parameter_names}
+    kept = {key: value for key, value in decoding.settings().items() if key not in own}
+    return Decoding.model_validate(kept | {"cfg_default": decoding.cfg_default} | dict(values))
 
-    Depths that were reached fewer than 30 times are left out. Ranks that were not offered count as never accepted.
+
+def autoregressive(decoding: Decoding) -> Decoding:
+    """Return autoregressive decoding with the same sampling."""
+    return Decoding.model_validate({"mode": "ar"} | {key: decoding.value(key) for key in SAMPLING})
+
+
+def describe(decoding: Decoding) -> str:
+    """Return the label of the drafts, and the paths of a static tree without a name."""
+    tree = decoding.settings().get("tree")
+    return " ".join("".join(map(str, path)) for path in tree) if isinstance(tree, list) else str(decoding.tree_label)
+
+
+def corner_trees(trees: Sequence[Tree]) -> list[Tree]:
+    """Return up to four trees that a price can be fitted to: the smallest, a deep, a wide and the largest one."""
+    keys: tuple[Callable[[Tree], tuple[int, ...]], ...] = (
+        lambda tree: (tree.nodes, tree.levels, tree.width),
+        lambda tree: (-tree.levels, tree.nodes),
+        lambda tree: (-tree.width, tree.levels, tree.nodes),
+        lambda tree: (-tree.nodes * tree.width, -tree.levels),
+    )
+    found = [min(trees, key=key) for key in keys]
+    return [tree for place, tree in enumerate(found) if all(tree is not other for other in found[:place])]
+
+
+def fit_price(trees: Sequence[Tree], costs: Sequence[StepCost], forwards: Sequence[float]) -> Callable[[Tree], float]:
+    """Return the expected milliseconds of a tree's step.
+
+    `costs` are those of a few `trees`, `forwards` those of 1, 2, 4, ... nodes. The draft costs so much a level and so
+    much a level and child; verification and the rest so much a node and child; the forward is interpolated.
     """
-    counts: list[list[int]] = []
-    for step in (step for trace in traces for step in trace.child_rank):
-        for depth, rank in enumerate(step):
-            if depth == len(counts):
-                counts.append([0] * (ranks + 1))
-            counts[depth][min(rank, ranks - 1) if rank >= 0 else ranks] += 1
-    reached = itertools.takewhile(lambda taken: sum(taken) >= _LEAST, counts)
-    return [[count / sum(taken) for count in taken[:ranks]] for taken in reached]
+    from scipy.optimize import nnls
+
+    def drafted(tree: Tree) -> list[float]:
+        return [1.0, tree.levels, tree.levels * tree.width]
+
+    def others(tree: Tree) -> list[float]:
+        return [1.0, tree.nodes * tree.width]
+
+    def fitted(terms: Callable[[Tree], list[float]], measured: Sequence[float]) -> Any:
+        # Relative errors: a small tree counts as much as a large one.
+        scale = 1.0 / np.maximum(measured, 1e-9)
+        return nnls(np.array([terms(tree) for tree in trees]) * scale[:, None], np.ones(len(trees)))[0]
+
+    draft = fitted(drafted, [cost.parts["draft_ms"] for cost in costs])
+    rest = fitted(others, [cost.parts["verify_ms"] + cost.parts["other_ms"] for cost in costs])
+
+    def price(tree: Tree) -> float:
+        forward = np.interp(tree.nodes + 1, _FORWARDS, forwards)
+        return float(forward + np.dot(draft, drafted(tree)) + np.dot(rest, others(tree)))
+
+    return price
 
 
-def expected_length(topology: Topology, rates: Rates) -> float:
-    """Expected tokens of a step: the bonus token, plus the probability of each node to be accepted."""
-    chance: dict[Path, float] = {(): 1.0}
-    for path in topology:
-        chance[path] = chance[path[:-1]] * rates[len(path) - 1][path[-1]]
-    return sum(chance.values())
+def fastest(trees: Sequence[Tree], price: Callable[[Tree], float], keep: int) -> list[Tree]:
+    """Return the `keep` trees of most expected tokens per millisecond, one for each number of levels and width."""
+    ranked = sorted(trees, key=lambda tree: -tree.length / price(tree))
+    best: dict[tuple[int, int], Tree] = {}
+    for tree in ranked:
+        best.setdefault((tree.levels, tree.width), tree)
+    return list(best.values())[:keep]
 
 
-def best_trees(rates: Rates, most_nodes: int, step_ms: Callable[[Topology], float], keep: int = 5) -> list[Found]:
-    """Return the `keep` fastest of the longest trees for each number of nodes and levels, fastest first."""
-    found = []
-    for levels in range(1, len(rates) + 1):
-        best = _best_below(rates[:levels])
-        for nodes in range(levels, most_nodes + 1):
-            topology = check_topology(best(nodes)[1])
-            found.append(Found(topology, expected_length(topology, rates), step_ms(topology)))
-    unique = {one.topology: one for one in found}
-    return sorted(unique.values(), key=lambda one: -one.tokens_per_ms)[:keep]
+def experiment_line(decoding: Decoding) -> str:
+    """Return the configuration as an entry of `cells`, without what is a default."""
+    import yaml
 
+    from lantern_bench.config.methods import MODES, PARAMETERS
 
-def _best_below(rates: Rates) -> Callable[[int], tuple[float, tuple[Path, ...]]]:
-    """Dynamic programme: the best forest of n nodes whose roots are children of one node, from a rank on."""
-    ranks = len(rates[0])
-
-    @functools.cache
-    def best(depth: int, rank: int, nodes: int) -> tuple[float, tuple[Path, ...]]:
-        if nodes == 0 or depth == len(rates) or rank == ranks:
-            return 0.0, ()
-        top: tuple[float, tuple[Path, ...]] = (0.0, ())
-        for below in range(nodes):
-            inside, under = best(depth + 1, 0, below)
-            beside, others = best(depth, rank + 1, nodes - 1 - below)
-            value = rates[depth][rank] * (1.0 + inside) + beside
-            if value > top[0] or not top[1]:
-                top = value, ((rank,), *((rank, *path) for path in under), *others)
-        return top
-
-    return lambda nodes: best(0, 0, nodes)
+    mode = MODES[decoding.mode]
+    usual = {"drafting": mode.drafting, "rule": mode.rule, "cfg_scale": decoding.cfg_default}
+    shown = {
+        key: value
+        for key, value in decoding.settings().items()
+        if value != usual.get(key, None if key == "mode" else PARAMETERS[key].default)
+    }
+    return "- " + str(yaml.safe_dump(shown, default_flow_style=True, sort_keys=False, width=10_000)).strip()

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+from io import StringIO
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from lantern_bench.cli import main as cli
+from lantern_bench.config.experiment import load_experiment, resolve
+from lantern_bench.config.methods import DRAFTINGS
+from lantern_bench.models import registry
+from lantern_bench.profile import dynamic_trees
+from lantern_bench.profile.tree_search import describe
+from tests.tiny_family import TinyFamily
 
 TYPED = ["profile", "--size", "2x64x64x4", "--no-compile", "--images", "1", "--tree", "small-7,6n2d3b"]
 
@@ -38,13 +46,64 @@ def test_random_model_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--size", "8x100"], "--size 8x100: the width must be a multiple of 64"),
         (["--tree", "smal-7"], "unknown tree 'smal-7'"),
         (["--model", "lantern"], "did you mean lanterns?"),
-        (["--size", "1x64x16x4", "--search"], "--search: needs weights"),
-        (["--neighbours", "9", "--search"], "--neighbours 9: needs --search with --lambda"),
-        (["--lambda", "5"], "--lambda 5: needs --search"),
-        (["--search", "--lambda", "0.5"], "--lambda 0.5: needs --search, and a value above 1"),
-        (["--search", "--tree", "6n2d3b", "--no-compile", "--images", "1", "--tokens", "8"], "Add one to --tree"),
+        (["--size", "1x64x16x4", "--search"], "--size: not with --search, because it needs a trained model"),
+        (["--tree", "chain-3", "--search"], "--tree: not with --search, because it chooses its own trees"),
+        (["--mode", "ar"], "--mode ar: drafts nothing"),
+        (["--mode", "lantern", "--delta", "0.1,0.2"], "measures one mode and rule at a time, and these are 2"),
+        (["--mode", "lantern++", "--lambda", "0.5"], "--lambda 0.5: must be a number above 1"),
+        (["--rule", "block", "--tree", "small-7"], "--tree small-7: the rule block needs a chain"),
+        (["--tree", "9n1d3b"], "--tree 9n1d3b: nodes 9: depth 1 and beam 3 make only 3 candidates"),
     ],
 )
 def test_usage_errors(typed: list[str], wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["profile", *typed]) == 2
     assert wrong in capsys.readouterr().err
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = TinyFamily()
+    monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
+    monkeypatch.setattr(dynamic_trees, "_DEPTH", 2)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_every_mode_and_rule_is_searched(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rules = ["--mode", "speculative,lantern", "--neighbours", "3", "--delta", "0.2"]
+    typed = ["profile", "--model", "tiny", "--search", "--no-compile", "--images", "20", "--format", "csv"]
+    assert cli.main([*typed, *rules, "--drafting", "static,dynamic"]) == 0
+    written = capsys.readouterr()
+    tables = [pd.read_csv(StringIO("tree," + text)) for text in written.out.split("tree,")[1:]]
+    assert len(tables) == 4
+    for table in tables:
+        assert table["speedup"].is_monotonic_decreasing and 2 <= len(table) <= 9
+        length = table["mean_accepted_length"]
+        assert (length / table["speedup"] * table["ar_ms"] / table["milliseconds"] - 1).abs().max() < 0.02
+        assert (table["expected_length"] - length).abs().max() < 1.0
+    lines = [line for line in written.err.splitlines() if line.startswith("  - {")]
+    path = tmp_path / "found.yaml"
+    path.write_text("\n".join(["model: tiny", "baseline: false", "cells:", *lines]))
+    cells = resolve(load_experiment(path), registry.defaults_of(["tiny"])).cells
+    pairs = [(cell.decoding.mode, cell.decoding.drafting) for cell in cells]
+    assert pairs == [(m, d) for m in ("speculative", "lantern") for d in ("static", "dynamic")]
+    fastest = [describe(cell.decoding) for cell in cells]
+    assert fastest == [table["tree"].astype(str)[0] for table in tables]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_chains_alone_are_searched_for_a_rule_of_chains(capsys: pytest.CaptureFixture[str]) -> None:
+    typed = ["profile", "--model", "tiny", "--search", "--no-compile", "--format", "csv"]
+    assert cli.main([*typed, "--rule", "block", "--images", "1"]) == 2
+    assert "--images 1: too few drafts" in capsys.readouterr().err
+    assert cli.main([*typed, "--rule", "block", "--images", "40"]) == 0
+    table = pd.read_csv(StringIO(capsys.readouterr().out))
+    assert (table["nodes"] == table["levels"]).all()
+
+
+def test_a_drafting_without_a_search_is_refused(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    row = dataclasses.replace(DRAFTINGS["static"], search="")
+    monkeypatch.setitem(DRAFTINGS, "static", row)
+    family = TinyFamily()
+    monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
+    assert cli.main(["profile", "--model", "tiny", "--search", "--no-compile"]) == 2
+    assert "are not searched\n  Those of dynamic are." in capsys.readouterr().err

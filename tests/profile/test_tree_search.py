@@ -1,50 +1,71 @@
-"""The tree search: its dynamic programme against exhaustive search, its prices, its acceptance rates."""
+"""The tree search: prices of steps, which trees are measured, and the line of an experiment."""
 
 from __future__ import annotations
 
-import itertools
+from itertools import product
+from pathlib import Path
 
 import pytest
 
-from lantern_bench.config.trees import Topology, check_topology
-from lantern_bench.decoding.trace import ImageTrace
-from lantern_bench.profile.tree_search import acceptance_by_rank, best_trees, expected_length
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.experiment import load_experiment, resolve
+from lantern_bench.config.values import Overrides
+from lantern_bench.profile.steps import StepCost
+from lantern_bench.profile.tree_search import Tree, corner_trees, experiment_line, fastest, fit_price
 
-RATES = [[0.6, 0.2, 0.05], [0.5, 0.3, 0.1], [0.4, 0.1, 0.1]]
-
-
-def all_trees(nodes: int) -> set[Topology]:
-    """Every topology with this many nodes, at most three levels and three ranks."""
-    paths = [path for depth in (1, 2, 3) for path in itertools.product(range(3), repeat=depth)]
-    found: set[Topology] = {()}
-    for _ in range(nodes):
-        found = {
-            tuple(sorted({*tree, path})) for tree in found for path in paths if path not in tree and fits(tree, path)
-        }
-    return found
+FORWARDS = (1.0, 1.2, 1.6, 2.4, 4.0, 7.2)  # 0.8 + 0.2 a node
 
 
-def fits(tree: Topology, path: tuple[int, ...]) -> bool:
-    parent, rank = path[:-1], path[-1]
-    return (not parent or parent in tree) and (rank == 0 or (*parent, rank - 1) in tree)
+def tree(nodes: int, levels: int, width: int, length: float = 1.0) -> Tree:
+    return Tree({}, nodes, levels, width, length)
 
 
-@pytest.mark.parametrize("nodes", [1, 3, 6])
-def test_programme_finds_the_longest_tree(nodes: int) -> None:
-    longest = max(expected_length(check_topology(tree), RATES) for tree in all_trees(nodes))
-    found = best_trees(RATES, nodes, lambda paths: 1.0 if len(paths) == nodes else 1e9, keep=1)[0]
-    assert len(found.topology) == nodes
-    assert found.length == pytest.approx(longest) == expected_length(found.topology, RATES)
+def true_cost(one: Tree) -> StepCost:
+    draft = 0.3 + 0.2 * one.levels + 0.05 * one.levels * one.width
+    parts = {"draft_ms": draft, "target_ms": 0.0, "verify_ms": 0.1 + 0.01 * one.nodes * one.width, "other_ms": 0.2}
+    return StepCost(0.0, parts, 1.0, [])
 
 
-def test_expensive_nodes_give_small_trees() -> None:
-    cheap, dear = (best_trees(RATES, 12, lambda paths, c=cost: 1 + c * len(paths), keep=1)[0] for cost in (0.0, 0.4))
-    assert len(cheap.topology) == 12 > len(dear.topology)
-    assert cheap.tokens_per_ms > dear.tokens_per_ms
+def test_price_is_recovered_from_the_corners() -> None:
+    trees = [tree(nodes, levels, width) for nodes, levels, width in product((4, 9, 20), (1, 2, 4), (1, 2, 5))]
+    corners = corner_trees(trees)
+    price = fit_price(corners, [true_cost(one) for one in corners], FORWARDS)
+    for one in trees:
+        assert price(one) == pytest.approx(0.8 + 0.2 * (one.nodes + 1) + sum(true_cost(one).parts.values()))
 
 
-def test_acceptance_is_counted_by_depth_and_rank() -> None:
-    steps = [[0, 1], [0, -1], [-1], [1, 0]] * 10
-    trace = ImageTrace([], [], [], [], [], steps, 1, 1, 1)
-    assert acceptance_by_rank([trace], 2) == [[0.5, 0.25], [pytest.approx(1 / 3), pytest.approx(1 / 3)]]
-    assert len(acceptance_by_rank([ImageTrace([], [], [], [], [], steps[:8], 1, 1, 1)], 2)) == 0
+def test_corners_of_chains_are_the_shortest_and_the_longest() -> None:
+    chains = [tree(nodes, nodes, 1) for nodes in range(1, 8)]
+    assert corner_trees(chains) == [chains[0], chains[-1]]
+
+
+def test_fastest_are_one_of_each_size() -> None:
+    trees = [tree(nodes, levels, 2, nodes + levels / 10) for nodes, levels in product((2, 3, 4), (1, 2))]
+    assert fastest(trees, lambda one: one.nodes**2, 5) == [trees[1], trees[0]]
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"mode": "speculative", "tree": "chain-3"}, "- {mode: speculative, tree: chain-3}"),
+        (
+            {"mode": "speculative", "rule": "block", "tree": "chain-7", "temperature": 0.9},
+            "- {mode: speculative, rule: block, tree: chain-7, temperature: 0.9}",
+        ),
+        (
+            {"mode": "lantern", "drafting": "static", "topology": [(0,), (1,)], "neighbours": 9, "delta": 0.1},
+            "- {mode: lantern, drafting: static, tree: [[0], [1]], neighbours: 9, delta: 0.1}",
+        ),
+        (
+            {"mode": "lantern", "nodes": 3, "depth": 1, "beam": 3, "neighbours": 9, "delta": 0.1, "cfg_scale": 2.0},
+            "- {mode: lantern, nodes: 3, depth: 1, beam: 3, neighbours: 9, delta: 0.1}",
+        ),
+    ],
+)
+def test_line_of_an_experiment_gives_the_cell_again(values: dict[str, object], line: str, tmp_path: Path) -> None:
+    decoding = Decoding.model_validate(values | {"cfg_scale": 2.0, "cfg_default": 2.0})
+    assert experiment_line(decoding) == line
+    path = tmp_path / "one.yaml"
+    path.write_text(f"model: lanterns\nbaseline: false\ncells:\n  {line}\n")
+    (cell,) = resolve(load_experiment(path, Overrides()), {"lanterns": {"cfg_scale": 2.0, "tree": "chain-4"}}).cells
+    assert cell.decoding == decoding

@@ -1,0 +1,50 @@
+"""Static trees of the search: the dynamic programme against exhaustive search, and the acceptance rates."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from lantern_bench.config.trees import Topology, check_topology
+from lantern_bench.decoding.trace import ImageTrace
+from lantern_bench.profile.static_trees import acceptance_by_rank, expected_length, longest_trees
+
+RATES = [[0.6, 0.2, 0.05], [0.5, 0.3, 0.1], [0.4, 0.1, 0.1]]
+
+
+def all_trees(nodes: int) -> set[Topology]:
+    """Every topology with this many nodes, at most three levels and three ranks."""
+    paths = [path for depth in (1, 2, 3) for path in itertools.product(range(3), repeat=depth)]
+    found: set[Topology] = {()}
+    for _ in range(nodes):
+        found = {
+            tuple(sorted({*tree, path})) for tree in found for path in paths if path not in tree and fits(tree, path)
+        }
+    return found
+
+
+def fits(tree: Topology, path: tuple[int, ...]) -> bool:
+    parent, rank = path[:-1], path[-1]
+    return (not parent or parent in tree) and (rank == 0 or (*parent, rank - 1) in tree)
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 6])
+def test_programme_finds_the_longest_tree(nodes: int) -> None:
+    longest = max(expected_length(check_topology(tree), RATES) for tree in all_trees(nodes))
+    found = longest_trees(RATES, nodes)
+    best = max(found, key=lambda tree: found[tree])
+    assert len(best) == nodes
+    assert found[best] == pytest.approx(longest) == expected_length(best, RATES)
+
+
+def test_one_rank_gives_chains() -> None:
+    found = longest_trees([rates[:1] for rates in RATES], 8)
+    assert list(found) == [tuple((0,) * depth for depth in range(1, levels + 1)) for levels in (1, 2, 3)]
+
+
+def test_acceptance_is_counted_by_depth_and_rank() -> None:
+    steps = [[0, 1], [0, -1], [-1], [1, 0]] * 10
+    trace = ImageTrace([], [], [], [], [], steps, 1, 1, 1)
+    assert acceptance_by_rank([trace], 2) == [[0.5, 0.25], [pytest.approx(1 / 3), pytest.approx(1 / 3)]]
+    assert len(acceptance_by_rank([ImageTrace([], [], [], [], [], steps[:8], 1, 1, 1)], 2)) == 0
