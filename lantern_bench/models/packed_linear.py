@@ -1,6 +1,7 @@
 """Linear layers for decoding on CPU: weights in the layout of the kernels, and fewer, wider products.
 
-torch's product of a few rows reorders the weight at every call, which takes longer than the product.
+torch's product of a few rows reorders the weight at every call, which takes longer than the product. Float32 weights
+are multiplied by a kernel of this package (`products.cpp`) where it can be built, others by oneDNN.
 `pack_for_decoding` replaces the linear layers of a loaded model, which then cannot be trained. The drafter's copies are
 rounded (8 bits for few rows; its head to its own type), which changes drafts and never the target's distribution.
 """
@@ -8,10 +9,13 @@ rounded (8 bits for few rows; its head to its own type), which changes drafts an
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lantern_bench.models.eagle import EagleDrafter
 from lantern_bench.models.transformer.layers import FeedForward, linear_of
@@ -21,6 +25,8 @@ _ROWS = 16  # rows for which the layout is chosen; it serves every number of row
 _FEW_ROWS = 4  # up to here 8-bit weights are faster; from 8 rows on they are slower
 _library = torch.library.Library("lantern_bench", "DEF")
 _library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.define("panel_linear(Tensor x, Tensor weight) -> Tensor")
+_PANEL = 64  # outputs of a panel in `products.cpp`
 
 
 @torch.library.impl(_library, "packed_linear", "MkldnnCPU")
@@ -32,6 +38,33 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @torch.library.register_fake("lantern_bench::packed_linear")  # type: ignore[untyped-decorator]
 def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG001  # the signature is the op's
     return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@torch.library.register_fake("lantern_bench::panel_linear")  # type: ignore[untyped-decorator]
+def _panel_shape(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0] * _PANEL)
+
+
+@cache
+def build_panel_products() -> bool:
+    """Build `products.cpp` with inductor's compiler into inductor's cache, and load it; whether that went well.
+
+    It asks for AVX2 and for a torch that has the headers of its stable interface (2.10); without them, packed products
+    are oneDNN's.
+    """
+    # Without the flag a processor's own instructions are used, whatever ATEN_CPU_CAPABILITY asks of torch.
+    flags: dict[str, tuple[str, ...]] = {"AVX2": ("-mno-avx512f",), "AVX512": ()}
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability not in flags:
+        return False
+    try:
+        from torch._inductor.codecache import CppCodeCache
+
+        source = (Path(__file__).parent / "products.cpp").read_text(encoding="utf-8")
+        CppCodeCache.load(source, extra_flags=flags[capability])
+    except (ImportError, OSError, RuntimeError):
+        return False
+    return True
 
 
 def lower_packed_products() -> None:
@@ -79,16 +112,35 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.dtype = weight.dtype
+        weight = weight.detach()
+        self.dtype, self._outputs = weight.dtype, weight.shape[0]
         self.numel = weight.numel() + (0 if bias is None else bias.numel())
-        self.nbytes = self.numel * weight.dtype.itemsize
         self._bias = None if bias is None else bias.detach()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
+        self._in_panels = weight.dtype == torch.float32 and build_panel_products()
+        if self._in_panels:
+            weight = _narrowest(weight)
+            panels = functional.pad(weight, (0, 0, 0, -len(weight) % _PANEL)).unflatten(0, (-1, _PANEL))
+            self._packed = panels.transpose(1, 2).contiguous()
+        else:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+        self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] of any type -> [..., out] of the weight's."""
-        made: Tensor = torch.ops.lantern_bench.packed_linear(x.to(self.dtype), self._packed, self._bias)
-        return made
+        x = x.to(self.dtype)
+        made: Tensor
+        if not self._in_panels:
+            made = torch.ops.lantern_bench.packed_linear(x, self._packed, self._bias)
+            return made
+        made = torch.ops.lantern_bench.panel_linear(x.reshape(-1, x.shape[-1]).contiguous(), self._packed)
+        made = made[:, : self._outputs].view(*x.shape[:-1], -1)
+        return made if self._bias is None else made + self._bias
+
+
+def _narrowest(weight: Tensor) -> Tensor:
+    """A float32 weight in the first type that holds every number of it; checkpoints often hold 16-bit numbers."""
+    narrow = (weight.to(dtype) for dtype in (torch.float16, torch.bfloat16))
+    return next((one for one in narrow if torch.equal(one.float(), weight)), weight)
 
 
 class DraftLinear(PackedLinear):

@@ -6,6 +6,9 @@ The 8-bit weights of a drafter change its drafts, but neither the target nor the
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from lantern_bench.models import packed_linear
 from lantern_bench.models.packed_linear import (
     DraftLinear,
     PackedLinear,
+    build_panel_products,
     can_pack,
     lower_packed_products,
     pack_for_decoding,
@@ -94,10 +98,11 @@ def test_compiled_packed_models_decode_the_same_image(cell: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
-def test_compiled_programs_call_the_kernel_directly(dtype: torch.dtype) -> None:
+def test_compiled_programs_call_the_kernel_directly(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through Python the call would take several times as long."""
     if not can_pack(CPU, dtype):
         dtype = torch.float32
+    monkeypatch.setattr(packed_linear, "build_panel_products", lambda: False)
     lower_packed_products()
     layer = PackedLinear(torch.randn(48, 32, generator=torch.Generator().manual_seed(1)).to(dtype))
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -112,6 +117,92 @@ def test_compiled_programs_call_the_kernel_directly(dtype: torch.dtype) -> None:
     products = {"lantern_bench::packed_linear", "mkldnn::_linear_pointwise"}
     assert products & seen["plain"]
     assert not products & seen["compiled"]
+
+
+needs_panels = pytest.mark.skipif(not build_panel_products(), reason="needs a compiler, AVX2 and torch 2.10")
+
+
+@needs_panels
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 256), (192, 300), (70, 33), (5, 1), (128, 700)])
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
+@torch.inference_mode()
+def test_panel_products_are_exact(outputs: int, inputs: int, stored: torch.dtype) -> None:
+    """Weights of 16-bit numbers stay 16 bits wide; errors are those of a float32 sum."""
+    random = torch.Generator().manual_seed(outputs)
+    weight = torch.randn(outputs, inputs, generator=random).to(stored).float()
+    bias = torch.randn(outputs, generator=random)
+    # Numbers that only this type and wider ones hold; the first is the smallest of float16.
+    weight[0, 0] = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-40, torch.float32: 1 / 3}[stored]
+    layer = PackedLinear(weight, bias)
+    assert layer._packed.dtype == stored
+    assert layer.nbytes == outputs * inputs * stored.itemsize + outputs * 4
+    x = torch.randn(118, inputs, generator=random)
+    whole = layer(x)
+    exact = nn.functional.linear(x.double(), weight.double(), bias.double())
+    assert (whole - exact).abs().max() < 2e-6 * inputs + 1e-6
+    for rows in (*range(1, 15), 64):
+        assert torch.equal(layer(x[:rows]), whole[:rows]), "the sums of a row depend on how many rows there are"
+    assert torch.equal(layer(x[:6].reshape(2, 3, -1)), whole[:6].view(2, 3, -1))
+    assert torch.equal(layer(x[:32].T.contiguous().T), whole[:32])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(layer(x), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_panels
+@torch.inference_mode()
+def test_compiled_programs_call_panel_products_without_python() -> None:
+    from torch._inductor.utils import run_and_get_cpp_code
+
+    layer = PackedLinear(torch.randn(48, 32, generator=torch.Generator().manual_seed(1)))
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(2))
+    run = Engine(compile=True).program("panels", lambda x: layer(x * 2) + 1, CPU)
+    made, code = run_and_get_cpp_code(run, x)
+    torch.testing.assert_close(made, layer(x * 2) + 1)
+    assert 'aoti_torch_call_dispatcher("lantern_bench::panel_linear"' in code
+
+
+@needs_panels
+def test_panel_products_with_avx2_only() -> None:
+    """Sums are in the same order, so the bits are those of wider instructions."""
+    program = """if True:
+        import torch
+        from lantern_bench.models.packed_linear import PackedLinear, build_panel_products
+        assert build_panel_products()
+        random = torch.Generator().manual_seed(0)
+        for stored in (torch.float32, torch.float16, torch.bfloat16):
+            layer = PackedLinear(torch.randn(70, 300, generator=random).to(stored).float())
+            for rows in (1, 2, 3, 7, 40):
+                print(layer(torch.randn(rows, 300, generator=random)).double().square().sum().item())
+    """
+    found = []
+    for capability in ({}, {"ATEN_CPU_CAPABILITY": "avx2"}):
+        place = os.environ | capability
+        done = subprocess.run([sys.executable, "-c", program], env=place, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found.append([float(line) for line in done.stdout.split()])
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("capability", ["DEFAULT", "AVX2"])
+@torch.inference_mode()
+def test_products_without_the_panels_kernel(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor without AVX2, and a compiler that fails: products are oneDNN's."""
+    from torch._inductor.codecache import CppCodeCache
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("C++ compile error")
+
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(CppCodeCache, "load", fail)
+    monkeypatch.setattr(packed_linear, "build_panel_products", build_panel_products.__wrapped__)
+    weight, x = torch.randn(48, 32), torch.randn(3, 32)
+    layer = PackedLinear(weight)
+    assert not layer._in_panels
+    torch.testing.assert_close(layer(x), x @ weight.T, atol=1e-5, rtol=1e-5)
 
 
 @torch.inference_mode()
