@@ -22,13 +22,20 @@ class Column(NamedTuple):
     meaning: str
 
 
-def figure(name: str, unit: str, meaning: str) -> tuple[Column, Column, Column]:
-    """Return an uncertain figure with the two ends of its 95 % interval."""
+def figure(name: str, unit: str, meaning: str, interval: str = "95 % interval") -> tuple[Column, Column, Column]:
+    """Return an uncertain figure with the two ends of its interval."""
     return (
         Column(name, "float", unit, meaning),
-        Column(f"{name}_low", "float", unit, f"lower end of the 95 % interval of {name}"),
-        Column(f"{name}_high", "float", unit, f"upper end of the 95 % interval of {name}"),
+        Column(f"{name}_low", "float", unit, f"lower end of the {interval} of {name}"),
+        Column(f"{name}_high", "float", unit, f"upper end of the {interval} of {name}"),
     )
+
+
+REPEAT = "interval of 95 % of repeated runs"
+"""Figures made of seconds: where a repeat has its figure. All others: a 95 % confidence interval over prompts."""
+
+_SPEEDUP = figure("speedup", "", "seconds of ar / seconds of the cell, sums over the same prompts of one run", REPEAT)
+_DISTURBED = Column("disturbed", "int", "images", "images whose threads lacked a core; empty where not recorded")
 
 
 CELL_COLUMNS: tuple[Column, ...] = (
@@ -225,9 +232,11 @@ _SCORES = (
 _SPEED = (
     *CELL_COLUMNS,
     *_IMAGES,
-    *figure("latency_s", "s", "mean seconds per image"),
+    _DISTURBED,
+    Column("held_up", "int", "images", "images whose seconds count less here than in the records (Intervals)"),
+    *figure("latency_s", "s", "mean seconds per image", REPEAT),
     Column("tokens_per_s", "float", "tokens/s", "tokens kept per second"),
-    *figure("speedup", "", "seconds of ar / seconds of the cell, sums over the same prompts of the same run"),
+    *_SPEEDUP,
     *figure("step_compression", "tokens/forward", "tokens kept per target forward, prefill included; 1 for ar"),
     *figure("mean_accepted_length", "tokens/step", "tokens committed per step, bonus token included"),
     Column("mal_uncut", "float", "tokens/step", "the same with last steps uncut, as published code counts"),
@@ -293,11 +302,11 @@ _COMPARISON = (
     Column("b", "float", "", "the figure in the second run, over the pairs"),
     Column("kind", "string", "", "ratio (how many times better, above 1 for the second run) or difference (b - a)"),
     *figure("effect", "", "the ratio or the difference"),
-    Column("p_value", "float", "", "two-sided, runs exchanged within prompts"),
+    Column("p_value", "float", "", "two-sided: runs exchanged within prompts; speedup: t over processes"),
     Column("p_holm", "float", "", "the same after Holm, over all comparisons of the table"),
     Column("verdict", "string", "", "of the second run: better, worse or not distinguishable; empty where not tested"),
     Column("pairs", "int", "images", "(prompt, repeat) pairs that both runs have"),
-    Column("prompts", "int", "prompts", "prompts among them: what is resampled and exchanged"),
+    Column("prompts", "int", "prompts", "prompts among them"),
     NOTE,
 )
 
@@ -307,7 +316,8 @@ _SUMMARY = (
     Column("method", "string", "", "the mode"),
     Column("parameters", "string", "", "what is set beyond the mode, for reading"),
     *_IMAGES,
-    *figure("speedup", "", "seconds of ar / seconds of the cell, sums over the same prompts of the same run"),
+    _DISTURBED,
+    *_SPEEDUP,
     *_beside_paper("speedup"),
     *figure("mean_accepted_length", "tokens/step", "tokens committed per step, bonus token included"),
     *_beside_paper("mean_accepted_length"),

@@ -1,20 +1,30 @@
 """Compare two runs cell by cell: is the second faster or better than the first, or are they not distinguishable?
 
-Cells are matched by model and id, images by prompt and repeat; what only one run has is counted and left out. Seconds,
-speedup over each run's own `ar`, accepted length, CLIP score and prompt accuracy are tested over prompts (`stats.py`).
-Distances such as FID have one value a cell and get no verdict. Runs that differ in weights, quality protocol or machine
+Cells are matched by model and id, images by prompt and repeat; what only one run has is counted and left out. Accepted
+length, CLIP score and prompt accuracy are tested over prompts, speedup over each run's own `ar` over processes
+(`stats.py`). Seconds of two runs, measured at two moments, get no verdict; nor do distances such as FID, which have one
+value a cell. Runs that differ in weights, quality protocol or machine
 are refused unless the caller allows it.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lantern_bench.errors import RefusedError
-from lantern_bench.report.records import CellRecords, Row, baseline_of, group_records
-from lantern_bench.report.stats import Kind, compare_sums, fewest_prompts, holm, sums_per_prompt
+from lantern_bench.report.records import CellRecords, Row, baseline_of, group_records, timed_images
+from lantern_bench.report.stats import (
+    Interval,
+    compare_sums,
+    compare_timings,
+    fewest_prompts,
+    holm,
+    sums_per_prompt,
+    timing,
+)
 from lantern_bench.report.tables import Scores, frame, sort_scores
 from lantern_bench.runs.store import RunData
 
@@ -138,19 +148,33 @@ def compare_runs(a: RunData, b: RunData) -> Comparison:
 
 def _timed_rows(cells: Sequence[CellRecords], sides: Sequence[list[CellRecords]]) -> Iterator[dict[str, Any]]:
     """Seconds, speedup and accepted length of one cell."""
-    # Less time is better.
-    yield from _tested("latency_s", "ratio", [_measured(cell, "seconds", "one") for cell in cells[::-1]], swapped=True)
+    yield from _timed("latency_s", [timed_images(cell) for cell in cells])
     if cells[0].columns["mode"] == "ar":
         return
     bases = [baseline_of(cell, side) for cell, side in zip(cells, sides, strict=True)]
     if all(bases):
-        speedups = [
-            cell.images[["seconds"]].assign(over=base.images["seconds"]).dropna()[["over", "seconds"]]
-            for cell, base in zip(cells, bases, strict=True)
-            if base is not None
-        ]
-        yield from _tested("speedup", "ratio", speedups)
-    yield from _tested("mean_accepted_length", "difference", [_measured(cell, "committed", "steps") for cell in cells])
+        yield from _timed("speedup", [timed_images(cell, base) for cell, base in zip(cells, bases, strict=True)])
+    yield from _tested("mean_accepted_length", [_measured(cell, "committed", "steps") for cell in cells])
+
+
+def _timed(quantity: str, compared: Sequence[pd.DataFrame]) -> Iterator[dict[str, Any]]:
+    """Yield the row of a quantity of seconds as `_tested` does; only speedup can have a verdict."""
+    pairs = compared[0].index.intersection(compared[1].index)
+    if not len(pairs):
+        return
+    a, b = (timing(one.loc[pairs]) for one in compared)
+    # Less time is better.
+    effect = compare_timings(b, a) if quantity == "latency_s" else compare_timings(a, b)
+    note = "not tested: fewer than 2 prompts or one process in a run" if effect.p_value is None else None
+    if quantity == "latency_s":
+        effect, note = effect._replace(p_value=None), "not tested: seconds of two moments"
+    row = {"quantity": quantity, "kind": "ratio", "a": a.value, "b": b.value, "note": note}
+    yield row | _effect_columns(effect, pairs)
+
+
+def _effect_columns(effect: Interval, pairs: pd.Index) -> dict[str, Any]:
+    counts = {"pairs": len(pairs), "prompts": pairs.get_level_values("prompt_id").nunique()}
+    return effect.columns("effect") | counts | {"p_value": effect.p_value}
 
 
 def _scored_rows(cells: Sequence[CellRecords], scores: Sequence[Mapping[str, Scores]]) -> Iterator[dict[str, Any]]:
@@ -166,7 +190,7 @@ def _scored_rows(cells: Sequence[CellRecords], scores: Sequence[Mapping[str, Sco
             for cell, by in scored:
                 found = cell.images["record_key"].map({key: row.get(name) for key, row in by.images.items()})
                 values.append(cell.images.assign(score=found.astype(float))[["score", "one"]].dropna())
-            yield from (row | protocol for row in _tested(name, "difference", values))
+            yield from (row | protocol for row in _tested(name, values))
         for name in ("fid", "kid", "precision", "recall"):
             a, b = (by.cells.get(cell.cell_id, {}).get(name) for cell, by in scored)
             if a is not None and b is not None:
@@ -180,27 +204,20 @@ def _measured(cell: CellRecords, over: str, under: str) -> pd.DataFrame:
     return known[known[under] != 0]
 
 
-def _tested(
-    quantity: str, kind: Kind, compared: Sequence[pd.DataFrame], *, swapped: bool = False
-) -> Iterator[dict[str, Any]]:
+def _tested(quantity: str, compared: Sequence[pd.DataFrame]) -> Iterator[dict[str, Any]]:
     """Yield the row of one quantity, none where the runs share no image that has it.
 
-    compared: numerators and denominators by prompt and repeat, of each run; `swapped`: the second run comes first.
+    compared: numerators and denominators by prompt and repeat, of each run.
     """
     pairs = compared[0].index.intersection(compared[1].index)
     if not len(pairs):
         return
     prompts = pairs.get_level_values("prompt_id")
-    first, second = (sums_per_prompt(one.iloc[:, 0][pairs], one.iloc[:, 1][pairs], prompts) for one in compared)
-    values = [second.value, first.value] if swapped else [first.value, second.value]
-    if kind == "ratio" and min(values) <= 0:
-        return
-    effect = compare_sums(first, second, kind)
-    yield {
-        "quantity": quantity, "a": values[0], "b": values[1], "kind": kind, "effect": effect.value,
-        "effect_low": effect.low, "effect_high": effect.high, "p_value": effect.p_value, "pairs": len(pairs),
-        "prompts": prompts.nunique(), "note": "not tested: fewer than 2 prompts" if effect.p_value is None else None,
-    }  # fmt: skip
+    a, b = (sums_per_prompt(one.iloc[:, 0][pairs], one.iloc[:, 1][pairs], prompts) for one in compared)
+    effect = compare_sums(a, b)
+    note = "not tested: fewer than 2 prompts" if effect.p_value is None else None
+    row = {"quantity": quantity, "kind": "difference", "a": a.value, "b": b.value, "note": note}
+    yield row | _effect_columns(effect, pairs)
 
 
 def _notes(tested: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -212,6 +229,6 @@ def _notes(tested: Sequence[dict[str, Any]]) -> Iterator[str]:
         f"{len(tested)} comparisons are made at once: verdicts hold after Holm's correction at 5 %; "
         f"{alone} would pass alone, {kept} pass together. Intervals are for each comparison alone."
     )
-    prompts = min(row["prompts"] for row in tested)
+    prompts = min((row["prompts"] for row in tested if row["kind"] == "difference"), default=math.inf)
     if prompts < (needed := fewest_prompts(len(tested))):
         yield f"{prompts} prompts cannot tell {len(tested)} comparisons apart, however large: it takes {needed}."

@@ -107,7 +107,7 @@ def _worth_showing(table: pd.DataFrame, column: str, name: str) -> bool:
         return False
     if table[column].isna().all():
         return name == "summary" and column in _HEADLINE
-    if column == "failed":
+    if column in ("failed", "disturbed", "held_up"):
         return bool((table[column] > 0).any())
     return column not in _SAID_ONCE or table[column].nunique(dropna=False) > 1
 
@@ -121,6 +121,8 @@ def _notes(table: pd.DataFrame, name: str) -> list[str]:
     ]
     if "mean_accepted_length" in table:
         notes.append("MAL counts the target's own token; accepted drafts are one less.")
+    if "speedup_low" in table and table["speedup_low"].notna().any():
+        notes.append("Speed intervals hold 95 % of repeated runs, others the true value with 95 % confidence.")
     if name == "acceptance":
         notes.append("Rates by depth of the tree; those by position in the image are in acceptance.csv.")
     said = table["note"].dropna().str.split(NOTE_SEPARATOR, regex=False).explode()

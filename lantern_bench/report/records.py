@@ -34,8 +34,39 @@ _NUMBERS = ("temperature", *_OF_METHODS, "top_k", "top_p", "cfg_scale", "batch")
 _PHASES = ("draft", "target", "verify", "other")
 _RECORDED = (
     "seconds", "tokens", "target_forwards", "drafter_forwards", "mal_uncut", "moved_mass", "peak_memory_bytes",
+    "process", "disturbed",
     *(f"{phase}_seconds" for phase in _PHASES),
 )  # fmt: skip
+
+
+HELD_UP = 1.25
+"""An image is held up when its seconds a step are above so many times the median of its cell in its process."""
+
+
+def _usual_share(images: pd.DataFrame) -> pd.Series[float]:
+    """Return the share of its seconds that each image would have taken had nothing held it up; 1 for most.
+
+    Seconds a step above `HELD_UP` times the (lower) median of the cell in that process count as that much. Those of an
+    image marked disturbed count as the median, if at least half of the cell's images in that process are not.
+    """
+    pace, disturbed = images["seconds"] / images["steps"].clip(lower=1.0), images["disturbed"] == 1.0
+    by_process = images["process"]
+    calm = disturbed.groupby(by_process).transform("mean") <= 0.5
+    usual = pace.where(~(disturbed & calm)).groupby(by_process).transform("quantile", 0.5, interpolation="lower")
+    limit = usual * (disturbed & calm).map({True: 1.0, False: HELD_UP})
+    return (limit / pace).clip(upper=1.0).fillna(1.0)
+
+
+def timed_images(cell: CellRecords, base: CellRecords | None = None) -> pd.DataFrame:
+    """Return what `stats.timing` needs, by image: columns over, under, over_steps, under_steps and process.
+
+    With `base` seconds of the base over those of the cell, over the images that both have; without it seconds an image.
+    """
+    own = cell.images[["seconds", "steps", "process"]].dropna()
+    if base is None:
+        return own.set_axis(["over", "over_steps", "process"], axis=1).assign(under=1.0, under_steps=1.0)
+    before = base.images[["seconds", "steps"]].dropna().set_axis(["over", "over_steps"], axis=1)
+    return own.rename(columns={"seconds": "under", "steps": "under_steps"}).join(before, how="inner")
 
 
 @dataclass(frozen=True)
@@ -56,7 +87,7 @@ class CellRecords:
         """The figures of each completed image as floats, indexed by (prompt_id, repeat); nan where not recorded.
 
         Besides recorded columns: `one` is 1, `steps`, `committed` and `accepted` count over the steps, `uncut` is the
-        tokens with the last step uncut, `*_ms` are milliseconds.
+        tokens with the last step uncut, `*_ms` are milliseconds. Seconds and milliseconds are those of `_usual_share`.
         """
         import pandas as pd
 
@@ -69,8 +100,11 @@ class CellRecords:
         figures["steps"] = [len(row.get("committed_per_step") or ()) for row in self.good]
         images = pd.DataFrame(figures, index=index).astype(float).assign(one=1.0)
         images["uncut"] = images["mal_uncut"] * images["steps"]
+        images["process"] = images["process"].fillna(0.0)  # not recorded: one process
+        images["kept_share"] = _usual_share(images)
+        images["seconds"] *= images["kept_share"]
         for phase in _PHASES:
-            images[f"{phase}_ms"] = 1000.0 * images[f"{phase}_seconds"]
+            images[f"{phase}_ms"] = 1000.0 * images[f"{phase}_seconds"] * images["kept_share"]
         return images.assign(record_key=[str(row["record_key"]) for row in self.good])
 
 

@@ -1,9 +1,10 @@
-"""Intervals and paired tests over prompts: bootstrap, Wilson for proportions, exchanges, Holm's correction.
+"""Intervals and tests: bootstrap over prompts, t over processes, Wilson for proportions, exchanges, Holm's correction.
 
-All modes see the same prompts, so prompts are resampled: the images of a prompt (its repeats) enter and leave a
-resample together, and in a ratio of two modes so do both modes' images of that prompt. This removes the difference
-between easy and hard prompts from the comparison. Both intervals are scipy's; this module adds what scipy leaves
-undefined (constant data, too few prompts). FID gets no interval: its bias depends on the number of images.
+Figures of tokens and pictures depend on prompts alone. All modes see the same prompts, so prompts are resampled: the
+images of a prompt (its repeats) enter and leave a resample together, and in a ratio of two modes so do both modes'
+images of that prompt. Seconds also depend on the process that measured them (addresses, clocks, neighbours on the
+machine), so their intervals come from the spread between processes (docs/results-format.md, "Intervals").
+FID gets no interval: its bias depends on the number of images.
 """
 
 from __future__ import annotations
@@ -12,17 +13,24 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 Array: TypeAlias = NDArray[np.float64]
-Kind: TypeAlias = Literal["ratio", "difference"]
 
 _LEVEL = 0.95
 # Up to so many prompts all exchanges are counted; beyond, this many random ones.
 _EXACT, _FLIPS = 13, 9_999
+# Fewer processes than this, in effect, are one process and a few images of another.
+_SEVERAL = 1.5
+
+WITHIN_ONE = "speed intervals within one process: another process may fall outside"
+"""Note on an interval that knows no spread between processes."""
 
 
 class Interval(NamedTuple):
@@ -121,16 +129,15 @@ def _bootstrap(sums: Sequence[Array], statistic: Callable[..., Array], seed: int
     return float(low), float(high)
 
 
-def compare_sums(a: Sums, b: Sums, kind: Kind, *, seed: int = 0) -> Interval:
-    """Return b / a or b - a over the same prompts, in the same order, with interval and p-value.
+def compare_sums(a: Sums, b: Sums, *, seed: int = 0) -> Interval:
+    """Return b - a over the same prompts, in the same order, with 95 % interval and p-value.
 
-    A ratio needs figures above 0. Fewer than two prompts have no interval and no p-value.
+    Fewer than two prompts have no interval and no p-value.
     """
 
     def effect(*parts: Array, axis: int = -1) -> Array:
         over_a, under_a, over_b, under_b = (part.sum(axis=axis) for part in parts)
-        first, second = over_a / under_a, over_b / under_b
-        return np.asarray(second / first if kind == "ratio" else second - first)
+        return np.asarray(over_b / under_b - over_a / under_a)
 
     value = float(effect(*a, *b))
     if a.over.size < 2:
@@ -138,25 +145,112 @@ def compare_sums(a: Sums, b: Sums, kind: Kind, *, seed: int = 0) -> Interval:
     if np.array_equal(a, b):
         return Interval(value, value, value, p_value=1.0)
     low, high = _bootstrap((*a, *b), effect, seed)
-    p_value = _exchange_test(a, b, kind, seed)
+    p_value = _exchange_test(a, b, seed)
     defined = math.isfinite(low) and math.isfinite(high)
     return Interval(value, low if defined else None, high if defined else None, p_value=p_value)
 
 
-def _exchange_test(a: Sums, b: Sums, kind: Kind, seed: int) -> float:
-    """Return the share of exchanges with an effect as large as the observed one; two-sided, ratios on a log scale."""
+def _exchange_test(a: Sums, b: Sums, seed: int) -> float:
+    """Return the share of exchanges with an effect as large as the observed one; two-sided."""
     size = a.over.size
     if size <= _EXACT:
         flips = ((np.arange(2**size)[:, None] >> np.arange(size)) & 1).astype(np.float64)
     else:
         flips = np.random.default_rng(seed).integers(0, 2, (_FLIPS, size)).astype(np.float64)
     over, under = flips @ (b.over - a.over), flips @ (b.under - a.under)
-    first = (a.over.sum() + over) / (a.under.sum() + under)
-    second = (b.over.sum() - over) / (b.under.sum() - under)
-    effects = np.abs(np.log(second / first) if kind == "ratio" else second - first)
-    seen = abs(math.log(b.value / a.value) if kind == "ratio" else b.value - a.value)
-    as_large = int((effects >= seen * (1 - 1e-9)).sum())  # an effect that differs by rounding alone is equal
+    effects = np.abs((b.over.sum() - over) / (b.under.sum() - under) - (a.over.sum() + over) / (a.under.sum() + under))
+    as_large = int((effects >= abs(b.value - a.value) * (1 - 1e-9)).sum())  # rounding makes no effect smaller
     return as_large / len(flips) if size <= _EXACT else (as_large + 1) / (_FLIPS + 1)
+
+
+class Timing(NamedTuple):
+    """A figure made of seconds, and what its logarithm owes to prompts and to processes.
+
+    `influence` [prompts]: what each prompt adds to the logarithm, around 0. `of_processes`: variance of the logarithm
+    from process to process, None within one process; `freedom`: its degrees of freedom.
+    """
+
+    value: float
+    influence: Array
+    of_processes: float | None
+    freedom: float
+
+    @property
+    def of_prompts(self) -> float:
+        """The variance of the logarithm that comes from the choice of prompts."""
+        return float(self.influence.var(ddof=1)) / self.influence.size
+
+
+def timing(images: pd.DataFrame) -> Timing:
+    """Return sum over sum of images, with the variances of its logarithm; at least one image.
+
+    images: columns `over` and `under`, the decode steps behind each, `process`; indexed by `prompt_id`.
+    Seconds = steps x seconds a step. The tokens decide the steps, so their spread is one of prompts; seconds a step
+    belong to the process. Within one process the spread of the seconds over prompts stands for both.
+    """
+    parts = np.array([images[name] for name in ("over", "under", "over_steps", "under_steps")])
+    parts[2:] = np.maximum(parts[2:], 1.0)  # steps that were not recorded count as one
+    over, under = parts[:2].sum(axis=1)
+    processes, prompts = images["process"], images.index.get_level_values("prompt_id")
+    weights = _group_sums(np.ones((1, parts.shape[1])), processes)[0] / parts.shape[1]
+    # How many processes as large as each other know as much: a process with one image counts little.
+    several = 1.0 / float((weights**2).sum())
+    steps = _group_sums(parts[2:] if several >= _SEVERAL else parts[:2], prompts)
+    influence = steps[0] / steps[0].mean() - steps[1] / steps[1].mean()
+    if several < _SEVERAL:
+        return Timing(float(over / under), influence, None, 0.0)
+    sums = np.log(_group_sums(parts, processes))
+    pace = sums[0] - sums[2] - sums[1] + sums[3]
+    spread = float((weights * (pace - weights @ pace) ** 2).sum()) / (1.0 - 1.0 / several)
+    return Timing(float(over / under), influence, spread / several, several - 1.0)
+
+
+def _group_sums(parts: Array, groups: Any) -> Array:
+    """Return the sums [k, groups] of parts [k, images], groups in sorted order."""
+    _, places = np.unique(groups, return_inverse=True)
+    return np.array([np.bincount(places, weights=row) for row in parts])
+
+
+def repeat_interval(found: Timing) -> Interval:
+    """Return the figure with the interval in which 95 % of repeated runs have theirs.
+
+    A repeat has as many processes and as many other prompts: its figure differs by sqrt(2) times the standard error of
+    one. Half-widths of processes and prompts, each by Student's t, are added in quadrature. With one process the
+    interval knows prompts alone, and its note says so.
+    """
+    from scipy.stats import t
+
+    if found.influence.size < 2:
+        return Interval(found.value, note="no interval: fewer than 2 prompts")
+    upper = (1.0 + _LEVEL) / 2.0
+    half = t.ppf(upper, found.influence.size - 1) ** 2 * found.of_prompts
+    if found.of_processes is not None:
+        half += t.ppf(upper, found.freedom) ** 2 * found.of_processes
+    factor = math.exp(math.sqrt(2.0 * half))
+    note = WITHIN_ONE if found.of_processes is None else None
+    return Interval(found.value, found.value / factor, found.value * factor, note)
+
+
+def compare_timings(a: Timing, b: Timing) -> Interval:
+    """Return b / a over the same prompts with its 95 % confidence interval and p-value (Welch 1947).
+
+    Without several processes in both runs there is neither: a difference may be that of two processes.
+    """
+    from scipy.stats import t
+
+    value = b.value / a.value
+    if a.of_processes is None or b.of_processes is None or a.influence.size < 2:
+        return Interval(value)
+    moved = b.influence - a.influence
+    parts = np.array([a.of_processes, b.of_processes, moved.var(ddof=1) / moved.size])
+    variance = float(parts.sum())
+    if variance == 0.0:
+        return Interval(value, value, value, p_value=float(value == 1.0))
+    freedom = variance**2 / float((parts**2 / [a.freedom, b.freedom, moved.size - 1]).sum())
+    error = math.sqrt(variance)
+    factor = math.exp(t.ppf((1.0 + _LEVEL) / 2.0, freedom) * error)
+    p_value = 2.0 * float(t.sf(abs(math.log(value)) / error, freedom))
+    return Interval(value, value / factor, value * factor, p_value=p_value)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

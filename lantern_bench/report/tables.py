@@ -26,8 +26,9 @@ from lantern_bench.report.records import (
     join_notes,
     load_runs,
     settings_that_differ,
+    timed_images,
 )
-from lantern_bench.report.stats import Interval, mean_over_prompts, proportion, ratio_of_sums
+from lantern_bench.report.stats import Interval, mean_over_prompts, proportion, ratio_of_sums, repeat_interval, timing
 from lantern_bench.runs.store import RunData
 from lantern_bench.schema import columns
 
@@ -61,9 +62,13 @@ _RATIOS = {
 def speed_row(cell: CellRecords, cells: Sequence[CellRecords]) -> dict[str, Any]:
     """Return the row of `cell` in `speed.csv`; `cells` are all cells of the run, among them the baseline."""
     row: dict[str, Any] = {**cell.columns, "images": len(cell.good), "failed": cell.failed}
+    marks = cell.images["disturbed"].dropna()
+    row["disturbed"] = int(marks.sum()) if len(marks) else None
     notes: list[str | None] = []
+    if marks.mean() > 0.5:  # the mean of no marks is nan
+        notes.append(f"{row['disturbed']} of {len(marks)} images disturbed: seconds of a busy machine")
     for name, (interval, about), missing in (
-        ("latency_s", _ratio(cell, "seconds", "one"), "not timed"),
+        ("latency_s", _latency(cell), "not timed"),
         ("speedup", _speedup(cell, baseline_of(cell, cells)), None),
         ("step_compression", _ratio(cell, "tokens", "target_forwards"), None),
         ("mean_accepted_length", _ratio(cell, "committed", "steps"), "no steps"),
@@ -77,6 +82,7 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords]) -> dict[str, Any]
     offers = count_offers(cell.good)
     row["acceptance_rate"] = offers["accepted"].sum() / offers["offered"].sum() if len(offers) else None
     row["peak_memory_mb"] = cell.images["peak_memory_bytes"].max() / 1e6
+    row["held_up"] = int((cell.images["kept_share"] < 1.0).sum())
     return row | {"note": join_notes(note for note in notes if note)}
 
 
@@ -85,18 +91,24 @@ def _ratio(cell: CellRecords, over: str, under: str) -> tuple[Interval, list[str
     return ratio_of_sums(known[over], known[under], known.index.get_level_values("prompt_id")), []
 
 
+def _latency(cell: CellRecords) -> tuple[Interval, list[str]]:
+    images = timed_images(cell)
+    return repeat_interval(timing(images)) if len(images) else Interval(None), []
+
+
 def _speedup(cell: CellRecords, base: CellRecords | None) -> tuple[Interval, list[str]]:
     """Seconds of the baseline over seconds of the cell, over the images that both have, and notes on it."""
     if base is None:
         return Interval(None), ["no speedup: no ar cell to compare with in this run"]
-    before, timed = base.images["seconds"].dropna(), cell.images["seconds"].dropna()
-    shared = timed[timed.index.isin(before.index)]
+    shared, timed = timed_images(cell, base), cell.images["seconds"].count()
+    if not len(shared):
+        return Interval(None, note="no speedup: no image that ar has too"), []
     notes = []
-    if len(shared) < len(timed):
-        notes.append(f"speedup over the {len(shared)} of {len(timed)} images that ar has too")
-    if len(shared) and (differing := settings_that_differ(cell, base)):
+    if len(shared) < timed:
+        notes.append(f"speedup over the {len(shared)} of {timed} images that ar has too")
+    if differing := settings_that_differ(cell, base):
         notes.append(f"speedup against ar with {', '.join(differing)}")
-    return ratio_of_sums(before.loc[shared.index], shared, shared.index.get_level_values("prompt_id")), notes
+    return repeat_interval(timing(shared)), notes
 
 
 def count_offers(rows: Iterable[Row]) -> pd.DataFrame:
@@ -211,7 +223,7 @@ def summary_rows(
     by_cell = {row["cell_id"]: row for row in speed}
     for scored in quality:
         timed = by_cell[scored["cell_id"]]
-        row: dict[str, Any] = {name: timed[name] for name in ("cell_id", "model", "images", "failed")}
+        row: dict[str, Any] = {name: timed[name] for name in ("cell_id", "model", "images", "failed", "disturbed")}
         row |= {"method": timed["mode"], "parameters": parameters(timed, speed)}
         row |= {f"{name}{end}": timed[f"{name}{end}"] for name in PUBLISHED[:2] for end in ENDS}
         row |= {name: scored.get(name) for name in _FROM_QUALITY}

@@ -1,0 +1,155 @@
+"""Figures made of seconds: their intervals cover a repeat, and single held-up or disturbed images do not move them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import ttest_ind
+
+from lantern_bench.report.records import HELD_UP, group_records, timed_images
+from lantern_bench.report.stats import (
+    WITHIN_ONE,
+    compare_timings,
+    ratio_of_sums,
+    repeat_interval,
+    timing,
+)
+from lantern_bench.report.tables import build_tables
+from tests.made_up_run import AR, STRICT, make_record
+
+STEPS, PACE = 40, 0.01
+
+
+def make_cells(generator, steps, processes=3, process_sd=0.04, held_up=0.05):
+    """Records of two cells whose pace depends on the process and the image, and the true seconds of a step are one."""
+    records = []
+    for cell, counts in ((AR, np.full(len(steps), 2 * STEPS)), (STRICT, steps)):
+        moved = generator.normal(0.0, process_sd / math.sqrt(2), processes)
+        for prompt, count in enumerate(counts):
+            seconds = PACE * count * math.exp(moved[prompt % processes] + generator.normal(0.0, 0.05))
+            seconds *= generator.uniform(2.0, 8.0) if generator.random() < held_up else 1.0
+            records.append(make_record(cell, prompt, [[]] * count, seconds, process=prompt % processes))
+    return group_records(records)
+
+
+def make_repeats(generator, runs=2, images=24, **settings):
+    """Runs over the same prompts, which decode the same tokens."""
+    steps = np.round(STEPS * np.exp(generator.normal(0.0, 0.08, images))).astype(int)
+    return [make_cells(generator, steps, **settings) for _ in range(runs)]
+
+
+def speedup(cells):
+    ar, cell = cells
+    return timing(timed_images(cell, ar))
+
+
+def ratio_over_prompts(cells):
+    """The ratio of sums with an interval over prompts, as figures of tokens have it."""
+    ar, cell = ([row["seconds"] for row in one.good] for one in cells)
+    return ratio_of_sums(ar, cell, [row["prompt_id"] for row in cells[0].good])
+
+
+def covers(interval, value):
+    return interval.low <= value <= interval.high
+
+
+@pytest.mark.parametrize("processes", [3, 5])
+def test_intervals_cover_a_repeat_and_false_verdicts_are_rare(processes):
+    generator = np.random.default_rng(7)
+    pairs = [[speedup(run) for run in make_repeats(generator, processes=processes)] for _ in range(80)]
+    found = [[repeat_interval(run) for run in pair] for pair in pairs]
+    assert np.mean([[covers(a, b.value), covers(b, a.value)] for a, b in found]) >= 0.9
+    assert np.mean([compare_timings(*pair).p_value < 0.05 for pair in pairs]) <= 0.1
+
+
+def test_interval_over_prompts_does_not_cover_a_repeat():
+    """Not even without held-up images: prompts know nothing of processes."""
+    for held_up in (0.0, 0.05):
+        generator = np.random.default_rng(8)
+        pairs = [make_repeats(generator, held_up=held_up) for _ in range(30)]
+        found = [[ratio_over_prompts(run) for run in pair] for pair in pairs]
+        assert np.mean([[covers(a, b.value), covers(b, a.value)] for a, b in found]) < 0.85
+
+
+def test_interval_within_one_process_says_so():
+    generator = np.random.default_rng(9)
+    pairs = [make_repeats(generator, processes=1, process_sd=0.1, held_up=0.0) for _ in range(30)]
+    found = [[repeat_interval(speedup(run)) for run in pair] for pair in pairs]
+    assert found[0][0].note == WITHIN_ONE
+    assert np.mean([covers(a, b.value) for a, b in found]) < 0.7
+
+
+def test_a_real_change_is_found():
+    generator = np.random.default_rng(11)
+    slow, fast = make_repeats(generator, processes=5)
+    a, b = (
+        timing(timed_images(slow[1], slow[0])),
+        timing(timed_images(fast[1], fast[0]).assign(over=lambda x: 2 * x.over)),
+    )
+    found = compare_timings(a, b)
+    assert found.p_value < 0.001 and covers(found, 2.0)
+
+
+def frame(over, processes, prompts=None, steps=None):
+    images = pd.DataFrame({"over": over, "under": 1.0, "over_steps": steps or 1.0, "under_steps": 1.0})
+    names = prompts or [f"p{number}" for number in range(len(over))]
+    return images.assign(process=processes).set_index(pd.Index(names, name="prompt_id"))
+
+
+def test_equal_steps_leave_welchs_test_over_processes():
+    """But for the effect, which is of arithmetic means."""
+    a, b = [1.0, 1.1, 1.25], [1.4, 1.3, 1.7, 1.5]
+    both = (frame(np.repeat(one, 4), np.repeat(range(len(one)), 4), list("pqrs") * len(one)) for one in (a, b))
+    found = compare_timings(*map(timing, both))
+    assert found.p_value == pytest.approx(ttest_ind(np.log(a), np.log(b), equal_var=False).pvalue, rel=0.05)
+
+
+def test_an_image_of_another_process_is_not_a_second_process():
+    """A run that was resumed for its last image has an interval within one process, not one of infinite width."""
+    assert repeat_interval(timing(frame([1.0, 1.1, 1.2, 1.0, 1.1, 1.3], [0, 0, 0, 0, 0, 1]))).note == WITHIN_ONE
+
+
+def test_steps_of_prompts_and_pace_of_processes_are_told_apart():
+    """Twice the steps take twice as long: with the same pace everywhere all spread is one of prompts."""
+    found = timing(frame([1.0, 2.0, 3.0, 5.0], [0, 0, 1, 1], steps=[10.0, 20.0, 30.0, 50.0]))
+    assert found.of_processes == pytest.approx(0.0, abs=1e-20)
+    assert found.of_prompts == pytest.approx(np.var([1, 2, 3, 5], ddof=1) / 4 / 2.75**2)
+
+
+def speed_of(seconds, **changes):
+    records = [
+        make_record(STRICT, n, [[]] * 10, one, **{k: v[n] for k, v in changes.items()}) for n, one in enumerate(seconds)
+    ]
+    return build_tables(records)["speed"].iloc[0]
+
+
+def test_quiet_images_keep_their_seconds():
+    row = speed_of([1.0, 1.1, 1.2, 1.0])
+    assert row["latency_s"] == pytest.approx(1.075) and row["held_up"] == 0 and pd.isna(row["disturbed"])
+
+
+def test_a_held_up_image_counts_as_slow_as_the_limit():
+    row = speed_of([1.0, 1.0, 9.0, 1.0])
+    assert row["latency_s"] == pytest.approx((3 + HELD_UP) / 4) and row["held_up"] == 1
+    assert row["tokens_per_s"] == pytest.approx(11 / row["latency_s"])
+    assert row[["draft_ms", "target_ms", "verify_ms", "other_ms"]].sum() == pytest.approx(100 * row["latency_s"])
+
+
+def test_a_slow_process_is_not_held_up():
+    row = speed_of([1.0, 1.0, 2.0, 2.0], process=[0, 0, 1, 1])
+    assert row["latency_s"] == pytest.approx(1.5) and row["held_up"] == 0
+
+
+def test_a_disturbed_image_counts_as_the_others():
+    row = speed_of([1.0, 1.0, 1.2, 1.1], disturbed=[False, False, True, False])
+    assert row["latency_s"] == pytest.approx(4.1 / 4) and (row["disturbed"], row["held_up"]) == (1, 1)
+    assert pd.isna(row["note"]) or "disturbed" not in row["note"]
+
+
+def test_images_of_a_busy_machine_keep_their_seconds_and_say_so():
+    row = speed_of([1.0, 1.0, 1.2, 1.1], disturbed=[False, True, True, True])
+    assert row["latency_s"] == pytest.approx(4.3 / 4) and row["held_up"] == 0
+    assert "3 of 4 images disturbed" in row["note"]
