@@ -9,11 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from lantern_bench.decoding.kept_programs import ProgramStore
 
 T = TypeVar("T")
 _numbers = itertools.count()
@@ -23,11 +26,12 @@ class Engine:
     """Programs of one model, made once for every shape and kept.
 
     `compile` False runs functions eagerly. What a program reads besides its arguments must stay the same object at the
-    same address for as long as the engine lives; its arguments must have the shapes of the first call.
+    same address for as long as the engine lives; its arguments must have the shapes of the first call. `store` keeps
+    the programs of a CPU for later processes.
     """
 
-    def __init__(self, compile: bool = False, backend: str = "inductor") -> None:
-        self.compile, self._backend = compile, backend
+    def __init__(self, compile: bool = False, backend: str = "inductor", store: ProgramStore | None = None) -> None:
+        self.compile, self._backend, self._store = compile, backend, store
         self._made: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -41,11 +45,22 @@ class Engine:
         """Return `function` as this engine runs it on `device`; later calls with this key get the same program."""
         if not self.compile:
             return function
+        store = self._store
+        if store is not None and device.type == "cpu" and store.keeps(key):
+            return self.once(("program", key), lambda: store.program(key, function))
         return self.once(("program", key), lambda: _compiled(function, device, self._backend))
 
 
 def _compiled(function: Callable[..., T], device: torch.device, backend: str = "inductor") -> Callable[..., T]:
     """Return `function` compiled, and on CUDA replayed as a graph."""
+    # A step calls some hundred kernels, and many take less time than a call from Python.
+    options = {"cpp_wrapper": True} if backend == "inductor" and device.type == "cpu" else {}
+    compiled = compile_alone(function, backend, **options)
+    return _Graph(compiled) if device.type == "cuda" else compiled
+
+
+def compile_alone(function: Callable[..., T], backend: Any, **options: Any) -> Callable[..., T]:
+    """Return `function` compiled whole, without guards, with a code object of its own."""
 
     def run(*arguments: Any) -> T:
         return function(*arguments)
@@ -54,12 +69,9 @@ def _compiled(function: Callable[..., T], device: torch.device, backend: str = "
     # (some microseconds per weight) that tell programs of one code object apart.
     code = run.__code__.replace(co_name=f"program_{next(_numbers)}")
     alone = FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
-    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-    if backend == "inductor" and device.type == "cpu":
-        # A step calls some hundred kernels, and many take less time than a call from Python.
-        options["cpp_wrapper"] = True
+    options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
     compiled: Callable[..., T] = torch.compile(alone, backend=backend, dynamic=False, fullgraph=True, options=options)
-    return _Graph(compiled) if device.type == "cuda" else compiled
+    return compiled
 
 
 class _Graph:

@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import platform
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,8 +18,10 @@ from lantern_bench.config.experiment import Cell, ResolvedExperiment
 from lantern_bench.config.methods import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
 from lantern_bench.config.parse_experiment import Settings
 from lantern_bench.decoding.compile import Engine, compiler_problem
+from lantern_bench.decoding.kept_programs import ProgramStore
 from lantern_bench.decoding.neighbours import Space
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models.io.files import cache_folder
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.packed_linear import lower_packed_products, pack_for_decoding
 from lantern_bench.models.registry import load_model
@@ -78,16 +84,41 @@ def set_space(model: LoadedModel, space: Space | None) -> None:
 def compile_models(models: Iterable[LoadedModel], place: Place) -> str | None:
     """Compile the models' decode steps at their first use, and pack their weights for that.
 
-    Where nothing can be compiled the models stay unchanged; returns the reason, in one line.
+    Where nothing can be compiled the models stay unchanged; returns the reason, in one line. Programs of a CPU are kept
+    in the user's cache for the next process.
     """
-    problem = compiler_problem(place.device)
-    if problem is None:
-        if place.device.type == "cpu":
-            lower_packed_products()
-        for model in models:
-            pack_for_decoding(model.target, model.drafter)
-            model.engine = Engine(compile=True)
-    return problem
+    stores = [(model, program_store(model, place)) for model in models]
+    # Where programs were kept, the compiler worked.
+    if not all(store.used for _, store in stores) and (problem := compiler_problem(place.device)) is not None:
+        return problem
+    for model, store in stores:
+        pack_for_decoding(model.target, model.drafter)
+        model.engine = Engine(compile=True, store=store)
+    return None
+
+
+def program_store(model: LoadedModel, place: Place) -> ProgramStore:
+    """Return the store of the programs of a model; its folder names all that they depend on."""
+    # The compiler's own files belong to the programs. It reads this name when it is imported.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
+    code = Path(__file__).parents[1]
+    files = sorted(file for part in ("config", "decoding", "models") for file in (code / part).rglob("*.py"))
+    outside = {name: row.fingerprint() for name, row in (OUTSIDE_RULES | OUTSIDE_DRAFTINGS).items()}
+    # `model.weights` alone does not tell apart models of random weights.
+    parts = (model.name, sorted(model.weights.items()), repr(model.target), repr(model.drafter), place.dtype_name)
+    here = (ENGINE_VERSION, str(torch.__version__), *processor(), sorted(outside.items()))
+    digest = hashlib.sha256(repr((parts, here)).encode())
+    for file in files:
+        digest.update(file.read_bytes())
+    return ProgramStore(cache_folder() / "programs" / digest.hexdigest()[:24], lower_packed_products)
+
+
+def processor() -> tuple[str, ...]:
+    """What compiled code depends on in a CPU: its architecture, model and instructions."""
+    listing = Path("/proc/cpuinfo")
+    text = listing.read_text(encoding="utf-8", errors="replace") if listing.is_file() else platform.processor()
+    kinds = {line for line in text.splitlines() if line.startswith(("model name", "flags", "Features", "CPU part"))}
+    return platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(kinds)
 
 
 def key_fields(
