@@ -16,7 +16,7 @@ ARGS  ?=
 # Test processes; each of them computes on one thread.
 WORKERS ?= logical
 
-.PHONY: help sweep test check lint test-long compare-plain screenshots constraints wheel clean
+.PHONY: help sweep test check lint test-long compare-plain aa screenshots constraints wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -44,6 +44,9 @@ test-long: check ## the tests that take minutes
 
 compare-plain: $(DEV) ## milliseconds a step: a plain implementation, and this one (ARGS: --images N --cells ...)
 	$(BIN)/python -m tests.plain.compare $(ARGS)
+
+aa: $(DEV) ## pairs of equal runs: do intervals cover, is compare silent? (ARGS: --pairs N --images N --processes N ...)
+	$(BIN)/python -m tests.aa $(ARGS)
 
 screenshots: check ## photograph the report page into docs/pictures (RUN: a run directory; default: a new default sweep)
 	$(if $(RUN),,$(BIN)/lantern-bench sweep --out build/screenshots > /dev/null)

@@ -60,7 +60,7 @@ def test_show_formats(run, capsys):
     assert cli.main(["show", "made-up", "--format", "json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 3
     assert cli.main(["show", "made-up", "--table", "speed", "--format", "table"]) == 0
-    assert "2.09x [2.03, 2.15]" in capsys.readouterr().out
+    assert "2.09x [1.93, 2.27]" in capsys.readouterr().out
 
 
 def test_show_prints_from_read_only_run(run, capsys, monkeypatch):

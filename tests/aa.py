@@ -1,0 +1,189 @@
+"""`make aa`: pairs of equal runs. Do intervals of speedup cover the other run, and does `compare` see nothing?
+
+The bars: intervals of speedup cover the other run's figure in at least 90 % of cells, and `compare` gives a false
+verdict on at most 5 % of the pairs. Other methods stand beside the package's, so that the choice can be seen again;
+those without an interval of their own get one from processes as in `repeat_interval`. Finished runs are not made again.
+Use a machine with nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from scipy.stats import t, trim_mean
+
+from lantern_bench.clock import now
+from lantern_bench.console import Console, duration
+from lantern_bench.report.compare import SAME, compare_runs
+from lantern_bench.report.records import CellRecords, baseline_of, group_records, timed_images
+from lantern_bench.report.stats import Interval, ratio_of_sums, repeat_interval, timing
+from lantern_bench.runs.store import RunData, read_run
+
+Array = NDArray[np.float64]
+
+EXPERIMENT = """\
+name: aa
+description: An A/A pair - a fast chain, a relaxed chain and a slow tree beside ar
+model: lanterns
+metrics: [speed]
+compile: true
+cells:
+  - {mode: ar}
+  - {mode: speculative, drafting: static, rule: block, tree: chain-5}
+  - {mode: lantern++, tree: chain-7, neighbours: 100, lambda: 10}
+  - {mode: speculative, drafting: static, tree: eagle1-25}
+"""
+COVERED, FALSE = 0.90, 0.05
+CHOSEN, OVER_PROMPTS = "cut sums, processes", "sums, prompts"
+
+
+def hodges_lehmann(values: Array) -> float:
+    """Return the median of the means of all pairs of values."""
+    first, second = np.triu_indices(len(values))
+    return float(np.median((values[first] + values[second]) / 2))
+
+
+# Logarithm of a speedup from seconds and steps of `ar` and of the cell, arrays [images].
+ESTIMATORS: dict[str, Callable[[Array, Array, Array, Array], float]] = {
+    "sums": lambda ar, cell, *_: math.log(ar.sum() / cell.sum()),
+    "medians": lambda ar, cell, *_: math.log(np.median(ar) / np.median(cell)),
+    "mean of log ratios": lambda ar, cell, *_: float(np.log(ar / cell).mean()),
+    "trimmed mean of log ratios": lambda ar, cell, *_: float(trim_mean(np.log(ar / cell), 0.2)),
+    "Hodges-Lehmann": lambda ar, cell, *_: hodges_lehmann(np.log(ar / cell)),
+    "steps x median pace": lambda ar, cell, before, after: math.log(
+        before.sum() * np.median(ar / before) / (after.sum() * np.median(cell / after))
+    ),
+}
+
+
+def run_pairs(chosen: argparse.Namespace, folder: Path, console: Console) -> list[tuple[RunData, RunData]]:
+    """Run what is missing of the pairs and return them."""
+    experiment = folder / "aa.yaml"
+    folder.mkdir(parents=True, exist_ok=True)
+    experiment.write_text(EXPERIMENT, encoding="utf-8")
+    flags = [chosen.experiment or str(experiment), "--images", str(chosen.images), "--processes", str(chosen.processes)]
+    flags += ["--metrics", "speed"] + (["--no-compile"] if chosen.eager else [])
+    for name in ("modes", "threads"):
+        flags += [f"--{name}", getattr(chosen, name)] if getattr(chosen, name) else []
+    pairs = []
+    for number in range(1, chosen.pairs + 1):
+        pair = [folder / f"pair-{number:02d}{side}" for side in "ab"]
+        for run in pair:
+            if not (run / "speed.csv").exists():
+                # A run that was cut off is made anew: resumed, it would have more processes than its pair.
+                shutil.rmtree(run, ignore_errors=True)
+                began = now()
+                command = [sys.executable, "-m", "lantern_bench", "sweep", *flags, "--out", str(run)]
+                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+                console.say(f"{run.name}: {duration(now() - began)}")
+        pairs.append((read_run(pair[0]), read_run(pair[1])))
+    return pairs
+
+
+def figures(run: RunData) -> Iterator[tuple[str, str, Interval]]:
+    """Yield cell, method and speedup with its interval, for every method and every cell with a baseline."""
+    cells = group_records(run.records)
+    for cell in cells:
+        base = baseline_of(cell, cells)
+        if base is None or base is cell:
+            continue
+        yield cell.cell_id, CHOSEN, repeat_interval(timing(timed_images(cell, base)))
+        raw = timed_images(_uncut(cell), _uncut(base))
+        prompts = raw.index.get_level_values("prompt_id")
+        yield cell.cell_id, OVER_PROMPTS, ratio_of_sums(raw["over"], raw["under"], prompts)
+        columns = ["over", "under", "over_steps", "under_steps"]
+        for name, estimate in ESTIMATORS.items():
+            logs = [estimate(*part[columns].to_numpy().T) for _, part in raw.groupby("process")]
+            middle, count = estimate(*raw[columns].to_numpy().T), len(logs)
+            half = math.inf
+            if count > 1:
+                half = float(t.ppf(0.975, count - 1) * np.std(logs, ddof=1) * math.sqrt(2 / count))
+            low, high = math.exp(middle - half), math.exp(middle + half)
+            yield cell.cell_id, f"{name}, processes", Interval(math.exp(middle), low, high)
+
+
+def _uncut(cell: CellRecords) -> CellRecords:
+    """Return the cell with the seconds of its records."""
+    raw = CellRecords(cell.columns, cell.good, cell.failed)
+    raw.images["seconds"] /= raw.images["kept_share"]
+    return raw
+
+
+def paired_figures(pairs: list[tuple[RunData, RunData]]) -> pd.DataFrame:
+    """Return a row for each pair, cell and method: both figures, their intervals, which of them cover the other."""
+    rows = []
+    for number, pair in enumerate(pairs, start=1):
+        for (cell, method, a), (_, _, b) in zip(*map(figures, pair), strict=True):
+            row = {"pair": number, "cell_id": cell, "method": method, **a.columns("a"), **b.columns("b")}
+            rows.append(row | {"a_covers": a.low <= b.value <= a.high, "b_covers": b.low <= a.value <= b.high})
+    return pd.DataFrame(rows)
+
+
+def summary(found: pd.DataFrame) -> pd.DataFrame:
+    """Return a row for each method: coverage, half the width of its intervals, and how far two runs are apart."""
+    logs = found[["a", "b", "a_low", "a_high"]].transform(np.log)
+    found = found.assign(
+        covered=found[["a_covers", "b_covers"]].mean(axis=1),
+        half_width=(logs["a_high"] - logs["a_low"]) / 2,
+        squared=(logs["a"] - logs["b"]) ** 2 / 2,
+        apart=(logs["a"] - logs["b"]).abs(),
+    )
+    by = found.groupby("method", sort=False)
+    table = pd.DataFrame({"covered": by["covered"].mean(), "half_width_median": by["half_width"].median()})
+    table["sd_of_a_run"] = np.sqrt(by["squared"].mean())
+    return table.assign(apart_max=by["apart"].max()).reset_index()
+
+
+def verdicts(pairs: list[tuple[RunData, RunData]]) -> pd.DataFrame:
+    """Return a row for each pair: comparisons that were tested, and how many got a verdict."""
+    rows = []
+    for number, (a, b) in enumerate(pairs, start=1):
+        said = compare_runs(a, b).table.dropna(subset="verdict")
+        speedups = said[said["quantity"] == "speedup"]
+        row = {"pair": number, "tested": len(said), "false": int(said["verdict"].ne(SAME).sum())}
+        rows.append(row | {"speedups": len(speedups), "alone": int((speedups["p_value"] < 0.05).sum())})
+    return pd.DataFrame(rows)
+
+
+def main(words: list[str] | None = None) -> None:
+    """Run the pairs, print the tables, and exit with 1 when a bar is missed."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--pairs", type=int, default=20)
+    arguments.add_argument("--images", type=int, default=12, help="images of a cell in a run")
+    arguments.add_argument("--processes", type=int, default=3)
+    arguments.add_argument("--threads", help="as in sweep")
+    arguments.add_argument("--experiment", help="a file or a shipped experiment in place of the four cells")
+    arguments.add_argument("--modes", help="as in sweep")
+    arguments.add_argument("--eager", action="store_true", help="compile nothing")
+    arguments.add_argument("--out", type=Path, default=Path("build/aa"))
+    chosen = arguments.parse_args(words)
+    console = Console()
+    kind = f"{chosen.images}-images-{chosen.processes}-processes{'-eager' if chosen.eager else ''}"
+    pairs = run_pairs(chosen, chosen.out / kind, console)
+    found, said = paired_figures(pairs), verdicts(pairs)
+    found.to_csv(chosen.out / kind / "figures.csv", index=False)
+    said.to_csv(chosen.out / kind / "verdicts.csv", index=False)
+    table = summary(found)
+    title = f"{len(pairs)} pairs of {kind}: share covered, half-width, standard deviation of a run (of the logarithm)"
+    console.table(table.round(3), title=title)
+    covered = float(table.loc[table["method"] == CHOSEN, "covered"].iloc[0])
+    false = float((said["false"] > 0).mean())
+    console.say(f"speedup, {CHOSEN}: {covered:.1%} covered (bar: at least {COVERED:.0%})")
+    console.say(
+        f"compare: a false verdict on {false:.1%} of the pairs (bar: at most {FALSE:.0%}); "
+        f"{said['alone'].sum()} of {said['speedups'].sum()} speedups have p < .05 before Holm's correction"
+    )
+    sys.exit(covered < COVERED or false > FALSE)
+
+
+if __name__ == "__main__":
+    main()
