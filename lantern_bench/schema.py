@@ -145,6 +145,27 @@ image_reward and n_reference; in rows of version 1 they are empty.
 """
 
 
+def _against_ar(name: str, meaning: str) -> tuple[Column, ...]:
+    """A figure of all pictures of a cell, with its interval, and the band of ar with other seeds."""
+    return (
+        *figure(name, "", meaning),
+        *figure(f"{name}_band", "", f"ar's own spread: {name} of further ar images, same prompts, other seeds"),
+        Column(f"{name}_verdict", "string", "", f"{name} against ar's own spread: within or outside"),
+    )
+
+
+def _paired(name: str, meaning: str) -> tuple[Column, ...]:
+    """A mean over pictures, and its difference from ar over the same prompts."""
+    return *figure(name, "", meaning), *_difference(name)
+
+
+def _difference(name: str) -> tuple[Column, ...]:
+    return (
+        *figure(f"{name}_vs_ar", "", f"{name} minus that of ar, over the same prompts"),
+        Column(f"{name}_vs_ar_p", "float", "", f"two-sided p-value of {name}_vs_ar: cells exchanged within prompts"),
+    )
+
+
 def _beside_paper(name: str) -> tuple[Column, Column]:
     return (
         Column(f"{name}_published", "float", "", f"the published {name}, where the experiment names a paper's table"),
@@ -205,24 +226,25 @@ _RECORDS = (
 
 _SCORES = (
     Column("schema_version", "int", "", "version of this schema"),
-    Column("level", "string", "", "image or cell: what the row scores"),
+    Column("level", "string", "", "what the row scores: image, cell, or band (ar with other seeds)"),
     Column("protocol", "string", "", "name of the scoring protocol"),
     Column("protocol_version", "int", "", "version of the protocol; the manifest holds what it says"),
-    Column("cell_id", "string", "", "the cell"),
+    Column("cell_id", "string", "", "the cell; of a band the first ar cell"),
     Column("record_key", "string", "", "the image's record (level image)"),
     Column("clip_score", "float", "", "cosine between picture and caption, not scaled (level image)"),
     Column("prompt_accuracy", "float", "", "1 when all attributes of the caption are seen, else 0 (level image)"),
     Column("clip_model", "string", "", "the CLIP or reward model and its weights"),
     Column("hpsv2", "float", "", "HPSv2.1: cosine between picture and caption, not scaled (level image)"),
     Column("image_reward", "float", "", "ImageReward 1.0 (level image)"),
-    Column("fid", "float", "", "Frechet distance to the reference (level cell)"),
+    *figure("fid", "", "Frechet distance to the reference (level cell; level band: centre and ends)"),
     *figure("fid_infinity", "", "fid extrapolated to infinitely many pictures (level cell, on request)"),
-    Column("kid", "float", "", "kernel distance to the reference, mean over subsets (level cell)"),
+    *figure("kid", "", "kernel distance to the reference, over all pictures (levels cell and band)"),
     Column("kid_std", "float", "", "standard deviation of kid over subsets (level cell)"),
     Column("kid_subset", "int", "images", "images in one subset of kid: min(1000, n/2)"),
-    Column("precision", "float", "", "share of pictures inside the reference's manifold (level cell)"),
-    Column("recall", "float", "", "share of the reference inside the pictures' manifold (level cell)"),
-    Column("n", "int", "images", "pictures scored (level cell)"),
+    *figure("precision", "", "share of pictures inside the reference's manifold; of an image 1 or 0"),
+    *figure("recall", "", "share of the reference inside the pictures' manifold (levels cell and band)"),
+    Column("n", "int", "images", "pictures scored (level cell), or of one set (level band)"),
+    Column("band_sets", "int", "sets", "sets of ar images with different seeds (level band)"),
     Column("n_reference", "int", "images", "pictures of the reference; empty where it does not say (level cell)"),
     Column("extractor", "string", "", "feature extractor and its weights (level cell)"),
     Column("reference", "string", "", "reference set, its size and hash (level cell)"),
@@ -255,18 +277,20 @@ _SPEED = (
 _QUALITY = (
     *CELL_COLUMNS,
     *_IMAGES,
-    Column("fid", "float", "", "Frechet distance to the reference, with the features of fid_features"),
+    *_against_ar("fid", "Frechet distance to the reference, with the features of fid_features"),
     *figure("fid_infinity", "", "fid extrapolated to infinitely many pictures, where it was asked for"),
-    Column("kid", "float", "", "kernel distance to the reference, mean over subsets"),
+    *_against_ar("kid", "kernel distance to the reference, over all pictures"),
     Column("kid_std", "float", "", "standard deviation of kid over subsets"),
     Column("kid_subset", "int", "images", "images in one subset of kid: min(1000, n/2)"),
     Column("n_reference", "int", "images", "pictures of the reference; empty where it does not say"),
-    Column("precision", "float", "", "share of pictures inside the reference's manifold"),
-    Column("recall", "float", "", "share of the reference inside the pictures' manifold"),
-    *figure("clip_score", "", "mean cosine between picture and caption, not scaled"),
-    *figure("prompt_accuracy", "", "share of pictures that show all attributes of the caption"),
-    *figure("hpsv2", "", "mean HPSv2.1, not scaled"),
-    *figure("image_reward", "", "mean ImageReward 1.0"),
+    *_against_ar("precision", "share of pictures inside the reference's manifold; depends on n_reference"),
+    *_difference("precision"),
+    *_against_ar("recall", "share of the reference inside the pictures' manifold; depends on images and n_reference"),
+    Column("band_sets", "int", "sets", "sets of ar images behind the bands"),
+    *_paired("clip_score", "mean cosine between picture and caption, not scaled"),
+    *_paired("prompt_accuracy", "share of pictures that show all attributes of the caption"),
+    *_paired("hpsv2", "mean HPSv2.1, not scaled"),
+    *_paired("image_reward", "mean ImageReward 1.0"),
     Column("fid_features", "string", "", "feature extractor behind fid, kid, precision and recall"),
     Column("clip_model", "string", "", "CLIP model behind clip_score, or the reward model"),
     Column("reference", "string", "", "reference set"),
@@ -321,15 +345,18 @@ _SUMMARY = (
     *_beside_paper("speedup"),
     *figure("mean_accepted_length", "tokens/step", "tokens committed per step, bonus token included"),
     *_beside_paper("mean_accepted_length"),
-    Column("fid", "float", "", "Frechet distance to the reference, with the features of fid_features"),
+    *figure("fid", "", "Frechet distance to the reference, with the features of fid_features"),
+    Column("fid_verdict", "string", "", "fid against ar's own spread: within or outside"),
     *_beside_paper("fid"),
     Column("fid_features", "string", "", "feature extractor behind fid, precision and recall"),
     *figure("clip_score", "", "mean cosine between picture and caption, not scaled"),
     *_beside_paper("clip_score"),
     Column("clip_model", "string", "", "CLIP model behind clip_score"),
-    Column("precision", "float", "", "share of pictures inside the reference's manifold"),
+    *figure("precision", "", "share of pictures inside the reference's manifold"),
+    Column("precision_verdict", "string", "", "precision against ar's own spread: within or outside"),
     *_beside_paper("precision"),
-    Column("recall", "float", "", "share of the reference inside the pictures' manifold"),
+    *figure("recall", "", "share of the reference inside the pictures' manifold"),
+    Column("recall_verdict", "string", "", "recall against ar's own spread: within or outside"),
     *_beside_paper("recall"),
     NOTE,
 )

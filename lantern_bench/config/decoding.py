@@ -75,6 +75,7 @@ class Decoding(BaseModel):
     top_p: TopP = 1.0
     filter_order: FilterOrder = "top_k_first"
     cfg_scale: Scale = 1.0
+    seed_set: Natural = 0
     cfg_default: Scale = Field(default=1.0, exclude=True, repr=False)
     extra_parameters: tuple[tuple[str, Any], ...] = Field(default=(), exclude=True)
 

@@ -246,9 +246,18 @@ _ALL_PARAMETERS = (
         "filter_order", FilterOrder, _CHOICE, "top_k_first or top_p_first.", "top_k_first", _ORDERS, sampled_only=True
     ),
     _changed("cfg_scale", Scale, f"{_POSITIVE} (1 is off)", "Guidance scale; 1 is off.", 1.0, column=_FLOAT),
+    _changed(
+        "seed_set",
+        Natural,
+        _NATURAL,
+        "Which seeds the images have: other sets make the same prompts again, to see how far figures vary.",
+        0,
+        omit_default=True,
+        column=("int", ""),
+    ),
 )
 PARAMETERS: dict[str, Parameter] = {parameter.name: parameter for parameter in _ALL_PARAMETERS}
-SAMPLING = ("temperature", "top_k", "top_p", "filter_order", "cfg_scale")
+SAMPLING = ("temperature", "top_k", "top_p", "filter_order", "cfg_scale", "seed_set")
 """The parameters of every cell; `mode` aside, all others belong to a drafting or to a rule."""
 
 _OF_DRAFTING = {name: row.parameter_names for name, row in DRAFTINGS.items()}

@@ -17,9 +17,9 @@ from lantern_bench.config.experiment import Cell, ResolvedExperiment
 from lantern_bench.errors import UserError
 
 
-def record_seed(run_seed: int, prompt_id: str, repeat: int) -> int:
-    """Return the 63-bit generator seed of one image, the same for all cells."""
-    return _hash63(f"record:{run_seed}:{prompt_id}:{repeat}")
+def record_seed(run_seed: int, prompt_id: str, repeat: int, seed_set: int = 0) -> int:
+    """Return the 63-bit generator seed of one image, the same for all cells with this set of seeds."""
+    return _hash63(f"record:{run_seed}:{prompt_id}:{repeat}" + (f":{seed_set}" if seed_set else ""))
 
 
 def order_key(run_seed: int, prompt_id: str, repeat: int, cell_id: str) -> int:
@@ -151,7 +151,7 @@ def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan
         for cell in _order(experiment.cells, settings.seed, *slots[start]):
             for image_index in range(start, min(start + together, len(slots))):
                 prompt, repeat = slots[image_index]
-                seed = record_seed(settings.seed, prompt.id, repeat)
+                seed = record_seed(settings.seed, prompt.id, repeat, cell.decoding.seed_set)
                 units.append(Unit(cell, prompt, repeat, seed, image_index, len(units)))
     return Plan(experiment.cells, tuple(units), together)
 

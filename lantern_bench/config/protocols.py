@@ -39,8 +39,8 @@ class Protocol:
 
     features: the extractor of FID and KID (a name of `metrics/fidelity.py`), or None; manifold: that of precision and
     recall, None for the same. clip_model and clip_prefix: as in `metrics.clip.load_clip`. accuracy: whether the bundled
-    family's classifier scores prompts. rewards: names of `REWARDS`. reference: the default reference pictures; None
-    requires --reference.
+    family's classifier scores prompts. rewards: names of `REWARDS`. reference: the default reference pictures, and
+    how many they are: FID, precision and recall depend on it; None requires --reference.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Protocol:
     accuracy: bool = False
     rewards: tuple[str, ...] = ()
     reference: str | None = None
+    reference_pictures: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, for the manifest."""
@@ -64,16 +65,17 @@ class Protocol:
 _ALL = (
     Protocol(
         EMBEDDED,
-        1,
-        "the bundled family's own scorers, against newly painted scenes of the held-out captions",
+        2,
+        "the bundled family's own scorers, against 1,024 newly painted scenes of the held-out captions",
         features="lanterns-features",
         clip_model="lanterns-clip",
         accuracy=True,
         reference="embedded",
+        reference_pictures=1024,
     ),
     Protocol(
         LANTERN_COCO,
-        1,
+        2,
         "as the LANTERN authors: centre crop, Lanczos to 256, Inception FID resized as clean-fid does, VGG-16 manifold",
         preparation=Preparation(crop=True, size=256, features_size=299),
         features="inception-v3-compat",
@@ -83,7 +85,7 @@ _ALL = (
     ),
     Protocol(
         "torch-fidelity",
-        1,
+        2,
         "the defaults of torch-fidelity: its Inception for FID, KID, precision and recall, pictures as they are",
         features="inception-v3-compat",
     ),

@@ -37,8 +37,8 @@ from lantern_bench.decoding.trace import StepRecorder
 
 # The keys that drafting does not depend on.
 _ACCEPTANCE = {"mode", "rule", *(key for rule in RULES.values() for key in rule.parameters)}
-# One program serves every value of these bounds; external rules may branch on theirs.
-_BOUNDS = tuple(rule.bound for rule in RULES.values() if rule.tensor_bound)
+# One program serves every value of these bounds, and all sets of seeds; external rules may branch on their bounds.
+_BOUNDS = ("seed_set", *(rule.bound for rule in RULES.values() if rule.tensor_bound))
 
 
 def sampling_key(decoding: Decoding, *without: str) -> tuple[tuple[str, str], ...]:

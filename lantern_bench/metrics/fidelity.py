@@ -23,12 +23,13 @@ from PIL import Image
 from scipy import stats
 from torch import Tensor
 from torch.utils.data import Dataset
-from torch_fidelity import metric_fid, metric_kid, metric_prc
+from torch_fidelity import metric_fid, metric_kid
 from torch_fidelity.feature_extractor_base import FeatureExtractorBase
 from torch_fidelity.utils import create_feature_extractor, get_featuresdict_from_dataset
 
 from lantern_bench.config.protocols import Preparation
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.metrics.spread import NAMES, SubsetFigures, clipped, jackknife
 from lantern_bench.models.io.files import remembered_sha256
 from lantern_bench.models.io.hub_files import WEIGHTS_FOLDER_VARIABLE
 from lantern_bench.models.lanterns import classifier
@@ -271,16 +272,33 @@ def _resized(picture: Tensor, side: int | None, filter: Image.Resampling) -> Ten
 
 
 class FidelityScores(NamedTuple):
-    """The figures of one set of pictures; None where a figure cannot be measured, with the reason in `note`."""
+    """The figures of one set of pictures; None where a figure cannot be measured, with the reason in `note`.
+
+    The ends of intervals are None for too few pictures. `inside`: for each picture whether it lies in the reference's
+    manifold; precision is its mean.
+    """
 
     fid: float | None
+    fid_low: float | None
+    fid_high: float | None
     kid: float | None
+    kid_low: float | None
+    kid_high: float | None
     kid_std: float | None
     precision: float | None
+    precision_low: float | None
+    precision_high: float | None
     recall: float | None
+    recall_low: float | None
+    recall_high: float | None
     n_reference: int | None
     kid_subset: int
     note: str
+    inside: tuple[bool, ...] = ()
+
+
+MANIFOLD_PICTURES = 256
+"""Fewest pictures, and pictures of the reference, for precision and recall (docs/quality.md has the measurement)."""
 
 
 def compare(
@@ -294,38 +312,57 @@ def compare(
 ) -> FidelityScores:
     """Compare the features [n, width] of pictures with those of a reference.
 
-    The KID subset is min(1000, n / 2, m / 2) pictures. Precision is the share of pictures inside the reference's
+    KID is over all pictures, what its mean over random subsets estimates; `kid_std` is the standard deviation over 100
+    subsets of min(1000, n / 2, m / 2) pictures. Precision is the share of pictures inside the reference's
     manifold of nearest neighbours, recall the converse; both use `manifold` where it is given (features of the pictures
     and of the reference under another extractor). FID is None for fewer pictures than twice the width, since most of
-    its covariance would be noise; with `neighbours + 1` pictures or fewer nothing is measured. A reference of mean and
-    covariance alone gives FID only.
+    its covariance would be noise, precision and recall for fewer than `MANIFOLD_PICTURES`; with 4 pictures or fewer
+    nothing is measured. A reference of mean and covariance alone gives FID only. Intervals are those of
+    `metrics/spread.py`.
 
     KID of two sets of the same kind is about 0 only when their pictures are drawn independently. Prompts taken in
     turn leave a set without pairs of one caption, which shifts KID below 0 by the same amount in every cell.
     """
     fewest = len(features) if reference.n is None else min(len(features), reference.n)
-    notes: list[str] = []
-    fid = kid = kid_std = precision = recall = None
-    subset = 0
-    if fewest >= 2 * extractor.width:
-        fid = frechet_distance(FeatureSet.of(features), reference)
-    else:
-        notes.append(f"fid needs {2 * extractor.width} images, twice its features; there are {fewest}")
-    if reference.features is None:
-        notes.append("the reference holds statistics only: no kid, precision and recall")
-    elif fewest <= neighbours + 1:
-        notes.append(f"kid, precision and recall need {neighbours + 2} images; there are {fewest}")
-    else:
+    names, notes = figures_of(fewest, reference, extractor)
+    figures = SubsetFigures(features, reference, names, manifold=manifold, neighbours=neighbours)
+    values: dict[str, float | None] = dict.fromkeys(NAMES) | figures(np.arange(len(features)))
+    subset, kid_std = 0, None
+    if "kid" in names and reference.features is not None:
         subset = min(1000, fewest // 2)
         found = metric_kid.kid_features_to_metric(
             features, reference.features, kid_subsets=100, kid_subset_size=subset, rng_seed=seed, verbose=False
         )
-        found |= metric_prc.prc_features_to_metric(
-            *(manifold or (features, reference.features)), prc_neighborhood=neighbours, save_cpu_ram=True, verbose=False
-        )
-        kid, kid_std = found[metric_kid.KEY_METRIC_KID_MEAN], found[metric_kid.KEY_METRIC_KID_STD]
-        precision, recall = found[metric_prc.KEY_METRIC_PRECISION], found[metric_prc.KEY_METRIC_RECALL]
-    return FidelityScores(fid, kid, kid_std, precision, recall, reference.n, subset, "; ".join(notes))
+        kid_std = found[metric_kid.KEY_METRIC_KID_STD]
+    reach = jackknife(figures, len(features))
+    ends = {
+        f"{name}{end}": None if value is None or name not in reach else clipped(name, value + sign * reach[name])
+        for name, value in values.items()
+        for end, sign in (("_low", -1), ("_high", 1))
+    }
+    inside = tuple(figures.inside.tolist()) if "precision" in names else ()
+    measured = {"n_reference": reference.n, "kid_subset": subset, "note": "; ".join(notes), "kid_std": kid_std}
+    return FidelityScores(**values, **ends, **measured, inside=inside)  # type: ignore[arg-type]
+
+
+def figures_of(fewest: int, reference: FeatureSet, extractor: Extractor) -> tuple[list[str], list[str]]:
+    """Return the figures that so many pictures (the smaller of both sets) allow, and why the others are left out."""
+    names, notes = [], []
+    if fewest >= 2 * extractor.width:
+        names.append("fid")
+    else:
+        notes.append(f"fid needs {2 * extractor.width} images, twice its features; there are {fewest}")
+    if reference.features is None:
+        return names, [*notes, "the reference holds statistics only: no kid, precision and recall"]
+    if fewest > 4:
+        names.append("kid")
+    else:
+        notes.append(f"kid needs 5 images; there are {fewest}")
+    if fewest >= MANIFOLD_PICTURES:
+        names += ["precision", "recall"]
+    else:
+        notes.append(f"precision and recall need {MANIFOLD_PICTURES} images; there are {fewest}")
+    return names, notes
 
 
 def frechet_distance(one: FeatureSet, other: FeatureSet) -> float:

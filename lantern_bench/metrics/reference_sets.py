@@ -37,8 +37,6 @@ from lantern_bench.training.lanterns.scenes import render
 
 CACHE_VARIABLE = "LANTERN_BENCH_CACHE"
 
-# Fewest reference scenes; a cell with more than half as many images gets twice its own number.
-_LEAST = 500
 _SEED = 730_113
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -69,7 +67,7 @@ class _FilePictures:
 
 
 def find_reference(given: str | None, protocol: Protocol) -> Reference | None:
-    """Return the reference given by --reference; None for the protocol's own, whose size depends on the run.
+    """Return the reference given by --reference; None for the protocol's own.
 
     Raises `UserError` for anything else than its message lists, and for scenes under a protocol without them.
     """
@@ -93,24 +91,17 @@ def find_reference(given: str | None, protocol: Protocol) -> Reference | None:
     )
 
 
-def held_out_reference(largest_cell: int, seed: int = _SEED) -> Reference:
-    """Newly rendered scenes of the held-out captions in turn; no training uses the seed.
-
-    There are twice as many as the largest cell has images and at least 500, the same for all cells of a run.
-    """
-    attributes = [HELD_OUT[number % len(HELD_OUT)] for number in range(_size(largest_cell))]
+def held_out_reference(size: int, seed: int = _SEED) -> Reference:
+    """Newly rendered scenes of the held-out captions in turn; no training uses the seed."""
+    attributes = [HELD_OUT[number % len(HELD_OUT)] for number in range(size)]
     pictures = torch.from_numpy(np.ascontiguousarray(render(attributes, seed).transpose(0, 3, 1, 2)))
     digest = hashlib.sha256(pictures.numpy().tobytes()).hexdigest()
-    return Reference(pictures, f"{reference_name(largest_cell, seed)}, sha256={digest[:8]}", digest=digest)
+    return Reference(pictures, f"{reference_name(size, seed)}, sha256={digest[:8]}", digest=digest)
 
 
-def reference_name(largest_cell: int, seed: int = _SEED) -> str:
+def reference_name(size: int, seed: int = _SEED) -> str:
     """The label of `held_out_reference` without the hash, for which the scenes would have to be rendered."""
-    return f"lanterns held-out scenes, n={_size(largest_cell)}, seed={seed}"
-
-
-def _size(largest_cell: int) -> int:
-    return max(_LEAST, 2 * largest_cell)
+    return f"lanterns held-out scenes, n={size}, seed={seed}"
 
 
 def folder_reference(folder: Path) -> Reference:

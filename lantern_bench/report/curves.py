@@ -53,7 +53,7 @@ SPEEDS = {"speedup": "speedup over AR", "mean_accepted_length": "mean accepted l
 
 FAMILY = (
     "run", "model", "mode", "drafting", "rule", "tree", "neighbours", "neighbour_metric", "residual", *BOUNDS,
-    "temperature", "cfg_scale", "top_k", "top_p", "batch",
+    "temperature", "cfg_scale", "top_k", "top_p", "batch", "seed_set",
 )  # fmt: skip
 """Columns that tell cells apart; without a parameter they name the family in which that parameter varies."""
 

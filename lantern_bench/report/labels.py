@@ -48,7 +48,7 @@ _SCALE = ((0, 45, 112), (73, 83, 112), (124, 123, 120), (180, 165, 105), (219, 1
 _SETTINGS = {
     "drafting": "{}", "rule": "{}", "tree": "{}", "neighbours": "k={:g}", "neighbour_metric": "{} neighbours",
     "residual": "{} residual", "temperature": "T={:g}", "cfg_scale": "cfg={:g}", "top_k": "top-k={:g}",
-    "top_p": "top-p={:g}", "batch": "batch={:g}",
+    "top_p": "top-p={:g}", "batch": "batch={:g}", "seed_set": "seeds={:g}",
 }  # fmt: skip
 _UNNAMED = {**SAMPLING_DEFAULTS, "neighbour_metric": NEIGHBOUR_METRIC}
 

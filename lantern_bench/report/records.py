@@ -21,14 +21,14 @@ Row: TypeAlias = Mapping[str, Any]
 NOTE_SEPARATOR = " | "
 """Separates the notes of one row."""
 
-SAMPLING_DEFAULTS = {"temperature": 1, "top_k": 0, "top_p": 1, "batch": 1}
+SAMPLING_DEFAULTS = {"temperature": 1, "top_k": 0, "top_p": 1, "batch": 1, "seed_set": 0}
 """Sampling settings that labels leave out: plain sampling without filters, one image at a time."""
 
 NEIGHBOUR_METRIC = "l2"
 """The neighbour metric that labels leave out."""
 
 # Settings that an `ar` cell should share with the cell it is compared to, most important first.
-_SAMPLING = ("cfg_scale", "batch", "temperature", "top_k", "top_p")
+_SAMPLING = ("cfg_scale", "batch", "temperature", "top_k", "top_p", "seed_set")
 _OF_METHODS = tuple(key for key, one in PARAMETERS.items() if one.in_id == "always" and key not in SAMPLING)
 _NUMBERS = ("temperature", *_OF_METHODS, "top_k", "top_p", "cfg_scale", "batch")
 _PHASES = ("draft", "target", "verify", "other")

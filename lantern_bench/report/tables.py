@@ -28,7 +28,16 @@ from lantern_bench.report.records import (
     settings_that_differ,
     timed_images,
 )
-from lantern_bench.report.stats import Interval, mean_over_prompts, proportion, ratio_of_sums, repeat_interval, timing
+from lantern_bench.report.stats import (
+    Interval,
+    compare_sums,
+    mean_over_prompts,
+    proportion,
+    ratio_of_sums,
+    repeat_interval,
+    sums_per_prompt,
+    timing,
+)
 from lantern_bench.runs.store import RunData
 from lantern_bench.schema import columns
 
@@ -144,34 +153,44 @@ def acceptance_rows(cell: CellRecords) -> Iterator[dict[str, Any]]:
 
 # ---- Quality of a cell: one row for each protocol that scored it
 
+_AGAINST_REFERENCE = ("fid", "kid", "precision", "recall")
 _OF_CELL = (
-    "fid", "fid_infinity", "fid_infinity_low", "fid_infinity_high", "kid", "kid_std", "kid_subset", "precision",
-    "recall", "n_reference", "reference",
+    *(f"{name}{end}" for name in (*_AGAINST_REFERENCE, "fid_infinity") for end in ENDS),
+    "kid_std", "kid_subset", "n_reference", "reference",
 )  # fmt: skip
 _OF_IMAGE = ("clip_score", "prompt_accuracy", "hpsv2", "image_reward")
 
+WITHIN, OUTSIDE = "within", "outside"
+"""Whether a figure lies in the spread of ar with other seeds."""
+
 
 class Scores(NamedTuple):
-    """The scores of one protocol: rows of level `image` by record key, rows of level `cell` by cell id."""
+    """The scores of one protocol: rows of level `image` by record key, of levels `cell` and `band` by cell id."""
 
     images: dict[str, Row]
     cells: dict[str, Row]
+    bands: dict[str, Row]
 
 
 def sort_scores(rows: Iterable[Row]) -> dict[str, Scores]:
     """Sort the rows of `scores.jsonl` by protocol; of rows that score the same thing the last counts."""
     protocols: dict[str, Scores] = {}
     for row in rows:
-        scores = protocols.setdefault(str(row["protocol"]), Scores({}, {}))
+        scores = protocols.setdefault(str(row["protocol"]), Scores({}, {}, {}))
         if row["level"] == "image":
             scores.images[str(row["record_key"])] = row
         else:
-            scores.cells[str(row["cell_id"])] = row
+            (scores.bands if row["level"] == "band" else scores.cells)[str(row["cell_id"])] = row
     return dict(sorted(protocols.items()))
 
 
-def quality_rows(cell: CellRecords, protocols: Mapping[str, Scores]) -> list[dict[str, Any]]:
-    """Return the cell's row of `quality.csv` for each protocol that scored it, or one empty row."""
+def quality_rows(
+    cell: CellRecords, cells: Sequence[CellRecords], protocols: Mapping[str, Scores]
+) -> list[dict[str, Any]]:
+    """Return the cell's row of `quality.csv` for each protocol that scored it, or one empty row.
+
+    `cells` are all cells of the run, among them the ar cell that it is compared with.
+    """
     known = cell.images[["moved_mass", "accepted"]].dropna()
     accepted = known["accepted"].sum()
     moved_mass = sum(known["moved_mass"]) / accepted if accepted else None
@@ -181,7 +200,12 @@ def quality_rows(cell: CellRecords, protocols: Mapping[str, Scores]) -> list[dic
         images = [(row, scores.images[key]) for row in cell.good if (key := str(row["record_key"])) in scores.images]
         whole = scores.cells.get(cell.cell_id, {})
         if images or whole:
-            rows.append({**common, "protocol": protocol, **_scored(cell, images, whole)})
+            row = _scored(cell, images, whole)
+            base = baseline_of(cell, cells)
+            if base is not None:
+                compared = {**_band(cell, base, cells, scores), **_differences(cell, base, scores)}
+                row |= compared | {"note": join_notes(str(one["note"]) for one in (row, compared) if one.get("note"))}
+            rows.append({**common, "protocol": protocol, **row})
     return rows or [{**common, "images": 0, "note": "not scored"}]
 
 
@@ -205,12 +229,61 @@ def _scored(cell: CellRecords, images: Sequence[tuple[Row, Row]], whole: Row) ->
     return row
 
 
+def _band(cell: CellRecords, base: CellRecords, cells: Sequence[CellRecords], scores: Scores) -> dict[str, Any]:
+    """The spread of ar with other seeds, and for a cell that drafts whether its figures lie in it."""
+    whole, drafts = scores.cells.get(cell.cell_id, {}), cell.columns["mode"] != "ar"
+    judged = [name for name in _AGAINST_REFERENCE if drafts and whole.get(name) is not None]
+    family = [one.cell_id for one in cells if _without_seeds(one) == _without_seeds(base)]
+    band = next((scores.bands[one] for one in family if one in scores.bands), None)
+    if band is None:
+        enough = "fid" in judged or "precision" in judged
+        return {"note": "no verdicts: this run has no ar cells with other seeds (seed_set)" if enough else None}
+    differing = [f"{name}={band[name]}" for name in ("n", "reference") if band[name] != whole.get(name)]
+    differing += [one for one in settings_that_differ(cell, base) if not one.startswith(("batch", "seed_set"))]
+    if differing:
+        return {"note": f"no verdicts: the spread is that of ar with {', '.join(differing)}" if judged else None}
+    row: dict[str, Any] = {"band_sets": band["band_sets"]}
+    for name in _AGAINST_REFERENCE:
+        centre, low, high = (band.get(f"{name}{end}") for end in ENDS)
+        row |= Interval(centre, low, high).columns(f"{name}_band")
+        if name in judged and low is not None and high is not None:
+            row[f"{name}_verdict"] = WITHIN if low <= whole[name] <= high else OUTSIDE
+    return row
+
+
+def _without_seeds(cell: CellRecords) -> Row:
+    return {name: value for name, value in cell.columns.items() if name not in ("cell_id", "seed_set")}
+
+
+def _differences(cell: CellRecords, base: CellRecords, scores: Scores) -> dict[str, Any]:
+    """The scores of a cell's images minus those of ar for the same prompts and repeats."""
+    row: dict[str, Any] = {}
+    if cell.columns["mode"] == "ar":
+        return row
+    for name in ("precision", *_OF_IMAGE):
+        known = [
+            one.images["record_key"].map({key: image.get(name) for key, image in scores.images.items()}).dropna()
+            for one in (base, cell)
+        ]
+        shared = known[0].index.intersection(known[1].index)
+        if len(shared):
+            prompts, ones = shared.get_level_values("prompt_id"), [1.0] * len(shared)
+            ar, mine = (sums_per_prompt(one[shared].astype(float), ones, prompts) for one in known)
+            found = compare_sums(ar, mine)
+            row |= found.columns(f"{name}_vs_ar") | {f"{name}_vs_ar_p": found.p_value}
+    return row
+
+
 # ---- The summary: one row a cell and protocol, with the published figure beside the measured one
 
 _FROM_QUALITY = (
-    "fid", "fid_features", "clip_score", "clip_score_low", "clip_score_high", "clip_model", "precision", "recall",
+    *(f"{name}{end}" for name in ("fid", "precision", "recall", "clip_score") for end in ENDS), "fid_verdict",
+    "precision_verdict", "recall_verdict", "fid_features", "clip_model",
 )  # fmt: skip
-_SAMPLING = {"temperature": "T", "cfg_scale": "cfg", "top_k": "top_k", "top_p": "top_p", "batch": "batch"}
+_SAMPLING = {
+    "temperature": "T", "cfg_scale": "cfg", "top_k": "top_k", "top_p": "top_p", "batch": "batch",
+    "seed_set": "seeds",
+}  # fmt: skip
 
 
 def summary_rows(
@@ -269,7 +342,7 @@ def build_tables(
     cells = group_records(records)
     protocols = sort_scores(scores)
     speed = [speed_row(cell, cells) for cell in cells]
-    quality = [row for cell in cells for row in quality_rows(cell, protocols)]
+    quality = [row for cell in cells for row in quality_rows(cell, cells, protocols)]
     acceptance = (row for cell in cells for row in acceptance_rows(cell))
     rows = (speed, quality, acceptance, summary_rows(speed, quality, published))
     return {name: frame(name, listed) for name, listed in zip(NAMES, rows, strict=True)}

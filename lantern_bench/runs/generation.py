@@ -27,7 +27,7 @@ def units_of(resolved: ResolvedExperiment, prompts: Sequence[str], images: int) 
     seed = resolved.settings.seed
     slots = [(prompt, repeat) for prompt in map(Prompt, prompts) for repeat in range(images)]
     return [
-        Unit(cell, prompt, repeat, record_seed(seed, prompt.id, repeat), index, index)
+        Unit(cell, prompt, repeat, record_seed(seed, prompt.id, repeat, cell.decoding.seed_set), index, index)
         for cell in resolved.cells
         for index, (prompt, repeat) in enumerate(slots)
     ]

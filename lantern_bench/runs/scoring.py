@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from lantern_bench.metrics.fidelity import (
     compare,
     features_of,
     fid_infinity,
+    figures_of,
     find_extractor,
     preprocess,
     resize_for_features,
@@ -35,10 +36,11 @@ from lantern_bench.metrics.reference_sets import (
     reference_features,
     reference_name,
 )
+from lantern_bench.metrics.spread import SubsetFigures, band
 from lantern_bench.models.lanterns.captions import attributes_of
 from lantern_bench.models.lanterns.classifier import AttributeClassifier, load_classifier, prompt_accuracy
 from lantern_bench.runs.store import ScoreStore, read_scores
-from lantern_bench.schema import SCHEMA_VERSION
+from lantern_bench.schema import CELL_COLUMNS, SCHEMA_VERSION
 
 Row = dict[str, Any]
 OnCell = Callable[[str, int, int], None]
@@ -100,22 +102,26 @@ def score_run(
     """Score the cells of a run that these scorers have not scored; return the number of rows written.
 
     A cell is scored again when it has new images, when the reference, the protocol's version or a scorer's weights
-    changed, when `infinity` is asked for and missing, and always with `again`. Other arguments as `score_records`.
+    changed, when `infinity` is asked for and missing, and always with `again`; sets of ar images with different seeds
+    are scored again together. Other arguments as `score_records`.
     """
     cells, protocol = _by_cell(store.records()), scorers.protocol
-    largest = max((len(rows) for rows in cells.values()), default=0)
     wanted = (protocol.name, protocol.version)
     kept = [row for row in read_scores(store.folder) if (row["protocol"], row["protocol_version"] or 1) == wanted]
-    name = reference.label if reference is not None else reference_name(largest) if protocol.reference else ""
-    pending: list[Row] = []
-    for cell, rows in cells.items():
-        if again or not _is_scored(cell, rows, kept, scorers, name, infinity):
-            pending += rows
+    name = reference.label if reference is not None else ""
+    if reference is None and protocol.reference_pictures:
+        name = reference_name(protocol.reference_pictures)
+    left = [cell for cell in cells if again or not _is_scored(cell, cells[cell], kept, scorers, name, infinity)]
+    banded = {row["cell_id"] for row in kept if row["level"] == "band"}
+    for family in _ar_families(cells):
+        if set(left) & set(family) or (scorers.extractor and family[0] not in banded):
+            left += family
+    pending = [row for cell in dict.fromkeys(left) for row in cells[cell]]
     if not pending:
         return 0
     store.update_manifest(protocols=store.manifest.get("protocols", {}) | {protocol.name: protocol.to_dict()})
-    if reference is None and protocol.reference is not None:
-        reference = held_out_reference(largest)
+    if reference is None and protocol.reference_pictures:
+        reference = held_out_reference(protocol.reference_pictures)
     written = 0
     for row in score_records(pending, store.folder, scorers, reference, on_cell, cache=cache, infinity=infinity):
         store.append_score(row)
@@ -155,6 +161,8 @@ def score_records(
 ) -> Iterator[Row]:
     """Score the images of a run: for each cell one row of level `image` per picture, then one of level `cell`.
 
+    Sets of ar images with different seeds give one row of level `band` more, the last.
+
     `records` are rows of records.jsonl (the last of equal keys counts, failed ones are skipped); their `image` is
     relative to `folder`. Rows have columns of the `schema` table `scores`. Without a `reference`,
     fidelity is empty with a note. `cache` keeps the features of references; `infinity` adds the
@@ -169,22 +177,46 @@ def score_records(
             used.append(scorers.manifold)
         prepare = partial(reference_features, reference, device=scorers.device, cache=cache)
         against = [prepare(extractor, protocol.preparation) for extractor in used]
+    families = _ar_families(cells)
+    sets: dict[str, _Features] = {}
     for done, (cell_id, rows) in enumerate(cells.items(), start=1):
         there = [record for record in rows if (folder / record["image"]).is_file()]
         pictures = [preprocess(read_picture(folder / record["image"]), protocol.preparation) for record in there]
         common = {"schema_version": SCHEMA_VERSION, "protocol": protocol.name}
         common |= {"protocol_version": protocol.version, "cell_id": cell_id}
-        yield from (common | row for row in _image_rows(there, pictures, scorers))
+        images, whole = list(_image_rows(there, pictures, scorers)), []
         if scorers.extractor is not None:
-            row = {"level": "cell", "n": len(pictures), "extractor": scorers.extractor.label}
+            row: Row = {"level": "cell", "n": len(pictures), "extractor": scorers.extractor.label}
             row["reference"] = None if reference is None else reference.label
             notes = (
                 [f"{missing} images are missing in the run directory"] if (missing := len(rows) - len(there)) else []
             )
-            notes += _measure_fidelity(row, pictures, scorers, scorers.extractor, against, infinity)
-            yield common | row | {"note": "; ".join(notes) or None}
+            if against:
+                features = _features_of(there, pictures, scorers, scorers.extractor, against)
+                notes += _measure_fidelity(row, images, features, scorers, scorers.extractor, against, infinity)
+                if any(cell_id in family for family in families):
+                    sets[cell_id] = features
+            else:
+                notes.append("no reference: fid, kid, precision and recall need one (--reference)")
+            whole = [row | {"note": "; ".join(notes) or None}]
+        yield from (common | row for row in (*images, *whole))
+        for family in families:
+            if family[-1] == cell_id and scorers.extractor is not None and against:
+                row = _band_row([sets[one] for one in family], scorers, scorers.extractor, against)
+                row |= {"extractor": scorers.extractor.label, "reference": whole[0]["reference"]}
+                yield common | row | {"cell_id": family[0]}
         if on_cell is not None:
             on_cell(cell_id, done, len(cells))
+
+
+def _ar_families(cells: Mapping[str, Sequence[Row]]) -> list[list[str]]:
+    """The ar cells that differ in nothing but their seeds, where there are several: lists of cell ids."""
+    settings = [column.name for column in CELL_COLUMNS if column.name not in ("cell_id", "seed_set")]
+    families: dict[tuple[Any, ...], list[str]] = {}
+    for cell_id, rows in cells.items():
+        if rows[0].get("mode") == "ar":
+            families.setdefault(tuple(rows[0].get(name) for name in settings), []).append(cell_id)
+    return [family for family in families.values() if len(family) > 1]
 
 
 def _by_cell(records: Iterable[Row]) -> dict[str, list[Row]]:
@@ -225,28 +257,76 @@ def _accuracy(
     return answers
 
 
+class _Features(NamedTuple):
+    """Features of the pictures of a cell [n, width]: for FID and KID, and for the manifold where they differ."""
+
+    prompts: list[str]
+    repeats: list[int]
+    features: Tensor
+    manifold: Tensor | None
+
+
+def _features_of(
+    records: Sequence[Row],
+    pictures: Sequence[Tensor],
+    scorers: Scorers,
+    extractor: Extractor,
+    against: Sequence[FeatureSet],
+) -> _Features:
+    resize = partial(resize_for_features, preparation=scorers.protocol.preparation)
+    extract = partial(features_of, pictures, prepared=resize, device=scorers.device)
+    manifold = extract(scorers.manifold) if scorers.manifold is not None and len(against) > 1 else None
+    prompts, repeats = [str(record["prompt"]) for record in records], [int(record["repeat"]) for record in records]
+    return _Features(prompts, repeats, extract(extractor), manifold)
+
+
+def _manifold(features: Tensor | None, against: Sequence[FeatureSet]) -> tuple[Tensor, Tensor] | None:
+    """The features of precision and recall under their own extractor, of the pictures and of the reference."""
+    others = against[-1].features
+    return None if features is None or others is None else (features, others)
+
+
 def _measure_fidelity(
     row: Row,
-    pictures: Sequence[Tensor],
+    images: Sequence[Row],
+    cell: _Features,
     scorers: Scorers,
     extractor: Extractor,
     against: Sequence[FeatureSet],
     infinity: bool,
 ) -> list[str]:
-    """Put the fidelity of one cell's pictures into its row; return notes on what cannot be measured."""
-    if not against:
-        return ["no reference: fid, kid, precision and recall need one (--reference)"]
-    protocol = scorers.protocol
-    resize = partial(resize_for_features, preparation=protocol.preparation)
-    extract = partial(features_of, pictures, prepared=resize, device=scorers.device)
-    features, manifold = extract(extractor), None
-    if scorers.manifold is not None and len(against) > 1 and (others := against[1].features) is not None:
-        manifold = (extract(scorers.manifold), others)
-    scores = compare(features, against[0], extractor, manifold=manifold, neighbours=protocol.manifold_neighbours)
-    row |= {name: value for name, value in scores._asdict().items() if name != "note"}
+    """Put the fidelity of a cell's pictures into its row and those of its images; return what cannot be measured."""
+    manifold, neighbours = _manifold(cell.manifold, against), scorers.protocol.manifold_neighbours
+    scores = compare(cell.features, against[0], extractor, manifold=manifold, neighbours=neighbours)
+    row |= {name: value for name, value in scores._asdict().items() if name not in ("note", "inside")}
+    for image, inside in zip(images, scores.inside, strict=False):
+        image["precision"] = float(inside)
     notes = [scores.note]
     if infinity:
-        far = fid_infinity(features, against[0], np.random.default_rng(2020))
+        far = fid_infinity(cell.features, against[0], np.random.default_rng(2020))
         row |= {"fid_infinity": far.value, "fid_infinity_low": far.low, "fid_infinity_high": far.high}
         notes.append(far.note)
     return [note for note in notes if note]
+
+
+def _band_row(sets: Sequence[_Features], scorers: Scorers, extractor: Extractor, against: Sequence[FeatureSet]) -> Row:
+    """The spread of ar between sets of images with the same prompts and different seeds."""
+    places = [{slot: row for row, slot in enumerate(zip(one.prompts, one.repeats, strict=True))} for one in sets]
+    shared = [slot for slot in places[0] if all(slot in other for other in places)]
+    n, reference = len(shared), against[0]
+    names, notes = figures_of(n if reference.n is None else min(n, reference.n), reference, extractor)
+    row: Row = {"level": "band", "n": n, "band_sets": len(sets), "n_reference": reference.n}
+    if names:
+        starts = np.cumsum([0, *(len(one.features) for one in sets[:-1])])
+        rows = np.array([[start + place[slot] for slot in shared] for start, place in zip(starts, places, strict=True)])
+        others = [one.manifold for one in sets if one.manifold is not None]
+        figures = SubsetFigures(
+            torch.cat([one.features for one in sets]),
+            reference,
+            names,
+            manifold=_manifold(torch.cat(others) if others else None, against),
+            neighbours=scorers.protocol.manifold_neighbours,
+        )
+        for name, (centre, low, high) in band(figures, rows).items():
+            row |= {name: centre, f"{name}_low": low, f"{name}_high": high}
+    return row | {"note": "; ".join(notes) or None}

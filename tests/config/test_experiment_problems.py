@@ -184,7 +184,7 @@ cells:
         "  line 5: cells[0].mode lanten: unknown mode; did you mean lantern? "
         "(must be one of ar, speculative, lantern, lantern++)",
         "  line 7: cells[1].delta 1.5: must lie strictly between 0 and 1",
-        "  line 8: cells[1].speed: unknown key",
+        "  line 8: cells[1].speed: unknown key; did you mean seed_set?",
         "  line 9: cells[2].delta 0.1: mode speculative has the drafting static and the rule strict; "
         "delta belongs to the rule additive",
         "  --images 0: must be a whole number of at least 1",

@@ -65,6 +65,16 @@ def test_the_order_follows_the_seed() -> None:
     assert [u.cell for u in plan(images=5).units] != [u.cell for u in plan(images=5, seed=1).units]
 
 
+def test_another_seed_set_makes_the_same_prompts_with_other_seeds(tmp_path: Path) -> None:
+    (tmp_path / "seeds.yaml").write_text("model: lanterns\nimages: 3\ncells: [{mode: ar, seed_set: [0, 1]}]")
+    made = make_plan(resolve(load_experiment(tmp_path / "seeds.yaml"), {"lanterns": {}}), PROMPTS)
+    first, second = ([u for u in made.units if u.cell.decoding.seed_set == n] for n in (0, 1))
+    assert {u.cell.cell_id for u in second} == {"ar-t1-seedset1"} and "seed_set" not in first[0].cell.settings()
+    assert [(u.prompt, u.repeat) for u in first] == [(u.prompt, u.repeat) for u in second]
+    assert all(u.seed == record_seed(0, u.prompt.id, u.repeat) for u in first)
+    assert not {u.seed for u in first} & {u.seed for u in second}
+
+
 def test_seeds_do_not_depend_on_cells_order_or_number() -> None:
     for unit in plan(images=7, seed=3).units:
         assert unit.seed == record_seed(3, unit.prompt.id, unit.repeat)

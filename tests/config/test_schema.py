@@ -11,11 +11,11 @@ from lantern_bench.errors import UserError
 from lantern_bench.schema import CELL_COLUMNS, TABLES, columns, to_markdown
 
 RECORDS = """schema_version, record_key, cell_id, mode, drafting, tree, rule, neighbours, neighbour_metric, delta,
-lambda, bound, residual, temperature, top_k, top_p, cfg_scale, batch, model, prompt_id, prompt, prompt_source, repeat,
-seed, order_index, status, error, tokens, target_forwards, drafter_forwards, start_per_step, committed_per_step,
-accepted_per_step, offered_depth_per_step, child_rank_per_step, mean_accepted_length, mal_uncut, step_compression,
-seconds, draft_seconds, target_seconds, verify_seconds, other_seconds, pixel_seconds, peak_memory_bytes, moved_mass,
-moved_mass_tried, tokens_sha256, image_sha256, image"""
+lambda, bound, residual, temperature, top_k, top_p, cfg_scale, seed_set, batch, model, prompt_id, prompt,
+prompt_source, repeat, seed, order_index, status, error, tokens, target_forwards, drafter_forwards, start_per_step,
+committed_per_step, accepted_per_step, offered_depth_per_step, child_rank_per_step, mean_accepted_length, mal_uncut,
+step_compression, seconds, draft_seconds, target_seconds, verify_seconds, other_seconds, pixel_seconds,
+peak_memory_bytes, moved_mass, moved_mass_tried, tokens_sha256, image_sha256, image"""
 
 
 def test_records_have_the_columns_of_the_design_in_its_order() -> None:

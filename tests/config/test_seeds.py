@@ -22,5 +22,5 @@ def test_seeds_fit_a_signed_integer_of_64_bits(run_seed: int, prompt_id: str, re
 
 
 def test_each_part_matters() -> None:
-    seeds = {record_seed(s, p, r) for s in range(5) for p in ("a", "b") for r in range(5)}
-    assert len(seeds) == 50
+    seeds = {record_seed(s, p, r, again) for s in range(5) for p in ("a", "b") for r in range(5) for again in range(3)}
+    assert len(seeds) == 150

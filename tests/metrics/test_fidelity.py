@@ -35,7 +35,7 @@ def extractor(tmp_path_factory: pytest.TempPathFactory) -> fidelity.Extractor:
 
 @pytest.fixture(scope="module")
 def scenes() -> torch.Tensor:
-    painted = render(ALL_ATTRIBUTES[:: len(ALL_ATTRIBUTES) // 160][:160], seed=3)
+    painted = render(ALL_ATTRIBUTES[:: len(ALL_ATTRIBUTES) // 256][:256], seed=3)
     return torch.from_numpy(np.ascontiguousarray(painted.transpose(0, 3, 1, 2)))
 
 
@@ -53,7 +53,7 @@ def test_fidelity_of_a_set_against_itself(extractor: fidelity.Extractor, scenes:
     scores = measure(scenes, scenes, extractor)
     assert scores.fid == pytest.approx(0, abs=1e-4)
     assert scores.precision == scores.recall == 1.0
-    assert (scores.n_reference, scores.kid_subset, scores.note) == (160, 80, "")
+    assert (scores.n_reference, scores.kid_subset, scores.note) == (256, 128, "")
 
 
 def test_figures_worsen_with_the_pictures(extractor: fidelity.Extractor, scenes: torch.Tensor) -> None:
@@ -75,7 +75,7 @@ def test_fid_is_the_frechet_distance_of_the_features(extractor: fidelity.Extract
 
 
 def test_fidelity_is_deterministic(extractor: fidelity.Extractor, scenes: torch.Tensor) -> None:
-    first, second = (measure(scenes[:80], scenes[80:], extractor) for _ in range(2))
+    first, second = (measure(scenes[:128], scenes[128:], extractor) for _ in range(2))
     assert first == second
 
 
@@ -83,8 +83,17 @@ def test_few_pictures_have_no_fid(extractor: fidelity.Extractor, scenes: torch.T
     scores = measure(scenes[:48], scenes, extractor)
     assert scores.fid is None
     assert "128" in scores.note and "48" in scores.note
-    assert scores.kid_subset == 24
-    assert scores.kid is not None and scores.precision is not None and scores.recall is not None
+    assert scores.kid_subset == 24 and scores.kid is not None
+    assert (scores.precision, scores.recall, scores.inside) == (None, None, ())
+    assert "precision and recall need 256 images; there are 48" in scores.note
+
+
+def test_figures_lie_in_their_intervals(extractor: fidelity.Extractor, scenes: torch.Tensor) -> None:
+    scores = measure(_noisy(scenes, 30.0), scenes, extractor)
+    for name in ("fid", "kid", "precision", "recall"):
+        value, low, high = (getattr(scores, f"{name}{end}") for end in ("", "_low", "_high"))
+        assert low <= value <= high and (low < high or value == 1.0), name
+    assert scores.precision == pytest.approx(np.mean(scores.inside))
 
 
 def test_too_few_pictures_give_no_figures(extractor: fidelity.Extractor, scenes: torch.Tensor) -> None:

@@ -152,10 +152,70 @@ def test_quality_by_hand(tables):
     assert row["clip_score_low"] < 0.3015 < row["clip_score_high"]
     assert row["prompt_accuracy"] == 0.75
     assert math.isnan(row["fid"])
-    assert row["note"] == "fid needs 128 images, twice its features; there are 4"
+    assert row["note"].split(" | ")[0] == "fid needs 128 images, twice its features; there are 4"
     assert (row["fid_features"], row["clip_model"]) == ("lanterns-features-64@abcd", "tiny-clip@1234")
     assert row["moved_mass"] == 0.0
     assert _row(tables["quality"], LOOSE)["moved_mass"] == pytest.approx(0.01)  # per accepted draft
+
+
+def _with_band(records, **figures):
+    """Scores with a band of ar: fid of ar 10, of the strict cell 12, of the loose one 8."""
+    scores = make_scores(records)
+    for row in scores:
+        if row["level"] == "cell":
+            row |= {"fid": {AR.cell_id: 10.0, STRICT.cell_id: 12.0, LOOSE.cell_id: 8.0}[row["cell_id"]], "n": 4}
+    band = {"level": "band", "protocol": "embedded", "cell_id": AR.cell_id, "n": 4, "reference": "r", "band_sets": 3}
+    return [*scores, {**band, "fid": 10.5, "fid_low": 9.0, "fid_high": 12.5, **figures}]
+
+
+def test_a_figure_is_within_or_outside_the_spread_of_ar():
+    records = make_records()
+    tables = build_tables(records, _with_band(records))
+    quality = tables["quality"]
+    assert [_row(quality, cell)["fid_verdict"] for cell in (STRICT, LOOSE)] == ["within", "outside"]
+    assert _row(tables["summary"], LOOSE)["fid_verdict"] == "outside", "a gain is drift too"
+    assert (_row(quality, LOOSE)["fid_band_low"], _row(quality, LOOSE)["band_sets"]) == (9.0, 3)
+    assert quality["fid_verdict"].isna().sum() == 1 and quality["kid_verdict"].isna().all()
+
+
+@pytest.mark.parametrize("change", [{"n": 3}, {"reference": "other"}])
+def test_the_spread_of_another_measurement_judges_nothing(change):
+    records = make_records()
+    quality = build_tables(records, _with_band(records, **change))["quality"]
+    assert quality["fid_verdict"].isna().all()
+    assert "no verdicts: the spread is that of ar with" in _row(quality, STRICT)["note"]
+
+
+def test_a_run_without_other_seeds_says_so():
+    records = make_records()
+    quality = build_tables(records, _with_band(records)[:-1])["quality"]
+    assert quality["fid_verdict"].isna().all() and "no ar cells with other seeds" in _row(quality, STRICT)["note"]
+    assert "seeds" not in str(_row(quality, AR)["note"])
+
+
+def test_other_seeds_of_ar_have_rows_and_bands_of_their_own():
+    again = Decoding(mode="ar", cfg_scale=2, cfg_default=2, seed_set=1)
+    records = [*make_records(), *(make_record(again, prompt, [[]] * 6, 1.0) for prompt in range(4))]
+    scores = _with_band(records[:12])
+    scores += [{**row, "cell_id": again.cell_id} for row in scores if row["cell_id"] == AR.cell_id]
+    quality = build_tables(records, [row for row in scores if row["level"] != "image"])["quality"]
+    assert list(quality["cell_id"])[:2] == ["ar-t1", "ar-t1-seedset1"]
+    assert list(quality["fid_band_high"]) == [12.5] * 4
+    assert build_tables(records)["speed"].set_index("cell_id")["speedup"]["speculative-static-small-7-t1"] > 1
+
+
+def test_scores_are_compared_with_ar_by_prompt():
+    records = make_records()
+    scores = make_scores(records)
+    for row in scores:
+        if row["level"] == "image" and row["cell_id"] == STRICT.cell_id:
+            row["clip_score"] += 0.01 * (1 + float(row["prompt_accuracy"]))
+    row = _row(build_tables(records, scores)["quality"], STRICT)
+    assert row["clip_score_vs_ar"] == pytest.approx(0.01 * 1.75)
+    assert row["clip_score_vs_ar_low"] < 0.0175 < row["clip_score_vs_ar_high"]
+    assert row["clip_score_vs_ar_p"] == pytest.approx(2 / 2**4), "all four prompts gain: two of 16 exchanges"
+    assert (row["prompt_accuracy_vs_ar"], row["prompt_accuracy_vs_ar_p"]) == (0.0, 1.0)
+    assert math.isnan(_row(build_tables(records, scores)["quality"], AR)["clip_score_vs_ar"])
 
 
 def test_one_quality_row_for_each_protocol():

@@ -40,14 +40,13 @@ def paint(folder: Path, names: str = "abcdef", size: tuple[int, int] = (64, 64))
     return folder
 
 
-def test_reference_scenes_use_held_out_captions_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference_sets, "_LEAST", 12)
-    small, again, large = (reference_sets.held_out_reference(largest) for largest in (3, 3, 10))
+def test_reference_scenes_use_held_out_captions_in_turn() -> None:
+    small, again, large = (reference_sets.held_out_reference(size) for size in (12, 12, 20))
     assert isinstance(small.pictures, torch.Tensor) and isinstance(again.pictures, torch.Tensor)
     assert small.pictures.shape == (12, 3, 64, 64) and large.pictures is not None and len(large.pictures) == 20
     assert small.label == again.label != large.label
     assert torch.equal(small.pictures, again.pictures)
-    assert small.label.startswith(reference_sets.reference_name(3))
+    assert small.label.startswith(reference_sets.reference_name(12))
     assert "n=12" in small.label and "seed=" in small.label and "sha256=" in small.label
 
 

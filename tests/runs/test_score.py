@@ -73,7 +73,7 @@ def run(tmp_path: Path) -> tuple[Path, list[dict[str, Any]]]:
 
 
 def _record(key: str, cell: str, prompt: str, image: str, status: str = "ok") -> dict[str, Any]:
-    return {"record_key": key, "cell_id": cell, "prompt": prompt, "image": image, "status": status}
+    return {"record_key": key, "cell_id": cell, "prompt": prompt, "repeat": 0, "image": image, "status": status}
 
 
 def _score(run: tuple[Path, list[dict[str, Any]]], *judge_and_reference: Any) -> list[dict[str, Any]]:
@@ -115,8 +115,29 @@ def test_cell_rows_have_fidelity_extractor_and_reference(
     first, second = (row for row in _score(run, scorers, reference) if row["level"] == "cell")
     assert first["n"] == second["n"] == 6 and first["kid_subset"] == 3
     assert first["fid"] is None and "fid needs 128 images" in first["note"]
-    assert isinstance(first["kid"], float) and 0 <= first["precision"] <= 1 and 0 <= first["recall"] <= 1
+    assert isinstance(first["kid"], float) and first["kid_low"] < first["kid"] < first["kid_high"]
+    assert first["precision"] is None and "precision and recall need 256 images" in first["note"]
     assert first["extractor"] == scorers.extractor.label and first["reference"] == "twenty scenes"
+
+
+def test_sets_of_ar_images_give_a_band(
+    run: tuple[Path, list[dict[str, Any]]],
+    scorers: scoring.Scorers,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With fewest pictures of 6, so that six pictures a cell have every figure but FID."""
+    monkeypatch.setattr(fidelity, "MANIFOLD_PICTURES", 6)
+    folder, records = run
+    both = [record | {"mode": "ar", "seed_set": int(number >= 6)} for number, record in enumerate(records)]
+    *rows, band = _score((folder, both), scorers, reference)
+    assert band["level"] == "band" and (band["n"], band["band_sets"]) == (6, 2)
+    assert band["cell_id"] == records[0]["cell_id"] and "fid" not in band
+    for name in ("kid", "precision", "recall"):
+        assert band[f"{name}_low"] <= band[name] <= band[f"{name}_high"]
+    assert {row["precision"] for row in rows if row["level"] == "image"} <= {0.0, 1.0}
+    other = [record | {"mode": "ar", "temperature": number >= 6} for number, record in enumerate(records)]
+    assert all(row["level"] != "band" for row in _score((folder, other), scorers, reference))
 
 
 def test_scoring_again_gives_the_same(
@@ -211,7 +232,7 @@ def test_other_scorer_or_reference_scores_again(
 ) -> None:
     scoring.score_run(store, scorers, reference)
     assert scoring.score_run(store, scorers, reference._replace(label="other scenes")) == 12
-    newer = dataclasses.replace(scorers, protocol=dataclasses.replace(EMBEDDED, version=2))
+    newer = dataclasses.replace(scorers, protocol=dataclasses.replace(EMBEDDED, version=99))
     assert scoring.score_run(store, newer, reference) == 12
     other = dataclasses.replace(scorers, protocol=dataclasses.replace(EMBEDDED, name="other"))
     assert scoring.score_run(store, other, reference) == 12
