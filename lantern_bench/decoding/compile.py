@@ -15,8 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lantern_bench.chatter import silence_compiler
+
 if TYPE_CHECKING:
     from lantern_bench.decoding.kept_programs import ProgramStore
+
+silence_compiler()
 
 T = TypeVar("T")
 _numbers = itertools.count()

@@ -232,7 +232,7 @@ def features_of(
         return torch.zeros(0, extractor.width)
     cuda = torch.device(device).type == "cuda"
     network: Any = create_feature_extractor(
-        extractor.name, [extractor.layer], cuda=cuda, feature_extractor_weights_path=str(extractor.weights)
+        extractor.name, [extractor.layer], cuda, verbose=False, feature_extractor_weights_path=str(extractor.weights)
     )
     # save_cpu_ram: loads in this process; worker processes cost more than pictures that are in memory.
     dataset = _Prepared(pictures, prepared or (lambda picture: picture))

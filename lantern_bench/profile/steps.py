@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lantern_bench.chatter import silence_profiler
 from lantern_bench.clock import now, peak_memory_bytes, reset_peak_memory, settle_garbage, synchronize
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.emitted_tv import total_variation
@@ -175,7 +176,7 @@ def decode_memory(model: LoadedModel, nodes: int, guided: bool, run: Callable[[]
         return peak_memory_bytes(device) or 0, standing + logits
     # The most bytes that `run` holds at once beyond those held before it.
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as record:
+    with silence_profiler(), torch.profiler.profile(activities=activities, profile_memory=True) as record:
         run()
     events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = most = 0

@@ -57,6 +57,8 @@ def test_sweep_writes_all_files_of_a_run(sweep: dict[str, Any]) -> None:
     assert sweep["code"] == 0, sweep["err"]
     lines = sweep["err"].splitlines()
     assert lines[0] == lines[-1] == "run: whole"
+    ours = ("run: whole", "images", "scoring", "tables: ", "warning: ")
+    assert [line for line in lines if not line.startswith(ours)] == []
     names = {path.name for path in sweep["run"].iterdir()} - {".lock"}
     tables = {f"{name}.csv" for name in ("speed", "quality", "acceptance", "summary")}
     assert names == {"manifest.json", "records.jsonl", "scores.jsonl", "images"} | tables

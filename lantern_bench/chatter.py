@@ -1,0 +1,46 @@
+"""Lines that other libraries print and that mean nothing here, each silenced by its own text.
+
+Anything else that these libraries print is shown.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Of torch's profiler: its start and stop, CUDA on a machine without a GPU, memory that a decode before has left.
+_PROFILER = re.compile(
+    rb"(USDT:[^\n]*profiler_(start|stop)|ERROR:[^\n]*gpuGetDeviceCount failed with code \d+"
+    rb"|\[W[^\n]*Memory block of unknown size was allocated before the profiling started[^\n]*)\n"
+)
+
+
+def silence_compiler() -> None:
+    """Silence what torch says while it compiles for a CPU on a machine with the CUDA toolkit and no GPU."""
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_no_missing_cuda)
+
+
+def _is_no_missing_cuda(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("No CUDA runtime is found")
+
+
+@contextmanager
+def silence_profiler() -> Iterator[None]:
+    """Silence what torch's profiler writes to the standard error stream from C++, where no logger can be set."""
+    sys.stderr.flush()
+    shown = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(shown, 2)
+            os.close(shown)
+            held.seek(0)
+            os.write(2, _PROFILER.sub(b"", held.read()))
