@@ -16,7 +16,7 @@ ARGS  ?=
 # Test processes; each of them computes on one thread.
 WORKERS ?= logical
 
-.PHONY: help sweep test check lint test-long compare-plain aa screenshots constraints wheel clean
+.PHONY: help sweep test check lint test-long predict-here compare-plain aa screenshots constraints wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -41,6 +41,11 @@ lint: $(DEV) ## ruff, mypy, import contracts
 
 test-long: check ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600 -m long $(ARGS)
+
+predict-here: $(PLAIN) ## profile this machine, sweep, and predict the sweep's speedups (ARGS: flags of `sweep`)
+	$(BIN)/lantern-bench profile --tree chain-3,small-7,eagle1-25 --save-device build/predict/here.yaml
+	$(BIN)/lantern-bench sweep --metrics speed --out build/predict/run $(ARGS) > /dev/null
+	$(BIN)/lantern-bench predict build/predict/run --device build/predict/here.yaml
 
 compare-plain: $(DEV) ## milliseconds a step: a plain implementation, and this one (ARGS: --images N --cells ...)
 	$(BIN)/python -m tests.plain.compare $(ARGS)

@@ -379,6 +379,30 @@ _REPRODUCTION = (
     NOTE,
 )
 
+_PREDICTION = (
+    *CELL_COLUMNS,
+    Column("device", "string", "", "the device that the row is predicted for"),
+    Column("stack", "string", "", "compiled (this package) or eager (code as it is published)"),
+    Column("images", "int", "images", "images whose steps were used"),
+    Column("mean_accepted_length", "float", "tokens/step", "tokens committed per step in the run"),
+    Column("nodes", "int", "nodes", "nodes of a target forward, the root included"),
+    Column("drafter_forwards_per_step", "int", "forwards", "forward passes of the drafter per step"),
+    Column("speedup", "float", "", "predicted seconds of ar / predicted seconds of the cell"),
+    Column("speedup_measured", "float", "", "speedup of the run, on its own machine"),
+    Column("error", "float", "", "speedup / speedup_measured - 1, where the run was made on the device"),
+    Column("latency_s", "float", "s", "predicted seconds per image"),
+    Column("ar_ms", "float", "ms", "predicted, an autoregressive step"),
+    Column("step_ms", "float", "ms", "predicted, a step of the cell: draft, target, verify and other"),
+    Column("draft_ms", "float", "ms", "drafting, per step"),
+    Column("target_ms", "float", "ms", "target, per step"),
+    Column("verify_ms", "float", "ms", "verification, per step"),
+    Column("other_ms", "float", "ms", "host work outside the programs, per step"),
+    Column("read_ms", "float", "ms", "reading weights, cache and distributions, if nothing else took time"),
+    Column("multiply_ms", "float", "ms", "products, if nothing else took time"),
+    Column("launch_ms", "float", "ms", "kernels, if nothing else took time"),
+    NOTE,
+)
+
 TABLES: dict[str, tuple[Column, ...]] = {
     "records": _RECORDS,
     "scores": _SCORES,
@@ -389,6 +413,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
     "comparison": _COMPARISON,
     "summary": _SUMMARY,
     "reproduction": _REPRODUCTION,
+    "prediction": _PREDICTION,
     **CHECK_TABLES,
 }
 

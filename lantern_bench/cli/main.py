@@ -19,7 +19,7 @@ from lantern_bench.cli.generate import generate
 from lantern_bench.cli.models import experiments, models, neighbours, weights
 from lantern_bench.cli.options import command_group
 from lantern_bench.cli.profile import profile
-from lantern_bench.cli.results import compare, curves, report, show
+from lantern_bench.cli.results import compare, curves, predict, report, show
 from lantern_bench.cli.sweep import reproduce, score, sweep
 from lantern_bench.cli.train import train
 from lantern_bench.console import Console
@@ -33,8 +33,8 @@ _EPILOG = (
 _GLOBAL = {"-q", "--quiet", "-v", "--verbose", "--debug"}
 
 app = command_group(name="lantern-bench", pretty_exceptions_enable=False, epilog=_EPILOG)
-_COMMANDS = (sweep, reproduce, score, show, curves, compare, report, certify, generate, models, experiments, profile)
-for command in (*_COMMANDS, neighbours):
+_COMMANDS = (sweep, reproduce, score, show, curves, compare, report, predict, certify, generate, models, experiments)
+for command in (*_COMMANDS, profile, neighbours):
     app.command()(command)
 app.add_typer(train)
 app.add_typer(weights)

@@ -49,13 +49,19 @@ def profile(
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Directory for profile.csv and profile.png.")] = None,
+    save_to: Annotated[
+        Path | None, typer.Option("--save-device", help="Write what steps cost here to a file for `predict --device`.")
+    ] = None,
     format: FormatOption = None,
     *,
     flags: dict[str, Any],
 ) -> None:
     """Measure what decode steps cost, and compare it with what the device allows; or search for the fastest tree."""
     if search:
-        _refuse_with_search(tree=tree, tokens=tokens, out=out, size=size, random_weights=random_weights or None)
+        own: dict[str, Any] = {"tree": tree, "tokens": tokens, "out": out, "save_device": save_to}
+        _refuse_with_search(**own, size=size, random_weights=random_weights or None)
+    if save_to is not None and save_to.suffix not in (".yaml", ".yml"):
+        raise UserError(f"--save-device {save_to}: must end in .yaml")
     resolved = resolve_flags("profile", flags | {"model": [model]}, mode or ["speculative"])
     decodings = [cell.decoding for cell in resolved.cells]
     if not all(one.drafts for one in decodings):
@@ -64,7 +70,7 @@ def profile(
         cells = ", ".join(one.cell_id for one in decodings)
         raise UserError(f"profile measures one mode and rule at a time, and these are {len(decodings)}: {cells}")
 
-    from lantern_bench.profile.run import load_subject
+    from lantern_bench.profile.run import load_subject, save_device
     from lantern_bench.runs.devices import choose_place
 
     console: Console = ctx.obj
@@ -79,7 +85,10 @@ def profile(
         return
     names = [name.strip() for text in tree or [_TREES] for name in text.split(",") if name.strip()]
     decoding = decodings[0].model_copy(update={"cfg_scale": subject.cfg_scale})
-    _profile(subject, decoding, names, size or model, place, console, format, out)
+    rows = _profile(subject, decoding, names, size or model, place, console, format, out)
+    if save_to is not None:
+        save_device(subject, rows, place, save_to)
+        console.say(f"written: {save_to}")
 
 
 def _refuse_with_search(**given: object) -> None:
@@ -99,8 +108,8 @@ def _profile(
     console: Console,
     format: str | None,
     out: Path | None,
-) -> None:
-    """Measure the steps of the trees `names`."""
+) -> list[dict[str, Any]]:
+    """Measure the steps of the trees `names`; return the rows of the table."""
     import pandas as pd
 
     from lantern_bench.profile.run import measure, step_of, write_step_costs
@@ -122,6 +131,7 @@ def _profile(
         tv = dtype_error(title, subject.model, subject.prompts[:2], subject.cfg_scale)
         figures = f"mean {tv.mean():.4f}, 99th percentile {tv.quantile(0.99):.4f}, maximum {tv.max():.4f}"
         console.say(f"TV of {place.dtype_name} against float32, {len(tv)} positions: {figures}")
+    return rows
 
 
 def _search(subject: Subject, decodings: Sequence[Decoding], console: Console, format: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Commands that read runs: `show`, `curves`, `compare` and `report`."""
+"""Commands that read runs: `show`, `curves`, `compare`, `predict` and `report`."""
 
 from __future__ import annotations
 
@@ -119,6 +119,30 @@ def compare(
     failed = verdicts == WORSE if fail_if == "worse" else verdicts != SAME
     if fail_if is not None and failed.any():
         raise CheckFailedError(f"--fail-if {fail_if}: true of {int(failed.sum())} of {len(verdicts)} verdicts")
+
+
+def predict(
+    ctx: typer.Context,
+    run: Annotated[str, typer.Argument(help=RUN_HELP)],
+    device: Annotated[str, typer.Option(help="A device (rtx-3090, a100, h100, ...), or a YAML file of one.")],
+    model: Annotated[str | None, typer.Option(help="Predict with this model's sizes, at the run's acceptance.")] = None,
+    stack: Annotated[str, typer.Option(help="compiled (this package) or eager (code as published).")] = "compiled",
+    format: FormatOption = None,
+) -> None:
+    """Predict the speedup of every cell on another device, from its recorded steps and a cost model."""
+    from lantern_bench.report.cost_model import STACKS, find_device
+    from lantern_bench.report.predict import predict_run, terms_of
+    from lantern_bench.report.records import load_runs
+
+    console: Console = ctx.obj
+    if stack not in STACKS:
+        raise UserError(f"--stack {stack}: unknown", f"One of {', '.join(STACKS)}.")
+    found = find_device(device)
+    (data,) = load_runs([locate(run)]).values()
+    table = predict_run(data, found, stack, model)
+    console.table(table, "prediction", title=f"{data.folder.name}, predicted for {found.name}", format=format)
+    for line in terms_of(found, stack):
+        console.say(line)
 
 
 def report(

@@ -6,9 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import yaml
 
 from lantern_bench.clock import OnProgress
 from lantern_bench.config.decoding import Decoding
@@ -16,13 +18,26 @@ from lantern_bench.config.methods import DRAFTINGS, chain_problem
 from lantern_bench.config.trees import topology_of
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.errors import UserError
+from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.random_model import random_model, random_model_of_size, read_size
 from lantern_bench.models.registry import card_of, family_of, load_model
 from lantern_bench.profile.steps import Rates, decode_memory, forward_ms, forward_need, step_cost
 from lantern_bench.profile.tree_search import with_tree
+from lantern_bench.report.cost_model import (
+    STACKS,
+    Sample,
+    Setting,
+    StepTimes,
+    fit_device,
+    named_draft,
+    step_samples,
+    target_work,
+)
+from lantern_bench.report.reproduction import device_in_words
 from lantern_bench.report.tables import write_csv
 from lantern_bench.runs.devices import Place
+from lantern_bench.runs.machine import machine_block
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -122,6 +137,33 @@ def _step_row(subject: Subject, name: str, decoding: Decoding, before: Sequence[
     one_image = partial(step_cost, model, decoding, prompts[:1], tokens=24)
     peak, accounted = decode_memory(model, nodes, subject.guided, one_image)
     return row | {"peak_memory_mb": peak / 1e6, "accounted_memory_mb": accounted / 1e6}
+
+
+def save_device(subject: Subject, rows: Sequence[Row], place: Place, path: Path) -> None:
+    """Fit a device to the rows of `measure` and write its file, for `lantern-bench predict --device`.
+
+    Raises `UserError` where the file cannot be written.
+    """
+    sizes = subject.model.target.config  # type: ignore[attr-defined]
+    kind, size = "gpu" if place.device.type == "cuda" else "cpu", place.dtype.itemsize
+    at = Setting(sizes, 1, subject.guided, sizes.prefix + sizes.image_tokens // (1 if kind == "gpu" else 2))
+    samples: list[Sample] = []
+    for row in rows:
+        if row["what"] == "forward":
+            work = target_work(at, row["nodes"], size, STACKS["compiled"])
+            samples.append(Sample("target", work, 1e-3 * row["milliseconds"], row["nodes"]))
+        else:
+            times = StepTimes(**{part: row[part] for part in _PARTS})
+            samples += step_samples(at, named_draft(row["name"]), size, times)
+    host = [row["other_ms"] for row in rows if row["what"] == "step" and row["name"] != "ar"]
+    where = {"device": str(place.device), "machine": machine_block(), "threads": torch.get_num_threads()}
+    note = f"fitted to {len(samples)} times of `lantern-bench profile`: {subject.model.name}, {place.dtype_name}"
+    facts = {"name": path.stem, "about": device_in_words(where), "kind": kind, "weight_bytes": size}
+    device = fit_device(samples, **facts, step_us=round(1e3 * median(host), 2) if host else 0.0, sources=(note,))
+    try:
+        write_atomically(path, yaml.safe_dump(device.model_dump(mode="json"), sort_keys=False).encode())
+    except OSError as error:
+        raise UserError(f"--save-device {path}: cannot be written: {error.strerror}") from error
 
 
 def write_step_costs(table: pd.DataFrame, folder: Path) -> list[Path]:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 # Number format and unit of a figure. Other figures have four digits and the unit of the schema.
 _FORMATS = {
-    **dict.fromkeys(("speedup", "speedup_published"), ("{:.2f}", "x")),
+    **dict.fromkeys(("speedup", "speedup_published", "speedup_measured"), ("{:.2f}", "x")),
+    "error": ("{:+.1%}", ""),
     "speedup_difference": ("{:+.2f}", "x"),
     **dict.fromkeys(("mean_accepted_length", "mal_uncut", "accepted_drafts", "step_compression"), ("{:.2f}", "")),
     **dict.fromkeys(("acceptance_rate", "rate", "prompt_accuracy", "precision", "recall"), ("{:.3f}", "")),
@@ -25,7 +26,7 @@ _FORMATS = {
     **dict.fromkeys(("fid", "fid_infinity"), ("{:.2f}", "")),
     **dict.fromkeys(("clip_score", "moved_mass"), ("{:.4f}", "")),
     **dict.fromkeys(("kid", "kid_std"), ("{:.4g}", "")),
-    **dict.fromkeys(("draft_ms", "target_ms", "verify_ms", "other_ms"), ("{:.2f}", " ms")),
+    **dict.fromkeys(("draft_ms", "target_ms", "verify_ms", "other_ms", "ar_ms", "step_ms"), ("{:.2f}", " ms")),
     "latency_s": ("{:.3g}", " s"),
     "tokens_per_s": ("{:.3g}", ""),
     "peak_memory_mb": ("{:.0f}", " MB"),
@@ -44,7 +45,7 @@ _SCORED_BY = {"fid": "fid_features", "clip_score": "clip_model"}
 _IN_ID = {column.name for column in CELL_COLUMNS} - {"cell_id", "model"}
 _SAID_ONCE = (
     "model", "images", "fid_features", "clip_model", "reference", "n_reference", "protocol", "protocol_version",
-    "kid_subset",
+    "kid_subset", "device", "stack",
 )  # fmt: skip
 # The summary shows these even where they are missing: the notes give the reason.
 _HEADLINE = ("speedup", "mean_accepted_length", "fid", "clip_score")

@@ -8,6 +8,7 @@ page still shows its tables: figures formatted as in every other table, with the
 from __future__ import annotations
 
 import base64
+import contextlib
 import gzip
 import io
 import json
@@ -20,12 +21,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lantern_bench import __version__
 from lantern_bench.config.paper import read_paper
-from lantern_bench.errors import UserError
+from lantern_bench.errors import LanternError, UserError
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.report import curves
+from lantern_bench.report.cost_model import devices
 from lantern_bench.report.curves import FAMILY, SPEEDS, Tables
 from lantern_bench.report.format_tables import format_figure, readable
 from lantern_bench.report.labels import BOUNDS, CELL, GROUPINGS, PARAMETER_NAMES, CellKey, cell_key, is_given, labels
+from lantern_bench.report.predict import prediction_rows
 from lantern_bench.report.records import CellRecords, Row, group_records, load_runs
 from lantern_bench.report.reproduction import comparability, reproduction_rows
 from lantern_bench.report.tables import ENDS, sort_scores
@@ -121,6 +124,7 @@ def page_data(runs: Mapping[str, RunData], made: Mapping[str, Tables], home: Pat
         "cells": cells,
         "speeds": SPEEDS,
         "fronts": _fronts(made, numbers),
+        "devices": _devices(runs, numbers),
         "depth": _curve(curves.acceptance_points(made), "index", "rate", numbers),
         "position": _curve(curves.acceptance_points(made, "position"), "index", "rate", numbers),
         "lengths": _curve(curves.length_points(made), "length", "share", numbers),
@@ -142,6 +146,21 @@ def _fronts(made: Mapping[str, Tables], numbers: Numbers) -> list[Plain]:
         ]  # fmt: skip
         about = {"speed": front.speed, "quality": front.quality, "axis": front.axis}
         found.append(about | {"less": front.less_is_better, "points": points})
+    return found
+
+
+def _devices(runs: Mapping[str, RunData], numbers: Numbers) -> list[Plain]:
+    """For each shipped device the predicted speedup of each cell, None where it cannot be predicted."""
+    found = []
+    for device in devices().values():
+        speedups: list[float | None] = [None] * len(numbers)
+        for name, run in runs.items():
+            # A run without recorded steps or of a model of unknown sizes has no prediction.
+            with contextlib.suppress(LanternError):
+                for row in prediction_rows(run, device, "compiled"):
+                    speedups[numbers[name, row["model"], row["cell_id"]]] = _rounded([row["speedup"]])[0]
+        if any(speedups):
+            found.append({"text": device.about, "speedups": speedups})
     return found
 
 

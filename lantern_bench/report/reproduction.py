@@ -94,7 +94,7 @@ def comparability(tables: Mapping[str, pd.DataFrame], paper: Paper | None, manif
     fidelity = " No difference is given between FIDs, precisions or recalls of different features."
     compared: list[tuple[str, str | None, str, str]] = []
     compared += [("model", paper.model, _listed(speed["model"]), shape)] if paper.model else []
-    compared += [("hardware", paper.hardware, _device(manifest), ""), ("n", *counts, "")]
+    compared += [("hardware", paper.hardware, device_in_words(manifest), ""), ("n", *counts, "")]
     compared += [("extractor", paper.fid_features, features, fidelity)] if "fid" in paper.columns else []
     compared += [("CLIP model", paper.clip_model, clips, "")] if "clip_score" in paper.columns else []
     notes = [
@@ -157,7 +157,8 @@ def _listed(values: Iterable[Any]) -> str:
     return ", ".join(str(value) for value in sorted(set(values)))
 
 
-def _device(manifest: Mapping[str, Any]) -> str:
+def device_in_words(manifest: Mapping[str, Any]) -> str:
+    """Return the device of a run: `cuda`, or a CPU's name and the threads."""
     cpu, device = (manifest.get("machine") or {}).get("cpu") or {}, manifest.get("device")
     if device not in (None, "cpu"):
         return str(device)

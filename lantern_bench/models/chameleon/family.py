@@ -60,6 +60,8 @@ class ChameleonFamily(CheckpointFamily):
                 licence=CHAMELEON.name,
                 vocab_size=CODES,
                 tokens=style.tokens,
+                # Only the number of tokens matters to sizes: their ids are not looked up.
+                sizes=replace(PUBLISHED.transformer(style, range(CODES + style.line_ends)), token_ids=None),
                 also_called=tuple(other for other, meant in _ALSO.items() if meant == name and other != "chameleon"),
             )
             for name, style in STYLES.items()

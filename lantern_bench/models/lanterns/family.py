@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lantern_bench.models.lanterns import FILES, GUIDANCE, TREE, WEIGHTS_FOLDER
+from lantern_bench.models.lanterns import FILES, GUIDANCE, TARGET_CONFIG, TREE, WEIGHTS_FOLDER
 from lantern_bench.models.lanterns.captions import HELD_OUT, TRAIN, words
 from lantern_bench.plugins import ModelCard
 
@@ -40,6 +40,7 @@ class LanternsFamily:
                 vocab_size=2048,
                 tokens=256,
                 parameters=7_485_440,
+                sizes=TARGET_CONFIG,
             )
         ]
 

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import file_sha256
 from lantern_bench.models.io.state_dict import compute_buffers
-from lantern_bench.models.lanterns import FILES, WEIGHTS_FOLDER
+from lantern_bench.models.lanterns import FILES, TARGET_CONFIG, WEIGHTS_FOLDER
 from lantern_bench.models.lanterns.captions import MAX_WORDS, VOCABULARY, words
-from lantern_bench.models.transformer import TransformerConfig
 from lantern_bench.models.transformer.conditioning import Condition, WordCaption
 from lantern_bench.models.transformer.target import TransformerTarget
 from lantern_bench.models.vq import VQConfig, VQModel
@@ -28,9 +27,6 @@ from lantern_bench.models.vq import VQConfig, VQModel
 M = TypeVar("M", bound=nn.Module)
 
 TOKENIZER_CONFIG = VQConfig(codes=2048, code_dim=8, z_channels=64, channels=32, channel_mult=(1, 2, 3), res_blocks=1)
-TARGET_CONFIG = TransformerConfig(
-    vocab_size=2048, dim=256, layers=8, heads=4, ffn_dim=704, prefix=MAX_WORDS, grid=(16, 16), prefix_rotary="identity"
-)
 
 
 def build_target() -> TransformerTarget:

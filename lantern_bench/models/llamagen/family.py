@@ -58,6 +58,7 @@ class LlamaGenFamily(CheckpointFamily):
                     tokens=size.tokens,
                     classes=size.classes if classes else None,
                     also_called=(stem,) if top else (),
+                    sizes=size.transformer(),
                 )
             )
         return made

@@ -2,7 +2,7 @@
 // Plotly's own menus choose what is drawn; the chips are the legend, as they filter tables, pictures and maps as well.
 const AXES = { lengths: ["tokens committed by a step", "share of steps"], depth: ["depth", "acceptance rate"], position: ["position (tokens, row by row)", "acceptance rate"] };
 const CONFIG = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
-const chosen = { speed: 0, quality: 0, parameter: 0 };
+const chosen = { speed: 0, quality: 0, device: 0, parameter: 0 };
 const GREY = "rgba(128,128,128,0.35)";
 
 function ink(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
@@ -62,13 +62,24 @@ function frontNames(front, frame) {
   });
 }
 
+// The front with the speedups predicted for the chosen device, as they are where none is chosen.
+function onDevice(front, device) {
+  if (!device) return front;
+  const known = front.points.filter((point) => device.speedups[point.cell] !== null).map((point) => ({ ...point, x: [device.speedups[point.cell], null, null] }));
+  const quality = (point) => (front.less ? -point.y[0] : point.y[0]);
+  const rivals = (a, b) => ["run", "model"].every((name) => data.cells[a.cell][name] === data.cells[b.cell][name]);
+  const beats = (a, b) => rivals(a, b) && a.x[0] >= b.x[0] && quality(a) >= quality(b) && (a.x[0] > b.x[0] || quality(a) > quality(b));
+  return { ...front, points: known.map((point) => ({ ...point, dominated: known.some((other) => beats(other, point)) })) };
+}
+
 function drawFront() {
   const speeds = unique(data.fronts.map((one) => one.speed)), qualities = unique(data.fronts.map((one) => one.axis));
-  const front = data.fronts.find((one) => one.speed === speeds[chosen.speed] && one.axis === qualities[chosen.quality]);
-  if (!front) return;
+  const measured = data.fronts.find((one) => one.speed === speeds[chosen.speed] && one.axis === qualities[chosen.quality]);
+  if (!measured) return;
+  const places = measured.speed === "speedup" ? data.devices : [], device = places[chosen.device - 1], front = onDevice(measured, device);
   const best = front.points.filter((point) => !point.dominated).sort((a, b) => a.x[0] - b.x[0]);
   const line = { x: best.map((p) => p.x[0]), y: best.map((p) => p.y[0]), mode: "lines", line: { color: GREY, width: 1.5 }, hoverinfo: "skip" };
-  const title = front.axis.replace("\n", " "), speed = data.speeds[front.speed];
+  const title = front.axis.replace("\n", " "), speed = device ? `speedup predicted for ${device.text}` : data.speeds[front.speed];
   const traces = front.points.map((point) => {
     const cell = data.cells[point.cell], colour = colourOf(cell), shadow = isShadow(point.cell);
     const fine = front.quality === "fid" ? 2 : 4;
@@ -82,9 +93,9 @@ function drawFront() {
     };
   });
   const direction = front.less ? "reversed" : true;
-  const arrangement = layout(axis(`${speed}, 95 % interval`), axis(front.axis.replace("\n", "<br>"), { autorange: direction }));
+  const arrangement = layout(axis(device ? `${speed}, not measured` : `${speed}, 95 % interval`), axis(front.axis.replace("\n", "<br>"), { autorange: direction }));
   if (front.speed === "speedup") arrangement.shapes = [{ type: "line", x0: 1, x1: 1, yref: "paper", y0: 0, y1: 1, line: { color: GREY, width: 1, dash: "dot" } }];
-  draw("front", [line, ...traces], withMenus(arrangement, { speed: speeds.map((one) => data.speeds[one]), quality: qualities.map((one) => one.replace("\n", " ")) }));
+  draw("front", [line, ...traces], withMenus(arrangement, { speed: speeds.map((one) => data.speeds[one]), quality: qualities.map((one) => one.replace("\n", " ")), device: ["measured", ...places.map((one) => `predicted: ${one.text}`)] }));
   Plotly.relayout("front", { annotations: frontNames(front, find("#front")._fullLayout) });
 }
 

@@ -1,0 +1,152 @@
+"""Write the tables of docs/prediction.md: published speedups predicted from the accepted length alone, and devices.
+
+    python -m docs.make_prediction
+
+The text above the marker is written by hand; everything below it is replaced. docs/published_speed.csv holds what was
+read; no figure of it was fitted to.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pandas as pd
+
+from lantern_bench.models.registry import card_of
+from lantern_bench.models.transformer import TransformerConfig
+from lantern_bench.report.cost_model import (
+    STACKS,
+    Draft,
+    Setting,
+    Stack,
+    StepTimes,
+    devices,
+    fit_device,
+    named_draft,
+    step_samples,
+    step_seconds,
+)
+
+PAGE = Path(__file__).with_name("prediction.md")
+REFERENCE = PAGE.parent.parent / "results" / "reference"
+MARKER = "<!-- Below: python -m docs.make_prediction -->\n"
+# transformers 5.23, Emu3TextConfig; 8,193 tokens of an image (papers: 8,193 forwards).
+EMU3 = TransformerConfig(184_622, 4096, 32, 32, 14_336, prefix=64, grid=(90, 91), kv_heads=8)
+# Where no device is stated: eager code waits for its host, and every device of the file gives the same speedup.
+ANY_DEVICE = "a100"
+
+
+def published_rows() -> list[dict[str, Any]]:
+    """The rows of published_speed.csv with `predicted` and `error`."""
+    with PAGE.with_name("published_speed.csv").open(encoding="utf-8", newline="") as file:
+        rows: list[dict[str, Any]] = list(csv.DictReader(file))
+    for row in rows:
+        row["predicted"] = predicted(row)
+        row["error"] = row["predicted"] / float(row["speedup"]) - 1
+    return rows
+
+
+def predicted(row: dict[str, Any], stack: Stack = STACKS["eager"]) -> float:
+    """The speedup of a published row from its compression; `rounds` drafts are made for each target forward."""
+    sizes = EMU3 if row["model"] == "emu3" else card_of(row["model"]).sizes
+    at = Setting(sizes, 1, True, sizes.prefix + sizes.image_tokens / 2)
+    device, compression = devices()[row["device"] or ANY_DEVICE], float(row["compression"])
+    step = step_seconds(device, stack, at, draft_of(row["draft"]), compression)
+    plain = step_seconds(device, stack, at, None, 1.0)
+    return compression * plain.total / (step.total + (float(row["rounds"]) - 1) * step.draft.total)
+
+
+def draft_of(name: str) -> Draft:
+    """`58n5d10b`, a static tree, or `window-16`: a Jacobi window, which asks no drafter and verifies in one go."""
+    if name.startswith("window-"):
+        return Draft(int(name.removeprefix("window-")), None, 1, 1)
+    draft = named_draft(name)
+    assert draft is not None, name
+    return draft
+
+
+def held_out() -> list[dict[str, Any]]:
+    """Measured and predicted speedups of the reference runs: a CPU fitted to ar and two trees predicts the others."""
+    found: list[dict[str, Any]] = []
+    for path in (REFERENCE / "speed.csv", REFERENCE / "trees" / "speed.csv"):
+        table = pd.read_csv(path)
+        sizes, drafts = card_of(table["model"][0]).sizes, [named_draft(str(tree)) for tree in table["tree"]]
+        at = Setting(sizes, 1, True, sizes.prefix + sizes.image_tokens // 2)
+        parts = table[list(StepTimes._fields)].fillna(0.0)
+        known = sorted({draft for draft in drafts if draft is not None})
+        fitted = [None, known[0], known[-1]]
+        samples = [
+            sample
+            for draft, tree, times in zip(drafts, table["tree"], parts.to_dict("records"), strict=True)
+            if draft in fitted and (draft is not None or pd.isna(tree))
+            for sample in step_samples(at, draft, 2, StepTimes(**times))
+        ]
+        host = 1e3 * parts["other_ms"][table["tree"].notna()].median()
+        device = fit_device(samples, name="reference", kind="cpu", step_us=host)
+        plain, ours = step_seconds(device, STACKS["compiled"], at, None, 1.0).total, parts.sum(axis=1)
+        # The step that the cells are compared to, without the prefill: it is not in the parts.
+        before = float(ours[table["tree"].isna() & (table["temperature"] == 1)].iloc[0])
+        for draft, cell, length, after in zip(
+            drafts, table["cell_id"], table["mean_accepted_length"], ours, strict=True
+        ):
+            if draft is not None and draft not in fitted:
+                made = length * plain / step_seconds(device, STACKS["compiled"], at, draft, length).total
+                row = {"run": path.parent.name, "cell": cell, "measured": length * before / after, "predicted": made}
+                found.append(row | {"error": made / row["measured"] - 1})
+    return found
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """How far a group of rows is off, in one sentence."""
+    errors = [abs(row["error"]) for row in rows]
+    near = sum(error <= 0.15 for error in errors)
+    free = median(abs(float(row["compression"]) / float(row["speedup"]) - 1) for row in rows)
+    found = (
+        f"{len(rows)} rows: median absolute error {median(errors):.1%}, {near} within 15 %, largest {max(errors):.0%}"
+    )
+    return f"{found}; with drafts and verification for free the median error is {free:.1%}"
+
+
+def groups() -> dict[str, list[dict[str, Any]]]:
+    """The rows by what they state: both figures on a named device, a borrowed compression, no device."""
+    rows = published_rows()
+    named = [row for row in rows if row["device"]]
+    return {
+        "Device stated": [row for row in named if row["confidence"] != "borrowed"],
+        "Device stated, compression from another paper": [row for row in named if row["confidence"] == "borrowed"],
+        "Device not stated": [row for row in rows if not row["device"]],
+    }
+
+
+def render(page: str) -> str:
+    """Return the text of the page with its tables made anew."""
+    written, _, _ = page.partition(MARKER)
+    text = f"{written}{MARKER}"
+    for name, rows in groups().items():
+        text += f"\n### {name}\n\n{summary(rows)}.\n\n"
+        text += "| paper | method | model | device | draft | compression | published | predicted | error | note |\n"
+        text += "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
+        for row in rows:
+            method = " ".join(part for part in (row["method"], row["params"]) if part)
+            cells = (row["paper"], method, row["model"], row["device"], row["draft"], row["compression"])
+            figures = (f"{float(row['speedup']):.2f}x", f"{row['predicted']:.2f}x", f"{row['error']:+.0%}", row["note"])
+            text += f"| {' | '.join((*cells, *figures))} |\n"
+    cells, counts = held_out(), "| run | cell | measured | predicted | error |\n| --- | --- | --- | --- | --- |\n"
+    errors = [abs(row["error"]) for row in cells]
+    text += f"\n### Held-out cells on a CPU\n\n{len(cells)} cells: median absolute error {median(errors):.1%}, "
+    text += f"{sum(error <= 0.1 for error in errors)} within 10 %, largest {max(errors):.1%}.\n\n{counts}"
+    for row in cells:
+        figures = (f"{row['measured']:.2f}x", f"{row['predicted']:.2f}x", f"{row['error']:+.1%}")
+        text += f"| {' | '.join((row['run'], row['cell'], *figures))} |\n"
+    text += "\n### Devices\n\n| name | device | read, GB/s | Tflop/s | source |\n| --- | --- | --- | --- | --- |\n"
+    for device in devices().values():
+        cells = (device.name, device.about, f"{device.read_gb_s:g}", f"{device.multiply_tflops:g}")
+        text += f"| {' | '.join((*cells, '; '.join(device.sources)))} |\n"
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

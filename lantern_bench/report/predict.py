@@ -1,0 +1,137 @@
+"""The speedup of every cell of a run on another device, from its recorded steps and `cost_model`.
+
+Acceptance is the run's: which tokens a step commits does not depend on the device. Costs are the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lantern_bench.config.trees import check_topology, topology_name
+from lantern_bench.errors import RefusedError
+from lantern_bench.models.registry import card_of
+from lantern_bench.report.cost_model import (
+    NOTHING,
+    STACKS,
+    Device,
+    Draft,
+    Setting,
+    StepSeconds,
+    named_draft,
+    seconds_of,
+    step_seconds,
+    target_work,
+    tree_draft,
+)
+from lantern_bench.report.records import CellRecords, group_records, join_notes
+from lantern_bench.report.reproduction import device_in_words
+from lantern_bench.report.tables import frame, tables_of
+from lantern_bench.runs.store import RunData
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def predict_run(run: RunData, device: Device, stack: str, model: str | None = None) -> pd.DataFrame:
+    """Return the table `prediction` of a run, with the speedups that it measured; raises as `prediction_rows`."""
+    import pandas as pd
+
+    rows = list(prediction_rows(run, device, stack, model))
+    measured = tables_of(run)["speed"].set_index("cell_id")["speedup"]
+    here = model is None and stack == "compiled" and device.about == device_in_words(run.manifest)
+    for row in rows:
+        row["speedup_measured"] = ours = measured.get(row["cell_id"])
+        row["error"] = row["speedup"] / ours - 1 if here and not pd.isna(ours) else None
+    return frame("prediction", rows)
+
+
+def prediction_rows(run: RunData, device: Device, stack: str, model: str | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the table `prediction`, in the order of the other tables.
+
+    `model` replaces the run's sizes and not its acceptance. Raises `RefusedError` for a run without recorded steps and
+    for a model of unknown sizes, `UserError` for an unknown model.
+    """
+    cells, kernels = group_records(run.records), STACKS[stack]
+    if not any(row.get("committed_per_step") for cell in cells for row in cell.good):
+        raise RefusedError(f"{run.folder}: no image has recorded steps", "Give a run with completed images.")
+    for cell in cells:
+        good = [row for row in cell.good if row.get("committed_per_step")]
+        if not good:
+            continue
+        name = model or str(cell.columns["model"])
+        sizes, notes = _sizes(name), []
+        if model is not None and model != cell.columns["model"]:
+            notes.append(f"sizes of {model} at the acceptance of {cell.columns['model']}: its own may differ")
+        steps = [count for row in good for count in row["committed_per_step"]]
+        length, tokens = sum(steps) / len(steps), sum(row["tokens"] for row in good) / len(good)
+        place = sum(start for row in good for start in row["start_per_step"]) / len(steps) / tokens
+        if name != cell.columns["model"]:
+            tokens = sizes.image_tokens
+        batch, guided = int(cell.columns["batch"] or 1), cell.columns["cfg_scale"] != 1
+        at = Setting(sizes, batch, guided, sizes.prefix + place * tokens)
+        draft, assumed = _draft(cell, good, run.manifest)
+        if batch > 1 and draft is not None:
+            notes.append("images of a batch that end early are not counted as idle")
+        plain = step_seconds(device, kernels, at._replace(context=sizes.prefix + tokens / 2), None, 1.0)
+        step = step_seconds(device, kernels, at, draft, length)
+        # The prefill is a forward over the prefix.
+        prefill = seconds_of(
+            target_work(at._replace(context=0), sizes.prefix, device.weight_bytes, kernels), device, kernels
+        )
+        before = prefill.total + (tokens - 1) * plain.total
+        seconds = prefill.total + (tokens - 1) / length * step.total
+        row = {**cell.columns, "model": name, "device": device.name, "stack": stack, "images": len(good)}
+        row |= {"mean_accepted_length": length, "nodes": 1 if draft is None else draft.nodes}
+        row |= {"drafter_forwards_per_step": 0 if draft is None or draft.levels is None else 1 + len(draft.levels)}
+        row |= {"speedup": before / seconds, "latency_s": seconds / batch, "ar_ms": 1e3 * plain.total}
+        yield row | _terms(step) | {"note": join_notes([*notes, *assumed])}
+
+
+def terms_of(device: Device, stack: str) -> list[str]:
+    """Return the constants of a prediction as sentences, each with its source."""
+    shares = f"{device.read_gb_s:g} GB/s x {device.read_share:g}, {device.multiply_tflops:g} Tflop/s x "
+    kernel = device.kernel_us if stack == "compiled" else device.eager_kernel_us
+    return [
+        f"Predicted for {device.about or device.name}, not measured: read {shares}{device.multiply_share:g}; "
+        f"{kernel:g} us a kernel ({stack}), {device.step_us:g} us of host work a step.",
+        *device.sources,
+        "Acceptance is that of the run. Formulas, kernel counts, errors against published figures: docs/prediction.md.",
+    ]
+
+
+def _terms(step: StepSeconds) -> dict[str, float]:
+    """Milliseconds of a step, by program and by what they are spent on."""
+    row = {"step_ms": step.total, "draft_ms": step.draft.total, "target_ms": step.target.total}
+    row |= {"verify_ms": step.verify.total, "other_ms": step.host}
+    whole = sum((step.draft, step.target, step.verify), NOTHING)
+    row |= {"read_ms": whole.read, "multiply_ms": whole.multiply, "launch_ms": whole.launch}
+    return {name: 1e3 * value for name, value in row.items()}
+
+
+def _sizes(model: str) -> Any:
+    sizes = card_of(model).sizes
+    if sizes is None:
+        raise RefusedError(
+            f"the sizes of {model} are not known", "Give a published model with --model, such as llamagen-t2i-stage1."
+        )
+    return sizes
+
+
+def _draft(cell: CellRecords, good: list[Any], manifest: Mapping[str, Any]) -> tuple[Draft | None, list[str]]:
+    """The draft of a cell, None for autoregressive decoding, and what is assumed about it."""
+    columns, label = cell.columns, str(cell.columns["tree"])
+    if columns["drafting"] == "none":
+        return None, []
+    if (named := named_draft(label)) is not None:
+        return named, []
+    for settings in (manifest.get("experiment") or {}).get("cells") or ():
+        if isinstance(settings.get("tree"), list):
+            paths = check_topology(settings["tree"])
+            if topology_name(paths) == label:
+                return tree_draft(paths), []
+    depth = max(offered for row in good for offered in row["offered_depth_per_step"])
+    forwards = round(sum(row["drafter_forwards"] for row in good) / sum(len(row["start_per_step"]) for row in good))
+    levels = (1,) * (forwards - 1) if forwards else None
+    note = f"the nodes of {columns['drafting']} are not recorded: a chain of {depth} is assumed"
+    return Draft(depth + 1, levels, depth, 1), [note]

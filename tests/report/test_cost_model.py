@@ -1,0 +1,160 @@
+"""The cost model: a step computed by hand, what more work must cost, fits, device files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lantern_bench.config.trees import STATIC_TREES
+from lantern_bench.decoding.tree import StaticTree
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models.registry import card_of, cards
+from lantern_bench.models.transformer import TransformerConfig
+from lantern_bench.report.cost_model import (
+    STACKS,
+    Device,
+    Draft,
+    Sample,
+    Setting,
+    Stack,
+    Work,
+    devices,
+    draft_work,
+    find_device,
+    fit_device,
+    named_draft,
+    seconds_of,
+    step_seconds,
+    target_work,
+    verify_work,
+)
+
+SIZES = TransformerConfig(vocab_size=100, dim=64, layers=2, heads=1, ffn_dim=128, prefix=4, grid=(4, 4))
+AT = Setting(SIZES, batch=1, guided=True, context=10)
+# Kernels: a layer 3, a forward 5, a drafter forward 7, a level 11, no node, verification 13, rank 17, walk 19, keep 23.
+STACK = Stack(3, 5, 7, 11, 0, 13, 17, 19, 23, fixed=True)
+GPU = Device(name="gpu", kind="gpu", read_gb_s=1, multiply_tflops=1e-3, kernel_us=1, eager_kernel_us=2, step_us=10)
+CPU = GPU.model_copy(update={"kind": "cpu"})
+
+
+def test_target_work_is_as_computed_by_hand():
+    # A layer: queries, keys, values and output 4 * 64^2, feed-forward 3 * 64 * 128; the head is float32.
+    layer = 4 * 64 * 64 + 3 * 64 * 128
+    work = target_work(AT, 3, 2, STACK)
+    cache = 2 * 2 * 2 * 10 * 64 * 2  # keys and values, layers, rows, positions, width, bytes
+    assert work.bytes == 2 * layer * 2 + 100 * 64 * 4 + cache + 2 * 4 * 3 * 100
+    attention = 2 * 2 * (10 + 3) * 64  # layers, products with keys and values, positions
+    assert work.operations == 2 * 3 * (2 * (2 * layer + attention) + 100 * 64)
+    assert work.kernels == 3 * 2 + 5
+
+
+def test_kernels_of_a_step_are_as_computed_by_hand():
+    draft = Draft(nodes=4, levels=(1, 1), depth=3, fanout=2)
+    assert [work.kernels for work in draft_work(AT, draft, 1.0, 2, STACK)] == [7 + 11] * 3
+    assert verify_work(AT, draft, 1.0, STACK).kernels == 13 + 17 * 2 + 19 * 4 + 23 * 2
+
+
+def test_programs_overlap_as_the_device_does():
+    work = Work(bytes=3e6, operations=2e6, kernels=500)  # 3 ms to read, 2 ms to multiply, .5 ms to launch
+    eager = STACK._replace(fixed=False)
+    assert seconds_of(work, GPU, STACK).total == pytest.approx(3.5e-3)
+    assert seconds_of(work, GPU, eager).total == pytest.approx(3e-3)  # the host is ahead
+    assert seconds_of(work._replace(kernels=2000), GPU, eager).total == pytest.approx(4e-3)  # the device waits
+    assert seconds_of(work, CPU, STACK).total == pytest.approx(5.5e-3)
+    with pytest.raises(RefusedError, match="states no eager_kernel_us"):
+        seconds_of(work, CPU.model_copy(update={"eager_kernel_us": None}), eager)
+
+
+@pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
+@pytest.mark.parametrize("device", [*devices().values(), CPU], ids=lambda device: device.name)
+def test_more_work_never_costs_less(device: Device, stack: Stack):
+    device = device.model_copy(update={"eager_kernel_us": device.eager_kernel_us or 20.0})
+    at = Setting(card_of("llamagen-t2i-stage1").sizes, 1, False, 100)
+    chains = [named_draft(f"chain-{length}") for length in range(3, 8)]
+    steps = [step_seconds(device, stack, at, draft, 2.0).total for draft in chains]
+    assert steps == sorted(steps)
+    base = step_seconds(device, stack, at, chains[0], 2.0).total
+    for more in (at._replace(batch=4), at._replace(guided=True), at._replace(context=300)):
+        assert step_seconds(device, stack, more, chains[0], 2.0).total >= base
+    for field in ("read_gb_s", "multiply_tflops"):
+        faster = device.model_copy(update={field: 2 * getattr(device, field)})
+        assert step_seconds(faster, stack, at, chains[0], 2.0).total <= base
+
+
+@pytest.mark.parametrize("name", STATIC_TREES)
+def test_draft_has_the_forwards_of_the_drafting(name: str):
+    tree, draft = StaticTree.of(STATIC_TREES[name], torch.device("cpu")), named_draft(name)
+    assert draft is not None and draft.levels is not None
+    assert (draft.nodes, draft.depth, 1 + len(draft.levels)) == (len(tree.parents), tree.max_depth, len(tree.levels))
+    assert draft.levels == tuple(len(level.within) for level in tree.levels[1:])
+    assert draft.fanout == max(level.fanout for level in tree.levels)
+
+
+def test_dynamic_draft_and_unknown_label():
+    assert named_draft("58n5d10b") == Draft(59, (10, 10, 10, 10), 5, 10)
+    assert named_draft("own-5-123456") is None
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_fit_recovers_a_device_from_its_own_times(kind: str):
+    truth = CPU.model_copy(update={"kind": kind, "read_gb_s": 20.0, "multiply_tflops": 0.3})
+    at, stack = Setting(card_of("lanterns").sizes, 1, True, 138), STACKS["compiled"]
+    samples = [
+        Sample("target", work := target_work(at, nodes, 2, stack), seconds_of(work, truth, stack).total, nodes)
+        for nodes in (1, 8, 16, 32, 64)
+    ]
+    for name in ("chain-3", "eagle1-25"):
+        draft = named_draft(name)
+        assert draft is not None
+        whole = sum(draft_work(at, draft, 1, 2, stack), Work(0, 0, 0))
+        samples.append(Sample("draft", whole, sum(seconds_of(one, truth, stack).total for one in _works(at, draft))))
+        verify = verify_work(at, draft, 1, stack)
+        samples.append(Sample("verify", verify, seconds_of(verify, truth, stack).total))
+    fitted = fit_device(samples, name="fitted", kind=kind, step_us=truth.step_us)
+    for name in ("chain-5", "24n4d6b"):  # held out
+        ours, theirs = (step_seconds(device, stack, at, named_draft(name), 2.0).total for device in (fitted, truth))
+        assert ours == pytest.approx(theirs, rel=0.01 if kind == "cpu" else 0.1)
+
+
+def _works(at: Setting, draft: Draft) -> list[Work]:
+    return draft_work(at, draft, 1, 2, STACKS["compiled"])
+
+
+def test_device_file_is_read_back(tmp_path: Path):
+    device = CPU.model_copy(update={"target_factors": {1: 1.1, 8: 0.9}, "sources": ("measured",)})
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(device.model_dump(mode="json")))
+    found = find_device(str(path))
+    assert found == device
+    assert found.target_factor(4.5) == pytest.approx(1.0) and found.target_factor(64) == 0.9
+
+
+def test_unknown_device_names_the_devices():
+    with pytest.raises(UserError, match=r"--device h10: unknown device; did you mean h100\?") as error:
+        find_device("h10")
+    assert "rtx-3090, a40, a100, h100, h200" in str(error.value.advice)
+
+
+def test_malformed_device_file_names_line_and_key(tmp_path: Path):
+    path = tmp_path / "bad.yaml"
+    path.write_text("name: mine\nkind: tpu\nread_gb_s: -1\nmultiply_tflops: 1\nkernal_us: 2\n")
+    with pytest.raises(UserError) as error:
+        find_device(str(path))
+    for part in ("line 2", "gpu or cpu", "line 3", "read_gb_s", "must be a number above 0", "line 5", "kernel_us"):
+        assert part in str(error.value.message)
+    with pytest.raises(UserError, match="cannot be read"):
+        find_device(str(tmp_path / "none.yaml"))
+
+
+def test_shipped_devices_state_their_source():
+    assert {"rtx-3090", "a100", "h100", "h200"} <= devices().keys()
+    assert all(device.sources and device.about for device in devices().values())
+
+
+def test_named_models_state_their_sizes():
+    for name, card in cards().items():
+        assert card.sizes is not None, name
+        assert card.sizes.image_tokens == card.tokens, name

@@ -1,0 +1,124 @@
+"""Predictions of a run: from its recorded steps, with sizes of its model or another one."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from lantern_bench.cli import main as cli
+from lantern_bench.errors import RefusedError
+from lantern_bench.models.registry import card_of
+from lantern_bench.report.cost_model import STACKS, Setting, devices, named_draft, step_seconds
+from lantern_bench.report.predict import predict_run, prediction_rows
+from lantern_bench.report.records import load_runs
+from lantern_bench.runs.store import RunData
+from lantern_bench.schema import columns
+from tests.made_up_run import make_record, make_records, make_scores, write_run
+
+A100 = devices()["a100"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunData:
+    records = make_records()
+    (data,) = load_runs([write_run(tmp_path / "run", records, make_scores(records))]).values()
+    return data
+
+
+def test_table_has_the_columns_of_the_schema_and_the_measured_speedup(run: RunData):
+    table = predict_run(run, A100, "compiled")
+    assert list(table.columns) == [column.name for column in columns("prediction")]
+    assert table["mode"].tolist() == ["ar", "speculative", "lantern++"]
+    assert table["speedup"][0] == pytest.approx(1.0)
+    assert table["speedup_measured"].tolist() == pytest.approx([1.0, 2.0930, 3.25], abs=1e-3)
+    assert table["error"].isna().all()  # the run was made elsewhere
+    parts = table[["draft_ms", "target_ms", "verify_ms", "other_ms"]].sum(axis=1)
+    assert parts.tolist() == pytest.approx(table["step_ms"].tolist())
+
+
+def test_speedup_is_accepted_length_over_relative_cost_of_a_step(run: RunData):
+    # STRICT has the walks [0, 1], [0, -1], [-1]: 2 tokens a step from the positions 1, 4 and 6 of 7 tokens.
+    row = next(row for row in prediction_rows(run, A100, "eager") if row["mode"] == "speculative")
+    sizes = card_of("lanterns").sizes
+    at = Setting(sizes, 1, True, sizes.prefix + 11 / 3)
+    step = step_seconds(A100, STACKS["eager"], at, named_draft("small-7"), 2.0)
+    assert row["mean_accepted_length"] == 2.0 and row["nodes"] == 8 and row["drafter_forwards_per_step"] == 4
+    assert row["step_ms"] == pytest.approx(1e3 * step.total)
+    steps = 3 * row["step_ms"]
+    before, after = 1e3 * row["latency_s"] - steps, 6 * row["ar_ms"]
+    assert row["speedup"] == pytest.approx((before + after) / (before + steps))
+
+
+def test_longer_steps_are_predicted_faster(run: RunData):
+    strict, loose = list(prediction_rows(run, A100, "compiled"))[1:]
+    assert loose["mean_accepted_length"] > strict["mean_accepted_length"] and loose["speedup"] > strict["speedup"]
+    assert loose["step_ms"] == pytest.approx(strict["step_ms"], rel=0.01)  # the same tree
+
+
+def test_other_model_keeps_the_acceptance_and_says_so(run: RunData):
+    own, other = (list(prediction_rows(run, A100, "compiled", model)) for model in (None, "llamagen-t2i-stage1"))
+    for ours, theirs in zip(own, other, strict=True):
+        assert ours["mean_accepted_length"] == theirs["mean_accepted_length"]
+        assert theirs["step_ms"] > 4 * ours["step_ms"] and theirs["model"] == "llamagen-t2i-stage1"
+        assert "at the acceptance of lanterns" in theirs["note"] and ours["note"] is None
+
+
+def test_unknown_drafting_is_taken_for_a_chain(run: RunData):
+    records = [
+        row | {"drafting": "echo", "tree": "echo-3"} if row["drafting"] != "none" else row for row in run.records
+    ]
+    rows = list(prediction_rows(dataclasses.replace(run, records=records), A100, "compiled"))
+    assert "a chain of 2 is assumed" in rows[1]["note"] and rows[1]["nodes"] == 3
+
+
+def test_own_tree_is_read_from_the_experiment(run: RunData):
+    from lantern_bench.config.decoding import Decoding
+
+    cell = Decoding(mode="speculative", topology=((0,), (1,), (0, 0)), cfg_scale=2, cfg_default=2)
+    records = [make_record(cell, 0, [[0, 0], [0, -1]], 1.0)]
+    manifest = run.manifest | {"experiment": {"cells": [cell.settings()]}}
+    (row,) = prediction_rows(dataclasses.replace(run, records=records, manifest=manifest), A100, "compiled")
+    assert row["nodes"] == 4 and row["drafter_forwards_per_step"] == 2 and row["note"] is None
+
+
+def test_run_without_steps_and_model_without_sizes_are_refused(run: RunData, monkeypatch: pytest.MonkeyPatch):
+    bare = [row | {"committed_per_step": None} for row in run.records]
+    with pytest.raises(RefusedError, match="no image has recorded steps"):
+        list(prediction_rows(dataclasses.replace(run, records=bare), A100, "compiled"))
+    unknown = dataclasses.replace(card_of("lanterns"), sizes=None)
+    monkeypatch.setattr("lantern_bench.report.predict.card_of", lambda _name: unknown)
+    with pytest.raises(RefusedError, match="the sizes of lanterns are not known"):
+        list(prediction_rows(run, A100, "compiled"))
+
+
+def test_command_prints_the_table_and_its_terms(run: RunData, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["predict", str(run.folder), "--device", "h100", "--format", "csv"]) == 0
+    written = capsys.readouterr()
+    table = pd.read_csv(io.StringIO(written.out))
+    assert table["device"].tolist() == ["h100"] * 3
+    for term in ("not measured", "3350 GB/s x 0.83", "989.4 Tflop/s x 0.6", "us a kernel (compiled)", "data sheet"):
+        assert term in written.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "wrong"),
+    [
+        (["--device", "a10"], 2, "--device a10: unknown device; did you mean a100?"),
+        (["--device", "a100", "--stack", "fast"], 2, "--stack fast: unknown"),
+        (["--device", "none.yaml"], 2, "none.yaml: cannot be read"),
+        (["--device", "a100", "--model", "llamagen-t2i-stage3"], 2, "did you mean"),
+    ],
+)
+def test_usage_errors(run: RunData, typed: list[str], code: int, wrong: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["predict", str(run.folder), *typed]) == code
+    assert wrong in capsys.readouterr().err
+
+
+def test_run_without_records_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = write_run(tmp_path / "run", [], [])
+    assert cli.main(["predict", str(folder), "--device", "a100"]) == 3
+    assert "holds no records yet" in capsys.readouterr().err
