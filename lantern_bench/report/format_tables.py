@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # Number format and unit of a figure. Other figures have four digits and the unit of the schema.
 _FORMATS = {
     **dict.fromkeys(("speedup", "speedup_published", "speedup_measured"), ("{:.2f}", "x")),
-    "error": ("{:+.1%}", ""),
+    "speedup_error": ("{:+.1%}", ""),
     "speedup_difference": ("{:+.2f}", "x"),
     **dict.fromkeys(("mean_accepted_length", "mal_uncut", "accepted_drafts", "step_compression"), ("{:.2f}", "")),
     **dict.fromkeys(("acceptance_rate", "rate", "prompt_accuracy", "precision", "recall"), ("{:.3f}", "")),

@@ -42,7 +42,7 @@ def predict_run(run: RunData, device: Device, stack: str, model: str | None = No
     here = model is None and stack == "compiled" and device.about == device_in_words(run.manifest)
     for row in rows:
         row["speedup_measured"] = ours = measured.get(row["cell_id"])
-        row["error"] = row["speedup"] / ours - 1 if here and not pd.isna(ours) else None
+        row["speedup_error"] = row["speedup"] / ours - 1 if here and not pd.isna(ours) else None
     return frame("prediction", rows)
 
 

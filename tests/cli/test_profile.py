@@ -13,8 +13,10 @@ from lantern_bench.cli import main as cli
 from lantern_bench.config.experiment import load_experiment, resolve
 from lantern_bench.config.methods import DRAFTINGS
 from lantern_bench.models import registry
+from lantern_bench.models.random_model import read_size
 from lantern_bench.profile import dynamic_trees
 from lantern_bench.profile.tree_search import describe
+from lantern_bench.report.cost_model import STACKS, Setting, find_device, named_draft, step_seconds
 from tests.tiny_family import TinyFamily
 
 TYPED = ["profile", "--size", "2x64x64x4", "--no-compile", "--images", "1", "--tree", "small-7,6n2d3b"]
@@ -39,6 +41,22 @@ def test_random_model_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (steps["peak_memory_mb"] > 0).all()
 
 
+def test_saved_device_reproduces_what_it_was_fitted_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "here.yaml"
+    typed = ["profile", "--size", "2x64x64x4", "--no-compile", "--images", "1", "--tree", "small-7", "--out"]
+    assert cli.main([*typed, str(tmp_path), "--save-device", str(path)]) == 0
+    assert f"written: {path}" in capsys.readouterr().err
+    device = find_device(str(path))
+    assert device.name == "here" and device.kind == "cpu" and device.weight_bytes in (2, 4) and device.about
+    assert set(device.target_factors) == {1, 8, 16, 32, 64} and device.sources[0].startswith("fitted to 9 times")
+    steps = pd.read_csv(tmp_path / "profile.csv").query("what == 'step'").set_index("name")
+    sizes = read_size("2x64x64x4")
+    step = step_seconds(device, STACKS["compiled"], Setting(sizes, 1, True, 8), named_draft("small-7"), 2.0)
+    # One draft and one verification were measured: their factors make them exact.
+    assert 1e3 * step.draft.total == pytest.approx(steps["draft_ms"]["small-7"], rel=0.05)
+    assert 1e3 * step.verify.total == pytest.approx(steps["verify_ms"]["small-7"], rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("typed", "wrong"),
     [
@@ -48,6 +66,8 @@ def test_random_model_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--model", "lantern"], "did you mean lanterns?"),
         (["--size", "1x64x16x4", "--search"], "--size: not with --search, because it needs a trained model"),
         (["--tree", "chain-3", "--search"], "--tree: not with --search, because it chooses its own trees"),
+        (["--save-device", "here.txt"], "--save-device here.txt: must end in .yaml"),
+        (["--save-device", "a.yaml", "--search"], "--save-device: not with --search"),
         (["--mode", "ar"], "--mode ar: drafts nothing"),
         (["--mode", "lantern", "--delta", "0.1,0.2"], "measures one mode and rule at a time, and these are 2"),
         (["--mode", "lantern++", "--lambda", "0.5"], "--lambda 0.5: must be a number above 1"),

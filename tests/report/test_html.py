@@ -7,6 +7,7 @@ import gzip
 import html
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,10 @@ from PIL import Image
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models.registry import card_of
+from lantern_bench.report.cost_model import devices
 from lantern_bench.report.page import Thumbnails, render, write_report
+from lantern_bench.report.predict import prediction_rows
 from lantern_bench.report.records import load_runs, run_names
 from lantern_bench.report.tables import tables_of
 from tests.made_up_run import AR, LOOSE, STRICT, make_record, write_run
@@ -66,6 +70,22 @@ def test_pictures_have_figures_and_link_to_files(run, page):
         assert "clip_score" in picture and picture["prompt_accuracy"] in (0, 1)
     loose = next(cell for cell in data["cells"] if cell["mode"] == "lantern++")
     assert loose["map"] == [None] + [3.0] * 15
+
+
+def test_page_has_the_speedups_predicted_for_every_device(run, page):
+    data = data_of(page)
+    (loaded,) = load_runs([run]).values()
+    assert [one["text"] for one in data["devices"]] == [device.about for device in devices().values()]
+    for one, device in zip(data["devices"], devices().values(), strict=True):
+        known = {row["cell_id"]: row["speedup"] for row in prediction_rows(loaded, device, "compiled")}
+        for cell, speedup in zip(data["cells"], one["speedups"], strict=True):
+            assert speedup == pytest.approx(known[cell["cell"]], rel=1e-4)
+
+
+def test_page_of_a_model_of_unknown_sizes_has_no_device(run, tmp_path, monkeypatch):
+    unknown = replace(card_of("lanterns"), sizes=None)
+    monkeypatch.setattr("lantern_bench.report.predict.card_of", lambda _name: unknown)
+    assert data_of(render(load_runs([run]), tmp_path))["devices"] == []
 
 
 def test_published_figures_have_their_source(page):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -35,7 +37,7 @@ def test_table_has_the_columns_of_the_schema_and_the_measured_speedup(run: RunDa
     assert table["mode"].tolist() == ["ar", "speculative", "lantern++"]
     assert table["speedup"][0] == pytest.approx(1.0)
     assert table["speedup_measured"].tolist() == pytest.approx([1.0, 2.0930, 3.25], abs=1e-3)
-    assert table["error"].isna().all()  # the run was made elsewhere
+    assert table["speedup_error"].isna().all()  # the run was made elsewhere
     parts = table[["draft_ms", "target_ms", "verify_ms", "other_ms"]].sum(axis=1)
     assert parts.tolist() == pytest.approx(table["step_ms"].tolist())
 
@@ -63,7 +65,7 @@ def test_other_model_keeps_the_acceptance_and_says_so(run: RunData):
     own, other = (list(prediction_rows(run, A100, "compiled", model)) for model in (None, "llamagen-t2i-stage1"))
     for ours, theirs in zip(own, other, strict=True):
         assert ours["mean_accepted_length"] == theirs["mean_accepted_length"]
-        assert theirs["step_ms"] > 4 * ours["step_ms"] and theirs["model"] == "llamagen-t2i-stage1"
+        assert theirs["step_ms"] > 2 * ours["step_ms"] and theirs["model"] == "llamagen-t2i-stage1"
         assert "at the acceptance of lanterns" in theirs["note"] and ours["note"] is None
 
 
@@ -93,6 +95,12 @@ def test_run_without_steps_and_model_without_sizes_are_refused(run: RunData, mon
     monkeypatch.setattr("lantern_bench.report.predict.card_of", lambda _name: unknown)
     with pytest.raises(RefusedError, match="the sizes of lanterns are not known"):
         list(prediction_rows(run, A100, "compiled"))
+
+
+def test_prediction_imports_no_torch(run: RunData):
+    code = "import sys; from lantern_bench.cli.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    typed = ["predict", str(run.folder), "--device", "a100", "--model", "lumina-mgpt-7b-768"]
+    subprocess.run([sys.executable, "-c", code, *typed], check=True, capture_output=True)
 
 
 def test_command_prints_the_table_and_its_terms(run: RunData, capsys: pytest.CaptureFixture[str]):

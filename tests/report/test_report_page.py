@@ -116,6 +116,26 @@ def test_a_menu_changes_what_the_front_shows(tab: Any) -> None:
     assert ["speedup" in x for x, _ in titles] == [True, False, False, True]
 
 
+def test_a_device_redraws_the_front_with_predicted_speedups(tab: Any, opening: SimpleNamespace) -> None:
+    tab.locator("#front").scroll_into_view_if_needed()
+
+    def shown(device: int) -> tuple[str, list[float]]:
+        tab.locator("#front .updatemenu-header").nth(2).click()
+        tab.locator("#front .updatemenu-dropdown-button").nth(device).click()
+        tab.wait_for_timeout(500)
+        points = tab.evaluate("document.querySelector('#front').data.slice(1).map((trace) => trace.x[0])")
+        return tab.locator("#front .xtitle").text_content(), points
+
+    data = tab.evaluate("JSON.parse(document.querySelector('#data').textContent)")
+    measured = [point["x"][0] for point in data["fronts"][0]["points"]]
+    title, points = shown(1)
+    assert "predicted for" in title and "not measured" in title
+    assert points == [data["devices"][0]["speedups"][point["cell"]] for point in data["fronts"][0]["points"]]
+    title, points = shown(0)
+    assert "predicted" not in title and points == measured
+    assert not opening.wrong
+
+
 def test_the_slider_goes_through_the_modes_by_keyboard(tab: Any) -> None:
     slider = tab.locator("#stage-slider")
     slider.press("Home")
