@@ -64,7 +64,9 @@ _PLACE = (
 _EMITTED_TV_PLACES = (
     *CELL_COLUMNS,
     *_PLACE,
-    Column("emitted_tv", "float", "", "TV of target and first token of a step; estimated for sampled drafts"),
+    Column(
+        "emitted_tv", "float", "", "TV of target and first token of a step; an estimate that errs upwards if sampled"
+    ),
     Column("emitted_tv_crossed", "float", "", "estimate from the same draws that errs downwards (sampled)"),
     Column(
         "moved_mass", "float", "", "neighbour mass of the root's children, by the chance to try them (deterministic)"
@@ -75,8 +77,10 @@ _EMITTED_TV = (
     *CELL_COLUMNS,
     Column("places", "int", "places", "sampled places"),
     Column("prompts", "int", "prompts", "prompts among them: what is resampled"),
-    *figure("emitted_tv", "", "mean TV between the target and the distribution of the first token of a step"),
-    Column("emitted_tv_crossed", "float", "", "the same, erring downwards: the truth lies between the two (sampled)"),
+    *figure(
+        "emitted_tv", "", "mean TV of target and first token of a step; for sampled drafts midway of two estimates"
+    ),
+    Column("emitted_tv_crossed", "float", "", "mean of the estimate that errs downwards (sampled)"),
     Column("emitted_tv_median", "float", "", "median over places"),
     Column("emitted_tv_max", "float", "", "largest at any place"),
     Column("moved_mass", "float", "", "most the mean may be under exact, from the masses moved (deterministic)"),

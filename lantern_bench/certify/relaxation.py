@@ -137,7 +137,7 @@ class CostSettings:
 
     positions: int = 200
     per_image: int = 4
-    draws: int = 256
+    draws: int = 512
     seed: int = 0
     batch: int = 16
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lantern_bench.report.labels import BOUNDS
 from lantern_bench.report.records import Row, join_notes
-from lantern_bench.report.stats import mean_over_prompts, proportion
+from lantern_bench.report.stats import Interval, mean_over_prompts, proportion
 from lantern_bench.report.tables import parameters
 from lantern_bench.schema import AMBIGUITY, CELL_COLUMNS
 
@@ -46,30 +46,47 @@ def _ambiguity_row(rows: Sequence[Row], axis: str, index: int | None) -> dict[st
     return {**found, "note": join_notes(notes)}
 
 
-_MORE_DRAWS = "more draws are needed: the mean lies between emitted_tv_crossed and emitted_tv, and they are apart"
+_MORE_DRAWS = "more draws narrow the interval: its ends come from estimates that err downwards and upwards"
 
 
 def cost_rows(places: Iterable[Row]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `emitted_tv` from those of `emitted_tv_places`, cells in the order they come."""
+    """Yield the rows of `emitted_tv` from those of `emitted_tv_places`, cells in the order they come.
+
+    Draws give two estimates of a place, one that errs upwards and one that errs downwards. The figure lies midway; its
+    interval reaches from the lower end of the second to the upper end of the first, so it holds the estimate's bias.
+    """
     cells: dict[tuple[str, str], list[Row]] = {}
     for place in places:
         cells.setdefault((place["model"], place["cell_id"]), []).append(place)
     for here in cells.values():
-        tv, prompts = [float(place["emitted_tv"]) for place in here], [str(place["prompt_id"]) for place in here]
-        mean = mean_over_prompts(tv, prompts)
+        prompts = [str(place["prompt_id"]) for place in here]
+        above = [float(place["emitted_tv"]) for place in here]
+        crossed = [place.get("emitted_tv_crossed") for place in here]
+        below = [tv if other is None else float(other) for tv, other in zip(above, crossed, strict=True)]
+        middle = [(one + other) / 2 for one, other in zip(above, below, strict=True)]
+        mean = _between(below, middle, above, prompts)
         row: dict[str, Any] = {column.name: here[0].get(column.name) for column in CELL_COLUMNS}
         row |= {"places": len(here), "prompts": len(set(prompts)), **mean.columns("emitted_tv")}
-        row |= {"emitted_tv_median": median(tv), "emitted_tv_max": max(tv)}
-        for name in ("emitted_tv_crossed", "moved_mass"):
-            values = [float(place[name]) for place in here if place.get(name) is not None]
-            row[name] = sum(values) / len(values) if values else None
-        if row["delta"] is not None:
-            row |= mean_over_prompts([float(value > row["delta"]) for value in tv], prompts).columns("above_delta")
-            row["times_delta"] = mean.value / row["delta"] if mean.value is not None else None
-        value, crossed = mean.value or 0.0, row["emitted_tv_crossed"]
+        row |= {"emitted_tv_median": median(middle), "emitted_tv_max": max(middle)}
+        row["emitted_tv_crossed"] = None if None in crossed else sum(below) / len(below)
+        moved = [float(place["moved_mass"]) for place in here if place.get("moved_mass") is not None]
+        row["moved_mass"] = sum(moved) / len(moved) if moved else None
+        delta = row["delta"]
+        if delta is not None:
+            low, share, high = ([float(tv > delta) for tv in values] for values in (below, middle, above))
+            row |= _between(low, share, high, prompts).columns("above_delta")
+            row["times_delta"] = mean.value / delta if mean.value is not None else None
         # Two estimates of one mean that differ by more than a tenth of it come from too few draws.
-        apart = crossed is not None and value - crossed > 0.1 * value
+        apart = sum(above) - sum(below) > 0.1 * sum(middle)
         yield {**row, "note": join_notes(note for note in (mean.note, _MORE_DRAWS if apart else None) if note)}
+
+
+def _between(
+    below: Sequence[float], middle: Sequence[float], above: Sequence[float], prompts: Sequence[str]
+) -> Interval:
+    """The mean of `middle`; its interval begins as that of the mean of `below` and ends as that of `above`."""
+    low, mean, high = (mean_over_prompts(values, prompts) for values in (below, middle, above))
+    return mean._replace(low=None if low.low is None else max(0.0, low.low), high=high.high)
 
 
 _LOSSLESS, _BROKEN, _ROUNDING = 1e-3, 1e-6, 1e-5

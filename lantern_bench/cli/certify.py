@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lantern_bench.console import Console
 
 # Default sample sizes of emitted TV: in a certificate, and with --emitted-tv.
-_QUICK, _FULL = {"positions": 48, "draws": 64}, {"positions": 200, "draws": 256}
+_QUICK, _FULL = {"positions": 48, "draws": 128}, {"positions": 200, "draws": 512}
 # Columns of the CSV file that are not shown on a screen; the notes warn about them.
 _FILE_ONLY = ["prompts", "emitted_tv_crossed", "emitted_tv_median", "moved_mass"]
 
@@ -43,7 +43,7 @@ def certify(
         int | None, typer.Option(min=1, help="Positions of emitted TV. Default: 48; with --emitted-tv 200.")
     ] = None,
     draws: Annotated[
-        int | None, typer.Option(min=2, help="Sampled drafts per position. Default: 64; with --emitted-tv 256.")
+        int | None, typer.Option(min=2, help="Sampled drafts per position. Default: 128; with --emitted-tv 512.")
     ] = None,
     samples: Annotated[int, typer.Option(min=50, help="Images of each G-test, for each of two prompts.")] = 1000,
     greedy: Annotated[int, typer.Option(min=1, help="Prompts of the greedy identity check.")] = 8,

@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lantern_bench.certify.tables import cost_rows
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.experiment import Cell
 from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation, merged_mass
 from lantern_bench.decoding.acceptance.tree_acceptance import accept_children
 from lantern_bench.decoding.emitted_tv import emitted, emitted_tv_sampled, total_variation
@@ -182,6 +185,36 @@ def test_the_estimate_for_sampled_drafts_is_near_the_enumeration(residual: str) 
         truth = total_variation(p, chance @ first_token(*rows, pairs, pairs >= 0, relaxation, table))
         found = sampled_tv(p[None], q[None], 2, 1000, relaxation, table, noise)
         assert float(found) == pytest.approx(float(truth), abs=0.01)
+
+
+@pytest.mark.parametrize("residual", ["exact", "official"])
+def test_the_interval_of_few_draws_holds_the_truth(residual: str) -> None:
+    """Three children of eight codes, so that the truth can be enumerated; 400 places that are all alike."""
+    noise = torch.Generator().manual_seed(9)
+    drawn = torch.tensor(list(itertools.permutations(range(8), 3)))
+    cell = Cell("m", Decoding.model_validate({"mode": "lantern", "delta": 0.1})).columns()
+    above = 0
+    for relaxation in rules(residual, neighbours=3):
+        p, q = dirichlet(noise, 2, 8)
+        table = nearest_codes(torch.randn(8, 3, generator=noise), 7)
+        x, y, z = q[drawn].T
+        rows = (p.expand(len(drawn), -1), q.expand(len(drawn), -1))
+        each = first_token(*rows, drawn, drawn >= 0, relaxation, table)
+        truth = float(total_variation(p, x * y / (1 - x) * z / (1 - x - y) @ each))
+
+        def exponential() -> Tensor:
+            return torch.empty(400, 8, dtype=torch.float64).exponential_(generator=noise)
+
+        (found,) = emitted_tv_sampled(p.expand(400, -1), q.expand(400, -1), 3, 4, [(relaxation, table)], exponential)
+        places = [
+            {**cell, "prompt_id": str(number), "emitted_tv": tv, "emitted_tv_crossed": crossed}
+            for number, (tv, crossed) in enumerate(zip(found.tv.tolist(), found.crossed.tolist(), strict=True))
+        ]
+        (row,) = cost_rows(places)
+        assert row["emitted_tv_low"] <= truth <= row["emitted_tv_high"]
+        (upwards,) = cost_rows({**place, "emitted_tv_crossed": None} for place in places)
+        above += upwards["emitted_tv_low"] > truth
+    assert above >= 1, "the interval of the upward estimate alone misses the truth"
 
 
 def test_official_costs_at_least_as_much_as_exact_for_one_child() -> None:

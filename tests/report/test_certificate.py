@@ -70,9 +70,10 @@ def test_mean_emitted_tv_is_compared_with_delta() -> None:
 
 def test_note_says_when_more_draws_are_needed() -> None:
     near = places("lantern++", [("a", 0.2, 0.19, None), ("b", 0.3, 0.29, None)], **{"lambda": 2})
+    assert next(cost_rows(near))["emitted_tv"] == pytest.approx(0.245), "midway of both estimates"
     apart = places("lantern++", [("a", 0.2, 0.1, None), ("b", 0.3, 0.2, None)], **{"lambda": 2})
     assert next(cost_rows(near))["note"] is None
-    assert "more draws are needed" in next(cost_rows(apart))["note"]
+    assert "more draws narrow the interval" in next(cost_rows(apart))["note"]
 
 
 def test_only_breaking_the_proved_bound_fails() -> None:
