@@ -44,6 +44,7 @@ class EagleDrafter(nn.Module):
     """
 
     rotary: Tensor
+    attention_kernel = False  # set by `pack_for_decoding`, as in `attend_cached`
 
     def __init__(
         self, config: TransformerConfig, head: nn.Module, mask_padding: bool = True, input_norm: bool = False
@@ -97,6 +98,11 @@ class EagleDrafter(nn.Module):
         turn = self.rotary[None, : features.shape[1]] if positions is None else self.rotary[positions]
         out: Tensor = self.layer(self.fuse(embedded, features), turn, attend_plain(mask, before))
         return out
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.layer.ffn_norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -168,7 +174,8 @@ class _Session(CachedSession):
         slots = self.cache.slots(seen.shape[2] - seen.shape[1], x.shape[1])
         at = self._rotary_positions(positions)
         turn = drafter.rotary[at.clamp_max(len(drafter.rotary) - 1)]
-        out: Tensor = drafter.layer(x, turn, attend_cached(self.cache, 0, slots, mask))
+        attend = attend_cached(self.cache, 0, slots, mask, drafter.attention_kernel)
+        out: Tensor = drafter.layer(x, turn, attend)
         return out
 
     def _drafts(self, out: Tensor, positions: Tensor) -> Drafts:

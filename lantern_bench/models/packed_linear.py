@@ -1,7 +1,7 @@
 """Linear layers for decoding on CPU: weights in the layout of the kernels, and fewer, wider products.
 
 torch's product of a few rows reorders the weight at every call, which takes longer than the product. Float32 weights
-are multiplied by a kernel of this package (`products.cpp`) where it can be built, others by oneDNN.
+are multiplied by a kernel of this package (`kernels.cpp`) where it can be built, others by oneDNN.
 `pack_for_decoding` replaces the linear layers of a loaded model, which then cannot be trained. The drafter's copies are
 rounded (8 bits for few rows; its head to its own type), which changes drafts and never the target's distribution.
 """
@@ -26,7 +26,8 @@ _FEW_ROWS = 4  # up to here 8-bit weights are faster; from 8 rows on they are sl
 _library = torch.library.Library("lantern_bench", "DEF")
 _library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.define("panel_linear(Tensor x, Tensor weight) -> Tensor")
-_PANEL = 64  # outputs of a panel in `products.cpp`
+_library.define("node_attention(Tensor q, Tensor keys, Tensor values, Tensor mask) -> Tensor")
+_PANEL = 64  # outputs of a panel in `kernels.cpp`
 
 
 @torch.library.impl(_library, "packed_linear", "MkldnnCPU")
@@ -45,12 +46,17 @@ def _panel_shape(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0] * _PANEL)
 
 
+@torch.library.register_fake("lantern_bench::node_attention")  # type: ignore[untyped-decorator]
+def _attention_shape(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:  # noqa: ARG001  # the op's
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
 @cache
-def build_panel_products() -> bool:
-    """Build `products.cpp` with inductor's compiler into inductor's cache, and load it; whether that went well.
+def build_kernels() -> bool:
+    """Build `kernels.cpp` with inductor's compiler into inductor's cache, and load it; whether that went well.
 
     It asks for AVX2 and for a torch that has the headers of its stable interface (2.10); without them, packed products
-    are oneDNN's.
+    are oneDNN's and attention is torch's.
     """
     # Without the flag a processor's own instructions are used, whatever ATEN_CPU_CAPABILITY asks of torch.
     flags: dict[str, tuple[str, ...]] = {"AVX2": ("-mno-avx512f",), "AVX512": ()}
@@ -60,7 +66,7 @@ def build_panel_products() -> bool:
     try:
         from torch._inductor.codecache import CppCodeCache
 
-        source = (Path(__file__).parent / "products.cpp").read_text(encoding="utf-8")
+        source = (Path(__file__).parent / "kernels.cpp").read_text(encoding="utf-8")
         CppCodeCache.load(source, extra_flags=flags[capability])
     except (ImportError, OSError, RuntimeError):
         return False
@@ -116,7 +122,7 @@ class PackedLinear(nn.Module):
         self.dtype, self._outputs = weight.dtype, weight.shape[0]
         self.numel = weight.numel() + (0 if bias is None else bias.numel())
         self._bias = None if bias is None else bias.detach()
-        self._in_panels = weight.dtype == torch.float32 and build_panel_products()
+        self._in_panels = weight.dtype == torch.float32 and build_kernels()
         if self._in_panels:
             weight = _narrowest(weight)
             panels = functional.pad(weight, (0, 0, 0, -len(weight) % _PANEL)).unflatten(0, (-1, _PANEL))
@@ -196,8 +202,14 @@ def pack_for_decoding(target: object, drafter: object) -> None:
         kind = DraftLinear if drafter.dtype == torch.bfloat16 else PackedLinear
         _pack_below(drafter, kind)
         drafter.draft_with(_packed(drafter.head_module, kind))
+        drafter.attention_kernel = _has_kernels(drafter)
     if isinstance(target, TransformerTarget):
         _pack_below(target, PackedLinear)
+        target.transformer.attention_kernel = _has_kernels(target)
+
+
+def _has_kernels(model: EagleDrafter | TransformerTarget) -> bool:
+    return can_pack(model.device, model.dtype) and model.dtype == torch.float32 and build_kernels()
 
 
 def _pack_below(module: nn.Module, kind: type[PackedLinear]) -> None:

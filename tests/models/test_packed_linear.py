@@ -22,7 +22,7 @@ from lantern_bench.models import packed_linear
 from lantern_bench.models.packed_linear import (
     DraftLinear,
     PackedLinear,
-    build_panel_products,
+    build_kernels,
     can_pack,
     lower_packed_products,
     pack_for_decoding,
@@ -102,7 +102,7 @@ def test_compiled_programs_call_the_kernel_directly(dtype: torch.dtype, monkeypa
     """Through Python the call would take several times as long."""
     if not can_pack(CPU, dtype):
         dtype = torch.float32
-    monkeypatch.setattr(packed_linear, "build_panel_products", lambda: False)
+    monkeypatch.setattr(packed_linear, "build_kernels", lambda: False)
     lower_packed_products()
     layer = PackedLinear(torch.randn(48, 32, generator=torch.Generator().manual_seed(1)).to(dtype))
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -119,7 +119,7 @@ def test_compiled_programs_call_the_kernel_directly(dtype: torch.dtype, monkeypa
     assert not products & seen["compiled"]
 
 
-needs_panels = pytest.mark.skipif(not build_panel_products(), reason="needs a compiler, AVX2 and torch 2.10")
+needs_panels = pytest.mark.skipif(not build_kernels(), reason="needs a compiler, AVX2 and torch 2.10")
 
 
 @needs_panels
@@ -165,14 +165,57 @@ def test_compiled_programs_call_panel_products_without_python() -> None:
     assert 'aoti_torch_call_dispatcher("lantern_bench::panel_linear"' in code
 
 
+def check_attention(kv_heads: int, nodes: int, heads: int = 4, width: int = 48, columns: int = 137) -> None:
+    """Against torch's attention in float64."""
+    random = torch.Generator().manual_seed(nodes)
+    q = torch.randn(2, nodes, heads, width, generator=random)
+    keys, values = (torch.randn(2, kv_heads, 160, width, generator=random)[:, :, :columns] for _ in range(2))
+    mask = torch.where(torch.rand(2, 1, nodes, columns, generator=random) < 0.4, -torch.inf, 0.0)
+    mask[:, :, :, 3] = 0.0
+    mask[:, :, 0, 4:] = -torch.inf
+    turned = mask[:, 0].mT.contiguous()
+    made = torch.ops.lantern_bench.node_attention(q, keys, values, turned)
+    wide = (part.double() for part in (q.transpose(1, 2), keys, values))
+    exact = nn.functional.scaled_dot_product_attention(*wide, attn_mask=mask.double(), enable_gqa=True).transpose(1, 2)
+    assert (made - exact).abs().max() < 3e-6
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(made, torch.ops.lantern_bench.node_attention(q, keys, values, turned))
+    finally:
+        torch.set_num_threads(threads)
+
+
 @needs_panels
-def test_panel_products_with_avx2_only() -> None:
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("nodes", [1, 2, 3, 8, 17, 64])
+@torch.inference_mode()
+def test_attention_of_nodes_is_exact(kv_heads: int, nodes: int) -> None:
+    assert build_kernels()
+    check_attention(kv_heads, nodes)
+
+
+@needs_panels
+@torch.inference_mode()
+def test_only_packed_float32_models_use_the_attention_kernel() -> None:
+    model = Small()
+    parts = (model.target.transformer, model.drafter)
+    assert not any(part.attention_kernel for part in parts)
+    pack_for_decoding(model.target, model.drafter)
+    assert all(part.attention_kernel for part in parts)
+    assert not any(part.attention_kernel for part in (Captioned().target.transformer, Captioned().drafter))
+
+
+@needs_panels
+def test_kernels_with_avx2_only() -> None:
     """Sums are in the same order, so the bits are those of wider instructions."""
     program = """if True:
         import torch
-        from lantern_bench.models.packed_linear import PackedLinear, build_panel_products
-        assert build_panel_products()
+        from lantern_bench.models.packed_linear import PackedLinear, build_kernels
+        from tests.models.test_packed_linear import check_attention
+        assert build_kernels()
         random = torch.Generator().manual_seed(0)
+        check_attention(2, 59)
         for stored in (torch.float32, torch.float16, torch.bfloat16):
             layer = PackedLinear(torch.randn(70, 300, generator=random).to(stored).float())
             for rows in (1, 2, 3, 7, 40):
@@ -198,7 +241,7 @@ def test_products_without_the_panels_kernel(capability: str, monkeypatch: pytest
 
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(CppCodeCache, "load", fail)
-    monkeypatch.setattr(packed_linear, "build_panel_products", build_panel_products.__wrapped__)
+    monkeypatch.setattr(packed_linear, "build_kernels", build_kernels.__wrapped__)
     weight, x = torch.randn(48, 32), torch.randn(3, 32)
     layer = PackedLinear(weight)
     assert not layer._in_panels

@@ -185,11 +185,21 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 _MANY = 24  # nodes: from here two products in half precision are faster than torch's attention kernel
 
 
-def attend_cached(cache: KVCache, layer: int, slots: Tensor, mask: Tensor) -> Attend:
-    """Attention over a cache: writes the new keys and values, sees what `mask` [rows, 1, n, columns] allows."""
+_MOST = 64  # nodes: the kernel of this package keeps the scores of all of them
+
+
+def attend_cached(cache: KVCache, layer: int, slots: Tensor, mask: Tensor, kernel: bool = False) -> Attend:
+    """Attention over a cache: writes the new keys and values, sees what `mask` [rows, 1, n, columns] allows.
+
+    `kernel`: this package's kernel (`kernels.cpp`) is built, and everything is float32 on a CPU.
+    """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = (part[:, :, : mask.shape[-1]] for part in cache.write(layer, slots, k, v))
+        if kernel and q.shape[1] <= _MOST and q.shape[3] % 16 == 0:
+            turned = mask[:, 0].mT.contiguous()
+            mixed: Tensor = torch.ops.lantern_bench.node_attention(q.contiguous(), keys, values, turned)
+            return mixed
         if q.device.type == "cpu" and q.dtype != torch.float32 and q.shape[1] >= _MANY:
             return _two_products(q, keys, values, mask)
         return _scaled_dot_product(q, keys, values, mask)

@@ -172,6 +172,7 @@ class Transformer(nn.Module):
     """Embedding, layers, final norm and output head over the image vocabulary."""
 
     rotary: Tensor
+    attention_kernel = False  # set by `pack_for_decoding`, as in `attend_cached`
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -202,6 +203,6 @@ class Transformer(nn.Module):
         """Final-norm hidden states of new nodes x [rows, n, dim] on a cache; `positions` int64 [1 or rows, n]."""
         turn = self.rotary[positions.clamp_max(len(self.rotary) - 1)]
         for number, layer in enumerate(self.layers):
-            x = layer(x, turn, attend_cached(cache, number, slots, mask))
+            x = layer(x, turn, attend_cached(cache, number, slots, mask, self.attention_kernel))
         out: Tensor = self.norm(x)
         return out

@@ -1,0 +1,296 @@
+// Float32 products of few rows with weights that are stored narrow and widened in registers, and attention of few nodes.
+//
+// A weight [out, in] lies in panels of 64 outputs, [panels, in, 64]. Each number of a result is one sum in order, so
+// that its bits depend neither on the number of rows or nodes nor on that of threads.
+
+#include <immintrin.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+namespace {
+
+using torch::stable::Tensor;
+
+constexpr int64_t kPanel = 64;   // outputs
+constexpr int64_t kDepth = 256;  // inputs at a time: 64 KiB of a panel in float32 stay in the cache
+constexpr int kRows = 6;         // rows whose sums fit into the registers
+
+struct Half {
+  uint16_t bits;
+};
+struct BFloat {
+  uint16_t bits;
+};
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kFew = 4, kMany = 4;  // vectors of a row; with few rows more, so that no sum waits
+using Lanes = __m512;
+Lanes load(const float* at) { return _mm512_loadu_ps(at); }
+Lanes load(const Half* at) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))); }
+Lanes load(const BFloat* at) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+void store(float* at, Lanes value) { _mm512_storeu_ps(at, value); }
+Lanes all(float value) { return _mm512_set1_ps(value); }
+Lanes add_product(Lanes a, Lanes b, Lanes sum) { return _mm512_fmadd_ps(a, b, sum); }
+Lanes larger(Lanes a, Lanes b) { return _mm512_max_ps(a, b); }
+Lanes rounded(Lanes x) { return _mm512_roundscale_ps(x, 0); }
+Lanes times_power(Lanes x, Lanes n) { return _mm512_scalef_ps(x, n); }  // x * 2^n
+Lanes zero_below(Lanes x, float least, Lanes value) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, all(least), _CMP_GE_OQ), value);
+}
+float sum_of(Lanes x) { return _mm512_reduce_add_ps(x); }
+float largest_of(Lanes x) { return _mm512_reduce_max_ps(x); }
+#else  // AVX2, which comes with FMA and F16C; elsewhere this file does not compile, and the package does without it
+constexpr int kLanes = 8, kFew = 4, kMany = 2;
+using Lanes = __m256;
+Lanes load(const float* at) { return _mm256_loadu_ps(at); }
+Lanes load(const Half* at) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))); }
+Lanes load(const BFloat* at) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+void store(float* at, Lanes value) { _mm256_storeu_ps(at, value); }
+Lanes all(float value) { return _mm256_set1_ps(value); }
+Lanes add_product(Lanes a, Lanes b, Lanes sum) { return _mm256_fmadd_ps(a, b, sum); }
+Lanes larger(Lanes a, Lanes b) { return _mm256_max_ps(a, b); }
+Lanes rounded(Lanes x) { return _mm256_round_ps(x, 0); }
+Lanes times_power(Lanes x, Lanes n) {
+  const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  return x * _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+}
+Lanes zero_below(Lanes x, float least, Lanes value) {
+  return _mm256_and_ps(_mm256_cmp_ps(x, all(least), _CMP_GE_OQ), value);
+}
+float sum_of(Lanes x) {
+  const __m128 four = _mm256_castps256_ps128(x) + _mm256_extractf128_ps(x, 1), two = four + _mm_movehl_ps(four, four);
+  return two[0] + two[1];
+}
+float largest_of(Lanes x) {
+  float most = x[0];
+  for (int lane = 1; lane < kLanes; ++lane) most = std::max(most, x[lane]);
+  return most;
+}
+#endif
+
+// y[row][column] += sum over k of x[row][k] * w[k][column]; `fresh`: y holds nothing yet.
+struct Product {
+  const float* x;
+  int64_t x_row, x_k;  // distances of numbers in memory
+  int64_t steps;       // of k
+  int64_t w_k;
+  float* y;
+  int64_t y_row;
+  bool fresh;
+};
+
+template <int rows, int wide, typename Weight>
+void tile(const Product& the, int64_t row, int64_t column, const Weight* w) {
+  float* y = the.y + row * the.y_row + column;
+  const float* x = the.x + row * the.x_row;
+  Lanes sums[rows][wide];
+  for (int i = 0; i < rows; ++i)
+    for (int j = 0; j < wide; ++j) sums[i][j] = the.fresh ? all(0.0f) : load(y + i * the.y_row + j * kLanes);
+  for (int64_t k = 0; k < the.steps; ++k) {
+    Lanes weights[wide];
+    for (int j = 0; j < wide; ++j) weights[j] = load(w + k * the.w_k + column + j * kLanes);
+    for (int i = 0; i < rows; ++i) {
+      const Lanes value = all(x[i * the.x_row + k * the.x_k]);
+      for (int j = 0; j < wide; ++j) sums[i][j] = add_product(value, weights[j], sums[i][j]);
+    }
+  }
+  for (int i = 0; i < rows; ++i)
+    for (int j = 0; j < wide; ++j) store(y + i * the.y_row + j * kLanes, sums[i][j]);
+}
+
+template <int rows, typename Weight>
+void strip(const Product& the, int64_t row, int64_t columns, const Weight* w) {
+  constexpr int wide = rows <= 2 ? kFew : kMany;
+  int64_t column = 0;
+  for (; column + wide * kLanes <= columns; column += wide * kLanes) tile<rows, wide>(the, row, column, w);
+  for (; column < columns; column += kLanes) tile<rows, 1>(the, row, column, w);
+}
+
+// All rows and columns; `columns` are a multiple of kLanes.
+template <typename Weight>
+void multiply(const Product& the, int64_t rows, int64_t columns, const Weight* w) {
+  int64_t row = 0;
+  for (int64_t left = (rows + kRows - 1) / kRows; left > 0; --left) {
+    const int64_t height = (rows - row + left - 1) / left;  // as equal as possible
+    switch (height) {
+      case 1: strip<1>(the, row, columns, w); break;
+      case 2: strip<2>(the, row, columns, w); break;
+      case 3: strip<3>(the, row, columns, w); break;
+      case 4: strip<4>(the, row, columns, w); break;
+      case 5: strip<5>(the, row, columns, w); break;
+      default: strip<6>(the, row, columns, w);
+    }
+    row += height;
+  }
+}
+
+template <typename Weight>
+void multiply_panels(const float* x, int64_t rows, int64_t in, const Weight* weight, float* y, int64_t panels) {
+  const int64_t out = panels * kPanel;
+  torch::stable::parallel_for(0, panels, 1, [&](int64_t first, int64_t end) {
+    std::vector<float> widened;
+    for (int64_t number = first; number < end; ++number) {
+      for (int64_t from = 0; from < in; from += kDepth) {
+        const int64_t steps = std::min(kDepth, in - from);
+        const Weight* panel = weight + (number * in + from) * kPanel;
+        const Product the{x + from, in, 1, steps, kPanel, y + number * kPanel, out, from == 0};
+        if (std::is_same_v<Weight, float> || rows <= 2 * kRows) {
+          multiply(the, rows, kPanel, panel);
+        } else {  // widened once for all rows
+          widened.resize(kDepth * kPanel);
+          for (int64_t at = 0; at < steps * kPanel; at += kLanes) store(widened.data() + at, load(panel + at));
+          multiply(the, rows, kPanel, const_cast<const float*>(widened.data()));
+        }
+      }
+    }
+  });
+}
+
+// x float32 [rows, in], weight [panels, in, 64] -> float32 [rows, panels * 64].
+Tensor panel_linear(const Tensor& x, const Tensor& weight) {
+  using torch::headeronly::ScalarType;
+  STD_TORCH_CHECK(x.is_contiguous() && weight.is_contiguous() && x.size(1) == weight.size(1));
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && weight.size(2) == kPanel);
+  const int64_t rows = x.size(0), in = x.size(1), panels = weight.size(0);
+  Tensor y = torch::stable::new_empty(x, {rows, panels * kPanel});
+  const auto* from = static_cast<const float*>(x.data_ptr());
+  auto* to = static_cast<float*>(y.data_ptr());
+  const void* weights = weight.data_ptr();
+  switch (weight.scalar_type()) {
+    case ScalarType::Half: multiply_panels(from, rows, in, static_cast<const Half*>(weights), to, panels); break;
+    case ScalarType::BFloat16: multiply_panels(from, rows, in, static_cast<const BFloat*>(weights), to, panels); break;
+    case ScalarType::Float: multiply_panels(from, rows, in, static_cast<const float*>(weights), to, panels); break;
+    default: STD_TORCH_CHECK(false, "weights must be float32, float16 or bfloat16");
+  }
+  return y;
+}
+
+// exp(x) for x <= 0 within 2 units in the last place, and 0 below -87: Cephes' polynomial on |r| <= ln(2) / 2.
+Lanes exponential(Lanes x) {
+  const Lanes n = rounded(larger(x, all(-87.0f)) * all(1.44269504f));
+  Lanes r = add_product(n, all(-0.693359375f), larger(x, all(-87.0f)));
+  r = add_product(n, all(2.12194440e-4f), r);
+  Lanes sum = all(1.9875691500e-4f);
+  for (const float factor : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    sum = add_product(sum, r, all(factor));
+  sum = add_product(sum, r * r, r + all(1.0f));
+  return zero_below(x, -87.0f, times_power(sum, n));
+}
+
+constexpr int64_t kFewNodes = 2;
+constexpr float kNever = -std::numeric_limits<float>::max();
+
+struct Head {
+  const float *q, *keys, *values, *mask;  // [nodes, width], twice [columns, width], [columns, nodes]
+  float* out;                             // [nodes, width]
+  int64_t nodes, width, columns;
+  int64_t q_node;  // from one node to the next in q and out
+  float scale;
+};
+
+// Few nodes: the scores lie with the columns side by side, [nodes, lanes].
+void attend_few(const Head& the, std::vector<float>& space) {
+  const int64_t lanes = (the.columns + kLanes - 1) / kLanes * kLanes;
+  space.assign(the.nodes * lanes, kNever);
+  for (int64_t node = 0; node < the.nodes; ++node) {
+    float *scores = space.data() + node * lanes, *end = scores + lanes;
+    const float* q = the.q + node * the.q_node;
+    for (int64_t column = 0; column < the.columns; ++column) {
+      Lanes sum = all(0.0f);
+      for (int64_t k = 0; k < the.width; k += kLanes)
+        sum = add_product(load(q + k), load(the.keys + column * the.width + k), sum);
+      scores[column] = sum_of(sum) * the.scale + the.mask[column * the.nodes + node];
+    }
+    Lanes most = all(kNever), sum = all(0.0f);
+    for (float* at = scores; at < end; at += kLanes) most = larger(most, load(at));
+    most = all(largest_of(most));
+    for (float* at = scores; at < end; at += kLanes) {
+      const Lanes weight = exponential(load(at) - most);
+      sum = sum + weight;
+      store(at, weight);
+    }
+    const Lanes share = all(1.0f / sum_of(sum));
+    for (float* at = scores; at < end; at += kLanes) store(at, load(at) * share);
+  }
+  const Product mixed{space.data(), lanes, 1, the.columns, the.width, the.out, the.q_node, true};
+  multiply(mixed, the.nodes, the.width, the.values);
+}
+
+// Many nodes: the scores lie with the nodes side by side, [columns, lanes], and start as the mask.
+void attend_many(const Head& the, std::vector<float>& space) {
+  const int64_t lanes = (the.nodes + kLanes - 1) / kLanes * kLanes;
+  space.assign((the.width + the.columns) * lanes, 0.0f);
+  float *turned = space.data(), *scores = turned + the.width * lanes, *end = scores + the.columns * lanes;
+  for (int64_t node = 0; node < the.nodes; ++node)
+    for (int64_t k = 0; k < the.width; ++k) turned[k * lanes + node] = the.q[node * the.q_node + k] * the.scale;
+  for (int64_t column = 0; column < the.columns; ++column)
+    std::copy_n(the.mask + column * the.nodes, the.nodes, scores + column * lanes);
+  const Product scored{the.keys, the.width, 1, the.width, lanes, scores, lanes, false};
+  multiply(scored, the.columns, lanes, const_cast<const float*>(turned));
+  for (int64_t lane = 0; lane < lanes; lane += kLanes) {
+    Lanes most = all(kNever), sum = all(0.0f);
+    for (float* at = scores + lane; at < end; at += lanes) most = larger(most, load(at));
+    for (float* at = scores + lane; at < end; at += lanes) {
+      const Lanes weight = exponential(load(at) - most);
+      sum = sum + weight;
+      store(at, weight);
+    }
+    const Lanes share = all(1.0f) / sum;
+    for (float* at = scores + lane; at < end; at += lanes) store(at, load(at) * share);
+  }
+  const Product mixed{scores, 1, lanes, the.columns, the.width, the.out, the.q_node, true};
+  multiply(mixed, the.nodes, the.width, the.values);
+}
+
+// q [rows, nodes, heads, width]; keys and values [rows, kv_heads, columns, width], contiguous but for their first two
+// dimensions; the additive mask [rows, columns, nodes]. All float32; width is a multiple of 16.
+Tensor node_attention(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& mask) {
+  using torch::headeronly::ScalarType;
+  const int64_t rows = q.size(0), nodes = q.size(1), heads = q.size(2), width = q.size(3), columns = keys.size(2);
+  const int64_t together = heads / keys.size(1);
+  const float scale = 1.0f / std::sqrt(static_cast<float>(width));
+  STD_TORCH_CHECK(q.is_contiguous() && mask.is_contiguous() && width % 16 == 0);
+  for (const Tensor* one : {&keys, &values}) STD_TORCH_CHECK(one->stride(3) == 1 && one->stride(2) == width);
+  for (const Tensor* one : {&q, &keys, &values, &mask}) STD_TORCH_CHECK(one->scalar_type() == ScalarType::Float);
+  STD_TORCH_CHECK(mask.size(0) == rows && mask.size(1) == columns && mask.size(2) == nodes);
+  Tensor out = torch::stable::new_empty(q, {rows, nodes, heads, width});
+  const auto part = [](const Tensor& of, int64_t row, int64_t head) {
+    return static_cast<const float*>(of.data_ptr()) + row * of.stride(0) + head * of.stride(1);
+  };
+  const auto* masks = static_cast<const float*>(mask.data_ptr());
+  const auto* asked = static_cast<const float*>(q.data_ptr());
+  auto* made = static_cast<float*>(out.data_ptr());
+  torch::stable::parallel_for(0, rows * heads, 1, [&](int64_t first, int64_t end) {
+    std::vector<float> space;
+    for (int64_t at = first; at < end; ++at) {
+      const int64_t row = at / heads, kv = at % heads / together;
+      const int64_t corner = (row * nodes * heads + at % heads) * width;
+      const Head the{asked + corner, part(keys, row, kv), part(values, row, kv), masks + row * columns * nodes,
+                     made + corner,  nodes,               width,                 columns,
+                     heads * width,  scale};
+      (nodes <= kFewNodes ? attend_few : attend_many)(the, space);
+    }
+  });
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(lantern_bench, CPU, library) {
+  library.impl("panel_linear", TORCH_BOX(&panel_linear));
+  library.impl("node_attention", TORCH_BOX(&node_attention));
+}
