@@ -19,7 +19,7 @@ import lantern_bench
 from lantern_bench.cli import main as cli
 from lantern_bench.errors import RecordsFailedError, RefusedError, UserError
 from lantern_bench.models import registry
-from lantern_bench.runs.runner import ImageDone, Loaded, Started, WarmedUp
+from lantern_bench.runs.runner import Calibrated, ImageDone, Loaded, Started, WarmedUp
 from lantern_bench.runs.store import RESULTS_VARIABLE
 from tests.tiny_family import EXPERIMENT, PROMPTS, TOKENS, TinyFamily
 
@@ -80,8 +80,8 @@ def test_sweep_and_the_command_make_the_same_run(tiny: TinyFamily) -> None:
 def test_progress_receives_the_events(tiny: TinyFamily) -> None:
     events: list[object] = []
     lantern_bench.sweep("tiny.yaml", images=1, progress=events.append)
-    assert isinstance(events[0], Loaded) and isinstance(events[1], Started)
-    assert [type(event) for event in events[2:]] == [WarmedUp] * 5 + [ImageDone] * 6
+    assert isinstance(events[0], Loaded) and isinstance(events[1], Calibrated)
+    assert [type(event) for event in events[2:]] == [Started] + [WarmedUp] * 5 + [ImageDone] * 6
 
 
 def test_sweep_resumes_and_refuses_as_the_command(tiny: TinyFamily) -> None:

@@ -42,6 +42,9 @@ _EXPERIMENT: tuple[Flag, ...] = (
     flag("reference", "What fidelity is measured against; see `lantern-bench score`.", str | None),
 )
 _REPETITION: tuple[Flag, ...] = (
+    flag(
+        "processes", "New processes that share the prompts, one after the other; intervals then cover runs.", str | None
+    ),
     flag("repeats", "Repeat the images this many times, with new seeds.", str | None),
     flag("batch", "Images decoded at once, or a list; published: 1.", str | None),
     (
@@ -156,6 +159,12 @@ class Renderer:
             if event.done == 0:
                 progress.start(event.total, f"captions for {event.model}")
             progress.reach(event.done)
+        elif isinstance(event, runner.Calibrated):
+            tried = ", ".join(f"{count}: {ms:.3g} ms" for count, ms in event.milliseconds.items())
+            console.detail(f"threads {event.threads} ({tried})")
+            if event.lost_share > runner.DISTURBED:
+                share = f"{event.lost_share:.2f} of each second a thread waited for a core"
+                console.warn(f"other programs keep the processor busy ({share})", runs_sweep.QUIET_ADVICE)
         elif isinstance(event, runner.Started):
             to_do = sum(event.to_do.values())
             progress.finish()
@@ -204,6 +213,8 @@ def _run(
         return
     with console.progress() as progress:
         failed = runs_sweep.run(request, Renderer(console, progress, request.folder).show)
+    if "speed" in request.experiment.settings.metrics and (said := runs_sweep.disturbed(request.folder)):
+        console.warn(said, runs_sweep.QUIET_ADVICE)
     show(request.folder, console, format)
     runs_sweep.check_failed(request, failed)
 

@@ -26,8 +26,8 @@ from lantern_bench.config.values import Overrides, Place, Problems
 from lantern_bench.config.yaml_source import read_source
 from lantern_bench.errors import UserError, did_you_mean
 
-# Keys that do not change the images.
-_NOT_RUN = ("name", "description", "paper", "protocol", "reference")
+# Keys that do not change the images, up to rounding.
+_NOT_RUN = ("name", "description", "paper", "protocol", "reference", "processes", "threads")
 
 
 @dataclass(frozen=True)

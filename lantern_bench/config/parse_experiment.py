@@ -38,7 +38,8 @@ class Settings(BaseModel):
     repeats that list of images with new seeds. `batch` is how many images are decoded at once; several values give
     several cells. `protocol` names the scoring protocol (None: the model's own), `reference` the reference pictures
     (None: the protocol's own), `neighbour_space` the space of code distances (`decoding/neighbours.py`; None: as
-    published).
+    published). `processes` new worker processes make the images, one after the other; `threads` decode (None: as many
+    as a calibration finds fastest).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -73,6 +74,8 @@ class Settings(BaseModel):
         default="auto", description="must be one of auto, float32, bfloat16, float16"
     )
     compile: bool = Field(default=False, description=_SWITCH)
+    processes: Count = Field(default=1, description=_COUNT)
+    threads: Count | None = Field(default=None, description=_COUNT)
     neighbour_space: Literal["raw", "normalised"] | None = Field(
         default=None, description="must be raw or normalised; if absent, it is as published for the model"
     )

@@ -103,6 +103,20 @@ class Plan:
         mine = (unit for unit in self.units if (unit.image_index // self.together) % shard.count == shard.index - 1)
         return replace(self, units=tuple(mine))
 
+    def deal(self, left: Plan, count: int, seed: int) -> list[Plan]:
+        """Deal the units of `left`, a part of this plan, to `count` plans: prompts in random order, in equal shares.
+
+        All cells of a prompt stay together.
+        """
+        groups = {unit.image_index // self.together for unit in left.units}
+        order = sorted(groups, key=lambda group: _hash63(f"deal:{seed}:{group}"))
+        place = {group: number % count for number, group in enumerate(order)}
+        parts: list[list[Unit]] = [[] for _ in range(count)]
+        for unit in self.units:  # whole batches, so that the arithmetic is the same
+            if (group := unit.image_index // self.together) in place:
+                parts[place[group]].append(unit)
+        return [replace(self, units=tuple(part)) for part in parts]
+
     def batches(self) -> Iterator[tuple[Unit, ...]]:
         """Yield the units that are decoded at once: as many images of a cell as its batch size, or the rest."""
         group: list[Unit] = []

@@ -33,7 +33,7 @@ class KeyFields(TypedDict):
 
 
 # The flag that restores the recorded value; other fields have no flag.
-_FLAGS = {name: f"--{name} {{}}" for name in ("dtype", "batch", "seed", "prompts")}
+_FLAGS = {name: f"--{name} {{}}" for name in ("dtype", "batch", "seed", "prompts", "threads")}
 _FLAGS |= {"device_type": "--device {}", "compile": "--set compile={}"}
 
 
@@ -53,6 +53,12 @@ def check_same_experiment(folder: str, recorded: Mapping[str, Any], now: Mapping
     compared = ("model", "prompts", "seed", "batch", "model_defaults", "cells")
     before, after = ({key: one.get(key) for key in compared} for one in (recorded, now))
     _check_same(folder, before, after, finished)
+
+
+def check_same_threads(folder: str, recorded: int | None, asked: int | None, finished: int) -> None:
+    """Raise `RefusedError` when a run is to be continued on another number of threads: sums would round differently."""
+    if recorded is not None and asked is not None:
+        _check_same(folder, {"threads": recorded}, {"threads": asked}, finished)
 
 
 def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,6 +65,7 @@ def _cpu_block() -> dict[str, Any]:
         "logical_cores": psutil.cpu_count(),
         "usable_cores": usable,
         "torch_threads": torch.get_num_threads(),
+        "openmp": {name: os.environ.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")},
         "clock_mhz": round(frequency.current) if frequency else None,
         "clock_max_mhz": round(frequency.max) if frequency and frequency.max else None,
         "capability": torch.backends.cpu.get_cpu_capability(),

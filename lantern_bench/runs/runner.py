@@ -25,8 +25,10 @@ from lantern_bench.decoding.step import sampling_key
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.runs.devices import Place
+from lantern_bench.runs.keys import check_same_threads
 from lantern_bench.runs.machine import gpu_blocks, machine_block
 from lantern_bench.runs.store import RunStore, done_images
+from lantern_bench.runs.threads import calibrate, set_threads, step_work
 
 # ---- Events: what a sweep reports while it runs, in this order
 
@@ -44,6 +46,14 @@ class EncodedCaptions(NamedTuple):
     model: str
     done: int
     total: int
+
+
+class Calibrated(NamedTuple):
+    """Threads were tried and their number is chosen; `lost_share`: seconds without a core by seconds of the trial."""
+
+    threads: int
+    milliseconds: Mapping[int, float]
+    lost_share: float
 
 
 class Started(NamedTuple):
@@ -87,12 +97,14 @@ class Interrupted(NamedTuple):
     total: int
 
 
-Event: TypeAlias = Loaded | EncodedCaptions | Started | WarmedUp | ImageDone | Scored | Interrupted
+Event: TypeAlias = Loaded | EncodedCaptions | Calibrated | Started | WarmedUp | ImageDone | Scored | Interrupted
 
 # ---- Running a plan
 
 DISTURBED = 0.05
 """An image is disturbed when its threads lacked a core for more than this share of its seconds."""
+# A disturbed image is decoded up to so often, and all repetitions may add this share to the time of a session.
+_ATTEMPTS, _AGAIN = 3, 0.25
 
 
 class Made(NamedTuple):
@@ -126,13 +138,44 @@ def prepare_models(plan: Plan, models: Mapping[str, LoadedModel], folder: Path, 
     return now() - began
 
 
+def calibrate_threads(
+    store: RunStore, plan: Plan, models: Mapping[str, LoadedModel], asked: int | None, tell: Callable[[Event], None]
+) -> None:
+    """Set the number of threads: that of the run's finished images, else the one asked for, else the fastest.
+
+    Raises `RefusedError` when another number is asked for than finished images were made with.
+    """
+    finished = sum(row["status"] == "ok" for row in store.records())
+    recorded = store.manifest.get("threads") if finished else None
+    check_same_threads(store.folder.name, recorded, asked, finished)
+    set_threads(recorded or asked)
+    unit = next((unit for unit in plan.units if not store.is_done(unit)), None)
+    if recorded or asked or unit is None or models[unit.cell.model].target.device.type != "cpu":
+        return
+    model = models[unit.cell.model]
+    try:
+        with torch.inference_mode():
+            condition = model.condition([unit.prompt.text])
+        found = calibrate(step_work(model, condition, unit.cell.decoding.cfg_scale))
+    except (RuntimeError, MemoryError):
+        return  # the images fail the same way and record it
+    set_threads(found.threads)
+    tell(Calibrated(*found))
+
+
 def run_plan(
-    store: RunStore, plan: Plan, models: Mapping[str, LoadedModel], place: Place, prepare_seconds: float = 0.0
+    store: RunStore,
+    plan: Plan,
+    models: Mapping[str, LoadedModel],
+    place: Place,
+    prepare_seconds: float = 0.0,
+    again: bool = False,
 ) -> Iterator[Event]:
     """Make the images of `plan` that `store` lacks; yield `Started`, then `WarmedUp`, then `ImageDone` events.
 
-    `prepare_seconds`, the time of `prepare_models`, goes into the manifest. An image that raises gets a record with
-    status `failed` and the run continues. An interrupted run keeps everything up to the last image.
+    `prepare_seconds`, the time of `prepare_models`, goes into the manifest. With `again`, disturbed batches are decoded
+    again, within bounds (`_ATTEMPTS`, `_AGAIN`). An image that raises gets a record with status `failed` and the run
+    continues. An interrupted run keeps everything up to the last image.
     """
     groups = [group for group in plan.batches() if not all(map(store.is_done, group))]
     waiting = Counter(unit.cell.cell_id for unit in plan.units if not store.is_done(unit))
@@ -148,7 +191,7 @@ def run_plan(
             yield _warm_up(store, session, models[group[0].cell.model], group, place)
         settle_garbage()
         for group in groups:
-            yield from _decode_batch(store, session, models[group[0].cell.model], group, place)
+            yield from _decode_batch(store, session, models[group[0].cell.model], group, place, again)
         session["complete"] = True
     finally:
         session |= {"ended": stamp(), "gpus_at_end": gpu_blocks()}
@@ -194,6 +237,7 @@ def _start_session(
 ) -> dict[str, Any]:
     """Add a session to the manifest; the returned dictionary is part of it."""
     session: dict[str, Any] = {"started": stamp(), "ended": None, "complete": False, "images": 0, "failed": 0}
+    session |= {"first_seconds": 0.0, "again_seconds": 0.0}
     session |= {"process": store.next_process(), "prepare_seconds": prepare_seconds, "warm_up": []}
     sessions = [*store.manifest.get("sessions", []), session]
     device = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else place.device.type
@@ -221,12 +265,12 @@ def _warm_up(
 
 
 def _decode_batch(
-    store: RunStore, session: dict[str, Any], model: LoadedModel, group: tuple[Unit, ...], place: Place
+    store: RunStore, session: dict[str, Any], model: LoadedModel, group: tuple[Unit, ...], place: Place, again: bool
 ) -> Iterator[ImageDone]:
     """Decode a batch and record its missing images; the whole batch is decoded so that the arithmetic is the same."""
     waiting = [unit for unit in group if not store.is_done(unit)]
     try:
-        made = dict(zip(group, make_images(model, group, place), strict=True))
+        attempts = _attempts(session, model, group, place, again)
     except (RuntimeError, MemoryError) as error:
         if place.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -235,13 +279,35 @@ def _decode_batch(
             failed = {"status": "failed", "error": _one_line(error), "process": session["process"]}
             yield ImageDone(unit, store.append(unit, failed))
         return
+    kept = min(attempts, key=lambda images: _lost_share(images[0].trace, len(group)))
+    made = dict(zip(group, kept, strict=True))
+    how = {"process": session["process"], "attempts": len(attempts)}
     for unit in waiting:
         png = png_bytes(made[unit].pixels)
         # The picture is written first, so that every record has its picture.
         picture = {"image": store.write_image(unit, png), "image_sha256": hashlib.sha256(png).hexdigest()}
-        row = store.append(unit, _record(made[unit], len(group)) | picture | {"process": session["process"]})
+        row = store.append(unit, _record(made[unit], len(group)) | picture | how)
         session["images"] += 1
         yield ImageDone(unit, row)
+
+
+def _attempts(
+    session: dict[str, Any], model: LoadedModel, group: tuple[Unit, ...], place: Place, again: bool
+) -> list[list[Made]]:
+    """Decode a batch until an attempt is undisturbed, within the bounds on attempts and on their time."""
+    attempts: list[list[Made]] = []
+    while not attempts or (
+        again
+        and len(attempts) < _ATTEMPTS
+        and _lost_share(attempts[-1][0].trace, len(group)) > DISTURBED
+        and session["again_seconds"] <= _AGAIN * session["first_seconds"]
+    ):
+        images = make_images(model, group, place)
+        if attempts and any(not torch.equal(a.tokens, b.tokens) for a, b in zip(attempts[0], images, strict=True)):
+            raise RuntimeError("decoding a disturbed image again gave other tokens")
+        session["again_seconds" if attempts else "first_seconds"] += sum(made.trace.seconds for made in images)
+        attempts.append(images)
+    return attempts
 
 
 def _record(made: Made, images: int) -> dict[str, Any]:
@@ -279,7 +345,7 @@ def _usage(trace: ImageTrace, images: int) -> dict[str, Any]:
         return {}
     shared = {name: value and value / images for name, value in trace.usage._asdict().items()}
     row = {name: shared[name] for name in ("cpu_seconds", "waited_seconds", "steal_seconds")}
-    row |= {"involuntary_switches": trace.usage.involuntary_switches, "attempts": 1}
+    row |= {"involuntary_switches": trace.usage.involuntary_switches}
     return row | {"disturbed": _lost_share(trace, images) > DISTURBED}
 
 

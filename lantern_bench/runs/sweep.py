@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import psutil
+
 from lantern_bench.config.experiment import ResolvedExperiment, load_experiment, resolve
 from lantern_bench.config.parse_experiment import Experiment, read_experiment
 from lantern_bench.config.plan import Plan, make_plan, parse_shard
@@ -22,7 +24,7 @@ from lantern_bench.config.yaml_source import Source
 from lantern_bench.errors import RecordsFailedError, RefusedError, UserError
 from lantern_bench.models.registry import card_of, defaults_of, family_of
 from lantern_bench.prompts.sets import load_prompts, prompt_facts
-from lantern_bench.runs.keys import check_same_experiment
+from lantern_bench.runs.keys import check_same_experiment, check_same_threads
 from lantern_bench.runs.store import (
     LOCK,
     MANIFEST,
@@ -36,6 +38,7 @@ from lantern_bench.runs.store import (
     results_root,
     run_folder,
 )
+from lantern_bench.runs.threads import limit_spinning
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -124,6 +127,7 @@ def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
     if (folder / MANIFEST).exists() and (finished := len(done_images(folder))):
         recorded = read_manifest(folder).get("experiment", {})
         check_same_experiment(folder.name, recorded, experiment.to_dict(), finished)
+        check_same_threads(folder.name, read_manifest(folder).get("threads"), experiment.settings.threads, finished)
 
 
 def check_neighbours(experiment: ResolvedExperiment) -> None:
@@ -167,39 +171,77 @@ def run(request: Request, tell: Tell) -> int:
     """Make the missing images and score them; return how many images failed. Events go to `tell`.
 
     Raises `RefusedError` for missing weights, drafters or scorers and for a run directory whose images were made in
-    another way, `UserError` for malformed files; all before the first image.
+    another way, `UserError` for malformed files; all before the first image. Raises `RecordsFailedError` when a worker
+    process dies.
     """
-    from lantern_bench.models.loaded_model import NoPixels
-    from lantern_bench.runs.devices import choose_place, compile_models, key_fields, load_models
-    from lantern_bench.runs.runner import ImageDone, Interrupted, Loaded, prepare_models, run_plan
-    from lantern_bench.runs.store import RunStore
+    limit_spinning()
+
+    from lantern_bench.runs.devices import choose_place
+    from lantern_bench.runs.processes import decode_in_processes
+    from lantern_bench.runs.runner import Interrupted
 
     settings, units = request.experiment.settings, request.plan.units
+    scorers, reference = _load_scorers(request, choose_place(settings.device, settings.dtype, fast=True))
+    try:
+        decode = decode_missing if settings.processes == 1 else decode_in_processes
+        failed = decode(request, tell)
+        if scorers is not None and done_images(request.folder):
+            with ScoreStore(request.folder) as store:
+                _score(store, scorers, reference, tell)
+    except KeyboardInterrupt:
+        done = done_images(request.folder)
+        made = sum((unit.cell.cell_id, unit.prompt.id, unit.repeat) in done for unit in units)
+        tell(Interrupted(made, len(units)))
+        raise
+    return failed
+
+
+def decode_missing(request: Request, tell: Tell) -> int:
+    """Make the missing images in this process; return how many failed. Raises as `run`."""
+    import torch
+
+    from lantern_bench.models.loaded_model import NoPixels
+    from lantern_bench.runs.devices import choose_place, compile_models, key_fields, load_models
+    from lantern_bench.runs.runner import ImageDone, Loaded, calibrate_threads, prepare_models, run_plan
+    from lantern_bench.runs.store import RunStore
+
+    load, settings = psutil.getloadavg()[0], request.experiment.settings
     place = choose_place(settings.device, settings.dtype, fast=True)
-    scorers, reference = _load_scorers(request, place)
     models = load_models(request.experiment, place)
     for model in models.values():
         if isinstance(model.pixels, NoPixels):
             raise model.pixels.problem
     tell(Loaded(place, compile_models(models.values(), place) if settings.compile else None))
-    try:
-        prepare_seconds = prepare_models(request.plan, models, request.folder, tell)
-    except KeyboardInterrupt:
-        tell(Interrupted(0, len(units)))
-        raise
-    failed = 0
-    with RunStore(request.folder, request.experiment, key_fields(models, settings, place, request.plan.cells)) as store:
-        store.update_manifest(prompts=request.prompts)
+    prepare_seconds, threads, failed = (
+        prepare_models(request.plan, models, request.folder, tell),
+        torch.get_num_threads(),
+        0,
+    )
+    key = key_fields(models, settings, place, request.plan.cells)
+    with RunStore(request.folder, request.experiment, key) as store:
+        store.update_manifest(prompts=request.prompts, load_before=round(load, 2))
         try:
-            for event in run_plan(store, request.plan, models, place, prepare_seconds):
+            calibrate_threads(store, request.plan, models, settings.threads, tell)
+            again = "speed" in settings.metrics
+            for event in run_plan(store, request.plan, models, place, prepare_seconds, again=again):
                 failed += isinstance(event, ImageDone) and event.failed
                 tell(event)
-            if scorers is not None:
-                _score(store, scorers, reference, tell)
-        except KeyboardInterrupt:
-            tell(Interrupted(sum(store.is_done(unit) for unit in units), len(units)))
-            raise
+        finally:
+            torch.set_num_threads(threads)
     return failed
+
+
+QUIET_ADVICE = "Close other programs, or try --threads 1. Figures of tokens and quality hold; those of seconds may not."
+
+
+def disturbed(folder: Path) -> str | None:
+    """Say in one line how many images of a run were disturbed; None without any."""
+    timed = [row for row in read_records(folder) if row["status"] == "ok" and row["disturbed"] is not None]
+    count = sum(row["disturbed"] for row in timed)
+    if count == 0:
+        return None
+    said = f"{count} of {len(timed)} images disturbed: their threads lacked a core for more than 5 % of the time"
+    return f"speed cannot be measured now: {said}" if 2 * count > len(timed) else said
 
 
 def check_failed(request: Request, failed: int) -> None:

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lantern_bench.clock import Usage
 from lantern_bench.config.experiment import ResolvedExperiment, load_experiment, resolve
 from lantern_bench.config.plan import Plan, Prompt, make_plan
 from lantern_bench.config.values import Overrides
+from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.runs import runner
 from lantern_bench.runs.devices import Place, choose_place, key_fields
-from lantern_bench.runs.runner import ImageDone, Started, WarmedUp, make_images, run_plan
+from lantern_bench.runs.runner import ImageDone, Made, Started, WarmedUp, calibrate_threads, make_images, run_plan
 from lantern_bench.runs.store import RunStore, read_manifest, read_records
+from lantern_bench.runs.sweep import disturbed as disturbed_images
 from lantern_bench.schema import columns
 from tests.tiny_family import EXPERIMENT, PROMPTS, TOKENS, TinyFamily
 
@@ -145,6 +150,84 @@ def test_one_image_that_fails_does_not_stop_the_others(tmp_path: Path, tiny: Any
     assert all(row["tokens_sha256"] is None and row["image"] is None for row in rows)
     again = run(tmp_path / "run", made)
     assert again[0].kept == 12 and sum(again[0].to_do.values()) == 6
+
+
+def made_images(lost: list[float], tokens: list[int]) -> Any:
+    """A stand-in for `make_images`: attempt n of an image lost `lost[n]` of its second and has token `tokens[n]`."""
+    calls: list[int] = []
+
+    def make(_model: object, units: Any, _place: Place, **_: object) -> list[Made]:
+        number = len(calls) % len(lost)
+        calls.append(number)
+        used = Usage(1.0, lost[number], 0, 0.0, 1.0)
+        trace = ImageTrace([], [], [], [], [], [], 1, 0, 1, seconds=1.0 + number, usage=used)
+        pixels = torch.zeros(3, 4, 3, dtype=torch.uint8)
+        return [Made(torch.tensor([tokens[number]]), trace, pixels, 0.0, None) for _ in units]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("lost", "attempts", "seconds", "disturbed"),
+    [
+        ([0.01, 0.0, 0.0], 1, 1.0, False),  # undisturbed: one attempt
+        ([0.5, 0.01, 0.0], 2, 2.0, False),  # the second is not disturbed and counts
+        ([0.9, 1.2, 2.4], 3, 2.0, True),  # shares 0.9, 0.6 and 0.8: the second is the least disturbed
+    ],
+)
+def test_a_disturbed_image_is_decoded_again(
+    monkeypatch: Any, tiny: Any, tmp_path: Path, lost: list[float], attempts: int, seconds: float, disturbed: bool
+) -> None:
+    experiment, plan = tiny(images=1)
+    monkeypatch.setattr(runner, "make_images", made_images(lost, [7, 7, 7]))
+    monkeypatch.setattr(runner, "_AGAIN", 100.0)
+    one = replace(plan, units=plan.units[:1])
+    with RunStore(tmp_path / "run", experiment, key_fields({"tiny": MODEL}, experiment.settings, CPU)) as store:
+        monkeypatch.setattr(runner, "_warm_up", lambda *_: WarmedUp("", 0.0))
+        list(run_plan(store, one, {"tiny": MODEL}, CPU, again=True))
+    (row,) = read_records(tmp_path / "run")
+    assert (row["attempts"], row["seconds"], row["disturbed"]) == (attempts, seconds, disturbed)
+
+
+def test_other_tokens_at_a_second_attempt_are_an_error(monkeypatch: Any, tiny: Any, tmp_path: Path) -> None:
+    experiment, plan = tiny(images=1)
+    monkeypatch.setattr(runner, "make_images", made_images([0.5, 0.0], [7, 8]))
+    monkeypatch.setattr(runner, "_warm_up", lambda *_: WarmedUp("", 0.0))
+    one = replace(plan, units=plan.units[:1])
+    with RunStore(tmp_path / "run", experiment, key_fields({"tiny": MODEL}, experiment.settings, CPU)) as store:
+        list(run_plan(store, one, {"tiny": MODEL}, CPU, again=True))
+    (row,) = read_records(tmp_path / "run")
+    assert row["status"] == "failed" and "gave other tokens" in row["error"]
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_busy_machine_adds_a_bounded_time(monkeypatch: Any, tiny: Any, tmp_path: Path, again: bool) -> None:
+    experiment, plan = tiny()
+    monkeypatch.setattr(runner, "make_images", made_images([0.5], [7]))
+    monkeypatch.setattr(runner, "_warm_up", lambda *_: WarmedUp("", 0.0))
+    with RunStore(tmp_path / "run", experiment, key_fields({"tiny": MODEL}, experiment.settings, CPU)) as store:
+        list(run_plan(store, plan, {"tiny": MODEL}, CPU, again=again))
+    rows = read_records(tmp_path / "run")
+    more = sum(row["attempts"] for row in rows) - len(rows)
+    assert all(row["disturbed"] for row in rows)
+    assert 1 <= more <= 0.25 * len(rows) + 1 if again else more == 0
+    said = disturbed_images(tmp_path / "run")
+    assert said is not None and said.startswith("speed cannot be measured now: 18 of 18 images")
+
+
+def test_threads_stay_as_the_finished_images_had_them(tiny: Any, tmp_path: Path) -> None:
+    experiment, plan = tiny()
+    run(tmp_path / "run", (experiment, plan), most=2)
+    before, events = torch.get_num_threads(), list[Any]()
+    try:
+        with RunStore(tmp_path / "run", experiment, key_fields({"tiny": MODEL}, experiment.settings, CPU)) as store:
+            store.update_manifest(threads=before + 1)
+            calibrate_threads(store, plan, {"tiny": MODEL}, None, events.append)
+            assert torch.get_num_threads() == before + 1 and not events
+            with pytest.raises(RefusedError, match=rf"threads changed\n  recorded  {before + 1}(.|\n)*--threads"):
+                calibrate_threads(store, plan, {"tiny": MODEL}, before, events.append)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_all_cells_share_the_seed_of_an_image(tiny: Any) -> None:

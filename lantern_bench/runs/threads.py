@@ -1,0 +1,108 @@
+"""Threads of decoding: how many, and how they wait for each other (docs/engine-notes.md has the measurements)."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from lantern_bench.models.loaded_model import LoadedModel
+
+# A variable of GNU OpenMP: a waiting thread spins so often (some microseconds), then sleeps.
+_SPINS = ("GOMP_SPINCOUNT", "1000")
+# Work is timed in so many blocks of so many seconds for each number of threads, or until all has taken so long.
+_ROUNDS, _BLOCK, _LONGEST = 15, 0.02, 5.0
+# Fewer threads are chosen when more are not faster by this share.
+_TIE = 0.05
+
+
+def limit_spinning() -> None:
+    """Let threads that wait give up their core soon; has an effect only before torch is loaded.
+
+    By default a thread that waits at the end of a loop spins for milliseconds. Beside other programs it then holds the
+    core that the thread it waits for needs.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault(*_SPINS)
+
+
+def set_threads(threads: int | None) -> None:
+    """Decode on so many threads; None changes nothing."""
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+class Calibration(NamedTuple):
+    """The number of threads chosen, milliseconds of the work by number of threads, and the share of time they lost."""
+
+    threads: int
+    milliseconds: dict[int, float]
+    lost_share: float
+
+
+def calibrate(work: Callable[[], object]) -> Calibration:
+    """Time work on 1, 2, 4, ... and all threads, in turns, and choose by the medians; then threads are as before."""
+    import torch
+
+    from lantern_bench.clock import now, usage
+
+    most = torch.get_num_threads()
+    counts = sorted({2**power for power in range(most.bit_length()) if 2**power < most} | {most})
+    blocks: dict[int, list[float]] = defaultdict(list)
+    work()
+    began = now()
+    work()
+    repeats, lost, start = max(1, round(_BLOCK / max(1e-6, now() - began))), 0.0, now()
+    while len(blocks[most]) < _ROUNDS and not (blocks[most] and now() - start > _LONGEST):
+        for threads in counts:
+            torch.set_num_threads(threads)
+            work()  # the threads start
+            before, began = usage(), now()
+            for _ in range(repeats):
+                work()
+            blocks[threads].append(now() - began)
+            lost += usage().since(before).lost_seconds(blocks[threads][-1], threads)
+    torch.set_num_threads(most)
+    milliseconds = {threads: 1e3 * median(blocks[threads]) / repeats for threads in counts}
+    chosen = next(count for count in counts if milliseconds[count] * (1 - _TIE) <= min(milliseconds.values()))
+    return Calibration(chosen, milliseconds, lost / sum(map(sum, blocks.values())))
+
+
+def step_work(model: LoadedModel, condition: Any, cfg_scale: float) -> Callable[[], object]:
+    """Return the work that `calibrate` times: of a compiled model the products of a step, else some steps.
+
+    Eager steps say little about compiled ones: between their products most of the time goes to Python, on one thread.
+    Compiling for every number of threads would take minutes. `condition` is of one prompt.
+    """
+    import torch
+    from torch import nn
+
+    from lantern_bench.config.decoding import Decoding
+    from lantern_bench.decoding.loop import decode
+    from lantern_bench.models.packed_linear import PackedLinear
+
+    decoding = Decoding.model_validate({"mode": "ar", "cfg_scale": cfg_scale})
+
+    def steps(tokens: int = 8) -> None:
+        decode(model, condition, decoding, [torch.Generator(model.target.device).manual_seed(0)], tokens=tokens)
+
+    if not (model.engine.compile and isinstance(model.target, nn.Module)):
+        return steps
+    inputs: dict[nn.Module, Any] = {}
+    layers = [layer for layer in model.target.modules() if isinstance(layer, nn.Linear | PackedLinear)]
+    hooks = [layer.register_forward_pre_hook(lambda layer, given: inputs.update({layer: given})) for layer in layers]
+    steps(2)  # the last inputs are those of a step
+    for hook in hooks:
+        hook.remove()
+
+    @torch.inference_mode()
+    def products() -> None:
+        for layer, given in inputs.items():
+            layer(*given)
+
+    return products if inputs else steps
