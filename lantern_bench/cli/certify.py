@@ -17,6 +17,7 @@ from lantern_bench.cli.options import (
 )
 from lantern_bench.errors import CheckFailedError
 from lantern_bench.runs.store import results_root
+from lantern_bench.runs.threads import set_threads
 
 if TYPE_CHECKING:
     from lantern_bench.console import Console
@@ -73,6 +74,7 @@ def certify(
     job = plan_certification(source, flags, modes or None, settings or [], sizes)
     folder = out or results_root() / f"certify-{Path(model).name}"
     job.check_folder(folder)
+    set_threads(job.resolved.settings.threads)
     if job.resolved.settings.compile:
         compile_steps([job.loaded], job.place, console)
     with console.progress() as progress:

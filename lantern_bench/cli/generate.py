@@ -14,6 +14,7 @@ import typer
 from lantern_bench.cli.options import FormatOption, SettingsOption, compile_steps, decoding_flags, resolve_flags
 from lantern_bench.config.methods import MODES
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.runs.threads import set_threads
 
 if TYPE_CHECKING:
     from lantern_bench.config.experiment import ResolvedExperiment
@@ -68,6 +69,7 @@ def generate(
     from lantern_bench.runs import generation
     from lantern_bench.runs.devices import choose_place
 
+    set_threads(resolved.settings.threads)
     place = choose_place(resolved.settings.device, resolved.settings.dtype)
     loaded = _loaded(resolved, place, random_weights, console)
     # Off by default: compiling takes longer than one image.

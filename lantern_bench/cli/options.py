@@ -58,7 +58,11 @@ DECODING_FLAGS: tuple[Flag, ...] = (
     flag("device", DEVICE_HELP, str | None),
     flag("dtype", "auto, float32, bfloat16 or float16. auto: bfloat16 on CUDA and, in sweeps, fast CPUs.", str | None),
     ("compile", Annotated[bool | None, typer.Option("--compile/--no-compile", help="Compile the decode steps.")]),
-    flag("threads", "Threads on a CPU. Default: sweeps choose the fastest number, others use all cores.", str | None),
+    flag(
+        "threads",
+        "Threads on a CPU. Default: sweeps try several and keep the fastest number; others use all cores.",
+        str | None,
+    ),
     flag("neighbour_space", "Space of code distances: raw or normalised. Default: as published.", str | None),
 )
 

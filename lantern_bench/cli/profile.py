@@ -9,6 +9,7 @@ import typer
 
 from lantern_bench.cli.options import DEVICE_HELP, RULE_FLAGS, FormatOption, compile_steps, resolve_flags, with_flags
 from lantern_bench.errors import UserError
+from lantern_bench.runs.threads import set_threads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,6 +43,7 @@ def profile(
     tokens: Annotated[int | None, typer.Option(min=2, help="Decode only this many tokens per image.")] = None,
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads on a CPU. Default: all cores.")] = None,
     compile: Annotated[bool, typer.Option(help="Compile the decode steps.")] = True,
     search: Annotated[
         bool,
@@ -74,6 +76,7 @@ def profile(
     from lantern_bench.runs.devices import choose_place
 
     console: Console = ctx.obj
+    set_threads(threads)
     place = choose_place(device, dtype, fast=True)
     subject = load_subject(model, size, random_weights, place, images, seed, tokens)
     if flags["cfg_scale"] is not None:
