@@ -44,7 +44,8 @@ _LINES = ("-", "--", "-.", ":")
 # Cividis without its palest part, which does not print.
 _SCALE = ((0, 45, 112), (73, 83, 112), (124, 123, 120), (180, 165, 105), (219, 190, 70))
 
-# A label names these only where cells of one method differ in them; it always names a bound.
+# A label names these only where cells of one method (tree: of all methods) differ in them; it always names
+# a bound.
 _SETTINGS = {
     "drafting": "{}", "rule": "{}", "tree": "{}", "neighbours": "k={:g}", "neighbour_metric": "{} neighbours",
     "residual": "{} residual", "temperature": "T={:g}", "cfg_scale": "cfg={:g}", "top_k": "top-k={:g}",
@@ -88,9 +89,10 @@ def is_given(value: Any) -> bool:
 def labels(table: pd.DataFrame) -> list[str]:
     """Return a label for each row: `LANTERN++ λ=2`, with run and model in front where there are several."""
     apart = [name for name in ("run", "model") if table[name].nunique() > 1]
+    drafts = table[table["tree"].notna()] if "tree" in table else table
     entries = []
     for _, row in table.iterrows():
-        rivals = table[table["mode"] == row["mode"]]
+        own = table[table["mode"] == row["mode"]]
         parts = [f"{row[name]}:" for name in apart]
         by_rule = _lossless_label(str(row["mode"]), str(row.get("rule")))
         parts.append(by_rule or (MODES[row["mode"]].label if row["mode"] in MODES else row["mode"]))
@@ -98,6 +100,8 @@ def labels(table: pd.DataFrame) -> list[str]:
         for name, form in _SETTINGS.items():
             if name not in table or (name == "rule" and by_rule):
                 continue
+            # Methods are compared across their trees: a label without the tree would credit the rule with it.
+            rivals = drafts if name == "tree" else own
             if rivals[name].nunique(dropna=False) > 1 and is_given(row[name]) and row[name] != _UNNAMED.get(name):
                 parts.append("greedy" if name == "temperature" and row[name] == 0 else form.format(row[name]))
         entries.append(" ".join(parts))

@@ -48,15 +48,15 @@ def plan(capsys, *typed: str) -> pd.DataFrame:
 
 def test_the_default_plan(capsys, here):
     listed = plan(capsys)
-    assert listed["cell"].tolist()[:2] == ["ar-t1", "speculative-static-chain-4-t1"]
-    assert len(listed) == 9 and set(listed["images"]) == {24} and set(listed["done"]) == {0}
+    assert listed["cell"].tolist()[:2] == ["ar-t1", "ar-t0"]
+    assert len(listed) == 12 and set(listed["images"]) == {12} and set(listed["done"]) == {0}
     assert list(here.iterdir()) == []
 
 
 def test_dry_run_prints_directory_and_time(capsys):
     assert cli.main(["sweep", "--dry-run"]) == 0
     said = capsys.readouterr().err
-    assert "run: results/lanterns-" in said and "216 to do" in said and "unknown" in said
+    assert "run: results/lanterns-" in said and "144 to do" in said and "unknown" in said
 
 
 def test_a_plan_needs_no_torch(tmp_path):
@@ -71,14 +71,14 @@ def test_a_plan_needs_no_torch(tmp_path):
 @pytest.mark.parametrize(
     ("typed", "cells"),
     [
-        (["--modes", "lantern", "--delta", "0.01,0.1", "--delta", "0.2"], 4),
-        (["--modes", "lantern++", "--lambda", "2,3", "--neighbours", "5,10"], 5),
-        (["--modes", "speculative", "--no-baseline", "--temperature", "1"], 3),
+        (["--modes", "lantern", "--delta", "0.01,0.1", "--delta", "0.2"], 8),
+        (["--modes", "lantern++", "--lambda", "2,3", "--neighbours", "5,10"], 6),
+        (["--modes", "speculative", "--no-baseline", "--temperature", "1"], 4),
         (["--modes", "speculative", "--drafting", "chain", "--temperature", "1", "--rule", "strict"], 2),
         (["--modes", "ar", "--set", "temperature=0.5,0.9"], 2),
-        (["--modes", "lantern", "--delta", "0.1", "--nodes", "8", "--depth", "3", "--beam", "4"], 2),
-        (["--modes", "ar", "--top-k", "100", "--top-p", "0.9", "--filter-order", "top_p_first", "--cfg-scale", "3"], 1),
-        (["--modes", "lantern++", "--residual", "official", "--lambda", "2"], 2),
+        (["--modes", "lantern", "--delta", "0.1", "--nodes", "8", "--depth", "3", "--beam", "4"], 4),
+        (["--modes", "ar", "--top-k", "100", "--top-p", "0.9", "--filter-order", "top_p_first", "--cfg-scale", "3"], 2),
+        (["--modes", "lantern++", "--residual", "official", "--lambda", "2"], 3),
     ],
 )
 def test_flags_make_grids(capsys, typed, cells):
@@ -98,7 +98,7 @@ def test_images_repeats_and_shards(capsys):
 
 
 def test_plan_counts_finished_images_and_estimates_time(capsys, here):
-    assert cli.main(["sweep", "--images", "1", "--modes", "ar", "--dry-run", "--out", "run"]) == 0
+    assert cli.main(["sweep", "--images", "1", "--modes", "ar", "--temperature", "1", "--dry-run", "--out", "run"]) == 0
     capsys.readouterr()
     from lantern_bench.config.plan import Prompt
     from lantern_bench.models.lanterns.captions import HELD_OUT
@@ -107,7 +107,7 @@ def test_plan_counts_finished_images_and_estimates_time(capsys, here):
     row = {"record_key": "1", "status": "ok", "cell_id": "ar-t1", "seconds": 1.5, "pixel_seconds": 0.5, **key}
     (here / "run").mkdir()
     (here / "run" / "records.jsonl").write_text(json.dumps(row) + "\n")
-    assert cli.main(["sweep", "--images", "3", "--modes", "ar", "--dry-run", "--out", "run"]) == 0
+    assert cli.main(["sweep", "--images", "3", "--modes", "ar", "--temperature", "1", "--dry-run", "--out", "run"]) == 0
     written = capsys.readouterr()
     assert "1 done, 2 to do; time left: 4 s" in written.err
     assert pd.read_csv(io.StringIO(written.out))["s_per_image"].tolist() == [2.0]

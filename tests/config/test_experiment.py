@@ -41,14 +41,17 @@ def cells(text: str) -> str:
 def test_the_default_experiment() -> None:
     assert ids(resolve(load_experiment("lanterns"), MODELS)) == [
         "ar-t1",
-        "speculative-static-chain-4-t1",
-        "speculative-static-eagle1-25-t1",
-        "speculative-static-chain-5-block-t1",
-        "lantern-dynamic-24n4d6b-k100-delta0.1-t1",
-        "lantern-dynamic-24n4d6b-k100-delta0.3-t1",
+        "ar-t0",
+        "speculative-static-chain-7-t1",
+        "speculative-static-chain-7-block-t1",
+        "lantern-static-chain-7-k100-delta0.01-t1",
+        "lantern-static-chain-7-k100-delta0.1-t1",
         "lantern++-static-chain-7-k100-lambda5-t1",
         "lantern++-static-chain-7-k100-lambda10-t1",
-        "speculative-static-chain-4-t0",
+        "speculative-dynamic-3n1d3b-t1",
+        "lantern-dynamic-3n1d3b-k100-delta0.1-t1",
+        "speculative-static-eagle1-25-t1",
+        "speculative-static-chain-7-t0",
     ]
 
 
@@ -153,19 +156,26 @@ def test_the_baseline_is_added_once_with_the_top_level_values(tmp_path: Path) ->
         (
             {"tree": "small-7"},
             {"modes": "speculative"},
-            ["ar-t1", "speculative-static-small-7-t1", "speculative-static-small-7-t0"],
+            [
+                "ar-t1",
+                "ar-t0",
+                "speculative-static-small-7-t1",
+                "speculative-dynamic-3n1d3b-t1",
+                "speculative-static-small-7-t0",
+            ],
         ),
-        ({}, {"modes": "ar"}, ["ar-t1"]),
+        ({}, {"modes": "ar"}, ["ar-t1", "ar-t0"]),
         (
             {"baseline": False},
             {"modes": ["lantern"], "settings": ["delta=0.3"]},
-            ["lantern-dynamic-24n4d6b-k100-delta0.3-t1"],
+            ["lantern-static-chain-7-k100-delta0.3-t1", "lantern-dynamic-3n1d3b-k100-delta0.3-t1"],
         ),
         (
             {"drafting": "chain"},
             {"modes": "speculative"},
             [
                 "ar-t1",
+                "ar-t0",
                 "speculative-static-chain-5-t1",
                 "speculative-static-chain-5-block-t1",
                 "speculative-static-chain-5-t0",
@@ -174,39 +184,51 @@ def test_the_baseline_is_added_once_with_the_top_level_values(tmp_path: Path) ->
         (
             {"drafting": "dynamic"},
             {"modes": "speculative"},
-            ["ar-t1", "speculative-dynamic-58n5d10b-t1", "speculative-dynamic-58n5d10b-t0"],
+            [
+                "ar-t1",
+                "ar-t0",
+                "speculative-dynamic-58n5d10b-t1",
+                "speculative-dynamic-3n1d3b-t1",
+                "speculative-dynamic-58n5d10b-t0",
+            ],
         ),
         (
             {"temperature": 0},
             {"modes": "speculative"},
             [
                 "ar-t0",
-                "speculative-static-chain-4-t0",
+                "speculative-static-chain-7-t0",
+                "speculative-dynamic-3n1d3b-t0",
                 "speculative-static-eagle1-25-t0",
-                "speculative-static-chain-5-t0",
             ],
         ),
         (
-            {"nodes": "10,20", "delta": ["0.1"]},
+            {"nodes": "2,3", "delta": ["0.1"], "temperature": 1},
             {"modes": "lantern"},
-            ["ar-t1", "lantern-dynamic-10n4d6b-k100-delta0.1-t1", "lantern-dynamic-20n4d6b-k100-delta0.1-t1"],
+            [
+                "ar-t1",
+                "lantern-static-chain-7-k100-delta0.1-t1",
+                "lantern-dynamic-2n1d3b-k100-delta0.1-t1",
+                "lantern-dynamic-3n1d3b-k100-delta0.1-t1",
+            ],
         ),
         (
             {"lambda": "3"},
-            {"modes": "lantern++", "settings": ["cells.4.neighbours=99"]},
-            ["ar-t1", "lantern++-static-chain-7-k99-lambda3-t1"],
+            {"modes": "lantern++", "settings": ["cells.3.neighbours=99"]},
+            ["ar-t1", "ar-t0", "lantern++-static-chain-7-k99-lambda3-t1"],
         ),
         (
-            {"rule": "strict,block", "tree": "chain-3"},
+            {"rule": "strict,block", "tree": "chain-3", "drafting": "static"},
             {"modes": "speculative"},
             [
                 "ar-t1",
+                "ar-t0",
                 "speculative-static-chain-3-t1",
                 "speculative-static-chain-3-block-t1",
                 "speculative-static-chain-3-t0",
             ],
         ),
-        ({}, {"modes": "ar", "settings": ["top-p=0.5,0.25"]}, ["ar-t1-topp0.5", "ar-t1-topp0.25"]),
+        ({}, {"modes": "ar", "settings": ["top-p=0.5,0.25"]}, ["ar-t1-topp0.5", "ar-t1-topp0.25", "ar-t0"]),
     ],
 )
 def test_flags_lie_over_the_file(flags: dict[str, Any], more: dict[str, Any], expected: list[str]) -> None:

@@ -144,7 +144,7 @@ def test_a_top_level_that_is_wrong(tmp_path: Path, line: str, said: str) -> None
         ({"tree": "[[0], [2]]"}, {}, "--tree [[0], [2]]: the path [2] leaves a gap: its sibling [1] is missing. "
          "Number the children of a node 0, 1, 2, ... without gaps."),
         ({"delta": "[0.1"}, {}, "--delta [0.1: not a valid list"),
-        ({"rule": "block", "tree": "small-7"}, {"modes": "speculative"}, "--tree small-7: the rule block needs a chain of "
+        ({"rule": "block", "tree": "small-7", "drafting": "static"}, {"modes": "speculative"}, "--tree small-7: the rule block needs a chain of "
          "sampled drafts, and it is not one; the tree chain-5 is"),
         ({"rule": "block", "drafting": "dynamic"}, {"modes": "speculative"}, "--rule block: the rule block needs a chain "
          "of sampled drafts, and the drafting dynamic is not one; the tree chain-5 is"),

@@ -156,8 +156,8 @@ def test_estimates() -> None:
     assert len(made.estimate({"ar-t1": 1.0}).unknown) == len(made.cells) - 1
     seconds = {cell.cell_id: 2.0 for cell in made.cells}
     everything = made.estimate(seconds)
-    assert (everything.images, everything.to_do, everything.seconds) == (18, 18, 36.0)
+    assert (everything.images, everything.to_do, everything.seconds) == (24, 24, 48.0)
     done = [(u.cell.cell_id, u.prompt.id, u.repeat) for u in made.units[:5]]
     rest = made.estimate(seconds, done)
-    assert (rest.done, rest.to_do, rest.seconds) == (5, 13, 26.0)
+    assert (rest.done, rest.to_do, rest.seconds) == (5, 19, 38.0)
     assert made.estimate(seconds, [*done, ("other", "x", 0)]).done == 5

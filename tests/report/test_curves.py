@@ -144,13 +144,28 @@ def test_labels_name_methods_as_the_papers_do():
     labels = set(speed_quality_points({"run": tables})["label"])
     assert labels == {
         "AR",
-        "speculative (strict)",
-        "speculative (strict) greedy",
-        "LANTERN δ=0.005",
-        "LANTERN δ=0.02",
-        "LANTERN++ λ=2 k=10",
-        "LANTERN++ λ=2 k=100",
+        "speculative (strict) small-7",
+        "speculative (strict) small-7 greedy",
+        "LANTERN δ=0.005 58n5d10b",
+        "LANTERN δ=0.02 58n5d10b",
+        "LANTERN++ λ=2 eagle1-25 k=10",
+        "LANTERN++ λ=2 eagle1-25 k=100",
     }
+
+
+def test_labels_tell_one_rule_on_two_draftings_apart():
+    rule = {"mode": "lantern", "delta": 0.1, "neighbours": 20, "cfg_scale": 2, "cfg_default": 2}
+    chain = {"drafting": "static", "tree": "chain-4"}
+    multiplicative = rule | {"mode": "lantern++", "lambda": 5, "tree": "chain-4"}
+    del multiplicative["delta"]
+    cells = [Decoding.model_validate(one) for one in (rule | chain, rule, multiplicative)]
+    records = [make_record(cell, n, WALKS, 1.0) for cell in cells for n in range(2)]
+    found = tables_from(records, make_scores(records))
+    assert list(speed_quality_points({"run": found})["label"]) == [
+        "LANTERN δ=0.1 dynamic 58n5d10b",
+        "LANTERN δ=0.1 static chain-4",
+        "LANTERN++ λ=5 chain-4",
+    ]
 
 
 def test_labels_name_a_lossless_rule_once():

@@ -230,7 +230,7 @@ def test_resume_refuses_other_settings_but_not_more_images(tmp_path: Path) -> No
         RunStore(tmp_path / "run", experiment(**{"lambda": "3,5"}), KEY)
     more = experiment(images=4, metrics="speed")
     with RunStore(tmp_path / "run", more, KEY) as store:
-        assert len(to_do(store, make_plan(more, PROMPTS).units)) == 4 * 3 - 2
+        assert len(to_do(store, make_plan(more, PROMPTS).units)) == 4 * 4 - 2
 
 
 def test_a_locked_run_is_refused(tmp_path: Path) -> None:
