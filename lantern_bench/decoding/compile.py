@@ -6,8 +6,9 @@ each is compiled once per shape and then runs without a decision on the host. `s
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -45,6 +46,26 @@ class Engine:
         made: T = self._made[key]
         return made
 
+    @property
+    def only_compiles(self) -> bool:
+        """Whether programs are made and not run now (`compiling`)."""
+        return self._store is not None and self._store.only_compiles
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[bool]:
+        """Make programs without running them: a decode ends after a step of empty tensors.
+
+        The C++ compiler then works on several programs at once. Yields False where this cannot be done.
+        """
+        if self._store is None:
+            yield False
+            return
+        self._store.only_compiles = True
+        try:
+            yield True
+        finally:
+            self._store.only_compiles = False
+
     def program(self, key: Hashable, function: Callable[..., T], device: torch.device) -> Callable[..., T]:
         """Return `function` as this engine runs it on `device`; later calls with this key get the same program."""
         if not self.compile:
@@ -52,10 +73,10 @@ class Engine:
         store = self._store
         if store is not None and device.type == "cpu" and store.keeps(key):
             return self.once(("program", key), lambda: store.program(key, function))
-        return self.once(("program", key), lambda: _compiled(function, device, self._backend))
+        return self.once(("program", key), lambda: compile_function(function, device, self._backend))
 
 
-def _compiled(function: Callable[..., T], device: torch.device, backend: str = "inductor") -> Callable[..., T]:
+def compile_function(function: Callable[..., T], device: torch.device, backend: str = "inductor") -> Callable[..., T]:
     """Return `function` compiled, and on CUDA replayed as a graph."""
     # A step calls some hundred kernels, and many take less time than a call from Python.
     options = {"cpp_wrapper": True} if backend == "inductor" and device.type == "cpu" else {}
@@ -116,7 +137,7 @@ class _Graph:
 def compiler_problem(device: torch.device) -> str | None:
     """Return why nothing can be compiled for `device` here, in one line; None where a trial succeeds."""
     try:
-        _compiled(lambda x: (x * 2).sum(), torch.device("cpu"))(torch.ones(64, device=device))
+        compile_function(lambda x: (x * 2).sum(), torch.device("cpu"))(torch.ones(64, device=device))
     except Exception as error:  # any error of the compiler chain counts
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return None

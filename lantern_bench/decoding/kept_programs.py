@@ -6,12 +6,14 @@ the compiler wrote, the path from the function to each of those tensors, and the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pickle
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.compile import Engine, compile_alone
+from lantern_bench.decoding.compile import Engine, compile_alone, compile_function
 
 Steps: TypeAlias = tuple[tuple[str, Any], ...]
 """How to get from a function to a tensor: attributes, items and cells of closures."""
@@ -33,21 +35,32 @@ class Place(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a file says besides the code: each input's source, a description of each input, and the result."""
+    """How to call a program's code: each input's source, descriptions of inputs and outputs, and the result."""
 
     sources: tuple[Steps | Place, ...]
-    described: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
     result: Any
+
+
+class Ready(NamedTuple):
+    """A program that is loaded or compiled for this process; `inputs` are the tensors that its function holds."""
+
+    form: Form
+    source: str
+    inputs: list[Any]
 
 
 class ProgramStore:
     """The folder of one version of code, model, processor and torch: one file for each program.
 
-    `prepare` is called before something is compiled. A damaged file is ignored and written again.
+    `prepare` is called before something is compiled. A damaged file is ignored and written again. While `only_compiles`
+    is True programs are not run and return empty tensors, and the C++ compiler works beside the caller.
     """
 
     def __init__(self, folder: Path, prepare: Callable[[], None] = lambda: None) -> None:
-        self.folder, self.prepare = folder, prepare
+        self.folder, self.prepare, self.only_compiles = folder, prepare, False
+        self.compilers = ThreadPoolExecutor(os.cpu_count())
 
     @property
     def used(self) -> bool:
@@ -64,85 +77,105 @@ class ProgramStore:
         """Return the program of `function`, which is loaded or compiled at its first call."""
         # The compiler writes the number of threads into its code.
         named = hashlib.sha256(repr((key, torch.get_num_threads())).encode()).hexdigest()[:24]
-        return KeptProgram(function, self.folder / f"{named}.program", self.prepare)
+        return KeptProgram(function, self.folder / f"{named}.program", self)
 
 
 class KeptProgram:
     """A function whose compiled form is in a file after the first call of any process."""
 
-    def __init__(self, function: Callable[..., Any], path: Path, prepare: Callable[[], None]) -> None:
-        self._function, self._path, self._prepare = function, path, prepare
+    def __init__(self, function: Callable[..., Any], path: Path, store: ProgramStore) -> None:
+        self._function, self._path, self._store = function, path, store
+        self._ready: Ready | None = None
         self._run: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the program, which the first call loads or compiles."""
+        if self._store.only_compiles:
+            return self._pretend(arguments)
         if self._run is None:
-            self._run = self._loaded(arguments)
-        if self._run is None:
-            self._run, result = self._compiled(arguments)
-            return result
+            self._run = self._start(arguments)
         return self._run(*arguments)
 
-    def _loaded(self, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
+    def _pretend(self, arguments: tuple[Any, ...]) -> Any:
+        """Load or compile, and return empty tensors of the result's shapes."""
+        if self._ready is None:
+            self._ready = self._read(arguments) or self._compile(arguments)
+        form, _, inputs = self._ready
+        outputs = [torch.empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype, *_ in form.outputs]
+        return _filled(form.result, outputs, _with_arguments(form, inputs, arguments))
+
+    def _start(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        ready = self._ready or self._read(arguments)
+        if (
+            ready is not None
+            and _descriptions(_with_arguments(ready.form, ready.inputs, arguments)) == ready.form.inputs
+        ):
+            try:
+                return _runner(ready)
+            except Exception:  # whatever the compiler's own damaged files raise, the program is compiled again
+                self._ready = None
+        try:
+            return _runner(self._compile(arguments))
+        except Exception as error:
+            plain = compile_function(self._function, torch.device("cpu"))
+            reason = f"{type(error).__name__}: {error}"
+            warnings.warn(f"a compiled program cannot be kept for the next start: {reason}", stacklevel=4)
+            return plain
+
+    def _read(self, arguments: tuple[Any, ...]) -> Ready | None:
         """Return the program of the file; None without a file, or where it is damaged or of other tensors."""
         try:
             digest, content = (whole := self._path.read_bytes())[:32], whole[32:]
             if hashlib.sha256(content).digest() != digest:
                 return None
             form, source = pickle.loads(content)
-            leaves = list(_leaves(arguments))
-            inputs = [
-                leaves[source.number] if isinstance(source, Place) else _follow(self._function, source)
-                for source in form.sources
-            ]
-            if tuple(map(_description, inputs)) != form.described:
-                return None
-            return _runner(_load(source), form, inputs)
+            inputs = [None if isinstance(source, Place) else _follow(self._function, source) for source in form.sources]
+            fits = _descriptions(_with_arguments(form, inputs, arguments)) == form.inputs
         except Exception:  # whatever a foreign or damaged file raises, the program is compiled again
             return None
+        return Ready(form, source, inputs) if fits else None
 
-    def _compiled(self, arguments: tuple[Any, ...]) -> tuple[Callable[..., Any], Any]:
-        """Compile, run once, and keep the program; return it and the result of the run."""
-        self._prepare()
+    def _compile(self, arguments: tuple[Any, ...]) -> Ready:
+        """Compile without running, and keep the program; the C++ compiler may still work when this returns.
+
+        Raises what tracing and compiling raise, and KeyError or ValueError for programs that files cannot describe.
+        """
+        self._store.prepare()
         made: dict[str, Any] = {}
 
         def backend(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
             from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
             def inner(graph: torch.fx.GraphModule, examples: Sequence[Any], **options: Any) -> Callable[..., Any]:
+                (outputs,) = next(node for node in graph.graph.nodes if node.op == "output").args
                 code: Any = compile_fx_inner(graph, examples, **options)
+                outputs = [
+                    torch.empty_strided(*_description(node.meta["val"])[:2], dtype=node.meta["val"].dtype)
+                    for node in outputs
+                ]
 
-                def run(inputs: list[Any]) -> Any:
-                    held, outputs = list(inputs), code(inputs)
-                    if not made:
-                        made.update(code=code, inputs=held, outputs=outputs)
+                def pretend(inputs: list[Any]) -> list[Tensor]:
+                    made.update(code=code, inputs=list(inputs), outputs=outputs)
                     return outputs
 
-                run._boxed_call = True  # type: ignore[attr-defined]
-                return run
+                pretend._boxed_call = True  # type: ignore[attr-defined]
+                return pretend
 
             # A step calls some hundred kernels, and many take less time than a call from Python.
             patches: Any = {"inner_compile": inner, "config_patches": {"cpp_wrapper": True}}
-            with torch._functorch.config.patch(enable_autograd_cache=False):
+            with torch._functorch.config.patch(enable_autograd_cache=False), _build_beside(self._store.compilers):
                 compiled: Any = compile_fx(graph, examples, **patches)
             return compiled  # type: ignore[no-any-return]
 
-        compiled = compile_alone(self._function, backend)
-        result = compiled(*arguments)
-        try:
-            code, inputs, outputs = made["code"], made["inputs"], made["outputs"]
-            form = self._form(arguments, inputs, outputs, result)
-            if code.constants:
-                raise ValueError("it has constants of its own")
-            content = pickle.dumps((form, code.source_code))
-            _write(self._path, hashlib.sha256(content).digest() + content)
-            return _runner(_load(code.source_code), form, inputs), result
-        except Exception as error:  # the program works, and the next process compiles it again
-            reason = f"{type(error).__name__}: {error}"
-            warnings.warn(f"a compiled program cannot be kept for the next start: {reason}", stacklevel=2)
-            return compiled, result
-        finally:
-            made.update(inputs=None, outputs=None)
+        result = compile_alone(self._function, backend)(*arguments)
+        code, inputs = made["code"], made["inputs"]
+        if code.constants:
+            raise ValueError("the program has constants of its own")
+        form = self._form(arguments, inputs, made["outputs"], result)
+        content = pickle.dumps((form, code.source_code))
+        _write(self._path, hashlib.sha256(content).digest() + content)
+        held = [None if isinstance(source, Place) else one for source, one in zip(form.sources, inputs, strict=True)]
+        return Ready(form, code.source_code, held)
 
     def _form(self, arguments: tuple[Any, ...], inputs: Sequence[Any], outputs: Sequence[Any], result: Any) -> Form:
         given = {id(leaf): Place("argument", number) for number, leaf in enumerate(_leaves(arguments))}
@@ -157,14 +190,15 @@ class KeptProgram:
                 return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
             return places[id(value)] if isinstance(value, Tensor) else value
 
-        return Form(sources, tuple(map(_description, inputs)), placed(result))
+        return Form(sources, _descriptions(inputs), _descriptions(outputs), placed(result))
 
 
-def _runner(code: Callable[..., Any], form: Form, inputs: list[Any]) -> Callable[..., Any]:
-    """Return the function of the arguments that calls `code` with them and with the held tensors."""
-    given = [(at, source.number) for at, source in enumerate(form.sources) if isinstance(source, Place)]
-    for at, _ in given:
-        inputs[at] = None  # arguments of the first call are not held
+def _runner(ready: Ready) -> Callable[..., Any]:
+    """Return the function of the arguments that calls a program's code."""
+    form, source, inputs = ready
+    space: dict[str, Any] = {}
+    exec(source, space)
+    code, given = space["call"], _given(form)
 
     def run(*arguments: Any) -> Any:
         leaves, values = list(_leaves(arguments)), inputs.copy()
@@ -174,6 +208,33 @@ def _runner(code: Callable[..., Any], form: Form, inputs: list[Any]) -> Callable
         return _filled(form.result, code(values.copy()), values)
 
     return run
+
+
+def _given(form: Form) -> list[tuple[int, int]]:
+    """Which inputs are arguments, and their numbers."""
+    return [(at, source.number) for at, source in enumerate(form.sources) if isinstance(source, Place)]
+
+
+def _with_arguments(form: Form, inputs: list[Any], arguments: tuple[Any, ...]) -> list[Any]:
+    leaves, values = list(_leaves(arguments)), inputs.copy()
+    for at, number in _given(form):
+        values[at] = leaves[number]
+    return values
+
+
+@contextlib.contextmanager
+def _build_beside(compilers: Executor) -> Iterator[None]:
+    """Let the C++ compiler of a program work in another thread; the program is loaded later."""
+    from torch._inductor.codecache import CppWrapperCodeCache
+
+    def begin(*arguments: Any, **options: Any) -> None:
+        CppWrapperCodeCache.load_pybinding_async(*arguments, **{**options, "submit_fn": compilers.submit})
+
+    CppWrapperCodeCache.load_pybinding = begin  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del CppWrapperCodeCache.load_pybinding  # the inherited method again
 
 
 def _filled(result: Any, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
@@ -198,7 +259,11 @@ def _description(value: Any) -> Any:
     if not isinstance(value, Tensor):
         raise TypeError(f"a program takes tensors, not {type(value).__name__}")
     strides = value.stride() if value.layout == torch.strided else ()
-    return tuple(value.shape), strides, str(value.dtype), str(value.layout), value.device.type
+    return tuple(value.shape), strides, value.dtype, value.layout, value.device.type
+
+
+def _descriptions(values: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(map(_description, values))
 
 
 def _reachable(function: Callable[..., Any]) -> dict[int, Steps]:
@@ -246,14 +311,6 @@ def _follow(value: Any, path: Steps) -> Any:
         else:
             value = value.__closure__[step].cell_contents if kind == "cell" else value[step]
     return value
-
-
-def _load(source: str) -> Callable[..., Any]:
-    """Return the function of a list of tensors that the compiler wrote as `source`."""
-    from torch._inductor.codecache import PyCodeCache
-
-    call: Callable[..., Any] = PyCodeCache.load(source).call
-    return call
 
 
 def _write(path: Path, content: bytes) -> None:

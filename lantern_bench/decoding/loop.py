@@ -172,6 +172,8 @@ class _Run:
             positions = speculation.progress.position.tolist()  # the one copy to the host of a step
             self.phases.mark("verify")
             steps += 1
+            if self.engine.only_compiles:
+                break
         self.phases.stop()
         progress, forwards = speculation.progress, speculation.drafting.forwards
         traces = progress.recorder.finish(self.asked, steps, forwards, *self.times())

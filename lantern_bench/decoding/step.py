@@ -148,7 +148,7 @@ class Speculation:
             self._bound = torch.zeros((), dtype=exact, device=device)
             self.relaxation = replace(self.relaxation, bound=self._bound)
         self.draft = engine.program(("draft", drafted), self._draft, device)
-        kind = ("settle", batch, sampling_key(decoding), self.keep_logits, self.accept)
+        kind = ("settle", batch, sampling_key(decoding, "mode"), self.keep_logits, self.accept)
         self.settle = engine.program(kind, self._settle, device)
 
     def begin(

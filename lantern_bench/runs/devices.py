@@ -87,9 +87,10 @@ def compile_models(models: Iterable[LoadedModel], place: Place) -> str | None:
     Where nothing can be compiled the models stay unchanged; returns the reason, in one line. Programs of a CPU are kept
     in the user's cache for the next process.
     """
-    stores = [(model, program_store(model, place)) for model in models]
+    on_cpu = place.device.type == "cpu"
+    stores = [(model, program_store(model, place) if on_cpu else None) for model in models]
     # Where programs were kept, the compiler worked.
-    if not all(store.used for _, store in stores) and (problem := compiler_problem(place.device)) is not None:
+    if not all(store and store.used for _, store in stores) and (problem := compiler_problem(place.device)) is not None:
         return problem
     for model, store in stores:
         pack_for_decoding(model.target, model.drafter)

@@ -7,6 +7,7 @@ kind of cell, and only the manifest records them. Scores and tables come afterwa
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 from collections import Counter
@@ -188,6 +189,8 @@ def run_plan(
             cell = group[0].cell
             kinds.setdefault((cell.model, sampling_key(cell.decoding), len(group)), group)
         for group in kinds.values():
+            _make_programs(models[group[0].cell.model], group, place)
+        for group in kinds.values():
             yield _warm_up(store, session, models[group[0].cell.model], group, place)
         settle_garbage()
         for group in groups:
@@ -246,6 +249,14 @@ def _start_session(
     where["compile"] = any(model.engine.compile for model in models.values())
     store.update_manifest(**facts, **where, machine=machine_block(), sessions=sessions)
     return session
+
+
+def _make_programs(model: LoadedModel, group: tuple[Unit, ...], place: Place) -> None:
+    """Compile what a batch runs; the C++ compiler goes on beside the next batch, and the warm-up waits for it."""
+    # The warm-up meets the same error and reports it.
+    with model.engine.compiling() as possible, contextlib.suppress(RuntimeError, MemoryError):
+        if possible:
+            make_images(model, group, place, tokens=2)
 
 
 def _warm_up(

@@ -22,8 +22,12 @@ def no_compiler(*_: Any) -> Any:
 
 def test_later_engines_load_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoding, wanted = Decoding(**CELLS["static"]), decoded(Small(), Decoding(**CELLS["static"]), 1)
-    same(decoded(Small(), decoding, 1, Engine(True, store=ProgramStore(tmp_path))), wanted)
+    first, small = Engine(True, store=ProgramStore(tmp_path)), Small()
+    with first.compiling() as possible:
+        assert possible
+        decoded(small, decoding, 1, first)
     assert len(list(tmp_path.iterdir())) == 3
+    same(decoded(small, decoding, 1, first), wanted)
     monkeypatch.setattr(kept_programs, "compile_alone", no_compiler)
     engine, model = Engine(True, store=ProgramStore(tmp_path)), Small()
     same(decoded(model, decoding, 1, engine), wanted)
