@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lantern_bench.report.records import NOTE_SEPARATOR
+from lantern_bench.report.tables import OUTSIDE
 from lantern_bench.schema import CELL_COLUMNS, TABLES
 
 if TYPE_CHECKING:
@@ -104,7 +105,12 @@ def readable(table: pd.DataFrame, name: str | None = None) -> Readable:
 
 
 def _worth_showing(table: pd.DataFrame, column: str, name: str) -> bool:
-    if column in _IN_ID or column in ("note", "axis") or (column == "cell_id" and name == "summary"):
+    if (
+        column in _IN_ID
+        or column in ("note", "axis")
+        or column.endswith("_verdict")
+        or (column == "cell_id" and name == "summary")
+    ):
         return False
     if table[column].isna().all():
         return name == "summary" and column in _HEADLINE
@@ -124,6 +130,7 @@ def _notes(table: pd.DataFrame, name: str) -> list[str]:
         notes.append("MAL counts the target's own token; accepted drafts are one less.")
     if "speedup_low" in table and table["speedup_low"].notna().any():
         notes.append("Speed intervals hold 95 % of repeated runs, others the true value with 95 % confidence.")
+    notes += _against_ar(table)
     if name == "acceptance":
         notes.append("Rates by depth of the tree; those by position in the image are in acceptance.csv.")
     said = table["note"].dropna().str.split(NOTE_SEPARATOR, regex=False).explode()
@@ -132,6 +139,26 @@ def _notes(table: pd.DataFrame, name: str) -> list[str]:
         about = ", ".join(cells.unique()) if len(cells) <= 3 else f"{len(cells)} of {len(table)} rows"
         notes.append(str(note) if len(cells) == len(table) else f"{about}: {note}")
     return notes
+
+
+def _against_ar(table: pd.DataFrame) -> list[str]:
+    """Which cells' figures lie outside ar's own spread, in words."""
+    if "cell_id" not in table:
+        return []
+    said = table.set_index("cell_id").filter(regex="_verdict$").dropna(how="all", axis=1).dropna(how="all")
+    if said.empty:
+        return []
+    outside = {
+        cell: [str(name).removesuffix("_verdict") for name, word in row.items() if word == OUTSIDE]
+        for cell, row in said.iterrows()
+    }
+    named = [f"{cell} ({', '.join(figures)})" for cell, figures in outside.items() if figures]
+    what = ", ".join(str(name).removesuffix("_verdict") for name in said)
+    found = f"outside are {', '.join(named)}; all others are within it" if named else "all cells are within it"
+    return [
+        f"{what} against AR's own spread (same prompts, other seeds): {found}. Outside is drift, also where the figure "
+        "gains; by chance one in 20 figures of a lossless cell is outside."
+    ]
 
 
 def _head(table: pd.DataFrame, column: str) -> str:

@@ -372,7 +372,14 @@ def highlights(made: Mapping[str, Tables], numbers: Numbers, names: Sequence[str
 
 
 def _how_sure(table: pd.DataFrame, best: pd.Series, name: str) -> str:
-    """Whether another cell's interval reaches that of the best one, in words."""
+    """How the best quality figure compares with AR; for speed whether another cell's interval reaches it, in words."""
+    if name not in SPEEDS and best["mode"] == "ar":
+        return "AR itself"
+    if is_given(best.get(f"{name}_vs_ar_p")):
+        p_value = float(best[f"{name}_vs_ar_p"])
+        return f"{best[f'{name}_vs_ar']:+.3g} against AR over the same prompts, p = {p_value:.2g}"
+    if is_given(best.get(f"{name}_verdict")):
+        return f"{best[f'{name}_verdict']} AR's own spread"
     if f"{name}_low" not in table or not is_given(best[f"{name}_low"]):
         return "one value a cell, without an interval"
     others = table[(table[CELL] != best[CELL]).any(axis=1)]
@@ -380,7 +387,7 @@ def _how_sure(table: pd.DataFrame, best: pd.Series, name: str) -> str:
     reaching = near["cell_id"].nunique()
     if not reaching:
         return "no other cell's 95 % interval reaches it"
-    return f"the 95 % intervals of {reaching} other {'cell' if reaching == 1 else 'cells'} overlap it"
+    return f"the 95 % intervals of {reaching} other {'cell' if reaching == 1 else 'cells'} reach it"
 
 
 def _joined(made: Mapping[str, Tables]) -> pd.DataFrame:

@@ -12,6 +12,7 @@ import pytest
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.report.format_tables import readable
 from lantern_bench.report.records import load_runs
 from lantern_bench.report.tables import NAMES, build_tables, frame, tables_of, write_csv, write_tables
 from lantern_bench.schema import columns
@@ -174,6 +175,8 @@ def test_a_figure_is_within_or_outside_the_spread_of_ar():
     quality = tables["quality"]
     assert [_row(quality, cell)["fid_verdict"] for cell in (STRICT, LOOSE)] == ["within", "outside"]
     assert _row(tables["summary"], LOOSE)["fid_verdict"] == "outside", "a gain is drift too"
+    said = " ".join(readable(tables["summary"], "summary").notes)
+    assert f"fid against AR's own spread (same prompts, other seeds): outside are {LOOSE.cell_id} (fid); all" in said
     assert (_row(quality, LOOSE)["fid_band_low"], _row(quality, LOOSE)["band_sets"]) == (9.0, 3)
     assert quality["fid_verdict"].isna().sum() == 1 and quality["kid_verdict"].isna().all()
 
