@@ -82,7 +82,7 @@ def run_pairs(chosen: argparse.Namespace, folder: Path, console: Console) -> lis
                 # A run that was cut off is made anew: resumed, it would have more processes than its pair.
                 shutil.rmtree(run, ignore_errors=True)
                 began = now()
-                command = [sys.executable, "-m", "lantern_bench", "sweep", *flags, "--out", str(run)]
+                command = [sys.executable, "-m", "lantern_bench", "--quiet", "sweep", *flags, "--out", str(run)]
                 subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
                 console.say(f"{run.name}: {duration(now() - began)}")
         pairs.append((read_run(pair[0]), read_run(pair[1])))
