@@ -231,7 +231,7 @@ def decode_missing(request: Request, tell: Tell) -> int:
     return failed
 
 
-QUIET_ADVICE = "Close other programs, or try --threads 1. Figures of tokens and quality hold; those of seconds may not."
+QUIET_ADVICE = "Close other programs. Figures of tokens and quality hold; those of seconds may not."
 
 
 def disturbed(folder: Path) -> str | None:
