@@ -25,14 +25,11 @@ from lantern_bench.models.registry import card_of, family_of, load_model
 from lantern_bench.profile.steps import Rates, decode_memory, forward_ms, forward_need, step_cost
 from lantern_bench.profile.tree_search import with_tree
 from lantern_bench.report.cost_model import (
-    STACKS,
-    Sample,
     Setting,
     StepTimes,
     fit_device,
     named_draft,
     step_samples,
-    target_work,
 )
 from lantern_bench.report.reproduction import device_in_words
 from lantern_bench.report.tables import write_csv
@@ -147,15 +144,10 @@ def save_device(subject: Subject, rows: Sequence[Row], place: Place, path: Path)
     sizes = subject.model.target.config  # type: ignore[attr-defined]
     kind, size = "gpu" if place.device.type == "cuda" else "cpu", place.dtype.itemsize
     at = Setting(sizes, 1, subject.guided, sizes.prefix + sizes.image_tokens // (1 if kind == "gpu" else 2))
-    samples: list[Sample] = []
-    for row in rows:
-        if row["what"] == "forward":
-            work = target_work(at, row["nodes"], size, STACKS["compiled"])
-            samples.append(Sample("target", work, 1e-3 * row["milliseconds"], row["nodes"]))
-        else:
-            times = StepTimes(**{part: row[part] for part in _PARTS})
-            samples += step_samples(at, named_draft(row["name"]), size, times)
-    host = [row["other_ms"] for row in rows if row["what"] == "step" and row["name"] != "ar"]
+    # Forwards by themselves find weights and cache where the forward before left them: a step's own take longer.
+    steps = {row["name"]: StepTimes(**{part: row[part] for part in _PARTS}) for row in rows if row["what"] == "step"}
+    samples = [one for name, times in steps.items() for one in step_samples(at, named_draft(name), size, times)]
+    host = [times.other_ms for name, times in steps.items() if name != "ar"]
     where = {"device": str(place.device), "machine": machine_block(), "threads": torch.get_num_threads()}
     note = f"fitted to {len(samples)} times of `lantern-bench profile`: {subject.model.name}, {place.dtype_name}"
     facts = {"name": path.stem, "about": device_in_words(where), "kind": kind, "weight_bytes": size}
