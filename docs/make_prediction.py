@@ -142,7 +142,7 @@ def render(page: str) -> str:
         figures = (f"{row['measured']:.2f}x", f"{row['predicted']:.2f}x", f"{row['error']:+.1%}")
         text += f"| {' | '.join((row['run'], row['cell'], *figures))} |\n"
     text += "\n### Devices\n\n| name | device | read, GB/s | Tflop/s | source |\n| --- | --- | --- | --- | --- |\n"
-    for device in devices().values():
+    for device in (one for one in devices().values() if one.kind == "gpu"):
         cells = (device.name, device.about, f"{device.read_gb_s:g}", f"{device.multiply_tflops:g}")
         text += f"| {' | '.join((*cells, '; '.join(device.sources)))} |\n"
     return text

@@ -124,7 +124,7 @@ class Stack(NamedTuple):
 
 
 STACKS: dict[str, Stack] = {
-    "compiled": Stack(17.5, 17, 22, 10, 0, 25, 8, 4, 0.5, fixed=True),
+    "compiled": Stack(17.5, 17, 22, 10, 0, 16, 9, 0, 0.5, fixed=True),
     "eager": Stack(49, 18, 56, 15, 3, 0, 9, 8, 4, fixed=False),
 }
 """This package's compiled programs (CUDA graphs on a GPU), and eager code as it is published. docs/prediction.md."""
