@@ -126,9 +126,21 @@ _CERTIFICATE = (
     Column("figure", "string", "", "what the number is"),
     *figure("measured", "", "the number"),
     Column("wanted", "string", "", "what it must be; empty where it is only reported"),
-    Column("passed", "string", "", "yes or NO; empty where nothing is wanted"),
+    Column("passed", "string", "", "yes, NO, or weak (a broken rule not rejected); empty where nothing is wanted"),
     Column("n", "int", "", "images, prompts or places behind it"),
     NOTE,
+)
+
+_LOSSLESS_TESTS = (
+    _MODEL,
+    Column("setting", "string", "", "how it was decoded"),
+    Column("broken", "string", "", "what is wrong with the rule on purpose; empty for the rule itself"),
+    Column("test", "string", "", "the test (docs/algorithms.md, section 6)"),
+    Column("p_value", "float", "", "its p-value"),
+    Column("p_holm", "float", "", "corrected for all tests of the certificate; broken rules: for as many tests"),
+    Column("images", "int", "images", "images tested; a broken rule is decoded until it is rejected"),
+    Column("tokens", "int", "tokens", "tokens tested"),
+    Column("edge_tokens", "int", "tokens", "tokens outside a filter that rounding explains"),
 )
 
 CHECK_TABLES: dict[str, tuple[Column, ...]] = {
@@ -136,6 +148,7 @@ CHECK_TABLES: dict[str, tuple[Column, ...]] = {
     "emitted_tv": _EMITTED_TV,
     "ambiguity_places": _AMBIGUITY_PLACES,
     "ambiguity": _AMBIGUITY_MEANS,
+    "lossless_tests": _LOSSLESS_TESTS,
     "certificate": _CERTIFICATE,
 }
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -19,29 +19,33 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell, ResolvedExperiment, load_experiment, resolve
 from lantern_bench.config.methods import DRAFTINGS, RULES
 from lantern_bench.config.plan import Prompt
-from lantern_bench.config.trees import STATIC_TREES, is_chain
+from lantern_bench.config.trees import STATIC_TREES, check_topology, is_chain
 from lantern_bench.config.values import Overrides
 from lantern_bench.errors import UserError
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.registry import card_of, defaults_of, family_of
+from lantern_bench.plugins import Rule
 from lantern_bench.prompts.sets import load_prompts
 from lantern_bench.report.tables import frame, write_csv
 from lantern_bench.runs.sweep import check_neighbours
 
 if TYPE_CHECKING:
-    from lantern_bench.certify.lossless import Agreement
+    from lantern_bench.certify.greedy_identity import Agreement
+    from lantern_bench.certify.tables import ImageTests
+    from lantern_bench.decoding.acceptance.tree_acceptance import Accept
     from lantern_bench.models.loaded_model import LoadedModel
     from lantern_bench.runs.devices import Place
 
 Tables: TypeAlias = dict[str, list[dict[str, Any]]]
 
-# Few tokens and few candidates per token: the exact distribution of all their sequences can be computed.
-_FIRST_TOKENS, _TOP_K, _PROMPTS = 3, 4, 2
+_BRANCHING = "small-7"  # tested beside the model's own tree: its siblings are sampled
+_NARROW = {"top_k": 8}  # where few tokens are possible, a sibling that is not taken out of q or p shows
+_FEWER = 4  # the part of the images for filtered cells, deterministic drafts and chains
 _SMALL_TREE = {"mode": "speculative", "drafting": "dynamic", "nodes": 10, "depth": 2, "beam": 5}
 
 
 class Sizes(NamedTuple):
-    """Sample sizes: positions and draws of emitted TV, images of a G-test, greedy prompts, images of ambiguity."""
+    """Sizes: positions and draws of emitted TV, images of a lossless check, greedy prompts, images of ambiguity."""
 
     positions: int
     draws: int
@@ -95,7 +99,7 @@ class Certification:
         """The device and the number type."""
         from lantern_bench.runs.devices import choose_place
 
-        return choose_place(self.resolved.settings.device, self.resolved.settings.dtype)
+        return choose_place(self.resolved.settings.device, self.resolved.settings.dtype, fast=True)
 
     @cached_property
     def loaded(self) -> LoadedModel:
@@ -136,7 +140,8 @@ class Certification:
     def _certificate(self, on_progress: OnProgress) -> Tables:
         from lantern_bench.certify.relaxation import autoregressive
 
-        rows = [*self._lossless(on_progress), *self._greedy(on_progress)]
+        rows, tests = rows_of.whole_image_rows(self.model, list(self._lossless(on_progress)))
+        rows += self._greedy(on_progress)
         # The strict rule with deterministic drafts, because their emitted TV is exact; sampling as in the first cell.
         first = self.cells[0].decoding
         sampling = autoregressive(first).model_dump(include={"temperature", "top_k", "top_p", "filter_order"})
@@ -147,34 +152,69 @@ class Certification:
         tables = _means_of([row for row in places if row["cell_id"] != strict.cell_id])
         rows.append(rows_of.strict_row(self.model, f"dynamic {strict.decoding.tree_label}", exact))
         rows += rows_of.cost_check_rows(tables["emitted_tv"], tables["emitted_tv_places"])
-        return {"certificate": rows, **tables}
+        return {"certificate": rows, "lossless_tests": tests, **tables}
 
-    def _lossless(self, on_progress: OnProgress) -> list[dict[str, Any]]:
-        """G-tests of each lossless decoding, each followed by the same test of a rule that is broken on purpose."""
-        from lantern_bench.certify import lossless
+    def _lossless(self, on_progress: OnProgress) -> Iterator[ImageTests]:
+        """Whole-image tests of each lossless decoding under three filters, and of its broken rules."""
+        from lantern_bench.certify.broken import broken_rules
+        from lantern_bench.certify.whole_image import TESTS
 
-        named = self._lossless_decodings(top_k=_TOP_K)
-        prompts, sampling = self.prompts[:_PROMPTS], next(iter(named.values()))
-        exact = [lossless.first_token_distribution(self.loaded, one, sampling, _FIRST_TOKENS) for one in prompts]
-        rows: list[dict[str, Any]] = []
-        for setting, decoding in named.items():
-            test = partial(lossless.first_tokens_test, self.loaded, prompts, exact, decoding, self.sizes.samples)
-            test = partial(test, seed=self.resolved.settings.seed, on_progress=on_progress)
-            about, text = f"first tokens, {setting}", f"{setting}, {_FIRST_TOKENS} tokens, top-k {_TOP_K}"
-            found = test(about=about)
-            rows.append(rows_of.lossless_row(self.model, text, found.p_value, found.samples, found.impossible))
-            found = test(about=f"{about}, broken on purpose", accept=lossless.strict_without_residual)
-            rows.append(rows_of.broken_row(self.model, text, found.p_value, found.samples))
-        return rows
+        run = self.cells[0].decoding
+        common = {"temperature": run.temperature, "filter_order": run.filter_order}
+        common |= {"cfg_scale": run.cfg_scale, "cfg_default": self.resolved.cfg_defaults[self.model]}
+        own: dict[str, Any] = {"top_k": run.top_k, "top_p": run.top_p}
+        kinds: list[dict[str, Any]] = [{}, *([own] if run.top_k or run.top_p < 1 else []), _NARROW]
+        cases = []
+        for filters in kinds:
+            words = "".join(f", {key.replace('_', '-')} {value:g}" for key, value in filters.items())
+            for setting, one in self._lossless_decodings(**common, **filters).items():
+                # A chain has the rule of a branching tree, which shows more mistakes: the broken rules run on that.
+                shown = one.rule_row.chains or not (one.paths and is_chain(one.paths))
+                broken = broken_rules(one, self.loaded, filters == _NARROW) if shown and filters != own else {}
+                whole = not filters and shown and one.drafting_row.sampled
+                images = self.sizes.samples if whole else -(-self.sizes.samples // _FEWER)
+                cases.append((setting + words, one, images, broken))
+        level = rows_of.LEVEL / (TESTS * len(cases))  # the strictest of Holm's correction
+        for setting, one, images, broken in cases:
+            yield self._tested(setting, one, images, on_progress)
+            for name, accept in broken.items():
+                yield self._tested(setting, one, images, on_progress, (name, accept, level))
+
+    def _tested(
+        self,
+        setting: str,
+        decoding: Decoding,
+        images: int,
+        on_progress: OnProgress,
+        rule: tuple[str | None, Accept | None, float] = (None, None, 0.0),
+    ) -> ImageTests:
+        """Test `images` images of a decoding; a broken `rule` only until a p-value falls below its last entry."""
+        from lantern_bench.certify.whole_image import EDGE, decoded_evidence, p_values
+        from lantern_bench.decoding.drafting import drafting_of
+
+        broken, accept, level = rule
+        about, found = f"whole images, {setting}" + (f": {broken}" if broken else ""), []
+        depth = drafting_of(decoding, self.loaded.target).depth
+        values: Any = {"tolerance": EDGE[self.place.dtype_name], "seed": self.resolved.settings.seed, "accept": accept}
+        for batch in decoded_evidence(self.loaded, self.prompts, decoding, images, **values):
+            found.append(batch)
+            done = sum(len(one.starts) for one in found)
+            on_progress(about, min(1.0, done / images))
+            if broken and min(p_values(found, depth).values()) < level:
+                break
+        counts = (sum(int(getattr(one, name).sum()) for one in found) for name in ("edge", "impossible"))
+        tokens = sum(one.starts.size for one in found)
+        return rows_of.ImageTests(setting, broken, p_values(found, depth), done, tokens, *counts)
 
     def _greedy(self, on_progress: OnProgress) -> list[dict[str, Any]]:
         """Whether each drafting at temperature 0 gives the tokens of greedy decoding."""
-        from lantern_bench.certify.lossless import greedy_agreements
+        from lantern_bench.certify.greedy_identity import NEAR_TIE, greedy_agreements
 
         named = self._lossless_decodings(temperature=0)
         prompts = list(dict.fromkeys(self.prompts[: self.sizes.greedy]))
         found: dict[Decoding, list[Agreement]] = {decoding: [] for decoding in named.values()}
-        for decoding, part in greedy_agreements(self.loaded, prompts, list(found), on_progress=on_progress):
+        sizes: Any = {"tolerance": NEAR_TIE[self.place.dtype_name], "on_progress": on_progress}
+        for decoding, part in greedy_agreements(self.loaded, prompts, list(found), **sizes):
             found[decoding] += part
         rows = []
         for setting, decoding in named.items():
@@ -193,15 +233,21 @@ class Certification:
             if rule.name == "none" or not decides:
                 continue
             common = {"mode": "speculative", "cfg_scale": scale, "cfg_default": scale, **values}
-            small = dict(drafting.small)
-            if "tree" in drafting.defaults and self.tree:
-                fits = not rule.chains or is_chain(STATIC_TREES[self.tree])
-                small = {"tree": self.tree if fits else rule.tree}
-            one = Decoding.model_validate({**common, "drafting": drafting.name, "rule": rule.name, **small})
-            if one.rule == rule.name:  # greedy decoding has no rule for chains
-                suffix = "" if rule.name == "strict" else f", {rule.name}"
-                named[f"{drafting.name} {one.tree_label}{suffix}"] = one
+            common |= {"drafting": drafting.name, "rule": rule.name}
+            for small in self._trees(rule) if "tree" in drafting.defaults else [drafting.small]:
+                one = Decoding.model_validate({**common, **small})
+                if one.rule == rule.name:  # greedy decoding has no rule for chains
+                    suffix = "" if rule.name == "strict" else f", {rule.name}"
+                    named[f"{drafting.name} {one.tree_label}{suffix}"] = one
         return named
+
+    def _trees(self, rule: Rule) -> list[dict[str, Any]]:
+        """The static trees that a rule is tested on: the model's own or the rule's, and one that branches."""
+        own = self.tree or DRAFTINGS["static"].defaults["tree"]
+        paths = STATIC_TREES[own] if isinstance(own, str) else check_topology(own)
+        if rule.chains:
+            return [{"topology": paths} if is_chain(paths) else {"tree": rule.tree}]
+        return [{"topology": paths}, *([{"tree": _BRANCHING}] if is_chain(paths) else [])]
 
     def _emitted_tv(self, cells: Sequence[Cell], on_progress: OnProgress) -> list[dict[str, Any]]:
         """The emitted TV of the cells at sampled positions, one row per position and cell."""

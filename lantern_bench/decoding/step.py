@@ -149,7 +149,8 @@ class Speculation:
             self.relaxation = replace(self.relaxation, bound=self._bound)
         self.draft = engine.program(("draft", drafted), self._draft, device)
         kind = ("settle", batch, sampling_key(decoding, "mode"), self.keep_logits, self.accept)
-        self.settle = engine.program(kind, self._settle, device)
+        # A test of a broken rule takes less time than compiling it.
+        self.settle = self._settle if self.accept is not None else engine.program(kind, self._settle, device)
 
     def begin(
         self, relaxation: Relaxation, condition: Any, scores: Scores, logits: Tensor, root: Tensor, asked: int

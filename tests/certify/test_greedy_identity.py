@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.certify.lossless import NEAR_TIE, greedy_agreements
+from lantern_bench.certify.greedy_identity import NEAR_TIE, greedy_agreements
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt
 from lantern_bench.decoding.interface import Scores
@@ -52,7 +52,7 @@ class _Turned(TinyTarget):
         return _Rounding(self, batch, guided)
 
 
-@pytest.mark.parametrize(("gap", "near"), [(NEAR_TIE / 2, True), (0.01, False)])
+@pytest.mark.parametrize(("gap", "near"), [(NEAR_TIE["float32"] / 2, True), (0.01, False)])
 def test_difference_is_near_tie_only_below_the_margin(model: LoadedModel, gap: float, near: bool) -> None:
     target = _Turned(1.0, 1)
     # Every token has two most probable successors, `gap` apart; the scores of a tree swap them.

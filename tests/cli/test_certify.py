@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
-from lantern_bench.certify.lossless import strict_without_residual
+from lantern_bench.certify.broken import strict_without_residual
 from lantern_bench.cli import main as cli
 from lantern_bench.decoding.acceptance import walk
 from lantern_bench.models import registry
 from tests.tiny_family import TinyFamily
 
-SMALL = ["--neighbours", "3", "--positions", "9", "--draws", "8", "--samples", "1000", "--greedy", "3"]
+SMALL = [
+    "--dtype",
+    "float32",
+    "--neighbours",
+    "3",
+    "--positions",
+    "9",
+    "--draws",
+    "8",
+    "--samples",
+    "600",
+    "--greedy",
+    "3",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -35,14 +49,26 @@ def test_certificate_passes_and_is_written(capsys: pytest.CaptureFixture[str]) -
     found = rows("results/certify-tiny/certificate.csv")
     assert capsys.readouterr().out.splitlines()[0].startswith("model,check,setting,figure,measured")
     checks = [row["check"] for row in found]
-    assert checks[:4] == ["lossless first tokens", "broken rule rejected"] * 2
-    assert checks[4:6] == ["lossless first tokens", "broken rule rejected"]
-    settings = [row["setting"].split(",")[0] for row in found[:6:2]]
-    assert settings == ["static small-7", "dynamic 10n2d5b", "static chain-5"]
-    assert checks[6:9] == ["greedy identity"] * 2 + ["strict rule emits the target"]
-    assert set(checks[9:]) == {"emitted TV"}
-    assert {row["passed"] for row in found[:9]} == {"yes"}
-    assert {row["passed"] for row in found[9:]} == {"yes", ""}
+    whole = [row for row in found if row["check"] == "whole images follow the target"]
+    cells = ["static small-7", "dynamic 10n2d5b", "static chain-5, block"]
+    assert [row["setting"] for row in whole] == [*cells, *(f"{cell}, top-k 8" for cell in cells)]
+    broken = [row for row in found if row["check"] == "broken rule rejected"]
+    assert [row["setting"].split(": ")[0] for row in broken].count("static chain-5, block") == 3
+    assert {row["setting"].split(": ", 1)[1] for row in broken} == {
+        "residual left out",
+        "a draft accepted once too often in 50",
+        "h replaced by the share",
+        "not renormalised after a rejected sibling",
+        "relaxed: lambda 2, k 4",
+    }
+    others = found[len(whole) + len(broken) :]
+    assert checks[-len(others) :][:3] == ["greedy identity"] * 2 + ["strict rule emits the target"]
+    assert {row["passed"] for row in whole + others[:3]} == {"yes"}
+    assert all(row["passed"] == "yes" for row in broken if row["setting"].endswith(("left out", "share")))
+    assert {row["passed"] for row in others[3:]} == {"yes", ""}
+    tests = rows("results/certify-tiny/lossless_tests.csv")
+    assert len(tests) == 8 * (len(whole) + len(broken))
+    assert {row["p_value"] == "" for row in tests} == {False}
     assert all(row["measured_low"] and row["measured_high"] for row in found if row["check"] == "emitted TV")
     assert len(rows("results/certify-tiny/emitted_tv_places.csv")) == 9 * len(
         rows("results/certify-tiny/emitted_tv.csv")
@@ -56,8 +82,29 @@ def test_lossy_decoder_exits_with_5(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert cli.main(["certify", "tiny", *SMALL, "--format", "table"]) == 5
     said = capsys.readouterr()
     assert "NO" in said.out
-    assert "error: 2 checks do not hold: lossless first tokens (static small-7" in said.err
+    assert "checks do not hold: whole images follow the target (static small-7" in said.err
     assert Path("results/certify-tiny/certificate.csv").is_file()
+
+
+@pytest.mark.parametrize(
+    ("tree", "settings"),
+    [
+        ([[0], [1], [0, 0]], ["static own-3-", "static chain-5, block"]),
+        ([[0], [0, 0], [0, 0, 0]], ["static chain-3", "static small-7", "static chain-3, block"]),
+    ],
+)
+def test_default_tree_may_be_a_list_of_paths(
+    tree: list[list[int]], settings: list[str], tiny: TinyFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (card,) = tiny.cards()
+    card = dataclasses.replace(card, defaults={**card.defaults, "tree": tree})
+    monkeypatch.setattr(tiny, "cards", lambda: [card])
+    small = ["--neighbours", "3", "--positions", "3", "--draws", "4", "--samples", "16", "--greedy", "1"]
+    assert cli.main(["certify", "tiny", *small]) == 0
+    found = [row["setting"] for row in rows("results/certify-tiny/certificate.csv") if row["check"].startswith("whole")]
+    static = [setting for setting in found if setting.startswith("static") and "top-k" not in setting]
+    assert len(static) == len(settings)
+    assert all(one.startswith(start) for one, start in zip(static, settings, strict=True))
 
 
 def test_measurements_without_certificate(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import torch
 from scipy.stats import power_divergence
 from torch import Tensor
 
-from lantern_bench.certify.lossless import strict_without_residual
+from lantern_bench.certify.broken import strict_without_residual
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.tree_acceptance import Accept
 from lantern_bench.decoding.loop import Decoded, decode

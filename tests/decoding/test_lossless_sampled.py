@@ -14,7 +14,7 @@ import torch
 from scipy.stats import power_divergence
 from torch import Tensor
 
-from lantern_bench.certify.lossless import strict_without_residual
+from lantern_bench.certify.broken import strict_without_residual
 from lantern_bench.decoding.acceptance.relaxation import STRICT
 from lantern_bench.decoding.acceptance.tree_acceptance import Accept
 from lantern_bench.decoding.acceptance.walk import verify

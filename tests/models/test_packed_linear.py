@@ -9,12 +9,14 @@ import copy
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lantern_bench.certify.lossless import first_token_distribution, first_tokens_test, strict_without_residual
+from lantern_bench.certify.broken import strict_without_residual
+from lantern_bench.certify.whole_image import EDGE, decoded_evidence, p_values
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt
 from lantern_bench.decoding.compile import Engine
@@ -267,7 +269,7 @@ def test_few_drafter_rows_use_8_bit_weights() -> None:
 
 
 class Captioned(Small):
-    """`Small` in bfloat16, packed, behind what a G-test asks of a model."""
+    """`Small` in bfloat16, packed, behind what the tests of whole images ask of a model."""
 
     engine = Engine()
 
@@ -285,13 +287,12 @@ class Captioned(Small):
 def test_8_bit_drafts_are_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     """The distribution is the target's, and verification uses the q of the drafts; the test rejects a broken rule."""
     monkeypatch.setattr(packed_linear, "_FEW_ROWS", 10_000)
-    model, prompt = Captioned(), Prompt("a caption")
-    decoding = Decoding(mode="speculative", tree="chain-3", top_k=4, cfg_scale=2.0)
-    distributions = [first_token_distribution(model, prompt, decoding, 3)]  # type: ignore[arg-type]
-    values = [
-        first_tokens_test(model, [prompt], distributions, decoding, 2000, accept=accept, batch=500).p_value  # type: ignore[arg-type]
-        for accept in (None, strict_without_residual)
-    ]
+    model: Any = Captioned()
+    decoding, prompts = Decoding(mode="speculative", tree="chain-3", cfg_scale=2.0), [Prompt("a caption")]
+    values = []
+    for accept in (None, strict_without_residual):
+        made = decoded_evidence(model, prompts, decoding, 500, tolerance=EDGE["bfloat16"], accept=accept)
+        values.append(min(p_values(list(made), 3).values()))
     print(f"8-bit drafts: p = {values[0]:.3f}, residual left out {values[1]:.1e}")
     assert values[0] > 1e-3
     assert values[1] < 1e-6

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from lantern_bench.certify.tables import (
-    broken_row,
+    ImageTests,
     cost_check_rows,
     cost_rows,
     failures,
     identity_row,
-    lossless_row,
     strict_row,
+    whole_image_rows,
 )
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
@@ -33,25 +33,39 @@ def places(
 
 def test_each_check_passes_and_fails_at_its_bar() -> None:
     rows = [
-        lossless_row("m", "static", 0.4, 100, 0),
-        lossless_row("m", "static", 0.0, 100, 3),
-        broken_row("m", "static", 1e-9, 100),
-        broken_row("m", "dynamic", 0.2, 100),
         identity_row("m", "static", 7, [(5, 2e-5)], []),
         identity_row("m", "dynamic", 7, [], [(9, 0.3)]),
         strict_row("m", "dynamic", [{"emitted_tv": 1e-7}, {"emitted_tv": 3e-6}]),
         strict_row("m", "dynamic x", [{"emitted_tv": 1e-2}]),
     ]
-    assert [row["passed"] for row in rows] == ["yes", "NO", "yes", "NO", "yes", "NO", "yes", "NO"]
-    assert rows[1]["note"] == "3 samples have no probability under the target"
-    assert "near-ties (rounding may choose either): token 5, margin 2.0e-05" in rows[4]["note"]
-    assert rows[3]["note"].endswith("give more --samples")
-    assert rows[5]["note"] == "different: token 9, margin 3.0e-01"
-    assert rows[4]["measured"] == pytest.approx(7 / 8)
-    assert rows[4]["measured_low"] < 7 / 8 < rows[4]["measured_high"]
-    named = ["lossless first tokens (static)", "broken rule rejected (dynamic)", "greedy identity (dynamic)"]
-    assert failures(rows) == [*named, "strict rule emits the target (dynamic x)"]
-    assert len(frame("certificate", rows)) == 8
+    assert [row["passed"] for row in rows] == ["yes", "NO", "yes", "NO"]
+    assert "near-ties (rounding may choose either): token 5, margin 2.0e-05" in rows[0]["note"]
+    assert rows[1]["note"] == "different: token 9, margin 3.0e-01"
+    assert rows[0]["measured"] == pytest.approx(7 / 8)
+    assert rows[0]["measured_low"] < 7 / 8 < rows[0]["measured_high"]
+    assert failures(rows) == ["greedy identity (dynamic)", "strict rule emits the target (dynamic x)"]
+    assert len(frame("certificate", rows)) == 4
+
+
+def test_whole_image_tests_share_one_error_rate() -> None:
+    tested = [
+        ImageTests("static", None, {"support": 1.0, "surprise": 3e-4}, 50, 600, 2, 0),
+        ImageTests("dynamic", None, {"support": 0.0, "surprise": 0.5}, 50, 600, 0, 3),
+        ImageTests("dynamic", "no residual", {"support": 1.0, "surprise": 1e-9}, 8, 96, 0, 0),
+        ImageTests("dynamic", "hardly wrong", {"support": 1.0, "surprise": 3e-4}, 50, 600, 0, 0),
+    ]
+    checks, tests = whole_image_rows("m", tested)
+    assert [row["passed"] for row in checks] == ["NO", "NO", "yes", "weak"]
+    assert [row["measured"] for row in checks] == pytest.approx([9e-4, 0.0, 4e-9, 1.2e-3])
+    assert checks[0]["note"] == "surprise: p = 0.0003 | 2 tokens at a filter's edge, by rounding"
+    assert checks[1]["note"] == "support: p = 0 | 3 tokens that the target cannot give"
+    assert checks[2]["setting"] == "dynamic: no residual"
+    assert checks[3]["note"].endswith("give more --samples")
+    assert failures(checks, "weak") == ["broken rule rejected (dynamic: hardly wrong)"]
+    # Holm: the smallest of four is multiplied by four, the next by three; broken rules always by four.
+    assert [row["p_holm"] for row in tests] == pytest.approx([1, 9e-4, 0, 1, 1, 4e-9, 1, 1.2e-3])
+    assert len(frame("lossless_tests", tests)) == 8
+    assert len(frame("certificate", checks)) == 4
 
 
 def test_mean_emitted_tv_is_compared_with_delta() -> None:

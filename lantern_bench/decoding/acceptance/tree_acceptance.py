@@ -63,15 +63,19 @@ def accept_children(
     the children in the order of trial, `offered` bool [N, C] says which exist. `active[j]`, when given, is the number
     of leading rows that have a child of rank j. docs/algorithms.md, sections 3 and 4.
     """
+    return decide_each(Nodes(p, q, relaxation, table), tokens, offered, active)
+
+
+def decide_each(nodes: Nodes, tokens: Tensor, offered: Tensor, active: Sequence[int] | None) -> Acceptance:
+    """Return the acceptance of the children of `nodes`, rank by rank; the others as in `accept_children`."""
     count, ranks = tokens.shape
-    state = _Nodes(p, q, relaxation, table)
-    accept, mass = p.new_zeros(count, ranks), p.new_zeros(count, ranks)
+    accept, mass = nodes.p.new_zeros(count, ranks), nodes.p.new_zeros(count, ranks)
     for rank, rows in enumerate([count] * ranks if active is None else active):
-        accept[:rows, rank], mass[:rows, rank] = state.decide(tokens[:rows, rank, None], offered[:rows, rank, None])
-    return Acceptance(accept, mass, p, state.exhausted.squeeze(1))
+        accept[:rows, rank], mass[:rows, rank] = nodes.decide(tokens[:rows, rank, None], offered[:rows, rank, None])
+    return Acceptance(accept, mass, nodes.p, nodes.exhausted.squeeze(1))
 
 
-class _Nodes:
+class Nodes:
     """The current p and q of all nodes, changed by each rejection. Columns [N, 1] hold one number per node."""
 
     def __init__(self, p: Tensor, q: Tensor | None, relaxation: Relaxation, table: Tensor | None) -> None:

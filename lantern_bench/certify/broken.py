@@ -1,0 +1,137 @@
+"""Acceptance rules that are broken on purpose: what the certificate must reject to have power.
+
+`broken_rules` says which belong to a decoding. Rules of other packages get those that any rule can have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.trees import is_chain
+from lantern_bench.decoding.acceptance.block_acceptance import accept_block
+from lantern_bench.decoding.acceptance.relaxation import Relaxation
+from lantern_bench.decoding.acceptance.tree_acceptance import Accept, Acceptance, Nodes, accept_children, decide_each
+from lantern_bench.decoding.loop import relaxation_of
+from lantern_bench.models.loaded_model import LoadedModel
+
+TOO_OFTEN, LAMBDA = 0.02, 2.0
+"""What a draft's acceptance probability is raised by, and the bound of the relaxed rule among the broken ones."""
+
+
+def broken_rules(decoding: Decoding, model: LoadedModel, siblings: bool) -> dict[str, Accept]:
+    """Return the broken variants of the decoding's rule, by what is wrong with each.
+
+    `siblings` asks for mistakes with siblings, which are small unless few tokens are possible; else for the others.
+    """
+    rule = relaxation_of(decoding, model.target).accept or accept_children
+    if siblings:
+        branches = not (decoding.drafting_row.sampled and decoding.paths and is_chain(decoding.paths))
+        name = "not renormalised after a rejected sibling"
+        return {name: siblings_not_renormalised} if rule is accept_children and branches else {}
+    found = {
+        "residual left out": strict_without_residual if rule is accept_children else without_residual(rule),
+        "a draft accepted once too often in 50": accepted_too_often(rule),
+    }
+    if rule is accept_block:
+        found["h replaced by the share"] = block_with_share
+    if rule is accept_children and model.codebook is not None:
+        k = min(100, len(model.codebook) // 4)
+        found[f"relaxed: lambda {LAMBDA:g}, k {k}"] = relaxed(k, model.table(k))
+    return found
+
+
+def strict_without_residual(
+    p: Tensor, q: Tensor | None, tokens: Tensor, offered: Tensor, *_unused: object
+) -> Acceptance:
+    """The strict rule without its residual: every child and the bonus token use the p of the node.
+
+    Arguments as of `accept_children`. Each draft is accepted with the right probability and only the distribution of
+    the tokens is wrong, which makes it the mistake that a weak test misses.
+    """
+    accept = torch.zeros(tokens.shape, dtype=p.dtype, device=p.device)
+    for rank in range(tokens.shape[1]):
+        x = tokens[:, rank, None]
+        share = p.new_ones(len(x), 1) if q is None else q.gather(1, x) / q.sum(dim=1, keepdim=True)
+        tried = offered[:, rank, None] & (share > 0)
+        accept[:, rank] = torch.where(tried, (p.gather(1, x) / share).clamp(max=1.0), 0.0).squeeze(1)
+        if q is not None:
+            q.scatter_(1, x, torch.where(tried, 0.0, q.gather(1, x)))
+    return Acceptance(accept, torch.zeros_like(accept), p, torch.zeros(len(p), dtype=torch.bool, device=p.device))
+
+
+def without_residual(rule: Accept) -> Accept:
+    """Return `rule` with the bonus token drawn from the node's own p also after a rejection."""
+
+    def broken(p: Tensor, q: Tensor | None, *others: object) -> Acceptance:
+        decided = rule(p.clone(), q, *others)  # type: ignore[arg-type]
+        return Acceptance(decided.accept, decided.mass, p, torch.zeros_like(decided.exhausted))
+
+    return broken
+
+
+def accepted_too_often(rule: Accept) -> Accept:
+    """Return `rule` with acceptance probabilities raised by `TOO_OFTEN`, to at most 1, of drafts that it can accept."""
+
+    def broken(p: Tensor, q: Tensor | None, tokens: Tensor, offered: Tensor, *others: object) -> Acceptance:
+        decided = rule(p, q, tokens, offered, *others)  # type: ignore[arg-type]
+        accept = torch.where(offered & (decided.accept > 0), (decided.accept + TOO_OFTEN).clamp(max=1.0), 0.0)
+        return Acceptance(accept, decided.mass, decided.rest, decided.exhausted)
+
+    return broken
+
+
+def relaxed(neighbours: int, table: Tensor) -> Accept:
+    """Return the multiplicative rule in place of the strict one, with the bound `LAMBDA`."""
+    rule = Relaxation("multiplicative", neighbours, LAMBDA)
+
+    def broken(p: Tensor, q: Tensor | None, tokens: Tensor, offered: Tensor, *_unused: object) -> Acceptance:
+        return accept_children(p, q, tokens, offered, rule, table)
+
+    return broken
+
+
+class _NotRenormalised(Nodes):
+    """The nodes' p (deterministic drafts) and q (sampled ones) keep the scale they had before a rejection."""
+
+    def decide(self, x: Tensor, offered: Tensor) -> tuple[Tensor, Tensor]:
+        decided = super().decide(x, offered)
+        self.p_mass.fill_(1.0)
+        self.q_mass.fill_(1.0)
+        return decided
+
+
+def siblings_not_renormalised(
+    p: Tensor,
+    q: Tensor | None,
+    tokens: Tensor,
+    offered: Tensor,
+    relaxation: Relaxation,
+    table: Tensor | None,
+    active: Sequence[int] | None = None,
+    *_unused: object,
+) -> Acceptance:
+    """The strict rule that takes a rejected sibling out of q (deterministic: of p) and does not renormalise."""
+    return decide_each(_NotRenormalised(p, q, relaxation, table), tokens, offered, active)
+
+
+def block_with_share(
+    p: Tensor, q: Tensor | None, tokens: Tensor, offered: Tensor, relaxation: Relaxation, table: Tensor | None,
+    active: Sequence[int] | None = None, images: int = 1,
+) -> Acceptance:  # fmt: skip
+    """Block verification with the running share in place of the chance h (docs/algorithms.md, section 3.1)."""
+    decided = accept_block(p, q, tokens, offered, relaxation, table, active, images)
+    assert q is not None
+    ratio = torch.where(offered, p.gather(1, tokens) / q.gather(1, tokens), 0.0).view(-1, images)
+    share = [torch.ones_like(ratio[0])]
+    for level in ratio:
+        share.append((share[-1] * level).clamp(max=1.0))
+    accept, behind = list(ratio), share[-1]
+    for level in range(len(ratio) - 1, -1, -1):
+        here = share[level] + (1.0 - share[level]) * behind
+        accept[level] = torch.where(here > 0, behind / here, 0.0)
+        behind = here
+    return Acceptance(torch.cat(accept)[:, None], decided.mass, decided.rest, decided.exhausted)

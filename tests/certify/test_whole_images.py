@@ -1,0 +1,152 @@
+"""Tests of whole images: their definitions, uniform p-values of correct rules, and power against broken ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import kstest
+
+from lantern_bench.certify.broken import broken_rules
+from lantern_bench.certify.tables import LEVEL, ImageTests, whole_image_rows
+from lantern_bench.certify.whole_image import TESTS, Evidence, decoded_evidence, evidence, p_values
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.plan import Prompt
+from lantern_bench.models.loaded_model import LoadedModel
+from tests.tiny_family import CODES, PROMPTS, TOKENS, TinyFamily
+
+ALL = [Prompt(text) for text in PROMPTS]
+CELLS: dict[str, tuple[int, dict[str, Any]]] = {
+    "chain": (3, {"tree": "chain-3"}),
+    "branching": (4, {"tree": "small-7"}),
+    "dynamic": (2, {"drafting": "dynamic", "nodes": 10, "depth": 2, "beam": 5}),
+    "block": (3, {"rule": "block", "tree": "chain-3"}),
+}
+ONE_BY_ONE = ("surprise", "lean to the drafter", "uniform by rank", "uniform by code", "lags")
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    """The tiny model with a drafter that is wrong about as often as real ones."""
+    loaded = TinyFamily().load("tiny", torch.device("cpu"), torch.float32)
+    noise = torch.randn(CODES + 1, CODES, generator=torch.Generator().manual_seed(5))
+    loaded.drafter.cond += 0.5 * noise  # type: ignore[union-attr]
+    return loaded
+
+
+def decoding(cell: str, **values: Any) -> Decoding:
+    return Decoding.model_validate({"mode": "speculative", "cfg_scale": 2.0, **CELLS[cell][1], **values})
+
+
+def decoded(model: LoadedModel, cell: str, images: int, accept: Any = None, **values: Any) -> Evidence:
+    found = decoded_evidence(model, ALL, decoding(cell, **values), images, tolerance=1e-3, accept=accept)
+    return Evidence(*(np.concatenate(column) for column in zip(*found, strict=True)))
+
+
+def test_evidence_follows_its_definition() -> None:
+    p, q = torch.tensor([0.5, 0.3, 0.2, 0.0]), torch.tensor([0.2, 0.2, 0.2, 0.4])
+    logits = torch.cat([p[:3].log(), torch.tensor([-9.0])]).expand(1, 2, 4)
+    places = torch.tensor([0.25, 0.75]).double()[:, None, None].expand(2, 1, 2)
+    one = Decoding(mode="ar", top_k=3)
+    found = evidence(logits, q.expand(1, 1, 4), torch.tensor([[1, 2]]), [[1]], one, places, 1e-3)
+    entropy = -(p[:3] * p[:3].log()).sum()
+    assert found.surprise[0] == pytest.approx((-p[1:3].log() - entropy).tolist(), abs=1e-6)
+    square = (p[:3] * p[:3].log() ** 2).sum() - entropy**2
+    assert found.surprise_var[0] == pytest.approx([float(square)] * 2, abs=1e-6)
+    g = (q[:3] - p[:3]) / (q[:3] + p[:3])
+    mean = (p[:3] * g).sum()
+    assert found.lean[0] == pytest.approx([0.0, float(g[2] - mean)], abs=1e-6)
+    assert found.lean_var[0, 1] == pytest.approx(float((p[:3] * (g - mean) ** 2).sum()), abs=1e-6)
+    assert found.by_rank[0] == pytest.approx([0.5 + 0.25 * 0.3, 0.8 + 0.25 * 0.2], abs=1e-6)
+    assert found.by_code[0] == pytest.approx([0.5 + 0.75 * 0.3, 0.8 + 0.75 * 0.2], abs=1e-6)
+    assert found.starts.tolist() == [[False, True]]
+
+
+def test_rounding_at_an_edge_is_tolerated_up_to_its_amount() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.9999, 0.9]).expand(1, 100, 4)
+    one, places = (
+        Decoding(mode="ar", top_k=2),
+        torch.rand(2, 1, 100, generator=torch.Generator().manual_seed(0)).double(),
+    )
+    tokens = torch.zeros(1, 100, dtype=torch.int64)
+    for token, at, column in ((2, [5], "edge"), (3, [5], "impossible"), (2, [5, 6], "edge")):
+        changed = tokens.clone()
+        changed[0, at] = token
+        found = evidence(logits, None, changed, [[1]], one, places, 1e-3)
+        assert getattr(found, column).nonzero()[1].tolist() == at
+        assert found.surprise[0, at].tolist() == [0.0] * len(at)
+        support = p_values([found], 1)["support"]
+        assert support == float(column == "edge" and len(at) == 1), (token, at)
+
+
+def groups(found: Evidence, size: int) -> list[Evidence]:
+    return [Evidence(*(c[at : at + size] for c in found)) for at in range(0, len(found.starts) - size + 1, size)]
+
+
+@pytest.fixture(scope="module", params=[240, pytest.param(2400, marks=pytest.mark.long)])
+def null(model: LoadedModel, request: pytest.FixtureRequest) -> dict[str, list[dict[str, float]]]:
+    """The p-values of many certificates of correct rules, 25 images each, by cell."""
+    return {
+        cell: [p_values([one], depth) for one in groups(decoded(model, cell, 25 * request.param), 25)]
+        for cell, (depth, _) in CELLS.items()
+    }
+
+
+def test_p_values_of_correct_rules_are_uniform(null: dict[str, list[dict[str, float]]]) -> None:
+    for cell, found in null.items():
+        for test in ONE_BY_ONE:
+            values = np.array([p[test] for p in found])
+            ks = float(kstest(values, "uniform").pvalue)
+            print(f"{cell}, {test}: KS p = {ks:.3f}, below .05: {np.mean(values < 0.05):.3f}")
+            assert ks > 1e-4
+        for test in ("depths", "last positions"):  # the smallest of several, corrected: at most uniform
+            below = float(np.mean([p[test] < 0.05 for p in found]))
+            assert below < 0.05 + 4 * (0.05 * 0.95 / len(found)) ** 0.5, (cell, test)
+        assert all(p["support"] == 1.0 and len(p) == TESTS for p in found)
+
+
+def test_error_rate_of_the_whole_certificate_is_kept(
+    null: dict[str, list[dict[str, float]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lantern_bench.certify.tables.LEVEL", 0.1)
+    rejected = []
+    for together in zip(*null.values(), strict=True):
+        tested = [ImageTests(cell, None, p, 25, 300, 0, 0) for cell, p in zip(null, together, strict=True)]
+        checks, tests = whole_image_rows("tiny", tested)
+        assert len(tests) == TESTS * len(CELLS)
+        rejected.append(any(row["passed"] == "NO" for row in checks))
+    share, count = float(np.mean(rejected)), len(rejected)
+    print(f"{share:.3f} of {count} certificates of correct rules rejected at .1")
+    assert share < 0.1 + 4 * (0.1 * 0.9 / count) ** 0.5
+
+
+@pytest.mark.parametrize("cell", ["branching", "dynamic", "block"])
+@pytest.mark.parametrize("siblings", [False, True])
+def test_each_broken_rule_is_rejected(model: LoadedModel, cell: str, siblings: bool) -> None:
+    # Few tokens leave a sibling little else; sampled siblings of a flat q hardly depend on each other.
+    filters = {"top_k": 3} if siblings else {}
+    rules = broken_rules(decoding(cell, **filters), model, siblings)
+    assert bool(rules) == (not siblings or cell != "block")
+    for name, accept in rules.items():
+        found = p_values([decoded(model, cell, 3000, accept, **filters)], CELLS[cell][0])
+        test = min(found, key=lambda test: found[test])
+        print(f"{cell}, {name}: {test} p = {found[test]:.1e}")
+        assert found[test] < LEVEL / (TESTS * 8)
+
+
+def test_block_names_its_own_mistake_and_outside_rules_get_the_general_ones(model: LoadedModel) -> None:
+    assert "h replaced by the share" in broken_rules(decoding("block"), model, False)
+    alone = broken_rules(decoding("branching"), replace(model, codebook=None), False)
+    assert list(alone) == ["residual left out", "a draft accepted once too often in 50"]
+
+
+def test_a_model_without_a_drafter_is_tested_by_its_tokens(model: LoadedModel) -> None:
+    alone = replace(model, drafter=None)
+    (found,) = decoded_evidence(alone, ALL, Decoding(mode="ar", cfg_scale=2.0), 200, tolerance=1e-3)
+    tests = p_values([found], 0)
+    assert "lean to the drafter" not in tests
+    assert min(tests.values()) > 1e-3
+    assert found.starts.sum() == 200 * (TOKENS - 1)
