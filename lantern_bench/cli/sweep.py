@@ -164,7 +164,7 @@ class Renderer:
             console.detail(f"threads {event.threads} ({tried})")
             if event.lost_share > runner.DISTURBED:
                 share = f"{event.lost_share:.2f} of each second a thread waited for a core"
-                console.warn(f"other programs keep the processor busy ({share})", runs_sweep.QUIET_ADVICE)
+                console.warn(f"other programs keep the processor busy ({share}). {runs_sweep.QUIET_ADVICE}")
         elif isinstance(event, runner.Started):
             to_do = sum(event.to_do.values())
             progress.finish()
@@ -214,7 +214,7 @@ def _run(
     with console.progress() as progress:
         failed = runs_sweep.run(request, Renderer(console, progress, request.folder).show)
     if "speed" in request.experiment.settings.metrics and (said := runs_sweep.disturbed(request.folder)):
-        console.warn(said, runs_sweep.QUIET_ADVICE)
+        console.warn(f"{said}. {runs_sweep.QUIET_ADVICE}")
     show(request.folder, console, format)
     runs_sweep.check_failed(request, failed)
 
