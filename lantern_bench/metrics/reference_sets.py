@@ -11,8 +11,10 @@ import hashlib
 import io
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,8 +34,8 @@ from lantern_bench.metrics.fidelity import (
     resize_for_features,
 )
 from lantern_bench.models.io import files
-from lantern_bench.models.lanterns.captions import HELD_OUT
-from lantern_bench.training.lanterns.scenes import render
+from lantern_bench.models.lanterns import captions
+from lantern_bench.training.lanterns import scenes
 
 CACHE_VARIABLE = "LANTERN_BENCH_CACHE"
 
@@ -91,11 +93,43 @@ def find_reference(given: str | None, protocol: Protocol) -> Reference | None:
     )
 
 
-def held_out_reference(size: int, seed: int = _SEED) -> Reference:
-    """Newly rendered scenes of the held-out captions in turn; no training uses the seed."""
-    attributes = [HELD_OUT[number % len(HELD_OUT)] for number in range(size)]
-    pictures = torch.from_numpy(np.ascontiguousarray(render(attributes, seed).transpose(0, 3, 1, 2)))
-    digest = hashlib.sha256(pictures.numpy().tobytes()).hexdigest()
+@dataclass(frozen=True)
+class _Scenes:
+    """Scenes of the held-out captions in turn, rendered on first access."""
+
+    size: int
+    seed: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rendered[index]
+
+    @cached_property
+    def rendered(self) -> Tensor:
+        attributes = [captions.HELD_OUT[number % len(captions.HELD_OUT)] for number in range(self.size)]
+        return torch.from_numpy(np.ascontiguousarray(scenes.render(attributes, self.seed).transpose(0, 3, 1, 2)))
+
+
+def held_out_reference(size: int, seed: int = _SEED, cache: Path | None = None) -> Reference:
+    """Newly rendered scenes of the held-out captions in turn; no training uses the seed.
+
+    `cache` keeps their hash for the code that renders them, so that cached features need no rendering.
+    """
+    pictures, digest, path = _Scenes(size, seed), "", None
+    if cache is not None:
+        sources = (Path(str(module.__file__)).read_bytes() for module in (captions, scenes))
+        code = hashlib.sha256(b"".join((*sources, np.__version__.encode()))).hexdigest()[:16]
+        path = cache / "references" / f"scenes-{size}-{seed}-{code}.sha256"
+        with contextlib.suppress(OSError):
+            digest = path.read_text(encoding="ascii", errors="replace")
+    if re.fullmatch("[0-9a-f]{64}", digest) is None:
+        digest = hashlib.sha256(pictures.rendered.numpy().tobytes()).hexdigest()
+        if path is not None:
+            # A read-only home is no error: the scenes are rendered again.
+            with contextlib.suppress(OSError):
+                files.write_atomically(path, digest.encode())
     return Reference(pictures, f"{reference_name(size, seed)}, sha256={digest[:8]}", digest=digest)
 
 

@@ -121,7 +121,7 @@ def score_run(
         return 0
     store.update_manifest(protocols=store.manifest.get("protocols", {}) | {protocol.name: protocol.to_dict()})
     if reference is None and protocol.reference_pictures:
-        reference = held_out_reference(protocol.reference_pictures)
+        reference = held_out_reference(protocol.reference_pictures, cache=cache)
     written = 0
     for row in score_records(pending, store.folder, scorers, reference, on_cell, cache=cache, infinity=infinity):
         store.append_score(row)

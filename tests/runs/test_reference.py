@@ -42,12 +42,22 @@ def paint(folder: Path, names: str = "abcdef", size: tuple[int, int] = (64, 64))
 
 def test_reference_scenes_use_held_out_captions_in_turn() -> None:
     small, again, large = (reference_sets.held_out_reference(size) for size in (12, 12, 20))
-    assert isinstance(small.pictures, torch.Tensor) and isinstance(again.pictures, torch.Tensor)
-    assert small.pictures.shape == (12, 3, 64, 64) and large.pictures is not None and len(large.pictures) == 20
+    assert small.pictures is not None and again.pictures is not None and large.pictures is not None
+    assert small.pictures[11].shape == (3, 64, 64) and len(small.pictures) == 12 and len(large.pictures) == 20
     assert small.label == again.label != large.label
-    assert torch.equal(small.pictures, again.pictures)
+    assert all(torch.equal(small.pictures[number], again.pictures[number]) for number in range(12))
     assert small.label.startswith(reference_sets.reference_name(12))
     assert "n=12" in small.label and "seed=" in small.label and "sha256=" in small.label
+
+
+def test_scenes_whose_hash_is_cached_are_not_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = reference_sets.held_out_reference(12, cache=tmp_path)
+    (kept,) = (tmp_path / "references").iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(reference_sets.scenes, "render", None)
+        assert reference_sets.held_out_reference(12, cache=tmp_path).label == first.label
+    kept.write_text("damaged")
+    assert reference_sets.held_out_reference(12, cache=tmp_path).digest == first.digest == kept.read_text()
 
 
 def test_folder_reference_reads_pictures_by_name(tmp_path: Path) -> None:
