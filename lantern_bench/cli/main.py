@@ -24,7 +24,7 @@ from lantern_bench.cli.sweep import reproduce, score, sweep
 from lantern_bench.cli.train import train
 from lantern_bench.console import Console
 from lantern_bench.errors import LanternError
-from lantern_bench.runs.threads import limit_spinning
+from lantern_bench.runs.threads import prepare_environment
 
 _EPILOG = (
     "Exit codes: 0 success; 1 internal error; 2 usage error; 3 refused (locked, mismatched, missing weights); "
@@ -68,7 +68,7 @@ def run() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line with these arguments and return the exit code; never raises."""
-    limit_spinning()
+    prepare_environment()
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
     flags = [word for word in arguments[:end] if word in _GLOBAL]
     debug = "--debug" in flags

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -100,8 +99,6 @@ def compile_models(models: Iterable[LoadedModel], place: Place) -> str | None:
 
 def program_store(model: LoadedModel, place: Place) -> ProgramStore:
     """Return the store of the programs of a model; its folder names all that they depend on."""
-    # The compiler's own files belong to the programs. It reads this name when it is imported.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
     code = Path(__file__).parents[1]
     files = sorted(file for part in ("config", "decoding", "models") for file in (code / part).rglob("*.py"))
     outside = {name: row.fingerprint() for name, row in (OUTSIDE_RULES | OUTSIDE_DRAFTINGS).items()}

@@ -38,7 +38,7 @@ from lantern_bench.runs.store import (
     results_root,
     run_folder,
 )
-from lantern_bench.runs.threads import limit_spinning
+from lantern_bench.runs.threads import prepare_environment
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -174,7 +174,7 @@ def run(request: Request, tell: Tell) -> int:
     another way, `UserError` for malformed files; all before the first image. Raises `RecordsFailedError` when a worker
     process dies.
     """
-    limit_spinning()
+    prepare_environment()
 
     from lantern_bench.runs.devices import choose_place
     from lantern_bench.runs.processes import decode_in_processes

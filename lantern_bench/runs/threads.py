@@ -8,6 +8,8 @@ from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lantern_bench.models.io.files import cache_folder
+
 if TYPE_CHECKING:
     from lantern_bench.models.loaded_model import LoadedModel
 
@@ -19,14 +21,15 @@ _ROUNDS, _BLOCK, _LONGEST = 15, 0.02, 5.0
 _TIE = 0.05
 
 
-def limit_spinning() -> None:
-    """Let threads that wait give up their core soon; has an effect only before torch is loaded.
+def prepare_environment() -> None:
+    """Set what torch reads when it is loaded: how long threads spin, and where compiled code is kept.
 
     By default a thread that waits at the end of a loop spins for milliseconds. Beside other programs it then holds the
-    core that the thread it waits for needs.
+    core that the thread it waits for needs. Compiled code belongs to the kept programs, not into a temporary folder.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(*_SPINS)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
 
 
 def set_threads(threads: int | None) -> None:

@@ -10,7 +10,7 @@ import torch
 from lantern_bench import clock
 from lantern_bench.models.packed_linear import pack_for_decoding
 from lantern_bench.models.random_model import random_model_of_size, read_size
-from lantern_bench.runs.threads import calibrate, limit_spinning, step_work
+from lantern_bench.runs.threads import calibrate, prepare_environment, step_work
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,6 @@ def test_the_users_wait_policy_wins(monkeypatch: pytest.MonkeyPatch, given: dict
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    limit_spinning()
+    prepare_environment()
     assert os.environ.get("GOMP_SPINCOUNT") == spins
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
