@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,8 +38,10 @@ if TYPE_CHECKING:
 
 Tables: TypeAlias = dict[str, list[dict[str, Any]]]
 
-_BRANCHING = "small-7"  # tested beside the model's own tree: its siblings are sampled
-_NARROW = {"top_k": 8}  # where few tokens are possible, a sibling that is not taken out of q or p shows
+_BRANCHING = {"tree": "small-7"}  # tested beside the model's own tree: its siblings are sampled
+# Where few tokens are possible and every step tries siblings, one that is not taken out of q or p shows.
+_NARROW: dict[str, Any] = {"top_k": 3}
+_SIBLINGS = {"topology": ((0,), (1,), (2,))}
 _FEWER = 4  # the part of the images for filtered cells, deterministic drafts and chains
 _SMALL_TREE = {"mode": "speculative", "drafting": "dynamic", "nodes": 10, "depth": 2, "beam": 5}
 
@@ -171,7 +173,7 @@ class Certification:
                 # A chain has the rule of a branching tree, which shows more mistakes: the broken rules run on that.
                 shown = one.rule_row.chains or not (one.paths and is_chain(one.paths))
                 broken = broken_rules(one, self.loaded, filters == _NARROW) if shown and filters != own else {}
-                whole = not filters and shown and one.drafting_row.sampled
+                whole = filters != own and bool(broken) and one.drafting_row.sampled
                 images = self.sizes.samples if whole else -(-self.sizes.samples // _FEWER)
                 cases.append((setting + words, one, images, broken))
         level = rows_of.LEVEL / (TESTS * len(cases))  # the strictest of Holm's correction
@@ -234,20 +236,21 @@ class Certification:
                 continue
             common = {"mode": "speculative", "cfg_scale": scale, "cfg_default": scale, **values}
             common |= {"drafting": drafting.name, "rule": rule.name}
-            for small in self._trees(rule) if "tree" in drafting.defaults else [drafting.small]:
+            for small in self._trees(rule, values) if "tree" in drafting.defaults else [drafting.small]:
                 one = Decoding.model_validate({**common, **small})
                 if one.rule == rule.name:  # greedy decoding has no rule for chains
                     suffix = "" if rule.name == "strict" else f", {rule.name}"
                     named[f"{drafting.name} {one.tree_label}{suffix}"] = one
         return named
 
-    def _trees(self, rule: Rule) -> list[dict[str, Any]]:
+    def _trees(self, rule: Rule, values: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The static trees that a rule is tested on: the model's own or the rule's, and one that branches."""
+        branching = _SIBLINGS if values.get("top_k") == _NARROW["top_k"] else _BRANCHING
         own = self.tree or DRAFTINGS["static"].defaults["tree"]
         paths = STATIC_TREES[own] if isinstance(own, str) else check_topology(own)
         if rule.chains:
             return [{"topology": paths} if is_chain(paths) else {"tree": rule.tree}]
-        return [{"topology": paths}, *([{"tree": _BRANCHING}] if is_chain(paths) else [])]
+        return [{"topology": paths}, *([branching] if is_chain(paths) or branching is _SIBLINGS else [])]
 
     def _emitted_tv(self, cells: Sequence[Cell], on_progress: OnProgress) -> list[dict[str, Any]]:
         """The emitted TV of the cells at sampled positions, one row per position and cell."""

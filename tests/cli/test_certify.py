@@ -51,7 +51,8 @@ def test_certificate_passes_and_is_written(capsys: pytest.CaptureFixture[str]) -
     checks = [row["check"] for row in found]
     whole = [row for row in found if row["check"] == "whole images follow the target"]
     cells = ["static small-7", "dynamic 10n2d5b", "static chain-5, block"]
-    assert [row["setting"] for row in whole] == [*cells, *(f"{cell}, top-k 8" for cell in cells)]
+    narrow = [f"{cell}, top-k 3" for cell in (cells[0], "static own-3-af3235", *cells[1:])]
+    assert [row["setting"] for row in whole] == [*cells, *narrow]
     broken = [row for row in found if row["check"] == "broken rule rejected"]
     assert [row["setting"].split(": ")[0] for row in broken].count("static chain-5, block") == 3
     assert {row["setting"].split(": ", 1)[1] for row in broken} == {
