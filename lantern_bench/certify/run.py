@@ -110,6 +110,17 @@ class Certification:
 
         return load_models(self.resolved, self.place)[self.model]
 
+    @cached_property
+    def exact(self) -> LoadedModel:
+        """The model in float32, where rounding moves no filter's edge, not compiled."""
+        import torch
+
+        from lantern_bench.runs.devices import load_models
+
+        if self.place.dtype == torch.float32:
+            return self.loaded
+        return load_models(self.resolved, self.place._replace(dtype=torch.float32))[self.model]
+
     @staticmethod
     def check_folder(folder: Path) -> None:
         """Raise `UserError` before the measurement if the tables cannot be written there."""
@@ -168,6 +179,7 @@ class Certification:
         kinds: list[dict[str, Any]] = [{}, *([own] if run.top_k or run.top_p < 1 else []), _NARROW]
         cases = []
         for filters in kinds:
+            dtype = "float32" if filters == _NARROW else self.place.dtype_name
             words = "".join(f", {key.replace('_', '-')} {value:g}" for key, value in filters.items())
             for setting, one in self._lossless_decodings(**common, **filters).items():
                 # A chain has the rule of a branching tree, which shows more mistakes: the broken rules run on that.
@@ -175,18 +187,19 @@ class Certification:
                 broken = broken_rules(one, self.loaded, filters == _NARROW) if shown and filters != own else {}
                 whole = filters != own and bool(broken) and one.drafting_row.sampled
                 images = self.sizes.samples if whole else -(-self.sizes.samples // _FEWER)
-                cases.append((setting + words, one, images, broken))
+                cases.append((setting + words, one, images, dtype, broken))
         level = rows_of.LEVEL / (TESTS * len(cases))  # the strictest of Holm's correction
-        for setting, one, images, broken in cases:
-            yield self._tested(setting, one, images, on_progress)
+        for setting, one, images, dtype, broken in cases:
+            yield self._tested(setting, one, images, dtype, on_progress)
             for name, accept in broken.items():
-                yield self._tested(setting, one, images, on_progress, (name, accept, level))
+                yield self._tested(setting, one, images, dtype, on_progress, (name, accept, level))
 
     def _tested(
         self,
         setting: str,
         decoding: Decoding,
         images: int,
+        dtype: str,
         on_progress: OnProgress,
         rule: tuple[str | None, Accept | None, float] = (None, None, 0.0),
     ) -> ImageTests:
@@ -196,9 +209,10 @@ class Certification:
 
         broken, accept, level = rule
         about, found = f"whole images, {setting}" + (f": {broken}" if broken else ""), []
-        depth = drafting_of(decoding, self.loaded.target).depth
-        values: Any = {"tolerance": EDGE[self.place.dtype_name], "seed": self.resolved.settings.seed, "accept": accept}
-        for batch in decoded_evidence(self.loaded, self.prompts, decoding, images, **values):
+        model = self.loaded if dtype == self.place.dtype_name else self.exact
+        depth = drafting_of(decoding, model.target).depth
+        values: Any = {"tolerance": EDGE[dtype], "seed": self.resolved.settings.seed, "accept": accept}
+        for batch in decoded_evidence(model, self.prompts, decoding, images, **values):
             found.append(batch)
             done = sum(len(one.starts) for one in found)
             on_progress(about, min(1.0, done / images))

@@ -92,7 +92,7 @@ def _between(
 LEVEL = 1e-3
 """The chance that the certificate of a correct model rejects it: of all its tests together, by Holm's correction."""
 _ROUNDING = 1e-5
-_EDGE, _OUTSIDE = "at a filter's edge, by rounding", "that the target cannot give"
+_EDGE, _OUTSIDE = "left out: rounding may change the filter", "that the target cannot give"
 
 
 class ImageTests(NamedTuple):

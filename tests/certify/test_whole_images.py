@@ -65,21 +65,19 @@ def test_evidence_follows_its_definition() -> None:
     assert found.starts.tolist() == [[False, True]]
 
 
-def test_rounding_at_an_edge_is_tolerated_up_to_its_amount() -> None:
-    logits = torch.tensor([2.0, 1.0, 0.9999, 0.9]).expand(1, 100, 4)
-    one, places = (
-        Decoding(mode="ar", top_k=2),
-        torch.rand(2, 1, 100, generator=torch.Generator().manual_seed(0)).double(),
-    )
-    tokens = torch.zeros(1, 100, dtype=torch.int64)
-    for token, at, column in ((2, [5], "edge"), (3, [5], "impossible"), (2, [5, 6], "edge")):
-        changed = tokens.clone()
-        changed[0, at] = token
-        found = evidence(logits, None, changed, [[1]], one, places, 1e-3)
-        assert getattr(found, column).nonzero()[1].tolist() == at
-        assert found.surprise[0, at].tolist() == [0.0] * len(at)
-        support = p_values([found], 1)["support"]
-        assert support == float(column == "edge" and len(at) == 1), (token, at)
+@pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.6614}])
+def test_positions_whose_filter_rounding_can_change_are_left_out(filters: dict[str, Any]) -> None:
+    near, far = [2.0, 1.0, 0.9999, 0.9], [2.0, 1.0, 0.5, 0.4]
+    logits = torch.tensor([near, far]).repeat(50, 1)[None]
+    one = Decoding(mode="ar", **filters)
+    places = torch.rand(2, 1, 100, generator=torch.Generator().manual_seed(0)).double()
+    for token in (0, 3):  # inside and outside
+        tokens = torch.full((1, 100), token)
+        found = evidence(logits, None, tokens, [[1]], one, places, 1e-3)
+        assert found.edge[0].tolist() == [True, False] * 50
+        assert found.impossible[0].tolist() == [False, token == 3] * 50
+        assert not found.surprise[found.edge].any() and not found.surprise_var[found.edge].any()
+        assert p_values([found], 1)["support"] == float(token == 0)
 
 
 def groups(found: Evidence, size: int) -> list[Evidence]:
