@@ -49,14 +49,14 @@ def plan(capsys, *typed: str) -> pd.DataFrame:
 def test_the_default_plan(capsys, here):
     listed = plan(capsys)
     assert listed["cell"].tolist()[:2] == ["ar-t1", "ar-t0"]
-    assert len(listed) == 12 and set(listed["images"]) == {12} and set(listed["done"]) == {0}
+    assert len(listed) == 12 and set(listed["images"]) == {6} and set(listed["done"]) == {0}
     assert list(here.iterdir()) == []
 
 
 def test_dry_run_prints_directory_and_time(capsys):
     assert cli.main(["sweep", "--dry-run"]) == 0
     said = capsys.readouterr().err
-    assert "run: results/lanterns-" in said and "144 to do" in said and "unknown" in said
+    assert "run: results/lanterns-" in said and "72 to do" in said and "unknown" in said
 
 
 def test_a_plan_needs_no_torch(tmp_path):

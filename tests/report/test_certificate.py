@@ -57,7 +57,7 @@ def test_whole_image_tests_share_one_error_rate() -> None:
     checks, tests = whole_image_rows("m", tested)
     assert [row["passed"] for row in checks] == ["NO", "NO", "yes", "weak"]
     assert [row["measured"] for row in checks] == pytest.approx([9e-4, 0.0, 4e-9, 1.2e-3])
-    assert checks[0]["note"] == "surprise: p = 0.0003 | 2 tokens at a filter's edge, by rounding"
+    assert checks[0]["note"] == "surprise: p = 0.0003 | 2 tokens left out: rounding may change the filter"
     assert checks[1]["note"] == "support: p = 0 | 3 tokens that the target cannot give"
     assert checks[2]["setting"] == "dynamic: no residual"
     assert checks[3]["note"].endswith("give more --samples")
