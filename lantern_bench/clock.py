@@ -74,7 +74,7 @@ class Usage(NamedTuple):
 
     `cpu_seconds` of all threads of this process. `waited_seconds` in which threads of this process could run and got no
     core, added up over threads (Linux). `steal_seconds` that the hypervisor took from the usable cores (Linux).
-    `busy_seconds` of the usable cores, whoever used them.
+    `busy_seconds`: CPU seconds of all programs on the usable cores.
     """
 
     cpu_seconds: float
