@@ -1,7 +1,8 @@
-// Float32 products of few rows with weights that are stored narrow and widened in registers, and attention of few nodes.
+// Products of few rows, and attention of few nodes. Sums are float32 numbers.
 //
-// A weight [out, in] lies in panels of 64 outputs, [panels, in, 64]. Each number of a result is one sum in order, so
-// that its bits depend neither on the number of rows or nodes nor on that of threads.
+// A weight [out, in] lies in panels of 64 outputs, [panels, in, 64]; it is stored narrow and widened in registers. Where
+// the processor multiplies pairs of bfloat16 numbers, a bfloat16 weight lies in [panels, in / 2, 64, 2]. Each number of
+// a result is one sum in order, so that its bits depend neither on the number of rows or nodes nor on that of threads.
 
 #include <immintrin.h>
 #include <torch/csrc/stable/library.h>
@@ -82,9 +83,20 @@ float largest_of(Lanes x) {
 }
 #endif
 
-// y[row][column] += sum over k of x[row][k] * w[k][column]; `fresh`: y holds nothing yet.
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+// Two bfloat16 numbers next to each other, of x or of an output's weights.
+struct Pair {
+  uint32_t bits;
+};
+__m512bh load(const Pair* at) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(at)); }
+__m512bh all(Pair value) { return reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(value.bits))); }
+Lanes add_product(__m512bh a, __m512bh b, Lanes sum) { return _mm512_dpbf16_ps(sum, a, b); }
+#endif
+
+// y[row][column] += sum over k of x[row][k] * w[k][column]; `fresh`: y holds nothing yet. X: float or Pair.
+template <typename X>
 struct Product {
-  const float* x;
+  const X* x;
   int64_t x_row, x_k;  // distances of numbers in memory
   int64_t steps;       // of k
   int64_t w_k;
@@ -93,18 +105,18 @@ struct Product {
   bool fresh;
 };
 
-template <int rows, int wide, typename Weight>
-void tile(const Product& the, int64_t row, int64_t column, const Weight* w) {
+template <int rows, int wide, typename X, typename Weight>
+void tile(const Product<X>& the, int64_t row, int64_t column, const Weight* w) {
   float* y = the.y + row * the.y_row + column;
-  const float* x = the.x + row * the.x_row;
+  const X* x = the.x + row * the.x_row;
   Lanes sums[rows][wide];
   for (int i = 0; i < rows; ++i)
     for (int j = 0; j < wide; ++j) sums[i][j] = the.fresh ? all(0.0f) : load(y + i * the.y_row + j * kLanes);
   for (int64_t k = 0; k < the.steps; ++k) {
-    Lanes weights[wide];
+    decltype(load(w)) weights[wide];
     for (int j = 0; j < wide; ++j) weights[j] = load(w + k * the.w_k + column + j * kLanes);
     for (int i = 0; i < rows; ++i) {
-      const Lanes value = all(x[i * the.x_row + k * the.x_k]);
+      const auto value = all(x[i * the.x_row + k * the.x_k]);
       for (int j = 0; j < wide; ++j) sums[i][j] = add_product(value, weights[j], sums[i][j]);
     }
   }
@@ -112,8 +124,8 @@ void tile(const Product& the, int64_t row, int64_t column, const Weight* w) {
     for (int j = 0; j < wide; ++j) store(y + i * the.y_row + j * kLanes, sums[i][j]);
 }
 
-template <int rows, typename Weight>
-void strip(const Product& the, int64_t row, int64_t columns, const Weight* w) {
+template <int rows, typename X, typename Weight>
+void strip(const Product<X>& the, int64_t row, int64_t columns, const Weight* w) {
   constexpr int wide = rows <= 2 ? kFew : kMany;
   int64_t column = 0;
   for (; column + wide * kLanes <= columns; column += wide * kLanes) tile<rows, wide>(the, row, column, w);
@@ -121,8 +133,8 @@ void strip(const Product& the, int64_t row, int64_t columns, const Weight* w) {
 }
 
 // All rows and columns; `columns` are a multiple of kLanes.
-template <typename Weight>
-void multiply(const Product& the, int64_t rows, int64_t columns, const Weight* w) {
+template <typename X, typename Weight>
+void multiply(const Product<X>& the, int64_t rows, int64_t columns, const Weight* w) {
   int64_t row = 0;
   for (int64_t left = (rows + kRows - 1) / kRows; left > 0; --left) {
     const int64_t height = (rows - row + left - 1) / left;  // as equal as possible
@@ -138,8 +150,8 @@ void multiply(const Product& the, int64_t rows, int64_t columns, const Weight* w
   }
 }
 
-template <typename Weight>
-void multiply_panels(const float* x, int64_t rows, int64_t in, const Weight* weight, float* y, int64_t panels) {
+template <typename X, typename Weight>
+void multiply_panels(const X* x, int64_t rows, int64_t in, const Weight* weight, float* y, int64_t panels) {
   const int64_t out = panels * kPanel;
   torch::stable::parallel_for(0, panels, 1, [&](int64_t first, int64_t end) {
     std::vector<float> widened;
@@ -147,33 +159,50 @@ void multiply_panels(const float* x, int64_t rows, int64_t in, const Weight* wei
       for (int64_t from = 0; from < in; from += kDepth) {
         const int64_t steps = std::min(kDepth, in - from);
         const Weight* panel = weight + (number * in + from) * kPanel;
-        const Product the{x + from, in, 1, steps, kPanel, y + number * kPanel, out, from == 0};
-        if (std::is_same_v<Weight, float> || rows <= 2 * kRows) {
-          multiply(the, rows, kPanel, panel);
-        } else {  // widened once for all rows
-          widened.resize(kDepth * kPanel);
-          for (int64_t at = 0; at < steps * kPanel; at += kLanes) store(widened.data() + at, load(panel + at));
-          multiply(the, rows, kPanel, const_cast<const float*>(widened.data()));
+        const Product<X> the{x + from, in, 1, steps, kPanel, y + number * kPanel, out, from == 0};
+        if constexpr (std::is_same_v<Weight, Half> || std::is_same_v<Weight, BFloat>) {
+          if (rows > 2 * kRows) {  // widened once for all rows
+            widened.resize(kDepth * kPanel);
+            for (int64_t at = 0; at < steps * kPanel; at += kLanes) store(widened.data() + at, load(panel + at));
+            multiply(the, rows, kPanel, const_cast<const float*>(widened.data()));
+            continue;
+          }
         }
+        multiply(the, rows, kPanel, panel);
       }
     }
   });
 }
 
 // x float32 [rows, in], weight [panels, in, 64] -> float32 [rows, panels * 64].
+// x bfloat16 [rows, in], weight bfloat16 [panels, in / 2, 64, 2] -> the same.
 Tensor panel_linear(const Tensor& x, const Tensor& weight) {
   using torch::headeronly::ScalarType;
-  STD_TORCH_CHECK(x.is_contiguous() && weight.is_contiguous() && x.size(1) == weight.size(1));
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && weight.size(2) == kPanel);
-  const int64_t rows = x.size(0), in = x.size(1), panels = weight.size(0);
-  Tensor y = torch::stable::new_empty(x, {rows, panels * kPanel});
-  const auto* from = static_cast<const float*>(x.data_ptr());
+  const int64_t rows = x.size(0), panels = weight.size(0), pair = weight.dim() == 4 ? 2 : 1, in = x.size(1) / pair;
+  STD_TORCH_CHECK(x.is_contiguous() && weight.is_contiguous() && in * pair == x.size(1) && in == weight.size(1));
+  STD_TORCH_CHECK(weight.size(2) == kPanel);
+  STD_TORCH_CHECK(x.scalar_type() == (pair == 2 ? ScalarType::BFloat16 : ScalarType::Float));
+  Tensor y = torch::stable::new_empty(x, {rows, panels * kPanel}, ScalarType::Float);
+  const void *from = x.data_ptr(), *weights = weight.data_ptr();
   auto* to = static_cast<float*>(y.data_ptr());
-  const void* weights = weight.data_ptr();
+  const auto multiply_as = [&](const auto* x, const auto* weight) {
+    multiply_panels(x, rows, in, weight, to, panels);
+  };
+  const auto* numbers = static_cast<const float*>(from);
   switch (weight.scalar_type()) {
-    case ScalarType::Half: multiply_panels(from, rows, in, static_cast<const Half*>(weights), to, panels); break;
-    case ScalarType::BFloat16: multiply_panels(from, rows, in, static_cast<const BFloat*>(weights), to, panels); break;
-    case ScalarType::Float: multiply_panels(from, rows, in, static_cast<const float*>(weights), to, panels); break;
+    case ScalarType::Half: multiply_as(numbers, static_cast<const Half*>(weights)); break;
+    case ScalarType::Float: multiply_as(numbers, static_cast<const float*>(weights)); break;
+    case ScalarType::BFloat16:
+      if (pair == 1) {
+        multiply_as(numbers, static_cast<const BFloat*>(weights));
+      } else {
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+        multiply_as(static_cast<const Pair*>(from), static_cast<const Pair*>(weights));
+#else
+        STD_TORCH_CHECK(false, "this processor multiplies no pairs of bfloat16 numbers");
+#endif
+      }
+      break;
     default: STD_TORCH_CHECK(false, "weights must be float32, float16 or bfloat16");
   }
   return y;
@@ -226,7 +255,7 @@ void attend_few(const Head& the, std::vector<float>& space) {
     const Lanes share = all(1.0f / sum_of(sum));
     for (float* at = scores; at < end; at += kLanes) store(at, load(at) * share);
   }
-  const Product mixed{space.data(), lanes, 1, the.columns, the.width, the.out, the.q_node, true};
+  const Product<float> mixed{space.data(), lanes, 1, the.columns, the.width, the.out, the.q_node, true};
   multiply(mixed, the.nodes, the.width, the.values);
 }
 
@@ -239,7 +268,7 @@ void attend_many(const Head& the, std::vector<float>& space) {
     for (int64_t k = 0; k < the.width; ++k) turned[k * lanes + node] = the.q[node * the.q_node + k] * the.scale;
   for (int64_t column = 0; column < the.columns; ++column)
     std::copy_n(the.mask + column * the.nodes, the.nodes, scores + column * lanes);
-  const Product scored{the.keys, the.width, 1, the.width, lanes, scores, lanes, false};
+  const Product<float> scored{the.keys, the.width, 1, the.width, lanes, scores, lanes, false};
   multiply(scored, the.columns, lanes, const_cast<const float*>(turned));
   for (int64_t lane = 0; lane < lanes; lane += kLanes) {
     Lanes most = all(kNever), sum = all(0.0f);
@@ -252,12 +281,13 @@ void attend_many(const Head& the, std::vector<float>& space) {
     const Lanes share = all(1.0f) / sum;
     for (float* at = scores + lane; at < end; at += lanes) store(at, load(at) * share);
   }
-  const Product mixed{scores, 1, lanes, the.columns, the.width, the.out, the.q_node, true};
+  const Product<float> mixed{scores, 1, lanes, the.columns, the.width, the.out, the.q_node, true};
   multiply(mixed, the.nodes, the.width, the.values);
 }
 
 // q [rows, nodes, heads, width]; keys and values [rows, kv_heads, columns, width], contiguous but for their first two
-// dimensions; the additive mask [rows, columns, nodes]. All float32; width is a multiple of 16.
+// dimensions, both float32 or both bfloat16; the additive mask [rows, columns, nodes]. All else is float32; width is a
+// multiple of 16.
 Tensor node_attention(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& mask) {
   using torch::headeronly::ScalarType;
   const int64_t rows = q.size(0), nodes = q.size(1), heads = q.size(2), width = q.size(3), columns = keys.size(2);
@@ -265,23 +295,39 @@ Tensor node_attention(const Tensor& q, const Tensor& keys, const Tensor& values,
   const float scale = 1.0f / std::sqrt(static_cast<float>(width));
   STD_TORCH_CHECK(q.is_contiguous() && mask.is_contiguous() && width % 16 == 0);
   for (const Tensor* one : {&keys, &values}) STD_TORCH_CHECK(one->stride(3) == 1 && one->stride(2) == width);
-  for (const Tensor* one : {&q, &keys, &values, &mask}) STD_TORCH_CHECK(one->scalar_type() == ScalarType::Float);
+  for (const Tensor* one : {&q, &mask}) STD_TORCH_CHECK(one->scalar_type() == ScalarType::Float);
+  const bool narrow = keys.scalar_type() == ScalarType::BFloat16;
+  for (const Tensor* one : {&keys, &values})
+    STD_TORCH_CHECK(one->scalar_type() == (narrow ? ScalarType::BFloat16 : ScalarType::Float));
   STD_TORCH_CHECK(mask.size(0) == rows && mask.size(1) == columns && mask.size(2) == nodes);
   Tensor out = torch::stable::new_empty(q, {rows, nodes, heads, width});
-  const auto part = [](const Tensor& of, int64_t row, int64_t head) {
-    return static_cast<const float*>(of.data_ptr()) + row * of.stride(0) + head * of.stride(1);
+  // The numbers of one head, if they are narrow widened into `space`.
+  const auto part = [narrow, size = columns * width](const Tensor& of, int64_t row, int64_t head, float* space) {
+    const int64_t first = row * of.stride(0) + head * of.stride(1);
+    if (!narrow) return static_cast<const float*>(of.data_ptr()) + first;
+    const BFloat* from = static_cast<const BFloat*>(of.data_ptr()) + first;
+    for (int64_t at = 0; at < size; at += kLanes) store(space + at, load(from + at));
+    return const_cast<const float*>(space);
   };
   const auto* masks = static_cast<const float*>(mask.data_ptr());
   const auto* asked = static_cast<const float*>(q.data_ptr());
   auto* made = static_cast<float*>(out.data_ptr());
   torch::stable::parallel_for(0, rows * heads, 1, [&](int64_t first, int64_t end) {
-    std::vector<float> space;
+    std::vector<float> space, widened(narrow ? 2 * columns * width : 0);
+    float *keys_space = widened.data(), *values_space = keys_space + columns * width * narrow;
     for (int64_t at = first; at < end; ++at) {
       const int64_t row = at / heads, kv = at % heads / together;
       const int64_t corner = (row * nodes * heads + at % heads) * width;
-      const Head the{asked + corner, part(keys, row, kv), part(values, row, kv), masks + row * columns * nodes,
-                     made + corner,  nodes,               width,                 columns,
-                     heads * width,  scale};
+      const Head the{asked + corner,
+                     part(keys, row, kv, keys_space),
+                     part(values, row, kv, values_space),
+                     masks + row * columns * nodes,
+                     made + corner,
+                     nodes,
+                     width,
+                     columns,
+                     heads * width,
+                     scale};
       (nodes <= kFewNodes ? attend_few : attend_many)(the, space);
     }
   });

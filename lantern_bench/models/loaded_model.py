@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from lantern_bench.config.decoding import NeighbourMetric
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.interface import Drafter, PixelDecoder, Target
-from lantern_bench.decoding.neighbours import Space, nearest_codes
+from lantern_bench.decoding.neighbours import Space, in_space, nearest_codes
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.model_file import ModelFile
 from lantern_bench.models.io.neighbour_cache import neighbour_table
@@ -118,6 +119,21 @@ class LoadedModel:
     condition_of_arrays: Callable[[Mapping[str, np.ndarray]], Any] | None = None
     engine: Engine = field(default_factory=Engine, repr=False)
     _tables: dict[NeighbourMetric, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    @cached_property
+    def codes(self) -> Tensor:
+        """Rows of the codebook float32 [V, d] in the space of its neighbours, on the target's device; forced tokens: 0.
+
+        Raises `RefusedError` for a model without a codebook.
+        """
+        if self.codebook is None:
+            raise RefusedError(
+                f"{self.name}: this rule measures distances between codes, and the model has no tokenizer",
+                "Name the tokenizer's checkpoint in the model's file, or choose another rule.",
+            )
+        rows = in_space(self.codebook.to(self.target.device), self.neighbour_space)
+        forced = self.target.vocab_size - len(rows)
+        return torch.cat([rows, rows.new_zeros(max(0, forced), rows.shape[1])])
 
     def table(self, columns: int, metric: NeighbourMetric = "l2") -> Tensor:
         """The `columns` nearest codes of every token, int32 [V, columns], on the target's device, nearest first.

@@ -1,9 +1,9 @@
 """Linear layers for decoding on CPU: weights in the layout of the kernels, and fewer, wider products.
 
-torch's product of a few rows reorders the weight at every call, which takes longer than the product. Float32 weights
-are multiplied by a kernel of this package (`kernels.cpp`) where it can be built, others by oneDNN.
-`pack_for_decoding` replaces the linear layers of a loaded model, which then cannot be trained. The drafter's copies are
-rounded (8 bits for few rows; its head to its own type), which changes drafts and never the target's distribution.
+torch's product of a few rows reorders the weight at every call, which takes longer than the product. Weights are
+multiplied by a kernel of this package (`kernels.cpp`) where it can be built, elsewhere by oneDNN.
+`pack_for_decoding` replaces the linear layers of a loaded model, which then cannot be trained. The drafter's copy of
+the head is rounded to the drafter's type, which changes drafts and never the target's distribution.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from lantern_bench.models.transformer.layers import FeedForward, linear_of
 from lantern_bench.models.transformer.target import TransformerTarget
 
 _ROWS = 16  # rows for which the layout is chosen; it serves every number of rows
-_FEW_ROWS = 4  # up to here 8-bit weights are faster; from 8 rows on they are slower
 _library = torch.library.Library("lantern_bench", "DEF")
 _library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.define("panel_linear(Tensor x, Tensor weight) -> Tensor")
@@ -43,7 +42,7 @@ def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: A
 
 @torch.library.register_fake("lantern_bench::panel_linear")  # type: ignore[untyped-decorator]
 def _panel_shape(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0] * _PANEL)
+    return x.new_empty(x.shape[0], weight.shape[0] * _PANEL, dtype=torch.float32)
 
 
 @torch.library.register_fake("lantern_bench::node_attention")  # type: ignore[untyped-decorator]
@@ -122,11 +121,16 @@ class PackedLinear(nn.Module):
         self.dtype, self._outputs = weight.dtype, weight.shape[0]
         self.numel = weight.numel() + (0 if bias is None else bias.numel())
         self._bias = None if bias is None else bias.detach()
-        self._in_panels = weight.dtype == torch.float32 and build_kernels()
+        self._in_panels, self._factors = build_kernels(), torch.float32
         if self._in_panels:
-            weight = _narrowest(weight)
+            if weight.dtype == torch.float32:
+                weight = _narrowest(weight)
             panels = functional.pad(weight, (0, 0, 0, -len(weight) % _PANEL)).unflatten(0, (-1, _PANEL))
-            self._packed = panels.transpose(1, 2).contiguous()
+            if self.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and _multiplies_pairs():
+                self._factors = torch.bfloat16
+                self._packed = panels.unflatten(2, (-1, 2)).transpose(1, 2).contiguous()
+            else:
+                self._packed = panels.transpose(1, 2).contiguous()
         else:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
         self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
@@ -138,40 +142,22 @@ class PackedLinear(nn.Module):
         if not self._in_panels:
             made = torch.ops.lantern_bench.packed_linear(x, self._packed, self._bias)
             return made
-        made = torch.ops.lantern_bench.panel_linear(x.reshape(-1, x.shape[-1]).contiguous(), self._packed)
+        rows = x.to(self._factors).reshape(-1, x.shape[-1]).contiguous()
+        made = torch.ops.lantern_bench.panel_linear(rows, self._packed)
         made = made[:, : self._outputs].view(*x.shape[:-1], -1)
-        return made if self._bias is None else made + self._bias
+        return (made if self._bias is None else made + self._bias).to(self.dtype)
+
+
+def _multiplies_pairs() -> bool:
+    """Whether `kernels.cpp` multiplies pairs of bfloat16 numbers here."""
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)  # from torch 2.7 on
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and bool(supported())
 
 
 def _narrowest(weight: Tensor) -> Tensor:
     """A float32 weight in the first type that holds every number of it; checkpoints often hold 16-bit numbers."""
     narrow = (weight.to(dtype) for dtype in (torch.float16, torch.bfloat16))
     return next((one for one in narrow if torch.equal(one.float(), weight)), weight)
-
-
-class DraftLinear(PackedLinear):
-    """A packed product of a drafter whose weights are also kept in 8 bits, for few rows: a third of the time.
-
-    Each output's weights are multiples, -127 to 127, of a 127th of its largest one. Products of more rows use the same
-    numbers in bfloat16.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        # Rounded first, so that the weights are exact multiples of it.
-        scale = (weight.detach().abs().amax(dim=1, keepdim=True).float() / 127).clamp_min(1e-12).to(weight.dtype)
-        whole = (weight.detach().float() / scale.float()).round().clamp(-127, 127)
-        super().__init__((whole * scale.float()).to(weight.dtype), bias)
-        self._whole, self._scale = whole.to(torch.int8), scale.squeeze(1)
-        self.nbytes += self._whole.nbytes + self._scale.nbytes
-
-    def forward(self, x: Tensor) -> Tensor:
-        """As `PackedLinear`."""
-        rows = x.numel() // x.shape[-1]
-        if rows > _FEW_ROWS:
-            return super().forward(x)
-        made = torch._weight_int8pack_mm(x.to(self.dtype).reshape(rows, -1), self._whole, self._scale)
-        made = made if self._bias is None else made + self._bias
-        return made.view(*x.shape[:-1], -1)
 
 
 def weight_bytes(module: nn.Module) -> int:
@@ -193,35 +179,34 @@ def _packed_parts(module: nn.Module) -> Iterator[PackedLinear]:
 def pack_for_decoding(target: object, drafter: object) -> None:
     """Replace the linear layers of this package's targets and drafters, in place; a second call changes nothing.
 
-    Without packed kernels it only merges products and rounds the drafter's head.
+    Without kernels for packed weights it only merges products and rounds the drafter's head.
     """
     if isinstance(drafter, EagleDrafter):
         head = drafter.head_module
         if isinstance(head, nn.Linear) and head.weight.dtype != drafter.dtype:
             drafter.draft_with(linear_of(head.weight.to(drafter.dtype)))
-        kind = DraftLinear if drafter.dtype == torch.bfloat16 else PackedLinear
-        _pack_below(drafter, kind)
-        drafter.draft_with(_packed(drafter.head_module, kind))
+        _pack_below(drafter)
+        drafter.draft_with(_packed(drafter.head_module))
         drafter.attention_kernel = _has_kernels(drafter)
     if isinstance(target, TransformerTarget):
-        _pack_below(target, PackedLinear)
+        _pack_below(target)
         target.transformer.attention_kernel = _has_kernels(target)
 
 
 def _has_kernels(model: EagleDrafter | TransformerTarget) -> bool:
-    return can_pack(model.device, model.dtype) and model.dtype == torch.float32 and build_kernels()
+    return can_pack(model.device, model.dtype) and build_kernels()
 
 
-def _pack_below(module: nn.Module, kind: type[PackedLinear]) -> None:
+def _pack_below(module: nn.Module) -> None:
     for child in module.children():
         if isinstance(child, FeedForward):
             child.join()
-        _pack_below(child, kind)
+        _pack_below(child)
     for name, child in list(module.named_children()):
-        setattr(module, name, _packed(child, kind))
+        setattr(module, name, _packed(child))
 
 
-def _packed(layer: nn.Module, kind: type[PackedLinear]) -> nn.Module:
+def _packed(layer: nn.Module) -> nn.Module:
     if not isinstance(layer, nn.Linear) or not can_pack(layer.weight.device, layer.weight.dtype):
         return layer
-    return kind(layer.weight, layer.bias)
+    return PackedLinear(layer.weight, layer.bias)

@@ -27,7 +27,7 @@ from lantern_bench.models.registry import load_model
 from lantern_bench.runs.keys import KeyFields
 from lantern_bench.schema import SCHEMA_VERSION
 
-ENGINE_VERSION = "8"
+ENGINE_VERSION = "9"
 """Incremented when the tokens at a seed or the timing change; a run never mixes two versions."""
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lantern_bench.models.io.files import cache_folder
 
 if TYPE_CHECKING:
+    from lantern_bench.config.decoding import Decoding
     from lantern_bench.models.loaded_model import LoadedModel
 
 # A variable of GNU OpenMP: a waiting thread spins so often (some microseconds), then sleeps.
@@ -19,6 +20,8 @@ _SPINS = ("GOMP_SPINCOUNT", "1000")
 _ROUNDS, _BLOCK, _LONGEST = 15, 0.02, 5.0
 # Fewer threads are chosen when more are not faster by this share.
 _TIE = 0.05
+# Tokens of an image that are decoded at a time.
+_TOKENS = 12
 
 
 def prepare_environment() -> None:
@@ -49,13 +52,16 @@ class Calibration(NamedTuple):
 
 
 def calibrate(work: Callable[[], object]) -> Calibration:
-    """Time work on 1, 2, 4, ... and all threads, in turns, and choose by the medians; then threads are as before."""
+    """Time work on all threads, a quarter of them, and so on to one, in turns, and choose by the medians.
+
+    Afterwards threads are as before.
+    """
     import torch
 
     from lantern_bench.clock import now, usage
 
     most = torch.get_num_threads()
-    counts = sorted({2**power for power in range(most.bit_length()) if 2**power < most} | {most})
+    counts = sorted({max(1, most // 4**power) for power in range(most.bit_length())})
     blocks: dict[int, list[float]] = defaultdict(list)
     work()
     began = now()
@@ -76,36 +82,19 @@ def calibrate(work: Callable[[], object]) -> Calibration:
     return Calibration(chosen, milliseconds, lost / sum(map(sum, blocks.values())))
 
 
-def step_work(model: LoadedModel, condition: Any, cfg_scale: float) -> Callable[[], object]:
-    """Return the work that `calibrate` times: of a compiled model the products of a step, else some steps.
+def step_work(model: LoadedModel, condition: Any, decodings: Iterable[Decoding]) -> Callable[[], object]:
+    """Return the work that `calibrate` times: some steps of each of `decodings`, compiled if the model's are.
 
-    Eager steps say little about compiled ones: between their products most of the time goes to Python, on one thread.
-    Compiling for every number of threads would take minutes. `condition` is of one prompt.
+    `condition` is of one prompt. Compiled code is compiled once for each number of threads. The products of a step
+    alone would mislead: called from Python they wait for each other, and their threads sleep.
     """
     import torch
-    from torch import nn
 
-    from lantern_bench.config.decoding import Decoding
     from lantern_bench.decoding.loop import decode
-    from lantern_bench.models.packed_linear import PackedLinear
 
-    decoding = Decoding.model_validate({"mode": "ar", "cfg_scale": cfg_scale})
+    def steps() -> None:
+        for decoding in decodings:
+            generator = torch.Generator(model.target.device).manual_seed(0)
+            decode(model, condition, decoding, [generator], tokens=_TOKENS, engine=model.engine)
 
-    def steps(tokens: int = 8) -> None:
-        decode(model, condition, decoding, [torch.Generator(model.target.device).manual_seed(0)], tokens=tokens)
-
-    if not (model.engine.compile and isinstance(model.target, nn.Module)):
-        return steps
-    inputs: dict[nn.Module, Any] = {}
-    layers = [layer for layer in model.target.modules() if isinstance(layer, nn.Linear | PackedLinear)]
-    hooks = [layer.register_forward_pre_hook(lambda layer, given: inputs.update({layer: given})) for layer in layers]
-    steps(2)  # the last inputs are those of a step
-    for hook in hooks:
-        hook.remove()
-
-    @torch.inference_mode()
-    def products() -> None:
-        for layer, given in inputs.items():
-            layer(*given)
-
-    return products if inputs else steps
+    return steps

@@ -25,6 +25,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "static": {"mode": "speculative", "drafting": "static", "tree": "eagle1-25"},
     "chain": {"mode": "speculative", "drafting": "static", "tree": "chain-5"},
     "dynamic": {"mode": "speculative", "drafting": "dynamic", "nodes": 14, "depth": 4, "beam": 4},
+    "jacobi uniform": {"mode": "sjd", "window": 7},
+    "jacobi left": {"mode": "scd", "window": 7, "initial": "left"},
+    "jacobi above": {"mode": "scd", "window": 7, "initial": "above", "coupling": "gumbel"},
+    "pac": {"mode": "sjd-pac", "window": 9},
+    "jacobi row": {
+        "mode": "lantern++", "neighbours": 5, "lambda": 4.0, "drafting": "jacobi", "window": 20, "initial": "row"
+    },
     "lantern": {"mode": "lantern", "neighbours": 5, "delta": 0.3, "nodes": 14, "depth": 4, "beam": 4},
     "lantern++": {"mode": "lantern++", "neighbours": 5, "lambda": 4.0, "tree": "eagle1-25"},
     "official static": {"mode": "lantern++", "neighbours": 5, "lambda": 4.0, "tree": "small-7", "residual": "official"},
@@ -63,7 +70,7 @@ def condition(images: int) -> Any:
 
 def decoding(way: str, **more: Any) -> Decoding:
     shape = {"mode": "ar"} if way == "ar" else WAYS[way]
-    return Decoding(**(shape | {"temperature": 1.0, "cfg_scale": 2.0} | more))
+    return Decoding.model_validate(shape | {"temperature": 1.0, "cfg_scale": 2.0} | more)
 
 
 def check(tokens: Tensor) -> None:
@@ -84,7 +91,7 @@ def test_every_mode_ends_every_row(model: Model, way: str, more: dict[str, Any])
         assert made.trace.tokens == ROWS * LINE
 
 
-@pytest.mark.parametrize("way", ["static", "chain", "dynamic"])
+@pytest.mark.parametrize("way", ["static", "chain", "dynamic", "jacobi uniform", "jacobi left", "jacobi above"])
 def test_greedy_speculation_equals_greedy_decoding(model: Model, way: str) -> None:
     generators = [torch.Generator(), torch.Generator()]
     plain = decode(model, condition(2), decoding("ar", temperature=0.0), generators)
@@ -92,7 +99,7 @@ def test_greedy_speculation_equals_greedy_decoding(model: Model, way: str) -> No
     assert [made.tokens.tolist() for made in plain] == [made.tokens.tolist() for made in drafted]
 
 
-@pytest.mark.parametrize("way", ["ar", "lantern++", "official dynamic"])
+@pytest.mark.parametrize("way", ["ar", "lantern++", "official dynamic", "jacobi left", "jacobi row"])
 def test_compiled_steps_end_every_row(model: Model, way: str) -> None:
     """Prompts of different lengths through the programs of one shape, traced whole."""
     engine = Engine(compile=True, backend="aot_eager")
@@ -106,14 +113,15 @@ def test_compiled_steps_end_every_row(model: Model, way: str) -> None:
             check(made.tokens)
 
 
-@pytest.mark.parametrize("way", ["static", "dynamic"])
+@pytest.mark.parametrize("way", ["static", "dynamic", *(way for way in WAYS if way.startswith("jacobi"))])
 def test_drafted_forced_tokens_are_always_accepted(model: Model, way: str) -> None:
-    """A step whose first draft is the end of a row accepts it."""
+    """A step whose first draft is the end of a row accepts it; Jacobi drafts of all depths are always right there."""
     for seed in range(4):
         made = decode(model, condition(1), decoding(way), [torch.Generator().manual_seed(seed)])[0]
         steps = zip(made.trace.start, made.trace.child_rank, strict=True)
-        ends = [ranks for start, ranks in steps if (start + 1) % LINE == 0 and start < ROWS * LINE - 1]
-        assert all(ranks[0] == 0 for ranks in ends)
+        for start, ranks in steps:
+            known = ranks if way.startswith("jacobi") else ranks[:1]
+            assert all(rank == 0 for at, rank in enumerate(known, start + 1) if at % LINE == 0)
 
 
 @torch.inference_mode()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from lantern_bench import clock
-from lantern_bench.models.packed_linear import pack_for_decoding
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.compile import Engine
 from lantern_bench.models.random_model import random_model_of_size, read_size
 from lantern_bench.runs.threads import calibrate, prepare_environment, step_work
 
@@ -16,34 +18,44 @@ from lantern_bench.runs.threads import calibrate, prepare_environment, step_work
 @pytest.mark.parametrize(
     ("seconds", "chosen"),
     [
-        ({1: 0.010, 2: 0.006, 4: 0.005}, 4),
-        ({1: 0.010, 2: 0.006, 4: 0.0058}, 2),  # 3 % slower than four threads
-        ({1: 0.010, 2: 0.012, 4: 0.030}, 1),  # threads that wait for each other
+        ({1: 0.010, 4: 0.006, 16: 0.005}, 16),
+        ({1: 0.010, 4: 0.006, 16: 0.0058}, 4),  # 3 % slower than sixteen threads
+        ({1: 0.010, 4: 0.012, 16: 0.030}, 1),  # threads that wait for each other
     ],
 )
 def test_fewest_threads_that_are_about_fastest(
     monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], chosen: int
 ) -> None:
-    state = {"threads": 4, "now": 0.0}
+    state = {"threads": 16, "now": 0.0}
     monkeypatch.setattr(torch, "get_num_threads", lambda: state["threads"])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: state.update(threads=count))
     monkeypatch.setattr(clock, "now", lambda: state["now"])
     found = calibrate(lambda: state.update(now=state["now"] + seconds[int(state["threads"])]))
-    assert found.threads == chosen and state["threads"] == 4
+    assert found.threads == chosen and state["threads"] == 16
     assert found.milliseconds == pytest.approx({count: 1e3 * one for count, one in seconds.items()})
 
 
-def test_compiled_models_are_timed_by_their_products() -> None:
+def test_compiled_steps_are_compiled_for_every_number_of_threads() -> None:
     model = random_model_of_size(
         read_size("2x64x128x4"), torch.device("cpu"), torch.float32, torch.Generator().manual_seed(0)
     )
-    steps = step_work(model, model.condition(["a"]), 2.0)
-    pack_for_decoding(model.target, model.drafter)
-    model.engine.compile = True
-    products = step_work(model, model.condition(["a"]), 2.0)
-    assert (steps.__name__, products.__name__) == ("steps", "products")
-    products()
-    assert not any(layer._forward_pre_hooks for layer in model.target.modules())
+    made = list[int]()
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., object]:
+        made.append(torch.get_num_threads())
+        return graph.forward
+
+    model.engine = Engine(compile=True, backend=backend)
+    cells = [Decoding(mode="ar"), Decoding(mode="speculative", tree="chain-3")]
+    work, before = step_work(model, model.condition(["a"]), cells), torch.get_num_threads()
+    try:
+        for threads in (1, 2, 1, 2):
+            torch.set_num_threads(threads)
+            work()
+    finally:
+        torch.set_num_threads(before)
+    # An autoregressive step; draft, score and settle.
+    assert made == [1] * 4 + [2] * 4
 
 
 @pytest.mark.parametrize(

@@ -182,26 +182,21 @@ class KVCache:
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Mixes q [rows, n, heads, head_dim] with k, v [rows, n, kv_heads, head_dim]."""
 
-_MANY = 24  # nodes: from here two products in half precision are faster than torch's attention kernel
-
-
 _MOST = 64  # nodes: the kernel of this package keeps the scores of all of them
 
 
 def attend_cached(cache: KVCache, layer: int, slots: Tensor, mask: Tensor, kernel: bool = False) -> Attend:
     """Attention over a cache: writes the new keys and values, sees what `mask` [rows, 1, n, columns] allows.
 
-    `kernel`: this package's kernel (`kernels.cpp`) is built, and everything is float32 on a CPU.
+    `kernel`: this package's kernel (`kernels.cpp`) is built, and the cache is on a CPU.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = (part[:, :, : mask.shape[-1]] for part in cache.write(layer, slots, k, v))
         if kernel and q.shape[1] <= _MOST and q.shape[3] % 16 == 0:
-            turned = mask[:, 0].mT.contiguous()
-            mixed: Tensor = torch.ops.lantern_bench.node_attention(q.contiguous(), keys, values, turned)
-            return mixed
-        if q.device.type == "cpu" and q.dtype != torch.float32 and q.shape[1] >= _MANY:
-            return _two_products(q, keys, values, mask)
+            turned = mask[:, 0].mT.float().contiguous()
+            mixed: Tensor = torch.ops.lantern_bench.node_attention(q.float().contiguous(), keys, values, turned)
+            return mixed.to(q.dtype)
         return _scaled_dot_product(q, keys, values, mask)
 
     return attend
@@ -221,21 +216,6 @@ def attend_plain(mask: Tensor, before: list[tuple[Tensor, Tensor]] | None = None
         return _scaled_dot_product(q, k.transpose(1, 2), v.transpose(1, 2), mask.to(q.dtype))
 
     return attend
-
-
-def _two_products(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """As `_scaled_dot_product`, with a float32 softmax of scores in the products' type.
-
-    torch's kernel does not round the scores, but takes the nodes of a tree in small blocks, at a third of the rate.
-    """
-    rows, nodes, heads, width = q.shape
-    apart = rows * keys.shape[1]  # queries that share keys are rows of one product
-    # Contiguous: the product would copy the transposed part of the cache, which takes longer than the product.
-    whole = keys.flatten(0, 1).contiguous()
-    scores = torch.bmm((q * width**-0.5).transpose(1, 2).reshape(apart, -1, width), whole.transpose(1, 2))
-    weights = (scores.float().view(rows, heads, nodes, -1) + mask).softmax(-1).to(q.dtype)
-    mixed = torch.bmm(weights.view(apart, scores.shape[1], -1), values.flatten(0, 1))
-    return mixed.view(rows, heads, nodes, width).transpose(1, 2)
 
 
 def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -86,6 +86,17 @@ class TransformerTarget(nn.Module):
         return self.vocab_size - self.config.line_ends
 
     @property
+    def line_length(self) -> int:
+        """Tokens of one row of a picture, a forced one included."""
+        return self.config.line_length
+
+    def forced(self, places: Tensor) -> Tensor:
+        """The tokens that are forced at `places` int64 [...] of an image, -1 where none is."""
+        if not self.config.line_ends:
+            return torch.full_like(places, -1)
+        return torch.where((places + 1) % self.line_length == 0, self.vocab_size - 1, -1)
+
+    @property
     def device(self) -> torch.device:
         """The device of the weights."""
         return self.transformer.norm.weight.device
