@@ -51,5 +51,6 @@ class CheckFailedError(LanternError):
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Return `; did you mean X?` if a known word is similar, else an empty string."""
-    close = difflib.get_close_matches(str(word).lower().replace("-", "_"), list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+    plain = {one.replace("-", "_"): one for one in known}
+    close = difflib.get_close_matches(str(word).lower().replace("-", "_"), list(plain), n=1, cutoff=0.6)
+    return f"; did you mean {plain[close[0]]}?" if close else ""

@@ -12,7 +12,7 @@ import hashlib
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 from lantern_bench.errors import RefusedError
 
 RULE_GROUP, DRAFTING_GROUP = "lantern_bench.rules", "lantern_bench.draftings"
-_NAME = r"[a-z][a-z0-9_]*"
+_NAME, _KEY = r"[a-z][a-z0-9_-]*", r"[a-z][a-z0-9_]*"
 
 Code: TypeAlias = str | Callable[..., Any]
 """A function or class, or where it is, as "module:object": then it is imported when it is first used."""
@@ -71,10 +71,14 @@ class Drafting:
     make: (decoding, target, batch) -> an object as `DraftMethod` of decoding/interface.py. parameters: names of shipped
     parameters, or a `Parameter` that the drafting brings. defaults: their values if none is given. needs_drafter:
     whether the model's drafter is asked. sampled: children are drawn from q; otherwise a draft is deterministic and its
-    q is 1. label: how ids and tables write the drafts. adapt: (defaults, given values) -> defaults that fit the given
+    q is 1. chain: the drafts never branch (static trees say so themselves). redrawn: whether every step draws all of
+    its drafts with new random numbers, for these values; rules that look ahead need that. label: how ids and tables
+    write the drafts. adapt: (defaults, given values) -> defaults that fit the given
     values. problem: (key, sentence) for values that do not go together, else None. presets: short words for this
     drafting with some values fixed. small: values of a draft that is small enough for exact checks. search: what lists
-    its trees for `profile --search` (profile/tree_search.py); empty: its drafts are not searched.
+    its trees for `profile --search` (profile/tree_search.py); empty: its drafts are not searched. broken: mistakes
+    that the audit must find (certify/audit.py), by what is wrong: decoding -> (`accept`, `make`) of `decode`, or None.
+    published: as `make`, for `form: published`: what its authors' code does where that is not lossless.
     """
 
     name: str
@@ -84,12 +88,16 @@ class Drafting:
     defaults: Values = field(default_factory=dict)
     needs_drafter: bool = True
     sampled: bool = True
+    chain: bool = False
+    redrawn: Callable[[Values], bool] = lambda _values: True
     label: Callable[[Values], str | None] = lambda _values: None
     adapt: Callable[[Values, Values], Values] = lambda defaults, _given: defaults
     problem: Callable[[Values], tuple[str, str] | None] = lambda _values: None
     presets: Mapping[str, Values] = field(default_factory=dict)
     small: Values = field(default_factory=dict)
     search: Code = ""
+    broken: Mapping[str, Code] = field(default_factory=dict)
+    published: Code = ""
     legend: str | None = None
     colour: str | None = None
 
@@ -109,7 +117,17 @@ class Drafting:
 
 
 class DraftView(Protocol):
-    """What a relaxed rule may look at when it decides on a draft x: tensors in the dtype of p, for many drafts."""
+    """What a relaxed rule may look at when it decides on drafts x: tensors [...] for many at once.
+
+    `limit` sees the drafts that were made, [n]; `chance` sees every token that they could have been, [n, V]. A shape
+    may be one that broadcasts to that. p and q are the current ones: after a rejection p is the residual, and q has
+    lost the rejected draft. What a rule does not ask for is not computed.
+    """
+
+    @property
+    def token(self) -> Any:
+        """Number of x, int64 [...]."""
+        ...
 
     @property
     def own(self) -> Any:
@@ -117,13 +135,48 @@ class DraftView(Protocol):
         ...
 
     @property
-    def near(self) -> Any:
-        """Probability p of the k nearest codes of x [..., k], nearest first."""
+    def q(self) -> Any:
+        """Probability [...] of x under the distribution that it was drawn from; None for a deterministic draft (1)."""
+        ...
+
+    @property
+    def ratio(self) -> Any:
+        """p(x) / q(x) [...], p(x) for a deterministic draft: what the strict rule accepts with."""
         ...
 
     @property
     def whole(self) -> Any:
-        """The current distribution p [..., V], or one that is broadcast to it; made when it is asked for."""
+        """The distribution p [..., V], or one that broadcasts to it."""
+        ...
+
+    @property
+    def near_tokens(self) -> Any:
+        """Numbers of the k nearest codes of x, int64 [..., k], nearest first."""
+        ...
+
+    @property
+    def near(self) -> Any:
+        """Probability p of the k nearest codes of x [..., k]."""
+        ...
+
+    @property
+    def distances(self) -> Any:
+        """Euclidean distances of the k nearest codes from x [..., k], between rows of `codebook`."""
+        ...
+
+    @property
+    def codebook(self) -> Any:
+        """Embeddings of the codes [V, d], in the space that neighbours are measured in; zeros for forced tokens."""
+        ...
+
+    @property
+    def depth(self) -> Any:
+        """Depth of x in the draft tree, int64 [...]; 1 for children of the root."""
+        ...
+
+    @property
+    def position(self) -> Any:
+        """Place of x in the image, int64 [...]: how many tokens come before it."""
         ...
 
 
@@ -131,16 +184,24 @@ class DraftView(Protocol):
 class Rule:
     """An acceptance rule.
 
-    A relaxed rule gives `limit`: (what is known of the draft x, the value of its bound) -> the most neighbour mass m(x)
-    [...] that x may take; neighbours are taken in order while their mass keeps it (docs/algorithms.md, section 4).
+    A relaxed rule gives one of two functions of (`DraftView`, values of its parameters by name):
+    `limit` -> the most neighbour mass m(x) [...] that a draft x may take; neighbours are taken in order while their
+    mass keeps it (docs/algorithms.md, section 4). `chance` -> f [n, V], the probability that a draft is accepted, for
+    every token that it could have been; values outside 0 to 1 are clamped (docs/algorithms.md, section 8.4).
     A rule that decides on whole trees gives `accept` (`Accept` in decoding/acceptance/tree_acceptance.py). A rule with
-    neither accepts one child after another, strictly.
+    none of them accepts one child after another, strictly.
 
-    bound: the parameter that `limit` gets; it lies strictly between `low` and `high`, and `example` is a value to begin
-    with. neighbours: the default k. tensor_bound: `limit` computes with a tensor in place of the number, so
-    that one compiled program serves every value. chains: the rule decides only on chains of sampled drafts, by default
-    on `tree`. greedy: the rule that takes its place at temperature 0. drafting: of the mode that a rule from another
-    package brings. in_id: whether cell ids name the rule where the mode does not.
+    bound: the parameter that every cell must give; it lies strictly between `low` and `high`, and `example` is a value
+    to begin with. parameters: its other parameters, and `bound` where it is not a shipped one: names, or `Parameter`
+    objects. defaults: their values where a `Parameter` has none. neighbours: the default k; None: `chance` reads no
+    neighbours, `limit` has 10. codebook: whether it reads `codebook` or `distances`. published: what replaces p after a
+    rejection under `residual: official`, of a rule with `chance`: max(p - q f, 0) (`exact`: then cells have no
+    `residual`), max(p - q, 0) (`plain`) or p itself (`none`). tensor_bound: the functions compute with tensors in place
+    of its float parameters, so that one compiled program serves all values. chains: the rule decides only on chains of
+    sampled drafts, by default on `tree`. looks_ahead: whether it keeps a draft depends on what is behind the draft
+    (docs/algorithms.md, section 8.1). greedy: the rule that takes its place at temperature 0; `strict` for a rule with
+    `chance`. drafting: of the mode that a rule from another package brings. in_id: whether cell ids name the rule
+    where the mode does not. source: arXiv number of the paper.
     """
 
     name: str
@@ -148,7 +209,7 @@ class Rule:
     low: float = 0.0
     high: float = float("inf")
     example: float = 0.1
-    neighbours: int = 10
+    neighbours: int | None = None
     drafting: str = "static"
     label: str | None = None
     colour: str | None = None
@@ -157,24 +218,46 @@ class Rule:
     tensor_bound: bool = False
     accept: Code | None = None
     chains: bool = False
+    looks_ahead: bool = False
     tree: str | None = None
     greedy: str | None = None
     in_id: bool = True
+    source: str = ""
+    chance: Code | None = None
+    parameters: tuple[str | Parameter, ...] = ()
+    defaults: Values = field(default_factory=dict)
+    codebook: bool = False
+    published: Literal["exact", "plain", "none"] = "exact"
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.neighbours is None:
+            object.__setattr__(self, "neighbours", 10)
+        if self.chance is not None and self.greedy is None:
+            object.__setattr__(self, "greedy", "strict")
 
     @property
     def lossless(self) -> bool:
-        """Whether the tokens keep the target's distribution: no neighbour mass is ever taken."""
-        return self.limit is None
+        """Whether the tokens keep the target's distribution: the rule is not relaxed."""
+        return self.limit is None and self.chance is None
 
     @property
-    def parameters(self) -> tuple[str, ...]:
+    def own_names(self) -> tuple[str, ...]:
+        """The names of the parameters whose values `limit` and `chance` get: the bound first."""
+        names = (one if isinstance(one, str) else one.name for one in self.parameters)
+        return () if self.lossless else tuple(dict.fromkeys((self.bound, *names)))
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
         """The names of the parameters that cells of this rule have."""
-        return () if self.limit is None else ("neighbours", "neighbour_metric", self.bound, "residual")
+        near = () if self.neighbours is None else ("neighbours", "neighbour_metric")
+        twofold = self.limit is not None or (self.chance is not None and self.published != "exact")
+        return (*near, *self.own_names, *(("residual",) if twofold else ()))
 
     @property
-    def defaults(self) -> Values:
+    def default_values(self) -> Values:
         """Default values; a bound has none."""
-        return {} if self.limit is None else {"neighbours": self.neighbours}
+        own = {one.name: one.default for one in own_parameters([self]) if one.default is not None}
+        return ({} if self.neighbours is None else {"neighbours": self.neighbours}) | own | dict(self.defaults)
 
     @property
     def allowed(self) -> str:
@@ -189,7 +272,7 @@ class Rule:
 
     def fingerprint(self) -> str:
         """16 hex digits that change with the file of its code: pictures of two versions are never mixed in a run."""
-        return _fingerprint(self.limit or self.accept or self.name)
+        return _fingerprint(self.limit or self.chance or self.accept or self.name)
 
 
 def _fingerprint(code: Code) -> str:
@@ -202,13 +285,24 @@ def _fingerprint(code: Code) -> str:
 
 @dataclass(frozen=True)
 class Mode:
-    """A name for a drafting and a rule, which an experiment may override; `label` and `colour` are for legends."""
+    """A name for a drafting and a rule, which an experiment may override; `label` and `colour` are for legends.
+
+    defaults: values that take the place of the defaults of drafting and rule, where a cell has the parameter.
+    claim: what its authors say of its tokens; None: as its rule. source: the arXiv number of their paper, by default
+    the rule's. variants: values beside its own that the audit (certify/audit.py) tests as well. published: values that
+    make the form of the authors' code where ours differs: then the claim that is audited is theirs alone.
+    """
 
     name: str
     drafting: str
     rule: str
     label: str
     colour: str | None = None
+    defaults: Values = field(default_factory=dict)
+    claim: Literal["lossless", "relaxed"] | None = None
+    source: str = ""
+    variants: tuple[Values, ...] = ()
+    published: tuple[Values, ...] = ()
 
 
 _Row = TypeVar("_Row", Rule, Drafting)
@@ -220,44 +314,62 @@ def find_rows(
     taken: Collection[str],
     draftings: Collection[str] = (),
     entries: Iterable[metadata.EntryPoint] | None = None,
-) -> tuple[dict[str, _Row], list[RefusedError]]:
-    """All rows of a kind from other packages, by name, and an error for each that cannot be used.
+) -> tuple[dict[str, _Row], dict[str, RefusedError]]:
+    """All rows of a kind from other packages, by name, and an error for each that cannot be used, by its name.
 
-    `taken` are names they may not have, `draftings` those that a rule may name, `entries` the entry points to read, by
-    default the installed ones of the group. A row is refused if it cannot be imported, is no such row, or has a name
-    that is taken; all others can be used.
+    `taken` are names that they and their parameters may not have, `draftings` those that a rule may name, `entries` the
+    entry points to read, by default the installed ones of the group. A row is refused if it cannot be imported, is no
+    such row, or has a name that is taken; all others can be used.
     """
     rows: dict[str, _Row] = {}
-    refused: list[RefusedError] = []
-    noun, advice = kind.__name__.lower(), "Mend the package that it comes from, or remove it."
+    refused: dict[str, RefusedError] = {}
+    noun, held = kind.__name__.lower(), set(taken)
     for entry in sorted(entries or metadata.entry_points(group=group), key=lambda entry: entry.name):
+        package = entry.dist.name if entry.dist else "unknown"
+        row: Any = None
+        who = f"the {noun} {entry.name} of the package {package}"
         try:
             row = entry.load()
-        except Exception as error:  # whatever another package raises when it is imported
-            text = f"the {noun} {entry.name} cannot be loaded: {type(error).__name__}: {error}"
-            refused.append(RefusedError(text, advice))
-            continue
-        wrong = _wrong(row, kind, {*taken, *rows}, draftings)
-        if wrong:
-            refused.append(RefusedError(f"the {noun} {entry.name} cannot be used: {wrong}", advice))
+            wrong = _wrong(row, kind, held, draftings)
+            problem = wrong and f"{who} cannot be used: {wrong}"
+        except Exception as error:  # whatever another package raises when it is imported or looked at
+            problem = f"{who} cannot be loaded: {type(error).__name__}: {error}"
+        if problem:
+            refusal = RefusedError(problem, f"Mend the package {package}, or remove it.")
+            refused |= dict.fromkeys({entry.name, str(getattr(row, "name", entry.name))}, refusal)
         else:
             rows[row.name] = row
+            held |= {row.name, *(one.name for one in own_parameters([row]))}
     return rows, refused
+
+
+def own_parameters(rows: Iterable[Rule | Drafting]) -> Iterator[Parameter]:
+    """The parameters that rows bring, in their order."""
+    return (one for row in rows for one in row.parameters if isinstance(one, Parameter))
 
 
 def _wrong(row: object, kind: type[Rule | Drafting], taken: Collection[str], draftings: Collection[str]) -> str | None:
     if not isinstance(row, kind):
         return f"its entry point is no lantern_bench.plugins.{kind.__name__} but {type(row).__name__}"
     if not re.fullmatch(_NAME, row.name):
-        return f"its name {row.name!r} must be lower-case letters, digits and _"
+        return f"its name {row.name!r} must be lower-case letters, digits, _ and -"
     if row.name in taken:
         return f"the name {row.name} is taken"
+    for one in own_parameters([row]):
+        if not re.fullmatch(_KEY, one.name):
+            return f"its parameter {one.name!r} must be lower-case letters, digits and _"
+        if one.name in taken:
+            return f"the name of its parameter {one.name} is taken"
+        if any(type(text) is not str for text in (one.allowed, one.help)):
+            return f"its parameter {one.name} needs texts for `allowed` and `help`"
     if isinstance(row, Rule) and row.drafting not in draftings:
         return f"its drafting {row.drafting!r} must be one of {', '.join(draftings)}"
-    if isinstance(row, Rule) and row.limit is not None:
+    if isinstance(row, Rule) and (row.limit is not None) + (row.chance is not None) + (row.accept is not None) > 1:
+        return "it has more than one of `limit`, `chance` and `accept`"
+    if isinstance(row, Rule) and not row.lossless:
         if not row.allows(row.example):
             return f"its example {row.example:g} {row.allowed}"
-        if row.neighbours < 1:
+        if row.neighbours is not None and row.neighbours < 1:
             return f"its neighbours {row.neighbours} must be at least 1"
     return None
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from scipy.stats import power_divergence
 
+from lantern_bench.certify.tabular import TabularModel
 from lantern_bench.config import methods
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import decoding_probabilities
 from lantern_bench.plugins import Drafting, Mode
-from tests.decoding.tabular_model import TabularModel
 from tests.test_adding_a_rule import ROOT, rows, run
 
 EXAMPLE = ROOT / "tests" / "examples" / "echo_drafting"
@@ -55,10 +55,10 @@ def test_an_outside_drafting_is_swept_and_certified(tmp_path: Path) -> None:
     assert "echo w3" in certificate
 
 
-def test_a_window_out_of_range_is_one_usage_error(tmp_path: Path) -> None:
-    refused = run(tmp_path, ["sweep", str(EXAMPLE / "echo.yaml"), "--model", "tiny", "--window", "0"], path=EXAMPLE)
+def test_a_length_out_of_range_is_one_usage_error(tmp_path: Path) -> None:
+    refused = run(tmp_path, ["sweep", str(EXAMPLE / "echo.yaml"), "--model", "tiny", "--length", "0"], path=EXAMPLE)
     assert refused.returncode == 2
-    assert "--window 0: must be a whole number of at least 1" in refused.stderr
+    assert "--length 0: must be a whole number of at least 1" in refused.stderr
 
 
 @pytest.fixture
@@ -69,8 +69,8 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drafting]:
     row: Drafting = echo_drafting.DRAFTING
     monkeypatch.setitem(methods.DRAFTINGS, "echo", row)
     monkeypatch.setitem(methods.MODES, "echo", Mode("echo", "echo", "strict", "echo"))
-    monkeypatch.setitem(methods.PARAMETERS, "window", echo_drafting.WINDOW)
-    monkeypatch.setitem(methods._OF_DRAFTING, "echo", {"window"})
+    monkeypatch.setitem(methods.PARAMETERS, "length", echo_drafting.LENGTH)
+    monkeypatch.setitem(methods._OF_DRAFTING, "echo", {"length"})
     yield row
     for name in ("echo_drafting", "echo_drafting.method"):
         sys.modules.pop(name, None)
@@ -97,7 +97,7 @@ def decoding_with(**values: Any) -> Decoding:
     return Decoding.model_validate({"mode": "echo", **values})
 
 
-@pytest.mark.parametrize("values", [{"window": 2}, {"window": 3, "temperature": 0.9, "top_k": 2}])
+@pytest.mark.parametrize("values", [{"length": 2}, {"length": 3, "temperature": 0.9, "top_k": 2}])
 def test_it_is_lossless_without_a_drafter(echo: Drafting, values: dict[str, Any]) -> None:
     p = g_test(TabularModel(VOCABULARY, LENGTH, seed=2), decoding_with(**values))
     print(f"G-test echo {values}: p = {p:.3f}")
@@ -113,7 +113,7 @@ def test_a_stale_q_is_rejected(echo: Drafting, monkeypatch: pytest.MonkeyPatch) 
         return self.chain.draft(tokens, torch.full_like(q, 1 / VOCABULARY), valid)
 
     monkeypatch.setattr(echo_drafting.method.Echo, "tree", tree)
-    p = g_test(TabularModel(VOCABULARY, LENGTH, seed=2), decoding_with(window=2))
+    p = g_test(TabularModel(VOCABULARY, LENGTH, seed=2), decoding_with(length=2))
     print(f"broken, another q: p = {p:.1e}")
     assert p < 1e-6
 
@@ -123,5 +123,5 @@ def test_greedy_equals_autoregressive_decoding(echo: Drafting) -> None:
     model.drafter = None
     generator = [torch.Generator().manual_seed(0)]
     plain = decode(model, [""], Decoding.model_validate({"mode": "ar", "temperature": 0}), generator)
-    drafted = decode(model, [""], decoding_with(window=3, temperature=0), generator)
+    drafted = decode(model, [""], decoding_with(length=3, temperature=0), generator)
     assert drafted[0].tokens.tolist() == plain[0].tokens.tolist()

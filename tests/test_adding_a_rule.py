@@ -21,14 +21,15 @@ from lantern_bench.decoding.acceptance import relaxation
 from lantern_bench.decoding.acceptance.relaxation import Relaxation, merged_mass
 from lantern_bench.decoding.acceptance.tree_acceptance import accept_children
 from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.plugins import Rule
 
 # Whole commands in processes of their own, on machines that may be busy.
 pytestmark = pytest.mark.timeout(1200)
 
 ROOT = Path(__file__).parent.parent
-EXAMPLE = ROOT / "tests" / "examples" / "ambiguity_rule"
-FILES = ("ambiguity_rule.py", "pyproject.toml", "ambiguity.yaml")
+EXAMPLE = ROOT / "tests" / "examples" / "distance_rule"
+FILES = ("distance_rule.py", "pyproject.toml", "distance.yaml")
 
 
 def run(folder: Path, *commands: list[str], path: Path = EXAMPLE) -> subprocess.CompletedProcess[str]:
@@ -46,7 +47,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def rule() -> Rule:
     space: dict[str, object] = {}
-    exec(compile((EXAMPLE / "ambiguity_rule.py").read_text(), "ambiguity_rule.py", "exec"), space)
+    exec(compile((EXAMPLE / "distance_rule.py").read_text(), "distance_rule.py", "exec"), space)
     found = space["RULE"]
     assert isinstance(found, Rule)
     return found
@@ -60,7 +61,7 @@ def test_the_page_shows_the_example_and_it_is_short() -> None:
 
 
 def test_a_rule_from_outside_is_swept_shown_drawn_and_measured(tmp_path: Path) -> None:
-    experiment = str(EXAMPLE / "ambiguity.yaml")
+    experiment = str(EXAMPLE / "distance.yaml")
     tiny = ["--model", "tiny", "--neighbours", "3"]
     sweep = ["sweep", experiment, *tiny, "--images", "6", "--metrics", "speed", "--no-compile", "--out", "run"]
     certify = ["certify", "tiny", "--neighbours", "3", "--experiment", experiment, "--emitted-tv"]
@@ -73,26 +74,27 @@ def test_a_rule_from_outside_is_swept_shown_drawn_and_measured(tmp_path: Path) -
         [*certify, "--positions", "6", "--draws", "8", "--out", "cost"],
     )
     assert done.returncode == 0, done.stderr
-    cells = {f"ambiguity-static-small-7-k3-bound{bound}-t1": bound for bound in ("0.1", "0.3", "0.6")}
+    cells = {f"by-distance-static-small-7-k3-bound{bound}-t1": bound for bound in ("0.1", "0.3", "1")}
     for table in ("speed", "acceptance"):
         found = {row["cell_id"]: row for row in rows(tmp_path / "run" / f"{table}.csv")}
         assert set(cells) <= set(found)
         for cell, bound in cells.items():
-            assert (found[cell]["mode"], found[cell]["rule"], found[cell]["bound"]) == ("ambiguity", "ambiguity", bound)
+            shown = [found[cell][name] for name in ("mode", "rule", "bound")]
+            assert shown == ["by-distance", "by-distance", bound]
     summary = {row["cell_id"]: row for row in rows(tmp_path / "run" / "summary.csv")}
-    assert summary["ambiguity-static-small-7-k3-bound0.3-t1"]["parameters"] == "small-7 k=3 bound=0.3"
+    assert summary["by-distance-static-small-7-k3-bound0.3-t1"]["parameters"] == "small-7 k=3 bound=0.3"
     assert all(float(summary[cell]["mean_accepted_length"]) > 1 for cell in cells)
 
     drawn = rows(tmp_path / "run" / "figures" / "acceptance-by-depth.csv")
-    assert {"by ambiguity bound=0.1", "by ambiguity bound=0.3", "by ambiguity bound=0.6"} < {r["label"] for r in drawn}
+    assert {"by distance bound=0.1", "by distance bound=0.3", "by distance bound=1"} < {r["label"] for r in drawn}
     lengths = rows(tmp_path / "by-bound" / "mean-accepted-length-by-bound.csv")
     assert {row["bound"] for row in lengths} == set(cells.values())
-    assert "by ambiguity bound=0.6" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "by distance bound=1" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
     cost = {row["cell_id"]: row for row in rows(tmp_path / "cost" / "emitted_tv.csv")}
     assert set(cells) < set(cost)
-    assert {row["mode"] for row in cost.values()} == {"ambiguity", "lantern++"}
-    assert float(cost["ambiguity-static-small-7-k3-bound0.6-t1"]["emitted_tv"]) > 0
+    assert {row["mode"] for row in cost.values()} == {"by-distance", "lantern++"}
+    assert float(cost["by-distance-static-small-7-k3-bound1-t1"]["emitted_tv"]) > 0
 
 
 def test_an_edited_rule_does_not_continue_a_run(tmp_path: Path) -> None:
@@ -103,30 +105,32 @@ def test_an_edited_rule_does_not_continue_a_run(tmp_path: Path) -> None:
             copy = package / path.relative_to(EXAMPLE)
             copy.parent.mkdir(exist_ok=True)
             copy.write_bytes(path.read_bytes())
-    sweep = ["sweep", str(package / "ambiguity.yaml"), "--model", "tiny", "--neighbours", "3", "--metrics", "speed"]
-    sweep += ["--modes", "ambiguity", "--images", "1", "--no-compile", "--out", "run"]
+    sweep = ["sweep", str(package / "distance.yaml"), "--model", "tiny", "--neighbours", "3", "--metrics", "speed"]
+    sweep += ["--modes", "by-distance", "--images", "1", "--no-compile", "--out", "run"]
     assert run(tmp_path, sweep, sweep, path=package).returncode == 0
-    module = package / "ambiguity_rule.py"
-    module.write_text(module.read_text().replace("bound * entropy", "bound * bound * entropy"))
+    module = package / "distance_rule.py"
+    module.write_text(module.read_text().replace("weights * draft.near", "0.5 * weights * draft.near"))
     refused = run(tmp_path, sweep, path=package)
     assert refused.returncode == 3
-    assert "code of the rule ambiguity changed" in refused.stderr
+    assert "code of the rule by-distance changed" in refused.stderr
 
 
-def test_a_rule_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_broken_package_is_named_and_disables_nothing_else(tmp_path: Path) -> None:
     package = tmp_path / "package"
     (package / "broken-1.0.dist-info").mkdir(parents=True)
-    (package / "broken-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (package / "broken-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: a-package\nVersion: 1.0\n")
     (package / "broken-1.0.dist-info" / "entry_points.txt").write_text("[lantern_bench.rules]\nmine = broken:RULE\n")
     (package / "broken.py").write_text("import nothing_of_this_name\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(package)])}
-    script = [sys.executable, "-m", "lantern_bench", "sweep", str(EXAMPLE / "ambiguity.yaml")]
-    refused = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1100)
-    assert refused.returncode == 3
-    assert "error: the rule mine cannot be loaded: ModuleNotFoundError" in refused.stderr
-    assert "Traceback" not in refused.stderr
-    listed = subprocess.run([*script[:3], "models"], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert listed.returncode == 0, listed.stderr
+    sweep = ["sweep", str(EXAMPLE / "distance.yaml"), "--model", "tiny", "--neighbours", "3", "--metrics", "speed"]
+    sweep += ["--modes", "lantern++", "--images", "1", "--no-compile", "--out", "run"]
+    both = Path(os.pathsep.join([str(EXAMPLE), str(package)]))
+    done = run(tmp_path, sweep, ["show", "run"], ["models"], ["experiments"], path=both)
+    assert done.returncode == 0, done.stderr
+    for asked in (["--modes", "mine"], ["--rule", "mine"]):
+        refused = run(tmp_path, [*sweep[:-2], *asked, "--out", "other"], path=both)
+        assert refused.returncode == 3, refused.stderr
+        assert "error: the rule mine of the package a-package cannot be loaded: ModuleNotFound" in refused.stderr
+        assert "Traceback" not in refused.stderr
 
 
 @pytest.fixture
@@ -135,42 +139,52 @@ def installed(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> Rule:
     return rule
 
 
-def test_the_rule_keeps_its_limit_and_takes_as_much_as_it_may(installed: Rule) -> None:
+def made(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """p [count, 32], the codes [32, 3], their table and a draft of each row."""
     noise = torch.Generator().manual_seed(0)
-    p = torch.softmax(2 * torch.randn(40, 32, generator=noise, dtype=torch.float64), dim=-1)
-    table = torch.stack([torch.randperm(31, generator=noise) for _ in range(32)])
-    tokens = torch.randint(0, 32, (40,), generator=noise)
-    mass, taken = merged_mass(p, tokens, table, Relaxation("ambiguity", 8, 0.4))
-    entropy = torch.special.entr(p).sum(-1)
-    most = 0.4 * entropy / torch.tensor(32.0).log()
-    near = p.gather(1, table[tokens, :8])
-    assert (mass <= most + 1e-12).all()
+    p = torch.softmax(2 * torch.randn(count, 32, generator=noise, dtype=torch.float64), dim=-1)
+    codes = torch.randn(32, 3, generator=noise, dtype=torch.float64)
+    return p, codes, nearest_codes(codes, 31), torch.randint(0, 32, (count,), generator=noise)
+
+
+def most(p: torch.Tensor, codes: torch.Tensor, table: torch.Tensor, x: int, k: int, bound: float) -> float:
+    """The rule in numbers: one draft after the other."""
+    near = table[x, :k].tolist()
+    weights = [math.exp(-float((codes[x] - codes[code]).norm()) / bound) for code in near]
+    return sum(weight * float(p[code]) for weight, code in zip(weights, near, strict=True)) / sum(weights)
+
+
+def test_the_rule_keeps_its_limit_and_takes_as_much_as_it_may(installed: Rule) -> None:
+    p, codes, table, tokens = made(40)
+    mass, taken = merged_mass(p, tokens, table, Relaxation("by-distance", 8, 0.4, codes=codes))
+    limits = torch.tensor([most(row, codes, table, x, 8, 0.4) for row, x in zip(p, tokens.tolist(), strict=True)])
+    assert (mass <= limits + 1e-7).all()
     counts = taken.sum(1)
     assert 0 < counts.double().mean() < 8
+    near = p.gather(1, table[tokens, :8].long())
     following = torch.where(counts < 8, near.gather(1, counts.clamp_max(7)[:, None]).squeeze(1), torch.inf)
-    assert (mass + following > most).all()
+    assert (mass + following > limits - 1e-7).all()
 
 
 def test_after_a_rejection_the_rule_sees_the_residual(installed: Rule) -> None:
-    p = torch.tensor([[0.5, 0.2, 0.15, 0.15]], dtype=torch.float64)
-    table = torch.tensor([[1, 2, 3], [2, 3, 0], [3, 1, 0], [1, 2, 0]])
+    p = torch.tensor([[0.5, 0.2, 0.2, 0.1]], dtype=torch.float64)
+    codes = torch.tensor([[0.0], [1.0], [3.0], [3.5]], dtype=torch.float64)
     tokens = torch.tensor([[0, 2]])
-    decided = accept_children(p.clone(), None, tokens, tokens >= 0, Relaxation("ambiguity", 1, 0.9), table)
-    # The first draft takes token 1 along. What is left are two halves, of half the largest entropy: the second draft
-    # may borrow .45 and its neighbour has .5. Of the whole p it might have borrowed .8.
-    entropy = float(torch.special.entr(p).sum()) / math.log(4)
-    assert 0.9 * entropy > 0.5 > 0.9 * 0.5
-    torch.testing.assert_close(decided.accept, torch.tensor([[0.7, 0.5]], dtype=torch.float64))
+    decided = accept_children(
+        p.clone(), None, tokens, tokens >= 0, Relaxation("by-distance", 1, 0.9, codes=codes), nearest_codes(codes, 3)
+    )
+    # With one neighbour the limit is its probability. The first draft takes token 1 along; of the .3 that are left the
+    # second has .2, and its neighbour, token 3, the rest.
+    torch.testing.assert_close(decided.accept, torch.tensor([[0.7, 1.0]], dtype=torch.float64))
 
 
 def test_the_rule_is_compiled_whole(installed: Rule) -> None:
-    noise = torch.Generator().manual_seed(1)
-    p, q = torch.softmax(2 * torch.randn(2, 6, 16, generator=noise), dim=-1)
-    table = torch.stack([torch.randperm(15, generator=noise) for _ in range(16)])
-    tokens = torch.stack([torch.randperm(16, generator=noise)[:3] for _ in range(6)])
+    p, codes, table, _ = made(6)
+    q, tokens = p.roll(1, 0), torch.stack([torch.arange(3), torch.arange(3, 6)] * 3)
 
     def decided(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        return accept_children(p, q, tokens, tokens >= 0, Relaxation("ambiguity", 4, 0.4), table).accept
+        rule = Relaxation("by-distance", 4, 0.4, codes=codes)
+        return accept_children(p, q, tokens, tokens >= 0, rule, table).accept
 
     compiled = Engine(compile=True, backend="aot_eager").program("accept", decided, torch.device("cpu"))
     torch.testing.assert_close(compiled(p.clone(), q.clone()), decided(p.clone(), q.clone()))

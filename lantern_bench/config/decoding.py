@@ -30,10 +30,11 @@ from lantern_bench.config.methods import (
     chain_problem,
     defaults_for,
     has_parameter,
+    redraw_problem,
     who_has,
 )
 from lantern_bench.config.methods import NeighbourMetric as NeighbourMetric
-from lantern_bench.config.trees import STATIC_TREES, Topology, check_topology, topology_name
+from lantern_bench.config.trees import STATIC_TREES, Topology, check_topology, is_chain, topology_name
 from lantern_bench.plugins import Drafting, Rule
 
 
@@ -49,7 +50,7 @@ class Decoding(BaseModel):
     Values left out take the preset of the mode and the defaults of its rows. `tree` names a static tree or the user's
     own (then `topology` holds its paths); `cfg_default` is the model's own guidance scale: the id mentions the scale
     only where it differs. A parameter that the drafting or the rule does not have is None. `extra_parameters` holds the
-    parameters of draftings from other packages. Greedy decoding (temperature 0) uses no filters and no residual
+    parameters that draftings bring. Greedy decoding (temperature 0) uses no filters and no residual
     (docs/algorithms.md, section 3): they are set to their defaults, and a rule is replaced
     by its greedy counterpart.
     """
@@ -94,18 +95,23 @@ class Decoding(BaseModel):
         if values.get("topology") is not None:
             values["topology"] = check_topology(values["topology"])
             values["tree"] = topology_name(values["topology"])
-        for key, value in DRAFTINGS[drafting].adapt(defaults_for(drafting, rule), values).items():
+        for key, value in DRAFTINGS[drafting].adapt(defaults_for(drafting, rule, values["mode"]), values).items():
             if values.get(key) is None:
                 values[key] = value
         if values["temperature"] == 0:
-            values |= {key: one.default for key, one in PARAMETERS.items() if one.sampled_only}
+            ignored = [one for one in PARAMETERS.values() if one.sampled_only]
+            values |= {one.name: one.default for one in ignored if one.name in _FIELDS or one.name in values}
             tree = values.get("tree")
             paths = values.get("topology") or (STATIC_TREES.get(tree, ((1,),)) if tree else ())
-            if RULES[rule].greedy and not chain_problem(rule, drafting, paths, tree):
-                values["rule"] = RULES[rule].greedy
+            greedy = RULES[rule].greedy
+            if greedy and not chain_problem(rule, drafting, paths, tree):
+                values["rule"] = greedy
+                for key in {*RULES[rule].parameter_names} - {*RULES[greedy].parameter_names}:
+                    values.pop(key, None)
         own = {key: values.pop(key) for key in list(values) if key in PARAMETERS and key not in _FIELDS}
         checked = {key: adapter(key).validate_python(value) for key, value in own.items()}
-        return values | {"extra_parameters": (*dict(values.get("extra_parameters", ())).items(), *checked.items())}
+        extra = dict(values.get("extra_parameters", ())) | checked
+        return values | {"extra_parameters": tuple(sorted(extra.items()))}
 
     @model_validator(mode="after")
     def _check(self) -> Decoding:
@@ -120,18 +126,20 @@ class Decoding(BaseModel):
         if self.tree is not None and self.topology is None and self.tree not in STATIC_TREES:
             raise ValueError(f"unknown tree '{self.tree}'; the trees are {', '.join(STATIC_TREES)}")
         for key, parameter in PARAMETERS.items():
-            if key in ("mode", "drafting", "rule") or parameter.default is not None:
+            if key in ("mode", "drafting", "rule") or (key in _FIELDS and parameter.default is not None):
                 continue
             if (self.value(key) is not None) != self.has(key):
                 wrong = "is missing" if self.has(key) else "does not belong here"
                 raise ValueError(f"{key} {wrong}: it is for {who_has(key)}")
         row, bound = self.rule_row, self.value(self.rule_row.bound)
-        if row.limit is not None and not row.allows(bound):
+        if not row.lossless and not row.allows(bound):
             raise ValueError(f"{row.bound} {bound:g}: {row.allowed}")
         problem = chain_problem(self.rule, self.drafting, self.paths, self.tree_label)
+        values = {key: self.value(key) for key in PARAMETERS if self.has(key)}
+        problem = problem or redraw_problem(self.rule, self.drafting, values)
         if problem:
             raise ValueError(problem)
-        unfit = self.drafting_row.problem({key: self.value(key) for key in PARAMETERS if self.has(key)})
+        unfit = self.drafting_row.problem(values)
         if unfit:
             raise ValueError(f"{unfit[0]} {self.value(unfit[0])}: {unfit[1]}")
         return self
@@ -157,6 +165,11 @@ class Decoding(BaseModel):
         return RULES[self.rule]
 
     @property
+    def lossless(self) -> bool:
+        """Whether the tokens keep the target's distribution: no relaxed rule, and no form as published."""
+        return self.rule_row.lossless and self.value("form") != "published"
+
+    @property
     def drafts(self) -> bool:
         """Whether anything is drafted: False for autoregressive decoding."""
         return self.drafting_row.drafts
@@ -172,6 +185,11 @@ class Decoding(BaseModel):
         if self.topology is not None:
             return self.topology
         return STATIC_TREES[self.tree] if self.tree is not None else ()
+
+    @property
+    def branches(self) -> bool:
+        """Whether drafts can have siblings."""
+        return not (self.drafting_row.chain or (self.paths and is_chain(self.paths)))
 
     @property
     def tree_label(self) -> str | None:
@@ -194,7 +212,7 @@ class Decoding(BaseModel):
             value, default = self.value(key), self.cfg_default if key == "cfg_scale" else parameter.default
             if parameter.in_id == "always" and value is not None:
                 always.append((parameter.short or key) + _text(value))
-            elif parameter.in_id == "changed" and value != default:
+            elif parameter.in_id == "changed" and self.has(key) and value != default:
                 changed.append((key + _text(value)).replace("_", ""))
         return "-".join([*parts, *always, *changed])
 

@@ -19,9 +19,11 @@ from lantern_bench.config.methods import (
     PARAMETERS,
     PRESETS,
     RULES,
+    can_decide,
     chain_problem,
     defaults_for,
     has_parameter,
+    redraw_problem,
     who_has,
 )
 from lantern_bench.config.trees import topology_of
@@ -78,8 +80,7 @@ class Expansion:
         for layer in self._layers(cell):
             if key in layer:
                 return layer[key]
-        own = {name: value for name, value in (self.model_defaults or {}).items() if value is not None}
-        defaults = defaults_for(structure.drafting, structure.rule) | own
+        defaults = defaults_for(structure.drafting, structure.rule, structure.mode, self.model_defaults)
         return (Given(defaults[key], _UNSTATED),) if key in defaults else ()
 
     def _structures(self, cell: Layer, place: Place) -> Iterator[Structure]:
@@ -141,11 +142,11 @@ class Expansion:
                 self._note_missing(key, structure, place)
         if complete:
             for combination in itertools.product(*axes):
-                decoding = self._decoding(structure, dict(zip(keys, combination, strict=True)))
+                decoding = self._decoding(structure, dict(zip(keys, combination, strict=True)), place)
                 if decoding is not None:
                     yield decoding
 
-    def _decoding(self, structure: Structure, given: dict[str, Given]) -> Decoding | None:
+    def _decoding(self, structure: Structure, given: dict[str, Given], place: Place) -> Decoding | None:
         values = {key: item.value for key, item in given.items()} | dict(structure.fixed)
         if not isinstance(values.get("tree", ""), str):
             values["topology"] = values.pop("tree")
@@ -162,6 +163,9 @@ class Expansion:
             elif problem and rule.greedy:
                 # A tree flag overrides the file's rule for chains.
                 rule = RULES[rule.greedy]
+        if values["temperature"] and (problem := redraw_problem(rule.name, structure.drafting, values)):
+            self.problems.add(place, problem)
+            return None
         drafting = DRAFTINGS[structure.drafting]
         problem_at = drafting.problem(values)
         if problem_at:
@@ -170,7 +174,7 @@ class Expansion:
                 self.problems.add(given[key].place, text, values[key])
                 return None
             values = {**values, key: drafting.adapt({**values, key: drafting.defaults[key]}, values)[key]}
-        if rule.limit is not None and not rule.allows(values[rule.bound]):
+        if not rule.lossless and not rule.allows(values[rule.bound]):
             self.problems.add(given[rule.bound].place, rule.allowed, values[rule.bound])
             return None
         scale = (self.model_defaults or {}).get("cfg_scale")
@@ -187,7 +191,7 @@ class Expansion:
         self.problems.add(
             place,
             f"mode {structure.mode} has the rule {structure.rule} and needs {key}; "
-            f"write {key}: {example} in the cell, or type --{key} {example}",
+            f"write {key}: {example} in the cell, or type --{key.replace('_', '-')} {example}",
         )
 
     def _note_unused(self, cell: Layer, structures: list[Structure]) -> None:
@@ -212,5 +216,5 @@ class Expansion:
 
 
 def _unfit(rule: str, drafting: str) -> bool:
-    """Whether the rule needs sampled drafts and the drafting has none."""
-    return RULES[rule].chains and not DRAFTINGS[drafting].sampled
+    """Whether the rule can decide on none of the drafts of the drafting."""
+    return not can_decide(rule, drafting)

@@ -7,13 +7,24 @@ checks of `certify` read these rows. Rows of other packages join the tables when
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
 from lantern_bench.config.trees import STATIC_TREES, Topology, is_chain
-from lantern_bench.plugins import DRAFTING_GROUP, RULE_GROUP, Drafting, Mode, Parameter, Rule, Values, find_rows
+from lantern_bench.plugins import (
+    DRAFTING_GROUP,
+    RULE_GROUP,
+    Drafting,
+    Mode,
+    Parameter,
+    Rule,
+    Values,
+    find_rows,
+    own_parameters,
+)
 
 
 def _refuse_bool(value: object) -> object:
@@ -29,15 +40,25 @@ Scale = Annotated[float, _NUMBER, Field(ge=0, allow_inf_nan=False)]
 TopP = Annotated[float, _NUMBER, Field(gt=0, le=1)]
 Delta = Annotated[float, _NUMBER, Field(gt=0, lt=1)]
 Lambda = Annotated[float, _NUMBER, Field(gt=1, allow_inf_nan=False)]
+Above0 = Annotated[float, _NUMBER, Field(gt=0, allow_inf_nan=False)]
+Several = Annotated[int, _NUMBER, Field(ge=2)]
 Bound = Annotated[float, _NUMBER, Field(allow_inf_nan=False)]
 Residual = Literal["exact", "official"]
 NeighbourMetric = Literal["l2", "cosine", "random"]
 FilterOrder = Literal["top_k_first", "top_p_first"]
+Initial = Literal["uniform", "left", "above", "row"]
+Coupling = Literal["none", "maximal", "gumbel"]
+Form = Literal["exact", "published"]
 
-_COUNT = "must be a whole number of at least 1"
+_COUNT, _SEVERAL = "must be a whole number of at least 1", "must be a whole number of at least 2"
 _NATURAL = "must be a whole number of at least 0"
 _CHOICE = "must be one of"
 _POSITIVE = "must be a number of at least 0"
+_ABOVE_0, _UNIT = "must be a number above 0", "must lie strictly between 0 and 1"
+_FLOAT, _COUNTED, _WORD = ("float", ""), ("int", "tokens"), ("string", "")
+
+_structural = partial(Parameter, in_id="structure")
+_changed = partial(Parameter, in_id="changed")
 
 # ---- ways to draft
 
@@ -65,6 +86,27 @@ def _enough_nodes(defaults: Values, given: Values) -> Values:
     return {**defaults, "nodes": min(defaults["nodes"], most_nodes(depth, beam))}
 
 
+def _jacobi_label(values: Values) -> str:
+    """`w16`, with what is not the default: `w16-left-maximal`; with candidates `w16x3x2-maximal`."""
+    sizes = (values[key] for key in ("window", "candidates", "branching") if values.get(key) is not None)
+    named = (values["initial"], values["coupling"], values["form"])
+    words = [word for word in named if word not in ("uniform", "none", "exact")]
+    return "-".join(["w" + "x".join(map(str, sizes)), *words])
+
+
+def _published_problem(values: Values) -> tuple[str, str] | None:
+    if values["form"] == "exact" or (values["coupling"] == "maximal" and values["initial"] == "uniform"):
+        return None
+    return "form", "the published code differs from the exact form only with initial uniform and coupling maximal"
+
+
+_BROKEN = "lantern_bench.certify.broken_drafts:"
+_BROKEN_JACOBI = {
+    "old q kept with a draft": f"{_BROKEN}old_q",
+    "draft kept, with the new q": f"{_BROKEN}kept_draft",
+    "uniform number used again": f"{_BROKEN}uniform_reused",
+    "noise kept by place in the window": f"{_BROKEN}slot_noise",
+}
 _SHIPPED_DRAFTINGS = (
     Drafting("none", make="", about="no drafts", needs_drafter=False, sampled=False),
     Drafting(
@@ -73,9 +115,74 @@ _SHIPPED_DRAFTINGS = (
         about="fixed tree, sampled",
         parameters=("tree",),
         defaults={"tree": "eagle1-25"},
+        small={"tree": "small-7"},
         label=lambda values: values.get("tree"),
         presets={"chain": {"tree": "chain-5"}},
         search="lantern_bench.profile.static_trees:list_static",
+    ),
+    Drafting(
+        "jacobi",
+        make="lantern_bench.decoding.drafting.jacobi:make_jacobi",
+        about="the target's own last answers",
+        parameters=(
+            _structural("window", Count, _COUNT, "Draft tokens of a step in Jacobi drafting."),
+            _structural(
+                "initial",
+                Initial,
+                _CHOICE,
+                "First Jacobi draft of a position: uniform, left or above (copies of that token), row (the last p).",
+                "uniform",
+                get_args(Initial),
+            ),
+            _structural(
+                "coupling",
+                Coupling,
+                _CHOICE,
+                "How consecutive Jacobi drafts of a position share randomness: none, maximal or gumbel.",
+                "none",
+                get_args(Coupling),
+                sampled_only=True,
+            ),
+            _structural(
+                "form",
+                Form,
+                _CHOICE,
+                "Form of coupled Jacobi drafts: exact, or published (as its authors' code, which is not lossless).",
+                "exact",
+                get_args(Form),
+                sampled_only=True,
+            ),
+        ),
+        defaults={"window": 16},
+        small={"window": 4},
+        needs_drafter=False,
+        chain=True,
+        redrawn=lambda values: values["coupling"] == "none",
+        label=_jacobi_label,
+        search="lantern_bench.profile.windows:list_windows",
+        broken=_BROKEN_JACOBI,
+        problem=_published_problem,
+        published="lantern_bench.decoding.drafting.published:make_scd",
+    ),
+    Drafting(
+        "pac",
+        make="lantern_bench.decoding.drafting.pac:make_pac",
+        about="Jacobi drafts with siblings",
+        parameters=(
+            "window",
+            "initial",
+            "coupling",
+            "form",
+            _structural("candidates", Count, _COUNT, "Candidates of a position in the drafting pac."),
+            _structural("branching", Count, _COUNT, "At how many depths the drafting pac has several candidates."),
+        ),
+        defaults={"window": 16, "coupling": "maximal", "candidates": 3, "branching": 2},
+        small={"window": 4, "candidates": 2},
+        needs_drafter=False,
+        redrawn=lambda _values: False,
+        label=_jacobi_label,
+        problem=_published_problem,
+        published="lantern_bench.decoding.drafting.published:make_sjd_pac",
     ),
     Drafting(
         "dynamic",
@@ -94,18 +201,39 @@ _SHIPPED_DRAFTINGS = (
 
 # ---- acceptance rules
 
-_RELAXATION = "lantern_bench.decoding.acceptance.relaxation"
+_ACCEPTANCE = "lantern_bench.decoding.acceptance"
+_RELAXATION = f"{_ACCEPTANCE}.relaxation"
+_TRAVERSAL = f"{_ACCEPTANCE}.traversal:accept_traversal"
+_WEIGHT = "w of the first draft in Cool-SD, which accepts with w p / q: 1 is strict."
+_DECAY = "How fast Cool-SD's w falls: by the factor exp(-decay) with each depth."
+_SCALE = "Bound of the entropy rule: the most neighbour mass where p is uniform, between 0 and 1."
+_EPSILON = "Typical acceptance: a draft of at least this probability is accepted; between 0 and 1."
+_ALPHA = "Typical acceptance: so is one above alpha * exp(-entropy); delta in Medusa's paper."
+_CLUSTER = "Number of tokens in a cluster of GSD: a draft and its neighbours in order of p."
+_GAP = "GSD: tokens whose probability differs by this much or more are in no cluster with the draft."
+_CODE_GAP = "GSD: so are codes at this squared Euclidean distance or more; 0: at any."
 _SHIPPED_RULES = (
     Rule("none", about="nothing is accepted", in_id=False),
     Rule("strict", about="accepts with p / q", in_id=False),
     Rule(
         "block",
         about="decides on a chain as a whole",
-        accept="lantern_bench.decoding.acceptance.block_acceptance:accept_block",
+        accept=_TRAVERSAL,
         chains=True,
+        looks_ahead=True,
         tree="chain-5",
         greedy="strict",
         label="speculative (block)",
+        source="2403.10444",
+    ),
+    Rule(
+        "traversal",
+        about="decides on a tree from its leaves to its root",
+        accept=_TRAVERSAL,
+        looks_ahead=True,
+        greedy="strict",
+        label="speculative (traversal)",
+        source="2505.12398",
     ),
     Rule(
         "additive",
@@ -130,27 +258,125 @@ _SHIPPED_RULES = (
         neighbours=10,
         in_id=False,
     ),
+    Rule(
+        "cool-sd",
+        about="accepts with w p / q, w falls with depth",
+        chance=f"{_ACCEPTANCE}.cool_sd:annealed_chance",
+        bound="strength",
+        parameters=(
+            Parameter("strength", Above0, _ABOVE_0, _WEIGHT, symbol="w", column=_FLOAT),
+            Parameter("decay", Scale, _POSITIVE, _DECAY, 0.7, in_id="changed", column=_FLOAT),
+        ),
+        example=1.1,
+        tensor_bound=True,
+        source="2601.09212",
+    ),
+    Rule(
+        "gsd",
+        about="accepts with p / q of the draft's cluster of codes",
+        chance=f"{_ACCEPTANCE}.gsd:grouped_chance",
+        bound="cluster",
+        parameters=(
+            Parameter("cluster", Several, _SEVERAL, _CLUSTER, symbol="G", column=_COUNTED),
+            Parameter("probability_gap", Above0, _ABOVE_0, _GAP, 0.15, in_id="changed", column=_FLOAT),
+            Parameter("code_gap", Scale, _POSITIVE, _CODE_GAP, 0.5, in_id="changed", column=_FLOAT),
+        ),
+        low=1.0,
+        example=14,
+        codebook=True,
+        published="plain",
+        source="2508.07747",
+    ),
+    Rule(
+        "entropy",
+        about="neighbour mass that grows with the entropy of p",
+        limit=f"{_ACCEPTANCE}.by_entropy:entropy_limit",
+        bound="entropy_scale",
+        parameters=(Parameter("entropy_scale", Delta, _UNIT, _SCALE, short="scale", symbol="η", column=_FLOAT),),
+        high=1.0,
+        example=0.1,
+        tensor_bound=True,
+        neighbours=20,
+    ),
+    Rule(
+        "typical",
+        about="accepts what is not improbable for the entropy of p",
+        chance=f"{_ACCEPTANCE}.by_entropy:typical_chance",
+        bound="epsilon",
+        parameters=(
+            Parameter("epsilon", Delta, _UNIT, _EPSILON, symbol="ε", column=_FLOAT),
+            Parameter("alpha", Above0, _ABOVE_0, _ALPHA, 0.3, in_id="changed", column=_FLOAT),
+        ),
+        high=1.0,
+        example=0.09,
+        tensor_bound=True,
+        published="none",
+        source="2401.10774",
+    ),
 )
 
 # ---- modes
 
 _SHIPPED_MODES = (
-    Mode("ar", "none", "none", "AR", "#000000"),
-    Mode("speculative", "static", "strict", "speculative (strict)", "#0072B2"),
-    Mode("lantern", "dynamic", "additive", "LANTERN", "#D55E00"),
-    Mode("lantern++", "static", "multiplicative", "LANTERN++", "#009E73"),
+    Mode("ar", "none", "none", "AR", "#000000", claim="lossless"),
+    Mode("speculative", "static", "strict", "speculative (strict)", "#0072B2", claim="lossless", source="2401.15077"),
+    Mode("lantern", "dynamic", "additive", "LANTERN", "#D55E00", claim="relaxed", source="2410.03355"),
+    Mode("lantern++", "static", "multiplicative", "LANTERN++", "#009E73", claim="relaxed", source="2502.06352"),
+    Mode(
+        "sjd",
+        "jacobi",
+        "strict",
+        "SJD",
+        "#332288",
+        claim="lossless",
+        source="2410.01699",
+        variants=({"initial": "left"}, {"initial": "row"}),
+    ),
+    Mode(
+        "scd",
+        "jacobi",
+        "strict",
+        "SCD",
+        "#882255",
+        {"coupling": "maximal"},
+        claim="lossless",
+        source="2510.24211",
+        variants=({"coupling": "gumbel"},),
+        published=({"form": "published"},),
+    ),
+    Mode(
+        "sjd-pac",
+        "pac",
+        "strict",
+        "SJD-PAC",
+        "#44AA99",
+        claim="lossless",
+        source="2603.18599",
+        variants=({"coupling": "gumbel"},),
+        published=({"form": "published"},),
+    ),
+    Mode("cool-sd", "static", "cool-sd", "Cool-SD", "#56B4E9", claim="relaxed"),
+    Mode("gsd", "static", "gsd", "GSD", "#E69F00", claim="relaxed", variants=({"drafting": "jacobi"},)),
+    Mode("entropy", "static", "entropy", "by entropy", "#CC79A7", claim="relaxed"),
+    Mode("typical", "dynamic", "typical", "typical", "#F0E442", claim="relaxed"),
 )
 
-_NAMES = {row.name for row in (*_SHIPPED_DRAFTINGS, *_SHIPPED_RULES, *_SHIPPED_MODES)} | {"all", "chain"}
+SAMPLING = ("temperature", "top_k", "top_p", "filter_order", "cfg_scale", "seed_set")
+"""The parameters of every cell; `mode` aside, all others belong to a drafting or to a rule."""
+
+_SHIPPED = (*_SHIPPED_DRAFTINGS, *_SHIPPED_RULES)
+_NAMES = {"all", "chain", "mode", "drafting", "rule", "bound", *SAMPLING, *(row.name for row in _SHIPPED_MODES)}
+_NAMES |= {name for row in _SHIPPED for name in (row.name, *row.parameter_names)}
 OUTSIDE_DRAFTINGS, _refused = find_rows(DRAFTING_GROUP, Drafting, _NAMES)
 """Draftings that other packages bring, by name."""
 DRAFTINGS: dict[str, Drafting] = {row.name: row for row in _SHIPPED_DRAFTINGS} | OUTSIDE_DRAFTINGS
 
 _DRAFTS = [name for name, row in DRAFTINGS.items() if row.drafts]
-OUTSIDE_RULES, _refused_rules = find_rows(RULE_GROUP, Rule, {*_NAMES, *OUTSIDE_DRAFTINGS}, _DRAFTS)
+_NAMES |= {name for row in OUTSIDE_DRAFTINGS.values() for name in (row.name, *row.parameter_names)}
+OUTSIDE_RULES, _refused_rules = find_rows(RULE_GROUP, Rule, _NAMES, _DRAFTS)
 """Rules that other packages bring, by name."""
-REFUSED = [*_refused, *_refused_rules]
-"""Errors of installed rows that cannot be used: reading an experiment raises the first, other commands work."""
+REFUSED = _refused | _refused_rules
+"""Errors of installed rows that cannot be used, by name: an experiment that names one raises its error."""
 RULES: dict[str, Rule] = {row.name: row for row in _SHIPPED_RULES} | OUTSIDE_RULES
 
 MODES: dict[str, Mode] = {row.name: row for row in _SHIPPED_MODES}
@@ -165,7 +391,6 @@ PRESETS = {word: (row.name, fixed) for row in DRAFTINGS.values() for word, fixed
 # ---- parameters, in the order of a grid's axes, the first varying slowest
 
 
-_FLOAT, _WORD = ("float", ""), ("string", "")
 _METRICS, _RESIDUALS, _ORDERS = get_args(NeighbourMetric), get_args(Residual), get_args(FilterOrder)
 _DRAFTING_HELP = f"How to draft: {', '.join([*_DRAFTS, *PRESETS])}."
 _RULE_HELP = f"Acceptance rule: {', '.join(name for name in RULES if name != 'none')}."
@@ -173,8 +398,6 @@ _TREE_HELP = f"Static tree: {', '.join(STATIC_TREES)}; @FILE; or a list of paths
 _NODES_HELP = "Nodes of a dynamic tree, not counting the root."
 _DELTA_HELP = "Bound of the additive rule: the most neighbour mass of a draft, between 0 and 1."
 _LAMBDA_HELP = "Bound of the multiplicative rule: the most by which a draft's probability may grow, above 1."
-_structural = partial(Parameter, in_id="structure")
-_changed = partial(Parameter, in_id="changed")
 _ALL_PARAMETERS = (
     _structural("mode", str, _CHOICE, "The mode.", choices=tuple(MODES)),
     _structural("drafting", str, _CHOICE, _DRAFTING_HELP, choices=(*DRAFTINGS, *PRESETS)),
@@ -183,7 +406,7 @@ _ALL_PARAMETERS = (
     _structural("nodes", Count, f"{_COUNT} (root not counted)", _NODES_HELP),
     _structural("depth", Count, _COUNT, "Depth of a dynamic tree."),
     _structural("beam", Count, _COUNT, "Beam width of a dynamic tree."),
-    *(one for row in OUTSIDE_DRAFTINGS.values() for one in row.parameters if isinstance(one, Parameter)),
+    *own_parameters(DRAFTINGS.values()),
     Parameter(
         "neighbours",
         Natural,
@@ -202,8 +425,9 @@ _ALL_PARAMETERS = (
         omit_default=True,
         column=_WORD,
     ),
-    Parameter("delta", Delta, "must lie strictly between 0 and 1", _DELTA_HELP, symbol="δ", column=_FLOAT),
+    Parameter("delta", Delta, _UNIT, _DELTA_HELP, symbol="δ", column=_FLOAT),
     Parameter("lambda", Lambda, "must be a number above 1", _LAMBDA_HELP, symbol="λ", column=_FLOAT),
+    *own_parameters(RULES.values()),
     Parameter("bound", Bound, "must be a number", "Bound of an external rule.", symbol="bound", column=_FLOAT),
     _changed(
         "residual",
@@ -257,17 +481,23 @@ _ALL_PARAMETERS = (
     ),
 )
 PARAMETERS: dict[str, Parameter] = {parameter.name: parameter for parameter in _ALL_PARAMETERS}
-SAMPLING = ("temperature", "top_k", "top_p", "filter_order", "cfg_scale", "seed_set")
-"""The parameters of every cell; `mode` aside, all others belong to a drafting or to a rule."""
+OWN = {one.name: one for one in own_parameters((*DRAFTINGS.values(), *RULES.values())) if one.in_id != "structure"}
+"""The parameters that rows bring and that are not part of the structure of a cell, by name."""
 
 _OF_DRAFTING = {name: row.parameter_names for name, row in DRAFTINGS.items()}
+
+
+def check_usable(name: object) -> None:
+    """Raise the error of an installed rule or drafting of this name that cannot be used."""
+    if isinstance(name, str) and name in REFUSED:
+        raise REFUSED[name]
 
 
 def has_parameter(key: str, drafting: str, rule: str) -> bool:
     """Whether a cell of this drafting and rule has the parameter."""
     if key in ("drafting", "rule"):
         return DRAFTINGS[drafting].drafts
-    return key == "mode" or key in SAMPLING or key in _OF_DRAFTING[drafting] or key in RULES[rule].parameters
+    return key == "mode" or key in SAMPLING or key in _OF_DRAFTING[drafting] or key in RULES[rule].parameter_names
 
 
 def who_has(key: str) -> str:
@@ -278,21 +508,60 @@ def who_has(key: str) -> str:
         return "modes that draft"
     found: list[tuple[str, list[str]]] = [
         ("drafting", [name for name, keys in _OF_DRAFTING.items() if key in keys]),
-        ("rule", [name for name, rule in RULES.items() if key in rule.parameters]),
+        ("rule", [name for name, rule in RULES.items() if key in rule.parameter_names]),
     ]
-    parts = [f"the {noun}{'s' * (len(names) > 1)} {' and '.join(names)}" for noun, names in found if names]
+    listed = [(noun, ", ".join(names[:-1]), names[-1]) for noun, names in found if names]
+    parts = [f"the {noun}s {first} and {last}" if first else f"the {noun} {last}" for noun, first, last in listed]
     return " and ".join(parts) or "rules from other packages (none is installed)"
 
 
+def can_decide(rule: str, drafting: str) -> bool:
+    """Whether the rule can decide on some drafts of the drafting: sampled ones, or chains, where it needs these."""
+    row = DRAFTINGS[drafting]
+    sampled = row.sampled or not RULES[rule].looks_ahead
+    return sampled and (not RULES[rule].chains or row.chain or "tree" in row.parameter_names)
+
+
+def tensor_parameters(rule: str) -> tuple[str, ...]:
+    """Return the parameters of a rule that its compiled program reads from tensors: one program for all values."""
+    row = RULES[rule]
+    return tuple(key for key in row.own_names if row.tensor_bound and PARAMETERS[key].column == _FLOAT)
+
+
 def chain_problem(rule: str, drafting: str, paths: Topology, tree: str | None) -> str | None:
-    """Return why a rule for chains cannot decide on drafts that branch or are not sampled; None where it can."""
-    if not RULES[rule].chains or (DRAFTINGS[drafting].sampled and is_chain(paths)):
+    """Return why a rule cannot decide on drafts that branch or are not sampled; None where it can."""
+    row = RULES[rule]
+    if can_decide(rule, drafting) and (not row.chains or is_chain(paths)):
         return None
-    return f"the rule {rule} needs a chain of sampled drafts, and {tree} is not one; the tree {RULES[rule].tree} is"
+    if not row.chains:
+        return f"the rule {rule} needs sampled drafts, and those of the drafting {drafting} are deterministic"
+    return f"the rule {rule} needs a chain of sampled drafts, and {tree} is not one; the tree {row.tree} is"
 
 
-def defaults_for(drafting: str, rule: str) -> dict[str, Any]:
-    """Return the values used when neither the experiment nor the model says otherwise; bounds have none."""
+def redraw_problem(rule: str, drafting: str, values: Values) -> str | None:
+    """Return why a rule that looks ahead cannot decide on drafts that are coupled from step to step, else None."""
+    row = DRAFTINGS[drafting]
+    if not RULES[rule].looks_ahead or row.redrawn(values):
+        return None
+    drafts = f"{drafting} {row.label(values)}"
+    return f"the rule {rule} needs drafts that every step draws anew, each by itself; not so {drafts}: use strict"
+
+
+def searched_lossless() -> list[tuple[str, str, str]]:
+    """Return (mode, drafting, rule) of every lossless way to decode whose drafts `profile --search` searches."""
+    rules = [name for name, row in RULES.items() if row.lossless and name != "none"]
+    found = []
+    for name in (name for name, row in DRAFTINGS.items() if row.search):
+        modes = [mode.name for mode in MODES.values() if mode.drafting == name and RULES[mode.rule].lossless]
+        for mode, rule in itertools.product(modes or ["speculative"], rules):
+            values = defaults_for(name, rule, mode)
+            if not (chain_problem(rule, name, (), None) or redraw_problem(rule, name, values)):
+                found.append((mode, name, rule))
+    return found
+
+
+def defaults_for(drafting: str, rule: str, mode: str, own: Values | None = None) -> dict[str, Any]:
+    """Return the values used when the experiment does not say otherwise, `own` being the model's; bounds have none."""
     values = {
         key: one.default
         for key, one in PARAMETERS.items()
@@ -301,5 +570,7 @@ def defaults_for(drafting: str, rule: str) -> dict[str, Any]:
     values.update(DRAFTINGS[drafting].defaults)
     if RULES[rule].tree and "tree" in values:
         values["tree"] = RULES[rule].tree
-    values.update(RULES[rule].defaults)
+    values.update(RULES[rule].default_values)
+    values.update({key: value for key, value in (own or {}).items() if value is not None})
+    values.update({key: value for key, value in MODES[mode].defaults.items() if has_parameter(key, drafting, rule)})
     return values

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from lantern_bench.config.methods import MODES, PARAMETERS, REFUSED, RULES, Count, Natural, who_has
+from lantern_bench.config.methods import MODES, PARAMETERS, RULES, Count, Natural, check_usable, who_has
 from lantern_bench.config.paper import paper_problems
 from lantern_bench.config.values import Given, Layer, Overrides, Place, Problems, read_parameter
 from lantern_bench.config.yaml_source import KeyPath, Source, problems_of
@@ -39,7 +39,8 @@ class Settings(BaseModel):
     several cells. `protocol` names the scoring protocol (None: the model's own), `reference` the reference pictures
     (None: the protocol's own), `neighbour_space` the space of code distances (`decoding/neighbours.py`; None: as
     published). `processes` new worker processes make the images, one after the other; `threads` decode (None: as many
-    as a calibration finds fastest).
+    as a calibration finds fastest). `baseline` adds an ar cell, `lossless` a tuned lossless cell beside relaxed ones
+    (`runs/tuned.py`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -80,6 +81,7 @@ class Settings(BaseModel):
         default=None, description="must be raw or normalised; if absent, it is as published for the model"
     )
     baseline: bool = Field(default=True, description=_SWITCH)
+    lossless: bool = Field(default=True, description=_SWITCH)
 
 
 ALLOWED = {key: str(field.description) for key, field in Settings.model_fields.items()}
@@ -291,10 +293,8 @@ class _Reader:
 def read_experiment(source: Source, overrides: Overrides) -> tuple[Experiment, Problems]:
     """Read a parsed file with its overrides; the experiment is valid only if there are no problems.
 
-    Raises `RefusedError` if an installed rule or drafting cannot be used.
+    Raises `RefusedError` if it names an installed rule or drafting that cannot be used.
     """
-    if REFUSED:
-        raise REFUSED[0]
     problems = Problems(source.name)
     reader = _Reader(source, overrides, problems)
     for path in source.twice:
@@ -338,6 +338,7 @@ def _keep_modes(cells: list[CellSpec], settings: Settings, overrides: Overrides,
     place, baseline = Place("--modes"), settings.baseline
     for mode in overrides.modes:
         if mode not in MODES:
+            check_usable(mode)
             problems.add(place, f"unknown mode{did_you_mean(mode, MODES)} (the modes are {', '.join(MODES)})", mode)
         elif mode not in here and not (mode == "ar" and baseline) and here:
             problems.add(place, f"no cell has this mode; the modes here are {', '.join(here)}", mode)

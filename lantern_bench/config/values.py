@@ -15,7 +15,7 @@ import yaml
 from pydantic import ValidationError
 
 from lantern_bench.config.decoding import adapter
-from lantern_bench.config.methods import PARAMETERS
+from lantern_bench.config.methods import PARAMETERS, check_usable
 from lantern_bench.config.trees import STATIC_TREES, check_topology, topology_name
 from lantern_bench.errors import UserError, did_you_mean
 
@@ -82,7 +82,10 @@ def show(value: object) -> str:
 
 
 def read_parameter(key: str, raw: object, place: Place, problems: Problems) -> tuple[Given, ...]:
-    """Check the values of one decoding parameter; a list is a grid. Wrong values go to `problems`."""
+    """Check the values of one decoding parameter; a list is a grid. Wrong values go to `problems`.
+
+    Raises `RefusedError` for an installed mode, rule or drafting that cannot be used.
+    """
     items = raw if isinstance(raw, list) and not (key == "tree" and is_tree(raw)) else [raw]
     if not items:
         problems.add(place, "an empty list; give at least one value")
@@ -92,6 +95,7 @@ def read_parameter(key: str, raw: object, place: Place, problems: Problems) -> t
             if key == "tree":
                 good.append(Given(_read_tree(item, place), place))
             elif parameter.choices and item not in parameter.choices:
+                check_usable(item)
                 noun, choices = "mode" if key == "mode" else "value", ", ".join(parameter.choices)
                 hint = did_you_mean(item, parameter.choices)
                 raise ValueError(f"unknown {noun}{hint} ({parameter.allowed} {choices})")

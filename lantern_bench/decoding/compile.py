@@ -35,12 +35,16 @@ class Engine:
     the programs of a CPU for later processes.
     """
 
-    def __init__(self, compile: bool = False, backend: str = "inductor", store: ProgramStore | None = None) -> None:
+    def __init__(self, compile: bool = False, backend: Any = "inductor", store: ProgramStore | None = None) -> None:
         self.compile, self._backend, self._store = compile, backend, store
         self._made: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what `make` gave at the first call with this key."""
+        """Return what `make` gave at the first call with this key and this number of threads.
+
+        The compiler writes the number of threads into code for a CPU: every number gets programs of its own.
+        """
+        key = (key, torch.get_num_threads())
         if key not in self._made:
             self._made[key] = make()
         made: T = self._made[key]
@@ -72,11 +76,11 @@ class Engine:
             return function
         store = self._store
         if store is not None and device.type == "cpu" and store.keeps(key):
-            return self.once(("program", key), lambda: store.program(key, function))
+            return self.once(("program", key), lambda: store.program((key, torch.get_num_threads()), function))
         return self.once(("program", key), lambda: compile_function(function, device, self._backend))
 
 
-def compile_function(function: Callable[..., T], device: torch.device, backend: str = "inductor") -> Callable[..., T]:
+def compile_function(function: Callable[..., T], device: torch.device, backend: Any = "inductor") -> Callable[..., T]:
     """Return `function` compiled, and on CUDA replayed as a graph."""
     # A step calls some hundred kernels, and many take less time than a call from Python.
     options = {"cpp_wrapper": True} if backend == "inductor" and device.type == "cpu" else {}

@@ -8,13 +8,12 @@ token counts. It is not defined at temperature 0. `certify/relaxation.py` provid
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation, merge_prefix, neighbour_columns
+from lantern_bench.decoding.acceptance.relaxation import STRICT, Place, Relaxation, chances, every_token, merge_prefix
 from lantern_bench.decoding.acceptance.tree_acceptance import accept_children
 from lantern_bench.decoding.sampling import draw_without_replacement
 
@@ -48,14 +47,22 @@ def total_variation(p: Tensor, other: Tensor) -> Tensor:
 
 
 def emitted(
-    p: Tensor, q: Tensor | None, tokens: Tensor, valid: Tensor, relaxation: Relaxation, table: Tensor | None
+    p: Tensor,
+    q: Tensor | None,
+    tokens: Tensor,
+    valid: Tensor,
+    relaxation: Relaxation,
+    table: Tensor | None,
+    position: Tensor | None = None,
 ) -> Emission:
     """Return the exact distribution of a step's first token, given the root's children; inputs stay unchanged.
 
-    `p` [N, V]; `q` [N, V], or None for a deterministic draft; `tokens` int64 and `valid` bool [N, C].
+    `p` [N, V]; `q` [N, V], or None for a deterministic draft; `tokens` int64 and `valid` bool [N, C]; `position` int64
+    [N], the tokens of the image before the children.
     """
-    rows = torch.arange(len(p), device=p.device)
-    found = accept_children(p.clone(), None if q is None else q.clone(), tokens, valid, relaxation, table)
+    rows, place = torch.arange(len(p), device=p.device), Place(None, position)
+    held = None if q is None else q.clone()
+    found = accept_children(p.clone(), held, tokens, valid, relaxation, table, None, 1, place)
     all_rejected = (1.0 - found.accept).cumprod(dim=1)
     reached = torch.cat([torch.ones_like(all_rejected[:, :1]), all_rejected[:, :-1]], dim=1)
     distribution = found.final(rows, p) * all_rejected[:, -1:]
@@ -70,13 +77,14 @@ def emitted_tv_sampled(
     draws: int,
     rules: Sequence[tuple[Relaxation, Tensor | None]],
     exponential: Callable[[], Tensor],
+    position: Tensor | None = None,
 ) -> list[SampledTV]:
     """Estimate the emitted TV of sampled drafts under several rules (with their tables of nearest codes) at once.
 
     `p`, `q` [N, V] at the root; `children` are drawn `draws` times (at least 2) from q with the noise that
     `exponential` gives, Exp(1) [N, V], the same for all rules. Each draw gives the exact emitted distributions of the
     relaxed and the strict rule, whose mean is p; the mean difference is the error. The part of the first child is
-    computed exactly and not drawn.
+    computed exactly and not drawn. `position` as in `emitted`.
     """
     if draws < 2:
         raise ValueError(f"draws must be at least 2, not {draws}")
@@ -85,25 +93,28 @@ def emitted_tv_sampled(
         tokens, valid = draw_without_replacement(q, children, exponential())
         strict = emitted(p, q, tokens, valid, STRICT, None)
         for place, (relaxation, table) in enumerate(rules):
-            loose = emitted(p, q, tokens, valid, relaxation, table)
+            loose = emitted(p, q, tokens, valid, relaxation, table, position)
             error = loose.distribution - strict.distribution
             error.scatter_add_(1, tokens[:, :1], (strict.first - loose.first)[:, None])
             drawn[place, number % 2] += error
     found = []
     for (relaxation, table), errors in zip(rules, drawn, strict=True):
-        known = _first_child(p, q, relaxation, table) - torch.minimum(p, q)
+        known = _first_child(p, q, relaxation, table, position) - torch.minimum(p, q)
         first, second = known + errors[0] / ((draws + 1) // 2), known + errors[1] / (draws // 2)
         crossed = (first.sign() * second + second.sign() * first).sum(dim=-1) / 4.0
         found.append(SampledTV(0.5 * (known + errors.sum(dim=0) / draws).abs().sum(dim=-1), crossed))
     return found
 
 
-def _first_child(p: Tensor, q: Tensor, relaxation: Relaxation, table: Tensor | None) -> Tensor:
-    """Return the chance [N, V] that each token is drawn as the first child and accepted: min(q, p + m), exactly."""
+def _first_child(p: Tensor, q: Tensor, relaxation: Relaxation, table: Tensor | None, position: Tensor | None) -> Tensor:
+    """Return the exact chance [N, V] that each token is drawn as the first child and accepted."""
+    if relaxation.chance is not None:
+        return q * chances(every_token(p, None, q, relaxation, table, Place(None, position)))
     if not relaxation.merges:
         return torch.minimum(p, q)
-    every = torch.arange(p.shape[1], device=p.device)
-    near = neighbour_columns(table, every, relaxation)[:, : relaxation.neighbours]
-    # A row at a time: [V, k] is large enough.
-    masses = [merge_prefix(row[near], row, relaxation, partial(row.unsqueeze, 0))[0] for row in p]
-    return torch.minimum(q, p + torch.stack(masses))
+    masses = []
+    for row in range(len(p)):  # one at a time: [V, k] is large enough
+        place = Place(None, None if position is None else position[row : row + 1])
+        view = every_token(p[row : row + 1], None, q[row : row + 1], relaxation, table, place)
+        masses.append(merge_prefix(view)[0])
+    return torch.minimum(q, p + torch.cat(masses))

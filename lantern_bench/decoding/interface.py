@@ -104,6 +104,9 @@ class WithForcedTokens(Protocol):
     def choices(self) -> int:
         """How many tokens are not forced."""
 
+    def forced(self, places: Tensor) -> Tensor:
+        """The tokens that are forced at `places` int64 [...] of an image, -1 where none is."""
+
 
 class Drafter(Protocol):
     """A model that proposes."""
@@ -149,6 +152,14 @@ class DraftMethod(Protocol):
 
     def tree(self, drafted: Drafted) -> DraftTree:
         """The tree that verification walks."""
+
+
+@runtime_checkable
+class VerifiesItself(Protocol):
+    """A `DraftMethod` with a walk of its own at temperatures above 0."""
+
+    def verify(self, *arguments: Any) -> Any:
+        """Take and return what `verify` of acceptance/walk.py does."""
 
 
 class LastStep(NamedTuple):

@@ -75,8 +75,7 @@ class ProgramStore:
 
     def program(self, key: Hashable, function: Callable[..., Any]) -> KeptProgram:
         """Return the program of `function`, which is loaded or compiled at its first call."""
-        # The compiler writes the number of threads into its code.
-        named = hashlib.sha256(repr((key, torch.get_num_threads())).encode()).hexdigest()[:24]
+        named = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
         return KeptProgram(function, self.folder / f"{named}.program", self)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lantern_bench.clock import Phases, Usage
+from lantern_bench.clock import Phases
 from lantern_bench.config.decoding import Decoding, NeighbourMetric
 from lantern_bench.decoding.acceptance.relaxation import Relaxation
 from lantern_bench.decoding.acceptance.tree_acceptance import Accept
@@ -21,15 +21,20 @@ from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.interface import Drafter, Scores, Target, WithForcedTokens
 from lantern_bench.decoding.sampling import Draws, decoding_probabilities, exponential, guide, sample
 from lantern_bench.decoding.step import Speculation, sampling_key
-from lantern_bench.decoding.trace import ImageTrace, image_trace
+from lantern_bench.decoding.trace import ImageTrace, Times, image_trace
 from lantern_bench.errors import RefusedError
+from lantern_bench.plugins import Code
 
 
 class Model(Protocol):
-    """What `decode` needs: a target, a drafter where drafts are asked for, nearest codes where they are merged."""
+    """What `decode` needs: a target, a drafter where drafts are asked for, nearest codes where a rule reads them."""
 
     target: Target
     drafter: Drafter | None
+
+    @property
+    def codes(self) -> Tensor:
+        """Embeddings of the tokens [V, d] on the target's device, in the space that neighbours are measured in."""
 
     def table(self, columns: int, metric: NeighbourMetric) -> Tensor:
         """The nearest codes int [V, columns] by a metric."""
@@ -44,28 +49,30 @@ class Decoded:
     logits: Tensor | None = None
 
 
-def relaxation_of(decoding: Decoding, target: object = None) -> Relaxation:
-    """The acceptance rule of a configuration, with the number of tokens that the target does not force."""
-    row = decoding.rule_row
+def relaxation_of(decoding: Decoding, model: Model) -> Relaxation:
+    """The acceptance rule of a configuration, with what it reads of a model; raises as `Model.codes`."""
+    row, target = decoding.rule_row, model.target
     if row.lossless:
         return Relaxation(decoding.rule if decoding.drafts else "strict")
     choices = target.choices if isinstance(target, WithForcedTokens) else None
-    bound = decoding.value(row.bound)
-    return Relaxation(decoding.rule, decoding.neighbours or 0, bound, decoding.residual, choices)
+    bound, *others = ((key, decoding.value(key)) for key in row.own_names)
+    codes = model.codes if row.codebook else None
+    values = (decoding.neighbours or 0, bound[1], decoding.residual, choices, tuple(others), codes)
+    return Relaxation(decoding.rule, *values)
 
 
 def drafter_and_table(model: Model, decoding: Decoding) -> tuple[Drafter | None, Tensor | None]:
     """Return the drafter and the table of nearest codes that a speculative configuration uses.
 
-    Raises `RefusedError` for a model without a drafter, and as `Model.table`.
+    Raises `RefusedError` for a model without a drafter, and as `Model.table` and `Model.codes`.
     """
     if model.drafter is None and decoding.drafting_row.needs_drafter:
         raise RefusedError(
             f"mode {decoding.mode} needs a drafter, and this model has none", "Use --modes ar, or add a drafter."
         )
-    relaxation = relaxation_of(decoding, model.target)
+    columns = relaxation_of(decoding, model).columns
     drafter = model.drafter if decoding.drafting_row.needs_drafter else None
-    return drafter, model.table(relaxation.columns, decoding.neighbour_metric) if relaxation.merges else None
+    return drafter, model.table(columns, decoding.neighbour_metric) if columns else None
 
 
 @torch.inference_mode()
@@ -79,15 +86,17 @@ def decode(
     keep_logits: bool = False,
     engine: Engine | None = None,
     accept: Accept | None = None,
+    make: Code | None = None,
 ) -> list[Decoded]:
     """Decode one image for each generator, together.
 
     `condition` is what the target's `prefill` takes, for as many images. `tokens` asks for fewer than the whole grid.
     `keep_logits` keeps the guided logits that each token was drawn from. `engine` runs the steps; without one
-    they run eagerly. `accept` as in `verify`. Raises `RefusedError` for a model without a drafter that needs one.
+    they run eagerly. `accept` as in `verify`; `make` replaces that of the drafting's row, for tests of broken ones.
+    Raises `RefusedError` for a model without a drafter that needs one.
     """
     asked = model.target.image_tokens if tokens is None else min(tokens, model.target.image_tokens)
-    run = _Run(model, decoding, generators, asked, keep_logits, Engine() if engine is None else engine, accept)
+    run = _Run(model, decoding, generators, asked, keep_logits, Engine() if engine is None else engine, accept, make)
     return run.autoregressive(condition) if not decoding.drafts else run.speculative(condition)
 
 
@@ -102,6 +111,7 @@ class _Run:
     keep_logits: bool
     engine: Engine
     accept: Accept | None
+    make: Code | None
 
     def __post_init__(self) -> None:
         self.batch, self.device = len(self.generators), self.model.target.device
@@ -119,10 +129,11 @@ class _Run:
         logits = guide(scores.cond, scores.uncond, self.decoding.cfg_scale)[:, -1]
         return scores, logits, _chosen(logits, self.decoding, self.noise())
 
-    def times(self) -> tuple[float, dict[str, float], Usage | None]:
-        """Return the seconds per image, in all and by phase, and the use of the processor by the batch."""
-        seconds = {name: value / self.batch for name, value in self.phases.seconds().items()}
-        return self.phases.total() / self.batch, seconds, self.phases.usage
+    def times(self, last: str) -> Times:
+        """Return the times of the batch, whose steps end with the phase `last`."""
+        phases = {name: value / self.batch for name, value in self.phases.seconds().items()}
+        ends = self.phases.ends("prefill", last)
+        return Times(self.phases.total() / self.batch, phases, self.phases.usage, ends)
 
     def autoregressive(self, condition: Any) -> list[Decoded]:
         """One token a forward, drawn in the same program; nothing is copied to the host before the end."""
@@ -143,16 +154,16 @@ class _Run:
             if self.keep_logits:
                 kept.append(logits.clone())
         self.phases.stop()
-        trace = image_trace(self.asked, [[at, 0, 0] for at in range(1, self.asked)], [], 0, *self.times())
+        trace = image_trace(self.asked, [[at, 0, 0] for at in range(1, self.asked)], [], 0, self.times("target"))
         return self._decoded(steps.out, [trace] * self.batch, torch.stack(kept, dim=1) if self.keep_logits else None)
 
     def speculative(self, condition: Any) -> list[Decoded]:
         """Draft a tree, score it in one forward, walk it, commit what was accepted; until every image is complete."""
-        relaxation = relaxation_of(self.decoding, self.model.target)
+        relaxation = relaxation_of(self.decoding, self.model)
         drafter, table = drafter_and_table(self.model, self.decoding)
         values = (self.model.target, drafter, self.decoding, relaxation, table, self.batch, self.engine)
-        key = ("speculation", self.batch, sampling_key(self.decoding), self.keep_logits, self.accept)
-        speculation = self.engine.once(key, lambda: Speculation(*values, self.keep_logits, self.accept))
+        key = ("speculation", self.batch, sampling_key(self.decoding), self.keep_logits, self.accept, self.make)
+        speculation = self.engine.once(key, lambda: Speculation(*values, self.keep_logits, self.accept, self.make))
         self.phases.start()
         scores, logits, root = self.prefill(speculation.session, condition)
         speculation.begin(relaxation, condition, scores, logits, root, self.asked)
@@ -176,7 +187,7 @@ class _Run:
                 break
         self.phases.stop()
         progress, forwards = speculation.progress, speculation.drafting.forwards
-        traces = progress.recorder.finish(self.asked, steps, forwards, *self.times())
+        traces = progress.recorder.finish(self.asked, steps, forwards, self.times("verify"))
         return self._decoded(progress.out, traces, self._assemble(logits, kept) if self.keep_logits else None)
 
     def _assemble(self, first: Tensor, kept: list[tuple[list[int], Tensor]]) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.methods import RULES
+from lantern_bench.config.methods import RULES, tensor_parameters
 from lantern_bench.decoding.acceptance.relaxation import Relaxation
 from lantern_bench.decoding.acceptance.tree_acceptance import Accept
 from lantern_bench.decoding.acceptance.walk import Verdict, verify, verify_greedy
@@ -31,20 +31,23 @@ from lantern_bench.decoding.interface import (
     Scores,
     Target,
     TargetSession,
+    VerifiesItself,
 )
 from lantern_bench.decoding.sampling import Draws, decoding_probabilities, exponential, guide, uniform
 from lantern_bench.decoding.trace import StepRecorder
+from lantern_bench.plugins import Code
 
 # The keys that drafting does not depend on.
-_ACCEPTANCE = {"mode", "rule", *(key for rule in RULES.values() for key in rule.parameters)}
-# One program serves every value of these bounds, and all sets of seeds; external rules may branch on their bounds.
-_BOUNDS = ("seed_set", *(rule.bound for rule in RULES.values() if rule.tensor_bound))
+_ACCEPTANCE = {"mode", "rule", *(key for rule in RULES.values() for key in rule.parameter_names)}
 
 
 def sampling_key(decoding: Decoding, *without: str) -> tuple[tuple[str, str], ...]:
-    """Return the key of a program: a configuration without its bounds and without the keys `without`."""
-    settings = decoding.settings()
-    return tuple((key, repr(value)) for key, value in settings.items() if key not in (*_BOUNDS, *without))
+    """Return the key of a program: a configuration without what it reads from tensors, and without the keys `without`.
+
+    One program serves all sets of seeds, and every bound that is a tensor; external rules may branch on their bounds.
+    """
+    left_out = {"seed_set", *tensor_parameters(decoding.rule), *without}
+    return tuple((key, repr(value)) for key, value in decoding.settings().items() if key not in left_out)
 
 
 class Scored(NamedTuple):
@@ -133,24 +136,30 @@ class Speculation:
     engine: Engine
     keep_logits: bool
     accept: Accept | None = None
+    make: Code | None = None
 
     def __post_init__(self) -> None:
         target, decoding, batch, engine = self.target, self.decoding, self.batch, self.engine
         device, scale = target.device, decoding.cfg_scale
         drafted = (batch, sampling_key(decoding, *_ACCEPTANCE))
-        self.drafting: DraftMethod = engine.once(("drafting", drafted), lambda: drafting_of(decoding, target, batch))
+        self.drafting: DraftMethod = engine.once(
+            ("drafting", drafted, self.make), lambda: drafting_of(decoding, target, batch, self.make)
+        )
         nodes = self.drafting.nodes
         self.session, self._score = scoring(target, batch, nodes, scale, engine)
         self._drafter = None if self.drafter is None else self.drafter.session(batch, scale != 1, nodes)
-        self._bound: Tensor | None = None
-        if decoding.rule_row.tensor_bound:
-            exact = torch.float32 if device.type == "mps" else torch.float64
-            self._bound = torch.zeros((), dtype=exact, device=device)
-            self.relaxation = replace(self.relaxation, bound=self._bound)
-        self.draft = engine.program(("draft", drafted), self._draft, device)
+        exact = torch.float32 if device.type == "mps" else torch.float64
+        keys = tensor_parameters(decoding.rule)
+        self._values = {key: torch.zeros((), dtype=exact, device=device) for key in keys}
+        if keys:
+            values = {**self.relaxation.values, **self._values}
+            bound = values.pop(decoding.rule_row.bound)
+            self.relaxation = replace(self.relaxation, bound=bound, others=tuple(values.items()))
         kind = ("settle", batch, sampling_key(decoding, "mode"), self.keep_logits, self.accept)
-        # A test of a broken rule takes less time than compiling it.
-        self.settle = self._settle if self.accept is not None else engine.program(kind, self._settle, device)
+        # A test of what is broken takes less time than compiling it.
+        self.draft = engine.program(("draft", drafted), self._draft, device) if self.make is None else self._draft
+        broken = self.accept is not None or self.make is not None
+        self.settle = self._settle if broken else engine.program(kind, self._settle, device)
 
     def begin(
         self, relaxation: Relaxation, condition: Any, scores: Scores, logits: Tensor, root: Tensor, asked: int
@@ -159,8 +168,8 @@ class Speculation:
 
         The target's prefill gave `scores` and the guided `logits` [B, V] that the first tokens `root` [B] come from.
         """
-        if self._bound is not None:
-            self._bound.fill_(relaxation.bound)
+        for key, value in self._values.items():
+            value.fill_(relaxation.values[key])
         shape = (self.batch, self.target.image_tokens, self.drafting.depth)
         self.progress = self.engine.once(
             ("progress", len(scores.features), shape), lambda: Progress(*shape, scores.features)
@@ -189,18 +198,19 @@ class Speculation:
         """
         decoding, relaxation, table = self.decoding, self.relaxation, self.table
         tree, logits, at = self.drafting.tree(drafted), scored.logits, self.progress
-        if decoding.greedy:
-            verdict = verify_greedy(tree, logits, relaxation, table, at.limit)
-        else:
+        learner = self.drafting if isinstance(self.drafting, KeepsState) else None
+        if learner is not None or not decoding.greedy:
             p = decoding_probabilities(logits, decoding)
+        if decoding.greedy:
+            verdict = verify_greedy(tree, logits, relaxation, table, at.limit, at.position)
+        else:
             last, chances = exponential(noise), uniform(uniforms)
-            verdict = verify(tree, p, relaxation, table, chances, last, at.limit, self.accept)
+            walk = self.drafting.verify if isinstance(self.drafting, VerifiesItself) else verify
+            verdict = walk(tree, p, relaxation, table, chances, last, at.limit, self.accept, at.position)
         active = at.position < at.asked
         at.commit(verdict, scored.features)
-        if isinstance(self.drafting, KeepsState):
-            p = decoding_probabilities(logits, decoding)
-            step = LastStep(tree, p, verdict.path, verdict.accepted, verdict.tokens, at.position, active)
-            self.drafting.learn(step)
+        if learner is not None:
+            learner.learn(LastStep(tree, p, verdict.path, verdict.accepted, verdict.tokens, at.position, active))
         self.session.commit(verdict.path, at.counts)
         if not self.keep_logits:
             return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,15 @@ from lantern_bench.decoding.acceptance.walk import Verdict
 _NOT_OFFERED = -2
 
 
+class Times(NamedTuple):
+    """The times of a batch, as `ImageTrace` describes them."""
+
+    seconds: float
+    phases: Mapping[str, float]
+    usage: Usage | None
+    ends: Sequence[float]
+
+
 @dataclass(frozen=True)
 class ImageTrace:
     """The steps of one image; lists have one entry per step (AR: per token but the first).
@@ -24,8 +34,9 @@ class ImageTrace:
     start: tokens committed before the step. committed: tokens it committed and kept. uncut: committed before the cut
     at the tokens asked for. accepted: drafts among the kept. offered_depth: depth drafted. child_rank: accepted rank at
     each depth that offered children, -1 where all were rejected. seconds, phases: those of the batch divided by its
-    images. usage: of the processor by the whole batch. moved_mass, moved_mass_tried: m(x) over accepted and over tried
-    drafts.
+    images. usage, ends: of the whole batch. usage: of the processor. ends: seconds from the begin of decoding to the
+    first token, then to the end of each step; on mps, which runs behind the host, to the end of the calls.
+    moved_mass, moved_mass_tried: m(x) over accepted and over tried drafts.
     """
 
     start: list[int]
@@ -42,6 +53,7 @@ class ImageTrace:
     seconds: float = 0.0
     phases: Mapping[str, float] = field(default_factory=dict)
     usage: Usage | None = None
+    ends: Sequence[float] = ()
 
     @property
     def mean_accepted_length(self) -> float | None:
@@ -80,13 +92,11 @@ class StepRecorder:
         self._masses.index_copy_(0, self._step, masses[None])
         self._step.add_(1)
 
-    def finish(
-        self, asked: int, steps: int, forwards: int, seconds: float, phases: Mapping[str, float], usage: Usage | None
-    ) -> list[ImageTrace]:
+    def finish(self, asked: int, steps: int, forwards: int, times: Times) -> list[ImageTrace]:
         """Return the `image_trace` of each image after `steps` steps of `forwards` drafter forwards each."""
         counts, masses = (kept[:steps].transpose(0, 1).tolist() for kept in (self._counts, self._masses))
         images = zip(counts, masses, strict=True)
-        return [image_trace(asked, rows, pairs, forwards, seconds, phases, usage) for rows, pairs in images]
+        return [image_trace(asked, rows, pairs, forwards, times) for rows, pairs in images]
 
 
 def image_trace(
@@ -94,9 +104,7 @@ def image_trace(
     rows: Sequence[Sequence[int]],
     masses: Sequence[Sequence[float]],
     forwards: int,
-    seconds: float,
-    phases: Mapping[str, float],
-    usage: Usage | None,
+    times: Times,
 ) -> ImageTrace:
     """Return the trace of an image of `asked` tokens from its steps as `StepRecorder` notes them."""
     # A finished image of a batch idles along; its steps end where it was complete.
@@ -116,7 +124,8 @@ def image_trace(
         tokens=min(asked, 1 + sum(committed)),
         moved_mass=sum((pair[0] for pair in masses), 0.0),
         moved_mass_tried=sum((pair[1] for pair in masses), 0.0),
-        seconds=seconds,
-        phases=phases,
-        usage=usage,
+        seconds=times.seconds,
+        phases=times.phases,
+        usage=times.usage,
+        ends=times.ends[: len(rows) + 1],
     )

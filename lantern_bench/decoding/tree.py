@@ -16,16 +16,37 @@ from lantern_bench.config.trees import check_topology
 
 
 @dataclass(frozen=True)
+class Turn:
+    """The n nodes with children whose paths have one sum of child ranks, those with most children first.
+
+    A node's child of rank r has to wait for r rejections at the node. So all nodes of one sum wait equally long, and
+    are decided at once; those of a chain all have the sum 0.
+    nodes, slots: int64 [n], their numbers and their places in `Layout.nodes`. children: int64 [n, C], -1 padded.
+    levels: at how many depths they are. active: as in `Layout`.
+    """
+
+    nodes: Tensor
+    slots: Tensor
+    children: Tensor
+    levels: int
+    active: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Layout:
     """Which nodes can have children, in which order; counts are on the host, so that no shape waits for the device.
 
     nodes: int64 [I], the nodes that can have children, those with most children first. slots: int64 [M], the place of
     each node in `nodes`, -1 for leaves. active: for each child rank the number of leading nodes that can have it.
+    Only of static trees: children int64 [I, C] of `nodes`, -1 padded, at `levels` depths, and `turns` by sum of ranks.
     """
 
     nodes: Tensor
     slots: Tensor
     active: tuple[int, ...]
+    children: Tensor | None = None
+    levels: int = 0
+    turns: tuple[Turn, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -37,7 +58,8 @@ class DraftTree:
     attention: bool [B, M, M], node (row) sees node (column): its ancestors and itself.
     path_order: int64 [B, M], of two equally deep nodes the one with the smaller number lies on the earlier path.
     q: float32 [B, M, V], for each node the distribution its children were drawn from, in order, without replacement;
-        rows of leaves are not read. None for a deterministic draft, whose q is 1 (also in any greedy decoding).
+        rows of leaves are not read, those at the end may be missing. None for a deterministic draft, whose q is 1
+        (also in any greedy decoding).
     max_depth: D, the depth of the deepest node a tree of this shape can have.
     """
 
@@ -109,15 +131,19 @@ class StaticTree:
         width = max(map(len, kids))
         internal = sorted((node for node, below in enumerate(kids) if below), key=lambda node: -len(kids[node]))
         slots = [internal.index(node) if below else -1 for node, below in enumerate(kids)]
+        children = torch.tensor([[*below, *[-1] * (width - len(below))] for below in kids])
         layout = Layout(
             nodes=torch.tensor(internal, device=device),
             slots=torch.tensor(slots, device=device),
             active=tuple(sum(len(below) > rank for below in kids) for rank in range(width)),
+            children=children[internal].to(device),
+            levels=len(topology[-1]),
+            turns=_turns(nodes, internal, children, device),
         )
         return cls(
             parents=torch.tensor(parents, device=device),
             depths=torch.tensor([len(path) for path in nodes], device=device),
-            children=torch.tensor([[*below, *[-1] * (width - len(below))] for below in kids], device=device),
+            children=children.to(device),
             attention=attention.to(device),
             layout=layout,
             levels=_levels(nodes, parents, kids, attention, device),
@@ -147,6 +173,24 @@ class StaticTree:
             max_depth=self.max_depth,
             q=q,
         )
+
+
+def _turns(
+    nodes: Sequence[tuple[int, ...]], internal: Sequence[int], children: Tensor, device: torch.device | str
+) -> tuple[Turn, ...]:
+    turns = list[Turn]()
+    for ranks in sorted({sum(nodes[node]) for node in internal}):
+        held = [node for node in internal if sum(nodes[node]) == ranks]
+        active = tuple(filter(None, (children[held] >= 0).sum(dim=0).tolist()))
+        turn = Turn(
+            nodes=torch.tensor(held, device=device),
+            slots=torch.tensor([internal.index(node) for node in held], device=device),
+            children=children[held, : len(active)].to(device),
+            levels=len({len(nodes[node]) for node in held}),
+            active=active,
+        )
+        turns.append(turn)
+    return tuple(turns)
 
 
 def _levels(

@@ -45,6 +45,7 @@ from lantern_bench.schema import CELL_COLUMNS
         ({"mode": "lantern", "delta": 0.1, "depth": 2, "beam": 3}, "lantern-dynamic-12n2d3b-k20-delta0.1-t1"),
         ({"mode": "speculative", "rule": "block"}, "speculative-static-chain-5-block-t1"),
         ({"mode": "lantern++", "rule": "block", "tree": "chain-3"}, "lantern++-static-chain-3-block-t1"),
+        ({"mode": "speculative", "rule": "traversal"}, "speculative-static-eagle1-25-traversal-t1"),
     ],
 )
 def test_cell_ids(values: dict[str, Any], cell_id: str) -> None:

@@ -15,9 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lantern_bench.config.experiment import load_experiment, resolve
+from lantern_bench.config.methods import MODES
 from lantern_bench.config.values import Overrides
 from lantern_bench.errors import UserError
 
+ALL_MODES = ", ".join(MODES)
 MODELS: dict[str, dict[str, Any]] = {"lanterns": {"cfg_scale": 3.0, "tree": "small-7"}}
 
 
@@ -33,7 +35,7 @@ def message(folder: Path, text: str, flags: dict[str, Any] | None = None, **more
     ("cell", "said"),
     [
         ("{mode: lanten}", "cells[0].mode lanten: unknown mode; did you mean lantern? "
-         "(must be one of ar, speculative, lantern, lantern++)"),
+         f"(must be one of {ALL_MODES})"),
         ("{mode: lantern, delta: 1.5}", "cells[0].delta 1.5: must lie strictly between 0 and 1"),
         ("{mode: lantern, delta: 0}", "cells[0].delta 0: must lie strictly between 0 and 1"),
         ("{mode: lantern, delta: nan}", "cells[0].delta nan: must lie strictly between 0 and 1"),
@@ -58,7 +60,7 @@ def message(folder: Path, text: str, flags: dict[str, Any] | None = None, **more
         ("{mode: lantern, delta: 0.1, tree: small-7}", "cells[0].tree small-7: mode lantern has the drafting dynamic and "
          "the rule additive; tree belongs to the drafting static"),
         ("{mode: ar, neighbours: 5}", "cells[0].neighbours 5: mode ar has the drafting none and the rule none; "
-         "neighbours belongs to the rules additive and multiplicative"),
+         "neighbours belongs to the rules additive, multiplicative and entropy"),
         ("{mode: ar, drafting: static}", "cells[0].drafting static: mode ar drafts nothing and has no drafting; leave it out"),
         ("{mode: lantern, drafting: none}", "cells[0].drafting none: mode lantern drafts and needs a rule; "
          "without drafting write mode: ar"),
@@ -73,7 +75,7 @@ def message(folder: Path, text: str, flags: dict[str, Any] | None = None, **more
         ("{mode: ar, dephth: 3}", "cells[0].dephth: unknown key; did you mean depth?"),
         ("{mode: ar, top-k: 3}", "cells[0].top-k: unknown key; did you mean top_k?"),
         ("{mode: ar, images: 3}", "cells[0].images: belongs at the top level of the file, not here"),
-        ("{delta: 0.3}", "cells[0]: has no mode; the modes are ar, speculative, lantern, lantern++"),
+        ("{delta: 0.3}", f"cells[0]: has no mode; the modes are {ALL_MODES}"),
         ("5", "cells[0] 5: must be a cell such as {mode: lantern, delta: 0.1}"),
         ("{mode: ar, model: 5}", "cells[0].model 5: must be a model's name or a list of names"),
         ("{mode: ar, model: other}", "cells[0]: the model other is not among the experiment's models (lanterns)"),
@@ -131,7 +133,7 @@ def test_a_top_level_that_is_wrong(tmp_path: Path, line: str, said: str) -> None
         ({"model": "lantens"}, {}, "--model lantens: unknown model; did you mean lanterns? (the models are lanterns)"),
         ({"filter-order": "k"}, {}, "--filter-order k: unknown value (must be one of top_k_first, top_p_first)"),
         ({}, {"modes": "lantern+"}, "--modes lantern+: unknown mode; did you mean lantern++? "
-         "(the modes are ar, speculative, lantern, lantern++)"),
+         f"(the modes are {ALL_MODES})"),
         ({"delta": 0.1}, {"modes": "speculative"}, "--delta 0.1: reaches no cell: it belongs to the rule additive, "
          "and the modes here are ar, speculative"),
         ({}, {"settings": ["beam=0"]}, "--set beam=0: must be a whole number of at least 1"),
@@ -181,8 +183,7 @@ cells:
         "mine.yaml: 8 problems",
         "  line 2: imges: unknown key; did you mean images?",
         "  line 3: temperature -1: must be a number of at least 0 (0 is greedy)",
-        "  line 5: cells[0].mode lanten: unknown mode; did you mean lantern? "
-        "(must be one of ar, speculative, lantern, lantern++)",
+        f"  line 5: cells[0].mode lanten: unknown mode; did you mean lantern? (must be one of {ALL_MODES})",
         "  line 7: cells[1].delta 1.5: must lie strictly between 0 and 1",
         "  line 8: cells[1].speed: unknown key; did you mean seed_set?",
         "  line 9: cells[2].delta 0.1: mode speculative has the drafting static and the rule strict; "

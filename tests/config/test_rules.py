@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
+from lantern_bench.config import methods
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.methods import DRAFTINGS, MODES, OUTSIDE_RULES, RULES
-from lantern_bench.plugins import Rule, find_rows
+from lantern_bench.config.parse_experiment import read_experiment
+from lantern_bench.config.values import Overrides
+from lantern_bench.config.yaml_source import Source
+from lantern_bench.errors import RefusedError
+from lantern_bench.plugins import Drafting, Parameter, Rule, find_rows
 
 
 class Entry(NamedTuple):
@@ -18,14 +24,20 @@ class Entry(NamedTuple):
 
     name: str
     row: object
+    dist: object = SimpleNamespace(name="their-package")
 
     def load(self) -> object:
         return self.row
 
 
 def some(**changes: Any) -> Rule:
-    values: dict[str, Any] = {"name": "mine", "limit": lambda draft, bound: bound * draft.own}
+    values: dict[str, Any] = {"name": "mine", "limit": lambda draft, values: values["bound"] * draft.own}
     return Rule(**{**values, "low": 0, "high": 2, "example": 1, **changes})
+
+
+def number(name: str, **changes: Any) -> Parameter:
+    values: dict[str, Any] = {"allowed": "must be a number", "help": "A number.", "column": ("float", "")}
+    return Parameter(name, float, **{**values, **changes})
 
 
 @pytest.mark.parametrize(
@@ -38,26 +50,95 @@ def some(**changes: Any) -> Rule:
         (some(drafting="none"), "must be one of static, dynamic"),
         (some(example=2), "example 2 must lie strictly between 0 and 2"),
         (some(neighbours=0), "at least 1"),
+        (some(neighbours="3"), "TypeError"),
+        (some(chance=lambda draft, values: draft.ratio), "more than one of `limit`, `chance` and `accept`"),
+        (some(parameters=(number("my-number"),)), "its parameter 'my-number' must be lower-case letters, digits and _"),
+        (some(parameters=(number("delta"),)), "the name of its parameter delta is taken"),
+        (some(parameters=(number("mine", help=None),)), "needs texts"),
     ],
 )
 def test_what_cannot_be_used_is_refused(rule: object, wrong: str) -> None:
-    taken = {*MODES, *DRAFTINGS, *RULES}
+    taken = {*MODES, *DRAFTINGS, *RULES, "delta"}
     found, refused = find_rows("", Rule, taken, ["static", "dynamic"], [Entry("entry", rule)])
     assert not found
-    assert re.search(f"the rule entry cannot be used: .*{wrong}", refused[0].message)
+    message = refused["entry"].message
+    assert re.search(f"the rule entry of the package their-package cannot be (used|loaded): .*{wrong}", message)
 
 
-def test_two_rules_of_one_name_are_refused() -> None:
-    found, refused = find_rows("", Rule, (), ["static"], [Entry("one", some()), Entry("two", some())])
-    assert list(found) == ["mine"]
-    assert [error.message for error in refused] == ["the rule two cannot be used: the name mine is taken"]
+def test_two_rules_or_parameters_of_one_name_are_refused() -> None:
+    shared = [some(name=name, bound="size", parameters=(number("size"),)) for name in ("a", "b")]
+    entries = [Entry(f"{place}", row) for place, row in enumerate([some(), some(), *shared])]
+    found, refused = find_rows("", Rule, (), ["static"], entries)
+    assert list(found) == ["mine", "a"]
+    assert refused["1"].message.endswith("cannot be used: the name mine is taken")
+    assert refused["b"].message.endswith("the name of its parameter size is taken")
+
+
+def test_names_may_have_hyphens() -> None:
+    found, refused = find_rows("", Rule, (), ["static"], [Entry("any", some(name="my-own-rule"))])
+    assert list(found) == ["my-own-rule"] and not refused
+    drafts = Drafting("my-drafts", make="module:make", about="of mine")
+    assert list(find_rows("", Drafting, (), (), [Entry("any", drafts)])[0]) == ["my-drafts"]
+
+
+def test_an_unusable_row_is_named_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(methods.REFUSED, "mine", RefusedError("the rule mine of the package theirs cannot be loaded"))
+    data = {"name": "x", "model": "tiny", "cells": [{"mode": "speculative"}]}
+    for asked in ({}, {"rule": "mine"}, {"mode": "mine"}):
+        source = Source("x", Path(), {**data, "cells": [{**data["cells"][0], **asked}]})
+        if asked:
+            with pytest.raises(RefusedError, match="of the package theirs"):
+                read_experiment(source, Overrides())
+        else:
+            assert not read_experiment(source, Overrides())[1].found
+
+
+COOL = {"mode": "cool-sd", "strength": 1.5}
+
+
+def test_parameters_of_a_rule_are_in_ids_columns_and_settings() -> None:
+    plain, other = (Decoding.model_validate(COOL | extra) for extra in ({}, {"decay": 0.2}))
+    assert plain.cell_id == "cool-sd-static-eagle1-25-strength1.5-t1"
+    assert other.cell_id == plain.cell_id + "-decay0.2"
+    assert (plain.columns()["decay"], other.columns()["decay"], other.columns()["strength"]) == (0.7, 0.2, 1.5)
+    assert plain.columns()["residual"] is plain.columns()["neighbours"] is plain.columns()["cluster"] is None
+    for one in (plain, other):
+        assert Decoding.model_validate(one.settings()) == one
+    ablation = Decoding.model_validate({"mode": "lantern", "rule": "gsd", "cluster": 3, "residual": "official"})
+    assert ablation.cell_id == "lantern-dynamic-58n5d10b-gsd-cluster3-t1-residualofficial"
+    assert "decay" not in Decoding(mode="lantern", delta=0.1).cell_id
+
+
+@pytest.mark.parametrize(
+    ("values", "wrong"),
+    [
+        ({"mode": "cool-sd"}, "strength is missing"),
+        (COOL | {"strength": 0}, "greater than 0"),
+        (COOL | {"cluster": 3}, "cluster does not belong here: it is for the rule gsd"),
+        (COOL | {"epsilon": 0.1}, "does not belong here"),
+        ({"mode": "lantern", "delta": 0.1, "decay": 0.3}, "decay does not belong here"),
+        ({"mode": "gsd", "cluster": 1}, "greater than or equal to 2"),
+        ({"mode": "typical", "epsilon": 1}, "less than 1"),
+    ],
+)
+def test_parameters_of_rules_are_checked(values: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        Decoding.model_validate(values)
+
+
+def test_a_rule_of_chance_is_strict_at_temperature_0() -> None:
+    greedy = Decoding.model_validate(COOL | {"decay": 0.1, "temperature": 0})
+    assert (greedy.rule, greedy.value("strength"), greedy.value("decay")) == ("strict", None, None)
+    assert greedy.cell_id == "cool-sd-static-eagle1-25-t0"
+    assert greedy == Decoding.model_validate(COOL | {"strength": 2, "temperature": 0})
+    assert Decoding.model_validate({"mode": "entropy", "entropy_scale": 0.1, "temperature": 0}).rule == "entropy"
 
 
 def test_a_fingerprint_is_of_the_file_that_the_code_stands_in(tmp_path: Path) -> None:
     prints = set()
     for text in (
-        "def limit(draft, bound):\n    return draft.own\n",
-        "def limit(draft, bound):\n    return draft.near\n",
+        "def limit(draft, values):\n    return draft.own\n",
+        "def limit(draft, values):\n    return draft.near\n",
     ):
         path = tmp_path / "rule.py"
         path.write_text(text)

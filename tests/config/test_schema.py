@@ -11,7 +11,8 @@ from lantern_bench.errors import UserError
 from lantern_bench.schema import CELL_COLUMNS, TABLES, columns, to_markdown
 
 RECORDS = """schema_version, record_key, cell_id, mode, drafting, tree, rule, neighbours, neighbour_metric, delta,
-lambda, bound, residual, temperature, top_k, top_p, cfg_scale, seed_set, batch, model, prompt_id, prompt,
+lambda, strength, decay, cluster, probability_gap, code_gap, entropy_scale, epsilon, alpha, bound, residual,
+temperature, top_k, top_p, cfg_scale, seed_set, batch, model, prompt_id, prompt,
 prompt_source, repeat, seed, order_index, process, status, error, tokens, target_forwards, drafter_forwards,
 start_per_step, committed_per_step, accepted_per_step, offered_depth_per_step, child_rank_per_step,
 mean_accepted_length, mal_uncut, step_compression, seconds, draft_seconds, target_seconds, verify_seconds,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lantern_bench.config.methods import FilterOrder
 from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation
+from lantern_bench.decoding.acceptance.tree_acceptance import Accept
 from lantern_bench.decoding.acceptance.walk import accept_tree, verify
 from lantern_bench.decoding.drafting.dynamic import Growth
 from lantern_bench.decoding.sampling import guide, most_probable, probabilities
@@ -166,21 +167,27 @@ def _orders(q: Tensor, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
         yield (*order, *[-1] * (count - drawn_count)), chance
 
 
-def verify_step(tree: DraftTree, p: Tensor, depth_limit: int | None = None, rule: Relaxation = STRICT) -> Outcomes:
+def verify_step(
+    tree: DraftTree,
+    p: Tensor,
+    depth_limit: int | None = None,
+    rule: Relaxation = STRICT,
+    broken: Accept | None = None,
+) -> Outcomes:
     """The step of the package under a lossless rule: `verify` forced to stop at each node in turn.
 
     Uniforms of 0 accept and of 1 reject; the weight of a stop is the product of the accept probabilities on the way.
     """
     batch, nodes, _ = p.shape
     limit = None if depth_limit is None else torch.full((batch,), depth_limit)
-    _, acceptance = accept_tree(tree, p, rule, None, limit)
+    _, acceptance = accept_tree(tree, p, rule, None, limit, broken)
     slots = len(tree.layout.nodes)
     accept = torch.zeros(batch, nodes, tree.children.shape[2], dtype=p.dtype)
     accept[:, tree.layout.nodes] = acceptance.accept.view(slots, batch, -1).transpose(0, 1)
     weights, forced = force_stops(tree, accept)
     drafts, lengths, last = [], [], []
     for stop in range(nodes):
-        verdict = verify(tree, p, rule, None, forced[stop], torch.ones(batch, p.shape[2], dtype=p.dtype), limit)
+        verdict = verify(tree, p, rule, None, forced[stop], torch.ones(batch, p.shape[2], dtype=p.dtype), limit, broken)
         drafts.append(verdict.tokens[:, :-1])
         lengths.append(verdict.accepted)
         last.append(verdict.next_probs)

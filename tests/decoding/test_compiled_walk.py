@@ -20,12 +20,19 @@ from tests.decoding.random_trees import dynamic_trees, random_static, random_top
 
 NODES, FANOUT, DEPTH, VOCABULARY = 59, 10, 5, 50
 ROUNDS, BATCH = 50, 50
+CODES = torch.randn(VOCABULARY, 3, generator=torch.Generator().manual_seed(1))
 KINDS = {
     "dynamic": Relaxation("additive", 12, 0.2, "official"),
     "static": Relaxation("multiplicative", 12, 2.0, "exact"),
     "static, strict": Relaxation(),
     "block": Relaxation("block"),
+    "traversal": Relaxation("traversal"),
     "greedy": Relaxation("additive", 12, 0.3, "exact"),
+    "static, cool-sd": Relaxation("cool-sd", 0, 1.3),
+    "dynamic, cool-sd": Relaxation("cool-sd", 0, 8.0),
+    "static, gsd": Relaxation("gsd", 0, 4, "official", codes=CODES),
+    "static, entropy": Relaxation("entropy", 12, 0.3),
+    "dynamic, typical": Relaxation("typical", 0, 0.09),
 }
 
 
@@ -37,7 +44,10 @@ def sharp(rng: torch.Generator, *shape: int) -> Tensor:
 def test_compiled_walks_are_the_same(kind: str) -> None:
     rng, noise = np.random.default_rng(0), torch.Generator().manual_seed(0)
     table = nearest_codes(torch.randn(VOCABULARY, 3, generator=noise), VOCABULARY - 1)
-    nodes, fanout = (DEPTH + 1, 1) if kind == "block" else (NODES, FANOUT)
+    # A program has one part for each child rank, that of GSD another for each place of a cluster, that of traversal for
+    # each sum of child ranks.
+    small = {"block": (DEPTH + 1, 1), "static, gsd": (20, 3), "traversal": (16, 3)}
+    nodes, fanout = small.get(kind, (NODES, FANOUT))
     shape = StaticTree.of(random_topology(rng, nodes - 1, fanout, DEPTH))
 
     def decided(tree: DraftTree, p: Tensor, uniforms: Tensor, ends: Tensor) -> Verdict:
@@ -49,7 +59,7 @@ def test_compiled_walks_are_the_same(kind: str) -> None:
     accepted, at_fault = 0, 0
     for _ in range(ROUNDS):
         p = sharp(noise, BATCH, nodes)
-        if kind == "dynamic":
+        if kind.startswith("dynamic"):
             tree = dynamic_trees(rng, BATCH, NODES, VOCABULARY, DEPTH, FANOUT)
         else:
             # Near p, so that long paths are kept too.

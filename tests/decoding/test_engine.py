@@ -25,6 +25,10 @@ CELLS: dict[str, dict[str, Any]] = {
     "static": {"mode": "lantern++", **TREE, "neighbours": 5, "lambda": 3.0, "top_k": 30, "cfg_scale": 1.5},
     "dynamic": {"mode": "lantern", "nodes": 6, "depth": 3, "beam": 3, "neighbours": 5, "delta": 0.1, "cfg_scale": 1.5},
     "greedy": {"mode": "speculative", **TREE, "temperature": 0.0, "cfg_scale": 1.5},
+    "cool-sd": {"mode": "cool-sd", **TREE, "strength": 1.5, "cfg_scale": 1.5},
+    "gsd": {"mode": "gsd", **TREE, "cluster": 6, "residual": "official", "cfg_scale": 1.5},
+    "entropy": {"mode": "entropy", **TREE, "neighbours": 5, "entropy_scale": 0.5, "cfg_scale": 1.5},
+    "typical": {"mode": "typical", "nodes": 6, "depth": 3, "beam": 3, "epsilon": 0.09, "cfg_scale": 1.5},
 }
 
 
@@ -39,6 +43,7 @@ class Small:
         self.target.to(device)
         self.drafter.to(device)
         order = torch.arange(VOCABULARY, device=device)
+        self.codes = torch.randn(VOCABULARY, 2, generator=torch.Generator().manual_seed(1)).to(device)
         self._table = torch.stack([(order + 1 + x) % VOCABULARY for x in range(VOCABULARY)])[:, : VOCABULARY - 1]
 
     def table(self, columns: int, metric: str = "l2") -> torch.Tensor:
@@ -74,15 +79,24 @@ def test_inductor_gives_the_same_tokens() -> None:
     same(decoded(model, decoding, 1, Engine(compile=True)), decoded(model, decoding, 1))
 
 
-def test_a_bound_changes_no_program() -> None:
+BOUNDS: dict[str, tuple[dict[str, float], dict[str, float]]] = {
+    "static": ({"lambda": 1.5}, {"lambda": 8.0}),
+    "cool-sd": ({"strength": 1.1, "decay": 0.7}, {"strength": 4.0, "decay": 0.1}),
+    "entropy": ({"entropy_scale": 0.1}, {"entropy_scale": 0.8}),
+    "typical": ({"epsilon": 0.5, "alpha": 1.0}, {"epsilon": 0.01, "alpha": 0.1}),
+}
+
+
+@pytest.mark.parametrize("cell", BOUNDS)
+def test_a_bound_changes_no_program(cell: str) -> None:
     model, engine = Small(), Engine(compile=True, backend="aot_eager")
     moved = []
-    for bound in (1.5, 8.0):
-        decoding = Decoding(**CELLS["static"] | {"lambda": bound})
+    for bound in BOUNDS[cell]:
+        decoding = Decoding(**CELLS[cell] | bound)
         made = decoded(model, decoding, 3, engine)
         same(made, decoded(model, decoding, 3))
         moved.append(sum(one.trace.moved_mass for one in made))
-        programs = sum(key[0] == "program" for key in engine._made)
+        programs = sum(key[0] == "program" for key, _threads in engine._made)
         assert programs == 3
     assert 0 < moved[0] < moved[1]
 

@@ -9,11 +9,11 @@ from scipy.stats import power_divergence
 from torch import Tensor
 
 from lantern_bench.certify.broken import strict_without_residual
+from lantern_bench.certify.tabular import TabularModel
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.tree_acceptance import Accept
 from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
-from tests.decoding.tabular_model import TabularModel
 
 VOCABULARY, LENGTH, IMAGES = 4, 3, 5_000
 TREE = [[0], [1], [0, 0], [1, 0]]
@@ -21,6 +21,7 @@ DRAFTINGS = {
     "static": {"drafting": "static", "topology": TREE},
     "dynamic": {"drafting": "dynamic", "nodes": 5, "depth": 2, "beam": 2},
     "block": {"drafting": "static", "rule": "block", "topology": [[0], [0, 0]]},
+    "traversal": {"drafting": "static", "rule": "traversal", "topology": TREE},
 }
 SETTINGS = {
     "plain": {"temperature": 1.0, "cfg_scale": 1.0},
@@ -114,6 +115,10 @@ def test_every_count_is_a_sum_over_the_trace(drafting: str) -> None:
             assert offered == min(2, LENGTH - start - 1)
             assert len(ranks) <= offered
         assert [sum(rank >= 0 for rank in ranks) for ranks in trace.child_rank] == trace.accepted
+        # The first token, then every step of this image.
+        assert len(trace.ends) == 1 + len(trace.committed) and trace.ends == sorted(trace.ends)
+    assert max(item.trace.ends[-1] for item in made) == pytest.approx(sum(made[0].trace.phases.values()) * 60)
+    assert len({len(item.trace.ends) for item in made}) > 1
 
 
 def test_fewer_tokens_are_cut_and_also_counted_uncut() -> None:
@@ -130,6 +135,8 @@ def test_ar_counts_one_token_a_step_and_compresses_nothing() -> None:
     trace = decode(model, None, Decoding(mode="ar"), generators(1, 0))[0].trace
     assert trace.mean_accepted_length == 1.0
     assert trace.step_compression == 1.0
+    assert len(trace.ends) == trace.tokens and trace.ends == sorted(trace.ends)
+    assert trace.ends[-1] == pytest.approx(sum(trace.phases.values())) and trace.ends[-1] <= trace.seconds
 
 
 @pytest.mark.parametrize("mode", ["ar", "speculative"])

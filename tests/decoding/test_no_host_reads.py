@@ -17,6 +17,10 @@ RELAXATIONS = [
     STRICT,
     Relaxation("additive", 10, 0.1, "exact"),
     Relaxation("multiplicative", 10, 2.0, "official"),
+    Relaxation("cool-sd", 0, 1.1),
+    Relaxation("gsd", 0, 14, "official", codes=torch.empty(VOCABULARY, 8, device="meta")),
+    Relaxation("entropy", 10, 0.1),
+    Relaxation("typical", 0, 0.09),
 ]
 
 

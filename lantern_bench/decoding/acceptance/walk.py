@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.relaxation import Relaxation, relaxed
+from lantern_bench.decoding.acceptance.relaxation import Place, Relaxation, relaxed
 from lantern_bench.decoding.acceptance.tree_acceptance import Accept, Acceptance, accept_children
 from lantern_bench.decoding.sampling import greedy_probabilities, sample
 from lantern_bench.decoding.tree import DraftTree, first_true
@@ -46,6 +46,7 @@ def accept_tree(
     table: Tensor | None,
     depth_limit: Tensor | None = None,
     accept: Accept | None = None,
+    position: Tensor | None = None,
 ) -> tuple[Tensor, Acceptance]:
     """Return the children int64 [N, C] of all nodes of B trees (-1: none within the depth limit) and their acceptance.
 
@@ -58,7 +59,7 @@ def accept_tree(
     p, offered, images = tree.rows(target_probs), children >= 0, len(tree.tokens)
     active = [nodes * images for nodes in tree.layout.active]
     rule = accept or relaxation.accept or accept_children
-    return children, rule(p, q, tokens, offered, relaxation, table, active, images)
+    return children, rule(p, q, tokens, offered, relaxation, table, active, images, Place(tree, position))
 
 
 def offered_children(tree: DraftTree, depth_limit: Tensor | None) -> Tensor:
@@ -78,15 +79,17 @@ def verify(
     noise: Tensor,
     depth_limit: Tensor | None = None,
     accept: Accept | None = None,
+    position: Tensor | None = None,
 ) -> Verdict:
     """Verify B draft trees by sampling and return what each commits.
 
     `target_probs` float32 [B, M, V] is p at every node, `table` int [V, >= relaxation.columns] the nearest codes (None
     for the strict rule), `uniforms` [B, M, C] in [0, 1) decides on children, `noise` [B, V] ~ Exp(1) draws the bonus
     token. `depth_limit` int64 [B] is the depth drafted to (free positions - 1); 0 or less drafts nothing. `accept`
-    replaces the rule, for tests of broken rules. docs/algorithms.md, sections 3 and 4.
+    replaces the rule, for tests of broken rules. `position` int64 [B], the tokens committed so far, is for rules that
+    read it. docs/algorithms.md, sections 3 and 4.
     """
-    children, acceptance = accept_tree(tree, target_probs, relaxation, table, depth_limit, accept)
+    children, acceptance = accept_tree(tree, target_probs, relaxation, table, depth_limit, accept, position)
     hit = tree.rows(uniforms) < acceptance.accept
     first, taken = first_true(hit), hit.any(dim=1)
     tried = (torch.arange(hit.shape[1], device=hit.device) <= first[:, None]) | ~taken[:, None]
@@ -140,18 +143,33 @@ def verify_greedy(
     relaxation: Relaxation,
     table: Tensor | None,
     depth_limit: Tensor | None = None,
+    position: Tensor | None = None,
 ) -> Verdict:
     """Verify B draft trees at temperature 0 and return what each commits.
 
-    `guided_logits` [B, M, V] float32, `table` and `depth_limit` as in `verify`. A child is accepted when it is the
-    argmax of its parent's p (strict) or of p~; among the longest paths of accepted drafts the first in
-    `tree.path_order` wins; the bonus token is the argmax of the unrelaxed p at its end. In the Verdict `mass_tried`
-    counts the children of all nodes on the winning path. docs/algorithms.md, section 3.
+    `guided_logits` [B, M, V] float32; the others as in `verify`. A child is accepted when it is the argmax of its
+    parent's p (strict) or of p~; among the longest paths of accepted drafts the first in `tree.path_order` wins; the
+    bonus token is the argmax of the unrelaxed p at its end. In the Verdict `mass_tried` counts the children of all
+    nodes on the winning path. docs/algorithms.md, section 3.
     """
     children = offered_children(tree, depth_limit)
     # The argmax of the logits is that of p, without the ties that rounding in the softmax makes.
     best = guided_logits.argmax(dim=-1)
-    agreed, mass = _accept_alone(tree, children, guided_logits, best, relaxation, table)
+    agreed, mass = _accept_alone(tree, children, guided_logits, best, relaxation, table, Place(tree, position))
+    winner, on_path, path = longest_path(tree, children, agreed)
+    images = torch.arange(len(winner), device=winner.device)
+    accepted, tokens = committed_tokens(tree, path, best[images, winner])
+    child_rank, mass_accepted = along_path(tree, children, mass, on_path, path)
+    mass_tried = torch.where(on_path, mass.sum(dim=-1), 0.0).sum(dim=1)
+    next_probs = greedy_probabilities(guided_logits[images, winner])
+    return Verdict(path, accepted, tokens, child_rank, mass_accepted, mass_tried, next_probs)
+
+
+def longest_path(tree: DraftTree, children: Tensor, agreed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the last node [B] of the first of the longest paths of agreed `children`, who is on it, and the path.
+
+    `agreed` bool and `children` [B, M, C]; who is on it bool [B, M]; the path as in `Verdict`.
+    """
     reached = torch.zeros_like(tree.tokens, dtype=torch.bool)
     # Slots without an agreed child write to the root, which counts as accepted anyway.
     reached.scatter_(1, torch.where(agreed, children, 0).flatten(1), True)
@@ -160,18 +178,19 @@ def verify_greedy(
     length = torch.where(whole, tree.depths, -1)
     longest = length == length.amax(dim=1, keepdim=True)
     winner = torch.where(longest, tree.path_order, tree.path_order.amax() + 1).argmin(dim=1)  # the path's last node
-    images = torch.arange(len(winner), device=winner.device)
-    on_path = tree.attention[images, winner]
+    on_path = tree.attention[torch.arange(len(winner), device=winner.device), winner]
     path = _by_depth(tree, on_path, torch.arange(on_path.shape[1], device=winner.device).expand_as(on_path))
-    accepted, tokens = committed_tokens(tree, path, best[images, winner])
-    child_rank, mass_accepted = _along(tree, children, mass, on_path, path)
-    mass_tried = torch.where(on_path, mass.sum(dim=-1), 0.0).sum(dim=1)
-    next_probs = greedy_probabilities(guided_logits[images, winner])
-    return Verdict(path, accepted, tokens, child_rank, mass_accepted, mass_tried, next_probs)
+    return winner, on_path, path
 
 
 def _accept_alone(
-    tree: DraftTree, children: Tensor, logits: Tensor, best: Tensor, relaxation: Relaxation, table: Tensor | None
+    tree: DraftTree,
+    children: Tensor,
+    logits: Tensor,
+    best: Tensor,
+    relaxation: Relaxation,
+    table: Tensor | None,
+    place: Place,
 ) -> tuple[Tensor, Tensor]:
     """Return (agreed bool [B, M, C], m(x) float32 [B, M, C]), both empty where nothing is offered."""
     tokens = tree.tokens.gather(1, children.clamp_min(0).flatten(1)).view_as(children)
@@ -182,7 +201,7 @@ def _accept_alone(
         p = greedy_probabilities(tree.rows(logits))
         for rank, nodes in enumerate(tree.layout.active):
             held, x = tree.layout.nodes[:nodes], rows[: nodes * len(tokens), rank]
-            tilde, lent = relaxed(p[: len(x)], x, table, relaxation)
+            tilde, lent = relaxed(p[: len(x)], x, table, relaxation, place)
             agreed[:, held, rank] |= (tilde.argmax(dim=-1) == x).view(nodes, -1).T
             mass[:, held, rank] = lent.view(nodes, -1).T
     return agreed & (children >= 0), torch.where(children >= 0, mass, 0.0)
@@ -194,7 +213,7 @@ def _by_depth(tree: DraftTree, on_path: Tensor, values: Tensor) -> Tensor:
     return held.scatter_(1, torch.where(on_path, tree.depths, tree.max_depth + 1), values)[:, :-1]
 
 
-def _along(tree: DraftTree, children: Tensor, mass: Tensor, on_path: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
+def along_path(tree: DraftTree, children: Tensor, mass: Tensor, on_path: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
     """Return child_rank [B, D] along the winning path, as in Verdict, and the masses of its children summed [B]."""
     above, goes_on = path[:, :-1], path[:, 1:] >= 0
     offered = (children >= 0).any(dim=-1)

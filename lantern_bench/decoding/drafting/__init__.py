@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.interface import DraftMethod, Target
-from lantern_bench.plugins import load_code
+from lantern_bench.plugins import Code, load_code
 
 __all__ = ["drafting_of"]
 
 
-def drafting_of(decoding: Decoding, target: Target, batch: int = 1) -> DraftMethod:
-    """The drafting of a configuration, its tensors where the target computes."""
-    method: DraftMethod = load_code(decoding.drafting_row.make)(decoding, target, batch)
+def drafting_of(decoding: Decoding, target: Target, batch: int = 1, make: Code | None = None) -> DraftMethod:
+    """The drafting of a configuration, its tensors where the target computes; `make` replaces that of its row."""
+    row = decoding.drafting_row
+    make = make or (row.published if decoding.value("form") == "published" else row.make)
+    method: DraftMethod = load_code(make)(decoding, target, batch)
     return method

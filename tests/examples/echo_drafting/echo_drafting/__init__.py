@@ -2,18 +2,19 @@
 
 from lantern_bench.plugins import Drafting, Parameter
 
-WINDOW = Parameter(
-    "window", int, "must be a whole number of at least 1", "Draft tokens of the echo drafting.", in_id="structure"
+LENGTH = Parameter(
+    "length", int, "must be a whole number of at least 1", "Draft tokens of the echo drafting.", in_id="structure"
 )
 
 DRAFTING = Drafting(
     "echo",
     make="echo_drafting.method:Echo",
     about="the target's last distribution, repeated",
-    parameters=(WINDOW,),
-    defaults={"window": 3},
+    parameters=(LENGTH,),
+    defaults={"length": 3},
     needs_drafter=False,
-    label=lambda values: f"w{values['window']}",
-    problem=lambda values: ("window", WINDOW.allowed) if values["window"] < 1 else None,
+    chain=True,
+    label=lambda values: f"w{values['length']}",
+    problem=lambda values: ("length", LENGTH.allowed) if values["length"] < 1 else None,
     legend="echo",
 )

@@ -7,14 +7,14 @@ from lantern_bench.decoding.tree import StaticTree
 
 
 class Echo:
-    """A chain of `window` nodes; its state is one distribution per image."""
+    """A chain of `length` nodes; its state is one distribution per image."""
 
     def __init__(self, decoding, target, batch):
-        window = decoding.value("window")
-        self.nodes, self.depth = window + 1, window
-        self.forwards, self.noises, self.fanout = 0, window, 1
+        length = decoding.value("length")
+        self.nodes, self.depth = length + 1, length
+        self.forwards, self.noises, self.fanout = 0, length, 1
         self.greedy = decoding.greedy
-        self.chain = StaticTree.of([(0,) * depth for depth in range(1, window + 1)], target.device)
+        self.chain = StaticTree.of([(0,) * depth for depth in range(1, length + 1)], target.device)
         self.last = torch.zeros(batch, target.vocab_size, device=target.device)
 
     def begin(self, p):

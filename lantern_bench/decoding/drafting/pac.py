@@ -1,0 +1,94 @@
+"""Jacobi drafts with siblings: several candidates at the depths just below the root (SJD-PAC, arXiv 2603.18599).
+
+The rows that drafts are drawn from are those of `jacobi.py`, one for each position. docs/algorithms.md, section 8.3,
+which also says in what the published sampler differs, and why it is not lossless.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
+from lantern_bench.decoding.interface import Drafted, DrafterSession, Drafts, LastStep, Target
+from lantern_bench.decoding.sampling import draw_without_replacement, most_probable
+from lantern_bench.decoding.tree import DraftTree, StaticTree
+
+
+def make_pac(decoding: Decoding, target: Target, batch: int) -> PacDrafting:
+    """Make the drafting of the row `pac`."""
+    return PacDrafting(decoding, target, batch)
+
+
+class PacDrafting(JacobiDrafting):
+    """`candidates` drafts below all nodes of the first `branching` depths, the same for all of a depth, then a chain.
+
+    The first candidate of a position is its Jacobi draft; the others are drawn anew from its row q without the first.
+    """
+
+    def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:
+        super().__init__(decoding, target, batch)
+        width, device = decoding.value("candidates"), target.device
+        self._branching = min(decoding.value("branching"), self.depth)
+        chain = {(0,) * depth for depth in range(1, self.depth + 1)}
+        depths = range(1, self._branching + 1)
+        paths = chain.union(*(itertools.product(range(width), repeat=depth) for depth in depths))
+        self._shape = StaticTree.of(paths, device)
+        self.nodes, self.fanout = len(self._shape.parents), width
+        if not decoding.greedy and self._coupling != "gumbel":
+            self.noises += self._branching
+        nodes = [(), *sorted(paths, key=lambda path: (len(path), path))]
+        number = {path: node for node, path in enumerate(nodes)}
+        # Where a node's token is: behind the root and the first candidates, the others of each depth.
+        beside = [self.depth + (len(path) - 1) * (width - 1) + path[-1] if any(path[-1:]) else 0 for path in nodes]
+        place = [other or len(path) for other, path in zip(beside, nodes, strict=True)]
+        self._place = torch.tensor(place, device=device)
+        # The nodes at all depths that first candidates lead to from a node; where they end, those of the chain.
+        below = [[path + (0,) * (depth - len(path)) for depth in range(self.depth + 1)] for path in nodes]
+        onward = [[number.get(path, number[(0,) * depth]) for depth, path in enumerate(row)] for row in below]
+        self._onward = torch.tensor(onward, device=device)
+        self._row = self._shape.depths.clamp_max(self.depth - 1)
+
+    def learn(self, step: LastStep) -> None:
+        """Reuse the p of the nodes that first candidates lead to from the last accepted one."""
+        images = torch.arange(len(step.path), device=step.path.device)[:, None]
+        p = step.p[images, self._reused(step)]
+        super().learn(step._replace(tree=self._chain.draft(step.tree.tokens[:, self._onward[0]], None), p=p))
+
+    def draft(
+        self, session: DrafterSession | None, drafts: Drafts | None, root: Tensor, noise: Tensor, depth_limit: Tensor
+    ) -> Drafted:
+        """Draft the first candidates as Jacobi drafting does, and the others beside them."""
+        (first,) = super().draft(session, drafts, root, noise[:, : self.depth], depth_limit)
+        own = first[:, 1 : self._branching + 1]
+        laws = self._beside(own).scatter(2, own[:, :, None], 0.0)
+        if self._greedy:
+            others, able = most_probable(laws, self.fanout - 1)
+        else:
+            clocks = self._clocks[:, : self._branching] if self._coupling == "gumbel" else noise[:, self.depth :]
+            others, able = draw_without_replacement(laws, self.fanout - 1, clocks)
+        tokens = torch.cat([first, others.flatten(1)], dim=1)[:, self._place]
+        valid = torch.cat([torch.ones_like(first, dtype=torch.bool), able.flatten(1)], dim=1)[:, self._place]
+        return tokens, valid
+
+    def to_score(self, drafted: Drafted) -> tuple[Tensor, Tensor, Tensor]:
+        """Depths and attention are the shape's."""
+        tokens, shape = drafted[0], self._shape
+        return tokens, shape.depths.expand(len(tokens), -1), shape.attention.expand(len(tokens), -1, -1)
+
+    def tree(self, drafted: Drafted) -> DraftTree:
+        """The candidates; those of a depth have the same row, whatever their parent."""
+        tokens, valid = drafted
+        return self._shape.draft(tokens, None if self._greedy else self._q[:, self._row], valid)
+
+    def _reused(self, step: LastStep) -> Tensor:
+        """Return the nodes [B, W + 1] whose p are reused, by depth."""
+        return self._onward[step.path.gather(1, step.accepted[:, None]).squeeze(1)]
+
+    def _beside(self, first: Tensor) -> Tensor:
+        """Return what the others are drawn from, [B, branching, V], beside the candidates `first` [B, branching]."""
+        del first
+        return self._q[:, : self._branching]

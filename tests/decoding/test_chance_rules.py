@@ -1,0 +1,370 @@
+"""Rules that give the probability f of acceptance: what they emit, against docs/algorithms.md, section 8.4.
+
+Each rule is written a second time here, token by token in numpy; emitted distributions are enumerated over all drafts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lantern_bench.certify.tabular import TabularModel
+from lantern_bench.config import methods
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.acceptance import relaxation as relaxation_module
+from lantern_bench.decoding.acceptance.relaxation import Relaxation
+from lantern_bench.decoding.acceptance.tree_acceptance import Nodes
+from lantern_bench.decoding.acceptance.walk import verify
+from lantern_bench.decoding.emitted_tv import emitted, emitted_tv_sampled, total_variation
+from lantern_bench.decoding.loop import decode
+from lantern_bench.decoding.neighbours import nearest_codes
+from lantern_bench.decoding.tree import DraftTree, StaticTree
+from lantern_bench.plugins import Rule
+from tests.decoding.random_trees import random_draft
+from tests.decoding.tabular import Setting, Tabular, distribution_of_step, error_of, first_tokens, verify_step
+from tests.decoding.test_emitted_tv import dirichlet
+from tests.decoding.test_loop import p_value, run
+from tests.decoding.test_lossless_exact import SHAPES
+
+Vector = NDArray[np.float64]
+CODES = torch.randn(40, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+OTHERS: dict[str, dict[str, float]] = {"cool-sd": {"decay": 0.7}, "gsd": {"probability_gap": 0.1, "code_gap": 2.0}}
+OTHERS["typical"] = {"alpha": 0.3}
+BOUNDS = {"cool-sd": (0.6, 1.0, 1.7), "gsd": (2, 5, 14), "typical": (0.02, 0.4)}
+CASES = [(rule, bound) for rule, bounds in BOUNDS.items() for bound in bounds]
+
+
+def rule_of(name: str, bound: float, residual: str = "exact", vocabulary: int = 12) -> Relaxation:
+    others = tuple(OTHERS[name].items())
+    return Relaxation(name, 0, bound, residual, None, others, CODES[:vocabulary] if name == "gsd" else None)
+
+
+def entropy(p: Vector) -> float:
+    return -sum(one * math.log(one) for one in p if one > 0)
+
+
+def chance(name: str, bound: float, p: Vector, q: Vector | None, depth: int = 1) -> Vector:
+    """f of every token with q > 0, written from section 8.4; 0 elsewhere."""
+    others, found = OTHERS[name], np.zeros_like(p)
+    order = sorted(range(len(p)), key=lambda token: (-p[token], token))
+    for x in range(len(p)):
+        if q is not None and q[x] == 0:
+            continue
+        if name == "cool-sd":
+            found[x] = bound * math.exp(-others["decay"] * (depth - 1)) * p[x] / (1 if q is None else q[x])
+        elif name == "typical":
+            found[x] = float(p[x] > min(bound, others["alpha"] * math.exp(-entropy(p))))
+        else:
+            at = order.index(x)
+            near = order[max(0, at - (int(bound) - 1) // 2) : at + int(bound) // 2 + 1]
+            near = [one for one in near if abs(p[one] - p[x]) < others["probability_gap"]]
+            near = [one for one in near if float((CODES[one] - CODES[x]).square().sum()) < others["code_gap"]]
+            found[x] = sum(p[one] for one in near) / (1 if q is None else sum(q[one] for one in near))
+    return np.minimum(found, 1.0)
+
+
+def expected(
+    p: Vector, q: Vector | None, children: tuple[int, ...], name: str, bound: float, residual: str
+) -> tuple[Vector, float]:
+    """Distribution of the first token given the drafts `children`, and the chance of no draft; one after the other."""
+    emitted_so_far, left = np.zeros_like(p), 1.0
+    for x in children:
+        f = chance(name, bound, p, q)
+        emitted_so_far[x] += left * f[x]
+        left *= 1 - f[x]
+        drawn = q if q is not None else np.eye(len(p))[x]
+        share = f if residual == "exact" else {"gsd": np.ones_like(f), "typical": np.zeros_like(f), "cool-sd": f}[name]
+        rest = np.maximum(p - drawn * share, 0)
+        if rest.sum() > 0:
+            p = rest / rest.sum()
+        if q is not None:
+            q = np.where(np.arange(len(q)) == x, 0, q)
+            q = q / max(q.sum(), 1e-300)
+    return emitted_so_far + left * p, left
+
+
+def pairs(seed: int, count: int, vocabulary: int) -> list[tuple[Tensor, Tensor]]:
+    noise = torch.Generator().manual_seed(seed)
+    p, q = dirichlet(noise, 2, count, vocabulary)
+    p[0, :3] = 0  # tokens that a filter took out
+    q[1, 2:5] = 0
+    return list(zip(p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True), strict=True))
+
+
+def of_drafts(p: Tensor, q: Tensor | None, drafts: Tensor, rule: Relaxation) -> Tensor:
+    """The distributions [n, V] of a first token for the drafts [n, C]."""
+    many = len(drafts)
+    rows = (p.expand(many, -1), None if q is None else q.expand(many, -1))
+    valid = torch.ones_like(drafts, dtype=torch.bool) if q is None else q[drafts] > 0
+    return emitted(*rows, drafts, valid, rule, None).distribution
+
+
+@pytest.mark.parametrize(("name", "bound"), CASES)
+def test_the_exact_residual_reaches_the_smallest_tv_of_one_draft(name: str, bound: float) -> None:
+    worst, larger = 0.0, 0.0
+    for p, q in pairs(1, 30, 12):
+        every, f = torch.arange(12)[:, None], torch.tensor(chance(name, bound, p.numpy(), q.numpy()))
+        least = float((q * f - p).clamp_min(0).sum())
+        found = total_variation(p, q @ of_drafts(p, q, every, rule_of(name, bound)))
+        worst = max(worst, abs(float(found) - least))
+        if name == "cool-sd":
+            formula = torch.minimum((q - p).clamp_min(0), max(bound - 1, 0) * p).sum()
+            assert least == pytest.approx(float(formula), abs=1e-12)
+        official = float(total_variation(p, q @ of_drafts(p, q, every, rule_of(name, bound, "official"))))
+        larger = max(larger, official - least)
+        if name == "gsd" and float((q * f).sum()) >= float(torch.minimum(p, q).sum()):
+            assert official == pytest.approx(least, abs=1e-12), "accepting no less than strict, plain is enough"
+        # Deterministic drafts: q is 1 at x.
+        alone = torch.tensor([chance(name, bound, p.numpy(), None)[x] - float(p[x]) for x in range(12)]).clamp_min(0)
+        torch.testing.assert_close(total_variation(p, of_drafts(p, None, every, rule_of(name, bound))), alone)
+    print(f"{name} {bound}: emitted TV off the smallest by {worst:.1e}; official above it by up to {larger:.3f}")
+    assert worst < 1e-12
+    assert larger > 1e-3 if name == "typical" or bound == 2 else larger > -1e-12
+    assert name != "cool-sd" or larger < 1e-12, "the published residual of Cool-SD is the exact one"
+
+
+def test_the_plain_residual_of_a_strength_below_1_is_seen() -> None:
+    """Section 8.4: with w < 1 max(p - q, 0) is the wrong residual. It is put in place of the rule's own."""
+    rule = rule_of("cool-sd", 0.6)
+    object.__setattr__(rule, "published", "plain")
+    worst = []
+    for p, q in pairs(2, 30, 12):
+        every = torch.arange(12)[:, None]
+        worst.append(float(total_variation(p, q @ of_drafts(p, q, every, rule))))
+        assert float(total_variation(p, q @ of_drafts(p, q, every, rule_of("cool-sd", 0.6)))) < 1e-12
+    print(f"plain residual at w = .6: emitted TV {sum(worst) / len(worst):.3f} on average")
+    assert sum(worst) / len(worst) > 0.05
+
+
+@pytest.mark.parametrize("residual", ["exact", "official"])
+@pytest.mark.parametrize(("name", "bound"), CASES)
+def test_siblings_are_judged_by_the_residual(name: str, bound: float, residual: str) -> None:
+    rule = rule_of(name, bound, residual, vocabulary=6)
+    worst = 0.0
+    for p, q in pairs(3, 6, 6):
+        drafts = [one for one in itertools.permutations(range(6), 3) if all(q[x] > 0 for x in one)]
+        for drawn in (q, None):
+            found = of_drafts(p, drawn, torch.tensor(drafts), rule)
+            for row, children in zip(found, drafts, strict=True):
+                numbers = None if drawn is None else drawn.numpy()
+                wanted, _ = expected(p.numpy(), numbers, children, name, bound, residual)
+                worst = max(worst, float((row - torch.tensor(wanted)).abs().max()))
+    print(f"{name} {bound} {residual}: {worst:.1e}")
+    assert worst < 1e-9
+
+
+SETTINGS = {"plain": Setting(), "filtered": Setting(top_k=3, cfg_scale=1.5)}
+
+
+def step_error(tree_of: str, rule: Relaxation, setting: str, vocabulary: int = 4) -> tuple[float, float]:
+    """Errors (first token, joint) of a step against autoregressive decoding."""
+    model = Tabular(vocabulary, SETTINGS[setting], seed=1)
+    if tree_of == "dynamic":
+        weights, tree = torch.ones(1, dtype=torch.float64), model.dynamic_draft(6, 3, 2)
+    else:
+        weights, tree = model.static_drafts(StaticTree.of(SHAPES[tree_of]))
+    distribution = distribution_of_step(model, weights, tree, partial(verify_step, rule=rule), 4)
+    truth = model.distribution_after((), 4)
+    return error_of(first_tokens(distribution), first_tokens(truth)), error_of(distribution, truth)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("tree", ["chain", "small", "dynamic"])
+def test_a_strength_of_at_most_1_is_lossless(tree: str, setting: str) -> None:
+    for strength, decay in ((1.0, 0.0), (1.0, 0.7), (0.5, 0.1)):
+        rule = Relaxation("cool-sd", 0, strength, others=(("decay", decay),))
+        first, joint = step_error(tree, rule, setting)
+        assert max(first, joint) < 1e-9
+    broken = replace(rule)
+    object.__setattr__(broken, "published", "none")
+    first, _ = step_error(tree, broken, setting)
+    assert first > 1e-3
+
+
+def test_the_strength_falls_with_depth() -> None:
+    """With w = 1.5 at the first draft and 1 at the second, only the first token is off."""
+    rule = Relaxation("cool-sd", 0, 1.5, others=(("decay", math.log(1.5)),))
+    model = Tabular(4, Setting(), seed=1)
+    for tree_of in ("chain", "small"):
+        weights, tree = model.static_drafts(StaticTree.of(SHAPES[tree_of]))
+        for decay, holds in ((math.log(1.5), True), (0.0, False)):
+            rule = Relaxation("cool-sd", 0, 1.5, others=(("decay", decay),))
+            found = distribution_of_step(model, weights, tree, partial(verify_step, rule=rule), 2)
+            first = first_tokens(found)
+            product = {(x, y): first[(x,)] * float(model.p((x,))[y]) for x, y in found}
+            assert error_of(first, first_tokens(model.distribution_after((), 2))) > 1e-2
+            assert (error_of(found, product) < 1e-9) == holds
+
+
+@pytest.mark.parametrize("tree", ["chain", "small", "dynamic"])
+@pytest.mark.parametrize(("name", "bound"), CASES)
+def test_a_step_emits_what_emitted_tv_says(name: str, bound: float, tree: str) -> None:
+    """The first token of the walk, over all drafts, is the one that `emitted` computes from the root's children."""
+    model, rule = Tabular(4, Setting(), seed=3), rule_of(name, bound, vocabulary=4)
+    drawn: tuple[Tensor, DraftTree]
+    if tree == "dynamic":
+        drawn = torch.ones(1, dtype=torch.float64), model.dynamic_draft(6, 3, 2)
+    else:
+        drawn = model.static_drafts(StaticTree.of(SHAPES[tree]))
+    weights, drafts = drawn
+    walked = first_tokens(distribution_of_step(model, *drawn, partial(verify_step, rule=rule), 1))
+    children = drafts.children[:, 0]
+    tokens = drafts.tokens.gather(1, children.clamp_min(0))
+    p = model.p(()).expand(len(tokens), -1)
+    q = None if drafts.q is None else drafts.q[:, 0]
+    found = weights @ emitted(p, q, tokens, children >= 0, rule, None).distribution
+    assert max(abs(walked.get((x,), 0.0) - float(found[x])) for x in range(4)) < 1e-9
+
+
+@pytest.mark.parametrize("residual", ["exact", "official"])
+@pytest.mark.parametrize("name", BOUNDS)
+def test_the_estimate_of_emitted_tv_is_near_the_enumeration(name: str, residual: str) -> None:
+    noise = torch.Generator().manual_seed(5)
+    rule, (p, q) = rule_of(name, BOUNDS[name][-1], residual, 10), dirichlet(noise, 2, 10)
+    drafts = torch.tensor(list(itertools.permutations(range(10), 2)))
+    likely = q[drafts[:, 0]] * q[drafts[:, 1]] / (1 - q[drafts[:, 0]])
+    truth = float(total_variation(p, likely @ of_drafts(p, q, drafts, rule)))
+
+    def exponential() -> Tensor:
+        return torch.empty(1, 10, dtype=torch.float64).exponential_(generator=noise)
+
+    (found,) = emitted_tv_sampled(p[None], q[None], 2, 1000, [(rule, None)], exponential)
+    assert float(found.tv) == pytest.approx(truth, abs=0.015)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_strength_of_1_is_the_strict_rule_token_for_token(seed: int) -> None:
+    draft = random_draft(seed, torch.float64)
+    arguments = (draft.table, draft.uniforms, draft.noise, draft.depth_limit)
+    strict = verify(draft.tree, draft.probs, Relaxation(), *arguments)
+    same = verify(draft.tree, draft.probs, Relaxation("cool-sd", 0, 1.0, others=(("decay", 0.0),)), *arguments)
+    assert torch.equal(same.path, strict.path) and torch.equal(same.tokens, strict.tokens)
+    torch.testing.assert_close(same.next_probs, strict.next_probs, atol=1e-6, rtol=0)
+    assert float(same.mass_tried.abs().max()) < 1e-6
+
+
+def test_the_entropy_rule_takes_as_much_as_the_entropy_allows() -> None:
+    noise = torch.Generator().manual_seed(7)
+    p, table = dirichlet(noise, 30, 32), nearest_codes(CODES[:32], 31)
+    x = torch.arange(30)
+    limit = torch.tensor([0.5 * entropy(row.numpy()) / math.log(32) for row in p])
+    mass, taken = relaxation_module.merged_mass(p, x, table, Relaxation("entropy", 20, 0.5))
+    assert (mass <= limit + 1e-12).all() and 0 < float(taken.sum(1).double().mean()) < 20
+    near = p.gather(1, table[x, :20].long()).cumsum(1)
+    wanted = torch.where(near <= limit[:, None], near, 0.0).amax(1)
+    torch.testing.assert_close(mass, wanted)
+    certain = torch.zeros(1, 32, dtype=torch.float64)
+    certain[0, 3] = 1
+    assert float(relaxation_module.merged_mass(certain, x[3:4], table, Relaxation("entropy", 20, 0.5))[0]) == 0
+
+
+@pytest.fixture
+def watching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Relaxation]:
+    """Install a rule of `chance` made of a function, with two neighbours and the codebook."""
+
+    def install(function: Callable[..., Any], **values: Any) -> Relaxation:
+        row = Rule("watching", chance=function, neighbours=2, codebook=True, tensor_bound=True)
+        monkeypatch.setitem(methods.RULES, row.name, row)
+        return Relaxation("watching", 2, 1.0, codes=CODES[:6], **values)
+
+    return install
+
+
+def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(watching: Callable[..., Relaxation]) -> None:
+    seen: dict[str, Tensor] = {}
+
+    def look(draft: Any, values: Any) -> Tensor:
+        names = ("token", "own", "q", "whole", "near_tokens", "near", "distances", "codebook", "depth", "position")
+        seen.update({name: getattr(draft, name) for name in names})
+        return torch.zeros_like(draft.own)
+
+    model = Tabular(6, Setting(), seed=2)
+    tree = StaticTree.of([(0,), (1,), (0, 0)])
+    drawn = tree.draft(torch.tensor([[0, 2, 4, 1], [0, 3, 5, 2]]), model.q(()).expand(2, 4, 6))
+    p, table = model.target_at(drawn), nearest_codes(CODES[:6], 5)
+    shape = (2, 4, 2)
+    position = torch.tensor([7, 9])
+    verify(drawn, p, watching(look), table, torch.rand(shape), torch.ones(2, 6), None, None, position)
+    # The last call: the second child of the root, in both images.
+    root = p[:, 0]
+    rest = root - 0.0 * root  # f = 0 leaves p as it is
+    torch.testing.assert_close(seen["own"], rest)
+    torch.testing.assert_close(seen["whole"], rest[:, None])
+    assert seen["token"].tolist() == list(range(6))
+    assert torch.equal(seen["near_tokens"], table[:, :2].long())
+    torch.testing.assert_close(seen["near"], torch.stack([row[table[:, :2].long()] for row in rest]))
+    distances = torch.stack([(CODES[table[x, :2].long()] - CODES[x]).norm(dim=-1) for x in range(6)])
+    torch.testing.assert_close(seen["distances"], distances)
+    lost = model.q(()).expand(2, 6).clone()
+    lost[0, 2] = lost[1, 3] = 0
+    torch.testing.assert_close(seen["q"], lost / lost.sum(1, keepdim=True))
+    assert seen["depth"].tolist() == [[1], [1]] and seen["position"].tolist() == [[7], [9]]
+
+
+def test_depth_and_place_are_those_of_the_draft_in_the_loop(watching: Callable[..., Relaxation]) -> None:
+    """A rule that accepts by place and depth alone: which steps are made follows from them."""
+    watching(lambda draft, values: ((draft.position % 4 != 0) & (draft.depth < 3)).double())
+    methods.MODES["watching"] = methods.Mode("watching", "static", "watching", "watching")
+    try:
+        values = {"mode": "watching", "bound": 1.0, "neighbours": 2, "tree": "chain-5"}
+        model = TabularModel(3, 9, seed=1)
+        made = decode(model, None, Decoding.model_validate(values), [torch.Generator().manual_seed(0)])[0]
+    finally:
+        del methods.MODES["watching"]
+    # Steps start at 1; a draft at a multiple of 4, and the third of a step, are rejected.
+    assert made.trace.start == [1, 4, 5, 8]
+    assert made.trace.accepted[:3] == [2, 0, 2]
+
+
+def test_a_broken_number_of_a_token_that_cannot_be_drawn_is_ignored(watching: Callable[..., Relaxation]) -> None:
+    p, q = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.0, 1.0, 0.0]])
+    rule = watching(lambda draft, values: draft.ratio)
+    nodes = Nodes(p.clone(), q.clone(), rule, nearest_codes(CODES[:3], 2))
+    accept, _ = nodes.decide(torch.tensor([[1]]), torch.tensor([[True]]))
+    assert accept.tolist() == [0.5] and nodes.p.tolist() == [[1.0, 0.0, 0.0]]
+
+
+DRAFTED: dict[str, dict[str, Any]] = {
+    "tree": {"drafting": "static", "topology": [[0], [1], [0, 0], [1, 0]]},
+    "dynamic": {"drafting": "dynamic", "nodes": 5, "depth": 2, "beam": 2},
+    "jacobi": {"drafting": "jacobi", "window": 3},
+    "copies": {"drafting": "jacobi", "window": 3, "initial": "left", "coupling": "maximal"},
+}
+RULES: dict[str, dict[str, Any]] = {
+    "cool-sd": {"strength": 1.3},
+    "gsd": {"cluster": 3, "code_gap": 3.0, "residual": "official"},
+    "entropy": {"entropy_scale": 0.5, "neighbours": 2},
+    "typical": {"epsilon": 0.3, "alpha": 0.5},
+}
+
+
+@pytest.mark.parametrize("drafted", DRAFTED)
+def test_a_strength_of_at_most_1_is_lossless_in_the_loop(drafted: str) -> None:
+    values = {"mode": "cool-sd", "strength": 0.8, "decay": 0.3, **DRAFTED[drafted]}
+    decoding = Decoding.model_validate(values)
+    value = p_value(*run(decoding), decoding)
+    print(f"cool-sd .8, {drafted}: p = {value:.3f}")
+    assert value > 1e-3
+    loose = Decoding.model_validate(values | {"strength": 2.0, "decay": 0.0})
+    assert p_value(*run(loose), loose) < 1e-6, "a strength of 2 is not"
+
+
+@pytest.mark.parametrize("drafted", DRAFTED)
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_decodes_every_draft_alike_in_a_batch(rule: str, drafted: str) -> None:
+    decoding = Decoding.model_validate({"mode": rule, **RULES[rule], **DRAFTED[drafted], "cfg_scale": 1.5})
+    _, together = run(decoding, images=12, batch=12)
+    _, alone = run(decoding, images=12, batch=1)
+    pairs_of = list(zip(together, alone, strict=True))
+    assert all(a.tokens.equal(b.tokens) and a.trace.committed == b.trace.committed for a, b in pairs_of)
+    assert sum(one.trace.moved_mass_tried for one in together) > 0

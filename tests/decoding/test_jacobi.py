@@ -1,0 +1,592 @@
+"""Jacobi drafting: lossless by enumeration and in the loop, where broken variants show; greedy; ends; forced tokens.
+
+Enumerated is the whole image, step after step: (tokens, rows, drafts) with their probabilities, through the package's
+own `draft`, `verify` and `learn` (docs/algorithms.md, section 8.6). Maximal coupling is part of the probability of a
+draft; Gumbel coupling is followed at V = 2 as intervals of one uniform number for each position.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from scipy.stats import power_divergence
+from torch import Tensor
+
+from lantern_bench.certify.broken import strict_without_residual
+from lantern_bench.certify.broken_drafts import Mistake, kept_draft, slot_noise, uniform_reused
+from lantern_bench.certify.tabular import TabularModel
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.acceptance.tree_acceptance import Accept
+from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.drafting import jacobi
+from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, couple
+from lantern_bench.decoding.drafting.published import PublishedScd
+from lantern_bench.decoding.interface import Drafted, LastStep
+from lantern_bench.decoding.loop import Decoded, decode
+from lantern_bench.decoding.sampling import decoding_probabilities
+from lantern_bench.decoding.tree import DraftTree
+from tests.decoding.tabular import Prefix, Setting, Tabular, verify_step
+from tests.decoding.test_engine import Small, decoded, same
+from tests.models.test_forced_tokens import CODES, LINE
+from tests.models.test_forced_tokens import Model as Lined
+
+COUPLINGS, INITIALS = ("none", "maximal", "gumbel"), ("uniform", "left", "above", "row")
+SIZES = {"v2": (2, 5, 4), "v3": (3, 4, 2)}
+"""Vocabulary, tokens of an image, window."""
+# Gumbel drafts are enumerated by intervals of one uniform number, which serves two tokens.
+CASES = [(size, coupling) for size in SIZES for coupling in COUPLINGS if (size, coupling) != ("v3", "gumbel")]
+
+
+def jacobi_decoding(**values: Any) -> Decoding:
+    return Decoding.model_validate({"mode": "sjd", **values})
+
+
+# ---- exact
+
+
+class Particles(NamedTuple):
+    """Decodes with the same number of committed `tokens` [n, m], their probabilities, and the drafting's state."""
+
+    weight: Tensor
+    tokens: Tensor
+    state: dict[str, Tensor]
+    low: Tensor  # Gumbel coupling: where the uniform number of each position of the last window may lie, [n, W]
+    high: Tensor
+
+    def repeated(self, times: int) -> Particles:
+        tensors = (one.repeat_interleave(times, dim=0) for one in (self.weight, self.tokens, self.low, self.high))
+        weight, tokens, low, high = tensors
+        state = {name: one.repeat_interleave(times, dim=0) for name, one in self.state.items()}
+        return Particles(weight, tokens, state, low, high)
+
+    def kept(self, rows: Tensor) -> Particles:
+        state = {name: one[rows] for name, one in self.state.items()}
+        return Particles(self.weight[rows], self.tokens[rows], state, self.low[rows], self.high[rows])
+
+
+STATE = ("_q", "_law", "_clocks", "_moved", "_position", "_line", "_old_q", "_old", "_aside")
+
+
+def load(drafting: JacobiDrafting, particles: Particles) -> JacobiDrafting:
+    for name, value in particles.state.items():
+        setattr(drafting, name, value.clone())
+    return drafting
+
+
+def merged(groups: list[Particles]) -> Particles:
+    """One particle for all that are alike in what still matters."""
+    tensors = [torch.cat(parts) for parts in zip(*(group[:2] for group in groups), strict=True)]
+    state = {name: torch.cat([group.state[name] for group in groups]) for name in groups[0].state}
+    low, high = (torch.cat([getattr(group, name) for group in groups]) for name in ("low", "high"))
+    columns = [tensors[1], *(one for name, one in state.items() if name != "_clocks"), low, high]
+    key = torch.cat([one.reshape(len(low), -1).double() for one in columns], dim=1)
+    _, place = torch.unique((key * 1e10).round(), dim=0, return_inverse=True)
+    weight = torch.zeros(int(place.max()) + 1).index_add_(0, place, tensors[0])
+    first = torch.zeros_like(weight, dtype=torch.int64).scatter_(0, place, torch.arange(len(place)))
+    found = Particles(tensors[0], tensors[1], state, low, high).kept(first)
+    return found._replace(weight=weight)
+
+
+class Exact:
+    """The distribution of whole images of a tabular target under Jacobi drafting."""
+
+    def __init__(
+        self,
+        size: tuple[int, int, int],
+        values: dict[str, Any],
+        seed: int = 1,
+        drafting: type[JacobiDrafting] = JacobiDrafting,
+        accept: Accept | None = None,
+        setting: Setting | None = None,
+    ) -> None:
+        self.vocabulary, self.length, self.window = size
+        self.model = Tabular(self.vocabulary, setting or Setting(), seed)
+        self.target: Any = SimpleNamespace(
+            vocab_size=self.vocabulary, image_tokens=self.length, device=torch.device("cpu"), line_length=2
+        )
+        self.decoding = jacobi_decoding(window=self.window, **values)
+        self.gumbel, self.kind, self.accept = values.get("coupling") == "gumbel", drafting, accept
+
+    def drafting(self, batch: int) -> JacobiDrafting:
+        return self.kind(self.decoding, self.target, batch)
+
+    def error(self) -> float:
+        """The total variation between the images' distribution and the target's."""
+        found = self.distribution()
+        truth = self.model.distribution_after((), self.length)
+        return 0.5 * sum(abs(found.get(key, 0.0) - truth.get(key, 0.0)) for key in found.keys() | truth.keys())
+
+    def distribution(self) -> dict[Prefix, float]:
+        first = self.model.p(())
+        drafting = self.drafting(self.vocabulary)
+        drafting.begin(first.expand(self.vocabulary, -1))
+        none = torch.zeros(self.vocabulary, self.window)
+        tokens = torch.arange(self.vocabulary)[:, None]
+        groups = defaultdict(list, {1: [Particles(first, tokens, self.state_of(drafting), none, none + 1.0)]})
+        for committed in range(1, self.length):
+            if committed in groups:
+                self.advance(merged(groups.pop(committed)), committed, groups)
+        final: dict[Prefix, float] = defaultdict(float)
+        for group in groups.pop(self.length):
+            for weight, row in zip(group.weight.tolist(), group.tokens.tolist(), strict=True):
+                final[tuple(row)] += weight
+        assert not groups
+        return final
+
+    def state_of(self, drafting: JacobiDrafting) -> dict[str, Tensor]:
+        return {name: getattr(drafting, name).clone() for name in STATE if hasattr(drafting, name)}
+
+    def advance(self, particles: Particles, committed: int, groups: dict[int, list[Particles]]) -> None:
+        """Add the outcomes of one step of all particles to `groups`."""
+        limit = min(self.window, self.length - 1 - committed)
+        wanted = self.drafts(limit)
+        many, rest = len(wanted), len(particles.weight)
+        particles = particles.repeated(many)
+        chance, tree, drafting, particles = self.drafted(particles, wanted.repeat(rest, 1), limit)
+        particles = particles._replace(weight=particles.weight * chance)
+        p = self.target_at(particles.tokens, tree, limit)
+        for stop, nodes, path, accepted, after in self.outcomes(drafting, tree, p, limit):
+            if not stop.any():
+                continue
+            step = self.learned(drafting, tree, p, nodes, path, accepted, committed)
+            for token in range(self.vocabulary):
+                weight = particles.weight * stop * after[:, token]
+                for length in accepted.unique().tolist():
+                    rows = torch.nonzero((weight > 0) & (accepted == length)).flatten()
+                    if len(rows):
+                        made = torch.cat(
+                            [particles.tokens, path[:, :length], torch.full_like(path[:, :1], token)], dim=1
+                        )
+                        outcome = Particles(weight, made, step, particles.low, particles.high)
+                        groups[committed + length + 1].append(self.trimmed(outcome.kept(rows)))
+
+    def drafts(self, limit: int) -> Tensor:
+        """All drafts [n, W], of which `limit` tokens differ."""
+        wanted = torch.tensor(list(itertools.product(range(self.vocabulary), repeat=limit)), dtype=torch.int64)
+        wanted = wanted.reshape(-1 if limit else 1, limit)
+        return torch.nn.functional.pad(wanted, (0, self.window - limit))
+
+    def outcomes(
+        self, drafting: JacobiDrafting, tree: DraftTree, p: Tensor, limit: int
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """How a step can end: chances [n], path [n, D + 1], its tokens [n, D], accepted [n], what comes next [n, V]."""
+        del drafting
+        found = verify_step(tree, p, limit, broken=self.accept)
+        for node, (stop, path, accepted, after) in enumerate(zip(*found, strict=True)):
+            way = tree.attention[0, node].nonzero().flatten()
+            yield stop, torch.nn.functional.pad(way, (0, self.window + 1 - len(way)), value=-1), path, accepted, after
+
+    def learned(
+        self,
+        drafting: JacobiDrafting,
+        tree: DraftTree,
+        p: Tensor,
+        nodes: Tensor,
+        path: Tensor,
+        accepted: Tensor,
+        committed: int,
+    ) -> dict[str, Tensor]:
+        """The state after a step that ended so; `drafting` stays as it is."""
+        before = self.state_of(drafting)
+        position = committed + accepted + 1
+        tree = replace(tree, q=None if tree.q is None else tree.q.clone())
+        nodes = nodes.expand(len(path), -1)
+        drafting.learn(LastStep(tree, p, nodes, accepted, path, position, accepted >= 0))
+        after = self.state_of(drafting)
+        for name, value in before.items():
+            setattr(drafting, name, value)
+        return after
+
+    def trimmed(self, particles: Particles) -> Particles:
+        """Forget what belongs to positions behind the image."""
+        behind = particles.tokens.shape[1] + torch.arange(self.window) >= self.length
+        for name in ("_q", "_law", "_old_q", "_aside"):
+            if name in particles.state:
+                particles.state[name][:, behind[: particles.state[name].shape[1]]] = 1.0 / self.vocabulary
+        if "_old" in particles.state:
+            particles.state["_old"][:, behind] = 0
+        if "_line" in particles.state:
+            particles.state["_line"][:, particles.tokens.shape[1] :] = 0
+        return particles
+
+    def drafted(
+        self, particles: Particles, wanted: Tensor, limit: int
+    ) -> tuple[Tensor, DraftTree, JacobiDrafting, Particles]:
+        """Draft `wanted` [n, W], of which `limit` count: its chance [n], the tree, the drafting, what is known then."""
+        moved, root = particles.state["_moved"], particles.tokens[:, -1]
+        drafting = load(self.drafting(len(wanted)), particles)
+        drafted, law = self.draw(drafting, root, wanted)
+        if not self.gumbel:
+            # What is drawn where a token is copied has no effect.
+            chances = law.gather(2, wanted[:, :, None]).squeeze(2) / law.sum(dim=2)
+            return chances[:, :limit].prod(dim=1), drafting.tree(drafted), drafting, particles
+        copied = (torch.arange(self.window) + moved[:, None] > self.window) & (drafting._q.amax(dim=2) == 1)
+        at = torch.arange(self.window) + moved[:, None]
+        held, at = at < self.window, at.clamp_max(self.window - 1)
+        low = torch.where(held, particles.low.gather(1, at), 0.0)
+        high = torch.where(held, particles.high.gather(1, at), 1.0)
+        first = (law[:, :, 0] / law.sum(dim=2)).clamp(low, high)  # token 0 is drawn where the number is below this
+        lower, upper = torch.where(wanted == 0, low, first), torch.where(wanted == 0, first, high)
+        lower, upper = torch.where(copied, low, lower), torch.where(copied, high, upper)
+        counts = torch.arange(self.window) < limit
+        chances = torch.where(copied, (wanted == 0) * 1.0, (upper - lower) / (high - low))
+        chance = torch.where(counts, chances, 1.0).prod(dim=1)
+        possible = chance > 0
+        particles = particles.kept(possible)._replace(
+            low=torch.where(counts, lower, 0.0)[possible], high=torch.where(counts, upper, 1.0)[possible]
+        )
+        held, at, wanted, copied = held[possible], at[possible], wanted[possible], copied[possible]
+        middle = (particles.low + particles.high) / 2
+        clocks = torch.stack([middle, 1.0 - middle], dim=2)
+        # Where a position has its noise, new noise that says the opposite must not be looked at.
+        noise = torch.where((held & counts)[:, :, None], clocks.flip(2), clocks)
+        state = particles.state["_clocks"]
+        state[torch.arange(len(held))[:, None].expand_as(at)[held], at[held]] = clocks[held]
+        drafting = load(self.drafting(len(wanted)), particles)
+        drafted = drafting.draft(None, None, particles.tokens[:, -1], noise, torch.tensor(0))
+        assert ((drafted[0][:, 1:] == wanted) | copied | ~counts).all()
+        return chance[possible], drafting.tree(drafted), drafting, particles
+
+    def draw(self, drafting: JacobiDrafting, root: Tensor, wanted: Tensor) -> tuple[Drafted, Tensor]:
+        """Draft with the draws `wanted`, and return what they are drawn from [n, W, V]."""
+        seen: list[Tensor] = []
+
+        def sample(law: Tensor, noise: Tensor) -> Tensor:
+            seen.append(law)
+            return wanted
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jacobi, "sample", sample)
+            noise = torch.ones(*wanted.shape, self.vocabulary)
+            drafted = drafting.draft(None, None, root, noise, torch.tensor(0))
+        return drafted, seen[0]
+
+    def target_at(self, committed: Tensor, tree: DraftTree, limit: int) -> Tensor:
+        """p [n, M, V] at the nodes of at most the depth `limit`."""
+        ways = [seen.nonzero().flatten()[1:].tolist() for seen in tree.attention[0]]
+        uniform = torch.full((self.vocabulary,), 1.0 / self.vocabulary)
+        rows = []
+        for before, drafts in zip(committed.tolist(), tree.tokens.tolist(), strict=True):
+            ends = ((*before, *(drafts[node] for node in way)) if len(way) <= limit else None for way in ways)
+            rows.append(torch.stack([uniform if end is None else self.model.p(end) for end in ends]))
+        return torch.stack(rows)
+
+
+@pytest.fixture
+def _double() -> Iterator[None]:
+    """Enumeration needs float64: the drafting's tensors have the default type."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize("initial", INITIALS)
+@pytest.mark.parametrize(("size", "coupling"), CASES)
+def test_enumerated_images_follow_the_target(size: str, coupling: str, initial: str) -> None:
+    for seed in (1, 2):
+        error = Exact(SIZES[size], {"coupling": coupling, "initial": initial}, seed).error()
+        print(f"{size} {coupling} {initial}: TV {error:.1e}")
+        assert error < 1e-12
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize("coupling", ["none", "maximal"])
+def test_enumerated_images_with_filters_follow_the_target(coupling: str) -> None:
+    setting = Setting(temperature=0.9, top_k=2, cfg_scale=1.5)
+    assert Exact((3, 4, 3), {"coupling": coupling}, setting=setting).error() < 1e-12
+
+
+class KeptDraft(JacobiDrafting):
+    """Drafts that are never redrawn, verified with the new rows."""
+
+    def learn(self, step: LastStep) -> None:
+        super().learn(step)
+        kept = torch.nn.functional.one_hot(step.tree.tokens[:, 1:], self._q.shape[2]).to(self._q)
+        images, at = self._behind(step.accepted + 1, self.depth)
+        self._law.copy_(torch.cat([kept, step.p[:, -1:]], dim=1)[images, at])
+
+
+class CalledUniform(JacobiDrafting):
+    """Copied drafts that are verified as if they had been drawn from all tokens alike."""
+
+    def draft(self, *arguments: Any) -> Drafted:
+        drafted = super().draft(*arguments)
+        fresh = self._ahead[:-1] + self._moved[:, None] > self.depth
+        self._q.copy_(torch.where(fresh[:, :, None], self._uniform, self._q))
+        return drafted
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize(
+    ("drafting", "values", "accept", "least"),
+    [
+        (PublishedScd, {"coupling": "maximal", "form": "published"}, None, 0.005),
+        (KeptDraft, {"coupling": "maximal"}, None, 0.05),
+        (CalledUniform, {"initial": "left"}, None, 0.1),
+        (JacobiDrafting, {}, strict_without_residual, 0.03),
+    ],
+)
+def test_enumeration_sees_what_is_broken(drafting: Any, values: Any, accept: Any, least: float) -> None:
+    errors = [Exact(SIZES["v2"], values, seed, drafting, accept).error() for seed in (1, 2, 3)]
+    print(f"broken, {drafting.__name__}: TV {errors}")
+    assert sum(errors) / len(errors) > least
+
+
+# ---- in the loop
+
+
+VOCABULARY, LENGTH, WINDOW = 3, 5, 4
+
+
+def images_of(
+    model: TabularModel, decoding: Decoding, images: int, make: Any = None, accept: Accept | None = None
+) -> list[Decoded]:
+    model.drafter = None
+    made: list[Decoded] = []
+    for start in range(0, images, 30_000):
+        generators = [torch.Generator().manual_seed(seed) for seed in range(start, min(start + 30_000, images))]
+        made += decode(model, [""] * len(generators), decoding, generators, make=make, accept=accept)
+    return made
+
+
+def g_test(
+    decoding: Decoding, images: int, make: Any = None, spread: float = 1.0, accept: Accept | None = None
+) -> float:
+    """The p-value of the joint distribution of all tokens of an image."""
+    model = TabularModel(VOCABULARY, LENGTH, seed=2)
+    model.p *= spread
+    made = images_of(model, decoding, images, make, accept)
+    place = torch.zeros(images, dtype=torch.int64)
+    for token in torch.stack([one.tokens for one in made]).long().T:
+        place = place * VOCABULARY + token
+    distribution = model.distribution(lambda cond, _: decoding_probabilities(cond, decoding)).numpy()
+    observed = np.bincount(place.numpy(), minlength=len(distribution))
+    if observed[distribution == 0].any():
+        return 0.0
+    kept = distribution > 0
+    expected = distribution[kept] / distribution[kept].sum() * images
+    return float(power_divergence(observed[kept], expected, lambda_="log-likelihood").pvalue)
+
+
+CELLS: list[dict[str, Any]] = [
+    {"window": 1},
+    {"window": WINDOW},
+    {"window": 8, "initial": "row"},  # wider than the image
+    {"window": WINDOW, "initial": "left", "coupling": "maximal"},
+    {"window": WINDOW, "coupling": "maximal", "temperature": 0.9, "top_k": 2},
+    {"window": WINDOW, "coupling": "gumbel"},
+    {"window": 3, "rule": "block"},
+]
+
+
+def named(values: dict[str, Any]) -> str:
+    return "-".join(map(str, values.values()))
+
+
+@pytest.mark.parametrize("values", CELLS, ids=named)
+def test_images_follow_the_target(values: dict[str, Any]) -> None:
+    p = g_test(jacobi_decoding(**values), 5_000)
+    print(f"G-test, {values}: p = {p:.3f}")
+    assert p > 1e-3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("values", CELLS, ids=named)
+def test_300_000_images_follow_the_target(values: dict[str, Any]) -> None:
+    p = g_test(jacobi_decoding(**values), 300_000)
+    print(f"G-test, 300,000 images, {values}: p = {p:.3f}")
+    assert p > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("mistake", "coupling"), [(slot_noise, "gumbel"), (uniform_reused, "maximal"), (kept_draft, "none")]
+)
+def test_the_loop_sees_what_is_broken(mistake: Callable[[Decoding], Mistake | None], coupling: str) -> None:
+    decoding = jacobi_decoding(window=WINDOW, coupling=coupling)
+    broken = mistake(decoding)
+    assert broken is not None
+    accept, make = broken
+    p = g_test(decoding, 30_000, make, spread=1.5, accept=accept)
+    print(f"broken, {mistake.__name__}: p = {p:.1e}")
+    assert p < 1e-6
+
+
+# ---- coupling
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_maximal_coupling_keeps_the_most_and_has_the_new_distribution(seed: int) -> None:
+    noise = torch.Generator().manual_seed(seed)
+    p, q = (torch.randn(2, 9, generator=noise).double() * 2).softmax(dim=1)
+    p[3] = q[4] = 0.0
+    p, q = p / p.sum(), q / q.sum()
+    law = couple(p.expand(9, 9), q.expand(9, 9), torch.arange(9))
+    possible = q > 0
+    assert torch.allclose((q[:, None] * law)[possible].sum(dim=0), p, atol=1e-12)
+    kept = float((q * law.diagonal())[possible].sum())
+    assert kept == pytest.approx(1.0 - 0.5 * float((p - q).abs().sum()))
+    same_row = couple(q.expand(9, 9), q.expand(9, 9), torch.arange(9))[possible]
+    assert same_row.equal(torch.eye(9, dtype=same_row.dtype)[possible])
+
+
+class FlatTarget(TabularModel):
+    """Every position has a distribution of its own, whatever the tokens in front of it."""
+
+    def __init__(self, vocabulary: int, length: int) -> None:
+        super().__init__(vocabulary, length, seed=0)
+        tokens = (torch.arange(self.p.shape[1])[:, None] >= (vocabulary + 1) ** torch.arange(length)).sum(dim=1)
+        self.p = self.p[:, 7 * tokens]
+
+
+@pytest.mark.parametrize("initial", ["uniform", "left", "row"])
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_every_reused_draft_of_a_target_without_context_is_accepted(coupling: str, initial: str) -> None:
+    """A shift that is wrong in the same way everywhere stays lossless, and shows here."""
+    window, length = 4, 9
+    decoding = jacobi_decoding(window=window, coupling=coupling, initial=initial)
+    seen = 0
+    for item in images_of(FlatTarget(3, length), decoding, 250):
+        trace, before = item.trace, window
+        for start, ranks, uncut in zip(trace.start, trace.child_rank, trace.uncut, strict=True):
+            reused = min(window - before, length - 1 - start)
+            assert ranks[:reused] == [0] * reused
+            seen += reused
+            before = uncut - 1
+    assert seen > 500
+
+
+# ---- greedy, ends, batches
+
+
+@pytest.mark.parametrize("initial", INITIALS)
+def test_greedy_drafting_equals_greedy_decoding(initial: str) -> None:
+    greedy = {"temperature": 0.0, "cfg_scale": 1.5}
+    plain = decoded(Small(), Decoding(mode="ar", **greedy), 3)
+    for window in (1, 6, 30):
+        drafted = decoded(Small(), jacobi_decoding(window=window, initial=initial, **greedy), 3)
+        assert all(a.tokens.equal(b.tokens) for a, b in zip(plain, drafted, strict=True))
+    assert sum(one.trace.target_forwards for one in drafted) < sum(one.trace.target_forwards for one in plain)
+
+
+@pytest.mark.parametrize("values", CELLS, ids=named)
+def test_nothing_is_drafted_behind_the_image(values: dict[str, Any]) -> None:
+    for item in images_of(TabularModel(VOCABULARY, LENGTH, seed=2), jacobi_decoding(**values), 60):
+        trace = item.trace
+        assert trace.tokens == LENGTH == 1 + sum(trace.committed)
+        assert trace.drafter_forwards == 0
+        for start, offered, ranks in zip(trace.start, trace.offered_depth, trace.child_rank, strict=True):
+            assert offered == min(values["window"], LENGTH - start - 1)  # with one free position nothing
+            assert len(ranks) <= offered
+
+
+@pytest.mark.parametrize("values", [one for one in CELLS if one["window"] > 1], ids=named)
+def test_images_of_a_batch_accept_different_numbers(values: dict[str, Any]) -> None:
+    decoding = jacobi_decoding(**values)
+    model = TabularModel(VOCABULARY, LENGTH, seed=2)
+    together = images_of(model, decoding, 30)
+    accepted = [one.trace.accepted[0] for one in together]
+    assert len(set(accepted)) > 2
+    for seed, item in enumerate(together):
+        alone = decode(model, [""], decoding, [torch.Generator().manual_seed(seed)])[0]
+        assert alone.tokens.equal(item.tokens)
+        assert alone.trace.child_rank == item.trace.child_rank
+
+
+def test_a_whole_window_is_accepted_and_the_next_one_is_fresh() -> None:
+    decoding = jacobi_decoding(window=2, initial="row")
+    traces = [one.trace for one in images_of(FlatTarget(2, 12), decoding, 80)]
+    whole = sum(one.accepted[step] == 2 for one in traces for step in range(len(one.accepted) - 2))
+    assert whole > 20
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "left, maximal": {"window": 4, "initial": "left", "coupling": "maximal", "cfg_scale": 1.5, "top_k": 30},
+    "above, gumbel": {"window": 9, "initial": "above", "coupling": "gumbel"},
+    "greedy": {"window": 4, "initial": "row", "temperature": 0.0},
+}
+
+
+@pytest.mark.parametrize("cell", ENGINES)
+def test_captured_programs_give_the_same_tokens(cell: str) -> None:
+    model, decoding = Small(), jacobi_decoding(**ENGINES[cell])
+    engine = Engine(compile=True, backend="aot_eager")
+    wanted = decoded(model, decoding, 3)
+    for _again in range(2):
+        same(decoded(model, decoding, 3, engine), wanted)
+
+
+def test_inductor_gives_the_same_tokens() -> None:
+    model, decoding = Small(), jacobi_decoding(**ENGINES["left, maximal"])
+    same(decoded(model, decoding, 1, Engine(compile=True)), decoded(model, decoding, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("images", [1, 3])
+@pytest.mark.parametrize("cell", ENGINES)
+def test_graphs_give_the_same_tokens(cell: str, images: int) -> None:
+    model, decoding, engine = Small(device="cuda"), jacobi_decoding(**ENGINES[cell]), Engine(compile=True)
+    wanted = decoded(model, decoding, images)
+    for _again in range(2):
+        same(decoded(model, decoding, images, engine), wanted)
+
+
+# ---- forced tokens
+
+
+@pytest.mark.parametrize("initial", INITIALS)
+def test_fresh_drafts_are_forced_tokens_exactly_where_these_belong(initial: str) -> None:
+    target, window = Lined().target, 13
+    drafting = JacobiDrafting(jacobi_decoding(window=window, initial=initial), target, 1)
+    first = torch.full((1, CODES + 1), 1.0 / CODES)
+    first[:, CODES] = 0.0
+    drafting.begin(first)
+    noise = torch.rand(1, window, CODES + 1, generator=torch.Generator().manual_seed(1))
+    (tokens,) = drafting.draft(None, None, torch.tensor([4]), noise, torch.tensor([window]))
+    ends = target.forced(torch.arange(1, window + 1)) == CODES
+    assert ends.tolist() == [place % LINE == 0 for place in range(2, window + 2)]
+    assert ((tokens[0, 1:] == CODES) == ends).all()
+    assert drafting._q[0, :, CODES].tolist() == ends.float().tolist()
+    assert torch.allclose(drafting._q.sum(dim=2), torch.ones(1, window))
+
+
+# ---- rules and values
+
+
+@pytest.mark.parametrize("residual", ["exact", "official"])
+@pytest.mark.parametrize("rule", [{"rule": "additive", "delta": 0.2}, {"rule": "multiplicative", "lambda": 3.0}])
+def test_relaxed_rules_accept_more_jacobi_drafts(rule: dict[str, Any], residual: str) -> None:
+    def steps_of(**values: Any) -> int:
+        made = decoded(Small(), jacobi_decoding(window=5, coupling="maximal", **values), 3)
+        return sum(len(one.trace.start) for one in made)
+
+    relaxed = {**rule, "residual": residual}
+    assert steps_of(**relaxed, neighbours=0) == steps_of()
+    assert steps_of(**relaxed, neighbours=20) < steps_of()
+
+
+def test_rules_that_look_ahead_are_refused_with_coupled_drafts() -> None:
+    assert jacobi_decoding(rule="block").rule == "block"
+    with pytest.raises(ValidationError, match="draws anew, each by itself; not so jacobi w16-maximal"):
+        jacobi_decoding(rule="block", coupling="maximal")
+    assert jacobi_decoding(rule="block", coupling="maximal", temperature=0).rule == "strict"
+
+
+def test_modes_have_their_defaults() -> None:
+    sjd, scd = Decoding(mode="sjd"), Decoding(mode="scd")
+    assert (sjd.cell_id, sjd.value("coupling")) == ("sjd-jacobi-w16-t1", "none")
+    assert (scd.cell_id, scd.value("coupling")) == ("scd-jacobi-w16-maximal-t1", "maximal")
+    assert Decoding.model_validate({"mode": "scd", "coupling": "gumbel"}).cell_id == "scd-jacobi-w16-gumbel-t1"
+    assert Decoding.model_validate({"mode": "scd", "temperature": 0}).value("coupling") == "none"
+    assert Decoding.model_validate({"mode": "scd", "drafting": "static"}).value("coupling") is None
+    with pytest.raises(ValidationError, match="coupling does not belong here"):
+        Decoding.model_validate({"mode": "speculative", "coupling": "none"})

@@ -1,0 +1,366 @@
+"""Jacobi drafts with siblings: lossless by enumeration and in the loop; the published samplers are seen not to be.
+
+The harness is that of test_jacobi.py: whole images, step after step, through the package's own `draft`, `verify` and
+`learn` (docs/algorithms.md, sections 8.2, 8.3 and 8.6).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from lantern_bench.certify.broken import strict_without_residual
+from lantern_bench.certify.tabular import TabularModel
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.acceptance.relaxation import STRICT
+from lantern_bench.decoding.acceptance.walk import accept_tree, verify
+from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.drafting import pac
+from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
+from lantern_bench.decoding.drafting.pac import PacDrafting
+from lantern_bench.decoding.drafting.published import PublishedSjdPac
+from lantern_bench.decoding.interface import Drafted, LastStep
+from lantern_bench.decoding.tree import DraftTree
+from tests.decoding.test_engine import Small, decoded, same
+from tests.decoding.test_jacobi import (
+    LENGTH,
+    VOCABULARY,
+    Exact,
+    FlatTarget,
+    Particles,
+    _double,  # noqa: F401  # a fixture
+    g_test,
+    images_of,
+    load,
+)
+
+
+def pac_decoding(**values: Any) -> Decoding:
+    return Decoding.model_validate({"mode": "sjd-pac", **values})
+
+
+class ExactPac(Exact):
+    """As `Exact`, with the other candidates of each depth enumerated as well."""
+
+    def drafts(self, limit: int) -> Tensor:
+        """All first candidates [n, W], then the others, of which those of `limit` depths differ."""
+        width, branching = self.decoding.value("candidates") - 1, min(self.decoding.value("branching"), self.window)
+        beside = min(branching, limit) * width
+        drawn = list(itertools.product(range(self.vocabulary), repeat=limit + beside))
+        wanted = torch.tensor(drawn, dtype=torch.int64).reshape(len(drawn), limit + beside)
+        if width == 1:  # no candidate is drafted twice
+            wanted = wanted[(wanted[:, :beside] != wanted[:, limit:]).all(dim=1)]
+        first = torch.nn.functional.pad(wanted[:, :limit], (0, self.window - limit))
+        return torch.cat([first, torch.nn.functional.pad(wanted[:, limit:], (0, branching * width - beside))], dim=1)
+
+    def drafted(
+        self, particles: Particles, wanted: Tensor, limit: int
+    ) -> tuple[Tensor, DraftTree, JacobiDrafting, Particles]:
+        first, others = wanted[:, : self.window], wanted[:, self.window :]
+        seen: list[Tensor] = []
+
+        def siblings(laws: Tensor, count: int, noise: Tensor) -> tuple[Tensor, Tensor]:
+            drawn = others.view(*laws.shape[:2], count)
+            seen.append(laws)
+            return drawn, laws.gather(2, drawn) > 0
+
+        drafting = load(self.drafting(len(wanted)), particles)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pac, "draw_without_replacement", siblings)
+            drafted, law = self.draw(drafting, particles.tokens[:, -1], first)
+        chance = (law.gather(2, first[:, :, None]).squeeze(2) / law.sum(dim=2))[:, :limit].prod(dim=1)
+        (laws,) = seen
+        for depth in range(min(limit, laws.shape[1])):
+            left = laws[:, depth].clone()
+            for token in others.view(*laws.shape[:2], -1)[:, depth].unbind(1):
+                share = left.gather(1, token[:, None]).squeeze(1) / left.sum(dim=1)
+                # Where nothing is left there is no candidate: one of all that are asked for counts.
+                one = token == (first[:, depth] == 0).long()
+                chance = chance * torch.where(left.sum(dim=1) > 0, share.nan_to_num(), one * 1.0)
+                left = left.scatter(1, token[:, None], 0.0)
+        return chance, drafting.tree(drafted), drafting, particles
+
+    def outcomes(
+        self, drafting: JacobiDrafting, tree: DraftTree, p: Tensor, limit: int
+    ) -> Iterator[tuple[Tensor, ...]]:
+        published = isinstance(drafting, PublishedSjdPac)
+        return published_outcomes(drafting, tree, p, limit) if published else super().outcomes(drafting, tree, p, limit)
+
+
+def published_outcomes(
+    drafting: PublishedSjdPac, tree: DraftTree, p: Tensor, limit: int
+) -> Iterator[tuple[Tensor, ...]]:
+    """As `Exact.outcomes`, of a walk in which every candidate counts: all of them accepted or not in every way."""
+    batch, nodes, vocabulary = p.shape
+    limits, layout = torch.full((batch,), limit), tree.layout
+    _, acceptance = accept_tree(tree, p, STRICT, None, limits)
+    accept = p.new_zeros(batch, nodes, tree.children.shape[2])
+    accept[:, layout.nodes] = acceptance.accept.view(len(layout.nodes), batch, -1).transpose(0, 1)
+    drafts = [(node, rank) for node in layout.nodes.tolist() for rank in range(accept.shape[2])]
+    drafts = [(node, rank) for node, rank in drafts if accept[:, node, rank].any()]
+    for pattern in itertools.product((False, True), repeat=len(drafts)):
+        uniforms, chance = torch.ones_like(accept), p.new_ones(batch)
+        for (node, rank), hit in zip(drafts, pattern, strict=True):
+            uniforms[:, node, rank] = 0.0 if hit else 1.0
+            chance = chance * (accept[:, node, rank] if hit else 1.0 - accept[:, node, rank])
+        verdict = drafting.verify(tree, p, STRICT, None, uniforms, p.new_ones(batch, vocabulary), limits)
+        yield chance, verdict.path, verdict.tokens[:, :-1], verdict.accepted, verdict.next_probs
+
+
+VALUES: dict[str, Any] = {"mode": "sjd-pac", "candidates": 2, "branching": 2}
+WAYS: list[dict[str, Any]] = [
+    {"coupling": "none"},
+    {"coupling": "maximal"},
+    {"coupling": "maximal", "initial": "left"},
+    {"coupling": "maximal", "initial": "row", "branching": 1},
+]
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize("ways", WAYS, ids=lambda ways: "-".join(map(str, ways.values())))
+@pytest.mark.parametrize("size", [(2, 5, 3), (3, 4, 2)], ids=["v2", "v3"])
+def test_enumerated_images_follow_the_target(size: tuple[int, int, int], ways: dict[str, Any]) -> None:
+    for seed in (1, 2):
+        error = ExactPac(size, VALUES | ways, seed, PacDrafting).error()
+        print(f"{size} {ways}: TV {error:.1e}")
+        assert error < 1e-12
+
+
+@pytest.mark.usefixtures("_double")
+def test_enumeration_sees_a_missing_residual() -> None:
+    error = ExactPac((3, 4, 2), VALUES, 1, PacDrafting, strict_without_residual).error()
+    print(f"broken, residual left out: TV {error:.3f}")
+    assert error > 0.03
+
+
+# ---- the published samplers
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize("values", [{}, {"window": 1}])
+def test_enumeration_rejects_the_published_pac(values: dict[str, Any]) -> None:
+    size = (3, 4, values.get("window", 2))
+    errors = [ExactPac(size, VALUES | {"form": "published"}, seed, PublishedSjdPac).error() for seed in (1, 2, 3)]
+    print(f"published SJD-PAC, window {size[2]}: TV {errors}")
+    assert min(errors) > 0.01
+
+
+# ---- the smallest examples of section 8.3
+
+
+def published(**values: Any) -> Decoding:
+    return pac_decoding(form="published", candidates=2, **values)
+
+
+@pytest.mark.parametrize(("form", "wanted"), [("exact", [0.6, 0.4]), ("published", [1.0, 0.0])])
+def test_the_longest_path_is_no_lossless_choice(form: str, wanted: list[float]) -> None:
+    """Two tokens, two candidates: a candidate wins by the candidate below it, which only one of them can have."""
+    kind = PublishedSjdPac if form == "published" else PacDrafting
+    drafting = kind(pac_decoding(form=form, candidates=2, window=2), TabularModel(2, 4, 0), 1)
+    drafting._q.copy_(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
+    found = torch.zeros(2)
+    for first in (0, 1):
+        tokens = torch.tensor([[0, first, 1 - first, 0, 0, 0, 0]])
+        tree = drafting.tree((tokens, torch.tensor([[True, True, True, True, False, True, False]])))
+        p = torch.cat([torch.tensor([[0.6, 0.4]]), torch.eye(2)[tokens[0, 1:]]])[None]
+        outcomes = ExactPac((2, 4, 2), VALUES).outcomes(drafting, tree, p, 2)
+        for chance, _, path, accepted, after in outcomes:
+            token = torch.eye(2)[path[0, 0]] if int(accepted) else after[0]
+            found += 0.5 * chance * token
+    assert found.tolist() == pytest.approx(wanted, abs=1e-6)
+
+
+R, P = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.tensor([0.1, 0.1, 0.4, 0.4])
+
+
+def redrafted(decoding: Decoding, images: int = 200_000) -> tuple[PacDrafting, Drafted]:
+    """Draft where r is `R` at the first depth, behind a step that accepted nothing and had q uniform over 4 there."""
+    noise = torch.Generator().manual_seed(1)
+    model = TabularModel(4, 6, 0)
+    kind = PublishedSjdPac if decoding.value("form") == "published" else PacDrafting
+    drafting = kind(decoding, model, images)
+    drafting.begin(torch.full((images, 4), 0.25))
+    noises = torch.empty(images, drafting.noises, 4)
+    drafted = drafting.draft(
+        None, None, torch.zeros(images, dtype=torch.int64), noises.exponential_(generator=noise), R
+    )
+    tree = drafting.tree(drafted)
+    p = torch.full((images, drafting.nodes, 4), 0.25)
+    p[:, 1] = R
+    path = torch.full((images, drafting.depth + 1), -1)
+    path[:, 0] = 0
+    none = torch.zeros(images, dtype=torch.int64)
+    drafting.learn(LastStep(tree, p, path, none, path.clamp_min(0), none + 2, none == 0))
+    return drafting, drafting.draft(None, None, none, noises.exponential_(generator=noise), R)
+
+
+def shares_of(tokens: Tensor) -> list[float]:
+    return (torch.bincount(tokens, minlength=4) / len(tokens)).tolist()
+
+
+@pytest.mark.parametrize(("form", "wanted"), [("exact", P.tolist()), ("published", [0.1, 0.1, 0.28, 0.52])])
+def test_siblings_of_the_published_form_are_no_draws_from_r(form: str, wanted: list[float]) -> None:
+    drafting, drafted = redrafted(pac_decoding(form=form, window=2, candidates=2, branching=1))
+    tree, noise = drafting.tree(drafted), torch.Generator().manual_seed(2)
+    assert shares_of(drafted[0][:, 1]) == pytest.approx(R.tolist(), abs=0.005)
+    p = P.expand(*tree.tokens.shape, 4)
+    uniforms = torch.rand(tree.children.shape, generator=noise)
+    ends = torch.empty(len(p), 4).exponential_(generator=noise)
+    walk = drafting.verify if isinstance(drafting, PublishedSjdPac) else verify
+    found = walk(tree, p, STRICT, None, uniforms, ends, torch.ones(len(p)))
+    assert shares_of(found.tokens[:, 0]) == pytest.approx(wanted, abs=0.005)
+
+
+@pytest.mark.parametrize(("form", "wanted"), [("exact", R.tolist()), ("published", [0.45, 0.25, 0.2, 0.1])])
+def test_first_candidates_of_the_published_form_are_no_draws_from_r(form: str, wanted: list[float]) -> None:
+    """Where siblings stood beside a rejected one, it is redrawn from what all of them leave."""
+    _, drafted = redrafted(pac_decoding(form=form, window=2, candidates=2, branching=2))
+    assert shares_of(drafted[0][:, 1]) == pytest.approx(wanted, abs=0.005)
+
+
+def test_the_published_form_ends_a_whole_window_with_a_uniform_token() -> None:
+    drafting = PublishedSjdPac(published(window=2), FlatTarget(4, 8), 1)
+    drafting.begin(torch.full((1, 4), 0.25))
+    drafted = drafting.draft(None, None, torch.zeros(1, dtype=torch.int64), torch.rand(1, drafting.noises, 4), P)
+    tree = drafting.tree(drafted)
+    p = torch.cat([drafting._q, P.expand(1, drafting.nodes, 4)], dim=1)[:, tree.depths[0]]
+    found = drafting.verify(tree, p, STRICT, None, torch.zeros(tree.children.shape), torch.ones(1, 4))
+    assert int(found.accepted) == 2
+    assert found.next_probs.tolist() == [[0.25] * 4]
+    plain = verify(tree, p, STRICT, None, torch.zeros(tree.children.shape), torch.ones(1, 4))
+    assert plain.next_probs.tolist() == [pytest.approx(P.tolist())]
+
+
+# ---- in the loop
+
+
+CELLS: list[dict[str, Any]] = [
+    {"window": 4},
+    {"window": 4, "coupling": "none", "initial": "left"},
+    {"window": 8, "coupling": "gumbel", "candidates": 2},  # wider than the image
+    {"window": 3, "branching": 9, "temperature": 0.9, "top_k": 2},
+    {"window": 1},
+]
+
+
+def named(values: dict[str, Any]) -> str:
+    return "-".join(map(str, values.values()))
+
+
+@pytest.mark.parametrize("values", CELLS, ids=named)
+def test_images_follow_the_target(values: dict[str, Any]) -> None:
+    p = g_test(pac_decoding(**values), 5_000)
+    print(f"G-test, {values}: p = {p:.3f}")
+    assert p > 1e-3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("values", CELLS, ids=named)
+def test_200_000_images_follow_the_target(values: dict[str, Any]) -> None:
+    p = g_test(pac_decoding(**values), 200_000)
+    print(f"G-test, 200,000 images, {values}: p = {p:.3f}")
+    assert p > 1e-3
+
+
+def test_a_missing_residual_is_rejected() -> None:
+    p = g_test(pac_decoding(window=2), 20_000, spread=1.5, accept=strict_without_residual)
+    print(f"broken, residual left out: p = {p:.1e}")
+    assert p < 1e-6
+
+
+@pytest.mark.parametrize("window", [2, 4])
+def test_the_published_pac_is_rejected(window: int) -> None:
+    values = {"window": window, "candidates": 2, "form": "published"}
+    p = g_test(pac_decoding(**values), 30_000, spread=1.5)
+    print(f"published {values}: p = {p:.1e}")
+    assert p < 1e-6
+
+
+@pytest.mark.parametrize("coupling", ["none", "maximal", "gumbel"])
+def test_every_reused_first_candidate_of_a_target_without_context_is_accepted(coupling: str) -> None:
+    window, length, seen = 4, 9, 0
+    for item in images_of(FlatTarget(3, length), pac_decoding(window=window, coupling=coupling, candidates=2), 250):
+        trace, before = item.trace, window
+        for start, ranks, uncut in zip(trace.start, trace.child_rank, trace.uncut, strict=True):
+            reused = min(window - before, length - 1 - start)
+            assert ranks[:reused] == [0] * reused
+            seen += reused
+            before = uncut - 1
+    assert seen > 400
+
+
+def test_siblings_shorten_the_decode() -> None:
+    def steps_of(**values: Any) -> int:
+        made = images_of(TabularModel(VOCABULARY, LENGTH, 2), Decoding.model_validate(values), 400)
+        return sum(len(one.trace.start) for one in made)
+
+    assert steps_of(mode="sjd-pac", window=4) < 0.95 * steps_of(mode="scd", window=4)
+
+
+def test_greedy_drafting_equals_greedy_decoding() -> None:
+    greedy = {"temperature": 0.0, "cfg_scale": 1.5}
+    plain = decoded(Small(), Decoding(mode="ar", **greedy), 3)
+    for window in (1, 6, 30):
+        drafted = decoded(Small(), pac_decoding(window=window, **greedy), 3)
+        assert all(a.tokens.equal(b.tokens) for a, b in zip(plain, drafted, strict=True))
+    assert sum(one.trace.target_forwards for one in drafted) < sum(one.trace.target_forwards for one in plain)
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "maximal": {"window": 5, "cfg_scale": 1.5, "top_k": 30},
+    "gumbel, above": {"window": 6, "coupling": "gumbel", "initial": "above"},
+    "published": {"window": 5, "form": "published"},
+    "greedy": {"window": 5, "temperature": 0.0},
+}
+
+
+@pytest.mark.parametrize("images", [1, 3])
+@pytest.mark.parametrize("cell", ENGINES)
+def test_captured_programs_give_the_same_tokens(cell: str, images: int) -> None:
+    model, decoding = Small(), pac_decoding(**ENGINES[cell])
+    engine = Engine(compile=True, backend="aot_eager")
+    wanted = decoded(model, decoding, images)
+    for _again in range(2):
+        same(decoded(model, decoding, images, engine), wanted)
+
+
+def test_inductor_gives_the_same_tokens() -> None:
+    model, decoding = Small(), pac_decoding(**ENGINES["maximal"])
+    same(decoded(model, decoding, 1, Engine(compile=True)), decoded(model, decoding, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("images", [1, 3])
+@pytest.mark.parametrize("cell", ENGINES)
+def test_graphs_give_the_same_tokens(cell: str, images: int) -> None:
+    model, decoding, engine = Small(device="cuda"), pac_decoding(**ENGINES[cell]), Engine(compile=True)
+    wanted = decoded(model, decoding, images)
+    for _again in range(2):
+        same(decoded(model, decoding, images, engine), wanted)
+
+
+# ---- values
+
+
+def test_ids_name_what_is_not_the_default() -> None:
+    assert pac_decoding().cell_id == "sjd-pac-pac-w16x3x2-maximal-t1"
+    assert pac_decoding(form="published", window=45, candidates=4).tree_label == "w45x4x2-maximal-published"
+    assert Decoding.model_validate({"mode": "scd", "form": "published"}).tree_label == "w16-maximal-published"
+    assert pac_decoding(form="published", temperature=0) == pac_decoding(temperature=0)
+
+
+def test_rules_that_look_ahead_and_forms_without_a_difference_are_refused() -> None:
+    with pytest.raises(ValidationError, match="draws anew, each by itself; not so pac w16x3x2"):
+        pac_decoding(rule="traversal", coupling="none")
+    with pytest.raises(ValidationError, match="needs a chain of sampled drafts"):
+        pac_decoding(rule="block")
+    with pytest.raises(ValidationError, match="form published: the published code differs"):
+        pac_decoding(form="published", coupling="gumbel")
+    with pytest.raises(ValidationError, match="form published: the published code differs"):
+        Decoding.model_validate({"mode": "sjd", "form": "published"})
