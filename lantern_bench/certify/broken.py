@@ -6,20 +6,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.trees import is_chain
-from lantern_bench.decoding.acceptance.block_acceptance import accept_block
 from lantern_bench.decoding.acceptance.relaxation import Relaxation
+from lantern_bench.decoding.acceptance.traversal import accept_traversal
 from lantern_bench.decoding.acceptance.tree_acceptance import Accept, Acceptance, Nodes, accept_children, decide_each
 from lantern_bench.decoding.loop import relaxation_of
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.plugins import Code, load_code
 
 TOO_OFTEN, LAMBDA = 0.02, 2.0
 """What a draft's acceptance probability is raised by, and the bound of the relaxed rule among the broken ones."""
+
+
+class Broken(NamedTuple):
+    """What is broken on purpose, and how: a rule, a drafting, or both; `accept` and `make` as in `decode`."""
+
+    name: str
+    accept: Accept | None = None
+    make: Code | None = None
+
+
+def broken_draftings(decoding: Decoding) -> list[Broken]:
+    """Return the mistakes that the row of the decoding's drafting names, of those that it can have."""
+    found = [(name, load_code(code)(decoding)) for name, code in decoding.drafting_row.broken.items()]
+    return [Broken(name, *mistake) for name, mistake in found if mistake is not None]
+
+
+def broken_residual(decoding: Decoding, model: LoadedModel) -> list[Broken]:
+    """Return the decoding's rule without its residual: the mistake that any way to draft can have."""
+    rules = broken_rules(decoding, model, False) if decoding.drafts else {}
+    return [Broken(name, accept) for name, accept in list(rules.items())[:1]]
 
 
 def broken_rules(decoding: Decoding, model: LoadedModel, siblings: bool) -> dict[str, Accept]:
@@ -27,17 +49,17 @@ def broken_rules(decoding: Decoding, model: LoadedModel, siblings: bool) -> dict
 
     `siblings` asks for mistakes with siblings, which are small unless few tokens are possible; else for the others.
     """
-    rule = relaxation_of(decoding, model.target).accept or accept_children
+    rule = relaxation_of(decoding, model).accept or accept_children
     if siblings:
-        branches = not (decoding.drafting_row.sampled and decoding.paths and is_chain(decoding.paths))
+        branches = decoding.branches or not decoding.drafting_row.sampled
         name = "not renormalised after a rejected sibling"
         return {name: siblings_not_renormalised} if rule is accept_children and branches else {}
     found = {
         "residual left out": strict_without_residual if rule is accept_children else without_residual(rule),
         "a draft accepted once too often in 50": accepted_too_often(rule),
     }
-    if rule is accept_block:
-        found["h replaced by the share"] = block_with_share
+    if rule is accept_traversal:
+        found["share not updated after a rejection"] = partial(accept_traversal, update=lambda share, _left: share)
     if rule is accept_children and model.codebook is not None:
         k = min(100, len(model.codebook) // 4)
         found[f"relaxed: lambda {LAMBDA:g}, k {k}"] = relaxed(k, model.table(k))
@@ -116,22 +138,3 @@ def siblings_not_renormalised(
 ) -> Acceptance:
     """The strict rule that takes a rejected sibling out of q (deterministic: of p) and does not renormalise."""
     return decide_each(_NotRenormalised(p, q, relaxation, table), tokens, offered, active)
-
-
-def block_with_share(
-    p: Tensor, q: Tensor | None, tokens: Tensor, offered: Tensor, relaxation: Relaxation, table: Tensor | None,
-    active: Sequence[int] | None = None, images: int = 1,
-) -> Acceptance:  # fmt: skip
-    """Block verification with the running share in place of the chance h (docs/algorithms.md, section 3.1)."""
-    decided = accept_block(p, q, tokens, offered, relaxation, table, active, images)
-    assert q is not None
-    ratio = torch.where(offered, p.gather(1, tokens) / q.gather(1, tokens), 0.0).view(-1, images)
-    share = [torch.ones_like(ratio[0])]
-    for level in ratio:
-        share.append((share[-1] * level).clamp(max=1.0))
-    accept, behind = list(ratio), share[-1]
-    for level in range(len(ratio) - 1, -1, -1):
-        here = share[level] + (1.0 - share[level]) * behind
-        accept[level] = torch.where(here > 0, behind / here, 0.0)
-        behind = here
-    return Acceptance(torch.cat(accept)[:, None], decided.mass, decided.rest, decided.exhausted)

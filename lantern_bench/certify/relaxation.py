@@ -9,8 +9,9 @@ docs/algorithms.md, section 4. `certify/tables.py` computes means and intervals.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,10 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
 from lantern_bench.config.plan import Prompt, record_seed
 from lantern_bench.decoding.acceptance.relaxation import Relaxation
+from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.emitted_tv import emitted, emitted_tv_sampled, total_variation
+from lantern_bench.decoding.interface import KeepsState, LastStep
 from lantern_bench.decoding.loop import decode, drafter_and_table, relaxation_of
 from lantern_bench.decoding.sampling import Draws, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import Forced, drafts_along, drafts_at, teacher_forced
@@ -160,15 +163,24 @@ def emitted_tv_rows(
 ) -> Iterator[Row]:
     """Yield the rows of `emitted_tv_places` (`schema.py`): one per position and cell.
 
-    The cells have drafts and a temperature above 0; cells with the same sampling settings share their images. Raises
-    `RefusedError` for a model without a drafter, and for images too short to have `per_image` positions.
+    The cells have drafts and a temperature above 0; cells with the same sampling settings share their images. Drafts
+    that do not come from a drafter are there only while images are decoded: such cells share the images of the strict
+    rule with the same drafting. Raises `RefusedError` for a model without a drafter that needs one, and for images too
+    short to have `per_image` positions.
     """
-    if model.drafter is None:
+    from_drafter = [cell for cell in cells if cell.decoding.drafting_row.needs_drafter]
+    if from_drafter and model.drafter is None:
         raise RefusedError(f"the model {model.name} has no drafter: emitted TV needs drafts")
     if model.target.image_tokens < _FIRST + _FREE + settings.per_image - 1:
         raise RefusedError(f"the images of {model.name} are too short for {settings.per_image} positions each")
     groups: dict[Decoding, list[Cell]] = {}
     for cell in cells:
+        if cell not in from_drafter:
+            groups.setdefault(_strict(cell.decoding), []).append(cell)
+    for strict, members in groups.items():
+        yield from _along_steps(model, strict, members, prompts, settings, on_progress)
+    groups = {}
+    for cell in from_drafter:
         groups.setdefault(autoregressive(cell.decoding), []).append(cell)
     for sampling, members in groups.items():
         left, images = settings.positions, -(-settings.positions // settings.per_image)
@@ -204,17 +216,28 @@ def _measured(
         one = cell.decoding
         alike.setdefault((one.drafting, one.paths, one.nodes, one.depth, one.beam), []).append(cell)
     for members in alike.values():
-        decodings = [cell.decoding for cell in members]
-        rules = [(relaxation_of(one, model.target), drafter_and_table(model, one)[1]) for one in decodings]
-        if decodings[0].drafting_row.sampled:
-            measured = _sampled(model, place, decodings[0], rules, settings.draws)
+        decoding, rules = members[0].decoding, _rules(model, members)
+        if decoding.drafting_row.sampled:
+            measured = _sampled(model, place, decoding, rules, settings.draws)
         else:
-            measured = _deterministic(model, place, decodings[0], rules)
-        for cell, figures in zip(members, measured, strict=True):
-            for number, prompt in enumerate(place.made.prompts[:most]):
-                row: Row = {**cell.columns(), "prompt_id": prompt.id, "repeat": place.made.repeats[number]}
-                row["position"] = int(place.positions[number])
-                yield row | {name: float(values[number]) for name, values in figures.items()}
+            measured = _deterministic(model, place, decoding, rules)
+        slots = list(zip(place.made.prompts, place.made.repeats, strict=True))
+        yield from _rows(members, slots[:most], place.positions, measured)
+
+
+def _rules(model: LoadedModel, cells: Sequence[Cell]) -> _Rules:
+    decodings = [cell.decoding for cell in cells]
+    return [(relaxation_of(one, model), drafter_and_table(model, one)[1]) for one in decodings]
+
+
+def _rows(
+    cells: Sequence[Cell], slots: Sequence[tuple[Prompt, int]], positions: Tensor, measured: Iterable[dict[str, Tensor]]
+) -> Iterator[Row]:
+    """The rows of the cells at one position of each image, which has a prompt and a repeat."""
+    for cell, figures in zip(cells, measured, strict=True):
+        for number, (prompt, repeat) in enumerate(slots):
+            row: Row = {**cell.columns(), "prompt_id": prompt.id, "repeat": repeat, "position": int(positions[number])}
+            yield row | {name: float(values[number]) for name, values in figures.items()}
 
 
 def _sampled(
@@ -225,10 +248,19 @@ def _sampled(
     _, drafts = drafts_at(model.drafter, place.made.forced, place.positions, 1)
     p = decoding_probabilities(place.logits, decoding)
     q = decoding_probabilities(guide(drafts.cond, drafts.uncond, decoding.cfg_scale), decoding)[:, 0]
-    pairs = zip(place.made.seeds, place.positions.tolist(), strict=True)
-    draws = Draws(generators(model, [record_seed(seed, str(position), 0) for seed, position in pairs]), p.device)
     children = StaticTree.of(decoding.paths).levels[0].fanout
-    for found in emitted_tv_sampled(p, q, children, count, rules, lambda: draws.exponential(p.shape[1])):
+    return _estimates(model, place.made.seeds, place.positions, p, q, children, rules, count)
+
+
+def _estimates(
+    model: LoadedModel, seeds: Sequence[int], positions: Tensor, p: Tensor, q: Tensor, children: int, rules: _Rules,
+    count: int,
+) -> Iterator[dict[str, Tensor]]:  # fmt: skip
+    """Estimates at one position of each image, one per rule; `p`, `q` [B, V]."""
+    pairs = zip(seeds, positions.tolist(), strict=True)
+    draws = Draws(generators(model, [record_seed(seed, str(position), 0) for seed, position in pairs]), p.device)
+    noise = partial(draws.exponential, p.shape[1])
+    for found in emitted_tv_sampled(p, q, children, count, rules, noise, positions):
         yield {"emitted_tv": found.tv, "emitted_tv_crossed": found.crossed}
 
 
@@ -246,5 +278,83 @@ def _deterministic(model: LoadedModel, place: _Place, decoding: Decoding, rules:
     tokens = tree.tokens.gather(1, children.clamp_min(0))
     p = decoding_probabilities(place.logits, decoding)
     for rule in rules:
-        emission = emitted(p, None, tokens, children >= 0, *rule)
+        emission = emitted(p, None, tokens, children >= 0, *rule, place.positions)
         yield {"emitted_tv": total_variation(p, emission.distribution), "moved_mass": emission.moved}
+
+
+# ---- drafts that come from earlier steps
+
+
+class _Root(NamedTuple):
+    """What a step finds at the root of B images: p, q [B, V], and how many tokens come before its children [B]."""
+
+    p: Tensor
+    q: Tensor
+    position: Tensor
+    active: Tensor
+
+
+class _Watched:
+    """A drafting of sampled drafts that notes in `seen` what each step finds at the root."""
+
+    def __init__(self, decoding: Decoding, target: Any, batch: int, seen: list[_Root]) -> None:
+        self._method: Any = drafting_of(decoding, target, batch)
+        self._seen = seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._method, name)
+
+    def begin(self, p: Tensor) -> None:
+        """New images start."""
+        if isinstance(self._method, KeepsState):
+            self._method.begin(p)
+
+    def learn(self, step: LastStep) -> None:
+        """Note the root, before its rows are overwritten."""
+        assert step.tree.q is not None
+        before = step.position - step.accepted - 1
+        self._seen.append(_Root(step.p[:, 0].clone(), step.tree.q[:, 0].clone(), before, step.active.clone()))
+        if isinstance(self._method, KeepsState):
+            self._method.learn(step)
+
+
+def _strict(decoding: Decoding) -> Decoding:
+    """Return the same drafting under the strict rule, which visits the contexts of autoregressive decoding."""
+    values = autoregressive(decoding).model_dump() | {"mode": "speculative", "drafting": decoding.drafting}
+    own = {key: decoding.value(key) for key in decoding.drafting_row.parameter_names}
+    return Decoding.model_validate(values | own | {"rule": "strict", "topology": decoding.paths or None})
+
+
+def _along_steps(
+    model: LoadedModel,
+    strict: Decoding,
+    cells: Sequence[Cell],
+    prompts: Sequence[Prompt],
+    settings: CostSettings,
+    on_progress: OnProgress,
+) -> Iterator[Row]:
+    """The rows of cells at starts of steps that `strict` makes, `per_image` in each image."""
+    left, images = settings.positions, -(-settings.positions // settings.per_image)
+    children, rules = drafting_of(strict, model.target).fanout, _rules(model, cells)
+    every = [(prompts[number % len(prompts)], number // len(prompts)) for number in range(images)]
+    for start in range(0, images, settings.batch):
+        slots, seen = every[start : start + settings.batch], list[_Root]()
+        seeds = [record_seed(settings.seed, prompt.id, repeat) for prompt, repeat in slots]
+        condition = model.condition([prompt.text for prompt, _ in slots])
+        watched = partial(_Watched, seen=seen)
+        decode(model, condition, strict, generators(model, seeds), engine=Engine(), make=watched)
+        roots = _Root(*(torch.stack(column) for column in zip(*seen, strict=True)))  # [steps, B, ...]
+        possible = roots.active & (roots.position <= model.target.image_tokens - _FREE)
+        places = []
+        for number, seed in enumerate(seeds):
+            steps, generator = possible[:, number].nonzero().flatten(), torch.Generator().manual_seed(seed)
+            drawn = torch.randperm(len(steps), generator=generator).repeat(settings.per_image)
+            places.append(steps[drawn[: settings.per_image].to(steps.device)])
+        images_here = torch.arange(len(slots), device=roots.position.device)
+        for steps in torch.stack(places, dim=1):
+            at = _Root(*(column[steps, images_here] for column in roots))
+            if left > 0:
+                estimates = _estimates(model, seeds, at.position, at.p, at.q, children, rules, settings.draws)
+                yield from _rows(cells, slots[:left], at.position, estimates)
+            left -= len(slots)
+            on_progress(f"emitted TV of {len(cells)} modes", 1 - max(0, left) / settings.positions)

@@ -17,7 +17,7 @@ from lantern_bench.certify import tables as rows_of
 from lantern_bench.clock import OnProgress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell, ResolvedExperiment, load_experiment, resolve
-from lantern_bench.config.methods import DRAFTINGS, RULES
+from lantern_bench.config.methods import DRAFTINGS, RULES, can_decide, defaults_for, redraw_problem
 from lantern_bench.config.plan import Prompt
 from lantern_bench.config.trees import STATIC_TREES, check_topology, is_chain
 from lantern_bench.config.values import Overrides
@@ -30,9 +30,9 @@ from lantern_bench.report.tables import frame, write_csv
 from lantern_bench.runs.sweep import check_neighbours
 
 if TYPE_CHECKING:
+    from lantern_bench.certify.broken import Broken
     from lantern_bench.certify.greedy_identity import Agreement
     from lantern_bench.certify.tables import ImageTests
-    from lantern_bench.decoding.acceptance.tree_acceptance import Accept
     from lantern_bench.models.loaded_model import LoadedModel
     from lantern_bench.runs.devices import Place
 
@@ -80,9 +80,6 @@ def check_cells(cells: Sequence[Cell]) -> None:
             raise UserError(f"{cell.cell_id}: emitted TV is not defined at temperature 0", "Give a --temperature.")
         if not cell.decoding.drafts:
             raise UserError(f"{cell.cell_id}: drafts nothing and has no emitted TV", "Leave the mode ar out.")
-        if not cell.decoding.drafting_row.needs_drafter:
-            problem = f"{cell.cell_id}: emitted TV is measured for drafts of a drafter only"
-            raise UserError(problem, "Leave this mode out.")
 
 
 @dataclass
@@ -130,13 +127,16 @@ class Certification:
 
     def measure(self, emitted_tv: bool, ambiguity: bool, on_progress: OnProgress) -> Tables:
         """Return the tables of the requested measurements, or those of a whole certificate if none is requested."""
-        # All prompts at once: a text encoder is loaded, used and freed before decoding starts.
-        for done, total in self.loaded.prepare([prompt.text for prompt in self.prompts]):
-            on_progress("captions", done / total)
+        self.prepare(on_progress)
         if not (emitted_tv or ambiguity):
             return self._certificate(on_progress)
-        tables = _means_of(self._emitted_tv(self.cells, on_progress)) if emitted_tv else {}
+        tables = means_of(self.emitted_tv(self.cells, on_progress)) if emitted_tv else {}
         return tables | (self._ambiguity(on_progress) if ambiguity else {})
+
+    def prepare(self, on_progress: OnProgress) -> None:
+        """Read all prompts at once: a text encoder is loaded, used and freed before decoding starts."""
+        for done, total in self.loaded.prepare([prompt.text for prompt in self.prompts]):
+            on_progress("captions", done / total)
 
     def write(self, folder: Path, tables: Tables) -> None:
         """Write the tables as CSV, and the settings of the measurement as `measurement.json`."""
@@ -160,16 +160,16 @@ class Certification:
         sampling = autoregressive(first).model_dump(include={"temperature", "top_k", "top_p", "filter_order"})
         scales = {"cfg_scale": first.cfg_scale, "cfg_default": self.resolved.cfg_defaults[self.model]}
         strict = Cell(self.model, Decoding.model_validate({**_SMALL_TREE, **sampling, **scales}))
-        places = self._emitted_tv([*self.cells, strict], on_progress)
+        places = self.emitted_tv([*self.cells, strict], on_progress)
         exact = [row for row in places if row["cell_id"] == strict.cell_id]
-        tables = _means_of([row for row in places if row["cell_id"] != strict.cell_id])
+        tables = means_of([row for row in places if row["cell_id"] != strict.cell_id])
         rows.append(rows_of.strict_row(self.model, f"dynamic {strict.decoding.tree_label}", exact))
         rows += rows_of.cost_check_rows(tables["emitted_tv"], tables["emitted_tv_places"])
         return {"certificate": rows, "lossless_tests": tests, **tables}
 
     def _lossless(self, on_progress: OnProgress) -> Iterator[ImageTests]:
         """Whole-image tests of each lossless decoding under three filters, and of its broken rules."""
-        from lantern_bench.certify.broken import broken_rules
+        from lantern_bench.certify.broken import Broken, broken_rules
         from lantern_bench.certify.whole_image import TESTS
 
         run = self.cells[0].decoding
@@ -182,45 +182,48 @@ class Certification:
             dtype = "float32" if filters == _NARROW else self.place.dtype_name
             words = "".join(f", {key.replace('_', '-')} {value:g}" for key, value in filters.items())
             for setting, one in self._lossless_decodings(**common, **filters).items():
-                # A chain has the rule of a branching tree, which shows more mistakes: the broken rules run on that.
-                shown = one.rule_row.chains or not (one.paths and is_chain(one.paths))
+                # A chain has the rule of a branching tree, which shows more mistakes: the broken rules run on that,
+                # and those of a rule for chains on a static chain.
+                shown = one.branches or (one.rule_row.chains and bool(one.paths))
                 broken = broken_rules(one, self.loaded, filters == _NARROW) if shown and filters != own else {}
                 whole = filters != own and bool(broken) and one.drafting_row.sampled
                 images = self.sizes.samples if whole else -(-self.sizes.samples // _FEWER)
                 cases.append((setting + words, one, images, dtype, broken))
         level = rows_of.LEVEL / (TESTS * len(cases))  # the strictest of Holm's correction
         for setting, one, images, dtype, broken in cases:
-            yield self._tested(setting, one, images, dtype, on_progress)
+            yield self.tested(setting, one, images, dtype, on_progress)
             for name, accept in broken.items():
-                yield self._tested(setting, one, images, dtype, on_progress, (name, accept, level))
+                yield self.tested(setting, one, images, dtype, on_progress, Broken(name, accept), level)
 
-    def _tested(
+    def tested(
         self,
         setting: str,
         decoding: Decoding,
         images: int,
         dtype: str,
         on_progress: OnProgress,
-        rule: tuple[str | None, Accept | None, float] = (None, None, 0.0),
+        broken: Broken | None = None,
+        level: float = 0.0,
     ) -> ImageTests:
-        """Test `images` images of a decoding; a broken `rule` only until a p-value falls below its last entry."""
+        """Test `images` images of a decoding; what is `broken` only until a p-value falls below `level`."""
         from lantern_bench.certify.whole_image import EDGE, decoded_evidence, p_values
         from lantern_bench.decoding.drafting import drafting_of
 
-        broken, accept, level = rule
-        about, found = f"whole images, {setting}" + (f": {broken}" if broken else ""), []
+        name, found = broken and broken.name, []
+        about = f"whole images, {setting}" + (f": {name}" if name else "")
         model = self.loaded if dtype == self.place.dtype_name else self.exact
-        depth = drafting_of(decoding, model.target).depth
-        values: Any = {"tolerance": EDGE[dtype], "seed": self.resolved.settings.seed, "accept": accept}
+        depth = drafting_of(decoding, model.target).depth if decoding.drafts else 0
+        values: Any = {"tolerance": EDGE[dtype], "seed": self.resolved.settings.seed}
+        values |= {"accept": broken.accept, "make": broken.make} if broken else {}
         for batch in decoded_evidence(model, self.prompts, decoding, images, **values):
             found.append(batch)
             done = sum(len(one.starts) for one in found)
             on_progress(about, min(1.0, done / images))
             if broken and min(p_values(found, depth).values()) < level:
                 break
-        counts = (sum(int(getattr(one, name).sum()) for one in found) for name in ("edge", "impossible"))
+        edge, impossible = (sum(int(getattr(one, key).sum()) for one in found) for key in ("edge", "impossible"))
         tokens = sum(one.starts.size for one in found)
-        return rows_of.ImageTests(setting, broken, p_values(found, depth), done, tokens, *counts)
+        return rows_of.ImageTests(setting, name, p_values(found, depth), done, tokens, edge, impossible)
 
     def _greedy(self, on_progress: OnProgress) -> list[dict[str, Any]]:
         """Whether each drafting at temperature 0 gives the tokens of greedy decoding."""
@@ -245,8 +248,10 @@ class Certification:
         named: dict[str, Decoding] = {}
         scale = self.resolved.cfg_defaults[self.model]
         for rule, drafting in itertools.product(RULES.values(), DRAFTINGS.values()):
-            decides = rule.lossless and drafting.drafts and (drafting.sampled or not rule.chains)
+            decides = rule.lossless and drafting.drafts and can_decide(rule.name, drafting.name)
             if rule.name == "none" or not decides:
+                continue
+            if redraw_problem(rule.name, drafting.name, defaults_for(drafting.name, rule.name, "speculative")):
                 continue
             common = {"mode": "speculative", "cfg_scale": scale, "cfg_default": scale, **values}
             common |= {"drafting": drafting.name, "rule": rule.name}
@@ -266,7 +271,7 @@ class Certification:
             return [{"topology": paths} if is_chain(paths) else {"tree": rule.tree}]
         return [{"topology": paths}, *([branching] if is_chain(paths) or branching is _SIBLINGS else [])]
 
-    def _emitted_tv(self, cells: Sequence[Cell], on_progress: OnProgress) -> list[dict[str, Any]]:
+    def emitted_tv(self, cells: Sequence[Cell], on_progress: OnProgress) -> list[dict[str, Any]]:
         """The emitted TV of the cells at sampled positions, one row per position and cell."""
         from lantern_bench.certify.relaxation import CostSettings, emitted_tv_rows
 
@@ -287,6 +292,6 @@ class Certification:
         return tables
 
 
-def _means_of(places: list[dict[str, Any]]) -> Tables:
+def means_of(places: list[dict[str, Any]]) -> Tables:
     """The table of means of emitted TV beside the rows it is computed from."""
     return {"emitted_tv": list(rows_of.cost_rows(places)), "emitted_tv_places": places}

@@ -22,6 +22,7 @@ from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import drafts_along, teacher_forced
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.plugins import Code
 
 EDGE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 """By dtype: how far rounding may move a logit (after temperature); where that can change a filter, none is tested."""
@@ -123,10 +124,11 @@ def decoded_evidence(
     tolerance: float,
     seed: int = 0,
     accept: Accept | None = None,
+    make: Code | None = None,
 ) -> Iterator[Evidence]:
     """Decode at least `images` images, cycling through the prompts, and yield the evidence of each batch.
 
-    All batches are equally large, so that a compiled engine compiles once. `accept` as in `decode`.
+    All batches are equally large, so that a compiled engine compiles once. `accept` and `make` as in `decode`.
     """
     target = model.target
     batch = max(1, min(images, _VALUES // (target.image_tokens * target.vocab_size)))
@@ -135,7 +137,7 @@ def decoded_evidence(
         slots = [(prompts[at % len(prompts)], at // len(prompts)) for at in range(start, start + batch)]
         streams = generators(model, [record_seed(seed, prompt.id, repeat) for prompt, repeat in slots])
         condition = model.condition([prompt.text for prompt, _ in slots])
-        made = decode(model, condition, decoding, streams, engine=model.engine, accept=accept)
+        made = decode(model, condition, decoding, streams, engine=model.engine, accept=accept, make=make)
         tokens = torch.stack([image.tokens for image in made]).long().to(target.device)
         forced = teacher_forced(target, condition, tokens, decoding.cfg_scale != 1)
         logits, q = guide(forced.scores.cond, forced.scores.uncond, decoding.cfg_scale), None

@@ -9,23 +9,27 @@ import typer
 
 from lantern_bench.cli.options import (
     FormatOption,
-    ModesOption,
     PromptsOption,
     SettingsOption,
     compile_steps,
     decoding_flags,
+    resolve_cells,
 )
-from lantern_bench.errors import CheckFailedError
+from lantern_bench.errors import CheckFailedError, UserError
 from lantern_bench.runs.store import results_root
 from lantern_bench.runs.threads import set_threads
 
 if TYPE_CHECKING:
+    from lantern_bench.certify.run import Certification
     from lantern_bench.console import Console
 
 # Default sample sizes of emitted TV: in a certificate, and with --emitted-tv.
 _QUICK, _FULL = {"positions": 48, "draws": 128}, {"positions": 200, "draws": 512}
 # Columns of the CSV file that are not shown on a screen; the notes warn about them.
 _FILE_ONLY = ["prompts", "emitted_tv_crossed", "emitted_tv_median", "moved_mass"]
+# Columns of an audit that are shown on a screen.
+_AUDIT = ["mode", "form", "claim", "source", "table_images", "images", "p_holm", "power_p", "table_tv", "table_tv_low"]
+_AUDIT += ["table_tv_high", "emitted_tv", "emitted_tv_low", "emitted_tv_high", "verdict"]
 
 
 @decoding_flags
@@ -38,7 +42,10 @@ def certify(
         str | None,
         typer.Option(help="Experiment with the relaxed cells. Default: certify, or relaxation-cost with --emitted-tv."),
     ] = None,
-    modes: ModesOption = None,
+    modes: Annotated[
+        list[str] | None,
+        typer.Option("--modes", help="Keep only cells of these modes; all: audit the claims of every mode."),
+    ] = None,
     prompts: PromptsOption = None,
     positions: Annotated[
         int | None, typer.Option(min=1, help="Positions of emitted TV. Default: 48; with --emitted-tv 200.")
@@ -50,7 +57,8 @@ def certify(
     greedy: Annotated[int, typer.Option(min=1, help="Prompts of the greedy identity check.")] = 8,
     images: Annotated[int, typer.Option(min=1, help="Images of --ambiguity.")] = 32,
     out: Annotated[
-        Path | None, typer.Option(help="Directory of the CSV files. Default: results/certify-MODEL.")
+        Path | None,
+        typer.Option(help="Directory of the CSV files. Default: results/certify-MODEL, or results/audit-MODEL."),
     ] = None,
     settings: SettingsOption = None,
     format: FormatOption = None,
@@ -59,8 +67,10 @@ def certify(
 ) -> None:
     """Check that lossless modes are lossless, and measure what relaxed modes cost. Exit code 5 if a check fails.
 
-    Tests of whole images with their power, greedy identity, emitted TV of relaxed modes beside their bounds.
+    Tests of whole images with their power, greedy identity, emitted TV of relaxed modes beside their bounds. With
+    --modes all, the audit: for every mode its authors' claim, and what the tokens say of it (docs/audit.md).
     """
+    from lantern_bench.certify.audit import audited_cells, plan_audit
     from lantern_bench.certify.run import Sizes, plan_certification
     from lantern_bench.certify.tables import LEVEL, failures
     from lantern_bench.report.tables import frame
@@ -69,9 +79,17 @@ def certify(
     usual = _FULL if emitted_tv else _QUICK
     sizes = Sizes(positions or usual["positions"], draws or usual["draws"], samples, greedy, images)
     flags |= {"model": [model], "prompts": prompts}
-    source = experiment or ("relaxation-cost" if emitted_tv or ambiguity else "certify")
-    job = plan_certification(source, flags, modes or None, settings or [], sizes)
-    folder = out or results_root() / f"certify-{Path(model).name}"
+    job: Certification
+    if modes == ["all"]:
+        for name, given in (("--emitted-tv", emitted_tv), ("--ambiguity", ambiguity), ("--experiment", experiment)):
+            if given:
+                raise UserError(f"{name}: is not for the audit of all modes", f"Leave out {name}, or --modes all.")
+        # An audit decodes a few images in each of many cells: compiling them would take longer.
+        job = plan_audit(resolve_cells("audit", flags, audited_cells(), settings or [], compile=False), sizes)
+    else:
+        source = experiment or ("relaxation-cost" if emitted_tv or ambiguity else "certify")
+        job = plan_certification(source, flags, modes or None, settings or [], sizes)
+    folder = out or results_root() / f"{'audit' if modes == ['all'] else 'certify'}-{Path(model).name}"
     job.check_folder(folder)
     set_threads(job.resolved.settings.threads)
     if job.resolved.settings.compile:
@@ -81,6 +99,11 @@ def certify(
     job.write(folder, tables)
 
     whole = (format or console.format) in ("csv", "json")
+    if "audit" in tables:
+        table = frame("audit", tables["audit"])
+        shown = table if whole else table[_AUDIT].dropna(axis=1, how="all")
+        console.table(shown, title=f"audit of all modes with {job.model}", format=format)
+        console.say(f"a lossless claim that is true fails with a chance of at most {LEVEL:g} (all tests together)")
     if "certificate" in tables:
         table = frame("certificate", tables["certificate"])
         shown = table if whole else table.drop(columns="model")
@@ -95,7 +118,8 @@ def certify(
         shown = table if whole else table[table["axis"] == "all"].drop(columns=["axis", "index"])
         console.table(shown.dropna(axis=1, how="all"), title=f"token ambiguity of {job.model}", format=format)
     console.say(f"tables: {folder}")
-    if weak := failures(tables.get("certificate", []), "weak"):
-        console.warn(f"{len(weak)} broken rules were not rejected: " + "; ".join(weak), "Give more --samples.")
-    if failed := failures(tables.get("certificate", [])):
+    checked = tables.get("certificate") or tables.get("audit", [])
+    if weak := failures(checked, "weak"):
+        console.warn(f"{len(weak)} broken methods were not rejected: " + "; ".join(weak), "Give more --samples.")
+    if failed := failures(checked):
         raise CheckFailedError(f"{len(failed)} checks do not hold: " + "; ".join(failed))

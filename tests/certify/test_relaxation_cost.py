@@ -9,6 +9,7 @@ import torch
 
 from lantern_bench.certify.relaxation import CostSettings, emitted_tv_rows, sampled_contexts
 from lantern_bench.certify.run import check_cells
+from lantern_bench.certify.tabular import tables
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
 from lantern_bench.config.plan import Prompt
@@ -92,3 +93,21 @@ def test_undefined_emitted_tv_is_refused(model: LoadedModel) -> None:
             check_cells([bad])
     with pytest.raises(RefusedError, match="too short for 11 positions"):
         next(emitted_tv_rows(model, RELAXED, ALL, CostSettings(per_image=11)))
+
+
+def test_drafts_of_earlier_steps_have_an_emitted_tv() -> None:
+    values = {"mode": "lantern++", "drafting": "jacobi", "window": 3, "lambda": 3.0}
+    cells = [Cell("tables", Decoding.model_validate({**values, "neighbours": k})) for k in (0, 2)]
+    settings = CostSettings(positions=12, per_image=2, draws=64, batch=4)
+    rows = list(emitted_tv_rows(tables(), cells, [Prompt("one"), Prompt("two")], settings))
+    assert len(rows) == 24
+    for cell in cells:
+        here = [row for row in rows if row["cell_id"] == cell.cell_id]
+        images = {(row["prompt_id"], row["repeat"]) for row in here}
+        assert images == {(Prompt(text).id, repeat) for text in ("one", "two") for repeat in range(3)}
+        assert all(1 <= row["position"] <= 5 for row in here)
+        tv = [row["emitted_tv"] for row in here]
+        if cell.decoding.neighbours:
+            assert min(tv) >= 0 and sum(tv) / 12 > 0.02
+        else:
+            assert max(tv) < 1e-6

@@ -137,7 +137,7 @@ def test_each_broken_rule_is_rejected(model: LoadedModel, cell: str, siblings: b
 
 
 def test_block_names_its_own_mistake_and_outside_rules_get_the_general_ones(model: LoadedModel) -> None:
-    assert "h replaced by the share" in broken_rules(decoding("block"), model, False)
+    assert "share not updated after a rejection" in broken_rules(decoding("block"), model, False)
     alone = broken_rules(decoding("branching"), replace(model, codebook=None), False)
     assert list(alone) == ["residual left out", "a draft accepted once too often in 50"]
 

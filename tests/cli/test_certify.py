@@ -50,23 +50,28 @@ def test_certificate_passes_and_is_written(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.splitlines()[0].startswith("model,check,setting,figure,measured")
     checks = [row["check"] for row in found]
     whole = [row for row in found if row["check"] == "whole images follow the target"]
-    cells = ["static small-7", "dynamic 10n2d5b", "static chain-5, block"]
-    narrow = [f"{cell}, top-k 3" for cell in (cells[0], "static own-3-af3235", *cells[1:])]
+    drafts = ["jacobi w4", "pac w4x2x2-maximal", "dynamic 10n2d5b"]
+    chains = ["static chain-5, block", "jacobi w4, block"]
+    last = "jacobi w4, traversal"
+    cells = ["static small-7", *drafts, *chains, "static small-7, traversal", last]
+    siblings = "static own-3-af3235"
+    narrow = [cells[0], siblings, *drafts, *chains, cells[-2], f"{siblings}, traversal", last]
+    narrow = [f"{cell}, top-k 3" for cell in narrow]
     assert [row["setting"] for row in whole] == [*cells, *narrow]
     broken = [row for row in found if row["check"] == "broken rule rejected"]
     assert [row["setting"].split(": ")[0] for row in broken].count("static chain-5, block") == 3
     assert {row["setting"].split(": ", 1)[1] for row in broken} == {
         "residual left out",
         "a draft accepted once too often in 50",
-        "h replaced by the share",
+        "share not updated after a rejection",
         "not renormalised after a rejected sibling",
         "relaxed: lambda 2, k 4",
     }
     others = found[len(whole) + len(broken) :]
-    assert checks[-len(others) :][:3] == ["greedy identity"] * 2 + ["strict rule emits the target"]
-    assert {row["passed"] for row in whole + others[:3]} == {"yes"}
-    assert all(row["passed"] == "yes" for row in broken if row["setting"].endswith(("left out", "share")))
-    assert {row["passed"] for row in others[3:]} == {"yes", ""}
+    assert checks[-len(others) :][:5] == ["greedy identity"] * 4 + ["strict rule emits the target"]
+    assert {row["passed"] for row in whole + others[:5]} == {"yes"}
+    assert all(row["passed"] == "yes" for row in broken if row["setting"].endswith(("left out", "after a rejection")))
+    assert {row["passed"] for row in others[5:]} == {"yes", ""}
     tests = rows("results/certify-tiny/lossless_tests.csv")
     assert len(tests) == 8 * (len(whole) + len(broken))
     assert {row["p_value"] == "" for row in tests} == {False}
@@ -90,8 +95,17 @@ def test_lossy_decoder_exits_with_5(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 @pytest.mark.parametrize(
     ("tree", "settings"),
     [
-        ([[0], [1], [0, 0]], ["static own-3-", "static chain-5, block"]),
-        ([[0], [0, 0], [0, 0, 0]], ["static chain-3", "static small-7", "static chain-3, block"]),
+        ([[0], [1], [0, 0]], ["static own-3-", "static chain-5, block", "static own-3-"]),
+        (
+            [[0], [0, 0], [0, 0, 0]],
+            [
+                "static chain-3",
+                "static small-7",
+                "static chain-3, block",
+                "static chain-3, traversal",
+                "static small-7, traversal",
+            ],
+        ),
     ],
 )
 def test_default_tree_may_be_a_list_of_paths(
@@ -127,6 +141,33 @@ def test_measurements_without_certificate(capsys: pytest.CaptureFixture[str]) ->
     table = rows("here/ambiguity.csv")
     assert [row["axis"] for row in table].count("position") == 12
     assert not Path("here/certificate.csv").exists()
+
+
+RULES = """
+name: rules
+model: tiny
+baseline: false
+neighbours: 3
+tree: small-7
+cells:
+  - {mode: cool-sd, strength: [0.8, 1.5], drafting: [static, dynamic]}
+  - {mode: gsd, cluster: 4, code_gap: 0, drafting: [static, dynamic], residual: [exact, official]}
+  - {mode: entropy, entropy_scale: 0.3}
+  - {mode: typical, epsilon: 0.09, residual: [exact, official]}
+"""
+
+
+def test_rules_of_every_kind_are_measured() -> None:
+    Path("rules.yaml").write_text(RULES)
+    assert cli.main(["certify", "tiny", *SMALL, "--experiment", "rules.yaml", "--samples", "16", "--out", "here"]) == 0
+    cost = {row["cell_id"]: row for row in rows("here/emitted_tv.csv")}
+    assert len(cost) == 4 + 4 + 1 + 2
+    (lossless,) = [row for name, row in cost.items() if "dynamic" in name and row["strength"] == "0.8"]
+    assert float(lossless["emitted_tv"]) < 1e-5
+    assert all(float(row["emitted_tv"]) > 1e-3 for row in cost.values() if row["strength"] != "0.8")
+    bounded = [row for row in rows("here/certificate.csv") if row["wanted"].startswith("<= mass moved")]
+    # Deterministic drafts under `exact`: two of cool-sd, one of gsd, one of typical.
+    assert len(bounded) == 4 and {row["passed"] for row in bounded} == {"yes"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,115 @@
+"""Jacobi drafting with the mistakes that are easily made between two steps (docs/algorithms.md, section 8.2).
+
+The row of the drafting names these functions; each returns how a decoding is broken (`accept` and `make` as in
+`decode`), or None where its coupling cannot have the mistake.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.acceptance.tree_acceptance import Accept, Acceptance, accept_children
+from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
+from lantern_bench.decoding.interface import Drafted, LastStep, Target
+from lantern_bench.plugins import Code
+
+Mistake: TypeAlias = tuple[Accept | None, Code]
+
+
+def old_q(decoding: Decoding) -> Mistake | None:
+    """A draft that stays the same is verified with the q of the step before."""
+    return None if decoding.value("coupling") == "none" else (None, _OldQ)
+
+
+def kept_draft(decoding: Decoding) -> Mistake | None:
+    """The last drafts are kept, and verified with the new q as if they had been drawn from it."""
+    return (None, _KeptDraft) if decoding.value("coupling") == "none" else None
+
+
+def slot_noise(decoding: Decoding) -> Mistake | None:
+    """The noise of Gumbel coupling belongs to a place of the window, not to a position of the image."""
+    return (None, _SlotNoise) if decoding.value("coupling") == "gumbel" else None
+
+
+def uniform_reused(decoding: Decoding) -> Mistake | None:
+    """The uniform number that decides whether a draft is kept also decides whether the walk accepts it."""
+    if decoding.value("coupling") != "maximal":
+        return None
+    made: dict[int, _UniformReused] = {}
+
+    def make(decoding: Decoding, target: Target, batch: int) -> _UniformReused:
+        made[batch] = _UniformReused(decoding, target, batch)
+        return made[batch]
+
+    def accept(
+        p: Tensor, q: Tensor | None, tokens: Tensor, offered: Tensor, relaxation: Any, table: Tensor | None,
+        active: Any = None, images: int = 1, *others: Any,
+    ) -> Acceptance:  # fmt: skip
+        decided = accept_children(p, q, tokens, offered, relaxation, table, active, images, *others)
+        hit = made[images].uniforms.T.reshape(-1, 1) < decided.accept
+        return Acceptance(hit.to(p.dtype), decided.mass, decided.rest, decided.exhausted)
+
+    return accept, make
+
+
+class _Remembers(JacobiDrafting):
+    """Knows the last draft of each place and its q, where there is one."""
+
+    def begin(self, p: Tensor) -> None:
+        super().begin(p)
+        batch, window, _ = self._q.shape
+        self.last, self.last_q = torch.zeros(batch, window, dtype=torch.int64), torch.zeros_like(self._q)
+        self.known = torch.zeros(batch, window, dtype=torch.bool)
+
+    def learn(self, step: LastStep) -> None:
+        images, at = self._behind(step.accepted + 1, self.depth)
+        self.known = at < self.depth
+        at = at.clamp_max(self.depth - 1)
+        self.last, self.last_q = step.tree.tokens[:, 1:][images, at], self._q[images, at]
+        super().learn(step)
+
+
+class _OldQ(_Remembers):
+    def draft(self, *given: Any) -> Drafted:
+        drafted = super().draft(*given)
+        same = self.known & (drafted[0][:, 1:] == self.last)
+        self._q.copy_(torch.where(same[:, :, None], self.last_q, self._q))
+        return drafted
+
+
+class _KeptDraft(_Remembers):
+    def draft(self, *given: Any) -> Drafted:
+        tokens = super().draft(*given)[0]
+        return (torch.cat([tokens[:, :1], torch.where(self.known, self.last, tokens[:, 1:])], dim=1),)
+
+
+class _SlotNoise(JacobiDrafting):
+    def begin(self, p: Tensor) -> None:
+        super().begin(p)
+        self.begun = False
+
+    def _noise(self, noise: Tensor) -> Tensor:
+        if not self.begun:
+            self._clocks.copy_(noise)
+        self.begun = True
+        return self._clocks
+
+
+class _UniformReused(_Remembers):
+    """Draws the uniform numbers after the fact: given that a draft stays, its number was below the chance to stay."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._generator = torch.Generator().manual_seed(0)
+
+    def draft(self, *given: Any) -> Drafted:
+        drafted = super().draft(*given)
+        stays = torch.where(self.known, self._law.gather(2, self.last[:, :, None]).squeeze(2), 1.0)
+        free = torch.rand(stays.shape, generator=self._generator)
+        same = ~self.known | (drafted[0][:, 1:] == self.last)
+        self.uniforms = torch.where(same, free * stays, stays + free * (1.0 - stays))
+        return drafted

@@ -1,0 +1,214 @@
+"""A model without a network: next-token tables for target and drafter, behind the protocols of `decoding.interface`.
+
+The distribution after a prefix depends on the tokens since the image began, so the joint distribution of all tokens is
+known, and the whole loop (drafting, cache bookkeeping, verification, commit) runs as with a real model. Images are
+cheap: tens of thousands of them show what a few hundred of a network's cannot (`g_tests`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lantern_bench.certify.broken import Broken
+from lantern_bench.certify.relaxation import generators
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.plan import record_seed
+from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.interface import Drafts, Scores
+from lantern_bench.decoding.loop import decode
+from lantern_bench.decoding.sampling import decoding_probabilities, guide
+from lantern_bench.models.loaded_model import LoadedModel, NoPixels
+
+
+class TabularModel:
+    """V tokens, `length` positions; guidance is real: cond and uncond tables differ."""
+
+    def __init__(self, vocab: int, length: int, seed: int, drafter_noise: float = 0.7) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        states = (vocab + 1) ** length
+        self.vocab_size, self.image_tokens, self.device = vocab, length, torch.device("cpu")
+        self.p = torch.randn(2, states, vocab, generator=generator) * 1.3
+        self.q = self.p + torch.randn(2, states, vocab, generator=generator) * drafter_noise
+        self.codes = torch.randn(vocab, 2, generator=generator)
+        self.target = self
+        self.drafter: Any = _DrafterFactory(self)
+
+    def table(self, columns: int, metric: str = "l2") -> Tensor:  # noqa: ARG002
+        """The codes behind x are nearest to it."""
+        order = torch.arange(self.vocab_size)
+        return torch.stack([(order + 1 + x) % self.vocab_size for x in range(self.vocab_size)])[:, :columns]
+
+    def session(self, batch: int, guided: bool, nodes: int) -> _TargetSession:  # noqa: ARG002
+        """A session; trees may have any number of nodes."""
+        return _TargetSession(self, batch, guided)
+
+    def state_after(self, state: Tensor, tokens: Tensor) -> Tensor:
+        """Append tokens to prefixes written in base V + 1; beyond the image everything is one state."""
+        after = state * (self.vocab_size + 1) + tokens + 1
+        return torch.where(after < self.p.shape[1], after, 0)
+
+    def distribution(self, probabilities: Any) -> Tensor:
+        """The joint distribution [V ** length] of AR sampling, `probabilities` turning (cond, uncond) logits into p."""
+        joint, states = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+        for _ in range(self.image_tokens):
+            p = probabilities(self.p[0, states], self.p[1, states]).double()
+            joint = (joint[:, None] * p).flatten()
+            grid = torch.arange(self.vocab_size).expand(len(states), -1)
+            states = self.state_after(states[:, None].expand(-1, self.vocab_size), grid).flatten()
+        return joint
+
+
+class _TargetSession:
+    def __init__(self, model: TabularModel, batch: int, guided: bool) -> None:
+        self.model, self.batch, self.guided = model, batch, guided
+        self.state = torch.zeros(batch, dtype=torch.int64)
+
+    def prefill(self, condition: Any) -> Scores:  # noqa: ARG002
+        self.state = torch.zeros(self.batch, dtype=torch.int64)
+        return self._scores(self.state[:, None])
+
+    def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Scores:
+        # The path of a node is read off the attention mask, as a transformer would. Powers beyond the image are cut
+        # off: any of them leads beyond it.
+        base, most = self.model.vocab_size + 1, self.model.image_tokens
+        apart = (depths[:, :, None] - depths[:, None, :]).clamp(0, most)
+        path = torch.where(attention, (tokens[:, None, :] + 1) * base**apart, 0).sum(dim=-1)
+        states = self.state[:, None] * base ** (depths + 1).clamp_max(most) + path
+        self.nodes = torch.where(states < self.model.p.shape[1], states, 0)
+        return self._scores(self.nodes)
+
+    def commit(self, path: Tensor, counts: Tensor) -> None:
+        last = path.clamp_min(0).gather(1, (counts - 1).clamp_min(0)[:, None]).squeeze(1)
+        kept = self.nodes.gather(1, last[:, None]).squeeze(1)
+        self.state = torch.where(counts > 0, kept, self.state)
+
+    def _scores(self, states: Tensor) -> Scores:
+        features = states[..., None].float()
+        return Scores(self.model.p[0, states], self.model.p[1, states] if self.guided else None, features)
+
+
+class _DrafterFactory:
+    def __init__(self, model: TabularModel) -> None:
+        self.model = model
+
+    def session(self, batch: int, guided: bool, nodes: int) -> _DrafterSession:  # noqa: ARG002
+        return _DrafterSession(self.model, batch, guided)
+
+
+class _DrafterSession:
+    def __init__(self, model: TabularModel, batch: int, guided: bool) -> None:
+        self.model, self.guided = model, guided
+        self.state = torch.zeros(batch, dtype=torch.int64)
+        self.last = torch.zeros(batch, 1, dtype=torch.int64)
+
+    def prefill(self, condition: Any, features: Tensor) -> None:  # noqa: ARG002
+        self.state = torch.zeros_like(self.state)
+
+    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> Drafts:  # noqa: ARG002
+        for column in range(tokens.shape[1]):
+            after = self.model.state_after(self.state, tokens[:, column])
+            self.state = torch.where(column < counts, after, self.state)
+        return self._drafts(self.state[:, None])
+
+    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Drafts:  # noqa: ARG002
+        return self._drafts(self.model.state_after(self.last.gather(1, origin), tokens))
+
+    def _drafts(self, states: Tensor) -> Drafts:
+        self.last = states
+        return Drafts(self.model.q[0, states], self.model.q[1, states] if self.guided else None)
+
+
+# ---- whole images of the tables, tested against their joint distribution
+
+VOCABULARY, TOKENS = 4, 7
+_WINDOW, _BATCH, _FEWEST = 3, 5000, 5.0
+
+
+def tables() -> LoadedModel:
+    """The model that the audit decodes: 4 codes, 7 tokens, and a codebook for rules that merge neighbours."""
+    made = TabularModel(VOCABULARY, TOKENS, seed=1)
+    # Uneven enough that consecutive answers differ much: mistakes with drafts that are kept are larger then.
+    made.p *= 1.6
+    made.q *= 1.6
+    codebook = 0.3 * torch.randn(VOCABULARY, 2, generator=torch.Generator().manual_seed(2))
+    pixels = NoPixels("tables", "its tokens mean nothing")
+    return LoadedModel("tables", made, made.drafter, pixels, codebook, lambda _: None, {}, (1, TOKENS))
+
+
+class GTests(NamedTuple):
+    """G-tests of the images of one decoding: p-value by test, how many images, and how far off they are.
+
+    low, high: two estimates of the TV of three successive tokens, where the test sees most. High takes noise for a
+    difference; low has the signs of one half of the images on the differences of the other.
+    """
+
+    p_values: dict[str, float]
+    images: int
+    low: float
+    high: float
+
+
+def g_tests(model: LoadedModel, decoding: Decoding, images: int, broken: Broken | None = None, seed: int = 0) -> GTests:
+    """Test `images` images of the `tables`.
+
+    The tests: the first two tokens, of which a step decides the second; the first three; and every later three, the
+    smallest p-value times their number: drafts there come from what earlier steps verified.
+    """
+    accept, make = (broken.accept, broken.make) if broken else (None, None)
+    engine, tokens = Engine(), []
+    for start in range(0, images, _BATCH):
+        seeds = [record_seed(seed, "tables", image) for image in range(start, min(start + _BATCH, images))]
+        made = decode(model, None, decoding, generators(model, seeds), engine=engine, accept=accept, make=make)
+        tokens.append(torch.stack([image.tokens for image in made]).long())
+    return _tested(_joint(model.target, decoding), torch.cat(tokens))
+
+
+def _joint(target: Any, decoding: Decoding) -> Tensor:
+    """The joint distribution of an image's tokens, an axis for each."""
+
+    def p(cond: Tensor, uncond: Tensor) -> Tensor:
+        return decoding_probabilities(guide(cond, uncond, decoding.cfg_scale), decoding)
+
+    return target.distribution(p).view([target.vocab_size] * target.image_tokens)
+
+
+def _tested(joint: Tensor, tokens: Tensor) -> GTests:
+    windows = [(0, _WINDOW - 1), *((first, first + _WINDOW) for first in range(joint.dim() - _WINDOW + 1))]
+    compared = [_compared(joint, tokens, first, end) for first, end in windows]
+    p_values = [_g_test(observed.sum(axis=0), expected) for observed, expected in compared]
+    tests = {"first tokens": p_values[0], "joint of the first tokens": p_values[1]}
+    tests["later windows"] = min(1.0, min(p_values[2:]) * len(p_values[2:]))
+    halves, expected = compared[1 + int(np.argmin(p_values[1:]))]
+    both, (one, other) = _differences(halves.sum(axis=0), expected), (_differences(half, expected) for half in halves)
+    low = float((np.sign(one) * other + np.sign(other) * one).sum()) / 4.0
+    return GTests(tests, len(tokens), max(0.0, low), 0.5 * float(np.abs(both).sum()))
+
+
+def _compared(joint: Tensor, tokens: Tensor, first: int, end: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Counts [2, cells] of the tokens first to end - 1 in the two halves of the images, and their distribution."""
+    others = [axis for axis in range(joint.dim()) if not first <= axis < end]
+    expected = joint.sum(dim=others).flatten().numpy()
+    place = (tokens[:, first:end] * VOCABULARY ** torch.arange(end - first - 1, -1, -1)).sum(dim=1).numpy()
+    counts = [np.bincount(half, minlength=len(expected)) for half in (place[::2], place[1::2])]
+    return np.stack(counts), expected / expected.sum()
+
+
+def _differences(counts: NDArray[Any], expected: NDArray[Any]) -> NDArray[Any]:
+    found: NDArray[Any] = counts / max(1, counts.sum()) - expected
+    return found
+
+
+def _g_test(counts: NDArray[Any], expected: NDArray[Any]) -> float:
+    """The p-value of a G-test; cells in which fewer than five images are expected are one cell of at least five."""
+    from scipy.stats import power_divergence
+
+    order = np.argsort(expected)
+    wanted, seen = expected[order] * counts.sum(), counts[order]
+    rare = max(int(np.searchsorted(wanted, _FEWEST)), int(np.searchsorted(wanted.cumsum(), _FEWEST)) + 1)
+    observed, pooled = (np.append(values[:rare].sum(), values[rare:]) for values in (seen, wanted))
+    return float(power_divergence(observed, pooled, lambda_="log-likelihood").pvalue)

@@ -1,0 +1,218 @@
+"""The audit: what it covers follows from the rows, its tests hold and have power, verdicts and exit codes."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import kstest, power_divergence
+
+from lantern_bench.certify import audit, tabular
+from lantern_bench.certify.audit import audited_cells, claim_of
+from lantern_bench.certify.broken import Broken, strict_without_residual
+from lantern_bench.certify.tables import BROKEN, LEVEL, Audited, ImageTests, audit_rows
+from lantern_bench.certify.tabular import g_tests, tables
+from lantern_bench.cli import main as cli
+from lantern_bench.config import methods
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.experiment import Cell
+from lantern_bench.decoding.acceptance import walk
+from lantern_bench.models import registry
+from lantern_bench.plugins import Mode
+from tests.tiny_family import TinyFamily
+
+STATIC = Decoding.model_validate({"mode": "speculative", "tree": "small-7"})
+SMALL = ["--dtype", "float32", "--neighbours", "3", "--positions", "6", "--draws", "8"]
+
+
+def test_every_mode_and_every_rule_is_audited() -> None:
+    cells = audited_cells()
+    assert {cell["mode"] for cell in cells} == set(methods.MODES)
+    rules = {cell.get("rule", methods.MODES[cell["mode"]].rule) for cell in cells}
+    assert rules == set(methods.RULES)
+    for mode in methods.MODES.values():
+        of_mode = [cell for cell in cells if cell["mode"] == mode.name and cell.get("rule", mode.rule) == mode.rule]
+        assert len(of_mode) == 1 + len(mode.variants) + len(mode.published)
+
+
+def test_shipped_modes_and_rules_name_claim_and_source() -> None:
+    for mode in methods._SHIPPED_MODES:
+        assert mode.claim is not None
+        assert mode.source or methods.RULES[mode.rule].source or mode.name in ("ar", "entropy")
+    known = {mode.rule for mode in methods._SHIPPED_MODES}
+    assert all(rule.source for rule in methods._SHIPPED_RULES if rule.name not in known)
+
+
+def test_a_new_row_is_audited_with_its_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Mode(
+        "new", "static", "strict", "new", None, claim="lossless", source="2601.00001", published=({"tree": "chain-3"},)
+    )
+    monkeypatch.setitem(methods.MODES, "new", row)
+    assert audited_cells()[-2 - _rules_alone() :][:2] == [{"mode": "new"}, {"mode": "new", "tree": "chain-3"}]
+    ours, theirs = (
+        claim_of(Cell("tiny", Decoding.model_validate({"mode": "new", "tree": tree})))
+        for tree in ("small-7", "chain-3")
+    )
+    assert (ours.form, ours.claim, ours.source, ours.published) == ("", "lossless", "2601.00001", False)
+    assert (theirs.form, theirs.published) == ("tree chain-3", True)
+
+
+def _rules_alone() -> int:
+    known = {mode.rule for mode in methods.MODES.values()}
+    return sum(name not in known for name in methods.RULES)
+
+
+def test_g_test_equals_scipys_and_pools_rare_cells() -> None:
+    expected = np.array([0.4, 0.35, 0.25])
+    counts = np.array([430, 330, 240])
+    plain = power_divergence(counts, expected * 1000, lambda_="log-likelihood").pvalue
+    assert tabular._g_test(counts, expected) == pytest.approx(plain)
+    rare = np.array([0.4, 0.35, 0.244, 0.002, 0.004])
+    pooled = power_divergence([430, 330, 233, 7], [400, 350, 244, 6], lambda_="log-likelihood").pvalue
+    assert tabular._g_test(np.array([430, 330, 233, 5, 2]), rare) == pytest.approx(pooled)
+
+
+def test_p_values_of_a_lossless_decoding_are_uniform() -> None:
+    found = [g_tests(tables(), STATIC, 2000, seed=seed) for seed in range(40)]
+    for name in ("first tokens", "joint of the first tokens"):
+        values = [one.p_values[name] for one in found]
+        ks = float(kstest(values, "uniform").pvalue)
+        print(f"{name}: KS p = {ks:.3f}, below .05: {np.mean(np.array(values) < 0.05):.3f}")
+        assert ks > 1e-3
+    below = np.mean([one.p_values["later windows"] < 0.05 for one in found])
+    assert below < 0.05 + 4 * (0.05 * 0.95 / len(found)) ** 0.5
+
+
+def test_lossless_and_broken_are_told_apart() -> None:
+    right = g_tests(tables(), STATIC, 20_000)
+    broken = g_tests(tables(), STATIC, 20_000, Broken("residual left out", strict_without_residual))
+    print(f"right {right}, broken {broken}")
+    assert min(right.p_values.values()) > LEVEL
+    assert max(broken.p_values.values()) < BROKEN
+    assert broken.low > 5 * right.high / 2 > 0
+
+
+def test_estimates_of_tv_enclose_the_truth() -> None:
+    """Tokens drawn from a distribution whose TV is known."""
+    sizes = [tabular.VOCABULARY] * tabular.TOKENS
+    joint = torch.rand(sizes, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    joint /= joint.sum()
+    other = joint.clone()
+    other[0] *= 1.4
+    other /= other.sum()
+    drawn = torch.multinomial(other.flatten(), 40_000, replacement=True, generator=torch.Generator().manual_seed(1))
+    tokens = torch.stack(torch.unravel_index(drawn, sizes), dim=1)
+    found = tabular._tested(joint, tokens)
+    first = (joint - other).sum(dim=[1, 2, 3, 4, 5, 6]).abs().sum().item() / 2
+    assert found.low - 0.005 < first < found.high + 0.005  # each also has the noise of its images
+    assert found.p_values["first tokens"] < BROKEN
+
+
+# ---- verdicts
+
+
+def audited(lossless: bool, ours: bool, p: float, broken: float | None = None) -> Audited:
+    name = f"{lossless}-{ours}-{p}"
+    of_tables = [ImageTests(f"{name}, tables", None, {"a": p, "b": 0.5, "c": 0.5}, 100, 700, 0, 0, (0.1, 0.2))]
+    if broken is not None:
+        of_tables.append(ImageTests(f"{name}, tables", "mistake", {"a": broken}, 100, 700, 0, 0, (0.1, 0.2)))
+    return Audited({"cell_id": name, "claim": "lossless" if lossless else "relaxed"}, lossless, ours, of_tables)
+
+
+def test_verdicts() -> None:
+    several = [
+        audited(True, True, 0.4, 1e-9),
+        audited(True, True, 0.4001, 1e-3),
+        audited(True, True, 1e-9),
+        audited(True, False, 1e-8),
+        audited(False, True, 1e-7),
+        audited(False, True, 0.3),
+    ]
+    costs = [
+        {"cell_id": several[4].columns["cell_id"], "emitted_tv": 0.2, "emitted_tv_low": 0.1, "emitted_tv_high": 0.3}
+    ]
+    rows, tests = audit_rows("tiny", several, costs)
+    assert [row["verdict"] for row in rows] == [
+        "lossless: no difference found",
+        "lossless: no difference found",
+        "claimed lossless, measured: not",
+        "claimed lossless, measured: not",
+        "relaxed, as claimed",
+        "relaxed: no difference found",
+    ]
+    assert [row["passed"] for row in rows] == ["yes", "weak", "NO", None, None, None]
+    assert [row["table_tv"] is None for row in rows] == [True, True, False, False, False, True]
+    assert rows[4]["emitted_tv"] == 0.2
+    assert rows[0]["power_p"] == 1e-9
+    assert len(tests) == 3 * 6 + 2
+    # Holm over the twelve tests of lossless claims.
+    assert rows[2]["p_holm"] == pytest.approx(12e-9)
+
+
+# ---- the command
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyFamily:
+    family = TinyFamily()
+    monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
+    monkeypatch.setattr(audit, "TIMES", 100)
+    monkeypatch.chdir(tmp_path)
+    return family
+
+
+def rows_of(path: str) -> list[dict[str, str]]:
+    with Path(path).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.timeout(600)
+def test_the_audit_is_written_and_shown(tiny: TinyFamily, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["certify", "tiny", "--modes", "all", *SMALL, "--samples", "60", "--format", "table"]) == 0
+    found = rows_of("results/audit-tiny/audit.csv")
+    assert {row["mode"] for row in found} == set(methods.MODES)
+    for row in found:
+        assert row["table_images"] == "6000"
+        ours = row["claim"] == "lossless" and row["form"] != "form published"
+        assert row["passed"] in (("yes", "weak") if ours else ("",))
+        assert (row["images"] != "") == (row["claim"] == "lossless")
+        if ours and row["mode"] != "ar":
+            assert float(row["power_p"]) < BROKEN
+    said = capsys.readouterr().out
+    assert "no difference found" in said and "relaxed, as claimed" in said
+    tests = rows_of("results/audit-tiny/lossless_tests.csv")
+    assert {"first tokens", "joint of the first tokens", "later windows", "surprise"} <= {row["test"] for row in tests}
+
+
+@pytest.mark.timeout(600)
+def test_a_lossless_claim_that_fails_exits_with_5(
+    tiny: TinyFamily, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(walk, "accept_children", strict_without_residual)
+    assert cli.main(["certify", "tiny", "--modes", "all", *SMALL, "--samples", "20"]) == 5
+    assert "checks do not hold: speculative-static" in capsys.readouterr().err
+    verdicts = {(row["mode"], row["rule"]): row["verdict"] for row in rows_of("results/audit-tiny/audit.csv")}
+    assert verdicts["speculative", "strict"] == "claimed lossless, measured: not"
+    assert verdicts["ar", "none"] == "lossless: no difference found"
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (["--temperature", "0"], "at temperature 0 there is no distribution to test"),
+        (["--emitted-tv"], "--emitted-tv: is not for the audit of all modes"),
+        (["--experiment", "certify"], "--experiment: is not for the audit"),
+        (["--delta", "2"], "--delta 2: must lie strictly between 0 and 1"),
+        (["--out", "file/there"], "is a file, not a folder"),
+    ],
+)
+def test_errors_come_before_any_measurement(
+    typed: list[str], message: str, tiny: TinyFamily, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("file").write_text("")
+    assert cli.main(["certify", "tiny", "--modes", "all", "--neighbours", "3", *typed]) == 2
+    assert message in capsys.readouterr().err
+    assert tiny.loads == 0
