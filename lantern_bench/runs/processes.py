@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from lantern_bench.runs.sweep import Request
 
 
+SECONDS_TO_END = 30.0  # for a worker that has told its error to end by itself
+
+
 def decode_in_processes(request: Request, tell: Callable[[Event], None]) -> int:
     """Make the missing images in `processes` new processes, one at a time; return how many images failed.
 
@@ -63,6 +66,7 @@ def _events(request: Request, name: str) -> Any:
             except (EOFError, pickle.UnpicklingError):
                 break
             if isinstance(event, LanternError):
+                worker.wait(SECONDS_TO_END)  # it has said its last word: a signal now would only interrupt its exit
                 raise event
             yield event
         if (code := worker.wait()) != 0:
@@ -101,6 +105,8 @@ def _main() -> int:
         work(sys.stdin.buffer, events)
     except (KeyboardInterrupt, BrokenPipeError):
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the exit handlers of libraries print what interrupts them
     return 0
 
 
