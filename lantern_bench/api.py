@@ -238,7 +238,7 @@ def decode(
     for _ in model.prepare(list(dict.fromkeys(texts))):
         pass
     place = Place(model.target.device, torch.get_default_dtype())
-    decoded = decode_units(model, place, units_of(resolved, texts, 1), keep_logits=False)
+    decoded = decode_units(model, place, units_of(resolved.cells, seed, texts, 1), keep_logits=False)
     images = []
     for text, made in zip(texts, decoded, strict=True):
         picture = Image.fromarray(made.pixels.cpu().numpy()) if made.pixels.numel() else None

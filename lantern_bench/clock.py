@@ -192,6 +192,10 @@ class Phases:
             last = at
         return out
 
+    def ends(self, *names: str) -> list[float]:
+        """Seconds from `start` to each end of a phase with one of these names, in order of time."""
+        return [self._seconds(self._begin, at) for name, at in self._marks if name in names]
+
 
 OnProgress: TypeAlias = Callable[[str, float], None]
 """Progress callback: a description of the work, and the share that is done."""

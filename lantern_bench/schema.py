@@ -35,6 +35,10 @@ REPEAT = "interval of 95 % of repeated runs"
 """Figures made of seconds: where a repeat has its figure. All others: a 95 % confidence interval over prompts."""
 
 _SPEEDUP = figure("speedup", "", "seconds of ar / seconds of the cell, sums over the same prompts of one run", REPEAT)
+_OVER_LOSSLESS = (
+    *figure("speedup_over_lossless", "", "seconds of lossless_cell / seconds of the cell, same prompts", REPEAT),
+    Column("lossless_cell", "string", "", "fastest lossless cell of the run with the cell's model and sampling"),
+)
 _DISTURBED = Column("disturbed", "int", "images", "images whose threads lacked a core; empty where not recorded")
 
 
@@ -133,14 +137,40 @@ _CERTIFICATE = (
 
 _LOSSLESS_TESTS = (
     _MODEL,
-    Column("setting", "string", "", "how it was decoded"),
-    Column("broken", "string", "", "what is wrong with the rule on purpose; empty for the rule itself"),
+    Column("setting", "string", "", "how it was decoded, in an audit also where: on the tables or with the model"),
+    Column("broken", "string", "", "what is wrong on purpose; empty for the method itself"),
     Column("test", "string", "", "the test (docs/algorithms.md, section 6)"),
     Column("p_value", "float", "", "its p-value"),
-    Column("p_holm", "float", "", "corrected for all tests of the certificate; broken rules: for as many tests"),
+    Column("p_holm", "float", "", "corrected for all tests of the command; broken methods: for as many tests"),
     Column("images", "int", "images", "images tested; a broken rule is decoded until it is rejected"),
     Column("tokens", "int", "tokens", "tokens tested"),
     Column("edge_tokens", "int", "tokens", "tokens left out because rounding may change what passes the filters"),
+)
+
+_AUDIT = (
+    *CELL_COLUMNS,
+    Column("form", "string", "", "values that differ from those of the mode; empty for the mode itself"),
+    Column("claim", "string", "", "what its authors claim of its tokens: lossless or relaxed"),
+    Column("source", "string", "", "arXiv number of their paper"),
+    Column("verdict", "string", "", "the claim beside what was measured"),
+    Column(
+        "passed",
+        "string",
+        "",
+        "yes, NO, or weak (a broken method not rejected); empty for claims that are not ours",
+    ),
+    Column("p_holm", "float", "", "smallest p-value of its tests, corrected for all tests of claims that say lossless"),
+    Column("p_first", "float", "", "G-test of the first two tokens on the tables"),
+    Column("p_joint", "float", "", "G-test of the first three tokens on the tables"),
+    Column("p_later", "float", "", "G-tests of later three tokens on the tables: the smallest, times their number"),
+    Column("p_images", "float", "", "smallest p-value of the whole-image tests with the model, not corrected"),
+    Column("table_images", "int", "images", "images decoded on the tables"),
+    Column("images", "int", "images", "images decoded with the model"),
+    Column("broken", "string", "", "what was broken on purpose, each with its smallest p-value"),
+    Column("power_p", "float", "", "the largest p-value among what was broken, on the tables"),
+    *figure("table_tv", "", "TV of three successive tokens on the tables, of what is not lossless", "two estimates"),
+    *figure("emitted_tv", "", "of a relaxed mode with the model: mean TV of target and first token of a step"),
+    NOTE,
 )
 
 CHECK_TABLES: dict[str, tuple[Column, ...]] = {
@@ -150,6 +180,7 @@ CHECK_TABLES: dict[str, tuple[Column, ...]] = {
     "ambiguity": _AMBIGUITY_MEANS,
     "lossless_tests": _LOSSLESS_TESTS,
     "certificate": _CERTIFICATE,
+    "audit": _AUDIT,
 }
 
 
@@ -276,6 +307,7 @@ _SPEED = (
     *figure("latency_s", "s", "mean seconds per image", REPEAT),
     Column("tokens_per_s", "float", "tokens/s", "tokens kept per second"),
     *_SPEEDUP,
+    *_OVER_LOSSLESS,
     *figure("step_compression", "tokens/forward", "tokens kept per target forward, prefill included; 1 for ar"),
     *figure("mean_accepted_length", "tokens/step", "tokens committed per step, bonus token included"),
     Column("mal_uncut", "float", "tokens/step", "the same with last steps uncut, as published code counts"),
@@ -360,6 +392,7 @@ _SUMMARY = (
     _DISTURBED,
     *_SPEEDUP,
     *_beside_paper("speedup"),
+    *_OVER_LOSSLESS,
     *figure("mean_accepted_length", "tokens/step", "tokens committed per step, bonus token included"),
     *_beside_paper("mean_accepted_length"),
     *figure("fid", "", "Frechet distance to the reference, with the features of fid_features"),

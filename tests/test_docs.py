@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from docs import make_audit
 from docs.make_results_format import PAGE, render
 
 ROOT = Path(__file__).parent.parent
@@ -92,7 +93,13 @@ def test_results_format_equals_the_schema() -> None:
     assert page == render(page), "run: python -m docs.make_results_format"
 
 
-@pytest.mark.parametrize("script", ["make_pictures", "make_results_format", "screenshots"])
+def test_the_audit_shows_the_committed_run() -> None:
+    page = make_audit.PAGE.read_text(encoding="utf-8")
+    assert page == make_audit.render(page), "run: python -m docs.make_audit"
+    assert page.count("measured: not") >= 3
+
+
+@pytest.mark.parametrize("script", ["make_audit", "make_pictures", "make_results_format", "screenshots"])
 def test_the_scripts_of_the_docs_can_be_imported(script: str) -> None:
     importlib.import_module(f"docs.{script}")
 

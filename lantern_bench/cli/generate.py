@@ -11,16 +11,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lantern_bench.cli.options import FormatOption, SettingsOption, compile_steps, decoding_flags, resolve_flags
+from lantern_bench.cli.options import (
+    FormatOption,
+    SettingsOption,
+    compile_steps,
+    decoding_flags,
+    resolve_flags,
+    split_modes,
+)
 from lantern_bench.config.methods import MODES
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.runs.threads import set_threads
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lantern_bench.config.experiment import ResolvedExperiment
+    from lantern_bench.config.plan import Unit
     from lantern_bench.console import Console
     from lantern_bench.models.loaded_model import LoadedModel
     from lantern_bench.runs.devices import Place
+    from lantern_bench.runs.runner import Made
 
 
 @decoding_flags
@@ -38,7 +49,16 @@ def generate(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show sizes and memory only.")] = False,
     mode: Annotated[list[str] | None, typer.Option(help=f"{', '.join(MODES)}, or all.")] = None,
     images: Annotated[int, typer.Option(min=1, help="Images per mode, one below the other.")] = 1,
-    out: Annotated[Path, typer.Option(help="The PNG file.")] = Path("picture.png"),
+    out: Annotated[
+        Path | None, typer.Option(help="The PNG file. Default: picture.png; with --animate none.", show_default=False)
+    ] = None,
+    animate: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also paint the first image of each mode, side by side in measured time, in this GIF. Steps are then "
+            "compiled (--no-compile: not), and --dtype is chosen as in a sweep."
+        ),
+    ] = None,
     save_tokens: Annotated[
         Path | None, typer.Option(help="Also write tokens int32 [n, N] and accept_lengths per step to this .npz.")
     ] = None,
@@ -51,7 +71,8 @@ def generate(
 ) -> None:
     """Make pictures of a caption or a class and show how they were decoded."""
     console: Console = ctx.obj
-    resolved = resolve_flags("generate", flags | {"model": [model]}, mode or ["lantern++"], settings or [])
+    modes, race = mode or ["lantern++"], animate is not None
+    resolved = resolve_flags("generate", flags | {"model": [model]}, modes, settings or [], compile=race)
     if dry_run:
         _show_memory(resolved, console, format)
         return
@@ -60,9 +81,14 @@ def generate(
         raise UserError("--save-logits: needs a file to write to", "Add --save-tokens FILE.npz.")
     if save_tokens is not None and len(resolved.cells) > 1:
         raise UserError(f"--save-tokens {save_tokens}: holds one way of decoding", f"These are {len(resolved.cells)}.")
-    _check_file("--out", out, ".png", force)
-    if save_tokens is not None:
-        _check_file("--save-tokens", save_tokens, ".npz", force)
+    out = Path("picture.png") if out is None and not race else out
+    for flag, path, suffix in [
+        ("out", out, ".png"),
+        ("save-tokens", save_tokens, ".npz"),
+        ("animate", animate, ".gif"),
+    ]:
+        if path is not None:
+            _check_file(f"--{flag}", path, suffix, force)
 
     from lantern_bench.models.io.files import write_atomically
     from lantern_bench.models.loaded_model import NoPixels
@@ -70,28 +96,35 @@ def generate(
     from lantern_bench.runs.devices import choose_place
 
     set_threads(resolved.settings.threads)
-    place = choose_place(resolved.settings.device, resolved.settings.dtype)
+    place = choose_place(resolved.settings.device, resolved.settings.dtype, fast=race)
     loaded = _loaded(resolved, place, random_weights, console)
+    cells = resolved.cells
+    if "all" in split_modes(modes):
+        cells, reasons = generation.runnable(loaded, cells)
+        for reason in reasons:
+            console.say(reason)
     # Off by default: compiling takes longer than one image.
     if resolved.settings.compile:
         compile_steps([loaded], place, console)
     if isinstance(loaded.pixels, NoPixels):
-        if save_tokens is None:
+        if save_tokens is None or race:
             raise loaded.pixels.problem
         console.warn(loaded.pixels.problem.message)
     prompts = [prompt] if condition is None else generation.read_prompts(condition, loaded)
-    units = generation.units_of(resolved, prompts, images)
+    units = generation.units_of(cells, resolved.settings.seed, prompts, images)
     made = []
     with console.progress() as progress:
         progress.start(len(units), "images")
-        for one in generation.decode_units(loaded, place, units, save_logits):
+        for one in generation.decode_units(loaded, place, units, save_logits, timed=race):
             made.append(one)
             progress.advance()
     files: list[tuple[str, str, Path, bytes]] = []
-    if not isinstance(loaded.pixels, NoPixels):
-        files.append(("picture", "--out", out, generation.picture_png(made, len(resolved.cells))))
+    if out is not None and not isinstance(loaded.pixels, NoPixels):
+        files.append(("picture", "--out", out, generation.picture_png(made, len(cells))))
     if save_tokens is not None:
         files.append(("tokens", "--save-tokens", save_tokens, generation.tokens_npz(made)))
+    if animate is not None:
+        files.append(("race", "--animate", animate, _race(units, made, loaded)))
     for _, flag, path, content in files:
         try:
             write_atomically(path, content)
@@ -135,11 +168,32 @@ def _check_file(flag: str, path: Path, suffix: str, force: bool) -> None:
     """Refuse an output file with another suffix, one that exists, and one that cannot be written."""
     folder = path.absolute().parent
     if path.suffix.lower() != suffix:
-        raise UserError(f"{flag} {path}: must end with {suffix}")
+        raise UserError(f"{flag} {path}: must end with {suffix}", f"For example {path.stem or 'picture'}{suffix}.")
     if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise UserError(f"{flag} {path}: cannot be written", "Give a file in an existing folder that you may write to.")
     if path.exists() and not force:
         raise RefusedError(f"{flag} {path}: is there already", "Give another name, or --force to overwrite it.")
+
+
+def _race(units: Sequence[Unit], made: Sequence[Made], model: LoadedModel) -> bytes:
+    """Draw the first image of every cell as a race."""
+    import pandas as pd
+
+    from lantern_bench.report.labels import labels, styles
+    from lantern_bench.report.race import Lane, Step, race_gif
+
+    first = [(unit, one) for unit, one in zip(units, made, strict=True) if unit.image_index == 0]
+    table = pd.DataFrame([{"run": "", "model": model.name, **unit.cell.decoding.columns()} for unit, _ in first])
+    looks = zip(labels(table), styles(table).values(), strict=True)
+    ar = next((one.trace.seconds for unit, one in first if not unit.cell.decoding.drafts), None)
+    lanes = []
+    for (_, one), (label, style) in zip(first, looks, strict=True):
+        trace = one.trace
+        steps = zip(trace.ends, [0, *trace.start], [1, *trace.committed], [0, *trace.accepted], strict=True)
+        picture, speedup = one.pixels.cpu().numpy(), ar and ar / trace.seconds
+        kept = [Step(*step) for step in steps]
+        lanes.append(Lane(label, style.colour, trace.seconds, kept, trace.tokens, picture, model.grid, speedup))
+    return race_gif(lanes, units[0].prompt.text, model.name)
 
 
 def _loaded(resolved: ResolvedExperiment, place: Place, random: bool, console: Console) -> LoadedModel:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from lantern_bench.config.methods import DRAFTINGS, MODES, OUTSIDE_RULES, PARAMETERS, RULES
+from lantern_bench.config.methods import DRAFTINGS, MODES, OUTSIDE_RULES, PARAMETERS, RULES, check_usable
 from lantern_bench.console import FORMATS, Console
 from lantern_bench.errors import UserError
 from lantern_bench.runs.store import find_run, results_root
@@ -92,33 +92,46 @@ def with_flags(*flags: Flag) -> Callable[[Callable[..., None]], Callable[..., No
 decoding_flags = with_flags(*DECODING_FLAGS)
 
 
+def split_modes(mode: Sequence[str]) -> list[str]:
+    """Return the values of a repeated flag, each of which may list several with commas."""
+    return [one.strip() for text in mode for one in text.split(",") if one.strip()]
+
+
 def resolve_flags(
-    name: str, flags: Mapping[str, Any], mode: Sequence[str], settings: Sequence[str] = ()
+    name: str, flags: Mapping[str, Any], mode: Sequence[str], settings: Sequence[str] = (), **usual: Any
 ) -> ResolvedExperiment:
     """Resolve the flags of a command as an experiment of these modes; raises one `UserError` with all their problems.
 
-    A relaxed rule without a bound gets its row's example.
+    A relaxed rule without a bound gets its row's example. `usual` values hold where flags and settings give none.
     """
+    from lantern_bench.errors import did_you_mean
+
+    modes = list(MODES) if "all" in (modes := split_modes(mode)) else modes
+    for one in modes:
+        if one not in MODES:
+            check_usable(one)
+            hint = did_you_mean(one, MODES)
+            raise UserError(f"--mode {one}: unknown mode{hint}", f"The modes are {', '.join(MODES)}, or all.")
+    return resolve_cells(name, flags, [{"mode": one} for one in modes], settings, **usual)
+
+
+def resolve_cells(
+    name: str, flags: Mapping[str, Any], cells: Sequence[Mapping[str, Any]], settings: Sequence[str], **usual: Any
+) -> ResolvedExperiment:
+    """Resolve the flags of a command with cells and `usual` values of an experiment; otherwise as `resolve_flags`."""
     from lantern_bench.config.experiment import resolve
     from lantern_bench.config.parse_experiment import read_experiment
     from lantern_bench.config.values import Overrides
     from lantern_bench.config.yaml_source import Source
-    from lantern_bench.errors import did_you_mean
     from lantern_bench.models.registry import card_of, defaults_of
     from lantern_bench.runs.sweep import check_neighbours
 
-    modes = [one.strip() for text in mode for one in text.split(",") if one.strip()]
-    modes = list(MODES) if "all" in modes else modes
-    for one in modes:
-        if one not in MODES:
-            hint = did_you_mean(one, MODES)
-            raise UserError(f"--mode {one}: unknown mode{hint}", f"The modes are {', '.join(MODES)}, or all.")
     card_of(flags["model"][0])
     # A sweep has no default bounds, because it compares values.
-    own = {row.name: {row.bound: row.example} for row in OUTSIDE_RULES.values()}
+    own = {row.name: {row.bound: row.example} for row in OUTSIDE_RULES.values() if not row.lossless}
     bounds = {rule.bound: rule.example for rule in RULES.values() if not rule.lossless and rule.name not in own}
-    cells = [{"mode": one, **own.get(one, {})} for one in modes]
-    data = {"name": name, "model": "?", "baseline": False, **bounds, "cells": cells}
+    bounded = [{**own.get(cell.get("rule", MODES[cell["mode"]].rule), {}), **cell} for cell in cells]
+    data = {"name": name, "model": "?", "baseline": False, **bounds, **usual, "cells": bounded}
     overrides = Overrides.from_flags(flags, settings=settings)
     experiment, problems = read_experiment(Source(name, Path(), data), overrides)
     problems.raise_all()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lantern_bench.cli.options import DEVICE_HELP, RULE_FLAGS, FormatOption, compile_steps, resolve_flags, with_flags
+from lantern_bench.config.methods import searched_lossless
 from lantern_bench.errors import UserError
+from lantern_bench.runs import tuned
 from lantern_bench.runs.threads import set_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from lantern_bench.config.decoding import Decoding
     from lantern_bench.console import Console
@@ -37,7 +40,7 @@ def profile(
     ] = None,
     mode: Annotated[
         list[str] | None,
-        typer.Option(help="Mode, several with --search. Default: speculative."),
+        typer.Option(help="Mode, several with --search. Default: speculative; with --search all that is lossless."),
     ] = None,
     images: Annotated[int, typer.Option(min=1, help="Images decoded for each kind of step.")] = 4,
     tokens: Annotated[int | None, typer.Option(min=2, help="Decode only this many tokens per image.")] = None,
@@ -64,8 +67,7 @@ def profile(
         _refuse_with_search(**own, size=size, random_weights=random_weights or None)
     if save_to is not None and save_to.suffix not in (".yaml", ".yml"):
         raise UserError(f"--save-device {save_to}: must end in .yaml")
-    resolved = resolve_flags("profile", flags | {"model": [model]}, mode or ["speculative"])
-    decodings = [cell.decoding for cell in resolved.cells]
+    decodings = _decodings(flags | {"model": [model]}, mode, search)
     if not all(one.drafts for one in decodings):
         raise UserError("--mode ar: drafts nothing", "Every table has autoregressive decoding already.")
     if not search and len(decodings) > 1:
@@ -84,7 +86,7 @@ def profile(
     if compile:
         compile_steps([subject.model], place, console)
     if search:
-        _search(subject, decodings, console, format)
+        _search(subject, decodings, partial(tuned.keep, model, place=place, compile=compile), console, format)
         return
     names = [name.strip() for text in tree or [_TREES] for name in text.split(",") if name.strip()]
     decoding = decodings[0].model_copy(update={"cfg_scale": subject.cfg_scale})
@@ -92,6 +94,15 @@ def profile(
     if save_to is not None:
         save_device(subject, rows, place, save_to)
         console.say(f"written: {save_to}")
+
+
+def _decodings(flags: dict[str, Any], mode: list[str] | None, search: bool) -> list[Decoding]:
+    """The decodings to profile: those of the flags; without mode, rule and drafting a search covers all lossless."""
+    chosen: list[tuple[list[str], dict[str, Any]]] = [(mode or ["speculative"], {})]
+    if search and not (mode or flags["rule"] or flags["drafting"]):
+        chosen = [([one], {"drafting": [drafting], "rule": [rule]}) for one, drafting, rule in searched_lossless()]
+    found = [resolve_flags("profile", flags | own, modes).cells for modes, own in chosen]
+    return list(dict.fromkeys(cell.decoding for cells in found for cell in cells))
 
 
 def _refuse_with_search(**given: object) -> None:
@@ -137,17 +148,31 @@ def _profile(
     return rows
 
 
-def _search(subject: Subject, decodings: Sequence[Decoding], console: Console, format: str | None) -> None:
-    """Search for the fastest tree of each decoding, and print the best as lines of an experiment."""
+def _search(
+    subject: Subject,
+    decodings: Sequence[Decoding],
+    keep: Callable[[Decoding, float], None],
+    console: Console,
+    format: str | None,
+) -> None:
+    """Search for the fastest tree of each decoding, print the best as lines of an experiment, keep the lossless."""
     import pandas as pd
 
     from lantern_bench.profile.tree_search import experiment_line, search_trees
 
-    best = []
+    fastest = []
     for decoding in decodings:
         found = search_trees(subject.model, decoding, subject.prompts, subject.seed, console.say)
-        best.append(experiment_line(found[0][0]))
+        fastest.append((found[0][0], found[0][1]["speedup"]))
         rule = f"{decoding.mode}, {decoding.drafting}, {decoding.rule}"
         table = pd.DataFrame([row for _, row in found]).round(4)
         console.table(table, title=f"{rule}, the fastest measured", format=format)
-    console.say("the fastest, for the cells of an experiment:\n" + "\n".join(f"  {line}" for line in best))
+    lines = (f"  {experiment_line(decoding)}" for decoding, _ in fastest)
+    console.say("\n".join(["the fastest, for the cells of an experiment:", *lines]))
+    if lossless := [one for one in fastest if one[0].lossless]:
+        try:
+            for one in lossless:
+                keep(*one)
+            console.say("the fastest lossless one is kept: sweeps on this machine add it beside relaxed cells")
+        except OSError as error:
+            console.warn(f"not kept for sweeps: the cache cannot be written: {error.strerror}")

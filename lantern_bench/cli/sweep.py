@@ -51,6 +51,13 @@ _REPETITION: tuple[Flag, ...] = (
         "baseline",
         Annotated[bool | None, typer.Option("--baseline/--no-baseline", help="Add an ar cell if there is none.")],
     ),
+    (
+        "lossless",
+        Annotated[
+            bool | None,
+            typer.Option("--lossless/--no-lossless", help="Add the tuned lossless cell beside relaxed ones."),
+        ],
+    ),
 )
 _Out = Annotated[Path | None, typer.Option(help="The run directory; by default results/<name>-<hash>.")]
 _Resume = Annotated[bool, typer.Option(help="Resume the run, or start a new one beside it.")]
@@ -204,6 +211,8 @@ def _run(
 ) -> None:
     """Show the plan, or run it and show the result."""
     console.say(f"run: {request.folder}")
+    for line in request.lossless.lines:
+        console.say(line)
     if dry_run:
         table, estimate = runs_sweep.plan_table(request)
         time = "unknown, nothing is measured yet" if estimate.seconds is None else duration(estimate.seconds)
@@ -237,7 +246,7 @@ def _show_reproduction(folder: Path, console: Console, format: str | None) -> No
     manifest = read_manifest(folder)
     paper = read_paper(manifest["experiment"].get("paper"))
     tables = write_tables(folder)
-    table: pd.DataFrame = frame("reproduction", reproduction_rows(tables, paper))
+    table: pd.DataFrame = frame("reproduction", reproduction_rows(tables, paper, manifest))
     write_csv(table, folder / "reproduction.csv")
     notes = [*trends(tables), *comparability(tables, paper, manifest)]
     if (format or console.format) in ("csv", "json"):

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _BARS = " ▁▂▃▄▅▆▇█"
-_PLAIN = str.maketrans(dict(zip("▁▂▃▄▅▆▇█│└─", "..::-=+#|+-", strict=True)) | {"δ": "delta", "λ": "lambda"})
+_SIGNS = {symbol: name for name, symbol in BOUNDS.items() if len(symbol) == 1 and not symbol.isascii()}
+_PLAIN = str.maketrans(dict(zip("▁▂▃▄▅▆▇█│└─", "..::-=+#|+-", strict=True)) | _SIGNS)
 _FRONT_HEIGHT = 14
 
 

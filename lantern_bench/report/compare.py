@@ -15,7 +15,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lantern_bench.errors import RefusedError
-from lantern_bench.report.records import CellRecords, Row, baseline_of, group_records, timed_images
+from lantern_bench.report.records import (
+    CellRecords,
+    Row,
+    baseline_of,
+    fastest_lossless,
+    group_records,
+    timed_images,
+)
 from lantern_bench.report.stats import (
     Interval,
     compare_sums,
@@ -151,14 +158,15 @@ def _timed_rows(cells: Sequence[CellRecords], sides: Sequence[list[CellRecords]]
     yield from _timed("latency_s", [timed_images(cell) for cell in cells])
     if cells[0].columns["mode"] == "ar":
         return
-    bases = [baseline_of(cell, side) for cell, side in zip(cells, sides, strict=True)]
-    if all(bases):
-        yield from _timed("speedup", [timed_images(cell, base) for cell, base in zip(cells, bases, strict=True)])
+    for quantity, find in (("speedup", baseline_of), ("speedup_over_lossless", fastest_lossless)):
+        bases = [find(cell, side) for cell, side in zip(cells, sides, strict=True)]
+        if all(bases) and (quantity == "speedup" or not cells[0].is_lossless):
+            yield from _timed(quantity, [timed_images(cell, base) for cell, base in zip(cells, bases, strict=True)])
     yield from _tested("mean_accepted_length", [_measured(cell, "committed", "steps") for cell in cells])
 
 
 def _timed(quantity: str, compared: Sequence[pd.DataFrame]) -> Iterator[dict[str, Any]]:
-    """Yield the row of a quantity of seconds as `_tested` does; only speedup can have a verdict."""
+    """Yield the row of a quantity of seconds as `_tested` does; only speedup over ar can have a verdict."""
     pairs = compared[0].index.intersection(compared[1].index)
     if not len(pairs):
         return
@@ -166,8 +174,10 @@ def _timed(quantity: str, compared: Sequence[pd.DataFrame]) -> Iterator[dict[str
     # Less time is better.
     effect = compare_timings(b, a) if quantity == "latency_s" else compare_timings(a, b)
     note = "not tested: fewer than 2 prompts or one process in a run" if effect.p_value is None else None
-    if quantity == "latency_s":
-        effect, note = effect._replace(p_value=None), "not tested: seconds of two moments"
+    if quantity != "speedup":
+        moments = quantity == "latency_s"
+        note = f"not tested: {'seconds of two moments' if moments else 'the fastest lossless cell of each run'}"
+        effect = effect._replace(p_value=None)
     row = {"quantity": quantity, "kind": "ratio", "a": a.value, "b": b.value, "note": note}
     yield row | _effect_columns(effect, pairs)
 

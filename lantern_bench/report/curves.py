@@ -25,7 +25,7 @@ from lantern_bench.report.labels import (
 )
 from lantern_bench.report.records import CellRecords, group_records
 from lantern_bench.report.stats import proportion
-from lantern_bench.report.tables import ENDS, frame, tables_of, write_csv
+from lantern_bench.report.tables import ENDS, SPEEDUPS, frame, tables_of, write_csv
 from lantern_bench.runs.store import RunData
 
 if TYPE_CHECKING:
@@ -119,14 +119,16 @@ def bound_points(runs: Mapping[str, Tables], parameter: str) -> pd.DataFrame:
 
 
 def speed_quality_points(runs: Mapping[str, Tables]) -> pd.DataFrame:
-    """Return the rows of `quality.csv` of all runs with the speedup and mean accepted length of their cell.
+    """Return the rows of `quality.csv` of all runs with the speedups and mean accepted length of their cell.
 
-    A run that was not timed (batched decoding) takes the speedup of the same cell from another of the runs, where it
+    A run that was not timed (batched decoding) takes the speedups of the same cell from another of the runs, where it
     was measured; `speed_run` names that run. A cell without either figure is left out.
     """
     cell = ["model", "cell_id"]
     quality, speed = stack_runs(runs, "quality"), stack_runs(runs, "speed")
-    speedup, length = ([f"{name}{end}" for end in ENDS] for name in SPEEDS)
+    speedup, length = (
+        [f"{name}{end}" for name in names for end in ENDS] for names in (SPEEDUPS, ("mean_accepted_length",))
+    )
     own = speed.loc[speed["speedup"].notna(), ["run", *cell, *speedup]]
     own = own.assign(speed_run=own["run"])
     table = quality.merge(own, on=["run", *cell], how="left")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Number format and unit of a figure. Other figures have four digits and the unit of the schema.
 _FORMATS = {
-    **dict.fromkeys(("speedup", "speedup_published", "speedup_measured"), ("{:.2f}", "x")),
+    **dict.fromkeys(("speedup", "speedup_over_lossless", "speedup_published", "speedup_measured"), ("{:.2f}", "x")),
     "speedup_error": ("{:+.1%}", ""),
     "speedup_difference": ("{:+.2f}", "x"),
     **dict.fromkeys(("mean_accepted_length", "mal_uncut", "accepted_drafts", "step_compression"), ("{:.2f}", "")),
@@ -31,11 +31,14 @@ _FORMATS = {
     "latency_s": ("{:.3g}", " s"),
     "tokens_per_s": ("{:.3g}", ""),
     "peak_memory_mb": ("{:.0f}", " MB"),
+    **dict.fromkeys(("p_first", "p_joint", "p_later", "p_images", "p_holm", "power_p"), ("{:.2g}", "")),
+    "table_tv": ("{:.3f}", ""),
 }
 _HEADS = {
     "mean_accepted_length": "MAL", "mal_uncut": "MAL uncut", "fid": "FID", "fid_infinity": "FID-infinity",
     "kid": "KID", "kid_std": "KID std", "clip_score": "CLIP score", "cell_id": "cell", "precision": "prec.",
     "index": "depth", "latency_s": "s / image", "tokens_per_s": "tokens / s",
+    "speedup_over_lossless": "over lossless",
     "target_forwards": "target forwards / image", "drafter_forwards": "drafter forwards / image",
     "draft_ms": "draft / step", "target_ms": "target / step", "verify_ms": "verify / step", "other_ms": "other / step",
     "peak_memory_mb": "peak memory",
@@ -107,7 +110,7 @@ def readable(table: pd.DataFrame, name: str | None = None) -> Readable:
 def _worth_showing(table: pd.DataFrame, column: str, name: str) -> bool:
     if (
         column in _IN_ID
-        or column in ("note", "axis")
+        or column in ("note", "axis", "lossless_cell")
         or column.endswith("_verdict")
         or (column == "cell_id" and name == "summary")
     ):
@@ -130,6 +133,9 @@ def _notes(table: pd.DataFrame, name: str) -> list[str]:
         notes.append("MAL counts the target's own token; accepted drafts are one less.")
     if "speedup_low" in table and table["speedup_low"].notna().any():
         notes.append("Speed intervals hold 95 % of repeated runs, others the true value with 95 % confidence.")
+    if "lossless_cell" in table and table["lossless_cell"].notna().any():
+        fastest = ", ".join(table["lossless_cell"].dropna().unique())
+        notes.append(f"Over lossless: over the fastest lossless cell of the run with the same sampling, {fastest}.")
     notes += _against_ar(table)
     if name == "acceptance":
         notes.append("Rates by depth of the tree; those by position in the image are in acceptance.csv.")

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from lantern_bench.config.methods import MODES, PARAMETERS, RULES
+from lantern_bench.config.methods import MODES, OWN, PARAMETERS, RULES
 from lantern_bench.errors import UserError
 from lantern_bench.report.records import NEIGHBOUR_METRIC, SAMPLING_DEFAULTS
 
@@ -51,7 +51,13 @@ _SETTINGS = {
     "residual": "{} residual", "temperature": "T={:g}", "cfg_scale": "cfg={:g}", "top_k": "top-k={:g}",
     "top_p": "top-p={:g}", "batch": "batch={:g}", "seed_set": "seeds={:g}",
 }  # fmt: skip
+_SETTINGS |= {
+    name: f"{name}={{}}" if one.column == ("string", "") else f"{name}={{:g}}"
+    for name, one in OWN.items()
+    if one.column and not one.symbol
+}
 _UNNAMED = {**SAMPLING_DEFAULTS, "neighbour_metric": NEIGHBOUR_METRIC}
+_UNNAMED |= {name: one.default for name, one in OWN.items()}
 
 
 class Style(NamedTuple):

@@ -319,6 +319,7 @@ _COLUMNS = (
     ("images", "images", "images behind the means of the row", ""),
     ("failed", "failed", "images that failed; they take no part in any mean", ""),
     ("speedup", "speedup", "seconds of AR over seconds of the cell, same prompts, same run", "up"),
+    ("speedup_over_lossless", "over lossless", "the same over the run's fastest lossless cell, same sampling", "up"),
     ("mean_accepted_length", "MAL", "tokens a step commits, the target's own token included; AR has 1", "up"),
     ("acceptance_rate", "acceptance", "depths accepted over depths offered", "up"),
     ("fid", "FID", "Fréchet distance to the reference", "down"),
@@ -455,7 +456,7 @@ def run_facts(name: str, data: RunData, tables: Tables) -> Plain:
         facts["sessions"] = len(manifest.get("sessions") or ())
     # A figure that is not available is worth a row only in the table of all figures.
     published: list[dict[str, str]] = []
-    for row in (row for row in reproduction_rows(tables, paper) if row.get("published") is not None):
+    for row in (row for row in reproduction_rows(tables, paper, manifest) if row.get("published") is not None):
         figure, ours = str(row["figure"]), [row.get(f"ours{end}") for end in ENDS]
         published.append({
             "row": str(row.get("paper_row") or ""),

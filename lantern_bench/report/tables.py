@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lantern_bench.config.methods import MODES, PARAMETERS, SAMPLING
+from lantern_bench.config.methods import MODES, OWN, PARAMETERS, SAMPLING
 from lantern_bench.errors import UserError
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.report.records import (
@@ -22,6 +22,7 @@ from lantern_bench.report.records import (
     CellRecords,
     Row,
     baseline_of,
+    fastest_lossless,
     group_records,
     join_notes,
     load_runs,
@@ -53,6 +54,9 @@ AXES = ("depth", "position")
 PUBLISHED = ("speedup", "mean_accepted_length", "fid", "clip_score", "precision", "recall")
 """Figures of the summary that a paper's table may hold."""
 
+SPEEDUPS = ("speedup", "speedup_over_lossless")
+"""Seconds of another cell of the run over those of the cell: of ar, and of the fastest lossless cell."""
+
 ENDS = ("", "_low", "_high")
 """Endings of the columns of a figure and of its interval."""
 
@@ -73,12 +77,15 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords]) -> dict[str, Any]
     row: dict[str, Any] = {**cell.columns, "images": len(cell.good), "failed": cell.failed}
     marks = cell.images["disturbed"].dropna()
     row["disturbed"] = int(marks.sum()) if len(marks) else None
+    lossless = fastest_lossless(cell, cells)
+    row["lossless_cell"] = lossless.cell_id if lossless else None
     notes: list[str | None] = []
     if marks.mean() > 0.5:  # the mean of no marks is nan
         notes.append(f"{row['disturbed']} of {len(marks)} images disturbed: seconds of a busy machine")
     for name, (interval, about), missing in (
         ("latency_s", _latency(cell), "not timed"),
-        ("speedup", _speedup(cell, baseline_of(cell, cells)), None),
+        ("speedup", _speedup(cell, baseline_of(cell, cells), "ar"), None),
+        ("speedup_over_lossless", _speedup(cell, lossless, "lossless_cell"), None),
         ("step_compression", _ratio(cell, "tokens", "target_forwards"), None),
         ("mean_accepted_length", _ratio(cell, "committed", "steps"), "no steps"),
     ):
@@ -105,18 +112,23 @@ def _latency(cell: CellRecords) -> tuple[Interval, list[str]]:
     return repeat_interval(timing(images)) if len(images) else Interval(None), []
 
 
-def _speedup(cell: CellRecords, base: CellRecords | None) -> tuple[Interval, list[str]]:
-    """Seconds of the baseline over seconds of the cell, over the images that both have, and notes on it."""
+def _speedup(cell: CellRecords, base: CellRecords | None, name: str) -> tuple[Interval, list[str]]:
+    """Seconds of the baseline over seconds of the cell, over the images that both have, and notes on it.
+
+    `name` is the baseline in the notes: ar, or lossless_cell.
+    """
+    timed = cell.images["seconds"].count()
     if base is None:
-        return Interval(None), ["no speedup: no ar cell to compare with in this run"]
-    shared, timed = timed_images(cell, base), cell.images["seconds"].count()
+        why = f"no speedup: no {name.removesuffix('_cell')} cell to compare with in this run"
+        return Interval(None), [why] if timed else []
+    shared = timed_images(cell, base)
     if not len(shared):
-        return Interval(None, note="no speedup: no image that ar has too"), []
+        return Interval(None, note=f"no speedup: no image that {name} has too"), []
     notes = []
     if len(shared) < timed:
-        notes.append(f"speedup over the {len(shared)} of {timed} images that ar has too")
+        notes.append(f"speedup over the {len(shared)} of {timed} images that {name} has too")
     if differing := settings_that_differ(cell, base):
-        notes.append(f"speedup against ar with {', '.join(differing)}")
+        notes.append(f"speedup against {name} with {', '.join(differing)}")
     return repeat_interval(timing(shared)), notes
 
 
@@ -296,9 +308,10 @@ def summary_rows(
     by_cell = {row["cell_id"]: row for row in speed}
     for scored in quality:
         timed = by_cell[scored["cell_id"]]
-        row: dict[str, Any] = {name: timed[name] for name in ("cell_id", "model", "images", "failed", "disturbed")}
+        copied = ("cell_id", "model", "images", "failed", "disturbed", "lossless_cell")
+        row: dict[str, Any] = {name: timed[name] for name in copied}
         row |= {"method": timed["mode"], "parameters": parameters(timed, speed)}
-        row |= {f"{name}{end}": timed[f"{name}{end}"] for name in PUBLISHED[:2] for end in ENDS}
+        row |= {f"{name}{end}": timed[f"{name}{end}"] for name in (*SPEEDUPS, "mean_accepted_length") for end in ENDS}
         row |= {name: scored.get(name) for name in _FROM_QUALITY}
         for name in PUBLISHED:
             theirs = (published or {}).get(str(row["cell_id"]), {}).get(name)
@@ -316,8 +329,9 @@ def parameters(cell: Row, cells: Sequence[Row]) -> str:
     parts = [str(cell[name]) for name in ("drafting", "rule") if preset and cell[name] != getattr(preset, name)]
     parts += [str(cell["tree"])] if cell["tree"] else []
     for name, one in PARAMETERS.items():
-        if one.in_id == "always" and name not in SAMPLING and cell.get(name) is not None:
-            parts.append(f"{one.short or name}={cell[name]:g}")
+        value = None if name in SAMPLING else cell.get(name)
+        if value is not None and (one.in_id == "always" or (name in OWN and value != one.default)):
+            parts.append(f"{one.short or name}={value if isinstance(value, str) else f'{value:g}'}")
     metric = cell.get("neighbour_metric")
     parts += [f"{metric} neighbours"] if metric and metric != NEIGHBOUR_METRIC else []
     parts += ["official residual"] if cell["residual"] == "official" else []

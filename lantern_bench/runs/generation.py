@@ -11,9 +11,11 @@ import numpy as np
 import pandas as pd
 import torch
 
-from lantern_bench.config.experiment import ResolvedExperiment
+from lantern_bench.clock import settle_garbage
+from lantern_bench.config.experiment import Cell, ResolvedExperiment
 from lantern_bench.config.plan import Prompt, Unit, record_seed
-from lantern_bench.errors import RecordsFailedError
+from lantern_bench.decoding.loop import drafter_and_table
+from lantern_bench.errors import RecordsFailedError, RefusedError
 from lantern_bench.models.io.condition_file import read_condition
 from lantern_bench.models.io.files import file_sha256
 from lantern_bench.models.loaded_model import LoadedModel, NoPixels
@@ -22,28 +24,50 @@ from lantern_bench.runs.devices import Place
 from lantern_bench.runs.runner import Made, make_images, png_bytes
 
 
-def units_of(resolved: ResolvedExperiment, prompts: Sequence[str], images: int) -> list[Unit]:
+def units_of(cells: Sequence[Cell], seed: int, prompts: Sequence[str], images: int) -> list[Unit]:
     """Return the images to decode, cell by cell; all cells use the same seeds."""
-    seed = resolved.settings.seed
     slots = [(prompt, repeat) for prompt in map(Prompt, prompts) for repeat in range(images)]
     return [
         Unit(cell, prompt, repeat, record_seed(seed, prompt.id, repeat, cell.decoding.seed_set), index, index)
-        for cell in resolved.cells
+        for cell in cells
         for index, (prompt, repeat) in enumerate(slots)
     ]
 
 
-def decode_units(model: LoadedModel, place: Place, units: Sequence[Unit], keep_logits: bool) -> Iterator[Made]:
-    """Yield the images one by one, without pixels if the model has no tokenizer; raises `RecordsFailedError`."""
-    tokens = model.target.image_tokens if isinstance(model.pixels, NoPixels) else None
-    for unit in units:
-        if model.engine.compile and unit.image_index == 0:
-            # A warm-up compiles the step: 16 tokens run each of its programs more than once.
-            make_images(model, [unit], place, tokens=16, keep_logits=keep_logits)
+def runnable(model: LoadedModel, cells: Sequence[Cell]) -> tuple[tuple[Cell, ...], list[str]]:
+    """Return the cells that the model has all parts for, and why each of the others is left out."""
+    kept, reasons = [], []
+    for cell in cells:
         try:
-            yield from make_images(model, [unit], place, tokens=tokens, keep_logits=keep_logits)
+            if cell.decoding.drafts:
+                drafter_and_table(model, cell.decoding)
+            kept.append(cell)
+        except RefusedError as error:
+            reasons.append(f"{cell.cell_id} is left out: {error.message}")
+    return tuple(kept), reasons
+
+
+def decode_units(
+    model: LoadedModel, place: Place, units: Sequence[Unit], keep_logits: bool, timed: bool = False
+) -> Iterator[Made]:
+    """Yield the images one by one, without pixels if the model has no tokenizer; raises `RecordsFailedError`.
+
+    Every cell decodes a part of an image first where the model is compiled or the images are `timed`.
+    """
+    tokens = model.target.image_tokens if isinstance(model.pixels, NoPixels) else None
+    warm_ups = [unit for unit in units if unit.image_index == 0 and (model.engine.compile or timed)]
+    for number, unit in enumerate([*warm_ups, *units]):
+        warm_up = number < len(warm_ups)
+        if timed and number == len(warm_ups):
+            settle_garbage()
+        try:
+            # A quarter of an image runs every program of a step more than once.
+            count = max(16, model.target.image_tokens // 4) if warm_up else tokens
+            made = make_images(model, [unit], place, tokens=count, keep_logits=keep_logits)
         except (RuntimeError, MemoryError) as error:
             raise RecordsFailedError(f"{unit.cell.cell_id}: {type(error).__name__}: {error}") from error
+        if not warm_up:
+            yield from made
 
 
 def read_prompts(path: Path, model: LoadedModel) -> list[str]:

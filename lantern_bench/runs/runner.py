@@ -150,14 +150,16 @@ def calibrate_threads(
     recorded = store.manifest.get("threads") if finished else None
     check_same_threads(store.folder.name, recorded, asked, finished)
     set_threads(recorded or asked)
-    unit = next((unit for unit in plan.units if not store.is_done(unit)), None)
-    if recorded or asked or unit is None or models[unit.cell.model].target.device.type != "cpu":
+    waiting = [unit for unit in plan.units if not store.is_done(unit)]
+    if recorded or asked or not waiting or models[waiting[0].cell.model].target.device.type != "cpu":
         return
-    model = models[unit.cell.model]
+    name = waiting[0].cell.model
+    # The first cell that drafts and the first that does not: drafts gain more from threads.
+    kinds = {unit.cell.decoding.drafts: unit.cell.decoding for unit in reversed(waiting) if unit.cell.model == name}
     try:
         with torch.inference_mode():
-            condition = model.condition([unit.prompt.text])
-        found = calibrate(step_work(model, condition, unit.cell.decoding.cfg_scale))
+            condition = models[name].condition([waiting[0].prompt.text])
+        found = calibrate(step_work(models[name], condition, kinds.values()))
     except (RuntimeError, MemoryError):
         return  # the images fail the same way and record it
     set_threads(found.threads)

@@ -39,6 +39,7 @@ from lantern_bench.runs.store import (
     run_folder,
 )
 from lantern_bench.runs.threads import prepare_environment
+from lantern_bench.runs.tuned import Added, add_lossless
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,13 +54,17 @@ if TYPE_CHECKING:
 
 
 class Request(NamedTuple):
-    """A sweep that passed every check that needs no models; `prompts` describes them for the manifest."""
+    """A sweep that passed every check that needs no models.
+
+    `prompts` describes them for the manifest. `lossless` are cells that the experiment got beside its own.
+    """
 
     experiment: ResolvedExperiment
     plan: Plan
     folder: Path
     protocol: Protocol
     prompts: dict[str, Any]
+    lossless: Added
 
 
 def prepare(
@@ -71,7 +76,7 @@ def prepare(
     shard: str | None = None,
     both_residuals: bool = False,
 ) -> Request:
-    """Check a sweep and return it; needs no torch and writes nothing.
+    """Check a sweep and return it; writes nothing, and needs torch only to find a tuned lossless cell (`tuned.py`).
 
     `source` is the name of a shipped experiment, a YAML file, or the content of one as a mapping. With
     `both_residuals`, a relaxed experiment runs with both residuals unless the overrides name one. Raises `UserError`
@@ -93,14 +98,16 @@ def prepare(
     families = [family_of(model) for model in settings.model]
     # Checks every prompt for every model; the prompts themselves are the same for all.
     prompts, *_ = [load_prompts(settings.prompts, family) for family in families]
-    plan, facts = make_plan(resolved, prompts), prompt_facts(settings.prompts, families[0], prompts)
+    # The name does not depend on the tuned lossless cell: after another search the run goes on in the same directory.
     folder = run_folder(resolved, results_root(), out, resume=resume)
-    if part is not None:
-        plan = plan.shard(part)
+    if part is not None and out is None:
         # Shards run at the same time, and a run directory has one writer.
-        folder = folder if out is not None else folder.with_name(f"{folder.name}-shard{part.index}of{part.count}")
+        folder = folder.with_name(f"{folder.name}-shard{part.index}of{part.count}")
+    resolved, lossless = add_lossless(resolved, folder)
+    plan, facts = make_plan(resolved, prompts), prompt_facts(settings.prompts, families[0], prompts)
+    plan = plan if part is None else plan.shard(part)
     check_folder(folder, resolved)
-    return Request(resolved, plan, folder, protocol, facts)
+    return Request(resolved, plan, folder, protocol, facts, lossless)
 
 
 def load(source: str | Path | Mapping[str, Any], overrides: Overrides) -> Experiment:
@@ -219,7 +226,8 @@ def decode_missing(request: Request, tell: Tell) -> int:
     )
     key = key_fields(models, settings, place, request.plan.cells)
     with RunStore(request.folder, request.experiment, key) as store:
-        store.update_manifest(prompts=request.prompts, load_before=round(load, 2))
+        facts = {"prompts": request.prompts, "lossless": list(request.lossless.cells)}
+        store.update_manifest(**facts, load_before=round(load, 2))
         try:
             calibrate_threads(store, request.plan, models, settings.threads, tell)
             again = "speed" in settings.metrics

@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from lantern_bench.cli import main as cli
+from lantern_bench.config.methods import MODES
 from lantern_bench.models import registry
 from lantern_bench.models.chameleon import Vocabulary
 from lantern_bench.models.chameleon.family import FAMILY
@@ -59,8 +60,8 @@ def test_pictures_in_every_mode(family: str, tokens: int, tmp_path: Path, capsys
     flags += ["--images", "2", "--format", "json"]
     assert cli.main(["generate", "a red lantern", "--model", str(model), "--mode", "all", *flags]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert len(rows) == 8 and {row["tokens"] for row in rows} == {tokens}
-    assert Image.open(picture).size == (4 * 8, 2 * 8)
+    assert len(rows) == 2 * len(MODES) and {row["tokens"] for row in rows} == {tokens}
+    assert Image.open(picture).size == (len(MODES) * 8, 2 * 8)
     flags = ["--out", str(picture), "--mode", "speculative", "--save-tokens", str(made), "--force"]
     assert cli.main(["generate", "a red lantern", "--model", str(model), *flags]) == 0
     with np.load(made) as arrays:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from io import StringIO
 from pathlib import Path
 
@@ -11,12 +12,15 @@ import pytest
 
 from lantern_bench.cli import main as cli
 from lantern_bench.config.experiment import load_experiment, resolve
-from lantern_bench.config.methods import DRAFTINGS
+from lantern_bench.config.methods import DRAFTINGS, searched_lossless
+from lantern_bench.config.values import Overrides
 from lantern_bench.models import registry
 from lantern_bench.models.random_model import read_size
-from lantern_bench.profile import dynamic_trees
+from lantern_bench.profile import dynamic_trees, windows
 from lantern_bench.profile.tree_search import describe
 from lantern_bench.report.cost_model import STACKS, Setting, find_device, named_draft, step_seconds
+from lantern_bench.runs import tuned
+from lantern_bench.runs.sweep import prepare
 from tests.tiny_family import TinyFamily
 
 TYPED = ["profile", "--size", "2x64x64x4", "--no-compile", "--images", "1", "--tree", "small-7,6n2d3b"]
@@ -81,10 +85,12 @@ def test_usage_errors(typed: list[str], wrong: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family = TinyFamily()
+    monkeypatch.setattr(tuned, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
     monkeypatch.setattr(dynamic_trees, "_DEPTH", 2)
+    monkeypatch.setattr(windows, "_WINDOWS", (2, 4))
 
 
 @pytest.mark.usefixtures("tiny")
@@ -120,10 +126,62 @@ def test_chains_alone_are_searched_for_a_rule_of_chains(capsys: pytest.CaptureFi
     assert (table["nodes"] == table["levels"]).all()
 
 
+@pytest.mark.usefixtures("tiny")
+def test_windows_are_searched_with_the_coupling_of_the_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    typed = ["profile", "--model", "tiny", "--search", "--no-compile", "--format", "csv", "--images", "4"]
+    assert cli.main([*typed, "--mode", "scd"]) == 0
+    table = pd.read_csv(StringIO(capsys.readouterr().out))
+    assert set(table["tree"]) == {"w2-maximal", "w4-maximal"}
+    assert (table["expected_length"] - table["mean_accepted_length"]).abs().max() < 0.5
+    assert (table["expected_length"] > 1).all()
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_fastest_lossless_cell_of_all_is_kept_for_sweeps(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["profile", "--model", "tiny", "--search", "--no-compile", "--images", "20"]) == 0
+    written = capsys.readouterr()
+    tables = [pd.read_csv(StringIO("tree," + text)) for text in written.out.split("tree,")[1:]]
+    methods = {" ".join(method) for method in searched_lossless()}
+    assert methods >= {"speculative static block", "speculative dynamic strict", "sjd jacobi block"}
+    assert "scd jacobi strict" in methods
+    assert not {"speculative dynamic block", "scd jacobi block"} & methods
+    assert len(tables) == len(methods) and "is kept" in written.err
+    (path,) = (tmp_path / "lossless").iterdir()
+    kept = json.loads(path.read_text())["found"]
+    assert set(kept) == methods
+    speedups = [table["speedup"][0] for table in tables]
+    assert [one["speedup"] for one in kept.values()] == pytest.approx(speedups, rel=1e-3)
+    fastest = max(kept.values(), key=lambda one: one["speedup"])["cell"]
+    relaxed = tmp_path / "relaxed.yaml"
+    relaxed.write_text("model: tiny\nmetrics: [speed]\ncells: [{mode: lantern++, neighbours: 3, lambda: 2}]\n")
+    request = prepare(relaxed, Overrides(), out=tmp_path / "run")
+    (added,) = request.lossless.cells
+    assert added["cell"] == {"model": "tiny"} | fastest and added["from"] == tuned.SEARCH
+    assert request.plan.cells[-1].cell_id == added["cell_id"]
+    # A relaxed search keeps nothing.
+    before = path.read_text()
+    typed = ["profile", "--model", "tiny", "--search", "--no-compile", "--images", "20", "--drafting", "static"]
+    assert cli.main([*typed, "--mode", "lantern", "--neighbours", "3", "--delta", "0.2"]) == 0
+    assert "is kept" not in capsys.readouterr().err and path.read_text() == before
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_cache_that_cannot_be_written_is_a_warning(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(tuned, "cache_folder", lambda: tmp_path / "file")
+    typed = ["profile", "--model", "tiny", "--search", "--no-compile", "--rule", "block", "--images", "40"]
+    assert cli.main(typed) == 0
+    assert "warning: not kept for sweeps: the cache cannot be written" in capsys.readouterr().err
+
+
 def test_a_drafting_without_a_search_is_refused(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     row = dataclasses.replace(DRAFTINGS["static"], search="")
     monkeypatch.setitem(DRAFTINGS, "static", row)
     family = TinyFamily()
     monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
-    assert cli.main(["profile", "--model", "tiny", "--search", "--no-compile"]) == 2
-    assert "are not searched\n  Those of dynamic are." in capsys.readouterr().err
+    assert cli.main(["profile", "--model", "tiny", "--search", "--no-compile", "--drafting", "static"]) == 2
+    assert "are not searched\n  Those of jacobi and dynamic are." in capsys.readouterr().err

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -65,20 +66,21 @@ def test_a_plan_needs_no_torch(tmp_path):
         "heavy = {'torch', 'torchvision', 'open_clip', 'torch_fidelity'} & set(sys.modules);"
         "assert code == 0 and not heavy, (code, heavy)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, cwd=tmp_path)
+    clean = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}  # a tuned cell is found with torch
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, cwd=tmp_path, env=clean)
 
 
 @pytest.mark.parametrize(
     ("typed", "cells"),
     [
-        (["--modes", "lantern", "--delta", "0.01,0.1", "--delta", "0.2"], 8),
-        (["--modes", "lantern++", "--lambda", "2,3", "--neighbours", "5,10"], 6),
+        (["--modes", "lantern", "--delta", "0.01,0.1", "--delta", "0.2"], 9),
+        (["--modes", "lantern++", "--lambda", "2,3", "--neighbours", "5,10"], 7),
         (["--modes", "speculative", "--no-baseline", "--temperature", "1"], 4),
         (["--modes", "speculative", "--drafting", "chain", "--temperature", "1", "--rule", "strict"], 2),
         (["--modes", "ar", "--set", "temperature=0.5,0.9"], 2),
-        (["--modes", "lantern", "--delta", "0.1", "--nodes", "8", "--depth", "3", "--beam", "4"], 4),
+        (["--modes", "lantern", "--delta", "0.1", "--nodes", "8", "--depth", "3", "--beam", "4", "--no-lossless"], 4),
         (["--modes", "ar", "--top-k", "100", "--top-p", "0.9", "--filter-order", "top_p_first", "--cfg-scale", "3"], 2),
-        (["--modes", "lantern++", "--residual", "official", "--lambda", "2"], 3),
+        (["--modes", "lantern++", "--residual", "official", "--lambda", "2"], 4),
     ],
 )
 def test_flags_make_grids(capsys, typed, cells):
@@ -225,6 +227,9 @@ def test_other_experiment_in_the_run_directory_exits_3(capsys, here):
         ([CAPTION, "--neighbours", "5000"], "--neighbours 5000", 2),
         ([CAPTION, "--out", "nothere/a.png"], "--out nothere/a.png: cannot be written", 2),
         ([CAPTION, "--out", "a.jpg"], "--out a.jpg: must end with .png", 2),
+        ([CAPTION, "--animate", "race.mp4"], "--animate race.mp4: must end with .gif\n  For example race.gif.", 2),
+        ([CAPTION, "--animate", "nothere/race.gif"], "--animate nothere/race.gif: cannot be written", 2),
+        ([CAPTION, "--animate"], "--animate", 2),
         ([CAPTION, "--save-logits"], "--save-logits: needs", 2),
         ([CAPTION, "--mode", "all", "--save-tokens", "a.npz"], "--save-tokens a.npz: holds one way", 2),
         ([CAPTION, "--images", "0"], "--images", 2),
