@@ -4,6 +4,9 @@
 
 `family.png`: rendered scenes, the same through the tokenizer, and the run's autoregressive pictures of these captions.
 `all-cells.png`: pictures of the run side by side, one row per caption and one column per cell.
+`race.gif` needs no run. In this folder:
+
+    lantern-bench generate "two round red lanterns over a lake at dusk" --mode all --force --animate pictures/race.gif
 """
 
 from __future__ import annotations
