@@ -22,7 +22,7 @@ from lantern_bench.models.chameleon import drafter_config as chameleon_config
 from lantern_bench.models.io.checkpoint import Checkpoint, open_checkpoint, what_is
 from lantern_bench.models.io.files import read_json
 from lantern_bench.models.io.state_dict import KeyMap, fill, llama_key_map
-from lantern_bench.models.transformer import TransformerConfig
+from lantern_bench.models.transformer import TransformerConfig, heads_problem, read_sizes
 from lantern_bench.models.transformer.attention import attend_cached, attend_plain, rotary_table
 from lantern_bench.models.transformer.conditioning import Condition, prompt_words
 from lantern_bench.models.transformer.layers import Block, TokenEmbedding
@@ -38,23 +38,28 @@ from lantern_bench.models.transformer.target import (
 class EagleDrafter(nn.Module):
     """Fuse, one layer, the target's frozen head.
 
-    `mask_padding`: padded prefix positions are hidden, not read as by the published drafters of LlamaGen
-    (docs/algorithms.md, section 9, B4). `input_norm`: the layer norms its input, as Chameleon's does. The head belongs
-    to the target and is not among the drafter's parameters.
+    `mask_padding`: padded prefix positions are hidden. LlamaGen's published drafters read them instead, as the LANTERN
+    code made them for their training (docs/algorithms.md, section 9, B4). `input_norm`: the layer norms its input, as
+    Chameleon's does. `bias`: of the fusion. The head belongs to the target and is not among the drafter's parameters.
     """
 
     rotary: Tensor
     attention_kernel = False  # set by `pack_for_decoding`, as in `attend_cached`
 
     def __init__(
-        self, config: TransformerConfig, head: nn.Module, mask_padding: bool = True, input_norm: bool = False
+        self,
+        config: TransformerConfig,
+        head: nn.Module,
+        mask_padding: bool = True,
+        input_norm: bool = False,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.config = config
         self.mask_padding = mask_padding
         self.embed_tokens = TokenEmbedding(config)
         self.embed_tokens.weight.requires_grad_(False)
-        self.fc = nn.Linear(2 * config.dim, config.dim)
+        self.fc = nn.Linear(2 * config.dim, config.dim, bias=bias)
         self.layer = Block(config, input_norm=input_norm)
         self.register_buffer("rotary", None, persistent=False)
         self.compute_buffers(self.fc.weight.device)
@@ -220,17 +225,18 @@ def load_drafter(folder: Path, target: TransformerTarget, *, dtype: torch.dtype,
     if chameleon:
         check_kind(checkpoint, "layers.0.self_attn.q_norm.weight", wanted)
     with torch.device("meta"):
-        drafter = build_drafter(config, target)
+        # As in the published code, which takes any value but false or null for true.
+        drafter = build_drafter(config, target, bias=bool(stated.get("bias", True)))
         # Drafters trained here state it; LlamaGen's published ones read padding and state nothing.
         drafter.mask_padding = chameleon or stated.get("mask_padding", False) is True
     fill(drafter, checkpoint, drafter_key_map(drafter), dtype=dtype, device=device, computed=is_computed, wanted=wanted)
     return drafter
 
 
-def build_drafter(config: TransformerConfig, target: TransformerTarget) -> EagleDrafter:
+def build_drafter(config: TransformerConfig, target: TransformerTarget, bias: bool = True) -> EagleDrafter:
     """A drafter as published: LlamaGen's reads padding, Chameleon's hides it and its layer norms its input."""
     config = replace(config, layers=1)
-    return EagleDrafter(config, target.transformer.output, mask_padding=config.qk_norm, input_norm=config.qk_norm)
+    return EagleDrafter(config, target.transformer.output, config.qk_norm, config.qk_norm, bias)
 
 
 def drafter_key_map(drafter: EagleDrafter) -> KeyMap:
@@ -238,21 +244,32 @@ def drafter_key_map(drafter: EagleDrafter) -> KeyMap:
     return llama_key_map(drafter, drafter.config, {"layer.": "layers.0."})
 
 
+_NAMES = {
+    "dim": ("hidden_size",),
+    "vocab_size": ("vocab_size",),
+    "layers": ("num_hidden_layers",),
+    "heads": ("num_attention_heads",),
+    "kv_heads": ("num_key_value_heads",),
+    "ffn_dim": ("intermediate_size",),
+    "norm_eps": ("rms_norm_eps",),
+    "rope_base": ("rope_base",),
+}
+_ROPE_BASE = 10000.0  # of the published code, whatever the target's is and the file says
+
+
 def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder: Path) -> TransformerConfig:
     """The sizes of a drafter's one layer for a LlamaGen; raises `UserError` where the two cannot work together."""
-    where = folder / "config.json"
-    wanted = {"hidden_size": target.dim, "vocab_size": target.vocab_size, "num_hidden_layers": 1}
-    for name, value in wanted.items():
-        if stated.get(name, value) != value:
-            raise UserError(
-                f"{where}: {name} is {stated[name]}, and this target needs {value}",
-                "The drafter was trained for another model.",
-            )
-    heads = stated.get("num_attention_heads", target.heads)
-    ffn = stated.get("intermediate_size", target.ffn_dim)
-    for name, number in (("num_attention_heads", heads), ("intermediate_size", ffn)):
-        if not isinstance(number, int) or number < 1 or (name == "num_attention_heads" and target.dim % number):
-            raise UserError(f"{where}: {name} is {number}, which cannot be")
+
+    def wrong(key: str, text: str, advice: str | None = None) -> UserError:
+        return UserError(f"{folder / 'config.json'}: {key}: {text}", advice)
+
+    said = read_sizes(stated, _NAMES, wrong, ("norm_eps", "rope_base"))
+    for name in ("dim", "vocab_size"):
+        if (needed := getattr(target, name)) != said.pop(name, needed):
+            key = _NAMES[name][0]
+            raise wrong(key, f"is {stated[key]}, and this target needs {needed}", "It was trained for another model.")
+    if (layers := said.pop("layers", 1)) != 1:
+        raise wrong("num_hidden_layers", f"is {layers}: only drafters of one layer are supported")
     side = _SIDES.get(str(stated.get("input_type")))
     if side is not None and target.grid != (side, side):
         raise UserError(
@@ -260,14 +277,14 @@ def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder:
             f"grid, and this model's grid is {target.grid[0]}x{target.grid[1]}",
             "Give the drafter that was trained for this model.",
         )
-    return replace(
-        target,
-        layers=1,
-        heads=heads,
-        kv_heads=stated.get("num_key_value_heads") or heads,
-        ffn_dim=ffn,
-        norm_eps=float(stated.get("rms_norm_eps", 1e-6)),
-    )
+    # Drafters trained here state `mask_padding`, and positions are their target's unless they say otherwise.
+    base = said.pop("rope_base", target.rope_base)
+    own: dict[str, Any] = {"norm_eps": 1e-6, "heads": target.heads, "ffn_dim": target.ffn_dim, **said}
+    own["rope_base"] = base if "mask_padding" in stated else _ROPE_BASE
+    own.setdefault("kv_heads", own["heads"])
+    if (problem := heads_problem(target.dim, own["heads"], own["kv_heads"], "grid")) is not None:
+        raise wrong(*problem)
+    return replace(target, layers=1, **own)
 
 
 def fresh_drafter(target: TransformerTarget) -> EagleDrafter:

@@ -153,6 +153,7 @@ def test_drafted_runs_equal_recording(run: str, tmp_path: Path) -> None:
         assert wanted == expected[f"{prompt}.ar_greedy_tokens"].flatten().tolist()
     if prompt == "full":
         lengths = expected[f"{run}.accept_lengths"].flatten().tolist()
+        lengths = lengths[: golden_models.steps_to(len(wanted), lengths)]
         assert made["accept_lengths"][0, : len(lengths)].tolist() == lengths
 
 

@@ -5,8 +5,10 @@ The folder is the one LANTERN_BENCH_GOLDEN names (default tests/golden).
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] /
 
 SIDES = {"t2i": 16, "t2i2": 32}
 TREES = {
+    "chain": "chain-5",
     "mc_sim_7b_63": "eagle1-25",
     "mc_sim_7b_63_balanced": "balanced-25",
     "reverse_balanced_25": "deep-25",
@@ -73,6 +76,16 @@ def end_to_end(folder: Path, **parts: Any) -> Path:
         "grid": [side, side],
     }
     return write_model(folder, **(given | parts))
+
+
+def steps_to(tokens: int, accepted: Sequence[int]) -> int:
+    """The steps of a recorded run until it has so many tokens, of which the first comes before any step.
+
+    The published loop goes on until it has more tokens than that, which may take two more steps
+    (docs/algorithms.md, section 9, C6).
+    """
+    ends = itertools.accumulate((count + 1 for count in accepted), initial=1)
+    return next(step for step, end in enumerate(ends) if end >= tokens)
 
 
 def load(path: Path) -> LoadedModel:

@@ -125,9 +125,9 @@ def test_safetensors_drafters_load_the_same(folder: Path, tmp_path: Path) -> Non
     ("changes", "told"),
     [
         ({"hidden_size": 64}, "hidden_size is 64, and the drafter of this target has 32"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers is 2"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers: is 2: only drafters of one layer"),
         ({"vocab_size": 100}, "vocab_size is 100"),
-        ({"num_attention_heads": 5}, "num_attention_heads: 5 heads do not go into 32"),
+        ({"num_attention_heads": 5}, "num_attention_heads: 5: does not divide the width 32"),
     ],
 )
 def test_drafters_of_other_models_are_refused(folder: Path, tmp_path: Path, changes: dict[str, int], told: str) -> None:

@@ -88,7 +88,7 @@ def test_odd_grids_are_refused_in_sized_prompts() -> None:
         ({"hidden_size": "32"}, "hidden_size: 32: must be a whole number"),
         ({"num_attention_heads": 0}, "num_attention_heads: 0: must be"),
         ({"rms_norm_eps": -1}, "rms_norm_eps: -1: must be a number above 0"),
-        ({"num_attention_heads": 3}, "num_attention_heads: 3 heads do not go into 32"),
+        ({"num_attention_heads": 3}, "num_attention_heads: 3: does not divide the width 32"),
     ],
 )
 def test_impossible_configs_are_refused(changes: dict[str, object], told: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from lantern_bench.models.io.state_dict import export
 from lantern_bench.models.llamagen import PUBLISHED, LlamaGenSize
 from lantern_bench.models.llamagen.checkpoint import build_target, key_map
 from lantern_bench.models.registry import cards
-from lantern_bench.models.transformer.attention import grid_rotary
+from lantern_bench.models.transformer.attention import grid_rotary, rotary_table
 from lantern_bench.models.transformer.conditioning import Condition
 from tests.models import golden_models, tiny_llamagen
 
@@ -208,11 +209,20 @@ def test_sizes_without_a_source_must_be_stated(official: Any, tmp_path: Path) ->
     [
         ({}, None),
         ({"input_type": "t2i2"}, "is a drafter of another stage: its input_type t2i2 is for a 32x32 grid"),
-        ({"hidden_size": 64}, "hidden_size is 64, and this target needs 48"),
-        ({"vocab_size": 16384}, "vocab_size is 16384, and this target needs 32"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers is 2"),
-        ({"num_attention_heads": 5}, "num_attention_heads is 5, which cannot be"),
+        ({"hidden_size": 64}, "hidden_size: is 64, and this target needs 48"),
+        ({"vocab_size": 16384}, "vocab_size: is 16384, and this target needs 32"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers: is 2: only drafters of one layer are supported"),
+        ({"num_attention_heads": 5}, "num_attention_heads: 5: does not divide the width 48"),
+        ({"num_attention_heads": 8}, "num_attention_heads: 8: gives heads of 6 numbers, and rotary positions need"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads: 2: does not divide the 3 heads"),
+        ({"num_attention_heads": "three"}, "num_attention_heads: three: must be a whole number above 0"),
+        ({"num_key_value_heads": "all"}, "num_key_value_heads: all: must be a whole number above 0"),
+        ({"intermediate_size": "wide"}, "intermediate_size: wide: must be a whole number above 0"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps: small: must be a number above 0"),
+        ({"hidden_size": "48"}, "hidden_size: 48: must be a whole number above 0"),
+        ({"num_hidden_layers": "one"}, "num_hidden_layers: one: must be a whole number above 0"),
         ({"intermediate_size": 33}, "3 misshapen"),
+        ({"bias": False}, "1 unexpected: fc.bias"),
     ],
 )
 def test_drafter_must_fit_target(stated: dict[str, Any], said: str | None, official: Any, tmp_path: Path) -> None:
@@ -224,6 +234,79 @@ def test_drafter_must_fit_target(stated: dict[str, Any], said: str | None, offic
     with pytest.raises(UserError) as caught:
         golden_models.load(model)
     assert said in caught.value.message
+
+
+def test_drafter_without_bias_loads(official: Any, tmp_path: Path) -> None:
+    folder = tiny_llamagen.write_drafter(tmp_path / "drafter", T2I, bias=False)
+    state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    bias = state.pop("fc.bias")
+    torch.save(state, folder / "pytorch_model.bin")
+    model = model_of(tmp_path / "model", official(T2I), T2I, drafter={"dir": folder})
+    drafter: Any = golden_models.load(model).drafter
+    embedded, features = torch.randn(2, 1, 3, 48, generator=torch.Generator().manual_seed(1))
+    wanted = torch.cat([embedded, features], dim=-1) @ state["fc.weight"].T
+    assert bias.abs().max() > 0 and torch.allclose(drafter.fuse(embedded, features), wanted, atol=1e-6)
+    with_bias = tiny_llamagen.write_drafter(tmp_path / "other", T2I)
+    torch.save(state, with_bias / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"1 missing: fc\.bias"):
+        golden_models.load(model_of(tmp_path / "model", official(T2I), T2I, drafter={"dir": with_bias}))
+
+
+@pytest.mark.parametrize(
+    ("stated", "base"),
+    [({}, 10000.0), ({"rope_base": 500.0}, 10000.0), ({"mask_padding": True}, 300.0),
+     ({"mask_padding": True, "rope_base": 700.0}, 700.0)],
+)  # fmt: skip
+def test_published_drafters_rotate_with_base_10000(
+    stated: dict[str, Any], base: float, official: Any, tmp_path: Path
+) -> None:
+    """The published code fixes the base; drafters trained here state `mask_padding` and follow their target."""
+    folder = tiny_llamagen.write_drafter(tmp_path / "drafter", T2I, **stated)
+    model = model_of(tmp_path, official(T2I), T2I, drafter={"dir": folder})
+    config = {"n_head": 3, "rope_base": 300.0}
+    model = golden_models.write_model(
+        tmp_path,
+        family="llamagen-t2i",
+        target={"checkpoint": tmp_path / "target.pt", "config": config},
+        drafter={"dir": folder},
+        grid=[4, 4],
+    )
+    loaded: Any = golden_models.load(model)
+    assert (loaded.target.config.rope_base, loaded.drafter.config.rope_base) == (300.0, base)
+    wanted = rotary_table(dataclasses.replace(loaded.target.config, rope_base=base), T2I.positions - 1)
+    assert torch.equal(loaded.drafter.rotary, wanted)
+
+
+def test_rope_base_counts_and_rope_theta_beside_it_does_not(official: Any, tmp_path: Path) -> None:
+    for config, base in (({"rope_base": 500.0, "rope_theta": 10000.0}, 500.0), ({"rope_theta": 600.0}, 600.0)):
+        target = {"checkpoint": tmp_path / "target.pt", "config": {"n_head": 3, **config}}
+        loaded: Any = golden_models.load(model_of(tmp_path, official(C2I), C2I, target=target))
+        assert loaded.target.config.rope_base == base
+
+
+@pytest.mark.parametrize("heads", [8, 24, 48])
+def test_heads_that_rotary_positions_cannot_turn_are_refused(
+    heads: int, official: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of a head's pairs turn with the row, half with the column: its width must be a multiple of 4."""
+    target = {"checkpoint": tmp_path / "target.pt", "config": {"n_head": heads, "n_kv_head": heads}}
+    model = model_of(tmp_path, official(C2I), C2I, target=target)
+    typed = ["generate", "--class", "1", "--model", str(model), "--mode", "ar"]
+    assert cli.main([*typed, "--save-tokens", str(tmp_path / "t.npz")]) == 2
+    said = capsys.readouterr().err
+    assert f"target.config.n_head: {heads}: gives heads of {48 // heads} numbers" in said
+    assert "internal" not in said and not (tmp_path / "t.npz").exists()
+
+
+@pytest.mark.parametrize("name", ["class_dropout_prob", "class_dropout_p"])
+def test_class_models_without_a_null_class_are_refused(name: str, official: Any, tmp_path: Path) -> None:
+    for chance in (0, 0.0):
+        target = {"checkpoint": tmp_path / "target.pt", "config": {"n_head": 3, name: chance}}
+        with pytest.raises(UserError, match=rf"target\.config\.{name}: 0: .* without a null class") as caught:
+            golden_models.load(model_of(tmp_path, official(C2I), C2I, target=target))
+        assert "\n" not in caught.value.message
+    target = {"checkpoint": tmp_path / "target.pt", "config": {"n_head": 3, name: 0.1}}
+    assert golden_models.load(model_of(tmp_path, official(C2I), C2I, target=target)).grid == (4, 4)
 
 
 def test_tokenizer_must_be_a_vq_tokenizer(official: Any, tmp_path: Path) -> None:

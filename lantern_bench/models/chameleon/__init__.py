@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models.transformer import SHARED_SIZES, TransformerConfig, Wrong, read_sizes, transformer_parameters
+from lantern_bench.models.transformer import (
+    SHARED_SIZES,
+    TransformerConfig,
+    Wrong,
+    heads_problem,
+    read_sizes,
+    transformer_parameters,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -206,10 +213,8 @@ def read_config(config: Mapping[str, Any], wrong: Wrong) -> ChameleonSize:
     rope = config.get("rope_parameters") or {}
     said = read_sizes({"rope_theta": rope.get("rope_theta"), **config}, _NAMES, wrong, ("norm_eps", "rope_base"))
     size = replace(PUBLISHED, **said, norm_after=bool(config.get("swin_norm")))
-    if size.dim % size.heads or size.heads % (size.kv_heads or size.heads) or size.dim // size.heads % 2:
-        raise wrong(
-            "num_attention_heads", f"{size.heads} heads do not go into {size.dim} (and {size.kv_heads} of keys)"
-        )
+    if (problem := heads_problem(size.dim, size.heads, size.kv_heads, "sequence")) is not None:
+        raise wrong(*problem)
     return size
 
 
@@ -218,10 +223,12 @@ def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder:
     where = folder / "config.json"
     size = read_config(stated, lambda key, text: UserError(f"{where}: {key}: {text}"))
     sizes = {"hidden_size": (size.dim, target.dim), "vocab_size": (size.words, target.words or target.vocab_size)}
-    for key, (has, needed) in {**sizes, "num_hidden_layers": (size.layers, 1)}.items():
+    for key, (has, needed) in sizes.items():
         if has != needed:
             text = f"{where}: {key} is {has}, and the drafter of this target has {needed}"
             raise UserError(text, "The drafter was trained for another model.")
+    if size.layers != 1:
+        raise UserError(f"{where}: num_hidden_layers: is {size.layers}: only drafters of one layer are supported")
     own = {name: getattr(size, name) for name in SHARED_SIZES if name not in ("dim", "layers")}
     return replace(target, layers=1, **own)
 

@@ -115,6 +115,9 @@ def read_config(config: Mapping[str, Any], wrong: Wrong) -> dict[str, Any]:
         meant = difflib.get_close_matches(str(name), known, n=1, cutoff=0.82)
         if meant and name not in known:
             raise wrong(str(name), f"unknown; did you mean {meant[0]}?")
+    if config.get("rope_base") is not None:
+        # The HF conversion rotates by rope_base; its config.json also has the rope_theta of every Llama.
+        config = {name: value for name, value in config.items() if name != "rope_theta"}
     said = read_sizes(config, _NAMES, wrong, fractions=("multiplier", "norm_eps", "rope_base"))
     for name in _KIND:
         value = config.get(name)

@@ -23,6 +23,7 @@ from lantern_bench.models.io.checkpoint import Checkpoint, open_checkpoint, what
 from lantern_bench.models.io.model_file import ModelFile
 from lantern_bench.models.io.state_dict import AROUND, KeyMap, fill, llama_key_map, plain
 from lantern_bench.models.llamagen import PUBLISHED, Kind, LlamaGenSize, ffn_width, heads_of_published, read_config
+from lantern_bench.models.transformer import heads_problem
 from lantern_bench.models.transformer.attention import grid_rotary
 from lantern_bench.models.transformer.conditioning import CaptionFeatures, ClassLabel
 from lantern_bench.models.transformer.target import TransformerTarget
@@ -146,11 +147,18 @@ def load_target(
     return target
 
 
-def stated_sizes(file: ModelFile) -> dict[str, Any]:
-    """The sizes that a model file, or the config.json beside its weights, states for the target, by our names."""
+def stated_sizes(file: ModelFile, kind: Kind | None = None) -> dict[str, Any]:
+    """The sizes that a model file, or the config.json beside its weights, states for the target, by our names.
+
+    Raises `UserError` for a class-conditional model (`kind`) that was trained without a null class.
+    """
     config, where = file.target.config, "target.config"
     if config is None:
         config, where = config_beside(file.target.path, file.target.layout), "config.json"
+    for name in ("class_dropout_prob", "class_dropout_p") if kind == "c2i" else ():
+        if config.get(name) == 0:
+            text = "0: the model was trained without a null class, and guidance needs one"
+            raise file.wrong(f"{where}.{name}", text, "Its last class would be taken for the null class.")
     return read_config(config, lambda name, text: file.wrong(f"{where}.{name}", text))
 
 
@@ -160,7 +168,7 @@ def known_sizes(file: ModelFile, kind: Kind, published: LlamaGenSize | None, wan
     Opens the checkpoint only for sizes that neither the file nor the family's name tells. Raises `UserError` as
     `describe`.
     """
-    known = ({} if published is None else dict(vars(published))) | stated_sizes(file)
+    known = ({} if published is None else dict(vars(published))) | stated_sizes(file, kind)
     if not known.keys() >= set(wanted):
         known = _told(file.target.path, file.target.path.stat().st_mtime_ns, kind) | known
     return known
@@ -183,7 +191,7 @@ def describe(
     of another kind and for sizes that nothing tells.
     """
     _check_kind(checkpoint, kind, file.target.layout)
-    stated = stated_sizes(file)
+    stated = stated_sizes(file, kind)
     if stated.get("kind", kind) != kind:
         raise file.wrong("target.config", f"says {stated['kind']}, and the family {file.family} is {kind}")
     known = _shapes(checkpoint, kind)
@@ -199,8 +207,9 @@ def describe(
             "missing: no checkpoint tells the number of heads, and this is no published size",
             "Give target: {config: {n_head: N}}.",
         )
-    if dim % heads:
-        raise file.wrong("target.config.n_head", f"{heads}: does not divide the width {dim}")
+    if (problem := heads_problem(dim, heads, known.get("kv_heads"), "grid")) is not None:
+        key = {"num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head"}[problem[0]]
+        raise file.wrong(f"target.config.{key}", problem[1])
     if published is None and "kv_heads" not in known:
         count = kv_width * heads // dim
         known["kv_heads"] = None if count in (0, heads) else count

@@ -88,6 +88,21 @@ def read_sizes(
     return said
 
 
+def heads_problem(dim: int, heads: int, kv_heads: int | None, positions: str) -> tuple[str, str] | None:
+    """Why so many heads cannot be, as a key of config.json and a text; None where they can.
+
+    Rotation on a grid takes half the pairs of a head for the row and half for the column (`positions` "grid").
+    """
+    if dim % heads:
+        return "num_attention_heads", f"{heads}: does not divide the width {dim}"
+    if dim // heads % (step := 4 if positions == "grid" else 2):
+        text = f"{heads}: gives heads of {dim // heads} numbers, and rotary positions need a multiple of {step}"
+        return "num_attention_heads", text
+    if kv_heads is not None and heads % kv_heads:
+        return "num_key_value_heads", f"{kv_heads}: does not divide the {heads} heads"
+    return None
+
+
 def transformer_parameters(size: Any, vocabulary: int) -> int:
     """The number of parameters of a transformer with `SHARED_SIZES`, head norms and condition excluded."""
     head = size.dim // size.heads

@@ -161,9 +161,13 @@ class CachedSession:
 
 
 def prefix_seen(visible: Tensor, n: int) -> Tensor:
-    """The causal mask of n prefix positions, in which only padding sees padding: bool [B or rows, n, n]."""
-    seen = causal_seen(len(visible), n, visible.device) & visible[:, None, :n]
-    return seen | torch.eye(n, dtype=torch.bool, device=visible.device)
+    """The causal mask of n prefix positions, in which padding sees only padding: bool [B or rows, n, n].
+
+    That padding sees the padding before it changes no logits: only drafters with `mask_padding` False read its rows,
+    and those rows are as the LANTERN code makes them in half precision (docs/algorithms.md, section 9, B4).
+    """
+    alike = visible[:, None, :n] == visible[:, :n, None]
+    return causal_seen(len(visible), n, visible.device) & alike
 
 
 class _Session(CachedSession):

@@ -19,7 +19,7 @@ from torch.nn import functional
 from lantern_bench.clock import OnProgress
 from lantern_bench.models.transformer import TransformerConfig
 from lantern_bench.models.transformer.conditioning import Condition, prompt_words, visible_rows
-from lantern_bench.models.transformer.target import TransformerTarget, padding_of
+from lantern_bench.models.transformer.target import TransformerTarget, padding_of, prefix_seen
 from lantern_bench.training.drafter.dataset import Shards
 from lantern_bench.training.loop import SINGLE, Distributed
 
@@ -40,10 +40,9 @@ class TargetFeatures(NamedTuple):
 
 
 def prefix_mask(valid: Tensor, length: int) -> Tensor:
-    """The additive mask [B, 1, n, n] of training: causal; only padding itself sees padding (`valid` bool [B, P])."""
-    allowed = torch.ones(length, length, dtype=torch.bool, device=valid.device).tril().repeat(len(valid), 1, 1)
-    allowed[:, :, : valid.shape[1]] &= valid[:, None, :]
-    allowed |= torch.eye(length, dtype=torch.bool, device=valid.device)
+    """The additive mask [B, 1, n, n] of training: causal; only padding sees padding (`valid` bool [B, P])."""
+    behind = valid.new_ones(len(valid), length - valid.shape[1])
+    allowed = prefix_seen(torch.cat([valid, behind], dim=1), length)
     return torch.zeros(allowed.shape, device=valid.device).masked_fill_(~allowed, -torch.inf)[:, None]
 
 

@@ -69,7 +69,8 @@ def drafter_like(drafter: EagleDrafter, dtype: torch.dtype, device: torch.device
     norms_input = not isinstance(drafter.layer.attention_norm, nn.Identity)
     config = replace(drafter.config, layers=1)
     with torch.device("meta"):
-        copy = EagleDrafter(config, drafter.head_module, drafter.mask_padding, norms_input)
+        bias = drafter.fc.bias is not None
+        copy = EagleDrafter(config, drafter.head_module, drafter.mask_padding, norms_input, bias)
     state = {name: tensor.detach().to(device, dtype, copy=True) for name, tensor in drafter.state_dict().items()}
     copy.load_state_dict(state, strict=True, assign=True)
     copy.requires_grad_(True)
