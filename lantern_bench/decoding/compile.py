@@ -104,21 +104,25 @@ def compile_alone(function: Callable[..., T], backend: Any, **options: Any) -> C
 
 
 class _Graph:
-    """A function of tensors that runs once, is then captured as a CUDA graph and replayed, which overwrites results."""
+    """A function of tensors that runs once, is then captured as a CUDA graph and replayed, which overwrites results.
+
+    Every run reads copies of the arguments that stay in place: a graph knows addresses, and a program that is compiled
+    without guards knows strides, which may differ from call to call.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function, self._warm = function, False
+        self._function = function
+        self._held: tuple[Any, ...] | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, *arguments: Any) -> Any:
-        if not self._warm:
-            self._warm = True
-            return self._warm_up(arguments)
-        graph = self._graph or self._capture(arguments)
-        for held, given in zip(self._inputs, pytree.tree_leaves(arguments), strict=True):
+        if self._held is None:
+            self._held = pytree.tree_map(_copy, arguments)
+            return self._warm_up(self._held)
+        for held, given in zip(pytree.tree_leaves(self._held), pytree.tree_leaves(arguments), strict=True):
             if isinstance(given, Tensor):
                 held.copy_(given)
-        graph.replay()
+        (self._graph or self._capture(self._held)).replay()
         return self._result
 
     def _warm_up(self, arguments: tuple[Any, ...]) -> Any:
@@ -131,11 +135,15 @@ class _Graph:
         return result
 
     def _capture(self, arguments: tuple[Any, ...]) -> torch.cuda.CUDAGraph:
-        held = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, arguments)
-        self._inputs, self._graph = pytree.tree_leaves(held), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._result = self._function(*held)
-        return self._graph
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._result = self._function(*arguments)
+        self._graph = graph
+        return graph
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.clone(memory_format=torch.contiguous_format) if isinstance(leaf, Tensor) else leaf
 
 
 def compiler_problem(device: torch.device) -> str | None:

@@ -22,7 +22,7 @@ from lantern_bench.certify.tabular import TabularModel
 from lantern_bench.config import methods
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance import relaxation as relaxation_module
-from lantern_bench.decoding.acceptance.relaxation import Relaxation
+from lantern_bench.decoding.acceptance.relaxation import ROOTS, Relaxation
 from lantern_bench.decoding.acceptance.tree_acceptance import Nodes
 from lantern_bench.decoding.acceptance.walk import verify
 from lantern_bench.decoding.emitted_tv import emitted, emitted_tv_sampled, total_variation
@@ -329,7 +329,7 @@ def test_depth_and_place_are_those_of_the_draft_in_the_loop(watching: Callable[.
 def test_a_broken_number_of_a_token_that_cannot_be_drawn_is_ignored(watching: Callable[..., Relaxation]) -> None:
     p, q = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.0, 1.0, 0.0]])
     rule = watching(lambda draft, values: draft.ratio)
-    nodes = Nodes(p.clone(), q.clone(), rule, nearest_codes(CODES[:3], 2))
+    nodes = Nodes(p.clone(), q.clone(), rule, nearest_codes(CODES[:3], 2), ROOTS)
     accept, _ = nodes.decide(torch.tensor([[1]]), torch.tensor([[True]]))
     assert accept.tolist() == [0.5] and nodes.p.tolist() == [[1.0, 0.0, 0.0]]
 

@@ -133,8 +133,8 @@ class _View:
     mass: Tensor | None
     token: Tensor
     own: Tensor
-    q: Tensor | None = None
-    place: Place = ROOTS
+    q: Tensor | None
+    place: Place
 
     @property
     def ratio(self) -> Tensor:

@@ -89,7 +89,7 @@ class Nodes:
     """The current p and q of all nodes, changed by each rejection. Columns [N, 1] hold one number per node."""
 
     def __init__(
-        self, p: Tensor, q: Tensor | None, relaxation: Relaxation, table: Tensor | None, place: Place = ROOTS
+        self, p: Tensor, q: Tensor | None, relaxation: Relaxation, table: Tensor | None, place: Place
     ) -> None:
         self.p, self.q, self.relaxation, self.table, self.place = p, q, relaxation, table, place
         self.official = relaxation.residual == "official"
