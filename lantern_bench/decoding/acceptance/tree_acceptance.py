@@ -88,9 +88,7 @@ def decide_each(nodes: Nodes, tokens: Tensor, offered: Tensor, active: Sequence[
 class Nodes:
     """The current p and q of all nodes, changed by each rejection. Columns [N, 1] hold one number per node."""
 
-    def __init__(
-        self, p: Tensor, q: Tensor | None, relaxation: Relaxation, table: Tensor | None, place: Place
-    ) -> None:
+    def __init__(self, p: Tensor, q: Tensor | None, relaxation: Relaxation, table: Tensor | None, place: Place) -> None:
         self.p, self.q, self.relaxation, self.table, self.place = p, q, relaxation, table, place
         self.official = relaxation.residual == "official"
         # A deterministic draft only sets entries of p to 0: p stays unnormalised, and its mass is kept in float64, so
