@@ -54,3 +54,8 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     plain = {one.replace("-", "_"): one for one in known}
     close = difflib.get_close_matches(str(word).lower().replace("-", "_"), list(plain), n=1, cutoff=0.6)
     return f"; did you mean {plain[close[0]]}?" if close else ""
+
+
+def one_line(error: BaseException, most: int = 300) -> str:
+    """Return an error of any kind as its type and the first `most` characters of its text, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:most]}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Callable, Hashable, Iterator
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lantern_bench.chatter import silence_compiler
+from lantern_bench.errors import one_line
 
 if TYPE_CHECKING:
     from lantern_bench.decoding.kept_programs import ProgramStore
@@ -32,12 +34,20 @@ class Engine:
 
     `compile` False runs functions eagerly. What a program reads besides its arguments must stay the same object at the
     same address for as long as the engine lives; its arguments must have the shapes of the first call. `store` keeps
-    the programs of a CPU for later processes.
+    the programs of a CPU for later processes. `graphs` False captures nothing on CUDA. `fallbacks` says why programs
+    on CUDA run in another way than asked for: keys `compiling` and `capture`.
     """
 
-    def __init__(self, compile: bool = False, backend: Any = "inductor", store: ProgramStore | None = None) -> None:
-        self.compile, self._backend, self._store = compile, backend, store
+    def __init__(
+        self,
+        compile: bool = False,
+        backend: Any = "inductor",
+        store: ProgramStore | None = None,
+        graphs: bool = True,
+    ) -> None:
+        self.compile, self.graphs, self._backend, self._store = compile, graphs, backend, store
         self._made: dict[Hashable, Any] = {}
+        self.fallbacks: dict[str, str] = {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` gave at the first call with this key and this number of threads.
@@ -77,15 +87,27 @@ class Engine:
         store = self._store
         if store is not None and device.type == "cpu" and store.keeps(key):
             return self.once(("program", key), lambda: store.program((key, torch.get_num_threads()), function))
-        return self.once(("program", key), lambda: compile_function(function, device, self._backend))
+        return self.once(("program", key), lambda: self._compiled(function, device))
+
+    def _compiled(self, function: Callable[..., T], device: torch.device) -> Callable[..., T]:
+        compiled = compile_function(function, device, self._backend)
+        return GraphedProgram(compiled, function, device, self) if device.type == "cuda" else compiled
+
+    def fall_back(self, from_what: str, instead: str, error: Exception) -> None:
+        """Note that programs run in another way than asked for from now on, and warn, once for each `from_what`."""
+        if from_what not in self.fallbacks:
+            self.fallbacks[from_what] = reason = one_line(error)
+            text = (
+                f"{from_what} fails on this GPU, steps run {instead}: {reason}. Compare no seconds across this warning."
+            )
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def compile_function(function: Callable[..., T], device: torch.device, backend: Any = "inductor") -> Callable[..., T]:
-    """Return `function` compiled, and on CUDA replayed as a graph."""
+    """Return `function` compiled for a device."""
     # A step calls some hundred kernels, and many take less time than a call from Python.
     options = {"cpp_wrapper": True} if backend == "inductor" and device.type == "cpu" else {}
-    compiled = compile_alone(function, backend, **options)
-    return _Graph(compiled) if device.type == "cuda" else compiled
+    return compile_alone(function, backend, **options)
 
 
 def compile_alone(function: Callable[..., T], backend: Any, **options: Any) -> Callable[..., T]:
@@ -103,41 +125,79 @@ def compile_alone(function: Callable[..., T], backend: Any, **options: Any) -> C
     return compiled
 
 
-class _Graph:
-    """A function of tensors that runs once, is then captured as a CUDA graph and replayed, which overwrites results.
+class GraphedProgram:
+    """A program on CUDA: it runs once, is then captured as a graph and replayed, which overwrites results.
 
     Every run reads copies of the arguments that stay in place: a graph knows addresses, and a program that is compiled
-    without guards knows strides, which may differ from call to call.
+    without guards knows strides, which may differ from call to call. `compiled` is the program, `plain` the same
+    uncompiled. Where the compiler fails `plain` runs, where capture fails the program runs without a graph; both set
+    `Engine.fallbacks`. Other errors, such as lack of memory, are raised.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    def __init__(
+        self, compiled: Callable[..., Any], plain: Callable[..., Any], device: torch.device, engine: Engine
+    ) -> None:
+        self._run, self._plain, self._device, self._engine = compiled, plain, device, engine
         self._held: tuple[Any, ...] | None = None
+        self._warm = False
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, *arguments: Any) -> Any:
+        """Run the program: the first call compiles, the second captures."""
         if self._held is None:
             self._held = pytree.tree_map(_copy, arguments)
-            return self._warm_up(self._held)
-        for held, given in zip(pytree.tree_leaves(self._held), pytree.tree_leaves(arguments), strict=True):
-            if isinstance(given, Tensor):
-                held.copy_(given)
-        (self._graph or self._capture(self._held)).replay()
+        else:
+            for held, given in zip(pytree.tree_leaves(self._held), pytree.tree_leaves(arguments), strict=True):
+                if isinstance(given, Tensor):
+                    held.copy_(given)
+        graph = self._graph
+        if graph is None:
+            if not self._warm:
+                return self._warm_up(self._held)
+            if not self._captures or (graph := self._capture(self._held)) is None:
+                return self._run(*self._held)
+        graph.replay()
         return self._result
+
+    @property
+    def _captures(self) -> bool:
+        return self._engine.graphs and self._run is not self._plain
 
     def _warm_up(self, arguments: tuple[Any, ...]) -> Any:
         """Run on a side stream, as CUDA graph capture requires."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            result = self._function(*arguments)
-        torch.cuda.current_stream().wait_stream(stream)
+            try:
+                result = self._run(*arguments)
+            except Exception as error:
+                if not _is_of_compiler(error):
+                    raise
+                # The compiler fails before anything has run: no state has changed.
+                self._engine.fall_back("compiling", "uncompiled", error)
+                self._run = self._plain
+                result = self._run(*arguments)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        self._warm = True
         return result
 
-    def _capture(self, arguments: tuple[Any, ...]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._result = self._function(*arguments)
+    def _capture(self, arguments: tuple[Any, ...]) -> torch.cuda.CUDAGraph | None:
+        """Capture the program; nothing is computed. None where that fails: the engine then captures nothing more.
+
+        The stream is one of the program's device. By default it would be one of the device that captured first.
+        """
+        with torch.cuda.device(self._device):
+            before, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+            stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            try:
+                # Other threads may use the GPU, to score pictures for example.
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    self._result = self._run(*arguments)
+            except Exception as error:
+                torch.cuda.set_stream(before)  # a failed capture can leave its own stream
+                self._engine.graphs = False
+                self._engine.fall_back("capture", "without CUDA graphs", _first_cause(error))
+                return None
         self._graph = graph
         return graph
 
@@ -146,10 +206,21 @@ def _copy(leaf: Any) -> Any:
     return leaf.clone(memory_format=torch.contiguous_format) if isinstance(leaf, Tensor) else leaf
 
 
+def _is_of_compiler(error: Exception) -> bool:
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
+def _first_cause(error: Exception) -> Exception:
+    """What failed inside a capture: the error that then ends the capture names no cause."""
+    return error.__context__ if isinstance(error.__context__, Exception) else error
+
+
 def compiler_problem(device: torch.device) -> str | None:
     """Return why nothing can be compiled for `device` here, in one line; None where a trial succeeds."""
     try:
-        compile_function(lambda x: (x * 2).sum(), torch.device("cpu"))(torch.ones(64, device=device))
+        compile_function(lambda x: (x * 2).sum(), device)(torch.ones(64, device=device))
     except Exception as error:  # any error of the compiler chain counts
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return one_line(error)
     return None

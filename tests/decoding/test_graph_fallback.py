@@ -1,0 +1,157 @@
+"""Programs on CUDA where the compiler or the capture fails: the right results, one warning, no second try."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.exc import InternalTorchDynamoError
+
+from lantern_bench.decoding.compile import Engine, GraphedProgram
+
+DEVICE = torch.device("cuda:1")
+Function = Callable[[Tensor], Tensor]
+
+
+class Cuda:
+    """The streams and graphs of torch.cuda on a machine without: what was made, and where capture fails."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.captures, self.streams = fails, 0, list[Any]()
+        self.current: Any = "usual"
+        self.function: Function | None = None
+
+    @contextlib.contextmanager
+    def graph(self, graph: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
+        self.captures += 1
+        self.current = stream  # a capture that fails at its end leaves its stream
+        yield
+        if self.fails:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.current = "usual"
+
+
+class Stream:
+    def __init__(self, device: Any = None) -> None:
+        self.device = device
+
+    def wait_stream(self, other: Any) -> None:
+        """Order two streams: here everything is in order."""
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cuda]:
+    def arrange(fails: bool = False) -> Cuda:
+        state, usual = Cuda(fails), Stream()
+
+        class Graph:
+            def replay(self) -> None:
+                self.result.copy_(state.function(*self.inputs))
+
+        def stream(device: Any = None) -> Stream:
+            state.streams.append(Stream(device))
+            return state.streams[-1]
+
+        monkeypatch.setattr(torch.cuda, "Stream", stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: usual)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(state, "current", "usual"))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "graph", state.graph)
+        return state
+
+    return arrange
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def results(program: Callable[[Tensor], Tensor], count: int = 4) -> list[float]:
+    return [float(program(torch.full((3,), float(value))).sum()) for value in range(count)]
+
+
+def failing(error: Exception) -> Function:
+    def fail(_: Tensor) -> Tensor:
+        raise error
+
+    return fail
+
+
+WANTED = [0.0, 6.0, 12.0, 18.0]
+
+
+def test_capture_replays_with_new_inputs_on_the_programs_device(cuda: Any) -> None:
+    state, engine = cuda(), Engine(compile=True)
+    program = GraphedProgram(lambda x: double(x), double, DEVICE, engine)
+    state.function = double
+    results_before = results(program, 1)
+    x = torch.full((3,), 1.0)
+    assert results_before == [0.0] and state.captures == 0
+    with contextlib.suppress(AttributeError):  # the graph of this test has no inputs yet
+        program(x)
+    graph: Any = program._graph
+    graph.inputs, graph.result = program._held, program._result
+    assert results(program) == WANTED and state.captures == 1
+    assert state.streams[0].device == DEVICE and not engine.fallbacks
+
+
+def test_failed_capture_runs_without_graphs_and_warns_once(cuda: Any) -> None:
+    state, engine = cuda(fails=True), Engine(compile=True)
+    programs = [GraphedProgram(lambda x: double(x), double, DEVICE, engine) for _ in range(3)]
+    with pytest.warns(RuntimeWarning, match="capture fails on this GPU, steps run without CUDA graphs") as told:
+        assert [results(program) for program in programs] == [WANTED] * 3
+    assert len(told) == 1 and state.captures == 1 and state.current == "usual"
+    assert list(engine.fallbacks) == ["capture"] and not engine.graphs
+
+
+def test_failed_compilation_runs_uncompiled_and_warns_once(cuda: Any) -> None:
+    state, engine = cuda(), Engine(compile=True)
+    programs = [GraphedProgram(failing(InternalTorchDynamoError("no")), double, DEVICE, engine) for _ in range(2)]
+    with pytest.warns(RuntimeWarning, match="compiling fails on this GPU, steps run uncompiled") as told:
+        assert [results(program) for program in programs] == [WANTED] * 2
+    assert len(told) == 1 and state.captures == 0
+
+
+def test_lack_of_memory_is_no_reason_to_fall_back(cuda: Any) -> None:
+    """What has run may have changed state: the image fails, and the next one starts again with a warm-up."""
+    cuda()
+    engine, answers = Engine(compile=True), [failing(torch.OutOfMemoryError("full")), double]
+    program = GraphedProgram(lambda x: answers.pop(0)(x), double, DEVICE, engine)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(torch.OutOfMemoryError):
+            results(program, 1)
+        assert results(program, 1) == [0.0]
+    assert not engine.fallbacks
+
+
+def test_engine_can_be_told_to_capture_nothing(cuda: Any) -> None:
+    state, engine = cuda(), Engine(compile=True, graphs=False)
+    assert results(GraphedProgram(lambda x: double(x), double, DEVICE, engine)) == WANTED
+    assert state.captures == 0 and not engine.fallbacks
+
+
+@pytest.mark.gpu
+def test_gpu_recovers_from_a_failed_capture() -> None:
+    device, engine = torch.device("cuda"), Engine(compile=True)
+
+    def reads_the_host(x: Tensor) -> Tensor:
+        return x * 2 + 0 * x.sum().item()
+
+    def run(program: Any) -> list[float]:
+        return [float(program(torch.full((3,), float(value), device=device)).sum()) for value in range(4)]
+
+    with pytest.warns(RuntimeWarning, match="capture fails") as told:
+        assert run(GraphedProgram(lambda x: reads_the_host(x), reads_the_host, device, engine)) == WANTED
+    assert len(told) == 1
+    later = Engine(compile=True)
+    assert run(GraphedProgram(lambda x: double(x), double, device, later)) == WANTED
+    assert not later.fallbacks

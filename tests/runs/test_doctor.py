@@ -1,0 +1,225 @@
+"""`lantern-bench doctor`: each check finds what is broken, and says how to repair it."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torchvision
+
+from lantern_bench.cli import main as cli
+from lantern_bench.decoding import compile as compiling
+from lantern_bench.errors import RefusedError
+from lantern_bench.runs import doctor
+from lantern_bench.runs.doctor import Finding
+
+
+def only(findings: Iterator[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("error", "found", "fix"),
+    [
+        (OSError("libcudart.so: cannot open"), "OSError: libcudart.so: cannot open", "report"),
+        (RefusedError("no such device", "Give another."), "no such device", "Give another."),
+    ],
+)
+def test_error_of_a_check_is_its_finding(error: Exception, found: str, fix: str) -> None:
+    finding = only(doctor._guarded("torch", raising(error)))
+    assert finding.state == "fail" and found in finding.found and fix in finding.fix
+
+
+def test_checks_without_torch_come_first_and_a_broken_torch_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_torch", raising(ImportError("libtorch.so")))
+    monkeypatch.setattr(doctor, "_device", raising(AssertionError("called")))
+    findings = list(doctor.examine())
+    assert {"package", "load", "memory", "caches", "weights", "network"} <= {one.check for one in findings}
+    assert findings[-1].check == "torch" and findings[-1].state == "fail"
+
+
+def test_torchvision_of_another_torch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [one.state for one in doctor._torch()] == ["ok", "ok"]
+    monkeypatch.setattr(torchvision.ops, "nms", raising(RuntimeError("operator torchvision::nms does not exist")))
+    states = {one.check: one for one in doctor._torch()}
+    assert states["torch"].state == "ok" and states["torchvision"].state == "fail"
+    assert "does not exist" in states["torchvision"].found and "pip install" in states["torchvision"].fix
+
+
+@pytest.mark.parametrize(("free", "state"), [(9e9, "ok"), (1e9, "warning"), (1e8, "fail")])
+def test_little_memory_and_disk(monkeypatch: pytest.MonkeyPatch, free: float, state: str) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free, total=1e10))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=free / 2))
+    memory = only(doctor._memory())
+    assert memory.state == state and bool(memory.fix) == (state != "ok")
+    assert {one.state for one in doctor._disk()} == {state}
+
+
+def test_folders_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", raising(OSError(30, "Read-only file system")))
+    states = {one.check: one for one in doctor._disk()}
+    assert states["disk for runs"].state == "fail" and "LANTERN_BENCH_RESULTS" in states["disk for runs"].fix
+    assert states["disk for cache"].state == "warning"
+    assert "Read-only" in states["disk for runs"].found
+
+
+def test_busy_machine_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([(0.0, 0.0), (0.1, 5.0)])
+
+    def usage() -> doctor_usage:
+        own, busy = next(times)
+        return doctor_usage(own, None, None, None, busy)
+
+    from lantern_bench.clock import Usage as doctor_usage
+
+    monkeypatch.setattr(doctor, "usage", usage)
+    finding = only(doctor._load())
+    assert finding.state == "warning" and "stop other programs" in finding.fix
+
+
+def test_incomplete_weights_name_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {
+        ("llamagen-c2i-B-256", "target"),
+        ("anole-7b", "target"),
+        ("anole-7b", "tokenizer"),
+        ("anole-7b", "drafter"),
+    }
+    monkeypatch.setattr(doctor, "find_part", lambda model, part: (model, part) in here or None)
+    listed, lacking = doctor._weights()
+    assert listed.state == "ok" and "anole-7b" in listed.found
+    assert lacking.state == "warning" and lacking.found == "llamagen-c2i-B-256 lacks tokenizer"
+    assert lacking.fix == "lantern-bench weights get llamagen-c2i-B-256"
+
+
+def test_network_is_contacted_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urllib.request, "urlopen", raising(OSError("unreachable")))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    quiet, asked = only(doctor._network(False)), only(doctor._network(True))
+    assert quiet.state == "ok" and "HF_HUB_OFFLINE" in quiet.found and "nothing was contacted" in quiet.found
+    assert asked.state == "warning" and "unreachable" in asked.found
+
+
+def test_missing_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "compiler_problem", lambda _: "InvalidCxxCompiler: none")
+    found = {one.check: one for one in doctor._compiler(torch.device("cpu"))}
+    assert found["compiler for cpu"].state == "warning" and "apt install g++" in found["compiler for cpu"].fix
+
+
+@pytest.fixture
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs are traced whole and run by torch's own kernels, which takes seconds instead of a minute."""
+    monkeypatch.setattr(compiling, "Engine", partial(compiling.Engine, backend="aot_eager"))
+    monkeypatch.setattr(compiling, "compiler_problem", lambda _: None)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decode_agrees_here(dtype: str) -> None:
+    finding = only(doctor._decode(CPU, dtype))
+    assert finding.state == "ok" and finding.found.startswith("eager = compiled, 25 of 25 tokens"), finding
+
+
+def test_compiled_programs_that_are_wrong_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def off(engine: Any, key: Any, function: Any, device: Any) -> Any:
+        if not engine.compile or key[0] != "score":
+            return function
+        return lambda *given: (made := function(*given))._replace(logits=made.logits.flip(-1))
+
+    monkeypatch.setattr(compiling.Engine, "program", off)
+    monkeypatch.setattr(compiling, "compiler_problem", lambda _: None)
+    finding = only(doctor._decode(CPU, "float32"))
+    assert finding.state == "fail" and "--no-compile" in finding.fix
+
+
+def test_without_a_compiler_the_decode_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "compiler_problem", lambda _: "no compiler")
+    assert "eager only" in only(doctor._decode(CPU, "float32")).found
+
+
+def image(tokens: list[int], shift: float = 0.0) -> Any:
+    logits = torch.linspace(-4, 4, len(tokens) * 8).view(-1, 8)
+    return SimpleNamespace(tokens=torch.tensor(tokens), logits=logits + shift)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "graphs", "dtype", "state"),
+    [
+        (image([1, 2, 3]), image([1, 2, 3]), torch.float32, "ok"),
+        (image([1, 2, 4], 0.01), image([1, 2, 4]), torch.float32, "fail"),
+        (image([1, 2, 4], 0.01), image([1, 2, 4]), torch.bfloat16, "ok"),
+        (image([1, 2, 4], 2.0), image([1, 2, 4]), torch.bfloat16, "fail"),
+        (image([1, 2, 4], float("nan")), image([1, 2, 4]), torch.float16, "fail"),
+        (image([1, 2, 3]), image([1, 5, 3]), torch.bfloat16, "fail"),
+    ],
+)
+def test_token_comparison(compiled: Any, graphs: Any, dtype: torch.dtype, state: str) -> None:
+    made = {"eager": image([1, 2, 3]), "compiled": compiled, "graphs": graphs}
+    assert doctor._compared("decode", made, {}, dtype).state == state
+
+
+def test_fallback_of_the_decode_is_a_warning() -> None:
+    made = {"eager": image([1, 2]), "compiled": image([1, 2]), "graphs": image([1, 2])}
+    finding = doctor._compared("decode", made, {"capture": "RuntimeError: no"}, torch.float32)
+    assert finding.state == "warning" and "capture fails: RuntimeError: no" in finding.found
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def arrange(*findings: Finding) -> None:
+        monkeypatch.setattr(doctor, "examine", lambda device, online: iter(findings))
+
+    return arrange
+
+
+OK, LOW, BROKEN = (
+    Finding("torch", "ok", "torch 2"),
+    Finding("disk", "warning", "1 GB", "Make room."),
+    Finding("device", "fail", "no", "Buy."),
+)
+
+
+def test_command_prints_lines_and_exits_5_on_a_failure(found: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    found(OK, LOW)
+    assert cli.main(["doctor"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "ok      torch                 torch 2",
+        "warning disk                  1 GB",
+        "                              fix: Make room.",
+    ]
+    found(OK, BROKEN)
+    assert cli.main(["doctor", "--format", "json"]) == 5
+    written = capsys.readouterr()
+    assert [row["state"] for row in json.loads(written.out)] == ["ok", "fail"]
+    assert "1 of 2 checks failed: device" in written.err
+
+
+def test_unknown_device_fails_with_the_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    finding = list(doctor._guarded("device", lambda: doctor._device("cuda:77")))[-1]
+    assert finding.check == "device" and finding.state == "fail" and "--device cpu" in finding.fix
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gpu_decodes_agree(dtype: str) -> None:
+    device = torch.device("cuda")
+    findings = [*doctor._side_stream(device), *doctor._graph(device), *doctor._decode(device, dtype)]
+    assert [one.state for one in findings] == ["ok"] * 3, findings
