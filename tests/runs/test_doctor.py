@@ -132,7 +132,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.usefixtures("traced_only")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_decode_agrees_here(dtype: str) -> None:
     finding = only(doctor._decode(CPU, dtype))
     assert finding.state == "ok" and finding.found.startswith("eager = compiled, 25 of 25 tokens"), finding
