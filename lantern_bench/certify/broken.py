@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.relaxation import Relaxation
+from lantern_bench.decoding.acceptance.relaxation import ROOTS, Relaxation
 from lantern_bench.decoding.acceptance.traversal import accept_traversal
 from lantern_bench.decoding.acceptance.tree_acceptance import Accept, Acceptance, Nodes, accept_children, decide_each
 from lantern_bench.decoding.loop import relaxation_of
@@ -137,4 +137,4 @@ def siblings_not_renormalised(
     *_unused: object,
 ) -> Acceptance:
     """The strict rule that takes a rejected sibling out of q (deterministic: of p) and does not renormalise."""
-    return decide_each(_NotRenormalised(p, q, relaxation, table), tokens, offered, active)
+    return decide_each(_NotRenormalised(p, q, relaxation, table, ROOTS), tokens, offered, active)

@@ -16,6 +16,7 @@ import urllib.request
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -291,9 +292,7 @@ def _compiler(device: torch.device) -> Iterator[Finding]:
 
 def _compiler_name(kind: str) -> str:
     if kind == "cuda":
-        import triton
-
-        return f"Triton {triton.__version__}"
+        return f"Triton {metadata.version('triton')}"
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     name = get_cpp_compiler()
@@ -319,7 +318,7 @@ def _side_stream(device: torch.device) -> Iterator[Finding]:
     import torch
 
     x = torch.arange(1024.0, device=device)
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         y = x * 2 + 1
@@ -438,7 +437,8 @@ def _tiny_decode(model: LoadedModel, engine: Engine) -> Decoded:
     from lantern_bench.config.decoding import Decoding
     from lantern_bench.decoding.loop import decode
 
-    decoding = Decoding(mode="lantern++", tree="small-7", neighbours=5, cfg_scale=1.5, **{"lambda": 3.0})
+    values = {"mode": "lantern++", "tree": "small-7", "neighbours": 5, "lambda": 3.0, "cfg_scale": 1.5}
+    decoding = Decoding.model_validate(values)
     generator = torch.Generator(model.target.device).manual_seed(1)
     (image,) = decode(model, model.condition([""]), decoding, [generator], engine=engine, keep_logits=True)
     return image
