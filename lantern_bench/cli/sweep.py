@@ -58,6 +58,13 @@ _REPETITION: tuple[Flag, ...] = (
             typer.Option("--lossless/--no-lossless", help="Add the tuned lossless cell beside relaxed ones."),
         ],
     ),
+    (
+        "pool_devices",
+        Annotated[
+            bool | None,
+            typer.Option("--pool-devices/--no-pool-devices", help="Give one speedup over several kinds of device."),
+        ],
+    ),
 )
 _Out = Annotated[Path | None, typer.Option(help="The run directory; by default results/<name>-<hash>.")]
 _Resume = Annotated[bool, typer.Option(help="Resume the run, or start a new one beside it.")]

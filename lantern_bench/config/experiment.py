@@ -27,7 +27,7 @@ from lantern_bench.config.yaml_source import Source, read_source
 from lantern_bench.errors import UserError, did_you_mean
 
 # Keys that do not change the images, up to rounding.
-_NOT_RUN = ("name", "description", "paper", "protocol", "reference", "processes", "threads")
+_NOT_RUN = ("name", "description", "paper", "protocol", "reference", "processes", "threads", "pool_devices")
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Settings(BaseModel):
     (None: the protocol's own), `neighbour_space` the space of code distances (`decoding/neighbours.py`; None: as
     published). `processes` new worker processes make the images, one after the other; `threads` decode (None: as many
     as a calibration finds fastest). `baseline` adds an ar cell, `lossless` a tuned lossless cell beside relaxed ones
-    (`runs/tuned.py`).
+    (`runs/tuned.py`). With `pool_devices`, a run on several kinds of device gets speedups over all of them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -82,6 +82,7 @@ class Settings(BaseModel):
     )
     baseline: bool = Field(default=True, description=_SWITCH)
     lossless: bool = Field(default=True, description=_SWITCH)
+    pool_devices: bool = Field(default=False, description=_SWITCH)
 
 
 ALLOWED = {key: str(field.description) for key, field in Settings.model_fields.items()}

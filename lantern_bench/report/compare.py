@@ -160,7 +160,9 @@ def _timed_rows(cells: Sequence[CellRecords], sides: Sequence[list[CellRecords]]
         return
     for quantity, find in (("speedup", baseline_of), ("speedup_over_lossless", fastest_lossless)):
         bases = [find(cell, side) for cell, side in zip(cells, sides, strict=True)]
-        if all(bases) and (quantity == "speedup" or not cells[0].is_lossless):
+        if any(len(cell.devices) > 1 for cell in cells):
+            yield {"quantity": quantity, "kind": "ratio", "note": "not compared: a run has several kinds of device"}
+        elif all(bases) and (quantity == "speedup" or not cells[0].is_lossless):
             yield from _timed(quantity, [timed_images(cell, base) for cell, base in zip(cells, bases, strict=True)])
     yield from _tested("mean_accepted_length", [_measured(cell, "committed", "steps") for cell in cells])
 

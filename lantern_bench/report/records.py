@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,13 +61,17 @@ def _usual_share(images: pd.DataFrame) -> pd.Series[float]:
 def timed_images(cell: CellRecords, base: CellRecords | None = None) -> pd.DataFrame:
     """Return what `stats.timing` needs, by image: columns over, under, over_steps, under_steps and process.
 
-    With `base` seconds of the base over those of the cell, over the images that both have; without it seconds an image.
+    With `base` seconds of the base over those of the cell, over the images that both have from one device; without it
+    seconds an image.
     """
-    own = cell.images[["seconds", "steps", "process"]].dropna()
+    own = cell.images[["seconds", "steps", "process", "device_id"]].dropna()
     if base is None:
-        return own.set_axis(["over", "over_steps", "process"], axis=1).assign(under=1.0, under_steps=1.0)
-    before = base.images[["seconds", "steps"]].dropna().set_axis(["over", "over_steps"], axis=1)
-    return own.rename(columns={"seconds": "under", "steps": "under_steps"}).join(before, how="inner")
+        named = own.set_axis(["over", "over_steps", "process", "device_id"], axis=1)
+        return named.drop(columns="device_id").assign(under=1.0, under_steps=1.0)
+    names = ["over", "over_steps", "base_device_id"]
+    before = base.images[["seconds", "steps", "device_id"]].dropna().set_axis(names, axis=1)
+    both = own.rename(columns={"seconds": "under", "steps": "under_steps"}).join(before, how="inner")
+    return both[both["device_id"] == both["base_device_id"]].drop(columns=["device_id", "base_device_id"])
 
 
 @dataclass(frozen=True)
@@ -93,8 +98,9 @@ class CellRecords:
     def images(self) -> pd.DataFrame:
         """The figures of each completed image as floats, indexed by (prompt_id, repeat); nan where not recorded.
 
-        Besides recorded columns: `one` is 1, `steps`, `committed` and `accepted` count over the steps, `uncut` is the
-        tokens with the last step uncut, `*_ms` are milliseconds. Seconds and milliseconds are those of `_usual_share`.
+        Besides recorded columns: `one` is 1, `device_id` a text (empty where not recorded); `steps`, `committed` and
+        `accepted` count over the steps, `uncut` is the tokens with the last step uncut, `*_ms` are milliseconds.
+        Seconds and milliseconds are those of `_usual_share`.
         """
         import pandas as pd
 
@@ -112,7 +118,13 @@ class CellRecords:
         images["seconds"] *= images["kept_share"]
         for phase in _PHASES:
             images[f"{phase}_ms"] = 1000.0 * images[f"{phase}_seconds"] * images["kept_share"]
-        return images.assign(record_key=[str(row["record_key"]) for row in self.good])
+        texts = {name: [str(row.get(name) or "") for row in self.good] for name in ("record_key", "device_id")}
+        return images.assign(**texts)
+
+    @cached_property
+    def devices(self) -> Counter[str]:
+        """Completed images by the name of their device; images whose device was not recorded are not counted."""
+        return Counter(str(row["device"]) for row in self.good if row.get("device"))
 
 
 def load_runs(directories: Sequence[Path]) -> dict[str, RunData]:

@@ -72,8 +72,11 @@ _RATIOS = {
 }
 
 
-def speed_row(cell: CellRecords, cells: Sequence[CellRecords]) -> dict[str, Any]:
-    """Return the row of `cell` in `speed.csv`; `cells` are all cells of the run, among them the baseline."""
+def speed_row(cell: CellRecords, cells: Sequence[CellRecords], pool_devices: bool = False) -> dict[str, Any]:
+    """Return the row of `cell` in `speed.csv`; `cells` are all cells of the run, among them the baseline.
+
+    A speedup over images of several kinds of device is given only with `pool_devices`.
+    """
     row: dict[str, Any] = {**cell.columns, "images": len(cell.good), "failed": cell.failed}
     marks = cell.images["disturbed"].dropna()
     row["disturbed"] = int(marks.sum()) if len(marks) else None
@@ -82,10 +85,12 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords]) -> dict[str, Any]
     notes: list[str | None] = []
     if marks.mean() > 0.5:  # the mean of no marks is nan
         notes.append(f"{row['disturbed']} of {len(marks)} images disturbed: seconds of a busy machine")
+    if len(cell.devices) > 1:
+        notes.append(f"seconds of several kinds of device: {_counted(cell.devices)}")
     for name, (interval, about), missing in (
         ("latency_s", _latency(cell), "not timed"),
-        ("speedup", _speedup(cell, baseline_of(cell, cells), "ar"), None),
-        ("speedup_over_lossless", _speedup(cell, lossless, "lossless_cell"), None),
+        ("speedup", _speedup(cell, baseline_of(cell, cells), "ar", pool_devices), None),
+        ("speedup_over_lossless", _speedup(cell, lossless, "lossless_cell", pool_devices), None),
         ("step_compression", _ratio(cell, "tokens", "target_forwards"), None),
         ("mean_accepted_length", _ratio(cell, "committed", "steps"), "no steps"),
     ):
@@ -112,15 +117,22 @@ def _latency(cell: CellRecords) -> tuple[Interval, list[str]]:
     return repeat_interval(timing(images)) if len(images) else Interval(None), []
 
 
-def _speedup(cell: CellRecords, base: CellRecords | None, name: str) -> tuple[Interval, list[str]]:
+def _counted(devices: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} on {name}" for name, count in sorted(devices.items()))
+
+
+def _speedup(cell: CellRecords, base: CellRecords | None, name: str, pool: bool) -> tuple[Interval, list[str]]:
     """Seconds of the baseline over seconds of the cell, over the images that both have, and notes on it.
 
-    `name` is the baseline in the notes: ar, or lossless_cell.
+    `name` is the baseline in the notes: ar, or lossless_cell. Without `pool` several kinds of device give no figure.
     """
     timed = cell.images["seconds"].count()
     if base is None:
         why = f"no speedup: no {name.removesuffix('_cell')} cell to compare with in this run"
         return Interval(None), [why] if timed else []
+    if len(kinds := cell.devices + base.devices) > 1 and not pool and timed:
+        why = f"no speedup: images of {len(kinds)} kinds of device; --pool-devices pools them"
+        return Interval(None), [why]
     shared = timed_images(cell, base)
     if not len(shared):
         return Interval(None, note=f"no speedup: no image that {name} has too"), []
@@ -348,14 +360,16 @@ def build_tables(
     records: Iterable[dict[str, Any]],
     scores: Iterable[Row] = (),
     published: Mapping[str, Mapping[str, float]] | None = None,
+    pool_devices: bool = False,
 ) -> dict[str, pd.DataFrame]:
     """Return the tables `NAMES` from the rows of `records.jsonl` and `scores.jsonl`.
 
-    `published` is as in `summary_rows`; a run has it under `paper: {figures: ...}` of its experiment.
+    `published` is as in `summary_rows`; a run has it under `paper: {figures: ...}` of its experiment. `pool_devices` is
+    as in `speed_row`.
     """
     cells = group_records(records)
     protocols = sort_scores(scores)
-    speed = [speed_row(cell, cells) for cell in cells]
+    speed = [speed_row(cell, cells, pool_devices) for cell in cells]
     quality = [row for cell in cells for row in quality_rows(cell, cells, protocols)]
     acceptance = (row for cell in cells for row in acceptance_rows(cell))
     rows = (speed, quality, acceptance, summary_rows(speed, quality, published))
@@ -368,7 +382,8 @@ def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
     records = run.records
     if "speed" not in experiment.get("metrics", ("speed",)):
         records = [{name: None if name.endswith("seconds") else v for name, v in row.items()} for row in records]
-    return build_tables(records, run.scores, (experiment.get("paper") or {}).get("figures"))
+    published = (experiment.get("paper") or {}).get("figures")
+    return build_tables(records, run.scores, published, bool(experiment.get("pool_devices")))
 
 
 def write_tables(run: Path) -> dict[str, pd.DataFrame]:

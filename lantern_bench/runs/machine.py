@@ -7,16 +7,20 @@ so a manifest can be published.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import platform
 import re
 import subprocess
+import uuid
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
+
+from lantern_bench.clock import now
 
 PACKAGES = (
     "lantern-bench", "torch", "torchvision", "torch-fidelity", "open-clip-torch", "numpy", "scipy", "pandas", "pillow",
@@ -95,6 +99,48 @@ def _gpu_state(uuid: str) -> dict[str, str | None]:
     values = [value.strip() for value in answer.split(",")] if answer else []
     known = len(values) == len(_GPU_FIELDS)
     return dict(zip(_GPU_FIELDS, values, strict=True)) if known else dict.fromkeys(_GPU_FIELDS)
+
+
+class _Seen(NamedTuple):
+    """The columns of a device, and when they were read."""
+
+    at: float
+    columns: dict[str, Any]
+
+
+_seen: dict[str, _Seen] = {}
+_STATE_SECONDS = 10.0
+"""Clocks are read again after so long: nvidia-smi takes a tenth of a second."""
+
+
+def device_columns(device: torch.device) -> dict[str, Any]:
+    """Return the columns of records that say which device made an image, its clocks and its driver.
+
+    They are read between images, so the clock is that of just after decoding. `device_id` tells devices of one name
+    apart and names no host.
+    """
+    kept = _seen.get(str(device))
+    if kept is None or now() - kept.at > _STATE_SECONDS:
+        kept = _seen[str(device)] = _Seen(now(), _cuda_columns(device) if device.type == "cuda" else _cpu_columns())
+    return dict(kept.columns)
+
+
+def _cuda_columns(device: torch.device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    state = _gpu_state(f"GPU-{properties.uuid}")
+    found = {"device": properties.name, "device_id": _short_hash(str(properties.uuid)), "driver": state["driver"]}
+    clocks = {"clock_mhz": state["clock_sm_mhz"], "clock_max_mhz": state["clock_sm_max_mhz"]}
+    return found | {name: int(value) if value and value.isdigit() else None for name, value in clocks.items()}
+
+
+def _cpu_columns() -> dict[str, Any]:
+    cpu = _cpu_block()
+    found = {"device": cpu["model"], "device_id": _short_hash(f"{platform.node()} {uuid.getnode()}"), "driver": None}
+    return found | {name: cpu[name] for name in ("clock_mhz", "clock_max_mhz")}
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def package_versions() -> dict[str, str | None]:

@@ -11,8 +11,7 @@ import contextlib
 import hashlib
 import io
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -27,8 +26,8 @@ from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.runs.devices import Place
 from lantern_bench.runs.keys import check_same_threads
-from lantern_bench.runs.machine import gpu_blocks, machine_block
-from lantern_bench.runs.store import RunStore, done_images
+from lantern_bench.runs.machine import device_columns, gpu_blocks, machine_block
+from lantern_bench.runs.store import RunStore
 from lantern_bench.runs.threads import calibrate, set_threads, step_work
 
 # ---- Events: what a sweep reports while it runs, in this order
@@ -119,13 +118,17 @@ class Made(NamedTuple):
     logits: Tensor | None = None
 
 
-def prepare_models(plan: Plan, models: Mapping[str, LoadedModel], folder: Path, tell: Callable[[Event], None]) -> float:
-    """Make what the missing images of `plan` need: neighbour tables, encoded captions. Return the seconds it took.
+def prepare_models(
+    plan: Plan, models: Mapping[str, LoadedModel], done: Collection[tuple[str, str, int]], tell: Callable[[Event], None]
+) -> float:
+    """Make what the images of `plan` that are not `done` need: neighbour tables, encoded captions.
+
+    Return the seconds it took. `done` holds (cell id, prompt id, repeat).
 
     Raises `RefusedError` for a missing drafter, text encoder or codebook and for a damaged table or feature, and
     `UserError` for files that are malformed or ask for what their model lacks.
     """
-    began, done = now(), done_images(folder)
+    began = now()
     ids = {unit: (unit.cell.cell_id, unit.prompt.id, unit.repeat) for unit in plan.units}
     missing = [u for group in plan.batches() if any(ids[unit] not in done for unit in group) for u in group]
     for cell in dict.fromkeys(unit.cell for unit in missing):
@@ -146,24 +149,34 @@ def calibrate_threads(
 
     Raises `RefusedError` when another number is asked for than finished images were made with.
     """
+    set_threads(known := known_threads(store, asked))
+    waiting = [unit for unit in plan.units if not store.is_done(unit)]
+    if known is None and (found := fastest_threads(waiting, models)) is not None:
+        set_threads(found.threads)
+        tell(found)
+
+
+def known_threads(store: RunStore, asked: int | None) -> int | None:
+    """Return the threads of the run's finished images, else those asked for; raises as `calibrate_threads`."""
     finished = sum(row["status"] == "ok" for row in store.records())
     recorded = store.manifest.get("threads") if finished else None
     check_same_threads(store.folder.name, recorded, asked, finished)
-    set_threads(recorded or asked)
-    waiting = [unit for unit in plan.units if not store.is_done(unit)]
-    if recorded or asked or not waiting or models[waiting[0].cell.model].target.device.type != "cpu":
-        return
+    return recorded or asked
+
+
+def fastest_threads(waiting: Sequence[Unit], models: Mapping[str, LoadedModel]) -> Calibrated | None:
+    """Try several numbers of threads on these images; None where the CPU does not decode, or where decoding fails."""
+    if not waiting or models[waiting[0].cell.model].target.device.type != "cpu":
+        return None
     name = waiting[0].cell.model
     # The first cell that drafts and the first that does not: drafts gain more from threads.
     kinds = {unit.cell.decoding.drafts: unit.cell.decoding for unit in reversed(waiting) if unit.cell.model == name}
     try:
         with torch.inference_mode():
             condition = models[name].condition([waiting[0].prompt.text])
-        found = calibrate(step_work(models[name], condition, kinds.values()))
+        return Calibrated(*calibrate(step_work(models[name], condition, kinds.values())))
     except (RuntimeError, MemoryError):
-        return  # the images fail the same way and record it
-    set_threads(found.threads)
-    tell(Calibrated(*found))
+        return None  # the images fail the same way and record it
 
 
 def run_plan(
@@ -183,24 +196,91 @@ def run_plan(
     groups = [group for group in plan.batches() if not all(map(store.is_done, group))]
     waiting = Counter(unit.cell.cell_id for unit in plan.units if not store.is_done(unit))
     session = _start_session(store, models, place, prepare_seconds)
+    decoder = Decoder(models, place, session, again)
     try:
         yield Started(len(plan.units) - waiting.total(), waiting)
-        # One batch for every kind of cell: cells that differ only in a bound run the same programs.
-        kinds: dict[Any, tuple[Unit, ...]] = {}
-        for group in groups:
-            cell = group[0].cell
-            kinds.setdefault((cell.model, sampling_key(cell.decoding), len(group)), group)
-        for group in kinds.values():
-            _make_programs(models[group[0].cell.model], group, place)
-        for group in kinds.values():
-            yield _warm_up(store, session, models[group[0].cell.model], group, place)
+        for warmed in decoder.warm_up(groups):
+            store.update_manifest()
+            yield warmed
         settle_garbage()
         for group in groups:
-            yield from _decode_batch(store, session, models[group[0].cell.model], group, place, again)
+            for image in decoder.decode(group, [unit for unit in group if not store.is_done(unit)]):
+                yield store_image(store, image)
         session["complete"] = True
     finally:
         session |= {"ended": stamp(), "gpus_at_end": gpu_blocks()}
         store.update_manifest(ended=session["ended"])
+
+
+class DecodedUnit(NamedTuple):
+    """An image that no store has yet: its unit, what its record adds to the unit, its PNG file (None: it failed)."""
+
+    unit: Unit
+    record: Mapping[str, Any]
+    png: bytes | None
+
+
+def store_image(store: RunStore, image: DecodedUnit) -> ImageDone:
+    """Write the picture and the record of an image."""
+    # The picture is written first, so that every record has its picture.
+    picture = {} if image.png is None else {"image": store.write_image(image.unit, image.png)}
+    return ImageDone(image.unit, store.append(image.unit, {**image.record, **picture}))
+
+
+def new_session(process: int, prepare_seconds: float = 0.0) -> dict[str, Any]:
+    """Return the manifest's entry of a process that begins to make images."""
+    session: dict[str, Any] = {"started": stamp(), "ended": None, "complete": False, "images": 0, "failed": 0}
+    session |= {"first_seconds": 0.0, "again_seconds": 0.0}
+    return session | {"process": process, "prepare_seconds": prepare_seconds, "warm_up": []}
+
+
+class Decoder:
+    """Decodes the batches of a run on one device and writes nothing; counts what it does in `session`."""
+
+    def __init__(
+        self, models: Mapping[str, LoadedModel], place: Place, session: dict[str, Any], again: bool = False
+    ) -> None:
+        self.session = session
+        self._models, self._place, self._again = models, place, again
+
+    def warm_up(self, groups: Iterable[tuple[Unit, ...]]) -> Iterator[WarmedUp]:
+        """Compile and decode once, untimed, what these batches run."""
+        kinds = kinds_of(groups)
+        for group in kinds:
+            _make_programs(self._models[group[0].cell.model], group, self._place)
+        for group in kinds:
+            yield _warm_up(self.session, self._models[group[0].cell.model], group, self._place)
+
+    def decode(self, group: tuple[Unit, ...], waiting: Sequence[Unit]) -> Iterator[DecodedUnit]:
+        """Decode a batch and yield its images `waiting`; the whole batch is decoded: the arithmetic stays the same."""
+        session, place, model = self.session, self._place, self._models[group[0].cell.model]
+        try:
+            attempts = _attempts(session, model, group, place, self._again)
+        except (RuntimeError, MemoryError) as error:
+            if place.device.type == "cuda":
+                torch.cuda.empty_cache()
+            for unit in waiting:
+                session["failed"] += 1
+                failed = {"status": "failed", "error": _one_line(error), "process": session["process"]}
+                yield DecodedUnit(unit, failed, None)
+            return
+        kept = min(attempts, key=lambda images: _lost_share(images[0].trace, len(group)))
+        made = dict(zip(group, kept, strict=True))
+        how = {"process": session["process"], "attempts": len(attempts), **device_columns(place.device)}
+        for unit in waiting:
+            png = png_bytes(made[unit].pixels)
+            session["images"] += 1
+            digest = {"image_sha256": hashlib.sha256(png).hexdigest()}
+            yield DecodedUnit(unit, _record(made[unit], len(group)) | digest | how, png)
+
+
+def kinds_of(groups: Iterable[tuple[Unit, ...]]) -> list[tuple[Unit, ...]]:
+    """Return one batch for every kind of cell: cells that differ only in a bound run the same programs."""
+    kinds: dict[Any, tuple[Unit, ...]] = {}
+    for group in groups:
+        cell = group[0].cell
+        kinds.setdefault((cell.model, sampling_key(cell.decoding), len(group)), group)
+    return list(kinds.values())
 
 
 def make_images(
@@ -241,16 +321,18 @@ def _start_session(
     store: RunStore, models: Mapping[str, LoadedModel], place: Place, prepare_seconds: float
 ) -> dict[str, Any]:
     """Add a session to the manifest; the returned dictionary is part of it."""
-    session: dict[str, Any] = {"started": stamp(), "ended": None, "complete": False, "images": 0, "failed": 0}
-    session |= {"first_seconds": 0.0, "again_seconds": 0.0}
-    session |= {"process": store.next_process(), "prepare_seconds": prepare_seconds, "warm_up": []}
+    session = new_session(store.next_process(), prepare_seconds)
     sessions = [*store.manifest.get("sessions", []), session]
-    device = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else place.device.type
     facts = {"started": store.manifest.get("started", session["started"]), "ended": None}
-    where = {"device": device, "dtype": place.dtype_name, "threads": torch.get_num_threads()}
-    where["compile"] = any(model.engine.compile for model in models.values())
+    where = place_facts(place, any(model.engine.compile for model in models.values()))
     store.update_manifest(**facts, **where, machine=machine_block(), sessions=sessions)
     return session
+
+
+def place_facts(place: Place, compiled: bool) -> dict[str, Any]:
+    """Return what the manifest says of how this process decodes."""
+    device = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else place.device.type
+    return {"device": device, "dtype": place.dtype_name, "threads": torch.get_num_threads(), "compile": compiled}
 
 
 def _make_programs(model: LoadedModel, group: tuple[Unit, ...], place: Place) -> None:
@@ -261,9 +343,7 @@ def _make_programs(model: LoadedModel, group: tuple[Unit, ...], place: Place) ->
             make_images(model, group, place, tokens=2)
 
 
-def _warm_up(
-    store: RunStore, session: dict[str, Any], model: LoadedModel, group: tuple[Unit, ...], place: Place
-) -> WarmedUp:
+def _warm_up(session: dict[str, Any], model: LoadedModel, group: tuple[Unit, ...], place: Place) -> WarmedUp:
     # Steps are compiled here, never in a timed window: the warm-up is a quarter of an image, of the same shapes.
     cell_id, count = group[0].cell.cell_id, max(1, model.target.image_tokens // 4)
     row: dict[str, Any] = {"cell_id": cell_id, "batch": len(group), "tokens": count, "seconds": None}
@@ -273,35 +353,7 @@ def _warm_up(
         # The images of the cell fail the same way and record it.
         row["error"] = _one_line(error)
     session["warm_up"].append(row)
-    store.update_manifest()
     return WarmedUp(cell_id, row["seconds"], model.engine.compile)
-
-
-def _decode_batch(
-    store: RunStore, session: dict[str, Any], model: LoadedModel, group: tuple[Unit, ...], place: Place, again: bool
-) -> Iterator[ImageDone]:
-    """Decode a batch and record its missing images; the whole batch is decoded so that the arithmetic is the same."""
-    waiting = [unit for unit in group if not store.is_done(unit)]
-    try:
-        attempts = _attempts(session, model, group, place, again)
-    except (RuntimeError, MemoryError) as error:
-        if place.device.type == "cuda":
-            torch.cuda.empty_cache()
-        for unit in waiting:
-            session["failed"] += 1
-            failed = {"status": "failed", "error": _one_line(error), "process": session["process"]}
-            yield ImageDone(unit, store.append(unit, failed))
-        return
-    kept = min(attempts, key=lambda images: _lost_share(images[0].trace, len(group)))
-    made = dict(zip(group, kept, strict=True))
-    how = {"process": session["process"], "attempts": len(attempts)}
-    for unit in waiting:
-        png = png_bytes(made[unit].pixels)
-        # The picture is written first, so that every record has its picture.
-        picture = {"image": store.write_image(unit, png), "image_sha256": hashlib.sha256(png).hexdigest()}
-        row = store.append(unit, _record(made[unit], len(group)) | picture | how)
-        session["images"] += 1
-        yield ImageDone(unit, row)
 
 
 def _attempts(

@@ -220,7 +220,7 @@ def decode_missing(request: Request, tell: Tell) -> int:
             raise model.pixels.problem
     tell(Loaded(place, compile_models(models.values(), place) if settings.compile else None))
     prepare_seconds, threads, failed = (
-        prepare_models(request.plan, models, request.folder, tell),
+        prepare_models(request.plan, models, done_images(request.folder), tell),
         torch.get_num_threads(),
         0,
     )

@@ -1,0 +1,79 @@
+"""Speedups of runs on several devices: paired within a device, refused over several kinds unless they are pooled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lantern_bench.report.compare import compare_runs
+from lantern_bench.report.tables import build_tables, tables_of
+from lantern_bench.runs.store import read_run
+from tests.made_up_run import AR, STRICT, WALKS, Row, make_record, write_run
+
+
+def records(devices: dict[str, list[tuple[str, str]]]) -> list[Row]:
+    """Two cells over the prompts; `devices` has (name, id) of each prompt by mode. Only device `a` is slow."""
+    rows = []
+    for cell, seconds in ((AR, 1.2), (STRICT, 0.6)):
+        for prompt, (name, device_id) in enumerate(devices[cell.mode]):
+            walks = [[]] * 6 if cell is AR else WALKS
+            took = (seconds + 0.01 * prompt) / (1 if device_id == "a" else 2)
+            rows.append(
+                make_record(cell, prompt, walks, took, device=name, device_id=device_id, process="abc".index(device_id))
+            )
+    return rows
+
+
+SLOW, FAST = ("L40S", "a"), ("L40S", "b")
+OTHER = ("H100", "c")
+
+
+def speedup(rows: list[Row], pool: bool = False) -> tuple[float | None, str]:
+    table = build_tables(rows, pool_devices=pool)["speed"].set_index("mode")
+    found = table.loc["speculative"]
+    return found["speedup"], str(found["note"])
+
+
+def test_seconds_of_two_devices_are_never_divided() -> None:
+    same = [SLOW, FAST, SLOW, FAST]
+    value, _ = speedup(records({"ar": same, "speculative": same}))
+    assert value == pytest.approx((1.2 + 1.22 + (1.21 + 1.23) / 2) / (0.6 + 0.62 + (0.61 + 0.63) / 2))
+    swapped = [SLOW, FAST, FAST, SLOW]
+    value, note = speedup(records({"ar": same, "speculative": swapped}))
+    assert value == pytest.approx((1.2 + 1.21 / 2) / (0.6 + 0.61 / 2)), "the prompts of one device"
+    assert "speedup over the 2 of 4 images that ar has too" in note
+
+
+def test_several_kinds_of_device_give_no_speedup_unless_pooled() -> None:
+    mixed = [SLOW, OTHER, SLOW, OTHER]
+    rows = records({"ar": mixed, "speculative": mixed})
+    value, note = speedup(rows)
+    assert value != value, "not a figure"
+    assert "no speedup: images of 2 kinds of device; --pool-devices pools them" in note
+    assert "seconds of several kinds of device: 2 on H100, 2 on L40S" in note
+    value, note = speedup(rows, pool=True)
+    assert value == pytest.approx((1.2 + 1.22 + (1.21 + 1.23) / 2) / (0.6 + 0.62 + (0.61 + 0.63) / 2))
+    assert "2 on H100, 2 on L40S" in note
+
+
+def test_the_experiment_of_a_run_says_whether_to_pool(tmp_path: Path) -> None:
+    mixed = [SLOW, OTHER, SLOW, OTHER]
+    rows = records({"ar": mixed, "speculative": mixed})
+    for pool in (False, True):
+        run = read_run(write_run(tmp_path / str(pool), rows, [], {"pool_devices": pool}))
+        assert tables_of(run)["speed"]["speedup"].notna().all() == pool
+
+
+def test_compare_makes_no_speedup_of_several_kinds(tmp_path: Path) -> None:
+    one, mixed = [SLOW] * 4, [SLOW, OTHER, SLOW, OTHER]
+    runs = [
+        read_run(write_run(tmp_path / str(number), records({"ar": at, "speculative": at}), []))
+        for number, at in enumerate((one, mixed))
+    ]
+    table = compare_runs(*runs).table.set_index(["quantity", "cell_id"])
+    row = table.loc["speedup", STRICT.cell_id]
+    assert row["effect"] != row["effect"] and row["note"] == "not compared: a run has several kinds of device"
+    assert (
+        compare_runs(runs[0], runs[0]).table.set_index(["quantity", "cell_id"]).loc["speedup", STRICT.cell_id]["a"] > 1
+    )
