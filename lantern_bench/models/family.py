@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from lantern_bench.models.loaded_model import LoadedModel, Parts, Prompts
     from lantern_bench.models.transformer.target import TransformerTarget
-    from lantern_bench.models.vq import VQConfig, VQModel
+    from lantern_bench.models.vq import VQModel
 
 
 class CheckpointFamily(ABC):
@@ -58,8 +58,8 @@ class CheckpointFamily(ABC):
         """What replaces the text encoder of a published model whose weights are random."""
 
     @abstractmethod
-    def fresh_target(self, name: str) -> tuple[TransformerTarget, VQConfig]:
-        """A target of the full shape of a published model with fresh weights, and its tokenizer's sizes."""
+    def fresh_parts(self, name: str) -> tuple[TransformerTarget, VQModel]:
+        """A target and a tokenizer of the full shape of a published model, with fresh weights."""
 
     @abstractmethod
     def facts_of_file(self, file: ModelFile) -> dict[str, Any]:
@@ -169,10 +169,9 @@ class CheckpointFamily(ABC):
         """Fresh modules of the full shape, with a drafter of the published shape: one layer of the target's."""
         from lantern_bench.models.eagle import build_drafter
         from lantern_bench.models.loaded_model import Parts
-        from lantern_bench.models.vq import VQModel
 
-        target, tokenizer = self.fresh_target(name)
-        return Parts(target, build_drafter(target.config, target), VQModel(tokenizer))
+        target, tokenizer = self.fresh_parts(name)
+        return Parts(target, build_drafter(target.config, target), tokenizer)
 
     def assemble(self, name: str, parts: Parts, weights: Mapping[str, str]) -> LoadedModel:
         """Make a model of parts that have their weights."""

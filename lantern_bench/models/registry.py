@@ -1,7 +1,7 @@
-"""The model families, found by entry point, and the models by name or by model file.
+"""The model families, and the models by name or by model file.
 
-A family is an object of the entry point group `lantern_bench.families`, from this package or another one. Plans,
-captions and listings need only this module, so it imports no torch and opens no weights.
+This package's families are listed here; those of other packages are objects of the entry point group
+`lantern_bench.families`. Plans, captions and listings need only this module: it imports no torch and opens no weights.
 """
 
 from __future__ import annotations
@@ -85,11 +85,26 @@ class HasTokenizer(Protocol):
         """
 
 
+_GROUP = "lantern_bench.families"
+_SHIPPED = {
+    "chameleon": "chameleon.family:FAMILY",
+    "lanterns": "lanterns.family:FAMILY",
+    "llamagen-c2i": "llamagen.family:C2I",
+    "llamagen-t2i": "llamagen.family:T2I",
+}
+
+
 @functools.cache
 def families() -> dict[str, Family]:
-    """All families by the name of their entry point; raises `RefusedError` for one that cannot be imported."""
+    """All families by name, this package's and those of entry points; `RefusedError` for one that cannot be imported.
+
+    An entry point cannot take the name of a shipped family.
+    """
+    entries = {entry.name: entry for entry in metadata.entry_points(group=_GROUP)}
+    for name, place in _SHIPPED.items():
+        entries[name] = metadata.EntryPoint(name, f"lantern_bench.models.{place}", _GROUP)
     found: dict[str, Family] = {}
-    for entry in sorted(metadata.entry_points(group="lantern_bench.families"), key=lambda entry: entry.name):
+    for _, entry in sorted(entries.items()):
         try:
             found[entry.name] = entry.load()
         except (ImportError, AttributeError) as error:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from lantern_bench.cli import main as cli
 from lantern_bench.config.methods import MODES
 from lantern_bench.models import registry
-from lantern_bench.models.chameleon import Vocabulary
+from lantern_bench.models.chameleon import ChameleonVocabulary
 from lantern_bench.models.chameleon.family import FAMILY
 from tests.models import golden_models, tiny_chameleon
 from tests.models.golden_models import GOLDEN
@@ -34,7 +34,7 @@ def test_logits_equal_recording(tmp_path: Path, capsys: pytest.CaptureFixture[st
     """Every prefix of the recorded prompts has recorded logits: those of the image's tokens, in the order of codes."""
     expected = load_file(RECORDING / "chameleon_expected.safetensors")
     stated = json.loads((RECORDING / "config.json").read_text())
-    codes = list(Vocabulary(stated["vocabulary_map"], "the recording").codes)
+    codes = list(ChameleonVocabulary(stated["vocabulary_map"], "the recording").codes)
     for swin in (0, 1):
         config = {"swin_norm": bool(swin)}
         target = {"checkpoint": RECORDING / "model.safetensors", "layout": "hf", "config": config}

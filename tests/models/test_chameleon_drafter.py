@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from lantern_bench.errors import UserError
-from lantern_bench.models.chameleon import STYLES, Vocabulary, prompt_condition, read_config
+from lantern_bench.models.chameleon import STYLES, ChameleonVocabulary, read_config
 from lantern_bench.models.chameleon.checkpoint import load_target
 from lantern_bench.models.eagle import EagleDrafter, drafter_key_map, load_drafter
 from lantern_bench.models.io.checkpoint import open_checkpoint
 from lantern_bench.models.io.state_dict import export
+from lantern_bench.models.prompt_tokens import prompt_condition
 from lantern_bench.models.transformer.target import TransformerTarget
 from tests.models import tiny_chameleon as tiny
 
@@ -34,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(folder: Path) -> tuple[TransformerTarget, EagleDrafter]:
-    ids = Vocabulary(tiny.vocabulary(), "tiny").token_ids(STYLE)
+    ids = ChameleonVocabulary(tiny.vocabulary(), "tiny").token_ids(STYLE)
     size = read_config(tiny.config(), lambda key, text: UserError(f"{key}: {text}"))
     target = load_target(open_checkpoint(folder / "target"), size.transformer(STYLE, ids), **CPU)
     return target, load_drafter(folder / "drafter", target, **CPU)
@@ -77,7 +78,7 @@ def test_drafts_equal_the_layer_written_out(folder: Path) -> None:
     target, drafter = loaded(folder)
     state = torch.load(folder / "drafter" / "pytorch_model.bin", weights_only=True)
     ids = torch.tensor(target.config.token_ids)
-    condition = prompt_condition(PROMPTS, STYLE)
+    condition = prompt_condition([(prompt, STYLE.without_caption(prompt)) for prompt in PROMPTS])
     tokens = torch.randint(tiny.CODES, (2, 4), generator=torch.Generator().manual_seed(5))
 
     scores = target.session(2, guided=True, nodes=8).prefill(condition)

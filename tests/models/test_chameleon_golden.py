@@ -18,9 +18,10 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.errors import UserError
-from lantern_bench.models.chameleon import STYLES, ChameleonSize, Vocabulary, prompt_condition, read_config
+from lantern_bench.models.chameleon import STYLES, ChameleonSize, ChameleonVocabulary, read_config
 from lantern_bench.models.chameleon.checkpoint import load_target
 from lantern_bench.models.io.checkpoint import open_checkpoint
+from lantern_bench.models.prompt_tokens import prompt_condition
 from lantern_bench.models.transformer.conditioning import Condition
 from lantern_bench.models.transformer.target import TransformerTarget
 
@@ -106,11 +107,12 @@ class Alone:
 @torch.no_grad()
 def test_greedy_decoding_takes_the_best_recorded_token(expected: dict[str, Tensor]) -> None:
     """The first token from the recording itself, every later one from a run of the whole sequence without a cache."""
-    ids = list(Vocabulary(STATED["vocabulary_map"], "the recording").codes)
+    ids = list(ChameleonVocabulary(STATED["vocabulary_map"], "the recording").codes)
     whole, row = target_of(False), expected["input_ids"][0].tolist()
     decoding = Decoding(mode="ar", temperature=0, cfg_scale=1)
     model = Alone(target_of(False, ids))
-    made = decode(model, prompt_condition([row], STYLE), decoding, [torch.Generator()], keep_logits=True)[0]
+    condition = prompt_condition([(row, STYLE.without_caption(row))])
+    made = decode(model, condition, decoding, [torch.Generator()], keep_logits=True)[0]
     assert made.logits is not None
     assert (made.logits[0] - expected["swin0.logits_unmasked"][0, -1, ids]).abs().max() < 2e-4
     for token, logits in zip(made.tokens.tolist(), made.logits, strict=True):

@@ -12,16 +12,15 @@ import pytest
 
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.chameleon import (
+    FIRST_WORD,
     PUBLISHED,
     STYLES,
-    PromptTokenizer,
-    Vocabulary,
-    invented_words,
-    prompt_condition,
+    ChameleonVocabulary,
+    chameleon_vocabulary,
     published_vocabulary,
     read_config,
-    read_vocabulary,
 )
+from lantern_bench.models.prompt_tokens import PromptBuilder, TextTokenizer, invented_prompts, prompt_condition
 from tests.models import tiny_chameleon as tiny
 
 ANOLE, LUMINA = STYLES["anole-7b"], STYLES["lumina-mgpt-7b-768"]
@@ -32,7 +31,7 @@ def wrong(key: str, text: str) -> UserError:
 
 
 def test_codes_are_found_by_name() -> None:
-    codes = Vocabulary(tiny.vocabulary(), "tiny").codes
+    codes = ChameleonVocabulary(tiny.vocabulary(), "tiny").codes
     assert [tiny.vocabulary()[tiny.code_name(code)] for code in range(tiny.CODES)] == list(codes)
     assert list(codes) != sorted(codes)
 
@@ -65,12 +64,12 @@ def test_the_published_size_is_seven_billion() -> None:
 )
 def test_vocabulary_without_codes_is_refused(ids: dict[str, int], told: str) -> None:
     with pytest.raises(UserError, match=told):
-        _ = Vocabulary(ids, "a file").codes
+        _ = ChameleonVocabulary(ids, "a file").codes
 
 
 def test_missing_token_is_named() -> None:
     with pytest.raises(UserError, match="a file: the vocabulary has no <racm3:break>"):
-        ANOLE.around([], Vocabulary({"<s>": 0, "<reserved08706>": 1}, "a file"))
+        ANOLE.around([], ChameleonVocabulary({"<s>": 0, "<reserved08706>": 1}, "a file"))
 
 
 def test_odd_grids_are_refused_in_sized_prompts() -> None:
@@ -109,19 +108,19 @@ def tokenizer(tmp_path: Path) -> Path:
 
 
 def test_captions_become_prompts(tokenizer: Path) -> None:
-    vocabulary = read_vocabulary({}, tokenizer, "config.json")
-    words = PromptTokenizer(tokenizer, vocabulary, replace(ANOLE, grid=(4, 4))).words("a red lantern")
+    vocabulary = chameleon_vocabulary({}, tokenizer, "config.json")
+    words = PromptBuilder(replace(ANOLE, grid=(4, 4)), vocabulary, TextTokenizer(tokenizer)).words("a red lantern")
     names = ["<s>", "a", "red", "lantern", "<reserved08706>", "<racm3:break>"]
     assert words == [tiny.vocabulary()[name] for name in names]
     # "768x768" and ":" are no words of this tokenizer.
-    words = PromptTokenizer(tokenizer, vocabulary, replace(LUMINA, grid=(4, 6))).words("red")
+    words = PromptBuilder(replace(LUMINA, grid=(4, 6)), vocabulary, TextTokenizer(tokenizer)).words("red")
     text = "Generate an image of <unk> according to the following prompt <unk> red"
     names = ["<s>", *text.split(), "<reserved08706>", "<racm3:break>", "<reserved08802>", "<reserved08803>"]
     assert words == [tiny.vocabulary()[name] for name in names]
 
 
 def test_both_prompts_are_padded_on_the_left() -> None:
-    condition = prompt_condition([[0, 9, 8, 7], [0, 9, 9, 9, 8, 7]], ANOLE)
+    condition = prompt_condition([(one, ANOLE.without_caption(one)) for one in ([0, 9, 8, 7], [0, 9, 9, 9, 8, 7])])
     assert condition.values.tolist() == [
         [[1, 1, 0, 9, 8, 7], [1, 1, 1, 1, 0, 7]],
         [[0, 9, 9, 9, 8, 7], [1, 1, 1, 1, 0, 7]],
@@ -131,8 +130,8 @@ def test_both_prompts_are_padded_on_the_left() -> None:
 
 
 def test_empty_and_long_captions_are_refused(tokenizer: Path) -> None:
-    vocabulary = read_vocabulary({}, tokenizer, "config.json")
-    prompts = PromptTokenizer(tokenizer, vocabulary, replace(ANOLE, positions=6))
+    vocabulary = chameleon_vocabulary({}, tokenizer, "config.json")
+    prompts = PromptBuilder(replace(ANOLE, positions=6), vocabulary, TextTokenizer(tokenizer))
     with pytest.raises(UserError, match="is empty"):
         prompts.words("  ")
     assert len(prompts.words("a red lantern")) == 6
@@ -143,22 +142,22 @@ def test_empty_and_long_captions_are_refused(tokenizer: Path) -> None:
 def test_missing_and_broken_tokenizers_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     with pytest.raises(UserError, match=r"tokenizer\.json: no such file"):
-        PromptTokenizer(path, published_vocabulary(), ANOLE).words("a cat")
+        PromptBuilder(ANOLE, published_vocabulary(), TextTokenizer(path)).words("a cat")
     path.write_text('{"model": ')
     with pytest.raises(UserError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
-        PromptTokenizer(path, published_vocabulary(), ANOLE).words("a cat")
+        PromptBuilder(ANOLE, published_vocabulary(), TextTokenizer(path)).words("a cat")
     with pytest.raises(UserError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
-        read_vocabulary({}, path, "config.json")
+        chameleon_vocabulary({}, path, "config.json")
 
 
 def test_captions_need_the_tokenizers_package(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(RefusedError, match="captions need the package tokenizers"):
-        PromptTokenizer(tokenizer, published_vocabulary(), ANOLE).words("a cat")
+        PromptBuilder(ANOLE, published_vocabulary(), TextTokenizer(tokenizer)).words("a cat")
 
 
 def test_invented_prompts_depend_on_words_alone() -> None:
-    prompts = invented_words(LUMINA, published_vocabulary(), PUBLISHED.words)
+    prompts = invented_prompts(LUMINA, published_vocabulary(), FIRST_WORD, PUBLISHED.words - 1)
     one, two = prompts(["a red lantern"]), prompts(["a blue lantern"])
     assert one.values.equal(prompts(["a red lantern"]).values)
     same = (one.values == two.values).flatten().tolist()

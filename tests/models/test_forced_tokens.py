@@ -13,8 +13,9 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import guide
-from lantern_bench.models.chameleon import STYLES, ChameleonSize, prompt_condition
+from lantern_bench.models.chameleon import STYLES, ChameleonSize
 from lantern_bench.models.eagle import build_drafter
+from lantern_bench.models.prompt_tokens import prompt_condition
 from lantern_bench.models.transformer.target import TransformerTarget, force_line_ends, without_line_ends
 
 ROWS, COLUMNS, CODES = 3, 4, 12
@@ -65,7 +66,7 @@ def model() -> Model:
 
 def condition(images: int) -> Any:
     lengths = [[*[0, 31, 32, 33][: 2 + number], 35, 36, 37] for number in range(images)]
-    return prompt_condition(lengths, STYLE)
+    return prompt_condition([(prompt, STYLE.without_caption(prompt)) for prompt in lengths])
 
 
 def decoding(way: str, **more: Any) -> Decoding:

@@ -6,16 +6,14 @@ differ in the text around a caption, in the grid, and in that Lumina-mGPT ends e
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.errors import UserError
+from lantern_bench.models.prompt_tokens import Vocabulary, token_numbers
 from lantern_bench.models.transformer import (
     SHARED_SIZES,
     TransformerConfig,
@@ -25,14 +23,11 @@ from lantern_bench.models.transformer import (
     transformer_parameters,
 )
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from lantern_bench.models.transformer.conditioning import Condition
-
 CODES = 8192
 """The codes of the published tokenizer."""
-_FIRST_WORD = 9000
+FIRST_WORD = 9000
+"""The first number that is a word of a text and no code: where invented prompts begin."""
+_DIGITS = str.maketrans("ABCDEFGHIJ", "0123456789")
 
 
 @dataclass(frozen=True)
@@ -49,6 +44,7 @@ class Style:
     null: tuple[int, ...]
     line_ends: bool
     positions: int = 256
+    null_caption: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -69,7 +65,7 @@ class Style:
         names += [f"<reserved{8800 + side // 2:05d}>" for side in self.grid] if self.sized else []
         return [vocabulary["<s>"], *text, *(vocabulary[name] for name in names)]
 
-    def without_caption(self, prompt: Sequence[int]) -> list[int]:
+    def without_caption(self, prompt: Sequence[int], vocabulary: Vocabulary | None = None) -> list[int]:  # noqa: ARG002
         """The unconditional prompt that goes with a prompt."""
         return [prompt[index] for index in self.null if -len(prompt) <= index < len(prompt)]
 
@@ -128,57 +124,31 @@ PUBLISHED = ChameleonSize(words=65536, dim=4096, layers=32, heads=32, ffn_dim=11
 """Chameleon 7B, which Anole and Lumina-mGPT were trained from."""
 
 
-class Vocabulary:
-    """The numbers of a vocabulary's tokens; image codes are `IMGIMG<digits as letters A to J>Z`."""
-
-    def __init__(self, ids: Mapping[str, int], source: str) -> None:
-        self._ids, self._source = ids, source
-
-    def __getitem__(self, name: str) -> int:
-        """The number of a token; raises `UserError` where the vocabulary has none of this name."""
-        if name not in self._ids:
-            raise UserError(f"{self._source}: the vocabulary has no {name}", "It is not that of a Chameleon model.")
-        return self._ids[name]
+class ChameleonVocabulary(Vocabulary):
+    """A vocabulary whose image codes are `IMGIMG<digits as letters A to J>Z`."""
 
     @cached_property
     def codes(self) -> tuple[int, ...]:
         """The number of every image code, by code; raises `UserError` where some are missing."""
-        found: dict[int, int] = {}
-        for name, number in self._ids.items():
-            letters = re.fullmatch("IMGIMG([A-J]+)Z", name)
-            if letters is not None:
-                found[int("".join(str(ord(letter) - ord("A")) for letter in letters[1]))] = number
-        if not found or sorted(found) != list(range(len(found))):
-            gap = next((code for code in range(len(found)) if code not in found), None)
-            lack = "no image codes" if not found else f"no image code {gap}, and others above it"
-            raise UserError(f"{self._source}: the vocabulary has {lack}", "It is not that of a Chameleon model.")
-        return tuple(found[code] for code in range(len(found)))
+        return self.codes_named("IMGIMG([A-J]+)Z", lambda letters: int(letters.translate(_DIGITS)))
 
     def token_ids(self, style: Style) -> tuple[int, ...]:
         """The numbers of an image's tokens: the codes and, if rows have ends, the end of a row."""
         return (*self.codes, self["<reserved08799>"]) if style.line_ends else self.codes
 
 
-def read_vocabulary(config: Mapping[str, Any], tokenizer: Path, source: str) -> Vocabulary:
+def chameleon_vocabulary(config: Mapping[str, Any], tokenizer: Path, source: str) -> ChameleonVocabulary:
     """The vocabulary of a model: the `vocabulary_map` of its config, and its tokenizer.json where there is one."""
-    ids = dict(config.get("vocabulary_map") or {})
-    if tokenizer.is_file():
-        source = str(tokenizer)
-        try:
-            stated = json.loads(tokenizer.read_text(encoding="utf-8"))
-            ids |= stated["model"]["vocab"]
-            ids |= {str(added["content"]): added["id"] for added in stated.get("added_tokens") or []}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{tokenizer}: cannot be read as a tokenizer: {error}", "Download it again.") from error
-    return Vocabulary(ids, source)
+    ids, source = token_numbers(config.get("vocabulary_map"), tokenizer, source)
+    return ChameleonVocabulary(ids, source, "a Chameleon model")
 
 
-def published_vocabulary() -> Vocabulary:
+def published_vocabulary() -> ChameleonVocabulary:
     """The published numbers of the tokens that a picture needs, for models without files."""
     ids = {"<s>": 0, "<racm3:break>": 8197, "<reserved08706>": 8710}
     ids |= {f"<reserved{number:05d}>": number + 4 for number in range(8799, 8799 + 34)}
     ids |= {f"IMGIMG{''.join(chr(ord('A') + int(digit)) for digit in str(code))}Z": code + 4 for code in range(CODES)}
-    return Vocabulary(ids, "the published vocabulary")
+    return ChameleonVocabulary(ids, "the published vocabulary", "a Chameleon model")
 
 
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -231,99 +201,3 @@ def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder:
         raise UserError(f"{where}: num_hidden_layers: is {size.layers}: only drafters of one layer are supported")
     own = {name: getattr(size, name) for name in SHARED_SIZES if name not in ("dim", "layers")}
     return replace(target, layers=1, **own)
-
-
-class PromptTokenizer:
-    """Captions to prompts; reads the tokenizer.json at `path` with the first caption, and needs no torch until then."""
-
-    def __init__(self, path: Path, vocabulary: Vocabulary, style: Style) -> None:
-        self._path, self._style, self._vocabulary = path, style, vocabulary
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise RefusedError(
-                "captions need the package tokenizers, which is not installed",
-                "Type `pip install 'lantern-bench[hf]'`; or give numbers: generate --condition FILE.npz.",
-            ) from error
-        if not self._path.is_file():
-            raise UserError(f"{self._path}: no such file", "Captions need the tokenizer.json of the published folder.")
-        try:
-            return Tokenizer.from_file(str(self._path))
-        except Exception as error:  # tokenizers raises Exception itself
-            raise UserError(f"{self._path}: cannot be read as a tokenizer: {error}", "Download it again.") from error
-
-    def words(self, caption: str) -> list[int]:
-        """The prompt of a caption as numbers; raises `UserError` for one that is empty or too long."""
-        if not caption.strip():
-            raise UserError("caption: is empty", "Say what the picture shows.")
-        text = self._tokenizer.encode(self._style.text(caption), add_special_tokens=False).ids
-        prompt = self._style.around(text, self._vocabulary)
-        if len(prompt) > self._style.positions:
-            most = f"its prompt has {len(prompt)} tokens, and at most {self._style.positions} are taken"
-            raise UserError(f"caption {caption[:40]!r}...: {most}", "Say it in fewer words.")
-        return prompt
-
-    def __call__(self, captions: Sequence[str]) -> Condition:
-        """The condition of captions, one an image."""
-        return prompt_condition([self.words(caption) for caption in captions], self._style)
-
-
-def prompt_condition(prompts: Sequence[Sequence[int]], style: Style) -> Condition:
-    """The condition of whole prompts: int64 [B, 2, P], conditional and unconditional, padded on the left."""
-    import torch
-
-    from lantern_bench.models.transformer.conditioning import Condition
-
-    pairs = [(list(prompt), style.without_caption(prompt)) for prompt in prompts]
-    length = max(len(prompt) for pair in pairs for prompt in pair)
-    values = torch.full((len(pairs), 2, length), 1, dtype=torch.int64)
-    valid = torch.zeros(values.shape, dtype=torch.bool)
-    for row, pair in enumerate(pairs):
-        for kind, prompt in enumerate(pair):
-            values[row, kind, length - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64)
-            valid[row, kind, length - len(prompt) :] = True
-    return Condition(values, valid)
-
-
-def prompt_of_arrays(arrays: Mapping[str, np.ndarray], style: Style, words: int) -> Condition:
-    """The condition of prompts given as numbers: `input_ids` int [P] or [n, P], `mask` of the same shape or none.
-
-    `attention_mask` is another name of the mask; masked positions must be on the left. `words` is the size of the
-    vocabulary. Raises `ValueError` for anything else.
-    """
-    import numpy as np
-
-    def rows(name: str) -> np.ndarray:
-        array = arrays.get(name)
-        if array is None or array.ndim not in (1, 2) or not array.size or array.dtype.kind not in "iub":
-            raise ValueError(f"{name} must be there, whole numbers [P] or [n, P]")
-        return np.atleast_2d(array)
-
-    ids = rows("input_ids")
-    masks = [rows(name).astype(bool) for name in ("mask", "attention_mask") if name in arrays]
-    kept = masks[0] if masks else np.ones(ids.shape, bool)
-    if kept.shape != ids.shape or (np.diff(kept.astype(int), axis=1) < 0).any() or not kept[:, -1].all():
-        raise ValueError("mask must have the shape of input_ids, its zeros on the left")
-    if ids.min() < 0 or ids.max() >= words:
-        raise ValueError(f"input_ids must be from 0 to {words - 1}")
-    if ids.shape[1] > style.positions:
-        raise ValueError(f"input_ids has {ids.shape[1]} tokens, and at most {style.positions} are taken")
-    return prompt_condition([row[use].tolist() for row, use in zip(ids, kept, strict=True)], style)
-
-
-def invented_words(style: Style, vocabulary: Vocabulary, words: int) -> Callable[[Sequence[str]], Condition]:
-    """Prompts for models with random weights: a hash maps each word of a caption to a number above the image codes."""
-
-    def condition(captions: Sequence[str]) -> Condition:
-        prompts = []
-        for caption in captions:
-            digests = [hashlib.sha256(word.encode()).digest() for word in caption.split()]
-            numbers = [int.from_bytes(digest[:8]) for digest in digests][: style.positions // 2]
-            text = [_FIRST_WORD + number % (words - _FIRST_WORD) for number in numbers]
-            prompts.append(style.around(text, vocabulary))
-        return prompt_condition(prompts, style)
-
-    return condition

@@ -13,21 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_bench.models.chameleon import (
     CODES,
+    FIRST_WORD,
     PUBLISHED,
     STYLES,
     ChameleonSize,
-    PromptTokenizer,
+    ChameleonVocabulary,
     Style,
-    Vocabulary,
-    invented_words,
-    prompt_of_arrays,
+    chameleon_vocabulary,
     published_vocabulary,
     read_config,
-    read_vocabulary,
 )
 from lantern_bench.models.family import CheckpointFamily, config_beside
 from lantern_bench.models.io.hub_files import CHAMELEON
 from lantern_bench.models.io.model_file import ModelFile
+from lantern_bench.models.prompt_tokens import PromptBuilder, TextTokenizer, invented_prompts
 from lantern_bench.plugins import ModelCard
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
     from lantern_bench.models.loaded_model import Prompts
     from lantern_bench.models.transformer.target import TransformerTarget
-    from lantern_bench.models.vq import VQConfig, VQModel
+    from lantern_bench.models.vq import VQModel
 
 
 _ABOUT = {"anole-7b": "Anole", "lumina-mgpt-7b-768": "Lumina-mGPT"}
@@ -108,24 +107,25 @@ class ChameleonFamily(CheckpointFamily):
         from lantern_bench.models.loaded_model import Prompts
 
         words = target.config.words or target.vocab_size
-        given = functools.partial(prompt_of_arrays, style=self._style(file), words=words)
-        return Prompts(self._tokenizer(file), condition_of_arrays=given)
+        builder = self._tokenizer(file)
+        return Prompts(builder, condition_of_arrays=functools.partial(builder.of_arrays, words=words))
 
     def random_prompts(self, name: str) -> Prompts:
         """Prompts of invented numbers, the same for the same words."""
         from lantern_bench.models.loaded_model import Prompts
 
-        style = STYLES[name]
-        given = functools.partial(prompt_of_arrays, style=style, words=PUBLISHED.words)
-        return Prompts(invented_words(style, published_vocabulary(), PUBLISHED.words), condition_of_arrays=given)
+        builder = invented_prompts(STYLES[name], published_vocabulary(), FIRST_WORD, PUBLISHED.words - 1)
+        return Prompts(builder, condition_of_arrays=functools.partial(builder.of_arrays, words=PUBLISHED.words))
 
-    def fresh_target(self, name: str) -> tuple[TransformerTarget, VQConfig]:
-        """As `CheckpointFamily.fresh_target`."""
+    def fresh_parts(self, name: str) -> tuple[TransformerTarget, VQModel]:
+        """As `CheckpointFamily.fresh_parts`."""
         from lantern_bench.models.chameleon.checkpoint import PUBLISHED_VQGAN
         from lantern_bench.models.transformer.target import TransformerTarget
+        from lantern_bench.models.vq import VQModel
 
         style = STYLES[name]
-        return TransformerTarget(PUBLISHED.transformer(style, published_vocabulary().token_ids(style))), PUBLISHED_VQGAN
+        target = TransformerTarget(PUBLISHED.transformer(style, published_vocabulary().token_ids(style)))
+        return target, VQModel(PUBLISHED_VQGAN)
 
     def _named(self, file: ModelFile) -> str:
         return _ALSO.get(file.family, file.family)
@@ -141,7 +141,7 @@ class ChameleonFamily(CheckpointFamily):
     def _size(self, file: ModelFile) -> ChameleonSize:
         return read_config(self._stated(file), lambda key, text: file.wrong(f"target.config.{key}", text))
 
-    def _vocabulary(self, file: ModelFile) -> Vocabulary:
+    def _vocabulary(self, file: ModelFile) -> ChameleonVocabulary:
         tokenizer, stated = _folder(file) / "tokenizer.json", self._stated(file)
         if not tokenizer.is_file() and not stated.get("vocabulary_map"):
             # Without either it may well be another model: that error comes first.
@@ -149,10 +149,11 @@ class ChameleonFamily(CheckpointFamily):
             from lantern_bench.models.io.checkpoint import open_checkpoint
 
             check_target(open_checkpoint(file.target.path))
-        return read_vocabulary(stated, tokenizer, str(file.path))
+        return chameleon_vocabulary(stated, tokenizer, str(file.path))
 
-    def _tokenizer(self, file: ModelFile) -> PromptTokenizer:
-        return PromptTokenizer(_folder(file) / "tokenizer.json", self._vocabulary(file), self._style(file))
+    def _tokenizer(self, file: ModelFile) -> PromptBuilder:
+        encode = TextTokenizer(_folder(file) / "tokenizer.json")
+        return PromptBuilder(self._style(file), self._vocabulary(file), encode)
 
 
 def _folder(file: ModelFile) -> Path:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from lantern_bench.models.loaded_model import Prompts
     from lantern_bench.models.transformer.target import TransformerTarget
-    from lantern_bench.models.vq import VQConfig, VQModel
+    from lantern_bench.models.vq import VQModel
 
 
 # What the authors sample with: section 5 of the official README, and its demos.
@@ -153,12 +153,12 @@ class LlamaGenFamily(CheckpointFamily):
             random_features(size.positions, size.width) if self.kind == "t2i" else class_condition(size.classes)
         )
 
-    def fresh_target(self, name: str) -> tuple[TransformerTarget, VQConfig]:
-        """As `CheckpointFamily.fresh_target`; the tokenizer is VQ-16."""
+    def fresh_parts(self, name: str) -> tuple[TransformerTarget, VQModel]:
+        """As `CheckpointFamily.fresh_parts`; the tokenizer is VQ-16."""
         from lantern_bench.models.llamagen.checkpoint import build_target
-        from lantern_bench.models.vq import VQConfig
+        from lantern_bench.models.vq import VQConfig, VQModel
 
-        return build_target(self._sizes[name]), VQConfig()
+        return build_target(self._sizes[name]), VQModel(VQConfig())
 
     def _named(self, file: ModelFile) -> LlamaGenSize | None:
         """The published size that `family:` names, if it is a model's name."""
