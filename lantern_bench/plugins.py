@@ -382,7 +382,8 @@ class ModelCard:
     `prompt_set` names the prompts to use where none are given. `weights` maps a part to its file, for listings;
     `vocab_size` is the number of image codes, where it is known; `tokens` those of one picture; `parameters` the
     target's. `classes` is their number, for a model that takes classes and no captions. `also_called` are other names
-    of the same model. `sizes` is the target's `TransformerConfig`, where it is known without files.
+    of the same model. `sizes` is the target's `TransformerConfig`, where it is known without files. `mode` is the mode
+    of `generate` where none is given.
     """
 
     name: str
@@ -398,3 +399,4 @@ class ModelCard:
     classes: int | None = None
     also_called: tuple[str, ...] = ()
     sizes: Any = field(default=None, repr=False)
+    mode: str = "lantern++"

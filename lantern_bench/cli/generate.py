@@ -47,7 +47,13 @@ def generate(
         bool, typer.Option("--random-weights", help="Use random weights and random caption features.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show sizes and memory only.")] = False,
-    mode: Annotated[list[str] | None, typer.Option(help=f"{', '.join(MODES)}, or all.")] = None,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"{', '.join(MODES)}, or all. Default: lantern++; scd for models without a drafter.",
+            show_default=False,
+        ),
+    ] = None,
     images: Annotated[int, typer.Option(min=1, help="Images per mode, one below the other.")] = 1,
     out: Annotated[
         Path | None, typer.Option(help="The PNG file. Default: picture.png; with --animate none.", show_default=False)
@@ -71,7 +77,9 @@ def generate(
 ) -> None:
     """Make pictures of a caption or a class and show how they were decoded."""
     console: Console = ctx.obj
-    modes, race = mode or ["lantern++"], animate is not None
+    from lantern_bench.models.registry import card_of
+
+    modes, race = mode or [card_of(model).mode], animate is not None
     resolved = resolve_flags("generate", flags | {"model": [model]}, modes, settings or [], compile=race)
     if dry_run:
         _show_memory(resolved, console, format)

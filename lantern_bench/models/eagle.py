@@ -258,14 +258,14 @@ _ROPE_BASE = 10000.0  # of the published code, whatever the target's is and the 
 
 
 def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder: Path) -> TransformerConfig:
-    """The sizes of a drafter's one layer for a LlamaGen; raises `UserError` where the two cannot work together."""
+    """The sizes of a drafter's one layer for all but Chameleon; `UserError` where it cannot work with the target."""
 
     def wrong(key: str, text: str, advice: str | None = None) -> UserError:
         return UserError(f"{folder / 'config.json'}: {key}: {text}", advice)
 
     said = read_sizes(stated, _NAMES, wrong, ("norm_eps", "rope_base"))
-    for name in ("dim", "vocab_size"):
-        if (needed := getattr(target, name)) != said.pop(name, needed):
+    for name, needed in {"dim": target.dim, "vocab_size": target.words or target.vocab_size}.items():
+        if said.pop(name, needed) != needed:
             key = _NAMES[name][0]
             raise wrong(key, f"is {stated[key]}, and this target needs {needed}", "It was trained for another model.")
     if (layers := said.pop("layers", 1)) != 1:
@@ -282,7 +282,7 @@ def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder:
     own: dict[str, Any] = {"norm_eps": 1e-6, "heads": target.heads, "ffn_dim": target.ffn_dim, **said}
     own["rope_base"] = base if "mask_padding" in stated else _ROPE_BASE
     own.setdefault("kv_heads", own["heads"])
-    if (problem := heads_problem(target.dim, own["heads"], own["kv_heads"], "grid")) is not None:
+    if (problem := heads_problem(target.dim, own["heads"], own["kv_heads"], target.positions)) is not None:
         raise wrong(*problem)
     return replace(target, layers=1, **own)
 

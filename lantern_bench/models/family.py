@@ -35,6 +35,12 @@ class CheckpointFamily(ABC):
 
     name: str
     defaults: Mapping[str, Any]
+    mode = "lantern++"
+    """The mode of `generate` where none is given; it needs what was published with the models."""
+    builds_drafter = True
+    """Whether models with random weights have a drafter."""
+    token_pixels = 16
+    """Pixels a token spans in each direction."""
 
     @abstractmethod
     def load_target(
@@ -65,6 +71,10 @@ class CheckpointFamily(ABC):
     def facts_of_file(self, file: ModelFile) -> dict[str, Any]:
         """The fields of the card of a model file that depend on the family, `description` among them."""
 
+    def completed(self, file: ModelFile) -> ModelFile:
+        """The file with the parts that need not be named."""
+        return file
+
     def check_prompt(self, text: str) -> None:
         """Raise `UserError` for an empty caption."""
         if not text.strip():
@@ -76,12 +86,13 @@ class CheckpointFamily(ABC):
 
     def card(self, name: str, about: str, grid: tuple[int, int], parameters: int, **facts: Any) -> ModelCard:
         """The card of a published model."""
-        height, width = (16 * side for side in grid)
+        height, width = (self.token_pixels * side for side in grid)
         return ModelCard(
             name=name,
             family=self.name,
             description=f"{about}, {height}x{width} px, {parameters / 1e6:,.0f}M parameters",
             defaults=self.defaults,
+            mode=self.mode,
             prompt_set="examples",
             weights=ExpectedPaths(name) if name in SOURCES else {},
             parameters=parameters,
@@ -90,13 +101,14 @@ class CheckpointFamily(ABC):
 
     def card_of_file(self, file: ModelFile) -> ModelCard:
         """The card of a model in a file."""
-        facts = self.facts_of_file(file)
+        facts, file = self.facts_of_file(file), self.completed(file)
         parts = {"target": file.target, "tokenizer": file.tokenizer, "drafter": file.drafter}
         about = file.description or f"{file.name}: {facts.pop('description')}"
         return ModelCard(
             name=str(file.path),
             family=self.name,
             defaults={**self.defaults, **file.defaults},
+            mode=self.mode if file.drafter is None else CheckpointFamily.mode,
             prompt_set="examples",
             weights={name: part.path for name, part in parts.items() if part is not None},
             **facts | {"description": about},
@@ -140,6 +152,7 @@ class CheckpointFamily(ABC):
         from lantern_bench.models.io.files import hash_of
         from lantern_bench.models.loaded_model import Parts, assemble, table_of_file
 
+        file = self.completed(file)
         target, files, sizes = self.load_target(file, published, device, dtype)
         hashed: dict[str, tuple[Path, ...]] = {}
         drafter = tokenizer = None
@@ -171,7 +184,7 @@ class CheckpointFamily(ABC):
         from lantern_bench.models.loaded_model import Parts
 
         target, tokenizer = self.fresh_parts(name)
-        return Parts(target, build_drafter(target.config, target), tokenizer)
+        return Parts(target, build_drafter(target.config, target) if self.builds_drafter else None, tokenizer)
 
     def assemble(self, name: str, parts: Parts, weights: Mapping[str, str]) -> LoadedModel:
         """Make a model of parts that have their weights."""

@@ -184,7 +184,8 @@ def pack_for_decoding(target: object, drafter: object) -> None:
     if isinstance(drafter, EagleDrafter):
         head = drafter.head_module
         if isinstance(head, nn.Linear) and head.weight.dtype != drafter.dtype:
-            drafter.draft_with(linear_of(head.weight.to(drafter.dtype)))
+            bias = None if head.bias is None else head.bias.to(drafter.dtype)
+            drafter.draft_with(linear_of(head.weight.to(drafter.dtype), bias))
         _pack_below(drafter)
         drafter.draft_with(_packed(drafter.head_module))
         drafter.attention_kernel = _has_kernels(drafter)

@@ -88,6 +88,7 @@ class HasTokenizer(Protocol):
 _GROUP = "lantern_bench.families"
 _SHIPPED = {
     "chameleon": "chameleon.family:FAMILY",
+    "janus": "janus:FAMILY",
     "lanterns": "lanterns.family:FAMILY",
     "llamagen-c2i": "llamagen.family:C2I",
     "llamagen-t2i": "llamagen.family:T2I",
@@ -225,6 +226,7 @@ class _ExternalDrafterFamily:
             description=file.description or f"{card.description}; drafter {drafter.name or drafter}",
             defaults={**card.defaults, **file.defaults},
             weights={**card.weights, "drafter": drafter},
+            mode="lantern++",
             also_called=(),
         )
         return [made]

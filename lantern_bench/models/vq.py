@@ -7,6 +7,7 @@ LlamaGen's checkpoints, which `load_vq` reads. The training losses are in `train
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.nn import functional
 
 from lantern_bench.errors import UserError
 from lantern_bench.models.io.checkpoint import Checkpoint, open_checkpoint, what_is
-from lantern_bench.models.io.state_dict import fill, plain
+from lantern_bench.models.io.state_dict import KeyMap, fill, plain
 from lantern_bench.models.transformer import Wrong, read_sizes
 
 
@@ -53,8 +54,11 @@ class Encoded(NamedTuple):
     latents: Tensor
 
 
+_GROUPS = 32
+
+
 def _norm(channels: int) -> nn.GroupNorm:
-    return nn.GroupNorm(32, channels, eps=1e-6, affine=True)
+    return nn.GroupNorm(_GROUPS, channels, eps=1e-6, affine=True)
 
 
 class _ResBlock(nn.Module):
@@ -225,12 +229,31 @@ class VQModel(nn.Module):
         return table.detach().float()
 
 
-# Our name -> the names it goes by: here, in the official code, in the recordings.
+def vqgan_key_map(model: VQModel, lowest_first: bool = False) -> KeyMap:
+    """The key map of taming-transformers' layout; it counts the decoder's resolutions from the highest one.
+
+    `lowest_first`: from the lowest one, as transformers' Janus does.
+    """
+    last = len(model.config.channel_mult) - 1
+    middle = ("block_1", "attn_1", "block_2")
+
+    def rename(name: str) -> str:
+        name = name.replace("encoder.conv_blocks.", "encoder.down.").replace(".res.", ".block.")
+        level = re.match(r"decoder\.conv_blocks\.(\d+)", name)
+        if level is not None:
+            number = int(level[1]) if lowest_first else last - int(level[1])
+            name = f"decoder.up.{number}{name[level.end() :]}"
+        return re.sub(r"\.mid\.(\d)\.", lambda found: f".mid.{middle[int(found[1])]}.", name)
+
+    return plain(model, rename)
+
+
+# Our name -> the names it goes by: here, in the official code, in the recordings, in transformers.
 _NAMES: dict[str, tuple[str, ...]] = {
-    "codes": ("codes", "codebook_size", "K"),
-    "code_dim": ("code_dim", "codebook_embed_dim", "e"),
-    "z_channels": ("z_channels", "z"),
-    "channels": ("channels", "ch"),
+    "codes": ("codes", "codebook_size", "K", "num_embeddings"),
+    "code_dim": ("code_dim", "codebook_embed_dim", "e", "embed_dim"),
+    "z_channels": ("z_channels", "z", "latent_channels"),
+    "channels": ("channels", "ch", "base_channels"),
     "res_blocks": ("res_blocks", "num_res_blocks"),
 }
 
@@ -261,8 +284,14 @@ def read_vq_config(config: Mapping[str, Any], wrong: Wrong) -> dict[str, Any]:
     decoder = config.get("decoder_ch_mult")
     if decoder is not None and list(decoder) != list(config.get("encoder_ch_mult", decoder)):
         raise wrong("decoder_ch_mult", "must equal encoder_ch_mult")
+    if config.get("double_latent"):
+        raise wrong("double_latent", "true: these tokenizers have no variance")
     said = read_sizes(config, _NAMES, wrong)
-    for name in ("channel_mult", "encoder_ch_mult", "ch_mult", "mult"):
+    if (channels := said.get("channels", _GROUPS)) % _GROUPS:
+        raise wrong(
+            next(name for name in _NAMES["channels"] if name in config), f"{channels}: no multiple of {_GROUPS}"
+        )
+    for name in ("channel_mult", "encoder_ch_mult", "ch_mult", "mult", "channel_multiplier"):
         if (items := config.get(name)) is not None:
             listed = isinstance(items, list | tuple) and len(items) > 0
             if not listed or not all(type(item) is int and item > 0 for item in items):

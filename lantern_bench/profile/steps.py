@@ -136,7 +136,8 @@ def device_rates(target: TransformerTarget, guided: bool) -> Rates:
 def forward_need(target: TransformerTarget, nodes: int, guided: bool) -> tuple[int, float]:
     """The bytes and operations of a forward over `nodes` of one image, with half an image in the cache."""
     config, rows = target.config, 2 if guided else 1
-    layers = [*target.transformer.layers, target.transformer.norm, target.transformer.output]
+    parts = target.transformer
+    layers = [*parts.layers, parts.norm, parts.output, *([] if parts.head_layer is None else [parts.head_layer])]
     length = config.prefix + config.image_tokens // 2
     kv_width = (config.kv_heads or config.heads) * config.head_dim
     size = torch.finfo(target.dtype).bits // 8

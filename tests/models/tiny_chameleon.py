@@ -105,8 +105,7 @@ def write_drafter(folder: Path) -> Path:
 
 def write_vqgan(folder: Path) -> Path:
     """vqgan.ckpt and vqgan.yaml with the names of taming-transformers; returns the checkpoint."""
-    from lantern_bench.models.chameleon.checkpoint import vqgan_key_map
-    from lantern_bench.models.vq import VQConfig, VQModel
+    from lantern_bench.models.vq import VQConfig, VQModel, vqgan_key_map
 
     folder.mkdir(parents=True)
     network = {"double_z": False, "z_channels": 32, "resolution": 32, "in_channels": 3, "out_ch": 3, "ch": 32}

@@ -19,7 +19,7 @@ from lantern_bench.models.transformer import (
     TransformerConfig,
     Wrong,
     heads_problem,
-    read_sizes,
+    llama_sizes,
     transformer_parameters,
 )
 
@@ -151,24 +151,10 @@ def published_vocabulary() -> ChameleonVocabulary:
     return ChameleonVocabulary(ids, "the published vocabulary", "a Chameleon model")
 
 
-_NAMES: dict[str, tuple[str, ...]] = {
-    "words": ("vocab_size",),
-    "dim": ("hidden_size",),
-    "layers": ("num_hidden_layers",),
-    "heads": ("num_attention_heads",),
-    "ffn_dim": ("intermediate_size",),
-    "kv_heads": ("num_key_value_heads",),
-    "norm_eps": ("rms_norm_eps",),
-    "rope_base": ("rope_theta",),
-}
 # Options of transformers' Chameleon that no published checkpoint uses.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "model_type": ("chameleon", "chameleon_xllmx", None),
-    "hidden_act": ("silu", None),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
     "tie_word_embeddings": (False, None),
-    "rope_scaling": (None,),
 }
 
 
@@ -180,8 +166,7 @@ def read_config(config: Mapping[str, Any], wrong: Wrong) -> ChameleonSize:
     for key, allowed in _ONLY.items():
         if config.get(key) not in allowed:
             raise wrong(key, f"is {config[key]}, and Chameleon's is {allowed[0]}")
-    rope = config.get("rope_parameters") or {}
-    said = read_sizes({"rope_theta": rope.get("rope_theta"), **config}, _NAMES, wrong, ("norm_eps", "rope_base"))
+    said = llama_sizes(config, wrong)
     size = replace(PUBLISHED, **said, norm_after=bool(config.get("swin_norm")))
     if (problem := heads_problem(size.dim, size.heads, size.kv_heads, "sequence")) is not None:
         raise wrong(*problem)

@@ -6,7 +6,6 @@ over image codes and never over words.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ import yaml
 from lantern_bench.errors import UserError
 from lantern_bench.models.eagle import check_kind
 from lantern_bench.models.io.checkpoint import Checkpoint, open_checkpoint
-from lantern_bench.models.io.state_dict import KeyMap, Piece, fill, llama_key_map, plain
+from lantern_bench.models.io.state_dict import KeyMap, fill, llama_key_map, rows_of_tokens
 from lantern_bench.models.transformer import TransformerConfig, Wrong
 from lantern_bench.models.transformer.target import TransformerTarget
-from lantern_bench.models.vq import VQConfig, VQModel
+from lantern_bench.models.vq import VQConfig, VQModel, vqgan_key_map
 
 PUBLISHED_VQGAN = VQConfig(codes=8192, code_dim=256, unit_codes=False, attention=False)
 """Chameleon's tokenizer, which Anole and Lumina-mGPT share."""
@@ -81,20 +80,6 @@ def read_vqgan_config(config: Mapping[str, Any], wrong: Wrong) -> VQConfig:
     return VQConfig(codes, code_dim, z_channels, channels, multiples, res_blocks, False, bool(attends))
 
 
-def vqgan_key_map(model: VQModel) -> KeyMap:
-    """The key map of taming-transformers' layout."""
-    last = len(model.config.channel_mult) - 1
-
-    middle = ("block_1", "attn_1", "block_2")
-
-    def rename(name: str) -> str:
-        name = name.replace("encoder.conv_blocks.", "encoder.down.").replace(".res.", ".block.")
-        name = re.sub(r"^decoder\.conv_blocks\.(\d+)", lambda found: f"decoder.up.{last - int(found[1])}", name)
-        return re.sub(r"\.mid\.(\d)\.", lambda found: f".mid.{middle[int(found[1])]}.", name)
-
-    return plain(model, rename)
-
-
 def load_target(
     checkpoint: Checkpoint, config: TransformerConfig, *, dtype: torch.dtype, device: torch.device
 ) -> TransformerTarget:
@@ -121,7 +106,5 @@ def key_map(target: TransformerTarget) -> KeyMap:
     config = target.config
     pieces = llama_key_map(target, config)
     if config.token_ids is not None:
-        ids = torch.tensor(config.token_ids, device="cpu")
-        head = Piece("lm_head.weight", len(ids), prepare=lambda rows: rows[ids], file_rows=config.words)
-        pieces["transformer.output.weight"] = (head,)
+        pieces["transformer.output.weight"] = (rows_of_tokens("lm_head.weight", config),)
     return pieces

@@ -15,7 +15,7 @@ import pickletools
 import re
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -28,6 +28,9 @@ from lantern_bench.errors import UserError
 
 # What kind of checkpoint a file is, by the names in it: the first pattern that matches counts.
 _KINDS: tuple[tuple[str, str], ...] = (
+    (r"(model\.)?generation_head\.", "a Janus model in the layout of transformers"),
+    (r"(gen_head|gen_embed)\.", "a Janus model in the layout of its authors, which transformers does not read"),
+    (r"(model\.)?text_model\.", "an Emu3 model in the layout of transformers"),
     (r"model\.vqmodel\.|\.self_attn\.q_norm\.", "a Chameleon model (Anole, Lumina-mGPT)"),
     (r"model\.cls_embedding\.", "LlamaGen, text-conditional, in the layout of the HF conversion"),
     (r"cls_embedding\.uncond_embedding$", "LlamaGen, text-conditional, in the official layout"),
@@ -68,6 +71,11 @@ class Checkpoint(Mapping[str, Tensor]):
     def settings(self) -> Mapping[str, Any]:
         """The `args` that an official training script saved, else an empty mapping."""
         return next((file.settings for file, _ in self._tensors.values() if file.settings), {})
+
+    def renamed(self, rename: Callable[[str], str | None]) -> Checkpoint:
+        """The same tensors by other names; those whose new name is None are left out."""
+        names = {name: rename(name) for name in self._tensors}
+        return Checkpoint(self.path, {new: self._tensors[old] for old, new in names.items() if new is not None})
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it."""

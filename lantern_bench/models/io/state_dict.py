@@ -23,15 +23,15 @@ class Piece(NamedTuple):
     """A tensor of a checkpoint as part of one of ours.
 
     It fills `rows` of ours along the first axis (None: all). `prepare` converts the file's tensor into ours, `undo` is
-    its inverse; both keep the shape. Where `file_rows` is set the file has that many rows and `prepare` selects `rows`
-    of them: such a piece cannot be exported.
+    its inverse; both keep the shape. Where `file_shape` is set the file's tensor has that shape, and `prepare` makes
+    ours of it: such a piece cannot be exported.
     """
 
     key: str
     rows: int | None = None
     prepare: Callable[[Tensor], Tensor] | None = None
     undo: Callable[[Tensor], Tensor] | None = None
-    file_rows: int | None = None
+    file_shape: tuple[int, ...] | None = None
 
 
 KeyMap: TypeAlias = Mapping[str, tuple[Piece, ...]]
@@ -61,7 +61,7 @@ def fill(
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     expected = {
-        piece.key: (piece.file_rows or piece.rows or shapes[name][0], *shapes[name][1:])
+        piece.key: piece.file_shape or (piece.rows or shapes[name][0], *shapes[name][1:])
         for name, pieces in key_map.items()
         for piece in pieces
     }
@@ -102,8 +102,8 @@ def export(module: nn.Module, key_map: KeyMap) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for name, pieces in key_map.items():
         for piece, part in _rows_of(state[name], pieces):
-            if piece.file_rows is not None:
-                raise ValueError(f"{piece.key}: only some of its rows are loaded, so it cannot be exported")
+            if piece.file_shape is not None:
+                raise ValueError(f"{piece.key}: is not loaded as it is, so it cannot be exported")
             out[piece.key] = (part if piece.undo is None else piece.undo(part)).detach().cpu().clone().contiguous()
     return out
 
@@ -181,3 +181,9 @@ def llama_key_map(
             rows = {"q": config.heads * config.head_dim, "k": kv_rows, "v": kv_rows}
             pieces[name] = tuple(Piece(f"{layer}self_attn.{part}_proj.weight", count) for part, count in rows.items())
     return pieces
+
+
+def rows_of_tokens(key: str, config: TransformerConfig) -> Piece:
+    """The piece of an output head that takes the rows of an image's tokens (`TransformerConfig.token_ids`)."""
+    ids = torch.tensor(config.token_ids, device="cpu")
+    return Piece(key, len(ids), prepare=lambda rows: rows[ids], file_shape=(config.words or 0, config.dim))

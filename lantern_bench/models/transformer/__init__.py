@@ -1,4 +1,4 @@
-"""THE transformer, which LlamaGen, Chameleon and the bundled family share; its sizes are here and need no torch."""
+"""THE transformer, which all families of this package share; its sizes are here and need no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class TransformerConfig:
     ("identity"). `positions`: rotation by row and column ("grid") or by the place behind the padding ("sequence").
     `pairs` that rotate together: "interleaved" (2i, 2i + 1) or "halves" (i, i + head_dim / 2). `qk_norm`: a LayerNorm
     of each head's queries and keys before rotation. `norm_after`: norms come after attention and feed-forward, not
-    before (Chameleon's `swin_norm`).
+    before (Chameleon's `swin_norm`). `head_layer`: a layer with a GELU stands between the final norm and the output
+    head, and both have biases (Janus).
 
     `token_ids`: the numbers of the `vocab_size` image tokens in a larger vocabulary of `words` embeddings, where the
     two differ. `line_ends`: a forced token, the last of the vocabulary, ends each row of the grid.
@@ -44,6 +45,7 @@ class TransformerConfig:
     pairs: Literal["interleaved", "halves"] = "interleaved"
     qk_norm: bool = False
     norm_after: bool = False
+    head_layer: bool = False
     words: int | None = None
     token_ids: tuple[int, ...] | None = field(default=None, repr=False)
     line_ends: bool = False
@@ -101,6 +103,52 @@ def heads_problem(dim: int, heads: int, kv_heads: int | None, positions: str) ->
     if kv_heads is not None and heads % kv_heads:
         return "num_key_value_heads", f"{kv_heads}: does not divide the {heads} heads"
     return None
+
+
+_LLAMA_NAMES: dict[str, tuple[str, ...]] = {
+    "words": ("vocab_size",),
+    "dim": ("hidden_size",),
+    "layers": ("num_hidden_layers",),
+    "heads": ("num_attention_heads",),
+    "ffn_dim": ("intermediate_size",),
+    "kv_heads": ("num_key_value_heads",),
+    "norm_eps": ("rms_norm_eps",),
+    "rope_base": ("rope_theta",),
+}
+# Options of transformers' Llama and its kin that this transformer lacks.
+_LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", None),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+}
+
+
+def llama_sizes(config: Mapping[str, Any], wrong: Wrong) -> dict[str, Any]:
+    """The sizes that a config.json of transformers' Llama and its kin states, by our names; `words` is its vocabulary.
+
+    Raises what `wrong(key, text)` returns for impossible values, and for options that this transformer lacks.
+    """
+    for key, allowed in _LLAMA_ONLY.items():
+        if config.get(key) not in allowed:
+            raise wrong(key, f"is {config[key]}, and only {allowed[0]} is supported")
+    rope = config.get("rope_parameters") or {}
+    for key, scaling in (("rope_scaling", config.get("rope_scaling") or {}), ("rope_parameters", rope)):
+        if (kind := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
+            raise wrong(key, f"is of the type {kind}, and only rotary positions without scaling are supported")
+    said = read_sizes({"rope_theta": rope.get("rope_theta"), **config}, _LLAMA_NAMES, wrong, ("norm_eps", "rope_base"))
+    head = config.get("head_dim")
+    if {"dim", "heads"} <= said.keys() and head not in (None, said["dim"] // said["heads"]):
+        raise wrong("head_dim", f"is {head}, and only hidden_size / num_attention_heads is supported")
+    return said
+
+
+def target_parameters(config: TransformerConfig) -> int:
+    """The number of parameters of a target with prompts in its own vocabulary."""
+    head_norms = 2 * config.head_dim * (config.heads + (config.kv_heads or config.heads)) if config.qk_norm else 0
+    head_layer = config.dim * (config.dim + 1) + config.vocab_size if config.head_layer else 0
+    embedded, written = config.words or config.vocab_size, config.vocab_size
+    whole = transformer_parameters(config, 0) + (embedded + written) * config.dim
+    return whole + config.layers * head_norms + head_layer
 
 
 def transformer_parameters(size: Any, vocabulary: int) -> int:

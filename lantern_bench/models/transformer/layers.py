@@ -73,10 +73,12 @@ class _Attention(nn.Module):
         return out
 
 
-def linear_of(weight: Tensor) -> nn.Linear:
-    """A linear layer with a given weight [out, in] and no bias; not for training."""
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """A linear layer with a given weight [out, in] and bias [out]; not for training."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias, requires_grad=False)
     return layer
 
 
@@ -169,7 +171,10 @@ class Head(nn.Linear):
 
 
 class Transformer(nn.Module):
-    """Embedding, layers, final norm and output head over the image vocabulary."""
+    """Embedding, layers, final norm and output head over the image vocabulary.
+
+    The logits are linear in its features, so that guiding features guides logits.
+    """
 
     rotary: Tensor
     attention_kernel = False  # set by `pack_for_decoding`, as in `attend_cached`
@@ -180,7 +185,8 @@ class Transformer(nn.Module):
         self.tok_embeddings = TokenEmbedding(config)
         self.layers = nn.ModuleList([Block(config) for _ in range(config.layers)])
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = Head(config.dim, config.vocab_size, bias=False)
+        self.head_layer = nn.Linear(config.dim, config.dim) if config.head_layer else None
+        self.output = Head(config.dim, config.vocab_size, bias=config.head_layer)
         self.register_buffer("rotary", None, persistent=False)
         self.compute_buffers(self.output.weight.device)
 
@@ -189,20 +195,23 @@ class Transformer(nn.Module):
         self.rotary = rotary_table(self.config).to(device)
 
     def forward(self, x: Tensor, mask: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Final-norm hidden states of whole sequences x [rows, n, dim] (no cache, for training and references).
+        """Features of whole sequences x [rows, n, dim] (no cache, for training and references).
 
         `mask` [rows or 1, 1, n, n] is additive; `positions` int64 [rows, n] where they are not 0 to n - 1.
         """
         turn = self.rotary[None, : x.shape[1]] if positions is None else self.rotary[positions]
         for layer in self.layers:
             x = layer(x, turn, attend_plain(mask))
-        out: Tensor = self.norm(x)
-        return out
+        return self._features(x)
 
     def step(self, x: Tensor, positions: Tensor, cache: KVCache, slots: Tensor, mask: Tensor) -> Tensor:
-        """Final-norm hidden states of new nodes x [rows, n, dim] on a cache; `positions` int64 [1 or rows, n]."""
+        """Features of new nodes x [rows, n, dim] on a cache; `positions` int64 [1 or rows, n]."""
         turn = self.rotary[positions.clamp_max(len(self.rotary) - 1)]
         for number, layer in enumerate(self.layers):
             x = layer(x, turn, attend_cached(cache, number, slots, mask, self.attention_kernel))
+        return self._features(x)
+
+    def _features(self, x: Tensor) -> Tensor:
+        """What the output head multiplies: final-norm hidden states, or what `head_layer` makes of them."""
         out: Tensor = self.norm(x)
-        return out
+        return out if self.head_layer is None else functional.gelu(self.head_layer(out))
