@@ -49,10 +49,7 @@ def generate(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show sizes and memory only.")] = False,
     mode: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"{', '.join(MODES)}, or all. Default: lantern++; scd for models without a drafter.",
-            show_default=False,
-        ),
+        typer.Option(help=f"{', '.join(MODES)}, or all. Default: lantern++, or scd for a model without a drafter."),
     ] = None,
     images: Annotated[int, typer.Option(min=1, help="Images per mode, one below the other.")] = 1,
     out: Annotated[

@@ -1,0 +1,118 @@
+"""Checkpoints of a few thousand numbers that transformers itself writes, and what transformers makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from torch import Tensor
+
+TEXT = ("a", "red", "lantern", "over", "lake", "the", "at", "dusk", "lowres", "bad")
+JANUS_SPECIAL = (
+    "<｜begin▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>",
+    "<｜▁pad▁｜>",
+    "<begin_of_image>",
+    "<|User|>",
+    "<|Assistant|>",
+)
+
+
+class Shape(NamedTuple):
+    """Sizes of a tiny model; `side` is that of the grid, `mult` the channels of the image tokenizer by resolution."""
+
+    dim: int = 32
+    heads: int = 4
+    kv_heads: int = 4
+    ffn: int = 48
+    layers: int = 2
+    tied: bool = False
+    codes: int = 40
+    side: int = 4
+    mult: tuple[int, ...] = (1, 2)
+    blocks: int = 1
+    code_dim: int = 8
+    theta: float = 10000.0
+
+
+class Expected(NamedTuple):
+    """What transformers computes: logits [2, N, V] with and without caption, greedy tokens [N], pixels [H, W, 3]."""
+
+    logits: Tensor
+    tokens: Tensor
+    pixels: Tensor
+
+
+def write_tokenizer(path: Path, special: tuple[str, ...], more: tuple[str, ...] = ()) -> dict[str, int]:
+    """A tokenizer.json that splits at spaces and keeps special tokens whole; returns its vocabulary."""
+    names = ["<unk>", *special, *TEXT, *more]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    tokenizer.save(str(path))
+    return vocabulary
+
+
+@torch.no_grad()
+def draw_weights(model: torch.nn.Module, seed: int) -> None:
+    """Weights with which the tokens of a greedy image differ; those of transformers are nearly zero."""
+    draws = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() >= 2:
+            scale = 1.0 if "embed" in name else 1.4 * parameter[0].numel() ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=draws) * scale)
+        else:
+            base = 1.0 if name.endswith("weight") else 0.0
+            parameter.copy_(base + 0.1 * torch.randn(parameter.shape, generator=draws))
+    for name, buffer in model.named_buffers():
+        if name.endswith(("running_mean", "running_var")):
+            buffer.copy_((0.3 * torch.randn(buffer.shape, generator=draws)).exp() - ("mean" in name))
+
+
+def write_janus(folder: Path, shape: Shape, seed: int = 1) -> Any:
+    """A Janus with its tokenizer; returns transformers' model."""
+    from transformers import JanusConfig, JanusForConditionalGeneration
+
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = write_tokenizer(folder / "tokenizer.json", JANUS_SPECIAL)
+    text = {"model_type": "llama", "vocab_size": len(vocabulary) + 7, "hidden_size": shape.dim}
+    text |= {"intermediate_size": shape.ffn, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
+    text |= {"num_key_value_heads": shape.kv_heads, "rope_theta": shape.theta, "rms_norm_eps": 1e-6}
+    text |= {"bos_token_id": vocabulary[JANUS_SPECIAL[0]], "pad_token_id": vocabulary[JANUS_SPECIAL[2]]}
+    seen = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "projection_dim": shape.dim}
+    seen |= {"image_size": 4 * shape.side, "patch_size": 4, "num_image_tokens": shape.side**2}
+    vq = {"num_embeddings": shape.codes, "embed_dim": shape.code_dim, "latent_channels": 32, "base_channels": 32}
+    vq |= {"channel_multiplier": list(shape.mult), "num_res_blocks": shape.blocks}
+    vq |= {"projection_dim": shape.dim, "image_token_embed_dim": shape.dim, "num_hidden_layers": 2}
+    config = JanusConfig(text_config=text, vision_config=seen, vq_config=vq, tie_word_embeddings=shape.tied)
+    model = JanusForConditionalGeneration(config).eval()
+    draw_weights(model, seed)
+    model.generation_config.bos_token_id = vocabulary[JANUS_SPECIAL[0]]
+    model.generation_config.pad_token_id = vocabulary[JANUS_SPECIAL[2]]
+    model.generation_config.generation_kwargs = {"boi_token_id": vocabulary[JANUS_SPECIAL[3]]}
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def expect_janus(model: Any, prompt: Tensor, scale: float) -> Expected:
+    """What transformers makes of a prompt int64 [P]."""
+    ids, config = prompt[None], model.generation_config
+    tokens = model.generate(
+        ids, attention_mask=torch.ones_like(ids), generation_mode="image", do_sample=False, guidance_scale=scale
+    )
+    kept = (ids == config.bos_token_id) | (ids == config.generation_kwargs["boi_token_id"])
+    both = torch.cat([ids, torch.where(kept, ids, config.pad_token_id)])
+    embedded = model.get_input_embeddings()(both)
+    drawn = model.prepare_embeddings_for_image_generation(tokens[:, :-1]).expand(2, -1, -1)
+    hidden = model.model.language_model(inputs_embeds=torch.cat([embedded, drawn], dim=1)).last_hidden_state
+    logits = model.model.generation_head(hidden)[:, ids.shape[1] - 1 :]
+    return Expected(logits, tokens[0], to_bytes(model.decode_image_tokens(tokens)[0]))
+
+
+def to_bytes(picture: Tensor) -> Tensor:
+    """Pixels float in [-1, 1] -> uint8."""
+    return ((picture.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
