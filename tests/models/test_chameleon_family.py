@@ -188,7 +188,7 @@ def test_other_families_are_refused_in_one_line(anole: Path) -> None:
         ("layout: hf", "layout: official", "target.layout: official: Chameleon is read in the layout hf"),
         ("layout: hf", "config: {hidden_act: gelu}", "target.config.hidden_act: is gelu"),
         ("family: anole", "family: anolé", "unknown family"),
-        ("dir: drafter", "dir: target", "num_hidden_layers is 2"),
+        ("dir: drafter", "dir: target", "num_hidden_layers: is 2"),
         ("vq/vqgan.ckpt", "vq/vqgan.yaml", "vqgan.yaml"),
     ],
 )
