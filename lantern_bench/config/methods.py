@@ -358,7 +358,15 @@ _SHIPPED_MODES = (
     Mode("cool-sd", "static", "cool-sd", "Cool-SD", "#56B4E9", claim="relaxed"),
     Mode("gsd", "static", "gsd", "GSD", "#E69F00", claim="relaxed", variants=({"drafting": "jacobi"},)),
     Mode("entropy", "static", "entropy", "by entropy", "#CC79A7", claim="relaxed"),
-    Mode("typical", "dynamic", "typical", "typical", "#F0E442", claim="relaxed"),
+    Mode(
+        "typical",
+        "static",
+        "typical",
+        "typical",
+        "#F0E442",
+        claim="relaxed",
+        variants=({"drafting": "jacobi"}, {"alpha": 0.1}),
+    ),
 )
 
 SAMPLING = ("temperature", "top_k", "top_p", "filter_order", "cfg_scale", "seed_set")
@@ -550,10 +558,13 @@ def redraw_problem(rule: str, drafting: str, values: Values) -> str | None:
 def searched_lossless() -> list[tuple[str, str, str]]:
     """Return (mode, drafting, rule) of every lossless way to decode whose drafts `profile --search` searches."""
     rules = [name for name, row in RULES.items() if row.lossless and name != "none"]
+    # Rules of one function are the same rule on a chain: the first stands for them.
+    first_of = {RULES[name].accept: name for name in reversed(rules)}
+    on_chains = [name for name in rules if name in first_of.values()]
     found = []
     for name in (name for name, row in DRAFTINGS.items() if row.search):
         modes = [mode.name for mode in MODES.values() if mode.drafting == name and RULES[mode.rule].lossless]
-        for mode, rule in itertools.product(modes or ["speculative"], rules):
+        for mode, rule in itertools.product(modes or ["speculative"], on_chains if DRAFTINGS[name].chain else rules):
             values = defaults_for(name, rule, mode)
             if not (chain_problem(rule, name, (), None) or redraw_problem(rule, name, values)):
                 found.append((mode, name, rule))

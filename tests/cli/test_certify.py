@@ -153,7 +153,7 @@ cells:
   - {mode: cool-sd, strength: [0.8, 1.5], drafting: [static, dynamic]}
   - {mode: gsd, cluster: 4, code_gap: 0, drafting: [static, dynamic], residual: [exact, official]}
   - {mode: entropy, entropy_scale: 0.3}
-  - {mode: typical, epsilon: 0.09, residual: [exact, official]}
+  - {mode: typical, drafting: dynamic, epsilon: 0.09, residual: [exact, official]}
 """
 
 

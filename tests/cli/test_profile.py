@@ -147,6 +147,8 @@ def test_the_fastest_lossless_cell_of_all_is_kept_for_sweeps(
     assert methods >= {"speculative static block", "speculative dynamic strict", "sjd jacobi block"}
     assert "scd jacobi strict" in methods
     assert not {"speculative dynamic block", "scd jacobi block"} & methods
+    # On a chain traversal is block.
+    assert "speculative static traversal" in methods and "sjd jacobi traversal" not in methods
     assert len(tables) == len(methods) and "is kept" in written.err
     (path,) = (tmp_path / "lossless").iterdir()
     kept = json.loads(path.read_text())["found"]

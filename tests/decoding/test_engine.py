@@ -28,7 +28,15 @@ CELLS: dict[str, dict[str, Any]] = {
     "cool-sd": {"mode": "cool-sd", **TREE, "strength": 1.5, "cfg_scale": 1.5},
     "gsd": {"mode": "gsd", **TREE, "cluster": 6, "residual": "official", "cfg_scale": 1.5},
     "entropy": {"mode": "entropy", **TREE, "neighbours": 5, "entropy_scale": 0.5, "cfg_scale": 1.5},
-    "typical": {"mode": "typical", "nodes": 6, "depth": 3, "beam": 3, "epsilon": 0.09, "cfg_scale": 1.5},
+    "typical": {
+        "mode": "typical",
+        "drafting": "dynamic",
+        "nodes": 6,
+        "depth": 3,
+        "beam": 3,
+        "epsilon": 0.09,
+        "cfg_scale": 1.5,
+    },
 }
 
 

@@ -23,18 +23,18 @@ def grouped_chance(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
     own: Tensor = draft.own
     p, order = torch.sort(own, dim=-1, descending=True, stable=True)
     q = torch.ones_like(p) if draft.q is None else draft.q.gather(-1, order)
-    codes = draft.codebook[order].movedim(-1, 0) if values["code_gap"] > 0 else p.new_empty(0, *p.shape)
-    # Places before the first and behind the last: infinitely far from every p, so never in a cluster.
-    padded_p, padded_q = pad(p, (before, behind), value=torch.inf), pad(q, (before, behind))
-    padded_codes, places = pad(codes, (before, behind)), p.shape[-1]
-    mass_p, mass_q = torch.zeros_like(p), torch.zeros_like(p)
-    for start in range(before + behind + 1):
-        here = slice(start, start + places)
-        other = padded_p[..., here]
-        inside = (other - p).abs() < values["probability_gap"]
-        if values["code_gap"] > 0:
-            inside &= (padded_codes[..., here] - codes).square().sum(dim=0) < values["code_gap"]
-        mass_p = mass_p + torch.where(inside, other, 0.0)
-        mass_q = mass_q + torch.where(inside, padded_q[..., here], 0.0)
+
+    def windows(values: Tensor, outside: float) -> Tensor:
+        """Show the `cluster` values around each place, [..., V, cluster]."""
+        return pad(values, (before, behind), value=outside).unfold(-1, before + behind + 1, 1)
+
+    # One operation over all places of a cluster: a loop would give compiled programs a part for each of them.
+    other = windows(p, torch.inf)  # infinitely far from every p, so never in a cluster
+    inside = (other - p[..., None]).abs() < values["probability_gap"]
+    if values["code_gap"] > 0:
+        codes = draft.codebook[order].movedim(-1, 0)
+        inside &= (windows(codes, 0.0) - codes[..., None]).square().sum(dim=0) < values["code_gap"]
+    mass_p = torch.where(inside, other, 0.0).sum(dim=-1)
+    mass_q = torch.where(inside, windows(q, 0.0), 0.0).sum(dim=-1)
     ratio = mass_p if draft.q is None else mass_p / mass_q
     return torch.empty_like(ratio).scatter_(-1, order, ratio)
