@@ -142,16 +142,23 @@ def test_contributing_lists_the_layers_of_the_import_contract() -> None:
     assert [" | ".join(re.findall(r"`(.*?)`", row)) for row in listed] == layers
 
 
+_CODE = (".py", ".toml", ".yaml")
+
+
 @pytest.mark.parametrize(
     ("page", "folder", "whole"),
-    [("adding-a-model.md", "tests/third_party_family", ("pyproject.toml",))],
+    [
+        ("adding-a-model.md", "tests/third_party_family", ("pyproject.toml",)),
+        ("adding-a-model.md", "tests/examples/hosted_janus", ("hosted_janus.py", "janus.yaml")),
+    ],
 )
 def test_a_page_shows_the_code_of_its_example(page: str, folder: str, whole: tuple[str, ...]) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     sources = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / folder).glob("*.*")}
-    shown = [block for _, block in re.findall(r"```(python|toml)\n(.*?)```", text, re.DOTALL)]
+    shown = [block for _, block in re.findall(r"```(python|toml|yaml)\n(.*?)```", text, re.DOTALL)]
+    everything = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.*") if path.suffix in _CODE]
     assert shown
     for block in shown:
-        assert any(block in source for source in sources.values()), f"{page} shows code that is in no file:\n{block}"
+        assert any(block in source for source in everything), f"{page} shows code that is in no file:\n{block}"
     for name in whole:
         assert sources[name] in shown, f"{page} does not show {name}"

@@ -15,6 +15,7 @@ import typer
 
 from lantern_bench import __version__
 from lantern_bench.cli.certify import certify
+from lantern_bench.cli.check_model import check_model
 from lantern_bench.cli.doctor import doctor
 from lantern_bench.cli.generate import generate
 from lantern_bench.cli.models import experiments, models, neighbours, weights
@@ -36,7 +37,7 @@ _GLOBAL = {"-q", "--quiet", "-v", "--verbose", "--debug"}
 
 app = command_group(name="lantern-bench", pretty_exceptions_enable=False, epilog=_EPILOG)
 _COMMANDS = (sweep, reproduce, score, show, curves, compare, report, predict, certify, generate, models, experiments)
-for command in (*_COMMANDS, profile, neighbours, doctor):
+for command in (*_COMMANDS, profile, neighbours, check_model, doctor):
     app.command()(command)
 app.add_typer(train)
 app.add_typer(weights)

@@ -108,6 +108,14 @@ class WithForcedTokens(Protocol):
         """The tokens that are forced at `places` int64 [...] of an image, -1 where none is."""
 
 
+@runtime_checkable
+class ScoresFresh(Protocol):
+    """A target that also computes whole images without its cache, which `check-model` compares its sessions with."""
+
+    def fresh(self, condition: Any, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None]:
+        """The logits [B, N, V] that predict tokens int64 [B, N], with and without the prompt; as `score` otherwise."""
+
+
 class Drafter(Protocol):
     """A model that proposes."""
 

@@ -101,7 +101,9 @@ class LoadedModel:
     prompts before decoding starts, so that a text encoder can work and be freed; yields (done, total). condition:
     prompts, one an image -> the argument of `Target.session(...).prefill`. condition_of_arrays: the same for arrays
     of a file, None where the model takes none; raises `ValueError`. weights: part -> SHA-256. grid: rows and columns
-    of the image's codes. engine: runs the steps, uncompiled by default.
+    of the image's codes. reference: what `check-model` compares logits with: (condition, tokens int64 [B, N], guided)
+    -> logits [B, N, V] that predict the tokens, with and without the prompt, by other code than the sessions use.
+    compiles: whether the target's code can be compiled. engine: runs the steps, uncompiled by default.
     """
 
     name: str
@@ -117,6 +119,8 @@ class LoadedModel:
     prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = _nothing_to_prepare
     given_table: Tensor | None = None
     condition_of_arrays: Callable[[Mapping[str, np.ndarray]], Any] | None = None
+    reference: Callable[[Any, Tensor, bool], tuple[Tensor, Tensor | None]] | None = None
+    compiles: bool = True
     engine: Engine = field(default_factory=Engine, repr=False)
     _tables: dict[NeighbourMetric, Tensor] = field(default_factory=dict, init=False, repr=False)
 

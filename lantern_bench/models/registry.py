@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
 from lantern_bench.models.io.hub_files import SOURCES, require_part
-from lantern_bench.models.io.model_file import ExternalDrafter, ModelFile, is_model_file, read_model_file
+from lantern_bench.models.io.model_file import (
+    ExternalDrafter,
+    ModelFile,
+    PythonModel,
+    is_model_file,
+    read_model_file,
+)
 from lantern_bench.plugins import ModelCard
 
 if TYPE_CHECKING:
@@ -146,6 +152,8 @@ def family_of(model: str) -> Family:
     """The family of a model; raises `UserError` as `card_of`."""
     if is_model_file(model):
         file = read_model_file(Path(model))
+        if isinstance(file, PythonModel):
+            return _PythonFamily(file)
         return _FileFamily(file) if isinstance(file, ModelFile) else _ExternalDrafterFamily(file)
     name = card_of(model).name
     return next(family for family in families().values() if any(card.name == name for card in family.cards()))
@@ -171,8 +179,8 @@ def load_codes(model: str) -> Codes:
         file = read_model_file(Path(model))
         if isinstance(file, ExternalDrafter):
             return load_codes(file.model)
-        described = _family_named(file)
-        if isinstance(described, HasTokenizer) and file.tokenizer is not None:
+        described = _family_named(file) if isinstance(file, ModelFile) else None
+        if isinstance(file, ModelFile) and isinstance(described, HasTokenizer) and file.tokenizer is not None:
             path = file.tokenizer.path
             return Codes(described.load_tokenizer(path, device, file.tokenizer.config).codebook(), path.parent)
     else:
@@ -207,6 +215,43 @@ class _FileFamily:
 
     def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         loaded = self._family.load_file(self._file, device, dtype)
+        loaded.name = name
+        return loaded
+
+
+class _PythonFamily:
+    """The model of a file that names its code, as a family of one model."""
+
+    def __init__(self, file: PythonModel) -> None:
+        self._file = file
+
+    def cards(self) -> Sequence[ModelCard]:
+        from lantern_bench.models.hosted import load_class
+
+        file = self._file
+        made = ModelCard(
+            name=str(file.path),
+            family="python",
+            description=file.description or f"{file.python.stem}: {file.checkpoint.name}",
+            defaults={**load_class(file).defaults, **file.defaults},
+            prompt_set="examples",
+            weights={"target": file.checkpoint, "code": file.python},
+        )
+        return [made]
+
+    def check_prompt(self, text: str) -> None:
+        if not text.strip():
+            raise UserError("the caption is empty", "Type what the picture shows.")
+
+    def prompt_sets(self) -> Mapping[str, tuple[str, ...]]:
+        from lantern_bench.models.family import CAPTIONS
+
+        return {"examples": CAPTIONS}
+
+    def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+        from lantern_bench.models.hosted import load_hosted
+
+        loaded = load_hosted(self._file, device, dtype)
         loaded.name = name
         return loaded
 

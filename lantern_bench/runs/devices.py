@@ -84,10 +84,10 @@ def compile_models(models: Iterable[LoadedModel], place: Place) -> str | None:
     """Compile the models' decode steps at their first use, and pack their weights for that.
 
     Where nothing can be compiled the models stay unchanged; returns the reason, in one line. Programs of a CPU are kept
-    in the user's cache for the next process.
+    in the user's cache for the next process. Models whose code cannot be compiled stay as they are.
     """
     on_cpu = place.device.type == "cpu"
-    stores = [(model, program_store(model, place) if on_cpu else None) for model in models]
+    stores = [(model, program_store(model, place) if on_cpu else None) for model in models if model.compiles]
     # Where programs were kept, the compiler worked.
     if not all(store and store.used for _, store in stores) and (problem := compiler_problem(place.device)) is not None:
         return problem

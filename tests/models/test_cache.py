@@ -86,7 +86,7 @@ def test_prefill_resets_a_session(target: TransformerTarget) -> None:
 
 @torch.no_grad()
 def test_cached_forward_equals_the_training_forward(target: TransformerTarget) -> None:
-    from lantern_bench.training.drafter.features import prefix_mask
+    from lantern_bench.models.transformer.target import prefix_mask
 
     tokens = torch.tensor([[4, 9, 1, 0, 22]])
     x = torch.cat([target.cls_embedding(row(2).values), target.transformer.tok_embeddings(tokens)], dim=1)

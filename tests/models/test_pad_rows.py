@@ -9,8 +9,8 @@ from torch import Tensor
 from lantern_bench.models.eagle import build_drafter, fresh_drafter
 from lantern_bench.models.transformer import TransformerConfig
 from lantern_bench.models.transformer.conditioning import CaptionFeatures, Condition
-from lantern_bench.models.transformer.target import TransformerTarget, prefix_seen
-from lantern_bench.training.drafter.features import prefix_mask, target_features
+from lantern_bench.models.transformer.target import TransformerTarget, prefix_mask, prefix_seen
+from lantern_bench.training.drafter.features import target_features
 
 PREFIX, DIM = 7, 32
 VALID = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1], [1] * PREFIX], dtype=torch.bool)

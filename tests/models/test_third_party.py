@@ -45,5 +45,8 @@ def test_third_party_model_is_listed_and_generates(installed: dict[str, str], tm
     assert out.is_file() and np.load(tokens)["tokens"].shape == (1, 16)
     refused = run(installed, "generate", "green", "--model", "stripes", "--out", str(tmp_path / "other.png"))
     assert refused.returncode == 2 and "'green': unknown" in refused.stderr
+    checked = run(installed, "check-model", "stripes", "--format", "csv")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "\ntree,pass" in checked.stdout and "\nlogits,none" in checked.stdout
     unbuilt = run(installed, "generate", "--model", "stripes", "--random-weights", "--dry-run")
     assert unbuilt.returncode == 2 and "need a model whose architecture is known" in unbuilt.stderr

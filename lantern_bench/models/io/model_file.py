@@ -1,4 +1,4 @@
-"""Model files: a YAML file that describes a model, or that gives a known model another drafter.
+"""Model files: a YAML file that describes a model, names its code, or gives a known model another drafter.
 
 Only what holds for every family is checked here: the keys, their types, and that the paths exist. A family checks
 `config` and the checkpoints themselves. No checkpoint is opened and no torch imported, so that a sweep can be planned
@@ -101,7 +101,7 @@ class TablePart(_Keys):
 
 
 class _AnyModelFile(_Keys):
-    """What both kinds of model file may say; `defaults` are decoding values, as an experiment writes them."""
+    """What all kinds of model file may say; `defaults` are decoding values, as an experiment writes them."""
 
     description: str | None = Field(default=None, pattern=r"\S")
     defaults: dict[str, Any] = Field(default_factory=dict)
@@ -116,6 +116,10 @@ class _AnyModelFile(_Keys):
         """Keep the file's own path, which is the validation context."""
         self._path = context
 
+    def wrong(self, key: str, text: str, advice: str | None = None) -> UserError:
+        """Return the error for a value of this file; `key` is dotted: `target.config.n_head`."""
+        return UserError(f"{self.path}: {key}: {text}", advice)
+
 
 class ModelFile(_AnyModelFile):
     """A file that describes a model; `family` is any name of a family, `grid` rows and columns of image tokens."""
@@ -129,10 +133,6 @@ class ModelFile(_AnyModelFile):
     text_encoder: FolderPart | None = None
     neighbours: TablePart | None = None
 
-    def wrong(self, key: str, text: str, advice: str | None = None) -> UserError:
-        """Return the error for a value of this file; `key` is dotted: `target.config.n_head`."""
-        return UserError(f"{self.path}: {key}: {text}", advice)
-
 
 class ExternalDrafter(_AnyModelFile):
     """A file that gives a model another drafter; `model` is the model's name, or the path of its own file."""
@@ -143,13 +143,20 @@ class ExternalDrafter(_AnyModelFile):
     drafter: FolderPart = Field(description="give drafter: {dir: FOLDER}")
 
 
+class PythonModel(_AnyModelFile):
+    """A file that names a model's code, one Python file (`models/hosted.py`), and its checkpoint."""
+
+    python: Annotated[FilePath, _Relative] = Field(description=_PATH)
+    checkpoint: Annotated[Path, BeforeValidator(_existing)] = Field(description=_PATH)
+
+
 def is_model_file(name: str) -> bool:
     """Whether a model's name is the path of a model file."""
     return name.lower().endswith((".yaml", ".yml"))
 
 
-def read_model_file(path: Path) -> ModelFile | ExternalDrafter:
-    """Read a model file, of the second kind when it has the key `model`.
+def read_model_file(path: Path) -> ModelFile | ExternalDrafter | PythonModel:
+    """Read a model file, whose kind the keys `model` and `python` tell.
 
     Raises one `UserError` with every problem of the file, by line.
     """
@@ -157,7 +164,8 @@ def read_model_file(path: Path) -> ModelFile | ExternalDrafter:
         what = "is a folder, not a file" if path.is_dir() else "no such file"
         raise UserError(f"--model {path}: {what}", "Give a model's name, or a YAML file that describes one.")
     source = read_source(path, "Start with: family and target.")
-    kind = ExternalDrafter if "model" in source.data else ModelFile
+    named = "python" if "python" in source.data else "model" if "model" in source.data else "family"
+    kind = _KINDS[named]
     problems = Problems(str(path))
     for twice in source.twice:
         problems.add(_place(source, twice), "is written twice")
@@ -170,6 +178,13 @@ def read_model_file(path: Path) -> ModelFile | ExternalDrafter:
             problems.add(Place(key, line, source.folder), text, value)
     problems.raise_all()
     return file
+
+
+_KINDS: dict[str, type[ModelFile] | type[ExternalDrafter] | type[PythonModel]] = {
+    "family": ModelFile,
+    "model": ExternalDrafter,
+    "python": PythonModel,
+}
 
 
 def _place(source: Source, path: tuple[str | int, ...]) -> Place:

@@ -78,7 +78,7 @@ class TransformerTarget(nn.Module):
         self.cls_embedding = PromptTokens(self.transformer.tok_embeddings) if condition is None else condition
         self.vocab_size = config.vocab_size
         self.image_tokens = config.image_tokens
-        self._sessions: dict[tuple[int, bool, int], _Session] = {}
+        self._sessions: dict[tuple[int, bool, int], TransformerSession] = {}
 
     @property
     def choices(self) -> int:
@@ -106,16 +106,50 @@ class TransformerTarget(nn.Module):
         """The type of the weights, except the head's, which is float32."""
         return self.transformer.norm.weight.dtype
 
-    def session(self, batch: int, guided: bool, nodes: int) -> _Session:
+    def session(self, batch: int, guided: bool, nodes: int) -> TransformerSession:
         """The session of this shape; its caches are made at the first call and reused."""
         shape = (batch, guided, nodes)
         if shape not in self._sessions:
-            self._sessions[shape] = _Session(self, *shape)
+            self._sessions[shape] = self._new_session(*shape)
         return self._sessions[shape]
+
+    def _new_session(self, *shape: Any) -> TransformerSession:
+        return _Session(self, *shape)
 
     def prefix(self, condition: Condition, guided: bool) -> Tensor:
         """Prefix embeddings [rows, P, dim], conditional rows first."""
         return self.cls_embedding.rows(condition.values.to(self.device), guided)
+
+    @torch.inference_mode()
+    def fresh(self, condition: Condition, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None]:
+        """The logits [B, N, V] that predict tokens int64 [B, N], with and without the prompt, computed without a cache.
+
+        Unconditional logits are None where not `guided`.
+        """
+        batch, x = len(tokens), self.prefix(condition, guided)
+        rows, first = len(x), x.shape[1] - 1
+        visible = visible_rows(condition.valid.to(x.device), 1 + guided)
+        visible = visible.repeat(rows // len(visible), 1)
+        embedded = self.transformer.tok_embeddings(tokens[:, :-1].to(x.device)).repeat(1 + guided, 1, 1)
+        x = torch.cat([x, embedded], dim=1)
+        mask = prefix_mask(visible, x.shape[1]).to(x.dtype)
+        features = self.transformer(x, mask, positions_of(visible, x.shape[1], self.config))
+        places = torch.arange(tokens.shape[1], device=x.device).expand(batch, -1)
+        logits = force_line_ends(self.transformer.output(features[:, first:]), places, self.config)
+        return logits[:batch], logits[batch:] if guided else None
+
+
+def prefix_mask(valid: Tensor, length: int) -> Tensor:
+    """The additive mask [B, 1, n, n] of whole sequences: causal; padding sees only padding (`valid` bool [B, P])."""
+    behind = valid.new_ones(len(valid), length - valid.shape[1])
+    allowed = prefix_seen(torch.cat([valid, behind], dim=1), length)
+    return torch.zeros(allowed.shape, device=valid.device).masked_fill_(~allowed, -torch.inf)[:, None]
+
+
+def positions_of(valid: Tensor, length: int, config: TransformerConfig) -> Tensor | None:
+    """Positions int64 [B, length] behind the padding, for models that count them; None for those on a grid."""
+    places = torch.arange(length, device=valid.device)
+    return None if config.positions == "grid" else (places - padding_of(valid, len(valid), config)).clamp_min(0)
 
 
 class CachedSession:
@@ -170,13 +204,16 @@ def prefix_seen(visible: Tensor, n: int) -> Tensor:
     return causal_seen(len(visible), n, visible.device) & alike
 
 
-class _Session(CachedSession):
+class TransformerSession(CachedSession):
+    """A session of a target whose head may be anything."""
+
     def __init__(self, target: TransformerTarget, *shape: Any) -> None:
         # An image of a batch that is complete idles behind its end until the others are.
         super().__init__(target.config, target.config.layers, shape, 2, target.transformer.norm.weight)
         self._target = target
 
     def prefill(self, condition: Condition) -> Scores:
+        """As `TargetSession.prefill`."""
         x = self._target.prefix(condition, self._guided)
         n = x.shape[1]
         visible = self._begin(condition, n, x.device)
@@ -186,17 +223,12 @@ class _Session(CachedSession):
         return Scores(*self._split(head), features)
 
     def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Scores:
+        """As `TargetSession.score`."""
         features, places = self._features(tokens, depths, attention)
         return Scores(*self._split(self._head(features, places)), features)
 
-    def score_guided(
-        self, tokens: Tensor, depths: Tensor, attention: Tensor, cfg_scale: float
-    ) -> tuple[Tensor, Tensor]:
-        features, places = self._features(tokens, depths, attention)
-        guided = guide(features[: self._batch], features[self._batch :], cfg_scale)
-        return self._head(guided, places), features
-
     def commit(self, path: Tensor, counts: Tensor) -> None:
+        """As `TargetSession.commit`."""
         if path.shape[1] == 1:
             self.cache.advance(counts)
         else:
@@ -216,3 +248,15 @@ class _Session(CachedSession):
     def _head(self, features: Tensor, places: Tensor) -> Tensor:
         """The logits of `features` [rows, n, dim], which predict the image tokens at `places` [B, n]."""
         return force_line_ends(self._target.transformer.output(features), places, self._target.config)
+
+
+class _Session(TransformerSession):
+    """A session of a linear head."""
+
+    def score_guided(
+        self, tokens: Tensor, depths: Tensor, attention: Tensor, cfg_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """As `GuidesFeatures.score_guided`."""
+        features, places = self._features(tokens, depths, attention)
+        guided = guide(features[: self._batch], features[self._batch :], cfg_scale)
+        return self._head(guided, places), features

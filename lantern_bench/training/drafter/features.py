@@ -19,7 +19,7 @@ from torch.nn import functional
 from lantern_bench.clock import OnProgress
 from lantern_bench.models.transformer import TransformerConfig
 from lantern_bench.models.transformer.conditioning import Condition, prompt_words, visible_rows
-from lantern_bench.models.transformer.target import TransformerTarget, padding_of, prefix_seen
+from lantern_bench.models.transformer.target import TransformerTarget, positions_of, prefix_mask
 from lantern_bench.training.drafter.dataset import Shards
 from lantern_bench.training.loop import SINGLE, Distributed
 
@@ -37,19 +37,6 @@ class TargetFeatures(NamedTuple):
     hidden: Tensor
     valid: Tensor
     words: Tensor | None
-
-
-def prefix_mask(valid: Tensor, length: int) -> Tensor:
-    """The additive mask [B, 1, n, n] of training: causal; only padding sees padding (`valid` bool [B, P])."""
-    behind = valid.new_ones(len(valid), length - valid.shape[1])
-    allowed = prefix_seen(torch.cat([valid, behind], dim=1), length)
-    return torch.zeros(allowed.shape, device=valid.device).masked_fill_(~allowed, -torch.inf)[:, None]
-
-
-def positions_of(valid: Tensor, length: int, config: TransformerConfig) -> Tensor | None:
-    """Positions int64 [B, length] behind the padding, for models that count them; None for those on a grid."""
-    places = torch.arange(length, device=valid.device)
-    return None if config.positions == "grid" else (places - padding_of(valid, len(valid), config)).clamp_min(0)
 
 
 def target_features(target: TransformerTarget, condition: Condition, tokens: Tensor, dropped: Tensor) -> TargetFeatures:

@@ -1,0 +1,256 @@
+"""Models of transformers in the decode loop: a model file names one Python file, and its class is the model.
+
+`HostedModel` is what such a class must offer; docs/adding-a-model.md is an example. Its decoder computes on this
+package's cache with this package's tree masks, so that trees, batches and commits need no code of their own. Decode
+steps are not compiled.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lantern_bench.decoding.neighbours import Space
+from lantern_bench.errors import UserError
+from lantern_bench.models.io.files import file_sha256, hash_of
+from lantern_bench.models.io.model_file import PythonModel
+from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.models.transformer import TransformerConfig
+from lantern_bench.models.transformer.attention import KVCache
+from lantern_bench.models.transformer.conditioning import Condition, prompt_words
+from lantern_bench.models.transformer.target import (
+    TransformerSession,
+    TransformerTarget,
+    force_line_ends,
+    without_line_ends,
+)
+
+
+class HostedModel(ABC):
+    """A model of transformers that draws by next-token prediction over codes.
+
+    decoder: takes inputs_embeds [rows, n, dim], position_ids, a 4D attention_mask and past_key_values, and returns
+    last_hidden_state; its `config` has the sizes. grid: rows and columns of codes. codes: how many there are. prefix:
+    tokens of the longest prompt. line_ends: a forced token, number `codes`, ends each row. neighbour_space: of nearest
+    codes, "normalised" where the tokenizer scales its rows to unit length.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    decoder: nn.Module
+    grid: tuple[int, int]
+    codes: int
+    prefix: int = 256
+    line_ends: bool = False
+    neighbour_space: Space = "raw"
+
+    @abstractmethod
+    def __init__(self, checkpoint: Path, device: torch.device, dtype: torch.dtype) -> None:
+        """Load the checkpoint that the model file names."""
+
+    @abstractmethod
+    def prompts(self, caption: str) -> tuple[list[int], list[int]]:
+        """The words of the prompt with a caption, and those of the unconditional prompt."""
+
+    @abstractmethod
+    def embed_words(self, words: Tensor) -> Tensor:
+        """Words of prompts int64 [rows, n] -> [rows, n, dim]."""
+
+    @abstractmethod
+    def embed_codes(self, codes: Tensor) -> Tensor:
+        """Codes int64 [rows, n], and forced tokens if there are any -> [rows, n, dim]."""
+
+    @abstractmethod
+    def logits(self, features: Tensor) -> Tensor:
+        """Last hidden states [rows, n, dim] -> [rows, n, codes], one more with forced tokens."""
+
+    @abstractmethod
+    def codebook(self) -> Tensor:
+        """The rows of the codebook [codes, d], as stored."""
+
+    @abstractmethod
+    def pixels(self, codes: Tensor) -> Tensor:
+        """Codes int64 [B, N] without forced tokens -> RGB [B, H, W, 3] from -1 to 1."""
+
+
+class _Decoder(nn.Module):
+    """A hosted model with the interface of `Transformer` that sessions use."""
+
+    def __init__(self, hosted: HostedModel) -> None:
+        super().__init__()
+        self.decoder = hosted.decoder
+        self._hosted = (hosted,)  # in a tuple, so that only the decoder is a part of this module
+        self.norm = SimpleNamespace(weight=next(hosted.decoder.parameters()))
+
+    def tok_embeddings(self, tokens: Tensor) -> Tensor:
+        """Embeddings [rows, n, dim] of tokens int64 [rows, n]."""
+        return self._hosted[0].embed_codes(tokens)
+
+    def output(self, features: Tensor) -> Tensor:
+        """Features [rows, n, dim] -> float32 logits [rows, n, V]."""
+        return self._hosted[0].logits(features).float()
+
+    def step(self, x: Tensor, positions: Tensor, cache: KVCache, slots: Tensor, mask: Tensor) -> Tensor:
+        """As `Transformer.step`."""
+        places = positions.expand(len(x), -1)
+        seen: Any = _SharedCache(cache, slots, mask.shape[-1])
+        made = self.decoder(
+            inputs_embeds=x, position_ids=places, attention_mask=mask, past_key_values=seen, use_cache=True
+        )
+        out: Tensor = made.last_hidden_state
+        return out
+
+
+class _SharedCache:
+    """A `KVCache` as the attention of transformers writes and reads one, at fixed slots."""
+
+    def __init__(self, cache: KVCache, slots: Tensor, columns: int) -> None:
+        self._cache, self._slots, self._columns = cache, slots, columns
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write keys and values [rows, heads, n, head_dim]; return those of all columns in use."""
+        whole = self._cache.write(layer, self._slots, keys.transpose(1, 2), values.transpose(1, 2))
+        return whole[0][:, :, : self._columns], whole[1][:, :, : self._columns]
+
+
+class _Words:
+    """Prompts of a hosted model as the condition of its target."""
+
+    def __init__(self, hosted: HostedModel) -> None:
+        self._hosted = hosted
+
+    def rows(self, values: Tensor, guided: bool) -> Tensor:
+        """Prefix embeddings [rows, P, dim] of prompts int64 [B, 2, P], conditional rows first."""
+        return self._hosted.embed_words(prompt_words(values, 1 + guided))
+
+
+class HostedTarget(TransformerTarget):
+    """A hosted model as the target of the decode loop."""
+
+    def __init__(self, hosted: HostedModel) -> None:
+        nn.Module.__init__(self)
+        self._hosted = hosted
+        of_text: Any = hosted.decoder.config
+        heads = of_text.num_attention_heads
+        self.config = TransformerConfig(
+            vocab_size=hosted.codes + hosted.line_ends,
+            # The cache is as wide as the heads, which some models do not cut from the hidden size.
+            dim=heads * (getattr(of_text, "head_dim", None) or of_text.hidden_size // heads),
+            layers=of_text.num_hidden_layers,
+            heads=heads,
+            ffn_dim=of_text.intermediate_size,
+            prefix=hosted.prefix,
+            grid=hosted.grid,
+            kv_heads=getattr(of_text, "num_key_value_heads", None),
+            positions="sequence",
+            line_ends=hosted.line_ends,
+        )
+        decoder: Any = _Decoder(hosted)
+        words: Any = _Words(hosted)
+        self.transformer, self.cls_embedding = decoder, words
+        self.vocab_size, self.image_tokens = self.config.vocab_size, self.config.image_tokens
+        self._sessions = {}
+
+    def _new_session(self, *shape: Any) -> TransformerSession:
+        # The head may be more than one matrix: guidance of features is not guidance of logits.
+        return TransformerSession(self, *shape)
+
+    @torch.inference_mode()
+    def fresh(self, condition: Condition, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None]:
+        """As `TransformerTarget.fresh`: the decoder's own forward of one row at a time, its own mask and positions."""
+        batch, made = len(tokens), []
+        transformer: Any = self.transformer
+        words, valid = (prompt_words(part.to(self.device), 1 + guided) for part in condition)
+        for row in range(len(words)):
+            prompt = self._hosted.embed_words(words[row][valid[row]][None])
+            x = torch.cat([prompt, transformer.tok_embeddings(tokens[row % batch, :-1][None])], dim=1)
+            features = transformer.decoder(inputs_embeds=x, use_cache=False).last_hidden_state
+            made.append(transformer.output(features[:, prompt.shape[1] - 1 :]))
+        places = torch.arange(tokens.shape[1], device=self.device).expand(batch, -1)
+        logits = force_line_ends(torch.cat(made), places, self.config)
+        return logits[:batch], logits[batch:] if guided else None
+
+
+class _Pixels:
+    """The pixel decoder of a hosted model."""
+
+    def __init__(self, hosted: HostedModel) -> None:
+        self._hosted = hosted
+
+    @torch.inference_mode()
+    def pixels(self, tokens: Tensor) -> Tensor:
+        """Tokens int [B, N] -> uint8 RGB [B, H, W, 3] on the CPU."""
+        hosted = self._hosted
+        codes = without_line_ends(tokens, hosted.grid) if hosted.line_ends else tokens
+        device = next(hosted.decoder.parameters()).device
+        drawn = hosted.pixels(codes.long().to(device)).float()
+        return ((drawn.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).contiguous().cpu()
+
+
+def load_class(file: PythonModel) -> type[HostedModel]:
+    """Run the Python file of a model file and return its one `HostedModel`; raises `UserError` where it has none."""
+    path = file.python
+    spec = importlib.util.spec_from_file_location(f"lantern_bench_model_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise file.wrong("python", f"{path.name}: is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise file.wrong("python", f"{path.name}: cannot be imported: {type(error).__name__}: {error}") from error
+    own = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, HostedModel)]
+    found = [one for one in own if one.__module__ == module.__name__]
+    if len(found) != 1:
+        raise file.wrong("python", f"{path.name}: must define one subclass of HostedModel, and defines {len(found)}")
+    return found[0]
+
+
+@torch.inference_mode()
+def load_hosted(file: PythonModel, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    """Load the model of a model file with the key `python`; raises `UserError` where a method is missing."""
+    kind = load_class(file)
+    if lacks := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise file.wrong("python", f"{kind.__name__} lacks {', '.join(lacks)}")
+    hosted = kind(file.checkpoint, device, dtype)
+    hosted.decoder.requires_grad_(False).eval()
+    target = HostedTarget(hosted)
+
+    def condition(captions: Sequence[str]) -> Condition:
+        pairs = [hosted.prompts(caption) for caption in captions]
+        length = max(len(prompt) for pair in pairs for prompt in pair)
+        if length > hosted.prefix:
+            most = f"its prompt has {length} tokens, and at most {hosted.prefix} are taken"
+            raise UserError(f"{file.path}: caption: {most}", "Say it in fewer words.")
+        values, valid = torch.zeros(len(pairs), 2, length, dtype=torch.int64), torch.zeros(len(pairs), 2, length) > 0
+        for row, pair in enumerate(pairs):
+            for kind, prompt in enumerate(pair):
+                values[row, kind, length - len(prompt) :] = torch.tensor(prompt)
+                valid[row, kind, length - len(prompt) :] = True
+        return Condition(values, valid)
+
+    return LoadedModel(
+        name=str(file.path),
+        target=target,
+        drafter=None,
+        pixels=_Pixels(hosted),
+        codebook=hosted.codebook(),
+        condition=condition,
+        weights={"target": _hash(file.checkpoint), "code": file_sha256(file.python)},
+        grid=hosted.grid,
+        neighbour_space=hosted.neighbour_space,
+        reference=target.fresh,
+        compiles=False,
+    )
+
+
+def _hash(checkpoint: Path) -> str:
+    """The SHA-256 of a checkpoint: a file, or what a folder has of weights, configuration and tokenizer."""
+    endings = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json", ".yaml", ".model")
+    files = sorted(path for path in checkpoint.rglob("*") if path.suffix in endings) if checkpoint.is_dir() else []
+    return hash_of(tuple(files) or (checkpoint,))
