@@ -43,6 +43,10 @@ class RecordsFailedError(LanternError):
     exit_code = 4
 
 
+class LogitsError(RecordsFailedError, RuntimeError):
+    """A model gave NaN or infinite logits; the image that they belong to is not made."""
+
+
 class CheckFailedError(LanternError):
     """A requested check failed."""
 

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from lantern_bench import __version__
+from lantern_bench import __version__, stopping
 from lantern_bench.cli.certify import certify
 from lantern_bench.cli.check_model import check_model
 from lantern_bench.cli.doctor import doctor
@@ -30,7 +30,7 @@ from lantern_bench.runs.threads import prepare_environment
 
 _EPILOG = (
     "Exit codes: 0 success; 1 internal error; 2 usage error; 3 refused (locked, mismatched, missing weights); "
-    "4 some images failed; 5 a check failed; 130 interrupted."
+    "4 some images failed; 5 a check failed; 130 interrupted; 143 terminated."
 )
 # These flags work before and after the command name.
 _GLOBAL = {"-q", "--quiet", "-v", "--verbose", "--debug"}
@@ -69,7 +69,19 @@ def run() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line with these arguments and return the exit code; never raises."""
+    """Run the command line with these arguments and return the exit code; never raises.
+
+    SIGINT and SIGTERM stop it where nothing is half done, a second one at once.
+    """
+    try:
+        with stopping.signals_noted():
+            code = _run(arguments)
+            return stopping.exit_code() or code
+    except KeyboardInterrupt as stopped:  # between the command and the end of this function
+        return getattr(stopped, "exit_code", 130)
+
+
+def _run(arguments: Sequence[str]) -> int:
     prepare_environment()
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
     flags = [word for word in arguments[:end] if word in _GLOBAL]

@@ -80,6 +80,9 @@ def sweep(
     resume: _Resume = True,
     settings: SettingsOption = None,
     shard: Annotated[str | None, typer.Option(help="i/n: run only part i of n of the prompts.")] = None,
+    worker_timeout: Annotated[
+        float, typer.Option(help="Seconds without a sign of life after which a worker process is ended.")
+    ] = runs_sweep.WORKER_TIMEOUT,
     dry_run: _DryRun = False,
     format: FormatOption = None,
     *,
@@ -87,7 +90,9 @@ def sweep(
 ) -> None:
     """Run an experiment: speed and quality of every cell, and the tables. The same command resumes it."""
     overrides = Overrides.from_flags(flags, modes=modes or None, settings=settings or [])
-    request = runs_sweep.prepare(experiment, overrides, out=out, resume=resume, shard=shard)
+    request = runs_sweep.prepare(
+        experiment, overrides, out=out, resume=resume, shard=shard, worker_timeout=worker_timeout
+    )
     _run(request, ctx.obj, dry_run, format, _show_summary)
 
 

@@ -69,6 +69,14 @@ class DrafterSession(Protocol):
         """
 
 
+@runtime_checkable
+class KeepsCache(Protocol):
+    """A session, of target or drafter, whose cache keeps more than it shows."""
+
+    def clear(self) -> None:
+        """Fill the cache with zeros, after NaN: attention gives hidden positions the weight 0, and 0 * NaN is NaN."""
+
+
 class Target(Protocol):
     """A model whose distribution is to be sampled."""
 

@@ -8,21 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
+from lantern_bench import stopping
 from lantern_bench.clock import Phases
 from lantern_bench.config.decoding import Decoding, NeighbourMetric
 from lantern_bench.decoding.acceptance.relaxation import Relaxation
 from lantern_bench.decoding.acceptance.tree_acceptance import Accept
 from lantern_bench.decoding.compile import Engine
-from lantern_bench.decoding.interface import Drafter, Scores, Target, WithForcedTokens
-from lantern_bench.decoding.sampling import Draws, decoding_probabilities, exponential, guide, sample
-from lantern_bench.decoding.step import Speculation, sampling_key
+from lantern_bench.decoding.interface import Drafter, KeepsCache, Scores, Target, WithForcedTokens
+from lantern_bench.decoding.sampling import (
+    Draws,
+    decoding_probabilities,
+    exponential,
+    guide,
+    has_broken,
+    is_broken,
+    sample,
+)
+from lantern_bench.decoding.step import DRAFTER, PREFILL, First, Speculation, sampling_key
 from lantern_bench.decoding.trace import ImageTrace, Times, image_trace
-from lantern_bench.errors import RefusedError
+from lantern_bench.errors import LogitsError, RefusedError
 from lantern_bench.plugins import Code
 
 
@@ -93,7 +102,8 @@ def decode(
     `condition` is what the target's `prefill` takes, for as many images. `tokens` asks for fewer than the whole grid.
     `keep_logits` keeps the guided logits that each token was drawn from. `engine` runs the steps; without one
     they run eagerly. `accept` as in `verify`; `make` replaces that of the drafting's row, for tests of broken ones.
-    Raises `RefusedError` for a model without a drafter that needs one.
+    Raises `RefusedError` for a model without a drafter that needs one, and `LogitsError` for NaN or infinite logits: at
+    the step, without a copy to the host of its own; of autoregressive decoding at the end of the image.
     """
     asked = model.target.image_tokens if tokens is None else min(tokens, model.target.image_tokens)
     run = _Run(model, decoding, generators, asked, keep_logits, Engine() if engine is None else engine, accept, make)
@@ -123,11 +133,12 @@ class _Run:
             return torch.empty(self.batch, 0, dtype=torch.int32, device=self.device)
         return self.draws.bits(self.model.target.vocab_size)
 
-    def prefill(self, session: Any, condition: Any) -> tuple[Scores, Tensor, Tensor]:
-        """Scores of the prefix, the guided logits [B, V] of the first token, and that token [B]."""
+    def prefill(self, session: Any, condition: Any) -> tuple[Scores, First]:
+        """Scores of the prefix, and the first tokens."""
         scores = session.prefill(condition)
         logits = guide(scores.cond, scores.uncond, self.decoding.cfg_scale)[:, -1]
-        return scores, logits, _chosen(logits, self.decoding, self.noise())
+        token, broken = _chosen(logits, self.decoding, self.noise())
+        return scores, First(token, logits, broken)
 
     def times(self, last: str) -> Times:
         """Return the times of the batch, whose steps end with the phase `last`."""
@@ -142,11 +153,12 @@ class _Run:
         steps = self.engine.once(("plain", key), lambda: _PlainSteps(target, decoding, self.batch))
         step = self.engine.program(("plain", key), steps.step, self.device)
         self.phases.start()
-        _, logits, token = self.prefill(steps.session, condition)
-        kept = [logits]
-        steps.begin(token)
+        _, first = self.prefill(steps.session, condition)
+        kept = [first.logits]
+        steps.begin(first)
         self.phases.mark("prefill")
         for _ in range(self.asked - 1):
+            stopping.check()
             noise = self.noise()
             self.phases.mark("noise")
             logits = step(noise)
@@ -154,6 +166,8 @@ class _Run:
             if self.keep_logits:
                 kept.append(logits.clone())
         self.phases.stop()
+        if (behind := int(steps.broken)) and not self.engine.only_compiles:
+            self._refuse("target", max(behind, 0), steps.session)
         trace = image_trace(self.asked, [[at, 0, 0] for at in range(1, self.asked)], [], 0, self.times("target"))
         return self._decoded(steps.out, [trace] * self.batch, torch.stack(kept, dim=1) if self.keep_logits else None)
 
@@ -165,12 +179,13 @@ class _Run:
         key = ("speculation", self.batch, sampling_key(self.decoding), self.keep_logits, self.accept, self.make)
         speculation = self.engine.once(key, lambda: Speculation(*values, self.keep_logits, self.accept, self.make))
         self.phases.start()
-        scores, logits, root = self.prefill(speculation.session, condition)
-        speculation.begin(relaxation, condition, scores, logits, root, self.asked)
+        scores, first = self.prefill(speculation.session, condition)
+        speculation.begin(relaxation, condition, scores, first, self.asked)
         self.phases.mark("prefill")
         kept: list[tuple[list[int], Tensor]] = []
         positions, steps = [1] * self.batch, 0
         while any(at < self.asked for at in positions):
+            stopping.check()
             drafting, last, uniforms = speculation.noise(self.draws)
             self.phases.mark("noise")
             drafted = speculation.draft(drafting)
@@ -180,15 +195,33 @@ class _Run:
             on_path = speculation.settle(drafted, scored, uniforms, last)
             if on_path is not None:
                 kept.append((positions, on_path.clone()))
-            positions = speculation.progress.position.tolist()  # the one copy to the host of a step
+            before, (positions, broken) = positions, speculation.progress.told.tolist()  # the one copy of a step
             self.phases.mark("verify")
             steps += 1
             if self.engine.only_compiles:
                 break
+            if any(broken):
+                self._refuse_step(speculation, broken, before)
         self.phases.stop()
+        if steps == 0:
+            self._refuse_step(speculation, speculation.progress.told[1].tolist(), positions)
         progress, forwards = speculation.progress, speculation.drafting.forwards
         traces = progress.recorder.finish(self.asked, steps, forwards, self.times("verify"))
-        return self._decoded(progress.out, traces, self._assemble(logits, kept) if self.keep_logits else None)
+        return self._decoded(progress.out, traces, self._assemble(first.logits, kept) if self.keep_logits else None)
+
+    def _refuse_step(self, speculation: Speculation, broken: list[int], positions: list[int]) -> None:
+        """Raise `LogitsError` for the first image whose logits were `broken`; its tokens before: `positions`."""
+        sessions = (speculation.session, speculation.drafter_session)
+        for whose, behind in zip(broken, positions, strict=True):
+            if whose:
+                self._refuse("drafter" if whose == DRAFTER else "target", 0 if whose == PREFILL else behind, *sessions)
+
+    def _refuse(self, whose: str, behind: int, *sessions: object) -> NoReturn:
+        for session in sessions:
+            if isinstance(session, KeepsCache):
+                session.clear()
+        what = f"the {whose} gave NaN or infinite logits behind {behind} of {self.asked} tokens ({self.decoding.mode})"
+        raise LogitsError(what, "Check its weights; a smaller type can overflow: --dtype float32.")
 
     def _assemble(self, first: Tensor, kept: list[tuple[list[int], Tensor]]) -> Tensor:
         """Guided logits [B, asked, V] of every kept token, from those of each step's path."""
@@ -215,29 +248,35 @@ class _PlainSteps:
         self.session = target.session(batch, decoding.cfg_scale != 1, 1)
         self.out = torch.zeros(batch, target.image_tokens, dtype=torch.int64, device=device)
         self._made = torch.zeros(1, dtype=torch.int64, device=device)
+        # How many tokens there were when logits were broken first: -1 for none, in the prefill; 0 while all are whole.
+        self.broken = torch.zeros(1, dtype=torch.int64, device=device)
         self._token, self._zero = (torch.zeros(batch, 1, dtype=torch.int64, device=device) for _ in range(2))
         self._one = torch.ones(batch, dtype=torch.int64, device=device)
         self._itself = torch.ones(batch, 1, 1, dtype=torch.bool, device=device)
 
-    def begin(self, first: Tensor) -> None:
-        """The first tokens [B] are drawn."""
+    def begin(self, first: First) -> None:
+        """The first tokens are drawn."""
         self._made.fill_(1)
-        self._token[:, 0] = self.out[:, 0] = first
+        self.broken[0] = -first.broken.any().long()
+        self._token[:, 0] = self.out[:, 0] = first.tokens
 
     def step(self, noise: Tensor) -> Tensor:
         """Append a token to each image and return the guided logits [B, V] it was drawn from."""
         scores = self.session.score(self._token, self._zero, self._itself)
         self.session.commit(self._zero, self._one)
         logits = guide(scores.cond, scores.uncond, self._decoding.cfg_scale)[:, 0]
-        token = _chosen(logits, self._decoding, noise)[:, None]
+        token, broken = _chosen(logits, self._decoding, noise)
+        token = token[:, None]
+        self.broken.copy_(torch.where((self.broken == 0) & broken.any(), self._made, self.broken))
         self._token.copy_(token)
         self.out.index_copy_(1, self._made, token)
         self._made.add_(1)
         return logits
 
 
-def _chosen(logits: Tensor, decoding: Decoding, noise: Tensor) -> Tensor:
-    """One token [B] from guided logits [B, V] and bits of noise."""
+def _chosen(logits: Tensor, decoding: Decoding, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """One token [B] from guided logits [B, V] and bits of noise, and which of the logits are broken, bool [B]."""
     if decoding.greedy:
-        return logits.argmax(dim=-1)
-    return sample(decoding_probabilities(logits, decoding), exponential(noise))
+        return logits.argmax(dim=-1), has_broken(logits)
+    p = decoding_probabilities(logits, decoding)
+    return sample(p, exponential(noise)), is_broken(p)

@@ -63,6 +63,20 @@ def greedy_probabilities(logits: Tensor) -> Tensor:
     return torch.softmax(logits.float(), dim=-1)
 
 
+def is_broken(probs: Tensor) -> Tensor:
+    """Return bool [...]: which distributions [..., V] come of logits with a NaN, with +inf, or with -inf alone.
+
+    Softmax and both filters make every probability of such a row NaN, so one of them tells. A -inf among finite logits
+    is a token that is impossible.
+    """
+    return probs[..., 0].isnan()
+
+
+def has_broken(logits: Tensor) -> Tensor:
+    """Return bool [...]: which logits [..., V] `is_broken` would find, where no distribution is made of them."""
+    return ~logits.amax(dim=-1).isfinite()
+
+
 def _keep_top_k(logits: Tensor, top_k: int) -> Tensor:
     if top_k <= 0 or top_k >= logits.shape[-1]:
         return logits

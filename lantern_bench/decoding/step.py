@@ -24,7 +24,9 @@ from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.interface import (
     Drafted,
     Drafter,
+    DrafterSession,
     DraftMethod,
+    Drafts,
     GuidesFeatures,
     KeepsState,
     LastStep,
@@ -33,7 +35,15 @@ from lantern_bench.decoding.interface import (
     TargetSession,
     VerifiesItself,
 )
-from lantern_bench.decoding.sampling import Draws, decoding_probabilities, exponential, guide, uniform
+from lantern_bench.decoding.sampling import (
+    Draws,
+    decoding_probabilities,
+    exponential,
+    guide,
+    has_broken,
+    is_broken,
+    uniform,
+)
 from lantern_bench.decoding.trace import StepRecorder
 from lantern_bench.plugins import Code
 
@@ -73,11 +83,41 @@ def scoring(
     return session, engine.program(("score", batch, nodes, cfg_scale), score, target.device)
 
 
+TARGET, DRAFTER, PREFILL = 1, 2, 3
+"""Whose logits are broken: in `Progress.told`, where 0 is nobody's."""
+
+
+class _Watched:
+    """A drafter's session that keeps all its answers, to find broken ones when a draft is made."""
+
+    def __init__(self, session: DrafterSession, cfg_scale: float) -> None:
+        self._session, self._scale = session, cfg_scale
+        self._made: list[Drafts] = []
+
+    def prefill(self, condition: Any, features: Tensor) -> None:
+        self._session.prefill(condition, features)
+
+    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> Drafts:
+        self._made = [self._session.observe(tokens, features, counts)]
+        return self._made[0]
+
+    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Drafts:
+        self._made.append(self._session.extend(tokens, origin, seen))
+        return self._made[-1]
+
+    def broken(self) -> Tensor:
+        """Return bool [B]: the images with a broken answer."""
+        found = [has_broken(guide(one.cond, one.uncond, self._scale)).any(dim=1) for one in self._made]
+        return torch.stack(found).any(dim=0)
+
+
 class Progress:
     """Where B images are, in tensors at fixed addresses: shared by all configurations of one batch size and depth.
 
     out: int64 [B, N + D + 1], the tokens so far, then filler. position: [B], how many count. limit: [B], the depth that
     may still be drafted. tokens [B, D + 1], features [rows, D + 1, width], counts [B], root [B]: of the last step.
+    told: [2, B], what the host reads of a step: positions, and whose logits were broken first (`TARGET`, ...).
+    drafter_broken: bool [B], those of the running step's draft.
     """
 
     def __init__(self, batch: int, image_tokens: int, depth: int, prefix_features: Tensor) -> None:
@@ -90,23 +130,28 @@ class Progress:
         self.position, self.limit, self.counts, self.root = (
             torch.zeros(batch, dtype=torch.int64, device=device) for _ in range(4)
         )
+        self.drafter_broken = torch.zeros(batch, dtype=torch.bool, device=device)
         self.asked = torch.zeros((), dtype=torch.int64, device=device)
+        self.told = torch.zeros(2, batch, dtype=torch.int64, device=device)
         self.recorder = StepRecorder(batch, image_tokens, depth, device)
         self._ahead = torch.arange(depth + 1, device=device)
 
-    def begin(self, asked: int, prefix_features: Tensor, root: Tensor) -> None:
-        """The prefill is done and the first tokens `root` [B] are drawn."""
+    def begin(self, asked: int, prefix_features: Tensor, root: Tensor, broken: Tensor) -> None:
+        """The prefill is done and the first tokens `root` [B] are drawn; `broken` bool [B]: from broken logits."""
         self.recorder.begin()
         self.asked.fill_(asked)
         self.position.fill_(1)
         self.limit.fill_(min(self._depth, self._grid - 2))
         self.counts.fill_(1)
+        self.drafter_broken.zero_()
+        self.told[0], self.told[1] = 1, broken * PREFILL
         self.root.copy_(root)
         self.out[:, 0] = self.tokens[:, 0] = root
+        self.features.zero_()  # filler is computed with too, and a NaN of the images before would spread
         self.features[:, 0] = prefix_features[:, -1]
 
-    def commit(self, verdict: Verdict, features: Tensor) -> None:
-        """Append what a verdict keeps; complete images stay as they are."""
+    def commit(self, verdict: Verdict, features: Tensor, broken: Tensor) -> None:
+        """Append what a verdict keeps; complete images stay as they are. `broken` bool [B]: the target's logits."""
         self.recorder.add(self.position, verdict, self.limit)
         active = self.position < self.asked
         counts = torch.where(active, verdict.accepted + 1, 0)
@@ -118,9 +163,20 @@ class Progress:
         self.position.add_(counts)
         self.counts.copy_(counts)
         self.limit.copy_((self._grid - 1 - self.position).clamp_max(self._depth))
+        whose = torch.where(broken, TARGET, self.drafter_broken * DRAFTER)
+        whose = torch.where(active & (self.told[1] == 0), whose, self.told[1])
+        self.told.copy_(torch.stack([self.position, whose]))
         self.tokens.copy_(verdict.tokens)
         index = verdict.path.clamp_min(0).repeat(len(features) // len(active), 1)
         self.features.copy_(features.gather(1, index[:, :, None].expand(-1, -1, features.shape[-1])))
+
+
+class First(NamedTuple):
+    """The first tokens int64 [B], the guided logits [B, V] that they are drawn from, and which of them are broken."""
+
+    tokens: Tensor
+    logits: Tensor
+    broken: Tensor
 
 
 @dataclass(eq=False)
@@ -147,7 +203,7 @@ class Speculation:
         )
         nodes = self.drafting.nodes
         self.session, self._score = scoring(target, batch, nodes, scale, engine)
-        self._drafter = None if self.drafter is None else self.drafter.session(batch, scale != 1, nodes)
+        self.drafter_session = None if self.drafter is None else self.drafter.session(batch, scale != 1, nodes)
         exact = torch.float32 if device.type == "mps" else torch.float64
         keys = tensor_parameters(decoding.rule)
         self._values = {key: torch.zeros((), dtype=exact, device=device) for key in keys}
@@ -161,30 +217,30 @@ class Speculation:
         broken = self.accept is not None or self.make is not None
         self.settle = self._settle if broken else engine.program(kind, self._settle, device)
 
-    def begin(
-        self, relaxation: Relaxation, condition: Any, scores: Scores, logits: Tensor, root: Tensor, asked: int
-    ) -> None:
-        """Start a batch of images.
-
-        The target's prefill gave `scores` and the guided `logits` [B, V] that the first tokens `root` [B] come from.
-        """
+    def begin(self, relaxation: Relaxation, condition: Any, scores: Scores, first: First, asked: int) -> None:
+        """Start a batch of images whose prefill gave `scores`."""
         for key, value in self._values.items():
             value.fill_(relaxation.values[key])
         shape = (self.batch, self.target.image_tokens, self.drafting.depth)
         self.progress = self.engine.once(
             ("progress", len(scores.features), shape), lambda: Progress(*shape, scores.features)
         )
-        self.progress.begin(asked, scores.features, root)
-        if self._drafter is not None:
-            self._drafter.prefill(condition, scores.features)
+        self.progress.begin(asked, scores.features, first.tokens, first.broken)
+        if self.drafter_session is not None:
+            self.drafter_session.prefill(condition, scores.features)
         if isinstance(self.drafting, KeepsState):
-            self.drafting.begin(decoding_probabilities(logits, self.decoding))
+            self.drafting.begin(decoding_probabilities(first.logits, self.decoding))
 
     def _draft(self, noise: Tensor) -> Drafted:
         """Show the drafter what was committed and draft below it; `noise` [B, noises, V], bits."""
-        at = self.progress
-        drafts = None if self._drafter is None else self._drafter.observe(at.tokens, at.features, at.counts)
-        return self.drafting.draft(self._drafter, drafts, at.root, exponential(noise), at.limit)
+        at, drafter = self.progress, self.drafter_session
+        if drafter is None:
+            return self.drafting.draft(None, None, at.root, exponential(noise), at.limit)
+        watched = _Watched(drafter, self.decoding.cfg_scale)
+        drafts = watched.observe(at.tokens, at.features, at.counts)
+        drafted = self.drafting.draft(watched, drafts, at.root, exponential(noise), at.limit)
+        at.drafter_broken.copy_(watched.broken())
+        return drafted
 
     def score(self, drafted: Drafted) -> Scored:
         """One forward of the target over the tree."""
@@ -208,7 +264,8 @@ class Speculation:
             walk = self.drafting.verify if isinstance(self.drafting, VerifiesItself) else verify
             verdict = walk(tree, p, relaxation, table, chances, last, at.limit, self.accept, at.position)
         active = at.position < at.asked
-        at.commit(verdict, scored.features)
+        broken = has_broken(logits) if decoding.greedy else is_broken(p)
+        at.commit(verdict, scored.features, broken.any(dim=1))
         if learner is not None:
             learner.learn(LastStep(tree, p, verdict.path, verdict.accepted, verdict.tokens, at.position, active))
         self.session.commit(verdict.path, at.counts)

@@ -7,16 +7,21 @@ new interpreter, not from the parent's main module, so a script that calls `swee
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import queue
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from lantern_bench import stopping
+from lantern_bench.clock import now
 from lantern_bench.errors import LanternError, RecordsFailedError
 from lantern_bench.runs.store import done_images
 
@@ -25,13 +30,16 @@ if TYPE_CHECKING:
     from lantern_bench.runs.sweep import Request
 
 
-SECONDS_TO_END = 30.0  # for a worker that has told its error to end by itself
+SECONDS_TO_END = 30.0  # for a worker that was asked to stop, or has told its error, to end by itself
+_BEAT = 2.0  # seconds after which a worker that decodes says so, between two steps
+_ALIVE, _ENDED, _SILENT = None, object(), object()
+_KEPT = "Its finished images are kept. The same command continues."
 
 
 def decode_in_processes(request: Request, tell: Callable[[Event], None]) -> int:
     """Make the missing images in `processes` new processes, one at a time; return how many images failed.
 
-    Raises the error that a worker raises, and `RecordsFailedError` for a worker that dies.
+    Raises the error that a worker raises, and `RecordsFailedError` for a worker that dies or hangs.
     """
     from lantern_bench.runs.runner import EncodedCaptions, ImageDone, Loaded, Started
 
@@ -51,60 +59,116 @@ def decode_in_processes(request: Request, tell: Callable[[Event], None]) -> int:
     return failed
 
 
-def _events(request: Request, name: str) -> Any:
-    """Start a worker and yield its events; on the way out it is ended and waited for."""
+def _events(request: Request, name: str) -> Iterator[Any]:
+    """Start a worker and yield its events; on the way out it is ended and waited for.
+
+    Raises the error that the worker raises, and `RecordsFailedError` for one that dies, or gives no sign of life for
+    `request.worker_timeout` seconds.
+    """
     command = [sys.executable, "-m", __spec__.name]
     # A session of its own: Ctrl-C reaches only the parent, which ends the worker with one signal.
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     assert worker.stdin is not None and worker.stdout is not None
+    told: queue.SimpleQueue[object] = queue.SimpleQueue()
+    listener = threading.Thread(target=_listen, args=(worker.stdout, told), daemon=True)
+    listener.start()
+    last = "it started"
     try:
-        with worker.stdin:
-            pickle.dump(request, worker.stdin)
-        while True:
-            try:
-                event = pickle.load(worker.stdout)
-            except (EOFError, pickle.UnpicklingError):
-                break
+        pickle.dump(request, worker.stdin)
+        worker.stdin.flush()  # and stays open: its end tells the worker that this process is gone
+        while (event := _next(told, request.worker_timeout)) is not _ENDED:
+            if event is _SILENT:
+                worker.kill()
+                what = f"{name} hangs: no sign of life in {request.worker_timeout:g} s after {last}; it was ended"
+                raise RecordsFailedError(what, f"{_KEPT} --worker-timeout SECONDS waits longer.")
             if isinstance(event, LanternError):
-                worker.wait(SECONDS_TO_END)  # it has said its last word: a signal now would only interrupt its exit
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    worker.wait(SECONDS_TO_END)  # it has said its last word: a signal would interrupt its exit
                 raise event
-            yield event
+            if event is not _ALIVE:
+                last = f"{getattr(getattr(event, 'unit', None), 'image', type(event).__name__)}"
+                yield event
         if (code := worker.wait()) != 0:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-            raise RecordsFailedError(f"{name} {how}", "Its finished images are kept. The same command continues.")
+            raise RecordsFailedError(f"{name} {how}", _KEPT)
     finally:
+        _end(worker)
+        listener.join()
+
+
+def _listen(pipe: BinaryIO, told: queue.SimpleQueue[object]) -> None:
+    """Pass on what a worker sends, until it has ended."""
+    with pipe:
+        try:
+            while True:
+                told.put(pickle.load(pipe))
+        except (EOFError, pickle.UnpicklingError):
+            told.put(_ENDED)
+
+
+def _next(told: queue.SimpleQueue[object], timeout: float) -> object:
+    """The next thing that a worker sends; `_ENDED` behind the last, `_SILENT` after `timeout` seconds without one."""
+    until = now() + timeout
+    while (left := until - now()) > 0:
+        with contextlib.suppress(queue.Empty):
+            return told.get(timeout=min(left, 1.0))
+        stopping.check()
+    return _SILENT
+
+
+def _end(worker: subprocess.Popen[bytes]) -> None:
+    """Ask a worker to stop where nothing is half done; kill it when it does not, or on a second signal."""
+    try:
         worker.terminate()
+        worker.wait(SECONDS_TO_END)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        worker.kill()
         worker.wait()
-        worker.stdout.close()
+    with contextlib.suppress(BrokenPipeError):
+        worker.stdin.close()  # type: ignore[union-attr]  # it is a pipe
 
 
 def work(requests: BinaryIO, events: BinaryIO) -> None:
     """Decode what a request asks for and send its events, or the error that ended it."""
-    request = pickle.load(requests)
+    request, sent = pickle.load(requests), now()
 
     def tell(event: object) -> None:
+        nonlocal sent
         pickle.dump(event, events)
         events.flush()
+        sent = now()
+
+    def live() -> None:
+        if now() - sent > _BEAT:
+            tell(_ALIVE)
 
     from lantern_bench.runs.sweep import decode_missing
 
+    threading.Thread(target=_end_with_parent, args=(requests.fileno(),), daemon=True).start()
     try:
-        decode_missing(request, tell)
+        with stopping.on_check(live):
+            decode_missing(request, tell)
     except LanternError as error:
         tell(error)
 
 
-def _main() -> int:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+def _end_with_parent(requests: int) -> None:
+    """Stop this process when the one that wrote the request is gone, so that the run directory is free again."""
+    while os.read(requests, 1):
+        continue
+    os.kill(os.getpid(), signal.SIGTERM)
 
-    signal.signal(signal.SIGTERM, interrupt)
+
+def _main() -> int:
     events = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not mix with the events
     try:
-        work(sys.stdin.buffer, events)
-    except (KeyboardInterrupt, BrokenPipeError):
-        return 130
+        with stopping.signals_noted():
+            work(sys.stdin.buffer, events)
+    except KeyboardInterrupt as stopped:
+        return getattr(stopped, "exit_code", 130)
+    except BrokenPipeError:
+        return 128 + signal.SIGTERM
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the exit handlers of libraries print what interrupts them
     return 0

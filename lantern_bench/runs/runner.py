@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lantern_bench import stopping
 from lantern_bench.clock import now, peak_memory_bytes, reset_peak_memory, settle_garbage, stamp, synchronize
 from lantern_bench.config.plan import Plan, Unit
 from lantern_bench.decoding.loop import Decoded, decode, drafter_and_table
@@ -204,6 +205,7 @@ def run_plan(
             yield warmed
         settle_garbage()
         for group in groups:
+            stopping.check()
             for image in decoder.decode(group, [unit for unit in group if not store.is_done(unit)]):
                 yield store_image(store, image)
         session["complete"] = True
@@ -222,9 +224,10 @@ class DecodedUnit(NamedTuple):
 
 def store_image(store: RunStore, image: DecodedUnit) -> ImageDone:
     """Write the picture and the record of an image."""
-    # The picture is written first, so that every record has its picture.
-    picture = {} if image.png is None else {"image": store.write_image(image.unit, image.png)}
-    return ImageDone(image.unit, store.append(image.unit, {**image.record, **picture}))
+    with stopping.held():
+        # The picture is written first, so that every record has its picture.
+        picture = {} if image.png is None else {"image": store.write_image(image.unit, image.png)}
+        return ImageDone(image.unit, store.append(image.unit, {**image.record, **picture}))
 
 
 def new_session(process: int, prepare_seconds: float = 0.0) -> dict[str, Any]:
@@ -247,6 +250,7 @@ class Decoder:
         """Compile and decode once, untimed, what these batches run."""
         kinds = kinds_of(groups)
         for group in kinds:
+            stopping.check()
             _make_programs(self._models[group[0].cell.model], group, self._place)
         for group in kinds:
             yield _warm_up(self.session, self._models[group[0].cell.model], group, self._place)
@@ -255,7 +259,8 @@ class Decoder:
         """Decode a batch and yield its images `waiting`; the whole batch is decoded: the arithmetic stays the same."""
         session, place, model = self.session, self._place, self._models[group[0].cell.model]
         try:
-            attempts = _attempts(session, model, group, place, self._again)
+            with stopping.held():
+                attempts = _attempts(session, model, group, place, self._again)
         except (RuntimeError, MemoryError) as error:
             if place.device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
+from lantern_bench import stopping
 from lantern_bench.config.experiment import ResolvedExperiment, load_experiment, resolve
 from lantern_bench.config.parse_experiment import Experiment, read_experiment
 from lantern_bench.config.plan import Plan, make_plan, parse_shard
@@ -53,10 +54,15 @@ if TYPE_CHECKING:
     Tell = Callable[[Event], None]
 
 
+WORKER_TIMEOUT = 1800.0
+"""Seconds: loading, compiling and encoding captions give no sign of life, decoding does at every step."""
+
+
 class Request(NamedTuple):
     """A sweep that passed every check that needs no models.
 
     `prompts` describes them for the manifest. `lossless` are cells that the experiment got beside its own.
+    `worker_timeout`: seconds without a sign of life after which a worker process is ended.
     """
 
     experiment: ResolvedExperiment
@@ -65,6 +71,7 @@ class Request(NamedTuple):
     protocol: Protocol
     prompts: dict[str, Any]
     lossless: Added
+    worker_timeout: float = WORKER_TIMEOUT
 
 
 def prepare(
@@ -75,6 +82,7 @@ def prepare(
     resume: bool = True,
     shard: str | None = None,
     both_residuals: bool = False,
+    worker_timeout: float = WORKER_TIMEOUT,
 ) -> Request:
     """Check a sweep and return it; writes nothing, and needs torch only to find a tuned lossless cell (`tuned.py`).
 
@@ -83,6 +91,8 @@ def prepare(
     for everything wrong with the experiment, flags or prompts, `RefusedError` for a run directory in use or of other
     settings.
     """
+    if not worker_timeout > 0:
+        raise UserError(f"--worker-timeout {worker_timeout:g}: must be more than 0 seconds")
     part = parse_shard(shard) if shard is not None else None
     loaded = load(source, overrides)
     if both_residuals and "residual" not in overrides.values and loaded.is_relaxed:
@@ -107,7 +117,7 @@ def prepare(
     plan, facts = make_plan(resolved, prompts), prompt_facts(settings.prompts, families[0], prompts)
     plan = plan if part is None else plan.shard(part)
     check_folder(folder, resolved)
-    return Request(resolved, plan, folder, protocol, facts, lossless)
+    return Request(resolved, plan, folder, protocol, facts, lossless, worker_timeout)
 
 
 def load(source: str | Path | Mapping[str, Any], overrides: Overrides) -> Experiment:
@@ -179,7 +189,7 @@ def run(request: Request, tell: Tell) -> int:
 
     Raises `RefusedError` for missing weights, drafters or scorers and for a run directory whose images were made in
     another way, `UserError` for malformed files; all before the first image. Raises `RecordsFailedError` when a worker
-    process dies.
+    process dies or hangs.
     """
     prepare_environment()
 
@@ -187,14 +197,18 @@ def run(request: Request, tell: Tell) -> int:
     from lantern_bench.runs.processes import decode_in_processes
     from lantern_bench.runs.runner import Interrupted
 
+    def on_event(event: Event) -> None:
+        tell(event)
+        stopping.check()
+
     settings, units = request.experiment.settings, request.plan.units
     scorers, reference = _load_scorers(request, choose_place(settings.device, settings.dtype, fast=True))
     try:
         decode = decode_missing if settings.processes == 1 else decode_in_processes
-        failed = decode(request, tell)
+        failed = decode(request, on_event)
         if scorers is not None and done_images(request.folder):
             with ScoreStore(request.folder) as store:
-                _score(store, scorers, reference, tell)
+                _score(store, scorers, reference, on_event)
     except KeyboardInterrupt:
         done = done_images(request.folder)
         made = sum((unit.cell.cell_id, unit.prompt.id, unit.repeat) in done for unit in units)

@@ -108,6 +108,10 @@ class KVCache:
         """Bytes of keys and values; on the meta device, the bytes they would take."""
         return self._store.nbytes
 
+    def clear(self) -> None:
+        """Fill keys and values with zeros."""
+        self._store.zero_()
+
     def reset(self) -> None:
         """Forget everything."""
         self.lengths.zero_()

@@ -171,6 +171,10 @@ class CachedSession:
         self._prefix = torch.zeros((), dtype=torch.int64, device=device)
         self._padding = torch.zeros(self._groups * self._batch, 1, dtype=torch.int64, device=device)
 
+    def clear(self) -> None:
+        """Fill the cache with zeros."""
+        self.cache.clear()
+
     def _begin(self, condition: Condition, prefix: int, device: torch.device) -> Tensor:
         """Forget the last image; return which positions of the condition are visible, bool [B or rows, P]."""
         visible = visible_rows(condition.valid.to(device), self._groups)

@@ -1,0 +1,88 @@
+"""Stopping on SIGINT (Ctrl-C) and SIGTERM at places where nothing is half done.
+
+Python raises an interrupt wherever it happens to be. Within a finalizer or a library's callback it is only printed, and
+the program goes on. So a signal is noted too, and `check`, which every decode step and every event of a sweep calls,
+raises it again. Signals are of the process, and so is what this module notes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_received: list[int] = []
+_held = 0
+_on_check: list[Callable[[], None]] = []
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked the program to stop; `exit_code` is 130 for SIGINT and 143 for SIGTERM."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number
+
+
+def check() -> None:
+    """Raise `Stopped` if a signal has asked to stop; a place to stop at, called often, which costs nothing."""
+    if _received:
+        raise Stopped(_received[0])
+    for listen in _on_check:
+        listen()
+
+
+def exit_code() -> int | None:
+    """The exit code of a program that was asked to stop; None if it was not."""
+    return 128 + _received[0] if _received else None
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Within it the first signal is only noted, for the next `check`; a second one stops at once."""
+    global _held
+    _held += 1
+    try:
+        yield
+    finally:
+        _held -= 1
+
+
+@contextmanager
+def on_check(listen: Callable[[], None]) -> Iterator[None]:
+    """Call `listen` at every `check`: a program that comes by there does not hang."""
+    _on_check.append(listen)
+    try:
+        yield
+    finally:
+        _on_check.remove(listen)
+
+
+@contextmanager
+def signals_noted() -> Iterator[None]:
+    """Note SIGINT and SIGTERM and raise them as `Stopped`; only the main thread can, elsewhere nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    owner = os.getpid()
+
+    def receive(number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a process that a library forked dies of a signal as others do
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        _received.append(number)
+        if not _held or len(_received) > 1:
+            raise Stopped(number)
+
+    _received.clear()
+    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _received.clear()

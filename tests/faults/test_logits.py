@@ -1,0 +1,143 @@
+"""NaN and infinite logits: found at the step, named, and in no image. The model is a real transformer of two layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lantern_bench import stopping
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.step import Progress
+from lantern_bench.errors import LogitsError
+from tests.decoding.test_engine import CELLS, VOCABULARY, Small, decoded, same
+
+AT = 3  # the step in which the fault happens; 0 is before the prefill
+MODES = {
+    "ar": CELLS["ar"],
+    "static": CELLS["static"],
+    "dynamic": CELLS["dynamic"],
+    "greedy": CELLS["greedy"],
+    "jacobi": {"mode": "sjd", "cfg_scale": 1.5},
+}
+
+
+class Spoiled(nn.Module):
+    """A head of which one logit gets `wrong` added."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head, self.wrong = head, torch.zeros(VOCABULARY)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.head(features) + self.wrong
+
+
+def spoiled(part: str) -> tuple[Small, Spoiled]:
+    model = Small()
+    head = Spoiled(model.target.transformer.output)
+    if part == "target":
+        model.target.transformer.output = head
+    else:
+        model.drafter.draft_with(head)
+    return model, head
+
+
+def fail(model: Small, head: Spoiled, decoding: Decoding, engine: Engine, value: float, at: int = AT) -> str:
+    """Decode two images, the second with wrong logits from step `at`; return the error and check that it came there."""
+    steps = 0
+
+    def spoil() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == at:
+            head.wrong[7] = value
+
+    head.wrong[7] = value if at == 0 else 0.0
+    with stopping.on_check(spoil), pytest.raises(LogitsError) as raised:
+        decoded(model, decoding, 2, engine)
+    last = model.target.image_tokens - 1 if not decoding.drafts else max(at, 1)
+    assert steps == last, "the loop went on"
+    head.wrong.zero_()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("at", [0, AT])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("cell", MODES)
+def test_broken_logits_of_the_target(
+    cell: str, value: float, at: int, record_property: Callable[[str, object], None]
+) -> None:
+    """NaN or +inf in a target's logits"""
+    decoding = Decoding(**MODES[cell])
+    (model, head), engine = spoiled("target"), Engine()
+    wanted = decoded(model, decoding, 2, engine)
+    said = fail(model, head, decoding, engine, value, at)
+    assert said.startswith("the target gave NaN or infinite logits behind ")
+    behind = int(said.split("behind ")[1].split()[0])
+    assert behind == (0 if at == 0 else behind) and (at == 0 or behind >= at)
+    if cell == "ar":
+        assert behind == at
+    # Nothing of it is left in caches: the same images come out as before.
+    same(decoded(model, decoding, 2, engine), wanted)
+    record_property("outcome", f"image failed: {said}")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("cell", ["static", "dynamic", "greedy"])
+def test_broken_logits_of_the_drafter(cell: str, value: float, record_property: Callable[[str, object], None]) -> None:
+    """NaN or +inf in a drafter's logits"""
+    decoding = Decoding(**MODES[cell])
+    (model, head), engine = spoiled("drafter"), Engine()
+    wanted = decoded(model, decoding, 2, engine)
+    said = fail(model, head, decoding, engine, value)
+    assert said.startswith("the drafter gave NaN or infinite logits behind ")
+    same(decoded(model, decoding, 2, engine), wanted)
+    record_property("outcome", f"image failed: {said}")
+
+
+def test_compiled_steps_find_broken_logits(record_property: Callable[[str, object], None]) -> None:
+    """The same in compiled steps"""
+    decoding = Decoding(**MODES["static"])
+    (model, head), engine = spoiled("target"), Engine(compile=True)
+    wanted = decoded(model, decoding, 2, engine)
+    for value in (math.nan, math.inf):
+        said = fail(model, head, decoding, engine, value)
+        same(decoded(model, decoding, 2, engine), wanted)
+    record_property("outcome", f"image failed: {said}")
+
+
+def test_impossible_tokens_are_no_fault() -> None:
+    model, head = spoiled("target")
+    head.wrong[7] = -math.inf
+    for cell in ("ar", "greedy"):
+        made = decoded(model, Decoding(**MODES[cell] | {"cfg_scale": 1.0}), 1)
+        assert 7 not in made[0].tokens
+
+
+def test_a_step_copies_once_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tells of broken logits comes with the positions, in the one copy there was."""
+    counts = dict.fromkeys(("tolist", "item", "steps"), 0)
+    commit = Progress.commit
+
+    def counted(kind: str, plain: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
+        def count(tensor: Tensor) -> object:
+            counts[kind] += counts["steps"] > 0
+            return plain(tensor)
+
+        return count
+
+    def step(self: Progress, *given: Tensor) -> None:
+        counts["steps"] += 1
+        commit(self, *given)
+
+    monkeypatch.setattr(Tensor, "tolist", counted("tolist", Tensor.tolist))
+    monkeypatch.setattr(Tensor, "item", counted("item", Tensor.item))
+    monkeypatch.setattr(Progress, "commit", step)
+    decoded(Small(), Decoding(**CELLS["greedy"]), 1)
+    at_the_end = 2  # counts and masses of all steps
+    assert counts["steps"] > 3 and counts["tolist"] == counts["steps"] + at_the_end and counts["item"] == 0
