@@ -223,7 +223,8 @@ def merge_prefix(view: _View) -> tuple[Tensor, Tensor]:
     most = relaxation.limit(view, relaxation.values)
     running = view.near.cumsum(dim=-1)
     # cumprod: nothing after the first neighbour that breaks the bound, even where a parallel scan rounds downwards.
-    taken = (running <= most[..., None]).cumprod(dim=-1, dtype=torch.uint8).bool()
+    # int32: Triton cannot scan unsigned numbers.
+    taken = (running <= most[..., None]).cumprod(dim=-1, dtype=torch.int32).bool()
     if relaxation.residual == "exact":
         taken &= (view.own > 0)[..., None]
     return torch.where(taken, running, 0.0).amax(dim=-1), taken
