@@ -80,6 +80,13 @@ def test_sound_models_pass(files: dict[str, Any], tmp_path: Path) -> None:
     assert recorded == dict.fromkeys(CHECKS, "pass") | {"codebook": "none"}
 
 
+def test_prompts_that_move_both_rows_are_no_mistake(files: dict[str, Any]) -> None:
+    """Janus reads padding in place of the caption: its unconditional row depends on the length of the prompt."""
+    model = load(files["hosted"][0])
+    found = checked(model, ["a red lamp", "two cats on a green sofa two cats on a green sofa"])
+    assert found == dict.fromkeys(CHECKS, "pass")
+
+
 def test_bundled_model_passes() -> None:
     captions = family_of("lanterns").prompt_sets()["held-out"][:2]
     found = checked(load_model("lanterns", torch.device("cpu"), torch.float32), captions)
