@@ -27,7 +27,7 @@ def papers() -> dict[str, Paper]:
 
 
 def test_the_tables_of_the_papers_are_there() -> None:
-    wanted = {"lantern-table2", "lantern-table3", "lantern-figure5", "lanternpp", "coolsd", "tree-shapes"}
+    wanted = {"lantern-table2", "lantern-table3", "lantern-figure5", "lanternpp", "coolsd", "gsd", "sjd-pac", "tree-shapes"}
     assert wanted | {"temperature", "guidance"} <= set(papers())
 
 
