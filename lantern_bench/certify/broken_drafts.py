@@ -13,7 +13,9 @@ from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.tree_acceptance import Accept, Acceptance, accept_children
+from lantern_bench.decoding.drafting.hybrid import HybridDrafting
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
+from lantern_bench.decoding.drafting.static import draft_probabilities
 from lantern_bench.decoding.interface import Drafted, LastStep, Target
 from lantern_bench.plugins import Code
 
@@ -33,6 +35,16 @@ def kept_draft(decoding: Decoding) -> Mistake | None:
 def slot_noise(decoding: Decoding) -> Mistake | None:
     """The noise of Gumbel coupling belongs to a place of the window, not to a position of the image."""
     return (None, _SlotNoise) if decoding.value("coupling") == "gumbel" else None
+
+
+def hybrid_old_q(decoding: Decoding) -> Mistake | None:
+    """As `old_q`, of a hybrid window."""
+    return None if decoding.value("coupling") == "none" else (None, _HybridOldQ)
+
+
+def hybrid_drafter_q(decoding: Decoding) -> Mistake | None:
+    """Drafts of a mixture are verified as if the drafter alone had made them."""
+    return None if decoding.value("share") == 1 else (None, _DrafterQ)
 
 
 def uniform_reused(decoding: Decoding) -> Mistake | None:
@@ -78,6 +90,26 @@ class _OldQ(_Remembers):
         drafted = super().draft(*given)
         same = self.known & (drafted[0][:, 1:] == self.last)
         self._q.copy_(torch.where(same[:, :, None], self.last_q, self._q))
+        return drafted
+
+
+class _HybridOldQ(_OldQ, HybridDrafting):
+    pass
+
+
+class _DrafterQ(HybridDrafting):
+    def draft(self, session: Any, drafts: Any, *given: Any) -> Drafted:
+        asked = [drafts]
+
+        class Watched:
+            def extend(self, *given: Any) -> Any:
+                asked.append(session.extend(*given))
+                return asked[-1]
+
+        watched: Any = Watched()
+        drafted = super().draft(watched, drafts, *given)
+        for place, answer in enumerate(asked):
+            self._q[:, place] = draft_probabilities(answer, self._decoding)[:, 0]
         return drafted
 
 

@@ -168,7 +168,7 @@ def emitted_tv_rows(
     rule with the same drafting. Raises `RefusedError` for a model without a drafter that needs one, and for images too
     short to have `per_image` positions.
     """
-    from_drafter = [cell for cell in cells if cell.decoding.drafting_row.needs_drafter]
+    from_drafter = [cell for cell in cells if _from_drafter_alone(cell.decoding)]
     if from_drafter and model.drafter is None:
         raise RefusedError(f"the model {model.name} has no drafter: emitted TV needs drafts")
     if model.target.image_tokens < _FIRST + _FREE + settings.per_image - 1:
@@ -190,6 +190,12 @@ def emitted_tv_rows(
                     yield from _measured(model, place, members, settings, left)
                 left -= len(made.prompts)
                 on_progress(f"emitted TV of {len(members)} modes", 1 - max(0, left) / settings.positions)
+
+
+def _from_drafter_alone(decoding: Decoding) -> bool:
+    """Whether a draft depends on the image alone and not on earlier steps: a static tree, or a deterministic draft."""
+    row = decoding.drafting_row
+    return row.needs_drafter and (bool(decoding.paths) or not row.sampled)
 
 
 def _places(made: Contexts, sampling: Decoding, per_image: int) -> Iterator[_Place]:

@@ -41,6 +41,7 @@ TopP = Annotated[float, _NUMBER, Field(gt=0, le=1)]
 Delta = Annotated[float, _NUMBER, Field(gt=0, lt=1)]
 Lambda = Annotated[float, _NUMBER, Field(gt=1, allow_inf_nan=False)]
 Above0 = Annotated[float, _NUMBER, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, _NUMBER, Field(ge=0, le=1)]
 Several = Annotated[int, _NUMBER, Field(ge=2)]
 Bound = Annotated[float, _NUMBER, Field(allow_inf_nan=False)]
 Residual = Literal["exact", "official"]
@@ -89,9 +90,16 @@ def _enough_nodes(defaults: Values, given: Values) -> Values:
 def _jacobi_label(values: Values) -> str:
     """`w16`, with what is not the default: `w16-left-maximal`; with candidates `w16x3x2-maximal`."""
     sizes = (values[key] for key in ("window", "candidates", "branching") if values.get(key) is not None)
-    named = (values["initial"], values["coupling"], values["form"])
-    words = [word for word in named if word not in ("uniform", "none", "exact")]
+    named = (values["initial"], values["coupling"], values.get("form"))
+    words = [word for word in named if word not in ("uniform", "none", "exact", None)]
     return "-".join(["w" + "x".join(map(str, sizes)), *words])
+
+
+def _hybrid_label(values: Values) -> str:
+    """`w16d2-row-maximal`: a window of 16, and the drafter is asked at 2 places."""
+    window, *words = _jacobi_label(values).split("-")
+    share = [] if values["share"] == 0.5 else [f"share{values['share']:g}"]
+    return "-".join([f"{window}d{values['drafted']}", *share, *words])
 
 
 def _published_problem(values: Values) -> tuple[str, str] | None:
@@ -107,6 +115,12 @@ _BROKEN_JACOBI = {
     "uniform number used again": f"{_BROKEN}uniform_reused",
     "noise kept by place in the window": f"{_BROKEN}slot_noise",
 }
+_BROKEN_HYBRID = {
+    "old q kept with a draft": f"{_BROKEN}hybrid_old_q",
+    "verified with the drafter's q": f"{_BROKEN}hybrid_drafter_q",
+}
+_SHARE = "must be a number from 0 to 1"
+_SHARE_HELP = "Share of the drafter's distribution in those that the first places of a hybrid window draft from."
 _SHIPPED_DRAFTINGS = (
     Drafting("none", make="", about="no drafts", needs_drafter=False, sampled=False),
     Drafting(
@@ -183,6 +197,24 @@ _SHIPPED_DRAFTINGS = (
         label=_jacobi_label,
         problem=_published_problem,
         published="lantern_bench.decoding.drafting.published:make_sjd_pac",
+    ),
+    Drafting(
+        "hybrid",
+        make="lantern_bench.decoding.drafting.hybrid:make_hybrid",
+        about="Jacobi drafts, the first with a drafter",
+        parameters=(
+            "window",
+            "initial",
+            "coupling",
+            _structural("drafted", Count, _COUNT, "At how many first places of a hybrid window the drafter is asked."),
+            _structural("share", Share, _SHARE, _SHARE_HELP, 0.5),
+        ),
+        defaults={"window": 16, "initial": "row", "coupling": "maximal", "drafted": 2},
+        small={"window": 4, "drafted": 2},
+        chain=True,
+        redrawn=lambda values: values["coupling"] == "none",
+        label=_hybrid_label,
+        broken=_BROKEN_HYBRID,
     ),
     Drafting(
         "dynamic",
@@ -354,6 +386,15 @@ _SHIPPED_MODES = (
         source="2603.18599",
         variants=({"coupling": "gumbel"},),
         published=({"form": "published"},),
+    ),
+    Mode(
+        "hybrid",
+        "hybrid",
+        "strict",
+        "hybrid",
+        "#999933",
+        claim="lossless",
+        variants=({"coupling": "none"}, {"coupling": "gumbel"}),
     ),
     Mode("cool-sd", "static", "cool-sd", "Cool-SD", "#56B4E9", claim="relaxed"),
     Mode("gsd", "static", "gsd", "GSD", "#E69F00", claim="relaxed", variants=({"drafting": "jacobi"},)),

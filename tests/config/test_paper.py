@@ -27,7 +27,16 @@ def papers() -> dict[str, Paper]:
 
 
 def test_the_tables_of_the_papers_are_there() -> None:
-    wanted = {"lantern-table2", "lantern-table3", "lantern-figure5", "lanternpp", "coolsd", "gsd", "sjd-pac", "tree-shapes"}
+    wanted = {
+        "lantern-table2",
+        "lantern-table3",
+        "lantern-figure5",
+        "lanternpp",
+        "coolsd",
+        "gsd",
+        "sjd-pac",
+        "tree-shapes",
+    }
     assert wanted | {"temperature", "guidance"} <= set(papers())
 
 
@@ -50,6 +59,10 @@ def test_known_figures_are_the_published_ones() -> None:
     assert rows["LANTERN, tau=1, delta=0.4 k=1000"]["speedup"].value == 1.69
     assert rows["LANTERN, tau=1, delta=0.3 (VVS)"]["step_compression"].value == 2.10
     best = {row.name: row.figures for row in papers()["lanternpp"].rows}
+    pac, gsd = ({row.name: row.figures for row in papers()[name].rows} for name in ("sjd-pac", "gsd"))
+    quoted = {name: figure.value for name, figure in pac["LANTERN++, COCO"].items()}
+    assert quoted == {"speedup": 2.28, "step_compression": 3.19, "fid": 29.96, "clip_score": 0.3011}
+    assert gsd["GSD G=50, Parti"]["speedup"].value == 4.65
     assert best["LANTERN++, best latency"]["speedup"].confidence == "paper"
     assert best["LANTERN++, best step compression"]["step_compression"].value == 3.63
 

@@ -73,7 +73,7 @@ class Particles(NamedTuple):
         return Particles(self.weight[rows], self.tokens[rows], state, self.low[rows], self.high[rows])
 
 
-STATE = ("_q", "_law", "_clocks", "_moved", "_position", "_line", "_old_q", "_old", "_aside")
+STATE = ("_q", "_law", "_clocks", "_moved", "_position", "_line", "_old_q", "_old", "_aside", "_image")
 
 
 def load(drafting: JacobiDrafting, particles: Particles) -> JacobiDrafting:

@@ -124,10 +124,10 @@ class JacobiDrafting:
         if self._forcing is not None or self._initial in ("left", "above"):
             tokens = torch.where(sure >= 0, sure, tokens)
             q = torch.where((sure >= 0)[:, :, None], (self._codes == sure[:, :, None]).float(), q)
-        if self._initial in ("left", "above"):
-            self._line.scatter_(1, place, tokens)
         self._q.copy_(q)
-        return (torch.cat([root[:, None], tokens], dim=1),)
+        drafted = torch.cat([root[:, None], tokens], dim=1)
+        self._remember(drafted)
+        return (drafted,)
 
     def to_score(self, drafted: Drafted) -> tuple[Tensor, Tensor, Tensor]:
         """Depths and attention are a chain's."""
@@ -157,13 +157,18 @@ class JacobiDrafting:
         """Return the forced tokens at positions int64 [...], -1 where none is."""
         return torch.full_like(places, -1) if self._forcing is None else self._forcing.forced(places)
 
+    def _remember(self, tokens: Tensor) -> None:
+        """Write the root and the drafts [B, W + 1] to the line that copies are read from."""
+        if self._initial in ("left", "above"):
+            self._line.scatter_(1, self._position[:, None] - 1 + self._ahead, tokens)
+
     def _copied(self, root: Tensor, tokens: Tensor, place: Tensor, last: Tensor) -> Tensor:
         """Return the tokens [B, W] left of or above the fresh positions, -1 where there is none.
 
         What is copied from fresh positions is what these copy: of the positions to the left, or above, the nearest one
         that is not fresh.
         """
-        self._line.scatter_(1, self._position[:, None] - 1 + self._ahead, torch.cat([root[:, None], tokens], dim=1))
+        self._remember(torch.cat([root[:, None], tokens], dim=1))
         if self._initial == "left":
             source = (last - (self._forced(last) >= 0).long()).expand_as(place)
         else:

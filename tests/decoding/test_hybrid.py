@@ -1,0 +1,241 @@
+"""Windows that ask a drafter for their first places: lossless by enumeration and in the loop, where mistakes show.
+
+The harness is that of test_jacobi.py: whole images, step after step, through the package's own `draft`, `verify` and
+`learn`; the drafter is a table that knows every token before a draft (docs/algorithms.md, sections 8.6 and 8.7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import power_divergence
+from torch import Tensor
+
+from lantern_bench.certify.broken import strict_without_residual
+from lantern_bench.certify.broken_drafts import Mistake, hybrid_drafter_q, hybrid_old_q
+from lantern_bench.certify.tabular import TabularModel
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.drafting import hybrid
+from lantern_bench.decoding.drafting.hybrid import HybridDrafting
+from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
+from lantern_bench.decoding.interface import Drafted, Drafts, LastStep
+from lantern_bench.decoding.loop import decode
+from lantern_bench.decoding.sampling import decoding_probabilities
+from tests.decoding.tabular import Setting, Tabular
+from tests.decoding.test_engine import Small, decoded, same
+from tests.decoding.test_jacobi import SIZES, Exact, Particles, _double  # noqa: F401  # a fixture
+
+
+def hybrid_decoding(**values: Any) -> Decoding:
+    return Decoding.model_validate({"mode": "hybrid", **values})
+
+
+# ---- exact
+
+
+class TableSession:
+    """The drafter of a `Tabular`: distributions in place of logits, below the tokens of each image."""
+
+    def __init__(self, model: Tabular, images: list[list[int]]) -> None:
+        self.model, self.images = model, images
+
+    def drafts(self) -> Drafts:
+        return Drafts(torch.stack([self.model.q(tuple(image)) for image in self.images])[:, None], None)
+
+    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Drafts:
+        assert origin.eq(0).all() and seen.all()
+        self.images = [[*image, int(token)] for image, token in zip(self.images, tokens[:, 0], strict=True)]
+        return self.drafts()
+
+
+class WithTable(HybridDrafting):
+    """Keeps the image's tokens [B, N + W + 1], and asks `TableSession` for them. A test sets `model`."""
+
+    model: Tabular
+
+    def __init__(self, decoding: Decoding, target: Any, batch: int) -> None:
+        super().__init__(decoding, target, batch)
+        self._image = torch.zeros(batch, target.image_tokens + self.depth + 1, dtype=torch.int64)
+
+    def learn(self, step: LastStep) -> None:
+        at = (step.position - step.accepted - 1)[:, None] + torch.arange(self.depth)
+        self._image = self._image.scatter(1, at, step.tokens[:, : self.depth])
+        super().learn(step)
+
+    def draft(self, session: Any, drafts: Any, root: Tensor, *others: Any) -> Drafted:
+        (position,) = self._position.unique().tolist()
+        self._image[:, position - 1] = root
+        table = TableSession(self.model, self._image[:, :position].tolist())
+        return super().draft(table, table.drafts(), root, *others)
+
+
+class CoupledToNew(WithTable):
+    """The last draft stays as if it had been drawn from the new row."""
+
+    def learn(self, step: LastStep) -> None:
+        super().learn(step)
+        self._old_q.copy_(self._q)
+
+
+class DrafterQ(WithTable):
+    """Drafts of a mixture are verified as if the drafter alone had made them."""
+
+    def draft(self, session: Any, drafts: Any, root: Tensor, *others: Any) -> Drafted:
+        drafted = super().draft(session, drafts, root, *others)
+        (position,) = self._position.unique().tolist()
+        table = TableSession(self.model, self._image[:, :position].tolist())
+        for place in range(self.forwards):
+            answer = table.drafts() if place == 0 else table.extend(drafted[0][:, place, None], *ONE)
+            self._q[:, place] = answer.cond[:, 0]
+        return drafted
+
+
+ONE = (torch.zeros(1, 1), torch.ones(1, 1, 1))
+
+
+class ExactHybrid(Exact):
+    def __init__(self, size: tuple[int, int, int], values: dict[str, Any], seed: int, kind: Any = WithTable) -> None:
+        model = Tabular(size[0], Setting(), seed)
+        self.table_kind: Any = type(kind.__name__, (kind,), {"model": model})
+        super().__init__(size, {"mode": "hybrid", **values}, seed, self.table_kind)
+        self.model = model
+
+    def draw(self, drafting: JacobiDrafting, root: Tensor, wanted: Tensor) -> tuple[Drafted, Tensor]:
+        """As in `Exact`; the drafter's places are drawn one after the other."""
+        head: list[Tensor] = []
+
+        def sample(law: Tensor, noise: Tensor) -> Tensor:
+            head.append(law)
+            return wanted[:, len(head) - 1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hybrid, "sample", sample)
+            drafted, law = super().draw(drafting, root, wanted)
+        return drafted, torch.cat([torch.stack(head, dim=1), law[:, len(head) :]], dim=1)
+
+    def trimmed(self, particles: Particles) -> Particles:
+        particles.state["_image"][:, particles.tokens.shape[1] - 1 :] = 0
+        return super().trimmed(particles)
+
+
+@pytest.fixture
+def _exact(_double: None) -> Iterator[None]:  # noqa: F811
+    """The table's drafts are distributions already."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hybrid, "draft_probabilities", lambda drafts, _decoding: drafts.cond)
+        yield
+
+
+CASES = [
+    ("v2", {"coupling": "none", "initial": "uniform"}),
+    ("v2", {"coupling": "maximal"}),
+    ("v2", {"coupling": "gumbel"}),
+    ("v2", {"coupling": "maximal", "initial": "left", "drafted": 1, "share": 0.25}),
+    ("v3", {"coupling": "maximal"}),
+    ("v3", {"coupling": "none", "drafted": 1, "share": 1}),
+]
+
+
+@pytest.mark.usefixtures("_exact")
+@pytest.mark.parametrize(("size", "values"), CASES, ids=str)
+def test_enumerated_images_follow_the_target(size: str, values: dict[str, Any]) -> None:
+    for seed in (1, 2):
+        error = ExactHybrid(SIZES[size], values, seed).error()
+        print(f"{size} {values}: TV {error:.1e}")
+        assert error < 1e-12
+
+
+@pytest.mark.usefixtures("_exact")
+@pytest.mark.parametrize("kind", [DrafterQ, CoupledToNew])
+def test_enumeration_sees_what_is_broken(kind: Any) -> None:
+    errors = [ExactHybrid(SIZES["v2"], {}, seed, kind).error() for seed in (1, 2)]
+    print(f"broken, {kind.__name__}: TV {errors}")
+    assert min(errors) > 0.005
+
+
+# ---- in the loop
+
+
+VOCABULARY, LENGTH = 3, 5
+
+
+def g_test(decoding: Decoding, images: int, make: Any = None, spread: float = 1.0, accept: Any = None) -> float:
+    """The p-value of the joint distribution of all tokens of an image."""
+    model = TabularModel(VOCABULARY, LENGTH, seed=2)
+    model.p *= spread
+    generators = [torch.Generator().manual_seed(seed) for seed in range(images)]
+    made = decode(model, [""] * images, decoding, generators, make=make, accept=accept)
+    place = torch.zeros(images, dtype=torch.int64)
+    for token in torch.stack([one.tokens for one in made]).long().T:
+        place = place * VOCABULARY + token
+    expected = model.distribution(lambda cond, _: decoding_probabilities(cond, decoding)).numpy()
+    observed, kept = np.bincount(place.numpy(), minlength=len(expected)), expected > 0
+    if observed[~kept].any():
+        return 0.0
+    expected = expected[kept] / expected[kept].sum() * images
+    return float(power_divergence(observed[kept], expected, lambda_="log-likelihood").pvalue)
+
+
+CELLS: list[dict[str, Any]] = [
+    {"window": 4},
+    {"window": 8, "drafted": 3, "coupling": "gumbel"},  # wider than the image
+    {"window": 3, "drafted": 9, "coupling": "none", "rule": "block"},
+    {"window": 4, "drafted": 1, "share": 1, "temperature": 0.9, "top_k": 2},
+]
+
+
+def named(values: dict[str, Any]) -> str:
+    return "-".join(map(str, values.values()))
+
+
+@pytest.mark.parametrize("values", CELLS, ids=named)
+def test_images_follow_the_target(values: dict[str, Any]) -> None:
+    p = g_test(hybrid_decoding(**values), 5_000)
+    print(f"G-test, {values}: p = {p:.3f}")
+    assert p > 1e-3
+
+
+@pytest.mark.parametrize("mistake", [hybrid_old_q, hybrid_drafter_q])
+def test_the_loop_sees_what_is_broken(mistake: Any) -> None:
+    decoding = hybrid_decoding(window=4)
+    broken: Mistake = mistake(decoding)
+    p = g_test(decoding, 30_000, broken[1], spread=1.5)
+    print(f"broken, {mistake.__name__}: p = {p:.1e}")
+    assert p < 1e-6
+
+
+def test_a_missing_residual_is_rejected() -> None:
+    assert g_test(hybrid_decoding(window=2), 20_000, spread=1.5, accept=strict_without_residual) < 1e-6
+
+
+def test_mistakes_that_cannot_be_made_are_left_out() -> None:
+    assert hybrid_old_q(hybrid_decoding(coupling="none")) is None
+    assert hybrid_drafter_q(hybrid_decoding(share=1)) is None
+
+
+def test_greedy_drafting_equals_greedy_decoding() -> None:
+    greedy = {"temperature": 0.0, "cfg_scale": 1.5}
+    plain = decoded(Small(), Decoding.model_validate({"mode": "ar", **greedy}), 3)
+    drafted = decoded(Small(), hybrid_decoding(window=6, **greedy), 3)
+    assert all(a.tokens.equal(b.tokens) for a, b in zip(plain, drafted, strict=True))
+    assert sum(one.trace.target_forwards for one in drafted) < sum(one.trace.target_forwards for one in plain)
+    assert drafted[0].trace.drafter_forwards == 2 * (drafted[0].trace.target_forwards - 1)
+
+
+@pytest.mark.parametrize("coupling", ["maximal", "gumbel"])
+def test_captured_programs_give_the_same_tokens(coupling: str) -> None:
+    model, engine = Small(), Engine(compile=True, backend="aot_eager")
+    decoding = hybrid_decoding(window=5, drafted=3, coupling=coupling, initial="above", cfg_scale=1.5, top_k=30)
+    wanted = decoded(model, decoding, 3)
+    for _again in range(2):
+        same(decoded(model, decoding, 3, engine), wanted)
+
+
+def test_ids_say_how_far_the_drafter_is_asked() -> None:
+    assert hybrid_decoding().cell_id == "hybrid-hybrid-w16d2-row-maximal-t1"
+    assert hybrid_decoding(drafted=1, coupling="none", share=1).cell_id == "hybrid-hybrid-w16d1-share1-row-t1"
