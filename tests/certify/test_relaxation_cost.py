@@ -95,8 +95,9 @@ def test_undefined_emitted_tv_is_refused(model: LoadedModel) -> None:
         next(emitted_tv_rows(model, RELAXED, ALL, CostSettings(per_image=11)))
 
 
-def test_drafts_of_earlier_steps_have_an_emitted_tv() -> None:
-    values = {"mode": "lantern++", "drafting": "jacobi", "window": 3, "lambda": 3.0}
+@pytest.mark.parametrize("drafting", ["jacobi", "hybrid"])
+def test_drafts_of_earlier_steps_have_an_emitted_tv(drafting: str) -> None:
+    values = {"mode": "lantern++", "drafting": drafting, "window": 3, "lambda": 3.0}
     cells = [Cell("tables", Decoding.model_validate({**values, "neighbours": k})) for k in (0, 2)]
     settings = CostSettings(positions=12, per_image=2, draws=64, batch=4)
     rows = list(emitted_tv_rows(tables(), cells, [Prompt("one"), Prompt("two")], settings))

@@ -50,7 +50,7 @@ def test_certificate_passes_and_is_written(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.splitlines()[0].startswith("model,check,setting,figure,measured")
     checks = [row["check"] for row in found]
     whole = [row for row in found if row["check"] == "whole images follow the target"]
-    drafts = ["jacobi w4", "pac w4x2x2-maximal", "dynamic 10n2d5b"]
+    drafts = ["jacobi w4", "pac w4x2x2-maximal", "hybrid w4d2-row-maximal", "dynamic 10n2d5b"]
     chains = ["static chain-5, block", "jacobi w4, block"]
     last = "jacobi w4, traversal"
     cells = ["static small-7", *drafts, *chains, "static small-7, traversal", last]
@@ -68,10 +68,10 @@ def test_certificate_passes_and_is_written(capsys: pytest.CaptureFixture[str]) -
         "relaxed: lambda 2, k 4",
     }
     others = found[len(whole) + len(broken) :]
-    assert checks[-len(others) :][:5] == ["greedy identity"] * 4 + ["strict rule emits the target"]
-    assert {row["passed"] for row in whole + others[:5]} == {"yes"}
+    assert checks[-len(others) :][:6] == ["greedy identity"] * 5 + ["strict rule emits the target"]
+    assert {row["passed"] for row in whole + others[:6]} == {"yes"}
     assert all(row["passed"] == "yes" for row in broken if row["setting"].endswith(("left out", "after a rejection")))
-    assert {row["passed"] for row in others[5:]} == {"yes", ""}
+    assert {row["passed"] for row in others[6:]} == {"yes", ""}
     tests = rows("results/certify-tiny/lossless_tests.csv")
     assert len(tests) == 8 * (len(whole) + len(broken))
     assert {row["p_value"] == "" for row in tests} == {False}
