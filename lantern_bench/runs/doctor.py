@@ -280,7 +280,11 @@ def _compiler(device: torch.device) -> Iterator[Finding]:
         if problem is None:
             yield Finding(f"compiler for {kind}", "ok", f"{_compiler_name(kind)}; a trial took {now() - began:.1f} s")
         else:
-            install = "a C++ compiler (Debian: apt install g++)" if kind == "cpu" else "the Triton of this torch"
+            install = (
+                "a C++ compiler (Debian: apt install g++)"
+                if kind == "cpu"
+                else "the Triton of this torch with a C compiler (gcc)"
+            )
             fix = f"Install torch 2.10 or newer and {install}. {slower}"
             yield Finding(f"compiler for {kind}", "warning", f"{_compiler_name(kind)}: {problem}", fix)
     if device.type == "cpu":
@@ -291,12 +295,16 @@ def _compiler(device: torch.device) -> Iterator[Finding]:
 
 
 def _compiler_name(kind: str) -> str:
-    if kind == "cuda":
-        return f"Triton {metadata.version('triton')}"
-    from torch._inductor.cpp_builder import get_cpp_compiler
+    """The compiler's name and version; what is missing where there is none."""
+    try:
+        if kind == "cuda":
+            return f"Triton {metadata.version('triton')}"
+        from torch._inductor.cpp_builder import get_cpp_compiler
 
-    name = get_cpp_compiler()
-    done = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=20, check=False)
+        name = get_cpp_compiler()
+        done = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=20, check=False)
+    except Exception as error:  # torch's errors of a missing compiler are of several kinds
+        return f"none found ({type(error).__name__})"
     return (done.stdout.splitlines() or [name])[0].strip()
 
 

@@ -117,6 +117,7 @@ def test_network_is_contacted_only_when_asked(monkeypatch: pytest.MonkeyPatch) -
 
 def test_missing_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "compiler_problem", lambda _: "InvalidCxxCompiler: none")
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", raising(RuntimeError("none")))
     found = {one.check: one for one in doctor._compiler(torch.device("cpu"))}
     assert found["compiler for cpu"].state == "warning" and "apt install g++" in found["compiler for cpu"].fix
 
