@@ -16,7 +16,7 @@ ARGS  ?=
 # Test processes; each of them computes on one thread.
 WORKERS ?= logical
 
-.PHONY: help sweep test check lint test-long predict-here compare-plain aa screenshots constraints wheel clean
+.PHONY: help sweep test check lint test-long predict-here compare-plain aa bench-load screenshots constraints wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -52,6 +52,9 @@ compare-plain: $(DEV) ## milliseconds a step: a plain implementation, and this o
 
 aa: $(DEV) ## pairs of equal runs: do intervals cover, is compare silent? (ARGS: --pairs N --images N --processes N ...)
 	$(BIN)/python -m tests.aa $(ARGS)
+
+bench-load: $(DEV) ## 1,000,000 records: seconds and memory of tables, resuming and the report (ARGS: --new --prompts N ...)
+	$(BIN)/python -m tests.load $(ARGS)
 
 screenshots: check ## photograph the report page into docs/pictures (RUN: a run directory; default: a new default sweep)
 	$(if $(RUN),,$(BIN)/lantern-bench sweep --out build/screenshots > /dev/null)

@@ -61,7 +61,7 @@ class Run:
         import pandas as pd
 
         declared = columns("records")
-        frame = pd.DataFrame(self._data.records, columns=[column.name for column in declared])
+        frame = pd.DataFrame(list(self._data.records), columns=[column.name for column in declared])
         types = {"int": "Int64", "bool": "boolean"}
         return frame.astype({one.name: types[one.dtype] for one in declared if one.dtype in types})
 

@@ -79,7 +79,8 @@ def length_rows(cell: CellRecords) -> Iterator[dict[str, Any]]:
     """Yield the histogram of the tokens committed by a step, with Wilson intervals; empty for a cell without drafts."""
     if cell.columns["drafting"] == "none":
         return
-    counts = Counter(int(length) for row in cell.good for length in row.get("committed_per_step") or () if length > 0)
+    steps = (length for counts in cell.good.column("committed_per_step") for length in counts or ())
+    counts = Counter(int(length) for length in steps if length > 0)
     for length in range(1, max(counts, default=0) + 1):
         share = proportion(counts[length], counts.total()).columns("share")
         yield {**cell.columns, "length": length, "steps": counts[length], **share}

@@ -10,14 +10,16 @@ from __future__ import annotations
 import base64
 import contextlib
 import gzip
-import io
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
 
 from lantern_bench import __version__
 from lantern_bench.config.paper import read_paper
@@ -32,6 +34,8 @@ from lantern_bench.report.predict import prediction_rows
 from lantern_bench.report.records import CellRecords, Row, group_records, load_runs
 from lantern_bench.report.reproduction import comparability, reproduction_rows
 from lantern_bench.report.tables import ENDS, sort_scores
+from lantern_bench.report.thumbnails import Thumbnails
+from lantern_bench.runs.columns import Records
 from lantern_bench.runs.store import RunData
 
 if TYPE_CHECKING:
@@ -77,6 +81,7 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
         grid=data["grid"],
         pictures=len(data["pictures"]),
         prompts=len(data["prompts"]),
+        left_out=data["left_out"],
         highlights=highlights(made, numbers, [cell["name"] for cell in data["cells"]]),
         summary=summary(made, numbers),
         runs=[run_facts(name, run, made[name]) for name, run in runs.items()],
@@ -95,6 +100,10 @@ Numbers: TypeAlias = Mapping[CellKey, int]
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _SCORES = ("clip_score", "prompt_accuracy")
+
+PICTURES = 6_000
+"""Most pictures of a page: with more, browsers get slow, and the thumbnails exceed their budget."""
+
 # Plotly's names of matplotlib's markers and line styles.
 _MARKERS = {
     "o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross", "X": "x",
@@ -199,12 +208,16 @@ def _bounds(made: Mapping[str, Tables], numbers: Numbers) -> list[Plain]:
 def _pictures(
     runs: Mapping[str, RunData], records: Mapping[CellKey, CellRecords], numbers: Numbers, home: Path
 ) -> Plain:
-    """Prompts by first appearance in the plan, and a picture for each completed record with its own figures."""
+    """Prompts by first appearance in the plan, and a picture for each completed record with its own figures.
+
+    A page holds at most `PICTURES` of them: all cells of the first prompts. `left_out` counts the other prompts.
+    """
     thumbnails, pictures = Thumbnails(), []
     prompts: dict[str, int] = {}
     scores = {name: list(sort_scores(run.scores).values()) for name, run in runs.items()}
-    grid = grid_side([row for cell in records.values() for row in cell.good])
-    drawn = [(key, row) for key, cell in records.items() for row in cell.good if row.get("image")]
+    sides = {grid_side(cell.good) for cell in records.values() if len(cell.good)}
+    grid = sides.pop() if len(sides) == 1 else None
+    drawn, left_out = _drawn(records)
     for key, row in sorted(drawn, key=lambda pair: pair[1].get("order_index") or 0):
         file = runs[key[0]].folder / str(row["image"])
         steps = row.get("committed_per_step") or ()
@@ -222,7 +235,32 @@ def _pictures(
                 "runs": maps if grid and row.get("drafting") != "none" else None,
             }
         )  # fmt: skip
-    return {"prompts": list(prompts), "pictures": pictures, "thumbs": thumbnails.encoded(), "grid": grid}
+    shown = {"prompts": list(prompts), "pictures": pictures, "thumbs": thumbnails.encoded(), "grid": grid}
+    return shown | {"left_out": left_out}
+
+
+def _drawn(records: Mapping[CellKey, CellRecords]) -> tuple[list[tuple[CellKey, Row]], int]:
+    """The records whose pictures a page shows, with the keys of their cells, and the number of prompts left out."""
+    first: dict[str, float] = {}
+    pictures: Counter[str] = Counter()
+    for cell in records.values():
+        for row in cell.good.rows("prompt", "order_index", "image"):
+            if row["image"]:
+                prompt, place = str(row["prompt"]), row["order_index"] or 0
+                first[prompt] = min(place, first.get(prompt, place))
+                pictures[prompt] += 1
+    total, shown = 0, set[str]()
+    for prompt in sorted(first, key=first.__getitem__):
+        total += pictures[prompt]
+        if total > PICTURES and shown:
+            break
+        shown.add(prompt)
+    chosen = []
+    for key, cell in records.items():
+        mine = zip(cell.good.column("prompt"), cell.good.column("image"), strict=True)
+        places = [at for at, (prompt, image) in enumerate(mine) if image and str(prompt) in shown]
+        chosen += [(key, row) for row in cell.good.take(np.array(places, dtype=np.intp))]
+    return chosen, len(first) - len(shown)
 
 
 def step_lengths(row: Row) -> list[int]:
@@ -243,13 +281,14 @@ def length_map(cell: CellRecords) -> list[float | None] | None:
 
     if grid_side(cell.good) is None or cell.columns["drafting"] == "none":
         return None
-    lengths = pd.DataFrame([step_lengths(row) for row in cell.good])
+    rows = cell.good.rows("tokens", "start_per_step", "committed_per_step")
+    lengths = pd.DataFrame([step_lengths(row) for row in rows])
     return [None if pd.isna(mean) else round(float(mean), 3) for mean in lengths.where(lengths > 0).mean()]
 
 
-def grid_side(rows: Sequence[Row]) -> int | None:
+def grid_side(rows: Records) -> int | None:
     """Return the side of the square that the tokens of these images fill, row by row; None where they fill none."""
-    sizes = {int(row.get("tokens") or 0) for row in rows}
+    sizes = set(np.nan_to_num(np.unique(rows.floats("tokens"))).astype(int).tolist())
     side = math.isqrt(max(sizes, default=0))
     return side if side and sizes == {side * side} else None
 
@@ -266,50 +305,6 @@ def _rounded(values: Iterable[Any]) -> list[float | None]:
     """Six digits, as in the CSV files; None for what is missing or no number."""
     numbers = (math.nan if value is None or isinstance(value, str) else float(value) for value in values)
     return [float(f"{number:.6g}") if math.isfinite(number) else None for number in numbers]
-
-
-# ---- Pictures small enough for a page with hundreds of them
-
-SIDE = 128
-"""Longest side of a thumbnail in pixels."""
-
-BUDGET = 5_000_000
-"""Limit for all thumbnails of a page together, as base64 text, in bytes."""
-
-
-class Thumbnails:
-    """The WebP thumbnails of a page, each once, in order of first use."""
-
-    def __init__(self) -> None:
-        self._places: dict[tuple[tuple[int, int], bytes], int] = {}
-
-    def place(self, picture: Path) -> int | None:
-        """Return the place of a picture's thumbnail; None when the file is missing or no picture."""
-        from PIL import Image, UnidentifiedImageError
-
-        try:
-            with Image.open(picture) as opened:
-                small = opened.convert("RGB")
-                small.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
-        except (OSError, UnidentifiedImageError):
-            return None
-        return self._places.setdefault((small.size, small.tobytes()), len(self._places))
-
-    def encoded(self, budget: int = BUDGET) -> list[str]:
-        """Return the thumbnails as base64 of WebP files, within `budget` where the lowest quality allows it."""
-        from PIL import Image
-
-        def encode(size: tuple[int, int], pixels: bytes, quality: int) -> str:
-            written = io.BytesIO()
-            Image.frombytes("RGB", size, pixels).save(written, "WEBP", quality=quality, method=4)
-            return base64.b64encode(written.getvalue()).decode("ascii")
-
-        texts: list[str] = []
-        for quality in (90, 82, 70, 55, 40, 25):
-            texts = [encode(*picture, quality) for picture in self._places]
-            if sum(map(len, texts)) <= budget:
-                break
-        return texts
 
 
 # ---- The tables of the page: the summary, published figures, settings, machine

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+_READ = ("committed_per_step", "start_per_step", "offered_depth_per_step", "tokens", "drafter_forwards")
+"""What a prediction reads of a record."""
+
+
 def predict_run(run: RunData, device: Device, stack: str, model: str | None = None) -> pd.DataFrame:
     """Return the table `prediction` of a run, with the speedups that it measured; raises as `prediction_rows`."""
     import pandas as pd
@@ -53,10 +57,10 @@ def prediction_rows(run: RunData, device: Device, stack: str, model: str | None 
     for a model of unknown sizes, `UserError` for an unknown model.
     """
     cells, kernels = group_records(run.records), STACKS[stack]
-    if not any(row.get("committed_per_step") for cell in cells for row in cell.good):
+    if not any(any(cell.good.column("committed_per_step")) for cell in cells):
         raise RefusedError(f"{run.folder}: no image has recorded steps", "Give a run with completed images.")
     for cell in cells:
-        good = [row for row in cell.good if row.get("committed_per_step")]
+        good = [row for row in cell.good.rows(*_READ) if row["committed_per_step"]]
         if not good:
             continue
         name = model or str(cell.columns["model"])

@@ -9,9 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 from lantern_bench.config.methods import MODES, PARAMETERS, RULES, SAMPLING
 from lantern_bench.errors import RefusedError
-from lantern_bench.runs.store import RunData, latest, read_run
+from lantern_bench.runs.columns import Records
+from lantern_bench.runs.store import RunData, read_run
 from lantern_bench.schema import CELL_COLUMNS
 
 if TYPE_CHECKING:
@@ -79,7 +82,7 @@ class CellRecords:
     """One cell: its columns, its completed records by (prompt, repeat), and how many images failed."""
 
     columns: Row
-    good: tuple[Row, ...]
+    good: Records
     failed: int
 
     @property
@@ -104,13 +107,14 @@ class CellRecords:
         """
         import pandas as pd
 
-        index = pd.MultiIndex.from_tuples(
-            [(str(row["prompt_id"]), int(row["repeat"])) for row in self.good], names=["prompt_id", "repeat"]
+        good, names = self.good, ["prompt_id", "repeat"]
+        index = pd.MultiIndex.from_arrays(
+            [list(map(str, good.column("prompt_id"))), list(good.column("repeat"))], names=names
         )
-        figures = {name: [row.get(name) for row in self.good] for name in _RECORDED}
+        figures: dict[str, Any] = {name: good.floats(name) for name in _RECORDED}
         for name in ("committed", "accepted"):
-            figures[name] = [sum(row.get(f"{name}_per_step") or ()) for row in self.good]
-        figures["steps"] = [len(row.get("committed_per_step") or ()) for row in self.good]
+            figures[name] = [sum(counts or ()) for counts in good.column(f"{name}_per_step")]
+        figures["steps"] = [len(counts or ()) for counts in good.column("committed_per_step")]
         images = pd.DataFrame(figures, index=index).astype(float).assign(one=1.0)
         images["uncut"] = images["mal_uncut"] * images["steps"]
         images["process"] = images["process"].fillna(0.0)  # not recorded: one process
@@ -118,13 +122,13 @@ class CellRecords:
         images["seconds"] *= images["kept_share"]
         for phase in _PHASES:
             images[f"{phase}_ms"] = 1000.0 * images[f"{phase}_seconds"] * images["kept_share"]
-        texts = {name: [str(row.get(name) or "") for row in self.good] for name in ("record_key", "device_id")}
+        texts = {name: [str(text or "") for text in good.column(name)] for name in ("record_key", "device_id")}
         return images.assign(**texts)
 
     @cached_property
     def devices(self) -> Counter[str]:
         """Completed images by the name of their device; images whose device was not recorded are not counted."""
-        return Counter(str(row["device"]) for row in self.good if row.get("device"))
+        return Counter(str(device) for device in self.good.column("device") if device)
 
 
 def load_runs(directories: Sequence[Path]) -> dict[str, RunData]:
@@ -150,17 +154,23 @@ def run_names(directories: Sequence[Path]) -> list[str]:
 def group_records(records: Iterable[dict[str, Any]]) -> list[CellRecords]:
     """Group records by cell, in the fixed order of all tables.
 
-    Of records with one `record_key` the last counts: a failed image that was retried appears again.
+    Of records with one `record_key` the last counts: a failed image that was retried appears again. Cells of the same
+    `Records` are grouped once.
     """
-    cells: dict[str, list[Row]] = {}
-    for row in latest(records):
-        cells.setdefault(str(row["cell_id"]), []).append(row)
-    grouped = []
-    for rows in cells.values():
-        good = sorted((r for r in rows if r["status"] == "ok"), key=lambda r: (str(r["prompt_id"]), r["repeat"]))
-        columns = {column.name: rows[0].get(column.name) for column in CELL_COLUMNS}
-        grouped.append(CellRecords(columns, tuple(good), len(rows) - len(good)))
-    return sorted(grouped, key=lambda cell: _order(cell.columns))
+    known = records if isinstance(records, Records) else Records.of(records)
+    if "cells" in known.memo:
+        return list(known.memo["cells"])
+    whole = known.latest()
+    good, prompts, repeats = whole.is_value("status", "ok"), whole.order_of("prompt_id"), whole.floats("repeat")
+    cell, grouped = whole.order_of("cell_id"), []
+    order = np.lexsort((repeats, prompts, ~good, cell))
+    for rows in np.split(order, np.flatnonzero(np.diff(cell[order])) + 1) if len(order) else ():
+        finished = rows[good[rows]]
+        first = whole[int(rows.min())]
+        columns = {column.name: first.get(column.name) for column in CELL_COLUMNS}
+        grouped.append(CellRecords(columns, whole.take(finished), len(rows) - len(finished)))
+    known.memo["cells"] = sorted(grouped, key=lambda cell: _order(cell.columns))
+    return list(known.memo["cells"])
 
 
 def baseline_of(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRecords | None:

@@ -39,6 +39,7 @@ from lantern_bench.report.stats import (
     sums_per_prompt,
     timing,
 )
+from lantern_bench.runs.columns import Records
 from lantern_bench.runs.store import RunData
 from lantern_bench.schema import columns
 
@@ -153,10 +154,11 @@ def count_offers(rows: Iterable[Row]) -> pd.DataFrame:
     """
     import pandas as pd
 
+    known = rows if isinstance(rows, Records) else Records.of(rows)
     counts = Counter(
         (depth, start + depth - 1, rank >= 0)
-        for row in rows
-        for start, ranks in zip(row.get("start_per_step") or (), row.get("child_rank_per_step") or (), strict=False)
+        for starts, walks in zip(known.column("start_per_step"), known.column("child_rank_per_step"), strict=True)
+        for start, ranks in zip(starts or (), walks or (), strict=False)
         for depth, rank in enumerate(ranks, start=1)
     )
     table = pd.DataFrame([(*place, number) for place, number in counts.items()], columns=[*AXES, "accepted", "offered"])
@@ -221,7 +223,8 @@ def quality_rows(
     common = {**cell.columns, "failed": cell.failed, "moved_mass": moved_mass}
     rows = []
     for protocol, scores in protocols.items():
-        images = [(row, scores.images[key]) for row in cell.good if (key := str(row["record_key"])) in scores.images]
+        keys = cell.good.rows("record_key", "prompt_id")
+        images = [(row, scores.images[key]) for row in keys if (key := str(row["record_key"])) in scores.images]
         whole = scores.cells.get(cell.cell_id, {})
         if images or whole:
             row = _scored(cell, images, whole)
@@ -355,6 +358,8 @@ def parameters(cell: Row, cells: Sequence[Row]) -> str:
 
 # ---- All tables of a run, as DataFrames and as files
 
+_SECONDS = frozenset(column.name for column in columns("records") if column.name.endswith("seconds"))
+
 
 def build_tables(
     records: Iterable[dict[str, Any]],
@@ -381,7 +386,7 @@ def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
     experiment = run.manifest.get("experiment", {})
     records = run.records
     if "speed" not in experiment.get("metrics", ("speed",)):
-        records = [{name: None if name.endswith("seconds") else v for name, v in row.items()} for row in records]
+        records = (records if isinstance(records, Records) else Records.of(records)).without(_SECONDS)
     published = (experiment.get("paper") or {}).get("figures")
     return build_tables(records, run.scores, published, bool(experiment.get("pool_devices")))
 

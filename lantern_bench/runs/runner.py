@@ -130,8 +130,7 @@ def prepare_models(
     `UserError` for files that are malformed or ask for what their model lacks.
     """
     began = now()
-    ids = {unit: (unit.cell.cell_id, unit.prompt.id, unit.repeat) for unit in plan.units}
-    missing = [u for group in plan.batches() if any(ids[unit] not in done for unit in group) for u in group]
+    missing = [unit for group in plan.batches() if not done.issuperset(map(_place, group)) for unit in group]
     for cell in dict.fromkeys(unit.cell for unit in missing):
         if cell.decoding.drafts:
             with torch.inference_mode():
@@ -141,6 +140,10 @@ def prepare_models(
         for count, total in model.prepare(list(prompts)):
             tell(EncodedCaptions(name, count, total))
     return now() - began
+
+
+def _place(unit: Unit) -> tuple[str, str, int]:
+    return unit.cell.cell_id, unit.prompt.id, unit.repeat
 
 
 def calibrate_threads(
@@ -159,7 +162,7 @@ def calibrate_threads(
 
 def known_threads(store: RunStore, asked: int | None) -> int | None:
     """Return the threads of the run's finished images, else those asked for; raises as `calibrate_threads`."""
-    finished = sum(row["status"] == "ok" for row in store.records())
+    finished = store.finished
     recorded = store.manifest.get("threads") if finished else None
     check_same_threads(store.folder.name, recorded, asked, finished)
     return recorded or asked

@@ -7,11 +7,12 @@ the CSV files, which can be rebuilt at any time.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import compress, count
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -21,10 +22,13 @@ from lantern_bench.config.experiment import ResolvedExperiment
 from lantern_bench.config.plan import Unit
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import write_atomically
+from lantern_bench.runs.columns import Records, read_columns
 from lantern_bench.runs.keys import KeyFields, check_same_experiment, check_same_key, record_key
 from lantern_bench.schema import READABLE, SCHEMA_VERSION, columns
 
 MANIFEST, RECORDS, SCORES, LOCK = "manifest.json", "records.jsonl", "scores.jsonl", ".lock"
+# What a resumed run needs of its records.
+_SCANNED = ("cell_id", "prompt_id", "repeat", "process", "seconds", "pixel_seconds", "disturbed")
 RESULTS_VARIABLE = "LANTERN_BENCH_RESULTS"
 
 # ---- Finding and reading runs
@@ -36,7 +40,7 @@ class RunData:
 
     folder: Path
     manifest: dict[str, Any]
-    records: list[dict[str, Any]]
+    records: Sequence[dict[str, Any]]
     scores: list[dict[str, Any]]
 
 
@@ -89,13 +93,34 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def read_records(folder: Path) -> list[dict[str, Any]]:
-    """Return the last record of every image of a run, failed ones included; raises `UserError` for a damaged line."""
-    rows = _read_lines(folder / RECORDS, "records")
-    for number, row in enumerate(rows, start=1):
-        if row["record_key"] is None or row["status"] is None:
-            raise UserError(f"{folder / RECORDS} line {number}: not a record", "Remove this line.")
-    return latest(rows)
+def read_records(folder: Path, wanted: Collection[str] | None = None) -> Records:
+    """Return the last record of every image of a run, failed ones included; raises `UserError` for a damaged line.
+
+    `wanted` leaves out the columns that are not in it.
+    """
+    path = folder / RECORDS
+    records = read_columns(path, "records", None if wanted is None else {*wanted, "record_key", "status"})
+    for name in ("record_key", "status"):
+        if None in (values := records.column(name)):
+            line = next(number for number, value in enumerate(values, start=1) if value is None)
+            raise UserError(f"{path} line {line}: not a record", "Remove this line.")
+    # Runs without this column are of one process.
+    return records.filled("process", 0.0).latest()
+
+
+@functools.lru_cache(maxsize=1)
+def _scanned(folder: Path, _state: tuple[int, int, int]) -> Records:
+    return read_records(folder, _SCANNED)
+
+
+def scan_records(folder: Path) -> Records:
+    """Return what a resumed run needs of its records; a file that has not changed is not read again.
+
+    Columns `_SCANNED`, record_key and status; raises as `read_records`.
+    """
+    path = folder / RECORDS
+    state = path.stat() if path.is_file() else None
+    return _scanned(folder.absolute(), (state.st_ino, state.st_size, state.st_mtime_ns) if state else (0, 0, 0))
 
 
 def read_scores(folder: Path) -> list[dict[str, Any]]:
@@ -120,14 +145,11 @@ def _read_lines(path: Path, table: str) -> list[dict[str, Any]]:
     return rows
 
 
-def latest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the last row of every record key, in order of first appearance: a retried image counts once."""
-    return list({row["record_key"]: row for row in rows}.values())
-
-
 def done_images(folder: Path) -> set[tuple[str, str, int]]:
     """Return (cell id, prompt id, repeat) of every image with status `ok`; needs no torch."""
-    return {(r["cell_id"], r["prompt_id"], r["repeat"]) for r in read_records(folder) if r["status"] == "ok"}
+    records = scan_records(folder)
+    parts = (records.column(name) for name in ("cell_id", "prompt_id", "repeat"))
+    return set(compress(zip(*parts, strict=True), records.is_value("status", "ok")))
 
 
 # ---- Writing runs
@@ -180,15 +202,14 @@ class ScoreStore:
             raise
 
     def _open(self) -> None:
-        self._latest = {row["record_key"]: row for row in read_records(self.folder)}
-        if not any(row["status"] == "ok" for row in self._latest.values()):
+        if not scan_records(self.folder).is_value("status", "ok").any():
             what = f"{self.folder} has no images to score"
             raise RefusedError(what, "Resume the run with the command that started it.")
         self._scores = _JsonLines(self.folder / SCORES, "scores")
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> Records:
         """Return the last record of every image, failed ones included."""
-        return list(self._latest.values())
+        return read_records(self.folder)
 
     def append_score(self, score: Mapping[str, Any]) -> None:
         """Append a score; raises `ValueError` for a column that `schema.py` does not declare."""
@@ -225,10 +246,12 @@ class RunStore(ScoreStore):
         self._acquire(folder)
 
     def _open(self) -> None:
-        self._latest = {row["record_key"]: row for row in read_records(self.folder)}
+        records = scan_records(self.folder)
+        self._done = set(compress(records.column("record_key"), records.is_value("status", "ok")))
+        self._next_process = 1 + int(max(records.floats("process"), default=-1))
         if (self.folder / MANIFEST).exists():
             self.manifest = read_manifest(self.folder)
-            finished = sum(row["status"] == "ok" for row in self._latest.values())
+            finished = len(self._done)
             if finished:
                 check_same_key(self.folder.name, self.manifest.get("key", {}), self.key, finished)
                 check_same_experiment(self.folder.name, self.manifest.get("experiment", {}), self._experiment, finished)
@@ -246,11 +269,16 @@ class RunStore(ScoreStore):
 
     def is_done(self, unit: Unit) -> bool:
         """Return whether the image has a record with status `ok`; the runner retries failed images."""
-        return self._latest.get(self.key_of(unit), {}).get("status") == "ok"
+        return self.key_of(unit) in self._done
+
+    @property
+    def finished(self) -> int:
+        """How many images are finished."""
+        return len(self._done)
 
     def next_process(self) -> int:
         """Return the number of a process that begins to make images now: the first that no record has."""
-        return 1 + max((row["process"] for row in self._latest.values()), default=-1)
+        return self._next_process
 
     def append(self, unit: Unit, record: Mapping[str, Any]) -> dict[str, Any]:
         """Append the record of one image and return it complete.
@@ -262,7 +290,8 @@ class RunStore(ScoreStore):
         known |= {"prompt_id": unit.prompt.id, "prompt": unit.prompt.text, "repeat": unit.repeat, "seed": unit.seed}
         known |= {"prompt_source": unit.prompt.source or None, "order_index": unit.order_index}
         row = self._records.append(known | {"status": "ok"} | dict(record))
-        self._latest[row["record_key"]] = row
+        (self._done.add if row["status"] == "ok" else self._done.discard)(row["record_key"])
+        self._next_process = max(self._next_process, 1 + (row["process"] or 0))
         return row
 
     def write_image(self, unit: Unit, png: bytes) -> str:

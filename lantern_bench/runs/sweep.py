@@ -7,7 +7,7 @@ write nothing, so that a refused sweep leaves no trace; `RunStore` checks again 
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,9 +35,9 @@ from lantern_bench.runs.store import (
     done_images,
     lock_run,
     read_manifest,
-    read_records,
     results_root,
     run_folder,
+    scan_records,
 )
 from lantern_bench.runs.threads import prepare_environment
 from lantern_bench.runs.tuned import Added, add_lossless
@@ -164,7 +164,7 @@ def default_protocol(models: Sequence[str]) -> str:
 def seconds_per_image(folder: Path) -> dict[str, float]:
     """Return mean seconds per image by cell id, pixels included, of the finished images; empty without any."""
     spent: dict[str, list[float]] = defaultdict(list)
-    for row in read_records(folder):
+    for row in scan_records(folder).rows("cell_id", "status", "seconds", "pixel_seconds"):
         if row["status"] == "ok" and row["seconds"] is not None:
             spent[row["cell_id"]].append(row["seconds"] + (row["pixel_seconds"] or 0.0))
     return {cell_id: sum(values) / len(values) for cell_id, values in spent.items()}
@@ -176,10 +176,13 @@ def plan_table(request: Request) -> tuple[pd.DataFrame, Estimate]:
 
     pace, done = seconds_per_image(request.folder), done_images(request.folder)
     rows = []
+    planned = Counter(unit.cell.cell_id for unit in request.plan.units)
+    finished = Counter(
+        unit.cell.cell_id for unit in request.plan.units if (unit.cell.cell_id, unit.prompt.id, unit.repeat) in done
+    )
     for cell in request.plan.cells:
-        units = [unit for unit in request.plan.units if unit.cell == cell]
-        made = sum((cell.cell_id, unit.prompt.id, unit.repeat) in done for unit in units)
-        row = {"cell": cell.cell_id, "images": len(units), "done": made, "to_do": len(units) - made}
+        images, made = planned[cell.cell_id], finished[cell.cell_id]
+        row = {"cell": cell.cell_id, "images": images, "done": made, "to_do": images - made}
         rows.append(row | {"s_per_image": pace.get(cell.cell_id)})
     return pd.DataFrame(rows), request.plan.estimate(pace, done)
 
@@ -258,12 +261,13 @@ QUIET_ADVICE = "Close other programs. Figures of tokens and quality hold; those 
 
 def disturbed(folder: Path) -> str | None:
     """Say in one line how many images of a run were disturbed; None without any."""
-    timed = [row for row in read_records(folder) if row["status"] == "ok" and row["disturbed"] is not None]
-    count = sum(row["disturbed"] for row in timed)
+    records = scan_records(folder)
+    marks = records.floats("disturbed")[records.is_value("status", "ok")]
+    timed, count = int((marks == marks).sum()), int((marks == 1.0).sum())
     if count == 0:
         return None
-    said = f"{count} of {len(timed)} images disturbed: their threads lacked a core for more than 5 % of the time"
-    return f"speed cannot be measured now: {said}" if 2 * count > len(timed) else said
+    said = f"{count} of {timed} images disturbed: their threads lacked a core for more than 5 % of the time"
+    return f"speed cannot be measured now: {said}" if 2 * count > timed else said
 
 
 def check_failed(request: Request, failed: int) -> None:

@@ -21,7 +21,7 @@ from lantern_bench.report.page import Thumbnails, render, write_report
 from lantern_bench.report.predict import prediction_rows
 from lantern_bench.report.records import load_runs, run_names
 from lantern_bench.report.tables import tables_of
-from tests.made_up_run import AR, LOOSE, STRICT, make_record, write_run
+from tests.made_up_run import AR, LOOSE, STRICT, make_record, make_records, write_run
 from tests.report.page_run import write_page_run
 
 
@@ -157,3 +157,13 @@ def test_empty_run_and_unwritable_file_are_refused(run, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         write_report([run], tmp_path / "file" / "report.html")
+
+
+def test_a_page_shows_the_first_prompts_of_a_large_run(tmp_path, monkeypatch):
+    records = make_records()
+    folder = write_run(tmp_path / "large", records, [])
+    monkeypatch.setattr("lantern_bench.report.page.PICTURES", 7)  # four prompts of three cells; one image failed
+    shown = render(load_runs([folder]), folder)
+    assert "the pictures of the first 2 of 4 prompts" in shown and "4 prompts, 6 pictures on this page" in shown
+    monkeypatch.undo()
+    assert "of the first" not in render(load_runs([folder]), folder)

@@ -1,0 +1,125 @@
+"""`make bench-load`: a run of 200 cells and 5,000 prompts. Its tables, the resume of it, and its report.
+
+A sweep decodes a few images of every cell, with a model of one token an image. `tests/load_run.py` repeats their
+records for the other prompts, with the keys, seeds and places of the run's own plan and other seconds. What is measured
+is the package's own code, each part in a new process. Use a machine with nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from lantern_bench.clock import now
+from lantern_bench.console import Console
+from lantern_bench.runs.store import RECORDS, scan_records
+
+CELLS, PROMPTS = 200, 5_000
+
+
+class Limit(NamedTuple):
+    """The most that a stage may take; None: only reported."""
+
+    seconds: float | None = None
+    memory_gb: float | None = None
+    file_mb: float | None = None
+
+
+def _tables(folder: Path) -> dict[str, Any]:
+    from lantern_bench.report.tables import write_tables
+
+    return {"rows": len(write_tables(folder)["summary"])}
+
+
+def _resume_scan(folder: Path) -> dict[str, Any]:
+    return {"rows": int(scan_records(folder).is_value("status", "ok").sum())}
+
+
+def _resume(folder: Path) -> dict[str, Any]:
+    """The command of the run, which is complete: plan, checks, scan of the records, nothing to decode."""
+    from lantern_bench.runs.runner import Started
+    from lantern_bench.runs.sweep import run
+    from tests.load_run import request_of, use_family
+
+    use_family()
+    started: list[Started] = []
+    run(request_of(folder), lambda event: started.append(event) if isinstance(event, Started) else None)
+    assert not any(started[0].to_do.values()), "the keys of the repeated records are not those of the plan"
+    return {"rows": started[0].kept}
+
+
+def _report(folder: Path) -> dict[str, Any]:
+    from lantern_bench.report.page import write_report
+
+    page = write_report([folder], folder / "report.html")
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text("utf-8"), re.DOTALL)
+    shown = json.loads(data[1])  # type: ignore[index]
+    assert shown["left_out"] + len(shown["prompts"]) == len(set(scan_records(folder).column("prompt_id")))
+    return {"rows": len(shown["cells"]), "file_mb": page.stat().st_size / 1e6}
+
+
+STAGES = {
+    "tables": (_tables, Limit(60.0, 2.0)),
+    "resume scan": (_resume_scan, Limit(10.0)),
+    "report": (_report, Limit(file_mb=20.0)),
+    "whole resume": (_resume, Limit()),
+}
+
+
+def measure(stage: str, folder: Path) -> dict[str, Any]:
+    """Run a stage in a new process; return its figures, its seconds, its CPU seconds and the peak of its memory."""
+    command = [sys.executable, "-m", "tests.load", "--stage", stage, "--out", str(folder)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    limit = STAGES[stage][1]
+    asked = {name: most for name, most in limit._asdict().items() if most is not None}
+    figures["limit"] = ", ".join(f"{name} {most:g}" for name, most in asked.items())
+    figures["kept"] = all(figures[name] <= most for name, most in asked.items()) if asked else None
+    return {"stage": stage, **figures}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build the run where it is missing, measure, and print a table; 1 where a limit is not kept."""
+    parser = argparse.ArgumentParser(description="Measure how tables, resuming and the report bear a large run.")
+    parser.add_argument("--out", type=Path, default=Path("build/load/run"))
+    parser.add_argument("--cells", type=int, default=CELLS)
+    parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--new", action="store_true", help="build the run again")
+    parser.add_argument("--stage", choices=STAGES, help="measure one stage in this process")
+    flags = parser.parse_args(arguments)
+    if flags.stage:
+        began = now()
+        figures = STAGES[flags.stage][0](flags.out)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        figures |= {"seconds": round(now() - began, 2), "cpu_seconds": round(used.ru_utime + used.ru_stime, 2)}
+        unit = 1 if sys.platform == "darwin" else 1024
+        print(json.dumps(figures | {"memory_gb": round(used.ru_maxrss * unit / 1e9, 3)}))
+        return 0
+    console = Console()
+    if flags.new:
+        shutil.rmtree(flags.out, ignore_errors=True)
+    if not (flags.out / RECORDS).exists():
+        from tests.load_run import build
+
+        began = now()
+        console.say(f"{build(flags.out, flags.cells, flags.prompts)} records made in {now() - began:.0f} s")
+    console.say(f"{flags.out / RECORDS}: {os.path.getsize(flags.out / RECORDS) / 1e6:.0f} MB")
+    rows = [measure(stage, flags.out) for stage in STAGES]
+    names = ["stage", "rows", "seconds", "cpu_seconds", "memory_gb", "file_mb", "limit", "kept"]
+    console.table(pd.DataFrame(rows, columns=names))
+    return int(any(row["kept"] is False for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

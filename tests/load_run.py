@@ -1,0 +1,109 @@
+"""The run of `make bench-load`: a sweep of a few images of every cell, whose records are repeated for other prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lantern_bench.config.plan import Unit
+from lantern_bench.config.values import Overrides
+from lantern_bench.models import registry
+from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.runs.devices import choose_place, key_fields, load_models
+from lantern_bench.runs.keys import record_key
+from lantern_bench.runs.store import MANIFEST, RECORDS, done_images, read_records
+from lantern_bench.runs.sweep import Request, prepare, run
+from tests.tiny_family import CODES, TinyFamily, TinyPixels, TinyTarget
+
+REAL, PROCESSES = 2, 5
+WORDS = "a photo of red blue white round tall small lanterns over the lake bridge street market at dusk"
+
+
+class OneToken(TinyFamily):
+    """The tiny model with images of one token, and prompts of any words."""
+
+    def check_prompt(self, text: str) -> None:
+        """Take every prompt."""
+
+    def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+        """Load the tables with a grid of one code."""
+        model = super().load(name, device, dtype)
+        for part in (model.target, model.drafter):
+            assert isinstance(part, TinyTarget)
+            part.image_tokens = 1
+        model.grid, model.pixels = (1, 1), Dots()
+        return model
+
+
+class Dots(TinyPixels):
+    """A picture of one colour."""
+
+    def pixels(self, tokens: Tensor) -> Tensor:
+        """Tokens [B, 1] -> uint8 [B, 8, 8, 3]."""
+        return (tokens.reshape(-1, 1, 1, 1) * (255 // CODES)).to(torch.uint8).expand(-1, 8, 8, 3).contiguous()
+
+
+def use_family() -> None:
+    """Let commands of this process find this model, and no other."""
+    registry.families = lambda: {"tiny": OneToken()}  # type: ignore[assignment]
+
+
+def request_of(folder: Path, images: int | None = None) -> Request:
+    """The checked sweep; cells and prompts are in files beside the run."""
+    content = json.loads(folder.with_suffix(".json").read_text()) | {"prompts": str(folder.with_suffix(".txt"))}
+    return prepare(content | ({"images": images} if images else {}), Overrides(), out=folder)
+
+
+def describe(folder: Path, cells: int, prompts: int) -> None:
+    """Write the experiment and the prompts."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    each = (cells - 2) // 2
+    bounds = [round(0.001 * (number + 1), 3) for number in range(each + cells % 2)]
+    relaxed = [{"mode": "lantern", "drafting": "static", "neighbours": 3, "delta": bounds}]
+    relaxed += [{"mode": "lantern++", "neighbours": 3, "lambda": [round(1 + bound, 3) for bound in bounds[:each]]}]
+    head = {"name": "load", "model": "tiny", "metrics": ["speed"], "compile": False, "lossless": False}
+    content = {**head, "cells": [{"mode": "ar"}, {"mode": "speculative"}, *relaxed]}
+    folder.with_suffix(".json").write_text(json.dumps(content))
+    noise, words = np.random.default_rng(0), WORDS.split()
+    lines = (f"{' '.join(noise.choice(words, 9))} {number}" for number in range(prompts))
+    folder.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+
+
+def build(folder: Path, cells: int, prompts: int) -> int:
+    """Make the run; return how many records it has."""
+    use_family()
+    describe(folder, cells, prompts)
+    run(request_of(folder, REAL), lambda _event: None)
+    real: dict[str, list[dict[str, Any]]] = {}
+    for row in read_records(folder):
+        real.setdefault(row["cell_id"], []).append(dict(row))
+    whole = request_of(folder)
+    settings = whole.experiment.settings
+    place = choose_place(settings.device, settings.dtype, fast=True)
+    key = key_fields(load_models(whole.experiment, place), settings, place, whole.plan.cells)
+    assert key == json.loads((folder / MANIFEST).read_text())["key"]
+    noise, finished = np.random.default_rng(1), done_images(folder)
+    settings_of = {cell.cell_id: cell.settings() for cell in whole.plan.cells}
+
+    def record(unit: Unit) -> dict[str, Any]:
+        copied = real[unit.cell.cell_id][unit.image_index % REAL]
+        known = record_key(key, settings_of[unit.cell.cell_id], unit.prompt.id, unit.repeat, unit.seed)
+        own = {"record_key": known, "prompt_id": unit.prompt.id, "prompt": unit.prompt.text, "seed": unit.seed}
+        own |= {"prompt_source": unit.prompt.source or None, "repeat": unit.repeat, "order_index": unit.order_index}
+        slower = float(noise.lognormal(0.0, 0.05))
+        own |= {name: value * slower for name, value in copied.items() if name.endswith("seconds") and value}
+        own |= {"image": unit.image, "process": unit.image_index * PROCESSES // prompts}
+        return copied | own
+
+    count = len(finished)
+    with (folder / RECORDS).open("a", encoding="utf-8") as file:
+        for unit in whole.plan.units:
+            if (unit.cell.cell_id, unit.prompt.id, unit.repeat) not in finished:
+                file.write(json.dumps(record(unit), ensure_ascii=False) + "\n")
+                count += 1
+    return count
