@@ -43,7 +43,7 @@ class Cell:
     batch: int = 1
     suffix: str = ""
 
-    @property
+    @cached_property
     def cell_id(self) -> str:
         """The decoding's id, with model and batch where the run has several; also the name of the image directory."""
         return self.prefix + self.decoding.cell_id + self.suffix

@@ -242,6 +242,7 @@ class RunStore(ScoreStore):
 
     def __init__(self, folder: Path, experiment: ResolvedExperiment, key: KeyFields) -> None:
         self.manifest: dict[str, Any] = {}
+        self._settings: dict[str, dict[str, Any]] = {}
         self.key, self._experiment = key, _plain(experiment.to_dict())
         self._acquire(folder)
 
@@ -265,7 +266,9 @@ class RunStore(ScoreStore):
 
     def key_of(self, unit: Unit) -> str:
         """Return the record key of a planned image under this run's settings."""
-        return record_key(self.key, unit.cell.settings(), unit.prompt.id, unit.repeat, unit.seed)
+        if (settings := self._settings.get(unit.cell.cell_id)) is None:
+            settings = self._settings[unit.cell.cell_id] = unit.cell.settings()
+        return record_key(self.key, settings, unit.prompt.id, unit.repeat, unit.seed)
 
     def is_done(self, unit: Unit) -> bool:
         """Return whether the image has a record with status `ok`; the runner retries failed images."""
