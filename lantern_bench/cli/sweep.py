@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,6 +69,7 @@ _REPETITION: tuple[Flag, ...] = (
 )
 _Out = Annotated[Path | None, typer.Option(help="The run directory; by default results/<name>-<hash>.")]
 _Resume = Annotated[bool, typer.Option(help="Resume the run, or start a new one beside it.")]
+_Yes = Annotated[bool, typer.Option("--yes", help="Run a grid of any number of cells.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and decode nothing.")]
 
 
@@ -84,12 +86,13 @@ def sweep(
         float, typer.Option(help="Seconds without a sign of life after which a worker process is ended.")
     ] = runs_sweep.WORKER_TIMEOUT,
     dry_run: _DryRun = False,
+    yes: _Yes = False,
     format: FormatOption = None,
     *,
     flags: dict[str, Any],
 ) -> None:
     """Run an experiment: speed and quality of every cell, and the tables. The same command resumes it."""
-    overrides = Overrides.from_flags(flags, modes=modes or None, settings=settings or [])
+    overrides = replace(Overrides.from_flags(flags, modes=modes or None, settings=settings or []), many=yes)
     request = runs_sweep.prepare(
         experiment, overrides, out=out, resume=resume, shard=shard, worker_timeout=worker_timeout
     )
@@ -105,12 +108,13 @@ def reproduce(
     resume: _Resume = True,
     settings: SettingsOption = None,
     dry_run: _DryRun = False,
+    yes: _Yes = False,
     format: FormatOption = None,
     *,
     flags: dict[str, Any],
 ) -> None:
     """Reproduce a published table: every relaxed cell with both residuals, published figures beside ours."""
-    overrides = Overrides.from_flags(flags, modes=modes or None, settings=settings or [])
+    overrides = replace(Overrides.from_flags(flags, modes=modes or None, settings=settings or []), many=yes)
     request = runs_sweep.prepare(experiment, overrides, out=out, resume=resume, both_residuals=True)
     _run(request, ctx.obj, dry_run, format, _show_reproduction)
 

@@ -8,6 +8,7 @@ drafting and rule have it; one that is written in a cell and reaches nothing is 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from lantern_bench.config.methods import (
 )
 from lantern_bench.config.trees import topology_of
 from lantern_bench.config.values import Given, Layer, Place, Problems
+from lantern_bench.errors import RefusedError
 
 _STRUCTURE_KEYS = ("mode", "drafting", "rule")
 _UNSTATED = Place("")
@@ -56,7 +58,7 @@ class Expansion:
     """Expands the cells of one model.
 
     `model_defaults` are the model's own values; None: not known yet, so that a missing value is not a problem.
-    `used_flags` collects the flags that reached a cell.
+    `used_flags` collects the flags that reached a cell. `most` is the number of cells beyond which a grid is refused.
     """
 
     flags: Layer
@@ -65,6 +67,8 @@ class Expansion:
     model_defaults: Mapping[str, Any] | None
     problems: Problems
     used_flags: set[str] = field(default_factory=set)
+    most: int | None = None
+    _cells: int = 0
 
     def expand(self, cell: Layer, place: Place) -> list[Decoding]:
         """Return the decodings of one cell's grid in fixed order, without cells that have problems."""
@@ -141,6 +145,12 @@ class Expansion:
                 complete = False
                 self._note_missing(key, structure, place)
         if complete:
+            self._cells += math.prod(map(len, axes))
+            if self.most is not None and self._cells > self.most:
+                raise RefusedError(
+                    f"the grid has {self._cells} cells or more for one model, and a sweep at most {self.most}",
+                    "Give fewer values; or, if this is meant, add --yes.",
+                )
             for combination in itertools.product(*axes):
                 decoding = self._decoding(structure, dict(zip(keys, combination, strict=True)), place)
                 if decoding is not None:

@@ -26,6 +26,9 @@ from lantern_bench.config.values import Overrides, Place, Problems
 from lantern_bench.config.yaml_source import Source, read_source
 from lantern_bench.errors import UserError, did_you_mean
 
+MOST_CELLS = 1_000
+"""Larger grids are more often a slip than a plan: they need `--yes`."""
+
 # Keys that do not change the images, up to rounding.
 _NOT_RUN = ("name", "description", "paper", "protocol", "reference", "processes", "threads", "pool_devices")
 
@@ -173,7 +176,7 @@ def with_cells(
     """
     values = experiment.to_dict()
     values["cells"] += cells
-    found, problems = read_experiment(Source(experiment.name, Path(), values), Overrides())
+    found, problems = read_experiment(Source(experiment.name, Path(), values), Overrides(many=True))
     problems.raise_all()
     return resolve(found, model_defaults)
 
@@ -186,7 +189,8 @@ def _expand(experiment: Experiment, known: Mapping[str, Mapping[str, Any]] | Non
     for model in models:
         defaults = known[model] if known is not None else None
         layer = experiment.models.get(model, {})
-        expansion = Expansion(experiment.flags, layer, experiment.top, defaults, problems, used_flags)
+        most = None if experiment.many else MOST_CELLS // (len(models) * len(batches))
+        expansion = Expansion(experiment.flags, layer, experiment.top, defaults, problems, used_flags, most)
         prefix = re.sub(r"[^A-Za-z0-9.+_-]", "_", model) + "-" if len(models) > 1 else ""
         for spec in experiment.cells_of(model):
             for one in expansion.expand(spec.values, spec.place):

@@ -127,7 +127,10 @@ class CellSpec:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A checked experiment in layers: run-wide settings, top-level values, models, cells, flags."""
+    """A checked experiment in layers: run-wide settings, top-level values, models, cells, flags.
+
+    `many` allows any number of cells.
+    """
 
     settings: Settings
     top: Layer
@@ -137,6 +140,7 @@ class Experiment:
     source: str
     places: Mapping[str, Place] = field(default_factory=dict)
     recorded_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    many: bool = False
 
     @property
     def name(self) -> str:
@@ -310,7 +314,8 @@ def read_experiment(source: Source, overrides: Overrides) -> tuple[Experiment, P
     _note_unknown_models(settings, models, cells, reader)
     reader.paper(settings.paper)
     plain = {name: {key: given[0].value for key, given in layer.items()} for name, layer in recorded.items()}
-    return Experiment(settings, top, models, tuple(cells), flags, source.name, places, plain), problems
+    found = Experiment(settings, top, models, tuple(cells), flags, source.name, places, plain, overrides.many)
+    return found, problems
 
 
 def _with_dotted(source: Source, overrides: Overrides, problems: Problems) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import yaml
 from pydantic import ValidationError
 
 from lantern_bench.config.decoding import adapter
 from lantern_bench.config.methods import PARAMETERS, check_usable
 from lantern_bench.config.trees import STATIC_TREES, check_topology, topology_name
+from lantern_bench.config.yaml_source import load_yaml
 from lantern_bench.errors import UserError, did_you_mean
 
 
@@ -116,8 +116,8 @@ def _read_tree(item: object, place: Place) -> Any:
     """Return a tree's name, or its checked paths when it has none."""
     if isinstance(item, str) and item.startswith("@"):
         try:
-            item = yaml.safe_load((place.folder / item[1:]).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            item = load_yaml((place.folder / item[1:]).read_text(encoding="utf-8"), item[1:])[0]
+        except (OSError, ValueError, UserError) as error:
             raise ValueError(f"cannot be read as a tree: {' '.join(str(error).split())}") from error
     if isinstance(item, str):
         if item not in STATIC_TREES:
@@ -139,12 +139,13 @@ class Overrides:
     """Overrides of an experiment file: values by key, each a list (a grid if longer than one), and the modes to keep.
 
     A key is that of an experiment file; `cells.2.delta` and `models.NAME.delta` reach one cell or one model.
-    `from_set` holds the keys that were given by `--set`, for the messages.
+    `from_set` holds the keys that were given by `--set`, for the messages. `many` allows any number of cells.
     """
 
     values: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     modes: Sequence[str] = ()
     from_set: frozenset[str] = frozenset()
+    many: bool = False
 
     @classmethod
     def from_flags(
@@ -182,8 +183,9 @@ def _split(value: Any, flag: str) -> list[Any]:
         return [value]
     if value.strip().startswith("["):
         try:
-            parsed = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise UserError(f"{flag} {value}: not a valid list: {' '.join(str(error).split())}") from error
+            parsed = load_yaml(value, "")[0]
+        except UserError as error:
+            said = error.message.partition("not valid YAML: ")[2] or error.message
+            raise UserError(f"{flag} {value[:200]}: not a valid list: {said}") from error
         return [parsed] if is_tree(parsed) else list(parsed)
     return [part.strip() for part in value.split(",") if part.strip()]

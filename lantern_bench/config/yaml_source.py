@@ -19,6 +19,9 @@ from lantern_bench.errors import UserError, did_you_mean
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 
+# More than any file here needs. Aliases make a short file mean a large one: each use of an alias counts.
+MOST_BYTES, DEEPEST, MOST_VALUES = 1_000_000, 32, 100_000
+
 
 @dataclass(frozen=True)
 class Source:
@@ -46,17 +49,21 @@ def read_source(path: Path, beginning: str = _BEGINNING) -> Source:
     `beginning` says what to write into an empty one.
     """
     try:
-        text = path.read_bytes().decode("utf-8")
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        text = content.decode("utf-8") if len(content) <= MOST_BYTES else None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a text file in UTF-8") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    if text is None:
+        raise UserError(f"{path}: has more than {MOST_BYTES} bytes, the most of a YAML file here")
     return parse_source(text, str(path), path.parent, beginning)
 
 
 def parse_source(text: str, name: str, folder: Path, beginning: str = _BEGINNING) -> Source:
     """Parse the text of a YAML mapping; raises `UserError` as `read_source` does."""
-    data, node = _load(text, name)
+    data, node = load_yaml(text, name)
     if node is None:
         raise UserError(f"{name}: the file is empty", beginning)
     if not isinstance(data, dict):
@@ -67,9 +74,20 @@ def parse_source(text: str, name: str, folder: Path, beginning: str = _BEGINNING
     return Source(name, folder, data, lines, tuple(twice))
 
 
-def _load(text: str, name: str) -> tuple[Any, yaml.Node | None]:
+def load_yaml(text: str, name: str) -> tuple[Any, yaml.Node | None]:
+    """Return the data of a YAML text and its tree with line numbers; None for both where it is empty.
+
+    Raises `UserError`, with `name`, for what is not YAML, and for what is too deep, too large or contains itself.
+    """
+    if len(text) > MOST_BYTES:
+        raise UserError(f"{name[:200]}: has more than {MOST_BYTES} characters, the most of a YAML text here")
     try:
-        return yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, None
+        _count(node, 1, {})
+        return loader.construct_document(node), node  # type: ignore[no-untyped-call]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -77,6 +95,31 @@ def _load(text: str, name: str) -> tuple[Any, yaml.Node | None]:
         raise UserError(f"{name}{where}: not valid YAML: {said}") from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UserError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _count(node: yaml.Node, depth: int, known: dict[int, int]) -> int:
+    """Return how many values a node stands for; raises `MarkedYAMLError` beyond the limits.
+
+    `known` holds the nodes that were counted, and 0 for those that are being counted.
+    """
+    if (count := known.get(id(node))) is not None and count > 0:
+        return count
+    problem = "an alias stands for what contains it" if count == 0 else None
+    if depth > DEEPEST:
+        problem = f"nested deeper than {DEEPEST} levels"
+    if problem is None:
+        known[id(node)] = 0
+        parts: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            parts = node.value
+        elif isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        known[id(node)] = 1 + sum(_count(part, depth + 1, known) for part in parts)
+        if known[id(node)] > MOST_VALUES:
+            problem = f"more than {MOST_VALUES} values"
+    if problem is not None:
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    return known[id(node)]
 
 
 def _walk(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], twice: list[KeyPath]) -> None:

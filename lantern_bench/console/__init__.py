@@ -8,6 +8,7 @@ without a terminal, with `NO_COLOR` or on a dumb terminal. `report.format_tables
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,9 @@ __all__ = ["FORMATS", "Console", "Format", "Progress", "duration"]
 
 Format: TypeAlias = Literal["table", "csv", "json", "md", "latex"]
 FORMATS: tuple[Format, ...] = get_args(Format)
+
+# All of C0 and C1 but tabs and line ends.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 # ---- Progress: bars on a terminal, plain lines in a log
 
@@ -196,7 +200,8 @@ class Console:
         return "utf" in (getattr(self._out, "encoding", None) or "utf-8").lower()
 
     def data(self, text: str) -> None:
-        """Write text to stdout unchanged, with a line end."""
+        """Write text to stdout with a line end: unchanged into a file or pipe, `printable` on a terminal."""
+        text = printable(text) if self._out.isatty() else text
         self._out.write(text if text.endswith("\n") else text + "\n")
         self._out.flush()
 
@@ -211,7 +216,9 @@ class Console:
         """
         chosen = self.checked_format(format) if format is not None else self.format
         if chosen == "csv":
-            return self.data(table.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
+            from lantern_bench.report.tables import csv_text
+
+            return self.data(csv_text(table))
         if chosen == "json":
             return self.data(table.to_json(orient="records", double_precision=15, indent=1, force_ascii=False))
         from lantern_bench.report.format_tables import readable
@@ -264,9 +271,15 @@ class Console:
         return self._bars
 
     def _tell(self, text: str) -> None:
+        text = printable(text)
         if self._bars is None or not self._bars.tell(text):
             self._err.write(text + "\n")
             self._err.flush()
+
+
+def printable(text: str) -> str:
+    """Return text with its control characters written out: a prompt or a file must not steer the terminal."""
+    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def _takes_escapes(stream: TextIO) -> bool:
@@ -287,7 +300,7 @@ def _draw(stream: TextIO, shown: pd.DataFrame, title: str | None, notes: tuple[s
         for column in block.columns:
             drawn.add_column(column, justify="right" if _is_figures(block[column]) else "left", overflow="fold")
         for row in block.itertuples(index=False):
-            drawn.add_row(*row)
+            drawn.add_row(*map(printable, row))
         rich.print(drawn)
         title = None
     for note in notes:

@@ -33,6 +33,8 @@ _TEXT_KEYS = ("caption", "prompt", "text")
 _COLUMNS = ("prompt", "caption")
 _IMAGENET_CLASSES = 1000
 _SHOWN = 5
+# No caption has them. They steer terminals, end strings in C, and cannot be in a page.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class Item(NamedTuple):
@@ -55,7 +57,7 @@ def _read_json_lines(path: Path, flag: str) -> Iterator[tuple[int, Any]]:
     for number, line in _read_lines(path):
         try:
             yield number, json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{flag} line {number}: not JSON: {error}") from error
 
 
@@ -64,6 +66,8 @@ def _check_texts(flag: str, noun: str, texts: Iterable[tuple[str, str]], family:
 
     @functools.cache
     def problem(text: str) -> UserError | None:
+        if found := _CONTROLS.search(text):
+            return UserError(f"contains the control character {found[0]!r}", "Remove it.")
         try:
             family.check_prompt(text)
         except UserError as error:
@@ -120,6 +124,10 @@ def _parsed(path: Path, flag: str) -> Any:
         return json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
         raise UserError(f"{flag} line {error.lineno}: not JSON: {error.msg}") from error
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+        raise UserError(f"{flag}: not JSON: {error}") from error
 
 
 def _text_of(row: Any, place: str) -> str:
@@ -351,6 +359,8 @@ def _listed(path: Path, folder: Path) -> Iterator[Captioned]:
                 f"--captions {path} line {number}: has no picture and caption",
                 f"Name the picture under {', '.join(_NAME_KEYS)} and the caption under {', '.join(_TEXT_KEYS)}.",
             )
+        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"--captions {path} line {number}: {name} is outside {folder}", "Name pictures inside it.")
         yield Captioned(folder / name, text.strip(), f"{path.name} line {number}")
 
 

@@ -358,6 +358,8 @@ def parameters(cell: Row, cells: Sequence[Row]) -> str:
 
 # ---- All tables of a run, as DataFrames and as files
 
+_FORMULA = tuple("=+-@\t\r")
+
 _SECONDS = frozenset(column.name for column in columns("records") if column.name.endswith("seconds"))
 
 
@@ -419,9 +421,21 @@ def frame(table: str, rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def write_csv(table: pd.DataFrame, path: Path) -> None:
-    """Write a table whole or not at all: 6 significant digits, missing is empty. Raises `UserError` when it cannot."""
-    text = table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
+    """Write a table whole or not at all, as `csv_text`. Raises `UserError` when it cannot."""
     try:
-        write_atomically(path, text.encode())
+        write_atomically(path, csv_text(table).encode())
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}", "Choose a writable directory.") from error
+
+
+def csv_text(table: pd.DataFrame) -> str:
+    """Return a table as CSV: 6 significant digits, missing is empty.
+
+    A text that a spreadsheet would run as a formula begins with an apostrophe.
+    """
+    safe = {name: values.map(_no_formula) for name, values in table.items() if values.dtype.kind == "O"}
+    return str(table.assign(**safe).to_csv(index=False, float_format="%.6g", lineterminator="\n"))
+
+
+def _no_formula(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and value[:1] in _FORMULA else value

@@ -6,6 +6,7 @@ reads many of them asks for columns.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import itemgetter
@@ -92,7 +93,10 @@ class _Numbers:
         """Append the numbers of a chunk; raises TypeError for what is no number."""
         _check(values, int, float, np.number, np.bool_)
         numbers = np.array(values, dtype=np.float64)
-        large = self._kind is int and bool((np.abs(numbers[~np.isnan(numbers)]) > _EXACT).any())
+        told = numbers[~np.isnan(numbers)]
+        if not np.isfinite(told).all() or (self._kind is not float and (told != np.rint(told)).any()):
+            raise ValueError("a number of another kind")
+        large = self._kind is int and bool((np.abs(told) > _EXACT).any())
         self._parts.append(list(values) if large else numbers)
 
     def finish(self) -> Sequence[Any]:
@@ -315,6 +319,20 @@ def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ..
     return picked
 
 
+_CHECKSUM = b', "checksum"'
+
+
+def checksum(line: bytes) -> str:
+    """Return the checksum of a line's bytes in front of its column `checksum`, 16 hex digits."""
+    return hashlib.sha256(line).hexdigest()[:16]
+
+
+def is_whole(line: bytes, row: Row) -> bool:
+    """Whether a line has its checksum, or is of a version without."""
+    told = row.get("checksum")
+    return told is None or told == checksum(line[: line.rfind(_CHECKSUM)])
+
+
 def read_columns(path: Path, table: str, wanted: Collection[str] | None = None) -> Records:
     """Read the whole lines of a JSON lines file: the columns of a table, or those of them that are `wanted`.
 
@@ -327,7 +345,10 @@ def read_columns(path: Path, table: str, wanted: Collection[str] | None = None) 
                 if not lines[-1].endswith(b"\n"):
                     lines.pop()
                 try:
-                    builder.extend([orjson.loads(line) for line in lines])
+                    rows = [orjson.loads(line) for line in lines]
+                    if not all(map(is_whole, lines, rows)):
+                        raise ValueError("a checksum differs")
+                    builder.extend(rows)
                 except (ValueError, TypeError, AttributeError) as error:
                     raise _damaged(path, table, lines, number) from error
                 number += len(lines)
@@ -340,6 +361,9 @@ def _damaged(path: Path, table: str, lines: Sequence[bytes], before: int) -> Use
         why = "not a JSON object"
         try:
             if isinstance(row := orjson.loads(line), dict):
+                why = "its checksum differs"
+                if not is_whole(line, row):
+                    raise ValueError(why)
                 for column in columns(table):
                     why = f"{column.name} is not {column.dtype}"
                     _Builder([column], None).extend([row])

@@ -139,7 +139,7 @@ def _read_lines(path: Path, table: str) -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.is_file() else [], start=1):
         try:
             rows.append(empty | json.loads(line))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             what = f"{path} line {number}: damaged, not a JSON object"
             raise UserError(what, "Remove this line; the same command makes its content again.") from error
     return rows

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lantern_bench.errors import UserError
-from lantern_bench.runs.columns import Coded, Numbers, Records, read_columns
+from lantern_bench.runs.columns import Coded, Numbers, Records, checksum, read_columns
 from lantern_bench.schema import columns
 from tests.made_up_run import LOOSE, WALKS, make_record, make_records
 
@@ -94,6 +94,19 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str, said: str) -> None:
     with pytest.raises(UserError) as raised:
         read_columns(path, "records")
     assert f"{path} line 4: damaged, {said}" in raised.value.message
+
+
+def test_a_line_with_another_checksum_is_named(tmp_path: Path) -> None:
+    lines = []
+    for row in many(3):
+        text = json.dumps(row | {"checksum": None})[: -len(', "checksum": null}')]
+        lines.append(f'{text}, "checksum": "{checksum(text.encode())}"}}\n')
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(lines))
+    assert [row["seed"] for row in read_columns(path, "records")] == [2**62, 2**62 + 1, 2**62 + 2]
+    path.write_text("".join([lines[0], lines[1].replace('"seconds": 0.1', '"seconds": 0.7'), lines[2]]))
+    with pytest.raises(UserError, match="line 2: damaged, its checksum differs"):
+        read_columns(path, "records")
 
 
 def test_a_line_that_is_not_ended_is_not_read(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
+from lantern_bench.config.yaml_source import load_yaml
 from lantern_bench.errors import UserError
 from lantern_bench.models.eagle import check_kind
 from lantern_bench.models.io.checkpoint import Checkpoint, open_checkpoint
@@ -38,8 +38,8 @@ def load_vqgan(path: Path, device: torch.device, config: Mapping[str, Any] | Non
             advice = "Chameleon's tokenizer is vqgan.ckpt and vqgan.yaml, side by side."
             raise UserError(f"{beside}: no such file", advice)
         try:
-            stated = yaml.safe_load(beside.read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError) as error:
+            stated, _ = load_yaml(beside.read_text(encoding="utf-8"), str(beside))
+        except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{beside}: cannot be read as YAML: {' '.join(str(error).split())}") from error
         if not isinstance(stated, dict):
             raise UserError(f"{beside}: must hold a mapping")

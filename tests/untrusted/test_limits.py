@@ -1,0 +1,178 @@
+"""Files of strangers: what is too large, too deep or steers another program is refused or written out."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from lantern_bench.config.experiment import MOST_CELLS, load_experiment, resolve
+from lantern_bench.config.plan import Prompt, make_plan
+from lantern_bench.config.values import Overrides
+from lantern_bench.config.yaml_source import DEEPEST, MOST_BYTES, parse_source, read_source
+from lantern_bench.console import Console
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.prompts.sets import load_prompts, read_captioned
+from lantern_bench.report.page import render
+from lantern_bench.report.records import load_runs
+from lantern_bench.report.tables import write_csv
+from tests.made_up_run import AR, make_record, write_run
+
+DEFAULTS = {"lanterns": {"cfg_scale": 3.0, "tree": "small-7"}}
+FAMILY: Any = SimpleNamespace(check_prompt=lambda text: None, prompt_sets=dict)
+
+
+def deep(levels: int) -> str:
+    return "key: " + "[" * levels + "]" * levels
+
+
+LAUGHS = "a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
+    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]\n" for level in range(1, 9)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (deep(DEEPEST), f"nested deeper than {DEEPEST} levels"),
+        (deep(50_000), "not valid YAML"),
+        ("{" * 50_000, "not valid YAML"),
+        (LAUGHS, "more than 100000 values"),
+        ("a: &a {b: *a}", "an alias stands for what contains it"),
+        ("a: !!python/object/apply:os.mkdir [made]", "could not determine a constructor"),
+        ("a: " + "9" * 5000, "not valid YAML"),
+        ("a: 2026-99-99", "not valid YAML"),
+        (f"a: {'x' * MOST_BYTES}", "more than 1000000 characters"),
+    ],
+)
+def test_yaml_that_is_refused(text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="mine") as raised:
+        parse_source(text, "mine", tmp_path)
+    assert said in raised.value.message and len(raised.value.message) < 400
+    assert not Path("made").exists()
+
+
+def test_yaml_within_the_limits_is_read(tmp_path: Path) -> None:
+    assert parse_source(deep(DEEPEST - 2), "mine", tmp_path).data
+    data = parse_source("a: &a {b: 1}\nc: *a\nd: [*a, *a]", "mine", tmp_path).data
+    assert data == {"a": {"b": 1}, "c": {"b": 1}, "d": [{"b": 1}, {"b": 1}]}
+
+
+def test_a_file_without_end_is_not_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "large.yaml"
+    with path.open("wb") as file:
+        file.truncate(50 * 10**9)  # a sparse file: it takes no room, and reading it would take minutes
+    with pytest.raises(UserError, match="more than 1000000 bytes"):
+        read_source(path)
+
+
+def values(count: int) -> list[float]:
+    return [round((number + 1) / (count + 1), 6) for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{"delta": values(MOST_CELLS + 1)}, {key: values(300) for key in ("delta", "top_p", "temperature", "cfg_scale")}],
+)
+def test_a_grid_of_too_many_cells_needs_yes(axes: dict[str, list[float]]) -> None:
+    with pytest.raises(RefusedError, match="at most 1000") as raised:
+        load_experiment("lanterns", Overrides(axes, ("lantern",)))
+    assert "--yes" in str(raised.value.advice)
+
+
+def test_yes_allows_a_large_grid() -> None:
+    deltas = values(MOST_CELLS + 1)
+    axes: dict[str, Any] = {"delta": deltas, "drafting": ["static"], "temperature": [1.0]}
+    loaded = load_experiment("lanterns", Overrides(axes, ("lantern",), many=True))
+    assert len(resolve(loaded, DEFAULTS).cells) > MOST_CELLS
+
+
+@pytest.mark.parametrize("character", ["\0", "\x1b[2J", "\x07", "\x9b", "\x7f"])
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.csv", "prompts.json"])
+def test_prompts_with_control_characters_are_refused_by_line(name: str, character: str, tmp_path: Path) -> None:
+    texts = {
+        ".txt": f"a lantern\nred {character} lantern\n",
+        ".csv": f"prompt\na lantern\nred {character} lantern\n",
+        ".json": f'["a lantern", "red \\u{ord(character[0]):04x} lantern"]',
+    }
+    path = tmp_path / name
+    path.write_text(texts[path.suffix], encoding="utf-8")
+    with pytest.raises(UserError) as raised:
+        load_prompts(str(path), FAMILY)
+    assert "control character" in raised.value.message or "cannot be read" in raised.value.message
+    assert not any(ord(sign) < 32 and sign != "\n" for sign in raised.value.message)
+
+
+def test_a_prompt_names_no_file(tmp_path: Path) -> None:
+    """Pictures are named by cell and number."""
+    (tmp_path / "p.txt").write_text("../../etc/passwd\n/tmp/x\nC:\\x\n")
+    experiment = resolve(load_experiment("lanterns", Overrides({"images": [3]})), DEFAULTS)
+    plan = make_plan(experiment, load_prompts(str(tmp_path / "p.txt"), FAMILY))
+    assert {prompt.text for prompt in {unit.prompt for unit in plan.units}} >= {"../../etc/passwd"}
+    for unit in plan.units:
+        assert (tmp_path / unit.image).resolve().is_relative_to(tmp_path / "images")
+
+
+@pytest.mark.parametrize("name", ["../secret.png", "/etc/passwd.png", "a/../../secret.png"])
+def test_captions_name_no_picture_outside_their_folder(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (tmp_path / "secret.png").write_bytes(b"x")
+    (folder / "captions.txt").write_text(f"{name}\ta lantern\n")
+    with pytest.raises(UserError, match=r"line 1: .* is outside"):
+        read_captioned(folder, None, FAMILY)
+
+
+def test_messages_and_tables_do_not_steer_the_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    out, err = Terminal(), io.StringIO()
+    console = Console(stdout=out, stderr=err)
+    console.error(UserError("prompt \x1b[2J\x9b5n", "\x1b]0;title\x07"))
+    console.table(pd.DataFrame({"prompt": ["\x1b[2J gone"], "n": [1]}))
+    console.data("\x1b[2J gone")
+    assert err.getvalue() == "error: prompt \\x1b[2J\\x9b5n\n  \\x1b]0;title\\x07\n"
+    assert "\\x1b[2J gone" in out.getvalue() and "\x1b[2J" not in out.getvalue()
+
+
+def test_a_pipe_gets_data_unchanged() -> None:
+    out = io.StringIO()
+    Console(stdout=out).data("\x1b[2J")
+    assert out.getvalue() == "\x1b[2J\n"
+
+
+def test_a_spreadsheet_runs_no_text_of_a_table(tmp_path: Path) -> None:
+    texts = ["=cmd|' /C calc'!A0", "+1+1", "-2", "@SUM(A1)", "\t=1", "a=b", "", None]
+    table = pd.DataFrame({"model": pd.Series(texts, dtype="string"), "plain": texts, "value": [-1.5] * 8})
+    write_csv(table, tmp_path / "t.csv")
+    read = pd.read_csv(tmp_path / "t.csv")
+    for name in ("model", "plain"):
+        assert read[name].tolist()[:6] == [*(f"'{text}" for text in texts[:5]), "a=b"]
+        assert read[name].isna().tolist()[6:] == [True, True]
+    assert read["value"].tolist() == [-1.5] * 8
+    out = io.StringIO()
+    Console(stdout=out).table(table)
+    assert out.getvalue() == (tmp_path / "t.csv").read_text()
+
+
+def test_html_anywhere_in_a_run_is_escaped(tmp_path: Path) -> None:
+    bad = '<img src=x onerror="alert(1)">'
+    texts = {"prompt": bad, "model": bad, "prompt_source": bad}
+    records = [make_record(AR, number, [[]] * 3, 1.0) | texts for number in range(2)]
+    folder = write_run(tmp_path / "run", records, [], {"name": bad, "description": bad, "model": [bad]})
+    assert "<img src=x" not in render(load_runs([folder]), folder)
+
+
+@pytest.mark.parametrize("count", [20_000, pytest.param(1_000_000, marks=pytest.mark.long)])
+def test_long_prompt_files_are_read(count: int, tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    path.write_text("".join(f"lantern {number}\n" for number in range(count)))
+    assert len(load_prompts(str(path), FAMILY)) == count
+    assert load_prompts(f"{path}#0-2", FAMILY) == [Prompt("lantern 0", "p.txt:1"), Prompt("lantern 1", "p.txt:2")]
