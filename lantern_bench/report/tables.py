@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from lantern_bench.config.methods import MODES, OWN, PARAMETERS, SAMPLING
 from lantern_bench.errors import UserError
 from lantern_bench.models.io.files import write_atomically
@@ -98,9 +100,10 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords], pool_devices: boo
         row |= interval.columns(name)
         notes += [*about, missing if interval.value is None else interval.note]
     for name, (over, under) in _RATIOS.items():
-        known = cell.images[[over, under]].dropna()
-        total = math.fsum(known[under])
-        row[name] = math.fsum(known[over]) / total if total else None
+        parts = cell.images[over].to_numpy(), cell.images[under].to_numpy()
+        known = ~np.isnan(parts[0]) & ~np.isnan(parts[1])
+        total = math.fsum(parts[1][known])
+        row[name] = math.fsum(parts[0][known]) / total if total else None
     offers = count_offers(cell.good)
     row["acceptance_rate"] = offers["accepted"].sum() / offers["offered"].sum() if len(offers) else None
     row["peak_memory_mb"] = cell.images["peak_memory_bytes"].max() / 1e6

@@ -6,6 +6,8 @@ reads many of them asks for columns.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -23,7 +25,7 @@ from lantern_bench.schema import CELL_COLUMNS, Column, columns
 Row: TypeAlias = dict[str, Any]
 Places: TypeAlias = NDArray[np.intp]
 
-_CHUNK = 4096
+_CHUNK = 1024
 _CELL = frozenset(column.name for column in CELL_COLUMNS)
 # Numbers that float64 does not hold exactly stay Python's.
 _EXACT = 2**53
@@ -46,7 +48,7 @@ class _Texts:
         codes = [-1 if value is None else numbers.setdefault(value, len(numbers)) for value in values]
         self._codes.append(np.array(codes, dtype=np.int32))
         rows = sum(map(len, self._codes))
-        if rows >= 2 * _CHUNK and 2 * len(numbers) > rows:
+        if rows >= 8 * _CHUNK and 2 * len(numbers) > rows:
             known = [*numbers, None]
             self.texts, self._codes, self._numbers = [known[code] for part in self._codes for code in part], [], None
 
@@ -319,6 +321,18 @@ def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ..
     return picked
 
 
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Pause the garbage collector, which would look through the new dictionaries again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 _CHECKSUM = b', "checksum"'
 
 
@@ -340,7 +354,7 @@ def read_columns(path: Path, table: str, wanted: Collection[str] | None = None) 
     """
     builder, number = _Builder(columns(table), wanted), 0
     if path.is_file():
-        with path.open("rb") as file:
+        with path.open("rb") as file, _without_collector():
             while lines := list(islice(file, _CHUNK)):
                 if not lines[-1].endswith(b"\n"):
                     lines.pop()

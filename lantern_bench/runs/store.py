@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, count
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 from filelock import FileLock, Timeout
 
@@ -22,9 +22,11 @@ from lantern_bench.config.experiment import ResolvedExperiment
 from lantern_bench.config.plan import Unit
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import write_atomically
-from lantern_bench.runs.columns import Records, read_columns
 from lantern_bench.runs.keys import KeyFields, check_same_experiment, check_same_key, record_key
 from lantern_bench.schema import READABLE, SCHEMA_VERSION, columns
+
+if TYPE_CHECKING:
+    from lantern_bench.runs.columns import Records
 
 MANIFEST, RECORDS, SCORES, LOCK = "manifest.json", "records.jsonl", "scores.jsonl", ".lock"
 # What a resumed run needs of its records.
@@ -98,6 +100,8 @@ def read_records(folder: Path, wanted: Collection[str] | None = None) -> Records
 
     `wanted` leaves out the columns that are not in it.
     """
+    from lantern_bench.runs.columns import read_columns
+
     path = folder / RECORDS
     records = read_columns(path, "records", None if wanted is None else {*wanted, "record_key", "status"})
     for name in ("record_key", "status"):
