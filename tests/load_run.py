@@ -15,7 +15,7 @@ from lantern_bench.config.values import Overrides
 from lantern_bench.models import registry
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.runs.devices import choose_place, key_fields, load_models
-from lantern_bench.runs.keys import record_key
+from lantern_bench.runs.keys import RecordKeys
 from lantern_bench.runs.store import MANIFEST, RECORDS, done_images, read_records
 from lantern_bench.runs.sweep import Request, prepare, run
 from tests.tiny_family import CODES, TinyFamily, TinyPixels, TinyTarget
@@ -88,11 +88,11 @@ def build(folder: Path, cells: int, prompts: int) -> int:
     key = key_fields(load_models(whole.experiment, place), settings, place, whole.plan.cells)
     assert key == json.loads((folder / MANIFEST).read_text())["key"]
     noise, finished = np.random.default_rng(1), done_images(folder)
-    settings_of = {cell.cell_id: cell.settings() for cell in whole.plan.cells}
+    keys = RecordKeys(key)
 
     def record(unit: Unit) -> dict[str, Any]:
         copied = real[unit.cell.cell_id][unit.image_index % REAL]
-        known = record_key(key, settings_of[unit.cell.cell_id], unit.prompt.id, unit.repeat, unit.seed)
+        known = keys.key_of(unit.cell, unit.prompt.id, unit.repeat, unit.seed)
         own = {"record_key": known, "prompt_id": unit.prompt.id, "prompt": unit.prompt.text, "seed": unit.seed}
         own |= {"prompt_source": unit.prompt.source or None, "repeat": unit.repeat, "order_index": unit.order_index}
         slower = float(noise.lognormal(0.0, 0.05))

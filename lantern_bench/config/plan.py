@@ -50,7 +50,7 @@ class Prompt:
         return hashlib.blake2b(self.text.encode(), digest_size=6).hexdigest()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Unit:
     """One image to make. `image_index` counts within the cell, `order_index` within the whole run, both from 0."""
 

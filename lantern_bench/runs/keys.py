@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
+from lantern_bench.config.experiment import Cell
 from lantern_bench.errors import RefusedError
 
 
@@ -41,6 +42,24 @@ def record_key(fields: KeyFields, cell: Mapping[str, Any], prompt_id: str, repea
     """Return the key of one record, 16 hex digits; `cell` is `Cell.settings()`."""
     covered = {"run": fields, "cell": dict(cell), "prompt_id": prompt_id, "repeat": repeat, "seed": seed}
     return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class RecordKeys:
+    """`record_key` for a run of many images: what they share is written once."""
+
+    def __init__(self, fields: KeyFields) -> None:
+        self._run, self._cells = json.dumps(fields, sort_keys=True), dict[str, Any]()
+
+    def key_of(self, cell: Cell, prompt_id: str, repeat: int, seed: int) -> str:
+        """Return the key of one record."""
+        if (begun := self._cells.get(cell.cell_id)) is None:
+            settings = json.dumps(cell.settings(), sort_keys=True)
+            begun = self._cells[cell.cell_id] = hashlib.sha256(f'{{"cell": {settings}, '.encode())
+        digest = begun.copy()
+        image = f'"prompt_id": {json.dumps(prompt_id)}, "repeat": {repeat}'
+        digest.update(f'{image}, "run": {self._run}, "seed": {seed}}}'.encode())
+        key: str = digest.hexdigest()[:16]
+        return key
 
 
 def check_same_key(folder: str, recorded: Mapping[str, Any], now: KeyFields, finished: int) -> None:

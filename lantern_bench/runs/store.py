@@ -22,7 +22,7 @@ from lantern_bench.config.experiment import ResolvedExperiment
 from lantern_bench.config.plan import Unit
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import write_atomically
-from lantern_bench.runs.keys import KeyFields, check_same_experiment, check_same_key, record_key
+from lantern_bench.runs.keys import KeyFields, RecordKeys, check_same_experiment, check_same_key
 from lantern_bench.schema import READABLE, SCHEMA_VERSION, columns
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ class RunStore(ScoreStore):
 
     def __init__(self, folder: Path, experiment: ResolvedExperiment, key: KeyFields) -> None:
         self.manifest: dict[str, Any] = {}
-        self._settings: dict[str, dict[str, Any]] = {}
+        self._keys = RecordKeys(key)
         self.key, self._experiment = key, _plain(experiment.to_dict())
         self._acquire(folder)
 
@@ -270,9 +270,7 @@ class RunStore(ScoreStore):
 
     def key_of(self, unit: Unit) -> str:
         """Return the record key of a planned image under this run's settings."""
-        if (settings := self._settings.get(unit.cell.cell_id)) is None:
-            settings = self._settings[unit.cell.cell_id] = unit.cell.settings()
-        return record_key(self.key, settings, unit.prompt.id, unit.repeat, unit.seed)
+        return self._keys.key_of(unit.cell, unit.prompt.id, unit.repeat, unit.seed)
 
     def is_done(self, unit: Unit) -> bool:
         """Return whether the image has a record with status `ok`; the runner retries failed images."""

@@ -21,7 +21,7 @@ from lantern_bench.config.experiment import ResolvedExperiment, load_experiment,
 from lantern_bench.config.plan import Plan, Prompt, Unit, make_plan
 from lantern_bench.config.values import Overrides
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.runs.keys import KeyFields
+from lantern_bench.runs.keys import KeyFields, record_key
 from lantern_bench.runs.store import (
     RunStore,
     done_images,
@@ -29,7 +29,6 @@ from lantern_bench.runs.store import (
     read_manifest,
     read_records,
     read_run,
-    record_key,
     run_folder,
 )
 from lantern_bench.schema import SCHEMA_VERSION, columns
