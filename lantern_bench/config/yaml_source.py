@@ -87,7 +87,7 @@ def load_yaml(text: str, name: str) -> tuple[Any, yaml.Node | None]:
         if node is None:
             return None, None
         _count(node, 1, {})
-        return loader.construct_document(node), node  # type: ignore[no-untyped-call]
+        return loader.construct_document(node), node
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -255,7 +255,7 @@ def _drawn(records: Mapping[CellKey, CellRecords]) -> tuple[list[tuple[CellKey, 
         if total > PICTURES and shown:
             break
         shown.add(prompt)
-    chosen = []
+    chosen: list[tuple[CellKey, Row]] = []
     for key, cell in records.items():
         mine = zip(cell.good.column("prompt"), cell.good.column("image"), strict=True)
         places = [at for at, (prompt, image) in enumerate(mine) if image and str(prompt) in shown]

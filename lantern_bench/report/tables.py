@@ -436,7 +436,7 @@ def csv_text(table: pd.DataFrame) -> str:
 
     A text that a spreadsheet would run as a formula begins with an apostrophe.
     """
-    safe = {name: values.map(_no_formula) for name, values in table.items() if values.dtype.kind == "O"}
+    safe = {str(name): values.map(_no_formula) for name, values in table.items() if values.dtype.kind == "O"}
     return str(table.assign(**safe).to_csv(index=False, float_format="%.6g", lineterminator="\n"))
 
 

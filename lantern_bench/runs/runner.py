@@ -130,7 +130,7 @@ def prepare_models(
     `UserError` for files that are malformed or ask for what their model lacks.
     """
     began = now()
-    missing = [unit for group in plan.batches() if not done.issuperset(map(_place, group)) for unit in group]
+    missing = [unit for group in plan.batches() if any(_place(one) not in done for one in group) for unit in group]
     for cell in dict.fromkeys(unit.cell for unit in missing):
         if cell.decoding.drafts:
             with torch.inference_mode():
