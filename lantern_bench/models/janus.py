@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from lantern_bench.models.io.hub_files import JANUS
 from lantern_bench.models.prompt_tokens import Vocabulary
 from lantern_bench.models.transformer import TransformerConfig, Wrong
 from lantern_bench.models.transformers_family import PROMPT, Published, TransformersFamily, llama_transformer
@@ -116,7 +117,7 @@ _SIZE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24
 _SEVEN = {"text_config": {"vocab_size": 102400, "num_hidden_layers": 30}, "vq_config": {"projection_dim": 4096}}
 FAMILY = JanusFamily(
     name="janus",
-    licence="MIT",
+    licence=JANUS.name,
     defaults={"cfg_scale": 5.0, "tree": "eagle1-25"},  # guidance as in the authors' generation_inference.py
     kind=("model.generation_head.vision_head.weight", "a Janus model"),
     extra=r"model\.(vision_model|aligner|generation_aligner)\.|lm_head\.",

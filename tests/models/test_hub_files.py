@@ -353,3 +353,27 @@ def test_sources_are_well_formed():
             assert source.revision == "main" or len(source.revision) == 40
             assert all(file.sha256 is None or len(file.sha256) == 64 for file in source.files)
     assert "Chameleon" in SOURCES["anole-7b"][0].choices[0].licence.note
+
+
+def test_shards_are_found_by_their_index(tmp_path, hub, monkeypatch, capsys):
+    """A repository may hold its weights in any number of shards; one source serves two parts and is fetched once."""
+    files = (HubFile("model.safetensors", sharded=True), HubFile("config.json"))
+    source = Source("maker/big", files, Licence("MIT"), layout="hf")
+    monkeypatch.setitem(SOURCES, "big", (Part("target", (source,)), Part("tokenizer", (source,))))
+    names = [f"model-{shard:05}-of-00002.safetensors" for shard in (1, 2)]
+    index = json.dumps({"weight_map": {f"layer{number}": name for number, name in enumerate(names)}}).encode()
+    hub.content = {"config.json": b"{}", "model.safetensors.index.json": index, "other-00001-of-00002.bin": b"x"}
+    hub.content |= {name: name.encode() for name in names}
+    root = tmp_path / "w"
+    assert typed("get", "big", "--dir", root) == 0
+    assert sorted(hub.asked) == [
+        f"maker/big/{name}" for name in ("config.json", *names, "model.safetensors.index.json")
+    ]
+    found = require_part("big", "tokenizer", root)
+    assert found.path.name == "model.safetensors.index.json" and set(found.paths) > set(names)
+    assert typed("get", "big", "--dir", root) == 0 and len(hub.asked) == 4
+    (root / "maker/big" / names[1]).unlink()
+    assert find_part("big", "target", root) is None
+    hub.asked.clear()
+    assert typed("get", "big", "--dir", root) == 0
+    assert names[1] in " ".join(hub.asked)

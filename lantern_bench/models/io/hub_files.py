@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -25,11 +26,39 @@ class Licence(NamedTuple):
 
 
 class HubFile(NamedTuple):
-    """A file of a repository; `sha256` in hex where it is pinned. An optional file may be missing."""
+    """A file of a repository; `sha256` in hex where it is pinned. An optional file may be missing.
+
+    `sharded`: weights that are this file, or the index beside it and the shards that the index names.
+    """
 
     path: str
     sha256: str | None = None
     optional: bool = False
+    sharded: bool = False
+
+    @property
+    def index(self) -> str:
+        """The name of the index of its shards."""
+        return f"{self.path}.index.json"
+
+    def found_in(self, folder: Path) -> dict[str, Path]:
+        """The files in a directory, by their names in the repository; empty if one of them is missing."""
+        if (folder / self.path).is_file() or not self.sharded:
+            return {self.path: folder / self.path} if (folder / self.path).is_file() else {}
+        try:
+            shards = set(json.loads((folder / self.index).read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
+        found = {name: folder / name for name in (self.index, *sorted(shards))}
+        return found if all(path.is_file() for path in found.values()) else {}
+
+    def offered_in(self, names: Collection[str]) -> list[str]:
+        """Its names among those of a repository; empty if it is not there."""
+        if self.path in names or not (self.sharded and self.index in names):
+            return [self.path] if self.path in names else []
+        stem, _, ending = self.path.rpartition(".")
+        shard = re.compile(rf"{re.escape(stem)}-\d+-of-\d+\.{re.escape(ending)}")
+        return [self.index, *sorted(name for name in names if shard.fullmatch(name))]
 
 
 class Source(NamedTuple):
@@ -68,6 +97,11 @@ ANOLE_HF = Licence(
     "Apache-2.0 (as the repository says)",
     "the weights descend from Chameleon, and Anole's authors put theirs under the Chameleon Research License: "
     "research only, https://ai.meta.com/resources/models-and-libraries/chameleon-license",
+)
+JANUS = Licence(
+    "MIT (as the repository says)",
+    "its authors put the weights under the DeepSeek Model License, which restricts some uses: "
+    "https://github.com/deepseek-ai/Janus/blob/main/LICENSE-MODEL",
 )
 UNSTATED = Licence(
     "not known here",
@@ -135,6 +169,15 @@ _ANOLE = _chameleon("leloy/Anole-7b-v0.1-hf", 3, ANOLE_HF, "4f2c679ff6eb0291e781
 _LUMINA = _chameleon("Alpha-VLLM/Lumina-mGPT-7B-768", 2, CHAMELEON, "9624463a82ea5ce814af9b561dcd08a31082c3af")
 _ANOLE_DRAFTER = Source("jadohu/anole_drafter", _files("config.json", "pytorch_model.bin"), APACHE)
 
+
+def _hosted(repo: str, licence: Licence) -> tuple[Part, ...]:
+    """A model whose target and tokenizers transformers reads from one folder; no drafter was published for any."""
+    files = (HubFile("model.safetensors", sharded=True), *_files("config.json", "tokenizer.json"))
+    more = _files("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", optional=True)
+    source = Source(repo, (*files, *more), licence, layout="hf")
+    return (Part("target", (source,)), Part("tokenizer", (source,)))
+
+
 _C2I_SIZES = ("B-256", "B-384", "L-256", "L-384", "XL-384", "XXL-384", "3B-384")
 
 SOURCES: dict[str, tuple[Part, ...]] = {
@@ -144,6 +187,9 @@ SOURCES: dict[str, tuple[Part, ...]] = {
     "anole-7b": (Part("target", (_ANOLE,)), Part("tokenizer", (_VQGAN,)), Part("drafter", (_ANOLE_DRAFTER,))),
     # The LANTERN authors have published no drafter for Lumina-mGPT.
     "lumina-mgpt-7b-768": (Part("target", (_LUMINA,)), Part("tokenizer", (_VQGAN,))),
+    "janus-pro-1b": _hosted("deepseek-community/Janus-Pro-1B", JANUS),
+    "janus-pro-7b": _hosted("deepseek-community/Janus-Pro-7B", JANUS),
+    "emu3-gen": _hosted("BAAI/Emu3-Gen-hf", APACHE),
 }
 """The parts of each published model, by its name in this package."""
 
@@ -193,9 +239,9 @@ def find_part(model: str, part: str, root: Path | None = None) -> Found | None:
         folders = [base / place.format(repo=source.repo, name=name) for place in _FOLDERS]
         # A checkpoint of one file may also lie in the root itself.
         for folder in [*folders, *([base] if len(source.files) == 1 else []), *_hub_cache(source)]:
-            paths = {file.path: folder / file.path for file in source.files if (folder / file.path).is_file()}
-            if all(file.optional or file.path in paths for file in source.files):
-                return Found(part, source, folder, paths)
+            here = [file.found_in(folder) for file in source.files]
+            if all(file.optional or paths for file, paths in zip(source.files, here, strict=True)):
+                return Found(part, source, folder, {name: path for paths in here for name, path in paths.items()})
     return None
 
 
@@ -243,7 +289,7 @@ def _hub_cache(source: Source) -> list[Path]:
         return []
     from huggingface_hub import try_to_load_from_cache
 
-    first = next(file.path for file in source.files if not file.optional)
+    first = next(file.path for file in source.files if not (file.optional or file.sharded))
     cached = try_to_load_from_cache(source.repo, first, cache_dir=cache, revision=source.revision)
     return [Path(cached).parents[first.count("/")]] if isinstance(cached, str) else []
 
@@ -324,10 +370,10 @@ class Fetched(NamedTuple):
 
 def missing_files(model: str, root: Path) -> list[Missing]:
     """The files that complete a model: of each incomplete part, those of its first source that are not here."""
-    sources = [part.choices[0] for part in parts_of(model) if find_part(model, part.name, root) is None]
+    missing = [part.choices[0] for part in parts_of(model) if find_part(model, part.name, root) is None]
     return [
-        (source, tuple(file for file in source.files if not (root / source.repo / file.path).exists()))
-        for source in sources
+        (source, tuple(file for file in source.files if not file.found_in(root / source.repo)))
+        for source in dict.fromkeys(missing)
     ]
 
 
@@ -380,10 +426,11 @@ def _described(source: Source, files: Sequence[HubFile]) -> tuple[Source, str, d
     with _explained(source.repo):
         info = HfApi().model_info(source.repo, revision=source.revision, files_metadata=True)
     named = {file.rfilename: file.lfs.sha256 if file.lfs else None for file in info.siblings or ()}
-    absent = [file.path for file in files if not file.optional and file.path not in named]
+    offered = {file: file.offered_in(named) for file in files}
+    absent = [file.path for file, names in offered.items() if not file.optional and not names]
     if absent:
         raise RefusedError(f"{source.repo}: the repository no longer has {', '.join(absent)}")
-    return source, str(info.sha), {file.path: named[file.path] for file in files if file.path in named}
+    return source, str(info.sha), {name: named[name] for names in offered.values() for name in names}
 
 
 @contextmanager
