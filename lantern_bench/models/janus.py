@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.models.io.hub_files import JANUS
-from lantern_bench.models.prompt_tokens import Vocabulary
+from lantern_bench.models.prompt_tokens import Encode, Vocabulary
 from lantern_bench.models.transformer import TransformerConfig, Wrong
-from lantern_bench.models.transformers_family import PROMPT, Published, TransformersFamily, llama_transformer
+from lantern_bench.models.transformers_family import PROMPT, Published, TransformersFamily, llama_transformer, section
 
 if TYPE_CHECKING:
     from lantern_bench.models.io.checkpoint import Checkpoint
@@ -43,7 +43,6 @@ class JanusWording:
     """A turn of the user, and the answer that begins with an image."""
 
     positions: int = PROMPT
-    null_caption: str | None = None
 
     def text(self, caption: str) -> str:
         """The text of a caption's prompt."""
@@ -53,7 +52,7 @@ class JanusWording:
         """The whole prompt of a tokenised text."""
         return [vocabulary[_BEGIN], *text, vocabulary[_IMAGE]]
 
-    def without_caption(self, prompt: Sequence[int], vocabulary: Vocabulary) -> list[int]:
+    def without_caption(self, prompt: Sequence[int], vocabulary: Vocabulary, encode: Encode) -> list[int]:  # noqa: ARG002
         """The unconditional prompt that goes with a prompt: padding between its ends."""
         return [prompt[0], *[vocabulary[_PAD]] * (len(prompt) - 2), prompt[-1]]
 
@@ -63,12 +62,9 @@ class JanusFamily(TransformersFamily):
 
     def transformer(self, config: Mapping[str, Any], wrong: Wrong) -> TransformerConfig:
         """As `TransformersFamily.transformer`."""
-        vq, seen = (
-            _VQ | config.get("vq_config", {}),
-            {"image_size": 384, "patch_size": 16} | config.get("vision_config", {}),
-        )
-        side, text = seen["image_size"] // seen["patch_size"], config.get("text_config", {})
-        found = llama_transformer(text, _TEXT, wrong, vq["num_embeddings"], (side, side), head_layer=True)
+        vq, seen = section(config, "vq_config", _VQ, wrong), section(config, "vision_config", _SEEN, wrong)
+        side = seen["image_size"] // seen["patch_size"]
+        found = llama_transformer(config, _TEXT, wrong, vq["num_embeddings"], (side, side), head_layer=True)
         if vq["projection_dim"] != found.dim:
             raise wrong("vq_config.projection_dim", f"is {vq['projection_dim']}, and hidden_size is {found.dim}")
         return replace(found, words=(found.words or 0) + found.vocab_size)
@@ -104,7 +100,7 @@ class JanusFamily(TransformersFamily):
         """As `TransformersFamily.image_tokenizer`: LlamaGen's VQ-16, by other names."""
         from lantern_bench.models.vq import VQConfig, VQModel, read_vq_config
 
-        return VQModel(VQConfig(**read_vq_config(_VQ | config.get("vq_config", {}), wrong)))
+        return VQModel(VQConfig(**read_vq_config(section(config, "vq_config", _VQ, wrong), wrong)))
 
     def tokenizer_keys(self, tokenizer: VQModel) -> KeyMap:
         """As `TransformersFamily.tokenizer_keys`."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from lantern_bench.errors import RefusedError, UserError
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from lantern_bench.models.transformer.conditioning import Condition
+
+Encode: TypeAlias = Callable[[str], Sequence[int]]
+"""Makes numbers of a text."""
 
 
 class Vocabulary:
@@ -78,11 +81,6 @@ class Wording(Protocol):
         """The longest prompt."""
         ...
 
-    @property
-    def null_caption(self) -> str | None:
-        """The text whose prompt takes the place of the unconditional one; None: `without_caption` makes that."""
-        ...
-
     def text(self, caption: str) -> str:
         """The text of a caption's prompt."""
         ...
@@ -91,7 +89,7 @@ class Wording(Protocol):
         """The whole prompt of a tokenised text."""
         ...
 
-    def without_caption(self, prompt: Sequence[int], vocabulary: Vocabulary) -> list[int]:
+    def without_caption(self, prompt: Sequence[int], vocabulary: Vocabulary, encode: Encode) -> list[int]:
         """The unconditional prompt that goes with a prompt."""
         ...
 
@@ -106,14 +104,15 @@ class PromptBuilder:
 
     wording: Wording
     vocabulary: Vocabulary
-    encode: Callable[[str], Sequence[int]]
+    encode: Encode
     bare: bool = False
 
     def words(self, caption: str) -> list[int]:
         """The prompt of a caption as numbers; raises `UserError` for one that is empty or too long."""
         if not caption.strip():
             raise UserError("caption: is empty", "Say what the picture shows.")
-        prompt = self._prompt(caption if self.bare else self.wording.text(caption))
+        text = caption if self.bare else self.wording.text(caption)
+        prompt = self.wording.around(self.encode(text), self.vocabulary)
         if len(prompt) > self.wording.positions:
             most = f"its prompt has {len(prompt)} tokens, and at most {self.wording.positions} are taken"
             raise UserError(f"caption {caption[:40]!r}...: {most}", "Say it in fewer words.")
@@ -125,7 +124,8 @@ class PromptBuilder:
 
     def of_prompts(self, prompts: Sequence[Sequence[int]]) -> Condition:
         """The condition of whole prompts."""
-        return prompt_condition([(prompt, self._null(prompt)) for prompt in prompts])
+        nulls = (self.wording.without_caption(prompt, self.vocabulary, self.encode) for prompt in prompts)
+        return prompt_condition(list(zip(prompts, nulls, strict=True)))
 
     def of_arrays(self, arrays: Mapping[str, np.ndarray], words: int) -> Condition:
         """The condition of prompts given as numbers: `input_ids` int [P] or [n, P], `mask` of the same shape or none.
@@ -151,14 +151,6 @@ class PromptBuilder:
         if ids.shape[1] > self.wording.positions:
             raise ValueError(f"input_ids has {ids.shape[1]} tokens, and at most {self.wording.positions} are taken")
         return self.of_prompts([row[use].tolist() for row, use in zip(ids, kept, strict=True)])
-
-    def _prompt(self, text: str) -> list[int]:
-        return self.wording.around(self.encode(text), self.vocabulary)
-
-    def _null(self, prompt: Sequence[int]) -> list[int]:
-        if self.wording.null_caption is not None:
-            return self._prompt(self.wording.null_caption)
-        return self.wording.without_caption(prompt, self.vocabulary)
 
 
 def prompt_condition(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Condition:

@@ -94,6 +94,7 @@ class HasTokenizer(Protocol):
 _GROUP = "lantern_bench.families"
 _SHIPPED = {
     "chameleon": "chameleon.family:FAMILY",
+    "emu3": "emu3.family:FAMILY",
     "janus": "janus:FAMILY",
     "lanterns": "lanterns.family:FAMILY",
     "llamagen-c2i": "llamagen.family:C2I",

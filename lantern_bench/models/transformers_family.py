@@ -232,6 +232,28 @@ class TransformersFamily(CheckpointFamily):
         return PromptBuilder(self.wording(self._sizes(file).grid), self._vocabulary(file), encode)
 
 
+def section(config: Mapping[str, Any], key: str, usual: Mapping[str, Any], wrong: Wrong) -> dict[str, Any]:
+    """A part of a config.json, with `usual` values where it states none; each must be of its usual value's kind.
+
+    Raises what `wrong(key, text)` returns for others: numbers must be above 0, and lists hold such numbers.
+    """
+    stated = config.get(key) or {}
+    if not isinstance(stated, Mapping):
+        raise wrong(key, "must be a mapping")
+    for name, value in usual.items():
+        given = stated.get(name)
+        many = isinstance(value, tuple)
+        if given is None or (many and given == []):
+            continue
+        if many is not isinstance(given, list | tuple):
+            raise wrong(f"{key}.{name}", f"{given}: must be {'a list of whole numbers' if many else 'a number'}")
+        for number in given if many else (given,):
+            kinds = (int, float) if isinstance(value, float) else (int,)
+            if type(number) not in kinds or number <= 0:
+                raise wrong(f"{key}.{name}", f"{given}: must be above 0{'' if float in kinds else ', and whole'}")
+    return {**usual, **{name: value for name, value in stated.items() if value is not None}}
+
+
 def llama_transformer(
     config: Mapping[str, Any],
     usual: Mapping[str, Any],
@@ -240,14 +262,22 @@ def llama_transformer(
     grid: tuple[int, int],
     **more: Any,
 ) -> TransformerConfig:
-    """The transformer of a Llama or its kin whose `config.json` (or a part of it) is `config`.
+    """The transformer of a Llama or its kin that the `text_config` of a config.json describes.
 
     `usual` are transformers' values where it states none; `vocab_size` image tokens make pictures of `grid`; `more` are
     other fields of `TransformerConfig`. Raises what `wrong(key, text)` returns for sizes that cannot be.
     """
-    said = llama_sizes({**usual, **config}, wrong)
+
+    def wrong_inside(key: str, text: str) -> UserError:
+        return wrong(f"text_config.{key}", text)
+
+    text = section(config, "text_config", usual, wrong)
+    if text.get("rope_parameters") and "rope_theta" not in config["text_config"]:
+        # Newer files state the base of rotary positions there alone.
+        text.pop("rope_theta", None)
+    said = llama_sizes(text, wrong_inside)
     if (problem := heads_problem(said["dim"], said["heads"], said.get("kv_heads"), "sequence")) is not None:
-        raise wrong(*problem)
+        raise wrong_inside(*problem)
     return TransformerConfig(vocab_size, prefix=PROMPT, grid=grid, positions="sequence", pairs="halves", **said, **more)
 
 

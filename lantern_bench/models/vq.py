@@ -28,7 +28,7 @@ class VQConfig:
     """Sizes of a tokenizer. `channel_mult` has one entry a resolution; the picture is halved between entries.
 
     `unit_codes`: codes and latents are scaled to unit length. `attention`: the blocks of the lowest resolution attend,
-    as the middle ones always do.
+    as the middle ones always do. `code_norms`: the codes scale and shift what the decoder's norms give (Emu3).
     """
 
     codes: int = 16384
@@ -39,6 +39,7 @@ class VQConfig:
     res_blocks: int = 2
     unit_codes: bool = True
     attention: bool = True
+    code_norms: bool = False
 
     @property
     def downsampling(self) -> int:
@@ -57,38 +58,51 @@ class Encoded(NamedTuple):
 _GROUPS = 32
 
 
-def _norm(channels: int) -> nn.GroupNorm:
-    return nn.GroupNorm(_GROUPS, channels, eps=1e-6, affine=True)
+class _Norm(nn.GroupNorm):
+    """A group norm; with `code_dim`, codes [B, code_dim, h, w] scale and shift its result by place."""
+
+    def __init__(self, channels: int, code_dim: int | None = None) -> None:
+        super().__init__(_GROUPS, channels, eps=1e-6)
+        if code_dim is not None:
+            self.conv_y = nn.Conv2d(code_dim, channels, 1)
+            self.conv_b = nn.Conv2d(code_dim, channels, 1)
+
+    def forward(self, x: Tensor, codes: Tensor | None = None) -> Tensor:
+        out = super().forward(x)
+        if codes is None:
+            return out
+        scale, shift = (functional.interpolate(part(codes), x.shape[-2:]) for part in (self.conv_y, self.conv_b))
+        return out * scale + shift
 
 
 class _ResBlock(nn.Module):
-    def __init__(self, inside: int, outside: int) -> None:
+    def __init__(self, inside: int, outside: int, code_dim: int | None = None) -> None:
         super().__init__()
-        self.norm1 = _norm(inside)
+        self.norm1 = _Norm(inside, code_dim)
         self.conv1 = nn.Conv2d(inside, outside, 3, padding=1)
-        self.norm2 = _norm(outside)
+        self.norm2 = _Norm(outside, code_dim)
         self.conv2 = nn.Conv2d(outside, outside, 3, padding=1)
         self.nin_shortcut = nn.Conv2d(inside, outside, 1) if inside != outside else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.conv1(functional.silu(self.norm1(x)))
-        out: Tensor = self.nin_shortcut(x) + self.conv2(functional.silu(self.norm2(h)))
+    def forward(self, x: Tensor, codes: Tensor | None = None) -> Tensor:
+        h = self.conv1(functional.silu(self.norm1(x, codes)))
+        out: Tensor = self.nin_shortcut(x) + self.conv2(functional.silu(self.norm2(h, codes)))
         return out
 
 
 class _AttnBlock(nn.Module):
     """Single-head attention over all positions of a feature map."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, code_dim: int | None = None) -> None:
         super().__init__()
-        self.norm = _norm(channels)
+        self.norm = _Norm(channels, code_dim)
         self.q = nn.Conv2d(channels, channels, 1)
         self.k = nn.Conv2d(channels, channels, 1)
         self.v = nn.Conv2d(channels, channels, 1)
         self.proj_out = nn.Conv2d(channels, channels, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
+    def forward(self, x: Tensor, codes: Tensor | None = None) -> Tensor:
+        h = self.norm(x, codes)
         q, k, v = (part(h).flatten(2).transpose(1, 2) for part in (self.q, self.k, self.v))
         mixed = functional.scaled_dot_product_attention(q, k, v)
         out: Tensor = x + self.proj_out(mixed.transpose(1, 2).reshape(x.shape))
@@ -113,21 +127,26 @@ class _Resample(nn.Module):
 class _Level(nn.Module):
     """The blocks of one resolution; attention only at the lowest one."""
 
-    def __init__(self, inside: int, outside: int, blocks: int, attention: bool) -> None:
+    def __init__(self, inside: int, outside: int, blocks: int, attention: bool, code_dim: int | None) -> None:
         super().__init__()
         widths = [inside] + [outside] * blocks
-        self.res = nn.ModuleList([_ResBlock(a, b) for a, b in itertools.pairwise(widths)])
-        self.attn = nn.ModuleList([_AttnBlock(outside) for _ in range(blocks)] if attention else [])
+        self.res = nn.ModuleList([_ResBlock(a, b, code_dim) for a, b in itertools.pairwise(widths)])
+        self.attn = nn.ModuleList([_AttnBlock(outside, code_dim) for _ in range(blocks)] if attention else [])
         self.downsample: nn.Module = nn.Identity()
         self.upsample: nn.Module = nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, codes: Tensor | None = None) -> Tensor:
         for number, block in enumerate(self.res):
-            x = block(x)
+            x = block(x, codes)
             if len(self.attn):
-                x = self.attn[number](x)
+                x = self.attn[number](x, codes)
         out: Tensor = self.upsample(self.downsample(x))
         return out
+
+
+def _code_dim(config: VQConfig, up: bool) -> int | None:
+    """The width of the codes that the norms of an encoder or decoder (`up`) take."""
+    return config.code_dim if up and config.code_norms else None
 
 
 def _levels(config: VQConfig, up: bool) -> nn.ModuleList:
@@ -136,7 +155,7 @@ def _levels(config: VQConfig, up: bool) -> nn.ModuleList:
     levels, last = [], len(widths) - 1
     for number, (inside, outside) in enumerate(itertools.pairwise([widths[0] if up else config.channels, *widths])):
         attention = config.attention and number == (0 if up else last)
-        level = _Level(inside, outside, config.res_blocks + up, attention)
+        level = _Level(inside, outside, config.res_blocks + up, attention, _code_dim(config, up))
         if number != last:
             setattr(level, "upsample" if up else "downsample", _Resample(outside, up))
         levels.append(level)
@@ -153,18 +172,20 @@ class _Coder(nn.Module):
         # Fresh weights are drawn in the order of the forward pass.
         if not up:
             self.conv_blocks = _levels(config, up)
-        self.mid = nn.ModuleList([_ResBlock(low, low), _AttnBlock(low), _ResBlock(low, low)])
+        codes = _code_dim(config, up)
+        self.mid = nn.ModuleList([_ResBlock(low, low, codes), _AttnBlock(low, codes), _ResBlock(low, low, codes)])
         if up:
             self.conv_blocks = _levels(config, up)
-        self.norm_out = _norm(top if up else low)
+        self.norm_out = _Norm(top if up else low, codes)
         self.conv_out = nn.Conv2d(top if up else low, 3 if up else config.z_channels, 3, padding=1)
         self.up = up
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, codes: Tensor | None = None) -> Tensor:
+        """`codes` where the norms take them."""
         x = self.conv_in(x)
         for block in (*self.mid, *self.conv_blocks) if self.up else (*self.conv_blocks, *self.mid):
-            x = block(x)
-        out: Tensor = self.conv_out(functional.silu(self.norm_out(x)))
+            x = block(x, codes)
+        out: Tensor = self.conv_out(functional.silu(self.norm_out(x, codes)))
         return out
 
 
@@ -197,8 +218,8 @@ class VQModel(nn.Module):
         self.encoder = _Coder(config, up=False)
         self.decoder = _Coder(config, up=True)
         self.quantize = _Codebook(config.codes, config.code_dim, config.unit_codes)
-        self.quant_conv = nn.Conv2d(config.z_channels, config.code_dim, 1)
-        self.post_quant_conv = nn.Conv2d(config.code_dim, config.z_channels, 1)
+        self.quant_conv: nn.Module = nn.Conv2d(config.z_channels, config.code_dim, 1)
+        self.post_quant_conv: nn.Module = nn.Conv2d(config.code_dim, config.z_channels, 1)
 
     def latents(self, pixels: Tensor) -> Tensor:
         """Latents before quantisation, not normalised: [B, 3, H, W] -> [B, d, h, w]."""

@@ -22,17 +22,21 @@ SHAPES = {
     "one key head, tied": tiny.Shape(heads=4, kv_heads=1, tied=True, codes=33),
     "odd grid, three resolutions": tiny.Shape(dim=24, heads=6, kv_heads=3, ffn=37, side=5, mult=(1, 2, 2), blocks=2),
     "deep, tied, long rotation": tiny.Shape(dim=48, heads=3, kv_heads=3, layers=4, tied=True, theta=500.0, side=3),
-    "wide codes": tiny.Shape(dim=40, heads=5, kv_heads=5, ffn=56, codes=100, code_dim=12, mult=(2, 1)),
+    "two frames, no attention": tiny.Shape(dim=40, heads=5, kv_heads=5, ffn=56, codes=100, code_dim=12, mult=(2, 1)),
 }
+SHAPES["two frames, no attention"] = SHAPES["two frames, no attention"]._replace(frames=2, attends=False)
 WRITERS: dict[str, tuple[Callable[..., Any], Callable[..., tiny.Expected]]] = {
     "janus": (tiny.write_janus, tiny.expect_janus),
+    "emu3": (tiny.write_emu3, tiny.expect_emu3),
 }
 
 
 def written(folder: Path, family: str, shape: tiny.Shape) -> tuple[Any, Any]:
     """Transformers' model and ours, from the same files."""
     theirs = WRITERS[family][0](folder / "weights", shape)
-    (folder / "model.yaml").write_text(f"family: {family}\ntarget: {{checkpoint: weights}}\n")
+    # Janus states its grid; Emu3's pictures may have any.
+    grid = f"grid: [{shape.side}, {shape.side + 1}]\n" if family == "emu3" else ""
+    (folder / "model.yaml").write_text(f"family: {family}\n{grid}target: {{checkpoint: weights}}\n")
     return theirs, load_model(str(folder / "model.yaml"), CPU, FLOAT)
 
 
@@ -44,11 +48,13 @@ def test_agreement_with_transformers(family: str, tmp_path: Path, capsys: pytest
     for name, shape in SHAPES.items():
         theirs, model = written(tmp_path / name, family, shape)
         condition = model.condition(["a red lantern over the lake"])
-        wanted = WRITERS[family][1](theirs, condition.values[0, 0][condition.valid[0, 0]], SCALE)
+        prompts = [values[valid] for values, valid in zip(condition.values[0], condition.valid[0], strict=True)]
+        wanted = WRITERS[family][1](theirs, *prompts, model.grid, SCALE)
         forced = teacher_forced(model.target, condition, wanted.tokens[None], guided=True)
+        chosen = model.target.forced(torch.arange(len(wanted.tokens))) < 0
         error = max(
-            float((ours - theirs).abs().max())
-            for ours, theirs in zip((forced.scores.cond[0], forced.scores.uncond[0]), wanted.logits, strict=True)
+            float((ours[0, chosen, : model.target.choices] - theirs[chosen, : model.target.choices]).abs().max())
+            for ours, theirs in zip((forced.scores.cond, forced.scores.uncond), wanted.logits, strict=True)
         )
         greedy = Decoding(mode="ar", temperature=0, cfg_scale=SCALE)
         made = decode(model, condition, greedy, [torch.Generator()])[0].tokens

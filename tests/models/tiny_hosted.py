@@ -35,6 +35,8 @@ class Shape(NamedTuple):
     blocks: int = 1
     code_dim: int = 8
     theta: float = 10000.0
+    attends: bool = True
+    frames: int = 4
 
 
 class Expected(NamedTuple):
@@ -69,7 +71,7 @@ def draw_weights(model: torch.nn.Module, seed: int) -> None:
             parameter.copy_(base + 0.1 * torch.randn(parameter.shape, generator=draws))
     for name, buffer in model.named_buffers():
         if name.endswith(("running_mean", "running_var")):
-            buffer.copy_((0.3 * torch.randn(buffer.shape, generator=draws)).exp() - ("mean" in name))
+            buffer.copy_((0.3 * torch.randn(buffer.shape, generator=draws)).exp() - int("mean" in name))
 
 
 def write_janus(folder: Path, shape: Shape, seed: int = 1) -> Any:
@@ -98,8 +100,8 @@ def write_janus(folder: Path, shape: Shape, seed: int = 1) -> Any:
 
 
 @torch.no_grad()
-def expect_janus(model: Any, prompt: Tensor, scale: float) -> Expected:
-    """What transformers makes of a prompt int64 [P]."""
+def expect_janus(model: Any, prompt: Tensor, null: Tensor, grid: tuple[int, int], scale: float) -> Expected:
+    """What transformers makes of a prompt int64 [P]; it makes the one without caption itself."""
     ids, config = prompt[None], model.generation_config
     tokens = model.generate(
         ids, attention_mask=torch.ones_like(ids), generation_mode="image", do_sample=False, guidance_scale=scale
@@ -111,6 +113,74 @@ def expect_janus(model: Any, prompt: Tensor, scale: float) -> Expected:
     hidden = model.model.language_model(inputs_embeds=torch.cat([embedded, drawn], dim=1)).last_hidden_state
     logits = model.model.generation_head(hidden)[:, ids.shape[1] - 1 :]
     return Expected(logits, tokens[0], to_bytes(model.decode_image_tokens(tokens)[0]))
+
+
+EMU3_SPECIAL = ("<|endoftext|>", "<|extra_203|>", "<|extra_204|>", "<|extra_200|>", "<|extra_201|>")
+EMU3_SPECIAL += ("<|image start|>", "<|image token|>", "<|image end|>", "<image>")
+
+
+def write_emu3(folder: Path, shape: Shape, seed: int = 2) -> Any:
+    """An Emu3 with its tokenizer; the numbers of its codes are shuffled. Returns transformers' model."""
+    from transformers import Emu3Config, Emu3ForConditionalGeneration
+
+    folder.mkdir(parents=True, exist_ok=True)
+    order = torch.randperm(shape.codes, generator=torch.Generator().manual_seed(8)).tolist()
+    names = tuple(f"<|visual token {code:06}|>" for code in order)
+    digits = tuple("0123456789*")
+    vocabulary = write_tokenizer(folder / "tokenizer.json", EMU3_SPECIAL + names, digits)
+    text = {"vocab_size": len(vocabulary) + 5, "hidden_size": shape.dim, "intermediate_size": shape.ffn}
+    text |= {"num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
+    text |= {"num_key_value_heads": shape.kv_heads, "tie_word_embeddings": shape.tied}
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": shape.theta}}
+    text |= {
+        "bos_token_id": vocabulary["<|extra_203|>"],
+        "pad_token_id": 0,
+        "eos_token_id": vocabulary["<|extra_204|>"],
+    }
+    vq = {"codebook_size": shape.codes, "embed_dim": shape.code_dim, "latent_channels": shape.code_dim}
+    vq |= {"base_channels": 32, "channel_multiplier": list(shape.mult), "num_res_blocks": shape.blocks}
+    vq |= {"attn_resolutions": [len(shape.mult) - 1] if shape.attends else [], "hidden_size": 32 * shape.mult[-1]}
+    vq |= {"temporal_downsample_factor": shape.frames}
+    config = Emu3Config(text_config=text, vq_config=vq, vocabulary_map=vocabulary, tie_word_embeddings=shape.tied)
+    model = Emu3ForConditionalGeneration(config).eval()
+    draw_weights(model, seed)
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def expect_emu3(model: Any, prompt: Tensor, null: Tensor, grid: tuple[int, int], scale: float) -> Expected:
+    """What transformers makes of prompts int64 [P] with and without caption; ends of rows are forced as published."""
+    words, (rows, columns) = model.config.vocabulary_map, grid
+    codes = [words[f"<|visual token {code:06}|>"] for code in range(model.config.vq_config.codebook_size)]
+
+    def allowed(_batch: int, ids: Tensor) -> list[int]:
+        row_ends = (len(ids) - len(prompt) + 1) % (columns + 1) == 0
+        return [words["<|extra_200|>"]] if row_ends else codes
+
+    length, given, bare = rows * (columns + 1), prompt[None], null[None]
+    made = model.generate(
+        given,
+        attention_mask=torch.ones_like(given),
+        negative_prompt_ids=bare,
+        negative_prompt_attention_mask=torch.ones_like(bare),
+        guidance_scale=scale,
+        prefix_allowed_tokens_fn=allowed,
+        max_new_tokens=length,
+        min_new_tokens=length,
+        do_sample=False,
+    )[:, len(prompt) :]
+    numbers = [*codes, words["<|extra_200|>"]]
+    logits = [
+        model(input_ids=torch.cat([start, made[:, :-1]], dim=1)).logits[0, start.shape[1] - 1 :, numbers]
+        for start in (given, bare)
+    ]
+    tokens = torch.tensor([numbers.index(word) for word in made[0].tolist()])
+    # Three tokens follow the last row there: end of file, of image, of text.
+    picture = model.decode_image_tokens(
+        image_tokens=torch.cat([made, made[:, -3:]], dim=1), height=rows, width=columns
+    )[0]
+    return Expected(torch.stack(logits), tokens, to_bytes(picture.permute(1, 2, 0)))
 
 
 def to_bytes(picture: Tensor) -> Tensor:

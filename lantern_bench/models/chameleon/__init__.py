@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lantern_bench.errors import UserError
-from lantern_bench.models.prompt_tokens import Vocabulary, token_numbers
+from lantern_bench.models.prompt_tokens import Encode, Vocabulary, token_numbers
 from lantern_bench.models.transformer import (
     SHARED_SIZES,
     TransformerConfig,
@@ -44,7 +44,6 @@ class Style:
     null: tuple[int, ...]
     line_ends: bool
     positions: int = 256
-    null_caption: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -65,7 +64,12 @@ class Style:
         names += [f"<reserved{8800 + side // 2:05d}>" for side in self.grid] if self.sized else []
         return [vocabulary["<s>"], *text, *(vocabulary[name] for name in names)]
 
-    def without_caption(self, prompt: Sequence[int], vocabulary: Vocabulary | None = None) -> list[int]:  # noqa: ARG002
+    def without_caption(
+        self,
+        prompt: Sequence[int],
+        vocabulary: Vocabulary | None = None,  # noqa: ARG002
+        encode: Encode | None = None,  # noqa: ARG002
+    ) -> list[int]:
         """The unconditional prompt that goes with a prompt."""
         return [prompt[index] for index in self.null if -len(prompt) <= index < len(prompt)]
 

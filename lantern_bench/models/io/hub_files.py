@@ -37,7 +37,7 @@ class HubFile(NamedTuple):
     sharded: bool = False
 
     @property
-    def index(self) -> str:
+    def shard_index(self) -> str:
         """The name of the index of its shards."""
         return f"{self.path}.index.json"
 
@@ -46,19 +46,19 @@ class HubFile(NamedTuple):
         if (folder / self.path).is_file() or not self.sharded:
             return {self.path: folder / self.path} if (folder / self.path).is_file() else {}
         try:
-            shards = set(json.loads((folder / self.index).read_text(encoding="utf-8"))["weight_map"].values())
+            shards = set(json.loads((folder / self.shard_index).read_text(encoding="utf-8"))["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}
-        found = {name: folder / name for name in (self.index, *sorted(shards))}
+        found = {name: folder / name for name in (self.shard_index, *sorted(shards))}
         return found if all(path.is_file() for path in found.values()) else {}
 
     def offered_in(self, names: Collection[str]) -> list[str]:
         """Its names among those of a repository; empty if it is not there."""
-        if self.path in names or not (self.sharded and self.index in names):
+        if self.path in names or not (self.sharded and self.shard_index in names):
             return [self.path] if self.path in names else []
         stem, _, ending = self.path.rpartition(".")
         shard = re.compile(rf"{re.escape(stem)}-\d+-of-\d+\.{re.escape(ending)}")
-        return [self.index, *sorted(name for name in names if shard.fullmatch(name))]
+        return [self.shard_index, *sorted(name for name in names if shard.fullmatch(name))]
 
 
 class Source(NamedTuple):
