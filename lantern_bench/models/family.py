@@ -22,6 +22,7 @@ from lantern_bench.plugins import ModelCard
 if TYPE_CHECKING:
     import torch
 
+    from lantern_bench.decoding.neighbours import Space
     from lantern_bench.models.loaded_model import LoadedModel, Parts, Prompts
     from lantern_bench.models.transformer.target import TransformerTarget
     from lantern_bench.models.vq import VQModel
@@ -41,6 +42,8 @@ class CheckpointFamily(ABC):
     """Whether models with random weights have a drafter."""
     token_pixels = 16
     """Pixels a token spans in each direction."""
+    neighbour_space: Space = "raw"
+    """The space in which codes are near each other, as in `LoadedModel`."""
 
     @abstractmethod
     def load_target(
@@ -176,6 +179,7 @@ class CheckpointFamily(ABC):
             hashes,
             table=table_of_file(file, target.choices),
             table_folder=None if file.tokenizer is None else file.tokenizer.path.parent,
+            space=self.neighbour_space,
         )
 
     def build(self, name: str) -> Parts:
@@ -190,7 +194,7 @@ class CheckpointFamily(ABC):
         """Make a model of parts that have their weights."""
         from lantern_bench.models.loaded_model import assemble
 
-        return assemble(name, parts, self.random_prompts(name), weights)
+        return assemble(name, parts, self.random_prompts(name), weights, space=self.neighbour_space)
 
     def random_condition(self, name: str, parts: Parts) -> Callable[[Sequence[str]], Any]:  # noqa: ARG002
         """Conditions without a text encoder: a function of the prompts alone."""

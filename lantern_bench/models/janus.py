@@ -81,6 +81,7 @@ class JanusFamily(TransformersFamily):
         """As `TransformersFamily.target_keys`; rows of image tokens go through the aligner."""
         from torch.nn import functional
 
+        from lantern_bench.models.eagle import check_kind
         from lantern_bench.models.io.state_dict import Piece, llama_key_map
 
         def aligned(rows: Any) -> Any:
@@ -92,6 +93,8 @@ class JanusFamily(TransformersFamily):
             return rows
 
         table, codes = "model.generation_embeddings.weight", target.config.vocab_size
+        for needed in (table, "model.generation_aligner.fc1.weight"):
+            check_kind(checkpoint, needed, self.kind[1])
         words = Piece(_AROUND["transformer.tok_embeddings."] + "weight", (target.config.words or 0) - codes)
         images = Piece(table, codes, aligned, file_shape=(codes, checkpoint.shape(table)[-1]))
         return {**llama_key_map(target, target.config, _AROUND), "transformer.tok_embeddings.weight": (words, images)}
@@ -119,6 +122,7 @@ FAMILY = JanusFamily(
     extra=r"model\.(vision_model|aligner|generation_aligner)\.|lm_head\.",
     numbers={_BEGIN: 100000, _PAD: 100002, _IMAGE: 100003},
     words=(0, 99999),
+    neighbour_space="normalised",  # codes are scaled to unit length when they are looked up
     published={
         "janus-pro-1b": Published("Janus-Pro 1B", {"text_config": {"vocab_size": 102400, **_SIZE}}),
         "janus-pro-7b": Published("Janus-Pro 7B", _SEVEN),

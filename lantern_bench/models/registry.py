@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from lantern_bench.decoding.neighbours import Space
     from lantern_bench.models.io.neighbour_cache import Codes
     from lantern_bench.models.loaded_model import LoadedModel, Parts
 
@@ -82,7 +83,12 @@ class Buildable(Protocol):
 
 @runtime_checkable
 class HasTokenizer(Protocol):
-    """A family that can load a tokenizer without its target."""
+    """A family that can load a tokenizer without its target.
+
+    `neighbour_space`: the space in which its codes are near each other, raw or normalised.
+    """
+
+    neighbour_space: Space
 
     def load_tokenizer(self, path: Path, device: torch.device, config: Mapping[str, Any] | None = None) -> Any:
         """Load a tokenizer: an object whose `codebook()` is a tensor [V, d], its rows as stored.
@@ -183,13 +189,14 @@ def load_codes(model: str) -> Codes:
         described = _family_named(file) if isinstance(file, ModelFile) else None
         if isinstance(file, ModelFile) and isinstance(described, HasTokenizer) and file.tokenizer is not None:
             path = file.tokenizer.path
-            return Codes(described.load_tokenizer(path, device, file.tokenizer.config).codebook(), path.parent)
+            rows = described.load_tokenizer(path, device, file.tokenizer.config).codebook()
+            return Codes(rows, path.parent, described.neighbour_space)
     else:
         model = card_of(model).name
         family = family_of(model)
         if isinstance(family, HasTokenizer) and model in SOURCES:
             found = require_part(model, "tokenizer")
-            return Codes(family.load_tokenizer(found.path, device).codebook(), found.folder)
+            return Codes(family.load_tokenizer(found.path, device).codebook(), found.folder, family.neighbour_space)
     loaded = load_model(model, device, torch.float32)
     if loaded.codebook is None:
         raise UserError(f"{model}: without a tokenizer there is no codebook", "Give the tokenizer in the model file.")

@@ -38,6 +38,7 @@ from lantern_bench.plugins import ModelCard
 if TYPE_CHECKING:
     import torch
 
+    from lantern_bench.decoding.neighbours import Space
     from lantern_bench.models.io.checkpoint import Checkpoint
     from lantern_bench.models.io.state_dict import KeyMap
     from lantern_bench.models.loaded_model import Prompts
@@ -77,6 +78,7 @@ class TransformersFamily(CheckpointFamily):
     mode: str = "scd"
     builds_drafter: bool = False
     token_pixels: int = 16
+    neighbour_space: Space = "raw"
 
     @abstractmethod
     def transformer(self, config: Mapping[str, Any], wrong: Wrong) -> TransformerConfig:

@@ -310,7 +310,7 @@ def read_vq_config(config: Mapping[str, Any], wrong: Wrong) -> dict[str, Any]:
     said = read_sizes(config, _NAMES, wrong)
     if (channels := said.get("channels", _GROUPS)) % _GROUPS:
         raise wrong(
-            next(name for name in _NAMES["channels"] if name in config), f"{channels}: no multiple of {_GROUPS}"
+            next(name for name in _NAMES["channels"] if name in config), f"{channels}: must be a multiple of {_GROUPS}"
         )
     for name in ("channel_mult", "encoder_ch_mult", "ch_mult", "mult", "channel_multiplier"):
         if (items := config.get(name)) is not None:

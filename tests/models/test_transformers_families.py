@@ -12,7 +12,9 @@ import torch
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.teacher_forcing import teacher_forced
-from lantern_bench.models.registry import load_model
+from lantern_bench.errors import UserError
+from lantern_bench.models.random_model import blueprint
+from lantern_bench.models.registry import cards, load_model
 from tests.models import tiny_hosted as tiny
 
 CPU, FLOAT, SCALE = torch.device("cpu"), torch.float32, 3.0
@@ -22,9 +24,9 @@ SHAPES = {
     "one key head, tied": tiny.Shape(heads=4, kv_heads=1, tied=True, codes=33),
     "odd grid, three resolutions": tiny.Shape(dim=24, heads=6, kv_heads=3, ffn=37, side=5, mult=(1, 2, 2), blocks=2),
     "deep, tied, long rotation": tiny.Shape(dim=48, heads=3, kv_heads=3, layers=4, tied=True, theta=500.0, side=3),
-    "two frames, no attention": tiny.Shape(dim=40, heads=5, kv_heads=5, ffn=56, codes=100, code_dim=12, mult=(2, 1)),
+    "wide codes, few frames": tiny.Shape(dim=40, heads=5, kv_heads=5, ffn=56, codes=100, code_dim=12, mult=(2, 1)),
 }
-SHAPES["two frames, no attention"] = SHAPES["two frames, no attention"]._replace(frames=2, attends=False)
+SHAPES["wide codes, few frames"] = SHAPES["wide codes, few frames"]._replace(frames=2, attends=False)
 WRITERS: dict[str, tuple[Callable[..., Any], Callable[..., tiny.Expected]]] = {
     "janus": (tiny.write_janus, tiny.expect_janus),
     "emu3": (tiny.write_emu3, tiny.expect_emu3),
@@ -68,3 +70,158 @@ def test_agreement_with_transformers(family: str, tmp_path: Path, capsys: pytest
         assert len(set(made.tolist())) > 2 and float(((pixels > 0) & (pixels < 255)).float().mean()) > 0.2
     with capsys.disabled():
         print("", "family | shape | logits error | tokens equal | pixels differ by (grey levels)", *rows, sep="\n")
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_hosted_models_decode_in_every_drafter_free_mode(family: str, tmp_path: Path) -> None:
+    """Greedy drafter-free modes give the greedy image, and forced tokens are in their places."""
+    _, model = written(tmp_path, family, SHAPES["grouped-query"])
+    condition = model.condition(["a red lantern", "the lake at dusk over the lake"])
+    shapes: list[dict[str, Any]] = [{"mode": "ar"}, {"mode": "sjd", "window": 5}, {"mode": "sjd-pac", "window": 5}]
+    made = []
+    for shape in shapes:
+        greedy = Decoding(temperature=0, cfg_scale=SCALE, **shape)
+        made.append([one.tokens.tolist() for one in decode(model, condition, greedy, [torch.Generator()] * 2)])
+    assert made[0] == made[1] == made[2]
+    forced = model.target.forced(torch.arange(model.target.image_tokens))
+    assert int((forced >= 0).sum()) == (model.grid[0] if family == "emu3" else 0)
+    assert all(made[0][0][place] == token for place, token in enumerate(forced.tolist()) if token >= 0)
+    relaxed = Decoding(mode="lantern++", drafting="jacobi", neighbours=8, **{"lambda": 3.0})
+    assert len(decode(model, condition, relaxed, [torch.Generator()] * 2)[0].tokens) == model.target.image_tokens
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_pictures_become_the_codes_that_transformers_finds(family: str, tmp_path: Path) -> None:
+    """The encoder, which training a drafter from pictures needs."""
+    theirs, model = written(tmp_path, family, SHAPES["plain"])
+    height, width = model.pixels.size
+    pictures = torch.randint(256, (2, height, width, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    pixels = pictures.permute(0, 3, 1, 2).float() / 127.5 - 1
+    with torch.no_grad():
+        if family == "emu3":
+            found = theirs.model.vqmodel.encode(pixels, torch.tensor([[height, width]] * 2)).image_tokens
+            wanted = torch.stack([codes.flatten() for codes in found])
+        else:
+            # Transformers' encoder does not scale latents and codes to unit length, as its decoder and the authors do.
+            latents = theirs.model.vqmodel.quant_conv(theirs.model.vqmodel.encoder(pixels)).permute(0, 2, 3, 1)
+            rows = torch.nn.functional.normalize(theirs.model.vqmodel.quantize.embedding.weight, dim=-1)
+            wanted = torch.cdist(torch.nn.functional.normalize(latents, dim=-1).flatten(1, 2), rows).argmin(-1)
+    made = model.pixels.tokens(pictures)
+    codes = made.reshape(2, model.grid[0], -1)[:, :, : model.grid[1]].flatten(1)
+    assert codes.tolist() == wanted.tolist() and len(set(codes.flatten().tolist())) > 2
+
+
+def test_janus_prompts_equal_transformers_own(tmp_path: Path) -> None:
+    """The chat template of the published processor, and the padding of its unconditional rows."""
+    from transformers import PreTrainedTokenizerFast
+
+    _, model = written(tmp_path, "janus", SHAPES["plain"])
+    words = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "weights" / "tokenizer.json"))
+    begin, _, pad, image, *_ = tiny.JANUS_SPECIAL
+    wanted = words(f"{begin}<|User|>: a red lantern\n\n<|Assistant|>:{image}", add_special_tokens=False).input_ids
+    values = model.condition([" a red lantern "]).values[0]
+    assert values[0].tolist() == wanted
+    bare = [words.convert_tokens_to_ids(pad)] * (len(wanted) - 2)
+    assert values[1].tolist() == [wanted[0], *bare, wanted[-1]] and words.unk_token_id not in bare
+
+
+def test_emu3_prompts_state_the_size_and_the_faults(tmp_path: Path) -> None:
+    _, model = written(tmp_path, "emu3", SHAPES["plain"])
+    names = {number: name for name, number in tiny.vocabulary_of(tmp_path / "weights").items()}
+    condition = model.condition(["a red lantern"])
+    texts = [
+        " ".join(names[int(word)] for word in values[valid])
+        for values, valid in zip(condition.values[0], condition.valid[0], strict=True)
+    ]
+    ends = "<|image start|> 4 * 5 <|image token|>"
+    assert texts[0].startswith("<|extra_203|> a red lantern ") and texts[0].endswith(ends)
+    assert texts[1].startswith("<|extra_203|> lowres ") and texts[1].endswith(ends) and "lantern" not in texts[1]
+
+
+def test_both_namings_of_emu3_files_are_read(tmp_path: Path) -> None:
+    """Transformers writes the prefixes of the published files, and its modules have others."""
+    from safetensors.torch import load_file, save_file
+
+    _, model = written(tmp_path, "emu3", SHAPES["plain"])
+    path = tmp_path / "weights" / "model.safetensors"
+    renamed = {
+        "text_model.model.": "model.text_model.",
+        "text_model.lm_head.": "lm_head.",
+        "vqmodel.": "model.vqmodel.",
+    }
+    state = {}
+    for name, tensor in load_file(path).items():
+        written_as = next(prefix for prefix in renamed if name.startswith(prefix))
+        state[renamed[written_as] + name.removeprefix(written_as)] = tensor
+    save_file(state, path)
+    again = load_model(str(tmp_path / "model.yaml"), CPU, FLOAT)
+    assert again.target.transformer.output.weight.equal(model.target.transformer.output.weight)  # type: ignore[attr-defined]
+    assert again.codebook is not None and model.codebook is not None and again.codebook.equal(model.codebook)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "told"),
+    [
+        ("janus", {"vq_config": {"projection_dim": 40}}, "vq_config.projection_dim: is 40, and hidden_size is 32"),
+        ("janus", {"text_config": {"hidden_act": "gelu"}}, "text_config.hidden_act: is gelu"),
+        ("janus", {"text_config": {"num_attention_heads": "four"}}, "text_config.num_attention_heads: four: must be"),
+        ("janus", {"text_config": {"head_dim": 4}}, "text_config.head_dim: is 4"),
+        ("janus", {"text_config": {"rope_scaling": {"rope_type": "llama3"}}}, "rope_scaling: is of the type llama3"),
+        (
+            "emu3",
+            {"vq_config": {"codebook_size": 41}},
+            "the vocabulary has 40 image codes, and vq_config.codebook_size is 41",
+        ),
+        ("emu3", {"vq_config": {"attn_resolutions": [1, 2]}}, "only the lowest resolution"),
+        ("emu3", {"vq_config": {"temporal_downsample_factor": 3}}, "temporal_downsample_factor be 1, 2, 4 or 8"),
+        ("emu3", {"vq_config": {"base_channels": 40}}, "base_channels: 40: must be a multiple of 32"),
+        ("emu3", {"text_config": 7}, "text_config: must be a mapping"),
+    ],
+)
+def test_impossible_configs_are_refused(family: str, changes: dict[str, Any], told: str, tmp_path: Path) -> None:
+    import json
+
+    WRITERS[family][0](tmp_path / "weights", SHAPES["plain"])
+    path = tmp_path / "weights" / "config.json"
+    stated = json.loads(path.read_text())
+    for key, value in changes.items():
+        stated[key] = {**stated[key], **value} if isinstance(value, dict) else value
+    path.write_text(json.dumps(stated))
+    (tmp_path / "model.yaml").write_text(f"family: {family}\ntarget: {{checkpoint: weights}}\n")
+    with pytest.raises(UserError) as caught:
+        load_model(str(tmp_path / "model.yaml"), CPU, FLOAT)
+    assert told in caught.value.message and "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_missing_tensors_are_named(family: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    written(tmp_path, family, SHAPES["plain"])
+    path = tmp_path / "weights" / "model.safetensors"
+    state = load_file(path)
+    gone = next(name for name in state if name.endswith("layers.1.self_attn.q_proj.weight"))
+    save_file({name: tensor for name, tensor in state.items() if name != gone}, path)
+    with pytest.raises(UserError, match=r"layers\.1\.self_attn\.q_proj\.weight"):
+        load_model(str(tmp_path / "model.yaml"), CPU, FLOAT)
+    other = "emu3" if family == "janus" else "janus"
+    (tmp_path / "model.yaml").write_text(f"family: {other}\ntarget: {{checkpoint: weights}}\n")
+    with pytest.raises(UserError, match=r"it is an? (Emu3|Janus) model in the layout of transformers"):
+        load_model(str(tmp_path / "model.yaml"), CPU, FLOAT)
+
+
+def test_cards_say_what_is_published() -> None:
+    found = {name: card for name, card in cards().items() if card.family in WRITERS}
+    assert {name: card.tokens for name, card in found.items()} == {
+        "janus-pro-1b": 576,
+        "janus-pro-7b": 576,
+        "emu3-gen": 90 * 91,
+    }
+    assert {name: card.vocab_size for name, card in found.items()}["emu3-gen"] == 32768
+    assert all(card.mode == "scd" for card in found.values())
+    assert "720x720 px" in found["emu3-gen"].description and "384x384 px" in found["janus-pro-1b"].description
+    # Parameters of the modules that are built, counted on the meta device.
+    for name in found:
+        parts = blueprint(name)[2]
+        assert sum(one.numel() for one in parts.target.parameters()) == found[name].parameters
+        assert parts.drafter is None

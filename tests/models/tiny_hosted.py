@@ -58,6 +58,11 @@ def write_tokenizer(path: Path, special: tuple[str, ...], more: tuple[str, ...] 
     return vocabulary
 
 
+def vocabulary_of(folder: Path) -> dict[str, int]:
+    """The vocabulary of a model's tokenizer."""
+    return dict(Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab())
+
+
 @torch.no_grad()
 def draw_weights(model: torch.nn.Module, seed: int) -> None:
     """Weights with which the tokens of a greedy image differ; those of transformers are nearly zero."""
