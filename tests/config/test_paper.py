@@ -58,6 +58,11 @@ def test_known_figures_are_the_published_ones() -> None:
     assert rows["EAGLE-2, tau=1"]["speedup"].value == 0.93
     assert rows["LANTERN, tau=1, delta=0.4 k=1000"]["speedup"].value == 1.69
     assert rows["LANTERN, tau=1, delta=0.3 (VVS)"]["step_compression"].value == 2.10
+    janus = {row.name: row.figures for row in papers()["scd-janus"].rows}
+    assert janus["SCD, Gumbel coupling, window 32"]["speedup"].value == 2.45
+    emu3 = {row.name: row.figures for row in papers()["sjdpac-emu3"].rows}
+    assert emu3["SJD-PAC, COCO"]["step_compression"].value == 4.31
+    assert emu3["SJD-PAC, PartiPrompts"]["clip_score"].value == 0.3187
     best = {row.name: row.figures for row in papers()["lanternpp"].rows}
     pac, gsd = ({row.name: row.figures for row in papers()[name].rows} for name in ("sjd-pac", "gsd"))
     quoted = {name: figure.value for name, figure in pac["LANTERN++, COCO"].items()}

@@ -1,0 +1,83 @@
+"""`train drafter` for models that none was published for, from captions alone; and what needs no drafter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lantern_bench.certify.conformance import TOLERANCE, check_model
+from lantern_bench.cli.main import main
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.loop import decode
+from lantern_bench.models.packed_linear import pack_for_decoding
+from lantern_bench.models.registry import card_of, load_model
+from lantern_bench.runs.store import RESULTS_VARIABLE
+from tests.models import tiny_hosted as tiny
+
+CPU = torch.device("cpu")
+SHAPE = tiny.Shape(kv_heads=2)
+WRITE = {"janus": tiny.write_janus, "emu3": tiny.write_emu3}
+CAPTIONS = ("a red lantern", "the lake at dusk", "a lantern over the lake", "red dusk over a lake")
+QUICK = ["--images", "8", "--steps", "4", "--batch", "2", "--set", "autocast=false", "--eval-every", "2"]
+QUICK += ["--eval-images", "2", "--final-images", "2", "--device", "cpu"]
+
+
+@pytest.fixture(params=WRITE)
+def hosted(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model file of a model that transformers wrote, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(RESULTS_VARIABLE, "results")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    WRITE[request.param](tmp_path / "weights", SHAPE)
+    grid = "grid: [3, 4]\n" if request.param == "emu3" else ""
+    Path("model.yaml").write_text(f"family: {request.param}\n{grid}target: {{checkpoint: weights}}\n")
+    Path("captions.txt").write_text("\n".join(CAPTIONS) + "\n")
+    return str(request.param)
+
+
+def test_a_drafter_is_trained_and_decodes(hosted: str, capsys: pytest.CaptureFixture[str]) -> None:
+    typed = ["train", "drafter", "--target", "model.yaml", "--data", "captions.txt", "--out", "drafter", *QUICK]
+    assert main(typed) == 0, capsys.readouterr().err
+    report = json.loads(Path("drafter/training_report.json").read_text())
+    assert report["steps"] == 4 and 1 <= report["drafters"]["trained"]["mal"] <= 6
+    described = json.loads(Path("drafter/config.json").read_text())
+    model = load_model("drafter/model.yaml", CPU, torch.float32)
+    assert described["vocab_size"] == model.target.config.words and described["mask_padding"] is True  # type: ignore[attr-defined]
+    made = []
+    for shape in ({"mode": "ar"}, {"mode": "speculative", "tree": "small-7"}):
+        greedy = Decoding(temperature=0, cfg_scale=3.0, **shape)
+        made.append(decode(model, model.condition([CAPTIONS[0]]), greedy, [torch.Generator()])[0].tokens.tolist())
+    assert made[0] == made[1]
+    assert (card_of("model.yaml").mode, card_of("drafter/model.yaml").mode) == ("scd", "lantern++")
+    assert (
+        main(["generate", CAPTIONS[0], "--model", "drafter/model.yaml", "--neighbours", "8", "--out", "one.png"]) == 0
+    )
+    assert "lantern++" in capsys.readouterr().out and Path("one.png").is_file()
+
+
+def test_generate_needs_no_drafter(hosted: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", CAPTIONS[0], "--model", "model.yaml", "--out", "one.png"]) == 0
+    assert "scd" in capsys.readouterr().out and Path("one.png").is_file()
+    assert main(["neighbours", "model.yaml", "--k-max", "8", "--out", "tables"]) == 0
+    space = "normalised" if hosted == "janus" else "raw"
+    assert f",{space}," in capsys.readouterr().out
+
+
+def test_hosted_models_keep_the_protocol(hosted: str) -> None:
+    model = load_model("model.yaml", CPU, torch.float32)
+    found = check_model(model, CAPTIONS[:2], tolerance=TOLERANCE["float32"], generator=torch.Generator().manual_seed(1))
+    assert {one.check: one.result for one in found if one.result == "fail"} == {}
+
+
+def test_packed_layers_give_the_same_tokens(hosted: str) -> None:
+    """The head has a bias in Janus, which packing keeps."""
+    model = load_model("model.yaml", CPU, torch.float32)
+    greedy, condition = Decoding(mode="ar", temperature=0, cfg_scale=3.0), model.condition([CAPTIONS[0]])
+    plain = decode(model, condition, greedy, [torch.Generator()], keep_logits=True)[0]
+    pack_for_decoding(model.target, model.drafter)
+    packed = decode(model, condition, greedy, [torch.Generator()], keep_logits=True)[0]
+    assert plain.logits is not None and packed.logits is not None
+    assert packed.tokens.equal(plain.tokens) and (packed.logits - plain.logits).abs().max() < 1e-3
