@@ -105,6 +105,7 @@ _SHIPPED = {
     "lanterns": "lanterns.family:FAMILY",
     "llamagen-c2i": "llamagen.family:C2I",
     "llamagen-t2i": "llamagen.family:T2I",
+    "lumina-mgpt2": "chameleon.lumina2:FAMILY",
 }
 
 

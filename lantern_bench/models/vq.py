@@ -28,7 +28,7 @@ class VQConfig:
     """Sizes of a tokenizer. `channel_mult` has one entry a resolution; the picture is halved between entries.
 
     `unit_codes`: codes and latents are scaled to unit length. `attention`: the blocks of the lowest resolution attend,
-    as the middle ones always do. `code_norms`: the codes scale and shift what the decoder's norms give (Emu3).
+    as the middle ones always do. `code_norms`: the codes scale and shift what the decoder's norms give (MoVQGAN).
     """
 
     codes: int = 16384
@@ -235,7 +235,8 @@ class VQModel(nn.Module):
 
     def decode(self, quantised: Tensor) -> Tensor:
         """Decode code vectors [B, d, h, w] to pixels [B, 3, H, W], not clamped."""
-        out: Tensor = self.decoder(self.post_quant_conv(quantised))
+        codes = quantised if self.config.code_norms else None
+        out: Tensor = self.decoder(self.post_quant_conv(quantised), codes)
         return out
 
     def decode_tokens(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:

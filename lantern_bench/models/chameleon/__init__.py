@@ -32,10 +32,12 @@ _DIGITS = str.maketrans("ABCDEFGHIJ", "0123456789")
 
 @dataclass(frozen=True)
 class Style:
-    """A model's prompt: `<s>`, the text of `template`, end of turn, start of image.
+    """A model's prompt: the token `start`, the text of `template`, end of turn, start of image.
 
     `sized`: the start of image states the picture's height and width. `null`: indices of the prompt's tokens that
     form the unconditional prompt. `line_ends`: a forced token ends every row. `positions`: the longest prompt.
+    `pixels`: of a code, in each direction. `first_code`: the number of code 0, where the `codes` are numbered in order
+    and not found by their names.
     """
 
     grid: tuple[int, int]
@@ -45,6 +47,11 @@ class Style:
     line_ends: bool
     positions: int = 256
 
+    start: str = "<s>"
+    pixels: int = 16
+    first_code: int | None = None
+    codes: int = CODES
+
     @property
     def tokens(self) -> int:
         """Tokens of one picture, forced ones included."""
@@ -52,17 +59,19 @@ class Style:
 
     def text(self, caption: str) -> str:
         """The text of a caption's prompt."""
-        height, width = (16 * side for side in self.grid)
+        height, width = (self.pixels * side for side in self.grid)
         return self.template.format(caption=caption, height=height, width=width)
 
     def around(self, text: Sequence[int], vocabulary: Vocabulary) -> list[int]:
         """The whole prompt of a tokenised text."""
-        if self.sized and any(side % 2 for side in self.grid):
-            raise UserError(f"grid {self.grid[0]}x{self.grid[1]}: this model's pictures have an even number of each")
+        # The tokens of sizes count in steps of 32 pixels.
+        step = 32 // self.pixels
+        if self.sized and any(side % step for side in self.grid):
+            what = "an even number" if step == 2 else f"a multiple of {step}"
+            raise UserError(f"grid {self.grid[0]}x{self.grid[1]}: this model's pictures have {what} of each")
         names = ["<reserved08706>", "<racm3:break>"]
-        # The tokens of sizes count in steps of 32 pixels, which are two rows or columns of codes.
-        names += [f"<reserved{8800 + side // 2:05d}>" for side in self.grid] if self.sized else []
-        return [vocabulary["<s>"], *text, *(vocabulary[name] for name in names)]
+        names += [f"<reserved{8800 + side // step:05d}>" for side in self.grid] if self.sized else []
+        return [vocabulary[self.start], *text, *(vocabulary[name] for name in names)]
 
     def without_caption(
         self,
@@ -84,6 +93,15 @@ STYLES: dict[str, Style] = {
         line_ends=True,
     ),
 }
+LUMINA_2 = replace(
+    STYLES["lumina-mgpt-7b-768"],
+    grid=(96, 96),
+    start="<|endoftext|>",
+    pixels=8,
+    first_code=155000,
+    codes=16384,
+)
+"""Lumina-mGPT 2.0 (arXiv 2507.17801); its tokenizer's files say what `start` is."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +144,8 @@ class ChameleonSize:
 
 PUBLISHED = ChameleonSize(words=65536, dim=4096, layers=32, heads=32, ffn_dim=11008)
 """Chameleon 7B, which Anole and Lumina-mGPT were trained from."""
+LUMINA_2_SIZE = replace(PUBLISHED, words=171385)
+"""Lumina-mGPT 2.0, of Chameleon's architecture and trained from scratch with another vocabulary."""
 
 
 class ChameleonVocabulary(Vocabulary):
@@ -138,7 +158,9 @@ class ChameleonVocabulary(Vocabulary):
 
     def token_ids(self, style: Style) -> tuple[int, ...]:
         """The numbers of an image's tokens: the codes and, if rows have ends, the end of a row."""
-        return (*self.codes, self["<reserved08799>"]) if style.line_ends else self.codes
+        first = style.first_code
+        codes = self.codes if first is None else tuple(range(first, first + style.codes))
+        return (*codes, self["<reserved08799>"]) if style.line_ends else codes
 
 
 def chameleon_vocabulary(config: Mapping[str, Any], tokenizer: Path, source: str) -> ChameleonVocabulary:
@@ -162,8 +184,18 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-def read_config(config: Mapping[str, Any], wrong: Wrong) -> ChameleonSize:
-    """The size that a config.json states; the size of Chameleon 7B fills what it leaves out.
+def published_vocabulary_2() -> ChameleonVocabulary:
+    """The numbers of the tokens that a picture of Lumina-mGPT 2.0 needs, for models without files.
+
+    Those of the start and the end of an image are published; the others are invented, because no file was seen.
+    """
+    ids = {"<|endoftext|>": 151643, "<racm3:break>": 151665, "<eoss>": 151666, "<reserved08706>": 151667}
+    ids |= {f"<reserved{number:05d}>": number - 8799 + 151668 for number in range(8799, 8799 + 130)}
+    return ChameleonVocabulary(ids, "the published vocabulary", "Lumina-mGPT 2.0")
+
+
+def read_config(config: Mapping[str, Any], wrong: Wrong, usual: ChameleonSize = PUBLISHED) -> ChameleonSize:
+    """The size that a config.json states; the size `usual` fills what it leaves out.
 
     Raises what `wrong(key, text)` returns for impossible values, and for options that this transformer lacks.
     """
@@ -171,7 +203,7 @@ def read_config(config: Mapping[str, Any], wrong: Wrong) -> ChameleonSize:
         if config.get(key) not in allowed:
             raise wrong(key, f"is {config[key]}, and Chameleon's is {allowed[0]}")
     said = llama_sizes(config, wrong)
-    size = replace(PUBLISHED, **said, norm_after=bool(config.get("swin_norm")))
+    size = replace(usual, **said, norm_after=bool(config.get("swin_norm")))
     if (problem := heads_problem(size.dim, size.heads, size.kv_heads, "sequence")) is not None:
         raise wrong(*problem)
     return size

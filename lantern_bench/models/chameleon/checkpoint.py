@@ -6,6 +6,9 @@ over image codes and never over words.
 
 from __future__ import annotations
 
+import functools
+import itertools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ from lantern_bench.models.vq import VQConfig, VQModel, vqgan_key_map
 
 PUBLISHED_VQGAN = VQConfig(codes=8192, code_dim=256, unit_codes=False, attention=False)
 """Chameleon's tokenizer, which Anole and Lumina-mGPT share."""
+PUBLISHED_MOVQGAN = VQConfig(16384, 4, 4, 256, (1, 2, 2, 4), unit_codes=False, code_norms=True)
+"""MoVQGAN 270M (arXiv 2209.09002), the tokenizer of Lumina-mGPT 2.0."""
 
 
 def load_vqgan(path: Path, device: torch.device, config: Mapping[str, Any] | None = None) -> VQModel:
@@ -80,6 +85,46 @@ def read_vqgan_config(config: Mapping[str, Any], wrong: Wrong) -> VQConfig:
     return VQConfig(codes, code_dim, z_channels, channels, multiples, res_blocks, False, bool(attends))
 
 
+def load_movqgan(path: Path, device: torch.device) -> VQModel:
+    """Load a MoVQGAN in float32; its shapes tell its sizes. Raises `UserError` for another kind of file."""
+    checkpoint, level = open_checkpoint(path), "encoder.down.{}.block.{}.conv1.weight"
+    check_kind(checkpoint, "decoder.norm_out.conv_y.weight", "a MoVQGAN")
+    try:
+        codes, code_dim = checkpoint.shape("quantize.embedding.weight")
+        z_channels, channels = checkpoint.shape("quant_conv.weight")[1], checkpoint.shape("encoder.conv_in.weight")[0]
+        levels = itertools.takewhile(checkpoint.__contains__, (level.format(n, 0) for n in itertools.count()))
+        multiples = tuple(checkpoint.shape(name)[0] // channels for name in levels)
+        blocks = itertools.takewhile(checkpoint.__contains__, (level.format(0, n) for n in itertools.count()))
+    except (KeyError, IndexError, ValueError) as error:
+        raise UserError(f"{path}: is no whole MoVQGAN: {error}", "Download it again.") from error
+    attends = f"encoder.down.{len(multiples) - 1}.attn.0.q.weight" in checkpoint
+    sizes = (codes, code_dim, z_channels, channels, multiples, len(list(blocks)))
+    with torch.device("meta"):
+        model = VQModel(VQConfig(*sizes, unit_codes=False, attention=attends, code_norms=True))
+    fill(
+        model,
+        checkpoint,
+        movqgan_key_map(model),
+        dtype=torch.float32,
+        device=device,
+        computed=lambda name: name.startswith(("loss.", "ema_")),
+        wanted=f"a MoVQGAN of {codes} codes",
+    )
+    return model
+
+
+def movqgan_key_map(model: VQModel) -> KeyMap:
+    """The key map of MoVQGAN's layout: that of a VQGAN, with the group norm inside each norm of the decoder."""
+
+    def rename(name: str) -> str:
+        return re.sub(r"^(decoder\..*norm\w*)\.(weight|bias)$", r"\1.norm_layer.\2", name)
+
+    return {
+        ours: tuple(piece._replace(key=rename(piece.key)) for piece in pieces)
+        for ours, pieces in vqgan_key_map(model).items()
+    }
+
+
 def load_target(
     checkpoint: Checkpoint, config: TransformerConfig, *, dtype: torch.dtype, device: torch.device
 ) -> TransformerTarget:
@@ -92,7 +137,7 @@ def load_target(
     def unused(name: str) -> bool:
         return name.startswith("model.vqmodel.") or name.endswith(".rotary_emb.inv_freq")
 
-    fill(target, checkpoint, key_map(target), dtype=dtype, device=device, computed=unused, wanted=wanted)
+    fill(target, checkpoint, key_map(target, checkpoint), dtype=dtype, device=device, computed=unused, wanted=wanted)
     return target
 
 
@@ -101,10 +146,21 @@ def check_target(checkpoint: Checkpoint) -> None:
     check_kind(checkpoint, "model.layers.0.self_attn.q_norm.weight", "a Chameleon model in the HF layout")
 
 
-def key_map(target: TransformerTarget) -> KeyMap:
-    """The key map of the HF layout; of the head it takes the rows of the image's tokens."""
+def key_map(target: TransformerTarget, checkpoint: Checkpoint | None = None) -> KeyMap:
+    """The key map of the HF layout; of the head it takes the rows of the image's tokens.
+
+    The `checkpoint` decides how many heads share a row of the head norms: in the authors' layout, all heads of one of
+    `model_parallel_size` parts do.
+    """
     config = target.config
     pieces = llama_key_map(target, config)
+    shapes = {name: tensor.shape for name, tensor in target.state_dict().items()}
+    for name, (first, *_) in list(pieces.items()) if checkpoint is not None else ():
+        if re.search(r"\.[qk]_norm\.", name) and checkpoint is not None and first.key in checkpoint:
+            (rows, width), (here, *_) = shapes[name], checkpoint.shape(first.key)
+            if here < rows and rows % here == 0:
+                repeat = functools.partial(torch.repeat_interleave, repeats=rows // here, dim=0)
+                pieces[name] = (first._replace(prepare=repeat, file_shape=(here, width)),)
     if config.token_ids is not None:
         pieces["transformer.output.weight"] = (rows_of_tokens("lm_head.weight", config),)
     return pieces

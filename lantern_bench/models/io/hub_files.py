@@ -109,6 +109,10 @@ UNSTATED = Licence(
     "Research License",
 )
 
+NOT_STATED = Licence(
+    "not stated", "the repository of these files names no licence: ask their authors before you use them"
+)
+
 
 def _files(*paths: str, optional: bool = False) -> tuple[HubFile, ...]:
     return tuple(HubFile(path, optional=optional) for path in paths)
@@ -167,6 +171,13 @@ def _chameleon(repo: str, shards: int, licence: Licence, revision: str) -> Sourc
 
 _ANOLE = _chameleon("leloy/Anole-7b-v0.1-hf", 3, ANOLE_HF, "4f2c679ff6eb0291e7813502467b30e7835bd199")
 _LUMINA = _chameleon("Alpha-VLLM/Lumina-mGPT-7B-768", 2, CHAMELEON, "9624463a82ea5ce814af9b561dcd08a31082c3af")
+_LUMINA_2 = Source(
+    "Alpha-VLLM/Lumina-mGPT-2.0",
+    (*_shards("model", "safetensors", 4), *_files("config.json", "tokenizer.json", "tokenizer_config.json")),
+    APACHE,
+    layout="hf",
+)
+_MOVQGAN = Source("ai-forever/MoVQGAN", _files("movqgan_270M.ckpt"), NOT_STATED)
 _ANOLE_DRAFTER = Source("jadohu/anole_drafter", _files("config.json", "pytorch_model.bin"), APACHE)
 
 
@@ -190,6 +201,7 @@ SOURCES: dict[str, tuple[Part, ...]] = {
     "janus-pro-1b": _hosted("deepseek-community/Janus-Pro-1B", JANUS),
     "janus-pro-7b": _hosted("deepseek-community/Janus-Pro-7B", JANUS),
     "emu3-gen": _hosted("BAAI/Emu3-Gen-hf", APACHE),
+    "lumina-mgpt2-7b": (Part("target", (_LUMINA_2,)), Part("tokenizer", (_MOVQGAN,))),
 }
 """The parts of each published model, by its name in this package."""
 
