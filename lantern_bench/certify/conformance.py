@@ -112,6 +112,10 @@ class _Run:
         self.places = self._forced_at(torch.arange(self.target.image_tokens))
         drawn = torch.randint(self.choices, (2, length), generator=generator)
         self.tokens = torch.where(self.places[:length] < 0, drawn, self.places[:length]).to(self.target.device)
+        words = prompts[0].split()
+        # Other prompts of the first one's length, and the second.
+        self.others = [" ".join(words[1:] + words[:1]), " ".join(reversed(words)), prompts[1]]
+        list(model.prepare([*prompts, *self.others]))
         self.conditions = [model.condition([text]) for text in prompts]
         # What all sessions are compared with: chains in one forward, of each image alone.
         self.chains = [self._chain(image, self.tokens[image]) for image in range(2)]
@@ -269,10 +273,8 @@ class _Run:
         return Check("codebook", "pass" if p <= 0.01 else "fail", float(p), 0.01, told)
 
     def _other_conditions(self) -> Iterator[Any]:
-        """Conditions of other prompts than the first: its words in other orders, of the same length, and the second."""
-        words = self.prompts[0].split()
-        orders = [" ".join(words[1:] + words[:1]), " ".join(reversed(words)), self.prompts[1]]
-        for text in dict.fromkeys(orders):
+        """Conditions of other prompts than the first."""
+        for text in dict.fromkeys(self.others):
             with contextlib.suppress(UserError):  # classes have no words
                 if text != self.prompts[0]:
                     yield self.model.condition([text])

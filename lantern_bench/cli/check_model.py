@@ -50,7 +50,6 @@ def check_model(
     for text in prompts[:2]:
         family.check_prompt(text)
     loaded = load_model(model, place.device, place.dtype)
-    list(loaded.prepare(prompts[:2]))
     given = None if reference is None else read_reference(reference, loaded)
     found = run(
         loaded,

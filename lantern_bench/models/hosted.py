@@ -25,12 +25,7 @@ from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.transformer import TransformerConfig
 from lantern_bench.models.transformer.attention import KVCache
 from lantern_bench.models.transformer.conditioning import Condition, prompt_words
-from lantern_bench.models.transformer.target import (
-    TransformerSession,
-    TransformerTarget,
-    force_line_ends,
-    without_line_ends,
-)
+from lantern_bench.models.transformer.target import CachedTarget, force_line_ends, without_line_ends
 
 
 class HostedModel(ABC):
@@ -130,11 +125,14 @@ class _Words:
         return self._hosted.embed_words(prompt_words(values, 1 + guided))
 
 
-class HostedTarget(TransformerTarget):
-    """A hosted model as the target of the decode loop."""
+class HostedTarget(CachedTarget):
+    """A hosted model as the target of the decode loop.
+
+    Its head may be more than one matrix, so its sessions do not guide features.
+    """
 
     def __init__(self, hosted: HostedModel) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
         self._hosted = hosted
         of_text: Any = hosted.decoder.config
         heads = of_text.num_attention_heads
@@ -152,18 +150,13 @@ class HostedTarget(TransformerTarget):
             line_ends=hosted.line_ends,
         )
         decoder: Any = _Decoder(hosted)
-        words: Any = _Words(hosted)
-        self.transformer, self.cls_embedding = decoder, words
+        self.transformer, self.cls_embedding = decoder, _Words(hosted)
         self.vocab_size, self.image_tokens = self.config.vocab_size, self.config.image_tokens
         self._sessions = {}
 
-    def _new_session(self, *shape: Any) -> TransformerSession:
-        # The head may be more than one matrix: guidance of features is not guidance of logits.
-        return TransformerSession(self, *shape)
-
     @torch.inference_mode()
     def fresh(self, condition: Condition, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None]:
-        """As `TransformerTarget.fresh`: the decoder's own forward of one row at a time, its own mask and positions."""
+        """As `ScoresFresh.fresh`: the decoder's own forward of one row at a time, its own mask and positions."""
         batch, made = len(tokens), []
         transformer: Any = self.transformer
         words, valid = (prompt_words(part.to(self.device), 1 + guided) for part in condition)

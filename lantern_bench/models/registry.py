@@ -242,6 +242,7 @@ class _PythonFamily:
             name=str(file.path),
             family="python",
             description=file.description or f"{file.python.stem}: {file.checkpoint.name}",
+            mode="scd",  # it has no drafter
             defaults={**load_class(file).defaults, **file.defaults},
             prompt_set="examples",
             weights={"target": file.checkpoint, "code": file.python},

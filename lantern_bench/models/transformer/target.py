@@ -65,20 +65,15 @@ def padding_of(visible: Tensor, rows: int, config: TransformerConfig) -> Tensor:
     return (~visible).sum(dim=1).repeat(rows // len(visible))[:, None]
 
 
-class TransformerTarget(nn.Module):
-    """Transformer, condition embedding and the sessions that decode with them."""
+class CachedTarget(nn.Module):
+    """What targets with this package's cache share; `transformer` may be another library's."""
 
-    def __init__(
-        self, config: TransformerConfig, condition: ClassLabel | CaptionFeatures | WordCaption | None = None
-    ) -> None:
-        """`condition` None: prompts in the transformer's own vocabulary."""
-        super().__init__()
-        self.config = config
-        self.transformer = Transformer(config)
-        self.cls_embedding = PromptTokens(self.transformer.tok_embeddings) if condition is None else condition
-        self.vocab_size = config.vocab_size
-        self.image_tokens = config.image_tokens
-        self._sessions: dict[tuple[int, bool, int], TransformerSession] = {}
+    config: TransformerConfig
+    transformer: Transformer
+    cls_embedding: Any
+    vocab_size: int
+    image_tokens: int
+    _sessions: dict[tuple[int, bool, int], TransformerSession]
 
     @property
     def choices(self) -> int:
@@ -114,11 +109,30 @@ class TransformerTarget(nn.Module):
         return self._sessions[shape]
 
     def _new_session(self, *shape: Any) -> TransformerSession:
-        return _Session(self, *shape)
+        return TransformerSession(self, *shape)
 
     def prefix(self, condition: Condition, guided: bool) -> Tensor:
         """Prefix embeddings [rows, P, dim], conditional rows first."""
         return self.cls_embedding.rows(condition.values.to(self.device), guided)
+
+
+class TransformerTarget(CachedTarget):
+    """Transformer, condition embedding and the sessions that decode with them."""
+
+    def __init__(
+        self, config: TransformerConfig, condition: ClassLabel | CaptionFeatures | WordCaption | None = None
+    ) -> None:
+        """`condition` None: prompts in the transformer's own vocabulary."""
+        super().__init__()
+        self.config = config
+        self.transformer = Transformer(config)
+        self.cls_embedding = PromptTokens(self.transformer.tok_embeddings) if condition is None else condition
+        self.vocab_size = config.vocab_size
+        self.image_tokens = config.image_tokens
+        self._sessions = {}
+
+    def _new_session(self, *shape: Any) -> TransformerSession:
+        return _Session(self, *shape)
 
     @torch.inference_mode()
     def fresh(self, condition: Condition, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None]:
@@ -211,7 +225,7 @@ def prefix_seen(visible: Tensor, n: int) -> Tensor:
 class TransformerSession(CachedSession):
     """A session of a target whose head may be anything."""
 
-    def __init__(self, target: TransformerTarget, *shape: Any) -> None:
+    def __init__(self, target: CachedTarget, *shape: Any) -> None:
         # An image of a batch that is complete idles behind its end until the others are.
         super().__init__(target.config, target.config.layers, shape, 2, target.transformer.norm.weight)
         self._target = target
