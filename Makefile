@@ -16,7 +16,8 @@ ARGS  ?=
 # Test processes; each of them computes on one thread.
 WORKERS ?= logical
 
-.PHONY: help sweep test check lint test-long predict-here compare-plain aa bench-load screenshots constraints wheel clean
+.PHONY: help sweep test check lint test-long predict-here compare-plain aa bench-load ray-overhead screenshots \
+  constraints wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -55,6 +56,9 @@ aa: $(DEV) ## pairs of equal runs: do intervals cover, is compare silent? (ARGS:
 
 bench-load: $(DEV) ## 1,000,000 records: seconds and memory of tables, resuming and the report (ARGS: --new --prompts N ...)
 	$(BIN)/python -m tests.load $(ARGS)
+
+ray-overhead: $(DEV) ## one Ray worker against a local run, in pairs (ARGS: --pairs N --images N)
+	$(BIN)/python -m tests.ray_overhead $(ARGS)
 
 screenshots: check ## photograph the report page into docs/pictures (RUN: a run directory; default: a new default sweep)
 	$(if $(RUN),,$(BIN)/lantern-bench sweep --out build/screenshots > /dev/null)

@@ -21,6 +21,7 @@ from lantern_bench.models import registry
 from lantern_bench.report.format_tables import readable
 from lantern_bench.report.tables import tables_of, write_tables
 from lantern_bench.runs import sweep as runs_sweep
+from lantern_bench.runs.engines import Workers
 from lantern_bench.runs.store import RunData, find_run, read_run, results_root
 from lantern_bench.schema import columns
 
@@ -153,6 +154,8 @@ def sweep(
     resume: bool = True,
     modes: str | Sequence[str] | None = None,
     progress: Callable[[Event], None] | None = None,
+    engine: str = "local",
+    address: str | None = None,
     **overrides: Any,
 ) -> Run:
     """Run an experiment and return the run: decode and score every missing image, write the tables.
@@ -162,6 +165,8 @@ def sweep(
         out: the run directory; by default `results/<name>-<hash>`.
         resume: continue the run directory, or start a new one beside it.
         modes: keep only the cells of these modes.
+        engine: where images are made: local, or ray (docs/scale.md).
+        address: the Ray cluster; None for a new one on this machine.
         progress: called with every event (`lantern_bench.runs.runner`), for example `ImageDone`.
         overrides: keys of an experiment, as the flags of `lantern-bench sweep`; a list makes a grid. Write `lambda_`
             for `lambda`, and `**{"cells.2.delta": 0.1}` for one cell.
@@ -172,7 +177,8 @@ def sweep(
         RecordsFailedError: when images failed; the run is written, and `load_run` returns it.
     """
     folder = Path(out) if out is not None else None
-    asked = runs_sweep.prepare(experiment, _overrides(overrides, modes), out=folder, resume=resume)
+    workers = Workers(engine, address)
+    asked = runs_sweep.prepare(experiment, _overrides(overrides, modes), out=folder, resume=resume, workers=workers)
     failed = runs_sweep.run(asked, progress or (lambda _event: None))
     write_tables(asked.folder)
     runs_sweep.check_failed(asked, failed)

@@ -458,6 +458,18 @@ _PREDICTION = (
     NOTE,
 )
 
+_SIZING = (
+    Column("where", "string", "", "the device: that of the run, or the one predicted for"),
+    Column("prompt_set", "string", "", "the prompts"),
+    Column("cells", "int", "", "cells decoded for each prompt"),
+    Column("images", "int", "images", "prompts times cells"),
+    Column("devices", "int", "", "devices that decode at the same time"),
+    Column("s_per_image", "float", "s", "mean seconds of decoding per image, over the cells"),
+    Column("images_per_hour", "float", "", "images of all devices in an hour"),
+    Column("hours", "float", "h", "until the last device has decoded its prompts; nothing but decoding is counted"),
+    Column("device_hours", "float", "h", "hours times devices"),
+)
+
 TABLES: dict[str, tuple[Column, ...]] = {
     "records": _RECORDS,
     "scores": _SCORES,
@@ -469,6 +481,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
     "summary": _SUMMARY,
     "reproduction": _REPRODUCTION,
     "prediction": _PREDICTION,
+    "sizing": _SIZING,
     **CHECK_TABLES,
 }
 

@@ -21,8 +21,8 @@ from lantern_bench.cli.generate import generate
 from lantern_bench.cli.models import experiments, models, neighbours, weights
 from lantern_bench.cli.options import command_group
 from lantern_bench.cli.profile import profile
-from lantern_bench.cli.results import compare, curves, predict, report, show
-from lantern_bench.cli.sweep import reproduce, score, sweep
+from lantern_bench.cli.results import compare, curves, predict, report, show, size
+from lantern_bench.cli.sweep import merge, reproduce, score, sweep
 from lantern_bench.cli.train import train
 from lantern_bench.console import Console
 from lantern_bench.errors import LanternError
@@ -36,8 +36,8 @@ _EPILOG = (
 _GLOBAL = {"-q", "--quiet", "-v", "--verbose", "--debug"}
 
 app = command_group(name="lantern-bench", pretty_exceptions_enable=False, epilog=_EPILOG)
-_COMMANDS = (sweep, reproduce, score, show, curves, compare, report, predict, certify, generate, models, experiments)
-for command in (*_COMMANDS, profile, neighbours, check_model, doctor):
+_RUNS = (sweep, merge, reproduce, score, show, curves, compare, report, predict, size, certify)
+for command in (*_RUNS, generate, models, experiments, profile, neighbours, check_model, doctor):
     app.command()(command)
 app.add_typer(train)
 app.add_typer(weights)

@@ -145,6 +145,49 @@ def predict(
         console.say(line)
 
 
+def size(
+    ctx: typer.Context,
+    run: Annotated[str, typer.Argument(help=RUN_HELP)],
+    device: Annotated[
+        str | None, typer.Option(help="Predict for this device, as `predict` does. Default: the run's own seconds.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Predict with this model's sizes, at the run's acceptance.")] = None,
+    stack: Annotated[str, typer.Option(help="compiled (this package) or eager (code as published).")] = "compiled",
+    prompts: Annotated[list[int] | None, typer.Option(min=1, help="Numbers of prompts. Default: 5000, 30000.")] = None,
+    devices: Annotated[list[int] | None, typer.Option(min=1, help="Numbers of devices. Default: 1, 8, 64.")] = None,
+    cells: Annotated[int | None, typer.Option(min=1, help="Cells of the planned run. Default: the run's.")] = None,
+    format: FormatOption = None,
+) -> None:
+    """Compute hours and device-hours of a large run from the seconds of a small one, or from predicted ones."""
+    from lantern_bench.report.cost_model import STACKS, find_device
+    from lantern_bench.report.predict import terms_of
+    from lantern_bench.report.records import load_runs
+    from lantern_bench.report.reproduction import device_in_words
+    from lantern_bench.report.sizing import DEVICES, PROMPTS, measured_seconds, predicted_seconds, sizing, sizing_rows
+    from lantern_bench.report.tables import tables_of
+
+    console: Console = ctx.obj
+    if device is None and model is not None:
+        raise UserError(f"--model {model}: only predictions take another model", "Give --device too.")
+    if stack not in STACKS:
+        raise UserError(f"--stack {stack}: unknown", f"One of {', '.join(STACKS)}.")
+    (data,) = load_runs([locate(run)]).values()
+    speed, lines = tables_of(data)["speed"], ["Loading, compiling, text encoding, pixels and scoring are not counted."]
+    if device is None:
+        seconds, where = measured_seconds(speed), device_in_words(data.manifest)
+    else:
+        found = find_device(device)
+        seconds, where = predicted_seconds(speed, found, stack, model), found.name
+        if left_out := len(speed) - len(seconds):
+            lines.append(f"{left_out} of {len(speed)} cells are left out: their drafts cannot be predicted.")
+        lines += terms_of(found, stack)
+    sets = {f"{number:,} prompts": number for number in prompts} if prompts else PROMPTS
+    rows = list(sizing_rows(seconds, where, sets, devices or DEVICES, cells))
+    console.table(sizing(rows), "sizing", title=f"{data.folder.name}, on {where}", format=format)
+    for line in lines:
+        console.say(line)
+
+
 def report(
     ctx: typer.Context,
     runs: Annotated[list[str], typer.Argument(help=f"{RUN_HELP} Several runs share one page.")],

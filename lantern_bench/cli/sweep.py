@@ -27,6 +27,7 @@ from lantern_bench.config.protocols import PROTOCOLS
 from lantern_bench.config.values import Overrides
 from lantern_bench.console import Console, Progress, duration
 from lantern_bench.runs import sweep as runs_sweep
+from lantern_bench.runs.engines import ENGINES, Workers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -67,6 +68,7 @@ _REPETITION: tuple[Flag, ...] = (
         ],
     ),
 )
+_ENGINES = "; ".join(f"{name} ({row.about})" for name, row in ENGINES.items())
 _Out = Annotated[Path | None, typer.Option(help="The run directory; by default results/<name>-<hash>.")]
 _Resume = Annotated[bool, typer.Option(help="Resume the run, or start a new one beside it.")]
 _Yes = Annotated[bool, typer.Option("--yes", help="Run a grid of any number of cells.")]
@@ -85,6 +87,16 @@ def sweep(
     worker_timeout: Annotated[
         float, typer.Option(help="Seconds without a sign of life after which a worker process is ended.")
     ] = runs_sweep.WORKER_TIMEOUT,
+    engine: Annotated[str, typer.Option(help=f"Where images are made: {_ENGINES}.")] = "local",
+    address: Annotated[
+        str | None, typer.Option(help="Ray cluster: auto, HOST:6379 or ray://HOST:10001. Default: this machine.")
+    ] = None,
+    throughput: Annotated[
+        bool, typer.Option("--throughput", help="Several workers on a device; only without the metric speed.")
+    ] = False,
+    per_device: Annotated[
+        int | None, typer.Option(min=1, help="Workers on a device with --throughput; default 2 a GPU, 1 a core.")
+    ] = None,
     dry_run: _DryRun = False,
     yes: _Yes = False,
     format: FormatOption = None,
@@ -94,7 +106,13 @@ def sweep(
     """Run an experiment: speed and quality of every cell, and the tables. The same command resumes it."""
     overrides = replace(Overrides.from_flags(flags, modes=modes or None, settings=settings or []), many=yes)
     request = runs_sweep.prepare(
-        experiment, overrides, out=out, resume=resume, shard=shard, worker_timeout=worker_timeout
+        experiment,
+        overrides,
+        out=out,
+        resume=resume,
+        shard=shard,
+        workers=Workers(engine, address, throughput, per_device),
+        worker_timeout=worker_timeout,
     )
     _run(request, ctx.obj, dry_run, format, _show_summary)
 
@@ -161,6 +179,25 @@ def score(
     console.say(f"{said}; {folder / 'scores.jsonl'}")
 
 
+def merge(
+    ctx: typer.Context,
+    runs: Annotated[list[str], typer.Argument(help="The run directories of all shards.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The merged run directory; by default the first's name without -shardIofN.")
+    ] = None,
+    format: FormatOption = None,
+) -> None:
+    """Merge the shards of a run (`sweep --shard i/n`) into one run, after checking that they are one run."""
+    from lantern_bench.runs.merge import merge_runs
+
+    console: Console = ctx.obj
+    found = merge_runs([locate(run) for run in runs], out)
+    console.say(f"{found.images} images of {len(runs)} shards, {found.failed} failed: {found.folder}")
+    if found.scored:
+        console.say(f"quality of whole cells: lantern-bench score {found.folder}")
+    _show_summary(found.folder, console, format)
+
+
 class Renderer:
     """Draws the events of a sweep: progress bars with live figures, and lines for what happens once."""
 
@@ -209,6 +246,14 @@ class Renderer:
             figures = {"mal": self._lengths, "s_per_image": self._seconds}
             live = {name: sum(values) / len(values) for name, values in figures.items() if values}
             progress.advance(part=cell.cell_id, **live)
+        elif isinstance(event, runner.WorkerJoined):
+            console.detail(f"worker {event.process} on {event.device}")
+            if event.kinds > 1:
+                text = f"images of {event.kinds} kinds of device: no speedup over all of them"
+                console.warn(text, "--pool-devices gives one.")
+        elif isinstance(event, runner.WorkerLost):
+            what = "a worker" if event.process is None else f"worker {event.process}"
+            console.warn(f"{what} on {event.device} is lost, {event.prompts} prompts start again: {event.reason}")
         elif isinstance(event, runner.Scored):
             progress.share("scoring", event.done / event.total)
         else:

@@ -205,6 +205,25 @@ class FeatureSet:
         covariance = np.atleast_2d(np.cov(values, rowvar=False)) if n > 1 else np.full((width, width), np.nan)
         return cls(mean, covariance, n, features)
 
+    @classmethod
+    def merged(cls, parts: Sequence[FeatureSet]) -> FeatureSet:
+        """Return the set of all pictures of these sets, in their order: mean and covariance are summed from theirs.
+
+        Deviations from each set's own mean are added, and those of the means (Chan, Golub and LeVeque 1983), so nothing
+        cancels. The size of every set must be known.
+        """
+        sizes = np.array([part.n or 0 for part in parts], dtype=np.float64)
+        n, width = int(sizes.sum()), len(parts[0].mean)
+        present = [(part, size) for part, size in zip(parts, sizes, strict=True) if size]
+        mean = sum((size * part.mean for part, size in present), np.zeros(width)) / n if n else np.full(width, np.nan)
+        spread = np.zeros((width, width))
+        for part, size in present:
+            shift = part.mean - mean
+            spread += size * np.outer(shift, shift) + ((size - 1) * part.covariance if size > 1 else 0.0)
+        covariance = spread / (n - 1) if n > 1 else np.full((width, width), np.nan)
+        rows = [part.features for part in parts if part.features is not None]
+        return cls(mean, covariance, n, torch.cat(rows) if len(rows) == len(parts) else None)
+
 
 @dataclass(frozen=True)
 class _Prepared(Dataset[Tensor]):
@@ -302,7 +321,7 @@ MANIFOLD_PICTURES = 256
 
 
 def compare(
-    features: Tensor,
+    pictures: FeatureSet,
     reference: FeatureSet,
     extractor: Extractor,
     *,
@@ -310,7 +329,7 @@ def compare(
     neighbours: int = 3,
     seed: int = 2020,
 ) -> FidelityScores:
-    """Compare the features [n, width] of pictures with those of a reference.
+    """Compare the features [n, width] of pictures with those of a reference; FID by the statistics of both sets.
 
     KID is over all pictures, what its mean over random subsets estimates; `kid_std` is the standard deviation over 100
     subsets of min(1000, n / 2, m / 2) pictures. Precision is the share of pictures inside the reference's
@@ -323,10 +342,15 @@ def compare(
     KID of two sets of the same kind is about 0 only when their pictures are drawn independently. Prompts taken in
     turn leave a set without pairs of one caption, which shifts KID below 0 by the same amount in every cell.
     """
+    features = pictures.features
+    if features is None:
+        raise ValueError("pictures without features")
     fewest = len(features) if reference.n is None else min(len(features), reference.n)
     names, notes = figures_of(fewest, reference, extractor)
     figures = SubsetFigures(features, reference, names, manifold=manifold, neighbours=neighbours)
     values: dict[str, float | None] = dict.fromkeys(NAMES) | figures(np.arange(len(features)))
+    if "fid" in names:
+        values["fid"] = figures.fid_of(pictures)
     subset, kid_std = 0, None
     if "kid" in names and reference.features is not None:
         subset = min(1000, fewest // 2)

@@ -72,6 +72,13 @@ class SubsetFigures:
         variance = (centred**2).sum() / (len(rows) - 1) + np.trace(other.covariance)
         return float(((mine.mean(axis=0) - other.mean) ** 2).sum() + variance - 2 * between)
 
+    def fid_of(self, pictures: FeatureSet) -> float:
+        """Return the FID of a set by its mean and covariance, which may have been summed from parts."""
+        other, root = self._reference, self._root
+        between = np.sqrt(np.linalg.eigvalsh(root @ pictures.covariance @ root).clip(0)).sum()
+        traces = np.trace(pictures.covariance) + np.trace(other.covariance)
+        return float(((pictures.mean - other.mean) ** 2).sum() + traces - 2 * between)
+
     def _kid(self, rows: Rows) -> float:
         mine = self._values[rows]
         return _mean_kernel(mine, mine, among=True) + self._among - 2 * _mean_kernel(mine, self._others)

@@ -15,10 +15,12 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, BinaryIO
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 from lantern_bench import stopping
 from lantern_bench.clock import now
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from lantern_bench.runs.runner import Event
     from lantern_bench.runs.sweep import Request
 
+
+Work: TypeAlias = Callable[[Any, Callable[[Any], None]], object]
+"""What a worker process does with its request: `work(request, tell)`, a function of a module."""
 
 SECONDS_TO_END = 30.0  # for a worker that was asked to stop, or has told its error, to end by itself
 _BEAT = 2.0  # seconds after which a worker that decodes says so, between two steps
@@ -42,6 +47,7 @@ def decode_in_processes(request: Request, tell: Callable[[Event], None]) -> int:
     Raises the error that a worker raises, and `RecordsFailedError` for a worker that dies or hangs.
     """
     from lantern_bench.runs.runner import EncodedCaptions, ImageDone, Loaded, Started
+    from lantern_bench.runs.sweep import decode_missing
 
     done = done_images(request.folder)
     waiting = [unit for unit in request.plan.units if (unit.cell.cell_id, unit.prompt.id, unit.repeat) not in done]
@@ -50,7 +56,8 @@ def decode_in_processes(request: Request, tell: Callable[[Event], None]) -> int:
     # Without anything to do one worker still checks that the run can be continued.
     parts = [part for part in request.plan.deal(left, count, request.experiment.settings.seed) if part.units] or [left]
     for number, part in enumerate(parts, start=1):
-        for event in _events(request._replace(plan=part), f"worker process {number} of {len(parts)}"):
+        name = f"worker process {number} of {len(parts)}"
+        for event in events_of(decode_missing, request._replace(plan=part), name):
             failed += isinstance(event, ImageDone) and event.failed
             if isinstance(event, Started):
                 event = Started(len(request.plan.units) - len(waiting), Counter(u.cell.cell_id for u in waiting))
@@ -59,22 +66,28 @@ def decode_in_processes(request: Request, tell: Callable[[Event], None]) -> int:
     return failed
 
 
-def _events(request: Request, name: str) -> Iterator[Any]:
-    """Start a worker and yield its events; on the way out it is ended and waited for.
+class WorkerEndedError(RecordsFailedError):
+    """A worker process ended without telling why."""
 
-    Raises the error that the worker raises, and `RecordsFailedError` for one that dies, or gives no sign of life for
+
+def events_of(work: Work, request: Request, name: str, *, said: IO[bytes] | None = None) -> Iterator[Any]:
+    """Start a worker that calls `work(request, tell)` and yield its events; on the way out it is ended and waited for.
+
+    What it writes to its standard error goes to `said`, by default to that of this process. Raises the error that the
+    worker raises, `WorkerEndedError` for one that dies, and `RecordsFailedError` for one that gives no sign of life for
     `request.worker_timeout` seconds.
     """
     command = [sys.executable, "-m", __spec__.name]
     # A session of its own: Ctrl-C reaches only the parent, which ends the worker with one signal.
-    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    pipe = subprocess.PIPE
+    worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=said, start_new_session=True)
     assert worker.stdin is not None and worker.stdout is not None
     told: queue.SimpleQueue[object] = queue.SimpleQueue()
     listener = threading.Thread(target=_listen, args=(worker.stdout, told), daemon=True)
     listener.start()
     last = "it started"
     try:
-        pickle.dump(request, worker.stdin)
+        pickle.dump((work, request), worker.stdin)
         worker.stdin.flush()  # and stays open: its end tells the worker that this process is gone
         while (event := _next(told, request.worker_timeout)) is not _ENDED:
             if event is _SILENT:
@@ -90,7 +103,7 @@ def _events(request: Request, name: str) -> Iterator[Any]:
                 yield event
         if (code := worker.wait()) != 0:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-            raise RecordsFailedError(f"{name} {how}", _KEPT)
+            raise WorkerEndedError(f"{name} {how}", _KEPT)
     finally:
         _end(worker)
         listener.join()
@@ -129,8 +142,8 @@ def _end(worker: subprocess.Popen[bytes]) -> None:
 
 
 def work(requests: BinaryIO, events: BinaryIO) -> None:
-    """Decode what a request asks for and send its events, or the error that ended it."""
-    request, sent = pickle.load(requests), now()
+    """Do what a request asks for and send its events, or the error that ended it."""
+    (do, request), sent = pickle.load(requests), now()
 
     def tell(event: object) -> None:
         nonlocal sent
@@ -142,14 +155,18 @@ def work(requests: BinaryIO, events: BinaryIO) -> None:
         if now() - sent > _BEAT:
             tell(_ALIVE)
 
-    from lantern_bench.runs.sweep import decode_missing
-
     threading.Thread(target=_end_with_parent, args=(requests.fileno(),), daemon=True).start()
     try:
         with stopping.on_check(live):
-            decode_missing(request, tell)
+            do(request, tell)
     except LanternError as error:
         tell(error)
+    except Exception as error:
+        # Nobody reads this process's standard error when the parent hides it.
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        at = f"{Path(where.filename).name} line {where.lineno}"
+        said = f"internal: {type(error).__name__} in {at}: {' '.join(str(error).split())[:500]}"
+        tell(LanternError(said, "This is a bug in lantern-bench."))
 
 
 def _end_with_parent(requests: int) -> None:

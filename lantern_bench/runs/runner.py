@@ -98,7 +98,35 @@ class Interrupted(NamedTuple):
     total: int
 
 
-Event: TypeAlias = Loaded | EncodedCaptions | Calibrated | Started | WarmedUp | ImageDone | Scored | Interrupted
+class WorkerJoined(NamedTuple):
+    """A worker of a cluster begins to make images: its process, its device, and how many kinds of device there are."""
+
+    process: int
+    device: str
+    kinds: int
+
+
+class WorkerLost(NamedTuple):
+    """A worker of a cluster is gone; its `prompts` are decoded again by another. `process` is None before its start."""
+
+    process: int | None
+    device: str
+    reason: str
+    prompts: int
+
+
+Event: TypeAlias = (
+    Loaded
+    | EncodedCaptions
+    | Calibrated
+    | Started
+    | WarmedUp
+    | ImageDone
+    | Scored
+    | Interrupted
+    | WorkerJoined
+    | WorkerLost
+)
 
 # ---- Running a plan
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from typing import Protocol as Protocol_
 
 import numpy as np
 import torch
@@ -98,6 +99,7 @@ def score_run(
     cache: Path | None = None,
     infinity: bool = False,
     again: bool = False,
+    measure: Measure | None = None,
 ) -> int:
     """Score the cells of a run that these scorers have not scored; return the number of rows written.
 
@@ -123,7 +125,10 @@ def score_run(
     if reference is None and protocol.reference_pictures:
         reference = held_out_reference(protocol.reference_pictures, cache=cache)
     written = 0
-    for row in score_records(pending, store.folder, scorers, reference, on_cell, cache=cache, infinity=infinity):
+    found = score_records(
+        pending, store.folder, scorers, reference, on_cell, cache=cache, infinity=infinity, measure=measure
+    )
+    for row in found:
         store.append_score(row)
         written += 1
     return written
@@ -158,6 +163,7 @@ def score_records(
     *,
     cache: Path | None = None,
     infinity: bool = False,
+    measure: Measure | None = None,
 ) -> Iterator[Row]:
     """Score the images of a run: for each cell one row of level `image` per picture, then one of level `cell`.
 
@@ -166,7 +172,8 @@ def score_records(
     `records` are rows of records.jsonl (the last of equal keys counts, failed ones are skipped); their `image` is
     relative to `folder`. Rows have columns of the `schema` table `scores`. Without a `reference`,
     fidelity is empty with a note. `cache` keeps the features of references; `infinity` adds the
-    extrapolated FID. `on_cell(cell_id, done, total)` is called after each cell.
+    extrapolated FID. `on_cell(cell_id, done, total)` is called after each cell. `measure` replaces the work on single
+    pictures (`measure_pictures`), for example by one on several machines.
     """
     cells, protocol = _by_cell(records), scorers.protocol
     # The features of the reference under the protocol's extractors: the first for FID, the last for the manifold.
@@ -181,18 +188,18 @@ def score_records(
     sets: dict[str, _Features] = {}
     for done, (cell_id, rows) in enumerate(cells.items(), start=1):
         there = [record for record in rows if (folder / record["image"]).is_file()]
-        pictures = [preprocess(read_picture(folder / record["image"]), protocol.preparation) for record in there]
+        measured = (measure or measure_pictures)(there, folder, scorers, manifold=len(against) > 1)
         common = {"schema_version": SCHEMA_VERSION, "protocol": protocol.name}
         common |= {"protocol_version": protocol.version, "cell_id": cell_id}
-        images, whole = list(_image_rows(there, pictures, scorers)), []
+        images, whole = measured.rows, []
         if scorers.extractor is not None:
-            row: Row = {"level": "cell", "n": len(pictures), "extractor": scorers.extractor.label}
+            row: Row = {"level": "cell", "n": len(there), "extractor": scorers.extractor.label}
             row["reference"] = None if reference is None else reference.label
             notes = (
                 [f"{missing} images are missing in the run directory"] if (missing := len(rows) - len(there)) else []
             )
             if against:
-                features = _features_of(there, pictures, scorers, scorers.extractor, against)
+                features = _features_of(there, measured)
                 notes += _measure_fidelity(row, images, features, scorers, scorers.extractor, against, infinity)
                 if any(cell_id in family for family in families):
                     sets[cell_id] = features
@@ -257,27 +264,59 @@ def _accuracy(
     return answers
 
 
+class Measured(NamedTuple):
+    """What is measured of single pictures: rows of level `image`, features [n, width], those for the manifold.
+
+    `features` also has mean and covariance; None without an extractor. `manifold` is None where it has no extractor of
+    its own.
+    """
+
+    rows: list[Row]
+    features: FeatureSet | None
+    manifold: Tensor | None
+
+
+class Measure(Protocol_):
+    """What measures single pictures, in their order: `measure_pictures`, or the same in parts elsewhere."""
+
+    def __call__(self, records: Sequence[Row], folder: Path, scorers: Scorers, *, manifold: bool) -> Measured:
+        """Measure the pictures of records, which lie in `folder`; with `manifold` also by the manifold's extractor."""
+        ...
+
+
+def measure_pictures(records: Sequence[Row], folder: Path, scorers: Scorers, *, manifold: bool) -> Measured:
+    """Score the pictures of records one by one, and extract their features; `manifold`: also those of its extractor."""
+    preparation = scorers.protocol.preparation
+    pictures = [preprocess(read_picture(folder / record["image"]), preparation) for record in records]
+    extract = partial(features_of, pictures, prepared=partial(resize_for_features, preparation=preparation))
+    found = None if scorers.extractor is None else extract(scorers.extractor, device=scorers.device)
+    others = scorers.manifold if manifold else None
+    return Measured(
+        list(_image_rows(records, pictures, scorers)),
+        None if found is None else FeatureSet.of(found),
+        None if others is None else extract(others, device=scorers.device),
+    )
+
+
 class _Features(NamedTuple):
     """Features of the pictures of a cell [n, width]: for FID and KID, and for the manifold where they differ."""
 
     prompts: list[str]
     repeats: list[int]
-    features: Tensor
+    whole: FeatureSet
     manifold: Tensor | None
 
+    @property
+    def features(self) -> Tensor:
+        """The features for FID and KID."""
+        assert self.whole.features is not None
+        return self.whole.features
 
-def _features_of(
-    records: Sequence[Row],
-    pictures: Sequence[Tensor],
-    scorers: Scorers,
-    extractor: Extractor,
-    against: Sequence[FeatureSet],
-) -> _Features:
-    resize = partial(resize_for_features, preparation=scorers.protocol.preparation)
-    extract = partial(features_of, pictures, prepared=resize, device=scorers.device)
-    manifold = extract(scorers.manifold) if scorers.manifold is not None and len(against) > 1 else None
+
+def _features_of(records: Sequence[Row], measured: Measured) -> _Features:
+    assert measured.features is not None
     prompts, repeats = [str(record["prompt"]) for record in records], [int(record["repeat"]) for record in records]
-    return _Features(prompts, repeats, extract(extractor), manifold)
+    return _Features(prompts, repeats, measured.features, measured.manifold)
 
 
 def _manifold(features: Tensor | None, against: Sequence[FeatureSet]) -> tuple[Tensor, Tensor] | None:
@@ -297,7 +336,7 @@ def _measure_fidelity(
 ) -> list[str]:
     """Put the fidelity of a cell's pictures into its row and those of its images; return what cannot be measured."""
     manifold, neighbours = _manifold(cell.manifold, against), scorers.protocol.manifold_neighbours
-    scores = compare(cell.features, against[0], extractor, manifold=manifold, neighbours=neighbours)
+    scores = compare(cell.whole, against[0], extractor, manifold=manifold, neighbours=neighbours)
     row |= {name: value for name, value in scores._asdict().items() if name not in ("note", "inside")}
     for image, inside in zip(images, scores.inside, strict=False):
         image["precision"] = float(inside)

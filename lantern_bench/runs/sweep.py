@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,13 +18,14 @@ import psutil
 from lantern_bench import stopping
 from lantern_bench.config.experiment import ResolvedExperiment, load_experiment, resolve
 from lantern_bench.config.parse_experiment import Experiment, read_experiment
-from lantern_bench.config.plan import Plan, make_plan, parse_shard
+from lantern_bench.config.plan import Plan, Shard, make_plan, parse_shard
 from lantern_bench.config.protocols import EMBEDDED, LANTERN_COCO, Protocol, protocol_of
 from lantern_bench.config.values import Overrides
 from lantern_bench.config.yaml_source import Source
 from lantern_bench.errors import RecordsFailedError, RefusedError, UserError
 from lantern_bench.models.registry import card_of, defaults_of, family_of
 from lantern_bench.prompts.sets import load_prompts, prompt_facts
+from lantern_bench.runs.engines import ENGINES, LOCAL, Workers, check_workers
 from lantern_bench.runs.keys import check_same_experiment, check_same_threads
 from lantern_bench.runs.store import (
     LOCK,
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 
     from lantern_bench.config.plan import Estimate
     from lantern_bench.metrics.reference_sets import Reference
-    from lantern_bench.runs.devices import Place
     from lantern_bench.runs.runner import Event
     from lantern_bench.runs.scoring import Scorers
 
@@ -61,8 +61,9 @@ WORKER_TIMEOUT = 1800.0
 class Request(NamedTuple):
     """A sweep that passed every check that needs no models.
 
-    `prompts` describes them for the manifest. `lossless` are cells that the experiment got beside its own.
-    `worker_timeout`: seconds without a sign of life after which a worker process is ended.
+    `prompts` describes them for the manifest. `lossless` are cells that the experiment got beside its own. `shard` is
+    the part of a larger run, `workers` where it runs. `worker_timeout`: seconds without a sign of life after which a
+    worker process is ended.
     """
 
     experiment: ResolvedExperiment
@@ -72,6 +73,8 @@ class Request(NamedTuple):
     prompts: dict[str, Any]
     lossless: Added
     worker_timeout: float = WORKER_TIMEOUT
+    shard: Shard | None = None
+    workers: Workers = LOCAL
 
 
 def prepare(
@@ -81,6 +84,7 @@ def prepare(
     out: Path | None = None,
     resume: bool = True,
     shard: str | None = None,
+    workers: Workers = LOCAL,
     both_residuals: bool = False,
     worker_timeout: float = WORKER_TIMEOUT,
 ) -> Request:
@@ -104,6 +108,7 @@ def prepare(
     resolved = resolve(loaded, defaults_of(loaded.settings.model))
     check_neighbours(resolved)
     settings = resolved.settings
+    check_workers(workers, settings)
     protocol = protocol_of(settings.protocol or default_protocol(settings.model))
     families = [family_of(model) for model in settings.model]
     # Checks every prompt for every model; the prompts themselves are the same for all.
@@ -117,7 +122,7 @@ def prepare(
     plan, facts = make_plan(resolved, prompts), prompt_facts(settings.prompts, families[0], prompts)
     plan = plan if part is None else plan.shard(part)
     check_folder(folder, resolved)
-    return Request(resolved, plan, folder, protocol, facts, lossless, worker_timeout)
+    return Request(resolved, plan, folder, protocol, facts, lossless, worker_timeout, part, workers)
 
 
 def load(source: str | Path | Mapping[str, Any], overrides: Overrides) -> Experiment:
@@ -196,27 +201,31 @@ def run(request: Request, tell: Tell) -> int:
     """
     prepare_environment()
 
-    from lantern_bench.runs.devices import choose_place
-    from lantern_bench.runs.processes import decode_in_processes
     from lantern_bench.runs.runner import Interrupted
 
     def on_event(event: Event) -> None:
         tell(event)
         stopping.check()
 
-    settings, units = request.experiment.settings, request.plan.units
-    scorers, reference = _load_scorers(request, choose_place(settings.device, settings.dtype, fast=True))
+    units = request.plan.units
     try:
-        decode = decode_missing if settings.processes == 1 else decode_in_processes
-        failed = decode(request, on_event)
-        if scorers is not None and done_images(request.folder):
-            with ScoreStore(request.folder) as store:
-                _score(store, scorers, reference, on_event)
+        return ENGINES[request.workers.engine].run(request, on_event)
     except KeyboardInterrupt:
         done = done_images(request.folder)
         made = sum((unit.cell.cell_id, unit.prompt.id, unit.repeat) in done for unit in units)
         tell(Interrupted(made, len(units)))
         raise
+
+
+def run_here(request: Request, tell: Tell) -> int:
+    """Run a request on this machine: the engine `local`. Returns and raises as `run`."""
+    from lantern_bench.runs.processes import decode_in_processes
+
+    scorers, reference = load_scorers_of(request, request.experiment.settings.device)
+    decode = decode_missing if request.experiment.settings.processes == 1 else decode_in_processes
+    failed = decode(request, tell)
+    if scorers is not None and done_images(request.folder):
+        score_store(request.folder, scorers, reference, tell)
     return failed
 
 
@@ -243,8 +252,7 @@ def decode_missing(request: Request, tell: Tell) -> int:
     )
     key = key_fields(models, settings, place, request.plan.cells)
     with RunStore(request.folder, request.experiment, key) as store:
-        facts = {"prompts": request.prompts, "lossless": list(request.lossless.cells)}
-        store.update_manifest(**facts, load_before=round(load, 2))
+        store.update_manifest(**manifest_facts(request), load_before=round(load, 2))
         try:
             calibrate_threads(store, request.plan, models, settings.threads, tell)
             again = "speed" in settings.metrics
@@ -254,6 +262,16 @@ def decode_missing(request: Request, tell: Tell) -> int:
         finally:
             torch.set_num_threads(threads)
     return failed
+
+
+def manifest_facts(request: Request) -> dict[str, Any]:
+    """Return what the manifest of a run says of its request, beside the experiment."""
+    shard = None
+    if request.shard is not None:
+        # Without the number of its images nobody could tell later whether the shard is whole.
+        shard = asdict(request.shard) | {"images": len(request.plan.units)}
+    lossless = list(request.lossless.cells)
+    return {"prompts": request.prompts, "lossless": lossless, "shard": shard, "engine": request.workers.engine}
 
 
 QUIET_ADVICE = "Close other programs. Figures of tokens and quality hold; those of seconds may not."
@@ -305,15 +323,19 @@ def score(
     scorers = load_scorers(rules, clip_weights=clip_weights, features_weights=features_weights, device=place.device)
     given = reference or (recorded.get("reference") if named == recorded.get("protocol") else None)
     against = find_reference(given, rules)
-    with ScoreStore(folder) as store:
-        return rules, _score(store, scorers, against, tell, infinity=infinity, again=again)
+    return rules, score_store(folder, scorers, against, tell, infinity=infinity, again=again)
 
 
-def _load_scorers(request: Request, place: Place) -> tuple[Scorers | None, Reference | None]:
-    """The scorers and the reference of the run's protocol, if quality is measured."""
+def load_scorers_of(request: Request, device: str) -> tuple[Scorers | None, Reference | None]:
+    """Load the scorers and the reference of the run's protocol, if quality is measured.
+
+    Raises `RefusedError` for missing weights, `UserError` for a malformed reference.
+    """
     from lantern_bench.metrics.reference_sets import find_reference
+    from lantern_bench.runs.devices import choose_place
     from lantern_bench.runs.scoring import load_scorers
 
+    place = choose_place(device)
     if "quality" not in request.experiment.settings.metrics:
         return None, None
     try:
@@ -325,11 +347,18 @@ def _load_scorers(request: Request, place: Place) -> tuple[Scorers | None, Refer
         raise RefusedError(error.message, f"{advice}Or leave quality out: --metrics speed.") from error
 
 
-def _score(store: ScoreStore, scorers: Scorers, reference: Reference | None, tell: Tell, **more: Any) -> int:
+def score_store(folder: Path, scorers: Scorers, reference: Reference | None, tell: Tell, **more: Any) -> int:
+    """Score what these scorers have not scored in a run; `more` as in `score_run`. Returns the number of rows."""
     from lantern_bench.metrics.reference_sets import cache_folder
     from lantern_bench.runs.runner import Scored
     from lantern_bench.runs.scoring import score_run
 
-    return score_run(
-        store, scorers, reference, lambda _cell, done, total: tell(Scored(done, total)), cache=cache_folder(), **more
-    )
+    with ScoreStore(folder) as store:
+        return score_run(
+            store,
+            scorers,
+            reference,
+            lambda _cell, done, total: tell(Scored(done, total)),
+            cache=cache_folder(),
+            **more,
+        )

@@ -41,7 +41,7 @@ def scenes() -> torch.Tensor:
 
 def measure(pictures: torch.Tensor, reference: torch.Tensor, extractor: fidelity.Extractor) -> fidelity.FidelityScores:
     mine, theirs = (fidelity.features_of(one, extractor) for one in (pictures, reference))
-    return fidelity.compare(mine, fidelity.FeatureSet.of(theirs), extractor)
+    return fidelity.compare(fidelity.FeatureSet.of(mine), fidelity.FeatureSet.of(theirs), extractor)
 
 
 def _noisy(pictures: torch.Tensor, strength: float) -> torch.Tensor:

@@ -114,7 +114,8 @@ def test_statistics_from_a_file(tmp_path: Path, extractor: fidelity.Extractor) -
     found = reference_sets.find_reference(str(path), EMBEDDED)
     assert found is not None and found.statistics is not None and found.label.startswith("coco (statistics), n=5000")
     kept = reference_sets.reference_features(found, extractor, PLAIN)
-    scores = fidelity.compare(torch.randn(200, 64, generator=torch.Generator().manual_seed(0)), kept, extractor)
+    drawn = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
+    scores = fidelity.compare(fidelity.FeatureSet.of(drawn), kept, extractor)
     assert scores.fid is not None and 0 < scores.fid < 20
     assert scores.kid is None and scores.precision is None and "statistics only" in scores.note
     np.savez(path, mu=np.zeros(10), sigma=np.eye(10))

@@ -1,0 +1,387 @@
+"""Sweeps on a real Ray cluster of this machine: tokens of a local run, lost nodes and workers, a lost head.
+
+The workers find the tables of `tests/tiny_family.py` through an entry point; images take some hundredths of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lantern_bench.config.experiment import load_experiment, resolve
+from lantern_bench.config.plan import Plan, Prompt, make_plan
+from lantern_bench.config.protocols import protocol_of
+from lantern_bench.config.values import Overrides
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.runs import ray_cluster
+from lantern_bench.runs.engines import LOCAL, Workers, check_workers
+from lantern_bench.runs.ray_cluster import Slot, slots_of
+from lantern_bench.runs.ray_driver import blocks_of
+from lantern_bench.runs.ray_scoring import RayMeasure
+from lantern_bench.runs.store import read_manifest, read_records
+from tests.tiny_family import EXPERIMENT, PROMPTS, TinyFamily
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lantern-bench[ray]'")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="clusters")
+
+ROOT = Path(__file__).parents[2]
+# Images take a while; the caption in the file `die` ends the worker that decodes it.
+SLOW = """
+import os, time
+from pathlib import Path
+from tests.tiny_family import TinyFamily
+
+class Slow(TinyFamily):
+    def load(self, name, device, dtype):
+        model = super().load(name, device, dtype)
+        plain, at = model.condition, Path(__file__).parent
+        def condition(prompts):
+            time.sleep(0.02)
+            if (at / "die").exists() and (at / "die").read_text() in prompts:
+                os._exit(9)
+            return plain(prompts)
+        model.condition = condition
+        return model
+
+family = Slow()
+"""
+IMAGES = 12
+CELLS = 6
+
+
+@pytest.fixture(scope="module")
+def at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the experiment and with the family as an installed package, known to the nodes of clusters."""
+    folder = tmp_path_factory.mktemp("ray")
+    (folder / "tiny.yaml").write_text(EXPERIMENT)
+    (folder / "slow_family.py").write_text(SLOW)
+    info = folder / "slow_family-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-family\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[lantern_bench.families]\ntiny = slow_family:family\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.delenv("RAY_ADDRESS", raising=False)
+        yield folder
+
+
+Cluster = Any
+NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}
+
+
+@pytest.fixture
+def clusters() -> Iterator[Callable[[], Cluster]]:
+    """Make clusters of one node, ended after the test."""
+    from ray.cluster_utils import Cluster
+
+    made: list[Any] = []
+
+    def make() -> Any:
+        made.append(Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster(at: Path) -> Iterator[Cluster]:
+    """A cluster of two nodes with a core each."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False})
+    made.add_node(**NODE)
+    made.wait_for_nodes()
+    yield made
+    made.shutdown()
+
+
+def start(at: Path, out: str, *flags: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "lantern_bench", "sweep", "tiny.yaml", "--out", out]
+    command += ["--images", str(IMAGES), "--threads", "1", *flags, "-v"]
+    return subprocess.Popen(command, cwd=at, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def sweep(at: Path, out: str, *flags: str) -> tuple[int, str]:
+    started = start(at, out, *flags)
+    said = started.communicate(timeout=240)[1]
+    return started.returncode, said
+
+
+def on(cluster: Cluster) -> tuple[str, ...]:
+    return ("--engine", "ray", "--address", cluster.address)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "records.jsonl"
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
+
+
+def tokens(folder: Path) -> dict[str, str]:
+    return {row["record_key"]: row["tokens_sha256"] for row in read_records(folder)}
+
+
+def wait_for(started: subprocess.Popen[str], folder: Path, enough: Callable[[list[dict[str, Any]]], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not enough(lines(folder)):
+        if started.poll() is not None or time.monotonic() > deadline:
+            raise AssertionError(f"the run has {len(lines(folder))} records: {started.communicate()[1]}")
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def local(at: Path) -> dict[str, str]:
+    """The tokens of the run by this machine alone."""
+    code, said = sweep(at, "local")
+    assert code == 0, said
+    found = tokens(at / "local")
+    assert len(found) == IMAGES * CELLS
+    return found
+
+
+def check_pairs(rows: list[dict[str, Any]]) -> None:
+    """All cells of an image are of one process."""
+    processes = defaultdict(set)
+    for row in rows:
+        processes[row["prompt_id"], row["repeat"]].add(row["process"])
+    assert all(len(found) == 1 for found in processes.values())
+
+
+def test_a_cluster_makes_the_images_of_a_local_run(at: Path, cluster: Cluster, local: dict[str, str]) -> None:
+    code, said = sweep(at, "whole", *on(cluster))
+    assert code == 0, said
+    assert tokens(at / "whole") == local
+    rows = lines(at / "whole")
+    assert len(rows) == IMAGES * CELLS and {row["process"] for row in rows} == {0, 1}
+    assert all(row["device"] and row["device_id"] and row["status"] == "ok" for row in rows)
+    check_pairs(rows)
+    manifest = read_manifest(at / "whole")
+    assert manifest["engine"] == "ray" and manifest["threads"] == 1
+    assert [(one["process"], one["complete"]) for one in manifest["sessions"]] == [(0, True), (1, True)]
+    assert sum(one["images"] for one in manifest["sessions"]) == IMAGES * CELLS
+    assert (at / "whole" / "speed.csv").read_text().count("\n") == CELLS + 1
+    pictures = {path.relative_to(at / "whole") for path in (at / "whole").rglob("*.png")}
+    assert pictures == {Path(row["image"]) for row in rows}
+
+
+def test_a_lost_node_costs_one_shard_and_no_image(at: Path, cluster: Cluster, local: dict[str, str]) -> None:
+    third = cluster.add_node(**NODE)
+    cluster.wait_for_nodes()
+    started = start(at, "lost-node", *on(cluster))
+    wait_for(started, at / "lost-node", lambda rows: len({row["process"] for row in rows}) == 3)
+    cluster.remove_node(third, allow_graceful=False)
+    said = started.communicate(timeout=240)[1]
+    assert started.returncode == 0 and "is lost" in said, said
+    rows = read_records(at / "lost-node")
+    assert tokens(at / "lost-node") == local and len(rows) == IMAGES * CELLS
+    check_pairs(rows)
+    # The images of the shard that the node had begun were made again, all of them, and replaced.
+    again = Counter(row["record_key"] for row in lines(at / "lost-node"))
+    replaced = [row for row in lines(at / "lost-node") if again[row["record_key"]] == 2]
+    assert max(again.values()) <= 2 and len({(row["prompt_id"], row["repeat"]) for row in replaced}) <= 1
+    assert all(local[row["record_key"]] == row["tokens_sha256"] for row in replaced)
+    sessions = read_manifest(at / "lost-node")["sessions"]
+    assert ["lost" in one for one in sessions].count(True) == 1 and len(sessions) == 3
+
+
+def test_a_shard_that_loses_every_worker_fails_alone(at: Path, cluster: Cluster) -> None:
+    (at / "die").write_text(PROMPTS[1])
+    try:
+        code, said = sweep(at, "failed", *on(cluster), "--images", "3", "--modes", "ar")
+    finally:
+        (at / "die").unlink()
+    rows = read_records(at / "failed")
+    assert code == 4 and "1 of 3 images failed" in said, said
+    failed = [row for row in rows if row["status"] == "failed"]
+    assert {row["prompt"] for row in failed} == {PROMPTS[1]} and "lost 3 workers" in failed[0]["error"]
+    assert {row["prompt"] for row in rows if row["status"] == "ok"} == {PROMPTS[0], PROMPTS[2]}
+    # Two devices lost three workers, so one at least was replaced.
+    sessions = read_manifest(at / "failed")["sessions"]
+    assert sum("lost" in one for one in sessions) == 3 and len({one["process"] for one in sessions}) == len(sessions)
+
+
+def test_several_processes_share_a_device_one_after_the_other(at: Path, cluster: Cluster) -> None:
+    code, said = sweep(at, "dealt", *on(cluster), "--processes", "3", "--modes", "ar", "--images", "6")
+    assert code == 0, said
+    counts = Counter(row["process"] for row in read_records(at / "dealt"))
+    assert sum(counts.values()) == 6 and len(counts) >= 3
+
+
+def test_an_error_of_a_worker_is_the_error_of_the_command(at: Path, cluster: Cluster, local: dict[str, str]) -> None:
+    before = lines(at / "local")
+    code, said = sweep(at, "local", *on(cluster), "--set", "neighbour_space=normalised")
+    assert code == 3 and "cannot resume local" in said and "Traceback" not in said
+    assert lines(at / "local") == before
+
+
+@pytest.mark.parametrize("again", [pytest.param(False, marks=pytest.mark.long), True])
+def test_a_lost_or_restarted_head_is_refused_and_the_run_resumed(
+    at: Path, cluster: Cluster, clusters: Callable[[], Cluster], local: dict[str, str], again: bool
+) -> None:
+    other, folder = clusters(), at / f"head-{again}"
+    started = start(at, folder.name, *on(other))
+    wait_for(started, folder, lambda rows: len(rows) >= 8)
+    other.head_node.kill_gcs_server()
+    if again:
+        other.head_node.start_gcs_server()
+    said = started.communicate(timeout=120)[1]
+    assert started.returncode == 3, said
+    assert "the Ray cluster is lost: its head has ended or was started again" in said and "Traceback" not in said
+    kept = tokens(folder)
+    assert f"{len(kept)} images are kept in {folder.name}" in said and "the same command continues" in said
+    assert kept.items() <= local.items() and len(kept) < len(local)
+    code, said = sweep(at, folder.name, *on(cluster))
+    assert code == 0 and f"{len(kept)} images kept" in said, said
+    assert tokens(folder) == local
+    check_pairs(read_records(folder))
+
+
+@pytest.mark.long
+def test_ctrl_c_keeps_the_images_and_frees_the_devices(at: Path, cluster: Cluster, local: dict[str, str]) -> None:
+    started = start(at, "stopped", *on(cluster))
+    wait_for(started, at / "stopped", lambda rows: len(rows) >= 8)
+    started.send_signal(signal.SIGINT)
+    said = started.communicate(timeout=60)[1]
+    kept = tokens(at / "stopped")
+    assert started.returncode == 130 and "Traceback" not in said
+    assert f"interrupted: {len(kept)} of {IMAGES * CELLS} images are done" in said
+    assert all(one["ended"] for one in read_manifest(at / "stopped")["sessions"])
+    code, said = sweep(at, "stopped", *on(cluster))
+    assert code == 0 and tokens(at / "stopped") == local, said
+
+
+def test_the_reason_of_a_loss_names_no_machine() -> None:
+    error = RuntimeError("The actor died.\n\tpid: 77\n\tip: 10.0.0.7\nIts node 10.0.0.7 (" + "0a" * 14 + ") has died.")
+    assert ray_cluster.reason_of(error) == "The actor died. Its node ... (...) has died."
+
+
+def test_an_address_without_a_cluster_is_refused() -> None:
+    with pytest.raises(RefusedError, match=re.escape("--address 127.0.0.1:9: no Ray cluster answers there")):
+        ray_cluster.connect("127.0.0.1:9")
+
+
+def test_a_head_that_does_not_answer_three_times_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter(range(0, 100, 3))
+    monkeypatch.setattr(ray_cluster, "now", lambda: next(moments))
+    head = ray_cluster.Head("127.0.0.1:9")
+    head.check()
+    head.check()
+    with pytest.raises(ray_cluster.HeadLostError, match=r"127\.0\.0\.1:9"):
+        for _ in range(4):
+            head.check()
+
+
+def node(name: str, alive: bool = True, **resources: float) -> dict[str, Any]:
+    return {"NodeID": name, "Alive": alive, "Resources": {"memory": 1e9, **resources}}
+
+
+def test_every_device_has_one_slot_and_its_share_of_the_cores() -> None:
+    gpus = [node("a", CPU=32, GPU=4), node("b", CPU=8, GPU=1), node("c", CPU=16), node("d", False, CPU=8, GPU=8)]
+    assert slots_of(gpus, "auto", None, LOCAL) == {Slot(None, 8, 1): 5}
+    assert slots_of(gpus, "cpu", None, LOCAL) == {Slot("a", 32, 0): 1, Slot("b", 8, 0): 1, Slot("c", 16, 0): 1}
+    assert slots_of(gpus, "cpu", 12, LOCAL).keys() == {Slot("a", 32, 0), Slot("c", 16, 0)}, "b has too few cores"
+    assert slots_of([node("c", CPU=16), node("head", CPU=0)], "auto", None, LOCAL) == {Slot("c", 16, 0): 1}
+    assert not slots_of([node("c", CPU=16)], "cuda", None, LOCAL)
+
+
+def test_throughput_packs_several_workers_on_a_device() -> None:
+    packed = Workers("ray", throughput=True)
+    gpus, cpus = [node("a", CPU=32, GPU=4)], [node("c", CPU=16)]
+    assert slots_of(gpus, "auto", None, packed) == {Slot(None, 4, 0.5): 8}
+    assert slots_of(gpus, "auto", None, packed._replace(per_device=4)) == {Slot(None, 2, 0.25): 16}
+    assert slots_of(cpus, "auto", 4, packed) == {Slot("c", 4, 0): 4}
+    assert slots_of(cpus, "auto", None, packed) == {Slot("c", 1, 0): 16}
+    assert slots_of(cpus, "auto", None, packed._replace(per_device=3)) == {Slot("c", 5, 0): 3}
+
+
+def tiny_plan(at: Path, **flags: str) -> Plan:
+    experiment = load_experiment(at / "tiny.yaml", Overrides.from_flags(flags))
+    resolved = resolve(experiment, {"tiny": TinyFamily().cards()[0].defaults})
+    return make_plan(resolved, [Prompt(text) for text in PROMPTS])
+
+
+def test_a_block_has_all_cells_of_its_prompts(at: Path) -> None:
+    plan = tiny_plan(at, images="9", batch="2")
+    blocks = blocks_of(plan, lambda _unit: False, 4, whole=True)
+    assert [block.prompts for block in blocks] == [4, 4, 1]
+    given = [unit for block in blocks for _, waiting in block.batches for unit in waiting]
+    assert sorted(given, key=lambda unit: unit.order_index) == list(plan.units)
+    assert [group for block in blocks for group, _ in block.batches] == list(plan.batches())
+
+
+def test_a_timed_block_is_made_whole_again_and_an_untimed_one_completed(at: Path) -> None:
+    plan = tiny_plan(at, images="3")
+    done = {plan.units[0], *(unit for unit in plan.units if unit.image_index == 2)}
+    (timed, other), untimed = (blocks_of(plan, done.__contains__, 1, whole=whole) for whole in (True, False))
+    assert sum(len(waiting) for _, waiting in timed.batches) == CELLS and timed.prompts == other.prompts == 1
+    assert [sum(len(waiting) for _, waiting in block.batches) for block in untimed] == [CELLS - 1, CELLS]
+
+
+@pytest.mark.parametrize(
+    ("workers", "flags", "said"),
+    [
+        (Workers("slurm"), {}, "--engine slurm: unknown engine"),
+        (Workers(address="auto"), {}, "--address is for --engine ray"),
+        (Workers(throughput=True), {}, "--throughput is for --engine ray"),
+        (Workers("ray", throughput=True), {}, "--throughput: workers that share a device cannot be timed"),
+        (Workers("ray", per_device=2), {}, "--per-device 2: workers that share a device cannot be timed"),
+        (Workers("ray"), {"device": "cuda:1"}, "--device cuda:1: with --engine ray, Ray gives each worker its device"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_usage_errors(
+    at: Path, workers: Workers, flags: dict[str, str], said: str
+) -> None:
+    settings = load_experiment(at / "tiny.yaml", Overrides.from_flags(flags)).settings
+    with pytest.raises(UserError, match=re.escape(said)):
+        check_workers(workers, settings)
+
+
+@pytest.fixture
+def joined(cluster: Cluster) -> Iterator[None]:
+    """This process is a driver of the cluster."""
+    ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def test_scores_in_parts_are_those_of_one_pass(
+    at: Path, joined: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lantern_bench.metrics.fidelity import frechet_distance
+    from lantern_bench.models.lanterns.captions import HELD_OUT
+    from lantern_bench.runs.runner import png_bytes
+    from lantern_bench.runs.scoring import load_scorers, measure_pictures
+
+    noise, records = torch.Generator().manual_seed(0), []
+    for number in range(150):
+        pixels = torch.randint(0, 256, (64, 64, 3), generator=noise, dtype=torch.uint8)
+        (tmp_path / f"{number}.png").write_bytes(png_bytes(pixels))
+        prompt = HELD_OUT[number % len(HELD_OUT)].caption()
+        records.append({"record_key": f"{number}", "image": f"{number}.png", "prompt": prompt, "repeat": 0})
+    request: Any = SimpleNamespace(protocol=protocol_of("embedded"), experiment=SimpleNamespace())
+    request.experiment.settings = load_experiment(at / "tiny.yaml", Overrides.from_flags({})).settings
+    scorers = load_scorers(request.protocol)
+    whole = measure_pictures(records, tmp_path, scorers, manifold=False)
+    parts = RayMeasure(ray, request)(records, tmp_path, scorers, manifold=False)
+    assert whole.features is not None and parts.features is not None and parts.features.n == 150
+    assert [row["record_key"] for row in parts.rows] == [row["record_key"] for row in records]
+    assert [row["prompt_accuracy"] for row in parts.rows] == [row["prompt_accuracy"] for row in whole.rows]
+    half = measure_pictures(records[:75], tmp_path, scorers, manifold=False).features
+    assert half is not None
+    assert frechet_distance(parts.features, half) == pytest.approx(frechet_distance(whole.features, half), rel=1e-6)
