@@ -35,7 +35,8 @@ from lantern_bench.runs.store import read_manifest, read_records
 from tests.tiny_family import EXPERIMENT, PROMPTS, TinyFamily
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lantern-bench[ray]'")
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="clusters")
+# A minute or two in all; on a busy machine every process takes long to start.
+pytestmark = [pytest.mark.skipif(sys.platform == "win32", reason="clusters"), pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 # Images take a while; the caption in the file `die` ends the worker that decodes it.
@@ -120,7 +121,7 @@ def start(at: Path, out: str, *flags: str) -> subprocess.Popen[str]:
 
 def sweep(at: Path, out: str, *flags: str) -> tuple[int, str]:
     started = start(at, out, *flags)
-    said = started.communicate(timeout=240)[1]
+    said = started.communicate(timeout=600)[1]
     return started.returncode, said
 
 
@@ -138,7 +139,7 @@ def tokens(folder: Path) -> dict[str, str]:
 
 
 def wait_for(started: subprocess.Popen[str], folder: Path, enough: Callable[[list[dict[str, Any]]], bool]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not enough(lines(folder)):
         if started.poll() is not None or time.monotonic() > deadline:
             raise AssertionError(f"the run has {len(lines(folder))} records: {started.communicate()[1]}")
@@ -186,7 +187,7 @@ def test_a_lost_node_costs_one_shard_and_no_image(at: Path, cluster: Cluster, lo
     started = start(at, "lost-node", *on(cluster))
     wait_for(started, at / "lost-node", lambda rows: len({row["process"] for row in rows}) == 3)
     cluster.remove_node(third, allow_graceful=False)
-    said = started.communicate(timeout=240)[1]
+    said = started.communicate(timeout=600)[1]
     assert started.returncode == 0 and "is lost" in said, said
     rows = read_records(at / "lost-node")
     assert tokens(at / "lost-node") == local and len(rows) == IMAGES * CELLS
@@ -240,7 +241,7 @@ def test_a_lost_or_restarted_head_is_refused_and_the_run_resumed(
     other.head_node.kill_gcs_server()
     if again:
         other.head_node.start_gcs_server()
-    said = started.communicate(timeout=120)[1]
+    said = started.communicate(timeout=300)[1]
     assert started.returncode == 3, said
     assert "the Ray cluster is lost: its head has ended or was started again" in said and "Traceback" not in said
     kept = tokens(folder)
@@ -369,7 +370,7 @@ def test_scores_in_parts_are_those_of_one_pass(
     from lantern_bench.runs.scoring import load_scorers, measure_pictures
 
     noise, records = torch.Generator().manual_seed(0), []
-    for number in range(150):
+    for number in range(80):
         pixels = torch.randint(0, 256, (64, 64, 3), generator=noise, dtype=torch.uint8)
         (tmp_path / f"{number}.png").write_bytes(png_bytes(pixels))
         prompt = HELD_OUT[number % len(HELD_OUT)].caption()
@@ -379,9 +380,9 @@ def test_scores_in_parts_are_those_of_one_pass(
     scorers = load_scorers(request.protocol)
     whole = measure_pictures(records, tmp_path, scorers, manifold=False)
     parts = RayMeasure(ray, request)(records, tmp_path, scorers, manifold=False)
-    assert whole.features is not None and parts.features is not None and parts.features.n == 150
+    assert whole.features is not None and parts.features is not None and parts.features.n == 80
     assert [row["record_key"] for row in parts.rows] == [row["record_key"] for row in records]
     assert [row["prompt_accuracy"] for row in parts.rows] == [row["prompt_accuracy"] for row in whole.rows]
-    half = measure_pictures(records[:75], tmp_path, scorers, manifold=False).features
+    half = measure_pictures(records[:40], tmp_path, scorers, manifold=False).features
     assert half is not None
     assert frechet_distance(parts.features, half) == pytest.approx(frechet_distance(whole.features, half), rel=1e-6)
