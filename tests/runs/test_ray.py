@@ -370,7 +370,7 @@ def test_scores_in_parts_are_those_of_one_pass(
     from lantern_bench.runs.scoring import load_scorers, measure_pictures
 
     noise, records = torch.Generator().manual_seed(0), []
-    for number in range(80):
+    for number in range(150):
         pixels = torch.randint(0, 256, (64, 64, 3), generator=noise, dtype=torch.uint8)
         (tmp_path / f"{number}.png").write_bytes(png_bytes(pixels))
         prompt = HELD_OUT[number % len(HELD_OUT)].caption()
@@ -380,9 +380,9 @@ def test_scores_in_parts_are_those_of_one_pass(
     scorers = load_scorers(request.protocol)
     whole = measure_pictures(records, tmp_path, scorers, manifold=False)
     parts = RayMeasure(ray, request)(records, tmp_path, scorers, manifold=False)
-    assert whole.features is not None and parts.features is not None and parts.features.n == 80
+    assert whole.features is not None and parts.features is not None and parts.features.n == 150
     assert [row["record_key"] for row in parts.rows] == [row["record_key"] for row in records]
     assert [row["prompt_accuracy"] for row in parts.rows] == [row["prompt_accuracy"] for row in whole.rows]
-    half = measure_pictures(records[:40], tmp_path, scorers, manifold=False).features
+    half = measure_pictures(records[:75], tmp_path, scorers, manifold=False).features
     assert half is not None
     assert frechet_distance(parts.features, half) == pytest.approx(frechet_distance(whole.features, half), rel=1e-6)
