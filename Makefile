@@ -16,7 +16,7 @@ ARGS  ?=
 # Test processes; each of them computes on one thread.
 WORKERS ?= logical
 
-.PHONY: help sweep test check lint test-long predict-here compare-plain aa bench-load ray-overhead screenshots \
+.PHONY: help sweep test check lint test-long reliability predict-here compare-plain aa bench-load ray-overhead screenshots \
   constraints wheel clean
 
 help: ## list the targets
@@ -42,6 +42,9 @@ lint: $(DEV) ## ruff, mypy, import contracts
 
 test-long: check ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600 -m long $(ARGS)
+
+reliability: check ## run the fault tests, and write their outcomes into docs/reliability.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m docs.make_reliability
 
 predict-here: $(PLAIN) ## profile this machine, sweep, and predict the sweep's speedups (ARGS: flags of `sweep`)
 	$(BIN)/lantern-bench profile --tree chain-3,small-7,eagle1-25 --save-device build/predict/here.yaml

@@ -39,6 +39,7 @@ _OVER_LOSSLESS = (
     *figure("speedup_over_lossless", "", "seconds of lossless_cell / seconds of the cell, same prompts", REPEAT),
     Column("lossless_cell", "string", "", "fastest lossless cell of the run with the cell's model and sampling"),
 )
+CHECKSUM = Column("checksum", "string", "", "of the line's bytes in front of it: SHA-256, the first 16 hex digits")
 _DISTURBED = Column("disturbed", "int", "images", "images whose threads lacked a core; empty where not recorded")
 
 
@@ -275,6 +276,7 @@ _RECORDS = (
     Column("tokens_sha256", "string", "", "SHA-256 of the tokens as little-endian int32"),
     Column("image_sha256", "string", "", "SHA-256 of the PNG file"),
     Column("image", "string", "", "the PNG file, relative to the run directory; empty when none was written"),
+    CHECKSUM,
 )
 
 _SCORES = (
@@ -302,6 +304,7 @@ _SCORES = (
     Column("extractor", "string", "", "feature extractor and its weights (level cell)"),
     Column("reference", "string", "", "reference set, its size and hash (level cell)"),
     NOTE,
+    CHECKSUM,
 )
 
 _SPEED = (

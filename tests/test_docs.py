@@ -99,7 +99,9 @@ def test_the_audit_shows_the_committed_run() -> None:
     assert page.count("measured: not") >= 3
 
 
-@pytest.mark.parametrize("script", ["make_audit", "make_pictures", "make_results_format", "screenshots"])
+@pytest.mark.parametrize(
+    "script", ["make_audit", "make_pictures", "make_reliability", "make_results_format", "screenshots"]
+)
 def test_the_scripts_of_the_docs_can_be_imported(script: str) -> None:
     importlib.import_module(f"docs.{script}")
 

@@ -24,6 +24,7 @@ from lantern_bench.cli.profile import profile
 from lantern_bench.cli.results import compare, curves, predict, report, show, size
 from lantern_bench.cli.sweep import merge, reproduce, score, sweep
 from lantern_bench.cli.train import train
+from lantern_bench.cli.verify import verify
 from lantern_bench.console import Console
 from lantern_bench.errors import LanternError
 from lantern_bench.runs.threads import prepare_environment
@@ -37,7 +38,7 @@ _GLOBAL = {"-q", "--quiet", "-v", "--verbose", "--debug"}
 
 app = command_group(name="lantern-bench", pretty_exceptions_enable=False, epilog=_EPILOG)
 _RUNS = (sweep, merge, reproduce, score, show, curves, compare, report, predict, size, certify)
-for command in (*_RUNS, generate, models, experiments, profile, neighbours, check_model, doctor):
+for command in (*_RUNS, generate, models, experiments, profile, neighbours, check_model, doctor, verify):
     app.command()(command)
 app.add_typer(train)
 app.add_typer(weights)

@@ -31,6 +31,7 @@ from lantern_bench.report.cost_model import (
     named_draft,
     step_samples,
 )
+from lantern_bench.report.curves import save_figure
 from lantern_bench.report.reproduction import device_in_words
 from lantern_bench.report.tables import write_csv
 from lantern_bench.runs.devices import Place
@@ -178,7 +179,7 @@ def write_step_costs(table: pd.DataFrame, folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_csv(table, files[0])
-        figure.savefig(files[1], dpi=160, metadata={"Software": None})
+        save_figure(figure, files[1], dpi=160, metadata={"Software": None})
     except OSError as error:
         raise UserError(f"--out {folder}: cannot be written: {error.strerror}") from error
     return files

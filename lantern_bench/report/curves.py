@@ -6,12 +6,14 @@ front, and the mean accepted length against a bound. FID values of different fea
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models.io.files import write_atomically
 from lantern_bench.report.labels import (
     BOUNDS,
     CELL,
@@ -223,12 +225,19 @@ def draw_curves(runs: Mapping[str, Tables], folder: Path, by: str = "mode") -> l
             files += (made := [folder / f"{picture.name}.{kind}" for kind in KINDS])
             # Without dates, versions and random ids equal curves are equal files.
             with rc_context({"svg.hashsalt": picture.name}):
-                picture.figure.savefig(made[0], dpi=160, bbox_inches="tight", metadata={"Software": None})
-                picture.figure.savefig(made[1], bbox_inches="tight", metadata={"Date": None, "Creator": None})
+                save_figure(picture.figure, made[0], dpi=160, bbox_inches="tight", metadata={"Software": None})
+                save_figure(picture.figure, made[1], bbox_inches="tight", metadata={"Date": None, "Creator": None})
             write_csv(picture.points, made[2])
     except OSError as error:
         raise UserError(f"--out {folder}: cannot be written: {error.strerror}") from error
     return files
+
+
+def save_figure(figure: Figure, path: Path, **how: Any) -> None:
+    """Write a figure whole or not at all; `how` as in `Figure.savefig`. Raises `OSError`."""
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix[1:], **how)
+    write_atomically(path, content.getvalue())
 
 
 def pictures(runs: Mapping[str, Tables], by: str = "mode") -> Iterator[Picture]:

@@ -409,6 +409,13 @@ def save_tables(tables: Mapping[str, pd.DataFrame], run: Path) -> None:
         write_csv(table, run / f"{name}.csv")
 
 
+def stale_tables(run: Path) -> list[str]:
+    """Return the CSV files of a run directory that are not what its records give; a missing one is none of them."""
+    (data,) = load_runs([run]).values()
+    texts = {run / f"{name}.csv": csv_text(table).encode() for name, table in tables_of(data).items()}
+    return [path.name for path, text in texts.items() if path.is_file() and path.read_bytes() != text]
+
+
 def frame(table: str, rows: Iterable[Row]) -> pd.DataFrame:
     """Return rows as a DataFrame with exactly the columns and types that the schema declares for `table`.
 

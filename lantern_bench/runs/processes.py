@@ -106,7 +106,7 @@ def events_of(work: Work, request: Request, name: str, *, said: IO[bytes] | None
             raise WorkerEndedError(f"{name} {how}", _KEPT)
     finally:
         _end(worker)
-        listener.join()
+        listener.join(SECONDS_TO_END)
 
 
 def _listen(pipe: BinaryIO, told: queue.SimpleQueue[object]) -> None:

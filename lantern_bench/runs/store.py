@@ -7,14 +7,18 @@ the CSV files, which can be rebuilt at any time.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
+import io
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+import socket
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self
 
 from filelock import FileLock, Timeout
 
@@ -28,7 +32,7 @@ from lantern_bench.schema import READABLE, SCHEMA_VERSION, columns
 if TYPE_CHECKING:
     from lantern_bench.runs.columns import Records
 
-MANIFEST, RECORDS, SCORES, LOCK = "manifest.json", "records.jsonl", "scores.jsonl", ".lock"
+MANIFEST, RECORDS, SCORES, LOCK, WRITER = "manifest.json", "records.jsonl", "scores.jsonl", ".lock", ".writer.json"
 # What a resumed run needs of its records.
 _SCANNED = ("cell_id", "prompt_id", "repeat", "process", "seconds", "pixel_seconds", "disturbed")
 RESULTS_VARIABLE = "LANTERN_BENCH_RESULTS"
@@ -114,6 +118,7 @@ def read_records(folder: Path, wanted: Collection[str] | None = None) -> Records
 
 @functools.lru_cache(maxsize=1)
 def _scanned(folder: Path, _state: tuple[int, int, int]) -> Records:
+    _check_checksums(folder / RECORDS)
     return read_records(folder, _SCANNED)
 
 
@@ -133,20 +138,69 @@ def read_scores(folder: Path) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: Path, table: str) -> list[dict[str, Any]]:
-    """The rows of all whole lines with every column of the table; columns that their version lacked are None.
+    rows = []
+    for line in scan_lines(path, table):
+        if line.row is None:
+            repair = f"`lantern-bench verify {path.parent} --repair` makes its content again."
+            raise UserError(f"{path} line {line.number}: {line.problem}", repair)
+        rows.append(line.row)
+    return rows
 
-    Runs without the column `process` are of one process, number 0.
+
+class Line(NamedTuple):
+    """A whole line of a file: its bytes with the line break, and its row, or what is wrong with it."""
+
+    number: int
+    content: bytes
+    row: dict[str, Any] | None
+    problem: str = ""
+
+
+def scan_lines(path: Path, table: str) -> Iterator[Line]:
+    """Yield all whole lines of a file; rows have every column of the table, None where their version lacked it.
+
+    Runs without the column `process` are of one process, number 0. A line without a checksum is of an older version.
     """
     empty: dict[str, Any] = dict.fromkeys(column.name for column in columns(table))
     empty |= {"process": 0} if "process" in empty else {}
-    rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.is_file() else [], start=1):
-        try:
-            rows.append(empty | json.loads(line))
-        except (ValueError, TypeError, RecursionError) as error:
-            what = f"{path} line {number}: damaged, not a JSON object"
-            raise UserError(what, "Remove this line; the same command makes its content again.") from error
-    return rows
+    needed = ("record_key", "status") if table == "records" else ()
+    with path.open("rb") if path.is_file() else io.BytesIO() as file:
+        for number, content in enumerate(file, start=1):
+            if not content.endswith(b"\n"):  # cut off: it is removed when the file is opened for writing
+                return
+            try:
+                row = empty | json.loads(content)
+            except (ValueError, TypeError, RecursionError):
+                yield Line(number, content, None, "damaged, not a JSON object")
+                continue
+            if row["checksum"] is None:  # of an older version, which had no other columns
+                whole = row.keys() == empty.keys() or row["schema_version"] != SCHEMA_VERSION
+            else:
+                whole = row["checksum"] == checksum(content[: content.rfind(_CHECKSUM)])
+            if not whole:
+                yield Line(number, content, None, "damaged, its checksum differs")
+            elif any(row[name] is None for name in needed):
+                yield Line(number, content, None, "not a record")
+            else:
+                yield Line(number, content, row)
+
+
+def _check_checksums(path: Path) -> None:
+    """Raise `UserError` for a line whose checksum differs; parses nothing, so that a million lines take seconds."""
+    with path.open("rb") if path.is_file() else io.BytesIO() as file:
+        for number, content in enumerate(file, start=1):
+            at = content.rfind(_CHECKSUM)
+            if at >= 0 and content.endswith(b'"}\n') and content[-19:-3] != checksum(content[:at]).encode():
+                repair = f"`lantern-bench verify {path.parent} --repair` makes its content again."
+                raise UserError(f"{path} line {number}: damaged, its checksum differs", repair)
+
+
+_CHECKSUM = b', "checksum"'
+
+
+def checksum(line: bytes) -> str:
+    """Return the checksum of a line's bytes in front of its column `checksum`, 16 hex digits."""
+    return hashlib.sha256(line).hexdigest()[:16]
 
 
 def done_images(folder: Path) -> set[tuple[str, str, int]]:
@@ -163,27 +217,49 @@ class _JsonLines:
     """A JSON lines file opened for appending; a partial last line is removed when it is opened."""
 
     def __init__(self, path: Path, table: str) -> None:
-        self._names, self._table = [column.name for column in columns(table)], table
-        self._file: BinaryIO = path.open("ab+")
-        self._file.seek(0)
-        self._file.truncate(self._file.read().rfind(b"\n") + 1)
+        self._path, self._names, self._table = path, [column.name for column in columns(table)], table
+        # Without a buffer: what the disk has no room for must not be written later.
+        self._file = path.open("ab+", buffering=0)
+        self._file.truncate(whole_lines(self._file))
 
     def append(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Write one row with every column and wait until it is on the disk; return it.
 
-        Raises `ValueError` for a column that `schema.py` does not declare, and for NaN and infinity.
+        Raises `ValueError` for a column that `schema.py` does not declare, and for NaN and infinity; `RefusedError`
+        where the disk is full.
         """
         unknown = set(values) - set(self._names)
         if unknown:
             raise ValueError(f"{self._table} have no column {', '.join(sorted(unknown))}")
-        row = {name: values.get(name) for name in self._names}
-        self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        row = {name: values.get(name) for name in self._names if name != "checksum"}
+        line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode()[:-1]
+        row["checksum"] = checksum(line)
+        whole = self._file.seek(0, os.SEEK_END)
+        try:
+            left = memoryview(line + _CHECKSUM + f': "{row["checksum"]}"}}\n'.encode())
+            while left:  # a write can end early, where the disk fills up
+                left = left[self._file.write(left) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            with contextlib.suppress(OSError):  # else the part of a line is removed at the next start
+                self._file.truncate(whole)
+            raise _no_room(self._path, error) from error
         return row
 
     def close(self) -> None:
         self._file.close()
+
+
+def whole_lines(file: BinaryIO) -> int:
+    """Return the bytes of a file up to its last line break."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - (1 << 16))
+        file.seek(start)
+        if (at := file.read(end - start).rfind(b"\n")) >= 0:
+            return start + at + 1
+        end = start
+    return 0
 
 
 class ScoreStore:
@@ -223,7 +299,10 @@ class ScoreStore:
         """Set keys of the manifest and write it as a whole."""
         self.manifest |= facts
         text = json.dumps(_plain(self.manifest), indent=2, ensure_ascii=False, allow_nan=False)
-        write_atomically(self.folder / MANIFEST, text.encode() + b"\n")
+        try:
+            write_atomically(self.folder / MANIFEST, text.encode() + b"\n")
+        except OSError as error:
+            raise _no_room(self.folder / MANIFEST, error) from error
 
     def close(self) -> None:
         """Close the files and release the lock; closing twice does no harm."""
@@ -301,7 +380,10 @@ class RunStore(ScoreStore):
 
     def write_image(self, unit: Unit, png: bytes) -> str:
         """Write an image's PNG file; return its path relative to the run directory, for the record's `image`."""
-        write_atomically(self.folder / unit.image, png)
+        try:
+            write_atomically(self.folder / unit.image, png)
+        except OSError as error:
+            raise _no_room(self.folder / unit.image, error) from error
         return unit.image
 
     def close(self) -> None:
@@ -310,28 +392,58 @@ class RunStore(ScoreStore):
         super().close()
 
 
-def lock_run(folder: Path) -> FileLock:
+class RunLock:
+    """The lock of a run directory: of the kernel, which frees it when its process ends, however that ends.
+
+    Beside it `.writer.json` names the process that writes. What a killed process leaves there refuses nothing. On file
+    systems without such locks filelock takes one that is stale when its process is gone.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._writer, self._lock = folder / WRITER, FileLock(folder / LOCK)
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            what = f"{folder} is in use: {self._holder()} is writing to it"
+            raise RefusedError(what, "Wait until it ends, or give another --out.") from error
+        try:
+            named = {"pid": os.getpid(), "host": socket.gethostname()}
+            write_atomically(self._writer, json.dumps(named).encode() + b"\n")
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _holder(self) -> str:
+        try:
+            named = json.loads(self._writer.read_text(encoding="utf-8"))
+            return f"process {named['pid']} on {named['host']}"
+        except (OSError, ValueError, TypeError, KeyError):  # it has only just begun, or is of an older version
+            return "another process"
+
+    def release(self) -> None:
+        """Release the lock; releasing twice does no harm."""
+        if self._lock.is_locked:
+            self._writer.unlink(missing_ok=True)
+            self._lock.release()
+
+
+def lock_run(folder: Path) -> RunLock:
     """Lock a run directory, creating it if needed.
 
     Raises `UserError` for a folder that has other contents or cannot be written, `RefusedError` for one in use.
     """
     check_is_run(folder)
-    lock = FileLock(folder / LOCK)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        what = f"{folder} is in use: another process is writing to it"
-        raise RefusedError(what, "Wait until it ends, or give another --out.") from error
+        return RunLock(folder)
     except OSError as error:
         raise cannot_write(folder, error) from error
-    return lock
 
 
 def check_is_run(folder: Path) -> None:
     """Raise `UserError` for a folder that has other contents than a run's."""
     if folder.is_dir() and not (folder / MANIFEST).exists():
-        others = {path.name for path in folder.iterdir()} - {LOCK, RECORDS, SCORES}
+        others = {path.name for path in folder.iterdir()} - {LOCK, WRITER, RECORDS, SCORES}
         if others:
             what = f"--out {folder}: contains {min(others)} and is not a run directory"
             raise UserError(what, "Give a new folder, or a run directory.")
@@ -341,6 +453,12 @@ def cannot_write(folder: Path, error: OSError | None = None) -> UserError:
     """Return the error for a folder that cannot be written."""
     reason = f": {error.strerror or error}" if error is not None else ""
     return UserError(f"--out {folder}: cannot be written{reason}", "Give a folder that you may write to.")
+
+
+def _no_room(path: Path, error: OSError) -> RefusedError:
+    """Return the error for a file of a run that cannot be written any more; the disk is full, as a rule."""
+    what = f"{path}: cannot be written: {error.strerror or error}"
+    return RefusedError(what, "Everything before is kept. Repair the cause; the same command continues.")
 
 
 def _plain(value: Any) -> Any:

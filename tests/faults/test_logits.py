@@ -101,7 +101,7 @@ def test_broken_logits_of_the_drafter(cell: str, value: float, record_property: 
 
 
 def test_compiled_steps_find_broken_logits(record_property: Callable[[str, object], None]) -> None:
-    """The same in compiled steps"""
+    """NaN or +inf in a target's logits, steps compiled"""
     decoding = Decoding(**MODES["static"])
     (model, head), engine = spoiled("target"), Engine(compile=True)
     wanted = decoded(model, decoding, 2, engine)
@@ -120,7 +120,7 @@ def test_impossible_tokens_are_no_fault() -> None:
 
 
 def test_a_step_copies_once_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What tells of broken logits comes with the positions, in the one copy there was."""
+    # What tells of broken logits comes with the positions, in the one copy there was.
     counts = dict.fromkeys(("tolist", "item", "steps"), 0)
     commit = Progress.commit
 

@@ -114,7 +114,8 @@ def test_manifest_experiment_resolves_to_the_same_run(tmp_path: Path) -> None:
 def test_records_of_older_runs_are_of_process_0(tmp_path: Path) -> None:
     fill(tmp_path / "run", 1)
     path = tmp_path / "run" / "records.jsonl"
-    old = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("process", "attempts", "disturbed")}
+    newer = ("process", "attempts", "disturbed", "checksum")
+    old = {k: v for k, v in json.loads(path.read_text()).items() if k not in newer}
     path.write_text(json.dumps(old) + "\n")
     (row,) = read_records(tmp_path / "run")
     assert (row["process"], row["attempts"], row["disturbed"]) == (0, None, None)
@@ -267,11 +268,12 @@ def test_folder_with_other_contents_is_refused(tmp_path: Path) -> None:
 
 
 def test_older_schema_is_read_but_not_resumed(tmp_path: Path) -> None:
-    """Version 1 had no prompt_source, for one: such columns are empty."""
+    """Version 1 had no prompt_source and no checksum, for two: such columns are empty."""
     with RunStore(tmp_path, EXPERIMENT, KEY) as store:
         store.append(PLAN.units[0], {"tokens": 256})
     (row,) = read_records(tmp_path)
-    lines = [{name: value for name, value in row.items() if name != "prompt_source"} | {"schema_version": 1}]
+    missing = ("prompt_source", "checksum")
+    lines = [{name: value for name, value in row.items() if name not in missing} | {"schema_version": 1}]
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     manifest = read_manifest(tmp_path) | {"schema_version": 1}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))

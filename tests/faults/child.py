@@ -1,0 +1,92 @@
+"""The command line in processes that are forked from one with everything imported: they start within milliseconds.
+
+`FAMILY` is installed beside the experiment, so that worker processes find it too. Environment variables make it fail.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import resource
+import sys
+from pathlib import Path
+
+from lantern_bench.cli import main as cli
+from lantern_bench.models import registry
+from tests.tiny_family import EXPERIMENT
+
+# What commands import when they run takes seconds.
+for name in ("runs.runner", "runs.scoring", "runs.processes", "runs.verify", "metrics.reference_sets", "report.tables"):
+    importlib.import_module(f"lantern_bench.{name}")
+importlib.import_module("pandas.io.formats.csvs")
+
+ROOT = Path(__file__).parents[2]
+FAMILY = """
+import os, signal, time
+import torch
+from tests.tiny_family import TinyFamily, TinyTarget
+
+
+class Target(TinyTarget):
+    def session(self, batch, guided, nodes):
+        if str(nodes) == os.environ.get("TINY_FULL"):
+            torch.empty(1 << 60)  # more memory than there is
+        session = super().session(batch, guided, nodes)
+        session.table.cond = self.cond.clone()
+        return session
+
+
+class Interrupting:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)  # Python raises here, and prints what a finalizer raises
+
+
+class Fragile(TinyFamily):
+    def load(self, name, device, dtype):
+        model = super().load(name, device, dtype)
+        model.target, plain, calls = Target(1.0, 1), model.condition, 0
+
+        def condition(prompts):
+            nonlocal calls
+            calls += 1
+            time.sleep(float(os.environ.get("TINY_SLEEP", 0)))
+            if os.environ.get("TINY_SWALLOW") == str(calls):
+                Interrupting()
+            if os.environ.get("TINY_HANG") in prompts:
+                time.sleep(3600)
+            if os.environ.get("TINY_NAN") in prompts:
+                model.target.cond[:] = float("nan")
+            return plain(prompts)
+
+        model.condition = condition
+        return model
+
+
+family = Fragile()
+"""
+
+
+def install(folder: Path) -> None:
+    """Write the experiment and the family as an installed package."""
+    (folder / "tiny.yaml").write_text(EXPERIMENT)
+    (folder / "fragile_family.py").write_text(FAMILY)
+    info = folder / "fragile_family-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fragile-family\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[lantern_bench.families]\ntiny = fragile_family:family\n")
+
+
+def run(arguments: list[str], folder: str, said: str, environment: dict[str, str], largest_file: int | None) -> None:
+    """Run one command in `folder` and exit with its code; what it prints is appended to the file `said`."""
+    os.setsid()
+    os.chdir(folder)
+    os.environ.update(environment, PYTHONPATH=os.pathsep.join([folder, str(ROOT)]))
+    with open(said, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    if largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    sys.path.insert(0, folder)
+    registry.families.cache_clear()
+    sys.exit(cli.main(arguments))

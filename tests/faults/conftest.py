@@ -1,0 +1,119 @@
+"""A folder with a tiny experiment, and a way to start commands there and to end them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from lantern_bench.runs.store import read_records
+from tests.faults import child
+
+SECONDS = 120.0  # for a command of this machine, however busy it is
+
+Outcome = Callable[[str], None]
+
+
+class Command:
+    """A command that runs in a process of its own."""
+
+    def __init__(self, process: BaseProcess, said: Path) -> None:
+        self.process, self._said, self.began = process, said, time.monotonic()
+        process.start()
+        assert process.pid is not None
+        self.pid = process.pid
+
+    def until(self, true: Callable[[], bool]) -> None:
+        """Wait until something is so, while the command runs."""
+        while not true():
+            assert self.process.is_alive() and time.monotonic() < self.began + SECONDS, self.said
+            time.sleep(0.01)
+
+    def end(self) -> int:
+        """Wait for the end and return the exit code; a signal that ended it is negative."""
+        self.process.join(SECONDS)
+        assert self.process.exitcode is not None, f"still running\n{self.said}"
+        return self.process.exitcode
+
+    @property
+    def said(self) -> str:
+        return self._said.read_text() if self._said.exists() else ""
+
+
+class Bench:
+    """A folder with the experiment `tiny.yaml`, in which commands run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._context, self._count = folder, multiprocessing.get_context("forkserver"), 0
+        self._context.set_forkserver_preload(["tests.faults.child"])
+        self._running: list[Command] = []
+        child.install(folder)
+
+    def start(self, *arguments: str, largest_file: int | None = None, **environment: str) -> Command:
+        self._count += 1
+        said = self.folder / f"said-{self._count}.txt"
+        given = (list(arguments), str(self.folder), str(said), environment, largest_file)
+        command = Command(self._context.Process(target=child.run, args=given), said)
+        self._running.append(command)
+        return command
+
+    def run(self, *arguments: str, largest_file: int | None = None, **environment: str) -> tuple[int, str]:
+        """Run a command to its end; return its exit code and what it printed."""
+        command = self.start(*arguments, largest_file=largest_file, **environment)
+        return command.end(), command.said
+
+    def sweep(self, out: str, *flags: str, largest_file: int | None = None, **environment: str) -> tuple[int, str]:
+        return self.run(*SWEEP, out, *flags, largest_file=largest_file, **environment)
+
+    def tokens(self, out: str) -> dict[str, str]:
+        """The tokens of every finished image by its record key."""
+        rows = read_records(self.folder / out)
+        return {row["record_key"]: row["tokens_sha256"] for row in rows if row["status"] == "ok"}
+
+    def lines(self, out: str) -> int:
+        path = self.folder / out / "records.jsonl"
+        return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+    def problems(self, out: str) -> list[str]:
+        """What `verify` finds, as lines of CSV."""
+        _code, said = self.run("verify", out, "--format", "json")
+        found = said[said.find("[") : said.rfind("]") + 1]
+        return [f"{row['file']}: {row['problem']}" for row in json.loads(found or "[]")]
+
+    def close(self) -> None:
+        for command in self._running:
+            command.process.kill()
+            command.process.join()
+
+
+SWEEP = ("sweep", "tiny.yaml", "--threads", "1", "--out")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The tokens of a run that nothing happens to."""
+    made = Bench(tmp_path_factory.mktemp("whole"))
+    code, said = made.sweep("run")
+    assert code == 0, said
+    assert made.run("verify", "run")[0] == 0
+    tokens = made.tokens("run")
+    assert len(tokens) == 18
+    return tokens
+
+
+@pytest.fixture
+def outcome(record_property: Callable[[str, object], None]) -> Outcome:
+    """What the program did, for the table of docs/reliability.md."""
+    return lambda text: record_property("outcome", text)

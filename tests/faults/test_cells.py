@@ -1,0 +1,134 @@
+"""What fails in one cell or one image stays there; and a clock that jumps changes no record."""
+
+from __future__ import annotations
+
+import shutil
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lantern_bench.cli import main as cli
+from lantern_bench.config.experiment import load_experiment, resolve
+from lantern_bench.config.plan import Prompt, make_plan
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models import registry
+from lantern_bench.models.io.checkpoint import open_checkpoint
+from lantern_bench.models.lanterns import FILES, WEIGHTS_FOLDER
+from lantern_bench.models.lanterns.family import LanternsFamily
+from lantern_bench.runs.devices import Place, key_fields
+from lantern_bench.runs.keys import KeyFields
+from lantern_bench.runs.store import RunStore, read_manifest, read_records
+from tests.faults.conftest import Bench, Outcome
+from tests.faults.test_files import flip
+from tests.tiny_family import EXPERIMENT, PROMPTS, TinyFamily
+
+CPU = Place(torch.device("cpu"), torch.float32)
+
+
+def by_status(folder: Path) -> dict[str, list[dict[str, object]]]:
+    rows = read_records(folder)
+    return {status: [row for row in rows if row["status"] == status] for status in ("ok", "failed")}
+
+
+def test_out_of_memory_in_one_cell(bench: Bench, whole: dict[str, str], outcome: Outcome) -> None:
+    """Out of memory in one cell"""
+    code, said = bench.sweep("run", TINY_FULL="7")  # nodes of the dynamic tree and its root
+    rows = by_status(bench.folder / "run")
+    assert code == 4 and "error: 3 of 18 images failed" in said and "Traceback" not in said
+    assert {row["mode"] for row in rows["failed"]} == {"lantern"} and len(rows["ok"]) == 15
+    errors = {str(row["error"]) for row in rows["failed"]}
+    assert len(errors) == 1 and "DefaultCPUAllocator" in errors.pop()
+    summary = (bench.folder / "run" / "summary.csv").read_text()
+    assert "lantern-dynamic" in summary
+    assert bench.sweep("run")[0] == 0 and bench.tokens("run") == whole
+    outcome(f"exit {code}: its 3 images are marked failed with the allocator's error, the other 15 are made")
+
+
+def test_nan_in_one_image(bench: Bench, whole: dict[str, str], outcome: Outcome) -> None:
+    """NaN in the logits of one prompt, in a sweep"""
+    code, said = bench.sweep("run", TINY_NAN=PROMPTS[1])
+    rows = by_status(bench.folder / "run")
+    assert code == 4 and "Traceback" not in said
+    assert {row["prompt"] for row in rows["failed"]} >= {PROMPTS[1]}
+    assert all(str(row["error"]).startswith("LogitsError: the target gave NaN or infinite") for row in rows["failed"])
+    made = {str(row["record_key"]): row["tokens_sha256"] for row in rows["ok"]}
+    assert made.items() <= whole.items() and made
+    assert bench.sweep("run")[0] == 0 and bench.tokens("run") == whole
+    outcome(f"exit {code}: {rows['failed'][0]['error']}")
+
+
+def test_clock_jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str], outcome: Outcome) -> None:
+    """A wall clock that jumps between years, back and forth, at every reading"""
+    jumps, readings = np.random.default_rng(0), count()
+
+    class Jumping(datetime):
+        @classmethod
+        def now(cls, tz: object = None) -> datetime:
+            next(readings)
+            return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(days=float(jumps.uniform(-9000, 9000)))
+
+    monkeypatch.setattr("lantern_bench.clock.datetime", Jumping)
+    monkeypatch.setattr("time.time", lambda: float(jumps.uniform(0, 2e9)))
+    family = TinyFamily()
+    monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(EXPERIMENT)
+    typed = ["sweep", "tiny.yaml", "--threads", "1", "--out", "run"]
+    assert cli.main([*typed, "--images", "2"]) == 0
+    assert cli.main(typed) == 0
+    rows = read_records(tmp_path / "run")
+    assert {row["tokens_sha256"] for row in rows} == set(whole.values()) and len(rows) == 18
+    assert all(0 < row["seconds"] < 60 and row["other_seconds"] >= 0 for row in rows)
+    first, second = read_manifest(tmp_path / "run")["sessions"]
+    assert next(readings) > 3 and sorted((first["started"], first["ended"], second["started"])) != (
+        [first["started"], first["ended"], second["started"]]
+    )
+    assert cli.main(["verify", "run"]) == 0
+    outcome("no record and no duration changes, resuming works; only the times of day in the manifest jump")
+
+
+def test_damaged_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str], outcome: Outcome) -> None:
+    """A damaged weight file: cut off, a flipped bit in its header, a flipped bit in a tensor"""
+    whole = (WEIGHTS_FOLDER / FILES["drafter"]).read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    path = tmp_path / "drafter.safetensors"
+    said = set()
+    for content in (whole[: len(whole) // 2], flip(whole, 9), whole[:header]):
+        path.write_bytes(content)
+        with pytest.raises(UserError) as raised:
+            checkpoint = open_checkpoint(path)
+            [checkpoint[name] for name in checkpoint]
+        said.add(raised.value.message.replace(str(path), "FILE").split(" (")[0])
+    assert said == {"FILE: is truncated or no safetensors file"}
+    outcome(f"exit 2: {said.pop()}")
+
+
+def test_flipped_bit_in_a_weight(tmp_path: Path, outcome: Outcome) -> None:
+    """A flipped bit in a tensor of a weight file, when a run is resumed"""
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    for part in ("target", "drafter", "tokenizer"):
+        shutil.copy(WEIGHTS_FOLDER / FILES[part], folder)
+    (tmp_path / "one.yaml").write_text("{model: lanterns, images: 1, cells: [{mode: speculative}]}")
+    experiment = resolve(load_experiment(tmp_path / "one.yaml"), {"lanterns": {"cfg_scale": 3.0, "tree": "chain-4"}})
+    plan = make_plan(experiment, [Prompt("one red lantern")])
+
+    def key() -> KeyFields:
+        loaded = LanternsFamily().load("lanterns", *CPU, folder)
+        return key_fields({"lanterns": loaded}, experiment.settings, CPU, plan.cells)
+
+    with RunStore(tmp_path / "run", experiment, key()) as store:
+        store.append(plan.units[0], {"tokens": 1})
+    with RunStore(tmp_path / "run", experiment, key()):
+        """Whole files are let in."""
+    path = folder / FILES["drafter"]
+    content = path.read_bytes()
+    path.write_bytes(flip(content, len(content) // 2))
+    with pytest.raises(RefusedError) as raised:
+        RunStore(tmp_path / "run", experiment, key())
+    assert "weights of lanterns/drafter changed" in raised.value.message
+    outcome(f"exit 3: {raised.value.message.splitlines()[0]}; published files are also checked against pinned hashes")

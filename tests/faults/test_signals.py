@@ -1,0 +1,152 @@
+"""Signals stop where nothing is half done; workers that hang are named; nothing outlives its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from lantern_bench import stopping
+from lantern_bench.runs.store import read_manifest
+from tests.faults.conftest import SWEEP, Bench, Command, Outcome
+from tests.tiny_family import PROMPTS
+
+SLOW = {"TINY_SLEEP": "0.2"}
+NAMES = {signal.SIGINT: "SIGINT", signal.SIGTERM: "SIGTERM"}
+
+
+def children(command: Command) -> list[psutil.Process]:
+    return psutil.Process(command.pid).children(recursive=True)
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("number", NAMES, ids=NAMES.get)
+def test_signals(bench: Bench, whole: dict[str, str], outcome: Outcome, number: signal.Signals, processes: str) -> None:
+    """SIGINT or SIGTERM in a sweep of one process, and in one of workers"""
+    command = bench.start(*SWEEP, "run", "--processes", processes, **SLOW)
+    command.until(lambda: bench.lines("run") >= 2)
+    workers = children(command)
+    os.kill(command.pid, number)
+    code, said, kept = command.end(), command.said, bench.lines("run")
+    assert code == 128 + number and "Traceback" not in said, said
+    assert f"interrupted: {kept} of 18 images are done and kept" in said and "The same command continues." in said
+    assert 2 <= kept < 18 and len(bench.tokens("run")) == kept
+    assert read_manifest(bench.folder / "run")["sessions"][0]["ended"] is not None
+    assert len(workers) == (processes == "2") and not any(worker.is_running() for worker in workers)
+    code_again, said = bench.sweep("run", "--processes", processes)
+    assert code_again == 0 and f"{kept} images kept" in said and bench.tokens("run") == whole
+    outcome(f"{NAMES[number]}: exit {code}, the manifest closed, finished images kept, resumed to the same tokens")
+
+
+def test_swallowed_interrupt(bench: Bench, whole: dict[str, str], outcome: Outcome) -> None:
+    """SIGINT in a finalizer, where Python prints an exception and goes on"""
+    code, said = bench.sweep("run", TINY_SWALLOW="2")
+    assert "Exception ignored in" in said and "Stopped" in said, said
+    assert code == 130 and "interrupted before the first image" in said
+    assert bench.sweep("run")[0] == 0 and bench.tokens("run") == whole
+    outcome(f"exit {code}: the next step or event stops")
+
+
+def test_second_signal(bench: Bench, outcome: Outcome) -> None:
+    """A second SIGINT, while the first one waits for a step that hangs"""
+    command = bench.start(*SWEEP, "run", TINY_HANG=PROMPTS[1])
+    command.until(lambda: (bench.folder / "run" / "manifest.json").exists() and bench.lines("run") >= 1)
+    command.process.join(0.5)  # until it hangs
+    os.kill(command.pid, signal.SIGINT)
+    command.process.join(1.0)
+    assert command.process.is_alive()
+    os.kill(command.pid, signal.SIGINT)
+    code = command.end()
+    assert code == 130 and "Traceback" not in command.said
+    outcome(f"exit {code} at once")
+
+
+def test_hanging_worker(bench: Bench, whole: dict[str, str], outcome: Outcome) -> None:
+    """A worker process that hangs"""
+    # Long enough for its start on a busy machine.
+    command = bench.start(*SWEEP, "run", "--processes", "2", "--worker-timeout", "30", TINY_HANG=PROMPTS[1])
+    code, said = command.end(), command.said
+    line = next(line for line in said.splitlines() if "hangs" in line)
+    assert code == 4 and "error: worker process " in line and " of 2 hangs: no sign of life in 30 s after " in line
+    assert "--worker-timeout" in said and "Traceback" not in said
+    assert bench.sweep("run", "--processes", "2")[0] == 0 and bench.tokens("run") == whole
+    outcome(f"exit {code}: {line.removeprefix('error: ')}")
+
+
+def test_a_worker_ends_with_its_parent(bench: Bench, whole: dict[str, str], outcome: Outcome) -> None:
+    """SIGKILL of the parent of a worker process"""
+    command = bench.start(*SWEEP, "run", "--processes", "2", **SLOW)
+    command.until(lambda: bench.lines("run") >= 1)
+    (worker,) = children(command)
+    os.kill(command.pid, signal.SIGKILL)
+    command.end()
+    worker.wait(30)
+    assert bench.lines("run") < 18
+    assert bench.sweep("run")[0] == 0 and bench.tokens("run") == whole
+    outcome("the worker stops at its next step and leaves the run directory free")
+
+
+def test_worker_timeout_must_be_positive(bench: Bench) -> None:
+    code, said = bench.sweep("run", "--worker-timeout", "0")
+    assert code == 2 and "--worker-timeout 0: must be more than 0 seconds" in said
+
+
+# ---- The module itself
+
+
+@pytest.fixture(autouse=True)
+def handlers_stay() -> Iterator[None]:
+    before = [signal.getsignal(number) for number in NAMES]
+    yield
+    assert [signal.getsignal(number) for number in NAMES] == before
+
+
+@pytest.mark.parametrize("number", NAMES, ids=NAMES.get)
+def test_a_held_signal_waits_for_a_check(number: signal.Signals) -> None:
+    reached = []
+    with pytest.raises(stopping.Stopped) as raised, stopping.signals_noted():
+        with stopping.held():
+            os.kill(os.getpid(), number)
+            reached.append("after the signal")
+            with pytest.raises(stopping.Stopped):
+                stopping.check()
+        reached.append("after the block")
+        stopping.check()
+        reached.append("after the check")
+    assert raised.value.exit_code == 128 + number and reached == ["after the signal", "after the block"]
+    stopping.check()  # what is noted ends with the block
+
+
+def test_a_signal_outside_stops_at_once_and_a_second_one_always() -> None:
+    with stopping.signals_noted():
+        with pytest.raises(stopping.Stopped):
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.sigtimedwait([], 1)
+        with pytest.raises(stopping.Stopped), stopping.held():
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.sigtimedwait([], 1)
+
+
+def test_other_threads_change_nothing() -> None:
+    def inside() -> None:
+        with stopping.signals_noted():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    seen: list[object] = []
+    thread = threading.Thread(target=inside)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGTERM)]
+
+
+def test_a_forked_process_dies_of_a_signal() -> None:
+    with stopping.signals_noted():
+        if (pid := os.fork()) == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        _pid, status = os.waitpid(pid, 0)
+    assert os.WTERMSIG(status) == signal.SIGTERM

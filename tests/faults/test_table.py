@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from docs.make_reliability import PAGE, TESTS, Fault, Outcomes, Result, faults, render, rows
+
+
+def test_every_row_of_the_page_is_a_fault_in_order() -> None:
+    found = rows(PAGE.read_text(encoding="utf-8"))
+    listed = {fault for fault, _, _ in found}
+    assert [fault for fault, _, _ in found] == [one.fault for one in faults() if one.fault in listed]
+    assert len(found) >= 11, "run: python -m docs.make_reliability"
+    for fault, happens, passed in found:
+        assert happens, fault
+        count, cases = passed.split(" of ")
+        assert count == cases and int(count) > 0, fault
+
+
+def test_every_fault_says_what_happened() -> None:
+    for one in faults():
+        source = (TESTS / one.file).read_text(encoding="utf-8")
+        body = source.partition(f"def {one.test}(")[2].partition("\n\n\n")[0]
+        assert "outcome(" in body or 'record_property("outcome"' in body, one.node
+
+
+def test_the_table_is_rendered_from_results() -> None:
+    results = {one.node: Result(["a | b"], 1, 2) for one in faults()}
+    made = render("before\n" + "<!-- Below: python -m docs.make_reliability -->\nstale row\n", results)
+    assert made.startswith("before\n") and "stale row" not in made
+    assert rows(made)[0] == (faults()[0].fault, "a \\| b", "1 of 2")
+
+
+def test_a_failed_case_counts() -> None:
+    class Report:
+        when, failed, passed, user_properties = "call", False, True, [("outcome", "exit 3")]
+        nodeid = "tests/faults/test_files.py::test_disk_full[1]"
+
+    plugin = Outcomes()
+    plugin.pytest_runtest_logreport(Report)  # type: ignore[arg-type]
+    failed = type("Failed", (Report,), {"failed": True, "passed": False, "user_properties": []})
+    plugin.pytest_runtest_logreport(failed)  # type: ignore[arg-type]
+    assert plugin.results == {Fault("test_files.py", "test_disk_full", "").node: Result(["exit 3"], 1, 2)}
