@@ -384,7 +384,6 @@ def _damaged(path: Path, table: str, lines: Sequence[bytes], before: int) -> Use
                 continue
         except (ValueError, TypeError):
             pass
-        return UserError(
-            f"{path} line {number}: damaged, {why}", "Remove this line; the same command makes its content again."
-        )
+        repair = f"`lantern-bench verify {path.parent} --repair` makes its content again."
+        return UserError(f"{path} line {number}: damaged, {why}", repair)
     return UserError(f"{path}: damaged in lines {before + 1} to {before + len(lines)}")

@@ -18,7 +18,7 @@ from typing import Any
 from lantern_bench.config.plan import Shard
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import write_atomically
-from lantern_bench.runs.store import MANIFEST, RECORDS, SCORES, RunData, read_run
+from lantern_bench.runs.store import MANIFEST, RECORDS, SCORES, RunData, line_of, read_run
 
 # Keys of an experiment that may differ between shards: they change no image.
 _MAY_DIFFER = (
@@ -151,8 +151,7 @@ def _write(runs: Sequence[RunData], folder: Path, name: str) -> list[dict[str, A
                 _link(run.folder / row["image"], folder / row["image"])
     records.sort(key=lambda row: row["order_index"])
     for file, rows in ((RECORDS, records), (SCORES, scores)):
-        text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        write_atomically(folder / file, text.encode())
+        write_atomically(folder / file, map(line_of, rows))
     manifests = [run.manifest for run in runs]
     started, ended = ([str(one.get(name)) for one in manifests] for name in ("started", "ended"))
     times = {"started": min(started), "ended": max(ended)}

@@ -118,7 +118,6 @@ def read_records(folder: Path, wanted: Collection[str] | None = None) -> Records
 
 @functools.lru_cache(maxsize=1)
 def _scanned(folder: Path, _state: tuple[int, int, int]) -> Records:
-    _check_checksums(folder / RECORDS)
     return read_records(folder, _SCANNED)
 
 
@@ -185,22 +184,19 @@ def scan_lines(path: Path, table: str) -> Iterator[Line]:
                 yield Line(number, content, row)
 
 
-def _check_checksums(path: Path) -> None:
-    """Raise `UserError` for a line whose checksum differs; parses nothing, so that a million lines take seconds."""
-    with path.open("rb") if path.is_file() else io.BytesIO() as file:
-        for number, content in enumerate(file, start=1):
-            at = content.rfind(_CHECKSUM)
-            if at >= 0 and content.endswith(b'"}\n') and content[-19:-3] != checksum(content[:at]).encode():
-                repair = f"`lantern-bench verify {path.parent} --repair` makes its content again."
-                raise UserError(f"{path} line {number}: damaged, its checksum differs", repair)
-
-
 _CHECKSUM = b', "checksum"'
 
 
 def checksum(line: bytes) -> str:
     """Return the checksum of a line's bytes in front of its column `checksum`, 16 hex digits."""
     return hashlib.sha256(line).hexdigest()[:16]
+
+
+def line_of(row: Mapping[str, Any]) -> bytes:
+    """Return a row as a line with its checksum behind all other columns; raises `ValueError` for NaN and infinity."""
+    others = {name: value for name, value in row.items() if name != "checksum"}
+    line = json.dumps(others, ensure_ascii=False, allow_nan=False).encode()[:-1]
+    return line + _CHECKSUM + f': "{checksum(line)}"}}\n'.encode()
 
 
 def done_images(folder: Path) -> set[tuple[str, str, int]]:
@@ -231,12 +227,10 @@ class _JsonLines:
         unknown = set(values) - set(self._names)
         if unknown:
             raise ValueError(f"{self._table} have no column {', '.join(sorted(unknown))}")
-        row = {name: values.get(name) for name in self._names if name != "checksum"}
-        line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode()[:-1]
-        row["checksum"] = checksum(line)
+        content = line_of({name: values.get(name) for name in self._names})
         whole = self._file.seek(0, os.SEEK_END)
         try:
-            left = memoryview(line + _CHECKSUM + f': "{row["checksum"]}"}}\n'.encode())
+            left = memoryview(content)
             while left:  # a write can end early, where the disk fills up
                 left = left[self._file.write(left) :]
             os.fsync(self._file.fileno())
@@ -244,7 +238,7 @@ class _JsonLines:
             with contextlib.suppress(OSError):  # else the part of a line is removed at the next start
                 self._file.truncate(whole)
             raise _no_room(self._path, error) from error
-        return row
+        return dict(json.loads(content))
 
     def close(self) -> None:
         self._file.close()

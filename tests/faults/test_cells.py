@@ -92,7 +92,7 @@ def test_clock_jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict
 
 
 def test_damaged_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str], outcome: Outcome) -> None:
-    """A damaged weight file: cut off, a flipped bit in its header, a flipped bit in a tensor"""
+    """A damaged weight file: cut off, a flipped bit in its header, no tensors"""
     whole = (WEIGHTS_FOLDER / FILES["drafter"]).read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
     path = tmp_path / "drafter.safetensors"

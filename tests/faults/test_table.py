@@ -3,11 +3,10 @@ from __future__ import annotations
 from docs.make_reliability import PAGE, TESTS, Fault, Outcomes, Result, faults, render, rows
 
 
-def test_every_row_of_the_page_is_a_fault_in_order() -> None:
+def test_the_page_has_a_row_for_every_fault() -> None:
     found = rows(PAGE.read_text(encoding="utf-8"))
-    listed = {fault for fault, _, _ in found}
-    assert [fault for fault, _, _ in found] == [one.fault for one in faults() if one.fault in listed]
-    assert len(found) >= 11, "run: python -m docs.make_reliability"
+    assert [fault for fault, _, _ in found] == [one.fault for one in faults()], "run: python -m docs.make_reliability"
+    assert len(found) >= 20
     for fault, happens, passed in found:
         assert happens, fault
         count, cases = passed.split(" of ")
