@@ -42,7 +42,7 @@ def test_waiting_for_a_core_explains_the_wall_time() -> None:
             other.wait()
     lost = used.lost_seconds(seconds, 1)
     assert lost > 0.1 * seconds
-    assert used.cpu_seconds + lost == pytest.approx(seconds, rel=0.1)
+    assert used.cpu_seconds + lost == pytest.approx(seconds, rel=0.2)
 
 
 def test_without_run_queue_times_others_take_what_is_over() -> None:

@@ -41,7 +41,7 @@ def test_every_mode_and_every_rule_is_audited() -> None:
 def test_shipped_modes_and_rules_name_claim_and_source() -> None:
     for mode in methods._SHIPPED_MODES:
         assert mode.claim is not None
-        assert mode.source or methods.RULES[mode.rule].source or mode.name in ("ar", "entropy")
+        assert mode.source or methods.RULES[mode.rule].source or mode.name in ("ar", "entropy", "hybrid")
     known = {mode.rule for mode in methods._SHIPPED_MODES}
     assert all(rule.source for rule in methods._SHIPPED_RULES if rule.name not in known)
 

@@ -40,7 +40,11 @@ def sharp(rng: torch.Generator, *shape: int) -> Tensor:
     return (3 * torch.randn(*shape, VOCABULARY, generator=rng)).softmax(-1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Each compiles for the better part of a minute; these share the code of the others.
+ALIKE = ("static, strict", "static, cool-sd", "static, entropy", "dynamic, cool-sd", "dynamic, typical")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind in ALIKE)) for kind in KINDS])
 def test_compiled_walks_are_the_same(kind: str) -> None:
     rng, noise = np.random.default_rng(0), torch.Generator().manual_seed(0)
     table = nearest_codes(torch.randn(VOCABULARY, 3, generator=noise), VOCABULARY - 1)

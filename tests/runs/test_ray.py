@@ -217,6 +217,7 @@ def test_a_shard_that_loses_every_worker_fails_alone(at: Path, cluster: Cluster)
     assert sum("lost" in one for one in sessions) == 3 and len({one["process"] for one in sessions}) == len(sessions)
 
 
+@pytest.mark.long
 def test_several_processes_share_a_device_one_after_the_other(at: Path, cluster: Cluster) -> None:
     code, said = sweep(at, "dealt", *on(cluster), "--processes", "3", "--modes", "ar", "--images", "6")
     assert code == 0, said

@@ -241,8 +241,7 @@ def test_other_scorer_or_reference_scores_again(
 def test_only_cells_with_new_images_are_scored_again(
     store: RunStore, scorers: scoring.Scorers, reference: Reference
 ) -> None:
-    first = store.records()[0]
-    kept = [record for record in store.records() if record is not first]
+    first, *kept = store.records()
     store.records = lambda: kept  # type: ignore[method-assign]
     scoring.score_run(store, scorers, reference)
     store.records = lambda: [*kept, first]  # type: ignore[method-assign]
