@@ -16,7 +16,7 @@ from lantern_bench.models import registry
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.runs.devices import choose_place, key_fields, load_models
 from lantern_bench.runs.keys import RecordKeys
-from lantern_bench.runs.store import MANIFEST, RECORDS, done_images, read_records
+from lantern_bench.runs.store import MANIFEST, RECORDS, done_images, line_of, read_records
 from lantern_bench.runs.sweep import Request, prepare, run
 from tests.tiny_family import CODES, TinyFamily, TinyPixels, TinyTarget
 
@@ -101,9 +101,9 @@ def build(folder: Path, cells: int, prompts: int) -> int:
         return copied | own
 
     count = len(finished)
-    with (folder / RECORDS).open("a", encoding="utf-8") as file:
+    with (folder / RECORDS).open("ab") as file:
         for unit in whole.plan.units:
             if (unit.cell.cell_id, unit.prompt.id, unit.repeat) not in finished:
-                file.write(json.dumps(record(unit), ensure_ascii=False) + "\n")
+                file.write(line_of(record(unit)))
                 count += 1
     return count

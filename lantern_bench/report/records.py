@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +42,11 @@ _RECORDED = (
     *(f"{phase}_seconds" for phase in _PHASES),
 )  # fmt: skip
 
+COLUMNS_READ = (
+    *(column.name for column in CELL_COLUMNS), "record_key", "status", "prompt_id", "repeat", "device", "device_id",
+    "start_per_step", "child_rank_per_step", "committed_per_step", "accepted_per_step", *_RECORDED,
+)  # fmt: skip
+"""The columns of records that tables are made from."""
 
 HELD_UP = 1.25
 """An image is held up when its seconds a step are above so many times the median of its cell in its process."""
@@ -67,13 +72,17 @@ def timed_images(cell: CellRecords, base: CellRecords | None = None) -> pd.DataF
     With `base` seconds of the base over those of the cell, over the images that both have from one device; without it
     seconds an image.
     """
-    own = cell.images[["seconds", "steps", "process", "device_id"]].dropna()
+    own = cell.timed
     if base is None:
         named = own.set_axis(["over", "over_steps", "process", "device_id"], axis=1)
         return named.drop(columns="device_id").assign(under=1.0, under_steps=1.0)
     names = ["over", "over_steps", "base_device_id"]
-    before = base.images[["seconds", "steps", "device_id"]].dropna().set_axis(names, axis=1)
-    both = own.rename(columns={"seconds": "under", "steps": "under_steps"}).join(before, how="inner")
+    before = base.timed[["seconds", "steps", "device_id"]].set_axis(names, axis=1)
+    both = own.rename(columns={"seconds": "under", "steps": "under_steps"})
+    if own.index.is_unique and own.index.equals(before.index):  # the same images, as a rule: nothing to look up
+        both = both.assign(**{name: before[name].array for name in names})
+    else:
+        both = both.join(before, how="inner")
     return both[both["device_id"] == both["base_device_id"]].drop(columns=["device_id", "base_device_id"])
 
 
@@ -126,17 +135,23 @@ class CellRecords:
         return images.assign(**texts)
 
     @cached_property
+    def timed(self) -> pd.DataFrame:
+        """Seconds, steps, process and `device_id` of the images that have all of them."""
+        return self.images[["seconds", "steps", "process", "device_id"]].dropna()
+
+    @cached_property
     def devices(self) -> Counter[str]:
         """Completed images by the name of their device; images whose device was not recorded are not counted."""
         return Counter(str(device) for device in self.good.column("device") if device)
 
 
-def load_runs(directories: Sequence[Path]) -> dict[str, RunData]:
-    """Load runs by name (`run_names`).
+def load_runs(directories: Sequence[Path], wanted: Collection[str] | None = None) -> dict[str, RunData]:
+    """Load runs by name (`run_names`); `wanted` leaves out the columns of records that are not in it.
 
     Raises `RefusedError` for a run without records, and `UserError` for a directory that is no run.
     """
-    runs = dict(zip(run_names(directories), map(read_run, directories), strict=True))
+    read = (read_run(directory, wanted) for directory in directories)
+    runs = dict(zip(run_names(directories), read, strict=True))
     for run in runs.values():
         if not run.records:
             raise RefusedError(f"{run.folder} holds no records yet", "Resume the run with the command that started it.")
@@ -191,7 +206,7 @@ def fastest_lossless(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRec
     """
     wanted = ("model", *_SAMPLING)
     rivals = (one for one in cells if all(one.columns[name] == cell.columns[name] for name in wanted))
-    paces = {one.cell_id: (timed_images(one)["over"].mean(), one) for one in rivals if one.is_lossless}
+    paces = {one.cell_id: (one.timed["seconds"].mean(), one) for one in rivals if one.is_lossless}
     return min((pace for pace in paces.values() if pace[0] > 0), key=lambda pace: pace[0], default=(0.0, None))[1]
 
 

@@ -19,6 +19,7 @@ from lantern_bench.config.methods import MODES, OWN, PARAMETERS, SAMPLING
 from lantern_bench.errors import UserError
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.report.records import (
+    COLUMNS_READ,
     NEIGHBOUR_METRIC,
     SAMPLING_DEFAULTS,
     CellRecords,
@@ -158,14 +159,19 @@ def count_offers(rows: Iterable[Row]) -> pd.DataFrame:
     import pandas as pd
 
     known = rows if isinstance(rows, Records) else Records.of(rows)
-    counts = Counter(
-        (depth, start + depth - 1, rank >= 0)
-        for starts, walks in zip(known.column("start_per_step"), known.column("child_rank_per_step"), strict=True)
-        for start, ranks in zip(starts or (), walks or (), strict=False)
-        for depth, rank in enumerate(ranks, start=1)
-    )
-    table = pd.DataFrame([(*place, number) for place, number in counts.items()], columns=[*AXES, "accepted", "offered"])
-    return table.assign(accepted=table["offered"].where(table["accepted"].astype(bool), 0))
+    if "offers" not in known.memo:
+        counts = Counter(
+            (depth, start + depth - 1, rank >= 0)
+            for starts, walks in zip(known.column("start_per_step"), known.column("child_rank_per_step"), strict=True)
+            if starts and walks
+            for start, ranks in zip(starts, walks, strict=False)
+            for depth, rank in enumerate(ranks, start=1)
+        )
+        listed = [(*place, number) for place, number in counts.items()]
+        table = pd.DataFrame(listed, columns=[*AXES, "accepted", "offered"])
+        known.memo["offers"] = table.assign(accepted=table["offered"].where(table["accepted"].astype(bool), 0))
+    offers: pd.DataFrame = known.memo["offers"]
+    return offers
 
 
 def acceptance_rows(cell: CellRecords) -> Iterator[dict[str, Any]]:
@@ -398,7 +404,7 @@ def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
 
 def write_tables(run: Path) -> dict[str, pd.DataFrame]:
     """Rebuild the CSV files of a run directory and return the tables; raises as `load_runs` and `write_csv`."""
-    (data,) = load_runs([run]).values()
+    (data,) = load_runs([run], COLUMNS_READ).values()
     save_tables(tables := tables_of(data), run)
     return tables
 
@@ -411,7 +417,7 @@ def save_tables(tables: Mapping[str, pd.DataFrame], run: Path) -> None:
 
 def stale_tables(run: Path) -> list[str]:
     """Return the CSV files of a run directory that are not what its records give; a missing one is none of them."""
-    (data,) = load_runs([run]).values()
+    (data,) = load_runs([run], COLUMNS_READ).values()
     texts = {run / f"{name}.csv": csv_text(table).encode() for name, table in tables_of(data).items()}
     return [path.name for path, text in texts.items() if path.is_file() and path.read_bytes() != text]
 

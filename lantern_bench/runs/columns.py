@@ -39,7 +39,7 @@ class _Texts:
         self.texts: list[str | None] = []
         self._codes: list[NDArray[np.int32]] = []
 
-    def extend(self, values: list[Any]) -> None:
+    def extend(self, values: Sequence[Any]) -> None:
         """Append the texts of a chunk; raises TypeError for what is no text."""
         _check(values, str)
         if (numbers := self._numbers) is None:
@@ -91,7 +91,7 @@ class _Numbers:
     def __init__(self, kind: Callable[[float], Any]) -> None:
         self._kind, self._parts = kind, list[Any]()
 
-    def extend(self, values: list[Any]) -> None:
+    def extend(self, values: Sequence[Any]) -> None:
         """Append the numbers of a chunk; raises TypeError for what is no number."""
         _check(values, int, float, np.number, np.bool_)
         numbers = np.array(values, dtype=np.float64)
@@ -146,7 +146,7 @@ class _Lists:
     def __init__(self) -> None:
         self._values: list[Any] = []
 
-    def extend(self, values: list[Any]) -> None:
+    def extend(self, values: Sequence[Any]) -> None:
         """Append the lists of a chunk; raises TypeError for what is none."""
         _check(values, list)
         self._values += [value or (None if value is None else _EMPTY) for value in values]
@@ -156,7 +156,7 @@ class _Lists:
         return self._values
 
 
-def _check(values: list[Any], *kinds: type) -> None:
+def _check(values: Sequence[Any], *kinds: type) -> None:
     for kind in set(map(type, values)) - {type(None)}:
         if not issubclass(kind, kinds):
             raise TypeError(f"{kind.__name__} where there should be {kinds[0].__name__}")
@@ -236,9 +236,10 @@ class Records(Sequence[Row]):
 
     def take(self, places: Places) -> Records:
         """The rows at `places`, in that order."""
+        listed = places.tolist()
 
         def taken(values: Sequence[Any]) -> Sequence[Any]:
-            return values.take(places) if isinstance(values, Coded | Numbers) else [values[at] for at in places]
+            return values.take(places) if isinstance(values, Coded | Numbers) else [values[at] for at in listed]
 
         return Records({name: taken(values) for name, values in self._columns.items()}, len(places))
 
@@ -280,23 +281,26 @@ class _Builder:
         self._kinds = [_OF_CELLS.get(column.dtype, (int, float)) for column in kept if column.name in _CELL]
         own = [column for column in kept if column.name not in _CELL]
         self._own = {column.name: _KINDS.get(column.dtype, _Lists)() for column in own}
+        self._pick = _picker([*self._own, *self._cell])
         self._order = [column.name for column in kept]
         self._cells: dict[Any, int] = {}
         self._codes: list[NDArray[np.int32]] = []
         self._count = 0
 
-    def extend(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append a chunk; raises ValueError or TypeError for a value of another type than its column's."""
-        for name, column in self._own.items():
-            column.extend([row.get(name) for row in rows])
+        # Of a row that is parsed on the way only these values stay.
+        picked, own = list(map(self._pick, rows)), len(self._own)
+        for column, values in zip(self._own.values(), zip(*picked, strict=True), strict=False):
+            column.extend(values)
         if self._cell:
-            cells, pick = self._cells, _picker(self._cell)
-            before = len(cells)
-            self._codes.append(np.array([cells.setdefault(pick(row), len(cells)) for row in rows], dtype=np.int32))
+            cells, before = self._cells, len(self._cells)
+            codes = [cells.setdefault(values[own:], len(cells)) for values in picked]
+            self._codes.append(np.array(codes, dtype=np.int32))
             for cell in islice(cells, before, None):
                 for value, kinds in zip(cell, self._kinds, strict=True):
                     _check([value], *kinds)
-        self._count += len(rows)
+        self._count += len(picked)
 
     def finish(self) -> Records:
         """Return the rows as columns."""
@@ -309,8 +313,8 @@ class _Builder:
 
 
 def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-    """Return what takes the columns of a cell out of a row as a tuple; older rows lack some."""
-    pick = itemgetter(*names) if len(names) > 1 else lambda row: (row[names[0]],)
+    """Return what takes these columns out of a row as a tuple; older rows lack some."""
+    pick = itemgetter(*names) if len(names) > 1 else lambda row: tuple(row[name] for name in names)
 
     def picked(row: Mapping[str, Any]) -> tuple[Any, ...]:
         try:
@@ -347,6 +351,13 @@ def is_whole(line: bytes, row: Row) -> bool:
     return told is None or told == checksum(line[: line.rfind(_CHECKSUM)])
 
 
+def _parsed(line: bytes) -> Row:
+    row: Row = orjson.loads(line)
+    if not is_whole(line, row):
+        raise ValueError("its checksum differs")
+    return row
+
+
 def read_columns(path: Path, table: str, wanted: Collection[str] | None = None) -> Records:
     """Read the whole lines of a JSON lines file: the columns of a table, or those of them that are `wanted`.
 
@@ -359,10 +370,7 @@ def read_columns(path: Path, table: str, wanted: Collection[str] | None = None) 
                 if not lines[-1].endswith(b"\n"):
                     lines.pop()
                 try:
-                    rows = [orjson.loads(line) for line in lines]
-                    if not all(map(is_whole, lines, rows)):
-                        raise ValueError("a checksum differs")
-                    builder.extend(rows)
+                    builder.extend(map(_parsed, lines))
                 except (ValueError, TypeError, AttributeError) as error:
                     raise _damaged(path, table, lines, number) from error
                 number += len(lines)

@@ -77,9 +77,12 @@ def run_folder(experiment: ResolvedExperiment, root: Path, out: Path | None = No
     return next(path for path in later if not (path / RECORDS).exists())
 
 
-def read_run(folder: Path) -> RunData:
-    """Return the contents of a run directory; raises as `read_manifest`, `read_records` and `read_scores`."""
-    return RunData(folder, read_manifest(folder), read_records(folder), read_scores(folder))
+def read_run(folder: Path, wanted: Collection[str] | None = None) -> RunData:
+    """Return the contents of a run directory; raises as `read_manifest`, `read_records` and `read_scores`.
+
+    `wanted` is as in `read_records`.
+    """
+    return RunData(folder, read_manifest(folder), read_records(folder, wanted), read_scores(folder))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

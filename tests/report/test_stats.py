@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import bootstrap
 
-from lantern_bench.report.stats import proportion, ratio_of_sums
+from lantern_bench.report.stats import proportion, ratio_of_sums, sums_per_prompt
 
 
 def _paired(n: int = 60) -> tuple[list[float], list[float], list[str]]:
@@ -52,6 +52,17 @@ def test_repeats_stay_inside_their_prompt():
     once = ratio_of_sums(slow, fast, prompts)
     tenfold = ratio_of_sums(slow * 10, fast * 10, prompts * 10)
     assert (once.low, once.high) == pytest.approx((tenfold.low, tenfold.high), rel=1e-12)
+
+
+@pytest.mark.parametrize("repeats", [1, 2, 5])
+def test_sums_of_prompts_are_rounded_once(repeats):
+    noise = np.random.default_rng(repeats)
+    prompts = noise.permutation(np.repeat([f"p{number}" for number in range(30)], repeats)).tolist()
+    over, under = 10.0 ** noise.uniform(-9, 9, (2, len(prompts)))
+    sums = sums_per_prompt(over, under, iter(prompts))
+    for place, name in enumerate(sorted(set(prompts))):
+        mine = [at for at, prompt in enumerate(prompts) if prompt == name]
+        assert (sums.over[place], sums.under[place]) == (math.fsum(over[mine]), math.fsum(under[mine]))
 
 
 def test_order_of_images_does_not_matter():

@@ -13,8 +13,9 @@ import pytest
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.report.format_tables import readable
-from lantern_bench.report.records import load_runs
+from lantern_bench.report.records import COLUMNS_READ, load_runs
 from lantern_bench.report.tables import NAMES, build_tables, frame, tables_of, write_csv, write_tables
+from lantern_bench.runs.columns import Records
 from lantern_bench.schema import columns
 from tests.made_up_run import AR, LOOSE, STRICT, WALKS, make_record, make_records, make_scores, write_run
 
@@ -40,6 +41,17 @@ def test_columns_are_the_schemas(tables, name):
     kinds = {"string": "string", "int": "Int64", "float": "float64"}
     assert [str(kind) for kind in tables[name].dtypes] == [kinds[column.dtype] for column in columns(name)]
     assert len(tables[name])
+
+
+def test_tables_ask_for_no_column_that_is_not_read(tmp_path, monkeypatch):
+    records, asked, column = make_records(), set(), Records.column
+    run = write_run(tmp_path / "run", records, make_scores(records))
+    expected = read_tables(run)
+    monkeypatch.setattr(Records, "column", lambda self, name: asked.add(name) or column(self, name))
+    written = write_tables(run)
+    assert {"seconds", "prompt_id", "child_rank_per_step"} <= asked <= set(COLUMNS_READ)
+    for name in NAMES:
+        assert written[name].equals(expected[name])
 
 
 def test_speed_by_hand(tables):

@@ -46,6 +46,16 @@ def speedup(cells):
     return timing(timed_images(cell, ar))
 
 
+def test_images_are_paired_by_prompt_whatever_their_order():
+    ar, cell = make_cells(np.random.default_rng(0), np.full(12, STEPS))
+    same = timed_images(cell, ar)
+    assert len(same) == 12 and (same["over"] == ar.images["seconds"]).all()
+    cell.images.drop(cell.images.index[3], inplace=True)
+    del cell.timed
+    fewer = timed_images(cell, ar)
+    pd.testing.assert_frame_equal(fewer, same.drop(same.index[3]), check_like=True, check_exact=True)
+
+
 def ratio_over_prompts(cells):
     """The ratio of sums with an interval over prompts, as figures of tokens have it."""
     ar, cell = ([row["seconds"] for row in one.good] for one in cells)
