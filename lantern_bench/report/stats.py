@@ -103,7 +103,7 @@ def sums_per_prompt(numerators: Iterable[float], denominators: Iterable[float], 
     places = _places(prompts)
     counts = np.bincount(places)
     if counts.max(initial=0) <= 2:  # one addition rounds as `fsum` does
-        return Sums(*(np.bincount(places, weights=row) for row in parts))
+        return Sums(*np.array([np.bincount(places, weights=row) for row in parts], dtype=np.float64))
     by_prompt = np.split(parts[:, np.argsort(places, kind="stable")], np.cumsum(counts)[:-1], axis=1)
     sums = [[math.fsum(row) for row in group] for group in by_prompt]
     return Sums(*np.array(sums, dtype=np.float64).reshape(-1, 2).T)
