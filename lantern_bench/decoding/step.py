@@ -84,7 +84,7 @@ def scoring(
 
 
 TARGET, DRAFTER, PREFILL = 1, 2, 3
-"""Whose logits are broken: in `Progress.told`, where 0 is nobody's."""
+"""Whose logits are broken: in `Progress.told`, where 0 is for whole logits."""
 
 
 class _Watched:

@@ -162,7 +162,7 @@ def work(requests: BinaryIO, events: BinaryIO) -> None:
     except LanternError as error:
         tell(error)
     except Exception as error:
-        # Nobody reads this process's standard error when the parent hides it.
+        # The parent may hide this process's standard error.
         where = traceback.extract_tb(error.__traceback__)[-1]
         at = f"{Path(where.filename).name} line {where.lineno}"
         said = f"internal: {type(error).__name__} in {at}: {' '.join(str(error).split())[:500]}"

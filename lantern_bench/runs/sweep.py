@@ -268,7 +268,7 @@ def manifest_facts(request: Request) -> dict[str, Any]:
     """Return what the manifest of a run says of its request, beside the experiment."""
     shard = None
     if request.shard is not None:
-        # Without the number of its images nobody could tell later whether the shard is whole.
+        # The number of its images tells later whether the shard is whole.
         shard = asdict(request.shard) | {"images": len(request.plan.units)}
     lossless = list(request.lossless.cells)
     return {"prompts": request.prompts, "lossless": lossless, "shard": shard, "engine": request.workers.engine}

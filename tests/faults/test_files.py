@@ -82,7 +82,7 @@ def test_read_only_folder(bench: Bench, outcome: Outcome) -> None:
     """A read-only folder, as --out and above it"""
     closed = bench.folder / "closed"
     closed.mkdir(mode=0o555)
-    # Permissions do not bind root, so it gets a folder that nobody can write to.
+    # Permissions do not bind root, so it gets a folder that refuses root too.
     places = ["/proc/1/run"] if os.access(closed, os.W_OK) else ["closed", "closed/run"]
     for place in places:
         code, said = bench.sweep(place)

@@ -201,6 +201,7 @@ def test_a_lost_node_costs_one_shard_and_no_image(at: Path, cluster: Cluster, lo
     assert ["lost" in one for one in sessions].count(True) == 1 and len(sessions) == 3
 
 
+@pytest.mark.long
 def test_a_shard_that_loses_every_worker_fails_alone(at: Path, cluster: Cluster) -> None:
     (at / "die").write_text(PROMPTS[1])
     try:
@@ -225,6 +226,7 @@ def test_several_processes_share_a_device_one_after_the_other(at: Path, cluster:
     assert sum(counts.values()) == 6 and len(counts) >= 3
 
 
+@pytest.mark.long
 def test_an_error_of_a_worker_is_the_error_of_the_command(at: Path, cluster: Cluster, local: dict[str, str]) -> None:
     before = lines(at / "local")
     code, said = sweep(at, "local", *on(cluster), "--set", "neighbour_space=normalised")
@@ -232,7 +234,8 @@ def test_an_error_of_a_worker_is_the_error_of_the_command(at: Path, cluster: Clu
     assert lines(at / "local") == before
 
 
-@pytest.mark.parametrize("again", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("again", [False, True])
 def test_a_lost_or_restarted_head_is_refused_and_the_run_resumed(
     at: Path, cluster: Cluster, clusters: Callable[[], Cluster], local: dict[str, str], again: bool
 ) -> None:
