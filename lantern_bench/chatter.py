@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,11 +19,17 @@ _PROFILER = re.compile(
     rb"(USDT:[^\n]*profiler_(start|stop)|ERROR:[^\n]*gpuGetDeviceCount failed with code \d+"
     rb"|\[W[^\n]*Memory block of unknown size was allocated before the profiling started[^\n]*)\n"
 )
+# Of torch's compiler on a GPU: advice to round float32 products, which we leave exact, and a fusion that it left out.
+_COMPILER = (r"TensorFloat32 tensor cores .* available but not enabled", r"\s*Online softmax is disabled on the fly")
+# Of torch 2.11's profiler: that it forgets earlier cycles. We profile a single one.
+_CYCLES = "Warning: Profiler clears events at the end of each cycle"
 
 
 def silence_compiler() -> None:
-    """Silence what torch says while it compiles for a CPU on a machine with the CUDA toolkit and no GPU."""
+    """Silence what torch says while it compiles: about a CUDA toolkit without a GPU, about float32, about a fusion."""
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_no_missing_cuda)
+    for text in _COMPILER:
+        warnings.filterwarnings("ignore", text, UserWarning)
 
 
 def _is_no_missing_cuda(record: logging.LogRecord) -> bool:
@@ -31,10 +38,11 @@ def _is_no_missing_cuda(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def silence_profiler() -> Iterator[None]:
-    """Silence what torch's profiler writes to the standard error stream from C++, where no logger can be set."""
+    """Silence torch's profiler, which also writes to the standard error stream from C++, where no logger can be set."""
     sys.stderr.flush()
     shown = os.dup(2)
-    with tempfile.TemporaryFile() as held:
+    with tempfile.TemporaryFile() as held, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", _CYCLES, UserWarning)
         os.dup2(held.fileno(), 2)
         try:
             yield

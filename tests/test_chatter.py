@@ -19,6 +19,15 @@ import torch.utils.cpp_extension as extension
 assert extension.CUDA_HOME == "/tmp"
 extension.logger.warning("another warning")
 """
+# What torch 2.11 says on a GPU, word for word, and a warning of its own.
+GPU_WARNINGS = """
+import warnings
+from lantern_bench.decoding import compile
+warnings.warn("TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. Consider "
+              "setting `torch.set_float32_matmul_precision('high')` for better performance.")
+warnings.warn("\\nOnline softmax is disabled on the fly since Inductor decides to\\nsplit the reduction.")
+warnings.warn("another warning")
+"""
 FEATURES = """
 import torch
 from lantern_bench.metrics.fidelity import features_of, find_extractor
@@ -45,6 +54,11 @@ def test_compiling_with_a_cuda_toolkit_and_no_gpu_prints_nothing() -> None:
     assert line.endswith("another warning")
     shown = stderr_of("-c", "import torch.utils.cpp_extension", CUDA_HOME="/tmp", CUDA_VISIBLE_DEVICES="")
     assert len(shown) == 1 and "No CUDA runtime is found" in shown[0]  # what torch says without us
+
+
+def test_only_known_warnings_of_compiling_for_a_gpu_are_silenced() -> None:
+    lines = [line for line in stderr_of("-c", GPU_WARNINGS) if "UserWarning" in line]
+    assert len(lines) == 1 and lines[0].endswith("UserWarning: another warning")
 
 
 def test_a_feature_extractor_prints_nothing() -> None:
