@@ -158,6 +158,7 @@ def fronts(runs: Mapping[str, Tables]) -> Iterator[Front]:
                 alone = known[scorer].nunique() == 1
                 suffix = "" if alone else "-" + "".join(c if c.isalnum() else "-" for c in str(scored_by))
                 points = same.drop(columns=others, errors="ignore").reset_index(drop=True)
+                points["label"] = labels(points)  # they name what differs in this picture, not between all runs
                 points["dominated"] = is_dominated(points, speed, figure, less_is_better)
                 name, title = f"{prefix}-quality-{figure}{suffix}", axis.format(scored_by)
                 yield Front(name, speed, figure, title, less_is_better, points)
@@ -314,7 +315,7 @@ def draw_lengths(points: pd.DataFrame, styles: Styles) -> Figure:
 
 
 def draw_front(front: Front, styles: Styles) -> Figure:
-    """Quality against speed: a line joins the front, dominated cells are pale and hollow."""
+    """Quality against speed: a line joins the front, dominated cells are pale, a grey band is the spread of AR."""
     points, quality = front.points, front.quality
     figure, axes = _figure(f"{SPEEDS[front.speed]} ({_INTERVAL})", front.axis)
     for _, best in points[~points["dominated"]].groupby(["run", "model"], sort=False):
@@ -330,6 +331,9 @@ def draw_front(front: Front, styles: Styles) -> Figure:
         )  # fmt: skip
     if front.speed == "speedup":
         axes.axvline(1.0, color="#BBBBBB", linewidth=0.8, linestyle=":", zorder=0)
+    ends = [f"{quality}_band_low", f"{quality}_band_high"]
+    for low, high in points.reindex(columns=ends).dropna().drop_duplicates().itertuples(index=False):
+        axes.axhspan(low, high, color="#EEEEEE", zorder=0, label="95 % of further sets of AR images")
     if points["dominated"].any():
         axes.set_title("pale and hollow: another cell is at least as fast and as good", fontsize="x-small", loc="left")
     return _finished(figure, axes)

@@ -196,6 +196,23 @@ def test_untimed_run_takes_the_speedup_from_another_run(tables):
     assert set(points["speed_run"]) == {"speed"}
 
 
+def test_pictures_name_only_what_differs_in_them(tables):
+    """The timed run has no scores here: all points are of the other run, whose name tells nothing apart."""
+    records = [{**row, "seconds": None} for row in make_records()]
+    runs = {"quality": tables_from(records, make_scores(records)), "speed": tables_from(make_records())}
+    (front,) = [front for front in fronts(runs) if front.name == "speed-quality-clip_score"]
+    assert set(front.points["label"]) == {"AR", "speculative (strict)", "LANTERN++ λ=2"}
+
+
+@pytest.mark.parametrize("banded", [True, False])
+def test_the_spread_of_ar_is_a_grey_band(tables, banded):
+    look, front = run_styles({"run": tables}), next(fronts({"run": tables}))
+    ends = {f"{front.quality}_band_low": 9.0, f"{front.quality}_band_high": 12.5} if banded else {}
+    points = front.points.drop(columns=[name for name in front.points if "_band_" in name]).assign(**ends)
+    axes = curves.draw_front(front._replace(points=points), look).axes[0]
+    assert [(patch.get_y(), patch.get_height()) for patch in axes.patches] == ([(9.0, 3.5)] if banded else [])
+
+
 def test_a_timed_run_keeps_its_own_speedup(tables):
     records = [{**row, "seconds": 9.0} if row["mode"] == "ar" and row["seconds"] else row for row in make_records()]
     slow = tables_from(records, make_scores(records))
