@@ -6,6 +6,7 @@ Commands import heavy packages inside their functions, so that `--help` is fast.
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from lantern_bench.cli.sweep import merge, reproduce, score, sweep
 from lantern_bench.cli.train import train
 from lantern_bench.cli.verify import verify
 from lantern_bench.console import Console
-from lantern_bench.errors import LanternError
+from lantern_bench.errors import LanternError, UserError
 from lantern_bench.runs.threads import prepare_environment
 
 _EPILOG = (
@@ -97,7 +98,10 @@ def _run(arguments: Sequence[str]) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        if not isinstance(error, LanternError):
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            what = f"{str(error.filename)[:60]}...: the name is too long for the file system"
+            error = UserError(what, "Give a shorter path.")
+        elif not isinstance(error, LanternError):
             advice = "This is a bug in lantern-bench" + ("." if debug else "; --debug shows where it happened.")
             error = LanternError(f"internal: {type(error).__name__}: {error}", advice)
         Console().error(error)

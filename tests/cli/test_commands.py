@@ -95,6 +95,24 @@ def test_usage_errors_exit_2_with_one_message(run, capsys, typed, wrong):
     assert not (run / "summary.csv").exists()
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["show", "9" * 5000],
+        ["sweep", "9" * 5000 + ".yaml"],
+        ["sweep", "--out", "9" * 5000],
+        ["sweep", "--model", "9" * 5000 + ".yaml"],
+        ["sweep", "--prompts", "coco:" + "9" * 5000 + ".json"],
+        ["verify", "9" * 5000],
+        ["merge", "9" * 5000],
+    ],
+)
+def test_a_path_that_is_too_long_is_a_usage_error(capsys, typed):
+    assert cli.main(typed) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "999" in said and "internal" not in said
+
+
 @pytest.mark.parametrize("error", [UserError, RefusedError, RecordsFailedError, CheckFailedError])
 def test_errors_set_their_exit_codes(failing, capsys, error):
     failing(error("it is so", "do that"))

@@ -16,6 +16,7 @@ from lantern_bench.config.values import Overrides
 from lantern_bench.config.yaml_source import DEEPEST, MOST_BYTES, parse_source, read_source
 from lantern_bench.console import Console
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models.io.model_file import read_model_file
 from lantern_bench.prompts.sets import load_prompts, read_captioned
 from lantern_bench.report.page import render
 from lantern_bench.report.records import load_runs
@@ -55,6 +56,14 @@ def test_yaml_that_is_refused(text: str, said: str, tmp_path: Path, monkeypatch:
         parse_source(text, "mine", tmp_path)
     assert said in raised.value.message and len(raised.value.message) < 400
     assert not Path("made").exists()
+
+
+@pytest.mark.parametrize("part", ["target: {checkpoint: NAME}", "drafter: {dir: NAME}", "neighbours: {table: NAME}"])
+def test_a_path_that_is_too_long_is_named_by_line(part: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"family: llamagen\n{part.replace('NAME', '9x' * 2500)}\n")
+    with pytest.raises(UserError, match=r"line 2: .*(cannot be a path: File name too long|no such file)"):
+        read_model_file(path)
 
 
 def test_yaml_within_the_limits_is_read(tmp_path: Path) -> None:

@@ -25,7 +25,12 @@ def _relative(value: object, info: ValidationInfo[Path]) -> Path:
     if not isinstance(value, str) or not value:
         raise ValueError("must be a path")
     folder: Path = info.context.parent
-    return folder / value
+    path = folder / value
+    try:
+        path.is_file()
+    except OSError as error:  # its name is too long, for one
+        raise ValueError(f"cannot be a path: {error.strerror}") from error
+    return path
 
 
 def _existing(value: object, info: ValidationInfo[Path]) -> Path:
