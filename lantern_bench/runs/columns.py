@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias, overload
 
+import msgspec
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from lantern_bench.errors import UserError
+from lantern_bench.runs.store import has_checksum, is_older
 from lantern_bench.schema import CELL_COLUMNS, Column, columns
 
 Row: TypeAlias = dict[str, Any]
 Places: TypeAlias = NDArray[np.intp]
 
-_CHUNK = 1024
+_CHUNK, _BUFFER = 1024, 1 << 20
 _CELL = frozenset(column.name for column in CELL_COLUMNS)
 # Numbers that float64 does not hold exactly stay Python's.
 _EXACT = 2**53
@@ -188,7 +187,7 @@ class Records(Sequence[Row]):
         builder = _Builder(columns(table), None)
         waiting = iter(rows)
         while chunk := list(islice(waiting, _CHUNK)):
-            builder.extend(chunk)
+            builder.extend([tuple(map(row.get, builder.names)) for row in chunk])
         return builder.finish()
 
     def __len__(self) -> int:
@@ -281,26 +280,25 @@ class _Builder:
         self._kinds = [_OF_CELLS.get(column.dtype, (int, float)) for column in kept if column.name in _CELL]
         own = [column for column in kept if column.name not in _CELL]
         self._own = {column.name: _KINDS.get(column.dtype, _Lists)() for column in own}
-        self._pick = _picker([*self._own, *self._cell])
+        self.names = [*self._own, *self._cell]
         self._order = [column.name for column in kept]
         self._cells: dict[Any, int] = {}
         self._codes: list[NDArray[np.int32]] = []
         self._count = 0
 
-    def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append a chunk; raises ValueError or TypeError for a value of another type than its column's."""
-        # Of a row that is parsed on the way only these values stay.
-        picked, own = list(map(self._pick, rows)), len(self._own)
-        for column, values in zip(self._own.values(), zip(*picked, strict=True), strict=False):
+    def extend(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Append a chunk, the columns `names`; raises ValueError or TypeError for a value of another type."""
+        own = len(self._own)
+        for column, values in zip(self._own.values(), zip(*rows, strict=True), strict=False):
             column.extend(values)
         if self._cell:
             cells, before = self._cells, len(self._cells)
-            codes = [cells.setdefault(values[own:], len(cells)) for values in picked]
+            codes = [cells.setdefault(values[own:], len(cells)) for values in rows]
             self._codes.append(np.array(codes, dtype=np.int32))
             for cell in islice(cells, before, None):
                 for value, kinds in zip(cell, self._kinds, strict=True):
                     _check([value], *kinds)
-        self._count += len(picked)
+        self._count += len(rows)
 
     def finish(self) -> Records:
         """Return the rows as columns."""
@@ -310,19 +308,6 @@ class _Builder:
             for at, name in enumerate(self._cell):
                 named[name] = Coded(codes, [cell[at] for cell in self._cells])
         return Records({name: named[name] for name in self._order}, self._count)
-
-
-def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-    """Return what takes these columns out of a row as a tuple; older rows lack some."""
-    pick = itemgetter(*names) if len(names) > 1 else lambda row: tuple(row[name] for name in names)
-
-    def picked(row: Mapping[str, Any]) -> tuple[Any, ...]:
-        try:
-            return pick(row)
-        except KeyError:
-            return tuple(row.get(name) for name in names)
-
-    return picked
 
 
 @contextlib.contextmanager
@@ -337,25 +322,21 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-_CHECKSUM = b', "checksum"'
+def _reader(table: str, names: Sequence[str]) -> Callable[[bytes], tuple[Any, ...]]:
+    """Return what reads these columns of a line; it raises ValueError or RecursionError for a damaged one."""
+    known = frozenset(column.name for column in columns(table))
+    # Of the other columns no objects are made.
+    parse = msgspec.json.Decoder(msgspec.defstruct("Row", [(name, Any, None) for name in names], gc=False)).decode
 
+    def read(line: bytes) -> tuple[Any, ...]:
+        if has_checksum(line):
+            return msgspec.structs.astuple(parse(line))
+        row = msgspec.json.decode(line, type=dict[str, Any])
+        if not is_older(row, known):
+            raise ValueError("its checksum differs")
+        return tuple(map(row.get, names))
 
-def checksum(line: bytes) -> str:
-    """Return the checksum of a line's bytes in front of its column `checksum`, 16 hex digits."""
-    return hashlib.sha256(line).hexdigest()[:16]
-
-
-def is_whole(line: bytes, row: Row) -> bool:
-    """Whether a line has its checksum, or is of a version without."""
-    told = row.get("checksum")
-    return told is None or told == checksum(line[: line.rfind(_CHECKSUM)])
-
-
-def _parsed(line: bytes) -> Row:
-    row: Row = orjson.loads(line)
-    if not is_whole(line, row):
-        raise ValueError("its checksum differs")
-    return row
+    return read
 
 
 def read_columns(path: Path, table: str, wanted: Collection[str] | None = None) -> Records:
@@ -364,14 +345,15 @@ def read_columns(path: Path, table: str, wanted: Collection[str] | None = None) 
     Columns that the version of a row lacks are None. Raises `UserError` for a line that is not a row.
     """
     builder, number = _Builder(columns(table), wanted), 0
+    read = _reader(table, builder.names)
     if path.is_file():
-        with path.open("rb") as file, _without_collector():
+        with path.open("rb", buffering=_BUFFER) as file, _without_collector():
             while lines := list(islice(file, _CHUNK)):
                 if not lines[-1].endswith(b"\n"):
                     lines.pop()
                 try:
-                    builder.extend(map(_parsed, lines))
-                except (ValueError, TypeError, AttributeError) as error:
+                    builder.extend(list(map(read, lines)))
+                except (ValueError, TypeError, RecursionError) as error:
                     raise _damaged(path, table, lines, number) from error
                 number += len(lines)
     return builder.finish()
@@ -379,19 +361,23 @@ def read_columns(path: Path, table: str, wanted: Collection[str] | None = None) 
 
 def _damaged(path: Path, table: str, lines: Sequence[bytes], before: int) -> UserError:
     """The error for the first of these lines that is not a row; `before` lines come before them."""
-    for number, line in enumerate(lines, start=before + 1):
-        why = "not a JSON object"
+    faults = enumerate((_fault(line, columns(table)) for line in lines), start=before + 1)
+    number, why = next(((number, why) for number, why in faults if why), (before + 1, "not a row"))
+    repair = f"`lantern-bench verify {path.parent} --repair` makes its content again."
+    return UserError(f"{path} line {number}: damaged, {why}", repair)
+
+
+def _fault(line: bytes, declared: Sequence[Column]) -> str | None:
+    """What is wrong with a line; None where it is a row of these columns."""
+    try:
+        row = msgspec.json.decode(line, type=dict[str, Any])
+    except (ValueError, RecursionError):
+        return "not a JSON object"
+    if not (has_checksum(line) or is_older(row, {column.name for column in declared})):
+        return "its checksum differs"
+    for column in declared:
         try:
-            if isinstance(row := orjson.loads(line), dict):
-                why = "its checksum differs"
-                if not is_whole(line, row):
-                    raise ValueError(why)
-                for column in columns(table):
-                    why = f"{column.name} is not {column.dtype}"
-                    _Builder([column], None).extend([row])
-                continue
+            _Builder([column], None).extend([(row.get(column.name),)])
         except (ValueError, TypeError):
-            pass
-        repair = f"`lantern-bench verify {path.parent} --repair` makes its content again."
-        return UserError(f"{path} line {number}: damaged, {why}", repair)
-    return UserError(f"{path}: damaged in lines {before + 1} to {before + len(lines)}")
+            return f"{column.name} is not {column.dtype}"
+    return None

@@ -175,11 +175,7 @@ def scan_lines(path: Path, table: str) -> Iterator[Line]:
             except (ValueError, TypeError, RecursionError):
                 yield Line(number, content, None, "damaged, not a JSON object")
                 continue
-            if row["checksum"] is None:  # of an older version, which had no other columns
-                whole = row.keys() == empty.keys() or row["schema_version"] != SCHEMA_VERSION
-            else:
-                whole = row["checksum"] == checksum(content[: content.rfind(_CHECKSUM)])
-            if not whole:
+            if not (has_checksum(content) or is_older(row, empty)):
                 yield Line(number, content, None, "damaged, its checksum differs")
             elif any(row[name] is None for name in needed):
                 yield Line(number, content, None, "not a record")
@@ -187,19 +183,32 @@ def scan_lines(path: Path, table: str) -> Iterator[Line]:
                 yield Line(number, content, row)
 
 
-_CHECKSUM = b', "checksum"'
+_CHECKSUM = b', "checksum": "'
+# Bytes of a line's end: the 16 digits and what closes the line; with the column's name too.
+_DIGITS_END, _END = 19, 19 + len(_CHECKSUM)
 
 
-def checksum(line: bytes) -> str:
-    """Return the checksum of a line's bytes in front of its column `checksum`, 16 hex digits."""
-    return hashlib.sha256(line).hexdigest()[:16]
+def _ending(line: bytes) -> bytes:
+    """The end of a line that begins with `line`: its checksum, and what closes it."""
+    return _CHECKSUM + hashlib.sha256(line).hexdigest()[:16].encode() + b'"}\n'
+
+
+def has_checksum(line: bytes) -> bool:
+    """Whether a line ends with the checksum of the bytes in front of it."""
+    return line[-_END:-_DIGITS_END] == _CHECKSUM and line[-_END:] == _ending(line[:-_END])
+
+
+def is_older(row: Mapping[str, Any], known: Collection[str]) -> bool:
+    """Whether a row without a checksum was written so: no column has another name than the `known` ones."""
+    version = row.get("schema_version")
+    return row.get("checksum") is None and (version != SCHEMA_VERSION or all(name in known for name in row))
 
 
 def line_of(row: Mapping[str, Any]) -> bytes:
     """Return a row as a line with its checksum behind all other columns; raises `ValueError` for NaN and infinity."""
     others = {name: value for name, value in row.items() if name != "checksum"}
     line = json.dumps(others, ensure_ascii=False, allow_nan=False).encode()[:-1]
-    return line + _CHECKSUM + f': "{checksum(line)}"}}\n'.encode()
+    return line + _ending(line)
 
 
 def done_images(folder: Path) -> set[tuple[str, str, int]]:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from lantern_bench.errors import UserError
-from lantern_bench.runs.columns import Coded, Numbers, Records, checksum, read_columns
-from lantern_bench.schema import columns
+from lantern_bench.runs.columns import Coded, Numbers, Records, read_columns
+from lantern_bench.runs.store import line_of
+from lantern_bench.schema import SCHEMA_VERSION, columns
 from tests.made_up_run import LOOSE, WALKS, make_record, make_records
 
 NAMES = [column.name for column in columns("records")]
@@ -97,16 +98,34 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str, said: str) -> None:
 
 
 def test_a_line_with_another_checksum_is_named(tmp_path: Path) -> None:
-    lines = []
-    for row in many(3):
-        text = json.dumps(row | {"checksum": None})[: -len(', "checksum": null}')]
-        lines.append(f'{text}, "checksum": "{checksum(text.encode())}"}}\n')
+    lines = [line_of(row) for row in many(3)]
     path = tmp_path / "r.jsonl"
-    path.write_text("".join(lines))
+    path.write_bytes(b"".join(lines))
     assert [row["seed"] for row in read_columns(path, "records")] == [2**62, 2**62 + 1, 2**62 + 2]
-    path.write_text("".join([lines[0], lines[1].replace('"seconds": 0.1', '"seconds": 0.7'), lines[2]]))
+    path.write_bytes(b"".join([lines[0], lines[1].replace(b'"seconds": 0.1', b'"seconds": 0.7'), lines[2]]))
     with pytest.raises(UserError, match="line 2: damaged, its checksum differs"):
         read_columns(path, "records")
+
+
+def test_a_flipped_bit_anywhere_is_noticed_whatever_columns_are_read(tmp_path: Path) -> None:
+    first, second = (line_of(row | {"schema_version": SCHEMA_VERSION}) for row in many(2))
+    path = tmp_path / "r.jsonl"
+    for at in range(len(first)):
+        flipped = bytes([first[at] ^ (1 << at % 8)])
+        path.write_bytes(first[:at] + flipped + first[at + 1 :] + second)
+        with pytest.raises(UserError, match="line [12]: damaged"):
+            read_columns(path, "records", {"record_key", "status"})
+
+
+def test_lines_mixed_into_each_other_are_noticed(tmp_path: Path) -> None:
+    first, second = (line_of(row | {"schema_version": SCHEMA_VERSION}) for row in many(2))
+    path = tmp_path / "r.jsonl"
+    for at in range(1, len(first), 7):
+        for mixed in (first[:at] + second, first[:at] + second[:-1] + first[at:], first[:at] + second[at:]):
+            path.write_bytes(mixed)
+            if mixed not in (first, second):
+                with pytest.raises(UserError, match="line 1: damaged"):
+                    read_columns(path, "records", {"record_key", "status"})
 
 
 def test_a_line_that_is_not_ended_is_not_read(tmp_path: Path) -> None:
