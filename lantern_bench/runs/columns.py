@@ -322,15 +322,21 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _reader(table: str, names: Sequence[str]) -> Callable[[bytes], tuple[Any, ...]]:
-    """Return what reads these columns of a line; it raises ValueError or RecursionError for a damaged one."""
+def _reader(table: str, names: Sequence[str]) -> Callable[[bytes], tuple[Any, ...] | None]:
+    """Return what reads these columns of a line; it raises ValueError or RecursionError for a damaged one.
+
+    The line that is being written, or was cut off, is None.
+    """
     known = frozenset(column.name for column in columns(table))
     # Of the other columns no objects are made.
     parse = msgspec.json.Decoder(msgspec.defstruct("Row", [(name, Any, None) for name in names], gc=False)).decode
+    values = msgspec.structs.astuple
 
-    def read(line: bytes) -> tuple[Any, ...]:
+    def read(line: bytes) -> tuple[Any, ...] | None:
         if has_checksum(line):
-            return msgspec.structs.astuple(parse(line))
+            return values(parse(line))
+        if not line.endswith(b"\n"):
+            return None
         row = msgspec.json.decode(line, type=dict[str, Any])
         if not is_older(row, known):
             raise ValueError("its checksum differs")
@@ -344,25 +350,24 @@ def read_columns(path: Path, table: str, wanted: Collection[str] | None = None) 
 
     Columns that the version of a row lacks are None. Raises `UserError` for a line that is not a row.
     """
-    builder, number = _Builder(columns(table), wanted), 0
+    builder = _Builder(columns(table), wanted)
     read = _reader(table, builder.names)
     if path.is_file():
         with path.open("rb", buffering=_BUFFER) as file, _without_collector():
-            while lines := list(islice(file, _CHUNK)):
-                if not lines[-1].endswith(b"\n"):
-                    lines.pop()
-                try:
-                    builder.extend(list(map(read, lines)))
-                except (ValueError, TypeError, RecursionError) as error:
-                    raise _damaged(path, table, lines, number) from error
-                number += len(lines)
+            try:
+                # Each line is parsed as it is read, while the processor's cache holds it.
+                while rows := list(map(read, islice(file, _CHUNK))):
+                    builder.extend([row for row in rows if row is not None])
+            except (ValueError, TypeError, RecursionError) as error:
+                raise _damaged(path, table) from error
     return builder.finish()
 
 
-def _damaged(path: Path, table: str, lines: Sequence[bytes], before: int) -> UserError:
-    """The error for the first of these lines that is not a row; `before` lines come before them."""
-    faults = enumerate((_fault(line, columns(table)) for line in lines), start=before + 1)
-    number, why = next(((number, why) for number, why in faults if why), (before + 1, "not a row"))
+def _damaged(path: Path, table: str) -> UserError:
+    """The error for the first line of a file that is not a row."""
+    with path.open("rb") as file:
+        faults = enumerate((_fault(line, columns(table)) for line in file), start=1)
+        number, why = next(((number, why) for number, why in faults if why), (0, "it was changed meanwhile"))
     repair = f"`lantern-bench verify {path.parent} --repair` makes its content again."
     return UserError(f"{path} line {number}: damaged, {why}", repair)
 

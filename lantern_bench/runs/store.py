@@ -184,18 +184,18 @@ def scan_lines(path: Path, table: str) -> Iterator[Line]:
 
 
 _CHECKSUM = b', "checksum": "'
-# Bytes of a line's end: the 16 digits and what closes the line; with the column's name too.
-_DIGITS_END, _END = 19, 19 + len(_CHECKSUM)
+# Bytes of a line from there on: the name, 16 digits, and what closes the line.
+_END = len(_CHECKSUM) + 19
 
 
 def _ending(line: bytes) -> bytes:
     """The end of a line that begins with `line`: its checksum, and what closes it."""
-    return _CHECKSUM + hashlib.sha256(line).hexdigest()[:16].encode() + b'"}\n'
+    return b'%b%b"}\n' % (_CHECKSUM, hashlib.sha256(line).hexdigest()[:16].encode())
 
 
 def has_checksum(line: bytes) -> bool:
-    """Whether a line ends with the checksum of the bytes in front of it."""
-    return line[-_END:-_DIGITS_END] == _CHECKSUM and line[-_END:] == _ending(line[:-_END])
+    """Whether a line is whole: it ends with the checksum of the bytes in front of it."""
+    return line[-_END:] == _ending(line[:-_END])
 
 
 def is_older(row: Mapping[str, Any], known: Collection[str]) -> bool:
