@@ -113,7 +113,7 @@ def test_a_flipped_bit_anywhere_is_noticed_whatever_columns_are_read(tmp_path: P
     for at in range(len(first)):
         flipped = bytes([first[at] ^ (1 << at % 8)])
         path.write_bytes(first[:at] + flipped + first[at + 1 :] + second)
-        with pytest.raises(UserError, match="line [12]: damaged"):
+        with pytest.raises(UserError, match=r"line [12]: damaged"):
             read_columns(path, "records", {"record_key", "status"})
 
 

@@ -5,6 +5,7 @@ The workers find the tables of `tests/tiny_family.py` through an entry point; im
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -86,14 +87,14 @@ NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}
 
 
 @pytest.fixture
-def clusters() -> Iterator[Callable[[], Cluster]]:
+def clusters() -> Iterator[Callable[..., Cluster]]:
     """Make clusters of one node, ended after the test."""
     from ray.cluster_utils import Cluster
 
     made: list[Any] = []
 
-    def make() -> Any:
-        made.append(Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False}))
+    def make(**head: Any) -> Any:
+        made.append(Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False} | head))
         return made[-1]
 
     yield make
@@ -156,6 +157,12 @@ def local(at: Path) -> dict[str, str]:
     return found
 
 
+def images_in_tables(folder: Path) -> list[tuple[str, int]]:
+    """Cells and their numbers of images in the summary."""
+    with (folder / "summary.csv").open(newline="") as file:
+        return [(row["cell_id"], int(row["images"])) for row in csv.DictReader(file)]
+
+
 def check_pairs(rows: list[dict[str, Any]]) -> None:
     """All cells of an image are of one process."""
     processes = defaultdict(set)
@@ -181,24 +188,32 @@ def test_a_cluster_makes_the_images_of_a_local_run(at: Path, cluster: Cluster, l
     assert pictures == {Path(row["image"]) for row in rows}
 
 
-def test_a_lost_node_costs_one_shard_and_no_image(at: Path, cluster: Cluster, local: dict[str, str]) -> None:
-    third = cluster.add_node(**NODE)
-    cluster.wait_for_nodes()
-    started = start(at, "lost-node", *on(cluster))
-    wait_for(started, at / "lost-node", lambda rows: len({row["process"] for row in rows}) == 3)
-    cluster.remove_node(third, allow_graceful=False)
-    said = started.communicate(timeout=600)[1]
+def test_of_two_nodes_one_is_killed_and_no_image_lost(at: Path, cluster: Cluster, local: dict[str, str]) -> None:
+    folder, (second,) = at / "lost-node", cluster.worker_nodes
+    started = start(at, folder.name, *on(cluster))
+    try:
+        wait_for(started, folder, lambda rows: len({row["process"] for row in rows}) == 2)
+        cluster.remove_node(second, allow_graceful=False)
+        assert len(lines(folder)) < IMAGES * CELLS, "the node was killed after the run"
+        said = started.communicate(timeout=600)[1]
+    finally:
+        if second not in cluster.worker_nodes:
+            cluster.add_node(**NODE)
+            cluster.wait_for_nodes()
     assert started.returncode == 0 and "is lost" in said, said
-    rows = read_records(at / "lost-node")
-    assert tokens(at / "lost-node") == local and len(rows) == IMAGES * CELLS
+    rows = read_records(folder)
+    assert [row["status"] for row in rows] == ["ok"] * len(local)
+    # Every image of the local run, each once, with its tokens.
+    assert sorted((row["record_key"], row["tokens_sha256"]) for row in rows) == sorted(local.items())
+    assert [count for _, count in images_in_tables(folder)] == [IMAGES] * CELLS
     check_pairs(rows)
     # The images of the shard that the node had begun were made again, all of them, and replaced.
-    again = Counter(row["record_key"] for row in lines(at / "lost-node"))
-    replaced = [row for row in lines(at / "lost-node") if again[row["record_key"]] == 2]
+    again = Counter(row["record_key"] for row in lines(folder))
+    replaced = [row for row in lines(folder) if again[row["record_key"]] == 2]
     assert max(again.values()) <= 2 and len({(row["prompt_id"], row["repeat"]) for row in replaced}) <= 1
     assert all(local[row["record_key"]] == row["tokens_sha256"] for row in replaced)
-    sessions = read_manifest(at / "lost-node")["sessions"]
-    assert ["lost" in one for one in sessions].count(True) == 1 and len(sessions) == 3
+    sessions = read_manifest(folder)["sessions"]
+    assert ["lost" in one for one in sessions].count(True) == 1 and len(sessions) == 2
 
 
 @pytest.mark.long
@@ -216,6 +231,21 @@ def test_a_shard_that_loses_every_worker_fails_alone(at: Path, cluster: Cluster)
     # Two devices lost three workers, so one at least was replaced.
     sessions = read_manifest(at / "failed")["sessions"]
     assert sum("lost" in one for one in sessions) == 3 and len({one["process"] for one in sessions}) == len(sessions)
+
+
+@pytest.mark.long
+def test_throughput_packs_and_batches_a_run_that_is_not_timed(at: Path, clusters: Callable[..., Cluster]) -> None:
+    flags = ("--modes", "ar,speculative", "--images", "6", "--batch", "2", "--metrics", "quality")
+    flags += ("--set", "protocol=embedded")
+    for out, engine in (("plain", ()), ("packed", (*on(clusters(num_cpus=2)), "--throughput"))):
+        code, said = sweep(at, out, *engine, *flags)
+        assert code == 0, said
+    packed = read_records(at / "packed")
+    assert tokens(at / "packed") == tokens(at / "plain") and len(packed) == 6 * 3
+    # Two workers on one device, two images at once.
+    assert {row["process"] for row in packed} == {0, 1} and len({row["device_id"] for row in packed}) == 1
+    assert {row["batch"] for row in packed} == {2}
+    assert [count for _, count in images_in_tables(at / "packed")] == [6] * 3
 
 
 @pytest.mark.long
