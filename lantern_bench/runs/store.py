@@ -183,19 +183,20 @@ def scan_lines(path: Path, table: str) -> Iterator[Line]:
                 yield Line(number, content, row)
 
 
-_CHECKSUM = b', "checksum": "'
-# Bytes of a line from there on: the name, 16 digits, and what closes the line.
-_END = len(_CHECKSUM) + 19
+# A line ends with this, 16 digits, and that.
+_CHECKSUM, _CLOSE = b', "checksum": "', b'"}\n'
+_CLOSED, _TOLD = len(_CLOSE), 16 + len(_CLOSE)
+_END = len(_CHECKSUM) + _TOLD
 
 
-def _ending(line: bytes) -> bytes:
-    """The end of a line that begins with `line`: its checksum, and what closes it."""
-    return b'%b%b"}\n' % (_CHECKSUM, hashlib.sha256(line).hexdigest()[:16].encode())
+def _checksum(line: bytes) -> bytes:
+    return hashlib.sha256(line).hexdigest()[:16].encode()
 
 
 def has_checksum(line: bytes) -> bool:
     """Whether a line is whole: it ends with the checksum of the bytes in front of it."""
-    return line[-_END:] == _ending(line[:-_END])
+    ended = line[-_END:-_TOLD] == _CHECKSUM and line[-_CLOSED:] == _CLOSE
+    return ended and line[-_TOLD:-_CLOSED] == _checksum(line[:-_END])
 
 
 def is_older(row: Mapping[str, Any], known: Collection[str]) -> bool:
@@ -208,7 +209,7 @@ def line_of(row: Mapping[str, Any]) -> bytes:
     """Return a row as a line with its checksum behind all other columns; raises `ValueError` for NaN and infinity."""
     others = {name: value for name, value in row.items() if name != "checksum"}
     line = json.dumps(others, ensure_ascii=False, allow_nan=False).encode()[:-1]
-    return line + _ending(line)
+    return line + _CHECKSUM + _checksum(line) + _CLOSE
 
 
 def done_images(folder: Path) -> set[tuple[str, str, int]]:
