@@ -8,10 +8,11 @@ import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from docs import make_audit
+from docs import make_audit, make_frontier, make_prediction
 from docs.make_results_format import PAGE, render
 
 ROOT = Path(__file__).parent.parent
@@ -97,6 +98,12 @@ def test_the_audit_shows_the_committed_run() -> None:
     page = make_audit.PAGE.read_text(encoding="utf-8")
     assert page == make_audit.render(page), "run: python -m docs.make_audit"
     assert page.count("measured: not") >= 3
+
+
+@pytest.mark.parametrize("made", [make_frontier, make_prediction])
+def test_tables_show_the_committed_runs(made: ModuleType) -> None:
+    page = made.PAGE.read_text(encoding="utf-8")
+    assert page == made.render(page), f"run: python -m {made.__name__}"
 
 
 @pytest.mark.parametrize(

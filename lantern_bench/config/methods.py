@@ -255,7 +255,6 @@ _SHIPPED_RULES = (
         looks_ahead=True,
         tree="chain-5",
         greedy="strict",
-        label="speculative (block)",
         source="2403.10444",
     ),
     Rule(
@@ -264,7 +263,6 @@ _SHIPPED_RULES = (
         accept=_TRAVERSAL,
         looks_ahead=True,
         greedy="strict",
-        label="speculative (traversal)",
         source="2505.12398",
     ),
     Rule(

@@ -285,6 +285,16 @@ def step_seconds(device: Device, stack: Stack, at: Setting, draft: Draft | None,
     return StepSeconds(drafted, target, verify, 1e-6 * device.step_us if stack.fixed else 0.0)
 
 
+def prefill_seconds(device: Device, stack: Stack, at: Setting) -> float:
+    """The forward over the prefix, which this package does not compile.
+
+    On a device that states no `eager_kernel_us` (a CPU, where launching is a small part) it counts as compiled.
+    """
+    how = stack if device.eager_kernel_us is None else STACKS["eager"]
+    work = target_work(at._replace(context=0), at.sizes.prefix, device.weight_bytes, how)
+    return seconds_of(work, device, how).total
+
+
 class StepTimes(NamedTuple):
     """Measured milliseconds of the parts of a step."""
 

@@ -418,5 +418,9 @@ def _plain(axes: Any) -> None:
 
 
 def _finished(figure: Figure, axes: Axes) -> Figure:
-    axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), frameon=False, fontsize="small", handlelength=3.2)
+    legend = axes.legend(
+        loc="upper left", bbox_to_anchor=(1.02, 1.0), frameon=False, fontsize="small", handlelength=3.2
+    )
+    # Inches that a line of the legend takes: the axes become as high as a long legend.
+    figure.set_figheight(max(figure.get_figheight(), 0.25 * len(legend.texts)))
     return figure

@@ -120,7 +120,8 @@ def _lossless_label(mode: str, rule: str) -> str | None:
         return None
     if not (RULES[rule].lossless and RULES[MODES[mode].rule].lossless):
         return None
-    return MODES[mode].label if rule == MODES[mode].rule else RULES[rule].label or f"{mode} ({rule})"
+    own = MODES[mode]
+    return own.label if rule == own.rule else f"{own.label.removesuffix(f' ({own.rule})')} ({rule})"
 
 
 def styles(table: pd.DataFrame, by: str = "mode") -> dict[CellKey, Style]:

@@ -19,9 +19,8 @@ from lantern_bench.report.cost_model import (
     Setting,
     StepSeconds,
     named_draft,
-    seconds_of,
+    prefill_seconds,
     step_seconds,
-    target_work,
     tree_draft,
 )
 from lantern_bench.report.records import CellRecords, group_records, join_notes
@@ -79,12 +78,9 @@ def prediction_rows(run: RunData, device: Device, stack: str, model: str | None 
             notes.append("images of a batch that end early are not counted as idle")
         plain = step_seconds(device, kernels, at._replace(context=sizes.prefix + tokens / 2), None, 1.0)
         step = step_seconds(device, kernels, at, draft, length)
-        # The prefill is a forward over the prefix.
-        prefill = seconds_of(
-            target_work(at._replace(context=0), sizes.prefix, device.weight_bytes, kernels), device, kernels
-        )
-        before = prefill.total + (tokens - 1) * plain.total
-        seconds = prefill.total + (tokens - 1) / length * step.total
+        prefill = prefill_seconds(device, kernels, at)
+        before = prefill + (tokens - 1) * plain.total
+        seconds = prefill + (tokens - 1) / length * step.total
         row = {**cell.columns, "model": name, "device": device.name, "stack": stack, "images": len(good)}
         row |= {"mean_accepted_length": length, "nodes": 1 if draft is None else draft.nodes}
         row |= {"drafter_forwards_per_step": 0 if draft is None or draft.levels is None else 1 + len(draft.levels)}

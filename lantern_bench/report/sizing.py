@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_bench.errors import RefusedError
 from lantern_bench.models.registry import card_of
-from lantern_bench.report.cost_model import STACKS, Device, Setting, named_draft, step_seconds
+from lantern_bench.report.cost_model import STACKS, Device, Setting, named_draft, prefill_seconds, step_seconds
 from lantern_bench.report.tables import frame
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ def predicted_seconds(speed: pd.DataFrame, device: Device, stack: str, model: st
         batch = int(row["batch"] or 1)
         at = Setting(sizes, batch, row["cfg_scale"] != 1, sizes.prefix + sizes.image_tokens / 2)
         step = step_seconds(device, kernels, at, draft, 1.0 if plain else length).total
-        found[str(row["cell_id"])] = sizes.image_tokens / (1.0 if plain else length) * step / batch
+        steps = (sizes.image_tokens - 1) / (1.0 if plain else length)
+        found[str(row["cell_id"])] = (prefill_seconds(device, kernels, at) + steps * step) / batch
     if not found:
         raise RefusedError("no cell of the run can be predicted", "Give a run with ar or with drafts of static trees.")
     return found

@@ -170,10 +170,11 @@ def test_labels_tell_one_rule_on_two_draftings_apart():
 
 def test_labels_name_a_lossless_rule_once():
     block = Decoding.model_validate({**STRICT.settings(), "rule": "block", "tree": "chain-4"})
-    records = [make_record(cell, n, WALKS, 1.0) for cell in (block, STRICT) for n in range(2)]
+    window = Decoding.model_validate({"mode": "sjd", "rule": "block", "window": 8})
+    records = [make_record(cell, n, WALKS, 1.0) for cell in (block, STRICT, window) for n in range(2)]
     found = tables_from(records, make_scores(records))
-    labels = list(speed_quality_points({"run": found})["label"])
-    assert labels == ["speculative (strict) small-7", "speculative (block) chain-4"]
+    labels = set(speed_quality_points({"run": found})["label"])
+    assert labels == {"speculative (strict) small-7", "speculative (block) chain-4", "SJD (block) w8"}
 
 
 def test_labels_name_runs_when_there_are_several(tables):

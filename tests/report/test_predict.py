@@ -108,7 +108,7 @@ def test_command_prints_the_table_and_its_terms(run: RunData, capsys: pytest.Cap
     written = capsys.readouterr()
     table = pd.read_csv(io.StringIO(written.out))
     assert table["device"].tolist() == ["h100"] * 3
-    for term in ("not measured", "3350 GB/s x 0.83", "989.4 Tflop/s x 0.6", "us a kernel (compiled)", "data sheet"):
+    for term in ("not measured", "3350 GB/s x 0.88", "989.4 Tflop/s x 0.6", "us a kernel (compiled)", "data sheet"):
         assert term in written.err
 
 

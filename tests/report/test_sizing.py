@@ -45,12 +45,10 @@ def test_measured_seconds_are_those_of_the_table() -> None:
 
 def test_predicted_seconds_are_close_to_those_of_predict(tmp_path: Path) -> None:
     run, device = read_run(write_run(tmp_path / "run", make_records(), [])), devices()["h100"]
-    predicted = {row["cell_id"]: row["latency_s"] for row in prediction_rows(run, device, "compiled")}
-    found = predicted_seconds(tables_of(run)["speed"], device, "compiled", "lanterns")
-    # `predict` knows the length of the recorded images, which these made-up runs cut short.
-    assert found.keys() == predicted.keys()
-    ratios = [found[cell] / predicted[cell] for cell in found]
-    assert max(ratios) / min(ratios) < 1.3
+    # Of another model: there `predict`, too, takes whole images, and these made-up ones are cut short.
+    large = "llamagen-t2i-stage1"
+    predicted = {row["cell_id"]: row["latency_s"] for row in prediction_rows(run, device, "compiled", large)}
+    assert predicted_seconds(tables_of(run)["speed"], device, "compiled", large) == pytest.approx(predicted, rel=0.01)
 
 
 def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
