@@ -195,6 +195,7 @@ _SHIPPED_DRAFTINGS = (
         needs_drafter=False,
         redrawn=lambda _values: False,
         label=_jacobi_label,
+        search="lantern_bench.profile.windows:list_windows",
         problem=_published_problem,
         published="lantern_bench.decoding.drafting.published:make_sjd_pac",
     ),
@@ -214,6 +215,7 @@ _SHIPPED_DRAFTINGS = (
         chain=True,
         redrawn=lambda values: values["coupling"] == "none",
         label=_hybrid_label,
+        search="lantern_bench.profile.windows:list_windows",
         broken=_BROKEN_HYBRID,
     ),
     Drafting(

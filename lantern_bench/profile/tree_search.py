@@ -45,7 +45,8 @@ def search_trees(
     """
     search = decoding.drafting_row.search
     if not search:
-        known = " and ".join(name for name, row in DRAFTINGS.items() if row.search)
+        *most, last = (name for name, row in DRAFTINGS.items() if row.search)
+        known = f"{', '.join(most)} and {last}"
         raise UserError(f"--search: the drafts of {decoding.cell_id} are not searched", f"Those of {known} are.")
     trees: list[Tree] = load_code(search)(model, decoding, prompts, seed + 1, say)
     if not trees:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.loop import decode
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.profile.tree_search import Tree, with_tree
@@ -26,5 +27,6 @@ def list_windows(
         for number, prompt in enumerate(prompts):
             noise = torch.Generator(model.target.device).manual_seed(seed + number)
             steps += decode(model, model.condition([prompt]), chosen, [noise])[0].trace.uncut
-        trees.append(Tree(own | {"window": window}, window, window, 1, sum(steps) / max(1, len(steps))))
+        drafts, length = drafting_of(chosen, model.target), sum(steps) / max(1, len(steps))
+        trees.append(Tree(own | {"window": window}, drafts.nodes - 1, window, drafts.fanout, length))
     return trees

@@ -137,6 +137,18 @@ def test_windows_are_searched_with_the_coupling_of_the_mode(capsys: pytest.Captu
 
 
 @pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize(("mode", "nodes"), [("sjd-pac", {"w2": 12, "w4": 14}), ("hybrid", {"w2": 2, "w4": 4})])
+def test_windows_of_other_draftings_are_searched(
+    mode: str, nodes: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = ["profile", "--model", "tiny", "--search", "--no-compile", "--format", "csv", "--images", "4"]
+    assert cli.main([*typed, "--mode", mode]) == 0
+    table = pd.read_csv(StringIO(capsys.readouterr().out))
+    assert {tree[:2]: count for tree, count in zip(table["tree"], table["nodes"], strict=True)} == nodes
+    assert (table["expected_length"] > 1).all()
+
+
+@pytest.mark.usefixtures("tiny")
 def test_the_fastest_lossless_cell_of_all_is_kept_for_sweeps(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -145,7 +157,7 @@ def test_the_fastest_lossless_cell_of_all_is_kept_for_sweeps(
     tables = [pd.read_csv(StringIO("tree," + text)) for text in written.out.split("tree,")[1:]]
     methods = {" ".join(method) for method in searched_lossless()}
     assert methods >= {"speculative static block", "speculative dynamic strict", "sjd jacobi block"}
-    assert "scd jacobi strict" in methods
+    assert methods >= {"scd jacobi strict", "sjd-pac pac strict", "hybrid hybrid strict"}
     assert not {"speculative dynamic block", "scd jacobi block"} & methods
     # On a chain traversal is block.
     assert "speculative static traversal" in methods and "sjd jacobi traversal" not in methods
@@ -186,4 +198,4 @@ def test_a_drafting_without_a_search_is_refused(monkeypatch: pytest.MonkeyPatch,
     family = TinyFamily()
     monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
     assert cli.main(["profile", "--model", "tiny", "--search", "--no-compile", "--drafting", "static"]) == 2
-    assert "are not searched\n  Those of jacobi and dynamic are." in capsys.readouterr().err
+    assert "are not searched\n  Those of jacobi, pac, hybrid and dynamic are." in capsys.readouterr().err
