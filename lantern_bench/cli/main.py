@@ -10,9 +10,10 @@ import errno
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.main import get_command
 
 from lantern_bench import __version__, stopping
 from lantern_bench.cli.certify import certify
@@ -87,9 +88,9 @@ def _run(arguments: Sequence[str]) -> int:
     prepare_environment()
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
     flags = [word for word in arguments[:end] if word in _GLOBAL]
+    rest = [word for word in arguments[:end] if word not in _GLOBAL]
     debug = "--debug" in flags
     try:
-        rest = [word for word in arguments[:end] if word not in _GLOBAL]
         app(args=[*flags, *rest, *arguments[end:]], prog_name="lantern-bench")
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(bool(exit_.code))
@@ -104,6 +105,17 @@ def _run(arguments: Sequence[str]) -> int:
         elif not isinstance(error, LanternError):
             advice = "This is a bug in lantern-bench" + ("." if debug else "; --debug shows where it happened.")
             error = LanternError(f"internal: {type(error).__name__}: {error}", advice)
+        error.message = _as_typed(error.message, rest)
         Console().error(error)
         return error.exit_code
     return 0
+
+
+def _as_typed(message: str, words: Sequence[str]) -> str:
+    """Start a message about a flag with MODEL, for example, where the command takes it as an argument."""
+    command: Any = get_command(app)
+    for word in words:
+        command = getattr(command, "commands", {}).get(word, command)
+    named = [one.name for one in command.params if one.param_type_name == "argument"]
+    first, *others = message.split(" ")
+    return " ".join([first[2:].upper(), *others]) if first.startswith("--") and first[2:] in named else message

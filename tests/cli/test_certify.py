@@ -173,7 +173,7 @@ def test_rules_of_every_kind_are_measured() -> None:
 @pytest.mark.parametrize(
     ("typed", "code", "message"),
     [
-        (["certify", "tinny"], 2, "--model tinny: unknown model; did you mean tiny?"),
+        (["certify", "tinny"], 2, "error: MODEL tinny: unknown model; did you mean tiny?"),
         (["certify", "tiny", "--temperature", "0", "--neighbours", "3"], 2, "not defined at temperature 0"),
         (["certify", "tiny", "--modes", "ar"], 2, "has no relaxed cell"),
         (["certify", "tiny", "--delta", "2"], 2, "--delta 2: must lie strictly between 0 and 1"),
