@@ -68,6 +68,13 @@ def test_sweep_takes_a_name_a_path_or_a_mapping(tiny: TinyFamily, experiment: ob
     assert run.path.parent == Path("results") and (run.path / "summary.csv").is_file()
 
 
+def test_a_sweep_without_quality_imports_no_scorers(tiny: TinyFamily, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take seconds to import."""
+    for name in ("runs.scoring", "metrics.reference_sets"):
+        monkeypatch.setitem(sys.modules, f"lantern_bench.{name}", None)
+    assert len(lantern_bench.sweep("tiny.yaml", images=1, modes="ar").records) == 1
+
+
 def test_sweep_and_the_command_make_the_same_run(tiny: TinyFamily) -> None:
     run = lantern_bench.sweep("tiny.yaml", out="a", lambda_=[2, 3], seed=4)
     assert cli.main(["sweep", "tiny.yaml", "--out", "b", "--lambda", "2,3", "--seed", "4", "-q"]) == 0

@@ -331,13 +331,16 @@ def load_scorers_of(request: Request, device: str) -> tuple[Scorers | None, Refe
 
     Raises `RefusedError` for missing weights, `UserError` for a malformed reference.
     """
-    from lantern_bench.metrics.reference_sets import find_reference
     from lantern_bench.runs.devices import choose_place
-    from lantern_bench.runs.scoring import load_scorers
 
     place = choose_place(device)
     if "quality" not in request.experiment.settings.metrics:
         return None, None
+
+    # Importing them takes seconds.
+    from lantern_bench.metrics.reference_sets import find_reference
+    from lantern_bench.runs.scoring import load_scorers
+
     try:
         # The reference first: it is found quickly, and scorers are large.
         reference = find_reference(request.experiment.settings.reference, request.protocol)
