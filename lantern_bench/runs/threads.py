@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _SPINS = ("GOMP_SPINCOUNT", "1000")
 # Work is timed in so many blocks of so many seconds for each number of threads, or until all has taken so long.
 _ROUNDS, _BLOCK, _LONGEST = 15, 0.02, 5.0
+# Where there is one core, nothing is to be chosen: so many blocks say how much of it others take.
+_ROUNDS_OF_ONE = 3
 # Fewer threads are chosen when more are not faster by this share.
 _TIE = 0.05
 # Tokens of an image that are decoded at a time.
@@ -67,7 +69,8 @@ def calibrate(work: Callable[[], object]) -> Calibration:
     began = now()
     work()
     repeats, lost, start = max(1, round(_BLOCK / max(1e-6, now() - began))), 0.0, now()
-    while len(blocks[most]) < _ROUNDS and not (blocks[most] and now() - start > _LONGEST):
+    rounds = _ROUNDS if len(counts) > 1 else _ROUNDS_OF_ONE
+    while len(blocks[most]) < rounds and not (blocks[most] and now() - start > _LONGEST):
         for threads in counts:
             torch.set_num_threads(threads)
             work()  # the threads start

@@ -35,6 +35,16 @@ def test_fewest_threads_that_are_about_fastest(
     assert found.milliseconds == pytest.approx({count: 1e3 * one for count, one in seconds.items()})
 
 
+def test_one_thread_is_tried_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"now": 0.0, "calls": 0}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(clock, "now", lambda: state["now"])
+    found = calibrate(lambda: state.update(now=state["now"] + 0.1, calls=state["calls"] + 1))
+    assert found.threads == 1 and found.milliseconds == pytest.approx({1: 100.0})
+    assert state["calls"] <= 8
+
+
 def test_compiled_steps_are_compiled_for_every_number_of_threads() -> None:
     model = random_model_of_size(
         read_size("2x64x128x4"), torch.device("cpu"), torch.float32, torch.Generator().manual_seed(0)
