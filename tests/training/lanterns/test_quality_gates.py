@@ -24,7 +24,7 @@ from lantern_bench.training.lanterns.recipe import PARTS, RecipeSettings, drafte
 from lantern_bench.training.lanterns.tasks import Sequences, TargetTask, held_out_scenes, tokenize
 
 CPU = torch.device("cpu")
-TINY = RecipeSettings(steps=2, scenes=24, held_out=8, compiled=False)
+TINY = RecipeSettings(steps=2, scenes=12, held_out=8, compiled=False)
 
 
 @pytest.fixture(scope="module", autouse=True)

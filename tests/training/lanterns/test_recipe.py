@@ -21,7 +21,7 @@ from lantern_bench.training.lanterns.recipe import PARTS, REPORT, RecipeSettings
 from lantern_bench.training.loop import TrainEvent, TrainReport
 
 CPU = torch.device("cpu")
-TINY = RecipeSettings(steps=3, scenes=24, held_out=8, log_every=1, checkpoint_every=1, compiled=False)
+TINY = RecipeSettings(steps=3, scenes=12, held_out=8, log_every=1, checkpoint_every=1, compiled=False)
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +186,7 @@ def test_command_reports_what_it_wrote_and_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Tiny(RecipeSettings):
-        scenes: int = 24
+        scenes: int = 12
         held_out: int = 8
         compiled: bool = False
 
