@@ -68,10 +68,10 @@ def test_second_signal(bench: Bench, outcome: Outcome) -> None:
 def test_hanging_worker(bench: Bench, whole: dict[str, str], outcome: Outcome) -> None:
     """A worker process that hangs"""
     # Long enough for its start on a busy machine.
-    command = bench.start(*SWEEP, "run", "--processes", "2", "--worker-timeout", "30", TINY_HANG=PROMPTS[1])
+    command = bench.start(*SWEEP, "run", "--processes", "2", "--worker-timeout", "20", TINY_HANG=PROMPTS[1])
     code, said = command.end(), command.said
     line = next(line for line in said.splitlines() if "hangs" in line)
-    assert code == 4 and "error: worker process " in line and " of 2 hangs: no sign of life in 30 s after " in line
+    assert code == 4 and "error: worker process " in line and " of 2 hangs: no sign of life in 20 s after " in line
     assert "--worker-timeout" in said and "Traceback" not in said
     assert bench.sweep("run", "--processes", "2")[0] == 0 and bench.tokens("run") == whole
     outcome(f"exit {code}: {line.removeprefix('error: ')}")
