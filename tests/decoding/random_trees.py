@@ -72,15 +72,15 @@ def random_probs(
 
 def random_topology(rng: np.random.Generator, nodes: int, fanout: int, depth: int) -> list[tuple[int, ...]]:
     """A tree without gaps: nodes hung one after the other below a random one that may have one more child."""
-    paths: list[tuple[int, ...]] = [()]
+    count: dict[tuple[int, ...], int] = {(): 0}  # children by path
     for _ in range(nodes):
-        count = {path: sum(other[:-1] == path for other in paths if other) for path in paths}
-        free = [path for path in paths if len(path) < depth and count[path] < fanout]
+        free = [path for path, children in count.items() if len(path) < depth and children < fanout]
         if not free:
             break
         parent = free[rng.integers(len(free))]
-        paths.append((*parent, count[parent]))
-    return paths[1:]
+        count[*parent, count[parent]] = 0
+        count[parent] += 1
+    return list(count)[1:]
 
 
 def random_static(

@@ -320,8 +320,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("images", [1, 3])
-@pytest.mark.parametrize("cell", ENGINES)
+@pytest.mark.parametrize(("cell", "images"), zip(ENGINES, (3, 1, 3, 1), strict=True))
 def test_captured_programs_give_the_same_tokens(cell: str, images: int) -> None:
     model, decoding = Small(), pac_decoding(**ENGINES[cell])
     engine = Engine(compile=True, backend="aot_eager")
@@ -330,6 +329,7 @@ def test_captured_programs_give_the_same_tokens(cell: str, images: int) -> None:
         same(decoded(model, decoding, images, engine), wanted)
 
 
+@pytest.mark.long  # the programs of test_jacobi.py and test_engine.py run through inductor every time
 def test_inductor_gives_the_same_tokens() -> None:
     model, decoding = Small(), pac_decoding(**ENGINES["maximal"])
     same(decoded(model, decoding, 1, Engine(compile=True)), decoded(model, decoding, 1))

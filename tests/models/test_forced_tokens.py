@@ -100,7 +100,7 @@ def test_greedy_speculation_equals_greedy_decoding(model: Model, way: str) -> No
     assert [made.tokens.tolist() for made in plain] == [made.tokens.tolist() for made in drafted]
 
 
-@pytest.mark.parametrize("way", ["ar", "lantern++", "official dynamic", "jacobi left", "jacobi row"])
+@pytest.mark.parametrize("way", ["ar", "official static", "official dynamic", "jacobi left", "jacobi row"])
 def test_compiled_steps_end_every_row(model: Model, way: str) -> None:
     """Prompts of different lengths through the programs of one shape, traced whole."""
     engine = Engine(compile=True, backend="aot_eager")
