@@ -130,7 +130,7 @@ def test_each_broken_rule_is_rejected(model: LoadedModel, cell: str, siblings: b
     assert bool(rules) == (not siblings or cell != "block")
     for name, accept in rules.items():
         subtle = name.startswith("a draft") or (siblings and cell == "branching")
-        found = p_values([decoded(model, cell, 24_000 if subtle else 2000, accept, **filters)], CELLS[cell][0])
+        found = p_values([decoded(model, cell, 9000 if subtle else 2000, accept, **filters)], CELLS[cell][0])
         test = min(found, key=lambda test: found[test])
         print(f"{cell}, {name}: {test} p = {found[test]:.1e}")
         assert found[test] < LEVEL / (TESTS * 8)

@@ -13,7 +13,6 @@ import yaml
 from lantern_bench.cli import main as cli
 from lantern_bench.config.experiment import shipped_experiments
 from lantern_bench.config.protocols import protocol_of
-from lantern_bench.metrics.reference_sets import CACHE_VARIABLE
 from lantern_bench.runs.store import RESULTS_VARIABLE, read_manifest, read_scores
 
 TABLE = """
@@ -57,7 +56,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
         at = tmp_path_factory.mktemp("reproduce")
         patch.chdir(at)
         patch.setenv(RESULTS_VARIABLE, str(at / "results"))
-        patch.setenv(CACHE_VARIABLE, str(at / "cache"))
         (at / "table.yaml").write_text(TABLE)
         assert cli.main(["reproduce", "table.yaml", "--out", str(at / "run")]) == 0
         yield at / "run"

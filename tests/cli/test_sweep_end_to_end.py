@@ -122,6 +122,7 @@ def test_show_prints_the_tables_of_the_run(sweep: dict[str, Any], capsys, table:
     assert capsys.readouterr().out == (sweep["run"] / f"{table}.csv").read_text()
 
 
+@pytest.mark.long  # test_sweep_run.py has it with a small model
 def test_generate_draws_all_modes_side_by_side(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(RESULTS_VARIABLE, str(tmp_path))
