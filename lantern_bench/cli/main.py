@@ -7,6 +7,7 @@ Commands import heavy packages inside their functions, so that `--help` is fast.
 from __future__ import annotations
 
 import errno
+import functools
 import sys
 import traceback
 from collections.abc import Sequence
@@ -66,6 +67,12 @@ def _flags(
     ctx.obj = Console(quiet=quiet, verbose=verbose)
 
 
+@functools.cache
+def _program() -> Any:
+    """Build the commands and their hundreds of flags once, for a process that runs many."""
+    return get_command(app)
+
+
 def run() -> None:
     """Run the command line and exit with its code: the console script."""
     sys.exit(main(sys.argv[1:]))
@@ -91,7 +98,7 @@ def _run(arguments: Sequence[str]) -> int:
     rest = [word for word in arguments[:end] if word not in _GLOBAL]
     debug = "--debug" in flags
     try:
-        app(args=[*flags, *rest, *arguments[end:]], prog_name="lantern-bench")
+        _program()(args=[*flags, *rest, *arguments[end:]], prog_name="lantern-bench")
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(bool(exit_.code))
     except KeyboardInterrupt:
