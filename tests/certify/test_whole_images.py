@@ -84,7 +84,7 @@ def groups(found: Evidence, size: int) -> list[Evidence]:
     return [Evidence(*(c[at : at + size] for c in found)) for at in range(0, len(found.starts) - size + 1, size)]
 
 
-@pytest.fixture(scope="module", params=[240, pytest.param(2400, marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=[160, pytest.param(2400, marks=pytest.mark.long)])
 def null(model: LoadedModel, request: pytest.FixtureRequest) -> dict[str, list[dict[str, float]]]:
     """The p-values of many certificates of correct rules, 25 images each, by cell."""
     return {
