@@ -49,9 +49,9 @@ def test_compiled_walks_are_the_same(kind: str) -> None:
     rng, noise = np.random.default_rng(0), torch.Generator().manual_seed(0)
     table = nearest_codes(torch.randn(VOCABULARY, 3, generator=noise), VOCABULARY - 1)
     # A program has one part for each child rank, that of GSD another for each place of a cluster, that of traversal for
-    # each sum of child ranks. "static" and "static, strict" have as many as the widest tree in use.
-    small = {"block": (DEPTH + 1, 1), "static, gsd": (14, 2), "traversal": (12, 2)}
-    nodes, fanout = small.get(kind, (NODES, FANOUT) if kind.startswith("static") else (24, 4))
+    # each sum of child ranks. The others have as many as the widest tree in use.
+    small = {"block": (DEPTH + 1, 1), "static, gsd": (14, 2), "traversal": (12, 2), "greedy": (24, 4)}
+    nodes, fanout = small.get(kind, (NODES, FANOUT))
     shape = StaticTree.of(random_topology(rng, nodes - 1, fanout, DEPTH))
 
     def decided(tree: DraftTree, p: Tensor, uniforms: Tensor, ends: Tensor) -> Verdict:
