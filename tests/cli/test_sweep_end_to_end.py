@@ -95,6 +95,7 @@ def test_manifest_has_no_paths_and_resolves_again(sweep: dict[str, Any], capsys)
     assert "6 images, 6 done, 0 to do" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_killed_sweep_resumes_to_the_same_records(sweep: dict[str, Any]) -> None:
     at, run = sweep["at"], sweep["at"] / "killed"
     typed = command(at, "--metrics", "speed", "--out", "killed")
