@@ -120,7 +120,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _as_typed(message: str, words: Sequence[str]) -> str:
     """Start a message about a flag with MODEL, for example, where the command takes it as an argument."""
-    command: Any = get_command(app)
+    command = _program()
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)
     named = [one.name for one in command.params if one.param_type_name == "argument"]
