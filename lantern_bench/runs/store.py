@@ -185,8 +185,7 @@ def scan_lines(path: Path, table: str) -> Iterator[Line]:
 
 # A line ends with this, 16 digits, and that.
 _CHECKSUM, _CLOSE = b', "checksum": "', b'"}\n'
-_CLOSED, _TOLD = len(_CLOSE), 16 + len(_CLOSE)
-_END = len(_CHECKSUM) + _TOLD
+_END = len(_CHECKSUM) + 16 + len(_CLOSE)
 
 
 def _checksum(line: bytes) -> bytes:
@@ -195,8 +194,7 @@ def _checksum(line: bytes) -> bytes:
 
 def has_checksum(line: bytes) -> bool:
     """Whether a line is whole: it ends with the checksum of the bytes in front of it."""
-    ended = line[-_END:-_TOLD] == _CHECKSUM and line[-_CLOSED:] == _CLOSE
-    return ended and line[-_TOLD:-_CLOSED] == _checksum(line[:-_END])
+    return line[-_END:] == _CHECKSUM + _checksum(line[:-_END]) + _CLOSE
 
 
 def is_older(row: Mapping[str, Any], known: Collection[str]) -> bool:
