@@ -41,7 +41,7 @@ def sharp(rng: torch.Generator, *shape: int) -> Tensor:
 
 
 # Each compiles for the better part of a minute; these share the code of the others.
-ALIKE = ("static, strict", "static, cool-sd", "static, entropy", "dynamic, cool-sd", "dynamic, typical")
+ALIKE = ("traversal", "static, strict", "static, cool-sd", "static, entropy", "dynamic, cool-sd", "dynamic, typical")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind in ALIKE)) for kind in KINDS])
