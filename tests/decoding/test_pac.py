@@ -320,7 +320,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("cell", "images"), zip(ENGINES, (3, 1, 3, 1), strict=True))
+@pytest.mark.parametrize(("cell", "images"), list(zip(ENGINES, (3, 1, 3, 1), strict=True)))
 def test_captured_programs_give_the_same_tokens(cell: str, images: int) -> None:
     model, decoding = Small(), pac_decoding(**ENGINES[cell])
     engine = Engine(compile=True, backend="aot_eager")
