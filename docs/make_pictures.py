@@ -6,7 +6,8 @@
 `all-cells.png`: pictures of the run side by side, one row per caption and one column per cell.
 `race.gif` needs no run. In this folder:
 
-    lantern-bench generate "two round red lanterns over a lake at dusk" --mode all --no-compile --force --animate pictures/race.gif
+    lantern-bench generate "two round red lanterns over a lake at dusk" --mode all --no-compile --force \\
+        --animate pictures/race.gif
 """
 
 from __future__ import annotations
