@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -47,20 +48,13 @@ def rendered(table: pd.DataFrame) -> str:
     """The rows of a table of the page, from few tokens a step to many."""
     device, sizes, lines = devices()["h100"], card_of(LARGE).sizes, [_HEAD, ["---"] * len(_HEAD)]
     for row in table.sort_values("mean_accepted_length").to_dict("records"):
-        made = "1.0x" if row["drafting"] == "none" else f"{of_a_cell(_Row(row), device, sizes):.1f}x"
+        made = "1.0x" if row["drafting"] == "none" else f"{of_a_cell(SimpleNamespace(**row), device, sizes):.1f}x"
         known = [row["method"], "" if pd.isna(row["parameters"]) else row["parameters"]]
         known += [f"{row['mean_accepted_length']:.2f}"]
         known += [_with_ends(row, "speedup", f" {run}", "x") for run in ("frontier", "frontier-h100")]
         known += [made, _judged(row, "fid", ".1f"), _judged(row, "precision", ".2f")]
         lines.append([*known, _with_ends(row, "emitted_tv", "", "")])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-class _Row:
-    """A row whose columns are attributes."""
-
-    def __init__(self, columns: dict[Any, Any]) -> None:
-        self.__dict__.update(columns)
 
 
 def _with_ends(row: dict[Any, Any], figure: str, run: str, unit: str) -> str:

@@ -26,6 +26,7 @@ from lantern_bench.report.cost_model import (
     find_device,
     fit_device,
     named_draft,
+    prefill_seconds,
     seconds_of,
     step_seconds,
     target_work,
@@ -55,6 +56,15 @@ def test_kernels_of_a_step_are_as_computed_by_hand():
     draft = Draft(nodes=4, levels=(1, 1), depth=3, fanout=2)
     assert [work.kernels for work in draft_work(AT, draft, 1.0, 2, STACK)] == [7 + 11] * 3
     assert verify_work(AT, draft, 1.0, STACK).kernels == 13 + 17 * 2 + 19 * 4 + 23 * 2
+
+
+def test_the_prefill_is_eager_where_the_device_says_what_that_costs():
+    device, compiled = devices()["h100"], STACKS["compiled"]
+    found = prefill_seconds(device, compiled, AT)
+    # So small a forward waits for the host: 49 kernels a layer and 18 besides, of 13 us each.
+    assert found == pytest.approx(13e-6 * (49 * SIZES.layers + 18))
+    quiet = device.model_copy(update={"eager_kernel_us": None})
+    assert prefill_seconds(quiet, compiled, AT) < found / 5
 
 
 def test_programs_overlap_as_the_device_does():
