@@ -23,6 +23,8 @@ using torch::stable::Tensor;
 constexpr int64_t kPanel = 64;   // outputs
 constexpr int64_t kDepth = 256;  // inputs at a time: 64 KiB of a panel in float32 stay in the cache
 constexpr int kRows = 6;         // rows whose sums fit into the registers
+constexpr int kAhead = 32;       // steps by which weights are asked for before they are used
+constexpr int kLine = 64;        // bytes the processor reads at once
 
 struct Half {
   uint16_t bits;
@@ -103,9 +105,10 @@ struct Product {
   float* y;
   int64_t y_row;
   bool fresh;
+  bool ahead;  // the weights are read from memory: ask for them early
 };
 
-template <int rows, int wide, typename X, typename Weight>
+template <int rows, int wide, bool ahead, typename X, typename Weight>
 void tile(const Product<X>& the, int64_t row, int64_t column, const Weight* w) {
   float* y = the.y + row * the.y_row + column;
   const X* x = the.x + row * the.x_row;
@@ -113,6 +116,8 @@ void tile(const Product<X>& the, int64_t row, int64_t column, const Weight* w) {
   for (int i = 0; i < rows; ++i)
     for (int j = 0; j < wide; ++j) sums[i][j] = the.fresh ? all(0.0f) : load(y + i * the.y_row + j * kLanes);
   for (int64_t k = 0; k < the.steps; ++k) {
+    if constexpr (ahead)
+      for (int64_t at = 0; at < kPanel; at += kLine / sizeof(Weight)) __builtin_prefetch(w + (k + kAhead) * kPanel + at);
     decltype(load(w)) weights[wide];
     for (int j = 0; j < wide; ++j) weights[j] = load(w + k * the.w_k + column + j * kLanes);
     for (int i = 0; i < rows; ++i) {
@@ -128,8 +133,12 @@ template <int rows, typename X, typename Weight>
 void strip(const Product<X>& the, int64_t row, int64_t columns, const Weight* w) {
   constexpr int wide = rows <= 2 ? kFew : kMany;
   int64_t column = 0;
-  for (; column + wide * kLanes <= columns; column += wide * kLanes) tile<rows, wide>(the, row, column, w);
-  for (; column < columns; column += kLanes) tile<rows, 1>(the, row, column, w);
+  if (the.ahead && row == 0) {  // later rows and columns find the weights in the cache
+    tile<rows, wide, true>(the, row, column, w);
+    column = wide * kLanes;
+  }
+  for (; column + wide * kLanes <= columns; column += wide * kLanes) tile<rows, wide, false>(the, row, column, w);
+  for (; column < columns; column += kLanes) tile<rows, 1, false>(the, row, column, w);
 }
 
 // All rows and columns; `columns` are a multiple of kLanes.
@@ -159,9 +168,10 @@ void multiply_panels(const X* x, int64_t rows, int64_t in, const Weight* weight,
       for (int64_t from = 0; from < in; from += kDepth) {
         const int64_t steps = std::min(kDepth, in - from);
         const Weight* panel = weight + (number * in + from) * kPanel;
-        const Product<X> the{x + from, in, 1, steps, kPanel, y + number * kPanel, out, from == 0};
+        const bool widen = sizeof(Weight) < sizeof(float) && rows > 2 * kRows;
+        const Product<X> the{x + from, in, 1, steps, kPanel, y + number * kPanel, out, from == 0, !widen};
         if constexpr (std::is_same_v<Weight, Half> || std::is_same_v<Weight, BFloat>) {
-          if (rows > 2 * kRows) {  // widened once for all rows
+          if (widen) {  // once for all rows
             widened.resize(kDepth * kPanel);
             for (int64_t at = 0; at < steps * kPanel; at += kLanes) store(widened.data() + at, load(panel + at));
             multiply(the, rows, kPanel, const_cast<const float*>(widened.data()));
@@ -255,7 +265,7 @@ void attend_few(const Head& the, std::vector<float>& space) {
     const Lanes share = all(1.0f / sum_of(sum));
     for (float* at = scores; at < end; at += kLanes) store(at, load(at) * share);
   }
-  const Product<float> mixed{space.data(), lanes, 1, the.columns, the.width, the.out, the.q_node, true};
+  const Product<float> mixed{space.data(), lanes, 1, the.columns, the.width, the.out, the.q_node, true, false};
   multiply(mixed, the.nodes, the.width, the.values);
 }
 
@@ -268,7 +278,7 @@ void attend_many(const Head& the, std::vector<float>& space) {
     for (int64_t k = 0; k < the.width; ++k) turned[k * lanes + node] = the.q[node * the.q_node + k] * the.scale;
   for (int64_t column = 0; column < the.columns; ++column)
     std::copy_n(the.mask + column * the.nodes, the.nodes, scores + column * lanes);
-  const Product<float> scored{the.keys, the.width, 1, the.width, lanes, scores, lanes, false};
+  const Product<float> scored{the.keys, the.width, 1, the.width, lanes, scores, lanes, false, false};
   multiply(scored, the.columns, lanes, const_cast<const float*>(turned));
   for (int64_t lane = 0; lane < lanes; lane += kLanes) {
     Lanes most = all(kNever), sum = all(0.0f);
@@ -281,7 +291,7 @@ void attend_many(const Head& the, std::vector<float>& space) {
     const Lanes share = all(1.0f) / sum;
     for (float* at = scores + lane; at < end; at += lanes) store(at, load(at) * share);
   }
-  const Product<float> mixed{scores, 1, lanes, the.columns, the.width, the.out, the.q_node, true};
+  const Product<float> mixed{scores, 1, lanes, the.columns, the.width, the.out, the.q_node, true, false};
   multiply(mixed, the.nodes, the.width, the.values);
 }
 
