@@ -231,6 +231,7 @@ Lanes exponential(Lanes x) {
 }
 
 constexpr int64_t kFewNodes = 2;
+constexpr int kTogether = 4;  // columns
 constexpr float kNever = -std::numeric_limits<float>::max();
 
 struct Head {
@@ -241,6 +242,21 @@ struct Head {
   float scale;
 };
 
+// The scores of `count` columns for one node: their sums do not wait for each other.
+template <int count>
+void score(const Head& the, const float* q, int64_t column, int64_t node, float* scores) {
+  const float* keys = the.keys + column * the.width;
+  Lanes sums[count];
+  for (int i = 0; i < count; ++i) sums[i] = all(0.0f);
+  for (int64_t k = 0; k < the.width; k += kLanes) {
+    const Lanes factor = load(q + k);
+    for (int i = 0; i < count; ++i) __builtin_prefetch(the.values + (column + i) * the.width + k);  // needed next
+    for (int i = 0; i < count; ++i) sums[i] = add_product(factor, load(keys + i * the.width + k), sums[i]);
+  }
+  for (int i = 0; i < count; ++i)
+    scores[column + i] = sum_of(sums[i]) * the.scale + the.mask[(column + i) * the.nodes + node];
+}
+
 // Few nodes: the scores lie with the columns side by side, [nodes, lanes].
 void attend_few(const Head& the, std::vector<float>& space) {
   const int64_t lanes = (the.columns + kLanes - 1) / kLanes * kLanes;
@@ -248,12 +264,9 @@ void attend_few(const Head& the, std::vector<float>& space) {
   for (int64_t node = 0; node < the.nodes; ++node) {
     float *scores = space.data() + node * lanes, *end = scores + lanes;
     const float* q = the.q + node * the.q_node;
-    for (int64_t column = 0; column < the.columns; ++column) {
-      Lanes sum = all(0.0f);
-      for (int64_t k = 0; k < the.width; k += kLanes)
-        sum = add_product(load(q + k), load(the.keys + column * the.width + k), sum);
-      scores[column] = sum_of(sum) * the.scale + the.mask[column * the.nodes + node];
-    }
+    int64_t column = 0;
+    for (; column + kTogether <= the.columns; column += kTogether) score<kTogether>(the, q, column, node, scores);
+    for (; column < the.columns; ++column) score<1>(the, q, column, node, scores);
     Lanes most = all(kNever), sum = all(0.0f);
     for (float* at = scores; at < end; at += kLanes) most = larger(most, load(at));
     most = all(largest_of(most));
