@@ -168,7 +168,7 @@ void multiply_panels(const X* x, int64_t rows, int64_t in, const Weight* weight,
       for (int64_t from = 0; from < in; from += kDepth) {
         const int64_t steps = std::min(kDepth, in - from);
         const Weight* panel = weight + (number * in + from) * kPanel;
-        const bool widen = sizeof(Weight) < sizeof(float) && rows > 2 * kRows;
+        const bool widen = sizeof(Weight) < sizeof(float) && rows > 3 * kRows;
         const Product<X> the{x + from, in, 1, steps, kPanel, y + number * kPanel, out, from == 0, !widen};
         if constexpr (std::is_same_v<Weight, Half> || std::is_same_v<Weight, BFloat>) {
           if (widen) {  // once for all rows
