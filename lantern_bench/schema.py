@@ -131,7 +131,12 @@ _CERTIFICATE = (
     Column("figure", "string", "", "what the number is"),
     *figure("measured", "", "the number"),
     Column("wanted", "string", "", "what it must be; empty where it is only reported"),
-    Column("passed", "string", "", "yes, NO, or weak (a broken rule not rejected); empty where nothing is wanted"),
+    Column(
+        "passed",
+        "string",
+        "",
+        "yes, NO, or weak (a broken rule is not rejected, few tokens are tested); empty: nothing is wanted",
+    ),
     Column("n", "int", "", "images, prompts or places behind it"),
     NOTE,
 )
@@ -145,7 +150,7 @@ _LOSSLESS_TESTS = (
     Column("p_holm", "float", "", "corrected for all tests of the command; broken methods: for as many tests"),
     Column("images", "int", "images", "images tested; a broken rule is decoded until it is rejected"),
     Column("tokens", "int", "tokens", "tokens tested"),
-    Column("edge_tokens", "int", "tokens", "tokens left out because rounding may change what passes the filters"),
+    Column("edge_tokens", "int", "tokens", "tokens left out because rounding may change whether they pass the filters"),
 )
 
 _AUDIT = (

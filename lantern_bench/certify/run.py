@@ -109,7 +109,7 @@ class Certification:
 
     @cached_property
     def exact(self) -> LoadedModel:
-        """The model in float32, where rounding moves no filter's edge, not compiled."""
+        """The model in float32, where rounding moves few tokens across a filter's edge, not compiled."""
         import torch
 
         from lantern_bench.runs.devices import load_models
@@ -206,14 +206,14 @@ class Certification:
         level: float = 0.0,
     ) -> ImageTests:
         """Test `images` images of a decoding; what is `broken` only until a p-value falls below `level`."""
-        from lantern_bench.certify.whole_image import EDGE, decoded_evidence, p_values
+        from lantern_bench.certify.whole_image import decoded_evidence, edge_tolerance, p_values
         from lantern_bench.decoding.drafting import drafting_of
 
         name, found = broken and broken.name, []
         about = f"whole images, {setting}" + (f": {name}" if name else "")
         model = self.loaded if dtype == self.place.dtype_name else self.exact
         depth = drafting_of(decoding, model.target).depth if decoding.drafts else 0
-        values: Any = {"tolerance": EDGE[dtype], "seed": self.resolved.settings.seed}
+        values: Any = {"tolerance": edge_tolerance(dtype, decoding), "seed": self.resolved.settings.seed}
         values |= {"accept": broken.accept, "make": broken.make} if broken else {}
         for batch in decoded_evidence(model, self.prompts, decoding, images, **values):
             found.append(batch)

@@ -6,6 +6,7 @@ steps started, so they hold for any lossless rule. docs/algorithms.md, section 6
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,28 +20,29 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt, record_seed
 from lantern_bench.decoding.acceptance.tree_acceptance import Accept
 from lantern_bench.decoding.loop import decode
-from lantern_bench.decoding.sampling import decoding_probabilities, guide
+from lantern_bench.decoding.sampling import decoding_probabilities, guide, is_broken
 from lantern_bench.decoding.teacher_forcing import drafts_along, teacher_forced
+from lantern_bench.errors import LogitsError
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.plugins import Code
 
-EDGE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
-"""By dtype: how far rounding may move a logit (after temperature); where that can change a filter, none is tested."""
-TESTS = 8
+_ROUNDING = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.04}  # of the difference of two logits without guidance
+TESTS = 9
 """How many tests `p_values` makes of a decoding, at most."""
 _BINS, _LAGS = 20, 8
 _VALUES = 2**24  # logits in memory at once
 
 
 class Evidence(NamedTuple):
-    """What images [B, N] show of the distribution that their tokens were drawn from: float64, the last two bool.
+    """What images [B, N] show of the distribution that their tokens were drawn from: float64, the last three bool.
 
     surprise: -log p(x) minus its mean, the entropy of p. lean: (q - p) / (q + p) at x, with the drafter's q, minus its
     mean under p; 0 without a drafter and at the first token. surprise_var, lean_var: their variances under p. by_rank,
     by_code: the probability integral transform, randomised within p(x), with tokens in order of descending p and of
-    their numbers. impossible: the target cannot give the token. edge: rounding can change which tokens pass the
-    filters; such a position adds nothing to the others, whatever its token is, so that the sums stay those of
-    martingale differences. starts: a step starts with the token.
+    their numbers. impossible: the target cannot give the token. edge: rounding can change whether the token passes the
+    filters. p is that of the tokens which pass whatever rounding does; tokens of `edge` add nothing to the sums, which
+    stay those of martingale differences, given which tokens are of `edge`. at_edge: the probability of such a token is
+    at most this, whatever rounding does. starts: a step starts with the token.
     """
 
     surprise: NDArray[np.float64]
@@ -49,9 +51,16 @@ class Evidence(NamedTuple):
     lean_var: NDArray[np.float64]
     by_rank: NDArray[np.float64]
     by_code: NDArray[np.float64]
+    at_edge: NDArray[np.float64]
     impossible: NDArray[np.bool_]
     edge: NDArray[np.bool_]
     starts: NDArray[np.bool_]
+
+
+def edge_tolerance(dtype: str, decoding: Decoding) -> float:
+    """Return how far rounding may move the difference of two logits after guidance and temperature."""
+    scale = decoding.cfg_scale
+    return _ROUNDING[dtype] * (abs(scale) + abs(scale - 1)) / decoding.temperature
 
 
 def evidence(
@@ -66,7 +75,7 @@ def evidence(
     """Compare `tokens` int64 [B, N] with guided `logits` [B, N, V] under the filters of `decoding`.
 
     `q` [B, N - 1, V]: the drafter's distributions of all tokens but the first. `starts`: where the steps of each image
-    start. `places` [2, B, N] in [0, 1) place tokens within their probability. `tolerance` as in `EDGE`.
+    start. `places` [2, B, N] in [0, 1) place tokens within their probability. `tolerance`: see `edge_tolerance`.
     """
     found = []
     for image, row in enumerate(logits):  # one at a time: float64 over a vocabulary needs memory
@@ -84,23 +93,20 @@ def _of_image(
     logits: Tensor, q: Tensor | None, tokens: Tensor, decoding: Decoding, places: Tensor, tolerance: float
 ) -> tuple[Tensor, ...]:
     p, x = decoding_probabilities(logits, decoding).double(), tokens[:, None]
-    p = p / p.sum(dim=-1, keepdim=True)
-    own, scaled = p.gather(1, x), logits.double() / decoding.temperature
-    lowest = scaled.masked_fill(p == 0, torch.inf).amin(dim=-1, keepdim=True)
-    edge = torch.zeros_like(own, dtype=torch.bool)
-    if decoding.top_k or decoding.top_p < 1:
-        edge = scaled.masked_fill(p > 0, -torch.inf).amax(dim=-1, keepdim=True) >= lowest - tolerance
-    if decoding.top_p < 1:
-        # Logits that move by a tolerance move the mass of a set by at most a quarter of it.
-        for top_p in (decoding.top_p - tolerance / 4, min(1.0, decoding.top_p + tolerance / 4)):
-            other = decoding_probabilities(logits, decoding.model_copy(update={"top_p": top_p}))
-            edge |= ((other > 0) != (p > 0)).any(dim=-1, keepdim=True)
-    outside = edge | (own == 0)
+    if bool(is_broken(p).any()):
+        raise LogitsError("a forward over finished images gives logits that are no numbers")
+    passes, fails = _sure(logits, p, decoding, tolerance)
+    wide = (logits.double() / decoding.temperature).masked_fill(fails, -torch.inf).softmax(dim=-1)
+    unsure = torch.where(passes, 0.0, wide).sum(dim=-1, keepdim=True)
+    at_edge = unsure / (unsure + (1 - unsure) * math.exp(-tolerance))
+    p = _on(passes, p)
+    own, outside = p.gather(1, x), ~passes.gather(1, x)
+    impossible = fails.gather(1, x)
     minus_log = torch.where(p > 0, -p.log(), 0.0)
     lean = torch.zeros_like(p)
     if q is not None:
-        wide = q.double()
-        lean[1:] = torch.where(p[1:] > 0, (wide - p[1:]) / (wide + p[1:]), 0.0)
+        drafted = _on(passes[1:], q.double())
+        lean[1:] = torch.where(p[1:] > 0, (drafted - p[1:]) / (drafted + p[1:]), 0.0)
     scores = []
     for g in (minus_log, lean):
         mean = (p * g).sum(dim=-1, keepdim=True)
@@ -111,7 +117,33 @@ def _of_image(
     before = p.cumsum(dim=-1).gather(1, x) - own
     transforms = [above + places[0, :, None] * alike, before + places[1, :, None] * own]
     transforms = [torch.where(outside, at[:, None], u) for at, u in zip(places, transforms, strict=True)]
-    return tuple(column.squeeze(1) for column in (*scores, *transforms, (own == 0) & ~edge, edge))
+    return tuple(column.squeeze(1) for column in (*scores, *transforms, at_edge, impossible, outside & ~impossible))
+
+
+def _on(chosen: Tensor, probabilities: Tensor) -> Tensor:
+    """Return the distributions [N, V] of the chosen tokens alone; 0 where there are none."""
+    part = torch.where(chosen, probabilities, 0.0)
+    return part / part.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(part.dtype).tiny)
+
+
+def _sure(logits: Tensor, p: Tensor, decoding: Decoding, tolerance: float) -> tuple[Tensor, Tensor]:
+    """Which tokens pass the filters, and which do not, whatever rounding does: bool as p [N, V]."""
+    if not decoding.top_k and decoding.top_p >= 1:
+        return p > 0, p == 0
+    kept = [p, p]  # by a filter that is stricter, and by one that is looser
+    if decoding.top_p < 1:
+        # Logits that move by a tolerance move the odds of a set by at most its exponential.
+        top_p, factors = decoding.top_p, (math.exp(tolerance), math.exp(-tolerance))
+        moved = [{"top_p": top_p / (top_p + (1 - top_p) * factor)} for factor in factors]
+        kept = [decoding_probabilities(logits, decoding.model_copy(update=one)) for one in moved]
+    scaled = logits.double() / decoding.temperature
+    excluded = scaled.masked_fill(kept[0] > 0, -torch.inf).amax(dim=-1, keepdim=True)
+    if 0 < decoding.top_k < logits.shape[-1]:
+        # Of equal logits a step may keep one and not the other.
+        excluded = excluded.maximum(scaled.topk(decoding.top_k + 1, dim=-1).values[..., -1:])
+    lowest = scaled.masked_fill(kept[1] == 0, torch.inf).amin(dim=-1, keepdim=True)
+    passes = (kept[0] > 0) & (scaled >= excluded + tolerance)
+    return passes, (kept[1] == 0) & (scaled <= lowest - tolerance)
 
 
 @torch.inference_mode()
@@ -151,14 +183,16 @@ def decoded_evidence(
 def p_values(found: Sequence[Evidence], depth: int) -> dict[str, float]:
     """Return the p-value of each test of images decoded with drafts of at most `depth` levels, by the test's name.
 
-    `support` is 1 without a token that the target cannot give, else 0.
+    `support` is 1 without a token that the target cannot give, else 0. `edge` is one-sided: a Poisson number has a
+    longer tail than a number of independent events with the same mean.
     """
-    from scipy.stats import chi2, chisquare
+    from scipy.stats import chi2, chisquare, poisson
 
     all_of = Evidence(*(np.concatenate(column) for column in zip(*found, strict=True)))
     everywhere, leans = np.ones(all_of.starts.shape, dtype=bool), bool((all_of.lean_var > 0).any())
     holds = not all_of.impossible.any()
     tests = {"support": float(holds), "surprise": _martingale(all_of.surprise, all_of.surprise_var, everywhere)}
+    tests["edge"] = float(poisson.sf(int(all_of.edge.sum()) - 1, float(all_of.at_edge.sum())))
     if leans:
         tests["lean to the drafter"] = _martingale(all_of.lean, all_of.lean_var, everywhere)
     for name, u in (("uniform by rank", all_of.by_rank), ("uniform by code", all_of.by_code)):

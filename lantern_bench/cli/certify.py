@@ -120,6 +120,8 @@ def certify(
     console.say(f"tables: {folder}")
     checked = tables.get("certificate") or tables.get("audit", [])
     if weak := failures(checked, "weak"):
-        console.warn(f"{len(weak)} broken methods were not rejected: " + "; ".join(weak), "Give more --samples.")
+        console.warn(
+            f"{len(weak)} checks show too little: " + "; ".join(weak), "Give more --samples, or --dtype float32."
+        )
     if failed := failures(checked):
         raise CheckFailedError(f"{len(failed)} checks do not hold: " + "; ".join(failed))

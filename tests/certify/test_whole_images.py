@@ -12,9 +12,17 @@ from scipy.stats import kstest
 
 from lantern_bench.certify.broken import broken_rules
 from lantern_bench.certify.tables import LEVEL, ImageTests, whole_image_rows
-from lantern_bench.certify.whole_image import TESTS, Evidence, decoded_evidence, evidence, p_values
+from lantern_bench.certify.whole_image import (
+    TESTS,
+    Evidence,
+    decoded_evidence,
+    edge_tolerance,
+    evidence,
+    p_values,
+)
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt
+from lantern_bench.decoding.sampling import decoding_probabilities
 from lantern_bench.models.loaded_model import LoadedModel
 from tests.tiny_family import CODES, PROMPTS, TOKENS, TinyFamily
 
@@ -56,7 +64,8 @@ def test_evidence_follows_its_definition() -> None:
     assert found.surprise[0] == pytest.approx((-p[1:3].log() - entropy).tolist(), abs=1e-6)
     square = (p[:3] * p[:3].log() ** 2).sum() - entropy**2
     assert found.surprise_var[0] == pytest.approx([float(square)] * 2, abs=1e-6)
-    g = (q[:3] - p[:3]) / (q[:3] + p[:3])
+    drafted = q[:3] / q[:3].sum()  # a token outside the filter cannot come
+    g = (drafted - p[:3]) / (drafted + p[:3])
     mean = (p[:3] * g).sum()
     assert found.lean[0] == pytest.approx([0.0, float(g[2] - mean)], abs=1e-6)
     assert found.lean_var[0, 1] == pytest.approx(float((p[:3] * (g - mean) ** 2).sum()), abs=1e-6)
@@ -66,18 +75,64 @@ def test_evidence_follows_its_definition() -> None:
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.6614}])
-def test_positions_whose_filter_rounding_can_change_are_left_out(filters: dict[str, Any]) -> None:
+def test_tokens_that_rounding_moves_across_a_filter_are_left_out(filters: dict[str, Any]) -> None:
     near, far = [2.0, 1.0, 0.9999, 0.9], [2.0, 1.0, 0.5, 0.4]
     logits = torch.tensor([near, far]).repeat(50, 1)[None]
     one = Decoding(mode="ar", **filters)
     places = torch.rand(2, 1, 100, generator=torch.Generator().manual_seed(0)).double()
-    for token in (0, 3):  # inside and outside
+    for token, kind in enumerate(("passes", "edge", "edge", "fails")):
         tokens = torch.full((1, 100), token)
         found = evidence(logits, None, tokens, [[1]], one, places, 1e-3)
-        assert found.edge[0].tolist() == [True, False] * 50
-        assert found.impossible[0].tolist() == [False, token == 3] * 50
-        assert not found.surprise[found.edge].any() and not found.surprise_var[found.edge].any()
-        assert p_values([found], 1)["support"] == float(token == 0)
+        assert found.edge[0].tolist() == [kind == "edge", False] * 50
+        assert found.impossible[0].tolist() == [kind == "fails", token > 1] * 50
+        outside = found.edge | found.impossible
+        assert not found.surprise[outside].any() and not found.surprise_var[outside].any()
+        assert p_values([found], 1)["support"] == float(token < 2)
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 12}, {"top_p": 0.9}, {"top_k": 12, "top_p": 0.9}])
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_filter_is_tested_although_every_position_has_a_token_at_its_edge(
+    filters: dict[str, Any], broken: bool
+) -> None:
+    noise = torch.Generator().manual_seed(3)
+    logits = torch.randn(1, 20_000, 20, generator=noise)
+    moved = logits + 0.05 * torch.randn(logits.shape, generator=noise)  # as a step rounds them
+    one = Decoding(mode="ar", **filters)
+    p = decoding_probabilities(1.1 * moved if broken else moved, one)
+    tokens = torch.multinomial(p[0], 1, generator=noise).T
+    places = torch.rand(2, 1, 20_000, generator=noise).double()
+    found = evidence(logits, None, tokens, [[1]], one, places, 0.4)
+    assert 0 < found.edge.mean() < 0.5
+    tests = p_values([found], 0)
+    print({name: f"{value:.2g}" for name, value in tests.items()}, found.edge.mean())
+    assert tests["support"] == 1.0
+    assert (min(tests.values()) < 1e-6) is broken
+    unfiltered = torch.multinomial(moved[0].softmax(dim=-1), 1, generator=noise).T
+    assert p_values([evidence(logits, None, unfiltered, [[1]], one, places, 0.4)], 0)["support"] == 0.0
+
+
+def test_tokens_at_the_edge_of_a_filter_may_not_come_too_often() -> None:
+    logits = torch.tensor([2.0, 1.9, 1.0, 0.99, 0.98, -3.0]).expand(1, 2000, 6)
+    one, noise = Decoding(mode="ar", top_k=3), torch.Generator().manual_seed(0)
+    p = decoding_probabilities(logits[0, 0], one)
+    places = torch.rand(2, 1, 2000, generator=noise).double()
+    for share, right in ((float(p[2]), True), (3 * float(p[2]), False)):
+        tokens = torch.multinomial(torch.tensor([(1 - share) / 2, (1 - share) / 2, share]), 2000, True, generator=noise)
+        found = evidence(logits, None, tokens[None], [[1]], one, places, 0.05)
+        assert found.edge.sum() == (tokens == 2).sum()
+        assert (p_values([found], 0)["edge"] > 1e-3) is right
+
+
+def test_one_of_two_equal_logits_may_be_kept() -> None:
+    logits, one = torch.tensor([1.0, 1.0, 0.0]).expand(1, 2, 3), Decoding(mode="ar", top_k=1)
+    found = evidence(logits, None, torch.tensor([[0, 1]]), [[1]], one, torch.zeros(2, 1, 2).double(), 1e-3)
+    assert found.edge.all() and not found.impossible.any()
+
+
+def test_rounding_may_move_more_after_guidance() -> None:
+    plain, guided = Decoding(mode="ar", cfg_scale=1), Decoding(mode="ar", cfg_scale=3, temperature=0.5)
+    assert edge_tolerance("bfloat16", guided) == pytest.approx(10 * edge_tolerance("bfloat16", plain))
 
 
 def groups(found: Evidence, size: int) -> list[Evidence]:

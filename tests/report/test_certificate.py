@@ -57,7 +57,8 @@ def test_whole_image_tests_share_one_error_rate() -> None:
     checks, tests = whole_image_rows("m", tested)
     assert [row["passed"] for row in checks] == ["NO", "NO", "yes", "weak"]
     assert [row["measured"] for row in checks] == pytest.approx([9e-4, 0.0, 4e-9, 1.2e-3])
-    assert checks[0]["note"] == "surprise: p = 0.0003 | 2 tokens left out: rounding may change the filter"
+    left_out = "2 tokens left out: rounding may change whether they pass the filter"
+    assert checks[0]["note"] == f"surprise: p = 0.0003 | {left_out}"
     assert checks[1]["note"] == "support: p = 0 | 3 tokens that the target cannot give"
     assert checks[2]["setting"] == "dynamic: no residual"
     assert checks[3]["note"].endswith("give more --samples")
@@ -66,6 +67,13 @@ def test_whole_image_tests_share_one_error_rate() -> None:
     assert [row["p_holm"] for row in tests] == pytest.approx([1, 9e-4, 0, 1, 1, 4e-9, 1, 1.2e-3])
     assert len(frame("lossless_tests", tests)) == 8
     assert len(frame("certificate", checks)) == 4
+
+
+def test_a_row_that_tests_less_than_half_of_its_tokens_is_weak() -> None:
+    several = [ImageTests(str(edge), None, {"support": 1.0, "surprise": 0.5}, 50, 600, edge, 0) for edge in (300, 301)]
+    checks, _ = whole_image_rows("m", several)
+    assert [row["passed"] for row in checks] == ["yes", "weak"]
+    assert checks[1]["note"].endswith("too few tokens are tested: give --dtype float32")
 
 
 def test_mean_emitted_tv_is_compared_with_delta() -> None:
