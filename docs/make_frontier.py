@@ -22,7 +22,7 @@ from lantern_bench.report.cost_model import devices
 
 PAGE = Path(__file__).with_name("frontier.md")
 LARGE = "llamagen-t2i-stage1"
-_HEAD = ["method", "parameters", "tokens a step", "two cores", "H100", "LlamaGen, H100, predicted", "FID", "precision"]
+_HEAD = ["method", "parameters", "tokens a step", "one core", "H100", "LlamaGen, H100, predicted", "FID", "precision"]
 _HEAD += ["emitted TV"]
 
 

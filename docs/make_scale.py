@@ -26,7 +26,7 @@ def render(page: str) -> str:
     speed = pd.read_csv(SPEED, keep_default_na=True)
     written, _, _ = page.partition(MARKER)
     text = f"{written}{MARKER}"
-    found = {"`lanterns`, measured on the two CPU cores of the committed run": measured_seconds(speed)}
+    found = {"`lanterns`, measured on one thread of the CPU of the committed run": measured_seconds(speed)}
     for model in MODELS:
         for name in GPUS:
             label = f"`{model}`, predicted for {devices()[name].about or name}"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import pandas as pd
 import pytest
 
 from docs import make_audit, make_frontier, make_prediction
@@ -171,3 +172,12 @@ def test_a_page_shows_the_code_of_its_example(page: str, folder: str, whole: tup
         assert any(block in source for source in everything), f"{page} shows code that is in no file:\n{block}"
     for name in whole:
         assert sources[name] in shown, f"{page} does not show {name}"
+
+
+def test_readme_has_the_figures_of_the_reference_run() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    summary = pd.read_csv(ROOT / "results" / "reference" / "summary.csv")
+    for row in summary.itertuples():
+        speedup = f"{row.speedup:.2f}x [{row.speedup_low:.2f}, {row.speedup_high:.2f}]"
+        parameters = "" if pd.isna(row.parameters) else row.parameters
+        assert f"| {row.method} | {parameters} | {speedup} | {row.mean_accepted_length:.2f} |" in readme
