@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lantern_bench.certify.broken import strict_without_residual
+from lantern_bench.certify.whole_image import TESTS
 from lantern_bench.cli import main as cli
 from lantern_bench.decoding.acceptance import walk
 from lantern_bench.models import registry
@@ -73,7 +74,7 @@ def test_certificate_passes_and_is_written(capsys: pytest.CaptureFixture[str]) -
     assert all(row["passed"] == "yes" for row in broken if row["setting"].endswith(("left out", "after a rejection")))
     assert {row["passed"] for row in others[6:]} == {"yes", ""}
     tests = rows("results/certify-tiny/lossless_tests.csv")
-    assert len(tests) == 8 * (len(whole) + len(broken))
+    assert len(tests) == TESTS * (len(whole) + len(broken))
     assert {row["p_value"] == "" for row in tests} == {False}
     assert all(row["measured_low"] and row["measured_high"] for row in found if row["check"] == "emitted TV")
     assert len(rows("results/certify-tiny/emitted_tv_places.csv")) == 9 * len(
