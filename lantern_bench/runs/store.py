@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from lantern_bench.config.experiment import ResolvedExperiment
 from lantern_bench.config.plan import Unit
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models.io.files import write_atomically
+from lantern_bench.models.io.files import draft_of, write_atomically
 from lantern_bench.runs.keys import KeyFields, RecordKeys, check_same_experiment, check_same_key
 from lantern_bench.schema import READABLE, SCHEMA_VERSION, columns
 
@@ -448,7 +448,9 @@ def lock_run(folder: Path) -> RunLock:
 def check_is_run(folder: Path) -> None:
     """Raise `UserError` for a folder that has other contents than a run's."""
     if folder.is_dir() and not (folder / MANIFEST).exists():
-        others = {path.name for path in folder.iterdir()} - {LOCK, WRITER, RECORDS, SCORES}
+        own = {folder / name for name in (LOCK, WRITER, RECORDS, SCORES)}
+        killed = {draft_of(folder / name) for name in (WRITER, MANIFEST)}  # what a sweep killed at its start leaves
+        others = {path.name for path in set(folder.iterdir()) - own - killed}
         if others:
             what = f"--out {folder}: contains {min(others)} and is not a run directory"
             raise UserError(what, "Give a new folder, or a run directory.")

@@ -267,6 +267,27 @@ def test_folder_with_other_contents_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+class Killed(BaseException):
+    """The end of a process, where no handler of errors runs."""
+
+
+@pytest.mark.parametrize("file", [".writer.json", "manifest.json"])
+def test_a_run_killed_while_it_writes_its_first_files_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    def replace(draft: Path, target: Path) -> Path:
+        if target.name == file:
+            raise Killed
+        return draft.rename(target)
+
+    with monkeypatch.context() as killing, pytest.raises(Killed):
+        killing.setattr(Path, "replace", replace)
+        RunStore(tmp_path, EXPERIMENT, KEY)
+    assert f".{file}.part" in {path.name for path in tmp_path.iterdir()}
+    fill(tmp_path, 1)
+    assert not list(tmp_path.glob(".*.part"))
+
+
 def test_older_schema_is_read_but_not_resumed(tmp_path: Path) -> None:
     """Version 1 had no prompt_source and no checksum, for two: such columns are empty."""
     with RunStore(tmp_path, EXPERIMENT, KEY) as store:

@@ -24,10 +24,15 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lantern-bench"
 
 
+def draft_of(path: Path) -> Path:
+    """Where `write_atomically` writes before it renames; a killed process can leave this file."""
+    return path.with_name(f".{path.name}.part")
+
+
 def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
     """Write a file so that readers see all of it or none; raises `OSError` and leaves nothing where this fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.part")
+    draft = draft_of(path)
     try:
         with draft.open("wb") as file:
             file.writelines([content] if isinstance(content, bytes) else content)
