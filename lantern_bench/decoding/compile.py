@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -59,6 +60,11 @@ class Engine:
             self._made[key] = make()
         made: T = self._made[key]
         return made
+
+    @property
+    def folder(self) -> Path | None:
+        """Where programs are kept for later processes; None where they are not."""
+        return self._store.folder if self._store is not None else None
 
     @property
     def only_compiles(self) -> bool:

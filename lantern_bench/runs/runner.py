@@ -29,7 +29,7 @@ from lantern_bench.runs.devices import Place
 from lantern_bench.runs.keys import check_same_threads
 from lantern_bench.runs.machine import device_columns, gpu_blocks, machine_block
 from lantern_bench.runs.store import RunStore
-from lantern_bench.runs.threads import calibrate, set_threads, step_work
+from lantern_bench.runs.threads import KeptThreads, calibrate, set_threads, step_work
 
 # ---- Events: what a sweep reports while it runs, in this order
 
@@ -206,7 +206,14 @@ def fastest_threads(waiting: Sequence[Unit], models: Mapping[str, LoadedModel]) 
     try:
         with torch.inference_mode():
             condition = models[name].condition([waiting[0].prompt.text])
-        return Calibrated(*calibrate(step_work(models[name], condition, kinds.values())))
+        kept = KeptThreads(models[name].engine.folder, kinds)
+        known = kept.read()
+        found = Calibrated(*calibrate(step_work(models[name], condition, kinds.values()), known))
+        if (
+            known is None and found.lost_share <= DISTURBED
+        ):  # a choice on a busy machine does not count for the next run
+            kept.write(found.threads)
+        return found
     except (RuntimeError, MemoryError):
         return None  # the images fail the same way and record it
 
@@ -381,7 +388,9 @@ def _make_programs(model: LoadedModel, group: tuple[Unit, ...], place: Place) ->
 
 def _warm_up(session: dict[str, Any], model: LoadedModel, group: tuple[Unit, ...], place: Place) -> WarmedUp:
     # Steps are compiled here, never in a timed window: the warm-up is a quarter of an image, of the same shapes.
-    cell_id, count = group[0].cell.cell_id, max(1, model.target.image_tokens // 4)
+    # Without compiling, a few steps load the code and touch the caches.
+    part = 4 if model.engine.compile else 16
+    cell_id, count = group[0].cell.cell_id, max(1, model.target.image_tokens // part)
     row: dict[str, Any] = {"cell_id": cell_id, "batch": len(group), "tokens": count, "seconds": None}
     try:
         row["seconds"] = sum(made.trace.seconds for made in make_images(model, group, place, tokens=count))

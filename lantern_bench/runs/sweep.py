@@ -221,9 +221,12 @@ def run_here(request: Request, tell: Tell) -> int:
     """Run a request on this machine: the engine `local`. Returns and raises as `run`."""
     from lantern_bench.runs.processes import decode_in_processes
 
-    scorers, reference = load_scorers_of(request, request.experiment.settings.device)
-    decode = decode_missing if request.experiment.settings.processes == 1 else decode_in_processes
-    failed = decode(request, tell)
+    settings = request.experiment.settings
+    # The bundled scorers are in the package: none can be missing, and loading them first would delay the first image.
+    bundled = request.protocol.name == EMBEDDED and settings.reference is None
+    loaded = None if bundled else load_scorers_of(request, settings.device)
+    failed = (decode_missing if settings.processes == 1 else decode_in_processes)(request, tell)
+    scorers, reference = loaded or load_scorers_of(request, settings.device)
     if scorers is not None and done_images(request.folder):
         score_store(request.folder, scorers, reference, tell)
     return failed

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lantern_bench.models.io.files import cache_folder
+from lantern_bench.models.io.files import cache_folder, write_atomically
 
 if TYPE_CHECKING:
     from lantern_bench.config.decoding import Decoding
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 # A variable of GNU OpenMP: a waiting thread spins so often (some microseconds), then sleeps.
 _SPINS = ("GOMP_SPINCOUNT", "1000")
 # Work is timed in so many blocks of so many seconds for each number of threads, or until all has taken so long.
-_ROUNDS, _BLOCK, _LONGEST = 15, 0.02, 5.0
+_ROUNDS, _BLOCK, _LONGEST = 15, 0.02, 3.0
 # Where there is one core, nothing is to be chosen: so many blocks say how much of it others take.
 _ROUNDS_OF_ONE = 3
 # Fewer threads are chosen when more are not faster by this share.
@@ -53,27 +56,32 @@ class Calibration(NamedTuple):
     lost_share: float
 
 
-def calibrate(work: Callable[[], object]) -> Calibration:
+def calibrate(work: Callable[[], object], known: int | None = None) -> Calibration:
     """Time work on all threads, a quarter of them, and so on to one, in turns, and choose by the medians.
 
-    Afterwards threads are as before.
+    A number of threads that is `known` is timed alone, briefly, for the share of time it loses. Afterwards threads are
+    as before.
     """
     import torch
 
     from lantern_bench.clock import now, usage
 
     most = torch.get_num_threads()
-    counts = sorted({max(1, most // 4**power) for power in range(most.bit_length())})
+    counts = [known] if known else sorted({max(1, most // 4**power) for power in range(most.bit_length())})
+    waking = torch.zeros(1 << 18)
     blocks: dict[int, list[float]] = defaultdict(list)
+    torch.set_num_threads(counts[-1])
     work()
     began = now()
     work()
     repeats, lost, start = max(1, round(_BLOCK / max(1e-6, now() - began))), 0.0, now()
     rounds = _ROUNDS if len(counts) > 1 else _ROUNDS_OF_ONE
-    while len(blocks[most]) < rounds and not (blocks[most] and now() - start > _LONGEST):
+    while len(blocks[counts[-1]]) < rounds and not (blocks[counts[-1]] and now() - start > _LONGEST):
         for threads in counts:
             torch.set_num_threads(threads)
-            work()  # the threads start
+            waking.add_(1)  # the threads start
+            if not blocks[threads]:
+                work()  # its programs are compiled
             before, began = usage(), now()
             for _ in range(repeats):
                 work()
@@ -83,6 +91,39 @@ def calibrate(work: Callable[[], object]) -> Calibration:
     milliseconds = {threads: 1e3 * median(blocks[threads]) / repeats for threads in counts}
     chosen = next(count for count in counts if milliseconds[count] * (1 - _TIE) <= min(milliseconds.values()))
     return Calibration(chosen, milliseconds, lost / sum(map(sum, blocks.values())))
+
+
+class KeptThreads:
+    """The number of threads chosen before, kept with compiled programs: those of another number would be compiled anew.
+
+    `drafts` says which kinds of cells were timed: that draft, that do not. Without a folder nothing is kept.
+    """
+
+    def __init__(self, folder: Path | None, drafts: Iterable[bool]) -> None:
+        import torch
+
+        self._path = folder and folder / "threads.json"
+        kinds = " and ".join("drafting" if one else "autoregressive" for one in sorted(drafts))
+        self._most, self._key = torch.get_num_threads(), f"{kinds}, at most {torch.get_num_threads()}"
+
+    def read(self) -> int | None:
+        """Return the kept number; None without one that this process can use."""
+        threads = self._content().get(self._key)
+        return threads if isinstance(threads, int) and 1 <= threads <= self._most else None
+
+    def write(self, threads: int) -> None:
+        """Keep a number, where the folder can be written."""
+        if self._path is None:
+            return
+        with contextlib.suppress(OSError):  # the next run times threads again
+            write_atomically(self._path, json.dumps(self._content() | {self._key: threads}, indent=1).encode() + b"\n")
+
+    def _content(self) -> dict[str, Any]:
+        try:
+            content = json.loads(self._path.read_bytes()) if self._path is not None else {}
+        except (OSError, ValueError):  # there is none, or it is damaged: threads are timed again
+            return {}
+        return content if isinstance(content, dict) else {}
 
 
 def step_work(model: LoadedModel, condition: Any, decodings: Iterable[Decoding]) -> Callable[[], object]:

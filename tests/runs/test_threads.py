@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from lantern_bench import clock
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.models.random_model import random_model_of_size, read_size
-from lantern_bench.runs.threads import calibrate, prepare_environment, step_work
+from lantern_bench.runs.threads import KeptThreads, calibrate, prepare_environment, step_work
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,31 @@ def test_one_thread_is_tried_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     found = calibrate(lambda: state.update(now=state["now"] + 0.1, calls=state["calls"] + 1))
     assert found.threads == 1 and found.milliseconds == pytest.approx({1: 100.0})
     assert state["calls"] <= 8
+
+
+def test_known_threads_are_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, before = list[int](), torch.get_num_threads()
+    monkeypatch.setattr(torch, "set_num_threads", tried.append)
+    found = calibrate(lambda: None, known=3)
+    assert found.threads == 3 and list(found.milliseconds) == [3] and set(tried) == {3, before}
+
+
+def test_threads_are_kept_with_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number chosen by other kinds of cells or among other numbers, or a damaged file, is none."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    kept = KeptThreads(tmp_path, [True, False])
+    assert kept.read() is None
+    kept.write(1)
+    KeptThreads(tmp_path, [True]).write(4)
+    assert KeptThreads(tmp_path, [False, True]).read() == 1 and KeptThreads(tmp_path, [True]).read() == 4
+    assert KeptThreads(tmp_path, [False]).read() is None
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert KeptThreads(tmp_path, [True]).read() is None
+    for damaged in (b"", b"[1]", b"{"):
+        (tmp_path / "threads.json").write_bytes(damaged)
+        assert kept.read() is None
+    KeptThreads(None, [True]).write(1)
+    assert KeptThreads(None, [True]).read() is None
 
 
 def test_compiled_steps_are_compiled_for_every_number_of_threads() -> None:
