@@ -22,7 +22,7 @@ from lantern_bench.decoding.neighbours import Space
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import cache_folder
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.models.packed_linear import lower_packed_products, pack_for_decoding
+from lantern_bench.models.packed_linear import has_bfloat16, lower_packed_products, pack_for_decoding
 from lantern_bench.models.registry import load_model
 from lantern_bench.runs.keys import KeyFields
 from lantern_bench.schema import SCHEMA_VERSION
@@ -54,9 +54,7 @@ def choose_place(device: str = "auto", dtype: str = "auto", fast: bool = False) 
     if (chosen.index or 0) >= here.get(chosen.type, 0):
         raise RefusedError(f"--device {device}: this machine has no such device", "Leave it out, or give --device cpu.")
     if dtype == "auto":
-        # Older versions of torch cannot tell whether the CPU has bfloat16 instructions; without, float32 is faster.
-        checks = (getattr(torch.cpu, f"_is_{name}_supported", bool) for name in ("avx512_bf16", "amx_tile"))
-        narrow = chosen.type == "cuda" or (fast and chosen.type == "cpu" and any(check() for check in checks))
+        narrow = chosen.type == "cuda" or (fast and chosen.type == "cpu" and has_bfloat16(chosen))
         dtype = "bfloat16" if narrow else "float32"
     return Place(chosen, getattr(torch, dtype))
 

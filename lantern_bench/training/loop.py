@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lantern_bench.clock import now
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models.packed_linear import has_bfloat16
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,7 @@ class _Run:
         fused = device.type == "cuda"
         self.optimiser = torch.optim.AdamW([decayed, others], lr=settings.lr, betas=settings.betas, fused=fused)
         self.generator = torch.Generator().manual_seed(settings.seed)
+        self.autocast = settings.autocast and has_bfloat16(device)
         self.done_steps, self.seconds, self.losses = 0, 0.0, list[tuple[int, float]]()
 
     def to_end(self, on_event: OnEvent) -> None:
@@ -237,7 +239,7 @@ class _Run:
         self.optimiser.zero_grad(set_to_none=True)
         share, figures = 1 / self.settings.accumulate, dict[str, Tensor]()
         for _ in range(self.settings.accumulate):
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.autocast):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
                 loss, named = self.task.loss(self.generator)
             (loss * share).backward()
             for key, part in {"": loss.detach(), **named}.items():

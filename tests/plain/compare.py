@@ -25,8 +25,10 @@ from lantern_bench.models.lanterns import GUIDANCE
 from lantern_bench.models.lanterns.captions import HELD_OUT
 from lantern_bench.models.lanterns.family import FAMILY
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.models.random_model import random_model_of_size, read_size
 from lantern_bench.profile.steps import forward_ms
 from lantern_bench.runs.devices import choose_place, compile_models
+from lantern_bench.runs.threads import set_threads
 from tests.plain.decoding import Plain
 from tests.plain.network import PlainDrafter, PlainTarget
 
@@ -51,15 +53,24 @@ def ours(model: LoadedModel, decoding: Decoding, caption: str, seed: int, tokens
     return 1e3 * (trace.seconds - trace.phases["prefill"]) / max(1, len(trace.committed))
 
 
+def load(size: str | None, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    if size is None:
+        return FAMILY.load("lanterns", device, dtype)
+    return random_model_of_size(read_size(size), device, dtype, torch.Generator(device).manual_seed(0))
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--images", type=int, default=8)
     arguments.add_argument("--cells", default=",".join(CELLS))
+    arguments.add_argument("--size", help="LAYERSxWIDTHxVOCABULARYxSIDE: random weights, not the bundled model")
+    arguments.add_argument("--threads", type=int)
     chosen = arguments.parse_args()
     console = Console()
+    set_threads(chosen.threads)
     cpu, place = torch.device("cpu"), choose_place("cpu", fast=True)
-    models = {"equal": FAMILY.load("lanterns", cpu, torch.float32), "default": FAMILY.load("lanterns", *place)}
-    eager = FAMILY.load("lanterns", cpu, torch.float32)
+    models = {"equal": load(chosen.size, cpu, torch.float32), "default": load(chosen.size, *place)}
+    eager = load(chosen.size, cpu, torch.float32)
     problem = compile_models(models.values(), place)
     if problem is not None:
         console.warn(f"nothing is compiled: {problem}")
@@ -88,7 +99,7 @@ def main() -> None:
         row |= {f"ratio_{kind}": _ratio(found, "plain", kind) for kind in models}
         rows.append(row)
         console.say(f"{name}: plain {ms['plain']:.2f}, equal {ms['equal']:.2f}, default {ms['default']:.2f} ms a step")
-    title = f"embedded model, {place.dtype_name} by default, {torch.get_num_threads()} threads"
+    title = f"{chosen.size or 'embedded model'}, {place.dtype_name} by default, {torch.get_num_threads()} threads"
     console.table(pd.DataFrame(rows).round(3), title=title)
 
 

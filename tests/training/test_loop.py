@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.training import loop
 from lantern_bench.training.loop import Task, TrainEvent, TrainReport, TrainSettings, train
 
 CPU = torch.device("cpu")
@@ -155,3 +156,18 @@ def test_accumulated_batches_are_one_step() -> None:
     assert report.steps == 5 and len(task.steps) == 5 and report.settings["accumulate"] == 3
     assert "accumulate" not in run(replace(PLAIN, steps=5))[1].settings
     assert len(events) == 5
+
+
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("fast", [True, False])
+def test_products_are_in_bfloat16_where_that_is_fast(monkeypatch: pytest.MonkeyPatch, asked: bool, fast: bool) -> None:
+    monkeypatch.setattr(loop, "has_bfloat16", lambda _device: fast)
+    types = set[torch.dtype]()
+
+    class Seen(Line):
+        def loss(self, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
+            types.add(self.module(torch.ones(1, 1)).dtype)
+            return super().loss(generator)
+
+    train(Seen(), replace(PLAIN, steps=1, autocast=asked), CPU)
+    assert types == {torch.bfloat16 if asked and fast else torch.float32}

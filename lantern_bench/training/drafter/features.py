@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lantern_bench.clock import OnProgress
+from lantern_bench.models.packed_linear import has_bfloat16
 from lantern_bench.models.transformer import TransformerConfig
 from lantern_bench.models.transformer.conditioning import Condition, prompt_words, visible_rows
 from lantern_bench.models.transformer.target import TransformerTarget, positions_of, prefix_mask
@@ -107,7 +108,7 @@ class FeatureShards:
 
         def part(start: int, stop: int) -> Mapping[str, Tensor]:
             parts = torch.arange(start, stop).split(batch)
-            with torch.autocast(self._device.type, torch.bfloat16, enabled=autocast):
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=autocast and has_bfloat16(self._device)):
                 whole = _joined([live.of((rows % len(live)).tolist(), dropped[rows]) for rows in parts])
             kept = {"tokens": whole.tokens.int(), "hidden": whole.hidden.to(self._dtype), "valid": whole.valid}
             return kept if whole.words is None else kept | {"words": whole.words}

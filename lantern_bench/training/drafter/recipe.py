@@ -49,7 +49,8 @@ class DrafterRecipe(BaseModel):
     predicted and true feature plus `soft_weight` times cross-entropy against the target's distribution. Uniform noise
     of at most `noise` is added to the input features, times 512 over their number where `noise_by_length`. `dropped`
     is the share of sequences without their condition; `guessed` the share of input features that are the drafter's own
-    guesses. `held_out` is the share of the data kept for evaluation. `autocast`: matrix products in bfloat16.
+    guesses. `held_out` is the share of the data kept for evaluation. `autocast`: matrix products in bfloat16, where the
+    processor has instructions for it.
 
     `levels` of a draft are trained; each takes the guesses of the one before and sees the true features before it, as
     the levels of a tree do (HASS, arXiv 2408.15766); each weighs `level_decay` times the one before. `guided`: every

@@ -27,6 +27,7 @@ from lantern_bench.models.lanterns import GUIDANCE
 from lantern_bench.models.lanterns.captions import ALL_ATTRIBUTES, FIELDS, HELD_OUT, Attributes
 from lantern_bench.models.lanterns.classifier import AttributeClassifier, prompt_accuracy
 from lantern_bench.models.lanterns.model import caption_condition
+from lantern_bench.models.packed_linear import has_bfloat16
 from lantern_bench.models.transformer.conditioning import Condition
 from lantern_bench.models.transformer.target import TransformerTarget
 from lantern_bench.models.vq import VQModel
@@ -45,7 +46,7 @@ CLIP_CONFIG: dict[str, Any] = {
     },
     "preprocess_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "interpolation": "bicubic"},
 }
-_EVALUATED = 500
+_EVALUATED, _RETRIEVED = 500, 100
 _EVALUATION_SEED = 977_001
 _REVIVE_EVERY = 10
 _USE_DECAY = 0.95
@@ -146,7 +147,7 @@ def tokenize(model: VQModel, pictures: Tensor, mirrored: bool = False) -> Tensor
     out = []
     for batch in pictures.split(_BATCH):
         pixels = pixels_of(batch).to(device)
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16(device)):
             encoded = model.encode(pixels.flip(3) if mirrored else pixels)
         out.append(encoded.indices.flatten(1).to(torch.int16).cpu())
     return torch.cat(out)
@@ -232,11 +233,11 @@ def training_pool(scenes: SceneSet, through: Reconstruct | None, share: float = 
 
 @torch.inference_mode()
 def reconstruct(tokenizer: VQModel, pictures: Tensor) -> Tensor:
-    """Encode and decode pictures: uint8 [n, 3, h, w] to the same; computed in bfloat16."""
+    """Encode and decode pictures: uint8 [n, 3, h, w] to the same; computed in bfloat16 where that is fast."""
     device = next(tokenizer.parameters()).device
     batches = []
     for batch in pictures.split(_BATCH):
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16(device)):
             decoded = tokenizer.decode(tokenizer.encode(batch.to(device).float() / 127.5 - 1).quantised)
         batches.append(((decoded.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu())
     return torch.cat(batches) if batches else pictures
@@ -329,9 +330,9 @@ class ClipTask(Task):
 
     @torch.inference_mode()
     def evaluate(self) -> dict[str, float]:
-        """Caption retrieval among 100 held-out scenes, painted and reconstructed; mean cosines."""
+        """Caption retrieval among held-out scenes, painted and reconstructed; mean cosines."""
         self.clip.eval()
-        pixels, attributes = held_out_scenes(100)
+        pixels, attributes = held_out_scenes(_RETRIEVED)
         figures = self._retrieval(pixels, attributes, "scenes")
         if self._through is not None:
             figures |= self._retrieval(self._through(pixels), attributes, "reconstructions")

@@ -38,6 +38,7 @@ def tiny() -> pytest.MonkeyPatch:
         for module in (tasks, recipe):
             patch.setattr(module, "_BATCH", 4)
         patch.setattr(tasks, "_EVALUATED", 8)
+        patch.setattr(tasks, "_RETRIEVED", 8)
         patch.setattr(quality_gates, "_SCENES", 8)
         patch.setattr(quality_gates, "_RETRIEVAL", 8)
         patch.setattr(quality_gates, "_TEACHER_FORCED", 6)

@@ -34,6 +34,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (tasks, recipe):
         monkeypatch.setattr(module, "_BATCH", 4)
     monkeypatch.setattr(tasks, "_EVALUATED", 8)
+    monkeypatch.setattr(tasks, "_RETRIEVED", 8)
 
 
 def run(
