@@ -224,7 +224,10 @@ class Renderer:
             console.detail(f"threads {event.threads} ({tried})")
             if event.lost_share > runner.DISTURBED:
                 share = f"{event.lost_share:.2f} of each second a thread waited for a core"
-                console.warn(f"other programs keep the processor busy ({share}). {runs_sweep.QUIET_ADVICE}")
+                said = f"other programs keep the processor busy ({share})"
+                if event.lost_share > runner.BUSY:
+                    said = f"speed cannot be measured now: {said}"
+                console.warn(f"{said}. {runs_sweep.QUIET_ADVICE}")
         elif isinstance(event, runner.Started):
             to_do = sum(event.to_do.values())
             progress.finish()

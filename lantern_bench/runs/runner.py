@@ -132,6 +132,8 @@ Event: TypeAlias = (
 
 DISTURBED = 0.05
 """An image is disturbed when its threads lacked a core for more than this share of its seconds."""
+BUSY = 0.25
+"""Above this share of the time in which threads are tried, speed cannot be measured."""
 # A disturbed image is decoded up to so often, and all repetitions may add this share to the time of a session.
 _ATTEMPTS, _AGAIN = 3, 0.25
 

@@ -12,8 +12,11 @@ import pytest
 from PIL import Image
 
 from lantern_bench.cli import main as cli
+from lantern_bench.cli.sweep import Renderer
 from lantern_bench.config.methods import DRAFTINGS, MODES
+from lantern_bench.console import Console
 from lantern_bench.models import registry
+from lantern_bench.runs.runner import Calibrated
 from lantern_bench.runs.store import RESULTS_VARIABLE, read_records
 from tests.tiny_family import EXPERIMENT, TinyFamily
 
@@ -28,6 +31,18 @@ def tiny(tmp_path, monkeypatch) -> TinyFamily:
     Path("tiny.yaml").write_text(EXPERIMENT)
     Path("broken.txt").write_text("one red lantern\nbroken\ntwo blue lanterns\n")
     return family
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [(0.04, ""), (0.2, "warning: other programs"), (0.63, "warning: speed cannot be measured now: other programs")],
+)
+def test_a_busy_processor_is_named_before_the_first_image(capsys, lost: float, said: str) -> None:
+    console = Console()
+    with console.progress() as progress:
+        Renderer(console, progress).show(Calibrated(1, {1: 4.0, 2: 5.0}, lost))
+    written = capsys.readouterr().err
+    assert written.startswith(said) and bool(written) == bool(said)
 
 
 def runs() -> list[Path]:
