@@ -42,6 +42,7 @@ _BRANCHING = {"tree": "small-7"}  # tested beside the model's own tree: its sibl
 # Where few tokens are possible and every step tries siblings, one that is not taken out of q or p shows.
 _NARROW: dict[str, Any] = {"top_k": 3}
 _SIBLINGS = {"topology": ((0,), (1,), (2,))}
+_MORE = 4  # so many times the images may be decoded until a broken rule is rejected
 _FEWER = 4  # the part of the images for filtered cells, deterministic drafts and chains
 _SMALL_TREE = {"mode": "speculative", "drafting": "dynamic", "nodes": 10, "depth": 2, "beam": 5}
 
@@ -193,7 +194,7 @@ class Certification:
         for setting, one, images, dtype, broken in cases:
             yield self.tested(setting, one, images, dtype, on_progress)
             for name, accept in broken.items():
-                yield self.tested(setting, one, images, dtype, on_progress, Broken(name, accept), level)
+                yield self.tested(setting, one, _MORE * images, dtype, on_progress, Broken(name, accept), level)
 
     def tested(
         self,
