@@ -211,9 +211,8 @@ def fastest_threads(waiting: Sequence[Unit], models: Mapping[str, LoadedModel]) 
         kept = KeptThreads(models[name].engine.folder, kinds)
         known = kept.read()
         found = Calibrated(*calibrate(step_work(models[name], condition, kinds.values()), known))
-        if (
-            known is None and found.lost_share <= DISTURBED
-        ):  # a choice on a busy machine does not count for the next run
+        # What was chosen on a busy machine does not count for the next run.
+        if known is None and found.lost_share <= DISTURBED:
             kept.write(found.threads)
         return found
     except (RuntimeError, MemoryError):

@@ -161,6 +161,9 @@ cells:
 def test_rules_of_every_kind_are_measured() -> None:
     Path("rules.yaml").write_text(RULES)
     assert cli.main(["certify", "tiny", *SMALL, "--experiment", "rules.yaml", "--samples", "16", "--out", "here"]) == 0
+    # Four times the images, or four times a quarter of them, show too little of this model.
+    weak = {row["n"] for row in rows("here/certificate.csv") if row["passed"] == "weak"}
+    assert weak == {"64", "16"}
     cost = {row["cell_id"]: row for row in rows("here/emitted_tv.csv")}
     assert len(cost) == 4 + 4 + 1 + 2
     (lossless,) = [row for name, row in cost.items() if "dynamic" in name and row["strength"] == "0.8"]

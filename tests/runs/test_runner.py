@@ -19,6 +19,8 @@ from lantern_bench.config.experiment import ResolvedExperiment, load_experiment,
 from lantern_bench.config.methods import PARAMETERS, SAMPLING
 from lantern_bench.config.plan import Plan, Prompt, make_plan
 from lantern_bench.config.values import Overrides
+from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.kept_programs import ProgramStore
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.runs import runner
@@ -26,6 +28,7 @@ from lantern_bench.runs.devices import Place, choose_place, key_fields
 from lantern_bench.runs.runner import ImageDone, Made, Started, WarmedUp, calibrate_threads, make_images, run_plan
 from lantern_bench.runs.store import RunStore, read_manifest, read_records
 from lantern_bench.runs.sweep import disturbed as disturbed_images
+from lantern_bench.runs.threads import Calibration
 from lantern_bench.schema import columns
 from tests.tiny_family import EXPERIMENT, PROMPTS, TOKENS, TinyFamily
 
@@ -230,6 +233,23 @@ def test_threads_stay_as_the_finished_images_had_them(tiny: Any, tmp_path: Path)
             assert f"--threads {before + 1}" in str(refused.value.advice)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_threads_chosen_on_a_quiet_machine_are_kept(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: bool
+) -> None:
+    known = list[int | None]()
+
+    def calibrate(_work: object, kept: int | None) -> Calibration:
+        known.append(kept)
+        return Calibration(1, {1: 4.0}, 0.5 if busy else 0.0)
+
+    monkeypatch.setattr(runner, "calibrate", calibrate)
+    model = replace(MODEL, engine=Engine(compile=True, store=ProgramStore(tmp_path)))
+    for _process in range(2):
+        runner.fastest_threads(tiny()[1].units, {"tiny": model})
+    assert known == [None, None if busy else 1]
 
 
 def test_all_cells_share_the_seed_of_an_image(tiny: Any) -> None:
