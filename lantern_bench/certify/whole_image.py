@@ -27,9 +27,10 @@ from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.plugins import Code
 
 _ROUNDING = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.04}  # of the difference of two logits without guidance
-TESTS = 9
+TESTS = 10
 """How many tests `p_values` makes of a decoding, at most."""
 _BINS, _LAGS = 20, 8
+_STAKES = (0.005, 0.01, 0.02, 0.05)  # near the shares of wrong tokens that a small mistake makes
 _VALUES = 2**24  # logits in memory at once
 
 
@@ -37,18 +38,20 @@ class Evidence(NamedTuple):
     """What images [B, N] show of the distribution that their tokens were drawn from: float64, the last three bool.
 
     surprise: -log p(x) minus its mean, the entropy of p. lean: (q - p) / (q + p) at x, with the drafter's q, minus its
-    mean under p; 0 without a drafter and at the first token. surprise_var, lean_var: their variances under p. by_rank,
-    by_code: the probability integral transform, randomised within p(x), with tokens in order of descending p and of
-    their numbers. impossible: the target cannot give the token. edge: rounding can change whether the token passes the
-    filters. p is that of the tokens which pass whatever rounding does; tokens of `edge` add nothing to the sums, which
-    stay those of martingale differences, given which tokens are of `edge`. at_edge: the probability of such a token is
-    at most this, whatever rounding does. starts: a step starts with the token.
+    mean under p; 0 without a drafter and at the first token. surprise_var, lean_var: their variances under p. ratio:
+    q / p at x, 1 without a drafter and at the first token. by_rank, by_code: the probability integral transform,
+    randomised within p(x), with tokens in order of descending p and of their numbers. impossible: the target cannot
+    give the token. edge: rounding can change whether the token passes the filters. p is that of the tokens which pass
+    whatever rounding does; tokens of `edge` add nothing to the sums, which stay those of martingale differences, given
+    which tokens are of `edge`. at_edge: the probability of such a token is at most this, whatever rounding does.
+    starts: a step starts with the token.
     """
 
     surprise: NDArray[np.float64]
     surprise_var: NDArray[np.float64]
     lean: NDArray[np.float64]
     lean_var: NDArray[np.float64]
+    ratio: NDArray[np.float64]
     by_rank: NDArray[np.float64]
     by_code: NDArray[np.float64]
     at_edge: NDArray[np.float64]
@@ -103,10 +106,11 @@ def _of_image(
     own, outside = p.gather(1, x), ~passes.gather(1, x)
     impossible = fails.gather(1, x)
     minus_log = torch.where(p > 0, -p.log(), 0.0)
-    lean = torch.zeros_like(p)
+    lean, ratio = torch.zeros_like(p), torch.ones_like(own)
     if q is not None:
         drafted = _on(passes[1:], q.double())
         lean[1:] = torch.where(p[1:] > 0, (drafted - p[1:]) / (drafted + p[1:]), 0.0)
+        ratio[1:] = torch.where(outside[1:], 1.0, drafted.gather(1, x[1:]) / own[1:])
     scores = []
     for g in (minus_log, lean):
         mean = (p * g).sum(dim=-1, keepdim=True)
@@ -117,7 +121,8 @@ def _of_image(
     before = p.cumsum(dim=-1).gather(1, x) - own
     transforms = [above + places[0, :, None] * alike, before + places[1, :, None] * own]
     transforms = [torch.where(outside, at[:, None], u) for at, u in zip(places, transforms, strict=True)]
-    return tuple(column.squeeze(1) for column in (*scores, *transforms, at_edge, impossible, outside & ~impossible))
+    columns = (*scores, ratio, *transforms, at_edge, impossible, outside & ~impossible)
+    return tuple(column.squeeze(1) for column in columns)
 
 
 def _on(chosen: Tensor, probabilities: Tensor) -> Tensor:
@@ -195,6 +200,7 @@ def p_values(found: Sequence[Evidence], depth: int) -> dict[str, float]:
     tests["edge"] = float(poisson.sf(int(all_of.edge.sum()) - 1, float(all_of.at_edge.sum())))
     if leans:
         tests["lean to the drafter"] = _martingale(all_of.lean, all_of.lean_var, everywhere)
+        tests["wager on the drafter"] = _wager(all_of.ratio)
     for name, u in (("uniform by rank", all_of.by_rank), ("uniform by code", all_of.by_code)):
         tests[name] = float(chisquare(np.histogram(u, bins=_BINS, range=(0.0, 1.0))[0]).pvalue)
     length = all_of.starts.shape[1]
@@ -226,3 +232,14 @@ def _martingale(values: NDArray[np.float64], variances: NDArray[np.float64], mas
 
     variance = float(variances[mask].sum())
     return float(2 * norm.sf(abs(float(values[mask].sum())) / variance**0.5)) if variance > 0 else 1.0
+
+
+def _wager(ratios: NDArray[np.float64]) -> float:
+    """The p-value of what a stake on q at the odds of p wins, token by token; the capital is shared between `_STAKES`.
+
+    Under p the capital is not expected to grow, so 1 / capital is a p-value of however few tokens (Ville's inequality).
+    """
+    from scipy.special import logsumexp
+
+    won = [float(np.log1p(stake * (ratios - 1.0)).sum()) for stake in _STAKES]
+    return float(np.exp(min(0.0, np.log(len(won)) - logsumexp(won))))

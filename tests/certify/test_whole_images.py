@@ -69,6 +69,7 @@ def test_evidence_follows_its_definition() -> None:
     mean = (p[:3] * g).sum()
     assert found.lean[0] == pytest.approx([0.0, float(g[2] - mean)], abs=1e-6)
     assert found.lean_var[0, 1] == pytest.approx(float((p[:3] * (g - mean) ** 2).sum()), abs=1e-6)
+    assert found.ratio[0] == pytest.approx([1.0, float(drafted[2] / p[2])], abs=1e-6)
     assert found.by_rank[0] == pytest.approx([0.5 + 0.25 * 0.3, 0.8 + 0.25 * 0.2], abs=1e-6)
     assert found.by_code[0] == pytest.approx([0.5 + 0.75 * 0.3, 0.8 + 0.75 * 0.2], abs=1e-6)
     assert found.starts.tolist() == [[False, True]]
@@ -124,6 +125,22 @@ def test_tokens_at_the_edge_of_a_filter_may_not_come_too_often() -> None:
         assert (p_values([found], 0)["edge"] > 1e-3) is right
 
 
+@pytest.mark.parametrize("share", [0.0, 0.02])
+def test_a_wager_sees_a_small_share_of_drafts_that_the_sums_miss(share: float) -> None:
+    noise = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(1, 4000, 50, generator=noise)
+    q = (0.5 * logits + 2 * torch.randn(logits.shape, generator=noise)).softmax(dim=-1)
+    one = Decoding(mode="ar")
+    mixed = (1 - share) * decoding_probabilities(logits, one) + share * q
+    tokens = torch.multinomial(mixed[0], 1, generator=noise).T
+    places = torch.rand(2, 1, 4000, generator=noise).double()
+    tests = p_values([evidence(logits, q[:, 1:], tokens, [[1]], one, places, 1e-3)], 0)
+    print({name: f"{value:.2g}" for name, value in tests.items()})
+    others = [value for name, value in tests.items() if name != "wager on the drafter"]
+    assert min(others) > LEVEL / TESTS
+    assert tests["wager on the drafter"] < LEVEL / TESTS if share else tests["wager on the drafter"] > 0.05
+
+
 def test_one_of_two_equal_logits_may_be_kept() -> None:
     logits, one = torch.tensor([1.0, 1.0, 0.0]).expand(1, 2, 3), Decoding(mode="ar", top_k=1)
     found = evidence(logits, None, torch.tensor([[0, 1]]), [[1]], one, torch.zeros(2, 1, 2).double(), 1e-3)
@@ -155,7 +172,8 @@ def test_p_values_of_correct_rules_are_uniform(null: dict[str, list[dict[str, fl
             ks = float(kstest(values, "uniform").pvalue)
             print(f"{cell}, {test}: KS p = {ks:.3f}, below .05: {np.mean(values < 0.05):.3f}")
             assert ks > 1e-4
-        for test in ("depths", "last positions"):  # the smallest of several, corrected: at most uniform
+        # The smallest of several, corrected, and a bound from Ville's inequality: at most uniform.
+        for test in ("depths", "last positions", "wager on the drafter"):
             below = float(np.mean([p[test] < 0.05 for p in found]))
             assert below < 0.05 + 4 * (0.05 * 0.95 / len(found)) ** 0.5, (cell, test)
         assert all(p["support"] == 1.0 and len(p) == TESTS for p in found)
