@@ -19,8 +19,9 @@ import lantern_bench
 from lantern_bench.cli import main as cli
 from lantern_bench.errors import RecordsFailedError, RefusedError, UserError
 from lantern_bench.models import registry
-from lantern_bench.runs.runner import Calibrated, ImageDone, Loaded, Started, WarmedUp
+from lantern_bench.runs.runner import ImageDone, Loaded, Started, WarmedUp
 from lantern_bench.runs.store import RESULTS_VARIABLE
+from lantern_bench.runs.threads import Calibrated
 from tests.tiny_family import EXPERIMENT, PROMPTS, TOKENS, TinyFamily
 
 PAGE = Path(__file__).parent.parent / "docs" / "python-api.md"

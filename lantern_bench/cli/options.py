@@ -15,6 +15,7 @@ from lantern_bench.config.methods import DRAFTINGS, MODES, OUTSIDE_RULES, PARAME
 from lantern_bench.console import FORMATS, Console
 from lantern_bench.errors import UserError
 from lantern_bench.runs.store import find_run, results_root
+from lantern_bench.runs.threads import BUSY, DISTURBED, Calibrated
 
 if TYPE_CHECKING:
     from lantern_bench.config.experiment import ResolvedExperiment
@@ -38,6 +39,7 @@ PromptsOption: TypeAlias = Annotated[str | None, typer.Option("--prompts", help=
 SettingsOption: TypeAlias = Annotated[
     list[str] | None, typer.Option("--set", help="key=value; sets any key of the experiment file.")
 ]
+QUIET_ADVICE = "Close other programs. Figures of tokens and quality hold; those of seconds may not."
 DEVICE_HELP = "auto, cpu, mps, cuda or cuda:N."
 
 Flag: TypeAlias = tuple[str, Any]
@@ -168,6 +170,18 @@ def compile_steps(models: Iterable[LoadedModel], place: Place, console: Console)
 
     if (problem := compile_models(models, place)) is not None:
         warn_uncompiled(problem, console)
+
+
+def tell_threads(found: Calibrated, console: Console) -> None:
+    """Say which number of threads was chosen, and warn where other programs take the processor."""
+    tried = ", ".join(f"{count}: {ms:.3g} ms" for count, ms in found.milliseconds.items())
+    console.detail(f"threads {found.threads} ({tried})")
+    if found.lost_share > DISTURBED:
+        share = f"{found.lost_share:.2f} of each second a thread waited for a core"
+        said = f"other programs keep the processor busy ({share})"
+        if found.lost_share > BUSY:
+            said = f"speed cannot be measured now: {said}"
+        console.warn(f"{said}. {QUIET_ADVICE}")
 
 
 def writable(folder: Path, flag: str) -> None:

@@ -8,11 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lantern_bench.cli.options import DEVICE_HELP, RULE_FLAGS, FormatOption, compile_steps, resolve_flags, with_flags
+from lantern_bench.cli.options import (
+    DEVICE_HELP,
+    RULE_FLAGS,
+    FormatOption,
+    compile_steps,
+    resolve_flags,
+    tell_threads,
+    with_flags,
+)
 from lantern_bench.config.methods import searched_lossless
 from lantern_bench.errors import UserError
 from lantern_bench.runs import tuned
-from lantern_bench.runs.threads import set_threads
+from lantern_bench.runs.threads import fastest_threads, set_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,7 +54,9 @@ def profile(
     tokens: Annotated[int | None, typer.Option(min=2, help="Decode only this many tokens per image.")] = None,
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads on a CPU. Default: all cores.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads on a CPU. Default: as many as decode fastest.")
+    ] = None,
     compile: Annotated[bool, typer.Option(help="Compile the decode steps.")] = True,
     search: Annotated[
         bool,
@@ -75,6 +85,7 @@ def profile(
         raise UserError(f"profile measures one mode and rule at a time, and these are {len(decodings)}: {cells}")
 
     from lantern_bench.profile.run import load_subject, save_device
+    from lantern_bench.profile.tree_search import autoregressive
     from lantern_bench.runs.devices import choose_place
 
     console: Console = ctx.obj
@@ -85,11 +96,16 @@ def profile(
         subject = subject._replace(cfg_scale=decodings[0].cfg_scale)
     if compile:
         compile_steps([subject.model], place, console)
+    decoding = decodings[0].model_copy(update={"cfg_scale": subject.cfg_scale})
+    if threads is None:
+        kinds = [autoregressive(decoding), decoding]
+        if (found := fastest_threads(subject.model, subject.prompts[0], kinds)) is not None:
+            set_threads(found.threads)
+            tell_threads(found, console)
     if search:
         _search(subject, decodings, partial(tuned.keep, model, place=place, compile=compile), console, format)
         return
     names = [name.strip() for text in tree or [_TREES] for name in text.split(",") if name.strip()]
-    decoding = decodings[0].model_copy(update={"cfg_scale": subject.cfg_scale})
     rows = _profile(subject, decoding, names, size or model, place, console, format, out)
     if save_to is not None:
         save_device(subject, rows, place, save_to)

@@ -131,7 +131,7 @@ def predict(
 ) -> None:
     """Predict the speedup of every cell on another device, from its recorded steps and a cost model."""
     from lantern_bench.report.cost_model import STACKS, find_device
-    from lantern_bench.report.predict import predict_run, terms_of
+    from lantern_bench.report.predict import measured_elsewhere, predict_run, terms_of
     from lantern_bench.report.records import load_runs
 
     console: Console = ctx.obj
@@ -141,8 +141,9 @@ def predict(
     (data,) = load_runs([locate(run)]).values()
     table = predict_run(data, found, stack, model)
     console.table(table, "prediction", title=f"{data.folder.name}, predicted for {found.name}", format=format)
-    for line in terms_of(found, stack):
-        console.say(line)
+    for line in [*terms_of(found, stack), measured_elsewhere(data, found, stack)]:
+        if line is not None:
+            console.say(line)
 
 
 def size(

@@ -12,6 +12,7 @@ import typer
 from lantern_bench.cli.options import (
     DECODING_FLAGS,
     DEVICE_HELP,
+    QUIET_ADVICE,
     RUN_HELP,
     Flag,
     FormatOption,
@@ -20,6 +21,7 @@ from lantern_bench.cli.options import (
     SettingsOption,
     flag,
     locate,
+    tell_threads,
     warn_uncompiled,
     with_flags,
 )
@@ -28,6 +30,7 @@ from lantern_bench.config.values import Overrides
 from lantern_bench.console import Console, Progress, duration
 from lantern_bench.runs import sweep as runs_sweep
 from lantern_bench.runs.engines import ENGINES, Workers
+from lantern_bench.runs.threads import Calibrated
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -219,15 +222,8 @@ class Renderer:
             if event.done == 0:
                 progress.start(event.total, f"captions for {event.model}")
             progress.reach(event.done)
-        elif isinstance(event, runner.Calibrated):
-            tried = ", ".join(f"{count}: {ms:.3g} ms" for count, ms in event.milliseconds.items())
-            console.detail(f"threads {event.threads} ({tried})")
-            if event.lost_share > runner.DISTURBED:
-                share = f"{event.lost_share:.2f} of each second a thread waited for a core"
-                said = f"other programs keep the processor busy ({share})"
-                if event.lost_share > runner.BUSY:
-                    said = f"speed cannot be measured now: {said}"
-                console.warn(f"{said}. {runs_sweep.QUIET_ADVICE}")
+        elif isinstance(event, Calibrated):
+            tell_threads(event, console)
         elif isinstance(event, runner.Started):
             to_do = sum(event.to_do.values())
             progress.finish()
@@ -287,7 +283,7 @@ def _run(
     with console.progress() as progress:
         failed = runs_sweep.run(request, Renderer(console, progress, request.folder).show)
     if "speed" in request.experiment.settings.metrics and (said := runs_sweep.disturbed(request.folder)):
-        console.warn(f"{said}. {runs_sweep.QUIET_ADVICE}")
+        console.warn(f"{said}. {QUIET_ADVICE}")
     show(request.folder, console, format)
     runs_sweep.check_failed(request, failed)
 

@@ -42,11 +42,24 @@ def predict_run(run: RunData, device: Device, stack: str, model: str | None = No
 
     rows = list(prediction_rows(run, device, stack, model))
     measured = tables_of(run)["speed"].set_index("cell_id")["speedup"]
-    here = model is None and stack == "compiled" and device.about == device_in_words(run.manifest)
+    here = model is None and (device.about, stack) == _made_with(run)
     for row in rows:
         row["speedup_measured"] = ours = measured.get(row["cell_id"])
         row["speedup_error"] = row["speedup"] / ours - 1 if here and not pd.isna(ours) else None
     return frame("prediction", rows)
+
+
+def measured_elsewhere(run: RunData, device: Device, stack: str) -> str | None:
+    """Say on which device and with which code the run was measured; None where these are the predicted ones."""
+    words, code = _made_with(run)
+    if (words, code) == (device.about, stack):
+        return None
+    return f"The run was measured on {words}, {code}; predicted is {device.about or device.name}, {stack}."
+
+
+def _made_with(run: RunData) -> tuple[str, str]:
+    """The device of a run in words, and its code: compiled or eager."""
+    return device_in_words(run.manifest), "compiled" if run.manifest.get("compile") else "eager"
 
 
 def prediction_rows(run: RunData, device: Device, stack: str, model: str | None = None) -> Iterator[dict[str, Any]]:

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from lantern_bench.config.plan import Unit
     from lantern_bench.runs.devices import Place
     from lantern_bench.runs.keys import KeyFields
-    from lantern_bench.runs.runner import Calibrated, DecodedUnit, WarmedUp
+    from lantern_bench.runs.runner import DecodedUnit, WarmedUp
     from lantern_bench.runs.sweep import Request
+    from lantern_bench.runs.threads import Calibrated
 
 
 class Ready(NamedTuple):
@@ -92,7 +93,7 @@ class Worker:
         """Warm up what these batches run, on `threads` threads; None: on as many as decode fastest."""
         import torch
 
-        from lantern_bench.runs.runner import Decoder, fastest_threads, new_session
+        from lantern_bench.runs.runner import Decoder, fastest_for, new_session
         from lantern_bench.runs.threads import set_threads
 
         calibrated = None
@@ -101,7 +102,7 @@ class Worker:
         except LanternError as error:
             return error
         if threads is None:
-            calibrated = fastest_threads([unit for group in kinds for unit in group], self.models)
+            calibrated = fastest_for([unit for group in kinds for unit in group], self.models)
             threads = calibrated.threads if calibrated is not None else None
         set_threads(threads)
         self.decoder = Decoder(self.models, self.place, new_session(process, seconds), again)

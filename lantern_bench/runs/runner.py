@@ -29,7 +29,7 @@ from lantern_bench.runs.devices import Place
 from lantern_bench.runs.keys import check_same_threads
 from lantern_bench.runs.machine import device_columns, gpu_blocks, machine_block
 from lantern_bench.runs.store import RunStore
-from lantern_bench.runs.threads import KeptThreads, calibrate, set_threads, step_work
+from lantern_bench.runs.threads import DISTURBED, Calibrated, fastest_threads, set_threads
 
 # ---- Events: what a sweep reports while it runs, in this order
 
@@ -47,14 +47,6 @@ class EncodedCaptions(NamedTuple):
     model: str
     done: int
     total: int
-
-
-class Calibrated(NamedTuple):
-    """Threads were tried and their number is chosen; `lost_share`: seconds without a core by seconds of the trial."""
-
-    threads: int
-    milliseconds: Mapping[int, float]
-    lost_share: float
 
 
 class Started(NamedTuple):
@@ -130,10 +122,6 @@ Event: TypeAlias = (
 
 # ---- Running a plan
 
-DISTURBED = 0.05
-"""An image is disturbed when its threads lacked a core for more than this share of its seconds."""
-BUSY = 0.25
-"""Above this share of the time in which threads are tried, speed cannot be measured."""
 # A disturbed image is decoded up to so often, and all repetitions may add this share to the time of a session.
 _ATTEMPTS, _AGAIN = 3, 0.25
 
@@ -185,7 +173,7 @@ def calibrate_threads(
     """
     set_threads(known := known_threads(store, asked))
     waiting = [unit for unit in plan.units if not store.is_done(unit)]
-    if known is None and (found := fastest_threads(waiting, models)) is not None:
+    if known is None and (found := fastest_for(waiting, models)) is not None:
         set_threads(found.threads)
         tell(found)
 
@@ -198,23 +186,14 @@ def known_threads(store: RunStore, asked: int | None) -> int | None:
     return recorded or asked
 
 
-def fastest_threads(waiting: Sequence[Unit], models: Mapping[str, LoadedModel]) -> Calibrated | None:
+def fastest_for(waiting: Sequence[Unit], models: Mapping[str, LoadedModel]) -> Calibrated | None:
     """Try several numbers of threads on these images; None where the CPU does not decode, or where decoding fails."""
-    if not waiting or models[waiting[0].cell.model].target.device.type != "cpu":
+    if not waiting:
         return None
     name = waiting[0].cell.model
-    # The first cell that drafts and the first that does not: drafts gain more from threads.
-    kinds = {unit.cell.decoding.drafts: unit.cell.decoding for unit in reversed(waiting) if unit.cell.model == name}
+    decodings = (unit.cell.decoding for unit in waiting if unit.cell.model == name)
     try:
-        with torch.inference_mode():
-            condition = models[name].condition([waiting[0].prompt.text])
-        kept = KeptThreads(models[name].engine.folder, kinds)
-        known = kept.read()
-        found = Calibrated(*calibrate(step_work(models[name], condition, kinds.values()), known))
-        # What was chosen on a busy machine does not count for the next run.
-        if known is None and found.lost_share <= DISTURBED:
-            kept.write(found.threads)
-        return found
+        return fastest_threads(models[name], waiting[0].prompt.text, decodings)
     except (RuntimeError, MemoryError):
         return None  # the images fail the same way and record it
 

@@ -277,9 +277,6 @@ def manifest_facts(request: Request) -> dict[str, Any]:
     return {"prompts": request.prompts, "lossless": lossless, "shard": shard, "engine": request.workers.engine}
 
 
-QUIET_ADVICE = "Close other programs. Figures of tokens and quality hold; those of seconds may not."
-
-
 def disturbed(folder: Path) -> str | None:
     """Say in one line how many images of a run were disturbed; None without any."""
     records = scan_records(folder)

@@ -48,15 +48,49 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-class Calibration(NamedTuple):
-    """The number of threads chosen, milliseconds of the work by number of threads, and the share of time they lost."""
+DISTURBED = 0.05
+"""An image is disturbed when its threads lacked a core for more than this share of its seconds."""
+BUSY = 0.25
+"""Above this share of the time in which threads are tried, speed cannot be measured."""
+
+
+class Calibrated(NamedTuple):
+    """Threads were tried and their number is chosen; `lost_share`: seconds without a core by seconds of the trial.
+
+    `milliseconds` of the work by number of threads.
+    """
 
     threads: int
     milliseconds: dict[int, float]
     lost_share: float
 
 
-def calibrate(work: Callable[[], object], known: int | None = None) -> Calibration:
+def fastest_threads(model: LoadedModel, prompt: str, decodings: Iterable[Decoding]) -> Calibrated | None:
+    """Try several numbers of threads on some steps of these decodings; None where the CPU does not decode.
+
+    The choice is kept with the model's compiled programs, and tried alone the next time. Raises what decoding raises.
+    """
+    import torch
+
+    if model.target.device.type != "cpu":
+        return None
+    # The first that drafts and the first that does not: drafts gain more from threads.
+    kinds: dict[bool, Decoding] = {}
+    for decoding in decodings:
+        kinds.setdefault(decoding.drafts, decoding)
+    with torch.inference_mode():
+        condition = model.condition([prompt])
+    weights = " ".join(digest[:12] for digest in model.weights.values())  # random models have one name
+    kept = KeptThreads(model.engine.folder, f"{model.name} {weights}", kinds)
+    known = kept.read()
+    found = calibrate(step_work(model, condition, kinds.values()), known)
+    # What was chosen on a busy machine does not count for the next run.
+    if known is None and found.lost_share <= DISTURBED:
+        kept.write(found.threads)
+    return found
+
+
+def calibrate(work: Callable[[], object], known: int | None = None) -> Calibrated:
     """Time work on all threads, a quarter of them, and so on to one, in turns, and choose by the medians.
 
     A number of threads that is `known` is timed alone, briefly, for the share of time it loses. Afterwards threads are
@@ -90,21 +124,22 @@ def calibrate(work: Callable[[], object], known: int | None = None) -> Calibrati
     torch.set_num_threads(most)
     milliseconds = {threads: 1e3 * median(blocks[threads]) / repeats for threads in counts}
     chosen = next(count for count in counts if milliseconds[count] * (1 - _TIE) <= min(milliseconds.values()))
-    return Calibration(chosen, milliseconds, lost / sum(map(sum, blocks.values())))
+    return Calibrated(chosen, milliseconds, lost / sum(map(sum, blocks.values())))
 
 
 class KeptThreads:
     """The number of threads chosen before, kept with compiled programs: those of another number would be compiled anew.
 
-    `drafts` says which kinds of cells were timed: that draft, that do not. Without a folder nothing is kept.
+    `model` names what was timed, and `drafts` the kinds of its cells: that draft, that do not. Without a folder nothing
+    is kept.
     """
 
-    def __init__(self, folder: Path | None, drafts: Iterable[bool]) -> None:
+    def __init__(self, folder: Path | None, model: str, drafts: Iterable[bool]) -> None:
         import torch
 
         self._path = folder and folder / "threads.json"
         kinds = " and ".join("drafting" if one else "autoregressive" for one in sorted(drafts))
-        self._most, self._key = torch.get_num_threads(), f"{kinds}, at most {torch.get_num_threads()}"
+        self._most, self._key = torch.get_num_threads(), f"{model}, {kinds}, at most {torch.get_num_threads()}"
 
     def read(self) -> int | None:
         """Return the kept number; None without one that this process can use."""

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from lantern_bench.cli import main as cli
+from lantern_bench.cli import profile as cli_profile
+from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import load_experiment, resolve
 from lantern_bench.config.methods import DRAFTINGS, searched_lossless
 from lantern_bench.config.values import Overrides
@@ -21,6 +24,7 @@ from lantern_bench.profile.tree_search import describe
 from lantern_bench.report.cost_model import STACKS, Setting, find_device, named_draft, step_seconds
 from lantern_bench.runs import tuned
 from lantern_bench.runs.sweep import prepare
+from lantern_bench.runs.threads import Calibrated
 from tests.tiny_family import TinyFamily
 
 TYPED = ["profile", "--size", "2x64x64x4", "--no-compile", "--images", "1", "--tree", "small-7,6n2d3b"]
@@ -43,6 +47,25 @@ def test_random_model_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (drafted["break_even_mal"] > 1).all() and (drafted["draft_ms"] > 0).all()
     assert steps["mean_accepted_length"].isna().all()  # undefined for random weights
     assert (steps["peak_memory_mb"] > 0).all()
+
+
+def test_threads_are_tried_unless_they_are_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried, before = list[list[bool]](), torch.get_num_threads()
+
+    def fastest(_model: object, _prompt: str, decodings: list[Decoding]) -> Calibrated:
+        tried.append([one.drafts for one in decodings])
+        return Calibrated(1, {1: 2.0, 4: 3.0}, 0.3)
+
+    monkeypatch.setattr(cli_profile, "fastest_threads", fastest)
+    try:
+        assert cli.main([*TYPED, "--threads", "1"]) == 0 and not tried
+        torch.set_num_threads(2)
+        assert cli.main(TYPED) == 0 and tried == [[False, True]] and torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+    assert "speed cannot be measured now" in capsys.readouterr().err
 
 
 def test_saved_device_reproduces_what_it_was_fitted_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,8 @@ from lantern_bench.cli.sweep import Renderer
 from lantern_bench.config.methods import DRAFTINGS, MODES
 from lantern_bench.console import Console
 from lantern_bench.models import registry
-from lantern_bench.runs.runner import Calibrated
 from lantern_bench.runs.store import RESULTS_VARIABLE, read_records
+from lantern_bench.runs.threads import Calibrated
 from tests.tiny_family import EXPERIMENT, TinyFamily
 
 

@@ -15,7 +15,7 @@ from lantern_bench.cli import main as cli
 from lantern_bench.errors import RefusedError
 from lantern_bench.models.registry import card_of
 from lantern_bench.report.cost_model import STACKS, Setting, devices, named_draft, step_seconds
-from lantern_bench.report.predict import predict_run, prediction_rows
+from lantern_bench.report.predict import measured_elsewhere, predict_run, prediction_rows
 from lantern_bench.report.records import load_runs
 from lantern_bench.runs.store import RunData
 from lantern_bench.schema import columns
@@ -40,6 +40,18 @@ def test_table_has_the_columns_of_the_schema_and_the_measured_speedup(run: RunDa
     assert table["speedup_error"].isna().all()  # the run was made elsewhere
     parts = table[["draft_ms", "target_ms", "verify_ms", "other_ms"]].sum(axis=1)
     assert parts.tolist() == pytest.approx(table["step_ms"].tolist())
+
+
+@pytest.mark.parametrize("about, compiled", [("Some CPU, 1 threads", True), ("Some CPU, 2 threads", True), ("", False)])
+def test_error_is_only_of_a_run_with_the_same_device_and_code(run: RunData, about: str, compiled: bool):
+    facts = {"device": "cpu", "machine": {"cpu": {"model": "Some CPU"}}, "threads": 1, "compile": compiled}
+    there = dataclasses.replace(run, manifest=run.manifest | facts)
+    device = A100.model_copy(update={"name": "mine", "about": about or "Some CPU, 1 threads"})
+    same = about == "Some CPU, 1 threads"
+    assert predict_run(there, device, "compiled")["speedup_error"].notna().all() == same
+    said = measured_elsewhere(there, device, "compiled")
+    assert (said is None) is same
+    assert same or f"Some CPU, 1 threads, {'compiled' if compiled else 'eager'}; predicted" in str(said)
 
 
 def test_speedup_is_accepted_length_over_relative_cost_of_a_step(run: RunData):

@@ -23,12 +23,12 @@ from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.kept_programs import ProgramStore
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.runs import runner
+from lantern_bench.runs import runner, threads
 from lantern_bench.runs.devices import Place, choose_place, key_fields
 from lantern_bench.runs.runner import ImageDone, Made, Started, WarmedUp, calibrate_threads, make_images, run_plan
 from lantern_bench.runs.store import RunStore, read_manifest, read_records
 from lantern_bench.runs.sweep import disturbed as disturbed_images
-from lantern_bench.runs.threads import Calibration
+from lantern_bench.runs.threads import Calibrated
 from lantern_bench.schema import columns
 from tests.tiny_family import EXPERIMENT, PROMPTS, TOKENS, TinyFamily
 
@@ -241,14 +241,14 @@ def test_threads_chosen_on_a_quiet_machine_are_kept(
 ) -> None:
     known = list[int | None]()
 
-    def calibrate(_work: object, kept: int | None) -> Calibration:
+    def calibrate(_work: object, kept: int | None) -> Calibrated:
         known.append(kept)
-        return Calibration(1, {1: 4.0}, 0.5 if busy else 0.0)
+        return Calibrated(1, {1: 4.0}, 0.5 if busy else 0.0)
 
-    monkeypatch.setattr(runner, "calibrate", calibrate)
+    monkeypatch.setattr(threads, "calibrate", calibrate)
     model = replace(MODEL, engine=Engine(compile=True, store=ProgramStore(tmp_path)))
     for _process in range(2):
-        runner.fastest_threads(tiny()[1].units, {"tiny": model})
+        runner.fastest_for(tiny()[1].units, {"tiny": model})
     assert known == [None, None if busy else 1]
 
 
