@@ -22,7 +22,7 @@ from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.random_model import random_model, random_model_of_size, read_size
 from lantern_bench.models.registry import card_of, family_of, load_model
-from lantern_bench.profile.steps import Rates, decode_memory, forward_ms, forward_need, step_cost
+from lantern_bench.profile.steps import Rates, StepCost, decode_memory, forward_ms, forward_need, step_costs
 from lantern_bench.profile.tree_search import with_tree
 from lantern_bench.report.cost_model import (
     Setting,
@@ -96,17 +96,17 @@ def load_subject(
 
 
 def measure(subject: Subject, steps: Mapping[str, Decoding], rates: Rates, on_progress: OnProgress) -> list[Row]:
-    """Measure target forwards by number of nodes, then each kind of step by name."""
-    condition = subject.model.condition(subject.prompts[:1])
+    """Measure target forwards by number of nodes, then each kind of step by name, in turns."""
+    model, condition = subject.model, subject.model.condition(subject.prompts[:1])
     rows: list[Row] = []
-    tasks: list[int | str] = [*_NODES, *steps]
-    for number, task in enumerate(tasks, start=1):
-        if isinstance(task, int):
-            milliseconds = forward_ms(subject.model, condition, task, subject.cfg_scale)
-            rows.append(_forward_row(subject, task, milliseconds, rates))
-        else:
-            rows.append(_step_row(subject, task, steps[task], rows, rates))
-        on_progress("measuring", number / len(tasks))
+    for number, nodes in enumerate(_NODES, start=1):
+        milliseconds = forward_ms(model, condition, nodes, subject.cfg_scale)
+        rows.append(_forward_row(subject, nodes, milliseconds, rates))
+        on_progress("measuring forwards", number / len(_NODES))
+    tell = partial(on_progress, "measuring steps")
+    costs = step_costs(model, list(steps.values()), subject.prompts, subject.seed, subject.tokens, tell)
+    for (name, decoding), cost in zip(steps.items(), costs, strict=True):
+        rows.append(_step_row(subject, name, decoding, cost, rows, rates))
     return rows
 
 
@@ -118,9 +118,10 @@ def _forward_row(subject: Subject, nodes: int, milliseconds: float, rates: Rates
     return row | {"bound_ms": bound, "over_bound": milliseconds / bound}
 
 
-def _step_row(subject: Subject, name: str, decoding: Decoding, before: Sequence[Row], rates: Rates) -> Row:
-    model, prompts = subject.model, subject.prompts
-    cost = step_cost(model, decoding, prompts, subject.seed, subject.tokens)
+def _step_row(
+    subject: Subject, name: str, decoding: Decoding, cost: StepCost, before: Sequence[Row], rates: Rates
+) -> Row:
+    model = subject.model
     nodes = 1 if decoding.drafting == "none" else drafting_of(decoding, model.target).nodes
     row = _forward_row(subject, nodes, cost.total, rates) | {"what": "step", "name": name}
     row |= cost.parts
@@ -132,7 +133,7 @@ def _step_row(subject: Subject, name: str, decoding: Decoding, before: Sequence[
     # Drafts of random weights are accepted by chance, so their accepted length means nothing.
     length = cost.mean_accepted_length if subject.trained else float("nan")
     row |= {"mean_accepted_length": length, "speedup": length * plain / cost.total}
-    one_image = partial(step_cost, model, decoding, prompts[:1], tokens=24)
+    one_image = partial(step_costs, model, [decoding], subject.prompts[:1], tokens=24)
     peak, accounted = decode_memory(model, nodes, subject.guided, one_image)
     return row | {"peak_memory_mb": peak / 1e6, "accounted_memory_mb": accounted / 1e6}
 

@@ -14,7 +14,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.trees import Path, Topology, check_topology
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.profile.steps import step_cost
+from lantern_bench.profile.steps import step_costs
 from lantern_bench.profile.tree_search import Tree, with_tree
 
 Rates = Sequence[Sequence[float]]
@@ -32,7 +32,7 @@ def list_static(
     """Return the longest tree for each number of levels and nodes; of a rule for chains only chains."""
     ranks = 1 if decoding.rule_row.chains else _RANKS
     probe = with_tree(decoding, {"topology": _CHAIN if ranks == 1 else [*_CHAIN, *_BESIDE]})
-    rates = acceptance_by_rank(step_cost(model, probe, prompts, seed).traces, ranks)
+    rates = acceptance_by_rank(step_costs(model, [probe], prompts, seed)[0].traces, ranks)
     say("accepted at depth 1, 2, ... by rank: " + "; ".join(" ".join(f"{r:.2f}" for r in d) for d in rates))
     return [
         Tree({"topology": paths}, len(paths), len(paths[-1]), 1 + max(path[-1] for path in paths), length)

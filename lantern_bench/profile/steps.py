@@ -63,20 +63,38 @@ def forward_ms(model: LoadedModel, condition: Any, nodes: int, cfg_scale: float,
     return 1e3 * median(seconds[_WARM_FORWARDS:])
 
 
-def step_cost(
-    model: LoadedModel, decoding: Decoding, prompts: Sequence[str], seed: int = 0, tokens: int | None = None
-) -> StepCost:
-    """Decode one image per prompt, one at a time, and divide the seconds by the number of steps."""
+def step_costs(
+    model: LoadedModel,
+    decodings: Sequence[Decoding],
+    prompts: Sequence[str],
+    seed: int = 0,
+    tokens: int | None = None,
+    on_progress: Callable[[float], None] = lambda _share: None,
+) -> list[StepCost]:
+    """Decode one image per prompt with each decoding, one at a time, and divide the seconds by the number of steps.
+
+    The decodings take turns, because the speed of a machine drifts: a step that reads memory may take twice as long a
+    moment later, and one that computes does not. `on_progress` receives the share that is done.
+    """
     device = model.target.device
 
-    def made(prompt: str, number: int, most: int | None) -> ImageTrace:
+    def made(decoding: Decoding, prompt: str, number: int, most: int | None) -> ImageTrace:
         noise = torch.Generator(device).manual_seed(seed + number)
         condition = model.condition([prompt])
         return decode(model, condition, decoding, [noise], tokens=most, engine=model.engine)[0].trace
 
-    made(prompts[0], 0, min(24, tokens or 24))
+    for decoding in decodings:
+        made(decoding, prompts[0], 0, min(24, tokens or 24))
     settle_garbage()
-    traces = [made(prompt, number, tokens) for number, prompt in enumerate(prompts)]
+    traces: list[list[ImageTrace]] = [[] for _ in decodings]
+    for number, prompt in enumerate(prompts):
+        for at, decoding in enumerate(decodings):
+            traces[at].append(made(decoding, prompt, number, tokens))
+            on_progress((number * len(decodings) + at + 1) / (len(prompts) * len(decodings)))
+    return [_step_cost(one) for one in traces]
+
+
+def _step_cost(traces: list[ImageTrace]) -> StepCost:
     steps = max(1, sum(len(trace.committed) for trace in traces))
 
     def each(phase: str) -> float:

@@ -16,7 +16,7 @@ from lantern_bench.config.methods import DRAFTINGS, SAMPLING
 from lantern_bench.errors import UserError
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.plugins import Values, load_code
-from lantern_bench.profile.steps import StepCost, forward_ms, step_cost
+from lantern_bench.profile.steps import StepCost, forward_ms, step_costs
 
 _FORWARDS = (1, 2, 4, 8, 16, 32)
 _KEPT = 5
@@ -62,8 +62,8 @@ def search_trees(
             chosen = with_tree(decoding, tree.values)
             say(f"measuring {describe(chosen)}")
             # Autoregressive decoding again for each tree, because the speed of a machine drifts.
-            cost = step_cost(model, chosen, prompts, seed)
-            costs[id(tree)] = cost, step_cost(model, plain, prompts, seed)
+            cost, ar = step_costs(model, [chosen, plain], prompts, seed)
+            costs[id(tree)] = cost, ar
 
     corners = corner_trees(trees)
     for tree in corners:

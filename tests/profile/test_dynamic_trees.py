@@ -12,7 +12,7 @@ from lantern_bench.config.trees import Path
 from lantern_bench.decoding.drafting.dynamic import Growth
 from lantern_bench.profile import dynamic_trees
 from lantern_bench.profile.dynamic_trees import list_dynamic, nodes_needed, probe, reach_of
-from lantern_bench.profile.steps import step_cost
+from lantern_bench.profile.steps import step_costs
 from tests.tiny_family import PROMPTS, TinyFamily
 
 CODES, DEPTH, BEAM = 12, 4, 4
@@ -79,7 +79,7 @@ def test_expected_length_is_that_of_a_decode(rule: str, monkeypatch: pytest.Monk
     )
     prompts = PROMPTS * 40
     trees = {(tree.nodes, tree.levels, tree.width): tree for tree in list_dynamic(model, decoding, prompts, 1, print)}
-    measured = step_cost(model, decoding, prompts, 10_000).mean_accepted_length
+    measured = step_costs(model, [decoding], prompts, 10_000)[0].mean_accepted_length
     assert trees[5, 2, 2].length == pytest.approx(measured, abs=0.1)
     assert trees[2, 1, 2].length < trees[5, 2, 2].length < trees[21, 3, 3].length
     largest = list(probe(model, decoding, PROMPTS, 1))

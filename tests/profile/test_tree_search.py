@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import load_experiment, resolve
 from lantern_bench.config.values import Overrides
+from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.profile import steps
 from lantern_bench.profile.steps import StepCost
 from lantern_bench.profile.tree_search import Tree, corner_trees, experiment_line, fastest, fit_price
+from tests.tiny_family import PROMPTS, TinyFamily
 
 FORWARDS = (1.0, 1.2, 1.6, 2.4, 4.0, 7.2)  # 0.8 + 0.2 a node
 
@@ -69,3 +74,22 @@ def test_line_of_an_experiment_gives_the_cell_again(values: dict[str, object], l
     path.write_text(f"model: lanterns\nbaseline: false\ncells:\n  {line}\n")
     (cell,) = resolve(load_experiment(path, Overrides()), {"lanterns": {"cfg_scale": 2.0, "tree": "chain-4"}}).cells
     assert cell.decoding == decoding
+
+
+def test_decodings_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TinyFamily().load("tiny", torch.device("cpu"), torch.float32)
+    plain = Decoding(mode="ar")
+    drafted = Decoding.model_validate({"mode": "speculative", "tree": "chain-3"})
+    order, shares, real = list[bool](), list[float](), steps.decode
+
+    def watched(model: LoadedModel, condition: Any, decoding: Decoding, *given: Any, **named: Any) -> Any:
+        order.append(decoding.drafts)
+        return real(model, condition, decoding, *given, **named)
+
+    monkeypatch.setattr(steps, "decode", watched)
+    costs = steps.step_costs(model, [plain, drafted], PROMPTS[:3], on_progress=shares.append)
+    assert order == [False, True] + [False, True] * 3  # a warm-up of each, then in turns
+    assert shares[-1] == 1.0 and [len(cost.traces) for cost in costs] == [3, 3]
+    for cost in costs:
+        seconds = sum(one.seconds - one.phases["prefill"] for one in cost.traces)
+        assert cost.total == pytest.approx(1e3 * seconds / sum(len(one.committed) for one in cost.traces))
