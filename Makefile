@@ -48,6 +48,7 @@ reliability: check ## run the fault tests, and write their outcomes into docs/re
 
 predict-here: $(PLAIN) ## profile this machine, sweep compiled, and predict the sweep's speedups (ARGS: flags of `sweep`)
 	$(BIN)/lantern-bench profile --tree chain-3,small-7,eagle1-25 --images 12 --save-device build/predict/here.yaml
+	rm -rf build/predict/run
 	$(BIN)/lantern-bench sweep --compile --metrics speed --out build/predict/run $(ARGS) > /dev/null
 	$(BIN)/lantern-bench predict build/predict/run --device build/predict/here.yaml
 

@@ -452,7 +452,12 @@ _PREDICTION = (
     Column("drafter_forwards_per_step", "int", "forwards", "forward passes of the drafter per step"),
     Column("speedup", "float", "", "predicted seconds of ar / predicted seconds of the cell"),
     Column("speedup_measured", "float", "", "speedup of the run, on its own machine"),
-    Column("speedup_error", "float", "", "speedup / speedup_measured - 1, where the run was made on the device"),
+    Column(
+        "speedup_error",
+        "float",
+        "",
+        "speedup / speedup_measured - 1, of a run on the device with the same code",
+    ),
     Column("latency_s", "float", "s", "predicted seconds per image"),
     Column("ar_ms", "float", "ms", "predicted, an autoregressive step"),
     Column("step_ms", "float", "ms", "predicted, a step of the cell: draft, target, verify and other"),

@@ -39,12 +39,12 @@ class Evidence(NamedTuple):
 
     surprise: -log p(x) minus its mean, the entropy of p. lean: (q - p) / (q + p) at x, with the drafter's q, minus its
     mean under p; 0 without a drafter and at the first token. surprise_var, lean_var: their variances under p. ratio:
-    q / p at x, 1 without a drafter and at the first token. by_rank, by_code: the probability integral transform,
-    randomised within p(x), with tokens in order of descending p and of their numbers. impossible: the target cannot
-    give the token. edge: rounding can change whether the token passes the filters. p is that of the tokens which pass
-    whatever rounding does; tokens of `edge` add nothing to the sums, which stay those of martingale differences, given
-    which tokens are of `edge`. at_edge: the probability of such a token is at most this, whatever rounding does.
-    starts: a step starts with the token.
+    q / p at x; 1 without a drafter, at the first token and for tokens of `edge`. by_rank, by_code: the probability
+    integral transform, randomised within p(x), with tokens in order of descending p and of their numbers. impossible:
+    the target cannot give the token. edge: rounding can change whether the token passes the filters. p is that of the
+    tokens which pass whatever rounding does; tokens of `edge` add nothing to the sums, which stay those of martingale
+    differences, given which tokens are of `edge`. at_edge: the probability of such a token is at most this, whatever
+    rounding does. starts: a step starts with the token.
     """
 
     surprise: NDArray[np.float64]
@@ -96,7 +96,7 @@ def _of_image(
     logits: Tensor, q: Tensor | None, tokens: Tensor, decoding: Decoding, places: Tensor, tolerance: float
 ) -> tuple[Tensor, ...]:
     p, x = decoding_probabilities(logits, decoding).double(), tokens[:, None]
-    if bool(is_broken(p).any()):
+    if bool(is_broken(p).any()) or (q is not None and bool(is_broken(q).any())):
         raise LogitsError("a forward over finished images gives logits that are no numbers")
     passes, fails = _sure(logits, p, decoding, tolerance)
     wide = (logits.double() / decoding.temperature).masked_fill(fails, -torch.inf).softmax(dim=-1)

@@ -23,7 +23,7 @@ from lantern_bench.runs import tuned
 from lantern_bench.runs.threads import fastest_threads, set_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from lantern_bench.config.decoding import Decoding
     from lantern_bench.console import Console
@@ -84,7 +84,7 @@ def profile(
         cells = ", ".join(one.cell_id for one in decodings)
         raise UserError(f"profile measures one mode and rule at a time, and these are {len(decodings)}: {cells}")
 
-    from lantern_bench.profile.run import load_subject, save_device
+    from lantern_bench.profile.run import load_subject, save_device, step_of
     from lantern_bench.profile.tree_search import autoregressive
     from lantern_bench.runs.devices import choose_place
 
@@ -97,16 +97,19 @@ def profile(
     if compile:
         compile_steps([subject.model], place, console)
     decoding = decodings[0].model_copy(update={"cfg_scale": subject.cfg_scale})
+    steps = {"ar": autoregressive(decoding)}
+    if not search:
+        names = [name.strip() for text in tree or [_TREES] for name in text.split(",")]
+        steps |= {name: step_of(name, decoding) for name in names if name}
     if threads is None:
-        kinds = [autoregressive(decoding), decoding]
+        kinds = [*steps.values(), decoding][:2]
         if (found := fastest_threads(subject.model, subject.prompts[0], kinds)) is not None:
             set_threads(found.threads)
             tell_threads(found, console)
     if search:
         _search(subject, decodings, partial(tuned.keep, model, place=place, compile=compile), console, format)
         return
-    names = [name.strip() for text in tree or [_TREES] for name in text.split(",") if name.strip()]
-    rows = _profile(subject, decoding, names, size or model, place, console, format, out)
+    rows = _profile(subject, steps, size or model, place, console, format, out)
     if save_to is not None:
         save_device(subject, rows, place, save_to)
         console.say(f"written: {save_to}")
@@ -131,22 +134,19 @@ def _refuse_with_search(**given: object) -> None:
 
 def _profile(
     subject: Subject,
-    decoding: Decoding,
-    names: Sequence[str],
+    steps: Mapping[str, Decoding],
     title: str,
     place: Place,
     console: Console,
     format: str | None,
     out: Path | None,
 ) -> list[dict[str, Any]]:
-    """Measure the steps of the trees `names`; return the rows of the table."""
+    """Measure the steps, by name; return the rows of the table."""
     import pandas as pd
 
-    from lantern_bench.profile.run import measure, step_of, write_step_costs
+    from lantern_bench.profile.run import measure, write_step_costs
     from lantern_bench.profile.steps import device_rates, dtype_error
-    from lantern_bench.profile.tree_search import autoregressive
 
-    steps = {"ar": autoregressive(decoding)} | {name: step_of(name, decoding) for name in names}
     target: Any = subject.model.target
     rates = device_rates(target, subject.guided)
     speeds = f"reads {rates.bytes_per_s / 1e9:.1f} GB/s, multiplies {rates.operations_per_s / 1e9:.0f} Gop/s"

@@ -141,7 +141,7 @@ def predict(
     (data,) = load_runs([locate(run)]).values()
     table = predict_run(data, found, stack, model)
     console.table(table, "prediction", title=f"{data.folder.name}, predicted for {found.name}", format=format)
-    for line in [*terms_of(found, stack), measured_elsewhere(data, found, stack)]:
+    for line in [*terms_of(found, stack), measured_elsewhere(data, found, stack, model)]:
         if line is not None:
             console.say(line)
 

@@ -36,6 +36,7 @@ from lantern_bench.report.reproduction import device_in_words
 from lantern_bench.report.tables import write_csv
 from lantern_bench.runs.devices import Place
 from lantern_bench.runs.machine import machine_block
+from lantern_bench.runs.runner import place_facts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -99,6 +100,8 @@ def measure(subject: Subject, steps: Mapping[str, Decoding], rates: Rates, on_pr
     """Measure target forwards by number of nodes, then each kind of step by name, in turns."""
     model, condition = subject.model, subject.model.condition(subject.prompts[:1])
     rows: list[Row] = []
+    # Before the steps take turns: what other trees allocate stays allocated.
+    memory = {name: _memory(subject, decoding) for name, decoding in steps.items()}
     for number, nodes in enumerate(_NODES, start=1):
         milliseconds = forward_ms(model, condition, nodes, subject.cfg_scale)
         rows.append(_forward_row(subject, nodes, milliseconds, rates))
@@ -106,7 +109,7 @@ def measure(subject: Subject, steps: Mapping[str, Decoding], rates: Rates, on_pr
     tell = partial(on_progress, "measuring steps")
     costs = step_costs(model, list(steps.values()), subject.prompts, subject.seed, subject.tokens, tell)
     for (name, decoding), cost in zip(steps.items(), costs, strict=True):
-        rows.append(_step_row(subject, name, decoding, cost, rows, rates))
+        rows.append(_step_row(subject, name, decoding, cost, rows, rates) | memory[name])
     return rows
 
 
@@ -121,9 +124,7 @@ def _forward_row(subject: Subject, nodes: int, milliseconds: float, rates: Rates
 def _step_row(
     subject: Subject, name: str, decoding: Decoding, cost: StepCost, before: Sequence[Row], rates: Rates
 ) -> Row:
-    model = subject.model
-    nodes = 1 if decoding.drafting == "none" else drafting_of(decoding, model.target).nodes
-    row = _forward_row(subject, nodes, cost.total, rates) | {"what": "step", "name": name}
+    row = _forward_row(subject, _nodes(subject, decoding), cost.total, rates) | {"what": "step", "name": name}
     row |= cost.parts
     plain = next((one["milliseconds"] for one in before if one["name"] == "ar"), cost.total)
     # An autoregressive step samples inside the target's program: what exceeds a bare forward is outside the target.
@@ -132,10 +133,17 @@ def _step_row(
     row |= {"outside_share": outside / cost.total, "break_even_mal": cost.total / plain}
     # Drafts of random weights are accepted by chance, so their accepted length means nothing.
     length = cost.mean_accepted_length if subject.trained else float("nan")
-    row |= {"mean_accepted_length": length, "speedup": length * plain / cost.total}
-    one_image = partial(step_costs, model, [decoding], subject.prompts[:1], tokens=24)
-    peak, accounted = decode_memory(model, nodes, subject.guided, one_image)
-    return row | {"peak_memory_mb": peak / 1e6, "accounted_memory_mb": accounted / 1e6}
+    return row | {"mean_accepted_length": length, "speedup": length * plain / cost.total}
+
+
+def _memory(subject: Subject, decoding: Decoding) -> Row:
+    one_image = partial(step_costs, subject.model, [decoding], subject.prompts[:1], tokens=24)
+    peak, accounted = decode_memory(subject.model, _nodes(subject, decoding), subject.guided, one_image)
+    return {"peak_memory_mb": peak / 1e6, "accounted_memory_mb": accounted / 1e6}
+
+
+def _nodes(subject: Subject, decoding: Decoding) -> int:
+    return 1 if decoding.drafting == "none" else drafting_of(decoding, subject.model.target).nodes
 
 
 def save_device(subject: Subject, rows: Sequence[Row], place: Place, path: Path) -> None:
@@ -150,9 +158,10 @@ def save_device(subject: Subject, rows: Sequence[Row], place: Place, path: Path)
     steps = {row["name"]: StepTimes(**{part: row[part] for part in _PARTS}) for row in rows if row["what"] == "step"}
     samples = [one for name, times in steps.items() for one in step_samples(at, named_draft(name), size, times)]
     host = [times.other_ms for name, times in steps.items() if name != "ar"]
-    where = {"device": str(place.device), "machine": machine_block(), "threads": torch.get_num_threads()}
+    where = {"machine": machine_block()} | place_facts(place, subject.model.engine.compile)
     note = f"fitted to {len(samples)} times of `lantern-bench profile`: {subject.model.name}, {place.dtype_name}"
     facts = {"name": path.stem, "about": device_in_words(where), "kind": kind, "weight_bytes": size}
+    facts |= {"code": "compiled" if subject.model.engine.compile else "eager"}
     device = fit_device(samples, **facts, step_us=round(1e3 * median(host), 2) if host else 0.0, sources=(note,))
     try:
         write_atomically(path, yaml.safe_dump(device.model_dump(mode="json"), sort_keys=False).encode())

@@ -38,8 +38,9 @@ class Device(BaseModel):
     kind: on a `cpu` reads and products follow each other, and attention reads the cache in use; on a `gpu` they
     overlap, and compiled programs read the whole cache. kernel_us: one kernel of a compiled program. eager_kernel_us:
     the host's time to launch one from Python; None where unknown. step_us: host work of a step outside its programs.
-    weight_bytes: of one number. factors: of draft and verify, measured over modelled seconds; of target forwards, by
-    nodes, with lines between. sources: where each figure is from, and which are fitted or assumed.
+    code: what an own device was fitted to, and stands for. weight_bytes: of one number. factors: of draft and verify,
+    measured over modelled seconds; of target forwards, by nodes, with lines between. sources: where each figure is
+    from, and which are fitted or assumed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,6 +55,7 @@ class Device(BaseModel):
     kernel_us: _Time
     eager_kernel_us: _Time | None = None
     step_us: _Time = 0.0
+    code: Literal["compiled", "eager"] = "compiled"
     weight_bytes: Annotated[int, Field(ge=1, le=8, description="must be a whole number from 1 to 8")] = 2
     draft_factor: _Rate = 1.0
     verify_factor: _Rate = 1.0

@@ -42,24 +42,27 @@ def predict_run(run: RunData, device: Device, stack: str, model: str | None = No
 
     rows = list(prediction_rows(run, device, stack, model))
     measured = tables_of(run)["speed"].set_index("cell_id")["speedup"]
-    here = model is None and (device.about, stack) == _made_with(run)
+    here = measured_elsewhere(run, device, stack, model) is None
     for row in rows:
         row["speedup_measured"] = ours = measured.get(row["cell_id"])
         row["speedup_error"] = row["speedup"] / ours - 1 if here and not pd.isna(ours) else None
     return frame("prediction", rows)
 
 
-def measured_elsewhere(run: RunData, device: Device, stack: str) -> str | None:
-    """Say on which device and with which code the run was measured; None where these are the predicted ones."""
-    words, code = _made_with(run)
-    if (words, code) == (device.about, stack):
+def measured_elsewhere(run: RunData, device: Device, stack: str, model: str | None = None) -> str | None:
+    """Say with which model, device and code the run was measured; None where these are the predicted ones."""
+    measured = device_in_words(run.manifest), "compiled" if run.manifest.get("compile") else "eager"
+    predicted = device.about or device.name, _code(device, stack)
+    others = {str(row["model"]) for row in run.records} - {model} if model is not None else set()
+    if not others and measured == predicted:
         return None
-    return f"The run was measured on {words}, {code}; predicted is {device.about or device.name}, {stack}."
+    run_of = f"{', '.join(sorted(others))} on " if others else ""
+    return f"The run was measured on {run_of}{', '.join(measured)}; predicted is {', '.join(predicted)}."
 
 
-def _made_with(run: RunData) -> tuple[str, str]:
-    """The device of a run in words, and its code: compiled or eager."""
-    return device_in_words(run.manifest), "compiled" if run.manifest.get("compile") else "eager"
+def _code(device: Device, stack: str) -> str:
+    """What is predicted: an own device stands for the code that it was fitted to."""
+    return device.code if stack == "compiled" else stack
 
 
 def prediction_rows(run: RunData, device: Device, stack: str, model: str | None = None) -> Iterator[dict[str, Any]]:
@@ -107,7 +110,7 @@ def terms_of(device: Device, stack: str) -> list[str]:
     kernel = device.kernel_us if stack == "compiled" else device.eager_kernel_us
     return [
         f"Predicted for {device.about or device.name}, not measured: read {shares}{device.multiply_share:g}; "
-        f"{kernel:g} us a kernel ({stack}), {device.step_us:g} us of host work a step.",
+        f"{kernel:g} us a kernel ({_code(device, stack)}), {device.step_us:g} us of host work a step.",
         *device.sources,
         "Acceptance is that of the run. Formulas, kernel counts, errors against published figures: docs/prediction.md.",
     ]

@@ -80,8 +80,7 @@ def fastest_threads(model: LoadedModel, prompt: str, decodings: Iterable[Decodin
         kinds.setdefault(decoding.drafts, decoding)
     with torch.inference_mode():
         condition = model.condition([prompt])
-    weights = " ".join(digest[:12] for digest in model.weights.values())  # random models have one name
-    kept = KeptThreads(model.engine.folder, f"{model.name} {weights}", kinds)
+    kept = KeptThreads(model.engine.folder, kinds)
     known = kept.read()
     found = calibrate(step_work(model, condition, kinds.values()), known)
     # What was chosen on a busy machine does not count for the next run.
@@ -130,16 +129,16 @@ def calibrate(work: Callable[[], object], known: int | None = None) -> Calibrate
 class KeptThreads:
     """The number of threads chosen before, kept with compiled programs: those of another number would be compiled anew.
 
-    `model` names what was timed, and `drafts` the kinds of its cells: that draft, that do not. Without a folder nothing
-    is kept.
+    The folder is that of one model's programs. `drafts` says which kinds of cells were timed: that draft, that do not.
+    Without a folder nothing is kept.
     """
 
-    def __init__(self, folder: Path | None, model: str, drafts: Iterable[bool]) -> None:
+    def __init__(self, folder: Path | None, drafts: Iterable[bool]) -> None:
         import torch
 
         self._path = folder and folder / "threads.json"
         kinds = " and ".join("drafting" if one else "autoregressive" for one in sorted(drafts))
-        self._most, self._key = torch.get_num_threads(), f"{model}, {kinds}, at most {torch.get_num_threads()}"
+        self._most, self._key = torch.get_num_threads(), f"{kinds}, at most {torch.get_num_threads()}"
 
     def read(self) -> int | None:
         """Return the kept number; None without one that this process can use."""

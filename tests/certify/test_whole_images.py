@@ -15,6 +15,7 @@ from lantern_bench.certify.tables import LEVEL, ImageTests, whole_image_rows
 from lantern_bench.certify.whole_image import (
     TESTS,
     Evidence,
+    _wager,
     decoded_evidence,
     edge_tolerance,
     evidence,
@@ -23,6 +24,7 @@ from lantern_bench.certify.whole_image import (
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt
 from lantern_bench.decoding.sampling import decoding_probabilities
+from lantern_bench.errors import LogitsError
 from lantern_bench.models.loaded_model import LoadedModel
 from tests.tiny_family import CODES, PROMPTS, TOKENS, TinyFamily
 
@@ -86,6 +88,9 @@ def test_tokens_that_rounding_moves_across_a_filter_are_left_out(filters: dict[s
         found = evidence(logits, None, tokens, [[1]], one, places, 1e-3)
         assert found.edge[0].tolist() == [kind == "edge", False] * 50
         assert found.impossible[0].tolist() == [kind == "fails", token > 1] * 50
+        q = logits.softmax(dim=-1)[:, 1:].roll(1, -1)
+        with_q = evidence(logits, q, tokens, [[1]], one, places, 1e-3)
+        assert (with_q.ratio[found.edge | found.impossible] == 1.0).all() and (with_q.ratio != 1.0).any() == (token < 2)
         outside = found.edge | found.impossible
         assert not found.surprise[outside].any() and not found.surprise_var[outside].any()
         assert p_values([found], 1)["support"] == float(token < 2)
@@ -123,6 +128,21 @@ def test_tokens_at_the_edge_of_a_filter_may_not_come_too_often() -> None:
         found = evidence(logits, None, tokens[None], [[1]], one, places, 0.05)
         assert found.edge.sum() == (tokens == 2).sum()
         assert (p_values([found], 0)["edge"] > 1e-3) is right
+
+
+def test_the_capital_of_a_wager_is_shared_between_its_stakes() -> None:
+    ratios = np.array([[1.0, 30.0, 0.2], [1.0, 80.0, 3.0]])
+    capital = np.mean([np.prod(1 + stake * (ratios - 1)) for stake in (0.005, 0.01, 0.02, 0.05)])
+    assert capital > 1 and _wager(ratios) == pytest.approx(1 / capital)
+    assert _wager(np.full((1, 3), 0.5)) == 1.0
+
+
+def test_a_drafter_that_gives_no_numbers_is_an_error() -> None:
+    q = torch.full((1, 1, 4), torch.nan)
+    with pytest.raises(LogitsError):
+        evidence(
+            torch.zeros(1, 2, 4), q, torch.tensor([[1, 2]]), [[1]], Decoding(mode="ar"), torch.zeros(2, 1, 2), 1e-3
+        )
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02])

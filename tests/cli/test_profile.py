@@ -61,6 +61,7 @@ def test_threads_are_tried_unless_they_are_given(
     monkeypatch.setattr(cli_profile, "fastest_threads", fastest)
     try:
         assert cli.main([*TYPED, "--threads", "1"]) == 0 and not tried
+        assert cli.main([*TYPED, "--tree", "smal-7"]) == 2 and not tried
         torch.set_num_threads(2)
         assert cli.main(TYPED) == 0 and tried == [[False, True]] and torch.get_num_threads() == 1
     finally:
@@ -74,7 +75,13 @@ def test_saved_device_reproduces_what_it_was_fitted_to(tmp_path: Path, capsys: p
     assert cli.main([*typed, str(tmp_path), "--save-device", str(path)]) == 0
     assert f"written: {path}" in capsys.readouterr().err
     device = find_device(str(path))
-    assert device.name == "here" and device.kind == "cpu" and device.weight_bytes in (2, 4) and device.about
+    assert (
+        device.name == "here"
+        and device.kind == "cpu"
+        and device.code == "eager"
+        and device.weight_bytes in (2, 4)
+        and device.about
+    )
     assert set(device.target_factors) == {1, 8} and device.sources[0].startswith("fitted to 4 times")
     steps = pd.read_csv(tmp_path / "profile.csv").query("what == 'step'").set_index("name")
     sizes = read_size("2x64x64x4")

@@ -51,6 +51,10 @@ def test_error_is_only_of_a_run_with_the_same_device_and_code(run: RunData, abou
     assert predict_run(there, device, "compiled")["speedup_error"].notna().all() == same
     said = measured_elsewhere(there, device, "compiled")
     assert (said is None) is same
+    other = measured_elsewhere(there, device, "compiled", "llamagen-t2i-stage1")
+    assert other is not None and "measured on lanterns on Some CPU" in other
+    eager = device.model_copy(update={"code": "eager", "about": "Some CPU, 1 threads"})
+    assert (measured_elsewhere(there, eager, "compiled") is None) is not compiled
     assert same or f"Some CPU, 1 threads, {'compiled' if compiled else 'eager'}; predicted" in str(said)
 
 
@@ -120,6 +124,7 @@ def test_command_prints_the_table_and_its_terms(run: RunData, capsys: pytest.Cap
     written = capsys.readouterr()
     table = pd.read_csv(io.StringIO(written.out))
     assert table["device"].tolist() == ["h100"] * 3
+    assert "The run was measured on " in written.err
     for term in ("not measured", "3350 GB/s x 0.88", "989.4 Tflop/s x 0.6", "us a kernel (compiled)", "data sheet"):
         assert term in written.err
 

@@ -54,23 +54,21 @@ def test_known_threads_are_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_threads_are_kept_with_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number chosen by another model, other kinds of cells or among other numbers, or a damaged file, is none."""
+    """A number chosen by other kinds of cells or among other numbers, or a damaged file, is none."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    kept = KeptThreads(tmp_path, "lanterns", [True, False])
+    kept = KeptThreads(tmp_path, [True, False])
     assert kept.read() is None
     kept.write(1)
-    KeptThreads(tmp_path, "lanterns", [True]).write(4)
-    assert KeptThreads(tmp_path, "lanterns", [False, True]).read() == 1
-    assert KeptThreads(tmp_path, "lanterns", [True]).read() == 4
-    assert KeptThreads(tmp_path, "lanterns", [False]).read() is None
-    assert KeptThreads(tmp_path, "chameleon", [True]).read() is None
+    KeptThreads(tmp_path, [True]).write(4)
+    assert KeptThreads(tmp_path, [False, True]).read() == 1 and KeptThreads(tmp_path, [True]).read() == 4
+    assert KeptThreads(tmp_path, [False]).read() is None
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert KeptThreads(tmp_path, "lanterns", [True]).read() is None
+    assert KeptThreads(tmp_path, [True]).read() is None
     for damaged in (b"", b"[1]", b"{"):
         (tmp_path / "threads.json").write_bytes(damaged)
         assert kept.read() is None
-    KeptThreads(None, "lanterns", [True]).write(1)
-    assert KeptThreads(None, "lanterns", [True]).read() is None
+    KeptThreads(None, [True]).write(1)
+    assert KeptThreads(None, [True]).read() is None
 
 
 def test_compiled_steps_are_compiled_for_every_number_of_threads() -> None:
