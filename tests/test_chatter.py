@@ -44,7 +44,7 @@ def stderr_of(*words: str, **variables: str) -> list[str]:
 
 def test_profile_prints_its_own_lines_only() -> None:
     typed = ["-m", "lantern_bench", "profile", "--size", "1x64x16x4", "--images", "1", "--no-compile"]
-    ours = re.compile(r"cpu: reads .* of this model|measuring (forwards|steps)(: \d+%.*)?")
+    ours = re.compile(r"cpu: reads .* of this model|measuring (memory|forwards|steps)(: \d+%.*)?")
     lines = stderr_of(*typed, "--tree", "chain-3", "--threads", "1")
     assert lines and [line for line in lines if not ours.fullmatch(line)] == []
 

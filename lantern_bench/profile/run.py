@@ -101,7 +101,10 @@ def measure(subject: Subject, steps: Mapping[str, Decoding], rates: Rates, on_pr
     model, condition = subject.model, subject.model.condition(subject.prompts[:1])
     rows: list[Row] = []
     # Before the steps take turns: what other trees allocate stays allocated.
-    memory = {name: _memory(subject, decoding) for name, decoding in steps.items()}
+    memory = {}
+    for number, (name, decoding) in enumerate(steps.items(), start=1):
+        memory[name] = _memory(subject, decoding)  # its programs are compiled here
+        on_progress("measuring memory", number / len(steps))
     for number, nodes in enumerate(_NODES, start=1):
         milliseconds = forward_ms(model, condition, nodes, subject.cfg_scale)
         rows.append(_forward_row(subject, nodes, milliseconds, rates))
