@@ -178,10 +178,13 @@ def lanterns(
     console: Console = ctx.obj
     only_training = {"minutes": minutes, "steps": steps, "init_from": init_from}
 
+    from lantern_bench.metrics.fidelity import find_extractor
+    from lantern_bench.metrics.reference_sets import EMBEDDED_FEATURES, write_embedded
     from lantern_bench.models.lanterns import FILES, WEIGHTS_FOLDER
     from lantern_bench.runs.devices import choose_place
     from lantern_bench.training.lanterns.quality_gates import check_weights
     from lantern_bench.training.lanterns.recipe import PARTS, REPORT, RecipeSettings, check_part, train_part
+    from lantern_bench.training.lanterns.tasks import reference_scenes
 
     shared = {"seed": seed, "resume": resume, "device": device, "images": images}
     settings = checked(RecipeSettings, only_training | shared)
@@ -207,6 +210,10 @@ def lanterns(
         with console.progress() as progress:
             on_event = partial(_show_event, progress, name)
             report = train_part(name, folder, work, settings, place.device, on_event, progress.share)
+        if name == "features":
+            # The embedded reference has features of this network.
+            scenes, label = reference_scenes()
+            write_embedded(folder / EMBEDDED_FEATURES.name, scenes, find_extractor(weights=path), label)
         figures = ", ".join(f"{key.replace('_', ' ')} {value:.4g}" for key, value in report.figures.items())
         console.say(f"{name}: {report.steps} steps in {duration(report.seconds)}; {figures}")
         console.say(f"{name}: {'replaced' if before else 'wrote'} {path}")

@@ -1,4 +1,4 @@
-"""Reference sets of fidelity: rendered scenes, a folder, an annotation file, or statistics; and their cached features.
+"""Reference sets of fidelity: the embedded one, a folder, an annotation file, or statistics; and their cached features.
 
 A pass of thousands of pictures through Inception takes minutes and always gives the same result. The cache key is a
 hash of the pictures' content, the extractor with its weights, and the preprocessing; file names do not matter.
@@ -11,19 +11,19 @@ import hashlib
 import io
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor
 
-from lantern_bench.config.protocols import Preparation, Protocol
+from lantern_bench.config.protocols import EMBEDDED, Preparation, Protocol
 from lantern_bench.errors import UserError
 from lantern_bench.metrics.fidelity import (
     Extractor,
@@ -34,25 +34,23 @@ from lantern_bench.metrics.fidelity import (
     resize_for_features,
 )
 from lantern_bench.models.io import files
-from lantern_bench.models.lanterns import captions
-from lantern_bench.training.lanterns import scenes
+from lantern_bench.models.lanterns import WEIGHTS_FOLDER
 
 CACHE_VARIABLE = "LANTERN_BENCH_CACHE"
 
-_SEED = 730_113
+EMBEDDED_FEATURES = WEIGHTS_FOLDER / "reference.safetensors"
+
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 class Reference(NamedTuple):
-    """What fidelity is measured against, and its name in results.
+    """What fidelity is measured against."""
 
-    pictures: uint8 [3, h, w] each, None when there are only `statistics`; digest: of the content, for the cache.
-    """
-
-    pictures: Pictures | None
-    label: str
+    pictures: Pictures | None  # None where there are only `statistics`
+    label: str  # its name in results
     statistics: FeatureSet | None = None
-    digest: str = ""
+    digest: str = ""  # of the content, for the cache
+    extractor: str = ""  # label of the extractor behind `statistics`; empty where the file does not say
 
 
 @dataclass(frozen=True)
@@ -69,13 +67,15 @@ class _FilePictures:
 
 
 def find_reference(given: str | None, protocol: Protocol) -> Reference | None:
-    """Return the reference given by --reference; None for the protocol's own.
+    """Return the reference given by --reference, by default the protocol's own; None for a protocol without one.
 
-    Raises `UserError` for anything else than its message lists, and for scenes under a protocol without them.
+    Raises `UserError` for anything else than its message lists, and for `embedded` under another protocol.
     """
-    if given is None or given == protocol.reference:
+    if given is None and protocol.reference is None:
         return None
-    if given == "embedded":
+    if given in (None, EMBEDDED):
+        if protocol.reference == EMBEDDED:
+            return embedded_reference()
         what = f"--reference {given}: the rendered scenes are not for the protocol {protocol.name}"
         raise UserError(what, "Give a folder, a .json or a .npz, or --protocol embedded.")
     file, equals, folder = given.partition("=")
@@ -88,54 +88,25 @@ def find_reference(given: str | None, protocol: Protocol) -> Reference | None:
         return folder_reference(Path(given))
     raise UserError(
         f"--reference {given}: no such folder or file",
-        "What fidelity is measured against: embedded (newly rendered scenes), a folder of pictures, a COCO annotation "
-        ".json (its pictures in the folder of the same name, or FILE.json=FOLDER), or a .npz of mu and sigma.",
+        "What fidelity is measured against: embedded (scenes of the bundled family), a folder of pictures, a COCO "
+        "annotation .json (its pictures in the folder of the same name, or FILE.json=FOLDER), or a .npz of mu, sigma.",
     )
 
 
-@dataclass(frozen=True)
-class _Scenes:
-    """Scenes of the held-out captions in turn, rendered on first access."""
+def embedded_reference() -> Reference:
+    """Return the features that ship with the bundled family: of 1,024 painted scenes of the held-out captions.
 
-    size: int
-    seed: int
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.rendered[index]
-
-    @cached_property
-    def rendered(self) -> Tensor:
-        attributes = [captions.HELD_OUT[number % len(captions.HELD_OUT)] for number in range(self.size)]
-        return torch.from_numpy(np.ascontiguousarray(scenes.render(attributes, self.seed).transpose(0, 3, 1, 2)))
-
-
-def held_out_reference(size: int, seed: int = _SEED, cache: Path | None = None) -> Reference:
-    """Newly rendered scenes of the held-out captions in turn; no training uses the seed.
-
-    `cache` keeps their hash for the code that renders them, so that cached features need no rendering.
+    They are those of the bundled extractor alone. `write_embedded` made the file; no training uses the scenes.
     """
-    pictures, digest, path = _Scenes(size, seed), "", None
-    if cache is not None:
-        sources = (Path(str(module.__file__)).read_bytes() for module in (captions, scenes))
-        code = hashlib.sha256(b"".join((*sources, np.__version__.encode()))).hexdigest()[:16]
-        path = cache / "references" / f"scenes-{size}-{seed}-{code}.sha256"
-        with contextlib.suppress(OSError):
-            digest = path.read_text(encoding="ascii", errors="replace")
-    if re.fullmatch("[0-9a-f]{64}", digest) is None:
-        digest = hashlib.sha256(pictures.rendered.numpy().tobytes()).hexdigest()
-        if path is not None:
-            # A read-only home is no error: the scenes are rendered again.
-            with contextlib.suppress(OSError):
-                files.write_atomically(path, digest.encode())
-    return Reference(pictures, f"{reference_name(size, seed)}, sha256={digest[:8]}", digest=digest)
+    with safe_open(EMBEDDED_FEATURES, framework="pt") as file:
+        metadata, features = file.metadata(), file.get_tensor("features")
+    return Reference(None, metadata["label"], FeatureSet.of(features), extractor=metadata["extractor"])
 
 
-def reference_name(size: int, seed: int = _SEED) -> str:
-    """The label of `held_out_reference` without the hash, for which the scenes would have to be rendered."""
-    return f"lanterns held-out scenes, n={size}, seed={seed}"
+def write_embedded(path: Path, scenes: Tensor, extractor: Extractor, label: str) -> None:
+    """Write the features of painted scenes, uint8 [n, 3, 64, 64], with the extractor's fingerprint."""
+    metadata = {"label": label, "extractor": extractor.label}
+    files.write_atomically(path, save({"features": features_of(scenes, extractor)}, metadata))
 
 
 def folder_reference(folder: Path) -> Reference:
@@ -226,6 +197,9 @@ def reference_features(
         if found is None or width != extractor.width:
             what = f"the reference {reference.label} has {width} features, {extractor.name} has {extractor.width}"
             raise UserError(what, "Give statistics of the protocol's own extractor, or a folder of pictures.")
+        if reference.extractor not in ("", extractor.label):
+            what = f"the reference {reference.label} has features of {reference.extractor}, not of {extractor.label}"
+            raise UserError(what, "Give --reference a folder of pictures: it is measured by any extractor.")
         return found
     path = None
     if cache is not None and reference.digest:

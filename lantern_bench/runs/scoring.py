@@ -32,10 +32,8 @@ from lantern_bench.metrics.fidelity import (
 )
 from lantern_bench.metrics.reference_sets import (
     Reference,
-    held_out_reference,
     read_picture,
     reference_features,
-    reference_name,
 )
 from lantern_bench.metrics.spread import SubsetFigures, band
 from lantern_bench.models.lanterns.captions import attributes_of
@@ -111,8 +109,6 @@ def score_run(
     wanted = (protocol.name, protocol.version)
     kept = [row for row in read_scores(store.folder) if (row["protocol"], row["protocol_version"] or 1) == wanted]
     name = reference.label if reference is not None else ""
-    if reference is None and protocol.reference_pictures:
-        name = reference_name(protocol.reference_pictures)
     left = [cell for cell in cells if again or not _is_scored(cell, cells[cell], kept, scorers, name, infinity)]
     banded = {row["cell_id"] for row in kept if row["level"] == "band"}
     for family in _ar_families(cells):
@@ -122,8 +118,6 @@ def score_run(
     if not pending:
         return 0
     store.update_manifest(protocols=store.manifest.get("protocols", {}) | {protocol.name: protocol.to_dict()})
-    if reference is None and protocol.reference_pictures:
-        reference = held_out_reference(protocol.reference_pictures, cache=cache)
     written = 0
     found = score_records(
         pending, store.folder, scorers, reference, on_cell, cache=cache, infinity=infinity, measure=measure

@@ -8,6 +8,7 @@ pictures are scored as fairly as painted ones.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +49,7 @@ CLIP_CONFIG: dict[str, Any] = {
 }
 _EVALUATED, _RETRIEVED = 500, 100
 _EVALUATION_SEED = 977_001
+_REFERENCE, _REFERENCE_SEED = 1024, 730_113
 _REVIVE_EVERY = 10
 _USE_DECAY = 0.95
 _DEAD = 0.02
@@ -248,6 +250,16 @@ def held_out_scenes(n: int, seed: int = _EVALUATION_SEED) -> tuple[Tensor, list[
     attributes = [HELD_OUT[number % len(HELD_OUT)] for number in range(n)]
     pixels = torch.from_numpy(np.ascontiguousarray(render(attributes, seed).transpose(0, 3, 1, 2)))
     return pixels, attributes
+
+
+def reference_scenes() -> tuple[Tensor, str]:
+    """Return the scenes of the embedded reference, uint8 [1024, 3, 64, 64], and their name in results.
+
+    No training uses the seed. The name has the hash of the pixels.
+    """
+    scenes, _ = held_out_scenes(_REFERENCE, _REFERENCE_SEED)
+    digest = hashlib.sha256(scenes.numpy().tobytes()).hexdigest()
+    return scenes, f"lanterns held-out scenes, n={_REFERENCE}, seed={_REFERENCE_SEED}, sha256={digest[:8]}"
 
 
 class FeaturesTask(Task):

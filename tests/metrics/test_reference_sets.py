@@ -17,6 +17,7 @@ from lantern_bench.errors import UserError
 from lantern_bench.metrics import fidelity, reference_sets
 from lantern_bench.models.lanterns.classifier import AttributeClassifier
 from lantern_bench.models.lanterns.model import write_weights
+from lantern_bench.training.lanterns.tasks import reference_scenes
 
 EMBEDDED = PROTOCOLS["embedded"]
 PLAIN = Preparation()
@@ -40,24 +41,36 @@ def paint(folder: Path, names: str = "abcdef", size: tuple[int, int] = (64, 64))
     return folder
 
 
-def test_reference_scenes_use_held_out_captions_in_turn() -> None:
-    small, again, large = (reference_sets.held_out_reference(size) for size in (12, 12, 20))
-    assert small.pictures is not None and again.pictures is not None and large.pictures is not None
-    assert small.pictures[11].shape == (3, 64, 64) and len(small.pictures) == 12 and len(large.pictures) == 20
-    assert small.label == again.label != large.label
-    assert all(torch.equal(small.pictures[number], again.pictures[number]) for number in range(12))
-    assert small.label.startswith(reference_sets.reference_name(12))
-    assert "n=12" in small.label and "seed=" in small.label and "sha256=" in small.label
+@pytest.mark.long
+def test_the_embedded_features_are_those_of_the_painted_scenes() -> None:
+    """Painting takes half a minute; processors round features differently, in their last digits."""
+    scenes, label = reference_scenes()
+    embedded = reference_sets.embedded_reference()
+    assert embedded.label == label and embedded.statistics is not None
+    torch.testing.assert_close(
+        embedded.statistics.features, fidelity.features_of(scenes, fidelity.find_extractor()), rtol=1e-4, atol=1e-5
+    )
 
 
-def test_scenes_whose_hash_is_cached_are_not_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = reference_sets.held_out_reference(12, cache=tmp_path)
-    (kept,) = (tmp_path / "references").iterdir()
-    with monkeypatch.context() as patch:
-        patch.setattr(reference_sets.scenes, "render", None)
-        assert reference_sets.held_out_reference(12, cache=tmp_path).label == first.label
-    kept.write_text("damaged")
-    assert reference_sets.held_out_reference(12, cache=tmp_path).digest == first.digest == kept.read_text()
+def test_the_embedded_reference_belongs_to_the_bundled_extractor(extractor: fidelity.Extractor) -> None:
+    embedded = reference_sets.find_reference("embedded", EMBEDDED)
+    assert embedded is not None and embedded.label == reference_sets.embedded_reference().label
+    features = reference_sets.reference_features(embedded, fidelity.find_extractor(), PLAIN)
+    assert features.n == EMBEDDED.reference_pictures and features.features is not None
+    with pytest.raises(UserError, match=f"of {embedded.extractor}, not of {extractor.label}"):
+        reference_sets.reference_features(embedded, extractor, PLAIN)
+
+
+def test_written_features_are_read_back(
+    tmp_path: Path, extractor: fidelity.Extractor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures = torch.stack([reference_sets.read_picture(path) for path in sorted(paint(tmp_path / "set").iterdir())])
+    monkeypatch.setattr(reference_sets, "EMBEDDED_FEATURES", tmp_path / "reference.safetensors")
+    reference_sets.write_embedded(reference_sets.EMBEDDED_FEATURES, pictures, extractor, "six pictures")
+    embedded = reference_sets.embedded_reference()
+    assert embedded.label == "six pictures"
+    features = reference_sets.reference_features(embedded, extractor, PLAIN).features
+    assert features is not None and torch.equal(features, fidelity.features_of(pictures, extractor))
 
 
 def test_folder_reference_reads_pictures_by_name(tmp_path: Path) -> None:
@@ -135,10 +148,7 @@ def test_statistics_that_are_wrong(tmp_path: Path, arrays: dict[str, Any]) -> No
 def test_unknown_reference_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder or file"):
         reference_sets.find_reference(str(tmp_path / "nowhere"), EMBEDDED)
-    assert (
-        reference_sets.find_reference("embedded", EMBEDDED) is None
-        and reference_sets.find_reference(None, EMBEDDED) is None
-    )
+    assert reference_sets.find_reference(None, PROTOCOLS["lantern-coco"]) is None
     with pytest.raises(UserError, match="not for the protocol lantern-coco"):
         reference_sets.find_reference("embedded", PROTOCOLS["lantern-coco"])
 
