@@ -1,10 +1,27 @@
-"""What every test needs: no tuned cell of the user reaches a sweep of the tests, and none of theirs is left behind."""
+"""What tests share: the bundled model and images of it, a finished run of tables, and the compiler's cache.
+
+Session fixtures are made once in each test process, on first use. Their results are shared: a test that changes one
+copies it first (`dataclasses.replace`, `shutil.copytree`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from lantern_bench.decoding.loop import Decoded
+    from lantern_bench.models.loaded_model import LoadedModel
+
+CAPTION = "a red lantern"
+
+# All test processes and all later runs of the tests find what inductor has compiled; `make clean` removes it.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "inductor"))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -14,3 +31,56 @@ def no_tuned_cells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lantern_bench.runs.tuned.cache_folder", lambda: folder)
         yield
+
+
+@pytest.fixture(scope="session")
+def lanterns() -> LoadedModel:
+    """The bundled model in float32 on the CPU, not compiled."""
+    import torch
+
+    from lantern_bench.models.registry import load_model
+
+    return load_model("lanterns", torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture(scope="session")
+def decode_lanterns(lanterns: LoadedModel) -> Callable[..., list[Decoded]]:
+    """Decode an image of each caption with the bundled model; equal requests are decoded once.
+
+    `decode_lanterns({"mode": "ar"}, ["a red lantern"], seed=3)`: image i has the seed 3 + i.
+    Other keywords go to `decode`.
+    """
+    import torch
+
+    from lantern_bench.config.decoding import Decoding
+    from lantern_bench.decoding.loop import decode
+
+    images: dict[str, list[Decoded]] = {}
+
+    def decoded(
+        values: dict[str, Any], captions: Sequence[str] = (CAPTION,), seed: int = 0, **keywords: Any
+    ) -> list[Decoded]:
+        key = json.dumps([values, list(captions), seed, keywords], sort_keys=True)
+        if key not in images:
+            generators = [torch.Generator().manual_seed(seed + number) for number in range(len(captions))]
+            condition = lanterns.condition(list(captions))
+            images[key] = decode(lanterns, condition, Decoding.model_validate(values), generators, **keywords)
+        return images[key]
+
+    return decoded
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a finished run of `tests.tiny_family.EXPERIMENT`: three images in each of six cells."""
+    from lantern_bench.cli import main as cli
+    from lantern_bench.models import registry
+    from tests.tiny_family import EXPERIMENT, TinyFamily
+
+    folder, family = tmp_path_factory.mktemp("tiny"), TinyFamily()
+    (folder / "tiny.yaml").write_text(EXPERIMENT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "families", lambda: {"tiny": family})
+        command = ["sweep", str(folder / "tiny.yaml"), "--threads", "1", "--out", str(folder / "run")]
+        assert cli.main(command) == 0
+    return folder / "run"
