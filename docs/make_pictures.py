@@ -19,10 +19,10 @@ import numpy as np
 import pandas as pd
 from PIL import Image
 
+from experiments.train_lanterns.tasks import held_out_scenes, reconstruct
 from lantern_bench.config.methods import MODES
 from lantern_bench.models.lanterns.model import load_tokenizer
 from lantern_bench.runs.store import read_run
-from lantern_bench.training.lanterns.tasks import held_out_scenes, reconstruct
 
 PICTURES = Path(__file__).parent / "pictures"
 _COLUMNS = 10

@@ -1,4 +1,4 @@
-"""`lantern-bench train`: `drafter` trains a drafter for any target; `lanterns` trains or measures the bundled models.
+"""`lantern-bench train drafter`: train a drafter for any target.
 
 Flags and data are checked before a model is loaded. Events of a training become progress, figures become tables with
 intervals.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
 import typer
 
 from lantern_bench.cli.options import (
-    DEVICE_HELP,
     PROMPTS_HELP,
     Flag,
     FormatOption,
@@ -33,10 +31,9 @@ if TYPE_CHECKING:
     from lantern_bench.console import Progress
     from lantern_bench.training.drafter.job import DrafterJob
     from lantern_bench.training.drafter.run import Evaluated
-    from lantern_bench.training.lanterns.recipe import RecipeSettings
     from lantern_bench.training.loop import TrainEvent
 
-train = command_group(name="train", help="Train a drafter for any target, or the bundled models with their own recipe.")
+train = command_group(name="train", help="Train a drafter for any target.")
 
 
 def _drafter_flags() -> Iterator[Flag]:
@@ -150,108 +147,3 @@ def _drafter_table(evaluated: Sequence[Evaluated], tree: str | None) -> pd.DataF
                 row |= {"over_own": ratio.value, "over_own_low": ratio.low, "over_own_high": ratio.high}
         rows.append(row)
     return pd.DataFrame(rows)
-
-
-@train.command()
-def lanterns(
-    ctx: typer.Context,
-    part: Annotated[
-        list[str] | None, typer.Option(help="tokenizer, features, clip, target or drafter; repeatable. Default: all.")
-    ] = None,
-    minutes: Annotated[float | None, typer.Option(help="Minutes per part. Default: the part's own, for a CPU.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps per part: the same seed then gives the same model.")] = None,
-    init_from: Annotated[Path | None, typer.Option(help="Start from the weights in this folder.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the weights. Default: the package's own.")] = None,
-    work: Annotated[
-        Path | None, typer.Option(help="Folder of data and checkpoints. Default: results/training/lanterns.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
-    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "auto",
-    resume: Annotated[bool, typer.Option(help="Continue from the checkpoint, or start again.")] = True,
-    evaluate: Annotated[
-        bool, typer.Option("--evaluate", help="Measure the weights against their quality gates; train nothing.")
-    ] = False,
-    images: Annotated[int, typer.Option(help="Images to sample with --evaluate.")] = 500,
-    format: FormatOption = None,
-) -> None:
-    """Train the bundled models, or measure them with --evaluate. The same command continues a training."""
-    console: Console = ctx.obj
-    only_training = {"minutes": minutes, "steps": steps, "init_from": init_from}
-
-    from lantern_bench.metrics.fidelity import find_extractor
-    from lantern_bench.metrics.reference_sets import EMBEDDED_FEATURES, write_embedded
-    from lantern_bench.models.lanterns import FILES, WEIGHTS_FOLDER
-    from lantern_bench.runs.devices import choose_place
-    from lantern_bench.training.lanterns.quality_gates import check_weights
-    from lantern_bench.training.lanterns.recipe import PARTS, REPORT, RecipeSettings, check_part, train_part
-    from lantern_bench.training.lanterns.tasks import reference_scenes
-
-    shared = {"seed": seed, "resume": resume, "device": device, "images": images}
-    settings = checked(RecipeSettings, only_training | shared)
-    given = [flag_of(key) for key, value in only_training.items() if value is not None]
-    if evaluate and given:
-        raise UserError(f"{given[0]} does not go with --evaluate, which trains nothing", "Train first, then evaluate.")
-    folder = out or WEIGHTS_FOLDER
-    for name in part or ():
-        check_part(name, folder, tuple(PARTS))
-    parts = [name for name in PARTS if not part or name in part]
-    if evaluate:
-        check_weights(parts, folder)
-        return _evaluate(parts, folder, settings, console, format)
-    for number, name in enumerate(parts):
-        check_part(name, folder, parts[:number], init_from)
-    work = work or results_root() / "training" / "lanterns"
-    place = choose_place(device)
-    writable(folder, "--out")
-    writable(work, "--work")
-    for name in parts:
-        path = folder / FILES[name]
-        before = path.is_file()
-        with console.progress() as progress:
-            on_event = partial(_show_event, progress, name)
-            report = train_part(name, folder, work, settings, place.device, on_event, progress.share)
-        if name == "features":
-            # The embedded reference has features of this network.
-            scenes, label = reference_scenes()
-            write_embedded(folder / EMBEDDED_FEATURES.name, scenes, find_extractor(weights=path), label)
-        figures = ", ".join(f"{key.replace('_', ' ')} {value:.4g}" for key, value in report.figures.items())
-        console.say(f"{name}: {report.steps} steps in {duration(report.seconds)}; {figures}")
-        console.say(f"{name}: {'replaced' if before else 'wrote'} {path}")
-    console.say(f"report: {folder / REPORT}")
-
-
-def _evaluate(
-    parts: Sequence[str], folder: Path, settings: RecipeSettings, console: Console, format: str | None
-) -> None:
-    """Print one row a quality gate, with the 95 % interval where the figure was sampled."""
-    import pandas as pd
-
-    from lantern_bench.metrics.clip import LOCAL_DIR, load_clip
-    from lantern_bench.report.stats import proportion, ratio_of_sums
-    from lantern_bench.runs.devices import choose_place
-    from lantern_bench.training.lanterns.quality_gates import Evaluation
-
-    device = choose_place(settings.device).device
-    clip = load_clip(f"{LOCAL_DIR}{folder / 'clip'}", device=device) if "clip" in parts else None
-    with console.progress() as progress:
-        evaluation = Evaluation(folder, clip, device, settings.images, settings.seed, on_progress=progress.share)
-        gates = list(evaluation.measure(parts))
-    rows = []
-    for gate in gates:
-        low = high = None
-        if gate.observations is not None:
-            over, under, _ = gate.observations
-            # Wilson's where all or none were right, since resampling of the prompts sees no variation there.
-            alike = set(under) == {1.0} and set(over) in ({0.0}, {1.0})
-            found = proportion(int(sum(over)), len(over)) if alike else ratio_of_sums(*gate.observations)
-            low, high = found.low, found.high
-        wanted = " and ".join(f"{side} {bound:g}" for side, bound in gate.wanted)
-        met = {True: "yes", False: "NO", None: ""}[gate.passed]
-        rows.append([gate.part, gate.name, gate.value, low, high, wanted, met])
-    columns = ["part", "bar", "measured", "low", "high", "wanted", "met"]
-    table = pd.DataFrame(rows, columns=columns).astype({"low": float, "high": float})
-    console.table(table, title="quality gates of the bundled models", format=format)
-    failed = [gate.name for gate in gates if gate.passed is False]
-    if failed:
-        count = f"{len(failed)} of {sum(bool(gate.wanted) for gate in gates)}"
-        raise CheckFailedError(f"{count} quality gates failed: {'; '.join(failed)}")

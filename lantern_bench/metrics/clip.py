@@ -125,7 +125,7 @@ def load_clip(
 
 def _weights_in(folder: Path, name: str) -> Path:
     """The weights file that open_clip takes from a `local-dir:` folder, after checking that the folder is complete."""
-    advice = "Train it with `lantern-bench train lanterns --part clip`." if name == BUNDLED else None
+    advice = "In the repository: python -m experiments.train_lanterns --part clip" if name == BUNDLED else None
     config = folder / "open_clip_config.json"
     if not config.is_file():
         kind = RefusedError if name == BUNDLED else UserError

@@ -1,7 +1,7 @@
 """The VQ tokenizer of LlamaGen (arXiv 2406.06525, section 3.1): a convolutional autoencoder around a codebook.
 
 LlamaGen's tokenizers, Chameleon's and the bundled one differ only by `VQConfig`; the parameter names are those of
-LlamaGen's checkpoints, which `load_vq` reads. The training losses are in `training.lanterns.tasks`.
+LlamaGen's checkpoints, which `load_vq` reads. The training losses are in `experiments/train_lanterns/tasks.py`.
 """
 
 from __future__ import annotations

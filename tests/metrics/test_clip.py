@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from experiments.train_lanterns.tasks import held_out_scenes
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.metrics import clip
-from lantern_bench.training.lanterns.tasks import held_out_scenes
 
 CONFIG = {
     "model_cfg": {
@@ -94,7 +94,7 @@ def test_missing_bundled_clip_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(clip, "BUNDLED_FOLDER", tmp_path / "clip")
     with pytest.raises(RefusedError, match="lanterns-clip is missing") as caught:
         clip.load_clip()
-    assert "lantern-bench train lanterns --part clip" in str(caught.value.advice)
+    assert "experiments.train_lanterns --part clip" in str(caught.value.advice)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])

@@ -13,12 +13,12 @@ import pytest
 import scipy.linalg
 import torch
 
+from experiments.train_lanterns.scenes import render
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.metrics import fidelity
 from lantern_bench.models.lanterns.captions import ALL_ATTRIBUTES
 from lantern_bench.models.lanterns.classifier import AttributeClassifier, load_classifier
 from lantern_bench.models.lanterns.model import write_weights
-from lantern_bench.training.lanterns.scenes import render
 
 
 @pytest.fixture(scope="module")

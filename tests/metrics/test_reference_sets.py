@@ -12,12 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
+from experiments.train_lanterns.tasks import reference_scenes
 from lantern_bench.config.protocols import PROTOCOLS, Preparation
 from lantern_bench.errors import UserError
 from lantern_bench.metrics import fidelity, reference_sets
 from lantern_bench.models.lanterns.classifier import AttributeClassifier
 from lantern_bench.models.lanterns.model import write_weights
-from lantern_bench.training.lanterns.tasks import reference_scenes
 
 EMBEDDED = PROTOCOLS["embedded"]
 PLAIN = Preparation()

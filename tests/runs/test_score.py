@@ -18,6 +18,8 @@ import pytest
 import torch
 from PIL import Image
 
+from experiments.train_lanterns.scenes import render
+from experiments.train_lanterns.tasks import CLIP_CONFIG, save_clip
 from lantern_bench.config.experiment import load_experiment, resolve
 from lantern_bench.config.plan import Prompt, make_plan
 from lantern_bench.config.protocols import PROTOCOLS, Protocol
@@ -32,8 +34,6 @@ from lantern_bench.runs import scoring
 from lantern_bench.runs.keys import KeyFields
 from lantern_bench.runs.store import RunStore, ScoreStore, read_scores
 from lantern_bench.schema import TABLES
-from lantern_bench.training.lanterns.scenes import render
-from lantern_bench.training.lanterns.tasks import CLIP_CONFIG, save_clip
 
 EMBEDDED = PROTOCOLS["embedded"]
 NOTHING = Protocol("nothing", 1, "scorers nothing")

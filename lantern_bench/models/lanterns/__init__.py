@@ -1,7 +1,7 @@
 """The bundled family: a miniature text-to-image model of paper lanterns that ships in the wheel.
 
-Captions, modules and trained weights; `training.lanterns` trains them. Figures measured with it describe this miniature
-only, never LlamaGen.
+Captions, modules and trained weights; `experiments/train_lanterns` trains them. Figures measured with it
+describe this miniature only, never LlamaGen.
 """
 
 from __future__ import annotations

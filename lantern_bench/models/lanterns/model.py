@@ -1,6 +1,7 @@
 """The bundled models: their sizes, fresh modules, and weights on disk as float16 safetensors, one file a part.
 
-`lanterns.__init__` says where each part's file is, `training.lanterns` trains them, `family` loads them for decoding.
+`lanterns.__init__` says where each part's file is, `experiments/train_lanterns` trains them, `family` loads them for
+decoding.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def load_part(
     if not path.is_file():
         raise RefusedError(
             f"the bundled model's {part} is missing: {path.name}",
-            f"Train it with `lantern-bench train lanterns --part {part}`.",
+            f"Install lantern-bench again; or, in its repository: python -m experiments.train_lanterns --part {part}",
         )
     fill(module, path)
     module.to(device=device, dtype=dtype).eval().requires_grad_(False)

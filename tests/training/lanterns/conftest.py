@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lantern_bench.training.lanterns import scenes
+from experiments.train_lanterns import scenes
 
 
 @pytest.fixture(scope="module", autouse=True)

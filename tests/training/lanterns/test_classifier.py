@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiments.train_lanterns.tasks import held_out_scenes
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.lanterns.captions import FIELDS, Attributes
 from lantern_bench.models.lanterns.classifier import AttributeClassifier, load_classifier, predict, prompt_accuracy
 from lantern_bench.models.lanterns.model import write_weights
-from lantern_bench.training.lanterns.tasks import held_out_scenes
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_a_file_brings_the_same_answers_back(
 def test_missing_weights_say_how_to_make_them(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"features\.safetensors") as caught:
         load_classifier(tmp_path / "features.safetensors")
-    assert "lantern-bench train lanterns --part features" in str(caught.value.advice)
+    assert "python -m experiments.train_lanterns --part features" in str(caught.value.advice)
 
 
 def test_a_file_of_something_else(tmp_path: Path) -> None:

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lantern_bench.cli.main import main
+from experiments.train_lanterns import quality_gates, recipe, tasks
+from experiments.train_lanterns.__main__ import main
+from experiments.train_lanterns.quality_gates import Evaluation, QualityGate, check_weights
+from experiments.train_lanterns.recipe import PARTS, RecipeSettings, drafter_task, train_part
+from experiments.train_lanterns.tasks import Sequences, TargetTask, held_out_scenes, tokenize
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.errors import RefusedError
 from lantern_bench.models.lanterns import FILES, GUIDANCE
@@ -18,10 +22,6 @@ from lantern_bench.models.lanterns import model as lanterns_model
 from lantern_bench.models.lanterns.captions import HELD_OUT
 from lantern_bench.models.vq import VQConfig
 from lantern_bench.training.drafter.run import Observations
-from lantern_bench.training.lanterns import quality_gates, recipe, tasks
-from lantern_bench.training.lanterns.quality_gates import Evaluation, QualityGate, check_weights
-from lantern_bench.training.lanterns.recipe import PARTS, RecipeSettings, drafter_task, train_part
-from lantern_bench.training.lanterns.tasks import Sequences, TargetTask, held_out_scenes, tokenize
 
 CPU = torch.device("cpu")
 TINY = RecipeSettings(steps=2, scenes=12, held_out=8, compiled=False)
@@ -155,11 +155,11 @@ def test_missing_weights_are_named(folder: Path, tmp_path: Path) -> None:
     check_weights(list(PARTS), folder)
     with pytest.raises(RefusedError, match=r"has no clip/open_clip_model.safetensors") as caught:
         check_weights(["clip"], tmp_path)
-    assert caught.value.advice == "First: lantern-bench train lanterns --part clip"
+    assert caught.value.advice == "First: python -m experiments.train_lanterns --part clip"
 
 
 def test_evaluate_prints_the_table_and_exits_with_5(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    typed = ["train", "lanterns", "--evaluate", "--out", str(folder), "--images", "2", "--format", "json"]
+    typed = ["--evaluate", "--out", str(folder), "--images", "2", "--format", "json"]
     assert main(typed) == 5
     told = capsys.readouterr()
     rows = json.loads(told.out)

@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lantern_bench.cli.main import main
+from experiments.train_lanterns import __main__ as program
+from experiments.train_lanterns import recipe, tasks
+from experiments.train_lanterns.__main__ import main
+from experiments.train_lanterns.recipe import PARTS, REPORT, RecipeSettings, check_part, train_part
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.lanterns import FILES, model
 from lantern_bench.models.lanterns.model import load_tokenizer
 from lantern_bench.models.vq import VQConfig
-from lantern_bench.training.lanterns import recipe, tasks
-from lantern_bench.training.lanterns.recipe import PARTS, REPORT, RecipeSettings, check_part, train_part
 from lantern_bench.training.loop import TrainEvent, TrainReport
 
 CPU = torch.device("cpu")
@@ -145,7 +146,7 @@ def test_missing_part_is_named_with_its_command(tmp_path: Path, part: str, neede
     with pytest.raises(RefusedError, match=f"--part {part} needs the {needed}") as caught:
         run(tmp_path, part)
     assert caught.value.exit_code == 3
-    assert caught.value.advice == f"First: lantern-bench train lanterns --part {needed}"
+    assert caught.value.advice == f"First: python -m experiments.train_lanterns --part {needed}"
     assert not (tmp_path / "work").exists()
     check_part(part, tmp_path, tuple(PARTS))
 
@@ -177,7 +178,7 @@ def test_usage_errors_are_raised_before_anything_is_made(
 ) -> None:
     out = str(tmp_path / "out")
     typed = [argument.replace("OUT", out) for argument in arguments]
-    assert main(["train", "lanterns", "--work", str(tmp_path / "work"), *typed]) == code
+    assert main(["--work", str(tmp_path / "work"), *typed]) == code
     told = capsys.readouterr()
     assert said.replace("OUT", out) in told.err and "Traceback" not in told.err and not told.out
     assert list(tmp_path.iterdir()) == []
@@ -191,8 +192,8 @@ def test_command_reports_what_it_wrote_and_replaced(
         held_out: int = 8
         compiled: bool = False
 
-    monkeypatch.setattr(recipe, "RecipeSettings", Tiny)
-    typed = ["train", "lanterns", "--part", "tokenizer", "--steps", "2", "--no-resume"]
+    monkeypatch.setattr(program, "RecipeSettings", Tiny)
+    typed = ["--part", "tokenizer", "--steps", "2", "--no-resume"]
     typed += ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
     for word in ("wrote", "replaced"):
         assert main(typed) == 0

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from experiments.train_lanterns import scenes
+from experiments.train_lanterns.scenes import SIZE, render, scene_set
 from lantern_bench.models.lanterns.captions import ALL_ATTRIBUTES, COLOURS, TRAIN, Attributes
-from lantern_bench.training.lanterns import scenes
-from lantern_bench.training.lanterns.scenes import SIZE, render, scene_set
 
 # What the middle of a lantern looks like: hue in degrees, except white, which has none.
 HUES = {"red": 0, "orange": 30, "yellow": 55, "green": 130, "blue": 225, "purple": 285}

@@ -8,14 +8,14 @@ import open_clip
 import pytest
 import torch
 
+from experiments.train_lanterns import tasks
+from experiments.train_lanterns.scenes import blur, degrade, drop_detail, scene_set
+from experiments.train_lanterns.tasks import ClipTask, FeaturesTask, Pool, reconstruct, save_clip, training_pool
 from lantern_bench.metrics.clip import load_clip
 from lantern_bench.models.lanterns.captions import ALL_ATTRIBUTES, HELD_OUT, TRAIN, Attributes
 from lantern_bench.models.lanterns.classifier import load_classifier, prompt_accuracy
 from lantern_bench.models.lanterns.model import write_weights
 from lantern_bench.models.vq import VQConfig, VQModel
-from lantern_bench.training.lanterns import tasks
-from lantern_bench.training.lanterns.scenes import blur, degrade, drop_detail, scene_set
-from lantern_bench.training.lanterns.tasks import ClipTask, FeaturesTask, Pool, reconstruct, save_clip, training_pool
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiments.train_lanterns import tasks
+from experiments.train_lanterns.scenes import SceneSet, scene_set
+from experiments.train_lanterns.tasks import TokenizerTask
 from lantern_bench.models.lanterns.captions import TRAIN
 from lantern_bench.models.vq import VQConfig, VQModel
-from lantern_bench.training.lanterns import tasks
-from lantern_bench.training.lanterns.scenes import SceneSet, scene_set
-from lantern_bench.training.lanterns.tasks import TokenizerTask
 from lantern_bench.training.loop import TrainReport, TrainSettings, train
 
 CONFIG = VQConfig(codes=1024, code_dim=4, z_channels=32, channels=32, channel_mult=(1, 1, 1), res_blocks=1)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from experiments.train_lanterns.scenes import SceneSet, degrade, render
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.models.lanterns import GUIDANCE
 from lantern_bench.models.lanterns.captions import ALL_ATTRIBUTES, FIELDS, HELD_OUT, Attributes
@@ -33,7 +34,6 @@ from lantern_bench.models.transformer.conditioning import Condition
 from lantern_bench.models.transformer.target import TransformerTarget
 from lantern_bench.models.vq import VQModel
 from lantern_bench.training.drafter.features import target_features
-from lantern_bench.training.lanterns.scenes import SceneSet, degrade, render
 from lantern_bench.training.loop import Task
 
 Reconstruct = Callable[[Tensor], Tensor]

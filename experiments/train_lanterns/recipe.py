@@ -1,6 +1,7 @@
 """The recipe of the bundled models: five parts, their data, their settings, and what is written of each.
 
-The losses are in `tasks` and `training/drafter/task.py`; `quality_gates` decides whether the result is good enough.
+The losses are in `tasks` and in `lantern_bench/training/drafter/task.py`; `quality_gates` decides whether the result is
+good enough.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from pydantic import BaseModel, ConfigDict
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from experiments.train_lanterns import tasks
+from experiments.train_lanterns.scenes import SceneSet, scene_set
 from lantern_bench import __version__
 from lantern_bench.clock import OnProgress, no_progress
 from lantern_bench.config.decoding import Decoding
@@ -42,8 +45,6 @@ from lantern_bench.models.vq import VQModel
 from lantern_bench.training.drafter.features import ConditionedTokens, FeatureBatches, LiveFeatures
 from lantern_bench.training.drafter.recipe import RECIPES, Count, Device, Natural, OptionalCount, OptionalPositive
 from lantern_bench.training.drafter.task import DrafterTask, loop_settings
-from lantern_bench.training.lanterns import tasks
-from lantern_bench.training.lanterns.scenes import SceneSet, scene_set
 from lantern_bench.training.loop import OnEvent, Task, TrainReport, TrainSettings, train
 
 REPORT = "training_report.json"
@@ -76,7 +77,7 @@ PARTS: dict[str, Part] = {
 
 
 class RecipeSettings(BaseModel):
-    """The settings of `train lanterns`. Without `minutes` and `steps` a part trains for its own minutes.
+    """The settings of a training. Without `minutes` and `steps` a part trains for its own minutes.
 
     `log_every` and `checkpoint_every` are steps; None leaves them to the part. `compiled` compiles the training of
     tokenizer, target and drafter, where a compiler is installed. `images` are sampled with `--evaluate`.
@@ -108,7 +109,7 @@ def check_part(part: str, folder: Path, among: Sequence[str] = (), init_from: Pa
     for needed in PARTS[part].needs:
         if needed not in among and not (folder / FILES[needed]).is_file():
             problem = f"--part {part} needs the {needed}, and {FILES[needed]} is not in the folder of weights"
-            raise RefusedError(problem, f"First: lantern-bench train lanterns --part {needed}")
+            raise RefusedError(problem, f"First: python -m experiments.train_lanterns --part {needed}")
     if init_from is not None and not (init_from / FILES[part]).is_file():
         raise UserError(f"--init-from {init_from}: there is no {FILES[part]}", "Give a folder with the part's weights.")
 

@@ -1,6 +1,6 @@
 """The bundled models of a folder, measured against the quality gates of their design.
 
-The CLIP model is an argument: `metrics` can read one, and this package may not import `metrics`.
+The CLIP model is an argument, so that a test can bring its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from experiments.train_lanterns.tasks import held_out_scenes, psnr_and_usage, reconstruct, tokenize
 from lantern_bench.clock import OnProgress, no_progress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
@@ -32,7 +33,6 @@ from lantern_bench.models.lanterns.model import load_tokenizer
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.vq import VQModel
 from lantern_bench.training.drafter.run import Observations
-from lantern_bench.training.lanterns.tasks import held_out_scenes, psnr_and_usage, reconstruct, tokenize
 
 _SCENES = 500
 _TEACHER_FORCED, _AT_ONCE = 64, 8
@@ -87,7 +87,7 @@ def check_weights(parts: Sequence[str], folder: Path) -> None:
     if missing:
         raise RefusedError(
             f"--evaluate: the folder of weights has no {', '.join(FILES[part] for part in missing)}",
-            f"First: lantern-bench train lanterns --part {' --part '.join(missing)}",
+            f"First: python -m experiments.train_lanterns --part {' --part '.join(missing)}",
         )
 
 
