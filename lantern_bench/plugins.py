@@ -68,7 +68,7 @@ Values: TypeAlias = Mapping[str, Any]
 class Drafting:
     """A way to draft.
 
-    make: (decoding, target, batch) -> an object as `DraftMethod` of decoding/interface.py. parameters: names of shipped
+    make: (decoding, target, batch) -> an object as `DraftMethod` of decoding/protocol.py. parameters: names of shipped
     parameters, or a `Parameter` that the drafting brings. defaults: their values if none is given. needs_drafter:
     whether the model's drafter is asked. sampled: children are drawn from q; otherwise a draft is deterministic and its
     q is 1. chain: the drafts never branch (static trees say so themselves). redrawn: whether every step draws all of
@@ -130,32 +130,32 @@ class DraftView(Protocol):
         ...
 
     @property
-    def own(self) -> Any:
+    def p_x(self) -> Any:
         """Probability p(x) [...]."""
         ...
 
     @property
-    def q(self) -> Any:
+    def q_x(self) -> Any:
         """Probability [...] of x under the distribution that it was drawn from; None for a deterministic draft (1)."""
         ...
 
     @property
-    def ratio(self) -> Any:
+    def strict_ratio(self) -> Any:
         """p(x) / q(x) [...], p(x) for a deterministic draft: what the strict rule accepts with."""
         ...
 
     @property
-    def whole(self) -> Any:
+    def p(self) -> Any:
         """The distribution p [..., V], or one that broadcasts to it."""
         ...
 
     @property
-    def near_tokens(self) -> Any:
+    def neighbour_tokens(self) -> Any:
         """Numbers of the k nearest codes of x, int64 [..., k], nearest first."""
         ...
 
     @property
-    def near(self) -> Any:
+    def neighbour_p(self) -> Any:
         """Probability p of the k nearest codes of x [..., k]."""
         ...
 

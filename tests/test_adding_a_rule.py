@@ -109,7 +109,7 @@ def test_an_edited_rule_does_not_continue_a_run(tmp_path: Path) -> None:
     sweep += ["--modes", "by-distance", "--images", "1", "--no-compile", "--out", "run"]
     assert run(tmp_path, sweep, sweep, path=package).returncode == 0
     module = package / "distance_rule.py"
-    module.write_text(module.read_text().replace("weights * draft.near", "0.5 * weights * draft.near"))
+    module.write_text(module.read_text().replace("weights * draft.neighbour_p", "0.5 * weights * draft.neighbour_p"))
     refused = run(tmp_path, sweep, path=package)
     assert refused.returncode == 3
     assert "code of the rule by-distance changed" in refused.stderr

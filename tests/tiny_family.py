@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.interface import Drafts, Scores
+from lantern_bench.decoding.protocol import DrafterLogits, Logits
 from lantern_bench.errors import UserError
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.plugins import ModelCard
@@ -32,10 +32,10 @@ class TinyTarget:
     def session(self, batch: int, guided: bool, nodes: int) -> TinySession:
         return TinySession(self, batch, guided)
 
-    def scores(self, tokens: Tensor, guided: bool) -> Scores:
+    def scores(self, tokens: Tensor, guided: bool) -> Logits:
         rows = tokens.shape[0] * (1 + guided)
         features = torch.zeros(rows, tokens.shape[1], WIDTH)
-        return Scores(self.cond[tokens], self.uncond[tokens] if guided else None, features)
+        return Logits(self.cond[tokens], self.uncond[tokens] if guided else None, features)
 
 
 class TinySession:
@@ -50,19 +50,19 @@ class TinySession:
         start = torch.full((self.batch, 1), CODES)
         return self.table.scores(start, self.guided) if features is None else None
 
-    def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Scores:
+    def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Logits:
         return self.table.scores(tokens, self.guided)
 
     def commit(self, path: Tensor, counts: Tensor) -> None:
         """Nothing to keep."""
 
-    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> Drafts:
+    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> DrafterLogits:
         last = tokens.gather(1, (counts[:, None] - 1).clamp_min(0))
         return self.extend(last, last, last)
 
-    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Drafts:
+    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> DrafterLogits:
         scores = self.table.scores(tokens, self.guided)
-        return Drafts(scores.cond, scores.uncond)
+        return DrafterLogits(scores.cond, scores.uncond)
 
 
 class TinyPixels:

@@ -16,7 +16,7 @@ from lantern_bench.decoding.acceptance.tree_acceptance import Accept, Acceptance
 from lantern_bench.decoding.drafting.hybrid import HybridDrafting
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
 from lantern_bench.decoding.drafting.static import draft_probabilities
-from lantern_bench.decoding.interface import Drafted, LastStep, Target
+from lantern_bench.decoding.protocol import Drafted, LastStep, Target
 from lantern_bench.plugins import Code
 
 Mistake: TypeAlias = tuple[Accept | None, Code]
@@ -71,18 +71,18 @@ def uniform_reused(decoding: Decoding) -> Mistake | None:
 class _Remembers(JacobiDrafting):
     """Knows the last draft of each place and its q, where there is one."""
 
-    def begin(self, p: Tensor) -> None:
-        super().begin(p)
+    def start_images(self, p: Tensor) -> None:
+        super().start_images(p)
         batch, window, _ = self._q.shape
         self.last, self.last_q = torch.zeros(batch, window, dtype=torch.int64), torch.zeros_like(self._q)
         self.known = torch.zeros(batch, window, dtype=torch.bool)
 
-    def learn(self, step: LastStep) -> None:
+    def after_step(self, step: LastStep) -> None:
         images, at = self._behind(step.accepted + 1, self.depth)
         self.known = at < self.depth
         at = at.clamp_max(self.depth - 1)
         self.last, self.last_q = step.tree.tokens[:, 1:][images, at], self._q[images, at]
-        super().learn(step)
+        super().after_step(step)
 
 
 class _OldQ(_Remembers):
@@ -120,8 +120,8 @@ class _KeptDraft(_Remembers):
 
 
 class _SlotNoise(JacobiDrafting):
-    def begin(self, p: Tensor) -> None:
-        super().begin(p)
+    def start_images(self, p: Tensor) -> None:
+        super().start_images(p)
         self.begun = False
 
     def _noise(self, noise: Tensor) -> Tensor:

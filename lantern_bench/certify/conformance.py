@@ -1,4 +1,4 @@
-"""Does a model keep the protocol of `decoding/interface.py`? One line a check, for models of other packages above all.
+"""Does a model keep the protocol of `decoding/protocol.py`? One line a check, for models of other packages above all.
 
 Each check compares what decoding calls (sessions, pixel decoder, codebook) with another way to the same numbers, on
 random tokens: no trained weights are needed. A mistake that both ways share shows only against a reference.
@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lantern_bench.decoding.interface import GuidesFeatures, ScoresFresh, Target, WithForcedTokens
 from lantern_bench.decoding.neighbours import SPACES, in_space
+from lantern_bench.decoding.protocol import GuidesFeatures, ScoresFresh, Target, WithForcedTokens
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.decoding.teacher_forcing import teacher_forced
 from lantern_bench.decoding.tree import StaticTree
@@ -108,7 +108,7 @@ class _Run:
         self.model, self.prompts, self.tolerance, self.generator = model, prompts, tolerance, generator
         self.length = length
         self.target: Target = model.target
-        self.choices = self.target.choices if isinstance(self.target, WithForcedTokens) else self.target.vocab_size
+        self.choices = self.target.n_codes if isinstance(self.target, WithForcedTokens) else self.target.vocab_size
         self.places = self._forced_at(torch.arange(self.target.image_tokens))
         drawn = torch.randint(self.choices, (2, length), generator=generator)
         self.tokens = torch.where(self.places[:length] < 0, drawn, self.places[:length]).to(self.target.device)
@@ -148,7 +148,7 @@ class _Run:
     def cache(self) -> Check:
         """Token by token through the cache, against a forward without one (where the target has one)."""
         pairs = {}
-        fresh = self.target.fresh if isinstance(self.target, ScoresFresh) else None
+        fresh = self.target.logits_without_cache if isinstance(self.target, ScoresFresh) else None
         for image, condition in enumerate(self.conditions):
             tokens, session = self.tokens[image : image + 1], self.target.session(1, True, 1)
             start = session.prefill(condition)

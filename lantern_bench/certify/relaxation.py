@@ -25,8 +25,8 @@ from lantern_bench.decoding.acceptance.relaxation import Relaxation
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.emitted_tv import emitted, emitted_tv_sampled, total_variation
-from lantern_bench.decoding.interface import KeepsState, LastStep
 from lantern_bench.decoding.loop import decode, drafter_and_table, relaxation_of
+from lantern_bench.decoding.protocol import KeepsState, LastStep
 from lantern_bench.decoding.sampling import Draws, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import Forced, drafts_along, drafts_at, teacher_forced
 from lantern_bench.decoding.tree import StaticTree
@@ -310,18 +310,18 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._method, name)
 
-    def begin(self, p: Tensor) -> None:
+    def start_images(self, p: Tensor) -> None:
         """New images start."""
         if isinstance(self._method, KeepsState):
-            self._method.begin(p)
+            self._method.start_images(p)
 
-    def learn(self, step: LastStep) -> None:
+    def after_step(self, step: LastStep) -> None:
         """Note the root, before its rows are overwritten."""
         assert step.tree.q is not None
         before = step.position - step.accepted - 1
         self._seen.append(_Root(step.p[:, 0].clone(), step.tree.q[:, 0].clone(), before, step.active.clone()))
         if isinstance(self._method, KeepsState):
-            self._method.learn(step)
+            self._method.after_step(step)
 
 
 def _strict(decoding: Decoding) -> Decoding:

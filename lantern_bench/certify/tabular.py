@@ -1,4 +1,4 @@
-"""A model without a network: next-token tables for target and drafter, behind the protocols of `decoding.interface`.
+"""A model without a network: next-token tables for target and drafter, behind the protocols of `decoding.protocol`.
 
 The distribution after a prefix depends on the tokens since the image began, so the joint distribution of all tokens is
 known, and the whole loop (drafting, cache bookkeeping, verification, commit) runs as with a real model. Images are
@@ -19,8 +19,8 @@ from lantern_bench.certify.relaxation import generators
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.compile import Engine
-from lantern_bench.decoding.interface import Drafts, Scores
 from lantern_bench.decoding.loop import decode
+from lantern_bench.decoding.protocol import DrafterLogits, Logits
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
 from lantern_bench.models.loaded_model import LoadedModel, NoPixels
 
@@ -68,11 +68,11 @@ class _TargetSession:
         self.model, self.batch, self.guided = model, batch, guided
         self.state = torch.zeros(batch, dtype=torch.int64)
 
-    def prefill(self, condition: Any) -> Scores:  # noqa: ARG002
+    def prefill(self, condition: Any) -> Logits:  # noqa: ARG002
         self.state = torch.zeros(self.batch, dtype=torch.int64)
         return self._scores(self.state[:, None])
 
-    def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Scores:
+    def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Logits:
         # The path of a node is read off the attention mask, as a transformer would. Powers beyond the image are cut
         # off: any of them leads beyond it.
         base, most = self.model.vocab_size + 1, self.model.image_tokens
@@ -87,9 +87,9 @@ class _TargetSession:
         kept = self.nodes.gather(1, last[:, None]).squeeze(1)
         self.state = torch.where(counts > 0, kept, self.state)
 
-    def _scores(self, states: Tensor) -> Scores:
+    def _scores(self, states: Tensor) -> Logits:
         features = states[..., None].float()
-        return Scores(self.model.p[0, states], self.model.p[1, states] if self.guided else None, features)
+        return Logits(self.model.p[0, states], self.model.p[1, states] if self.guided else None, features)
 
 
 class _DrafterFactory:
@@ -109,18 +109,18 @@ class _DrafterSession:
     def prefill(self, condition: Any, features: Tensor) -> None:  # noqa: ARG002
         self.state = torch.zeros_like(self.state)
 
-    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> Drafts:  # noqa: ARG002
+    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> DrafterLogits:  # noqa: ARG002
         for column in range(tokens.shape[1]):
             after = self.model.state_after(self.state, tokens[:, column])
             self.state = torch.where(column < counts, after, self.state)
         return self._drafts(self.state[:, None])
 
-    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Drafts:  # noqa: ARG002
+    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> DrafterLogits:  # noqa: ARG002
         return self._drafts(self.model.state_after(self.last.gather(1, origin), tokens))
 
-    def _drafts(self, states: Tensor) -> Drafts:
+    def _drafts(self, states: Tensor) -> DrafterLogits:
         self.last = states
-        return Drafts(self.model.q[0, states], self.model.q[1, states] if self.guided else None)
+        return DrafterLogits(self.model.q[0, states], self.model.q[1, states] if self.guided else None)
 
 
 # ---- whole images of the tables, tested against their joint distribution

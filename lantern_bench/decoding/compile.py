@@ -50,7 +50,7 @@ class Engine:
         self._made: dict[Hashable, Any] = {}
         self.fallbacks: dict[str, str] = {}
 
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` gave at the first call with this key and this number of threads.
 
         The compiler writes the number of threads into code for a CPU: every number gets programs of its own.
@@ -92,8 +92,8 @@ class Engine:
             return function
         store = self._store
         if store is not None and device.type == "cpu" and store.keeps(key):
-            return self.once(("program", key), lambda: store.program((key, torch.get_num_threads()), function))
-        return self.once(("program", key), lambda: self._compiled(function, device))
+            return self.cached(("program", key), lambda: store.program((key, torch.get_num_threads()), function))
+        return self.cached(("program", key), lambda: self._compiled(function, device))
 
     def _compiled(self, function: Callable[..., T], device: torch.device) -> Callable[..., T]:
         compiled = compile_function(function, device, self._backend)

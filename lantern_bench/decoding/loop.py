@@ -19,7 +19,7 @@ from lantern_bench.config.decoding import Decoding, NeighbourMetric
 from lantern_bench.decoding.acceptance.relaxation import Relaxation
 from lantern_bench.decoding.acceptance.tree_acceptance import Accept
 from lantern_bench.decoding.compile import Engine
-from lantern_bench.decoding.interface import Drafter, KeepsCache, Scores, Target, WithForcedTokens
+from lantern_bench.decoding.protocol import Drafter, KeepsCache, Logits, Target, WithForcedTokens
 from lantern_bench.decoding.sampling import (
     Draws,
     decoding_probabilities,
@@ -63,7 +63,7 @@ def relaxation_of(decoding: Decoding, model: Model) -> Relaxation:
     row, target = decoding.rule_row, model.target
     if row.lossless:
         return Relaxation(decoding.rule if decoding.drafts else "strict")
-    choices = target.choices if isinstance(target, WithForcedTokens) else None
+    choices = target.n_codes if isinstance(target, WithForcedTokens) else None
     bound, *others = ((key, decoding.value(key)) for key in row.own_names)
     codes = model.codes if row.codebook else None
     values = (decoding.neighbours or 0, bound[1], decoding.residual, choices, tuple(others), codes)
@@ -133,8 +133,8 @@ class _Run:
             return torch.empty(self.batch, 0, dtype=torch.int32, device=self.device)
         return self.draws.bits(self.model.target.vocab_size)
 
-    def prefill(self, session: Any, condition: Any) -> tuple[Scores, First]:
-        """Scores of the prefix, and the first tokens."""
+    def prefill(self, session: Any, condition: Any) -> tuple[Logits, First]:
+        """Logits of the prefix, and the first tokens."""
         scores = session.prefill(condition)
         logits = guide(scores.cond, scores.uncond, self.decoding.cfg_scale)[:, -1]
         token, broken = _chosen(logits, self.decoding, self.noise())
@@ -150,7 +150,7 @@ class _Run:
         """One token a forward, drawn in the same program; nothing is copied to the host before the end."""
         key = (self.batch, sampling_key(self.decoding))
         target, decoding = self.model.target, self.decoding
-        steps = self.engine.once(("plain", key), lambda: _PlainSteps(target, decoding, self.batch))
+        steps = self.engine.cached(("plain", key), lambda: _PlainSteps(target, decoding, self.batch))
         step = self.engine.program(("plain", key), steps.step, self.device)
         self.phases.start()
         _, first = self.prefill(steps.session, condition)
@@ -177,7 +177,7 @@ class _Run:
         drafter, table = drafter_and_table(self.model, self.decoding)
         values = (self.model.target, drafter, self.decoding, relaxation, table, self.batch, self.engine)
         key = ("speculation", self.batch, sampling_key(self.decoding), self.keep_logits, self.accept, self.make)
-        speculation = self.engine.once(key, lambda: Speculation(*values, self.keep_logits, self.accept, self.make))
+        speculation = self.engine.cached(key, lambda: Speculation(*values, self.keep_logits, self.accept, self.make))
         self.phases.start()
         scores, first = self.prefill(speculation.session, condition)
         speculation.begin(relaxation, condition, scores, first, self.asked)

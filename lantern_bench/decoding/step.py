@@ -21,16 +21,16 @@ from lantern_bench.decoding.acceptance.tree_acceptance import Accept
 from lantern_bench.decoding.acceptance.walk import Verdict, verify, verify_greedy
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.drafting import drafting_of
-from lantern_bench.decoding.interface import (
+from lantern_bench.decoding.protocol import (
     Drafted,
     Drafter,
+    DrafterLogits,
     DrafterSession,
     DraftMethod,
-    Drafts,
     GuidesFeatures,
     KeepsState,
     LastStep,
-    Scores,
+    Logits,
     Target,
     TargetSession,
     VerifiesItself,
@@ -92,16 +92,16 @@ class _Watched:
 
     def __init__(self, session: DrafterSession, cfg_scale: float) -> None:
         self._session, self._scale = session, cfg_scale
-        self._made: list[Drafts] = []
+        self._made: list[DrafterLogits] = []
 
     def prefill(self, condition: Any, features: Tensor) -> None:
         self._session.prefill(condition, features)
 
-    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> Drafts:
+    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> DrafterLogits:
         self._made = [self._session.observe(tokens, features, counts)]
         return self._made[0]
 
-    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Drafts:
+    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> DrafterLogits:
         self._made.append(self._session.extend(tokens, origin, seen))
         return self._made[-1]
 
@@ -198,7 +198,7 @@ class Speculation:
         target, decoding, batch, engine = self.target, self.decoding, self.batch, self.engine
         device, scale = target.device, decoding.cfg_scale
         drafted = (batch, sampling_key(decoding, *_ACCEPTANCE))
-        self.drafting: DraftMethod = engine.once(
+        self.drafting: DraftMethod = engine.cached(
             ("drafting", drafted, self.make), lambda: drafting_of(decoding, target, batch, self.make)
         )
         nodes = self.drafting.nodes
@@ -217,19 +217,19 @@ class Speculation:
         broken = self.accept is not None or self.make is not None
         self.settle = self._settle if broken else engine.program(kind, self._settle, device)
 
-    def begin(self, relaxation: Relaxation, condition: Any, scores: Scores, first: First, asked: int) -> None:
+    def begin(self, relaxation: Relaxation, condition: Any, scores: Logits, first: First, asked: int) -> None:
         """Start a batch of images whose prefill gave `scores`."""
         for key, value in self._values.items():
             value.fill_(relaxation.values[key])
         shape = (self.batch, self.target.image_tokens, self.drafting.depth)
-        self.progress = self.engine.once(
+        self.progress = self.engine.cached(
             ("progress", len(scores.features), shape), lambda: Progress(*shape, scores.features)
         )
         self.progress.begin(asked, scores.features, first.tokens, first.broken)
         if self.drafter_session is not None:
             self.drafter_session.prefill(condition, scores.features)
         if isinstance(self.drafting, KeepsState):
-            self.drafting.begin(decoding_probabilities(first.logits, self.decoding))
+            self.drafting.start_images(decoding_probabilities(first.logits, self.decoding))
 
     def _draft(self, noise: Tensor) -> Drafted:
         """Show the drafter what was committed and draft below it; `noise` [B, noises, V], bits."""
@@ -267,7 +267,7 @@ class Speculation:
         broken = has_broken(logits) if decoding.greedy else is_broken(p)
         at.commit(verdict, scored.features, broken.any(dim=1))
         if learner is not None:
-            learner.learn(LastStep(tree, p, verdict.path, verdict.accepted, verdict.tokens, at.position, active))
+            learner.after_step(LastStep(tree, p, verdict.path, verdict.accepted, verdict.tokens, at.position, active))
         self.session.commit(verdict.path, at.counts)
         if not self.keep_logits:
             return None

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.interface import Drafter, DrafterSession, Drafts, Scores, Target
+from lantern_bench.decoding.protocol import Drafter, DrafterLogits, DrafterSession, Logits, Target
 
 
 class Forced(NamedTuple):
@@ -23,8 +23,8 @@ class Forced(NamedTuple):
 
     tokens: Tensor
     condition: Any
-    start: Scores
-    scores: Scores
+    start: Logits
+    scores: Logits
 
 
 def teacher_forced(target: Target, condition: Any, tokens: Tensor, guided: bool) -> Forced:
@@ -38,10 +38,10 @@ def teacher_forced(target: Target, condition: Any, tokens: Tensor, guided: bool)
     uncond = after.uncond
     if start.uncond is not None and uncond is not None:
         uncond = torch.cat([start.uncond, uncond[:, :-1]], dim=1)
-    return Forced(tokens, condition, start, Scores(cond, uncond, after.features))
+    return Forced(tokens, condition, start, Logits(cond, uncond, after.features))
 
 
-def drafts_along(drafter: Drafter, forced: Forced) -> Iterator[Drafts]:
+def drafts_along(drafter: Drafter, forced: Forced) -> Iterator[DrafterLogits]:
     """Yield what the drafter proposes for tokens 1 to N - 1, one after the other, fed the true features (n = 1)."""
     tokens = forced.tokens
     session = drafter.session(len(tokens), forced.start.uncond is not None, 1)
@@ -53,7 +53,7 @@ def drafts_along(drafter: Drafter, forced: Forced) -> Iterator[Drafts]:
         feature = forced.scores.features[:, position : position + 1]
 
 
-def drafts_at(drafter: Drafter, forced: Forced, positions: Tensor, nodes: int) -> tuple[DrafterSession, Drafts]:
+def drafts_at(drafter: Drafter, forced: Forced, positions: Tensor, nodes: int) -> tuple[DrafterSession, DrafterLogits]:
     """Return a drafter session of `nodes` nodes at a position of each sequence, and its drafts for the token there.
 
     `positions` int64 [B], at least 1, is the number of committed tokens. The session is as at the start of a step: its

@@ -36,7 +36,7 @@ class ImageTrace:
     each depth that offered children, -1 where all were rejected. seconds, phases: those of the batch divided by its
     images. usage, ends: of the whole batch. usage: of the processor. ends: seconds from the begin of decoding to the
     first token, then to the end of each step; on mps, which runs behind the host, to the end of the calls.
-    moved_mass, moved_mass_tried: m(x) over accepted and over tried drafts.
+    neighbour_mass, neighbour_mass_tried: m(x) over accepted and over tried drafts.
     """
 
     start: list[int]
@@ -48,8 +48,8 @@ class ImageTrace:
     target_forwards: int
     drafter_forwards: int
     tokens: int
-    moved_mass: float = 0.0
-    moved_mass_tried: float = 0.0
+    neighbour_mass: float = 0.0
+    neighbour_mass_tried: float = 0.0
     seconds: float = 0.0
     phases: Mapping[str, float] = field(default_factory=dict)
     usage: Usage | None = None
@@ -88,7 +88,7 @@ class StepRecorder:
         """Note one step: tokens committed before it [B], its verdict, the depth drafted [B]."""
         heads = torch.stack([start, verdict.accepted, offered_depth], dim=1)
         self._counts.index_copy_(0, self._step, torch.cat([heads, verdict.child_rank], dim=1)[None])
-        masses = torch.stack([verdict.mass_accepted, verdict.mass_tried], dim=1)
+        masses = torch.stack([verdict.neighbour_mass, verdict.neighbour_mass_tried], dim=1)
         self._masses.index_copy_(0, self._step, masses[None])
         self._step.add_(1)
 
@@ -122,8 +122,8 @@ def image_trace(
         target_forwards=len(rows) + 1,
         drafter_forwards=forwards * len(rows),
         tokens=min(asked, 1 + sum(committed)),
-        moved_mass=sum((pair[0] for pair in masses), 0.0),
-        moved_mass_tried=sum((pair[1] for pair in masses), 0.0),
+        neighbour_mass=sum((pair[0] for pair in masses), 0.0),
+        neighbour_mass_tried=sum((pair[1] for pair in masses), 0.0),
         seconds=times.seconds,
         phases=times.phases,
         usage=times.usage,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lantern_bench.decoding.interface import Drafts
+from lantern_bench.decoding.protocol import DrafterLogits
 from lantern_bench.errors import UserError
 from lantern_bench.models.chameleon import drafter_config as chameleon_config
 from lantern_bench.models.io.checkpoint import Checkpoint, open_checkpoint, what_is
@@ -152,7 +152,7 @@ class _Session(CachedSession):
             self._forward(before, features[:, :n], self.cache.slots(0, n), prefix_seen(visible, n))
         self._commit_prefix(visible, n)
 
-    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> Drafts:
+    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> DrafterLogits:
         n = tokens.shape[1]
         embedded = self.cache.per_row(self._drafter.embed_tokens(tokens))
         out = self._forward(embedded, features, self.cache.slots(0, n), causal_seen(1, n, tokens.device))
@@ -162,7 +162,7 @@ class _Session(CachedSession):
         self._features, self._level = out[self._rows, last], 0
         return self._drafts(self._features, self.cache.lengths[:, None] - 1)
 
-    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Drafts:
+    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> DrafterLogits:
         if self._features is None:
             raise RuntimeError("observe comes before extend")
         features = self._features[self._rows, self.cache.per_row(origin)]
@@ -183,11 +183,11 @@ class _Session(CachedSession):
         out: Tensor = drafter.layer(x, turn, attend)
         return out
 
-    def _drafts(self, out: Tensor, positions: Tensor) -> Drafts:
+    def _drafts(self, out: Tensor, positions: Tensor) -> DrafterLogits:
         """The drafts behind `positions` [B, n]; the last position of the prefix holds the image's first token."""
         places = positions - self._prefix + 2
         logits = force_line_ends(self._drafter.head(out), places, self._drafter.config)
-        return Drafts(*self._split(logits))
+        return DrafterLogits(*self._split(logits))
 
 
 # The published code's grid for each kind of input.

@@ -177,7 +177,7 @@ class CheckpointFamily(ABC):
             Parts(target, drafter, tokenizer),
             self.prompts(name, file, target),
             hashes,
-            table=table_of_file(file, target.choices),
+            table=table_of_file(file, target.n_codes),
             table_folder=None if file.tokenizer is None else file.tokenizer.path.parent,
             space=self.neighbour_space,
         )

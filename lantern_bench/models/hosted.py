@@ -155,8 +155,8 @@ class HostedTarget(CachedTarget):
         self._sessions = {}
 
     @torch.inference_mode()
-    def fresh(self, condition: Condition, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None]:
-        """As `ScoresFresh.fresh`: the decoder's own forward of one row at a time, its own mask and positions."""
+    def logits_without_cache(self, condition: Condition, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None]:
+        """As `Target.logits_without_cache`: the decoder's own forward of each row, with its mask and positions."""
         batch, made = len(tokens), []
         transformer: Any = self.transformer
         words, valid = (prompt_words(part.to(self.device), 1 + guided) for part in condition)
@@ -237,7 +237,7 @@ def load_hosted(file: PythonModel, device: torch.device, dtype: torch.dtype) -> 
         weights={"target": _hash(file.checkpoint), "code": file_sha256(file.python)},
         grid=hosted.grid,
         neighbour_space=hosted.neighbour_space,
-        reference=target.fresh,
+        reference=target.logits_without_cache,
         compiles=False,
     )
 

@@ -1,6 +1,6 @@
 """A loaded model, and how its target, drafter and tokenizer become one.
 
-Every family returns a `LoadedModel`; what its target, drafter and pixel decoder must do is in `decoding/interface.py`.
+Every family returns a `LoadedModel`; what its target, drafter and pixel decoder must do is in `decoding/protocol.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from lantern_bench.config.decoding import NeighbourMetric
 from lantern_bench.decoding.compile import Engine
-from lantern_bench.decoding.interface import Drafter, PixelDecoder, Target
 from lantern_bench.decoding.neighbours import Space, in_space, nearest_codes
+from lantern_bench.decoding.protocol import Drafter, PixelDecoder, Target
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.model_file import ModelFile
 from lantern_bench.models.io.neighbour_cache import neighbour_table
@@ -214,8 +214,8 @@ def assemble(
     drafter: Any = parts.drafter
     tokenizer: Any = parts.tokenizer
     codes = tokenizer.config.codes if tokenizer is not None else 0
-    fits, grid = codes == target.choices, target.config.grid
-    reason = f"the tokenizer has {codes} codes, the target {target.choices}" if codes else "it has no tokenizer"
+    fits, grid = codes == target.n_codes, target.config.grid
+    reason = f"the tokenizer has {codes} codes, the target {target.n_codes}" if codes else "it has no tokenizer"
     return LoadedModel(
         name=name,
         target=target,

@@ -19,8 +19,8 @@ from lantern_bench.config.trees import Path
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.drafting.dynamic import Growth
 from lantern_bench.decoding.drafting.static import draft_probabilities
-from lantern_bench.decoding.interface import Drafts
 from lantern_bench.decoding.loop import decode
+from lantern_bench.decoding.protocol import DrafterLogits
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.profile.tree_search import Tree, with_tree
 
@@ -75,13 +75,13 @@ class _Watched:
     def prefill(self, condition: Any, features: Tensor) -> None:
         self._watched.prefill(condition, features)
 
-    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> Drafts:
-        drafts: Drafts = self._watched.observe(tokens, features, counts)
+    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> DrafterLogits:
+        drafts: DrafterLogits = self._watched.observe(tokens, features, counts)
         self._grown.append(Growth(draft_probabilities(drafts, self._decoding)[:, 0], _BEAM))
         return drafts
 
-    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Drafts:
-        drafts: Drafts = self._watched.extend(tokens, origin, seen)
+    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> DrafterLogits:
+        drafts: DrafterLogits = self._watched.extend(tokens, origin, seen)
         self._grown[-1].grow(draft_probabilities(drafts, self._decoding))
         return drafts
 

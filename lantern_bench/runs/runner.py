@@ -425,8 +425,8 @@ def _record(made: Made, images: int) -> dict[str, Any]:
         "pixel_seconds": made.pixel_seconds,
         **_usage(trace, images),
         "peak_memory_bytes": made.peak_memory,
-        "moved_mass": trace.moved_mass,
-        "moved_mass_tried": trace.moved_mass_tried,
+        "moved_mass": trace.neighbour_mass,
+        "moved_mass_tried": trace.neighbour_mass_tried,
         "tokens_sha256": hashlib.sha256(made.tokens.cpu().numpy().astype("<i4").tobytes()).hexdigest(),
     }
 

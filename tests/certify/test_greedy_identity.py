@@ -12,7 +12,7 @@ from torch import Tensor
 from lantern_bench.certify.greedy_identity import NEAR_TIE, greedy_agreements
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt
-from lantern_bench.decoding.interface import Scores
+from lantern_bench.decoding.protocol import Logits
 from lantern_bench.models.loaded_model import LoadedModel
 from tests.tiny_family import PROMPTS, TinyFamily, TinySession, TinyTarget
 
@@ -38,7 +38,7 @@ def test_greedy_speculation_equals_greedy_decoding(model: LoadedModel) -> None:
 class _Rounding(TinySession):
     """Scores of a tree differ slightly from those of one node, as rounding causes."""
 
-    def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Scores:
+    def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Logits:
         scores = super().score(tokens, depths, attention)
         if tokens.shape[1] == 1:
             return scores

@@ -13,7 +13,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.relaxation import STRICT
 from lantern_bench.decoding.acceptance.walk import verify
 from lantern_bench.decoding.drafting import drafting_of
-from lantern_bench.decoding.interface import LastStep
+from lantern_bench.decoding.protocol import LastStep
 
 IMAGES = 60_000
 Law = list[Fraction]
@@ -80,7 +80,7 @@ def _second_draft(mode: str, values: dict[str, Any], q: Law, r: Law, p: Law) -> 
         return torch.tensor([float(one) for one in given]).expand(IMAGES, method.nodes, -1).contiguous()
 
     root, limit = torch.zeros(IMAGES, dtype=torch.int64), torch.full((IMAGES,), 2)
-    method.begin(rows(q)[:, 0])
+    method.start_images(rows(q)[:, 0])
     tree = method.tree(method.draft(None, None, root, exponential(method.noises, len(p)), limit))
     method._q.copy_(rows(q)[:, :2])
     drawn = torch.multinomial(rows(q)[:, 0], 1, generator=noise).expand(-1, method.nodes)
@@ -89,7 +89,7 @@ def _second_draft(mode: str, values: dict[str, Any], q: Law, r: Law, p: Law) -> 
     tree = type(tree)(**{**vars(tree), "tokens": tokens})
     path = torch.tensor([[0, -1, -1]]).expand(IMAGES, -1)
     nothing = torch.zeros(IMAGES, dtype=torch.int64)
-    method.learn(LastStep(tree, rows(r), path, nothing, path, nothing + 2, nothing == 0))
+    method.after_step(LastStep(tree, rows(r), path, nothing, path, nothing + 2, nothing == 0))
     tree = method.tree(method.draft(None, None, root, exponential(method.noises, len(p)), limit))
     judge = getattr(method, "verify", verify)
     uniforms = torch.rand(IMAGES, method.nodes, method.fanout, generator=noise)

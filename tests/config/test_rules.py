@@ -31,7 +31,7 @@ class Entry(NamedTuple):
 
 
 def some(**changes: Any) -> Rule:
-    values: dict[str, Any] = {"name": "mine", "limit": lambda draft, values: values["bound"] * draft.own}
+    values: dict[str, Any] = {"name": "mine", "limit": lambda draft, values: values["bound"] * draft.p_x}
     return Rule(**{**values, "low": 0, "high": 2, "example": 1, **changes})
 
 
@@ -51,7 +51,7 @@ def number(name: str, **changes: Any) -> Parameter:
         (some(example=2), "example 2 must lie strictly between 0 and 2"),
         (some(neighbours=0), "at least 1"),
         (some(neighbours="3"), "TypeError"),
-        (some(chance=lambda draft, values: draft.ratio), "more than one of `limit`, `chance` and `accept`"),
+        (some(chance=lambda draft, values: draft.strict_ratio), "more than one of `limit`, `chance` and `accept`"),
         (some(parameters=(number("my-number"),)), "its parameter 'my-number' must be lower-case letters, digits and _"),
         (some(parameters=(number("delta"),)), "the name of its parameter delta is taken"),
         (some(parameters=(number("mine", help=None),)), "needs texts"),
@@ -137,8 +137,8 @@ def test_a_rule_of_chance_is_strict_at_temperature_0() -> None:
 def test_a_fingerprint_is_of_the_file_that_the_code_stands_in(tmp_path: Path) -> None:
     prints = set()
     for text in (
-        "def limit(draft, values):\n    return draft.own\n",
-        "def limit(draft, values):\n    return draft.near\n",
+        "def limit(draft, values):\n    return draft.p_x\n",
+        "def limit(draft, values):\n    return draft.neighbour_p\n",
     ):
         path = tmp_path / "rule.py"
         path.write_text(text)

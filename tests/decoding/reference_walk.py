@@ -33,8 +33,8 @@ class Walk:
     path: list[int]
     child_rank: list[int]
     next_probs: Vector
-    mass_accepted: float = 0.0
-    mass_tried: float = 0.0
+    neighbour_mass: float = 0.0
+    neighbour_mass_tried: float = 0.0
     smallest_rest: float = 1.0
     looks: list[tuple[int, int, float, float]] = field(default_factory=list)
 
@@ -110,9 +110,9 @@ def walk(
             if q_x <= 0:
                 continue
             mass, taken = merge(p, x, rules)
-            done.mass_tried += mass
+            done.neighbour_mass_tried += mass
             if number < min(1.0, (p[x] + mass) / q_x):
-                done.mass_accepted += mass
+                done.neighbour_mass += mass
                 moved = rank, child
                 break
             left = reject(p, q, x, mass, taken, rules)

@@ -44,8 +44,8 @@ def check_sampled(draft: Draft, seed: int) -> int:
         # Rounding grows by the inverse of the mass that a rejection leaves.
         near = 40 * eps / done.smallest_rest
         assert_allclose(verdict.next_probs[image], done.next_probs, atol=near, err_msg=message)
-        assert_allclose(verdict.mass_accepted[image], done.mass_accepted, atol=near, err_msg=message)
-        assert_allclose(verdict.mass_tried[image], done.mass_tried, atol=near, err_msg=message)
+        assert_allclose(verdict.neighbour_mass[image], done.neighbour_mass, atol=near, err_msg=message)
+        assert_allclose(verdict.neighbour_mass_tried[image], done.neighbour_mass_tried, atol=near, err_msg=message)
         final = int((verdict.next_probs[image] / draft.noise[image]).argmax())
         assert verdict.tokens[image, length:].tolist() == [final] + [0] * (tree.max_depth + 1 - last), message
         looks += len(done.looks)
@@ -106,14 +106,14 @@ def test_greedy_walks_equal_the_oracle() -> None:
             assert verdict.child_rank[image].tolist() == (ranks + ends)[: tree.max_depth], message
             assert_allclose(verdict.next_probs[image], probs[path[-1]], atol=1e-6)
             lent = [merge(probs[parent], tokens[child], draft.rules)[0] for parent, child in pairwise(path)]
-            assert_allclose(verdict.mass_accepted[image], sum(lent), atol=1e-6, err_msg=message)
+            assert_allclose(verdict.neighbour_mass[image], sum(lent), atol=1e-6, err_msg=message)
             decided = [
                 merge(probs[node], tokens[child], draft.rules)[0]
                 for depth, node in enumerate(path)
                 for child in tree.children[image, node].tolist()
                 if child >= 0 and depth < draft.limit(image)
             ]
-            assert_allclose(verdict.mass_tried[image], sum(decided), atol=3e-6, err_msg=message)
+            assert_allclose(verdict.neighbour_mass_tried[image], sum(decided), atol=3e-6, err_msg=message)
             accepted += length
     print(f"{TREES} random drafts, {accepted} accepted greedily: all walks equal")
     assert accepted > TREES

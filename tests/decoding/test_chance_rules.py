@@ -250,7 +250,7 @@ def test_a_strength_of_1_is_the_strict_rule_token_for_token(seed: int) -> None:
     same = verify(draft.tree, draft.probs, Relaxation("cool-sd", 0, 1.0, others=(("decay", 0.0),)), *arguments)
     assert torch.equal(same.path, strict.path) and torch.equal(same.tokens, strict.tokens)
     torch.testing.assert_close(same.next_probs, strict.next_probs, atol=1e-6, rtol=0)
-    assert float(same.mass_tried.abs().max()) < 1e-6
+    assert float(same.neighbour_mass_tried.abs().max()) < 1e-6
 
 
 def test_the_entropy_rule_takes_as_much_as_the_entropy_allows() -> None:
@@ -286,7 +286,7 @@ def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(watching: Calla
     def look(draft: Any, values: Any) -> Tensor:
         names = ("token", "own", "q", "whole", "near_tokens", "near", "distances", "codebook", "depth", "position")
         seen.update({name: getattr(draft, name) for name in names})
-        return torch.zeros_like(draft.own)
+        return torch.zeros_like(draft.p_x)
 
     model = Tabular(6, Setting(), seed=2)
     tree = StaticTree.of([(0,), (1,), (0, 0)])
@@ -328,7 +328,7 @@ def test_depth_and_place_are_those_of_the_draft_in_the_loop(watching: Callable[.
 
 def test_a_broken_number_of_a_token_that_cannot_be_drawn_is_ignored(watching: Callable[..., Relaxation]) -> None:
     p, q = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.0, 1.0, 0.0]])
-    rule = watching(lambda draft, values: draft.ratio)
+    rule = watching(lambda draft, values: draft.strict_ratio)
     nodes = Nodes(p.clone(), q.clone(), rule, nearest_codes(CODES[:3], 2), ROOTS)
     accept, _ = nodes.decide(torch.tensor([[1]]), torch.tensor([[True]]))
     assert accept.tolist() == [0.5] and nodes.p.tolist() == [[1.0, 0.0, 0.0]]
@@ -367,4 +367,4 @@ def test_every_rule_decodes_every_draft_alike_in_a_batch(rule: str, drafted: str
     _, alone = run(decoding, images=12, batch=1)
     pairs_of = list(zip(together, alone, strict=True))
     assert all(a.tokens.equal(b.tokens) and a.trace.committed == b.trace.committed for a, b in pairs_of)
-    assert sum(one.trace.moved_mass_tried for one in together) > 0
+    assert sum(one.trace.neighbour_mass_tried for one in together) > 0

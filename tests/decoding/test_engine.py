@@ -68,7 +68,7 @@ def same(first: list[Decoded], second: list[Decoded]) -> None:
     for a, b in zip(first, second, strict=True):
         assert a.tokens.equal(b.tokens) and a.trace.child_rank == b.trace.child_rank
         assert (a.logits - b.logits).abs().max() < 1e-4
-        assert a.trace.moved_mass == pytest.approx(b.trace.moved_mass, abs=1e-4)
+        assert a.trace.neighbour_mass == pytest.approx(b.trace.neighbour_mass, abs=1e-4)
 
 
 @pytest.mark.parametrize(("cell", "images"), [("ar", 1), ("static", 1), ("dynamic", 3), ("greedy", 3), ("gsd", 3)])
@@ -105,7 +105,7 @@ def test_a_bound_changes_no_program(cell: str) -> None:
         decoding = Decoding(**CELLS[cell] | bound)
         made = decoded(model, decoding, 3, engine)
         same(made, decoded(model, decoding, 3))
-        moved.append(sum(one.trace.moved_mass for one in made))
+        moved.append(sum(one.trace.neighbour_mass for one in made))
         programs = sum(key[0] == "program" for key, _threads in engine._made)
         assert programs == 3
     assert 0 < moved[0] < moved[1]

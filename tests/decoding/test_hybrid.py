@@ -23,8 +23,8 @@ from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.drafting import hybrid
 from lantern_bench.decoding.drafting.hybrid import HybridDrafting
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
-from lantern_bench.decoding.interface import Drafted, Drafts, LastStep
 from lantern_bench.decoding.loop import decode
+from lantern_bench.decoding.protocol import Drafted, DrafterLogits, LastStep
 from lantern_bench.decoding.sampling import decoding_probabilities
 from tests.decoding.tabular import Setting, Tabular
 from tests.decoding.test_engine import Small, decoded, same
@@ -44,10 +44,10 @@ class TableSession:
     def __init__(self, model: Tabular, images: list[list[int]]) -> None:
         self.model, self.images = model, images
 
-    def drafts(self) -> Drafts:
-        return Drafts(torch.stack([self.model.q(tuple(image)) for image in self.images])[:, None], None)
+    def drafts(self) -> DrafterLogits:
+        return DrafterLogits(torch.stack([self.model.q(tuple(image)) for image in self.images])[:, None], None)
 
-    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Drafts:
+    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> DrafterLogits:
         assert origin.eq(0).all() and seen.all()
         self.images = [[*image, int(token)] for image, token in zip(self.images, tokens[:, 0], strict=True)]
         return self.drafts()
@@ -62,10 +62,10 @@ class WithTable(HybridDrafting):
         super().__init__(decoding, target, batch)
         self._image = torch.zeros(batch, target.image_tokens + self.depth + 1, dtype=torch.int64)
 
-    def learn(self, step: LastStep) -> None:
+    def after_step(self, step: LastStep) -> None:
         at = (step.position - step.accepted - 1)[:, None] + torch.arange(self.depth)
         self._image = self._image.scatter(1, at, step.tokens[:, : self.depth])
-        super().learn(step)
+        super().after_step(step)
 
     def draft(self, session: Any, drafts: Any, root: Tensor, *others: Any) -> Drafted:
         (position,) = self._position.unique().tolist()
@@ -77,8 +77,8 @@ class WithTable(HybridDrafting):
 class CoupledToNew(WithTable):
     """The last draft stays as if it had been drawn from the new row."""
 
-    def learn(self, step: LastStep) -> None:
-        super().learn(step)
+    def after_step(self, step: LastStep) -> None:
+        super().after_step(step)
         self._old_q.copy_(self._q)
 
 

@@ -30,8 +30,8 @@ from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.drafting import jacobi
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, couple
 from lantern_bench.decoding.drafting.published import PublishedScd
-from lantern_bench.decoding.interface import Drafted, LastStep
 from lantern_bench.decoding.loop import Decoded, decode
+from lantern_bench.decoding.protocol import Drafted, LastStep
 from lantern_bench.decoding.sampling import decoding_probabilities
 from lantern_bench.decoding.tree import DraftTree
 from tests.decoding.tabular import Prefix, Setting, Tabular, verify_step
@@ -128,7 +128,7 @@ class Exact:
     def distribution(self) -> dict[Prefix, float]:
         first = self.model.p(())
         drafting = self.drafting(self.vocabulary)
-        drafting.begin(first.expand(self.vocabulary, -1))
+        drafting.start_images(first.expand(self.vocabulary, -1))
         none = torch.zeros(self.vocabulary, self.window)
         tokens = torch.arange(self.vocabulary)[:, None]
         groups = defaultdict(list, {1: [Particles(first, tokens, self.state_of(drafting), none, none + 1.0)]})
@@ -200,7 +200,7 @@ class Exact:
         position = committed + accepted + 1
         tree = replace(tree, q=None if tree.q is None else tree.q.clone())
         nodes = nodes.expand(len(path), -1)
-        drafting.learn(LastStep(tree, p, nodes, accepted, path, position, accepted >= 0))
+        drafting.after_step(LastStep(tree, p, nodes, accepted, path, position, accepted >= 0))
         after = self.state_of(drafting)
         for name, value in before.items():
             setattr(drafting, name, value)
@@ -309,8 +309,8 @@ def test_enumerated_images_with_filters_follow_the_target(coupling: str) -> None
 class KeptDraft(JacobiDrafting):
     """Drafts that are never redrawn, verified with the new rows."""
 
-    def learn(self, step: LastStep) -> None:
-        super().learn(step)
+    def after_step(self, step: LastStep) -> None:
+        super().after_step(step)
         kept = torch.nn.functional.one_hot(step.tree.tokens[:, 1:], self._q.shape[2]).to(self._q)
         images, at = self._behind(step.accepted + 1, self.depth)
         self._law.copy_(torch.cat([kept, step.p[:, -1:]], dim=1)[images, at])
@@ -549,7 +549,7 @@ def test_fresh_drafts_are_forced_tokens_exactly_where_these_belong(initial: str)
     drafting = JacobiDrafting(jacobi_decoding(window=window, initial=initial), target, 1)
     first = torch.full((1, CODES + 1), 1.0 / CODES)
     first[:, CODES] = 0.0
-    drafting.begin(first)
+    drafting.start_images(first)
     noise = torch.rand(1, window, CODES + 1, generator=torch.Generator().manual_seed(1))
     (tokens,) = drafting.draft(None, None, torch.tensor([4]), noise, torch.tensor([window]))
     ends = target.forced(torch.arange(1, window + 1)) == CODES

@@ -25,7 +25,7 @@ from lantern_bench.decoding.drafting import pac
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
 from lantern_bench.decoding.drafting.pac import PacDrafting
 from lantern_bench.decoding.drafting.published import PublishedSjdPac
-from lantern_bench.decoding.interface import Drafted, LastStep
+from lantern_bench.decoding.protocol import Drafted, LastStep
 from lantern_bench.decoding.tree import DraftTree
 from tests.decoding.test_engine import Small, decoded, same
 from tests.decoding.test_jacobi import (
@@ -185,7 +185,7 @@ def redrafted(decoding: Decoding, images: int = 200_000) -> tuple[PacDrafting, D
     model = TabularModel(4, 6, 0)
     kind = PublishedSjdPac if decoding.value("form") == "published" else PacDrafting
     drafting = kind(decoding, model, images)
-    drafting.begin(torch.full((images, 4), 0.25))
+    drafting.start_images(torch.full((images, 4), 0.25))
     noises = torch.empty(images, drafting.noises, 4)
     drafted = drafting.draft(
         None, None, torch.zeros(images, dtype=torch.int64), noises.exponential_(generator=noise), R
@@ -196,7 +196,7 @@ def redrafted(decoding: Decoding, images: int = 200_000) -> tuple[PacDrafting, D
     path = torch.full((images, drafting.depth + 1), -1)
     path[:, 0] = 0
     none = torch.zeros(images, dtype=torch.int64)
-    drafting.learn(LastStep(tree, p, path, none, path.clamp_min(0), none + 2, none == 0))
+    drafting.after_step(LastStep(tree, p, path, none, path.clamp_min(0), none + 2, none == 0))
     return drafting, drafting.draft(None, None, none, noises.exponential_(generator=noise), R)
 
 
@@ -226,7 +226,7 @@ def test_first_candidates_of_the_published_form_are_no_draws_from_r(form: str, w
 
 def test_the_published_form_ends_a_whole_window_with_a_uniform_token() -> None:
     drafting = PublishedSjdPac(published(window=2), FlatTarget(4, 8), 1)
-    drafting.begin(torch.full((1, 4), 0.25))
+    drafting.start_images(torch.full((1, 4), 0.25))
     drafted = drafting.draft(None, None, torch.zeros(1, dtype=torch.int64), torch.rand(1, drafting.noises, 4), P)
     tree = drafting.tree(drafted)
     p = torch.cat([drafting._q, P.expand(1, drafting.nodes, 4)], dim=1)[:, tree.depths[0]]

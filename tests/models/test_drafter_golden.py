@@ -17,8 +17,8 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.trees import STATIC_TREES
 from lantern_bench.decoding.drafting.dynamic import Growth
-from lantern_bench.decoding.interface import Drafts
 from lantern_bench.decoding.loop import decode
+from lantern_bench.decoding.protocol import DrafterLogits
 from lantern_bench.decoding.sampling import guide, probabilities
 from lantern_bench.models.eagle import EagleDrafter, load_drafter
 from lantern_bench.models.loaded_model import LoadedModel
@@ -67,7 +67,7 @@ def test_features_equal_the_recorded_ones(drafter: EagleDrafter, recorded: dict[
     assert (drafter(ids, hidden, mask[None, None]) - recorded["fwd.output"]).abs().max() < 2e-4
 
 
-def states(drafter: EagleDrafter, recorded: dict[str, Tensor], number: int) -> tuple[Any, Drafts, Tensor]:
+def states(drafter: EagleDrafter, recorded: dict[str, Tensor], number: int) -> tuple[Any, DrafterLogits, Tensor]:
     """The session in a state of the recording, reached through those before it; its drafts for the root; the root [1].
 
     State 0 is behind the prefill, every other behind the tokens accepted since.
@@ -103,7 +103,7 @@ def test_dynamic_trees_equal_the_recorded_ones(key: str, drafter: EagleDrafter, 
     session, drafts, root = states(drafter, recorded, state_in(key))
     processor = info["processor"] or {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
-    def q(drafts: Drafts) -> Tensor:
+    def q(drafts: DrafterLogits) -> Tensor:
         return probabilities(guide(drafts.cond, drafts.uncond, SCALE), **processor)
 
     growth = Growth(q(drafts)[:, 0], info["params"]["k"])
@@ -131,8 +131,8 @@ def test_static_levels_equal_the_recorded_ones(key: str, drafter: EagleDrafter, 
     seen: list[Tensor] = [guide(drafts.cond, drafts.uncond, SCALE)]
     extend = session.extend
 
-    def listen(*arguments: Tensor) -> Drafts:
-        answer: Drafts = extend(*arguments)
+    def listen(*arguments: Tensor) -> DrafterLogits:
+        answer: DrafterLogits = extend(*arguments)
         seen.append(guide(answer.cond, answer.uncond, SCALE))
         return answer
 

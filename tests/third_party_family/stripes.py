@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.interface import Drafts, Scores
+from lantern_bench.decoding.protocol import DrafterLogits, Logits
 from lantern_bench.errors import UserError
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.plugins import ModelCard
@@ -39,7 +39,7 @@ class Table:
 
 
 class Session:
-    """Both roles of `decoding.interface`."""
+    """Both roles of `decoding.protocol`."""
 
     def __init__(self, table: Table, guided: bool) -> None:
         self.table, self.guided = table, guided
@@ -50,29 +50,29 @@ class Session:
         cond = self.table.logits[self.prompts[:, None], tokens]
         return cond, self.table.logits.mean(0)[tokens] if self.guided else None
 
-    def prefill(self, condition: Tensor, features: Tensor | None = None) -> Scores | None:
+    def prefill(self, condition: Tensor, features: Tensor | None = None) -> Logits | None:
         """Begin: as a target without `features`, as a drafter with them."""
         self.prompts = condition
         if features is not None:
             return None
         cond, uncond = self.look_up(torch.full((len(condition), 1), CODES))
-        return Scores(cond, uncond, torch.zeros(len(condition) * (1 + self.guided), 1, 1))
+        return Logits(cond, uncond, torch.zeros(len(condition) * (1 + self.guided), 1, 1))
 
-    def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Scores:
+    def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Logits:
         """The nodes of a tree; each depends on its own token alone."""
         cond, uncond = self.look_up(tokens)
-        return Scores(cond, uncond, torch.zeros(len(tokens) * (1 + self.guided), tokens.shape[1], 1))
+        return Logits(cond, uncond, torch.zeros(len(tokens) * (1 + self.guided), tokens.shape[1], 1))
 
     def commit(self, path: Tensor, counts: Tensor) -> None:
         """Nothing to keep."""
 
-    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> Drafts:
+    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> DrafterLogits:
         """Drafts behind the last committed token."""
-        return Drafts(*self.look_up(tokens.gather(1, (counts[:, None] - 1).clamp_min(0))))
+        return DrafterLogits(*self.look_up(tokens.gather(1, (counts[:, None] - 1).clamp_min(0))))
 
-    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Drafts:
+    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> DrafterLogits:
         """Drafts one level deeper."""
-        return Drafts(*self.look_up(tokens))
+        return DrafterLogits(*self.look_up(tokens))
 
 
 class Stripes:

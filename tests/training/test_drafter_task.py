@@ -98,7 +98,7 @@ def _loaded(path: Path) -> tuple[TransformerTarget, ConditionedTokens]:
     target = loaded.target
     assert isinstance(target, TransformerTarget)
     draws = torch.Generator().manual_seed(2)
-    lines = torch.randint(target.choices, (3, 4, target.config.line_length), generator=draws)
+    lines = torch.randint(target.n_codes, (3, 4, target.config.line_length), generator=draws)
     if target.config.line_ends:
         lines[:, :, -1] = target.vocab_size - 1
     return target, ConditionedTokens(lines.flatten(1), lambda rows: loaded.condition([CHAMELEON[row] for row in rows]))

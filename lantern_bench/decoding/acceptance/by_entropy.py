@@ -19,13 +19,13 @@ def entropy(p: Tensor) -> Tensor:
 
 def entropy_limit(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
     """m(x) <= entropy_scale H(p) / log V: nothing where the target is certain (docs/algorithms.md, section 8.4)."""
-    p: Tensor = draft.whole
+    p: Tensor = draft.p
     return entropy(p) * torch.as_tensor(values["entropy_scale"] / math.log(p.shape[-1]), dtype=p.dtype, device=p.device)
 
 
 def typical_chance(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
     """Give f = 1 where p(x) > min(epsilon, alpha exp(-H(p))), else 0 (Medusa, arXiv 2401.10774, section 2.3.1)."""
-    p: Tensor = draft.whole
+    p: Tensor = draft.p
     epsilon, alpha = (torch.as_tensor(values[key], dtype=p.dtype, device=p.device) for key in ("epsilon", "alpha"))
-    own: Tensor = draft.own
+    own: Tensor = draft.p_x
     return (own > torch.minimum(epsilon, alpha * torch.exp(-entropy(p)))).to(p.dtype)

@@ -13,6 +13,6 @@ from lantern_bench.plugins import DraftView
 
 def annealed_chance(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
     """Give f = min(1, w p(x) / q(x)), w = strength exp(-decay (depth - 1)) (docs/algorithms.md, section 8.4)."""
-    ratio: Tensor = draft.ratio
+    ratio: Tensor = draft.strict_ratio
     w: Tensor = values["strength"] * torch.exp(-values["decay"] * (draft.depth - 1).to(ratio.dtype))
     return w * ratio

@@ -20,9 +20,9 @@ def grouped_chance(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
     `code_gap` or more away (squared Euclidean; 0: any distance). A deterministic draft has q(C) = 1.
     """
     behind, before = values["cluster"] // 2, (values["cluster"] - 1) // 2
-    own: Tensor = draft.own
+    own: Tensor = draft.p_x
     p, order = torch.sort(own, dim=-1, descending=True, stable=True)
-    q = torch.ones_like(p) if draft.q is None else draft.q.gather(-1, order)
+    q = torch.ones_like(p) if draft.q_x is None else draft.q_x.gather(-1, order)
 
     def windows(values: Tensor, outside: float) -> Tensor:
         """Show the `cluster` values around each place, [..., V, cluster]."""
@@ -36,5 +36,5 @@ def grouped_chance(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
         inside &= (windows(codes, 0.0) - codes[..., None]).square().sum(dim=0) < values["code_gap"]
     mass_p = torch.where(inside, other, 0.0).sum(dim=-1)
     mass_q = torch.where(inside, windows(q, 0.0), 0.0).sum(dim=-1)
-    ratio = mass_p if draft.q is None else mass_p / mass_q
+    ratio = mass_p if draft.q_x is None else mass_p / mass_q
     return torch.empty_like(ratio).scatter_(-1, order, ratio)

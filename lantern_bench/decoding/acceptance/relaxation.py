@@ -124,42 +124,42 @@ ROOTS = Place()
 class _View:
     """`DraftView` (plugins.py) of the drafts `token`: one for each row, [n], or every token, [V], with p [n, 1, V].
 
-    `p` [n, V] or [n, 1, V] is of the scale `mass` (None: normalised), `own` and `q` [n] or [n, V] are.
+    `scaled_p` [n, V] or [n, 1, V] is of the scale `mass` (None: normalised), `p_x` and `q_x` [n] or [n, V] are.
     """
 
     relaxation: Relaxation
     table: Tensor | None
-    p: Tensor
+    scaled_p: Tensor
     mass: Tensor | None
     token: Tensor
-    own: Tensor
-    q: Tensor | None
+    p_x: Tensor
+    q_x: Tensor | None
     place: Place
 
     @property
-    def ratio(self) -> Tensor:
-        return self.own if self.q is None else self.own / self.q
+    def strict_ratio(self) -> Tensor:
+        return self.p_x if self.q_x is None else self.p_x / self.q_x
 
     @property
-    def whole(self) -> Tensor:
-        return self.p if self.mass is None else self.p / self.mass
+    def p(self) -> Tensor:
+        return self.scaled_p if self.mass is None else self.scaled_p / self.mass
 
     @property
-    def near_tokens(self) -> Tensor:
+    def neighbour_tokens(self) -> Tensor:
         if self.relaxation.neighbours == 0:
             return self.token.new_empty(*self.token.shape, 0)
         return neighbour_columns(self.table, self.token, self.relaxation)[..., : self.relaxation.neighbours]
 
     @property
-    def near(self) -> Tensor:
-        near = self.near_tokens
-        lead = self.own.shape  # [n], or [n, V] of every token
-        found = self.p.expand(*lead, -1).gather(-1, near.expand(*lead, -1))
+    def neighbour_p(self) -> Tensor:
+        near = self.neighbour_tokens
+        lead = self.p_x.shape  # [n], or [n, V] of every token
+        found = self.scaled_p.expand(*lead, -1).gather(-1, near.expand(*lead, -1))
         return found if self.mass is None else found / self.mass
 
     @property
     def distances(self) -> Tensor:
-        apart: Tensor = self.codebook[self.near_tokens] - self.codebook[self.token][..., None, :]
+        apart: Tensor = self.codebook[self.neighbour_tokens] - self.codebook[self.token][..., None, :]
         return apart.square().sum(dim=-1).sqrt()
 
     @property
@@ -170,14 +170,14 @@ class _View:
 
     @property
     def depth(self) -> Tensor:
-        return self._by_row(self.place.depth(self.p))
+        return self._by_row(self.place.depth(self.scaled_p))
 
     @property
     def position(self) -> Tensor:
-        return self._by_row(self.place.position(self.p))
+        return self._by_row(self.place.position(self.scaled_p))
 
     def _by_row(self, values: Tensor) -> Tensor:
-        return values[:, None] if self.p.dim() > 2 else values
+        return values[:, None] if self.scaled_p.dim() > 2 else values
 
 
 def every_token(
@@ -195,19 +195,19 @@ def chances(view: _View) -> Tensor:
     `view` is of `every_token`. Tokens that cannot be drawn (q = 0) get 0, whatever the rule says of them.
     """
     assert view.relaxation.chance is not None
-    found = view.relaxation.chance(view, view.relaxation.values).to(view.own.dtype).expand_as(view.own)
-    return (found if view.q is None else torch.where(view.q > 0, found, 0.0)).clamp(0.0, 1.0)
+    found = view.relaxation.chance(view, view.relaxation.values).to(view.p_x.dtype).expand_as(view.p_x)
+    return (found if view.q_x is None else torch.where(view.q_x > 0, found, 0.0)).clamp(0.0, 1.0)
 
 
 def additive_limit(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
     """LANTERN: m(x) <= delta (arXiv 2410.03355; docs/algorithms.md, section 4)."""
-    own: Tensor = draft.own
+    own: Tensor = draft.p_x
     return torch.as_tensor(values["delta"], dtype=own.dtype, device=own.device).expand_as(own)
 
 
 def multiplicative_limit(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
     """LANTERN++: m(x) <= (lambda - 1) p(x) (arXiv 2502.06352; docs/algorithms.md, section 4)."""
-    own: Tensor = draft.own
+    own: Tensor = draft.p_x
     return own * torch.as_tensor(values["lambda"] - 1.0, dtype=own.dtype, device=own.device)
 
 
@@ -221,12 +221,12 @@ def merge_prefix(view: _View) -> tuple[Tensor, Tensor]:
     relaxation = view.relaxation
     assert relaxation.limit is not None
     most = relaxation.limit(view, relaxation.values)
-    running = view.near.cumsum(dim=-1)
+    running = view.neighbour_p.cumsum(dim=-1)
     # cumprod: nothing after the first neighbour that breaks the bound, even where a parallel scan rounds downwards.
     # int32: Triton cannot scan unsigned numbers.
     taken = (running <= most[..., None]).cumprod(dim=-1, dtype=torch.int32).bool()
     if relaxation.residual == "exact":
-        taken &= (view.own > 0)[..., None]
+        taken &= (view.p_x > 0)[..., None]
     return torch.where(taken, running, 0.0).amax(dim=-1), taken
 
 

@@ -26,7 +26,7 @@ class Verdict:
     accepted: int64 [B], number of accepted drafts.
     tokens: int64 [B, D + 1], the accepted drafts, then the bonus token, then 0; `accepted + 1` of them count.
     child_rank: int64 [B, D], by depth: rank of the accepted child, -1 offered and all rejected, -2 nothing offered.
-    mass_accepted, mass_tried: float32 [B], m(x) summed over accepted drafts, and over all drafts tried.
+    neighbour_mass, neighbour_mass_tried: float32 [B], m(x) summed over accepted drafts, and over all drafts tried.
     next_probs: float32 [B, V], the distribution of the bonus token (greedy: p of the last accepted node).
     """
 
@@ -34,8 +34,8 @@ class Verdict:
     accepted: Tensor
     tokens: Tensor
     child_rank: Tensor
-    mass_accepted: Tensor
-    mass_tried: Tensor
+    neighbour_mass: Tensor
+    neighbour_mass_tried: Tensor
     next_probs: Tensor
 
 
@@ -101,15 +101,15 @@ def verify(
 
     images = torch.arange(len(tree.tokens), device=tree.tokens.device)
     node, moving = torch.zeros_like(images), torch.ones_like(images, dtype=torch.bool)
-    mass_accepted, mass_tried = noise.new_zeros(len(images)), noise.new_zeros(len(images))
+    neighbour_mass, neighbour_mass_tried = noise.new_zeros(len(images)), noise.new_zeros(len(images))
     path, ranks = [node], []
     for _ in range(tree.max_depth):
         row, internal = _row_of(tree, node, images)
         here = moving & internal
         rank = torch.where(here, rank_at[row], -2)
         moving = rank >= 0
-        mass_accepted = mass_accepted + torch.where(here, accepted_at[row], 0.0)
-        mass_tried = mass_tried + torch.where(here, tried_at[row], 0.0)
+        neighbour_mass = neighbour_mass + torch.where(here, accepted_at[row], 0.0)
+        neighbour_mass_tried = neighbour_mass_tried + torch.where(here, tried_at[row], 0.0)
         node = torch.where(moving, child_at[row], node)
         path.append(torch.where(moving, node, -1))
         ranks.append(rank)
@@ -119,7 +119,7 @@ def verify(
     next_probs = torch.where(rejected[:, None], acceptance.final(row, own), own)
     trail = torch.stack(path, dim=1)
     accepted, tokens = committed_tokens(tree, trail, sample(next_probs, noise))
-    return Verdict(trail, accepted, tokens, torch.stack(ranks, dim=1), mass_accepted, mass_tried, next_probs)
+    return Verdict(trail, accepted, tokens, torch.stack(ranks, dim=1), neighbour_mass, neighbour_mass_tried, next_probs)
 
 
 def _row_of(tree: DraftTree, node: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,8 +149,8 @@ def verify_greedy(
 
     `guided_logits` [B, M, V] float32; the others as in `verify`. A child is accepted when it is the argmax of its
     parent's p (strict) or of p~; among the longest paths of accepted drafts the first in `tree.path_order` wins; the
-    bonus token is the argmax of the unrelaxed p at its end. In the Verdict `mass_tried` counts the children of all
-    nodes on the winning path. docs/algorithms.md, section 3.
+    bonus token is the argmax of the unrelaxed p at its end. `neighbour_mass_tried` of the Verdict counts children of
+    all nodes on the winning path. docs/algorithms.md, section 3.
     """
     children = offered_children(tree, depth_limit)
     # The argmax of the logits is that of p, without the ties that rounding in the softmax makes.
@@ -159,10 +159,10 @@ def verify_greedy(
     winner, on_path, path = longest_path(tree, children, agreed)
     images = torch.arange(len(winner), device=winner.device)
     accepted, tokens = committed_tokens(tree, path, best[images, winner])
-    child_rank, mass_accepted = along_path(tree, children, mass, on_path, path)
-    mass_tried = torch.where(on_path, mass.sum(dim=-1), 0.0).sum(dim=1)
+    child_rank, neighbour_mass = along_path(tree, children, mass, on_path, path)
+    neighbour_mass_tried = torch.where(on_path, mass.sum(dim=-1), 0.0).sum(dim=1)
     next_probs = greedy_probabilities(guided_logits[images, winner])
-    return Verdict(path, accepted, tokens, child_rank, mass_accepted, mass_tried, next_probs)
+    return Verdict(path, accepted, tokens, child_rank, neighbour_mass, neighbour_mass_tried, next_probs)
 
 
 def longest_path(tree: DraftTree, children: Tensor, agreed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

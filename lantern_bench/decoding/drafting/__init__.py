@@ -7,7 +7,7 @@ noise, and all shapes are known beforehand, so that a whole draft is one program
 from __future__ import annotations
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.interface import DraftMethod, Target
+from lantern_bench.decoding.protocol import DraftMethod, Target
 from lantern_bench.plugins import Code, load_code
 
 __all__ = ["drafting_of"]

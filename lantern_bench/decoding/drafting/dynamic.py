@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.drafting.static import draft_probabilities
-from lantern_bench.decoding.interface import Drafted, DrafterSession, Drafts, Target
+from lantern_bench.decoding.protocol import Drafted, DrafterLogits, DrafterSession, Target
 from lantern_bench.decoding.sampling import most_probable
 from lantern_bench.decoding.tree import DraftTree, full_layout, link_nodes
 
@@ -123,7 +123,12 @@ class DynamicDrafting:
         self.nodes, self.forwards, self.noises = decoding.value("nodes") + 1, self.depth, 0
 
     def draft(
-        self, session: DrafterSession | None, drafts: Drafts | None, root: Tensor, noise: Tensor, depth_limit: Tensor
+        self,
+        session: DrafterSession | None,
+        drafts: DrafterLogits | None,
+        root: Tensor,
+        noise: Tensor,
+        depth_limit: Tensor,
     ) -> Drafted:
         """Grow from the root; the session extends `beam` nodes a round."""
         del noise  # the draft is deterministic given the prefix

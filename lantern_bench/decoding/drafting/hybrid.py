@@ -13,7 +13,7 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, couple
 from lantern_bench.decoding.drafting.static import draft_probabilities
-from lantern_bench.decoding.interface import Drafted, DrafterSession, Drafts, LastStep, Target
+from lantern_bench.decoding.protocol import Drafted, DrafterLogits, DrafterSession, LastStep, Target
 from lantern_bench.decoding.sampling import sample
 
 
@@ -36,16 +36,21 @@ class HybridDrafting(JacobiDrafting):
         if self._coupling == "maximal":
             self._old_q, self._old = torch.zeros_like(self._q), torch.zeros_like(self._q[:, :, 0], dtype=torch.int64)
 
-    def learn(self, step: LastStep) -> None:
+    def after_step(self, step: LastStep) -> None:
         """Also move the old rows and drafts to their new places."""
         if self._coupling == "maximal":
             images, at = self._behind(step.accepted + 1, self.depth - 1)
             self._old_q.copy_(self._q[images, at])
             self._old.copy_(step.tree.tokens[:, 1:][images, at])
-        super().learn(step)
+        super().after_step(step)
 
     def draft(
-        self, session: DrafterSession | None, drafts: Drafts | None, root: Tensor, noise: Tensor, depth_limit: Tensor
+        self,
+        session: DrafterSession | None,
+        drafts: DrafterLogits | None,
+        root: Tensor,
+        noise: Tensor,
+        depth_limit: Tensor,
     ) -> Drafted:
         """Draft a Jacobi window, then its first places anew, one forward of the drafter for each."""
         assert session is not None and drafts is not None

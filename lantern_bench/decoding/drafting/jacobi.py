@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.interface import Drafted, DrafterSession, Drafts, LastStep, Target, WithForcedTokens
+from lantern_bench.decoding.protocol import Drafted, DrafterLogits, DrafterSession, LastStep, Target, WithForcedTokens
 from lantern_bench.decoding.sampling import sample
 from lantern_bench.decoding.tree import DraftTree, StaticTree
 from lantern_bench.errors import RefusedError
@@ -69,8 +69,8 @@ class JacobiDrafting:
         self._line_length = target.line_length if isinstance(target, OnGrid) else 0
         if self._initial == "above" and not self._line_length:
             raise RefusedError("initial above: this model does not say how long a row of its grid is", "Use left.")
-        forcing = target if isinstance(target, WithForcedTokens) and target.choices < vocabulary else None
-        self._forcing, choices = forcing, vocabulary if forcing is None else forcing.choices
+        forcing = target if isinstance(target, WithForcedTokens) and target.n_codes < vocabulary else None
+        self._forcing, choices = forcing, vocabulary if forcing is None else forcing.n_codes
         self._codes, self._ahead = torch.arange(vocabulary, device=device), torch.arange(window + 1, device=device)
         self._uniform = (self._codes < choices) / choices
         self._q = torch.zeros(batch, window, vocabulary, device=device)
@@ -83,7 +83,7 @@ class JacobiDrafting:
             places = target.image_tokens + window + 1
             self._line = torch.zeros(batch, places, dtype=torch.int64, device=device)
 
-    def begin(self, p: Tensor) -> None:
+    def start_images(self, p: Tensor) -> None:
         """All drafts are fresh, as if a step had moved past the whole window."""
         self._position.fill_(1)
         self._moved.fill_(self.depth + 1)
@@ -91,7 +91,7 @@ class JacobiDrafting:
         if self._coupling == "maximal":
             self._law.copy_(self._q)
 
-    def learn(self, step: LastStep) -> None:
+    def after_step(self, step: LastStep) -> None:
         """Move each p to the draft of its position; the drafts behind the last of them get it too (`initial: row`)."""
         moved = step.accepted + 1
         images, at = self._behind(moved, self.depth)
@@ -103,7 +103,12 @@ class JacobiDrafting:
         self._position.copy_(step.position)
 
     def draft(
-        self, session: DrafterSession | None, drafts: Drafts | None, root: Tensor, noise: Tensor, depth_limit: Tensor
+        self,
+        session: DrafterSession | None,
+        drafts: DrafterLogits | None,
+        root: Tensor,
+        noise: Tensor,
+        depth_limit: Tensor,
     ) -> Drafted:
         """Draw every draft from its row, fresh ones as `initial` says, and keep the rows for verification."""
         del session, drafts, depth_limit  # verification leaves out deeper nodes

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
-from lantern_bench.decoding.interface import Drafted, DrafterSession, Drafts, LastStep, Target
+from lantern_bench.decoding.protocol import Drafted, DrafterLogits, DrafterSession, LastStep, Target
 from lantern_bench.decoding.sampling import draw_without_replacement, most_probable
 from lantern_bench.decoding.tree import DraftTree, StaticTree
 
@@ -52,14 +52,19 @@ class PacDrafting(JacobiDrafting):
         self._onward = torch.tensor(onward, device=device)
         self._row = self._shape.depths.clamp_max(self.depth - 1)
 
-    def learn(self, step: LastStep) -> None:
+    def after_step(self, step: LastStep) -> None:
         """Reuse the p of the nodes that first candidates lead to from the last accepted one."""
         images = torch.arange(len(step.path), device=step.path.device)[:, None]
         p = step.p[images, self._reused(step)]
-        super().learn(step._replace(tree=self._chain.draft(step.tree.tokens[:, self._onward[0]], None), p=p))
+        super().after_step(step._replace(tree=self._chain.draft(step.tree.tokens[:, self._onward[0]], None), p=p))
 
     def draft(
-        self, session: DrafterSession | None, drafts: Drafts | None, root: Tensor, noise: Tensor, depth_limit: Tensor
+        self,
+        session: DrafterSession | None,
+        drafts: DrafterLogits | None,
+        root: Tensor,
+        noise: Tensor,
+        depth_limit: Tensor,
     ) -> Drafted:
         """Draft the first candidates as Jacobi drafting does, and the others beside them."""
         (first,) = super().draft(session, drafts, root, noise[:, : self.depth], depth_limit)

@@ -23,7 +23,7 @@ from lantern_bench.decoding.acceptance.walk import (
 )
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, couple
 from lantern_bench.decoding.drafting.pac import PacDrafting
-from lantern_bench.decoding.interface import Drafted, DrafterSession, Drafts, LastStep, Target
+from lantern_bench.decoding.protocol import Drafted, DrafterLogits, DrafterSession, LastStep, Target
 from lantern_bench.decoding.sampling import sample
 from lantern_bench.decoding.tree import DraftTree
 
@@ -48,15 +48,20 @@ class PublishedScd(JacobiDrafting):
         super().__init__(decoding, target, batch)
         self._old_q, self._old = torch.zeros_like(self._q), torch.zeros_like(self._q[:, :, 0], dtype=torch.int64)
 
-    def learn(self, step: LastStep) -> None:
+    def after_step(self, step: LastStep) -> None:
         """Also move the old rows and drafts to their new places."""
         images, at = self._behind(step.accepted + 1, self.depth - 1)
         self._old_q.copy_(self._q[images, at])
         self._old.copy_(step.tree.tokens[:, 1:][images, at])
-        super().learn(step)
+        super().after_step(step)
 
     def draft(
-        self, session: DrafterSession | None, drafts: Drafts | None, root: Tensor, noise: Tensor, depth_limit: Tensor
+        self,
+        session: DrafterSession | None,
+        drafts: DrafterLogits | None,
+        root: Tensor,
+        noise: Tensor,
+        depth_limit: Tensor,
     ) -> Drafted:
         """Draft with the right probabilities, and verify with the old rows where a draft comes out as before."""
         (tokens,) = super().draft(session, drafts, root, noise, depth_limit)
@@ -81,7 +86,7 @@ class PublishedSjdPac(PacDrafting):
         self._aside = torch.zeros_like(self._q[:, : self._branching])
         self._old = torch.zeros_like(self._q[:, :, 0], dtype=torch.int64)
 
-    def learn(self, step: LastStep) -> None:
+    def after_step(self, step: LastStep) -> None:
         """Also keep what the first candidates and their siblings will be drawn from."""
         (images, at), branching = self._behind(step.accepted + 1, self.depth - 1), self._branching
         nodes, x = self._reused(step), step.tree.tokens[:, self._onward[0, 1:]]
@@ -91,7 +96,7 @@ class PublishedSjdPac(PacDrafting):
         by_all = found.final(rows.flatten(), p[:, :branching].flatten(0, 1)).view_as(self._aside)
         alone = (p - self._q).clamp_min(0.0)
         law = couple(p, self._q, x, torch.cat([by_all, alone[:, branching:]], dim=1))
-        super().learn(step)
+        super().after_step(step)
         self._law.copy_(law[images, at])
         self._aside.copy_(alone[images, at[:, :branching]])
         self._old.copy_(x[images, at])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.interface import Drafted, DrafterSession, Drafts, Target
+from lantern_bench.decoding.protocol import Drafted, DrafterLogits, DrafterSession, Target
 from lantern_bench.decoding.sampling import decoding_probabilities, draw_without_replacement, guide, most_probable
 from lantern_bench.decoding.tree import DraftTree, StaticTree
 
@@ -19,7 +19,7 @@ def make_static(decoding: Decoding, target: Target, batch: int) -> StaticDraftin
     return StaticDrafting(StaticTree.of(decoding.paths, target.device), decoding)
 
 
-def draft_probabilities(drafts: Drafts, decoding: Decoding) -> Tensor:
+def draft_probabilities(drafts: DrafterLogits, decoding: Decoding) -> Tensor:
     """Return q [B, n, V], made as p is; greedy: the unfiltered softmax at temperature 1 (section 2)."""
     return decoding_probabilities(guide(drafts.cond, drafts.uncond, decoding.cfg_scale), decoding)
 
@@ -38,7 +38,12 @@ class StaticDrafting:
             self._q_row[level.nodes] = torch.arange(level.place.start, level.place.stop, device=self._q_row.device)
 
     def draft(
-        self, session: DrafterSession | None, drafts: Drafts | None, root: Tensor, noise: Tensor, depth_limit: Tensor
+        self,
+        session: DrafterSession | None,
+        drafts: DrafterLogits | None,
+        root: Tensor,
+        noise: Tensor,
+        depth_limit: Tensor,
     ) -> Drafted:
         """Draw level by level; every node below the root that has children is one row of a drafter forward."""
         del depth_limit  # verification leaves out deeper nodes

@@ -1,4 +1,4 @@
-"""THE transformer with a condition before it, as the target that `decoding.interface` asks for; and forced tokens.
+"""THE transformer with a condition before it, as the target that `decoding.protocol` asks for; and forced tokens.
 
 The ends of an image's rows (Lumina-mGPT) are forced tokens: certain in their places and impossible elsewhere.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lantern_bench.decoding.interface import Scores
+from lantern_bench.decoding.protocol import Logits
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.models.transformer import TransformerConfig
 from lantern_bench.models.transformer.attention import KVCache
@@ -76,7 +76,7 @@ class CachedTarget(nn.Module):
     _sessions: dict[tuple[int, bool, int], TransformerSession]
 
     @property
-    def choices(self) -> int:
+    def n_codes(self) -> int:
         """The number of tokens that can be chosen: all but forced ones."""
         return self.vocab_size - self.config.line_ends
 
@@ -135,7 +135,7 @@ class TransformerTarget(CachedTarget):
         return _Session(self, *shape)
 
     @torch.inference_mode()
-    def fresh(self, condition: Condition, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None]:
+    def logits_without_cache(self, condition: Condition, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None]:
         """The logits [B, N, V] that predict tokens int64 [B, N], with and without the prompt, computed without a cache.
 
         Unconditional logits are None where not `guided`.
@@ -230,7 +230,7 @@ class TransformerSession(CachedSession):
         super().__init__(target.config, target.config.layers, shape, 2, target.transformer.norm.weight)
         self._target = target
 
-    def prefill(self, condition: Condition) -> Scores:
+    def prefill(self, condition: Condition) -> Logits:
         """As `TargetSession.prefill`."""
         x = self._target.prefix(condition, self._guided)
         n = x.shape[1]
@@ -238,12 +238,12 @@ class TransformerSession(CachedSession):
         features = self._forward(x, torch.arange(n, device=x.device).expand(self._batch, -1), prefix_seen(visible, n))
         self._commit_prefix(visible, n)
         head = self._head(features[:, -1:], torch.zeros_like(self.cache.lengths)[:, None])
-        return Scores(*self._split(head), features)
+        return Logits(*self._split(head), features)
 
-    def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Scores:
+    def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Logits:
         """As `TargetSession.score`."""
         features, places = self._features(tokens, depths, attention)
-        return Scores(*self._split(self._head(features, places)), features)
+        return Logits(*self._split(self._head(features, places)), features)
 
     def commit(self, path: Tensor, counts: Tensor) -> None:
         """As `TargetSession.commit`."""

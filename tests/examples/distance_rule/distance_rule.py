@@ -8,7 +8,7 @@ from lantern_bench.plugins import DraftView, Rule
 def most_mass(draft: DraftView, values: Mapping[str, float]):
     """The most m(x) [...]: the mean of p over the neighbours, weighted by a softmax of their distances / `bound`."""
     weights = (-draft.distances / values["bound"]).softmax(-1)
-    return (weights * draft.near).sum(-1)
+    return (weights * draft.neighbour_p).sum(-1)
 
 
 RULE = Rule(name="by-distance", limit=most_mass, example=0.3, neighbours=100, codebook=True, label="by distance")

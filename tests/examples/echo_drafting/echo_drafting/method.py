@@ -17,10 +17,10 @@ class Echo:
         self.chain = StaticTree.of([(0,) * depth for depth in range(1, length + 1)], target.device)
         self.last = torch.zeros(batch, target.vocab_size, device=target.device)
 
-    def begin(self, p):
+    def start_images(self, p):
         self.last.copy_(p)
 
-    def learn(self, step):
+    def after_step(self, step):
         end = step.path.gather(1, step.accepted[:, None])
         self.last.copy_(step.p.gather(1, end[:, :, None].expand(-1, -1, step.p.shape[2])).squeeze(1))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lantern_bench.decoding.tree import DraftTree
 
 
-class Scores(NamedTuple):
+class Logits(NamedTuple):
     """The target's answer at N nodes of B images.
 
     cond, uncond: logits [B, N, V]; uncond is None without guidance. features: final-norm hidden states
@@ -26,7 +26,7 @@ class Scores(NamedTuple):
     features: Tensor
 
 
-class Drafts(NamedTuple):
+class DrafterLogits(NamedTuple):
     """The drafter's answer at n nodes of B images: logits [B, n, V], uncond None without guidance."""
 
     cond: Tensor
@@ -36,10 +36,10 @@ class Drafts(NamedTuple):
 class TargetSession(Protocol):
     """The target for one batch of images; `score` and `commit` may be compiled, and have fixed shapes."""
 
-    def prefill(self, condition: Any) -> Scores:
+    def prefill(self, condition: Any) -> Logits:
         """Start B images: logits of the last prefix position (N = 1), features of the whole prefix."""
 
-    def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Scores:
+    def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Logits:
         """Run one forward over the N nodes of a draft tree, root first, behind the committed tokens.
 
         tokens, depths: int64 [B, N]. attention: bool [B, N, N], node (row) sees node (column).
@@ -55,13 +55,13 @@ class DrafterSession(Protocol):
     def prefill(self, condition: Any, features: Tensor) -> None:
         """Start from the prefix features [rows, P, width]; `observe` gets the last again, with the first token."""
 
-    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> Drafts:
+    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> DrafterLogits:
         """Feed committed tokens [B, n] with the true features [rows, n, width] that predicted them.
 
         The first `counts` [B] count, the others are filler. Returns drafts for the new root, n = 1.
         """
 
-    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Drafts:
+    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> DrafterLogits:
         """Expand n nodes one level deeper, tokens [B, n].
 
         origin [B, n]: the slot of each node's parent among the nodes of the call before (0, the root, in the first).
@@ -109,7 +109,7 @@ class WithForcedTokens(Protocol):
     """
 
     @property
-    def choices(self) -> int:
+    def n_codes(self) -> int:
         """How many tokens are not forced."""
 
     def forced(self, places: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class WithForcedTokens(Protocol):
 class ScoresFresh(Protocol):
     """A target that also computes whole images without its cache, which `check-model` compares its sessions with."""
 
-    def fresh(self, condition: Any, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None]:
+    def logits_without_cache(self, condition: Any, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None]:
         """The logits [B, N, V] that predict tokens int64 [B, N], with and without the prompt; as `score` otherwise."""
 
 
@@ -156,7 +156,12 @@ class DraftMethod(Protocol):
     fanout: int
 
     def draft(
-        self, session: DrafterSession | None, drafts: Drafts | None, root: Tensor, noise: Tensor, depth_limit: Tensor
+        self,
+        session: DrafterSession | None,
+        drafts: DrafterLogits | None,
+        root: Tensor,
+        noise: Tensor,
+        depth_limit: Tensor,
     ) -> Drafted:
         """Draft below the tokens `root` [B], whose children `drafts` describes.
 
@@ -202,8 +207,8 @@ class KeepsState(Protocol):
     Its state is in tensors made when it is built, for one batch size; both methods write into them in place.
     """
 
-    def begin(self, p: Tensor) -> None:
+    def start_images(self, p: Tensor) -> None:
         """New images start; `p` float32 [B, V] is the distribution of their first token."""
 
-    def learn(self, step: LastStep) -> None:
+    def after_step(self, step: LastStep) -> None:
         """A step was verified; runs in the same program."""
