@@ -284,7 +284,18 @@ def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(watching: Calla
     seen: dict[str, Tensor] = {}
 
     def look(draft: Any, values: Any) -> Tensor:
-        names = ("token", "own", "q", "whole", "near_tokens", "near", "distances", "codebook", "depth", "position")
+        names = (
+            "token",
+            "p_x",
+            "q_x",
+            "p",
+            "neighbour_tokens",
+            "neighbour_p",
+            "distances",
+            "codebook",
+            "depth",
+            "position",
+        )
         seen.update({name: getattr(draft, name) for name in names})
         return torch.zeros_like(draft.p_x)
 
@@ -298,16 +309,16 @@ def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(watching: Calla
     # The last call: the second child of the root, in both images.
     root = p[:, 0]
     rest = root - 0.0 * root  # f = 0 leaves p as it is
-    torch.testing.assert_close(seen["own"], rest)
-    torch.testing.assert_close(seen["whole"], rest[:, None])
+    torch.testing.assert_close(seen["p_x"], rest)
+    torch.testing.assert_close(seen["p"], rest[:, None])
     assert seen["token"].tolist() == list(range(6))
-    assert torch.equal(seen["near_tokens"], table[:, :2].long())
-    torch.testing.assert_close(seen["near"], torch.stack([row[table[:, :2].long()] for row in rest]))
+    assert torch.equal(seen["neighbour_tokens"], table[:, :2].long())
+    torch.testing.assert_close(seen["neighbour_p"], torch.stack([row[table[:, :2].long()] for row in rest]))
     distances = torch.stack([(CODES[table[x, :2].long()] - CODES[x]).norm(dim=-1) for x in range(6)])
     torch.testing.assert_close(seen["distances"], distances)
     lost = model.q(()).expand(2, 6).clone()
     lost[0, 2] = lost[1, 3] = 0
-    torch.testing.assert_close(seen["q"], lost / lost.sum(1, keepdim=True))
+    torch.testing.assert_close(seen["q_x"], lost / lost.sum(1, keepdim=True))
     assert seen["depth"].tolist() == [[1], [1]] and seen["position"].tolist() == [[7], [9]]
 
 
