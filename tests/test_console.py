@@ -165,7 +165,7 @@ def test_a_log_gets_a_line_a_part_and_at_most_one_a_minute(clock):
         progress.start(400, "images", {"ar": 200, "lantern": 200})
         for number in range(400):
             clock.seconds += 1.0
-            progress.advance(part=("ar", "lantern")[number % 2], mal=1.5, s_per_image=0.7123)
+            progress.advance(cell=("ar", "lantern")[number % 2], mal=1.5, s_per_image=0.7123)
     lines = err.getvalue().splitlines()
     assert lines[0] == "images: 400"
     assert lines[1] == "images: 60 of 400, 5 min 40 s left, mal 1.5, s/image 0.712"
@@ -206,7 +206,7 @@ def test_a_terminal_gets_bars_with_messages_above():
     with told.progress() as progress:
         progress.start(4, "images", {"ar": 2, "lantern": 2})
         for number in range(4):
-            progress.advance(part=("ar", "lantern")[number % 2], mal=2.5)
+            progress.advance(cell=("ar", "lantern")[number % 2], mal=2.5)
         told.warn("the machine slowed down")
     told.say("finished")
     text = err.getvalue()
@@ -221,7 +221,7 @@ def test_quiet_progress_draws_nothing(clock):
     with quiet.progress() as progress:
         progress.start(2, "images", {"ar": 2})
         clock.seconds = 1e6
-        progress.advance(part="ar")
+        progress.advance(cell="ar")
         progress.reach(2)
     assert err.getvalue() == ""
 

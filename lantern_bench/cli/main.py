@@ -10,7 +10,7 @@ import errno
 import functools
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -32,10 +32,15 @@ from lantern_bench.console import Console
 from lantern_bench.errors import LanternError, UserError
 from lantern_bench.runs.threads import prepare_environment
 
+# Commands and flags of earlier versions, and what to do instead.
+REMOVED = {
+    "--terminal": "`lantern-bench show RUN` prints the figures, `lantern-bench report RUN` draws them.",
+}
 _EPILOG = (
     "Exit codes: 0 success; 1 internal error; 2 usage error; 3 refused (locked, mismatched, missing weights); "
     "4 some images failed; 5 a check failed; 130 interrupted; 143 terminated."
 )
+_RARE_FLAGS_EPILOG = "--help-all also shows the flags that are rarely used."
 # These flags work before and after the command name.
 _GLOBAL = {"-q", "--quiet", "-v", "--verbose", "--debug"}
 
@@ -47,8 +52,8 @@ app.add_typer(train)
 app.add_typer(weights)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"lantern-bench {__version__}")
         raise typer.Exit
 
@@ -68,9 +73,23 @@ def _flags(
 
 
 @functools.cache
-def _program() -> Any:
-    """Build the commands and their hundreds of flags once, for a process that runs many."""
-    return get_command(app)
+def _program(all_flags: bool = False) -> Any:
+    """Build the commands and their hundreds of flags once, for a process that runs many; help shows `all_flags`."""
+    program = get_command(app)
+    for command in _commands_of(program):
+        rare_flags = [parameter for parameter in command.params if getattr(parameter, "hidden", False)]
+        for parameter in rare_flags:
+            parameter.hidden = not all_flags
+        if rare_flags and not all_flags:
+            command.epilog = _RARE_FLAGS_EPILOG
+    return program
+
+
+def _commands_of(program: Any) -> Iterator[Any]:
+    """Yield the program and all its commands."""
+    yield program
+    for command in getattr(program, "commands", {}).values():
+        yield from _commands_of(command)
 
 
 def run() -> None:
@@ -95,10 +114,13 @@ def _run(arguments: Sequence[str]) -> int:
     prepare_environment()
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
     flags = [word for word in arguments[:end] if word in _GLOBAL]
-    rest = [word for word in arguments[:end] if word not in _GLOBAL]
+    words = [word for word in arguments[:end] if word not in _GLOBAL]
     debug = "--debug" in flags
     try:
-        _program()(args=[*flags, *rest, *arguments[end:]], prog_name="lantern-bench")
+        _refuse_removed(words)
+        program = _program(all_flags="--help-all" in words)
+        words = ["--help" if word == "--help-all" else word for word in words]
+        program(args=[*flags, *words, *arguments[end:]], prog_name="lantern-bench")
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(bool(exit_.code))
     except KeyboardInterrupt:
@@ -107,15 +129,23 @@ def _run(arguments: Sequence[str]) -> int:
         if debug:
             traceback.print_exc()
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            what = f"{str(error.filename)[:60]}...: the name is too long for the file system"
-            error = UserError(what, "Give a shorter path.")
+            message = f"{str(error.filename)[:60]}...: the name is too long for the file system"
+            error = UserError(message, "Give a shorter path.")
         elif not isinstance(error, LanternError):
             advice = "This is a bug in lantern-bench" + ("." if debug else "; --debug shows where it happened.")
             error = LanternError(f"internal: {type(error).__name__}: {error}", advice)
-        error.message = _as_typed(error.message, rest)
+        error.message = _as_typed(error.message, words)
         Console().error(error)
         return error.exit_code
     return 0
+
+
+def _refuse_removed(words: Sequence[str]) -> None:
+    """Raise `UserError` for a command or a flag that an earlier version had."""
+    command = " ".join([word for word in words if not word.startswith("-")][:2])
+    for name in (command, command.split(" ")[0], *(word.partition("=")[0] for word in words if word.startswith("--"))):
+        if name in REMOVED:
+            raise UserError(f"{name}: removed", REMOVED[name])
 
 
 def _as_typed(message: str, words: Sequence[str]) -> str:
@@ -123,6 +153,6 @@ def _as_typed(message: str, words: Sequence[str]) -> str:
     command = _program()
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)
-    named = [one.name for one in command.params if one.param_type_name == "argument"]
+    arguments = [parameter.name for parameter in command.params if parameter.param_type_name == "argument"]
     first, *others = message.split(" ")
-    return " ".join([first[2:].upper(), *others]) if first.startswith("--") and first[2:] in named else message
+    return " ".join([first[2:].upper(), *others]) if first.startswith("--") and first[2:] in arguments else message

@@ -47,15 +47,12 @@ def curves(
     out: Annotated[
         Path | None, typer.Option(help="Output directory. Default: figures/ of the run; required for several runs.")
     ] = None,
-    terminal: Annotated[bool, typer.Option("--terminal", help="Draw small text charts and write no file.")] = False,
 ) -> None:
     """Draw the curves of a run: PNG and SVG files, and the CSV behind each."""
     console: Console = ctx.obj
     folders = locate_all(runs)
-    if out is None and len(folders) > 1 and not terminal:
+    if out is None and len(folders) > 1:
         raise UserError("--out is missing: several runs have no figures directory in common", "Give --out FOLDER.")
-    if terminal and out is not None:
-        raise UserError(f"--out {out}: --terminal writes no files", "Remove one of the two flags.")
 
     from lantern_bench.report.curves import curve_tables, draw_curves
     from lantern_bench.report.labels import check_grouping
@@ -63,13 +60,6 @@ def curves(
 
     check_grouping(by)
     tables = {name: curve_tables(data) for name, data in load_runs(folders).items()}
-    if terminal:
-        from lantern_bench.console.charts import plain, terminal_curves
-
-        drawn = "\n\n".join(terminal_curves(tables, by, console.width))
-        console.data(drawn if console.writes_blocks else plain(drawn))
-        return
-
     for path in draw_curves(tables, out or folders[0] / "figures", by):
         console.data(str(path))
 

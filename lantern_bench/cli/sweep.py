@@ -244,7 +244,7 @@ class Renderer:
                     self._lengths.append(record["mean_accepted_length"])
             figures = {"mal": self._lengths, "s_per_image": self._seconds}
             live = {name: sum(values) / len(values) for name, values in figures.items() if values}
-            progress.advance(part=cell.cell_id, **live)
+            progress.advance(cell=cell.cell_id, **live)
         elif isinstance(event, runner.WorkerJoined):
             console.detail(f"worker {event.process} on {event.device}")
             if event.kinds > 1:

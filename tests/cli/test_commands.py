@@ -140,7 +140,7 @@ def test_interruption_outside_a_command_exits_130(monkeypatch):
     def interrupt(**_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_program", lambda: interrupt)
+    monkeypatch.setattr(cli, "_program", lambda **_: interrupt)
     assert cli.main(["--version"]) == 130
 
 

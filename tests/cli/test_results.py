@@ -56,12 +56,6 @@ def test_compare_fail_if_exits_5(results, capsys, monkeypatch):
     assert cli.main(["compare", "second", "first"]) == 0
 
 
-def test_terminal_curves_write_no_files(results, capsys):
-    assert cli.main(["curves", "first", "--terminal"]) == 0
-    assert "acceptance rate by depth" in capsys.readouterr().out
-    assert not (results / "first" / "figures").exists()
-
-
 def test_report_writes_one_html_file(results, capsys):
     assert cli.main(["report", "first"]) == 0
     written = capsys.readouterr()
@@ -81,8 +75,7 @@ def test_report_writes_one_html_file(results, capsys):
         (["compare", "first", "second", "--fail-if", "slow"], "--fail-if slow"),
         (["compare", "first", "second", "--format", "yaml"], "--format yaml"),
         (["curves", "first", "--by", "colour"], "--by colour"),
-        (["curves", "first", "--terminal", "--by", "colour"], "--by colour"),
-        (["curves", "first", "--terminal", "--out", "x"], "--out x"),
+        (["curves", "first", "--terminal"], "--terminal: removed\n  `lantern-bench show RUN`"),
         (["curves", "first", "second"], "--out is missing"),
         (["report", "first", "second"], "--out is missing"),
         (["report", "first", "--out", "."], "is a directory"),
