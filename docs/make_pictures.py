@@ -4,10 +4,7 @@
 
 `family.png`: rendered scenes, the same through the tokenizer, and the run's autoregressive pictures of these captions.
 `all-cells.png`: pictures of the run side by side, one row per caption and one column per cell.
-`race.gif` needs no run. In this folder, in one line:
-
-    lantern-bench generate "two round red lanterns over a lake at dusk" --mode all --no-compile --force
-        --animate pictures/race.gif
+`race.gif` was painted once, from the times of the steps (docs/embedded-family.md, "A race").
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -118,16 +118,13 @@ class Run:
 
 @dataclass(frozen=True)
 class DecodedImage:
-    """One decoded prompt.
-
-    tokens: int32 [N] on the CPU. picture: RGB, None for a model without a tokenizer. trace: what every step committed
-    and accepted, seconds, forwards (`decoding/trace.py`).
-    """
+    """One decoded prompt."""
 
     prompt: str
-    tokens: Tensor
-    picture: Image.Image | None
-    trace: ImageTrace
+    tokens: Tensor  # int32 [N], on the CPU
+    picture: Image.Image | None  # RGB; None for a model without a tokenizer
+    trace: ImageTrace  # what every step committed and accepted, seconds, forwards (`decoding/trace.py`)
+    logits: Tensor | None = None  # float32 [N, V] on the CPU: the guided logits each token was drawn from, if asked for
 
     @property
     def mean_accepted_length(self) -> float | None:
@@ -217,14 +214,33 @@ def load_model(
 
 
 def decode(
-    model: LoadedModel, prompts: str | Sequence[str], *, mode: str = "speculative", seed: int = 0, **parameters: Any
+    model: LoadedModel,
+    prompts: str | Sequence[str],
+    *,
+    mode: str = "speculative",
+    seed: int = 0,
+    logits: bool = False,
+    conditions: Sequence[Any] | None = None,
+    **parameters: Any,
 ) -> list[DecodedImage]:
     """Decode prompts one at a time.
 
-    `parameters` are decoding parameters with one value each, such as `tree="chain-7"`, `neighbours=100`, `delta=0.1`,
-    `lambda_=5`, `temperature=0`; the others are the model's defaults, and relaxed modes need their bound. The tokens
-    are those of an uncompiled sweep with this seed, these parameters and the model's dtype. Raises `UserError` for a
-    wrong parameter or prompt and for a list of values, `RefusedError` for a missing drafter or text encoder.
+    The tokens are those of an uncompiled sweep with this seed, these parameters and the model's dtype.
+
+    Args:
+        model: from `load_model`.
+        prompts: one prompt or several.
+        mode: a mode, such as lantern++.
+        seed: the random seed.
+        logits: also return the guided logits.
+        conditions: for each prompt what `model.condition([prompt])` would return, for example features of another text
+            encoder; the prompts are then only names, which must differ.
+        parameters: decoding parameters with one value each, such as `tree="chain-7"`, `neighbours=100`, `delta=0.1`,
+            `lambda_=5`, `temperature=0`; the others are the model's defaults, and relaxed modes need their bound.
+
+    Raises:
+        UserError: for a wrong parameter or prompt and for a list of values.
+        RefusedError: for a missing drafter or text encoder.
     """
     import torch
     from PIL import Image
@@ -238,18 +254,35 @@ def decode(
     resolved = resolve(runs_sweep.load(source, overrides), registry.defaults_of([model.name]))
     if len(resolved.cells) != 1:
         raise UserError(f"decode takes one value per parameter; these make {len(resolved.cells)} cells", "Use sweep.")
+    if conditions is None:
+        _prepare(model, texts)
+    else:
+        model = _with_conditions(model, texts, conditions)
+    place = Place(model.target.device, torch.get_default_dtype())
+    decoded = decode_units(model, place, units_of(resolved.cells, seed, texts, 1), keep_logits=logits)
+    images = []
+    for text, image in zip(texts, decoded, strict=True):
+        picture = Image.fromarray(image.pixels.cpu().numpy()) if image.pixels.numel() else None
+        guided = None if image.logits is None else image.logits.float().cpu()
+        images.append(DecodedImage(text, image.tokens.cpu(), picture, image.trace, guided))
+    return images
+
+
+def _prepare(model: LoadedModel, texts: Sequence[str]) -> None:
+    """Check prompts and encode them; raises `UserError` for one that the model cannot take."""
     family = registry.family_of(model.name)
     for text in texts:
         family.check_prompt(text)
     for _ in model.prepare(list(dict.fromkeys(texts))):
         pass
-    place = Place(model.target.device, torch.get_default_dtype())
-    decoded = decode_units(model, place, units_of(resolved.cells, seed, texts, 1), keep_logits=False)
-    images = []
-    for text, made in zip(texts, decoded, strict=True):
-        picture = Image.fromarray(made.pixels.cpu().numpy()) if made.pixels.numel() else None
-        images.append(DecodedImage(text, made.tokens.cpu(), picture, made.trace))
-    return images
+
+
+def _with_conditions(model: LoadedModel, texts: Sequence[str], conditions: Sequence[Any]) -> LoadedModel:
+    """Return the model with these conditions of its prompts."""
+    by_text = dict(zip(texts, conditions, strict=True))
+    if len(by_text) != len(texts):
+        raise UserError("prompts with conditions must differ", "Give each of them a name of its own.")
+    return replace(model, condition=lambda names: by_text[names[0]])
 
 
 def _overrides(values: Mapping[str, Any], modes: str | Sequence[str] | None) -> Overrides:

@@ -1,7 +1,4 @@
-"""`lantern-bench generate`: decode a prompt in one or several modes, save the picture, show how it was decoded.
-
-Flags and checks are those of a sweep; only the files that the flags name are written.
-"""
+"""`lantern-bench generate`: decode a prompt in one or several modes, save the picture, show how it was decoded."""
 
 from __future__ import annotations
 
@@ -24,14 +21,10 @@ from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.runs.threads import set_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from lantern_bench.config.experiment import ResolvedExperiment
-    from lantern_bench.config.plan import Unit
     from lantern_bench.console import Console
     from lantern_bench.models.loaded_model import LoadedModel
     from lantern_bench.runs.devices import Place
-    from lantern_bench.runs.runner import Made
 
 
 @decoding_flags
@@ -40,9 +33,6 @@ def generate(
     caption: Annotated[str | None, typer.Argument(help="The caption.")] = None,
     model: Annotated[str, typer.Option(help="The model, or the YAML file that describes one.")] = "lanterns",
     label: Annotated[int | None, typer.Option("--class", min=0, help="A class instead of a caption.")] = None,
-    condition: Annotated[
-        Path | None, typer.Option(help="Features instead of a caption: .npz with embeddings and mask, or input_ids.")
-    ] = None,
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Use random weights and random caption features.")
     ] = False,
@@ -52,21 +42,8 @@ def generate(
         typer.Option(help=f"{', '.join(MODES)}, or all. Default: lantern++, or scd for a model without a drafter."),
     ] = None,
     images: Annotated[int, typer.Option(min=1, help="Images per mode, one below the other.")] = 1,
-    out: Annotated[
-        Path | None, typer.Option(help="The PNG file. Default: picture.png; with --animate none.", show_default=False)
-    ] = None,
-    animate: Annotated[
-        Path | None,
-        typer.Option(
-            help="Also paint the first image of each mode, side by side in measured time, in this GIF. Steps are then "
-            "compiled (--no-compile: not), and --dtype is chosen as in a sweep."
-        ),
-    ] = None,
-    save_tokens: Annotated[
-        Path | None, typer.Option(help="Also write tokens int32 [n, N] and accept_lengths per step to this .npz.")
-    ] = None,
-    save_logits: Annotated[bool, typer.Option(help="Add guided float32 logits [n, N, V] to the .npz.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+    out: Annotated[Path, typer.Option(help="The PNG file.")] = Path("picture.png"),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     settings: SettingsOption = None,
     format: FormatOption = None,
     *,
@@ -76,24 +53,14 @@ def generate(
     console: Console = ctx.obj
     from lantern_bench.models.registry import card_of
 
-    modes, race = mode or [card_of(model).mode], animate is not None
-    resolved = resolve_flags("generate", flags | {"model": [model]}, modes, settings or [], compile=race)
+    modes = mode or [card_of(model).mode]
+    # Not compiled by default: compiling takes longer than an image.
+    resolved = resolve_flags("generate", flags | {"model": [model]}, modes, settings or [], compile=False)
     if dry_run:
         _show_memory(resolved, console, format)
         return
-    prompt = _prompt(caption, label, condition, random_weights, model)
-    if save_logits and save_tokens is None:
-        raise UserError("--save-logits: needs a file to write to", "Add --save-tokens FILE.npz.")
-    if save_tokens is not None and len(resolved.cells) > 1:
-        raise UserError(f"--save-tokens {save_tokens}: holds one way of decoding", f"These are {len(resolved.cells)}.")
-    out = Path("picture.png") if out is None and not race else out
-    for flag, path, suffix in [
-        ("out", out, ".png"),
-        ("save-tokens", save_tokens, ".npz"),
-        ("animate", animate, ".gif"),
-    ]:
-        if path is not None:
-            _check_file(f"--{flag}", path, suffix, force)
+    prompt = _prompt(caption, label, random_weights, model)
+    _check_file(out, force)
 
     from lantern_bench.models.io.files import write_atomically
     from lantern_bench.models.loaded_model import NoPixels
@@ -101,62 +68,44 @@ def generate(
     from lantern_bench.runs.devices import choose_place
 
     set_threads(resolved.settings.threads)
-    place = choose_place(resolved.settings.device, resolved.settings.dtype, fast=race)
-    loaded = _loaded(resolved, place, random_weights, console)
+    place = choose_place(resolved.settings.device, resolved.settings.dtype)
+    loaded = _load(resolved, place, random_weights, console)
+    if isinstance(loaded.pixels, NoPixels):
+        raise loaded.pixels.problem
     cells = resolved.cells
     if "all" in split_modes(modes):
         cells, reasons = generation.runnable(loaded, cells)
         for reason in reasons:
             console.say(reason)
-    # Off by default: compiling takes longer than one image.
     if resolved.settings.compile:
         compile_steps([loaded], place, console)
-    if isinstance(loaded.pixels, NoPixels):
-        if save_tokens is None or race:
-            raise loaded.pixels.problem
-        console.warn(loaded.pixels.problem.message)
-    prompts = [prompt] if condition is None else generation.read_prompts(condition, loaded)
-    units = generation.units_of(cells, resolved.settings.seed, prompts, images)
-    made = []
+    units = generation.units_of(cells, resolved.settings.seed, [prompt], images)
+    decoded = []
     with console.progress() as progress:
         progress.start(len(units), "images")
-        for one in generation.decode_units(loaded, place, units, save_logits, timed=race):
-            made.append(one)
+        for image in generation.decode_units(loaded, place, units, keep_logits=False):
+            decoded.append(image)
             progress.advance()
-    files: list[tuple[str, str, Path, bytes]] = []
-    if out is not None and not isinstance(loaded.pixels, NoPixels):
-        files.append(("picture", "--out", out, generation.picture_png(made, len(cells))))
-    if save_tokens is not None:
-        files.append(("tokens", "--save-tokens", save_tokens, generation.tokens_npz(made)))
-    if animate is not None:
-        files.append(("race", "--animate", animate, _race(units, made, loaded)))
-    for _, flag, path, content in files:
-        try:
-            write_atomically(path, content)
-        except OSError as error:
-            raise UserError(f"{flag} {path}: cannot be written: {error.strerror}") from error
-    console.table(generation.numbers_table(units, made), title=", ".join(prompts[:3]), format=format)
-    console.say(", ".join(f"{what}: {path}" for what, _, path, _ in files))
+    try:
+        write_atomically(out, generation.picture_png(decoded, len(cells)))
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from error
+    console.table(generation.numbers_table(units, decoded), title=prompt, format=format)
+    console.say(f"picture: {out}")
 
 
-def _prompt(caption: str | None, label: int | None, condition: Path | None, random: bool, model: str) -> str:
-    """The prompt (empty with --condition); with random weights and none given, the first default prompt.
+def _prompt(caption: str | None, label: int | None, random: bool, model: str) -> str:
+    """Return the prompt; with random weights and none typed, the first default prompt.
 
-    Raises `UserError` for no prompt, more than one, and one that the model does not accept.
+    Raises `UserError` for no prompt, two of them, and one that the model does not accept.
     """
     from lantern_bench.models.family import class_prompt
     from lantern_bench.models.registry import card_of, family_of
 
-    given = {"a caption": caption, "--class": label, "--condition": condition}
-    names = [name for name, value in given.items() if value is not None]
-    if len(names) > 1:
-        raise UserError(f"{' and '.join(names)}: are mutually exclusive", "Give one of them.")
-    if not names and not random:
-        raise UserError("the prompt is missing", "Give a caption, --class N or --condition FILE.npz.")
-    if condition is not None:
-        if not condition.is_file():
-            raise UserError(f"--condition {condition}: no such file")
-        return ""
+    if caption is not None and label is not None:
+        raise UserError("a caption and --class: are mutually exclusive", "Give one of them.")
+    if caption is None and label is None and not random:
+        raise UserError("the prompt is missing", "Give a caption or --class N.")
     classes, family = card_of(model).classes, family_of(model)
     if label is not None and classes is None:
         raise UserError(f"--class {label}: {model} takes no classes", "Give a caption.")
@@ -169,39 +118,18 @@ def _prompt(caption: str | None, label: int | None, condition: Path | None, rand
     return text
 
 
-def _check_file(flag: str, path: Path, suffix: str, force: bool) -> None:
-    """Refuse an output file with another suffix, one that exists, and one that cannot be written."""
+def _check_file(path: Path, force: bool) -> None:
+    """Refuse a file that is no PNG, one that exists, and one that cannot be written."""
     folder = path.absolute().parent
-    if path.suffix.lower() != suffix:
-        raise UserError(f"{flag} {path}: must end with {suffix}", f"For example {path.stem or 'picture'}{suffix}.")
+    if path.suffix.lower() != ".png":
+        raise UserError(f"--out {path}: must end with .png", f"For example {path.stem or 'picture'}.png.")
     if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise UserError(f"{flag} {path}: cannot be written", "Give a file in an existing folder that you may write to.")
+        raise UserError(f"--out {path}: cannot be written", "Give a file in an existing folder that you may write to.")
     if path.exists() and not force:
-        raise RefusedError(f"{flag} {path}: is there already", "Give another name, or --force to overwrite it.")
+        raise RefusedError(f"--out {path}: is there already", "Give another name, or --force to overwrite it.")
 
 
-def _race(units: Sequence[Unit], made: Sequence[Made], model: LoadedModel) -> bytes:
-    """Draw the first image of every cell as a race."""
-    import pandas as pd
-
-    from lantern_bench.report.labels import labels, styles
-    from lantern_bench.report.race import Lane, Step, race_gif
-
-    first = [(unit, one) for unit, one in zip(units, made, strict=True) if unit.image_index == 0]
-    table = pd.DataFrame([{"run": "", "model": model.name, **unit.cell.decoding.columns()} for unit, _ in first])
-    looks = zip(labels(table), styles(table).values(), strict=True)
-    ar = next((one.trace.seconds for unit, one in first if not unit.cell.decoding.drafts), None)
-    lanes = []
-    for (_, one), (label, style) in zip(first, looks, strict=True):
-        trace = one.trace
-        steps = zip(trace.ends, [0, *trace.start], [1, *trace.committed], [0, *trace.accepted], strict=True)
-        picture, speedup = one.pixels.cpu().numpy(), ar and ar / trace.seconds
-        kept = [Step(*step) for step in steps]
-        lanes.append(Lane(label, style.colour, trace.seconds, kept, trace.tokens, picture, model.grid, speedup))
-    return race_gif(lanes, units[0].prompt.text, model.name)
-
-
-def _loaded(resolved: ResolvedExperiment, place: Place, random: bool, console: Console) -> LoadedModel:
+def _load(resolved: ResolvedExperiment, place: Place, random: bool, console: Console) -> LoadedModel:
     """Load the model from its files, or make it with random weights."""
     from lantern_bench.runs.devices import load_models
 
@@ -212,8 +140,8 @@ def _loaded(resolved: ResolvedExperiment, place: Place, random: bool, console: C
 
     from lantern_bench.models.random_model import random_model
 
-    what = f"the weights of {name} are random (seed {seed}, {place.dtype_name}), and so are its caption features"
-    console.warn(f"{what}: the picture means nothing")
+    weights = f"the weights of {name} are random (seed {seed}, {place.dtype_name}), and so are its caption features"
+    console.warn(f"{weights}: the picture means nothing")
     return random_model(name, *place, torch.Generator(place.device).manual_seed(seed))
 
 

@@ -33,7 +33,12 @@ from lantern_bench.errors import LanternError, UserError
 from lantern_bench.runs.threads import prepare_environment
 
 # Commands and flags of earlier versions, and what to do instead.
+_DECODE = "From Python, `lantern_bench.decode` gives tokens and logits, and takes conditions (docs/python-api.md)."
 REMOVED = {
+    "--animate": "`lantern-bench report RUN` shows how each mode decodes a prompt.",
+    "--condition": _DECODE,
+    "--save-logits": _DECODE,
+    "--save-tokens": _DECODE,
     "--terminal": "`lantern-bench show RUN` prints the figures, `lantern-bench report RUN` draws them.",
 }
 _EPILOG = (

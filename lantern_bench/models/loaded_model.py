@@ -78,8 +78,8 @@ class NoPixels:
     def __init__(self, model: str, reason: str) -> None:
         self.problem = UserError(
             f"{model}: no picture can be drawn: {reason}",
-            "Name the tokenizer's checkpoint in the model's file; or ask for the tokens alone with "
-            "`generate --save-tokens FILE.npz`.",
+            "Name the tokenizer's checkpoint in the model's file; or ask for the tokens alone, from Python, with "
+            "`lantern_bench.decode`.",
         )
 
     def pixels(self, tokens: Tensor) -> Tensor:  # noqa: ARG002

@@ -182,7 +182,7 @@ class TextTokenizer:
         except ImportError as error:
             raise RefusedError(
                 "captions need the package tokenizers, which is not installed",
-                "Type `pip install 'lantern-bench[hf]'`; or give numbers: generate --condition FILE.npz.",
+                "Type `pip install 'lantern-bench[hf]'`; or give numbers: lantern_bench.decode(..., conditions=...).",
             ) from error
         if not self._path.is_file():
             raise UserError(f"{self._path}: no such file", "Captions need the tokenizer.json of the published folder.")

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 
-from lantern_bench.clock import settle_garbage
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
 from lantern_bench.config.plan import Prompt, Unit, record_seed
 from lantern_bench.decoding.loop import drafter_and_table
 from lantern_bench.errors import RecordsFailedError, RefusedError
-from lantern_bench.models.io.condition_file import read_condition
-from lantern_bench.models.io.files import file_sha256
 from lantern_bench.models.loaded_model import LoadedModel, NoPixels
 from lantern_bench.models.random_model import blueprint, sizes_of
 from lantern_bench.runs.devices import Place
@@ -47,44 +40,22 @@ def runnable(model: LoadedModel, cells: Sequence[Cell]) -> tuple[tuple[Cell, ...
     return tuple(kept), reasons
 
 
-def decode_units(
-    model: LoadedModel, place: Place, units: Sequence[Unit], keep_logits: bool, timed: bool = False
-) -> Iterator[Made]:
+def decode_units(model: LoadedModel, place: Place, units: Sequence[Unit], keep_logits: bool) -> Iterator[Made]:
     """Yield the images one by one, without pixels if the model has no tokenizer; raises `RecordsFailedError`.
 
-    Every cell decodes a part of an image first where the model is compiled or the images are `timed`.
+    Every cell of a compiled model decodes a part of an image first.
     """
     tokens = model.target.image_tokens if isinstance(model.pixels, NoPixels) else None
-    warm_ups = [unit for unit in units if unit.image_index == 0 and (model.engine.compile or timed)]
-    for number, unit in enumerate([*warm_ups, *units]):
-        warm_up = number < len(warm_ups)
-        if timed and number == len(warm_ups):
-            settle_garbage()
+    # A quarter of an image runs every program of a step more than once.
+    warm_up_tokens = max(16, model.target.image_tokens // 4)
+    warm_ups = [(unit, warm_up_tokens) for unit in units if unit.image_index == 0 and model.engine.compile]
+    for number, (unit, count) in enumerate([*warm_ups, *((unit, tokens) for unit in units)]):
         try:
-            # A quarter of an image runs every program of a step more than once.
-            count = max(16, model.target.image_tokens // 4) if warm_up else tokens
-            made = make_images(model, [unit], place, tokens=count, keep_logits=keep_logits)
+            images = make_images(model, [unit], place, tokens=count, keep_logits=keep_logits)
         except (RuntimeError, MemoryError) as error:
             raise RecordsFailedError(f"{unit.cell.cell_id}: {type(error).__name__}: {error}") from error
-        if not warm_up:
-            yield from made
-
-
-def read_prompts(path: Path, model: LoadedModel) -> list[str]:
-    """Read features from a file, make the model use them as conditions, and return a name for each of their rows.
-
-    The names hold the hash of the content, so that equal features get equal seeds wherever the file is.
-    """
-    rows = read_condition(path, model)
-    digest = file_sha256(path)[:12]
-    named = {f"{path.name} {digest} row {number}": row for number, row in enumerate(rows)}
-
-    def condition(prompts: Sequence[str]) -> Any:
-        chosen = [named[text] for text in prompts]
-        return type(chosen[0])(*(torch.cat(parts) for parts in zip(*chosen, strict=True)))
-
-    model.condition = condition
-    return list(named)
+        if number >= len(warm_ups):
+            yield from images
 
 
 def picture_png(made: Sequence[Made], columns: int) -> bytes:
@@ -92,21 +63,6 @@ def picture_png(made: Sequence[Made], columns: int) -> bytes:
     rows = len(made) // columns
     pixels = [torch.cat([one.pixels for one in made[start : start + rows]]) for start in range(0, len(made), rows)]
     return png_bytes(torch.cat(pixels, dim=1))
-
-
-def tokens_npz(made: Sequence[Made]) -> bytes:
-    """Tokens int32 [n, N], accept_lengths int32 [n, steps] (accepted drafts, padded with -1), and kept logits."""
-    arrays: dict[str, Any] = {"tokens": torch.stack([one.tokens for one in made]).cpu().numpy().astype(np.int32)}
-    # Uncut: the last step may exceed the image, and the published code counts it whole.
-    steps = [[count - 1 for count in one.trace.uncut] for one in made]
-    arrays["accept_lengths"] = np.full((len(made), max(map(len, steps))), -1, np.int32)
-    for row, counts in zip(arrays["accept_lengths"], steps, strict=True):
-        row[: len(counts)] = counts
-    if logits := [one.logits for one in made if one.logits is not None]:
-        arrays["logits"] = torch.stack(logits).float().cpu().numpy()
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, **arrays)
-    return buffer.getvalue()
 
 
 def numbers_table(units: Sequence[Unit], made: Sequence[Made]) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""Anole and Lumina-mGPT through `generate`: recordings, pictures in every mode, sizes, prompts as token ids.
+"""Anole and Lumina-mGPT: recordings as token ids, pictures in every mode, sizes.
 
 Reads the folder named by LANTERN_BENCH_GOLDEN (default tests/golden), section 8 of its README.
 """
@@ -8,17 +8,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+import lantern_bench
 from lantern_bench.cli import main as cli
 from lantern_bench.config.methods import MODES
 from lantern_bench.models import registry
 from lantern_bench.models.chameleon import ChameleonVocabulary
 from lantern_bench.models.chameleon.family import FAMILY
+from lantern_bench.models.prompt_tokens import prompt_condition
 from tests.models import golden_models, tiny_chameleon
 from tests.models.golden_models import GOLDEN
 
@@ -30,7 +31,7 @@ def _families(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "families", lambda: {"chameleon": FAMILY})
 
 
-def test_logits_equal_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logits_equal_recording(tmp_path: Path) -> None:
     """Every prefix of the recorded prompts has recorded logits: those of the image's tokens, in the order of codes."""
     expected = load_file(RECORDING / "chameleon_expected.safetensors")
     stated = json.loads((RECORDING / "config.json").read_text())
@@ -38,34 +39,32 @@ def test_logits_equal_recording(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for swin in (0, 1):
         config = {"swin_norm": bool(swin)}
         target = {"checkpoint": RECORDING / "model.safetensors", "layout": "hf", "config": config}
-        model = golden_models.write_model(tmp_path, family="anole-7b", target=target, grid=[2, 3])
-        recorded = expected[f"swin{swin}.logits_unmasked"][..., codes].numpy()
+        model = golden_models.load(golden_models.write_model(tmp_path, family="anole-7b", target=target, grid=[2, 3]))
+        recorded = expected[f"swin{swin}.logits_unmasked"][..., codes]
         for length in (5, recorded.shape[1]):
-            np.savez(tmp_path / "prompts.npz", input_ids=expected["input_ids"][:, :length].numpy())
-            flags = ["--mode", "ar", "--temperature", "0", "--cfg-scale", "1", "--save-logits", "--force"]
-            flags += ["--condition", str(tmp_path / "prompts.npz"), "--save-tokens", str(tmp_path / "made.npz")]
-            assert cli.main(["generate", "--model", str(model), *flags]) == 0
-            with np.load(tmp_path / "made.npz") as made:
-                assert made["tokens"].shape == (2, 6) and made["logits"].shape == (2, 6, len(codes))
-                assert np.abs(made["logits"][:, 0] - recorded[:, length - 1]).max() < 2e-4
-                assert (made["tokens"][:, 0] == recorded[:, length - 1].argmax(-1)).all()
-    assert "no picture" in capsys.readouterr().err
+            rows = [row[:length].tolist() for row in expected["input_ids"]]
+            conditions = [prompt_condition([(row, row)]) for row in rows]
+            images = lantern_bench.decode(
+                model, ["a", "b"], mode="ar", temperature=0, cfg_scale=1, conditions=conditions, logits=True
+            )
+            for image, wanted in zip(images, recorded[:, length - 1], strict=True):
+                assert image.picture is None and image.logits is not None
+                assert image.tokens.shape == (6,) and image.logits.shape == (6, len(codes))
+                assert (image.logits[0] - wanted).abs().max() < 2e-4 and image.tokens[0] == wanted.argmax()
 
 
 @pytest.mark.parametrize(("family", "tokens"), [("anole", 16), ("lumina-mgpt", 20)])
 def test_pictures_in_every_mode(family: str, tokens: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny_chameleon.write_model_file(tmp_path, family, (4, 4))
-    picture, made = tmp_path / "picture.png", tmp_path / "made.npz"
+    picture = tmp_path / "picture.png"
     flags = ["--out", str(picture), "--neighbours", "5", "--nodes", "12", "--depth", "3", "--beam", "3"]
     flags += ["--images", "2", "--format", "json"]
     assert cli.main(["generate", "a red lantern", "--model", str(model), "--mode", "all", *flags]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert len(rows) == 2 * len(MODES) and {row["tokens"] for row in rows} == {tokens}
     assert Image.open(picture).size == (len(MODES) * 8, 2 * 8)
-    flags = ["--out", str(picture), "--mode", "speculative", "--save-tokens", str(made), "--force"]
-    assert cli.main(["generate", "a red lantern", "--model", str(model), *flags]) == 0
-    with np.load(made) as arrays:
-        lines = arrays["tokens"].reshape(4, -1)
+    (image,) = lantern_bench.decode(golden_models.load(model), "a red lantern", mode="speculative")
+    lines = image.tokens.reshape(4, -1)
     assert (lines[:, :4] < tiny_chameleon.CODES).all() and (lines[:, 4:] == tiny_chameleon.CODES).all()
 
 
@@ -87,15 +86,6 @@ def test_dry_run_states_sizes_without_allocating(
     parts = {row["part"]: row for row in json.loads(capsys.readouterr().out)}
     layers = 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096 + 4 * 4096)
     assert parts["target"]["parameters"] == layers + (65536 + rows + 1) * 4096
-
-
-def test_malformed_token_ids_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = tiny_chameleon.write_model_file(tmp_path, "anole", (4, 4))
-    np.savez(tmp_path / "features.npz", embeddings=np.zeros((1, 4, 8)), mask=np.ones((1, 4)))
-    typed = ["generate", "--model", str(model), "--condition", str(tmp_path / "features.npz"), "--out"]
-    assert cli.main([*typed, str(tmp_path / "picture.png")]) == 2
-    told = capsys.readouterr().err
-    assert "input_ids must be there, whole numbers" in told and "Traceback" not in told
 
 
 def test_too_long_caption_is_refused_before_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

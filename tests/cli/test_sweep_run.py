@@ -9,7 +9,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from PIL import Image
 
 from lantern_bench.cli import main as cli
 from lantern_bench.cli.sweep import Renderer
@@ -164,30 +163,12 @@ def test_generate_with_a_failing_model_exits_4(tiny, capsys) -> None:
     assert "RuntimeError" in capsys.readouterr().err and not Path("a.png").exists()
 
 
-RACE = ["generate", "one red lantern", "--model", "tiny", "--animate", "race.gif", "--no-compile"]
-
-
-def test_generate_races_all_modes(tiny, capsys) -> None:
-    assert cli.main([*RACE, "--mode", "all", "--neighbours", "3"]) == 0
-    written = capsys.readouterr()
-    listed = pd.read_csv(io.StringIO(written.out))
+def test_generate_decodes_all_modes_that_the_model_has_the_parts_for(tiny, capsys, monkeypatch) -> None:
+    typed = ["generate", "one red lantern", "--model", "tiny", "--force"]
+    assert cli.main([*typed, "--mode", "all", "--neighbours", "3"]) == 0
+    listed = pd.read_csv(io.StringIO(capsys.readouterr().out))
     assert all(cell.startswith(f"{mode}-") for mode, cell in zip(MODES, listed["cell_id"], strict=True))
     assert (listed[["seconds", "target_forwards", "mean_accepted_length"]] > 0).all(axis=None)
-    assert "race: race.gif" in written.err
-    with Image.open("race.gif") as race:
-        assert race.n_frames > 10 and race.info["loop"] == 0
-    assert not Path("picture.png").exists()
-    before = Path("race.gif").read_bytes()
-    assert cli.main([*RACE, "--mode", "ar"]) == 3
-    assert "--animate race.gif: is there already" in capsys.readouterr().err
-    assert Path("race.gif").read_bytes() == before
-    assert cli.main([*RACE, "--mode", "ar", "--images", "2", "--force", "--out", "two.png"]) == 0
-    assert Path("two.png").exists()
-    with Image.open("race.gif") as race:
-        assert race.size[0] == 192 + 2 * 12
-
-
-def test_all_modes_are_those_that_the_model_has_the_parts_for(tiny, capsys, monkeypatch) -> None:
     load = tiny.load
 
     def without_drafter(*arguments: Any) -> Any:
@@ -196,11 +177,11 @@ def test_all_modes_are_those_that_the_model_has_the_parts_for(tiny, capsys, monk
         return model
 
     monkeypatch.setattr(tiny, "load", without_drafter)
-    assert cli.main([*RACE, "--mode", "all", "--neighbours", "3"]) == 0
+    assert cli.main([*typed, "--mode", "all", "--neighbours", "3"]) == 0
     written = capsys.readouterr()
     listed = pd.read_csv(io.StringIO(written.out))
     able = [name for name, mode in MODES.items() if not DRAFTINGS[mode.drafting].needs_drafter]
     assert all(cell.startswith(f"{mode}-") for mode, cell in zip(able, listed["cell_id"], strict=True))
     assert written.err.count("is left out: mode ") == len(MODES) - len(able) > 0
-    assert cli.main([*RACE, "--mode", "ar,speculative", "--force"]) == 3
+    assert cli.main([*typed, "--mode", "ar,speculative"]) == 3
     assert "mode speculative needs a drafter" in capsys.readouterr().err

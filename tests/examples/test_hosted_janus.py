@@ -7,11 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, JanusForConditionalGeneration
 
+import lantern_bench
 from lantern_bench.cli import main as cli
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.registry import load_model
@@ -44,21 +44,8 @@ def test_greedy_tokens_and_pixels_equal_those_of_transformers(
     seen = torch.ones_like(ids)
     wanted = theirs.generate(ids, attention_mask=seen, generation_mode="image", generation_config=settings)
     for mode in ("ar", "sjd"):
-        typed = [
-            "generate",
-            CAPTIONS[0],
-            "--model",
-            str(path),
-            "--mode",
-            mode,
-            "--temperature",
-            "0",
-            "--cfg-scale",
-            "3",
-        ]
-        out = tmp_path / f"{mode}.npz"
-        assert cli.main([*typed, "--save-tokens", str(out), "--out", str(tmp_path / f"{mode}.png")]) == 0
-        assert np.load(out)["tokens"][0].tolist() == wanted[0].tolist()
+        (image,) = lantern_bench.decode(loaded(path), CAPTIONS[0], mode=mode, temperature=0, cfg_scale=3)
+        assert image.tokens.tolist() == wanted[0].tolist() and image.picture is not None
     with torch.no_grad():
         drawn = theirs.decode_image_tokens(wanted)
     picture = ((drawn.clamp(-1, 1) + 1) * 127.5).round()

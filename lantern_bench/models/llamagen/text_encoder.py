@@ -267,7 +267,7 @@ class CaptionFeatureSource:
             fetch = f"Name its folder in {self.model}, text_encoder: {{dir: ...}}"
         return RefusedError(
             f"{self.model} needs its text encoder (FLAN-T5-XL){what}, and it is not on this machine",
-            f"{fetch}; or give features: generate --condition FILE.npz.",
+            f"{fetch}; or give features: lantern_bench.decode(..., conditions=...).",
         )
 
 
@@ -291,7 +291,7 @@ class _Encoder:
         except ImportError as error:
             raise RefusedError(
                 "captions need the package transformers, which is not installed",
-                "Type `pip install 'lantern-bench[hf]'`; or give features: generate --condition FILE.npz.",
+                "Type `pip install 'lantern-bench[hf]'`; or give features: lantern_bench.decode(..., conditions=...).",
             ) from error
         shown, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
         logging.set_verbosity_error()
