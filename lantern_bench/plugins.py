@@ -75,9 +75,7 @@ class Drafting:
     its drafts with new random numbers, for these values; rules that look ahead need that. label: how ids and tables
     write the drafts. adapt: (defaults, given values) -> defaults that fit the given
     values. problem: (key, sentence) for values that do not go together, else None. presets: short words for this
-    drafting with some values fixed. small: values of a draft that is small enough for exact checks. search: what lists
-    its trees for `profile --search` (profile/tree_search.py); empty: its drafts are not searched. broken: mistakes
-    that the audit must find (certify/audit.py), by what is wrong: decoding -> (`accept`, `make`) of `decode`, or None.
+    drafting with some values fixed. small: values of a draft that is small enough for exact checks.
     published: as `make`, for `form: published`: what its authors' code does where that is not lossless.
     """
 
@@ -95,8 +93,6 @@ class Drafting:
     problem: Callable[[Values], tuple[str, str] | None] = lambda _values: None
     presets: Mapping[str, Values] = field(default_factory=dict)
     small: Values = field(default_factory=dict)
-    search: Code = ""
-    broken: Mapping[str, Code] = field(default_factory=dict)
     published: Code = ""
     legend: str | None = None
     colour: str | None = None

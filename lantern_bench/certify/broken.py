@@ -12,13 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lantern_bench.certify.broken_drafts import BROKEN_DRAFTS
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.relaxation import ROOTS, Relaxation
 from lantern_bench.decoding.acceptance.traversal import accept_traversal
 from lantern_bench.decoding.acceptance.tree_acceptance import Accept, Acceptance, Nodes, accept_children, decide_each
 from lantern_bench.decoding.loop import relaxation_of
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.plugins import Code, load_code
+from lantern_bench.plugins import Code
 
 TOO_OFTEN, LAMBDA = 0.02, 2.0
 """What a draft's acceptance probability is raised by, and the bound of the relaxed rule among the broken ones."""
@@ -33,9 +34,9 @@ class Broken(NamedTuple):
 
 
 def broken_draftings(decoding: Decoding) -> list[Broken]:
-    """Return the mistakes that the row of the decoding's drafting names, of those that it can have."""
-    found = [(name, load_code(code)(decoding)) for name, code in decoding.drafting_row.broken.items()]
-    return [Broken(name, *mistake) for name, mistake in found if mistake is not None]
+    """Return the mistakes of the decoding's drafting, of those that its coupling can have."""
+    mistakes = ((name, plant(decoding)) for name, plant in BROKEN_DRAFTS.get(decoding.drafting, {}).items())
+    return [Broken(name, *mistake) for name, mistake in mistakes if mistake is not None]
 
 
 def broken_residual(decoding: Decoding, model: LoadedModel) -> list[Broken]:

@@ -1,11 +1,12 @@
 """Jacobi drafting with the mistakes that are easily made between two steps (docs/algorithms.md, section 8.2).
 
-The row of the drafting names these functions; each returns how a decoding is broken (`accept` and `make` as in
-`decode`), or None where its coupling cannot have the mistake.
+Each function returns how a decoding is broken (`accept` and `make` as in `decode`), or None where its coupling cannot
+have the mistake. `BROKEN_DRAFTS` has them by drafting.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -145,3 +146,15 @@ class _UniformReused(_Remembers):
         same = ~self.known | (drafted[0][:, 1:] == self.last)
         self.uniforms = torch.where(same, free * stays, stays + free * (1.0 - stays))
         return drafted
+
+
+BROKEN_DRAFTS: dict[str, dict[str, Callable[[Decoding], Mistake | None]]] = {
+    "jacobi": {
+        "old q kept with a draft": old_q,
+        "draft kept, with the new q": kept_draft,
+        "uniform number used again": uniform_reused,
+        "noise kept by place in the window": slot_noise,
+    },
+    "hybrid": {"old q kept with a draft": hybrid_old_q, "verified with the drafter's q": hybrid_drafter_q},
+}
+"""The mistakes that the audit plants in a drafting, by what is wrong."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,13 +16,11 @@ from lantern_bench.cli.options import (
     tell_threads,
     with_flags,
 )
-from lantern_bench.config.methods import searched_lossless
 from lantern_bench.errors import UserError
-from lantern_bench.runs import tuned
 from lantern_bench.runs.threads import fastest_threads, set_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from lantern_bench.config.decoding import Decoding
     from lantern_bench.console import Console
@@ -107,7 +104,7 @@ def profile(
             set_threads(found.threads)
             tell_threads(found, console)
     if search:
-        _search(subject, decodings, partial(tuned.keep, model, place=place, compile=compile), console, format)
+        _search(subject, decodings, console, format)
         return
     rows = _profile(subject, steps, size or model, place, console, format, out)
     if save_to is not None:
@@ -119,9 +116,12 @@ def _decodings(flags: dict[str, Any], mode: list[str] | None, search: bool) -> l
     """The decodings to profile: those of the flags; without mode, rule and drafting a search covers all lossless."""
     chosen: list[tuple[list[str], dict[str, Any]]] = [(mode or ["speculative"], {})]
     if search and not (mode or flags["rule"] or flags["drafting"]):
-        chosen = [([one], {"drafting": [drafting], "rule": [rule]}) for one, drafting, rule in searched_lossless()]
-    found = [resolve_flags("profile", flags | own, modes).cells for modes, own in chosen]
-    return list(dict.fromkeys(cell.decoding for cells in found for cell in cells))
+        from lantern_bench.profile.tree_search import searched_lossless
+
+        methods = searched_lossless()
+        chosen = [([name], {"drafting": [drafting], "rule": [rule]}) for name, drafting, rule in methods]
+    resolved = [resolve_flags("profile", flags | values, modes).cells for modes, values in chosen]
+    return list(dict.fromkeys(cell.decoding for cells in resolved for cell in cells))
 
 
 def _refuse_with_search(**given: object) -> None:
@@ -164,31 +164,17 @@ def _profile(
     return rows
 
 
-def _search(
-    subject: Subject,
-    decodings: Sequence[Decoding],
-    keep: Callable[[Decoding, float], None],
-    console: Console,
-    format: str | None,
-) -> None:
-    """Search for the fastest tree of each decoding, print the best as lines of an experiment, keep the lossless."""
+def _search(subject: Subject, decodings: Sequence[Decoding], console: Console, format: str | None) -> None:
+    """Search for the fastest tree of each decoding, and print the best as lines of an experiment."""
     import pandas as pd
 
     from lantern_bench.profile.tree_search import experiment_line, search_trees
 
-    fastest = []
+    lines = []
     for decoding in decodings:
-        found = search_trees(subject.model, decoding, subject.prompts, subject.seed, console.say)
-        fastest.append((found[0][0], found[0][1]["speedup"]))
-        rule = f"{decoding.mode}, {decoding.drafting}, {decoding.rule}"
-        table = pd.DataFrame([row for _, row in found]).round(4)
-        console.table(table, title=f"{rule}, the fastest measured", format=format)
-    lines = (f"  {experiment_line(decoding)}" for decoding, _ in fastest)
+        measured = search_trees(subject.model, decoding, subject.prompts, subject.seed, console.say)
+        table = pd.DataFrame([row for _, row in measured]).round(4)
+        title = f"{decoding.mode}, {decoding.drafting}, {decoding.rule}, the fastest measured"
+        console.table(table, title=title, format=format)
+        lines.append(f"  {experiment_line(measured[0][0])}")
     console.say("\n".join(["the fastest, for the cells of an experiment:", *lines]))
-    if lossless := [one for one in fastest if one[0].lossless]:
-        try:
-            for one in lossless:
-                keep(*one)
-            console.say("the fastest lossless one is kept: sweeps on this machine add it beside relaxed cells")
-        except OSError as error:
-            console.warn(f"not kept for sweeps: the cache cannot be written: {error.strerror}")

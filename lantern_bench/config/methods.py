@@ -7,7 +7,6 @@ checks of `certify` read these rows. Rows of other packages join the tables when
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
@@ -108,17 +107,6 @@ def _published_problem(values: Values) -> tuple[str, str] | None:
     return "form", "the published code differs from the exact form only with initial uniform and coupling maximal"
 
 
-_BROKEN = "lantern_bench.certify.broken_drafts:"
-_BROKEN_JACOBI = {
-    "old q kept with a draft": f"{_BROKEN}old_q",
-    "draft kept, with the new q": f"{_BROKEN}kept_draft",
-    "uniform number used again": f"{_BROKEN}uniform_reused",
-    "noise kept by place in the window": f"{_BROKEN}slot_noise",
-}
-_BROKEN_HYBRID = {
-    "old q kept with a draft": f"{_BROKEN}hybrid_old_q",
-    "verified with the drafter's q": f"{_BROKEN}hybrid_drafter_q",
-}
 _SHARE = "must be a number from 0 to 1"
 _SHARE_HELP = "Share of the drafter's distribution in those that the first places of a hybrid window draft from."
 _SHIPPED_DRAFTINGS = (
@@ -132,7 +120,6 @@ _SHIPPED_DRAFTINGS = (
         small={"tree": "small-7"},
         label=lambda values: values.get("tree"),
         presets={"chain": {"tree": "chain-5"}},
-        search="lantern_bench.profile.static_trees:list_static",
     ),
     Drafting(
         "jacobi",
@@ -173,8 +160,6 @@ _SHIPPED_DRAFTINGS = (
         chain=True,
         redrawn=lambda values: values["coupling"] == "none",
         label=_jacobi_label,
-        search="lantern_bench.profile.windows:list_windows",
-        broken=_BROKEN_JACOBI,
         problem=_published_problem,
         published="lantern_bench.decoding.drafting.published:make_scd",
     ),
@@ -195,7 +180,6 @@ _SHIPPED_DRAFTINGS = (
         needs_drafter=False,
         redrawn=lambda _values: False,
         label=_jacobi_label,
-        search="lantern_bench.profile.windows:list_windows",
         problem=_published_problem,
         published="lantern_bench.decoding.drafting.published:make_sjd_pac",
     ),
@@ -215,8 +199,6 @@ _SHIPPED_DRAFTINGS = (
         chain=True,
         redrawn=lambda values: values["coupling"] == "none",
         label=_hybrid_label,
-        search="lantern_bench.profile.windows:list_windows",
-        broken=_BROKEN_HYBRID,
     ),
     Drafting(
         "dynamic",
@@ -229,7 +211,6 @@ _SHIPPED_DRAFTINGS = (
         label=lambda values: tree_label(values["nodes"], values["depth"], values["beam"]),
         adapt=_enough_nodes,
         problem=_dynamic_problem,
-        search="lantern_bench.profile.dynamic_trees:list_dynamic",
     ),
 )
 
@@ -594,22 +575,6 @@ def redraw_problem(rule: str, drafting: str, values: Values) -> str | None:
         return None
     drafts = f"{drafting} {row.label(values)}"
     return f"the rule {rule} needs drafts that every step draws anew, each by itself; not so {drafts}: use strict"
-
-
-def searched_lossless() -> list[tuple[str, str, str]]:
-    """Return (mode, drafting, rule) of every lossless way to decode whose drafts `profile --search` searches."""
-    rules = [name for name, row in RULES.items() if row.lossless and name != "none"]
-    # Rules of one function are the same rule on a chain: the first stands for them.
-    first_of = {RULES[name].accept: name for name in reversed(rules)}
-    on_chains = [name for name in rules if name in first_of.values()]
-    found = []
-    for name in (name for name, row in DRAFTINGS.items() if row.search):
-        modes = [mode.name for mode in MODES.values() if mode.drafting == name and RULES[mode.rule].lossless]
-        for mode, rule in itertools.product(modes or ["speculative"], on_chains if DRAFTINGS[name].chain else rules):
-            values = defaults_for(name, rule, mode)
-            if not (chain_problem(rule, name, (), None) or redraw_problem(rule, name, values)):
-                found.append((mode, name, rule))
-    return found
 
 
 def defaults_for(drafting: str, rule: str, mode: str, own: Values | None = None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.random_model import random_model, random_model_of_size, read_size
 from lantern_bench.models.registry import card_of, family_of, load_model
 from lantern_bench.profile.steps import Rates, StepCost, decode_memory, forward_ms, forward_need, step_costs
-from lantern_bench.profile.tree_search import with_tree
+from lantern_bench.profile.tree_search import with_drafting
 from lantern_bench.report.cost_model import (
     Setting,
     StepTimes,
@@ -79,7 +79,7 @@ def step_of(tree: str, decoding: Decoding) -> Decoding:
         problem = f"{unfit[0]} {values[unfit[0]]}: {unfit[1]}"
     if problem is not None:
         raise UserError(f"--tree {tree}: {problem}")
-    return with_tree(decoding, values)
+    return with_drafting(decoding, values)
 
 
 def load_subject(

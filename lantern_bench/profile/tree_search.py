@@ -1,93 +1,168 @@
-"""Search for the fastest tree of a drafting and a rule: expected by acceptance and cost, then measured.
+"""Search for the fastest draft of a drafting and a rule: candidates with their length, priced, then measured.
 
-The drafting's row names the function that lists trees with their expected length (`static_trees.py`,
-`dynamic_trees.py`). This file prices their steps from a few that are measured, and measures the best.
+The length of static trees follows from acceptance rates (`static_trees.py`); that of other drafts is measured, size by
+size. A price that is fitted to a few measured steps picks the candidates whose speed is measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.methods import DRAFTINGS, SAMPLING
+from lantern_bench.config.methods import (
+    DRAFTINGS,
+    MODES,
+    PARAMETERS,
+    RULES,
+    SAMPLING,
+    chain_problem,
+    defaults_for,
+    redraw_problem,
+)
+from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.errors import UserError
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.plugins import Values, load_code
+from lantern_bench.plugins import Values
+from lantern_bench.profile.static_trees import CHAIN, PROBE, RANKS, acceptance_by_rank, longest_trees
 from lantern_bench.profile.steps import StepCost, forward_ms, step_costs
 
-_FORWARDS = (1, 2, 4, 8, 16, 32)
-_KEPT = 5
+_FORWARDS = (1, 2, 4, 8, 16, 32)  # nodes of the forwards that are measured
+_MOST_NODES = 26  # of a static tree
+_MEASURED = 5  # candidates that are measured because their price is low
+_WINDOWS = tuple({"window": window} for window in (4, 8, 12, 16, 24, 32, 48))
+# From the smallest that have paid on any model to the default of the drafting.
+_DYNAMIC = tuple(
+    {"nodes": nodes, "depth": depth, "beam": beam}
+    for nodes, depth, beam in (
+        (2, 1, 2), (3, 1, 3), (6, 2, 3), (10, 3, 3), (16, 4, 4), (24, 4, 6), (32, 6, 5), (58, 5, 10),
+    )
+)  # fmt: skip
 
 
-class Tree(NamedTuple):
-    """A tree that a drafting can make: its parameters, its size, and the expected tokens of a step.
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A draft that the search may choose."""
 
-    levels: drafter forwards. width: the most children of a node. length: accepted drafts and the bonus token.
-    """
+    values: Values  # of the drafting's parameters
+    nodes: int  # without the root
+    levels: int  # of the tree: forwards of a drafter
+    width: int  # the most children of a node
+    length: float  # expected tokens of a step: accepted drafts and the bonus token
 
-    values: Values
-    nodes: int
-    levels: int
-    width: int
-    length: float
+
+Say = Callable[[str], None]
+Lister = Callable[[LoadedModel, Decoding, Sequence[str], int, Say], list[Candidate]]
+
+
+def _static_candidates(
+    model: LoadedModel, decoding: Decoding, prompts: Sequence[str], seed: int, say: Say
+) -> list[Candidate]:
+    """Return the longest tree for each number of levels and nodes; of a rule for chains only chains."""
+    ranks = 1 if decoding.rule_row.chains else RANKS
+    probe = with_drafting(decoding, {"topology": CHAIN if ranks == 1 else PROBE})
+    rates = acceptance_by_rank(step_costs(model, [probe], prompts, seed)[0].traces, ranks)
+    say("accepted at depth 1, 2, ... by rank: " + "; ".join(" ".join(f"{r:.2f}" for r in d) for d in rates))
+    return [
+        Candidate({"topology": paths}, len(paths), len(paths[-1]), 1 + max(path[-1] for path in paths), length)
+        for paths, length in longest_trees(rates, _MOST_NODES).items()
+    ]
+
+
+def _measured_candidates(
+    model: LoadedModel, decoding: Decoding, prompts: Sequence[str], seed: int, say: Say
+) -> list[Candidate]:
+    """Return drafts of several sizes with their measured length; all but the size is that of `decoding`."""
+    shared = {key: decoding.value(key) for key in decoding.drafting_row.parameter_names}
+    candidates = []
+    for size in _DYNAMIC if decoding.drafting == "dynamic" else _WINDOWS:
+        sized = with_drafting(decoding, shared | size)
+        say(f"measuring the length of {describe(sized)}")
+        length = step_costs(model, [sized], prompts, seed)[0].mean_accepted_length
+        drafts = drafting_of(sized, model.target)
+        candidates.append(Candidate(shared | size, drafts.nodes - 1, drafts.depth, drafts.fanout, length))
+    return candidates
+
+
+LISTERS: Mapping[str, Lister] = {
+    "static": _static_candidates,
+    **dict.fromkeys(("jacobi", "pac", "hybrid", "dynamic"), _measured_candidates),
+}
+"""The draftings whose drafts are searched, each with the function that lists its candidates."""
+
+
+def searched_lossless() -> list[tuple[str, str, str]]:
+    """Return (mode, drafting, rule) of every lossless way to decode whose drafts are searched."""
+    rules = [name for name, row in RULES.items() if row.lossless and name != "none"]
+    # Rules of one function are the same rule on a chain: the first stands for them.
+    first_of = {RULES[name].accept: name for name in reversed(rules)}
+    on_chains = [name for name in rules if name in first_of.values()]
+    methods = []
+    for drafting in LISTERS:
+        modes = [mode.name for mode in MODES.values() if mode.drafting == drafting and RULES[mode.rule].lossless]
+        for mode in modes or ["speculative"]:
+            for rule in on_chains if DRAFTINGS[drafting].chain else rules:
+                values = defaults_for(drafting, rule, mode)
+                if not (chain_problem(rule, drafting, (), None) or redraw_problem(rule, drafting, values)):
+                    methods.append((mode, drafting, rule))
+    return methods
 
 
 def search_trees(
-    model: LoadedModel, decoding: Decoding, prompts: Sequence[str], seed: int, say: Callable[[str], None]
+    model: LoadedModel, decoding: Decoding, prompts: Sequence[str], seed: int, say: Say
 ) -> list[tuple[Decoding, dict[str, Any]]]:
     """Return the decodings that were measured, each with its row of expected and measured cost, fastest first.
 
-    Of `decoding` all but its tree counts. Raises `UserError` for a drafting whose trees are not searched, and for
-    too few prompts. `say` receives a line of text for each stage.
+    The size of `decoding`'s own drafts does not matter. Raises `UserError` for a drafting whose drafts are not
+    searched, and for too few prompts. `say` receives a line of text for each stage.
     """
-    search = decoding.drafting_row.search
-    if not search:
-        *most, last = (name for name, row in DRAFTINGS.items() if row.search)
-        known = f"{', '.join(most)} and {last}"
-        raise UserError(f"--search: the drafts of {decoding.cell_id} are not searched", f"Those of {known} are.")
-    trees: list[Tree] = load_code(search)(model, decoding, prompts, seed + 1, say)
-    if not trees:
+    if decoding.drafting not in LISTERS:
+        *most, last = LISTERS
+        searched = f"{', '.join(most)} and {last}"
+        raise UserError(f"--search: the drafts of {decoding.cell_id} are not searched", f"Those of {searched} are.")
+    candidates = LISTERS[decoding.drafting](model, decoding, prompts, seed + 1, say)
+    if not candidates:
         text = f"--images {len(prompts)}: too few drafts to see how often they are accepted"
         raise UserError(text, "Give more images.")
     condition = model.condition(prompts[:1])
     forwards = [forward_ms(model, condition, nodes, decoding.cfg_scale, 100) for nodes in _FORWARDS]
     plain = autoregressive(decoding)
-    costs: dict[int, tuple[StepCost, StepCost]] = {}
+    costs: dict[Candidate, tuple[StepCost, StepCost]] = {}
 
-    def measure(tree: Tree) -> None:
-        if id(tree) not in costs:
-            chosen = with_tree(decoding, tree.values)
+    def measure(candidate: Candidate) -> None:
+        if candidate not in costs:
+            chosen = with_drafting(decoding, candidate.values)
             say(f"measuring {describe(chosen)}")
-            # Autoregressive decoding again for each tree, because the speed of a machine drifts.
-            cost, ar = step_costs(model, [chosen, plain], prompts, seed)
-            costs[id(tree)] = cost, ar
+            # Autoregressive decoding again for each candidate, because the speed of a machine drifts.
+            cost, ar_cost = step_costs(model, [chosen, plain], prompts, seed)
+            costs[candidate] = cost, ar_cost
 
-    corners = corner_trees(trees)
-    for tree in corners:
-        measure(tree)
-    price = fit_price(corners, [costs[id(tree)][0] for tree in corners], forwards)
-    for tree in fastest(trees, price, _KEPT):
-        measure(tree)
+    corners = corners_of(candidates)
+    for corner in corners:
+        measure(corner)
+    expected_ms = fit_price(corners, [costs[corner][0] for corner in corners], forwards)
+    for candidate in fastest(candidates, expected_ms, _MEASURED):
+        measure(candidate)
     rows = []
-    for tree in (one for one in trees if id(one) in costs):
-        cost, ar = costs[id(tree)]
-        chosen, expected = with_tree(decoding, tree.values), price(tree)
-        row = {"tree": describe(chosen), "nodes": tree.nodes, "levels": tree.levels}
-        row |= {"expected_length": tree.length, "mean_accepted_length": cost.mean_accepted_length}
-        row |= {"expected_ms": expected, "milliseconds": cost.total, "ar_ms": ar.total}
-        row |= {"expected_speedup": tree.length * ar.total / expected}
-        rows.append((chosen, row | {"speedup": cost.mean_accepted_length * ar.total / cost.total}))
-    return sorted(rows, key=lambda made: -made[1]["speedup"])
+    for candidate in (candidate for candidate in candidates if candidate in costs):
+        cost, ar_cost = costs[candidate]
+        chosen, expected = with_drafting(decoding, candidate.values), expected_ms(candidate)
+        row = {"tree": describe(chosen), "nodes": candidate.nodes, "levels": candidate.levels}
+        row |= {"expected_length": candidate.length, "mean_accepted_length": cost.mean_accepted_length}
+        row |= {"expected_ms": expected, "milliseconds": cost.total, "ar_ms": ar_cost.total}
+        row |= {"expected_speedup": candidate.length * ar_cost.total / expected}
+        rows.append((chosen, row | {"speedup": cost.mean_accepted_length * ar_cost.total / cost.total}))
+    return sorted(rows, key=lambda row: -row[1]["speedup"])
 
 
-def with_tree(decoding: Decoding, values: Values) -> Decoding:
+def with_drafting(decoding: Decoding, values: Values) -> Decoding:
     """Return a configuration with other parameters of its drafting, or with another drafting."""
-    own = {key for row in DRAFTINGS.values() for key in row.parameter_names}
-    kept = {key: value for key, value in decoding.settings().items() if key not in own}
-    return Decoding.model_validate(kept | {"cfg_default": decoding.cfg_default} | dict(values))
+    of_draftings = {key for row in DRAFTINGS.values() for key in row.parameter_names}
+    others = {key: value for key, value in decoding.settings().items() if key not in of_draftings}
+    return Decoding.model_validate(others | {"cfg_default": decoding.cfg_default} | dict(values))
 
 
 def autoregressive(decoding: Decoding) -> Decoding:
@@ -101,61 +176,61 @@ def describe(decoding: Decoding) -> str:
     return " ".join("".join(map(str, path)) for path in tree) if isinstance(tree, list) else str(decoding.tree_label)
 
 
-def corner_trees(trees: Sequence[Tree]) -> list[Tree]:
-    """Return up to four trees that a price can be fitted to: the smallest, a deep, a wide and the largest one."""
-    keys: tuple[Callable[[Tree], tuple[int, ...]], ...] = (
-        lambda tree: (tree.nodes, tree.levels, tree.width),
-        lambda tree: (-tree.levels, tree.nodes),
-        lambda tree: (-tree.width, tree.levels, tree.nodes),
-        lambda tree: (-tree.nodes * tree.width, -tree.levels),
+def corners_of(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return up to four candidates that a price can be fitted to: the smallest, a deep, a wide and the largest one."""
+    keys: tuple[Callable[[Candidate], tuple[int, ...]], ...] = (
+        lambda candidate: (candidate.nodes, candidate.levels, candidate.width),
+        lambda candidate: (-candidate.levels, candidate.nodes),
+        lambda candidate: (-candidate.width, candidate.levels, candidate.nodes),
+        lambda candidate: (-candidate.nodes * candidate.width, -candidate.levels),
     )
-    found = [min(trees, key=key) for key in keys]
-    return [tree for place, tree in enumerate(found) if all(tree is not other for other in found[:place])]
+    return list(dict.fromkeys(min(candidates, key=key) for key in keys))
 
 
-def fit_price(trees: Sequence[Tree], costs: Sequence[StepCost], forwards: Sequence[float]) -> Callable[[Tree], float]:
-    """Return the expected milliseconds of a tree's step.
+def fit_price(
+    measured: Sequence[Candidate], costs: Sequence[StepCost], forwards: Sequence[float]
+) -> Callable[[Candidate], float]:
+    """Return a function: candidate -> expected milliseconds of its step.
 
-    `costs` are those of a few `trees`, `forwards` those of 1, 2, 4, ... nodes. The draft costs so much a level and so
-    much a level and child; verification and the rest so much a node and child; the forward is interpolated.
+    `costs` are those of the few `measured` candidates, `forwards` those of 1, 2, 4, ... nodes. The cost of the draft is
+    linear in levels and in levels times width, that of verification and the rest in nodes times width; the forward is
+    interpolated.
     """
     from scipy.optimize import nnls
 
-    def drafted(tree: Tree) -> list[float]:
-        return [1.0, tree.levels, tree.levels * tree.width]
+    def draft_terms(candidate: Candidate) -> list[float]:
+        return [1.0, candidate.levels, candidate.levels * candidate.width]
 
-    def others(tree: Tree) -> list[float]:
-        return [1.0, tree.nodes * tree.width]
+    def other_terms(candidate: Candidate) -> list[float]:
+        return [1.0, candidate.nodes * candidate.width]
 
-    def fitted(terms: Callable[[Tree], list[float]], measured: Sequence[float]) -> Any:
+    def fitted(terms: Callable[[Candidate], list[float]], milliseconds: Sequence[float]) -> Any:
         # Relative errors: a small tree counts as much as a large one.
-        scale = 1.0 / np.maximum(measured, 1e-9)
-        return nnls(np.array([terms(tree) for tree in trees]) * scale[:, None], np.ones(len(trees)))[0]
+        scale = 1.0 / np.maximum(milliseconds, 1e-9)
+        return nnls(np.array([terms(candidate) for candidate in measured]) * scale[:, None], np.ones(len(measured)))[0]
 
-    draft = fitted(drafted, [cost.parts["draft_ms"] for cost in costs])
-    rest = fitted(others, [cost.parts["verify_ms"] + cost.parts["other_ms"] for cost in costs])
+    draft = fitted(draft_terms, [cost.parts["draft_ms"] for cost in costs])
+    others = fitted(other_terms, [cost.parts["verify_ms"] + cost.parts["other_ms"] for cost in costs])
 
-    def price(tree: Tree) -> float:
-        forward = np.interp(tree.nodes + 1, _FORWARDS, forwards)
-        return float(forward + np.dot(draft, drafted(tree)) + np.dot(rest, others(tree)))
+    def expected_ms(candidate: Candidate) -> float:
+        forward = np.interp(candidate.nodes + 1, _FORWARDS, forwards)
+        return float(forward + np.dot(draft, draft_terms(candidate)) + np.dot(others, other_terms(candidate)))
 
-    return price
+    return expected_ms
 
 
-def fastest(trees: Sequence[Tree], price: Callable[[Tree], float], keep: int) -> list[Tree]:
-    """Return the `keep` trees of most expected tokens per millisecond, one for each number of levels and width."""
-    ranked = sorted(trees, key=lambda tree: -tree.length / price(tree))
-    best: dict[tuple[int, int], Tree] = {}
-    for tree in ranked:
-        best.setdefault((tree.levels, tree.width), tree)
-    return list(best.values())[:keep]
+def fastest(candidates: Sequence[Candidate], expected_ms: Callable[[Candidate], float], count: int) -> list[Candidate]:
+    """Return the `count` candidates of most tokens per millisecond, one for each number of levels and width."""
+    ranked = sorted(candidates, key=lambda candidate: -candidate.length / expected_ms(candidate))
+    best: dict[tuple[int, int], Candidate] = {}
+    for candidate in ranked:
+        best.setdefault((candidate.levels, candidate.width), candidate)
+    return list(best.values())[:count]
 
 
 def experiment_line(decoding: Decoding) -> str:
-    """Return the configuration as an entry of `cells`, without what is a default."""
+    """Return the configuration as an entry of `cells`, without values that are the default."""
     import yaml
-
-    from lantern_bench.config.methods import MODES, PARAMETERS
 
     mode = MODES[decoding.mode]
     usual = {"drafting": mode.drafting, "rule": mode.rule, "cfg_scale": decoding.cfg_default}

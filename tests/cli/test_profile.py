@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from io import StringIO
 from pathlib import Path
 
@@ -15,15 +13,11 @@ from lantern_bench.cli import main as cli
 from lantern_bench.cli import profile as cli_profile
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import load_experiment, resolve
-from lantern_bench.config.methods import DRAFTINGS, searched_lossless
-from lantern_bench.config.values import Overrides
 from lantern_bench.models import registry
 from lantern_bench.models.random_model import read_size
-from lantern_bench.profile import dynamic_trees, windows
-from lantern_bench.profile.tree_search import describe
+from lantern_bench.profile import tree_search
+from lantern_bench.profile.tree_search import LISTERS, describe, searched_lossless
 from lantern_bench.report.cost_model import STACKS, Setting, find_device, named_draft, step_seconds
-from lantern_bench.runs import tuned
-from lantern_bench.runs.sweep import prepare
 from lantern_bench.runs.threads import Calibrated
 from tests.tiny_family import TinyFamily
 
@@ -115,18 +109,34 @@ def test_usage_errors(typed: list[str], wrong: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     family = TinyFamily()
-    monkeypatch.setattr(tuned, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
-    monkeypatch.setattr(dynamic_trees, "_DEPTH", 2)
-    monkeypatch.setattr(windows, "_WINDOWS", (2, 4))
+    sizes = [
+        {"nodes": 2, "depth": 1, "beam": 2},
+        {"nodes": 3, "depth": 2, "beam": 2},
+        {"nodes": 6, "depth": 2, "beam": 2},
+    ]
+    monkeypatch.setattr(tree_search, "_DYNAMIC", sizes)
+    monkeypatch.setattr(tree_search, "_WINDOWS", [{"window": 2}, {"window": 4}])
 
 
 @pytest.mark.usefixtures("tiny")
 def test_every_mode_and_rule_is_searched(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     rules = ["--mode", "speculative,lantern", "--neighbours", "3", "--delta", "0.2"]
-    typed = ["profile", "--model", "tiny", "--search", "--no-compile", "--images", "20", "--format", "csv"]
+    typed = [
+        "profile",
+        "--model",
+        "tiny",
+        "--search",
+        "--no-compile",
+        "--threads",
+        "1",
+        "--images",
+        "20",
+        "--format",
+        "csv",
+    ]
     assert cli.main([*typed, *rules, "--drafting", "static,dynamic"]) == 0
     written = capsys.readouterr()
     tables = [pd.read_csv(StringIO("tree," + text)) for text in written.out.split("tree,")[1:]]
@@ -148,7 +158,7 @@ def test_every_mode_and_rule_is_searched(capsys: pytest.CaptureFixture[str], tmp
 
 @pytest.mark.usefixtures("tiny")
 def test_chains_alone_are_searched_for_a_rule_of_chains(capsys: pytest.CaptureFixture[str]) -> None:
-    typed = ["profile", "--model", "tiny", "--search", "--no-compile", "--format", "csv"]
+    typed = ["profile", "--model", "tiny", "--search", "--no-compile", "--threads", "1", "--format", "csv"]
     assert cli.main([*typed, "--rule", "block", "--images", "1"]) == 2
     assert "--images 1: too few drafts" in capsys.readouterr().err
     assert cli.main([*typed, "--rule", "block", "--images", "40"]) == 0
@@ -158,7 +168,19 @@ def test_chains_alone_are_searched_for_a_rule_of_chains(capsys: pytest.CaptureFi
 
 @pytest.mark.usefixtures("tiny")
 def test_windows_are_searched_with_the_coupling_of_the_mode(capsys: pytest.CaptureFixture[str]) -> None:
-    typed = ["profile", "--model", "tiny", "--search", "--no-compile", "--format", "csv", "--images", "4"]
+    typed = [
+        "profile",
+        "--model",
+        "tiny",
+        "--search",
+        "--no-compile",
+        "--threads",
+        "1",
+        "--format",
+        "csv",
+        "--images",
+        "4",
+    ]
     assert cli.main([*typed, "--mode", "scd"]) == 0
     table = pd.read_csv(StringIO(capsys.readouterr().out))
     assert set(table["tree"]) == {"w2-maximal", "w4-maximal"}
@@ -171,7 +193,19 @@ def test_windows_are_searched_with_the_coupling_of_the_mode(capsys: pytest.Captu
 def test_windows_of_other_draftings_are_searched(
     mode: str, nodes: dict[str, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    typed = ["profile", "--model", "tiny", "--search", "--no-compile", "--format", "csv", "--images", "4"]
+    typed = [
+        "profile",
+        "--model",
+        "tiny",
+        "--search",
+        "--no-compile",
+        "--threads",
+        "1",
+        "--format",
+        "csv",
+        "--images",
+        "4",
+    ]
     assert cli.main([*typed, "--mode", mode]) == 0
     table = pd.read_csv(StringIO(capsys.readouterr().out))
     assert {tree[:2]: count for tree, count in zip(table["tree"], table["nodes"], strict=True)} == nodes
@@ -179,52 +213,30 @@ def test_windows_of_other_draftings_are_searched(
 
 
 @pytest.mark.usefixtures("tiny")
-def test_the_fastest_lossless_cell_of_all_is_kept_for_sweeps(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_without_a_mode_every_lossless_method_is_searched(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["profile", "--model", "tiny", "--search", "--no-compile", "--images", "20"]) == 0
-    written = capsys.readouterr()
-    tables = [pd.read_csv(StringIO("tree," + text)) for text in written.out.split("tree,")[1:]]
-    methods = {" ".join(method) for method in searched_lossless()}
-    assert methods >= {"speculative static block", "speculative dynamic strict", "sjd jacobi block"}
-    assert methods >= {"scd jacobi strict", "sjd-pac pac strict", "hybrid hybrid strict"}
-    assert not {"speculative dynamic block", "scd jacobi block"} & methods
+    searched = []
+
+    def search(_model: object, decoding: Decoding, *_others: object) -> list[tuple[Decoding, dict[str, float]]]:
+        searched.append((decoding.mode, decoding.drafting, decoding.rule))
+        return [(decoding, {"speedup": 1.0})]
+
+    monkeypatch.setattr(tree_search, "search_trees", search)
+    assert cli.main(["profile", "--model", "tiny", "--search", "--no-compile", "--threads", "1"]) == 0
+    assert searched == searched_lossless()
+    assert capsys.readouterr().err.count("  - {mode:") == len(searched)
+    names = {" ".join(method) for method in searched}
+    assert names >= {"speculative static block", "speculative dynamic strict", "sjd jacobi block"}
+    assert names >= {"scd jacobi strict", "sjd-pac pac strict", "hybrid hybrid strict"}
+    assert not {"speculative dynamic block", "scd jacobi block"} & names
     # On a chain traversal is block.
-    assert "speculative static traversal" in methods and "sjd jacobi traversal" not in methods
-    assert len(tables) == len(methods) and "is kept" in written.err
-    (path,) = (tmp_path / "lossless").iterdir()
-    kept = json.loads(path.read_text())["found"]
-    assert set(kept) == methods
-    speedups = [table["speedup"][0] for table in tables]
-    assert [one["speedup"] for one in kept.values()] == pytest.approx(speedups, rel=1e-3)
-    fastest = max(kept.values(), key=lambda one: one["speedup"])["cell"]
-    relaxed = tmp_path / "relaxed.yaml"
-    relaxed.write_text("model: tiny\nmetrics: [speed]\ncells: [{mode: lantern++, neighbours: 3, lambda: 2}]\n")
-    request = prepare(relaxed, Overrides(), out=tmp_path / "run")
-    (added,) = request.lossless.cells
-    assert added["cell"] == {"model": "tiny"} | fastest and added["from"] == tuned.SEARCH
-    assert request.plan.cells[-1].cell_id == added["cell_id"]
-    # A relaxed search keeps nothing.
-    before = path.read_text()
-    typed = ["profile", "--model", "tiny", "--search", "--no-compile", "--images", "20", "--drafting", "static"]
-    assert cli.main([*typed, "--mode", "lantern", "--neighbours", "3", "--delta", "0.2"]) == 0
-    assert "is kept" not in capsys.readouterr().err and path.read_text() == before
-
-
-@pytest.mark.usefixtures("tiny")
-def test_a_cache_that_cannot_be_written_is_a_warning(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(tuned, "cache_folder", lambda: tmp_path / "file")
-    typed = ["profile", "--model", "tiny", "--search", "--no-compile", "--rule", "block", "--images", "40"]
-    assert cli.main(typed) == 0
-    assert "warning: not kept for sweeps: the cache cannot be written" in capsys.readouterr().err
+    assert "speculative static traversal" in names and "sjd jacobi traversal" not in names
 
 
 def test_a_drafting_without_a_search_is_refused(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    row = dataclasses.replace(DRAFTINGS["static"], search="")
-    monkeypatch.setitem(DRAFTINGS, "static", row)
+    listers = {name: lister for name, lister in LISTERS.items() if name != "static"}
+    monkeypatch.setattr(tree_search, "LISTERS", listers)
     family = TinyFamily()
     monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
     assert cli.main(["profile", "--model", "tiny", "--search", "--no-compile", "--drafting", "static"]) == 2

@@ -15,38 +15,38 @@ from lantern_bench.config.values import Overrides
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.profile import steps
 from lantern_bench.profile.steps import StepCost
-from lantern_bench.profile.tree_search import Tree, corner_trees, experiment_line, fastest, fit_price
+from lantern_bench.profile.tree_search import Candidate, corners_of, experiment_line, fastest, fit_price
 from tests.tiny_family import PROMPTS, TinyFamily
 
 FORWARDS = (1.0, 1.2, 1.6, 2.4, 4.0, 7.2)  # 0.8 + 0.2 a node
 
 
-def tree(nodes: int, levels: int, width: int, length: float = 1.0) -> Tree:
-    return Tree({}, nodes, levels, width, length)
+def candidate(nodes: int, levels: int, width: int, length: float = 1.0) -> Candidate:
+    return Candidate({}, nodes, levels, width, length)
 
 
-def true_cost(one: Tree) -> StepCost:
-    draft = 0.3 + 0.2 * one.levels + 0.05 * one.levels * one.width
-    parts = {"draft_ms": draft, "target_ms": 0.0, "verify_ms": 0.1 + 0.01 * one.nodes * one.width, "other_ms": 0.2}
+def true_cost(tree: Candidate) -> StepCost:
+    draft = 0.3 + 0.2 * tree.levels + 0.05 * tree.levels * tree.width
+    parts = {"draft_ms": draft, "target_ms": 0.0, "verify_ms": 0.1 + 0.01 * tree.nodes * tree.width, "other_ms": 0.2}
     return StepCost(0.0, parts, 1.0, [])
 
 
 def test_price_is_recovered_from_the_corners() -> None:
-    trees = [tree(nodes, levels, width) for nodes, levels, width in product((4, 9, 20), (1, 2, 4), (1, 2, 5))]
-    corners = corner_trees(trees)
-    price = fit_price(corners, [true_cost(one) for one in corners], FORWARDS)
-    for one in trees:
-        assert price(one) == pytest.approx(0.8 + 0.2 * (one.nodes + 1) + sum(true_cost(one).parts.values()))
+    trees = [candidate(nodes, levels, width) for nodes, levels, width in product((4, 9, 20), (1, 2, 4), (1, 2, 5))]
+    corners = corners_of(trees)
+    expected_ms = fit_price(corners, [true_cost(tree) for tree in corners], FORWARDS)
+    for tree in trees:
+        assert expected_ms(tree) == pytest.approx(0.8 + 0.2 * (tree.nodes + 1) + sum(true_cost(tree).parts.values()))
 
 
 def test_corners_of_chains_are_the_shortest_and_the_longest() -> None:
-    chains = [tree(nodes, nodes, 1) for nodes in range(1, 8)]
-    assert corner_trees(chains) == [chains[0], chains[-1]]
+    chains = [candidate(nodes, nodes, 1) for nodes in range(1, 8)]
+    assert corners_of(chains) == [chains[0], chains[-1]]
 
 
-def test_fastest_are_one_of_each_size() -> None:
-    trees = [tree(nodes, levels, 2, nodes + levels / 10) for nodes, levels in product((2, 3, 4), (1, 2))]
-    assert fastest(trees, lambda one: one.nodes**2, 5) == [trees[1], trees[0]]
+def test_fastest_has_a_candidate_of_each_size() -> None:
+    trees = [candidate(nodes, levels, 2, nodes + levels / 10) for nodes, levels in product((2, 3, 4), (1, 2))]
+    assert fastest(trees, lambda tree: tree.nodes**2, 5) == [trees[1], trees[0]]
 
 
 @pytest.mark.parametrize(
