@@ -57,7 +57,7 @@ CELL_COLUMNS: tuple[Column, ...] = (
 NOTE = Column("note", "string", "", "why a figure is missing, or what to know about it")
 
 
-# ---- The tables of `lantern-bench certify`: emitted TV, token ambiguity, and the certificate
+# ---- The tables of `lantern-bench certify`: emitted TV, the certificate and the audit
 
 
 _PLACE = (
@@ -94,36 +94,7 @@ _EMITTED_TV = (
     NOTE,
 )
 
-_SAMPLING = tuple(column for column in CELL_COLUMNS if column.name in ("temperature", "top_k", "top_p", "cfg_scale"))
 _MODEL = next(column for column in CELL_COLUMNS if column.name == "model")
-AMBIGUITY = {
-    "top1": ("", "probability of the likeliest code"),
-    "top10": ("", "probability of the ten likeliest codes together"),
-    "ambiguous": ("", "share of tokens whose likeliest code has a probability below 0.05"),
-    "entropy": ("nats", "entropy of the target's distribution"),
-    "accepted_sampled": ("", "chance that the strict rule accepts one draft sampled from the drafter: 1 - TV(p, q)"),
-    "accepted_best": ("", "chance that the strict rule accepts the drafter's likeliest code"),
-}
-"""Figures of token ambiguity: unit and meaning."""
-
-_AMBIGUITY_PLACES = (
-    _MODEL,
-    *_SAMPLING,
-    *_PLACE,
-    *(Column(name, "float", unit, meaning) for name, (unit, meaning) in AMBIGUITY.items()),
-)
-
-_AMBIGUITY_MEANS = (
-    _MODEL,
-    *_SAMPLING,
-    Column("axis", "string", "", "all (the whole image), row (of the image's grid) or position"),
-    Column("index", "int", "", "the row or the position, from 0; empty for all"),
-    Column("places", "int", "places", "tokens behind the row"),
-    Column("prompts", "int", "prompts", "prompts among them: what is resampled"),
-    *(column for name, (unit, meaning) in AMBIGUITY.items() for column in figure(name, unit, meaning + ", mean")),
-    NOTE,
-)
-
 _CERTIFICATE = (
     Column("model", "string", "", "name of the model"),
     Column("check", "string", "", "what is checked"),
@@ -182,8 +153,6 @@ _AUDIT = (
 CHECK_TABLES: dict[str, tuple[Column, ...]] = {
     "emitted_tv_places": _EMITTED_TV_PLACES,
     "emitted_tv": _EMITTED_TV,
-    "ambiguity_places": _AMBIGUITY_PLACES,
-    "ambiguity": _AMBIGUITY_MEANS,
     "lossless_tests": _LOSSLESS_TESTS,
     "certificate": _CERTIFICATE,
     "audit": _AUDIT,

@@ -96,7 +96,7 @@ class Audit(Certification):
 
     claims: tuple[Claim, ...]
 
-    def measure(self, emitted_tv: bool, ambiguity: bool, on_progress: OnProgress) -> Tables:  # noqa: ARG002
+    def measure(self, emitted_tv: bool, on_progress: OnProgress) -> Tables:  # noqa: ARG002
         """Return the tables `audit`, `lossless_tests`, `emitted_tv` and `emitted_tv_places`."""
         self.prepare(on_progress)
         audited = [self._audited(one, on_progress) for one in self.claims]

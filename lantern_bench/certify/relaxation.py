@@ -1,4 +1,4 @@
-"""Measurements along images that the model decodes autoregressively: emitted TV of relaxed modes, token ambiguity.
+"""Emitted TV of relaxed modes at positions of images that the model decodes autoregressively.
 
 A lossless decode visits the same contexts however it drafts, so these are the contexts of every lossless mode.
 
@@ -28,7 +28,7 @@ from lantern_bench.decoding.emitted_tv import emitted, emitted_tv_sampled, total
 from lantern_bench.decoding.loop import decode, drafter_and_table, relaxation_of
 from lantern_bench.decoding.protocol import KeepsState, LastStep
 from lantern_bench.decoding.sampling import Draws, decoding_probabilities, guide
-from lantern_bench.decoding.teacher_forcing import Forced, drafts_along, drafts_at, teacher_forced
+from lantern_bench.decoding.teacher_forcing import Forced, drafts_at, teacher_forced
 from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.errors import RefusedError
 from lantern_bench.models.loaded_model import LoadedModel
@@ -82,52 +82,6 @@ def sampled_contexts(
         forced = teacher_forced(model.target, condition, tokens, decoding.cfg_scale != 1)
         yield Contexts(chosen, repeats, seeds, forced)
         on_progress("sampling images as contexts", min(start + batch, images) / images)
-
-
-@torch.inference_mode()
-def ambiguity_rows(
-    model: LoadedModel,
-    decoding: Decoding,
-    prompts: Sequence[Prompt],
-    images: int,
-    *,
-    seed: int = 0,
-    batch: int = 16,
-    on_progress: OnProgress = no_progress,
-) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `ambiguity_places` (`schema.py`), one per token of each image.
-
-    `decoding` gives the sampling settings; its filters apply to p and q as in decoding. The acceptance columns are
-    None without a drafter, and at the first token, which is never drafted.
-    """
-    for made in sampled_contexts(model, prompts, images, decoding, seed=seed, batch=batch, on_progress=on_progress):
-        scores = made.forced.scores
-        p = decoding_probabilities(guide(scores.cond, scores.uncond, decoding.cfg_scale), decoding)
-        top = p.topk(min(10, p.shape[-1]), dim=-1).values
-        figures = {"top1": top[..., 0], "top10": top.sum(-1), "entropy": torch.special.entr(p).sum(-1)}
-        # A token is ambiguous if its most probable code is less probable than 5 %.
-        figures |= {"ambiguous": (top[..., 0] < 0.05).float()} | _acceptance(model, made, p, decoding)
-        listed = {name: values.tolist() for name, values in figures.items()}
-        for image, prompt in enumerate(made.prompts):
-            who = {"model": model.name, "prompt_id": prompt.id, "repeat": made.repeats[image]}
-            who |= {key: getattr(decoding, key) for key in ("temperature", "top_k", "top_p", "cfg_scale")}
-            for position in range(p.shape[1]):
-                here = {name: values[image][position] for name, values in listed.items()}
-                yield {**who, "position": position, **{n: None if v != v else v for n, v in here.items()}}
-
-
-def _acceptance(model: LoadedModel, made: Contexts, p: Tensor, decoding: Decoding) -> dict[str, Tensor]:
-    """How often the strict rule accepts a first draft at each position of p [B, N, V]; nan at the first."""
-    if model.drafter is None:
-        return {}
-    sampled = torch.full(p.shape[:2], torch.nan, device=p.device)
-    best = sampled.clone()
-    for position, drafts in enumerate(drafts_along(model.drafter, made.forced), start=1):
-        q = decoding_probabilities(guide(drafts.cond, drafts.uncond, decoding.cfg_scale), decoding)[:, 0]
-        here = p[:, position]
-        sampled[:, position] = torch.minimum(here, q).sum(-1)
-        best[:, position] = here.gather(1, q.argmax(dim=1, keepdim=True)).squeeze(1)
-    return {"accepted_sampled": sampled, "accepted_best": best}
 
 
 # The first position where a step starts, and the tokens that a step needs after its start: a draft and the bonus token.

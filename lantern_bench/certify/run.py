@@ -48,13 +48,12 @@ _SMALL_TREE = {"mode": "speculative", "drafting": "dynamic", "nodes": 10, "depth
 
 
 class Sizes(NamedTuple):
-    """Sizes: positions and draws of emitted TV, images of a lossless check, greedy prompts, images of ambiguity."""
+    """Sizes: positions and draws of emitted TV, images of a lossless check, greedy prompts."""
 
     positions: int
     draws: int
     samples: int
     greedy: int
-    images: int
 
 
 def plan_certification(
@@ -126,13 +125,12 @@ class Certification:
         if not there.is_dir():
             raise UserError(f"--out {folder}: {there} is a file, not a folder", "Give a folder that you may write to.")
 
-    def measure(self, emitted_tv: bool, ambiguity: bool, on_progress: OnProgress) -> Tables:
-        """Return the tables of the requested measurements, or those of a whole certificate if none is requested."""
+    def measure(self, emitted_tv: bool, on_progress: OnProgress) -> Tables:
+        """Return the tables of a certificate, or those of emitted TV alone."""
         self.prepare(on_progress)
-        if not (emitted_tv or ambiguity):
-            return self._certificate(on_progress)
-        tables = means_of(self.emitted_tv(self.cells, on_progress)) if emitted_tv else {}
-        return tables | (self._ambiguity(on_progress) if ambiguity else {})
+        if emitted_tv:
+            return means_of(self.emitted_tv(self.cells, on_progress))
+        return self._certificate(on_progress)
 
     def prepare(self, on_progress: OnProgress) -> None:
         """Read all prompts at once: a text encoder is loaded, used and freed before decoding starts."""
@@ -279,18 +277,6 @@ class Certification:
         sizes, seed = self.sizes, self.resolved.settings.seed
         settings = CostSettings(sizes.positions, draws=sizes.draws, seed=seed)
         return list(emitted_tv_rows(self.loaded, cells, self.prompts, settings, on_progress))
-
-    def _ambiguity(self, on_progress: OnProgress) -> Tables:
-        """How certain the target is under the sampling settings of each relaxed cell: means, and every token."""
-        from lantern_bench.certify.relaxation import ambiguity_rows, autoregressive
-
-        tables: Tables = {"ambiguity": [], "ambiguity_places": []}
-        for decoding in dict.fromkeys(autoregressive(cell.decoding) for cell in self.cells):
-            sizes = {"images": self.sizes.images, "seed": self.resolved.settings.seed}
-            places = list(ambiguity_rows(self.loaded, decoding, self.prompts, **sizes, on_progress=on_progress))
-            tables["ambiguity"] += rows_of.ambiguity_table_rows(places, self.loaded.grid[1])
-            tables["ambiguity_places"] += places
-        return tables
 
 
 def means_of(places: list[dict[str, Any]]) -> Tables:

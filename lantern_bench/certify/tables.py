@@ -1,4 +1,4 @@
-"""The tables of `certify`: token ambiguity, emitted TV, and the certificate. Plain rows in, rows out.
+"""The tables of `certify`: emitted TV, the certificate and the audit. Plain rows in, rows out.
 
 Each check and its bar are defined here and nowhere else (docs/algorithms.md, section 6). A figure without a bar is only
 reported: relaxation that costs more than its bound is a finding, not an error of the model or of the code.
@@ -14,37 +14,7 @@ from lantern_bench.report.labels import BOUNDS
 from lantern_bench.report.records import Row, join_notes
 from lantern_bench.report.stats import Interval, holm, mean_over_prompts, proportion
 from lantern_bench.report.tables import parameters
-from lantern_bench.schema import AMBIGUITY, CELL_COLUMNS
-
-_KEPT = ("model", "temperature", "top_k", "top_p", "cfg_scale")
-
-
-def ambiguity_table_rows(places: Iterable[Row], width: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `ambiguity` from those of `ambiguity_places`; `width` is that of the image's grid of tokens."""
-    rows = list(places)
-    yield _ambiguity_row(rows, "all", None)
-    for axis, divisor in (("row", width), ("position", 1)):
-        groups: dict[int, list[Row]] = {}
-        for row in rows:
-            groups.setdefault(int(row["position"]) // divisor, []).append(row)
-        for index, here in sorted(groups.items()):
-            yield _ambiguity_row(here, axis, index)
-
-
-def _ambiguity_row(rows: Sequence[Row], axis: str, index: int | None) -> dict[str, Any]:
-    found: dict[str, Any] = {key: rows[0][key] for key in _KEPT} | {"axis": axis, "index": index}
-    found |= {"places": len(rows), "prompts": len({row["prompt_id"] for row in rows})}
-    notes = []
-    for name in AMBIGUITY:
-        known = [row for row in rows if row.get(name) is not None]
-        mean = mean_over_prompts([float(row[name]) for row in known], [str(row["prompt_id"]) for row in known])
-        found |= mean.columns(name)
-        if mean.note == "no data":
-            notes.append("the first token is not drafted" if axis == "position" else "no drafter")
-        elif mean.note:
-            notes.append(mean.note)
-    return {**found, "note": join_notes(notes)}
-
+from lantern_bench.schema import CELL_COLUMNS
 
 _MORE_DRAWS = "more draws narrow the interval: its ends come from estimates that err downwards and upwards"
 

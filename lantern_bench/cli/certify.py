@@ -37,7 +37,6 @@ def certify(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="The model.")] = "lanterns",
     emitted_tv: Annotated[bool, typer.Option("--emitted-tv", help="Only measure what relaxation costs.")] = False,
-    ambiguity: Annotated[bool, typer.Option("--ambiguity", help="Only measure how certain the target is.")] = False,
     experiment: Annotated[
         str | None,
         typer.Option(help="Experiment with the relaxed cells. Default: certify, or relaxation-cost with --emitted-tv."),
@@ -55,7 +54,6 @@ def certify(
     ] = None,
     samples: Annotated[int, typer.Option(min=8, help="Images of each lossless check.")] = 192,
     greedy: Annotated[int, typer.Option(min=1, help="Prompts of the greedy identity check.")] = 8,
-    images: Annotated[int, typer.Option(min=1, help="Images of --ambiguity.")] = 32,
     out: Annotated[
         Path | None,
         typer.Option(help="Directory of the CSV files. Default: results/certify-MODEL, or results/audit-MODEL."),
@@ -77,17 +75,17 @@ def certify(
 
     console: Console = ctx.obj
     usual = _FULL if emitted_tv else _QUICK
-    sizes = Sizes(positions or usual["positions"], draws or usual["draws"], samples, greedy, images)
+    sizes = Sizes(positions or usual["positions"], draws or usual["draws"], samples, greedy)
     flags |= {"model": [model], "prompts": prompts}
     job: Certification
     if modes == ["all"]:
-        for name, given in (("--emitted-tv", emitted_tv), ("--ambiguity", ambiguity), ("--experiment", experiment)):
+        for name, given in (("--emitted-tv", emitted_tv), ("--experiment", experiment)):
             if given:
                 raise UserError(f"{name}: is not for the audit of all modes", f"Leave out {name}, or --modes all.")
         # An audit decodes a few images in each of many cells: compiling them would take longer.
         job = plan_audit(resolve_cells("audit", flags, audited_cells(), settings or [], compile=False), sizes)
     else:
-        source = experiment or ("relaxation-cost" if emitted_tv or ambiguity else "certify")
+        source = experiment or ("relaxation-cost" if emitted_tv else "certify")
         job = plan_certification(source, flags, modes or None, settings or [], sizes)
     folder = out or results_root() / f"{'audit' if modes == ['all'] else 'certify'}-{Path(model).name}"
     job.check_folder(folder)
@@ -95,7 +93,7 @@ def certify(
     if job.resolved.settings.compile:
         compile_steps([job.loaded], job.place, console)
     with console.progress() as progress:
-        tables = job.measure(emitted_tv, ambiguity, progress.share)
+        tables = job.measure(emitted_tv, progress.share)
     job.write(folder, tables)
 
     whole = (format or console.format) in ("csv", "json")
@@ -113,10 +111,6 @@ def certify(
         table = frame("emitted_tv", tables["emitted_tv"])
         title = f"what relaxation costs: {sizes.positions} positions of sampled images"
         console.table(table if whole else table.drop(columns=_FILE_ONLY), "emitted_tv", title=title, format=format)
-    if ambiguity:
-        table = frame("ambiguity", tables["ambiguity"])
-        shown = table if whole else table[table["axis"] == "all"].drop(columns=["axis", "index"])
-        console.table(shown.dropna(axis=1, how="all"), title=f"token ambiguity of {job.model}", format=format)
     console.say(f"tables: {folder}")
     checked = tables.get("certificate") or tables.get("audit", [])
     if weak := failures(checked, "weak"):

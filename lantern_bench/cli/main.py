@@ -35,6 +35,7 @@ from lantern_bench.runs.threads import prepare_environment
 # Commands and flags of earlier versions, and what to do instead.
 _DECODE = "From Python, `lantern_bench.decode` gives tokens and logits, and takes conditions (docs/python-api.md)."
 REMOVED = {
+    "--ambiguity": "The experiment token-ambiguity shows how often exact drafts are accepted, by temperature.",
     "--animate": "`lantern-bench report RUN` shows how each mode decodes a prompt.",
     "--condition": _DECODE,
     "--save-logits": _DECODE,
