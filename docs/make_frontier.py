@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from docs.make_prediction import REFERENCE, of_a_cell
-from lantern_bench.config.methods import RULES
+from lantern_bench.methods.tables import RULES
 from lantern_bench.models.registry import card_of
 from lantern_bench.report.cost_model import devices
 

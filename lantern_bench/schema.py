@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lantern_bench.config.methods import DRAFTINGS, MODES, PARAMETERS, RULES
 from lantern_bench.errors import UserError
+from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
 
 
 class Column(NamedTuple):

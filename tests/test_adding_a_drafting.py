@@ -13,12 +13,13 @@ import torch
 from scipy.stats import power_divergence
 
 from lantern_bench.certify.tabular import TabularModel
-from lantern_bench.config import methods
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import decoding_probabilities
-from lantern_bench.plugins import Drafting, Mode
+from lantern_bench.methods import tables as method_tables
+from lantern_bench.methods.draftings import Drafting
+from lantern_bench.methods.modes import Mode
 from tests.test_adding_a_rule import ROOT, rows, run
 
 EXAMPLE = ROOT / "tests" / "examples" / "echo_drafting"
@@ -67,10 +68,9 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drafting]:
     import echo_drafting
 
     row: Drafting = echo_drafting.DRAFTING
-    monkeypatch.setitem(methods.DRAFTINGS, "echo", row)
-    monkeypatch.setitem(methods.MODES, "echo", Mode("echo", "echo", "strict", "echo"))
-    monkeypatch.setitem(methods.PARAMETERS, "length", echo_drafting.LENGTH)
-    monkeypatch.setitem(methods._OF_DRAFTING, "echo", {"length"})
+    monkeypatch.setitem(method_tables.DRAFTINGS, "echo", row)
+    monkeypatch.setitem(method_tables.MODES, "echo", Mode("echo", "echo", "strict", "echo"))
+    monkeypatch.setitem(method_tables.PARAMETERS, "length", echo_drafting.LENGTH)
     yield row
     for name in ("echo_drafting", "echo_drafting.method"):
         sys.modules.pop(name, None)

@@ -22,7 +22,7 @@ from lantern_bench.decoding.acceptance.relaxation import Relaxation, merged_mass
 from lantern_bench.decoding.acceptance.tree_acceptance import accept_children
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.neighbours import nearest_codes
-from lantern_bench.plugins import Rule
+from lantern_bench.methods.rules import Rule
 
 # Whole commands in processes of their own, on machines that may be busy.
 pytestmark = pytest.mark.timeout(1200)

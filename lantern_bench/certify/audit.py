@@ -1,6 +1,6 @@
 """The audit: what the authors of each mode claim of its tokens, and what tests of the tokens say (docs/audit.md).
 
-What is audited follows from the rows of config/methods.py: every mode, its variants, the form of its authors' code, and
+What is audited follows from the rows of methods/modes.py: every mode, its variants, the form of its authors' code, and
 every rule that no mode has. Each is decoded on small tables, where images are cheap (`tabular.py`), and with the model
 (`whole_image.py`, `relaxation.py`). Bars, verdicts and rows are in `tables.py`.
 """
@@ -15,8 +15,8 @@ from lantern_bench.certify.run import Certification, Sizes, Tables, means_of
 from lantern_bench.clock import OnProgress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
-from lantern_bench.config.methods import MODES, RULES
 from lantern_bench.errors import UserError
+from lantern_bench.methods.tables import MODES, RULES
 from lantern_bench.models.registry import card_of, family_of
 from lantern_bench.prompts.sets import load_prompts
 

@@ -18,8 +18,8 @@ from lantern_bench.decoding.acceptance.relaxation import ROOTS, Relaxation
 from lantern_bench.decoding.acceptance.traversal import accept_traversal
 from lantern_bench.decoding.acceptance.tree_acceptance import Accept, Acceptance, Nodes, accept_children, decide_each
 from lantern_bench.decoding.loop import relaxation_of
+from lantern_bench.methods.code import Code
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.plugins import Code
 
 TOO_OFTEN, LAMBDA = 0.02, 2.0
 """What a draft's acceptance probability is raised by, and the bound of the relaxed rule among the broken ones."""

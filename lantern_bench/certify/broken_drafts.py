@@ -18,7 +18,7 @@ from lantern_bench.decoding.drafting.hybrid import HybridDrafting
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
 from lantern_bench.decoding.drafting.static import draft_probabilities
 from lantern_bench.decoding.protocol import Drafted, LastStep, Target
-from lantern_bench.plugins import Code
+from lantern_bench.methods.code import Code
 
 Mistake: TypeAlias = tuple[Accept | None, Code]
 

@@ -17,14 +17,14 @@ from lantern_bench.certify import tables as rows_of
 from lantern_bench.clock import OnProgress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell, ResolvedExperiment, load_experiment, resolve
-from lantern_bench.config.methods import DRAFTINGS, RULES, can_decide, defaults_for, redraw_problem
 from lantern_bench.config.plan import Prompt
-from lantern_bench.config.trees import STATIC_TREES, check_topology, is_chain
 from lantern_bench.config.values import Overrides
 from lantern_bench.errors import UserError
+from lantern_bench.methods.rules import Rule
+from lantern_bench.methods.tables import DRAFTINGS, RULES, can_decide, defaults_for, fresh_drafts_problem
+from lantern_bench.methods.trees import STATIC_TREES, check_topology, is_chain
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.registry import card_of, defaults_of, family_of
-from lantern_bench.plugins import Rule
 from lantern_bench.prompts.sets import load_prompts
 from lantern_bench.report.tables import frame, write_csv
 from lantern_bench.runs.sweep import check_neighbours
@@ -250,7 +250,7 @@ class Certification:
             decides = rule.lossless and drafting.drafts and can_decide(rule.name, drafting.name)
             if rule.name == "none" or not decides:
                 continue
-            if redraw_problem(rule.name, drafting.name, defaults_for(drafting.name, rule.name, "speculative")):
+            if fresh_drafts_problem(rule.name, drafting.name, defaults_for(drafting.name, rule.name, "speculative")):
                 continue
             common = {"mode": "speculative", "cfg_scale": scale, "cfg_default": scale, **values}
             common |= {"drafting": drafting.name, "rule": rule.name}

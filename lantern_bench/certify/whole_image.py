@@ -23,8 +23,8 @@ from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide, is_broken
 from lantern_bench.decoding.teacher_forcing import drafts_along, teacher_forced
 from lantern_bench.errors import LogitsError
+from lantern_bench.methods.code import Code
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.plugins import Code
 
 _ROUNDING = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.04}  # of the difference of two logits without guidance
 TESTS = 10

@@ -16,8 +16,8 @@ from lantern_bench.cli.options import (
     resolve_flags,
     split_modes,
 )
-from lantern_bench.config.methods import MODES
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.methods.tables import MODES
 from lantern_bench.runs.threads import set_threads
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ import typer
 from lantern_bench.cli.options import DEVICE_HELP, FormatOption, command_group
 from lantern_bench.console import Console
 from lantern_bench.errors import CheckFailedError, RefusedError, UserError, did_you_mean
+from lantern_bench.models.card import ModelCard
 from lantern_bench.models.io import hub_files
 from lantern_bench.models.io.files import cache_folder, file_sha256
 from lantern_bench.models.io.hub_files import SOURCES
 from lantern_bench.models.io.model_file import is_model_file
 from lantern_bench.models.registry import card_of, cards, load_codes
-from lantern_bench.plugins import ModelCard
 
 _MB = 1e6
 

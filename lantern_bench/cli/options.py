@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from lantern_bench.config.methods import DRAFTINGS, MODES, OUTSIDE_RULES, PARAMETERS, RULES, check_usable
 from lantern_bench.console import FORMATS, Console
 from lantern_bench.errors import UserError
+from lantern_bench.methods.tables import DRAFTINGS, MODES, OUTSIDE_RULES, PARAMETERS, RULES, raise_if_refused
 from lantern_bench.runs.store import find_run, results_root
 from lantern_bench.runs.threads import BUSY, DISTURBED, Calibrated
 
@@ -111,7 +111,7 @@ def resolve_flags(
     modes = list(MODES) if "all" in (modes := split_modes(mode)) else modes
     for one in modes:
         if one not in MODES:
-            check_usable(one)
+            raise_if_refused(one)
             hint = did_you_mean(one, MODES)
             raise UserError(f"--mode {one}: unknown mode{hint}", f"The modes are {', '.join(MODES)}, or all.")
     return resolve_cells(name, flags, [{"mode": one} for one in modes], settings, **usual)

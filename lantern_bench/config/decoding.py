@@ -1,7 +1,7 @@
 """One fully resolved decoding configuration, and the name it gives a cell.
 
 `Decoding` is what the decode loop gets and what a record's key covers. Which parameters a cell has, and what they may
-be, are rows of `methods.py`. Where values come from is `experiment.py`.
+be, are rows of `lantern_bench/methods`. Where values come from is `experiment.py`.
 """
 
 from __future__ import annotations
@@ -9,39 +9,39 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
-from lantern_bench.config.methods import (
+from lantern_bench.methods.draftings import Drafting
+from lantern_bench.methods.parameters import Count, FilterOrder, Natural, NeighbourMetric
+from lantern_bench.methods.rules import Rule
+from lantern_bench.methods.tables import (
     DRAFTINGS,
     MODES,
     PARAMETERS,
     RULES,
-    Bound,
-    Count,
-    Delta,
-    FilterOrder,
-    Lambda,
-    Natural,
-    Residual,
-    Scale,
-    TopP,
     chain_problem,
     defaults_for,
+    fresh_drafts_problem,
     has_parameter,
-    redraw_problem,
-    who_has,
+    owners_of,
 )
-from lantern_bench.config.methods import NeighbourMetric as NeighbourMetric
-from lantern_bench.config.trees import STATIC_TREES, Topology, check_topology, is_chain, topology_name
-from lantern_bench.plugins import Drafting, Rule
+from lantern_bench.methods.trees import STATIC_TREES, Topology, check_topology, is_chain, topology_name
+
+# Types of the model below.
+Scale = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+Delta = Annotated[float, Field(gt=0, lt=1)]
+Lambda = Annotated[float, Field(gt=1, allow_inf_nan=False)]
+Bound = Annotated[float, Field(allow_inf_nan=False)]
+Residual = Literal["exact", "official"]
 
 
 @cache
 def adapter(key: str) -> TypeAdapter[Any]:
     """Return what validates the values of a parameter."""
-    return TypeAdapter(PARAMETERS[key].type)
+    return TypeAdapter(PARAMETERS[key].kind.type)
 
 
 class Decoding(BaseModel):
@@ -130,13 +130,13 @@ class Decoding(BaseModel):
                 continue
             if (self.value(key) is not None) != self.has(key):
                 wrong = "is missing" if self.has(key) else "does not belong here"
-                raise ValueError(f"{key} {wrong}: it is for {who_has(key)}")
+                raise ValueError(f"{key} {wrong}: it is for {owners_of(key)}")
         row, bound = self.rule_row, self.value(self.rule_row.bound)
         if not row.lossless and not row.allows(bound):
             raise ValueError(f"{row.bound} {bound:g}: {row.allowed}")
         problem = chain_problem(self.rule, self.drafting, self.paths, self.tree_label)
         values = {key: self.value(key) for key in PARAMETERS if self.has(key)}
-        problem = problem or redraw_problem(self.rule, self.drafting, values)
+        problem = problem or fresh_drafts_problem(self.rule, self.drafting, values)
         if problem:
             raise ValueError(problem)
         unfit = self.drafting_row.problem(values)

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.methods import (
+from lantern_bench.config.values import Given, Layer, Place, Problems
+from lantern_bench.errors import RefusedError
+from lantern_bench.methods.tables import (
     DRAFTINGS,
     MODES,
     PARAMETERS,
@@ -23,13 +25,11 @@ from lantern_bench.config.methods import (
     can_decide,
     chain_problem,
     defaults_for,
+    fresh_drafts_problem,
     has_parameter,
-    redraw_problem,
-    who_has,
+    owners_of,
 )
-from lantern_bench.config.trees import topology_of
-from lantern_bench.config.values import Given, Layer, Place, Problems
-from lantern_bench.errors import RefusedError
+from lantern_bench.methods.trees import topology_of
 
 _STRUCTURE_KEYS = ("mode", "drafting", "rule")
 _UNSTATED = Place("")
@@ -173,7 +173,7 @@ class Expansion:
             elif problem and rule.greedy:
                 # A tree flag overrides the file's rule for chains.
                 rule = RULES[rule.greedy]
-        if values["temperature"] and (problem := redraw_problem(rule.name, structure.drafting, values)):
+        if values["temperature"] and (problem := fresh_drafts_problem(rule.name, structure.drafting, values)):
             self.problems.add(place, problem)
             return None
         drafting = DRAFTINGS[structure.drafting]
@@ -220,7 +220,7 @@ class Expansion:
             else:
                 text = (
                     f"mode {one.mode} has the drafting {one.drafting} and the rule {one.rule}; "
-                    f"{key} belongs to {who_has(key)}"
+                    f"{key} belongs to {owners_of(key)}"
                 )
             self.problems.add(given.place, text, given.value)
 

@@ -2,7 +2,7 @@
 
 `load_experiment` reads and checks all that can be known without models; `resolve` adds what the models themselves
 say and returns the cells. A resolved experiment writes itself as an experiment file that resolves to the same cells.
-The keys of an experiment file are in `parse_experiment.py` and `methods.py`; `plan.py` puts the cells in order.
+The keys of an experiment file are in `parse_experiment.py` and `methods/`; `plan.py` puts the cells in order.
 """
 
 from __future__ import annotations

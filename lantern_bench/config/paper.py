@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from lantern_bench.config.methods import PARAMETERS
+from lantern_bench.methods.tables import PARAMETERS
 
 FigureName: TypeAlias = Literal[
     "speedup", "step_compression", "mean_accepted_length", "fid", "clip_score", "precision", "recall", "hpsv2"

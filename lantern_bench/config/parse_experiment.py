@@ -13,11 +13,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from lantern_bench.config.methods import MODES, PARAMETERS, RULES, Count, Natural, check_usable, who_has
 from lantern_bench.config.paper import paper_problems
 from lantern_bench.config.values import Given, Layer, Overrides, Place, Problems, read_parameter
 from lantern_bench.config.yaml_source import KeyPath, Source, problems_of
 from lantern_bench.errors import did_you_mean
+from lantern_bench.methods.parameters import Count, Natural
+from lantern_bench.methods.tables import MODES, PARAMETERS, RULES, owners_of, raise_if_refused
 
 Metric = Literal["speed", "quality"]
 METRICS: tuple[Metric, ...] = ("speed", "quality")
@@ -165,7 +166,7 @@ class Experiment:
     def note_idle_flag(self, key: str, given: Given, problems: Problems) -> None:
         """Note a flag that no cell of the experiment uses."""
         modes = ", ".join(dict.fromkeys(mode for spec in self.cells for mode in spec.modes))
-        text = f"reaches no cell: it belongs to {who_has(key)}, and the modes here are {modes or 'ar'}"
+        text = f"reaches no cell: it belongs to {owners_of(key)}, and the modes here are {modes or 'ar'}"
         problems.add(given.place, text, given.value)
 
 
@@ -344,7 +345,7 @@ def _keep_modes(cells: list[CellSpec], settings: Settings, overrides: Overrides,
     place, baseline = Place("--modes"), settings.baseline
     for mode in overrides.modes:
         if mode not in MODES:
-            check_usable(mode)
+            raise_if_refused(mode)
             problems.add(place, f"unknown mode{did_you_mean(mode, MODES)} (the modes are {', '.join(MODES)})", mode)
         elif mode not in here and not (mode == "ar" and baseline) and here:
             problems.add(place, f"no cell has this mode; the modes here are {', '.join(here)}", mode)

@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 from pydantic import ValidationError
 
 from lantern_bench.config.decoding import adapter
-from lantern_bench.config.methods import PARAMETERS, check_usable
-from lantern_bench.config.trees import STATIC_TREES, check_topology, topology_name
 from lantern_bench.config.yaml_source import load_yaml
 from lantern_bench.errors import UserError, did_you_mean
+from lantern_bench.methods.tables import PARAMETERS, raise_if_refused
+from lantern_bench.methods.trees import STATIC_TREES, check_topology, topology_name
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def read_parameter(key: str, raw: object, place: Place, problems: Problems) -> t
             if key == "tree":
                 good.append(Given(_read_tree(item, place), place))
             elif parameter.choices and item not in parameter.choices:
-                check_usable(item)
+                raise_if_refused(item)
                 noun, choices = "mode" if key == "mode" else "value", ", ".join(parameter.choices)
                 hint = did_you_mean(item, parameter.choices)
                 raise ValueError(f"unknown {noun}{hint} ({parameter.allowed} {choices})")

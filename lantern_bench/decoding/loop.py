@@ -1,4 +1,4 @@
-"""Decoding: autoregressive, and speculative with any drafting and rule (config/methods.py).
+"""Decoding: autoregressive, and speculative with any drafting and rule (lantern_bench/methods).
 
 One loop serves all speculative modes, whose steps are in `step.py`. The only copy to the host in a step is how far the
 images are; an autoregressive step has none.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lantern_bench import stopping
 from lantern_bench.clock import Phases
-from lantern_bench.config.decoding import Decoding, NeighbourMetric
+from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.relaxation import Relaxation
 from lantern_bench.decoding.acceptance.tree_acceptance import Accept
 from lantern_bench.decoding.compile import Engine
@@ -32,7 +32,8 @@ from lantern_bench.decoding.sampling import (
 from lantern_bench.decoding.step import DRAFTER, PREFILL, First, Speculation, sampling_key
 from lantern_bench.decoding.trace import ImageTrace, Times, image_trace
 from lantern_bench.errors import LogitsError, RefusedError
-from lantern_bench.plugins import Code
+from lantern_bench.methods.code import Code
+from lantern_bench.methods.parameters import NeighbourMetric
 
 
 class Model(Protocol):
@@ -64,7 +65,7 @@ def relaxation_of(decoding: Decoding, model: Model) -> Relaxation:
     if row.lossless:
         return Relaxation(decoding.rule if decoding.drafts else "strict")
     choices = target.n_codes if isinstance(target, WithForcedTokens) else None
-    bound, *others = ((key, decoding.value(key)) for key in row.own_names)
+    bound, *others = ((key, decoding.value(key)) for key in row.value_names)
     codes = model.codes if row.codebook else None
     values = (decoding.neighbours or 0, bound[1], decoding.residual, choices, tuple(others), codes)
     return Relaxation(decoding.rule, *values)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lantern_bench.config.decoding import NeighbourMetric
+from lantern_bench.methods.parameters import NeighbourMetric
 
 Space: TypeAlias = Literal["raw", "normalised"]
 SPACES: tuple[Space, ...] = get_args(Space)

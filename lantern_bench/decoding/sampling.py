@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.methods import FilterOrder
+from lantern_bench.methods.parameters import FilterOrder
 
 _LARGEST = 2**31 - 1
 _BELOW_ONE = 1.0 - 2.0**-24

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.methods import RULES, tensor_parameters
 from lantern_bench.decoding.acceptance.relaxation import Relaxation
 from lantern_bench.decoding.acceptance.tree_acceptance import Accept
 from lantern_bench.decoding.acceptance.walk import Verdict, verify, verify_greedy
@@ -45,7 +44,8 @@ from lantern_bench.decoding.sampling import (
     uniform,
 )
 from lantern_bench.decoding.trace import StepRecorder
-from lantern_bench.plugins import Code
+from lantern_bench.methods.code import Code
+from lantern_bench.methods.tables import RULES, tensor_parameters
 
 # The keys that drafting does not depend on.
 _ACCEPTANCE = {"mode", "rule", *(key for rule in RULES.values() for key in rule.parameter_names)}

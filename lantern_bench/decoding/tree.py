@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lantern_bench.config.trees import check_topology
+from lantern_bench.methods.trees import check_topology
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.errors import UserError
+from lantern_bench.models.card import ModelCard
 from lantern_bench.models.io.files import read_json
 from lantern_bench.models.io.hub_files import SOURCES, ExpectedPaths, find_part, hashes_of, require_part
 from lantern_bench.models.io.model_file import ModelFile
-from lantern_bench.plugins import ModelCard
 
 if TYPE_CHECKING:
     import torch

@@ -17,11 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lantern_bench.config.decoding import NeighbourMetric
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.neighbours import Space, in_space, nearest_codes
 from lantern_bench.decoding.protocol import Drafter, PixelDecoder, Target
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.methods.parameters import NeighbourMetric
 from lantern_bench.models.io.model_file import ModelFile
 from lantern_bench.models.io.neighbour_cache import neighbour_table
 from lantern_bench.models.transformer.target import TransformerTarget, with_line_ends, without_line_ends

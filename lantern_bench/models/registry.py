@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
+from lantern_bench.models.card import ModelCard
 from lantern_bench.models.io.hub_files import SOURCES, require_part
 from lantern_bench.models.io.model_file import (
     ExternalDrafter,
@@ -22,7 +23,6 @@ from lantern_bench.models.io.model_file import (
     is_model_file,
     read_model_file,
 )
-from lantern_bench.plugins import ModelCard
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.errors import UserError
+from lantern_bench.models.card import ModelCard
 from lantern_bench.models.family import CheckpointFamily, config_beside
 from lantern_bench.models.io.model_file import CheckpointPart, ModelFile
 from lantern_bench.models.prompt_tokens import (
@@ -33,7 +34,6 @@ from lantern_bench.models.transformer import (
     llama_sizes,
     target_parameters,
 )
-from lantern_bench.plugins import ModelCard
 
 if TYPE_CHECKING:
     import torch

@@ -14,10 +14,10 @@ import yaml
 
 from lantern_bench.clock import OnProgress
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.methods import DRAFTINGS, chain_problem
-from lantern_bench.config.trees import topology_of
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.errors import UserError
+from lantern_bench.methods.tables import DRAFTINGS, chain_problem
+from lantern_bench.methods.trees import topology_of
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.random_model import random_model, random_model_of_size, read_size

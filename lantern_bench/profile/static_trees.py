@@ -10,8 +10,8 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 
-from lantern_bench.config.trees import Path, Topology, check_topology
 from lantern_bench.decoding.trace import ImageTrace
+from lantern_bench.methods.trees import Path, Topology, check_topology
 
 Rates = Sequence[Sequence[float]]
 """Of depth 0, 1, ...: the probability that the child of rank 0, 1, ... is accepted."""

@@ -13,20 +13,19 @@ from typing import Any
 import numpy as np
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.methods import (
+from lantern_bench.decoding.drafting import drafting_of
+from lantern_bench.errors import UserError
+from lantern_bench.methods.parameters import SAMPLING, Values
+from lantern_bench.methods.tables import (
     DRAFTINGS,
     MODES,
     PARAMETERS,
     RULES,
-    SAMPLING,
     chain_problem,
     defaults_for,
-    redraw_problem,
+    fresh_drafts_problem,
 )
-from lantern_bench.decoding.drafting import drafting_of
-from lantern_bench.errors import UserError
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.plugins import Values
 from lantern_bench.profile.static_trees import CHAIN, PROBE, RANKS, acceptance_by_rank, longest_trees
 from lantern_bench.profile.steps import StepCost, forward_ms, step_costs
 
@@ -106,7 +105,7 @@ def searched_lossless() -> list[tuple[str, str, str]]:
         for mode in modes or ["speculative"]:
             for rule in on_chains if DRAFTINGS[drafting].chain else rules:
                 values = defaults_for(drafting, rule, mode)
-                if not (chain_problem(rule, drafting, (), None) or redraw_problem(rule, drafting, values)):
+                if not (chain_problem(rule, drafting, (), None) or fresh_drafts_problem(rule, drafting, values)):
                     methods.append((mode, drafting, rule))
     return methods
 

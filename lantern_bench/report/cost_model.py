@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lantern_bench.config.trees import STATIC_TREES
 from lantern_bench.config.values import Place, Problems
 from lantern_bench.config.yaml_source import problems_of, read_source
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
+from lantern_bench.methods.trees import STATIC_TREES
 
 # ---- Devices
 

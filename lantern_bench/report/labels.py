@@ -10,8 +10,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from lantern_bench.config.methods import MODES, OWN, PARAMETERS, RULES
 from lantern_bench.errors import UserError
+from lantern_bench.methods.tables import METHOD_PARAMETERS, MODES, PARAMETERS, RULES
 from lantern_bench.report.records import NEIGHBOUR_METRIC, SAMPLING_DEFAULTS
 
 if TYPE_CHECKING:
@@ -53,11 +53,11 @@ _SETTINGS = {
 }  # fmt: skip
 _SETTINGS |= {
     name: f"{name}={{}}" if one.column == ("string", "") else f"{name}={{:g}}"
-    for name, one in OWN.items()
+    for name, one in METHOD_PARAMETERS.items()
     if one.column and not one.symbol
 }
 _UNNAMED = {**SAMPLING_DEFAULTS, "neighbour_metric": NEIGHBOUR_METRIC}
-_UNNAMED |= {name: one.default for name, one in OWN.items()}
+_UNNAMED |= {name: one.default for name, one in METHOD_PARAMETERS.items()}
 
 
 class Style(NamedTuple):

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lantern_bench.config.trees import check_topology, topology_name
 from lantern_bench.errors import RefusedError
+from lantern_bench.methods.trees import check_topology, topology_name
 from lantern_bench.models.registry import card_of
 from lantern_bench.report.cost_model import (
     NOTHING,

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from lantern_bench.config.methods import MODES, PARAMETERS, RULES, SAMPLING
 from lantern_bench.errors import RefusedError
+from lantern_bench.methods.parameters import SAMPLING
+from lantern_bench.methods.tables import MODES, PARAMETERS, RULES
 from lantern_bench.runs.columns import Records
 from lantern_bench.runs.store import RunData, read_run
 from lantern_bench.schema import CELL_COLUMNS

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lantern_bench.config.methods import MODES, OWN, PARAMETERS, SAMPLING
 from lantern_bench.errors import UserError
+from lantern_bench.methods.parameters import SAMPLING
+from lantern_bench.methods.tables import METHOD_PARAMETERS, MODES, PARAMETERS
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.report.records import (
     COLUMNS_READ,
@@ -354,7 +355,7 @@ def parameters(cell: Row, cells: Sequence[Row]) -> str:
     parts += [str(cell["tree"])] if cell["tree"] else []
     for name, one in PARAMETERS.items():
         value = None if name in SAMPLING else cell.get(name)
-        if value is not None and (one.in_id == "always" or (name in OWN and value != one.default)):
+        if value is not None and (one.in_id == "always" or (name in METHOD_PARAMETERS and value != one.default)):
             parts.append(f"{one.short or name}={value if isinstance(value, str) else f'{value:g}'}")
     metric = cell.get("neighbour_metric")
     parts += [f"{metric} neighbours"] if metric and metric != NEIGHBOUR_METRIC else []

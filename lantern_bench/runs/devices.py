@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
-from lantern_bench.config.methods import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
 from lantern_bench.config.parse_experiment import Settings
 from lantern_bench.decoding.compile import Engine, compiler_problem
 from lantern_bench.decoding.kept_programs import ProgramStore
 from lantern_bench.decoding.neighbours import Space
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.methods.tables import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
 from lantern_bench.models.io.files import cache_folder
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.packed_linear import has_bfloat16, lower_packed_products, pack_for_decoding

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import BaseModel
 
 from lantern_bench.config.experiment import Cell, ResolvedExperiment, with_cells
-from lantern_bench.config.methods import PARAMETERS, SAMPLING
 from lantern_bench.config.parse_experiment import Settings
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.methods.parameters import SAMPLING
+from lantern_bench.methods.tables import PARAMETERS
 from lantern_bench.models.io.files import cache_folder, hash_of, write_atomically
 from lantern_bench.models.registry import card_of, defaults_of
 from lantern_bench.runs.store import MANIFEST, done_images, read_manifest

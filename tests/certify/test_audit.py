@@ -16,12 +16,12 @@ from lantern_bench.certify.broken import Broken, strict_without_residual
 from lantern_bench.certify.tables import BROKEN, LEVEL, Audited, ImageTests, audit_rows
 from lantern_bench.certify.tabular import g_tests, tables
 from lantern_bench.cli import main as cli
-from lantern_bench.config import methods
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
 from lantern_bench.decoding.acceptance import walk
+from lantern_bench.methods import tables as method_tables
+from lantern_bench.methods.modes import Mode
 from lantern_bench.models import registry
-from lantern_bench.plugins import Mode
 from tests.tiny_family import TinyFamily
 
 STATIC = Decoding.model_validate({"mode": "speculative", "tree": "small-7"})
@@ -30,27 +30,27 @@ SMALL = ["--dtype", "float32", "--neighbours", "3", "--positions", "6", "--draws
 
 def test_every_mode_and_every_rule_is_audited() -> None:
     cells = audited_cells()
-    assert {cell["mode"] for cell in cells} == set(methods.MODES)
-    rules = {cell.get("rule", methods.MODES[cell["mode"]].rule) for cell in cells}
-    assert rules == set(methods.RULES)
-    for mode in methods.MODES.values():
+    assert {cell["mode"] for cell in cells} == set(method_tables.MODES)
+    rules = {cell.get("rule", method_tables.MODES[cell["mode"]].rule) for cell in cells}
+    assert rules == set(method_tables.RULES)
+    for mode in method_tables.MODES.values():
         of_mode = [cell for cell in cells if cell["mode"] == mode.name and cell.get("rule", mode.rule) == mode.rule]
         assert len(of_mode) == 1 + len(mode.variants) + len(mode.published)
 
 
 def test_shipped_modes_and_rules_name_claim_and_source() -> None:
-    for mode in methods._SHIPPED_MODES:
+    for mode in method_tables._SHIPPED_MODES:
         assert mode.claim is not None
-        assert mode.source or methods.RULES[mode.rule].source or mode.name in ("ar", "entropy", "hybrid")
-    known = {mode.rule for mode in methods._SHIPPED_MODES}
-    assert all(rule.source for rule in methods._SHIPPED_RULES if rule.name not in known)
+        assert mode.source or method_tables.RULES[mode.rule].source or mode.name in ("ar", "entropy", "hybrid")
+    known = {mode.rule for mode in method_tables._SHIPPED_MODES}
+    assert all(rule.source for rule in method_tables._SHIPPED_RULES if rule.name not in known)
 
 
 def test_a_new_row_is_audited_with_its_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Mode(
         "new", "static", "strict", "new", None, claim="lossless", source="2601.00001", published=({"tree": "chain-3"},)
     )
-    monkeypatch.setitem(methods.MODES, "new", row)
+    monkeypatch.setitem(method_tables.MODES, "new", row)
     assert audited_cells()[-2 - _rules_alone() :][:2] == [{"mode": "new"}, {"mode": "new", "tree": "chain-3"}]
     ours, theirs = (
         claim_of(Cell("tiny", Decoding.model_validate({"mode": "new", "tree": tree})))
@@ -61,8 +61,8 @@ def test_a_new_row_is_audited_with_its_forms(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def _rules_alone() -> int:
-    known = {mode.rule for mode in methods.MODES.values()}
-    return sum(name not in known for name in methods.RULES)
+    known = {mode.rule for mode in method_tables.MODES.values()}
+    return sum(name not in known for name in method_tables.RULES)
 
 
 def test_g_test_equals_scipys_and_pools_rare_cells() -> None:
@@ -173,7 +173,7 @@ def rows_of(path: str) -> list[dict[str, str]]:
 def test_the_audit_is_written_and_shown(tiny: TinyFamily, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["certify", "tiny", "--modes", "all", *SMALL, "--samples", "60", "--format", "table"]) == 0
     found = rows_of("results/audit-tiny/audit.csv")
-    assert {row["mode"] for row in found} == set(methods.MODES)
+    assert {row["mode"] for row in found} == set(method_tables.MODES)
     for row in found:
         assert row["table_images"] == "6000"
         ours = row["claim"] == "lossless" and row["form"] != "form published"

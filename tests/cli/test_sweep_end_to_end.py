@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from lantern_bench.cli import main as cli
-from lantern_bench.config.methods import MODES
+from lantern_bench.methods.tables import MODES
 from lantern_bench.runs.store import RESULTS_VARIABLE, read_manifest, read_records, read_scores
 
 CAPTION = "two round red lanterns over a lake at dusk"

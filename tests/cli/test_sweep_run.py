@@ -12,8 +12,8 @@ import pytest
 
 from lantern_bench.cli import main as cli
 from lantern_bench.cli.sweep import Renderer
-from lantern_bench.config.methods import DRAFTINGS, MODES
 from lantern_bench.console import Console
+from lantern_bench.methods.tables import DRAFTINGS, MODES
 from lantern_bench.models import registry
 from lantern_bench.runs.store import RESULTS_VARIABLE, read_records
 from lantern_bench.runs.threads import Calibrated

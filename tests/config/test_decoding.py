@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.methods import MODES, RULES, has_parameter
-from lantern_bench.config.trees import STATIC_TREES
+from lantern_bench.methods.tables import MODES, RULES, has_parameter
+from lantern_bench.methods.trees import STATIC_TREES
 from lantern_bench.schema import CELL_COLUMNS
 
 

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lantern_bench.config.experiment import load_experiment, resolve
-from lantern_bench.config.methods import MODES
 from lantern_bench.config.values import Overrides
 from lantern_bench.errors import UserError
+from lantern_bench.methods.tables import MODES
 
 ALL_MODES = ", ".join(MODES)
 MODELS: dict[str, dict[str, Any]] = {"lanterns": {"cfg_scale": 3.0, "tree": "small-7"}}

@@ -9,14 +9,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lantern_bench.config import methods
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.methods import DRAFTINGS, MODES, OUTSIDE_RULES, RULES
 from lantern_bench.config.parse_experiment import read_experiment
 from lantern_bench.config.values import Overrides
 from lantern_bench.config.yaml_source import Source
 from lantern_bench.errors import RefusedError
-from lantern_bench.plugins import Drafting, Parameter, Rule, find_rows
+from lantern_bench.methods import tables as method_tables
+from lantern_bench.methods.draftings import Drafting
+from lantern_bench.methods.outside import find_rows
+from lantern_bench.methods.parameters import ANY_NUMBER, Parameter
+from lantern_bench.methods.rules import Rule
+from lantern_bench.methods.tables import DRAFTINGS, MODES, OUTSIDE_RULES, RULES
 
 
 class Entry(NamedTuple):
@@ -36,14 +39,13 @@ def some(**changes: Any) -> Rule:
 
 
 def number(name: str, **changes: Any) -> Parameter:
-    values: dict[str, Any] = {"allowed": "must be a number", "help": "A number.", "column": ("float", "")}
-    return Parameter(name, float, **{**values, **changes})
+    return Parameter(name, ANY_NUMBER, **{"help": "A number.", **changes})
 
 
 @pytest.mark.parametrize(
     ("rule", "wrong"),
     [
-        ("text", "no lantern_bench.plugins.Rule but str"),
+        ("text", "no lantern_bench.methods.Rule but str"),
         (some(name="Mine"), "lower-case"),
         (some(name="lantern"), "the name lantern is taken"),
         (some(name="static"), "the name static is taken"),
@@ -82,7 +84,9 @@ def test_names_may_have_hyphens() -> None:
 
 
 def test_an_unusable_row_is_named_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(methods.REFUSED, "mine", RefusedError("the rule mine of the package theirs cannot be loaded"))
+    monkeypatch.setitem(
+        method_tables.REFUSED, "mine", RefusedError("the rule mine of the package theirs cannot be loaded")
+    )
     data = {"name": "x", "model": "tiny", "cells": [{"mode": "speculative"}]}
     for asked in ({}, {"rule": "mine"}, {"mode": "mine"}):
         source = Source("x", Path(), {**data, "cells": [{**data["cells"][0], **asked}]})

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lantern_bench.config.trees import STATIC_TREES, check_topology, topology_name, topology_of
 from lantern_bench.errors import UserError
+from lantern_bench.methods.trees import STATIC_TREES, check_topology, topology_name, topology_of
 
 GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden"))
 PUBLISHED = {

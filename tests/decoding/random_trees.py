@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lantern_bench.config.methods import FilterOrder
 from lantern_bench.decoding.acceptance.relaxation import Relaxation
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.sampling import draw_without_replacement, guide, probabilities
 from lantern_bench.decoding.tree import DraftTree, StaticTree, link_nodes
+from lantern_bench.methods.parameters import FilterOrder
 from tests.decoding.reference_walk import Rules
 
 FILTERS: tuple[tuple[float, int, float, FilterOrder], ...] = (

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lantern_bench.config.methods import FilterOrder
 from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation
 from lantern_bench.decoding.acceptance.tree_acceptance import Accept
 from lantern_bench.decoding.acceptance.walk import accept_tree, verify
 from lantern_bench.decoding.drafting.dynamic import Growth
 from lantern_bench.decoding.sampling import guide, most_probable, probabilities
 from lantern_bench.decoding.tree import DraftTree, StaticTree, link_nodes
+from lantern_bench.methods.parameters import FilterOrder
 
 Prefix = tuple[int, ...]
 # (drafts [B, M] and their tree, p [B, M, V]) -> (weights [S, B], path tokens [S, B, D], lengths [S, B], last [S, B, V])

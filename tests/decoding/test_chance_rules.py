@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lantern_bench.certify.tabular import TabularModel
-from lantern_bench.config import methods
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance import relaxation as relaxation_module
 from lantern_bench.decoding.acceptance.relaxation import ROOTS, Relaxation
@@ -29,7 +28,8 @@ from lantern_bench.decoding.emitted_tv import emitted, emitted_tv_sampled, total
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.tree import DraftTree, StaticTree
-from lantern_bench.plugins import Rule
+from lantern_bench.methods import tables as method_tables
+from lantern_bench.methods.rules import Rule
 from tests.decoding.random_trees import random_draft
 from tests.decoding.tabular import Setting, Tabular, distribution_of_step, error_of, first_tokens, verify_step
 from tests.decoding.test_emitted_tv import dirichlet
@@ -274,7 +274,7 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Relaxation]:
 
     def install(function: Callable[..., Any], **values: Any) -> Relaxation:
         row = Rule("watching", chance=function, neighbours=2, codebook=True, tensor_bound=True)
-        monkeypatch.setitem(methods.RULES, row.name, row)
+        monkeypatch.setitem(method_tables.RULES, row.name, row)
         return Relaxation("watching", 2, 1.0, codes=CODES[:6], **values)
 
     return install
@@ -325,13 +325,13 @@ def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(watching: Calla
 def test_depth_and_place_are_those_of_the_draft_in_the_loop(watching: Callable[..., Relaxation]) -> None:
     """A rule that accepts by place and depth alone: which steps are made follows from them."""
     watching(lambda draft, values: ((draft.position % 4 != 0) & (draft.depth < 3)).double())
-    methods.MODES["watching"] = methods.Mode("watching", "static", "watching", "watching")
+    method_tables.MODES["watching"] = method_tables.Mode("watching", "static", "watching", "watching")
     try:
         values = {"mode": "watching", "bound": 1.0, "neighbours": 2, "tree": "chain-5"}
         model = TabularModel(3, 9, seed=1)
         made = decode(model, None, Decoding.model_validate(values), [torch.Generator().manual_seed(0)])[0]
     finally:
-        del methods.MODES["watching"]
+        del method_tables.MODES["watching"]
     # Steps start at 1; a draft at a multiple of 4, and the third of a step, are rejected.
     assert made.trace.start == [1, 4, 5, 8]
     assert made.trace.accepted[:3] == [2, 0, 2]

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lantern_bench.config.trees import STATIC_TREES
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.errors import UserError
+from lantern_bench.methods.trees import STATIC_TREES
 from tests.decoding.golden_cases import golden_path
 
 PUBLISHED_NAMES = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lantern_bench.config.trees import STATIC_TREES
 from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation
 from lantern_bench.decoding.acceptance.walk import verify, verify_greedy
 from lantern_bench.decoding.drafting.dynamic import Growth
 from lantern_bench.decoding.sampling import draw_without_replacement, probabilities
 from lantern_bench.decoding.tree import DraftTree, StaticTree
+from lantern_bench.methods.trees import STATIC_TREES
 
 BATCH, VOCABULARY = 3, 64
 RELAXATIONS = [

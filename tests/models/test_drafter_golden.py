@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.trees import STATIC_TREES
 from lantern_bench.decoding.drafting.dynamic import Growth
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.protocol import DrafterLogits
 from lantern_bench.decoding.sampling import guide, probabilities
+from lantern_bench.methods.trees import STATIC_TREES
 from lantern_bench.models.eagle import EagleDrafter, load_drafter
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.transformer import TransformerConfig

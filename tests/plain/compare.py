@@ -18,9 +18,9 @@ import torch
 
 from lantern_bench.clock import settle_garbage
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.trees import STATIC_TREES
 from lantern_bench.console import Console
 from lantern_bench.decoding.loop import decode
+from lantern_bench.methods.trees import STATIC_TREES
 from lantern_bench.models.lanterns import GUIDANCE
 from lantern_bench.models.lanterns.captions import HELD_OUT
 from lantern_bench.models.lanterns.family import FAMILY

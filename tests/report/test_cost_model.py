@@ -8,9 +8,9 @@ import pytest
 import torch
 import yaml
 
-from lantern_bench.config.trees import STATIC_TREES
 from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.methods.trees import STATIC_TREES
 from lantern_bench.models.registry import card_of, cards
 from lantern_bench.models.transformer import TransformerConfig
 from lantern_bench.report.cost_model import (

@@ -16,13 +16,14 @@ import torch
 
 from lantern_bench.clock import Usage
 from lantern_bench.config.experiment import ResolvedExperiment, load_experiment, resolve
-from lantern_bench.config.methods import PARAMETERS, SAMPLING
 from lantern_bench.config.plan import Plan, Prompt, make_plan
 from lantern_bench.config.values import Overrides
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.kept_programs import ProgramStore
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.methods.parameters import SAMPLING
+from lantern_bench.methods.tables import PARAMETERS
 from lantern_bench.runs import runner, threads
 from lantern_bench.runs.devices import Place, choose_place, key_fields
 from lantern_bench.runs.runner import ImageDone, Made, Started, WarmedUp, calibrate_threads, make_images, run_plan

@@ -16,9 +16,9 @@ import torch
 from lantern_bench.cli import main as cli
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import ResolvedExperiment, resolve
-from lantern_bench.config.methods import DRAFTINGS
 from lantern_bench.config.parse_experiment import Settings
 from lantern_bench.config.values import Overrides
+from lantern_bench.methods.tables import DRAFTINGS
 from lantern_bench.models import registry
 from lantern_bench.report.cost_model import devices as known_devices
 from lantern_bench.report.predict import predict_run

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lantern_bench.decoding.protocol import DrafterLogits, Logits
 from lantern_bench.errors import UserError
+from lantern_bench.models.card import ModelCard
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.plugins import ModelCard
 
 CODES, GRID = 8, (4, 4)
 

@@ -13,12 +13,12 @@ import torch
 from PIL import Image
 
 from lantern_bench.errors import UserError
+from lantern_bench.models.card import ModelCard
 from lantern_bench.models.loaded_model import LoadedModel, VQPixels
 from lantern_bench.models.transformer import TransformerConfig
 from lantern_bench.models.transformer.conditioning import Condition, WordCaption
 from lantern_bench.models.transformer.target import TransformerTarget
 from lantern_bench.models.vq import VQConfig, VQModel
-from lantern_bench.plugins import ModelCard
 
 CONFIG = TransformerConfig(
     vocab_size=32, dim=32, layers=2, heads=2, ffn_dim=48, prefix=3, grid=(4, 4), prefix_rotary="identity"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lantern_bench.plugins import DraftView
+from lantern_bench.methods.draft_view import DraftView
 
 
 def entropy(p: Tensor) -> Tensor:

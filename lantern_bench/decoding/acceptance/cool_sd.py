@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lantern_bench.plugins import DraftView
+from lantern_bench.methods.draft_view import DraftView
 
 
 def annealed_chance(draft: DraftView, values: Mapping[str, Any]) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lantern_bench.plugins import DraftView
+from lantern_bench.methods.draft_view import DraftView
 
 
 def grouped_chance(draft: DraftView, values: Mapping[str, Any]) -> Tensor:

@@ -1,7 +1,7 @@
 """Relaxed rules: what they see of drafts, the neighbour mass m(x) and its bound (docs/algorithms.md, section 4).
 
 Additive (LANTERN, arXiv 2410.03355) and multiplicative (LANTERN++, arXiv 2502.06352). A rule gives the limit of m(x),
-or the probability f that a draft is accepted, as rules of other packages do (`plugins.py`). Residuals are in
+or the probability f that a draft is accepted, as rules of other packages do (docs/adding-a-rule.md). Residuals are in
 `tree_acceptance.py`.
 """
 
@@ -14,9 +14,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from lantern_bench.config.methods import RULES
 from lantern_bench.decoding.tree import DraftTree
-from lantern_bench.plugins import DraftView, load_code
+from lantern_bench.methods.code import load_code
+from lantern_bench.methods.draft_view import DraftView
+from lantern_bench.methods.tables import RULES
 
 Residual: TypeAlias = Literal["exact", "official"]
 Number: TypeAlias = float | Tensor
@@ -60,7 +61,7 @@ class Relaxation:
             raise ValueError(f"{row.bound} {self.bound:g}: {row.allowed}")
         for name, code in (("limit", row.limit), ("chance", row.chance), ("accept", row.accept)):
             object.__setattr__(self, name, load_code(code) if code is not None else None)
-        given = {key: value for key, value in row.default_values.items() if key in row.own_names}
+        given = {key: value for key, value in row.default_values.items() if key in row.value_names}
         object.__setattr__(self, "values", {**given, row.bound: self.bound, **dict(self.others)})
         object.__setattr__(self, "published", row.published if self.residual == "official" else "exact")
 
@@ -122,7 +123,7 @@ ROOTS = Place()
 
 @dataclass(frozen=True)
 class _View:
-    """`DraftView` (plugins.py) of the drafts `token`: one for each row, [n], or every token, [V], with p [n, 1, V].
+    """`DraftView` of the drafts `token`: one for each row, [n], or every token, [V], with p [n, 1, V].
 
     `scaled_p` [n, V] or [n, 1, V] is of the scale `mass` (None: normalised), `p_x` and `q_x` [n] or [n, V] are.
     """

@@ -1,4 +1,4 @@
-"""How a step drafts: one file per way to draft; the rows that name them are in config/methods.py.
+"""How a step drafts: one file per way to draft; the rows that name them are in methods/draftings.py.
 
 Each returns the `DraftTree` that verification walks and knows nothing of the acceptance rule. Randomness comes in as
 noise, and all shapes are known beforehand, so that a whole draft is one program.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.protocol import DraftMethod, Target
-from lantern_bench.plugins import Code, load_code
+from lantern_bench.methods.code import Code, load_code
 
 __all__ = ["drafting_of"]
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lantern_bench.models.card import ModelCard
 from lantern_bench.models.chameleon import (
     FIRST_WORD,
     PUBLISHED,
@@ -26,7 +27,6 @@ from lantern_bench.models.family import CheckpointFamily, config_beside
 from lantern_bench.models.io.hub_files import CHAMELEON
 from lantern_bench.models.io.model_file import ModelFile
 from lantern_bench.models.prompt_tokens import PromptBuilder, TextTokenizer, invented_prompts
-from lantern_bench.plugins import ModelCard
 
 if TYPE_CHECKING:
     import torch

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, DirectoryPath, Field, FilePath, ValidationError, ValidationInfo
 
-from lantern_bench.config.methods import PARAMETERS
 from lantern_bench.config.values import Place, Problems, read_parameter, show
 from lantern_bench.config.yaml_source import Source, problems_of, read_source
 from lantern_bench.errors import UserError, did_you_mean
+from lantern_bench.methods.tables import PARAMETERS
 
 
 def _relative(value: object, info: ValidationInfo[Path]) -> Path:

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lantern_bench.models.card import ModelCard
 from lantern_bench.models.lanterns import FILES, GUIDANCE, TARGET_CONFIG, TREE, WEIGHTS_FOLDER
 from lantern_bench.models.lanterns.captions import HELD_OUT, TRAIN, words
-from lantern_bench.plugins import ModelCard
 
 if TYPE_CHECKING:
     import torch

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from lantern_bench.config.trees import STATIC_TREES
 from lantern_bench.config.yaml_source import read_source
 from lantern_bench.errors import UserError, did_you_mean
+from lantern_bench.methods.trees import STATIC_TREES
 
 
 # A description is what is allowed, in the words of an error message: "KEY VALUE: must be ...".

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from lantern_bench.plugins import DraftView, Rule
+from lantern_bench.methods import DraftView, Rule
 
 
 def most_mass(draft: DraftView, values: Mapping[str, float]):

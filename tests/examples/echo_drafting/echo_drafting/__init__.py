@@ -1,10 +1,8 @@
 """A drafting without a drafter: every draft is drawn from the target's last distribution."""
 
-from lantern_bench.plugins import Drafting, Parameter
+from lantern_bench.methods import Drafting, Parameter, whole_number
 
-LENGTH = Parameter(
-    "length", int, "must be a whole number of at least 1", "Draft tokens of the echo drafting.", in_id="structure"
-)
+LENGTH = Parameter("length", whole_number(1), "Draft tokens of the echo drafting.", in_id="structure")
 
 DRAFTING = Drafting(
     "echo",
@@ -15,6 +13,5 @@ DRAFTING = Drafting(
     needs_drafter=False,
     chain=True,
     label=lambda values: f"w{values['length']}",
-    problem=lambda values: ("length", LENGTH.allowed) if values["length"] < 1 else None,
     legend="echo",
 )

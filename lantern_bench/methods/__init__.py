@@ -1,0 +1,14 @@
+"""Parameters, draftings, acceptance rules and modes: one row each, without torch.
+
+These names are for packages that bring a row of their own (docs/adding-a-rule.md, docs/adding-a-drafting.md).
+"""
+
+from lantern_bench.methods.draft_view import DraftView as DraftView
+from lantern_bench.methods.draftings import Drafting as Drafting
+from lantern_bench.methods.modes import Mode as Mode
+from lantern_bench.methods.parameters import Kind as Kind
+from lantern_bench.methods.parameters import Parameter as Parameter
+from lantern_bench.methods.parameters import number as number
+from lantern_bench.methods.parameters import whole_number as whole_number
+from lantern_bench.methods.parameters import word as word
+from lantern_bench.methods.rules import Rule as Rule

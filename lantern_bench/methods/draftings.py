@@ -1,0 +1,216 @@
+"""Draftings: one row each. The code is in `decoding/drafting/`; a row names its module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+from lantern_bench.methods.code import Code, fingerprint_of
+from lantern_bench.methods.parameters import COUNT, FROM_0_TO_1, Kind, Parameter, Values, word
+from lantern_bench.methods.trees import STATIC_TREES
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A way to draft: which tokens a step proposes."""
+
+    name: str
+    make: Code  # (decoding, target, batch) -> an object as `DraftMethod` of decoding/protocol.py
+    about: str
+    parameters: tuple[Parameter, ...] = ()  # its own, and shipped ones
+    defaults: Values = field(default_factory=dict)  # of its parameters
+    needs_drafter: bool = True  # whether it uses the model's drafter; without it, models need none
+    sampled: bool = True  # drafts are drawn from q; False: a draft is deterministic, and its q is 1
+    chain: bool = False  # its drafts never branch; the shape of a static tree says that itself
+    # Whether every step draws all of its drafts with new random numbers, for these values: rules that look behind a
+    # draft need that.
+    fresh_every_step: Callable[[Values], bool] = lambda _values: True
+    label: Callable[[Values], str | None] = lambda _values: None  # how ids and tables write the drafts
+    # (defaults, values that the user gave) -> defaults that fit them
+    adapt: Callable[[Values, Values], Values] = lambda defaults, _given: defaults
+    problem: Callable[[Values], tuple[str, str] | None] = lambda _values: None  # key and sentence of values that clash
+    small: Values = field(default_factory=dict)  # values of a draft that is small enough for exact checks
+    presets: Mapping[str, Values] = field(default_factory=dict)
+    published: Code = ""
+    legend: str | None = None  # of the mode that a drafting from another package brings
+    colour: str | None = None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether there are drafts at all."""
+        return bool(self.make)
+
+    @cached_property
+    def parameter_names(self) -> frozenset[str]:
+        """The names of its parameters."""
+        return frozenset(parameter.name for parameter in self.parameters)
+
+    def fingerprint(self) -> str:
+        """16 hex digits that change when the file of its code changes."""
+        return fingerprint_of(self.make)
+
+
+def tree_label(nodes: int, depth: int, beam: int) -> str:
+    """Return how ids and tables write a dynamic tree: `58n5d10b`."""
+    return f"{nodes}n{depth}d{beam}b"
+
+
+def most_nodes(depth: int, beam: int) -> int:
+    """Return how many candidates the rounds of a dynamic tree make: `beam`, then `beam` squared in each round."""
+    return beam + (depth - 1) * beam * beam
+
+
+def _dynamic_problem(values: Values) -> tuple[str, str] | None:
+    depth, beam = values["depth"], values["beam"]
+    if values["nodes"] <= most_nodes(depth, beam):
+        return None
+    return "nodes", f"depth {depth} and beam {beam} make only {most_nodes(depth, beam)} candidates"
+
+
+def _enough_nodes(defaults: Values, given: Values) -> Values:
+    """Return the default number of nodes, or all candidates if depth and beam make fewer."""
+    depth, beam = (int(given.get(key) or defaults[key]) for key in ("depth", "beam"))
+    return {**defaults, "nodes": min(defaults["nodes"], most_nodes(depth, beam))}
+
+
+def _jacobi_label(values: Values) -> str:
+    """Return `w16` and what is not the default: `w16-left-maximal`; with candidates `w16x3x2-maximal`."""
+    sizes = (values[key] for key in ("window", "candidates", "branching") if values.get(key) is not None)
+    settings = (values["initial"], values["coupling"], values.get("form"))
+    words = [setting for setting in settings if setting not in ("uniform", "none", "exact", None)]
+    return "-".join(["w" + "x".join(map(str, sizes)), *words])
+
+
+def _hybrid_label(values: Values) -> str:
+    """Return `w16d2-row-maximal`: a window of 16, for whose first 2 positions the drafter is asked."""
+    window, *words = _jacobi_label(values).split("-")
+    share = [] if values["share"] == 0.5 else [f"share{values['share']:g}"]
+    return "-".join([f"{window}d{values['drafted']}", *share, *words])
+
+
+def _published_problem(values: Values) -> tuple[str, str] | None:
+    if values["form"] == "exact" or (values["coupling"] == "maximal" and values["initial"] == "uniform"):
+        return None
+    return "form", "the published code differs from the exact form only with initial uniform and coupling maximal"
+
+
+_structure = partial(Parameter, in_id="structure")
+WINDOW = _structure("window", COUNT, "Draft tokens of a step in Jacobi drafting.")
+INITIAL = _structure(
+    "initial",
+    word("uniform", "left", "above", "row"),
+    "First Jacobi draft of a position: uniform, left or above (copies of that token), row (the last p).",
+    default="uniform",
+    rare=True,
+)
+COUPLING = _structure(
+    "coupling",
+    word("none", "maximal", "gumbel"),
+    "How consecutive Jacobi drafts of a position share randomness: none, maximal or gumbel.",
+    default="none",
+    sampled_only=True,
+)
+FORM = _structure(
+    "form",
+    word("exact", "published"),
+    "Form of coupled Jacobi drafts: exact, or published (as its authors' code, which is not lossless).",
+    default="exact",
+    sampled_only=True,
+)
+
+SHIPPED_DRAFTINGS = (
+    Drafting("none", make="", about="no drafts", needs_drafter=False, sampled=False),
+    Drafting(
+        "static",
+        make="lantern_bench.decoding.drafting.static:make_static",
+        about="fixed tree, sampled",
+        parameters=(
+            _structure(
+                "tree",
+                Kind(Any, "must be a tree", "string", tuple(STATIC_TREES)),
+                f"Static tree: {', '.join(STATIC_TREES)}; @FILE; or a list of paths.",
+            ),
+        ),
+        defaults={"tree": "eagle1-25"},
+        small={"tree": "small-7"},
+        label=lambda values: values.get("tree"),
+        presets={"chain": {"tree": "chain-5"}},
+    ),
+    Drafting(
+        "jacobi",
+        make="lantern_bench.decoding.drafting.jacobi:make_jacobi",
+        about="the target's own last answers",
+        parameters=(WINDOW, INITIAL, COUPLING, FORM),
+        defaults={"window": 16},
+        small={"window": 4},
+        needs_drafter=False,
+        chain=True,
+        fresh_every_step=lambda values: values["coupling"] == "none",
+        label=_jacobi_label,
+        problem=_published_problem,
+        published="lantern_bench.decoding.drafting.published:make_scd",
+    ),
+    Drafting(
+        "pac",
+        make="lantern_bench.decoding.drafting.pac:make_pac",
+        about="Jacobi drafts with siblings",
+        parameters=(
+            WINDOW,
+            INITIAL,
+            COUPLING,
+            FORM,
+            _structure("candidates", COUNT, "Candidates of a position in the drafting pac.", rare=True),
+            _structure("branching", COUNT, "At how many depths the drafting pac has several candidates.", rare=True),
+        ),
+        defaults={"window": 16, "coupling": "maximal", "candidates": 3, "branching": 2},
+        small={"window": 4, "candidates": 2},
+        needs_drafter=False,
+        fresh_every_step=lambda _values: False,
+        label=_jacobi_label,
+        problem=_published_problem,
+        published="lantern_bench.decoding.drafting.published:make_sjd_pac",
+    ),
+    Drafting(
+        "hybrid",
+        make="lantern_bench.decoding.drafting.hybrid:make_hybrid",
+        about="Jacobi drafts, the first with a drafter",
+        parameters=(
+            WINDOW,
+            INITIAL,
+            COUPLING,
+            _structure(
+                "drafted", COUNT, "At how many first places of a hybrid window the drafter is asked.", rare=True
+            ),
+            _structure(
+                "share",
+                FROM_0_TO_1,
+                "Share of the drafter's distribution in those that the first places of a hybrid window draft from.",
+                default=0.5,
+                rare=True,
+            ),
+        ),
+        defaults={"window": 16, "initial": "row", "coupling": "maximal", "drafted": 2},
+        small={"window": 4, "drafted": 2},
+        chain=True,
+        fresh_every_step=lambda values: values["coupling"] == "none",
+        label=_hybrid_label,
+    ),
+    Drafting(
+        "dynamic",
+        make="lantern_bench.decoding.drafting.dynamic:make_dynamic",
+        about="best of a beam",
+        parameters=(
+            _structure("nodes", COUNT, "Nodes of a dynamic tree, not counting the root.", remark="root not counted"),
+            _structure("depth", COUNT, "Depth of a dynamic tree."),
+            _structure("beam", COUNT, "Beam width of a dynamic tree."),
+        ),
+        defaults={"nodes": 58, "depth": 5, "beam": 10},
+        small={"nodes": 10, "depth": 2, "beam": 5},
+        sampled=False,
+        label=lambda values: tree_label(values["nodes"], values["depth"], values["beam"]),
+        adapt=_enough_nodes,
+        problem=_dynamic_problem,
+    ),
+)

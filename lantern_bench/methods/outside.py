@@ -1,0 +1,86 @@
+"""Rows that other packages bring, through the entry points `lantern_bench.rules` and `lantern_bench.draftings`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from importlib import metadata
+from typing import Any, TypeVar
+
+from lantern_bench.errors import RefusedError
+from lantern_bench.methods.draftings import SHIPPED_DRAFTINGS, Drafting
+from lantern_bench.methods.rules import SHIPPED_RULES, Rule
+
+RULE_GROUP, DRAFTING_GROUP = "lantern_bench.rules", "lantern_bench.draftings"
+_NAME, _KEY = r"[a-z][a-z0-9_-]*", r"[a-z][a-z0-9_]*"
+_SHIPPED_PARAMETERS = [parameter for row in (*SHIPPED_DRAFTINGS, *SHIPPED_RULES) for parameter in row.parameters]
+
+_Row = TypeVar("_Row", Rule, Drafting)
+
+
+def find_rows(
+    group: str,
+    row_class: type[_Row],
+    taken: Collection[str],
+    draftings: Collection[str] = (),
+    entry_points: Iterable[metadata.EntryPoint] | None = None,
+) -> tuple[dict[str, _Row], dict[str, RefusedError]]:
+    """Return the usable rows of other packages by name, and an error for each row that cannot be used, by its name.
+
+    `taken` are names that neither a row nor its parameters may have, `draftings` those that a rule may name.
+    `entry_points` are by default the installed ones of the group.
+    """
+    rows: dict[str, _Row] = {}
+    refused: dict[str, RefusedError] = {}
+    noun, taken = row_class.__name__.lower(), set(taken)
+    for entry_point in sorted(entry_points or metadata.entry_points(group=group), key=lambda entry: entry.name):
+        package = entry_point.dist.name if entry_point.dist else "unknown"
+        title = f"the {noun} {entry_point.name} of the package {package}"
+        row: Any = None
+        try:
+            row = entry_point.load()
+            fault = _fault(row, row_class, taken, draftings)
+            problem = fault and f"{title} cannot be used: {fault}"
+        except Exception as error:  # whatever another package raises when it is imported or read
+            problem = f"{title} cannot be loaded: {type(error).__name__}: {error}"
+        if problem:
+            refusal = RefusedError(problem, f"Mend the package {package}, or remove it.")
+            refused |= dict.fromkeys({entry_point.name, str(getattr(row, "name", entry_point.name))}, refusal)
+        else:
+            rows[row.name] = row
+            taken |= {row.name, *(parameter.name for parameter in row.parameters)}
+    return rows, refused
+
+
+def _fault(
+    row: object, row_class: type[Rule | Drafting], taken: Collection[str], draftings: Collection[str]
+) -> str | None:
+    """Return why a row cannot be used, or None."""
+    if not isinstance(row, row_class):
+        return f"its entry point is no lantern_bench.methods.{row_class.__name__} but {type(row).__name__}"
+    if not re.fullmatch(_NAME, row.name):
+        return f"its name {row.name!r} must be lower-case letters, digits, _ and -"
+    if row.name in taken:
+        return f"the name {row.name} is taken"
+    for parameter in row.parameters:
+        if not re.fullmatch(_KEY, parameter.name):
+            return f"its parameter {parameter.name!r} must be lower-case letters, digits and _"
+        if parameter.name in taken and parameter not in _SHIPPED_PARAMETERS:
+            return f"the name of its parameter {parameter.name} is taken"
+        if any(type(text) is not str for text in (parameter.kind.allowed, parameter.help)):
+            return f"its parameter {parameter.name} needs texts for what is allowed and for `help`"
+    if isinstance(row, Rule):
+        return _rule_fault(row, draftings)
+    return None
+
+
+def _rule_fault(rule: Rule, draftings: Collection[str]) -> str | None:
+    if rule.drafting not in draftings:
+        return f"its drafting {rule.drafting!r} must be one of {', '.join(draftings)}"
+    if sum(code is not None for code in (rule.limit, rule.chance, rule.accept)) > 1:
+        return "it has more than one of `limit`, `chance` and `accept`"
+    if not rule.lossless and not rule.allows(rule.example):
+        return f"its example {rule.example:g} {rule.allowed}"
+    if not rule.lossless and rule.neighbours is not None and rule.neighbours < 1:
+        return f"its neighbours {rule.neighbours} must be at least 1"
+    return None

@@ -1,0 +1,183 @@
+"""Decoding parameters: one row each. Flags, validation, cell ids, columns and labels follow from the row.
+
+Here are the parameters that every cell or several rules have; a parameter of one method stands with its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
+
+from pydantic import BeforeValidator, Field
+
+Values: TypeAlias = Mapping[str, Any]
+"""Values of parameters by name."""
+
+
+def _refuse_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("true and false are no numbers")
+    return value
+
+
+_NO_BOOL = BeforeValidator(_refuse_bool)
+Count = Annotated[int, _NO_BOOL, Field(ge=1)]
+Natural = Annotated[int, _NO_BOOL, Field(ge=0)]
+FilterOrder = Literal["top_k_first", "top_p_first"]
+NeighbourMetric = Literal["l2", "cosine", "random"]
+
+
+class Kind(NamedTuple):
+    """The values that a parameter may have."""
+
+    type: Any  # the annotation that pydantic validates
+    allowed: str  # the same in words; completes "KEY VALUE: "
+    dtype: Literal["int", "float", "string"]  # of its column
+    choices: tuple[str, ...] = ()  # the words that are allowed; empty: it is a number, or any text
+
+
+def whole_number(at_least: int) -> Kind:
+    """Return the kind of whole numbers from `at_least`."""
+    annotation = Annotated[int, _NO_BOOL, Field(ge=at_least)]
+    return Kind(annotation, f"must be a whole number of at least {at_least}", "int")
+
+
+def number(allowed: str, **limits: Any) -> Kind:
+    """Return the kind of finite numbers within limits, which are those of pydantic's `Field` (gt, ge, lt, le)."""
+    return Kind(Annotated[float, _NO_BOOL, Field(allow_inf_nan=False, **limits)], f"must {allowed}", "float")
+
+
+def word(*choices: str) -> Kind:
+    """Return the kind of parameters whose value is one of these words."""
+    return Kind(Literal[choices], "must be one of", "string", choices)
+
+
+COUNT, NATURAL, SEVERAL = whole_number(1), whole_number(0), whole_number(2)
+ANY_NUMBER = number("be a number")
+NOT_NEGATIVE = number("be a number of at least 0", ge=0)
+ABOVE_0 = number("be a number above 0", gt=0)
+ABOVE_1 = number("be a number above 1", gt=1)
+BETWEEN_0_AND_1 = number("lie strictly between 0 and 1", gt=0, lt=1)
+FROM_0_TO_1 = number("be a number from 0 to 1", ge=0, le=1)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A decoding parameter."""
+
+    name: str
+    kind: Kind
+    help: str  # of its flag and of its column
+    default: Any = None
+    remark: str = ""  # completes what is allowed, in brackets
+    # How a cell id writes it: not at all, because it is part of mode, drafting, rule or tree ("structure"); as `short`
+    # and the value wherever the cell has it ("always"); or where it is not the default ("changed").
+    in_id: Literal["structure", "always", "changed"] = "always"
+    short: str = ""  # in ids, in place of the name
+    symbol: str | None = None  # of a rule's bound, on axes and in legends
+    unit: str | None = ""  # of its column; None: it has no column
+    sampled_only: bool = False  # greedy decoding ignores it
+    omit_default: bool = False  # record keys omit the default, because there are runs older than the parameter
+    rare: bool = False  # its flag is accepted everywhere, and only `--help-all` shows it
+
+    @property
+    def allowed(self) -> str:
+        """What its values may be; completes "KEY VALUE: "."""
+        return f"{self.kind.allowed} ({self.remark})" if self.remark else self.kind.allowed
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words that it may be; empty for a number."""
+        return self.kind.choices
+
+    @property
+    def column(self) -> tuple[str, str] | None:
+        """The type and the unit of its column, or None; structure has the columns mode, drafting, rule and tree."""
+        return None if self.unit is None or self.in_id == "structure" else (self.kind.dtype, self.unit)
+
+
+SAMPLING_PARAMETERS = (
+    Parameter(
+        "temperature",
+        NOT_NEGATIVE,
+        "Sampling temperature; 0 is greedy.",
+        default=1.0,
+        remark="0 is greedy",
+        short="t",
+    ),
+    Parameter(
+        "top_k",
+        NATURAL,
+        "Keep the k most probable tokens; 0 is off.",
+        default=0,
+        remark="0 is off",
+        in_id="changed",
+        unit="tokens",
+        sampled_only=True,
+    ),
+    Parameter(
+        "top_p",
+        number("be above 0 and at most 1", gt=0, le=1),
+        "Keep the smallest set of tokens with this mass; 1 is off.",
+        default=1.0,
+        remark="1 is off",
+        in_id="changed",
+        sampled_only=True,
+    ),
+    Parameter(
+        "filter_order",
+        word(*get_args(FilterOrder)),
+        "top_k_first or top_p_first.",
+        default="top_k_first",
+        in_id="changed",
+        unit=None,
+        sampled_only=True,
+        rare=True,
+    ),
+    Parameter(
+        "cfg_scale",
+        NOT_NEGATIVE,
+        "Guidance scale; 1 is off.",
+        default=1.0,
+        remark="1 is off",
+        in_id="changed",
+    ),
+    Parameter(
+        "seed_set",
+        NATURAL,
+        "Which seeds the images have: other sets make the same prompts again, to see how far figures vary.",
+        default=0,
+        in_id="changed",
+        omit_default=True,
+        rare=True,
+    ),
+)
+SAMPLING = tuple(parameter.name for parameter in SAMPLING_PARAMETERS)
+"""The parameters of every cell; `mode` aside, all others belong to a drafting or to a rule."""
+
+NEIGHBOURS = Parameter(
+    "neighbours",
+    NATURAL,
+    "Number k of nearest codes that add to the neighbour mass.",
+    short="k",
+    unit="codes",
+)
+NEIGHBOUR_METRIC = Parameter(
+    "neighbour_metric",
+    word(*get_args(NeighbourMetric)),
+    "Distance between codes: l2, cosine or random.",
+    default="l2",
+    in_id="changed",
+    omit_default=True,
+    rare=True,
+)
+BOUND = Parameter("bound", ANY_NUMBER, "Bound of an external rule.", symbol="bound")
+RESIDUAL = Parameter(
+    "residual",
+    word("exact", "official"),
+    "What replaces p after a rejection: exact (keeps the bound) or official (as the LANTERN code).",
+    default="exact",
+    in_id="changed",
+    sampled_only=True,
+)

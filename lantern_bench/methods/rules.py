@@ -1,0 +1,274 @@
+"""Acceptance rules: one row each. The code is in `decoding/acceptance/`; a row names its module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from lantern_bench.methods.code import Code, fingerprint_of
+from lantern_bench.methods.parameters import (
+    ABOVE_0,
+    ABOVE_1,
+    BETWEEN_0_AND_1,
+    NOT_NEGATIVE,
+    SEVERAL,
+    Parameter,
+    Values,
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An acceptance rule; one with neither `limit`, `chance` nor `accept` accepts child after child, strictly.
+
+    A relaxed rule has one of two functions of (`DraftView`, values of its parameters by name), `limit` or `chance`.
+    """
+
+    name: str
+    # -> the most neighbour mass m(x) [...] that a draft x may take; neighbours are taken in order while their mass is
+    # at most that (docs/algorithms.md, section 4)
+    limit: Code | None = None
+    low: float = 0.0  # the bound lies strictly between `low` and `high`
+    high: float = float("inf")
+    example: float = 0.1  # a bound to begin with
+    neighbours: int | None = None  # the default k; None: `chance` reads no neighbours, `limit` has 10
+    drafting: str = "static"  # of the mode that a rule from another package brings
+    label: str | None = None  # in legends
+    colour: str | None = None
+    about: str = "a rule from another package"
+    bound: str = "bound"  # the parameter that every cell must give
+    tensor_bound: bool = False  # the functions take tensors for its float parameters: one program serves all values
+    accept: Code | None = None  # decides on all children of a node (`Accept` in decoding/acceptance)
+    chains: bool = False  # decides only on chains of sampled drafts
+    needs_fresh_drafts: bool = False  # what is behind a draft decides on it too (docs/algorithms.md, section 8.1)
+    tree: str | None = None  # the default tree of a rule for chains
+    greedy: str | None = None  # the rule that replaces it at temperature 0; `strict` for a rule with `chance`
+    in_id: bool = True  # cell ids name the rule where the mode does not imply it
+    source: str = ""  # arXiv number of the paper
+    # -> f [n, V], the probability that a draft is accepted, for every token that it could have been; values outside 0
+    # to 1 are clamped (docs/algorithms.md, section 8.4)
+    chance: Code | None = None
+    parameters: tuple[Parameter, ...] = ()  # its own; the bound first, unless it is a shipped parameter
+    defaults: Values = field(default_factory=dict)  # of parameters whose row has none
+    codebook: bool = False  # reads `codebook` or `distances`
+    # What replaces p after a rejection under `residual: official`, of a rule with `chance`: max(p - q f, 0) ("exact";
+    # then cells have no `residual`), max(p - q, 0) ("plain") or p itself ("none").
+    published: Literal["exact", "plain", "none"] = "exact"
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.neighbours is None:
+            object.__setattr__(self, "neighbours", 10)
+        if self.chance is not None and self.greedy is None:
+            object.__setattr__(self, "greedy", "strict")
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the tokens keep the target's distribution: the rule is not relaxed."""
+        return self.limit is None and self.chance is None
+
+    @cached_property
+    def value_names(self) -> tuple[str, ...]:
+        """The names of the parameters whose values `limit` and `chance` get: the bound first."""
+        names = (parameter.name for parameter in self.parameters)
+        return () if self.lossless else tuple(dict.fromkeys((self.bound, *names)))
+
+    @cached_property
+    def parameter_names(self) -> tuple[str, ...]:
+        """The names of the parameters that cells of this rule have."""
+        neighbours = () if self.neighbours is None else ("neighbours", "neighbour_metric")
+        two_residuals = self.limit is not None or (self.chance is not None and self.published != "exact")
+        return (*neighbours, *self.value_names, *(("residual",) if two_residuals else ()))
+
+    @property
+    def default_values(self) -> Values:
+        """Default values by name; a bound has none."""
+        values = {} if self.neighbours is None else {"neighbours": self.neighbours}
+        values |= {parameter.name: parameter.default for parameter in self.parameters if parameter.default is not None}
+        return values | dict(self.defaults)
+
+    @property
+    def allowed(self) -> str:
+        """What the bound may be; completes "bound 2: "."""
+        if self.high == float("inf"):
+            return f"must be a number above {self.low:g}"
+        return f"must lie strictly between {self.low:g} and {self.high:g} for the rule {self.name}"
+
+    def allows(self, bound: float) -> bool:
+        """Whether the bound may have this value."""
+        return self.low < bound < self.high
+
+    def fingerprint(self) -> str:
+        """16 hex digits that change when the file of its code changes: a run never mixes pictures of two versions."""
+        return fingerprint_of(self.limit or self.chance or self.accept or self.name)
+
+
+_ACCEPTANCE = "lantern_bench.decoding.acceptance"
+SHIPPED_RULES = (
+    Rule("none", about="nothing is accepted", in_id=False),
+    Rule("strict", about="accepts with p / q", in_id=False),
+    Rule(
+        "block",
+        about="decides on a chain as a whole",
+        accept=f"{_ACCEPTANCE}.traversal:accept_traversal",
+        chains=True,
+        needs_fresh_drafts=True,
+        tree="chain-5",
+        greedy="strict",
+        source="2403.10444",
+    ),
+    Rule(
+        "traversal",
+        about="decides on a tree from its leaves to its root",
+        accept=f"{_ACCEPTANCE}.traversal:accept_traversal",
+        needs_fresh_drafts=True,
+        greedy="strict",
+        source="2505.12398",
+    ),
+    Rule(
+        "additive",
+        about="neighbour mass of at most delta",
+        limit=f"{_ACCEPTANCE}.relaxation:additive_limit",
+        bound="delta",
+        parameters=(
+            Parameter(
+                "delta",
+                BETWEEN_0_AND_1,
+                "Bound of the additive rule: the most neighbour mass of a draft, between 0 and 1.",
+                symbol="δ",
+            ),
+        ),
+        low=0.0,
+        high=1.0,
+        example=0.02,
+        tensor_bound=True,
+        neighbours=20,
+        in_id=False,
+    ),
+    Rule(
+        "multiplicative",
+        about="probability of at most lambda times the draft's own",
+        limit=f"{_ACCEPTANCE}.relaxation:multiplicative_limit",
+        bound="lambda",
+        parameters=(
+            Parameter(
+                "lambda",
+                ABOVE_1,
+                "Bound of the multiplicative rule: the most by which a draft's probability may grow, above 1.",
+                symbol="λ",
+            ),
+        ),
+        low=1.0,
+        example=2.0,
+        tensor_bound=True,
+        neighbours=10,
+        in_id=False,
+    ),
+    Rule(
+        "cool-sd",
+        about="accepts with w p / q, w falls with depth",
+        chance=f"{_ACCEPTANCE}.cool_sd:annealed_chance",
+        bound="strength",
+        parameters=(
+            Parameter(
+                "strength",
+                ABOVE_0,
+                "w of the first draft in Cool-SD, which accepts with w p / q: 1 is strict.",
+                symbol="w",
+            ),
+            Parameter(
+                "decay",
+                NOT_NEGATIVE,
+                "How fast Cool-SD's w falls: by the factor exp(-decay) with each depth.",
+                default=0.7,
+                in_id="changed",
+                rare=True,
+            ),
+        ),
+        example=1.1,
+        tensor_bound=True,
+        source="2601.09212",
+    ),
+    Rule(
+        "gsd",
+        about="accepts with p / q of the draft's cluster of codes",
+        chance=f"{_ACCEPTANCE}.gsd:grouped_chance",
+        bound="cluster",
+        parameters=(
+            Parameter(
+                "cluster",
+                SEVERAL,
+                "Number of tokens in a cluster of GSD: a draft and its neighbours in order of p.",
+                symbol="G",
+                unit="tokens",
+            ),
+            Parameter(
+                "probability_gap",
+                ABOVE_0,
+                "GSD: tokens whose probability differs by this much or more are in no cluster with the draft.",
+                default=0.15,
+                in_id="changed",
+                rare=True,
+            ),
+            Parameter(
+                "code_gap",
+                NOT_NEGATIVE,
+                "GSD: so are codes at this squared Euclidean distance or more; 0: at any.",
+                default=0.5,
+                in_id="changed",
+                rare=True,
+            ),
+        ),
+        low=1.0,
+        example=14,
+        codebook=True,
+        published="plain",
+        source="2508.07747",
+    ),
+    Rule(
+        "entropy",
+        about="neighbour mass that grows with the entropy of p",
+        limit=f"{_ACCEPTANCE}.by_entropy:entropy_limit",
+        bound="entropy_scale",
+        parameters=(
+            Parameter(
+                "entropy_scale",
+                BETWEEN_0_AND_1,
+                "Bound of the entropy rule: the most neighbour mass where p is uniform, between 0 and 1.",
+                short="scale",
+                symbol="η",
+            ),
+        ),
+        high=1.0,
+        example=0.1,
+        tensor_bound=True,
+        neighbours=20,
+    ),
+    Rule(
+        "typical",
+        about="accepts what is not improbable for the entropy of p",
+        chance=f"{_ACCEPTANCE}.by_entropy:typical_chance",
+        bound="epsilon",
+        parameters=(
+            Parameter(
+                "epsilon",
+                BETWEEN_0_AND_1,
+                "Typical acceptance: a draft of at least this probability is accepted; between 0 and 1.",
+                symbol="ε",
+            ),
+            Parameter(
+                "alpha",
+                ABOVE_0,
+                "Typical acceptance: so is one above alpha * exp(-entropy); delta in Medusa's paper.",
+                default=0.3,
+                in_id="changed",
+                rare=True,
+            ),
+        ),
+        high=1.0,
+        example=0.09,
+        tensor_bound=True,
+        published="none",
+        source="2401.10774",
+    ),
+)

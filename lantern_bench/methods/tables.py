@@ -1,0 +1,162 @@
+"""The tables of methods by name, with the rows that other packages bring, and which of them go together.
+
+Flags, validation, grids, cell ids, columns, legends, and the checks of `certify` read these tables.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from lantern_bench.errors import RefusedError
+from lantern_bench.methods.draftings import SHIPPED_DRAFTINGS, Drafting
+from lantern_bench.methods.modes import SHIPPED_MODES, Mode
+from lantern_bench.methods.outside import DRAFTING_GROUP, RULE_GROUP, find_rows
+from lantern_bench.methods.parameters import (
+    BOUND,
+    NEIGHBOUR_METRIC,
+    NEIGHBOURS,
+    RESIDUAL,
+    SAMPLING,
+    SAMPLING_PARAMETERS,
+    Parameter,
+    Values,
+    word,
+)
+from lantern_bench.methods.rules import SHIPPED_RULES, Rule
+from lantern_bench.methods.trees import Topology, is_chain
+
+_SHIPPED = (*SHIPPED_DRAFTINGS, *SHIPPED_RULES)
+_TAKEN = {"all", "chain", "mode", "drafting", "rule", "bound", *SAMPLING, *(row.name for row in SHIPPED_MODES)}
+_TAKEN |= {name for row in _SHIPPED for name in (row.name, *row.parameter_names)}
+OUTSIDE_DRAFTINGS, _refused_draftings = find_rows(DRAFTING_GROUP, Drafting, _TAKEN)
+"""Draftings that other packages bring, by name."""
+DRAFTINGS: dict[str, Drafting] = {row.name: row for row in SHIPPED_DRAFTINGS} | OUTSIDE_DRAFTINGS
+
+_DRAFTS = [name for name, row in DRAFTINGS.items() if row.drafts]
+_TAKEN |= {name for row in OUTSIDE_DRAFTINGS.values() for name in (row.name, *row.parameter_names)}
+OUTSIDE_RULES, _refused_rules = find_rows(RULE_GROUP, Rule, _TAKEN, _DRAFTS)
+"""Rules that other packages bring, by name."""
+REFUSED: dict[str, RefusedError] = _refused_draftings | _refused_rules
+"""Errors of installed rows that cannot be used, by name: an experiment that names one raises its error."""
+RULES: dict[str, Rule] = {row.name: row for row in SHIPPED_RULES} | OUTSIDE_RULES
+
+MODES: dict[str, Mode] = {row.name: row for row in SHIPPED_MODES}
+MODES |= {
+    name: Mode(name, rule.drafting, name, rule.label or name, rule.colour) for name, rule in OUTSIDE_RULES.items()
+}
+MODES |= {name: Mode(name, name, "strict", row.legend or name, row.colour) for name, row in OUTSIDE_DRAFTINGS.items()}
+
+PRESETS = {word: (row.name, fixed) for row in DRAFTINGS.values() for word, fixed in row.presets.items()}
+"""Short words for a drafting with some of its parameters fixed: word -> (drafting, values)."""
+
+
+def _all_parameters() -> list[Parameter]:
+    """Return every parameter once, in the order of a grid's axes, the first varying slowest."""
+    structure = partial(Parameter, in_id="structure")
+    of_draftings = {parameter.name: parameter for row in DRAFTINGS.values() for parameter in row.parameters}
+    of_rules = {parameter.name: parameter for row in RULES.values() for parameter in row.parameters}
+    trees = [of_draftings.pop(name) for name in ("tree", "nodes", "depth", "beam")]
+    return [
+        structure("mode", word(*MODES), "The mode."),
+        structure("drafting", word(*DRAFTINGS, *PRESETS), f"How to draft: {', '.join([*_DRAFTS, *PRESETS])}."),
+        structure("rule", word(*RULES), f"Acceptance rule: {', '.join(name for name in RULES if name != 'none')}."),
+        *trees,
+        *of_draftings.values(),
+        NEIGHBOURS,
+        NEIGHBOUR_METRIC,
+        *of_rules.values(),
+        BOUND,
+        RESIDUAL,
+        *SAMPLING_PARAMETERS,
+    ]
+
+
+PARAMETERS: dict[str, Parameter] = {parameter.name: parameter for parameter in _all_parameters()}
+_SHARED = ("neighbours", "neighbour_metric", "delta", "lambda", "bound", "residual", *SAMPLING)
+METHOD_PARAMETERS = {
+    name: parameter for name, parameter in PARAMETERS.items() if parameter.in_id != "structure" and name not in _SHARED
+}
+"""The parameters that single rules bring, and that are not part of the structure of a cell, by name."""
+
+
+def raise_if_refused(name: object) -> None:
+    """Raise the error of an installed rule or drafting of this name that cannot be used."""
+    if isinstance(name, str) and name in REFUSED:
+        raise REFUSED[name]
+
+
+def has_parameter(key: str, drafting: str, rule: str) -> bool:
+    """Whether a cell of this drafting and rule has the parameter."""
+    if key in ("drafting", "rule"):
+        return DRAFTINGS[drafting].drafts
+    if key == "mode" or key in SAMPLING:
+        return True
+    return key in DRAFTINGS[drafting].parameter_names or key in RULES[rule].parameter_names
+
+
+def owners_of(key: str) -> str:
+    """Return which draftings or rules have a parameter, in words: `the rules additive and multiplicative`."""
+    if key == "mode" or key in SAMPLING:
+        return "every cell"
+    if key in ("drafting", "rule"):
+        return "modes that draft"
+    draftings = [name for name, row in DRAFTINGS.items() if key in row.parameter_names]
+    rules = [name for name, row in RULES.items() if key in row.parameter_names]
+    phrases = []
+    for noun, names in (("drafting", draftings), ("rule", rules)):
+        if len(names) > 1:
+            phrases.append(f"the {noun}s {', '.join(names[:-1])} and {names[-1]}")
+        elif names:
+            phrases.append(f"the {noun} {names[0]}")
+    return " and ".join(phrases) or "rules from other packages (none is installed)"
+
+
+def can_decide(rule: str, drafting: str) -> bool:
+    """Whether the rule can decide on some drafts of the drafting: sampled ones, or chains, as the rule needs."""
+    row = DRAFTINGS[drafting]
+    sampled = row.sampled or not RULES[rule].needs_fresh_drafts
+    return sampled and (not RULES[rule].chains or row.chain or "tree" in row.parameter_names)
+
+
+def tensor_parameters(rule: str) -> tuple[str, ...]:
+    """Return the parameters of a rule that its compiled program reads from tensors: one program for all values."""
+    row = RULES[rule]
+    if not row.tensor_bound:
+        return ()
+    return tuple(name for name in row.value_names if PARAMETERS[name].kind.dtype == "float")
+
+
+def chain_problem(rule: str, drafting: str, paths: Topology, tree: str | None) -> str | None:
+    """Return why a rule cannot decide on drafts that branch or are not sampled, or None if it can."""
+    row = RULES[rule]
+    if can_decide(rule, drafting) and (not row.chains or is_chain(paths)):
+        return None
+    if not row.chains:
+        return f"the rule {rule} needs sampled drafts, and those of the drafting {drafting} are deterministic"
+    return f"the rule {rule} needs a chain of sampled drafts, and {tree} is not one; the tree {row.tree} is"
+
+
+def fresh_drafts_problem(rule: str, drafting: str, values: Values) -> str | None:
+    """Return why a rule that looks behind a draft cannot decide on drafts coupled from step to step, or None."""
+    row = DRAFTINGS[drafting]
+    if not RULES[rule].needs_fresh_drafts or row.fresh_every_step(values):
+        return None
+    drafts = f"{drafting} {row.label(values)}"
+    return f"the rule {rule} needs drafts that every step draws anew, each by itself; not so {drafts}: use strict"
+
+
+def defaults_for(drafting: str, rule: str, mode: str, of_model: Values | None = None) -> dict[str, Any]:
+    """Return the values used when the experiment does not give them, `of_model` being the model's; bounds have none."""
+    values = {
+        key: parameter.default
+        for key, parameter in PARAMETERS.items()
+        if parameter.default is not None and has_parameter(key, drafting, rule)
+    }
+    values.update(DRAFTINGS[drafting].defaults)
+    if RULES[rule].tree and "tree" in values:
+        values["tree"] = RULES[rule].tree
+    values.update(RULES[rule].default_values)
+    values.update({key: value for key, value in (of_model or {}).items() if value is not None})
+    values.update({key: value for key, value in MODES[mode].defaults.items() if has_parameter(key, drafting, rule)})
+    return values
