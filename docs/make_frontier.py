@@ -17,7 +17,7 @@ import pandas as pd
 
 from docs.make_prediction import REFERENCE, of_a_cell
 from lantern_bench.methods.tables import RULES
-from lantern_bench.models.registry import card_of
+from lantern_bench.models.registry import model_of
 from lantern_bench.report.cost_model import devices
 
 PAGE = Path(__file__).with_name("frontier.md")
@@ -46,7 +46,7 @@ def _table(run: str, kind: str) -> pd.DataFrame:
 
 def rendered(table: pd.DataFrame) -> str:
     """The rows of a table of the page, from few tokens a step to many."""
-    device, sizes, lines = devices()["h100"], card_of(LARGE).sizes, [_HEAD, ["---"] * len(_HEAD)]
+    device, sizes, lines = devices()["h100"], model_of(LARGE).sizes, [_HEAD, ["---"] * len(_HEAD)]
     for row in table.sort_values("mean_accepted_length").to_dict("records"):
         made = "1.0x" if row["drafting"] == "none" else f"{of_a_cell(SimpleNamespace(**row), device, sizes):.1f}x"
         known = [row["method"], "" if pd.isna(row["parameters"]) else row["parameters"]]

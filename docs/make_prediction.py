@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from lantern_bench.models.registry import card_of
+from lantern_bench.models.registry import model_of
 from lantern_bench.models.transformer import TransformerConfig
 from lantern_bench.report.cost_model import (
     STACKS,
@@ -54,7 +54,7 @@ def published_rows() -> list[dict[str, Any]]:
 
 def predicted(row: dict[str, Any], stack: Stack = STACKS["eager"]) -> float:
     """The speedup of a published row from its compression; `rounds` drafts are made for each target forward."""
-    sizes = EMU3 if row["model"] == "emu3" else card_of(row["model"]).sizes
+    sizes = EMU3 if row["model"] == "emu3" else model_of(row["model"]).sizes
     at = Setting(sizes, 1, True, sizes.prefix + sizes.image_tokens / 2)
     device, compression = devices()[row["device"] or ANY_DEVICE], float(row["compression"])
     step = step_seconds(device, stack, at, draft_of(row["draft"]), compression)
@@ -76,7 +76,7 @@ def held_out() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for path in (REFERENCE / "speed.csv", REFERENCE / "trees" / "speed.csv"):
         table = pd.read_csv(path)
-        sizes, drafts = card_of(table["model"][0]).sizes, [named_draft(str(tree)) for tree in table["tree"]]
+        sizes, drafts = model_of(table["model"][0]).sizes, [named_draft(str(tree)) for tree in table["tree"]]
         at = Setting(sizes, 1, True, sizes.prefix + sizes.image_tokens // 2)
         parts = table[list(StepTimes._fields)].fillna(0.0)
         known = sorted({draft for draft in drafts if draft is not None})
@@ -120,7 +120,7 @@ def of_a_cell(row: Any, device: Device, sizes: Any) -> float:
 def on_gpu() -> list[dict[str, Any]]:
     """Measured and predicted speedups of the bundled model on an H100, whose constants are fitted to the same run."""
     table = pd.read_csv(REFERENCE / "frontier-h100" / "speed.csv")
-    device, sizes = devices()["h100"], card_of(table["model"][0]).sizes
+    device, sizes = devices()["h100"], model_of(table["model"][0]).sizes
     found: list[dict[str, Any]] = []
     for row in table[table["drafting"] != "none"].itertuples():
         made = of_a_cell(row, device, sizes)

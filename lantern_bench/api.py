@@ -208,7 +208,7 @@ def load_model(
     from lantern_bench.runs.devices import choose_place, set_space
 
     place = choose_place(device, dtype)
-    model = registry.load_model(name, place.device, place.dtype)
+    model = registry.model_of(name).load(place.device, place.dtype)
     set_space(model, neighbour_space)
     return model
 
@@ -270,9 +270,9 @@ def decode(
 
 def _prepare(model: LoadedModel, texts: Sequence[str]) -> None:
     """Check prompts and encode them; raises `UserError` for one that the model cannot take."""
-    family = registry.family_of(model.name)
+    described = registry.model_of(model.name)
     for text in texts:
-        family.check_prompt(text)
+        described.check_prompt(text)
     for _ in model.prepare(list(dict.fromkeys(texts))):
         pass
 

@@ -72,15 +72,15 @@ def decode_lanterns(lanterns: LoadedModel) -> Callable[..., list[Decoded]]:
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a finished run of `tests.tiny_family.EXPERIMENT`: three images in each of six cells."""
+    """The directory of a finished run of `tests.tiny_model.EXPERIMENT`: three images in each of six cells."""
     from lantern_bench.cli import main as cli
     from lantern_bench.models import registry
-    from tests.tiny_family import EXPERIMENT, TinyFamily
+    from tests.tiny_model import EXPERIMENT, TinyModel
 
-    folder, family = tmp_path_factory.mktemp("tiny"), TinyFamily()
+    folder, model = tmp_path_factory.mktemp("tiny"), TinyModel()
     (folder / "tiny.yaml").write_text(EXPERIMENT)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "families", lambda: {"tiny": family})
+        patch.setattr(registry, "models", lambda: {"tiny": model})
         command = ["sweep", str(folder / "tiny.yaml"), "--threads", "1", "--out", str(folder / "run")]
         assert cli.main(command) == 0
     return folder / "run"

@@ -18,21 +18,21 @@ from lantern_bench.runs.devices import choose_place, key_fields, load_models
 from lantern_bench.runs.keys import RecordKeys
 from lantern_bench.runs.store import MANIFEST, RECORDS, done_images, line_of, read_records
 from lantern_bench.runs.sweep import Request, prepare, run
-from tests.tiny_family import CODES, TinyFamily, TinyPixels, TinyTarget
+from tests.tiny_model import CODES, TinyModel, TinyPixels, TinyTarget
 
 REAL, PROCESSES = 2, 5
 WORDS = "a photo of red blue white round tall small lanterns over the lake bridge street market at dusk"
 
 
-class OneToken(TinyFamily):
+class OneToken(TinyModel):
     """The tiny model with images of one token, and prompts of any words."""
 
     def check_prompt(self, text: str) -> None:
         """Take every prompt."""
 
-    def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         """Load the tables with a grid of one code."""
-        model = super().load(name, device, dtype)
+        model = super().load(device, dtype)
         for part in (model.target, model.drafter):
             assert isinstance(part, TinyTarget)
             part.image_tokens = 1
@@ -50,7 +50,7 @@ class Dots(TinyPixels):
 
 def use_family() -> None:
     """Let commands of this process find this model, and no other."""
-    registry.families = lambda: {"tiny": OneToken()}  # type: ignore[assignment]
+    registry.models = lambda: {"tiny": OneToken()}  # type: ignore[assignment]
 
 
 def request_of(folder: Path, images: int | None = None) -> Request:

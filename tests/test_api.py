@@ -22,20 +22,20 @@ from lantern_bench.models import registry
 from lantern_bench.runs.runner import ImageDone, Loaded, Started, WarmedUp
 from lantern_bench.runs.store import RESULTS_VARIABLE
 from lantern_bench.runs.threads import Calibrated
-from tests.tiny_family import EXPERIMENT, PROMPTS, TOKENS, TinyFamily
+from tests.tiny_model import EXPERIMENT, PROMPTS, TOKENS, TinyModel
 
 PAGE = Path(__file__).parent.parent / "docs" / "python-api.md"
 CONTENT = yaml.safe_load(EXPERIMENT)
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyFamily:
-    family = TinyFamily()
-    monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyModel:
+    model = TinyModel()
+    monkeypatch.setattr(registry, "models", lambda: {"tiny": model})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(RESULTS_VARIABLE, "results")
     Path("tiny.yaml").write_text(EXPERIMENT)
-    return family
+    return model
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
@@ -63,20 +63,20 @@ def test_every_public_name_is_documented_and_typed(name: str) -> None:
 
 
 @pytest.mark.parametrize("experiment", ["tiny.yaml", Path("tiny.yaml"), CONTENT])
-def test_sweep_takes_a_name_a_path_or_a_mapping(tiny: TinyFamily, experiment: object) -> None:
+def test_sweep_takes_a_name_a_path_or_a_mapping(tiny: TinyModel, experiment: object) -> None:
     run = lantern_bench.sweep(experiment, images=1, modes="ar")  # type: ignore[arg-type]
     assert run.cells == ["ar-t1"] and len(run.records) == 1
     assert run.path.parent == Path("results") and (run.path / "summary.csv").is_file()
 
 
-def test_a_sweep_without_quality_imports_no_scorers(tiny: TinyFamily, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_without_quality_imports_no_scorers(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """They take seconds to import."""
     for name in ("runs.scoring", "metrics.reference_sets"):
         monkeypatch.setitem(sys.modules, f"lantern_bench.{name}", None)
     assert len(lantern_bench.sweep("tiny.yaml", images=1, modes="ar").records) == 1
 
 
-def test_sweep_and_the_command_make_the_same_run(tiny: TinyFamily) -> None:
+def test_sweep_and_the_command_make_the_same_run(tiny: TinyModel) -> None:
     run = lantern_bench.sweep("tiny.yaml", out="a", lambda_=[2, 3], seed=4)
     assert cli.main(["sweep", "tiny.yaml", "--out", "b", "--lambda", "2,3", "--seed", "4", "-q"]) == 0
     other = lantern_bench.load_run("b")
@@ -85,14 +85,14 @@ def test_sweep_and_the_command_make_the_same_run(tiny: TinyFamily) -> None:
     pd.testing.assert_frame_equal(run.records[same], other.records[same])
 
 
-def test_progress_receives_the_events(tiny: TinyFamily) -> None:
+def test_progress_receives_the_events(tiny: TinyModel) -> None:
     events: list[object] = []
     lantern_bench.sweep("tiny.yaml", images=1, progress=events.append)
     assert isinstance(events[0], Loaded) and isinstance(events[1], Calibrated)
     assert [type(event) for event in events[2:]] == [Started] + [WarmedUp] * 5 + [ImageDone] * 6
 
 
-def test_sweep_resumes_and_refuses_as_the_command(tiny: TinyFamily) -> None:
+def test_sweep_resumes_and_refuses_as_the_command(tiny: TinyModel) -> None:
     lantern_bench.sweep("tiny.yaml", out="run", images=1)
     events: list[object] = []
     run = lantern_bench.sweep("tiny.yaml", out="run", images=2, progress=events.append)
@@ -111,7 +111,7 @@ def test_sweep_resumes_and_refuses_as_the_command(tiny: TinyFamily) -> None:
         ({"prompts": "none.txt"}, "--prompts none.txt: no such file"),
     ],
 )
-def test_wrong_overrides_are_user_errors(tiny: TinyFamily, changes: dict[str, object], wrong: str) -> None:
+def test_wrong_overrides_are_user_errors(tiny: TinyModel, changes: dict[str, object], wrong: str) -> None:
     for experiment in ("tiny.yaml", CONTENT):
         with pytest.raises(UserError) as caught:
             lantern_bench.sweep(experiment, **changes)  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ def test_wrong_overrides_are_user_errors(tiny: TinyFamily, changes: dict[str, ob
     assert not Path("results").exists()
 
 
-def test_failed_images_raise_and_the_run_can_be_read(tiny: TinyFamily) -> None:
+def test_failed_images_raise_and_the_run_can_be_read(tiny: TinyModel) -> None:
     Path("broken.txt").write_text("one red lantern\nbroken\n")
     with pytest.raises(RecordsFailedError, match="6 of 12 images failed"):
         lantern_bench.sweep("tiny.yaml", out="run", prompts="broken.txt", images=2)
@@ -129,7 +129,7 @@ def test_failed_images_raise_and_the_run_can_be_read(tiny: TinyFamily) -> None:
     assert len(run.pictures(run.cells[0])) == 1
 
 
-def test_a_run_has_the_tables_of_its_csv_files(tiny: TinyFamily) -> None:
+def test_a_run_has_the_tables_of_its_csv_files(tiny: TinyModel) -> None:
     run = lantern_bench.sweep("tiny.yaml", out="run")
     for name in ("speed", "quality", "acceptance", "summary"):
         text = getattr(run, name).to_csv(index=False, float_format="%.6g", lineterminator="\n")
@@ -139,7 +139,7 @@ def test_a_run_has_the_tables_of_its_csv_files(tiny: TinyFamily) -> None:
     assert "<table" in run._repr_html_() and "speculative" in run._repr_html_()
 
 
-def test_pictures_are_the_images_of_the_cell(tiny: TinyFamily) -> None:
+def test_pictures_are_the_images_of_the_cell(tiny: TinyModel) -> None:
     run = lantern_bench.sweep("tiny.yaml", out="run")
     pictures = run.pictures(run.cells[1])
     files = [Image.open(run.path / "images" / run.cells[1] / f"{number:06d}.png") for number in range(3)]
@@ -148,7 +148,7 @@ def test_pictures_are_the_images_of_the_cell(tiny: TinyFamily) -> None:
         run.pictures("other")
 
 
-def test_load_run_finds_names_and_refuses_what_is_no_run(tiny: TinyFamily) -> None:
+def test_load_run_finds_names_and_refuses_what_is_no_run(tiny: TinyModel) -> None:
     run = lantern_bench.sweep("tiny.yaml", images=1, modes="ar")
     assert lantern_bench.load_run("tiny").path == run.path
     with pytest.raises(UserError, match="no such run"):
@@ -158,7 +158,7 @@ def test_load_run_finds_names_and_refuses_what_is_no_run(tiny: TinyFamily) -> No
         lantern_bench.load_run(run.path)
 
 
-def test_decode_gives_the_tokens_of_a_sweep(tiny: TinyFamily) -> None:
+def test_decode_gives_the_tokens_of_a_sweep(tiny: TinyModel) -> None:
     run = lantern_bench.sweep("tiny.yaml", out="run", seed=3)
     model = lantern_bench.load_model("tiny", device="cpu")
     images = lantern_bench.decode(model, PROMPTS, mode="lantern", neighbours=3, delta=0.2, seed=3)
@@ -180,14 +180,14 @@ def test_decode_gives_the_tokens_of_a_sweep(tiny: TinyFamily) -> None:
         ({"neighbours": 3}, "reaches no cell"),
     ],
 )
-def test_decode_refuses_wrong_parameters(tiny: TinyFamily, changes: dict[str, object], wrong: str) -> None:
+def test_decode_refuses_wrong_parameters(tiny: TinyModel, changes: dict[str, object], wrong: str) -> None:
     model = lantern_bench.load_model("tiny")
     with pytest.raises(UserError) as caught:
         lantern_bench.decode(model, **({"prompts": PROMPTS} | changes))  # type: ignore[arg-type]
     assert wrong in str(caught.value)
 
 
-def test_load_model_refuses_unknown_models_and_devices(tiny: TinyFamily) -> None:
+def test_load_model_refuses_unknown_models_and_devices(tiny: TinyModel) -> None:
     with pytest.raises(UserError, match="unknown model"):
         lantern_bench.load_model("lantern")
     with pytest.raises(RefusedError, match="cuda:97"):

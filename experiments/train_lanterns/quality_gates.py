@@ -28,7 +28,7 @@ from lantern_bench.errors import RefusedError
 from lantern_bench.models.lanterns import FILES, GUIDANCE
 from lantern_bench.models.lanterns.captions import HELD_OUT, Attributes, attributes_of
 from lantern_bench.models.lanterns.classifier import AttributeClassifier, load_classifier, prompt_accuracy
-from lantern_bench.models.lanterns.family import FAMILY
+from lantern_bench.models.lanterns.family import Lanterns
 from lantern_bench.models.lanterns.model import load_tokenizer
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.vq import VQModel
@@ -237,7 +237,7 @@ class Evaluation:
     @cached_property
     def model(self) -> LoadedModel:
         """Target, drafter and tokenizer in the folder, in float32."""
-        return FAMILY.load("lanterns", self.device, torch.float32, self.folder)
+        return Lanterns(self.folder).load(self.device, torch.float32)
 
 
 def _decoding(mode: str, **values: Any) -> Decoding:

@@ -17,7 +17,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
 from lantern_bench.errors import UserError
 from lantern_bench.methods.tables import MODES, RULES
-from lantern_bench.models.registry import card_of, family_of
+from lantern_bench.models.registry import model_of
 from lantern_bench.prompts.sets import load_prompts
 
 if TYPE_CHECKING:
@@ -85,9 +85,9 @@ def plan_audit(resolved: ResolvedExperiment, sizes: Sizes) -> Audit:
             raise UserError(problem, "Give a --temperature above 0.")
     claims = tuple(map(claim_of, resolved.cells))
     relaxed = tuple(one.cell for one in claims if one.claim == "relaxed")
-    card = card_of(resolved.settings.model[0])
-    prompts = load_prompts(resolved.settings.prompts, family_of(card.name))
-    return Audit(card.name, resolved, relaxed, prompts, sizes, card.defaults.get("tree"), claims)
+    model = model_of(resolved.settings.model[0])
+    prompts = load_prompts(resolved.settings.prompts, model)
+    return Audit(model.name, resolved, relaxed, prompts, sizes, model.defaults.get("tree"), claims)
 
 
 @dataclass

@@ -24,7 +24,7 @@ from lantern_bench.methods.rules import Rule
 from lantern_bench.methods.tables import DRAFTINGS, RULES, can_decide, defaults_for, fresh_drafts_problem
 from lantern_bench.methods.trees import STATIC_TREES, check_topology, is_chain
 from lantern_bench.models.io.files import write_atomically
-from lantern_bench.models.registry import card_of, defaults_of, family_of
+from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts.sets import load_prompts
 from lantern_bench.report.tables import frame, write_csv
 from lantern_bench.runs.sweep import check_neighbours
@@ -60,17 +60,17 @@ def plan_certification(
     experiment: str, flags: dict[str, Any], modes: list[str] | None, settings: list[str], sizes: Sizes
 ) -> Certification:
     """Resolve the relaxed cells and the prompts of an experiment; raises `UserError`, imports no torch."""
-    card = card_of(flags["model"][0])
-    flags = flags | {"model": [card.name], "prompts": flags["prompts"] or card.prompt_set}
+    model = model_of(flags["model"][0])
+    flags = flags | {"model": [model.name], "prompts": flags["prompts"] or next(iter(model.prompt_sets))}
     loaded = load_experiment(experiment, Overrides.from_flags(flags, modes=modes, settings=settings))
-    resolved = resolve(loaded, defaults_of([card.name]))
+    resolved = resolve(loaded, defaults_of([model.name]))
     check_neighbours(resolved)
     relaxed = tuple(cell for cell in resolved.cells if not cell.decoding.rule_row.lossless)
     check_cells(relaxed)
     if not relaxed:
         raise UserError(f"{experiment}: has no relaxed cell", "Give another --experiment, or other --modes.")
-    prompts = load_prompts(resolved.settings.prompts, family_of(card.name))
-    return Certification(card.name, resolved, relaxed, prompts, sizes, card.defaults.get("tree"))
+    prompts = load_prompts(resolved.settings.prompts, model)
+    return Certification(model.name, resolved, relaxed, prompts, sizes, model.defaults.get("tree"))
 
 
 def check_cells(cells: Sequence[Cell]) -> None:

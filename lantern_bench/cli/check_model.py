@@ -39,17 +39,17 @@ def check_model(
 
     from lantern_bench.certify.conformance import TOLERANCE, read_reference
     from lantern_bench.certify.conformance import check_model as run
-    from lantern_bench.models.registry import card_of, family_of, load_model
+    from lantern_bench.models.registry import model_of
     from lantern_bench.runs.devices import choose_place
 
     console: Console = ctx.obj
-    family, place = family_of(model), choose_place(device, dtype)
-    prompts = list(prompt or family.prompt_sets()[card_of(model).prompt_set])
+    described, place = model_of(model), choose_place(device, dtype)
+    prompts = list(prompt or next(iter(described.prompt_sets.values())))
     if prompt is not None and len(prompt) != 2:
         raise UserError(f"--prompt: {len(prompt)} given", "Give the flag twice, or leave it out.")
     for text in prompts[:2]:
-        family.check_prompt(text)
-    loaded = load_model(model, place.device, place.dtype)
+        described.check_prompt(text)
+    loaded = described.load(place.device, place.dtype)
     given = None if reference is None else read_reference(reference, loaded)
     found = run(
         loaded,

@@ -51,9 +51,9 @@ def generate(
 ) -> None:
     """Make pictures of a caption or a class and show how they were decoded."""
     console: Console = ctx.obj
-    from lantern_bench.models.registry import card_of
+    from lantern_bench.models.registry import model_of
 
-    modes = mode or [card_of(model).mode]
+    modes = mode or [model_of(model).mode]
     # Not compiled by default: compiling takes longer than an image.
     resolved = resolve_flags("generate", flags | {"model": [model]}, modes, settings or [], compile=False)
     if dry_run:
@@ -99,22 +99,23 @@ def _prompt(caption: str | None, label: int | None, random: bool, model: str) ->
 
     Raises `UserError` for no prompt, two of them, and one that the model does not accept.
     """
-    from lantern_bench.models.family import class_prompt
-    from lantern_bench.models.registry import card_of, family_of
+    from lantern_bench.models.model import class_prompt
+    from lantern_bench.models.registry import model_of
 
     if caption is not None and label is not None:
         raise UserError("a caption and --class: are mutually exclusive", "Give one of them.")
     if caption is None and label is None and not random:
         raise UserError("the prompt is missing", "Give a caption or --class N.")
-    classes, family = card_of(model).classes, family_of(model)
+    described = model_of(model)
+    classes = described.classes
     if label is not None and classes is None:
         raise UserError(f"--class {label}: {model} takes no classes", "Give a caption.")
     if label is not None and classes is not None and label >= classes:
         raise UserError(f"--class {label}: {model} has {classes} classes", f"At most {classes - 1}.")
     text = class_prompt(label) if label is not None else caption
     if text is None:
-        text = next((prompts[0] for prompts in family.prompt_sets().values() if prompts), "anything")
-    family.check_prompt(text)
+        text = next((prompts[0] for prompts in described.prompt_sets.values() if prompts), "anything")
+    described.check_prompt(text)
     return text
 
 

@@ -11,12 +11,13 @@ import typer
 from lantern_bench.cli.options import DEVICE_HELP, FormatOption, command_group
 from lantern_bench.console import Console
 from lantern_bench.errors import CheckFailedError, RefusedError, UserError, did_you_mean
-from lantern_bench.models.card import ModelCard
 from lantern_bench.models.io import hub_files
 from lantern_bench.models.io.files import cache_folder, file_sha256
 from lantern_bench.models.io.hub_files import SOURCES
 from lantern_bench.models.io.model_file import is_model_file
-from lantern_bench.models.registry import card_of, cards, load_codes
+from lantern_bench.models.model import Model
+from lantern_bench.models.registry import load_codes, model_of
+from lantern_bench.models.registry import models as all_models
 
 _MB = 1e6
 
@@ -31,48 +32,49 @@ def models(
 
     console: Console = ctx.obj
     if model is not None:
-        card = card_of(model)
-        console.table(pd.DataFrame(_files(card)), title=f"{card.name}: {card.description}", format=format)
+        described = model_of(model)
+        title = f"{described.name}: {described.description}"
+        console.table(pd.DataFrame(_files(described)), title=title, format=format)
         return
-    frame = pd.DataFrame([_row(card) for card in cards().values()])
+    frame = pd.DataFrame([_row(described) for described in all_models().values()])
     console.table(frame.astype({"tokens": "Int64"}), format=format)
     console.say("`lantern-bench models NAME` lists the files of one model; --model also takes your own YAML file.")
 
 
-def _row(card: ModelCard) -> dict[str, Any]:
+def _row(model: Model) -> dict[str, Any]:
     """A model as one row; no weights are opened."""
-    files = _files(card)
-    here = [file for path in card.weights.values() for file in (path.iterdir() if path.is_dir() else [path])]
+    files = _files(model)
+    here = [file for path in model.files().values() for file in (path.iterdir() if path.is_dir() else [path])]
     missing = [file["part"] for file in files if not file["found"]]
-    get = f"lantern-bench weights get {card.name}" if missing and card.name in SOURCES else ""
+    get = f"lantern-bench weights get {model.name}" if missing and model.name in SOURCES else ""
     return {
-        "model": card.name,
-        "parameters_m": None if card.parameters is None else round(card.parameters / 1e6),
-        "tokens": card.tokens,
+        "model": model.name,
+        "parameters_m": None if model.parameters is None else round(model.parameters / 1e6),
+        "tokens": model.tokens,
         "files": "; ".join(f"{file['part']}: {file['files']}" for file in files),
         "found": ", ".join(file["part"] for file in files if file["found"]),
         "found_mb": round(sum(file.stat().st_size for file in here if file.is_file()) / _MB, 1),
         "missing": ", ".join(missing),
         "get": get if files else "not published; describe your own file in a model.yaml",
-        "prompts": card.prompt_set,
-        "defaults": " ".join(f"{key}={value}" for key, value in card.defaults.items()),
-        "licence": card.licence,
-        "about": card.description,
+        "prompts": next(iter(model.prompt_sets)),
+        "defaults": " ".join(f"{key}={value}" for key, value in model.defaults.items()),
+        "licence": model.licence,
+        "about": model.description,
     }
 
 
-def _files(card: ModelCard) -> list[dict[str, Any]]:
+def _files(model: Model) -> list[dict[str, Any]]:
     """One row per part of a model: its files, their path here, and their repositories."""
-    published = {part.name: part.choices for part in SOURCES.get(card.name, ())}
-    own, home = "your model file" if is_model_file(card.name) else "this package", Path.home()
+    published = {part.name: part.choices for part in SOURCES.get(model.name, ())}
+    own, home = "your model file" if is_model_file(model.name) else "this package", Path.home()
     rows = []
-    for part, path in card.weights.items():
+    for part, path in model.files().items():
         choices = published.get(part, ())
         needed = [file.path for file in choices[0].files if not file.optional] if choices else [path.name]
         row = {"part": part, "files": " ".join(needed), "found": path.exists()}
         row["place"] = f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
         row["from"] = " or ".join(dict.fromkeys(choice.repo for choice in choices)) or own
-        rows.append(row | {"licence": choices[0].licence.name if choices else card.licence})
+        rows.append(row | {"licence": choices[0].licence.name if choices else model.licence})
     return rows
 
 
@@ -197,10 +199,10 @@ def _root(given: Path | None) -> Path:
 
 
 def _published(model: str) -> str:
-    """The name of a published model, also by an alias of its card; raises `UserError` for any other model."""
+    """The name of a published model, also by an alias; raises `UserError` for any other model."""
     known = f"Published models: {', '.join(SOURCES)}."
     try:
-        name = model if model in SOURCES else card_of(model).name
+        name = model if model in SOURCES else model_of(model).name
     except UserError as error:
         raise UserError(f"{model}: unknown model{did_you_mean(model, SOURCES)}", known) from error
     if name not in SOURCES:

@@ -125,10 +125,10 @@ def resolve_cells(
     from lantern_bench.config.parse_experiment import read_experiment
     from lantern_bench.config.values import Overrides
     from lantern_bench.config.yaml_source import Source
-    from lantern_bench.models.registry import card_of, defaults_of
+    from lantern_bench.models.registry import defaults_of, model_of
     from lantern_bench.runs.sweep import check_neighbours
 
-    card_of(flags["model"][0])
+    model_of(flags["model"][0])
     # A sweep has no default bounds, because it compares values.
     own = {row.name: {row.bound: row.example} for row in OUTSIDE_RULES.values() if not row.lossless}
     bounds = {rule.bound: rule.example for rule in RULES.values() if not rule.lossless and rule.name not in own}

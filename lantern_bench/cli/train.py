@@ -84,7 +84,7 @@ def drafter(
 
 def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str | None) -> None:
     from lantern_bench.decoding.compile import compiler_problem
-    from lantern_bench.models.registry import load_model
+    from lantern_bench.models.registry import model_of
     from lantern_bench.runs.devices import choose_place
     from lantern_bench.training.drafter.run import train_drafter
     from lantern_bench.training.loop import is_distributed, join_processes
@@ -100,7 +100,7 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
     writable(job.work, "--work")
     distributed = join_processes(cpu=flags.device == "cpu")
     place = choose_place(flags.device if distributed.device is None else str(distributed.device), flags.dtype)
-    model = load_model(flags.target, place.device, place.dtype)
+    model = model_of(flags.target).load(place.device, place.dtype)
     shown = console if distributed.first else Console(quiet=True)
     before = (job.out / "model.safetensors").is_file()
     try:

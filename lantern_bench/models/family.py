@@ -7,17 +7,17 @@ torch before a model is loaded.
 from __future__ import annotations
 
 import hashlib
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.errors import UserError
-from lantern_bench.models.card import ModelCard
 from lantern_bench.models.io.files import read_json
 from lantern_bench.models.io.hub_files import SOURCES, ExpectedPaths, find_part, hashes_of, require_part
 from lantern_bench.models.io.model_file import ModelFile
+from lantern_bench.models.model import CAPTIONS
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +26,26 @@ if TYPE_CHECKING:
     from lantern_bench.models.loaded_model import LoadedModel, Parts, Prompts
     from lantern_bench.models.transformer.target import TransformerTarget
     from lantern_bench.models.vq import VQModel
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """The fields of a `Model` that a family states."""
+
+    name: str
+    family: str
+    description: str
+    defaults: Mapping[str, Any]
+    prompt_set: str
+    licence: str = ""
+    weights: Mapping[str, Path] = field(default_factory=dict)
+    vocab_size: int | None = None
+    tokens: int | None = None
+    parameters: int | None = None
+    classes: int | None = None
+    also_called: tuple[str, ...] = ()
+    sizes: Any = field(default=None, repr=False)
+    mode: str = "lantern++"
 
 
 class CheckpointFamily(ABC):
@@ -73,6 +93,18 @@ class CheckpointFamily(ABC):
     @abstractmethod
     def facts_of_file(self, file: ModelFile) -> dict[str, Any]:
         """The fields of the card of a model file that depend on the family, `description` among them."""
+
+    @abstractmethod
+    def cards(self) -> Sequence[ModelCard]:
+        """The published models."""
+
+    @abstractmethod
+    def takes(self, file: ModelFile) -> bool:
+        """Whether `family:` names this family."""
+
+    @abstractmethod
+    def check_prompt_of_file(self, file: ModelFile, text: str) -> None:
+        """As `check_prompt`, for the model of the file."""
 
     def completed(self, file: ModelFile) -> ModelFile:
         """The file with the parts that need not be named."""
@@ -208,39 +240,3 @@ def config_beside(path: Path, layout: str | None) -> Mapping[str, Any]:
         return {}
     found = read_json(folder / "config.json") if (folder / "config.json").is_file() else None
     return found if isinstance(found, dict) else {}
-
-
-# ---- Default prompts, and classes as prompts: `class 207: golden retriever`
-
-CAPTIONS = (
-    "a red paper lantern hanging over a wooden door at night",
-    "a bowl of ripe oranges on a blue table",
-    "an old fishing boat on a calm lake at sunrise",
-    "a small dog asleep on a green sofa",
-    "a steam train crossing a stone bridge in the mountains",
-    "a street market in the rain, seen from above",
-    "a glass jar full of buttons beside a sewing machine",
-    "a lighthouse on a cliff under heavy clouds",
-)
-_CLASSES = (207, 360, 387, 974, 88, 979, 417, 279)
-
-
-def some_classes(classes: int) -> tuple[str, ...]:
-    """Default prompts of a model with so many classes: some of ImageNet's, or its first where it has none of them."""
-    numbers = [number for number in _CLASSES if number < classes] or range(min(classes, len(_CLASSES)))
-    return tuple(class_prompt(number) for number in numbers)
-
-
-def class_prompt(number: int, name: str = "") -> str:
-    """The prompt of a class: `class 207`, or `class 207: golden retriever`; the name is for people and CLIP."""
-    return f"class {number}: {name}" if name else f"class {number}"
-
-
-def class_number(text: str, classes: int) -> int:
-    """The class of a prompt: `207`, `class 207` or `class 207: name`; raises `UserError` for any other text."""
-    match = re.fullmatch(r"(?:class\s+)?(\d{1,9})(?:\s*:.*)?", text.strip(), flags=re.IGNORECASE | re.DOTALL)
-    if match is None:
-        raise UserError(f"{text!r} is not a class", f"Give a number from 0 to {classes - 1}, or `class 207: its name`.")
-    if int(match[1]) >= classes:
-        raise UserError(f"class {match[1]}: there are {classes} classes", f"Give a number from 0 to {classes - 1}.")
-    return int(match[1])

@@ -46,30 +46,30 @@ class VQPixels:
     """A VQ tokenizer for pictures of `grid` (rows, columns) codes; with `line_ends` a forced token ends each row."""
 
     def __init__(self, model: VQModel, grid: tuple[int, int], line_ends: bool = False) -> None:
-        self._model, self._grid, self._line_ends = model, grid, line_ends
+        self.model, self._grid, self._line_ends = model, grid, line_ends
 
     @torch.inference_mode()
     def pixels(self, tokens: Tensor) -> Tensor:
         """Tokens int [B, N] -> uint8 RGB [B, H, W, 3] on the CPU."""
         codes = without_line_ends(tokens, self._grid) if self._line_ends else tokens
-        weight = self._model.quantize.embedding.weight
-        decoded = self._model.decode_tokens(codes.to(weight.device), self._grid).float()
+        weight = self.model.quantize.embedding.weight
+        decoded = self.model.decode_tokens(codes.to(weight.device), self._grid).float()
         scaled = (decoded.clamp(-1, 1) + 1) * 127.5
         return scaled.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu()
 
     @property
     def size(self) -> tuple[int, int]:
         """Height and width in pixels."""
-        side = self._model.config.downsampling
+        side = self.model.config.downsampling
         return self._grid[0] * side, self._grid[1] * side
 
     @torch.inference_mode()
     def tokens(self, pictures: Tensor) -> Tensor:
         """Pictures uint8 RGB [B, H, W, 3] -> tokens int64 [B, N] on the CPU, row by row."""
-        weight = self._model.quantize.embedding.weight
+        weight = self.model.quantize.embedding.weight
         pixels = pictures.to(weight.device).permute(0, 3, 1, 2).to(weight.dtype) / 127.5 - 1
-        codes = self._model.encode(pixels).indices.flatten(1).cpu()
-        return with_line_ends(codes, self._grid, self._model.config.codes) if self._line_ends else codes
+        codes = self.model.encode(pixels).indices.flatten(1).cpu()
+        return with_line_ends(codes, self._grid, self.model.config.codes) if self._line_ends else codes
 
 
 class NoPixels:

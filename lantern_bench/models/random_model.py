@@ -6,7 +6,7 @@ Their images are noise. A shape is that of a published model, or one given as te
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,9 @@ from torch import nn
 from lantern_bench.errors import UserError
 from lantern_bench.models.eagle import EagleDrafter
 from lantern_bench.models.io.state_dict import compute_buffers
-from lantern_bench.models.loaded_model import LoadedModel, NoPixels, Parts
-from lantern_bench.models.registry import Buildable, card_of, families, family_of
+from lantern_bench.models.loaded_model import LoadedModel, NoPixels, VQPixels
+from lantern_bench.models.model import Model
+from lantern_bench.models.registry import model_of, models
 from lantern_bench.models.transformer import TransformerConfig
 from lantern_bench.models.transformer.conditioning import ClassLabel, Condition
 from lantern_bench.models.transformer.target import TransformerTarget
@@ -31,51 +32,54 @@ class Size(NamedTuple):
     bytes: int
 
 
-def sizes_of(parts: Parts, dtype: torch.dtype, *, guided: bool, nodes: int, batch: int = 1) -> list[Size]:
-    """The size of each part on the meta device, and of its cache for trees of at most `nodes` nodes with the root.
+def sizes_of(model: LoadedModel, dtype: torch.dtype, *, guided: bool, nodes: int, batch: int = 1) -> list[Size]:
+    """The size of each part of a model on the meta device, and of its cache for trees of `nodes` nodes with the root.
 
     Target and drafter are counted in `dtype`, the tokenizer in float32, its type at all times.
     """
-    found: list[Size] = []
-    for name, module, kind in zip(parts._fields, parts, (dtype, dtype, torch.float32), strict=True):
-        if module is not None:
-            count = sum(parameter.numel() for parameter in module.parameters())
-            found.append(Size(name, count, kind, count * kind.itemsize))
-    part: Any
-    for name, part in (("target", parts.target), ("drafter", parts.drafter if nodes > 1 else None)):
-        if part is not None:
+    sizes: list[Size] = []
+    for name, module, kind in _modules(model, dtype):
+        count = sum(parameter.numel() for parameter in module.parameters())
+        sizes.append(Size(name, count, kind, count * kind.itemsize))
+    for name, module in (("target", model.target), ("drafter", model.drafter if nodes > 1 else None)):
+        if isinstance(module, nn.Module):
             with torch.device("meta"):
-                session = part.to(dtype).session(batch, guided, nodes)
-            found.append(Size(f"{name}'s cache", 0, dtype, session.cache.nbytes))
-    return found
+                session = module.to(dtype).session(batch, guided, nodes)
+            sizes.append(Size(f"{name}'s cache", 0, dtype, session.cache.nbytes))
+    return sizes
 
 
-def blueprint(model: str) -> tuple[str, Buildable, Parts]:
-    """A model's name, its family, and its modules on the meta device; `UserError` where the architecture is unknown."""
-    name = card_of(model).name
-    family = family_of(model)
-    if not isinstance(family, Buildable):
-        able = [card.name for other in families().values() if isinstance(other, Buildable) for card in other.cards()]
+def meta_model(name: str) -> LoadedModel:
+    """Return a model on the meta device; raises `UserError` where only its files tell its architecture."""
+    model = model_of(name).with_random_weights()
+    if model is None:
+        unable = Model.with_random_weights
+        able = [other.name for other in models().values() if type(other).with_random_weights is not unable]
         raise UserError(
-            f"{model}: --random-weights and --dry-run need a model whose architecture is known",
+            f"{name}: --random-weights and --dry-run need a model whose architecture is known",
             f"These models are {', '.join(able) or 'none'}.",
         )
-    with torch.device("meta"):
-        return name, family, family.build(name)
+    return model
 
 
-def random_model(model: str, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> LoadedModel:
-    """Make a model with weights from `generator` (on `device`); raises `UserError` as `blueprint`."""
-    name, family, parts = blueprint(model)
-    hashes: dict[str, str] = {}
-    for part, module, kind in zip(parts._fields, parts, (dtype, dtype, torch.float32), strict=True):
+def random_model(name: str, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> LoadedModel:
+    """Make a model with weights from `generator` (on `device`); raises `UserError` as `meta_model`."""
+    model = meta_model(name)
+    for _, module, kind in _modules(model, dtype):
+        _fill_at_random(module.to(kind).to_empty(device=device), device, generator)
+    if isinstance(model.pixels, VQPixels):
+        model.codebook = model.pixels.model.codebook()
+    model.weights = {part: f"random-{generator.initial_seed()}" for part, *_ in _modules(model, dtype)}
+    return model
+
+
+def _modules(model: LoadedModel, dtype: torch.dtype) -> Iterator[tuple[str, Any, torch.dtype]]:
+    """The modules of a model with their names and number types: only the tokenizer's is fixed."""
+    tokenizer = model.pixels.model if isinstance(model.pixels, VQPixels) else None
+    modules = {"target": model.target, "drafter": model.drafter, "tokenizer": tokenizer}
+    for name, module in modules.items():
         if module is not None:
-            _fill_at_random(module.to(kind).to_empty(device=device), device, generator)
-            hashes[part] = f"random-{generator.initial_seed()}"
-    made = family.assemble(name, parts, hashes)
-    made.condition = family.random_condition(name, parts)
-    made.prepare = lambda _prompts: iter(())
-    return made
+            yield name, module, torch.float32 if name == "tokenizer" else dtype
 
 
 @torch.no_grad()

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.errors import UserError
-from lantern_bench.models.card import ModelCard
-from lantern_bench.models.family import CheckpointFamily, config_beside
+from lantern_bench.models.family import CheckpointFamily, ModelCard, config_beside
 from lantern_bench.models.io.model_file import CheckpointPart, ModelFile
 from lantern_bench.models.prompt_tokens import (
     PromptBuilder,

@@ -21,7 +21,7 @@ from lantern_bench.methods.trees import topology_of
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.random_model import random_model, random_model_of_size, read_size
-from lantern_bench.models.registry import card_of, family_of, load_model
+from lantern_bench.models.registry import model_of
 from lantern_bench.profile.steps import Rates, StepCost, decode_memory, forward_ms, forward_need, step_costs
 from lantern_bench.profile.tree_search import with_drafting
 from lantern_bench.report.cost_model import (
@@ -85,14 +85,15 @@ def step_of(tree: str, decoding: Decoding) -> Decoding:
 def load_subject(
     name: str, size: str | None, random: bool, place: Place, images: int, seed: int, tokens: int | None
 ) -> Subject:
-    """Load the model (or make a random one) with prompts that it accepts; raises as `read_size` and `load_model`."""
+    """Load the model (or make a random one) with prompts that it accepts; raises as `read_size` and `Model.load`."""
     noise = torch.Generator(place.device).manual_seed(seed)
     if size is not None:
         made = random_model_of_size(read_size(size), *place, noise)
         return Subject(made, False, [""] * images, 2.0, seed, tokens)
-    prompts = next((texts for texts in family_of(name).prompt_sets().values() if texts), ("anything",))
-    loaded = random_model(name, *place, noise) if random else load_model(name, *place)
-    scale = float(card_of(name).defaults.get("cfg_scale", 1.0))
+    model = model_of(name)
+    prompts = next((texts for texts in model.prompt_sets.values() if texts), ("anything",))
+    loaded = random_model(name, *place, noise) if random else model.load(*place)
+    scale = float(model.defaults.get("cfg_scale", 1.0))
     return Subject(loaded, not random, [prompts[n % len(prompts)] for n in range(images)], scale, seed, tokens)
 
 

@@ -25,7 +25,7 @@ from lantern_bench.decoding.teacher_forcing import teacher_forced
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.packed_linear import weight_bytes, weight_count
-from lantern_bench.models.registry import load_model
+from lantern_bench.models.registry import model_of
 from lantern_bench.models.transformer.target import TransformerTarget
 
 _WARM_FORWARDS = 3
@@ -114,7 +114,7 @@ def dtype_error(name: str, rounded: LoadedModel, prompts: Sequence[str], cfg_sca
 
     Both are guided, at temperature 1, without filters, along the same tokens.
     """
-    exact = load_model(name, rounded.target.device, torch.float32)
+    exact = model_of(name).load(rounded.target.device, torch.float32)
     found = []
     decoding = Decoding.model_validate({"mode": "ar", "cfg_scale": cfg_scale})
     for number, prompt in enumerate(prompts):

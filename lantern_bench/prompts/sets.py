@@ -1,6 +1,6 @@
-"""Prompts from a set of the model's family, a published set or a file; and pictures with captions in a folder.
+"""Prompts from a set of the model, a published set or a file; and pictures with captions in a folder.
 
-The family checks every prompt before any model is loaded, and one error lists all problems. `NAME#100` takes 100
+The model checks every prompt before any model is loaded, and one error lists all problems. `NAME#100` takes 100
 prompts by a hash of their text, so that everybody takes the same ones and a larger part contains the smaller;
 `NAME#0-100` takes the first hundred. `config/plan.py` decides which prompt becomes which image. No torch here.
 
@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 
 from lantern_bench.config.plan import Prompt
 from lantern_bench.errors import UserError, did_you_mean
-from lantern_bench.models.family import class_prompt
 from lantern_bench.models.io.files import file_sha256
-from lantern_bench.models.registry import Family
+from lantern_bench.models.model import Model, class_prompt
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _CAPTION_SUFFIXES = (".jsonl", ".csv", ".tsv", ".txt")
@@ -61,15 +60,15 @@ def _read_json_lines(path: Path, flag: str) -> Iterator[tuple[int, Any]]:
             raise UserError(f"{flag} line {number}: not JSON: {error}") from error
 
 
-def _check_texts(flag: str, noun: str, texts: Iterable[tuple[str, str]], family: Family) -> None:
-    """Raise one `UserError` for the texts that the family cannot take; `texts` are (place, text)."""
+def _check_texts(flag: str, noun: str, texts: Iterable[tuple[str, str]], model: Model) -> None:
+    """Raise one `UserError` for the texts that the model cannot take; `texts` are (place, text)."""
 
     @functools.cache
     def problem(text: str) -> UserError | None:
         if found := _CONTROLS.search(text):
             return UserError(f"contains the control character {found[0]!r}", "Remove it.")
         try:
-            family.check_prompt(text)
+            model.check_prompt(text)
         except UserError as error:
             return error
         return None
@@ -210,26 +209,26 @@ SETS = {
 """The sets by the word before the colon: `coco:captions_val2017.json`."""
 
 
-def load_prompts(source: str, family: Family) -> list[Prompt]:
-    """Read the prompts of a family's set, of a published set (`coco:FILE`, `parti:FILE`, `imagenet`), or of a file.
+def load_prompts(source: str, model: Model) -> list[Prompt]:
+    """Read the prompts of a model's set, of a published set (`coco:FILE`, `parti:FILE`, `imagenet`), or of a file.
 
     Files are `.txt` (a prompt a line), `.csv`, `.tsv` and `.jsonl` (column `prompt` or `caption`) or `.json` (a list).
     Blank prompts are skipped. Raises one `UserError` that names `--prompts` and its value: no such set or file, a file
-    that cannot be read, or the first prompts that the family cannot take, with their places.
+    that cannot be read, or the first prompts that the model cannot take, with their places.
     """
-    name, kind, path, part = _parse(source, family)
+    name, kind, path, part = _parse(source, model)
     if kind is None and path is None:
-        own = enumerate(family.prompt_sets()[name], start=1)
+        own = enumerate(model.prompt_sets[name], start=1)
         items = [Item(f"prompt {number}", f"{name}:{number}", text) for number, text in own]
     else:
         items = _read(source, kind, path)
-    _check_texts(f"--prompts {source}", "prompts", ((item.place, item.text) for item in items), family)
+    _check_texts(f"--prompts {source}", "prompts", ((item.place, item.text) for item in items), model)
     return _part(source, part, [Prompt(item.text, item.source) for item in items])
 
 
-def prompt_facts(source: str, family: Family, prompts: list[Prompt]) -> dict[str, Any]:
+def prompt_facts(source: str, model: Model, prompts: list[Prompt]) -> dict[str, Any]:
     """Describe prompts for the manifest: the set, its file's SHA-256, how many, and a hash of their ids."""
-    _name, _kind, path, _part = _parse(source, family)
+    _name, _kind, path, _part = _parse(source, model)
     ids = list(dict.fromkeys(prompt.id for prompt in prompts))
     return {
         "set": source,
@@ -239,9 +238,9 @@ def prompt_facts(source: str, family: Family, prompts: list[Prompt]) -> dict[str
     }
 
 
-def _parse(source: str, family: Family) -> tuple[str, str | None, Path | None, str]:
-    """The name in a `--prompts`, its published set, its file, and the part to take; a family's set has neither."""
-    sets = family.prompt_sets()
+def _parse(source: str, model: Model) -> tuple[str, str | None, Path | None, str]:
+    """The name in a `--prompts`, its published set, its file, and the part to take; a model's set has neither."""
+    sets = model.prompt_sets
     match = re.fullmatch(r"(.*?)#(\d+(?:-\d+)?)", source, flags=re.DOTALL)
     name, part = (match[1], match[2]) if match else (source, "")
     if name in sets:
@@ -311,11 +310,11 @@ class Captioned(NamedTuple):
     place: str
 
 
-def read_captioned(folder: Path, captions: Path | None, family: Family) -> list[Captioned]:
+def read_captioned(folder: Path, captions: Path | None, model: Model) -> list[Captioned]:
     """Return the pictures of a folder in the order of their names, or of the captions file.
 
     Raises `UserError` that names `--data` or `--captions`: no pictures, pictures without a caption, captions of missing
-    pictures, captions the family cannot take.
+    pictures, captions the model cannot take.
     """
     listed = captions or next((folder / name for name in _CAPTION_FILES if (folder / name).is_file()), None)
     if listed is not None and not listed.is_file():
@@ -332,7 +331,7 @@ def read_captioned(folder: Path, captions: Path | None, family: Family) -> list[
     flag = f"--data {folder}"
     missing = [f"{item.place}: no such picture {item.path.name}" for item in found if not item.path.is_file()]
     _refuse(flag, "captions", missing)
-    _check_texts(flag, "captions", ((item.place, item.caption) for item in found), family)
+    _check_texts(flag, "captions", ((item.place, item.caption) for item in found), model)
     return found
 
 

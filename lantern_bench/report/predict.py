@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_bench.errors import RefusedError
 from lantern_bench.methods.trees import check_topology, topology_name
-from lantern_bench.models.registry import card_of
+from lantern_bench.models.registry import model_of
 from lantern_bench.report.cost_model import (
     NOTHING,
     STACKS,
@@ -126,7 +126,7 @@ def _terms(step: StepSeconds) -> dict[str, float]:
 
 
 def _sizes(model: str) -> Any:
-    sizes = card_of(model).sizes
+    sizes = model_of(model).sizes
     if sizes is None:
         raise RefusedError(
             f"the sizes of {model} are not known", "Give a published model with --model, such as llamagen-t2i-stage1."

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.errors import RefusedError
-from lantern_bench.models.registry import card_of
+from lantern_bench.models.registry import model_of
 from lantern_bench.report.cost_model import STACKS, Device, Setting, named_draft, prefill_seconds, step_seconds
 from lantern_bench.report.tables import frame
 
@@ -40,7 +40,7 @@ def predicted_seconds(speed: pd.DataFrame, device: Device, stack: str, model: st
     """
     found, kernels = {}, STACKS[stack]
     for row in speed.to_dict("records"):
-        sizes = card_of(model or str(row["model"])).sizes
+        sizes = model_of(model or str(row["model"])).sizes
         if sizes is None:
             raise RefusedError(f"the sizes of {model or row['model']} are not known", "Give a published --model.")
         plain = row["drafting"] == "none"

@@ -23,7 +23,7 @@ from lantern_bench.methods.tables import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
 from lantern_bench.models.io.files import cache_folder
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.packed_linear import has_bfloat16, lower_packed_products, pack_for_decoding
-from lantern_bench.models.registry import load_model
+from lantern_bench.models.registry import model_of
 from lantern_bench.runs.keys import KeyFields
 from lantern_bench.schema import SCHEMA_VERSION
 
@@ -60,8 +60,8 @@ def choose_place(device: str = "auto", dtype: str = "auto", fast: bool = False) 
 
 
 def load_models(experiment: ResolvedExperiment, place: Place) -> dict[str, LoadedModel]:
-    """Load every model of an experiment, by name; raises as `registry.load_model` and `set_space`."""
-    models = {name: load_model(name, place.device, place.dtype) for name in experiment.settings.model}
+    """Load every model of an experiment, by name; raises as `Model.load` and `set_space`."""
+    models = {name: model_of(name).load(place.device, place.dtype) for name in experiment.settings.model}
     for model in models.values():
         set_space(model, experiment.settings.neighbour_space)
     return models

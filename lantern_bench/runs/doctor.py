@@ -311,9 +311,9 @@ def _compiler_name(kind: str) -> str:
 def _bundled(device: torch.device) -> Iterator[Finding]:
     import torch
 
-    from lantern_bench.models.registry import load_model
+    from lantern_bench.models.registry import model_of
 
-    model = load_model("lanterns", device, torch.float32)
+    model = model_of("lanterns").load(device, torch.float32)
     images = model.pixels.pixels(torch.zeros(1, model.target.image_tokens, dtype=torch.int64))
     hashes = ", ".join(f"{part} {digest[:8]}" for part, digest in model.weights.items())
     yield Finding("bundled model", "ok", f"loads and draws {images.shape[1]} x {images.shape[2]} pixels: {hashes}")

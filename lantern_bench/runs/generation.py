@@ -12,7 +12,7 @@ from lantern_bench.config.plan import Prompt, Unit, record_seed
 from lantern_bench.decoding.loop import drafter_and_table
 from lantern_bench.errors import RecordsFailedError, RefusedError
 from lantern_bench.models.loaded_model import LoadedModel, NoPixels
-from lantern_bench.models.random_model import blueprint, sizes_of
+from lantern_bench.models.random_model import meta_model, sizes_of
 from lantern_bench.runs.devices import Place
 from lantern_bench.runs.runner import Made, make_images, png_bytes
 
@@ -79,10 +79,10 @@ def numbers_table(units: Sequence[Unit], made: Sequence[Made]) -> pd.DataFrame:
 
 def memory_table(resolved: ResolvedExperiment, place: Place) -> tuple[pd.DataFrame, int]:
     """The memory of each part of the model and the bytes in total; allocates nothing and opens no file."""
-    _name, _family, parts = blueprint(resolved.settings.model[0])
+    model = meta_model(resolved.settings.model[0])
     nodes = max(1 + (cell.decoding.nodes or len(cell.decoding.paths)) for cell in resolved.cells)
     guided = any(cell.decoding.cfg_scale != 1 for cell in resolved.cells)
-    sizes = sizes_of(parts, place.dtype, guided=guided, nodes=nodes, batch=max(resolved.settings.batch))
+    sizes = sizes_of(model, place.dtype, guided=guided, nodes=nodes, batch=max(resolved.settings.batch))
     total, parameters = sum(size.bytes for size in sizes), sum(size.parameters for size in sizes)
     rows = [(one.part, one.parameters or None, str(one.dtype).removeprefix("torch."), one.bytes) for one in sizes]
     table = pd.DataFrame([*rows, ("all", parameters, "", total)], columns=["part", "parameters", "dtype", "gigabytes"])

@@ -23,7 +23,7 @@ from lantern_bench.config.protocols import EMBEDDED, LANTERN_COCO, Protocol, pro
 from lantern_bench.config.values import Overrides
 from lantern_bench.config.yaml_source import Source
 from lantern_bench.errors import RecordsFailedError, RefusedError, UserError
-from lantern_bench.models.registry import card_of, defaults_of, family_of
+from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts.sets import load_prompts, prompt_facts
 from lantern_bench.runs.engines import ENGINES, LOCAL, Workers, check_workers
 from lantern_bench.runs.keys import check_same_experiment, check_same_threads
@@ -103,23 +103,23 @@ def prepare(
         both = {**overrides.values, "residual": ["official", "exact"]}
         loaded = load(source, replace(overrides, values=both))
     if "prompts" not in loaded.settings.model_fields_set:
-        own = {"prompts": card_of(loaded.settings.model[0]).prompt_set}
+        own = {"prompts": next(iter(model_of(loaded.settings.model[0]).prompt_sets))}
         loaded = replace(loaded, settings=loaded.settings.model_copy(update=own))
     resolved = resolve(loaded, defaults_of(loaded.settings.model))
     check_neighbours(resolved)
     settings = resolved.settings
     check_workers(workers, settings)
     protocol = protocol_of(settings.protocol or default_protocol(settings.model))
-    families = [family_of(model) for model in settings.model]
+    models = [model_of(name) for name in settings.model]
     # Checks every prompt for every model; the prompts themselves are the same for all.
-    prompts, *_ = [load_prompts(settings.prompts, family) for family in families]
+    prompts, *_ = [load_prompts(settings.prompts, model) for model in models]
     # The name does not depend on the tuned lossless cell: after another search the run goes on in the same directory.
     folder = run_folder(resolved, results_root(), out, resume=resume)
     if part is not None and out is None:
         # Shards run at the same time, and a run directory has one writer.
         folder = folder.with_name(f"{folder.name}-shard{part.index}of{part.count}")
     resolved, lossless = add_lossless(resolved, folder)
-    plan, facts = make_plan(resolved, prompts), prompt_facts(settings.prompts, families[0], prompts)
+    plan, facts = make_plan(resolved, prompts), prompt_facts(settings.prompts, models[0], prompts)
     plan = plan if part is None else plan.shard(part)
     check_folder(folder, resolved)
     return Request(resolved, plan, folder, protocol, facts, lossless, worker_timeout, part, workers)
@@ -155,14 +155,14 @@ def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
 def check_neighbours(experiment: ResolvedExperiment) -> None:
     """Raise `UserError` for a cell that asks for more neighbours than its model has other codes."""
     for cell in experiment.cells:
-        codes, asked = card_of(cell.model).vocab_size, cell.decoding.neighbours
+        codes, asked = model_of(cell.model).codes, cell.decoding.neighbours
         if codes is not None and asked is not None and asked >= codes:
             raise UserError(f"--neighbours {asked}: the model {cell.model} has {codes} codes", f"At most {codes - 1}.")
 
 
 def default_protocol(models: Sequence[str]) -> str:
     """Return the quality protocol of a run of these models: the bundled scorers only for the bundled family."""
-    bundled = all(card_of(model).family == "lanterns" for model in models)
+    bundled = all(model_of(model).family == "lanterns" for model in models)
     return EMBEDDED if bundled else LANTERN_COCO
 
 

@@ -23,7 +23,7 @@ from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.tables import PARAMETERS
 from lantern_bench.models.io.files import cache_folder, hash_of, write_atomically
-from lantern_bench.models.registry import card_of, defaults_of
+from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.runs.store import MANIFEST, done_images, read_manifest
 from lantern_bench.runs.threads import prepare_environment
 
@@ -109,7 +109,7 @@ def _read(path: Path) -> _Kept | None:
 
 def _asked(model: str, decoding: Decoding) -> dict[str, Any]:
     """The part of a key that needs no torch; its values are plain, so that keys can be compared as sets of items."""
-    return {"model": card_of(model).name, **{name: decoding.value(name) for name in _TUNED_FOR}}
+    return {"model": model_of(model).name, **{name: decoding.value(name) for name in _TUNED_FOR}}
 
 
 def _here(model: str, place: Place, compile: bool) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _here(model: str, place: Place, compile: bool) -> dict[str, Any]:
 
 def _weights(model: str) -> str:
     """One hash of the files of target and drafter; a model without files on this machine has that of none."""
-    weights = card_of(model).weights
+    weights = model_of(model).files()
     paths = [weights[part] for part in ("target", "drafter") if part in weights]
     return hash_of([file for path in paths for file in sorted([path, *path.rglob("*")]) if file.is_file()])
 
@@ -213,7 +213,7 @@ def _command(model: str, decodings: Sequence[Decoding], settings: Settings) -> s
     """The command that searches for what `find` did not find."""
 
     def flags() -> Iterator[str]:
-        usual = {name: PARAMETERS[name].default for name in _TUNED_FOR} | dict(card_of(model).defaults)
+        usual = {name: PARAMETERS[name].default for name in _TUNED_FOR} | dict(model_of(model).defaults)
         for name in _TUNED_FOR:
             which = [one for one in decodings if not (one.greedy and PARAMETERS[name].sampled_only)]
             values = list(dict.fromkeys(one.value(name) for one in which))

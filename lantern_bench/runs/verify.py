@@ -14,7 +14,7 @@ from lantern_bench.config.plan import Plan, Shard, make_plan
 from lantern_bench.config.values import Overrides
 from lantern_bench.errors import CheckFailedError, LanternError
 from lantern_bench.models.io.files import file_sha256, write_atomically
-from lantern_bench.models.registry import defaults_of, family_of
+from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts.sets import load_prompts
 from lantern_bench.runs.keys import record_key
 from lantern_bench.runs.store import (
@@ -114,8 +114,8 @@ def _plan(manifest: Mapping[str, Any]) -> tuple[Plan | None, list[Problem]]:
     try:
         asked = load(manifest["experiment"], Overrides())
         resolved = resolve(asked, defaults_of(asked.settings.model))
-        family, *_ = (family_of(model) for model in asked.settings.model)
-        plan = make_plan(resolved, load_prompts(asked.settings.prompts, family))
+        model, *_ = (model_of(name) for name in asked.settings.model)
+        plan = make_plan(resolved, load_prompts(asked.settings.prompts, model))
     except LanternError as error:
         return None, [Problem("manifest.json", f"its images cannot be counted: {error.message}", again=False)]
     shard = manifest.get("shard")

@@ -22,7 +22,7 @@ from lantern_bench.decoding.acceptance import walk
 from lantern_bench.methods import tables as method_tables
 from lantern_bench.methods.modes import Mode
 from lantern_bench.models import registry
-from tests.tiny_family import TinyFamily
+from tests.tiny_model import TinyModel
 
 STATIC = Decoding.model_validate({"mode": "speculative", "tree": "small-7"})
 SMALL = ["--dtype", "float32", "--neighbours", "3", "--positions", "6", "--draws", "8"]
@@ -156,12 +156,12 @@ def test_verdicts() -> None:
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyFamily:
-    family = TinyFamily()
-    monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyModel:
+    model = TinyModel()
+    monkeypatch.setattr(registry, "models", lambda: {"tiny": model})
     monkeypatch.setattr(audit, "TIMES", 100)
     monkeypatch.chdir(tmp_path)
-    return family
+    return model
 
 
 def rows_of(path: str) -> list[dict[str, str]]:
@@ -170,7 +170,7 @@ def rows_of(path: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.timeout(600)
-def test_the_audit_is_written_and_shown(tiny: TinyFamily, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_audit_is_written_and_shown(tiny: TinyModel, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["certify", "tiny", "--modes", "all", *SMALL, "--samples", "60", "--format", "table"]) == 0
     found = rows_of("results/audit-tiny/audit.csv")
     assert {row["mode"] for row in found} == set(method_tables.MODES)
@@ -189,7 +189,7 @@ def test_the_audit_is_written_and_shown(tiny: TinyFamily, capsys: pytest.Capture
 
 @pytest.mark.timeout(600)
 def test_a_lossless_claim_that_fails_exits_with_5(
-    tiny: TinyFamily, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(walk, "accept_children", strict_without_residual)
     monkeypatch.setattr(audit, "audited_cells", lambda: [{"mode": mode} for mode in ("ar", "speculative", "lantern++")])
@@ -211,7 +211,7 @@ def test_a_lossless_claim_that_fails_exits_with_5(
     ],
 )
 def test_errors_come_before_any_measurement(
-    typed: list[str], message: str, tiny: TinyFamily, capsys: pytest.CaptureFixture[str]
+    typed: list[str], message: str, tiny: TinyModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("file").write_text("")
     assert cli.main(["certify", "tiny", "--modes", "all", "--neighbours", "3", *typed]) == 2

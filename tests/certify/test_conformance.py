@@ -17,7 +17,7 @@ from lantern_bench.certify.conformance import TOLERANCE, check_model, read_refer
 from lantern_bench.cli import main as cli
 from lantern_bench.errors import UserError
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.models.registry import family_of, load_model
+from lantern_bench.models.registry import model_of
 from lantern_bench.models.transformer import layers
 from lantern_bench.models.transformer import target as target_module
 from lantern_bench.models.transformer.target import CachedSession, TransformerTarget
@@ -54,7 +54,7 @@ def checked(model: LoadedModel, prompts: Sequence[str], reference: Path | None =
 
 
 def load(path: Path) -> LoadedModel:
-    return load_model(str(path), torch.device("cpu"), torch.float32)
+    return model_of(str(path)).load(torch.device("cpu"), torch.float32)
 
 
 def recorded_logits(folder: Path) -> Path:
@@ -88,8 +88,8 @@ def test_prompts_that_move_both_rows_are_no_mistake(files: dict[str, Any]) -> No
 
 
 def test_bundled_model_passes() -> None:
-    captions = family_of("lanterns").prompt_sets()["held-out"][:2]
-    found = checked(load_model("lanterns", torch.device("cpu"), torch.float32), captions)
+    captions = model_of("lanterns").prompt_sets["held-out"][:2]
+    found = checked(model_of("lanterns").load(torch.device("cpu"), torch.float32), captions)
     assert found == dict.fromkeys(CHECKS, "pass") | {"logits": "none"}
 
 

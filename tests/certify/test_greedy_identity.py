@@ -14,7 +14,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt
 from lantern_bench.decoding.protocol import Logits
 from lantern_bench.models.loaded_model import LoadedModel
-from tests.tiny_family import PROMPTS, TinyFamily, TinySession, TinyTarget
+from tests.tiny_model import PROMPTS, TinyModel, TinySession, TinyTarget
 
 ALL = [Prompt(text) for text in PROMPTS]
 GREEDY = [
@@ -25,7 +25,7 @@ GREEDY = [
 
 @pytest.fixture
 def model() -> LoadedModel:
-    return TinyFamily().load("tiny", torch.device("cpu"), torch.float32)
+    return TinyModel().load(torch.device("cpu"), torch.float32)
 
 
 def test_greedy_speculation_equals_greedy_decoding(model: LoadedModel) -> None:

@@ -18,7 +18,7 @@ from lantern_bench.decoding.emitted_tv import emitted, total_variation
 from lantern_bench.decoding.sampling import guide, most_probable
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.loaded_model import LoadedModel
-from tests.tiny_family import PROMPTS, TOKENS, TinyFamily
+from tests.tiny_model import PROMPTS, TOKENS, TinyModel
 
 ALL = [Prompt(text) for text in PROMPTS]
 DYNAMIC = {"drafting": "dynamic", "nodes": 3, "depth": 1, "beam": 3}
@@ -37,7 +37,7 @@ RELAXED = [
 
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
-    return TinyFamily().load("tiny", torch.device("cpu"), torch.float32)
+    return TinyModel().load(torch.device("cpu"), torch.float32)
 
 
 def test_all_cells_share_the_positions(model: LoadedModel) -> None:

@@ -26,7 +26,7 @@ from lantern_bench.config.plan import Prompt
 from lantern_bench.decoding.sampling import decoding_probabilities
 from lantern_bench.errors import LogitsError
 from lantern_bench.models.loaded_model import LoadedModel
-from tests.tiny_family import CODES, PROMPTS, TOKENS, TinyFamily
+from tests.tiny_model import CODES, PROMPTS, TOKENS, TinyModel
 
 ALL = [Prompt(text) for text in PROMPTS]
 CELLS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -41,7 +41,7 @@ ONE_BY_ONE = ("surprise", "lean to the drafter", "uniform by rank", "uniform by 
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
     """The tiny model with a drafter that is wrong about as often as real ones."""
-    loaded = TinyFamily().load("tiny", torch.device("cpu"), torch.float32)
+    loaded = TinyModel().load(torch.device("cpu"), torch.float32)
     noise = torch.randn(CODES + 1, CODES, generator=torch.Generator().manual_seed(5))
     loaded.drafter.cond += 0.5 * noise  # type: ignore[union-attr]
     return loaded

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from lantern_bench.certify.whole_image import TESTS
 from lantern_bench.cli import main as cli
 from lantern_bench.decoding.acceptance import walk
 from lantern_bench.models import registry
-from tests.tiny_family import TinyFamily
+from tests.tiny_model import TinyModel
 
 SMALL = [
     "--dtype",
@@ -33,11 +32,11 @@ SMALL = [
 
 
 @pytest.fixture(autouse=True)
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyFamily:
-    family = TinyFamily()
-    monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyModel:
+    model = TinyModel()
+    monkeypatch.setattr(registry, "models", lambda: {"tiny": model})
     monkeypatch.chdir(tmp_path)
-    return family
+    return model
 
 
 def rows(path: str) -> list[dict[str, str]]:
@@ -110,11 +109,9 @@ def test_lossy_decoder_exits_with_5(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     ],
 )
 def test_default_tree_may_be_a_list_of_paths(
-    tree: list[list[int]], settings: list[str], tiny: TinyFamily, monkeypatch: pytest.MonkeyPatch
+    tree: list[list[int]], settings: list[str], tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (card,) = tiny.cards()
-    card = dataclasses.replace(card, defaults={**card.defaults, "tree": tree})
-    monkeypatch.setattr(tiny, "cards", lambda: [card])
+    monkeypatch.setattr(tiny, "defaults", {**tiny.defaults, "tree": tree})
     small = ["--neighbours", "3", "--positions", "3", "--draws", "4", "--samples", "16", "--greedy", "1"]
     assert cli.main(["certify", "tiny", *small]) == 0
     found = [row["setting"] for row in rows("results/certify-tiny/certificate.csv") if row["check"].startswith("whole")]
@@ -186,7 +183,7 @@ def test_rules_of_every_kind_are_measured() -> None:
     ],
 )
 def test_errors_come_before_any_measurement(
-    typed: list[str], code: int, message: str, tiny: TinyFamily, capsys: pytest.CaptureFixture[str]
+    typed: list[str], code: int, message: str, tiny: TinyModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("file").write_text("")
     assert cli.main(typed) == code

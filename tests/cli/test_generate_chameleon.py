@@ -18,7 +18,6 @@ from lantern_bench.cli import main as cli
 from lantern_bench.methods.tables import MODES
 from lantern_bench.models import registry
 from lantern_bench.models.chameleon import ChameleonVocabulary
-from lantern_bench.models.chameleon.family import FAMILY
 from lantern_bench.models.prompt_tokens import prompt_condition
 from tests.models import golden_models, tiny_chameleon
 from tests.models.golden_models import GOLDEN
@@ -27,8 +26,9 @@ RECORDING = GOLDEN / "chameleon"
 
 
 @pytest.fixture(autouse=True)
-def _families(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "families", lambda: {"chameleon": FAMILY})
+def _models(monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = {name: model for name, model in registry.models().items() if model.family == "chameleon"}
+    monkeypatch.setattr(registry, "models", lambda: shipped)
 
 
 def test_logits_equal_recording(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from lantern_bench.errors import RefusedError
 from lantern_bench.models import registry
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.runs.store import RESULTS_VARIABLE, read_manifest, read_records
-from tests.tiny_family import CODES, EXPERIMENT, TinyFamily
+from tests.tiny_model import CODES, EXPERIMENT, TinyModel
 
 
-class PreparedFamily(TinyFamily):
+class PreparedModel(TinyModel):
     """Its model is called once with all prompts before decoding starts, as one with a text encoder."""
 
     def __init__(self) -> None:
@@ -29,8 +29,8 @@ class PreparedFamily(TinyFamily):
         self.heard: list[list[str]] = []
         self.refusal: RefusedError | None = None
 
-    def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-        model = super().load(name, device, dtype)
+    def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+        model = super().load(device, dtype)
         decode = model.condition
 
         def prepare(prompts: Sequence[str]) -> Iterator[tuple[int, int]]:
@@ -48,18 +48,18 @@ class PreparedFamily(TinyFamily):
 
 
 @pytest.fixture
-def tiny(tmp_path, monkeypatch) -> PreparedFamily:
-    family = PreparedFamily()
-    monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
+def tiny(tmp_path, monkeypatch) -> PreparedModel:
+    model = PreparedModel()
+    monkeypatch.setattr(registry, "models", lambda: {"tiny": model})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(RESULTS_VARIABLE, "results")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     Path("tiny.yaml").write_text(EXPERIMENT)
-    return family
+    return model
 
 
 def codebook() -> torch.Tensor:
-    return TinyFamily().load("tiny", torch.device("cpu"), torch.float32).codebook
+    return TinyModel().load(torch.device("cpu"), torch.float32).codebook
 
 
 def test_neighbours_computes_table_once_and_exports_it(tiny, capsys) -> None:
@@ -143,14 +143,14 @@ def test_interruption_while_encoding_captions(tiny, capsys, monkeypatch) -> None
         raise KeyboardInterrupt
         yield 0, 1
 
-    whole = PreparedFamily.load
+    whole = PreparedModel.load
 
-    def load(self: PreparedFamily, *given: object) -> LoadedModel:
+    def load(self: PreparedModel, *given: object) -> LoadedModel:
         model = whole(self, *given)  # type: ignore[arg-type]
         model.prepare = interrupted
         return model
 
-    monkeypatch.setattr(PreparedFamily, "load", load)
+    monkeypatch.setattr(PreparedModel, "load", load)
     assert cli.main(["sweep", "tiny.yaml", "--modes", "ar", "--out", "run"]) == 130
     assert "interrupted before the first image" in capsys.readouterr().err and not Path("run").exists()
 

@@ -19,7 +19,7 @@ from lantern_bench.profile import tree_search
 from lantern_bench.profile.tree_search import LISTERS, describe, searched_lossless
 from lantern_bench.report.cost_model import STACKS, Setting, find_device, named_draft, step_seconds
 from lantern_bench.runs.threads import Calibrated
-from tests.tiny_family import TinyFamily
+from tests.tiny_model import TinyModel
 
 TYPED = ["profile", "--size", "2x64x64x4", "--no-compile", "--images", "1", "--tree", "small-7,6n2d3b"]
 
@@ -110,8 +110,8 @@ def test_usage_errors(typed: list[str], wrong: str, capsys: pytest.CaptureFixtur
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    family = TinyFamily()
-    monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
+    model = TinyModel()
+    monkeypatch.setattr(registry, "models", lambda: {"tiny": model})
     sizes = [
         {"nodes": 2, "depth": 1, "beam": 2},
         {"nodes": 3, "depth": 2, "beam": 2},
@@ -237,7 +237,7 @@ def test_without_a_mode_every_lossless_method_is_searched(
 def test_a_drafting_without_a_search_is_refused(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     listers = {name: lister for name, lister in LISTERS.items() if name != "static"}
     monkeypatch.setattr(tree_search, "LISTERS", listers)
-    family = TinyFamily()
-    monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
+    model = TinyModel()
+    monkeypatch.setattr(registry, "models", lambda: {"tiny": model})
     assert cli.main(["profile", "--model", "tiny", "--search", "--no-compile", "--drafting", "static"]) == 2
     assert "are not searched\n  Those of jacobi, pac, hybrid and dynamic are." in capsys.readouterr().err

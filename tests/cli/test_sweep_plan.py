@@ -33,7 +33,7 @@ def here(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(RESULTS_VARIABLE, "results")
-    monkeypatch.setattr("lantern_bench.models.registry.load_model", refuse)
+    monkeypatch.setattr("lantern_bench.models.lanterns.family.Lanterns.load", refuse)
     return tmp_path
 
 

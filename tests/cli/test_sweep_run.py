@@ -17,19 +17,19 @@ from lantern_bench.methods.tables import DRAFTINGS, MODES
 from lantern_bench.models import registry
 from lantern_bench.runs.store import RESULTS_VARIABLE, read_records
 from lantern_bench.runs.threads import Calibrated
-from tests.tiny_family import EXPERIMENT, TinyFamily
+from tests.tiny_model import EXPERIMENT, TinyModel
 
 
 @pytest.fixture
-def tiny(tmp_path, monkeypatch) -> TinyFamily:
+def tiny(tmp_path, monkeypatch) -> TinyModel:
     """A family of one tiny model, an experiment beside it, and an empty results folder."""
-    family = TinyFamily()
-    monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
+    model = TinyModel()
+    monkeypatch.setattr(registry, "models", lambda: {"tiny": model})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(RESULTS_VARIABLE, "results")
     Path("tiny.yaml").write_text(EXPERIMENT)
     Path("broken.txt").write_text("one red lantern\nbroken\ntwo blue lanterns\n")
-    return family
+    return model
 
 
 @pytest.mark.parametrize(

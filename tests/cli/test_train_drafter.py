@@ -19,14 +19,14 @@ from safetensors.torch import load_file
 from lantern_bench.cli import train as train_command
 from lantern_bench.cli.main import main
 from lantern_bench.models import registry
-from lantern_bench.models.registry import card_of, load_model
+from lantern_bench.models.registry import model_of
 from lantern_bench.runs.store import RESULTS_VARIABLE, read_records
 from lantern_bench.training.drafter import run as drafter_run
 from lantern_bench.training.drafter.recipe import DrafterFlags
 from lantern_bench.training.drafter.run import COLUMNS
 from lantern_bench.training.loop import TrainEvent, TrainReport, train
 from tests.models import golden_models, tiny_chameleon
-from tests.training.tiny_target import CAPTIONS, TinyFamily, tiny_model, write_pictures
+from tests.training.tiny_target import CAPTIONS, TinyModel, tiny_model, write_pictures
 
 CPU = torch.device("cpu")
 QUICK = ["--steps", "6", "--batch", "2", "--set", "autocast=false", "--eval-every", "3", "--eval-images", "2"]
@@ -42,13 +42,13 @@ KEYS = {
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyFamily:
-    family = TinyFamily()
-    monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyModel:
+    model = TinyModel()
+    monkeypatch.setattr(registry, "models", lambda: {"tiny": model})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(RESULTS_VARIABLE, "results")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return family
+    return model
 
 
 def run(*arguments: str, out: str = "out", quick: list[str] = QUICK) -> int:
@@ -63,9 +63,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_captions_alone_are_sampled_and_drafter_is_written(
-    tiny: TinyFamily, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_captions_alone_are_sampled_and_drafter_is_written(tiny: TinyModel, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--data", "all", "--images", "8", "--format", "csv") == 0
     told = capsys.readouterr()
     assert set(weights()) == KEYS
@@ -82,13 +80,13 @@ def test_captions_alone_are_sampled_and_drafter_is_written(
     assert "wrote out; use it: --model out/model.yaml" in told.err and "sampling from the target: 100%" in told.err
 
 
-def test_trained_drafter_is_a_model_for_every_command(tiny: TinyFamily, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trained_drafter_is_a_model_for_every_command(tiny: TinyModel, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--data", "all", "--images", "8") == 0
-    loaded = load_model("out/model.yaml", CPU, torch.float32)
+    loaded = model_of("out/model.yaml").load(CPU, torch.float32)
     state = loaded.drafter.state_dict()  # type: ignore[union-attr]
     assert torch.equal(state["fc.weight"], weights()["fc.weight"]) and loaded.drafter.mask_padding  # type: ignore[union-attr]
     assert loaded.weights["target"] == "a" * 64 and len(loaded.weights["drafter"]) == 64
-    assert card_of("out/model.yaml").defaults["cfg_scale"] == 2.0
+    assert model_of("out/model.yaml").defaults["cfg_scale"] == 2.0
     Path("e.yaml").write_text(
         "name: e\nmodel: out/model.yaml\nprompts: all\nimages: 2\nmetrics: [speed]\ncompile: false\n"
         "cells: [{mode: ar}, {mode: speculative}]\n"
@@ -99,7 +97,7 @@ def test_trained_drafter_is_a_model_for_every_command(tiny: TinyFamily, capsys: 
 
 
 def test_drafter_starts_from_another_and_is_compared_with_it(
-    tiny: TinyFamily, capsys: pytest.CaptureFixture[str]
+    tiny: TinyModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--data", "all", "--images", "8") == 0
     again = ["--steps", "1", "--lr", "1e-9", "--batch", "2", "--set", "autocast=false", "--final-images", "2"]
@@ -112,12 +110,12 @@ def test_drafter_starts_from_another_and_is_compared_with_it(
         first, second = weights(), weights("two")
         assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in KEYS)
         assert Path("two/model.yaml").read_text().startswith("model: ../out/model.yaml")
-    assert load_model("two/model.yaml", CPU, torch.float32).drafter is not None
+    assert model_of("two/model.yaml").load(CPU, torch.float32).drafter is not None
 
 
 @pytest.mark.parametrize("beside", [True, False])
 def test_pictures_with_captions_are_encoded_by_the_tokenizer(
-    beside: bool, tiny: TinyFamily, capsys: pytest.CaptureFixture[str]
+    beside: bool, tiny: TinyModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_pictures(Path("pictures"), 6, beside)
     assert run("--data", "pictures", "--mirror", "--features", "shards") == 0
@@ -130,7 +128,7 @@ def test_pictures_with_captions_are_encoded_by_the_tokenizer(
     assert made["key"]["weights"]["target"] == "a" * 64 and sum(made["rows"]) == 12
 
 
-def test_live_and_stored_features_train_the_same_drafter(tiny: TinyFamily) -> None:
+def test_live_and_stored_features_train_the_same_drafter(tiny: TinyModel) -> None:
     for features in ("live", "shards"):
         arguments = ["--data", "all", "--images", "8", "--set", "dropped=0", "--features", features]
         assert run(*arguments, out=features) == 0
@@ -157,7 +155,7 @@ def stop_after(step: int) -> Callable[..., TrainReport]:
     return stopping
 
 
-def test_resumed_training_equals_an_uninterrupted_one(tiny: TinyFamily, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_training_equals_an_uninterrupted_one(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     class Often(DrafterFlags):
         log_every: int = 1
         checkpoint_every: int = 2
@@ -181,13 +179,13 @@ def test_resumed_training_equals_an_uninterrupted_one(tiny: TinyFamily, monkeypa
     assert not same(weights(), weights("whole"))
 
 
-def test_training_is_reproducible_by_seed(tiny: TinyFamily) -> None:
+def test_training_is_reproducible_by_seed(tiny: TinyModel) -> None:
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         assert run("--data", "all", "--images", "6", "--seed", seed, out=name) == 0
     assert same(weights("a"), weights("b")) and not same(weights("a"), weights("c"))
 
 
-def test_dry_run_shows_the_plan_and_makes_nothing(tiny: TinyFamily, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_shows_the_plan_and_makes_nothing(tiny: TinyModel, capsys: pytest.CaptureFixture[str]) -> None:
     write_pictures(Path("pictures"), 40)
     before = sorted(Path().rglob("*"))
     arguments = ["--data", "pictures", "--mirror", "--features", "shards", "--dry-run", "--format", "csv"]
@@ -250,7 +248,7 @@ def test_published_target_is_planned_without_its_files(capsys: pytest.CaptureFix
     ],
 )
 def test_usage_errors_are_one_line_with_their_flag(
-    tiny: TinyFamily, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
+    tiny: TinyModel, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
 ) -> None:
     write_pictures(Path("pictures"), 4)
     for name in ("bare", "wrong", "broken"):
@@ -271,7 +269,7 @@ def test_usage_errors_are_one_line_with_their_flag(
     assert code != 2 or not Path("out/model.safetensors").exists()
 
 
-def test_caption_file_and_recipe_file(tiny: TinyFamily) -> None:
+def test_caption_file_and_recipe_file(tiny: TinyModel) -> None:
     Path("captions.jsonl").write_text("\n".join(json.dumps({"caption": text}) for text in CAPTIONS))
     Path("mine.yaml").write_text("base: lanterns\nlr: 3e-4\nnoise: 0.05\n")
     assert run("--data", "captions.jsonl", "--recipe", "mine.yaml", "--eval-prompts", "all") == 0
@@ -292,7 +290,7 @@ def test_llamagen_target_from_a_model_file(
     Path("classes.txt").write_text("class 1\nclass 2\nclass 3\n")
     assert main(["train", "drafter", "--target", name, "--data", "classes.txt", "--out", "out", *few]) == 0
     assert set(weights()) == KEYS
-    assert load_model("out/model.yaml", CPU, torch.float32).drafter is not None
+    assert model_of("out/model.yaml").load(CPU, torch.float32).drafter is not None
     return None
 
 
@@ -312,12 +310,12 @@ def test_chameleon_target_from_a_model_file(tmp_path: Path, monkeypatch: pytest.
     few = ["--steps", "3", "--batch", "2", "--final-images", "1", "--set", "autocast=false", "--features", "shards"]
     assert main(["train", "drafter", "--target", "model/model.yaml", "--data", "pictures", "--out", "out", *few]) == 0
     assert {"layers.0.self_attn.q_norm.weight", "layers.0.input_layernorm.weight"} < set(weights())
-    made = load_model("out/model.yaml", CPU, torch.float32)
+    made = model_of("out/model.yaml").load(CPU, torch.float32)
     assert torch.equal(made.drafter.state_dict()["fc.weight"], weights()["fc.weight"])  # type: ignore[union-attr]
 
 
 def test_several_processes_need_accelerate(
-    tiny: TinyFamily, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setitem(sys.modules, "accelerate", None)
@@ -329,14 +327,14 @@ def test_several_processes_need_accelerate(
 _WORKER = """
 import sys
 from lantern_bench.models import registry
-from tests.training.tiny_target import TinyFamily
-registry.families = lambda: {"tiny": TinyFamily()}
+from tests.training.tiny_target import TinyModel
+registry.models = lambda: {"tiny": TinyModel()}
 from lantern_bench.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_two_processes_train_the_same_drafter_as_one(tiny: TinyFamily, tmp_path: Path) -> None:
+def test_two_processes_train_the_same_drafter_as_one(tiny: TinyModel, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="trains on several processes")
     data = ["--data", "all", "--images", "9"]
     assert run(*data, out="alone") == 0
@@ -363,7 +361,7 @@ def test_two_processes_train_the_same_drafter_as_one(tiny: TinyFamily, tmp_path:
     assert all(torch.allclose(one[name], both[name], atol=1e-5) for name in KEYS)
 
 
-def test_drafter_learns(tiny: TinyFamily) -> None:
+def test_drafter_learns(tiny: TinyModel) -> None:
     assert run("--data", "all", "--images", "64", "--steps", "200", "--lr", "3e-3", "--recipe", "lanterns") == 0
     log = pd.read_csv("out/log.csv")
     assert log["soft_loss"].iloc[-1] < log["soft_loss"].iloc[0]

@@ -13,7 +13,7 @@ from lantern_bench.cli.main import main
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.models.packed_linear import pack_for_decoding
-from lantern_bench.models.registry import card_of, load_model
+from lantern_bench.models.registry import model_of
 from lantern_bench.runs.store import RESULTS_VARIABLE
 from tests.models import tiny_hosted as tiny
 
@@ -44,14 +44,14 @@ def test_a_drafter_is_trained_and_decodes(hosted: str, capsys: pytest.CaptureFix
     report = json.loads(Path("drafter/training_report.json").read_text())
     assert report["steps"] == 4 and 1 <= report["drafters"]["trained"]["mal"] <= 6
     described = json.loads(Path("drafter/config.json").read_text())
-    model = load_model("drafter/model.yaml", CPU, torch.float32)
+    model = model_of("drafter/model.yaml").load(CPU, torch.float32)
     assert described["vocab_size"] == model.target.config.words and described["mask_padding"] is True  # type: ignore[attr-defined]
     made = []
     for shape in ({"mode": "ar"}, {"mode": "speculative", "tree": "small-7"}):
         greedy = Decoding(temperature=0, cfg_scale=3.0, **shape)
         made.append(decode(model, model.condition([CAPTIONS[0]]), greedy, [torch.Generator()])[0].tokens.tolist())
     assert made[0] == made[1]
-    assert (card_of("model.yaml").mode, card_of("drafter/model.yaml").mode) == ("scd", "lantern++")
+    assert (model_of("model.yaml").mode, model_of("drafter/model.yaml").mode) == ("scd", "lantern++")
     assert (
         main(["generate", CAPTIONS[0], "--model", "drafter/model.yaml", "--neighbours", "8", "--out", "one.png"]) == 0
     )
@@ -67,14 +67,14 @@ def test_generate_needs_no_drafter(hosted: str, capsys: pytest.CaptureFixture[st
 
 
 def test_hosted_models_keep_the_protocol(hosted: str) -> None:
-    model = load_model("model.yaml", CPU, torch.float32)
+    model = model_of("model.yaml").load(CPU, torch.float32)
     found = check_model(model, CAPTIONS[:2], tolerance=TOLERANCE["float32"], generator=torch.Generator().manual_seed(1))
     assert {one.check: one.result for one in found if one.result == "fail"} == {}
 
 
 def test_packed_layers_give_the_same_tokens(hosted: str) -> None:
     """The head has a bias in Janus, which packing keeps."""
-    model = load_model("model.yaml", CPU, torch.float32)
+    model = model_of("model.yaml").load(CPU, torch.float32)
     greedy, condition = Decoding(mode="ar", temperature=0, cfg_scale=3.0), model.condition([CAPTIONS[0]])
     plain = decode(model, condition, greedy, [torch.Generator()], keep_logits=True)[0]
     pack_for_decoding(model.target, model.drafter)

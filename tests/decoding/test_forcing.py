@@ -10,7 +10,7 @@ from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.decoding.teacher_forcing import drafts_along, drafts_at, teacher_forced
 from lantern_bench.models.lanterns.captions import HELD_OUT
-from lantern_bench.models.lanterns.family import FAMILY
+from lantern_bench.models.lanterns.family import Lanterns
 from lantern_bench.models.loaded_model import LoadedModel
 
 CAPTIONS = [item.caption() for item in HELD_OUT[:2]]
@@ -19,7 +19,7 @@ LENGTH = 12
 
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
-    return FAMILY.load("lanterns", torch.device("cpu"), torch.float32)
+    return Lanterns().load(torch.device("cpu"), torch.float32)
 
 
 @torch.inference_mode()

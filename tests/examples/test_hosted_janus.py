@@ -14,7 +14,7 @@ from transformers import GenerationConfig, JanusForConditionalGeneration
 import lantern_bench
 from lantern_bench.cli import main as cli
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.models.registry import load_model
+from lantern_bench.models.registry import model_of
 from tests.examples.tiny_hosted import CAPTIONS, EXAMPLE, write_model
 
 
@@ -24,7 +24,7 @@ def janus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(path: Path) -> LoadedModel:
-    return load_model(str(path), torch.device("cpu"), torch.float32)
+    return model_of(str(path)).load(torch.device("cpu"), torch.float32)
 
 
 def test_example_has_under_120_lines() -> None:
@@ -94,10 +94,10 @@ def test_files_that_are_no_model_are_refused(
 
 
 def test_cards_know_the_files(janus: Path) -> None:
-    from lantern_bench.models.registry import card_of
+    from lantern_bench.models.registry import model_of
 
-    card = card_of(str(janus))
-    assert card.defaults["cfg_scale"] == 5.0 and card.weights["code"].name == "hosted_janus.py"
+    card = model_of(str(janus))
+    assert card.defaults["cfg_scale"] == 5.0 and card.files()["code"].name == "hosted_janus.py"
     assert loaded(janus).weights.keys() == {"target", "code"} and card.mode == "scd"
 
 

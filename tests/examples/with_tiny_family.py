@@ -6,10 +6,10 @@ import json
 import sys
 
 from lantern_bench.models import registry
-from tests.tiny_family import TinyFamily
+from tests.tiny_model import TinyModel
 
-FAMILY = TinyFamily()
-registry.families = lambda: {"tiny": FAMILY}
+MODEL = TinyModel()
+registry.models = lambda: {"tiny": MODEL}
 
 if __name__ == "__main__":
     from lantern_bench.cli.main import main

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lantern_bench.cli import main as cli
 from lantern_bench.models import registry
-from tests.tiny_family import EXPERIMENT
+from tests.tiny_model import EXPERIMENT
 
 # What commands import when they run takes seconds.
 for name in ("runs.runner", "runs.processes", "runs.verify", "report.tables"):
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 FAMILY = """
 import os, signal, time
 import torch
-from tests.tiny_family import TinyFamily, TinyTarget
+from tests.tiny_model import TinyModel, TinyTarget
 
 
 class Target(TinyTarget):
@@ -43,9 +43,9 @@ class Interrupting:
         time.sleep(0.01)  # Python raises here, and prints what a finalizer raises
 
 
-class Fragile(TinyFamily):
-    def load(self, name, device, dtype):
-        model = super().load(name, device, dtype)
+class Fragile(TinyModel):
+    def load(self, device, dtype):
+        model = super().load(device, dtype)
         model.target, plain, calls = Target(1.0, 1), model.condition, 0
 
         def condition(prompts):
@@ -77,7 +77,7 @@ def install(folder: Path) -> None:
     info = folder / "fragile_family-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fragile-family\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[lantern_bench.families]\ntiny = fragile_family:family\n")
+    (info / "entry_points.txt").write_text("[lantern_bench.models]\ntiny = fragile_family:family\n")
 
 
 def run(arguments: list[str], folder: str, said: str, environment: dict[str, str], largest_file: int | None) -> None:
@@ -91,5 +91,5 @@ def run(arguments: list[str], folder: str, said: str, environment: dict[str, str
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     sys.path.insert(0, folder)
-    registry.families.cache_clear()
+    registry.models.cache_clear()
     sys.exit(cli.main(arguments))

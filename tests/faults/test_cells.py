@@ -18,13 +18,13 @@ from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models import registry
 from lantern_bench.models.io.checkpoint import open_checkpoint
 from lantern_bench.models.lanterns import FILES, WEIGHTS_FOLDER
-from lantern_bench.models.lanterns.family import LanternsFamily
+from lantern_bench.models.lanterns.family import Lanterns
 from lantern_bench.runs.devices import Place, key_fields
 from lantern_bench.runs.keys import KeyFields
 from lantern_bench.runs.store import RunStore, read_manifest, read_records
 from tests.faults.conftest import Bench, Outcome
 from tests.faults.test_files import flip
-from tests.tiny_family import EXPERIMENT, PROMPTS, TinyFamily
+from tests.tiny_model import EXPERIMENT, PROMPTS, TinyModel
 
 CPU = Place(torch.device("cpu"), torch.float32)
 
@@ -73,8 +73,8 @@ def test_clock_jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict
 
     monkeypatch.setattr("lantern_bench.clock.datetime", Jumping)
     monkeypatch.setattr("time.time", lambda: float(jumps.uniform(0, 2e9)))
-    family = TinyFamily()
-    monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
+    model = TinyModel()
+    monkeypatch.setattr(registry, "models", lambda: {"tiny": model})
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(EXPERIMENT)
     typed = ["sweep", "tiny.yaml", "--threads", "1", "--out", "run"]
@@ -118,7 +118,7 @@ def test_flipped_bit_in_a_weight(tmp_path: Path, outcome: Outcome) -> None:
     plan = make_plan(experiment, [Prompt("one red lantern")])
 
     def key() -> KeyFields:
-        loaded = LanternsFamily().load("lanterns", *CPU, folder)
+        loaded = Lanterns().load(*CPU, folder)
         return key_fields({"lanterns": loaded}, experiment.settings, CPU, plan.cells)
 
     with RunStore(tmp_path / "run", experiment, key()) as store:

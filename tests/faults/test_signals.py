@@ -13,7 +13,7 @@ import pytest
 from lantern_bench import stopping
 from lantern_bench.runs.store import read_manifest
 from tests.faults.conftest import SWEEP, Bench, Command, Outcome
-from tests.tiny_family import PROMPTS
+from tests.tiny_model import PROMPTS
 
 SLOW = {"TINY_SLEEP": "0.2"}
 NAMES = {signal.SIGINT: "SIGINT", signal.SIGTERM: "SIGTERM"}

@@ -17,7 +17,7 @@ import yaml
 
 from lantern_bench.models.io.checkpoint import open_checkpoint
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.models.registry import load_model
+from lantern_bench.models.registry import model_of
 
 GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden")).absolute()
 
@@ -90,7 +90,7 @@ def steps_to(tokens: int, accepted: Sequence[int]) -> int:
 
 def load(path: Path) -> LoadedModel:
     """Load a model file as a command would, in float32 on the CPU."""
-    return load_model(str(path), torch.device("cpu"), torch.float32)
+    return model_of(str(path)).load(torch.device("cpu"), torch.float32)
 
 
 def names_in(path: Path) -> list[str]:

@@ -15,11 +15,9 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models import registry
-from lantern_bench.models.chameleon.family import FAMILY
 from lantern_bench.models.io.hub_files import SOURCES
-from lantern_bench.models.loaded_model import Parts
-from lantern_bench.models.random_model import sizes_of
-from lantern_bench.models.registry import card_of, family_of, load_model
+from lantern_bench.models.random_model import meta_model, sizes_of
+from lantern_bench.models.registry import model_of
 from tests.models import tiny_chameleon as tiny
 
 CPU, FLOAT = torch.device("cpu"), torch.float32
@@ -33,8 +31,9 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def _families(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "families", lambda: {"chameleon": FAMILY})
+def _models(monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = {name: model for name, model in registry.models().items() if model.family == "chameleon"}
+    monkeypatch.setattr(registry, "models", lambda: shipped)
 
 
 @pytest.fixture(params=GRIDS)
@@ -48,17 +47,17 @@ def anole(tmp_path: Path) -> Path:
 
 
 def test_cards_say_what_is_published() -> None:
-    cards = {card.name: card for card in FAMILY.cards()}
+    cards = registry.models()
     assert {name: card.tokens for name, card in cards.items()} == {"anole-7b": 1024, "lumina-mgpt-7b-768": 2352}
-    assert all(6.9e9 < (card.parameters or 0) < 7.1e9 and card.vocab_size == 8192 for card in cards.values())
-    assert card_of("anole").name == "anole-7b"
-    assert card_of("lumina-mgpt").defaults["cfg_scale"] == 3.0
+    assert all(6.9e9 < (card.parameters or 0) < 7.1e9 and card.codes == 8192 for card in cards.values())
+    assert model_of("anole").name == "anole-7b"
+    assert model_of("lumina-mgpt").defaults["cfg_scale"] == 3.0
 
 
 def test_model_files_decode_in_every_mode(described: Path) -> None:
-    card = card_of(str(described))
-    model = load_model(str(described), CPU, FLOAT)
-    family_of(str(described)).check_prompt("a red lantern")
+    card = model_of(str(described))
+    model = model_of(str(described)).load(CPU, FLOAT)
+    model_of(str(described)).check_prompt("a red lantern")
     condition = model.condition(["a red lantern"])
     rows, columns = model.grid
     for mode, shape in MODES.items():
@@ -70,7 +69,7 @@ def test_model_files_decode_in_every_mode(described: Path) -> None:
 
 
 def test_greedy_modes_agree(described: Path) -> None:
-    model = load_model(str(described), CPU, FLOAT)
+    model = model_of(str(described)).load(CPU, FLOAT)
     condition = model.condition(["a red lantern", "an image of the lantern over a lantern"])
     made = []
     for shape in ({"mode": "ar"}, {"mode": "speculative", "tree": "eagle1-25"}):
@@ -82,7 +81,7 @@ def test_greedy_modes_agree(described: Path) -> None:
 
 def test_batched_prompts_equal_single_prompts(described: Path) -> None:
     """The longer prompt of a batch pads the shorter one."""
-    model = load_model(str(described), CPU, FLOAT)
+    model = model_of(str(described)).load(CPU, FLOAT)
     prompts = ["red", "an image of the lantern over a lantern"]
     decoding = Decoding(mode="ar", temperature=0, cfg_scale=2.0)
     together = decode(model, model.condition(prompts), decoding, [torch.Generator()] * 2, keep_logits=True)
@@ -94,21 +93,21 @@ def test_batched_prompts_equal_single_prompts(described: Path) -> None:
 
 
 def test_head_holds_only_the_rows_of_codes(anole: Path) -> None:
-    target: Any = load_model(str(anole), CPU, FLOAT).target
+    target: Any = model_of(str(anole)).load(CPU, FLOAT).target
     head = load_file(anole.parent / "target" / "model-00002-of-00002.safetensors")["lm_head.weight"]
     numbers = [tiny.vocabulary()[tiny.code_name(code)] for code in range(tiny.CODES)]
     assert target.transformer.output.weight.equal(head[numbers])
 
 
 def test_neighbour_table_has_a_row_for_forced_tokens(tmp_path: Path) -> None:
-    model = load_model(str(tiny.write_model_file(tmp_path, "lumina-mgpt", (4, 4))), CPU, FLOAT)
+    model = model_of(str(tiny.write_model_file(tmp_path, "lumina-mgpt", (4, 4)))).load(CPU, FLOAT)
     table = model.table(63)
     assert table.shape == (65, 63)
     assert int(table.max()) == 63  # no code is near the forced token
 
 
 def test_prompts_may_be_token_numbers(anole: Path) -> None:
-    model: Any = load_model(str(anole), CPU, FLOAT)
+    model: Any = model_of(str(anole)).load(CPU, FLOAT)
     caption = model.condition(["a red lantern"])
     ids = caption.values[0, 0].numpy()
     given = model.condition_of_arrays({"input_ids": ids})
@@ -132,7 +131,7 @@ def test_prompts_may_be_token_numbers(anole: Path) -> None:
     ],
 )
 def test_invalid_prompt_arrays_are_refused(anole: Path, arrays: dict[str, np.ndarray], told: str) -> None:
-    model: Any = load_model(str(anole), CPU, FLOAT)
+    model: Any = model_of(str(anole)).load(CPU, FLOAT)
     with pytest.raises(ValueError, match=told):
         model.condition_of_arrays(arrays)
 
@@ -144,7 +143,7 @@ def rewritten(file: Path, old: str, new: str) -> str:
 
 def refused(model: str) -> str:
     with pytest.raises(UserError) as caught:
-        load_model(model, CPU, FLOAT)
+        model_of(model).load(CPU, FLOAT)
     return caught.value.message
 
 
@@ -198,7 +197,7 @@ def test_wrong_model_files_are_refused(anole: Path, old: str, new: str, told: st
 
 def test_target_alone_gives_tokens(anole: Path) -> None:
     rewritten(anole, "tokenizer: {checkpoint: vq/vqgan.ckpt}\n", "")
-    model = load_model(rewritten(anole, "drafter: {dir: drafter}\n", ""), CPU, FLOAT)
+    model = model_of(rewritten(anole, "drafter: {dir: drafter}\n", "")).load(CPU, FLOAT)
     condition = model.condition(["a red lantern"])
     made = decode(model, condition, Decoding(mode="ar", cfg_scale=1), [torch.Generator().manual_seed(1)])[0]
     assert len(made.tokens) == 16
@@ -212,11 +211,11 @@ def test_tokenizer_of_another_size_draws_nothing(anole: Path) -> None:
     words = {name: number for name, number in tiny.vocabulary().items() if name != tiny.code_name(tiny.CODES - 1)}
     (anole.parent / "target" / "config.json").write_text(json.dumps(tiny.config(vocabulary_map=words)))
     (anole.parent / "target" / "tokenizer.json").unlink()
-    model = load_model(str(anole), CPU, FLOAT)
+    model = model_of(str(anole)).load(CPU, FLOAT)
     with pytest.raises(UserError, match="the tokenizer has 64 codes, the target 63"):
         model.pixels.pixels(torch.zeros(1, 16))
     with pytest.raises(UserError, match=r"tokenizer\.json: no such file"):
-        family_of(str(anole)).check_prompt("a red lantern")
+        model_of(str(anole)).check_prompt("a red lantern")
 
 
 @pytest.mark.parametrize("name", GRIDS)
@@ -224,7 +223,7 @@ def test_missing_files_name_the_fetch_command(name: str, tmp_path: Path, monkeyp
     monkeypatch.setenv("LANTERN_BENCH_WEIGHTS", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
     with pytest.raises(RefusedError) as caught:
-        load_model(name, CPU, FLOAT)
+        model_of(name).load(CPU, FLOAT)
     assert f"weights get {name}" in (caught.value.advice or "")
 
 
@@ -245,7 +244,7 @@ def test_published_folders_are_loaded_by_name(name: str, tmp_path: Path, monkeyp
             (there / file.path).write_text("{}")
     if "drafter" in sources:
         tiny.write_drafter(tmp_path / sources["drafter"].repo)
-    model = load_model(name, CPU, FLOAT)
+    model = model_of(name).load(CPU, FLOAT)
     assert (model.drafter is not None) == ("drafter" in sources) == ("drafter" in model.weights)
     condition = model.condition(["a red lantern"])
     modes = ["ar", "speculative"] if model.drafter else ["ar"]
@@ -254,18 +253,18 @@ def test_published_folders_are_loaded_by_name(name: str, tmp_path: Path, monkeyp
         made = decode(model, condition, decoding, [torch.Generator()], tokens=60)[0]
         assert len(made.tokens) == 60
         assert (made.tokens == tiny.CODES).nonzero().flatten().tolist() == ([48] if "lumina" in name else [])
-    assert len(family_of(name).prompt_sets()["examples"]) > 3
+    assert len(model_of(name).prompt_sets["examples"]) > 3
 
 
 @pytest.mark.parametrize("name", GRIDS)
 def test_full_shapes_are_counted_without_memory(name: str) -> None:
-    with torch.device("meta"):
-        parts: Parts = FAMILY.build(name)
-    assert all(parameter.is_meta for module in parts if module is not None for parameter in module.parameters())
-    sizes = {size.part: size for size in sizes_of(parts, torch.bfloat16, guided=True, nodes=26)}
+    model: Any = meta_model(name)
+    modules = (model.target, model.drafter, model.pixels.model)
+    assert all(parameter.is_meta for module in modules for parameter in module.parameters())
+    sizes = {size.part: size for size in sizes_of(model, torch.bfloat16, guided=True, nodes=26)}
     # Of the head only the rows of the image's tokens are held.
     codes = 8192 + (name != "anole-7b")
-    card = card_of(name)
+    card = model_of(name)
     assert sizes["target"].parameters == (card.parameters or 0) - (65536 - codes) * 4096
     assert sizes["target"].bytes == 2 * sizes["target"].parameters
     positions = 256 + (card.tokens or 0) + 2 * 26

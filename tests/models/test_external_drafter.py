@@ -10,11 +10,11 @@ import torch
 from lantern_bench.errors import UserError
 from lantern_bench.models.eagle import load_drafter
 from lantern_bench.models.loaded_model import ReadsPictures, transformer_of
-from lantern_bench.models.registry import card_of, family_of, load_codes, load_model
+from lantern_bench.models.registry import load_codes, model_of
 from lantern_bench.models.transformer.target import with_line_ends, without_line_ends
 from tests.models import golden_models, tiny_chameleon
 from tests.models.golden_models import GOLDEN
-from tests.tiny_family import TinyFamily
+from tests.tiny_model import TinyModel
 
 CPU = torch.device("cpu")
 
@@ -34,19 +34,19 @@ def test_problem_in_an_external_drafter_file_names_its_key(text: str, said: str,
     path = tmp_path / "m.yaml"
     path.write_text(text)
     with pytest.raises(UserError) as caught:
-        family_of(str(path))
+        model_of(str(path))
     assert said in caught.value.message and "m.yaml" in caught.value.message
 
 
 def test_external_drafter_file_overrides_the_model_defaults(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     path.write_text("model: lanterns\ndrafter: {dir: .}\ndefaults: {cfg_scale: 3}\ndescription: mine\n")
-    card, known = card_of(str(path)), card_of("lanterns")
+    card, known = model_of(str(path)), model_of("lanterns")
     assert (card.name, card.description, card.family) == (str(path), "mine", "lanterns")
-    assert card.defaults == dict(known.defaults) | {"cfg_scale": 3.0} and card.weights["drafter"] == tmp_path
-    assert card.weights["target"] == known.weights["target"]
-    family = family_of(str(path))
-    assert family.prompt_sets() == family_of("lanterns").prompt_sets()
+    assert card.defaults == dict(known.defaults) | {"cfg_scale": 3.0} and card.files()["drafter"] == tmp_path
+    assert card.files()["target"] == known.files()["target"]
+    family = model_of(str(path))
+    assert family.prompt_sets == model_of("lanterns").prompt_sets
     with pytest.raises(UserError):
         family.check_prompt("a submarine")
     assert torch.equal(load_codes(str(path)).rows, load_codes("lanterns").rows)
@@ -69,12 +69,12 @@ def test_drafter_of_another_family_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="hidden_size: is 32"):
         load_drafter(folder, transformer_of(llamagen), dtype=torch.float32, device=CPU)
     with pytest.raises(UserError, match="EAGLE drafters need the features"):
-        transformer_of(TinyFamily().load("tiny", CPU, torch.float32))
+        transformer_of(TinyModel().load(CPU, torch.float32))
 
 
 def test_images_are_encoded_to_tokens_with_line_ends(tmp_path: Path) -> None:
     path = tiny_chameleon.write_model_file(tmp_path / "lumina", "lumina-mgpt-7b-768", (4, 4))
-    model = load_model(str(path), CPU, torch.float32)
+    model = model_of(str(path)).load(CPU, torch.float32)
     reader = model.pixels
     assert isinstance(reader, ReadsPictures) and reader.size == (8, 8)
     pictures = torch.randint(256, (2, 8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
@@ -85,7 +85,7 @@ def test_images_are_encoded_to_tokens_with_line_ends(tmp_path: Path) -> None:
 
 
 def test_encoding_a_decoded_image_returns_nearly_the_same_image() -> None:
-    model = load_model("lanterns", CPU, torch.float32)
+    model = model_of("lanterns").load(CPU, torch.float32)
     reader = model.pixels
     assert isinstance(reader, ReadsPictures) and reader.size == (64, 64)
     tokens = torch.randint(2048, (2, 256), generator=torch.Generator().manual_seed(1))

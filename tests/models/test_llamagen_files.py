@@ -19,7 +19,7 @@ from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.state_dict import export
 from lantern_bench.models.llamagen import PUBLISHED, LlamaGenSize
 from lantern_bench.models.llamagen.checkpoint import build_target, key_map
-from lantern_bench.models.registry import cards
+from lantern_bench.models.registry import models
 from lantern_bench.models.transformer.attention import grid_rotary, rotary_table
 from lantern_bench.models.transformer.conditioning import Condition
 from tests.models import golden_models, tiny_llamagen
@@ -79,9 +79,10 @@ def test_training_framework_wrappers_are_opened(wrap: dict[str, None] | None, of
 
 
 def test_weights_load_in_the_requested_dtype(official: Any, tmp_path: Path) -> None:
-    from lantern_bench.models.registry import load_model
+    from lantern_bench.models import registry
 
-    loaded: Any = load_model(str(model_of(tmp_path, official(C2I), C2I)), torch.device("cpu"), torch.bfloat16)
+    path = str(model_of(tmp_path, official(C2I), C2I))
+    loaded: Any = registry.model_of(path).load(torch.device("cpu"), torch.bfloat16)
     assert {parameter.dtype for parameter in loaded.target.parameters()} == {torch.bfloat16}
     assert loaded.target.transformer.rotary.dtype == torch.float32
 
@@ -363,7 +364,7 @@ def test_missing_published_files_are_refused(
 
 def test_published_sizes_match_the_paper() -> None:
     """Parameters in millions, arXiv 2406.06525 table 1, and the key list of the text-conditional target."""
-    counted = {name: round(card.parameters / 1e6) for name, card in cards().items() if card.parameters is not None}
+    counted = {name: round(card.parameters / 1e6) for name, card in models().items() if card.parameters is not None}
     for scale, millions in {"B": 111, "L": 343, "XL": 775, "XXL": 1411, "3B": 3097}.items():
         assert abs(counted[f"llamagen-c2i-{scale}-384"] - millions) <= 1
     with torch.device("meta"):

@@ -15,8 +15,8 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.teacher_forcing import teacher_forced
 from lantern_bench.errors import UserError
-from lantern_bench.models.random_model import blueprint
-from lantern_bench.models.registry import card_of, family_of, load_codes, load_model
+from lantern_bench.models.random_model import meta_model
+from lantern_bench.models.registry import load_codes, model_of
 from tests.models import tiny_lumina2 as tiny
 
 CPU, SCALE = torch.device("cpu"), 4.0
@@ -39,7 +39,7 @@ def test_agreement_with_the_arithmetic_written_out(tmp_path: Path, capsys: pytes
         path = tiny.write(tmp_path / name, shape)
         state = load_file(path.parent / "model.safetensors")
         vq = torch.load(path.parent / "movqgan_270M.ckpt", weights_only=True)
-        model: Any = load_model(str(path), CPU, torch.float32)
+        model: Any = model_of(str(path)).load(CPU, torch.float32)
         condition = model.condition([" ".join(CAPTION)])
         wanted = tiny.prompts(CAPTION, shape)
         for ours, theirs, valid in zip(condition.values[0], wanted, condition.valid[0], strict=True):
@@ -70,7 +70,7 @@ def test_agreement_with_the_arithmetic_written_out(tmp_path: Path, capsys: pytes
 
 def test_check_model_passes_and_neighbours_are_of_its_own_codebook(tmp_path: Path) -> None:
     path = tiny.write(tmp_path / "model", SHAPES["head norms in two parts"])
-    model = load_model(str(path), CPU, torch.float32)
+    model = model_of(str(path)).load(CPU, torch.float32)
     draws = torch.Generator().manual_seed(0)
     captions = ["red lantern", "image over the lantern"]
     found = check_model(model, captions, tolerance=TOLERANCE["float32"], generator=draws)
@@ -83,7 +83,7 @@ def test_check_model_passes_and_neighbours_are_of_its_own_codebook(tmp_path: Pat
 
 def test_pictures_become_tokens_with_row_ends(tmp_path: Path) -> None:
     shape = SHAPES["plain"]
-    model: Any = load_model(str(tiny.write(tmp_path / "model", shape)), CPU, torch.float32)
+    model: Any = model_of(str(tiny.write(tmp_path / "model", shape))).load(CPU, torch.float32)
     pictures = torch.randint(256, (2, 8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     tokens = model.pixels.tokens(pictures)
     assert tokens.shape == (2, 20) and (tokens[:, 4::5] == shape.codes).all() and (tokens[:, :4] < shape.codes).all()
@@ -91,19 +91,19 @@ def test_pictures_become_tokens_with_row_ends(tmp_path: Path) -> None:
 
 def test_card_and_full_shape_are_the_published_ones() -> None:
     """Bytes of the published shards: 4.96 + 4.98 + 4.42 + 1.40 GB in bfloat16; MoVQGAN 270M: 1.08 GB in float32."""
-    card = card_of("lumina-mgpt2")
-    assert (card.name, card.tokens, card.vocab_size, card.mode) == ("lumina-mgpt2-7b", 96 * 97, 16384, "scd")
+    card = model_of("lumina-mgpt2")
+    assert (card.name, card.tokens, card.codes, card.mode) == ("lumina-mgpt2-7b", 96 * 97, 16384, "scd")
     assert card.defaults["cfg_scale"] == 4.0 and card.defaults["top_k"] == 4096 and card.licence == "Apache-2.0"
     assert "768x768 px" in card.description and card.parameters is not None
     assert 2 * card.parameters == pytest.approx(15.76e9, abs=0.02e9)
-    _, family, parts = blueprint("lumina-mgpt2-7b")
-    assert parts.drafter is None and parts.tokenizer is not None
-    target: Any = parts.target
+    model: Any = meta_model("lumina-mgpt2-7b")
+    assert model.drafter is None
+    target: Any = model.target
     assert (target.image_tokens, target.n_codes, target.config.words) == (9312, 16384, 171385)
     assert target.config.token_ids[:2] == (155000, 155001) and target.config.token_ids[16383] == 171383
-    counted = sum(parameter.numel() for parameter in parts.tokenizer.parameters())
+    counted = sum(parameter.numel() for parameter in model.pixels.model.parameters())
     assert 4 * counted == pytest.approx(1.08e9, abs=0.01e9)
-    condition = family.random_condition("lumina-mgpt2-7b", parts)(["a red lantern"])
+    condition = model.condition(["a red lantern"])
     start = condition.values[0, 0][condition.valid[0, 0]].tolist()
     assert start[0] == 151643 and start[-3] == 151665 and start[-2] == start[-1]
     assert condition.values[0, 1][condition.valid[0, 1]].tolist() == start[-3:]
@@ -111,14 +111,14 @@ def test_card_and_full_shape_are_the_published_ones() -> None:
 
 def test_prompt_is_the_authors(tmp_path: Path) -> None:
     path = tiny.write(tmp_path / "model", tiny.Shape(grid=(8, 4)))
-    family: Any = family_of(str(path))
-    style = family._family._style(family._file)
+    family: Any = model_of(str(path))
+    style = family.described._style(family.file)
     text = style.text("a cat")
     assert (
         text == "Generate an image of 32x64 according to the following prompt:\na cat" and style.start == "<|im_end|>"
     )
     (path.parent / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|endoftext|>"}))
-    assert family._family._style(family._file).start == "<|endoftext|>"
+    assert family.described._style(family.file).start == "<|endoftext|>"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_model_files_that_cannot_be_are_refused(old: str, new: str, said: str, t
     path = tiny.write(tmp_path / "model", SHAPES["plain"])
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(UserError) as caught:
-        load_model(str(path), CPU, torch.float32).condition(["red lantern"])
+        model_of(str(path)).load(CPU, torch.float32).condition(["red lantern"])
     assert said in caught.value.message and "\n" not in caught.value.message
 
 
@@ -141,4 +141,4 @@ def test_other_tokenizers_are_refused(tmp_path: Path) -> None:
     path = tiny.write(tmp_path / "model", SHAPES["plain"])
     torch.save({"quantize.embedding.weight": torch.ones(3, 2)}, path.parent / "movqgan_270M.ckpt")
     with pytest.raises(UserError, match="is not a MoVQGAN: it"):
-        load_model(str(path), CPU, torch.float32)
+        model_of(str(path)).load(CPU, torch.float32)

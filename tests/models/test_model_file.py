@@ -8,7 +8,7 @@ import pytest
 
 from lantern_bench.errors import UserError
 from lantern_bench.models.io.model_file import ModelFile, read_model_file
-from lantern_bench.models.registry import card_of, defaults_of, family_of
+from lantern_bench.models.registry import defaults_of, model_of
 
 WHOLE = """
 name: mine
@@ -48,12 +48,12 @@ def test_paths_are_relative_to_the_file(folder: Path, monkeypatch: pytest.Monkey
 
 def test_card_of_model_file_opens_no_checkpoint(folder: Path) -> None:
     path = write(folder, WHOLE)  # its checkpoints are empty files
-    card = card_of(str(path))
-    assert (card.family, card.tokens, card.vocab_size) == ("llamagen-c2i", 24, 32)
+    card = model_of(str(path))
+    assert (card.family, card.tokens, card.codes) == ("llamagen-c2i", 24, 32)
     assert card.defaults["cfg_scale"] == 3 and defaults_of([str(path)])[str(path)] == card.defaults
-    family_of(str(path)).check_prompt("class 6")
+    model_of(str(path)).check_prompt("class 6")
     with pytest.raises(UserError, match="there are 7 classes"):
-        family_of(str(path)).check_prompt("7")
+        model_of(str(path)).check_prompt("7")
 
 
 def test_error_lists_every_problem_with_its_line(folder: Path) -> None:
@@ -104,30 +104,30 @@ defaults: {cfg_scale: -1, tre: small-7}
 def test_invalid_model_file_is_refused(text: str, said: str | None, folder: Path) -> None:
     path = write(folder, text)
     if said is None:
-        assert card_of(str(path)).family == "llamagen-c2i"
+        assert model_of(str(path)).family == "llamagen-c2i"
         return
     with pytest.raises(UserError) as caught:
-        card_of(str(path))
+        model_of(str(path))
     assert said in caught.value.message and str(path) in caught.value.message
 
 
 def test_config_may_be_a_json_file(folder: Path) -> None:
-    (folder / "sizes.json").write_text('{"num_classes": 3, "n_head": 2}')
+    (folder / "sizes.json").write_text('{"num_classes": 3, "n_head": 2, "vocab_size": 9}')
     path = write(folder, "family: llamagen-c2i\ntarget: {checkpoint: weights/target.pt, config: sizes.json}\n")
     with pytest.raises(UserError, match="there are 3 classes"):
-        family_of(str(path)).check_prompt("3")
+        model_of(str(path)).check_prompt("3")
     (folder / "sizes.json").write_text("{")
     with pytest.raises(UserError, match="cannot be read as JSON"):
-        card_of(str(path))
+        model_of(str(path))
 
 
 def test_missing_file_and_misspelt_names_are_explained(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--model nothing\.yaml: no such file"):
-        card_of("nothing.yaml")
+        model_of("nothing.yaml")
     (tmp_path / "folder.yaml").mkdir()
     with pytest.raises(UserError, match="is a folder, not a file"):
-        card_of(str(tmp_path / "folder.yaml"))
+        model_of(str(tmp_path / "folder.yaml"))
     with pytest.raises(UserError, match="did you mean llamagen-t2i-stage"):
-        card_of("llamagen-t2i-stage")
-    assert card_of("llamagen-c2i-XL").name == "llamagen-c2i-XL-384"
-    assert card_of("llamagen-c2i-B").name == "llamagen-c2i-B-256"
+        model_of("llamagen-t2i-stage")
+    assert model_of("llamagen-c2i-XL").name == "llamagen-c2i-XL-384"
+    assert model_of("llamagen-c2i-B").name == "llamagen-c2i-B-256"

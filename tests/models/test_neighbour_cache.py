@@ -14,7 +14,7 @@ from lantern_bench.models.io import neighbour_cache
 from lantern_bench.models.io.neighbour_cache import export_table, neighbour_table, read_table, table_path, write_table
 from lantern_bench.models.loaded_model import LoadedModel
 from tests.decoding.golden_cases import golden_path
-from tests.tiny_family import TinyFamily
+from tests.tiny_model import TinyModel
 
 
 def codebook(codes=50, width=4, seed=0):
@@ -144,12 +144,12 @@ def test_unwritable_directory_does_not_fail(tmp_path):
 
 
 def test_model_reads_its_table_in_its_space(tmp_path):
-    model: LoadedModel = TinyFamily().load("tiny", torch.device("cpu"), torch.float32)
+    model: LoadedModel = TinyModel().load(torch.device("cpu"), torch.float32)
     model.table_folder = tmp_path
     raw = model.table(3)
     assert raw.dtype == torch.int32 and torch.equal(raw, nearest_codes(model.codebook, 3))
     assert torch.equal(read_table(next(tmp_path.iterdir()), model.codebook, "raw")[:, :3].int(), raw)
-    other: LoadedModel = TinyFamily().load("tiny", torch.device("cpu"), torch.float32)
+    other: LoadedModel = TinyModel().load(torch.device("cpu"), torch.float32)
     other.neighbour_space = "normalised"
     assert torch.equal(other.table(3), nearest_codes(in_space(other.codebook, "normalised"), 3))
     assert not torch.equal(other.table(3), raw)

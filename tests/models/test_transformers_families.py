@@ -13,8 +13,8 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.teacher_forcing import teacher_forced
 from lantern_bench.errors import UserError
-from lantern_bench.models.random_model import blueprint
-from lantern_bench.models.registry import cards, load_model
+from lantern_bench.models.random_model import meta_model
+from lantern_bench.models.registry import model_of, models
 from tests.models import tiny_hosted as tiny
 
 CPU, FLOAT, SCALE = torch.device("cpu"), torch.float32, 3.0
@@ -39,7 +39,7 @@ def written(folder: Path, family: str, shape: tiny.Shape) -> tuple[Any, Any]:
     # Janus states its grid; Emu3's pictures may have any.
     grid = f"grid: [{shape.side}, {shape.side + 1}]\n" if family == "emu3" else ""
     (folder / "model.yaml").write_text(f"family: {family}\n{grid}target: {{checkpoint: weights}}\n")
-    return theirs, load_model(str(folder / "model.yaml"), CPU, FLOAT)
+    return theirs, model_of(str(folder / "model.yaml")).load(CPU, FLOAT)
 
 
 @pytest.mark.parametrize("family", WRITERS)
@@ -154,7 +154,7 @@ def test_both_namings_of_emu3_files_are_read(tmp_path: Path) -> None:
         written_as = next(prefix for prefix in renamed if name.startswith(prefix))
         state[renamed[written_as] + name.removeprefix(written_as)] = tensor
     save_file(state, path)
-    again = load_model(str(tmp_path / "model.yaml"), CPU, FLOAT)
+    again = model_of(str(tmp_path / "model.yaml")).load(CPU, FLOAT)
     assert again.target.transformer.output.weight.equal(model.target.transformer.output.weight)  # type: ignore[attr-defined]
     assert again.codebook is not None and model.codebook is not None and again.codebook.equal(model.codebook)
 
@@ -189,7 +189,7 @@ def test_impossible_configs_are_refused(family: str, changes: dict[str, Any], to
     path.write_text(json.dumps(stated))
     (tmp_path / "model.yaml").write_text(f"family: {family}\ntarget: {{checkpoint: weights}}\n")
     with pytest.raises(UserError) as caught:
-        load_model(str(tmp_path / "model.yaml"), CPU, FLOAT)
+        model_of(str(tmp_path / "model.yaml")).load(CPU, FLOAT)
     assert told in caught.value.message and "\n" not in caught.value.message
 
 
@@ -203,25 +203,25 @@ def test_missing_tensors_are_named(family: str, tmp_path: Path) -> None:
     gone = next(name for name in state if name.endswith("layers.1.self_attn.q_proj.weight"))
     save_file({name: tensor for name, tensor in state.items() if name != gone}, path)
     with pytest.raises(UserError, match=r"layers\.1\.self_attn\.q_proj\.weight"):
-        load_model(str(tmp_path / "model.yaml"), CPU, FLOAT)
-    other = "emu3" if family == "janus" else "janus"
+        model_of(str(tmp_path / "model.yaml")).load(CPU, FLOAT)
+    other = "emu3" if family == "janus" else "llamagen-t2i"
     (tmp_path / "model.yaml").write_text(f"family: {other}\ntarget: {{checkpoint: weights}}\n")
     with pytest.raises(UserError, match=r"it is an? (Emu3|Janus) model in the layout of transformers"):
-        load_model(str(tmp_path / "model.yaml"), CPU, FLOAT)
+        model_of(str(tmp_path / "model.yaml")).load(CPU, FLOAT)
 
 
 def test_cards_say_what_is_published() -> None:
-    found = {name: card for name, card in cards().items() if card.family in WRITERS}
+    found = {name: model for name, model in models().items() if model.family in WRITERS}
     assert {name: card.tokens for name, card in found.items()} == {
         "janus-pro-1b": 576,
         "janus-pro-7b": 576,
         "emu3-gen": 90 * 91,
     }
-    assert {name: card.vocab_size for name, card in found.items()}["emu3-gen"] == 32768
+    assert {name: card.codes for name, card in found.items()}["emu3-gen"] == 32768
     assert all(card.mode == "scd" for card in found.values())
     assert "720x720 px" in found["emu3-gen"].description and "384x384 px" in found["janus-pro-1b"].description
     # Parameters of the modules that are built, counted on the meta device.
     for name in found:
-        parts = blueprint(name)[2]
+        parts = meta_model(name)
         assert sum(one.numel() for one in parts.target.parameters()) == found[name].parameters
         assert parts.drafter is None

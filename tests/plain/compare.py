@@ -23,7 +23,7 @@ from lantern_bench.decoding.loop import decode
 from lantern_bench.methods.trees import STATIC_TREES
 from lantern_bench.models.lanterns import GUIDANCE
 from lantern_bench.models.lanterns.captions import HELD_OUT
-from lantern_bench.models.lanterns.family import FAMILY
+from lantern_bench.models.lanterns.family import Lanterns
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.random_model import random_model_of_size, read_size
 from lantern_bench.profile.steps import forward_ms
@@ -55,7 +55,7 @@ def ours(model: LoadedModel, decoding: Decoding, caption: str, seed: int, tokens
 
 def load(size: str | None, device: torch.device, dtype: torch.dtype) -> LoadedModel:
     if size is None:
-        return FAMILY.load("lanterns", device, dtype)
+        return Lanterns().load(device, dtype)
     return random_model_of_size(read_size(size), device, dtype, torch.Generator(device).manual_seed(0))
 
 

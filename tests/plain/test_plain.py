@@ -13,7 +13,7 @@ from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.methods.trees import STATIC_TREES
 from lantern_bench.models.lanterns import GUIDANCE
 from lantern_bench.models.lanterns.captions import HELD_OUT
-from lantern_bench.models.lanterns.family import FAMILY
+from lantern_bench.models.lanterns.family import Lanterns
 from lantern_bench.models.loaded_model import LoadedModel
 from tests.plain.decoding import Plain, shape_of
 from tests.plain.network import PlainDrafter, PlainTarget
@@ -28,7 +28,7 @@ DRAFTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
-    return FAMILY.load("lanterns", torch.device("cpu"), torch.float32)
+    return Lanterns().load(torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.profile import steps
 from lantern_bench.profile.steps import StepCost
 from lantern_bench.profile.tree_search import Candidate, corners_of, experiment_line, fastest, fit_price
-from tests.tiny_family import PROMPTS, TinyFamily
+from tests.tiny_model import PROMPTS, TinyModel
 
 FORWARDS = (1.0, 1.2, 1.6, 2.4, 4.0, 7.2)  # 0.8 + 0.2 a node
 
@@ -77,7 +77,7 @@ def test_line_of_an_experiment_gives_the_cell_again(values: dict[str, object], l
 
 
 def test_decodings_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = TinyFamily().load("tiny", torch.device("cpu"), torch.float32)
+    model = TinyModel().load(torch.device("cpu"), torch.float32)
     plain = Decoding(mode="ar")
     drafted = Decoding.model_validate({"mode": "speculative", "tree": "chain-3"})
     order, shares, real = list[bool](), list[float](), steps.decode

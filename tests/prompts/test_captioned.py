@@ -8,9 +8,9 @@ import pytest
 
 from lantern_bench.errors import UserError
 from lantern_bench.prompts.sets import read_captioned
-from tests.training.tiny_target import TinyFamily, write_pictures
+from tests.training.tiny_target import TinyModel, write_pictures
 
-FAMILY = TinyFamily()
+MODEL = TinyModel()
 FOUND = [("00.png", "red lantern"), ("01.png", "blue round lantern")]
 
 
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_file_names_pictures_and_captions(name: str, content: str, named: bool, folder: Path) -> None:
     where = folder.parent / name if named else folder / name
     where.write_text(content % FOUND[1][1])
-    found = read_captioned(folder, where if named else None, FAMILY)
+    found = read_captioned(folder, where if named else None, MODEL)
     assert [(item.path.name, item.caption) for item in found] == FOUND
     assert all(item.path.is_file() and item.place.startswith(name) for item in found)
 
@@ -46,7 +46,7 @@ def test_captions_beside_pictures_in_subfolders(folder: Path) -> None:
     (folder / "01.png").rename(folder / "below" / "01.JPEG")
     (folder / "00.txt").write_text("red lantern\n")
     (folder / "below" / "01.txt").write_text("  blue round lantern ")
-    assert [item.caption for item in read_captioned(folder, None, FAMILY)] == [caption for _, caption in FOUND]
+    assert [item.caption for item in read_captioned(folder, None, MODEL)] == [caption for _, caption in FOUND]
 
 
 @pytest.mark.parametrize(
@@ -61,5 +61,5 @@ def test_captions_beside_pictures_in_subfolders(folder: Path) -> None:
 def test_caption_errors_name_the_line(content: str, said: str, folder: Path) -> None:
     (folder / "captions.txt").write_text(content)
     with pytest.raises(UserError) as caught:
-        read_captioned(folder, None, FAMILY)
+        read_captioned(folder, None, MODEL)
     assert said in caught.value.message

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from lantern_bench.config.plan import Prompt
 from lantern_bench.errors import UserError
-from lantern_bench.models.family import class_number, class_prompt
+from lantern_bench.models.model import class_number, class_prompt
 from lantern_bench.prompts.sets import load_prompts, prompt_facts
-from tests.tiny_family import PROMPTS
+from tests.tiny_model import PROMPTS
 
 
 class Anything:
-    """A family that takes every prompt but one with the word bad."""
+    """A model that takes every prompt but one with the word bad."""
 
-    def prompt_sets(self):
-        return {"held-out": PROMPTS}
+    prompt_sets: ClassVar = {"held-out": PROMPTS}
 
     def check_prompt(self, text):
         if "bad" in text:

@@ -9,13 +9,13 @@ import pytest
 
 from lantern_bench.errors import UserError
 from lantern_bench.prompts.sets import load_prompts
-from tests.tiny_family import PROMPTS, TinyFamily
+from tests.tiny_model import PROMPTS, TinyModel
 
-FAMILY = TinyFamily()
+MODEL = TinyModel()
 
 
 def texts(source: str | Path) -> list[str]:
-    return [prompt.text for prompt in load_prompts(str(source), FAMILY)]
+    return [prompt.text for prompt in load_prompts(str(source), MODEL)]
 
 
 def test_a_set_by_name() -> None:

@@ -11,7 +11,7 @@ import yaml
 from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.trees import STATIC_TREES
-from lantern_bench.models.registry import card_of, cards
+from lantern_bench.models.registry import model_of, models
 from lantern_bench.models.transformer import TransformerConfig
 from lantern_bench.report.cost_model import (
     STACKS,
@@ -82,7 +82,7 @@ def test_programs_overlap_as_the_device_does():
 @pytest.mark.parametrize("device", [*devices().values(), CPU], ids=lambda device: device.name)
 def test_more_work_never_costs_less(device: Device, stack: Stack):
     device = device.model_copy(update={"eager_kernel_us": device.eager_kernel_us or 20.0})
-    at = Setting(card_of("llamagen-t2i-stage1").sizes, 1, False, 100)
+    at = Setting(model_of("llamagen-t2i-stage1").sizes, 1, False, 100)
     chains = [named_draft(f"chain-{length}") for length in range(3, 8)]
     steps = [step_seconds(device, stack, at, draft, 2.0).total for draft in chains]
     assert steps == sorted(steps)
@@ -111,7 +111,7 @@ def test_dynamic_draft_and_unknown_label():
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
 def test_fit_recovers_a_device_from_its_own_times(kind: str):
     truth = CPU.model_copy(update={"kind": kind, "read_gb_s": 20.0, "multiply_tflops": 0.3})
-    at, stack = Setting(card_of("lanterns").sizes, 1, True, 138), STACKS["compiled"]
+    at, stack = Setting(model_of("lanterns").sizes, 1, True, 138), STACKS["compiled"]
     samples = [
         Sample("target", work := target_work(at, nodes, 2, stack), seconds_of(work, truth, stack).total, nodes)
         for nodes in (1, 8, 16, 32, 64)
@@ -165,6 +165,6 @@ def test_shipped_devices_state_their_source():
 
 
 def test_named_models_state_their_sizes():
-    for name, card in cards().items():
-        assert card.sizes is not None, name
-        assert card.sizes.image_tokens == card.tokens, name
+    for name, model in models().items():
+        assert model.sizes is not None, name
+        assert model.sizes.image_tokens == model.tokens, name

@@ -7,15 +7,14 @@ import gzip
 import html
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models.registry import card_of
 from lantern_bench.report.cost_model import devices
 from lantern_bench.report.page import Thumbnails, render, write_report
 from lantern_bench.report.predict import prediction_rows
@@ -84,8 +83,8 @@ def test_page_has_the_speedups_predicted_for_every_device(run, page):
 
 
 def test_page_of_a_model_of_unknown_sizes_has_no_device(run, tmp_path, monkeypatch):
-    unknown = replace(card_of("lanterns"), sizes=None)
-    monkeypatch.setattr("lantern_bench.report.predict.card_of", lambda _name: unknown)
+    unknown = SimpleNamespace(sizes=None)
+    monkeypatch.setattr("lantern_bench.report.predict.model_of", lambda _name: unknown)
     assert data_of(render(load_runs([run]), tmp_path))["devices"] == []
 
 

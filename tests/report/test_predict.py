@@ -7,13 +7,14 @@ import io
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 
 from lantern_bench.cli import main as cli
 from lantern_bench.errors import RefusedError
-from lantern_bench.models.registry import card_of
+from lantern_bench.models.registry import model_of
 from lantern_bench.report.cost_model import STACKS, Setting, devices, named_draft, step_seconds
 from lantern_bench.report.predict import measured_elsewhere, predict_run, prediction_rows
 from lantern_bench.report.records import load_runs
@@ -61,7 +62,7 @@ def test_error_is_only_of_a_run_with_the_same_device_and_code(run: RunData, abou
 def test_speedup_is_accepted_length_over_relative_cost_of_a_step(run: RunData):
     # STRICT has the walks [0, 1], [0, -1], [-1]: 2 tokens a step from the positions 1, 4 and 6 of 7 tokens.
     row = next(row for row in prediction_rows(run, A100, "eager") if row["mode"] == "speculative")
-    sizes = card_of("lanterns").sizes
+    sizes = model_of("lanterns").sizes
     at = Setting(sizes, 1, True, sizes.prefix + 11 / 3)
     step = step_seconds(A100, STACKS["eager"], at, named_draft("small-7"), 2.0)
     assert row["mean_accepted_length"] == 2.0 and row["nodes"] == 8 and row["drafter_forwards_per_step"] == 4
@@ -107,8 +108,8 @@ def test_run_without_steps_and_model_without_sizes_are_refused(run: RunData, mon
     bare = [row | {"committed_per_step": None} for row in run.records]
     with pytest.raises(RefusedError, match="no image has recorded steps"):
         list(prediction_rows(dataclasses.replace(run, records=bare), A100, "compiled"))
-    unknown = dataclasses.replace(card_of("lanterns"), sizes=None)
-    monkeypatch.setattr("lantern_bench.report.predict.card_of", lambda _name: unknown)
+    unknown = SimpleNamespace(sizes=None)
+    monkeypatch.setattr("lantern_bench.report.predict.model_of", lambda _name: unknown)
     with pytest.raises(RefusedError, match="the sizes of lanterns are not known"):
         list(prediction_rows(run, A100, "compiled"))
 

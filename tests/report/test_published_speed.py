@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from docs.make_prediction import PAGE, groups, held_out, predicted, published_rows, render
-from lantern_bench.models.lanterns.family import FAMILY
+from lantern_bench.models.lanterns.family import Lanterns
 from lantern_bench.report.cost_model import STACKS, Setting, draft_work, named_draft, target_work, verify_work
 from tests.plain import network
 from tests.plain.decoding import Plain
@@ -88,7 +88,7 @@ class _Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("label", [None, "chain-5", "eagle1-25", "58n5d10b"])
 def test_eager_kernels_are_those_of_the_plain_implementation(label: str | None):
-    model = FAMILY.load("lanterns", torch.device("cpu"), torch.float32)
+    model = Lanterns().load(torch.device("cpu"), torch.float32)
     target: Any = model.target
     plain = Plain(network.PlainTarget(target), network.PlainDrafter(model.drafter), model.table(20), 2.0)
     count = _Operations()

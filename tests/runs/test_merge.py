@@ -15,7 +15,7 @@ from lantern_bench.errors import LanternError, RefusedError, UserError
 from lantern_bench.models import registry
 from lantern_bench.runs.merge import merge_runs
 from lantern_bench.runs.store import read_manifest, read_records
-from tests.tiny_family import EXPERIMENT, TinyFamily
+from tests.tiny_model import EXPERIMENT, TinyModel
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
     (folder / "tiny.yaml").write_text(EXPERIMENT)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "families", lambda: {"tiny": TinyFamily()})
+        patch.setattr(registry, "models", lambda: {"tiny": TinyModel()})
         patch.chdir(folder)
         common = ["tiny.yaml", "--threads", "1", "-q"]
         assert main(["sweep", *common, "--out", "whole"]) == 0

@@ -16,7 +16,7 @@ import pytest
 from lantern_bench.config.plan import Plan, Prompt, make_plan
 from lantern_bench.runs.store import read_manifest, read_records
 from tests.faults.conftest import Bench
-from tests.tiny_family import EXPERIMENT, PROMPTS
+from tests.tiny_model import EXPERIMENT, PROMPTS
 
 
 @pytest.fixture(scope="module")

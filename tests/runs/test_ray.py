@@ -33,7 +33,7 @@ from lantern_bench.runs.ray_cluster import Slot, slots_of
 from lantern_bench.runs.ray_driver import blocks_of
 from lantern_bench.runs.ray_scoring import RayMeasure
 from lantern_bench.runs.store import read_manifest, read_records
-from tests.tiny_family import EXPERIMENT, PROMPTS, TinyFamily
+from tests.tiny_model import EXPERIMENT, PROMPTS, TinyModel
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lantern-bench[ray]'")
 # A minute or two in all; on a busy machine every process takes long to start.
@@ -44,11 +44,11 @@ ROOT = Path(__file__).parents[2]
 SLOW = """
 import os, time
 from pathlib import Path
-from tests.tiny_family import TinyFamily
+from tests.tiny_model import TinyModel
 
-class Slow(TinyFamily):
-    def load(self, name, device, dtype):
-        model = super().load(name, device, dtype)
+class Slow(TinyModel):
+    def load(self, device, dtype):
+        model = super().load(device, dtype)
         plain, at = model.condition, Path(__file__).parent
         def condition(prompts):
             time.sleep(0.02)
@@ -73,7 +73,7 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     info = folder / "slow_family-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-family\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[lantern_bench.families]\ntiny = slow_family:family\n")
+    (info / "entry_points.txt").write_text("[lantern_bench.models]\ntiny = slow_family:family\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -347,7 +347,7 @@ def test_throughput_packs_several_workers_on_a_device() -> None:
 
 def tiny_plan(at: Path, **flags: str) -> Plan:
     experiment = load_experiment(at / "tiny.yaml", Overrides.from_flags(flags))
-    resolved = resolve(experiment, {"tiny": TinyFamily().cards()[0].defaults})
+    resolved = resolve(experiment, {"tiny": TinyModel.defaults})
     return make_plan(resolved, [Prompt(text) for text in PROMPTS])
 
 

@@ -31,11 +31,10 @@ from lantern_bench.runs.store import RunStore, read_manifest, read_records
 from lantern_bench.runs.sweep import disturbed as disturbed_images
 from lantern_bench.runs.threads import Calibrated
 from lantern_bench.schema import columns
-from tests.tiny_family import EXPERIMENT, PROMPTS, TOKENS, TinyFamily
+from tests.tiny_model import EXPERIMENT, PROMPTS, TOKENS, TinyModel
 
 CPU = Place(torch.device("cpu"), torch.float32)
-FAMILY = TinyFamily()
-MODEL = FAMILY.load("tiny", *CPU)
+MODEL = TinyModel().load(*CPU)
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def tiny(tmp_path: Path) -> Any:
         path = tmp_path / "tiny.yaml"
         path.write_text(EXPERIMENT)
         loaded = load_experiment(path, Overrides.from_flags(flags))
-        resolved = resolve(loaded, {card.name: card.defaults for card in FAMILY.cards()})
+        resolved = resolve(loaded, {"tiny": TinyModel.defaults})
         return resolved, make_plan(resolved, [Prompt(text) for text in prompts])
 
     return make
@@ -262,7 +261,7 @@ def test_all_cells_share_the_seed_of_an_image(tiny: Any) -> None:
 
 
 def test_narrow_neighbour_table_is_a_prefix_of_a_wider_one() -> None:
-    model = FAMILY.load("tiny", *CPU)
+    model = TinyModel().load(*CPU)
     narrow = model.table(2).clone()
     wide = model.table(9)
     assert torch.equal(wide[:, :2], narrow) and torch.equal(model.table(2), narrow)

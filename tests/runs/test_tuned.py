@@ -26,9 +26,9 @@ from lantern_bench.runs import devices, tuned
 from lantern_bench.runs.devices import Place
 from lantern_bench.runs.store import RESULTS_VARIABLE, read_manifest, read_records, read_run
 from lantern_bench.runs.sweep import load, prepare
-from tests.tiny_family import EXPERIMENT, TinyFamily
+from tests.tiny_model import EXPERIMENT, TinyModel
 
-FAMILIES = registry.families
+MODELS = registry.models
 PLACE = Place(torch.device("cpu"), torch.float32)
 CHAIN = Decoding(mode="speculative", tree="chain-3", cfg_scale=2, cfg_default=2)
 BLOCK = Decoding(mode="speculative", rule="block", tree="chain-4", cfg_scale=2, cfg_default=2)
@@ -39,14 +39,14 @@ SETTINGS = Settings(name="tiny", model="tiny", dtype="float32")
 
 
 @pytest.fixture(autouse=True)
-def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyFamily:
+def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyModel:
     """One tiny model, an empty cache and results folder."""
-    family = TinyFamily()
-    monkeypatch.setattr(registry, "families", lambda: {"tiny": family})
+    model = TinyModel()
+    monkeypatch.setattr(registry, "models", lambda: {"tiny": model})
     monkeypatch.setattr(tuned, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setenv(RESULTS_VARIABLE, "results")
     monkeypatch.chdir(tmp_path)
-    return family
+    return model
 
 
 def keep(decoding: Decoding = CHAIN, speedup: float = 1.5, place: Place = PLACE, compile: bool = False) -> None:
@@ -117,11 +117,10 @@ def test_seeds_do_not_matter() -> None:
     ],
 )
 def test_another_machine_version_or_weights_find_nothing(
-    change: Callable[[pytest.MonkeyPatch], Any], family: TinyFamily, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[pytest.MonkeyPatch], Any], family: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("target.safetensors").write_bytes(b"weights")
-    (card,) = family.cards()
-    monkeypatch.setattr(family, "cards", lambda: [replace(card, weights={"target": Path("target.safetensors")})])
+    monkeypatch.setattr(family, "files", lambda: {"target": Path("target.safetensors")})
     keep()
     assert find()
     change(monkeypatch)
@@ -253,7 +252,7 @@ def test_a_run_keeps_the_cell_that_it_began_with(
     table = pd.read_csv(run / "summary.csv").set_index("cell_id")
     assert table["speedup_over_lossless"].notna().all()
     with monkeypatch.context() as patch:
-        patch.setattr(registry, "families", FAMILIES)
+        patch.setattr(registry, "models", MODELS)
         predicted = predict_run(read_run(run), known_devices()["a100"], "compiled", "llamagen-t2i-stage1")
     predicted = predicted.set_index("cell_id")
     assert predicted.loc[OWN_TREE.cell_id, "nodes"] == 4 and predicted["speedup"].notna().all()

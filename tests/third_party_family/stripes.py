@@ -1,20 +1,21 @@
-"""A model family in one file: pictures of four grey stripes, by a model that knows only the token before.
+"""A model in one file: pictures of four grey stripes, by a model that knows only the token before.
 
-It shows what `lantern_bench` asks of a family, and no more. Logits are a table; a prompt is `light` or `dark`. The
+It shows what `lantern_bench` asks of a model, and no more. Logits are a table; a prompt is `light` or `dark`. The
 drafter is the target with other numbers, so that speculation has something to reject.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lantern_bench.decoding.protocol import DrafterLogits, Logits
 from lantern_bench.errors import UserError
-from lantern_bench.models.card import ModelCard
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.models.model import Model
 
 CODES, GRID = 8, (4, 4)
 
@@ -84,37 +85,25 @@ class Stripes:
         return grey.repeat_interleave(8, 1).repeat_interleave(8, 2)[..., None].expand(-1, -1, -1, 3).contiguous()
 
 
-class StripesFamily:
-    """The object the entry point names."""
+class StripesModel(Model):
+    """What plans and listings need before anything is loaded, and how the model is loaded."""
 
-    def cards(self) -> Sequence[ModelCard]:
-        """What is known before anything is loaded."""
-        return [
-            ModelCard(
-                name="stripes",
-                family="stripes",
-                description="example of a third-party family: 16 grey squares",
-                defaults={"cfg_scale": 1.5, "tree": "small-7", "neighbours": 2},
-                prompt_set="both",
-                licence="Apache-2.0",
-                vocab_size=CODES,
-                tokens=GRID[0] * GRID[1],
-            )
-        ]
+    name = family = "stripes"
+    description = "example of a model of another package: 16 grey squares"
+    licence = "Apache-2.0"
+    defaults: Mapping[str, Any] = {"cfg_scale": 1.5, "tree": "small-7", "neighbours": 2}
+    codes, tokens = CODES, GRID[0] * GRID[1]
+    prompt_sets: Mapping[str, Sequence[str]] = {"both": ("light", "dark")}
 
     def check_prompt(self, text: str) -> None:
         """Raise `UserError` for a prompt the model cannot take."""
         if text not in ("light", "dark"):
             raise UserError(f"caption {text!r}: unknown", "The stripes are light or dark.")
 
-    def prompt_sets(self) -> Mapping[str, tuple[str, ...]]:
-        """The prompts the family comes with."""
-        return {"both": ("light", "dark")}
-
-    def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         """Put the model together."""
         return LoadedModel(
-            name=name,
+            name=self.name,
             target=Table(noise=0.0),
             drafter=Table(noise=0.3),
             pixels=Stripes(),
@@ -125,4 +114,4 @@ class StripesFamily:
         )
 
 
-FAMILY = StripesFamily()
+MODEL = StripesModel()

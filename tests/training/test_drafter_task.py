@@ -94,7 +94,7 @@ def bundled() -> tuple[TransformerTarget, ConditionedTokens]:
 
 
 def _loaded(path: Path) -> tuple[TransformerTarget, ConditionedTokens]:
-    loaded = registry.load_model(str(path), CPU, torch.float32)
+    loaded = registry.model_of(str(path)).load(CPU, torch.float32)
     target = loaded.target
     assert isinstance(target, TransformerTarget)
     draws = torch.Generator().manual_seed(2)

@@ -1,4 +1,4 @@
-"""A target of a few thousand numbers with words for captions, and its family: training takes milliseconds.
+"""A target of a few thousand numbers with words for captions, and its model: training takes milliseconds.
 
 The picture is 4 x 4 tokens of 32 codes; a tokenizer with random weights reads and draws them.
 """
@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
 from lantern_bench.errors import UserError
-from lantern_bench.models.card import ModelCard
 from lantern_bench.models.loaded_model import LoadedModel, VQPixels
+from lantern_bench.models.model import Model
 from lantern_bench.models.transformer import TransformerConfig
 from lantern_bench.models.transformer.conditioning import Condition, WordCaption
 from lantern_bench.models.transformer.target import TransformerTarget
@@ -58,21 +59,19 @@ def tiny_model(with_tokenizer: bool = True) -> LoadedModel:
     return LoadedModel("tiny", tiny_target(), None, pixels, codebook, caption_condition, weights, CONFIG.grid)  # type: ignore[arg-type]
 
 
-class TinyFamily:
-    """One model, `tiny`."""
+class TinyModel(Model):
+    """The model `tiny`."""
 
-    def cards(self) -> list[ModelCard]:
-        return [ModelCard("tiny", "tiny", "A few numbers", {"cfg_scale": 2.0, "tree": "small-7"}, "all", vocab_size=32)]
+    name, family, description, codes = "tiny", "tiny", "A few numbers", 32
+    defaults: Mapping[str, Any] = {"cfg_scale": 2.0, "tree": "small-7"}
+    prompt_sets: Mapping[str, Sequence[str]] = {"all": CAPTIONS}
 
     def check_prompt(self, text: str) -> None:
         for word in text.split():
             if word not in WORDS:
                 raise UserError(f"caption {text!r}: unknown word {word!r}", f"The words are {', '.join(WORDS[1:])}.")
 
-    def prompt_sets(self) -> Mapping[str, tuple[str, ...]]:
-        return {"all": CAPTIONS}
-
-    def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         return tiny_model()
 
 

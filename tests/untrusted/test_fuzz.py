@@ -21,7 +21,7 @@ from lantern_bench.schema import columns
 from tests.made_up_run import make_records, make_scores
 
 COUNTS = [500, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
-FAMILY: Any = SimpleNamespace(check_prompt=lambda text: None, prompt_sets=dict)
+ANY_PROMPT: Any = SimpleNamespace(check_prompt=lambda text: None, prompt_sets={})
 # What has meaning in YAML, JSON or CSV, and what breaks programs.
 SIGNS = [b"\0", b"\n", b"\t", b"\r", b'"', b"'", b"[", b"]", b"{", b"}", b":", b",", b"&a ", b"*a", b"- ", b"!!", b"#"]
 SIGNS += [b"\xff", b"\x85", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\x1b[2J", b'"\\ud800"', b"..", b"=1+1", b"<b>"]
@@ -115,7 +115,7 @@ def test_prompt_files(suffix: str, count: int, tmp_path: Path) -> None:
 
     def read(content: bytes) -> None:
         path.write_bytes(content)
-        for prompt in load_prompts(source, FAMILY):
+        for prompt in load_prompts(source, ANY_PROMPT):
             assert prompt.id and prompt.text == prompt.text.strip()
 
     fuzz(count, [COCO if suffix == "coco" else PROMPTS[suffix]], read)

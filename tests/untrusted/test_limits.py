@@ -24,7 +24,7 @@ from lantern_bench.report.tables import write_csv
 from tests.made_up_run import AR, make_record, write_run
 
 DEFAULTS = {"lanterns": {"cfg_scale": 3.0, "tree": "small-7"}}
-FAMILY: Any = SimpleNamespace(check_prompt=lambda text: None, prompt_sets=dict)
+ANY_PROMPT: Any = SimpleNamespace(check_prompt=lambda text: None, prompt_sets={})
 
 
 def deep(levels: int) -> str:
@@ -112,7 +112,7 @@ def test_prompts_with_control_characters_are_refused_by_line(name: str, characte
     path = tmp_path / name
     path.write_text(texts[path.suffix], encoding="utf-8")
     with pytest.raises(UserError) as raised:
-        load_prompts(str(path), FAMILY)
+        load_prompts(str(path), ANY_PROMPT)
     assert "control character" in raised.value.message or "cannot be read" in raised.value.message
     assert not any(ord(sign) < 32 and sign != "\n" for sign in raised.value.message)
 
@@ -121,7 +121,7 @@ def test_a_prompt_names_no_file(tmp_path: Path) -> None:
     """Pictures are named by cell and number."""
     (tmp_path / "p.txt").write_text("../../etc/passwd\n/tmp/x\nC:\\x\n")
     experiment = resolve(load_experiment("lanterns", Overrides({"images": [3]})), DEFAULTS)
-    plan = make_plan(experiment, load_prompts(str(tmp_path / "p.txt"), FAMILY))
+    plan = make_plan(experiment, load_prompts(str(tmp_path / "p.txt"), ANY_PROMPT))
     assert {prompt.text for prompt in {unit.prompt for unit in plan.units}} >= {"../../etc/passwd"}
     for unit in plan.units:
         assert (tmp_path / unit.image).resolve().is_relative_to(tmp_path / "images")
@@ -134,7 +134,7 @@ def test_captions_name_no_picture_outside_their_folder(name: str, tmp_path: Path
     (tmp_path / "secret.png").write_bytes(b"x")
     (folder / "captions.txt").write_text(f"{name}\ta lantern\n")
     with pytest.raises(UserError, match=r"line 1: .* is outside"):
-        read_captioned(folder, None, FAMILY)
+        read_captioned(folder, None, ANY_PROMPT)
 
 
 def test_messages_and_tables_do_not_steer_the_terminal() -> None:
@@ -183,5 +183,5 @@ def test_html_anywhere_in_a_run_is_escaped(tmp_path: Path) -> None:
 def test_long_prompt_files_are_read(count: int, tmp_path: Path) -> None:
     path = tmp_path / "p.txt"
     path.write_text("".join(f"lantern {number}\n" for number in range(count)))
-    assert len(load_prompts(str(path), FAMILY)) == count
-    assert load_prompts(f"{path}#0-2", FAMILY) == [Prompt("lantern 0", "p.txt:1"), Prompt("lantern 1", "p.txt:2")]
+    assert len(load_prompts(str(path), ANY_PROMPT)) == count
+    assert load_prompts(f"{path}#0-2", ANY_PROMPT) == [Prompt("lantern 0", "p.txt:1"), Prompt("lantern 1", "p.txt:2")]

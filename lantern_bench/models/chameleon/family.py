@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lantern_bench.models.card import ModelCard
 from lantern_bench.models.chameleon import (
     FIRST_WORD,
     PUBLISHED,
@@ -23,7 +22,7 @@ from lantern_bench.models.chameleon import (
     published_vocabulary,
     read_config,
 )
-from lantern_bench.models.family import CheckpointFamily, config_beside
+from lantern_bench.models.family import CheckpointFamily, ModelCard, config_beside
 from lantern_bench.models.io.hub_files import CHAMELEON
 from lantern_bench.models.io.model_file import ModelFile
 from lantern_bench.models.prompt_tokens import PromptBuilder, TextTokenizer, invented_prompts

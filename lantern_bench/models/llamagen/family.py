@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lantern_bench.models.card import ModelCard
-from lantern_bench.models.family import CheckpointFamily, class_number, config_beside, some_classes
+from lantern_bench.models.family import CheckpointFamily, ModelCard, config_beside
 from lantern_bench.models.io.model_file import ModelFile
 from lantern_bench.models.llamagen import PUBLISHED, Kind, LlamaGenSize, read_config
+from lantern_bench.models.model import class_number, some_classes
 
 if TYPE_CHECKING:
     import torch

@@ -26,9 +26,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models.family import class_number
 from lantern_bench.models.io.files import cache_folder, remembered_sha256, write_atomically
 from lantern_bench.models.loaded_model import Prompts
+from lantern_bench.models.model import class_number
 from lantern_bench.models.transformer.conditioning import Condition
 
 # ---- Caption cleaning, as in the training of LlamaGen

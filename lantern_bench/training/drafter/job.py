@@ -17,8 +17,8 @@ from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.eagle import fresh_drafter
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.models.random_model import blueprint
-from lantern_bench.models.registry import Buildable, Family, card_of, family_of, load_model
+from lantern_bench.models.model import Model
+from lantern_bench.models.registry import model_of
 from lantern_bench.models.transformer.target import TransformerTarget
 from lantern_bench.prompts.sets import load_prompts, read_captioned
 from lantern_bench.training.drafter.dataset import Data, held_out_count
@@ -58,12 +58,12 @@ def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
     """
     recipe = recipe_of(flags)
     try:
-        card, family = card_of(flags.target), family_of(flags.target)
+        model = model_of(flags.target)
     except UserError as error:
         raise UserError(error.message.replace("--model", "--target"), error.advice) from error
-    data = _data(flags, family)
+    data = _data(flags, model)
     # Lossless speculative decoding with a static tree; guidance and filters default to the model's.
-    problems, read, defaults = Problems("train drafter"), dict[str, Any](), dict(card.defaults)
+    problems, read, defaults = Problems("train drafter"), dict[str, Any](), dict(model.defaults)
     for key in ("cfg_scale", "temperature", "top_k", "tree"):
         value = getattr(flags, key) if getattr(flags, key) is not None else defaults.get(key)
         if value is not None:
@@ -72,19 +72,19 @@ def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
     problems.raise_all()
     guidance = defaults.get("cfg_scale", 1.0)
     decoding = Decoding(mode="speculative", drafting="static", rule="strict", cfg_default=guidance, **read)
-    prompts = [] if flags.eval_prompts is None else _prompts(flags.eval_prompts, "--eval-prompts", family)
-    out = flags.out or drafters / Path(card.name).stem
+    prompts = [] if flags.eval_prompts is None else _prompts(flags.eval_prompts, "--eval-prompts", model)
+    out = flags.out or drafters / Path(model.name).stem
     init = flags.init if flags.init in ("random", "shipped") else Path(flags.init)
     if isinstance(init, Path) and not init.is_dir():
         raise UserError(f"--init {init}: no such folder", "Use random or shipped, or give a drafter's folder.")
     return DrafterJob(flags, data, recipe, decoding, prompts, out, flags.work or out / "work", init)
 
 
-def _data(flags: DrafterFlags, family: Family) -> Data:
+def _data(flags: DrafterFlags, model: Model) -> Data:
     """A folder holds pictures with captions; any other `--data` names captions."""
     source, images = flags.data, flags.images
     if Path(source).is_dir():
-        found = read_captioned(Path(source), flags.captions, family)
+        found = read_captioned(Path(source), flags.captions, model)
         if images is not None and images > len(found):
             raise UserError(f"--images {images}: --data {source} holds {len(found)} pictures")
         found = found[:images]
@@ -93,17 +93,17 @@ def _data(flags: DrafterFlags, family: Family) -> Data:
         if flags.captions is not None or flags.mirror:
             flag = "--mirror" if flags.captions is None else "--captions"
             raise UserError(f"{flag}: needs pictures, and --data {source} is not a folder", "Leave it out.")
-        texts = _prompts(source, "--data", family)
+        texts = _prompts(source, "--data", model)
         data = Data([texts[number % len(texts)] for number in range(images or len(texts))])
     if len(data) < 2:
         raise UserError(f"--data {source}: one picture is too few", "Give at least two; some are held out.")
     return data
 
 
-def _prompts(source: str, flag: str, family: Family) -> list[str]:
+def _prompts(source: str, flag: str, model: Model) -> list[str]:
     """The prompts of a set or a file; errors name `flag`."""
     try:
-        return [prompt.text for prompt in load_prompts(source, family)]
+        return [prompt.text for prompt in load_prompts(source, model)]
     except UserError as error:
         advice = error.advice
         if flag == "--data" and "no such file" in error.message:
@@ -134,13 +134,11 @@ def check_work(job: DrafterJob, model: LoadedModel, distributed: Distributed) ->
 def plan_rows(job: DrafterJob, dtype: torch.dtype) -> list[tuple[str, str]]:
     """What the training would make, and how much of it; a published target's files are not needed.
 
-    Raises `UserError` for a target that is not a transformer, and as `load_model` where its own files are missing.
+    Raises `UserError` for a target that is not a transformer, and as `Model.load` where its own files are missing.
     """
     flags, recipe, total = job.flags, job.recipe, len(job.data)
-    if isinstance(family_of(flags.target), Buildable):
-        target: object = blueprint(flags.target)[2].target
-    else:
-        target = load_model(flags.target, torch.device("cpu"), torch.float32).target
+    model = model_of(flags.target)
+    target = (model.with_random_weights() or model.load(torch.device("cpu"), torch.float32)).target
     if not isinstance(target, TransformerTarget):
         raise UserError(f"--target {flags.target}: has no features to learn from", "Use a model that is a transformer.")
     config, held_out = target.config, held_out_count(total, recipe.held_out)

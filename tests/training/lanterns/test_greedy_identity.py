@@ -16,7 +16,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.models.lanterns import GUIDANCE
 from lantern_bench.models.lanterns.captions import HELD_OUT
-from lantern_bench.models.lanterns.family import FAMILY
+from lantern_bench.models.lanterns.family import Lanterns
 from lantern_bench.models.loaded_model import LoadedModel
 
 CAPTIONS = [item.caption() for item in HELD_OUT[:6]]
@@ -26,7 +26,7 @@ NEAR_TIE = 1e-4
 
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
-    return FAMILY.load("lanterns", torch.device("cpu"), torch.float32)
+    return Lanterns().load(torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture(scope="module")

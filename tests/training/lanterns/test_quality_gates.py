@@ -169,4 +169,4 @@ def test_evaluate_prints_the_table_and_exits_with_5(folder: Path, capsys: pytest
     accuracy = next(row for row in rows if row["bar"] == "prompt accuracy of AR samples")
     assert accuracy["wanted"] == ">= 0.8" and accuracy["met"] == "NO" and accuracy["low"] <= accuracy["measured"]
     assert "PSNR on held-out scenes, dB" in told.err and "quality gates failed" in told.err
-    assert family_module.FAMILY.cards()[0].weights["target"] != folder / FILES["target"]
+    assert family_module.Lanterns().files()["target"] != folder / FILES["target"]

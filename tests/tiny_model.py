@@ -1,6 +1,6 @@
-"""A model family without weights: tables of logits by the token before, so that a run takes milliseconds.
+"""A model without weights: tables of logits by the token before, so that a run takes milliseconds.
 
-Shared by the tests of the runner and of the commands. `TinyFamily.broken` are captions at which the model fails.
+Shared by the tests of the runner and of the commands. `TinyModel.broken` are captions at which the model fails.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lantern_bench.decoding.protocol import DrafterLogits, Logits
 from lantern_bench.errors import UserError
-from lantern_bench.models.card import ModelCard
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.models.model import Model
 
 CODES, TOKENS, WIDTH = 16, 12, 4
 PROMPTS = ("one red lantern", "two blue lanterns", "three white lanterns")
@@ -72,15 +72,15 @@ class TinyPixels:
         return (tokens.reshape(-1, 3, 4, 1) * 15).to(torch.uint8).expand(-1, -1, -1, 3).contiguous()
 
 
-class TinyFamily:
-    """One model, `tiny`; it knows the words of its prompts."""
+class TinyModel(Model):
+    """The model `tiny`; it knows the words of its prompts."""
+
+    name, family, description, licence, codes = "tiny", "tiny", "Tables", "none", CODES
+    defaults: Mapping[str, Any] = {"cfg_scale": 2.0, "tree": "small-7", "nodes": 6, "depth": 2, "beam": 2}
+    prompt_sets: Mapping[str, Sequence[str]] = {"held-out": PROMPTS}
 
     def __init__(self) -> None:
         self.loads = 0
-
-    def cards(self) -> list[ModelCard]:
-        defaults = {"cfg_scale": 2.0, "tree": "small-7", "nodes": 6, "depth": 2, "beam": 2}
-        return [ModelCard("tiny", "tiny", "Tables", defaults, "held-out", "none", vocab_size=CODES)]
 
     def check_prompt(self, text: str) -> None:
         known = {"broken", *(word for prompt in PROMPTS for word in prompt.split())}
@@ -88,10 +88,7 @@ class TinyFamily:
             if word not in known:
                 raise UserError(f"caption {text!r}: unknown word {word!r}", "It knows little.")
 
-    def prompt_sets(self) -> Mapping[str, tuple[str, ...]]:
-        return {"held-out": PROMPTS}
-
-    def load(self, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         self.loads += 1
         codebook = torch.randn(CODES, WIDTH, generator=torch.Generator().manual_seed(9))
         target, drafter = TinyTarget(1.0, 1), TinyTarget(1.0, 1)
@@ -101,7 +98,7 @@ class TinyFamily:
             return [word for prompt in prompts for word in prompt.split()]
 
         weights = {"target": "1", "drafter": "2"}
-        return LoadedModel(name, target, drafter, TinyPixels(), codebook, condition, weights, (3, 4))
+        return LoadedModel(self.name, target, drafter, TinyPixels(), codebook, condition, weights, (3, 4))
 
 
 EXPERIMENT = """
