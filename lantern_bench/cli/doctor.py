@@ -16,17 +16,16 @@ if TYPE_CHECKING:
 def doctor(
     ctx: typer.Context,
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "auto",
-    online: Annotated[bool, typer.Option("--online", help="Also ask the Hugging Face hub for an answer.")] = False,
     format: FormatOption = None,
 ) -> None:
-    """Check installation, machine and decoding; paste the output into a bug report. Contacts nothing by default."""
+    """Check installation, machine and decoding; paste the output into a bug report. It contacts nothing."""
     from lantern_bench.runs.doctor import examine
 
     console: Console = ctx.obj
     # Lines come as they are found: a check that crashes the process leaves those before it.
     lines, findings = format is None and console.format != "table", []
     with console.progress() as progress:
-        for finding in examine(device, online):
+        for finding in examine(device):
             findings.append(finding)
             if lines:
                 fix = f"\n{'':8}{'':22}fix: {finding.fix}" if finding.fix else ""

@@ -14,6 +14,7 @@ from lantern_bench.cli.options import (
     compile_steps,
     decoding_flags,
     resolve_flags,
+    say_memory,
     split_modes,
 )
 from lantern_bench.errors import RefusedError, UserError
@@ -148,15 +149,10 @@ def _load(resolved: ResolvedExperiment, place: Place, random: bool, console: Con
 
 def _show_memory(resolved: ResolvedExperiment, console: Console, format: str | None) -> None:
     """Print the memory that the model needs, by part, and what is free."""
-    import psutil
-
     from lantern_bench.runs.devices import choose_place
     from lantern_bench.runs.generation import memory_table
 
     place = choose_place(resolved.settings.device, resolved.settings.dtype)
     table, total = memory_table(resolved, place)
-    console.say(f"memory needed: {total / 1e9:.2f} GB on {place.device}, without the activations of a forward")
-    if place.device.type == "cpu":
-        free = psutil.virtual_memory().available
-        console.say(f"free here: {free / 1e9:.2f} GB" + ("" if free > total else ": not enough"))
+    say_memory(total, place.device.type, console)
     console.table(table, title=resolved.settings.model[0], format=format)

@@ -21,7 +21,7 @@ from lantern_bench.cli.certify import certify
 from lantern_bench.cli.check_model import check_model
 from lantern_bench.cli.doctor import doctor
 from lantern_bench.cli.generate import generate
-from lantern_bench.cli.models import experiments, models, neighbours, weights
+from lantern_bench.cli.models import experiments, models, weights
 from lantern_bench.cli.options import command_group
 from lantern_bench.cli.profile import profile
 from lantern_bench.cli.results import compare, curves, predict, report, show, size
@@ -34,10 +34,16 @@ from lantern_bench.runs.threads import prepare_environment
 
 # Commands and flags of earlier versions, and what to do instead.
 _DECODE = "From Python, `lantern_bench.decode` gives tokens and logits, and takes conditions (docs/python-api.md)."
+_MODELS = "`lantern-bench models NAME` lists its parts, their paths, what is missing, and memory."
 REMOVED = {
+    "neighbours": "A table of nearest codes is computed when a command first needs it.",
+    "train lanterns": "In a clone: python -m experiments.train_lanterns",
+    "weights check": f"Files are compared with their SHA-256 when they are loaded. {_MODELS}",
+    "weights where": _MODELS,
     "--ambiguity": "The experiment token-ambiguity shows how often exact drafts are accepted, by temperature.",
     "--animate": "`lantern-bench report RUN` shows how each mode decodes a prompt.",
     "--condition": _DECODE,
+    "--online": "`lantern-bench weights get MODEL` says whether the hub can be reached.",
     "--save-logits": _DECODE,
     "--save-tokens": _DECODE,
     "--terminal": "`lantern-bench show RUN` prints the figures, `lantern-bench report RUN` draws them.",
@@ -52,7 +58,7 @@ _GLOBAL = {"-q", "--quiet", "-v", "--verbose", "--debug"}
 
 app = command_group(name="lantern-bench", pretty_exceptions_enable=False, epilog=_EPILOG)
 _RUNS = (sweep, merge, reproduce, score, show, curves, compare, report, predict, size, certify)
-for command in (*_RUNS, generate, models, experiments, profile, neighbours, check_model, doctor, verify):
+for command in (*_RUNS, generate, models, experiments, profile, check_model, doctor, verify):
     app.command()(command)
 app.add_typer(train)
 app.add_typer(weights)

@@ -184,6 +184,16 @@ def tell_threads(found: Calibrated, console: Console) -> None:
         console.warn(f"{said}. {QUIET_ADVICE}")
 
 
+def say_memory(total: int, device: str, console: Console) -> None:
+    """Say how much memory a model needs, and how much is free on a CPU."""
+    import psutil
+
+    console.say(f"memory needed: {total / 1e9:.2f} GB on {device}, without the activations of a forward")
+    if device == "cpu":
+        free = psutil.virtual_memory().available
+        console.say(f"free here: {free / 1e9:.2f} GB" + ("" if free > total else ": not enough"))
+
+
 def writable(folder: Path, flag: str) -> None:
     """Create a directory; raises `UserError` where it cannot be written."""
     try:

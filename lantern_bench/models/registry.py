@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
 from lantern_bench.models.family import CheckpointFamily, ModelCard
-from lantern_bench.models.io.hub_files import SOURCES, require_part
 from lantern_bench.models.io.model_file import (
     ExternalDrafter,
     ModelFile,
@@ -27,7 +26,6 @@ from lantern_bench.models.model import Model
 if TYPE_CHECKING:
     import torch
 
-    from lantern_bench.models.io.neighbour_cache import Codes
     from lantern_bench.models.loaded_model import LoadedModel
 
 _GROUP = "lantern_bench.models"
@@ -80,32 +78,6 @@ def defaults_of(names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     defaults = {name: model.defaults for name, model in models().items()}
     aliases = {alias for model in models().values() for alias in model.aliases}
     return defaults | {name: model_of(name).defaults for name in names if is_model_file(name) or name in aliases}
-
-
-def load_codes(name: str) -> Codes:
-    """The codes of a model on the CPU, loading only its tokenizer where the family can.
-
-    Raises as `load_model`, and `UserError` for a model without a tokenizer.
-    """
-    import torch
-
-    from lantern_bench.models.io.neighbour_cache import Codes
-
-    device, model = torch.device("cpu"), model_of(name)
-    if isinstance(model, _WithDrafter):
-        return load_codes(model.file.model)
-    if isinstance(model, _OfFile) and model.file.tokenizer is not None:
-        path = model.file.tokenizer.path
-        rows = model.described.load_tokenizer(path, device, model.file.tokenizer.config).codebook()
-        return Codes(rows, path.parent, model.described.neighbour_space)
-    if isinstance(model, _Published) and model.name in SOURCES:
-        tokenizer = require_part(model.name, "tokenizer")
-        rows = model.described.load_tokenizer(tokenizer.path, device).codebook()
-        return Codes(rows, tokenizer.folder, model.described.neighbour_space)
-    loaded = model.load(device, torch.float32)
-    if loaded.codebook is None:
-        raise UserError(f"{name}: without a tokenizer there is no codebook", "Give the tokenizer in the model file.")
-    return Codes(loaded.codebook, loaded.table_folder, loaded.neighbour_space)
 
 
 # ---- The models of this package

@@ -12,7 +12,6 @@ import platform
 import shutil
 import subprocess
 import tempfile
-import urllib.request
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -44,7 +43,6 @@ _LITTLE = {"memory": 2 * _GB, "disk": 1 * _GB}
 _BUSY_SHARE = 0.15
 # Bits of nvidia-smi's reasons for lower clocks: hardware slowdown, too hot (software, hardware), power brake.
 _SLOWED = 0x8 | 0x20 | 0x40 | 0x80
-_HUB = "https://huggingface.co"
 _BUG = "Not expected: report it with this list."
 _DRIVER = "Do not trust runs on this GPU: update the driver and torch, then repeat."
 _WRONG = "Do not trust compiled runs on this machine: pass --no-compile, and report it with this list."
@@ -62,15 +60,15 @@ class Finding(NamedTuple):
     fix: str = ""
 
 
-def examine(device: str = "auto", online: bool = False) -> Iterator[Finding]:
-    """Yield the findings, cheap checks first; `device` as the flag, `online` contacts the Hugging Face hub once."""
+def examine(device: str = "auto") -> Iterator[Finding]:
+    """Yield the findings, cheap checks first; `device` as the flag."""
     yield from _guarded("package", _package)
     yield from _guarded("load", _load)
     yield from _guarded("memory", _memory)
     yield from _guarded("disk", _disk)
     yield from _guarded("caches", _caches)
     yield from _guarded("weights", _weights)
-    yield from _guarded("network", lambda: _network(online))
+    yield from _guarded("network", _network)
     # Without torch or without the device nothing below can run.
     for check, needed in (("torch", _torch), ("device", lambda: _device(device))):
         for finding in _guarded(check, needed):
@@ -196,20 +194,10 @@ def _weights() -> Iterator[Finding]:
             yield Finding("weights", "warning", f"{model} lacks {', '.join(missing)}", fix)
 
 
-def _network(online: bool) -> Iterator[Finding]:
+def _network() -> Iterator[Finding]:
     names = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_ENDPOINT") if os.environ.get(name)]
     proxies = sorted(name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy"))
-    found = f"set: {', '.join([*names, *proxies]) or 'no variable'}"
-    if not online:
-        yield Finding("network", "ok", f"{found}; nothing was contacted (--online asks the hub)")
-        return
-    hub = os.environ.get("HF_ENDPOINT") or _HUB
-    try:
-        with urllib.request.urlopen(urllib.request.Request(hub, method="HEAD"), timeout=5) as answer:
-            yield Finding("network", "ok", f"{found}; {hub} answers ({answer.status})")
-    except (OSError, ValueError) as error:
-        fix = "Only `weights get` needs it; without it copy the files into the folder of the weights."
-        yield Finding("network", "warning", f"{found}; {hub} cannot be reached: {error}", fix)
+    yield Finding("network", "ok", f"set: {', '.join([*names, *proxies]) or 'no variable'}; nothing was contacted")
 
 
 # ---- torch, compilers, devices

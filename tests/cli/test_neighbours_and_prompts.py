@@ -1,24 +1,20 @@
-"""`neighbours` and what a sweep does with spaces, prompt sets and text encoders. On a model of tables."""
+"""What a sweep does with neighbour spaces, prompt sets and text encoders. On a model of tables."""
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
-import pandas as pd
 import pytest
 import torch
 
 from lantern_bench.cli import main as cli
-from lantern_bench.decoding.neighbours import in_space, nearest_codes
 from lantern_bench.errors import RefusedError
 from lantern_bench.models import registry
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.runs.store import RESULTS_VARIABLE, read_manifest, read_records
-from tests.tiny_model import CODES, EXPERIMENT, TinyModel
+from tests.tiny_model import EXPERIMENT, TinyModel
 
 
 class PreparedModel(TinyModel):
@@ -56,48 +52,6 @@ def tiny(tmp_path, monkeypatch) -> PreparedModel:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     Path("tiny.yaml").write_text(EXPERIMENT)
     return model
-
-
-def codebook() -> torch.Tensor:
-    return TinyModel().load(torch.device("cpu"), torch.float32).codebook
-
-
-def test_neighbours_computes_table_once_and_exports_it(tiny, capsys) -> None:
-    typed = ["neighbours", "tiny", "--out", "tables", "--k-max", "7", "--export", "t.npy"]
-    assert cli.main(typed) == 0
-    written = capsys.readouterr()
-    row = pd.read_csv(io.StringIO(written.out)).iloc[0]
-    assert (row["space"], row["codes"], row["k_max"], row["type"], row["state"]) == ("raw", CODES, 7, "int16", "made")
-    assert "table: tables/nearest-raw-" in written.err
-    exported = np.load("t.npy")
-    assert exported.dtype == np.uint16
-    assert exported.tolist() == nearest_codes(codebook(), 7).tolist()
-    assert cli.main(typed) == 0
-    assert pd.read_csv(io.StringIO(capsys.readouterr().out)).iloc[0]["state"] == "was there"
-    wider = ["neighbours", "tiny", "--out", "tables", "--k-max", "9"]
-    assert cli.main(wider) == 0
-    row = pd.read_csv(io.StringIO(capsys.readouterr().out)).iloc[0]
-    assert (row["k_max"], row["state"]) == (9, "made")
-    (table,) = Path("tables").iterdir()
-    table.write_bytes(b"damaged")
-    assert cli.main(typed) == 3
-    assert "--force" in capsys.readouterr().err
-    assert cli.main([*typed, "--force", "--space", "normalised"]) == 0
-    assert np.load("t.npy").tolist() == nearest_codes(in_space(codebook(), "normalised"), 7).tolist()
-
-
-@pytest.mark.parametrize(
-    ("words", "wrong"),
-    [
-        (["tiny", "--space", "cosine"], "--space cosine"),
-        (["tiny", "--export", "t.txt"], "must end with .npy"),
-        (["tinny"], "did you mean tiny"),
-        (["tiny", "--k-max", "0"], "--k-max"),
-    ],
-)
-def test_usage_errors_of_neighbours(tiny, capsys, words, wrong) -> None:
-    assert cli.main(["neighbours", *words]) == 2
-    assert wrong in capsys.readouterr().err
 
 
 def test_neighbour_space_is_part_of_the_record_key(tiny, capsys) -> None:

@@ -180,7 +180,8 @@ def code_in_drafter() -> list[str]:
 
 def damaged_table(capsys: pytest.CaptureFixture[str]) -> list[str]:
     model = write_model("c2i")
-    assert cli.main(["neighbours", model]) == 0
+    typed = ["generate", "--class", "3", "--model", model, "--mode", "lantern++", "--neighbours", "5"]
+    assert cli.main(typed) == 0
     (table,) = Path("model").glob("nearest-*")
     table.write_bytes(b"damaged")
     capsys.readouterr()
@@ -224,22 +225,3 @@ def test_number_of_classes_comes_from_the_checkpoint(capsys: pytest.CaptureFixtu
     rows = json.loads(capsys.readouterr().out)
     assert [row["part"] for row in rows] == ["target", "tokenizer", "drafter"] and all(row["found"] for row in rows)
     assert {row["from"] for row in rows} == {"your model file"}
-
-
-@pytest.mark.parametrize("kind", ["c2i", "chameleon"])
-def test_neighbour_table_needs_only_the_tokenizer(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """No target is read for it, and a sweep finds it."""
-    model = write_model(kind)
-    checkpoint = Path("model/target.pt" if kind == "c2i" else "model/target/model-00001-of-00002.safetensors")
-    content = checkpoint.read_bytes()
-    checkpoint.write_bytes(b"")
-    assert cli.main(["neighbours", model, "--format", "json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
-    assert row["state"] == "made" and row["k_max"] == row["codes"] - 1
-    checkpoint.write_bytes(content)
-    (table,) = Path("model").rglob("nearest-*")
-    changed = table.stat().st_mtime_ns
-    typed = ["generate", "--model", model, "--mode", "lantern++", "--neighbours", "5"]
-    typed += ["--class", "3"] if kind == "c2i" else ["a red lantern"]
-    assert cli.main(typed) == 0
-    assert [(path, path.stat().st_mtime_ns) for path in Path("model").rglob("nearest-*")] == [(table, changed)]

@@ -156,7 +156,6 @@ def test_get_again_downloads_nothing_and_works_offline(tmp_path, hub, capsys, mo
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert typed("get", "toy", "--dir", tmp_path) == 0
     assert "every file is here" in capsys.readouterr().err and hub.requests == before
-    assert typed("check", "toy", "--dir", tmp_path) == 0
 
 
 def test_get_resumes_after_a_failed_download(tmp_path, hub, capsys):
@@ -207,20 +206,13 @@ def test_file_missing_from_its_repository_is_refused(tmp_path, hub, capsys):
     assert "maker/toys: the repository no longer has vq.pt" in capsys.readouterr().err and not hub.asked
 
 
-def test_check_records_first_and_compares_afterwards(tmp_path, hub, capsys):
+def test_files_are_recorded_at_first_use_and_compared_afterwards(tmp_path):
     target = tmp_path / "maker/toys/big.pt"
     target.parent.mkdir(parents=True)
     target.write_bytes(b"one's own copy")
-    assert typed("check", "toy", "--dir", tmp_path, "--format", "csv") == 3
-    written = capsys.readouterr()
-    assert "recorded now" in written.out and "missing tokenizer, drafter" in written.err
-    assert typed("get", "toy", "--dir", tmp_path) == 0
-    assert typed("check", "toy", "--dir", tmp_path, "--format", "csv") == 0
-    assert "recorded, same" in capsys.readouterr().out
+    recorded = hashes_of(require_part("toy", "target", tmp_path), tmp_path)
+    assert recorded == {"big.pt": sha(b"one's own copy")}
     target.write_bytes(b"another file")
-    assert typed("check", "toy", "--dir", tmp_path, "--format", "csv") == 5
-    written = capsys.readouterr()
-    assert "DIFFERS" in written.out and "1 of 4 files have another SHA-256 than recorded: big.pt" in written.err
     with pytest.raises(RefusedError, match="the file changed"):
         hashes_of(require_part("toy", "target", tmp_path), tmp_path)
 
@@ -297,15 +289,12 @@ def test_unreachable_hub_is_one_line(tmp_path, capsys, monkeypatch):
     assert "maker/toys: cannot be downloaded: " in said and "Traceback" not in said
 
 
-def test_where_lists_files_under_the_root(tmp_path, capsys, monkeypatch):
+def test_files_are_found_under_the_root(tmp_path, monkeypatch):
     assert weights_root() == tmp_path / "cache/lantern-bench/weights"
     monkeypatch.setenv(WEIGHTS_FOLDER_VARIABLE, str(tmp_path / "mine"))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/vq.pt").write_bytes(b"")
-    assert typed("where", "--format", "csv") == 0
-    written = capsys.readouterr()
-    assert f"toy,tokenizer,maker/toys,Other,{tmp_path / 'mine/vq.pt'}" in written.out
-    assert f"weights: {tmp_path / 'mine'}" in written.err
+    assert require_part("toy", "tokenizer").path == tmp_path / "mine/vq.pt"
 
 
 @pytest.mark.parametrize(
@@ -314,7 +303,7 @@ def test_where_lists_files_under_the_root(tmp_path, capsys, monkeypatch):
         (["get", "toyy"], "did you mean toy"),
         (["get", "lanterns"], "has no files to fetch"),
         (["get", "llamagen-c2i-XL-256"], "has no files to fetch"),
-        (["check", "nothing-like-it"], "unknown model"),
+        (["get", "nothing-like-it"], "unknown model"),
     ],
 )
 def test_unknown_or_unpublished_models_are_refused(words, wrong, capsys):
@@ -324,8 +313,8 @@ def test_unknown_or_unpublished_models_are_refused(words, wrong, capsys):
 
 def test_damaged_ledger_and_file_as_directory_are_refused(tmp_path, capsys):
     (tmp_path / "weights.json").write_text("[]")
-    assert typed("check", "toy", "--dir", tmp_path) == 2
-    assert "weights.json: damaged" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"weights\.json: damaged"):
+        Ledger(tmp_path).entry("maker/toys", "big.pt")
     assert typed("get", "toy", "--dir", tmp_path / "weights.json") == 2
     assert "is a file, not a folder" in capsys.readouterr().err
 

@@ -326,7 +326,7 @@ class Ledger:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{self.path}: damaged, it should hold the SHA-256 of the files here",
-                "Remove it; `lantern-bench weights check MODEL` then records the files again.",
+                "Remove it; the files are recorded again when they are next used.",
             ) from error
 
     def entry(self, repo: str, file: str) -> Mapping[str, Any]:

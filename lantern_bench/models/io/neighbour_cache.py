@@ -8,28 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from lantern_bench.decoding.neighbours import Space, in_space, index_dtype, nearest_codes
-from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.errors import RefusedError
 from lantern_bench.models.io.files import write_atomically
-
-
-class Codes(NamedTuple):
-    """A model's codes: rows [V, d] as stored, the directory of their table, the space of the published distances."""
-
-    rows: Tensor
-    folder: Path | None
-    space: Space = "raw"
 
 
 def neighbour_table(
@@ -95,18 +85,6 @@ def read_table(path: Path, codebook: Tensor, space: Space) -> Tensor:
     return table
 
 
-def export_table(table: Tensor, path: Path) -> None:
-    """Write a table in the format of the LANTERN authors' code: .npy, uint16 [V, k]. Raises `UserError`, ValueError."""
-    if table.shape[0] > 1 << 16:
-        raise ValueError(f"uint16 cannot number {table.shape[0]} codes")
-    buffer = io.BytesIO()
-    np.save(buffer, table.to(torch.int32).numpy().astype(np.uint16))
-    try:
-        write_atomically(path, buffer.getvalue())
-    except OSError as error:
-        raise UserError(f"--export {path}: cannot be written: {error.strerror}") from error
-
-
 def _facts(codebook: Tensor, space: Space) -> dict[str, str]:
     return {"format": "lantern-bench nearest codes 1", "space": space, "codebook_sha256": codebook_sha256(codebook)}
 
@@ -118,5 +96,5 @@ def _sha256(rows: Tensor) -> str:
 def _refused(path: Path, why: str) -> RefusedError:
     return RefusedError(
         f"{path}: not a table of nearest codes of this codebook: {why}",
-        "Remove it, or type `lantern-bench neighbours MODEL --force` to compute it again.",
+        "Remove it; the table is computed again when it is next needed.",
     )
