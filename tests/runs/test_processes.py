@@ -1,6 +1,6 @@
 """Runs by several worker processes: the same images as one process makes, and what happens when a worker ends.
 
-The workers are real; they find the tables of `tests/tiny_family.py` through an entry point. Signals, workers that hang
+The workers are real; they find the tables of `tests/tiny_model.py` through an entry point. Signals, workers that hang
 and parents that are killed: `tests/faults/test_signals.py`.
 """
 

@@ -1,6 +1,6 @@
 """Sweeps on a real Ray cluster of this machine: tokens of a local run, lost nodes and workers, a lost head.
 
-The workers find the tables of `tests/tiny_family.py` through an entry point; images take some hundredths of a second.
+The workers find the tables of `tests/tiny_model.py` through an entry point; images take some hundredths of a second.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The runner: complete records, resumed runs, and images that fail alone.
 
-The model is a table of logits (`tests/tiny_family.py`); the decode loop is the real one.
+The model is a table of logits (`tests/tiny_model.py`); the decode loop is the real one.
 """
 
 from __future__ import annotations
