@@ -118,7 +118,7 @@ def test_flipped_bit_in_a_weight(tmp_path: Path, outcome: Outcome) -> None:
     plan = make_plan(experiment, [Prompt("one red lantern")])
 
     def key() -> KeyFields:
-        loaded = Lanterns().load(*CPU, folder)
+        loaded = Lanterns(folder).load(CPU.device, CPU.dtype)
         return key_fields({"lanterns": loaded}, experiment.settings, CPU, plan.cells)
 
     with RunStore(tmp_path / "run", experiment, key()) as store:
