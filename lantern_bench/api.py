@@ -7,9 +7,8 @@ parameter by its flag, for example `--delta 1.5`.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,19 +19,18 @@ from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models import registry
 from lantern_bench.report.format_tables import readable
 from lantern_bench.report.tables import tables_of, write_tables
-from lantern_bench.runs import sweep as runs_sweep
-from lantern_bench.runs.engines import Workers
+from lantern_bench.runs.events import Event
+from lantern_bench.runs.images import DecodedImage as DecodedImage  # a name of this API
+from lantern_bench.runs.request import load, prepare
 from lantern_bench.runs.store import RunData, find_run, read_run, results_root
+from lantern_bench.runs.sweep import check_failed, run
 from lantern_bench.schema import columns
 
 if TYPE_CHECKING:
     import pandas as pd
     from PIL import Image
-    from torch import Tensor
 
-    from lantern_bench.decoding.trace import ImageTrace
     from lantern_bench.models.loaded_model import LoadedModel
-    from lantern_bench.runs.runner import Event
 
 
 class Run:
@@ -116,34 +114,6 @@ class Run:
         return f"<p><b>{escape(repr(self))}</b></p>{shown.to_html(index=False)}{below}"
 
 
-@dataclass(frozen=True)
-class DecodedImage:
-    """One decoded prompt."""
-
-    prompt: str
-    tokens: Tensor  # int32 [N], on the CPU
-    picture: Image.Image | None  # RGB; None for a model without a tokenizer
-    trace: ImageTrace  # what every step committed and accepted, seconds, forwards (`decoding/trace.py`)
-    logits: Tensor | None = None  # float32 [N, V] on the CPU: the guided logits each token was drawn from, if asked for
-
-    @property
-    def mean_accepted_length(self) -> float | None:
-        """Tokens committed per step, bonus token included; None for an image of one token."""
-        return self.trace.mean_accepted_length
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of decoding, without text encoding and pixels."""
-        return self.trace.seconds
-
-    def _repr_png_(self) -> bytes | None:
-        if self.picture is None:
-            return None
-        buffer = io.BytesIO()
-        self.picture.save(buffer, format="PNG")
-        return buffer.getvalue()
-
-
 def sweep(
     experiment: str | Path | Mapping[str, Any] = "lanterns",
     *,
@@ -151,8 +121,7 @@ def sweep(
     resume: bool = True,
     modes: str | Sequence[str] | None = None,
     progress: Callable[[Event], None] | None = None,
-    engine: str = "local",
-    address: str | None = None,
+    ray: str | None = None,
     **overrides: Any,
 ) -> Run:
     """Run an experiment and return the run: decode and score every missing image, write the tables.
@@ -162,9 +131,9 @@ def sweep(
         out: the run directory; by default `results/<name>-<hash>`.
         resume: continue the run directory, or start a new one beside it.
         modes: keep only the cells of these modes.
-        engine: where images are made: local, or ray (docs/scale.md).
-        address: the Ray cluster; None for a new one on this machine.
-        progress: called with every event (`lantern_bench.runs.runner`), for example `ImageDone`.
+        ray: decode on a Ray cluster (docs/scale.md): its address, or "default" for that of `RAY_ADDRESS`, else a new
+            one on this machine.
+        progress: called with every event (`lantern_bench.runs.events`), for example `ImageDone`.
         overrides: keys of an experiment, as the flags of `lantern-bench sweep`; a list makes a grid. Write `lambda_`
             for `lambda`, and `**{"cells.2.delta": 0.1}` for one cell.
 
@@ -174,12 +143,11 @@ def sweep(
         RecordsFailedError: when images failed; the run is written, and `load_run` returns it.
     """
     folder = Path(out) if out is not None else None
-    workers = Workers(engine, address)
-    asked = runs_sweep.prepare(experiment, _overrides(overrides, modes), out=folder, resume=resume, workers=workers)
-    failed = runs_sweep.run(asked, progress or (lambda _event: None))
-    write_tables(asked.folder)
-    runs_sweep.check_failed(asked, failed)
-    return load_run(asked.folder)
+    request = prepare(experiment, _overrides(overrides, modes), out=folder, resume=resume, ray=ray)
+    failed = run(request, progress or (lambda _event: None))
+    write_tables(request.folder)
+    check_failed(request, failed)
+    return load_run(request.folder)
 
 
 def load_run(path: str | Path) -> Run:
@@ -205,10 +173,10 @@ def load_model(
     `device` is auto, cpu, mps, cuda or cuda:N; `dtype` is auto, float32, bfloat16 or float16. Raises `UserError` for an
     unknown model or a malformed file, `RefusedError` for missing weights or a missing device.
     """
-    from lantern_bench.runs.devices import choose_place, set_space
+    from lantern_bench.runs.devices import choose_compute, set_space
 
-    place = choose_place(device, dtype)
-    model = registry.model_of(name).load(place.device, place.dtype)
+    compute = choose_compute(device, dtype)
+    model = registry.model_of(name).load(compute.device, compute.dtype)
     set_space(model, neighbour_space)
     return model
 
@@ -243,29 +211,22 @@ def decode(
         RefusedError: for a missing drafter or text encoder.
     """
     import torch
-    from PIL import Image
 
-    from lantern_bench.runs.devices import Place
-    from lantern_bench.runs.generation import decode_units, units_of
+    from lantern_bench.runs.devices import Compute
+    from lantern_bench.runs.generation import decode_tasks, tasks_of
 
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     overrides = _overrides(parameters | {"model": [model.name], "seed": seed}, None)
     source = {"name": "decode", "model": model.name, "baseline": False, "cells": [{"mode": mode}]}
-    resolved = resolve(runs_sweep.load(source, overrides), registry.defaults_of([model.name]))
+    resolved = resolve(load(source, overrides), registry.defaults_of([model.name]))
     if len(resolved.cells) != 1:
         raise UserError(f"decode takes one value per parameter; these make {len(resolved.cells)} cells", "Use sweep.")
     if conditions is None:
         _prepare(model, texts)
     else:
         model = _with_conditions(model, texts, conditions)
-    place = Place(model.target.device, torch.get_default_dtype())
-    decoded = decode_units(model, place, units_of(resolved.cells, seed, texts, 1), keep_logits=logits)
-    images = []
-    for text, image in zip(texts, decoded, strict=True):
-        picture = Image.fromarray(image.pixels.cpu().numpy()) if image.pixels.numel() else None
-        guided = None if image.logits is None else image.logits.float().cpu()
-        images.append(DecodedImage(text, image.tokens.cpu(), picture, image.trace, guided))
-    return images
+    compute = Compute(model.target.device, torch.get_default_dtype())
+    return list(decode_tasks(model, compute, tasks_of(resolved.cells, seed, texts, 1), logits=logits))
 
 
 def _prepare(model: LoadedModel, texts: Sequence[str]) -> None:

@@ -245,6 +245,13 @@ class Console:
         """Write a warning, and what to do about it."""
         self.say(f"warning: {text}" + (f"\n  {advice}" if advice else ""))
 
+    def note(self, text: str, advice: str | None, level: Literal["detail", "info", "warning"]) -> None:
+        """Write a note of a run (`runs.events.Note`) as its level asks for."""
+        if level == "warning":
+            self.warn(text, advice)
+        elif level == "info" or self.verbose:
+            self.say(text + (f"\n  {advice}" if advice else ""))
+
     def error(self, error: LanternError) -> None:
         """Write an error, also when quiet: what is wrong and what to do."""
         self._write_message("\n  ".join([f"error: {error.message}", *(error.advice or "").splitlines()]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +22,6 @@ CAPTION = "a red lantern"
 
 # All test processes and all later runs of the tests find what inductor has compiled; `make clean` removes it.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "inductor"))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_tuned_cells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The cache of tuned cells of commands that run in this process is a folder without any."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lantern_bench.runs.tuned.cache_folder", lambda: folder)
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -48,7 +48,7 @@ def _resume_scan(folder: Path) -> dict[str, Any]:
 
 def _resume(folder: Path) -> dict[str, Any]:
     """The command of the run, which is complete: plan, checks, scan of the records, nothing to decode."""
-    from lantern_bench.runs.runner import Started
+    from lantern_bench.runs.events import Started
     from lantern_bench.runs.sweep import run
     from tests.load_run import request_of, use_family
 
@@ -56,7 +56,7 @@ def _resume(folder: Path) -> dict[str, Any]:
     started: list[Started] = []
     run(request_of(folder), lambda event: started.append(event) if isinstance(event, Started) else None)
     assert not any(started[0].to_do.values()), "the keys of the repeated records are not those of the plan"
-    return {"rows": started[0].kept}
+    return {"rows": started[0].finished}
 
 
 def _report(folder: Path) -> dict[str, Any]:

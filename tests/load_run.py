@@ -10,14 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lantern_bench.config.plan import Unit
+from lantern_bench.config.plan import ImageTask
 from lantern_bench.config.values import Overrides
 from lantern_bench.models import registry
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.runs.devices import choose_place, key_fields, load_models
+from lantern_bench.runs.devices import choose_compute, key_fields, load_models
 from lantern_bench.runs.keys import RecordKeys
+from lantern_bench.runs.request import Request, prepare
 from lantern_bench.runs.store import MANIFEST, RECORDS, done_images, line_of, read_records
-from lantern_bench.runs.sweep import Request, prepare, run
+from lantern_bench.runs.sweep import run
 from tests.tiny_model import CODES, TinyModel, TinyPixels, TinyTarget
 
 REAL, PROCESSES = 2, 5
@@ -66,7 +67,7 @@ def describe(folder: Path, cells: int, prompts: int) -> None:
     bounds = [round(0.001 * (number + 1), 3) for number in range(each + cells % 2)]
     relaxed = [{"mode": "lantern", "drafting": "static", "neighbours": 3, "delta": bounds}]
     relaxed += [{"mode": "lantern++", "neighbours": 3, "lambda": [round(1 + bound, 3) for bound in bounds[:each]]}]
-    head = {"name": "load", "model": "tiny", "metrics": ["speed"], "compile": False, "lossless": False}
+    head = {"name": "load", "model": "tiny", "metrics": ["speed"], "compile": False}
     content = {**head, "cells": [{"mode": "ar"}, {"mode": "speculative"}, *relaxed]}
     folder.with_suffix(".json").write_text(json.dumps(content))
     noise, words = np.random.default_rng(0), WORDS.split()
@@ -84,26 +85,26 @@ def build(folder: Path, cells: int, prompts: int) -> int:
         real.setdefault(row["cell_id"], []).append(dict(row))
     whole = request_of(folder)
     settings = whole.experiment.settings
-    place = choose_place(settings.device, settings.dtype, fast=True)
-    key = key_fields(load_models(whole.experiment, place), settings, place, whole.plan.cells)
+    compute = choose_compute(settings.device, settings.dtype, fast=True)
+    key = key_fields(load_models(whole.experiment, compute), settings, compute, whole.plan.cells)
     assert key == json.loads((folder / MANIFEST).read_text())["key"]
     noise, finished = np.random.default_rng(1), done_images(folder)
     keys = RecordKeys(key)
 
-    def record(unit: Unit) -> dict[str, Any]:
-        copied = real[unit.cell.cell_id][unit.image_index % REAL]
-        known = keys.key_of(unit.cell, unit.prompt.id, unit.repeat, unit.seed)
-        own = {"record_key": known, "prompt_id": unit.prompt.id, "prompt": unit.prompt.text, "seed": unit.seed}
-        own |= {"prompt_source": unit.prompt.source or None, "repeat": unit.repeat, "order_index": unit.order_index}
+    def record(task: ImageTask) -> dict[str, Any]:
+        copied = real[task.cell.cell_id][task.image_index % REAL]
+        known = keys.key_of(task.cell, task.prompt.id, task.repeat, task.seed)
+        own = {"record_key": known, "prompt_id": task.prompt.id, "prompt": task.prompt.text, "seed": task.seed}
+        own |= {"prompt_source": task.prompt.source or None, "repeat": task.repeat, "order_index": task.order_index}
         slower = float(noise.lognormal(0.0, 0.05))
         own |= {name: value * slower for name, value in copied.items() if name.endswith("seconds") and value}
-        own |= {"image": unit.image, "process": unit.image_index * PROCESSES // prompts}
+        own |= {"image": task.image, "process": task.image_index * PROCESSES // prompts}
         return copied | own
 
     count = len(finished)
     with (folder / RECORDS).open("ab") as file:
-        for unit in whole.plan.units:
-            if (unit.cell.cell_id, unit.prompt.id, unit.repeat) not in finished:
-                file.write(line_of(record(unit)))
+        for task in whole.plan.tasks:
+            if task.key not in finished:
+                file.write(line_of(record(task)))
                 count += 1
     return count

@@ -21,7 +21,7 @@ FIGURES = ("wall", "seconds", "cpu")
 def measure(engine: str, out: str, images: int) -> dict[str, float]:
     """Run both cells in this process; return means over the images."""
     import lantern_bench
-    from lantern_bench.runs.runner import ImageDone
+    from lantern_bench.runs.events import ImageDone
 
     moments: list[float] = []
 
@@ -32,7 +32,7 @@ def measure(engine: str, out: str, images: int) -> dict[str, float]:
     cells = [{"mode": "ar"}, {"mode": "speculative", "tree": "chain-7"}]
     experiment = {"name": "overhead", "model": "lanterns", "metrics": ["speed"], "temperature": 1, "cells": cells}
     run = lantern_bench.sweep(
-        experiment, out=out, engine=engine, progress=note, images=images, threads=1, lossless=False
+        experiment, out=out, ray="default" if engine == "ray" else None, progress=note, images=images, threads=1
     )
     rows = run.records
     wall = (moments[-1] - moments[0]) / (len(moments) - 1)

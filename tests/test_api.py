@@ -19,9 +19,8 @@ import lantern_bench
 from lantern_bench.cli import main as cli
 from lantern_bench.errors import RecordsFailedError, RefusedError, UserError
 from lantern_bench.models import registry
-from lantern_bench.runs.runner import ImageDone, Loaded, Started, WarmedUp
+from lantern_bench.runs.events import ImageDone, Note, Started
 from lantern_bench.runs.store import RESULTS_VARIABLE
-from lantern_bench.runs.threads import Calibrated
 from tests.tiny_model import EXPERIMENT, PROMPTS, TOKENS, TinyModel
 
 PAGE = Path(__file__).parent.parent / "docs" / "python-api.md"
@@ -88,8 +87,10 @@ def test_sweep_and_the_command_make_the_same_run(tiny: TinyModel) -> None:
 def test_progress_receives_the_events(tiny: TinyModel) -> None:
     events: list[object] = []
     lantern_bench.sweep("tiny.yaml", images=1, progress=events.append)
-    assert isinstance(events[0], Loaded) and isinstance(events[1], Calibrated)
-    assert [type(event) for event in events[2:]] == [Started] + [WarmedUp] * 5 + [ImageDone] * 6
+    notes = [event.text.split()[0] for event in events if isinstance(event, Note) and event.level == "detail"]
+    assert notes == ["device", "threads"] + ["warm-up"] * 5
+    quiet = [type(event) for event in events if not isinstance(event, Note) or event.level != "warning"]
+    assert quiet == [Note] * 2 + [Started] + [Note] * 5 + [ImageDone] * 6
 
 
 def test_sweep_resumes_and_refuses_as_the_command(tiny: TinyModel) -> None:

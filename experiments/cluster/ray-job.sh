@@ -5,4 +5,4 @@
 set -euo pipefail
 : "${RAY_API_SERVER_ADDRESS:?is not set: the address of the dashboard, http://HEAD:8265}"
 exec ray job submit --no-wait -- \
-  env LANTERN_BENCH_RESULTS="${RESULTS:-/mnt/results}" lantern-bench sweep "$@" --engine ray --address auto
+  env LANTERN_BENCH_RESULTS="${RESULTS:-/mnt/results}" lantern-bench sweep "$@" --ray auto

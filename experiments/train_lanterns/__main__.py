@@ -27,7 +27,7 @@ from lantern_bench.metrics.fidelity import find_extractor
 from lantern_bench.metrics.reference_sets import EMBEDDED_FEATURES, write_embedded
 from lantern_bench.models.lanterns import FILES, WEIGHTS_FOLDER
 from lantern_bench.report.stats import proportion, ratio_of_sums
-from lantern_bench.runs.devices import choose_place
+from lantern_bench.runs.devices import choose_compute
 from lantern_bench.runs.store import results_root
 from lantern_bench.training.drafter.recipe import checked, flag_of
 from lantern_bench.training.loop import TrainEvent
@@ -77,7 +77,7 @@ def train_lanterns(
 
 
 def _train(parts: Sequence[str], folder: Path, work: Path, settings: RecipeSettings, console: Console) -> None:
-    device = choose_place(settings.device).device
+    device = choose_compute(settings.device).device
     writable(folder, "--out")
     writable(work, "--work")
     for name in parts:
@@ -105,7 +105,7 @@ def _evaluate(
     parts: Sequence[str], folder: Path, settings: RecipeSettings, console: Console, format: str | None
 ) -> None:
     """Print one row a quality gate, with the 95 % interval where the figure was sampled."""
-    device = choose_place(settings.device).device
+    device = choose_compute(settings.device).device
     clip = load_clip(f"{LOCAL_DIR}{folder / 'clip'}", device=device) if "clip" in parts else None
     with console.progress() as progress:
         evaluation = Evaluation(folder, clip, device, settings.images, settings.seed, on_progress=progress.share)

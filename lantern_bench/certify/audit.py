@@ -120,7 +120,7 @@ class Audit(Certification):
             return rows_of.ImageTests(f"{cell.cell_id}, tables", name, *of_tokens, (found.low, found.high))
 
         def with_model(broken: Broken | None = None) -> ImageTests:
-            dtype, about = self.place.dtype_name, f"{cell.cell_id}, {self.model}"
+            dtype, about = self.compute.dtype_name, f"{cell.cell_id}, {self.model}"
             return self.tested(about, one, images, dtype, on_progress, broken, rows_of.BROKEN)
 
         tests = [on_tables()]

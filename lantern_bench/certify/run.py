@@ -27,14 +27,14 @@ from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts.sets import load_prompts
 from lantern_bench.report.tables import frame, write_csv
-from lantern_bench.runs.sweep import check_neighbours
+from lantern_bench.runs.request import check_neighbours
 
 if TYPE_CHECKING:
     from lantern_bench.certify.broken import Broken
     from lantern_bench.certify.greedy_identity import Agreement
     from lantern_bench.certify.tables import ImageTests
     from lantern_bench.models.loaded_model import LoadedModel
-    from lantern_bench.runs.devices import Place
+    from lantern_bench.runs.devices import Compute
 
 Tables: TypeAlias = dict[str, list[dict[str, Any]]]
 
@@ -94,18 +94,18 @@ class Certification:
     tree: Any
 
     @cached_property
-    def place(self) -> Place:
+    def compute(self) -> Compute:
         """The device and the number type."""
-        from lantern_bench.runs.devices import choose_place
+        from lantern_bench.runs.devices import choose_compute
 
-        return choose_place(self.resolved.settings.device, self.resolved.settings.dtype, fast=True)
+        return choose_compute(self.resolved.settings.device, self.resolved.settings.dtype, fast=True)
 
     @cached_property
     def loaded(self) -> LoadedModel:
         """The model, loaded on first use."""
         from lantern_bench.runs.devices import load_models
 
-        return load_models(self.resolved, self.place)[self.model]
+        return load_models(self.resolved, self.compute)[self.model]
 
     @cached_property
     def exact(self) -> LoadedModel:
@@ -114,9 +114,9 @@ class Certification:
 
         from lantern_bench.runs.devices import load_models
 
-        if self.place.dtype == torch.float32:
+        if self.compute.dtype == torch.float32:
             return self.loaded
-        return load_models(self.resolved, self.place._replace(dtype=torch.float32))[self.model]
+        return load_models(self.resolved, self.compute._replace(dtype=torch.float32))[self.model]
 
     @staticmethod
     def check_folder(folder: Path) -> None:
@@ -146,7 +146,7 @@ class Certification:
         facts: dict[str, Any] = {"model": self.model, "weights": dict(self.loaded.weights)}
         settings = self.resolved.settings
         facts |= {"seed": settings.seed, "prompts": settings.prompts, **self.sizes._asdict()}
-        facts |= {"device": self.place.device.type, "dtype": self.place.dtype_name, "packages": package_versions()}
+        facts |= {"device": self.compute.device.type, "dtype": self.compute.dtype_name, "packages": package_versions()}
         write_atomically(folder / "measurement.json", (json.dumps(facts, indent=2) + "\n").encode())
 
     def _certificate(self, on_progress: OnProgress) -> Tables:
@@ -178,7 +178,7 @@ class Certification:
         kinds: list[dict[str, Any]] = [{}, *([own] if run.top_k or run.top_p < 1 else []), _NARROW]
         cases = []
         for filters in kinds:
-            dtype = "float32" if filters == _NARROW else self.place.dtype_name
+            dtype = "float32" if filters == _NARROW else self.compute.dtype_name
             words = "".join(f", {key.replace('_', '-')} {value:g}" for key, value in filters.items())
             for setting, one in self._lossless_decodings(**common, **filters).items():
                 # A chain has the rule of a branching tree, which shows more mistakes: the broken rules run on that,
@@ -210,7 +210,7 @@ class Certification:
 
         name, found = broken and broken.name, []
         about = f"whole images, {setting}" + (f": {name}" if name else "")
-        model = self.loaded if dtype == self.place.dtype_name else self.exact
+        model = self.loaded if dtype == self.compute.dtype_name else self.exact
         depth = drafting_of(decoding, model.target).depth if decoding.drafts else 0
         values: Any = {"tolerance": edge_tolerance(dtype, decoding), "seed": self.resolved.settings.seed}
         values |= {"accept": broken.accept, "make": broken.make} if broken else {}
@@ -231,7 +231,7 @@ class Certification:
         named = self._lossless_decodings(temperature=0)
         prompts = list(dict.fromkeys(self.prompts[: self.sizes.greedy]))
         found: dict[Decoding, list[Agreement]] = {decoding: [] for decoding in named.values()}
-        sizes: Any = {"tolerance": NEAR_TIE[self.place.dtype_name], "on_progress": on_progress}
+        sizes: Any = {"tolerance": NEAR_TIE[self.compute.dtype_name], "on_progress": on_progress}
         for decoding, part in greedy_agreements(self.loaded, prompts, list(found), **sizes):
             found[decoding] += part
         rows = []

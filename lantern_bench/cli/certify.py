@@ -91,7 +91,7 @@ def certify(
     job.check_folder(folder)
     set_threads(job.resolved.settings.threads)
     if job.resolved.settings.compile:
-        compile_steps([job.loaded], job.place, console)
+        compile_steps([job.loaded], job.compute, console)
     with console.progress() as progress:
         tables = job.measure(emitted_tv, progress.share)
     job.write(folder, tables)

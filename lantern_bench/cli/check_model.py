@@ -40,26 +40,26 @@ def check_model(
     from lantern_bench.certify.conformance import TOLERANCE, read_reference
     from lantern_bench.certify.conformance import check_model as run
     from lantern_bench.models.registry import model_of
-    from lantern_bench.runs.devices import choose_place
+    from lantern_bench.runs.devices import choose_compute
 
     console: Console = ctx.obj
-    described, place = model_of(model), choose_place(device, dtype)
+    described, compute = model_of(model), choose_compute(device, dtype)
     prompts = list(prompt or next(iter(described.prompt_sets.values())))
     if prompt is not None and len(prompt) != 2:
         raise UserError(f"--prompt: {len(prompt)} given", "Give the flag twice, or leave it out.")
     for text in prompts[:2]:
         described.check_prompt(text)
-    loaded = described.load(place.device, place.dtype)
+    loaded = described.load(compute.device, compute.dtype)
     given = None if reference is None else read_reference(reference, loaded)
     found = run(
         loaded,
         prompts[:2],
-        tolerance=TOLERANCE[place.dtype_name],
+        tolerance=TOLERANCE[compute.dtype_name],
         generator=torch.Generator().manual_seed(seed),
         tokens=tokens,
         reference=given,
     )
     table = pd.DataFrame(found).rename(columns={"limit": "at most"})
-    console.table(table, title=f"{model}, {place.dtype_name}", format=format)
+    console.table(table, title=f"{model}, {compute.dtype_name}", format=format)
     if failed := [one.check for one in found if one.result == "fail"]:
         raise CheckFailedError(f"{model}: {len(failed)} of {len(found)} checks failed: {', '.join(failed)}")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lantern_bench.config.experiment import ResolvedExperiment
     from lantern_bench.console import Console
     from lantern_bench.models.loaded_model import LoadedModel
-    from lantern_bench.runs.devices import Place
+    from lantern_bench.runs.devices import Compute
 
 
 @decoding_flags
@@ -66,11 +66,11 @@ def generate(
     from lantern_bench.models.io.files import write_atomically
     from lantern_bench.models.loaded_model import NoPixels
     from lantern_bench.runs import generation
-    from lantern_bench.runs.devices import choose_place
+    from lantern_bench.runs.devices import choose_compute
 
     set_threads(resolved.settings.threads)
-    place = choose_place(resolved.settings.device, resolved.settings.dtype)
-    loaded = _load(resolved, place, random_weights, console)
+    compute = choose_compute(resolved.settings.device, resolved.settings.dtype)
+    loaded = _load(resolved, compute, random_weights, console)
     if isinstance(loaded.pixels, NoPixels):
         raise loaded.pixels.problem
     cells = resolved.cells
@@ -79,19 +79,19 @@ def generate(
         for reason in reasons:
             console.say(reason)
     if resolved.settings.compile:
-        compile_steps([loaded], place, console)
-    units = generation.units_of(cells, resolved.settings.seed, [prompt], images)
+        compile_steps([loaded], compute, console)
+    tasks = generation.tasks_of(cells, resolved.settings.seed, [prompt], images)
     decoded = []
     with console.progress() as progress:
-        progress.start(len(units), "images")
-        for image in generation.decode_units(loaded, place, units, keep_logits=False):
+        progress.start(len(tasks), "images")
+        for image in generation.decode_tasks(loaded, compute, tasks):
             decoded.append(image)
             progress.advance()
     try:
         write_atomically(out, generation.picture_png(decoded, len(cells)))
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror}") from error
-    console.table(generation.numbers_table(units, decoded), title=prompt, format=format)
+    console.table(generation.numbers_table(tasks, decoded), title=prompt, format=format)
     console.say(f"picture: {out}")
 
 
@@ -131,28 +131,28 @@ def _check_file(path: Path, force: bool) -> None:
         raise RefusedError(f"--out {path}: is there already", "Give another name, or --force to overwrite it.")
 
 
-def _load(resolved: ResolvedExperiment, place: Place, random: bool, console: Console) -> LoadedModel:
+def _load(resolved: ResolvedExperiment, compute: Compute, random: bool, console: Console) -> LoadedModel:
     """Load the model from its files, or make it with random weights."""
     from lantern_bench.runs.devices import load_models
 
     name, seed = resolved.settings.model[0], resolved.settings.seed
     if not random:
-        return load_models(resolved, place)[name]
+        return load_models(resolved, compute)[name]
     import torch
 
     from lantern_bench.models.random_model import random_model
 
-    weights = f"the weights of {name} are random (seed {seed}, {place.dtype_name}), and so are its caption features"
+    weights = f"the weights of {name} are random (seed {seed}, {compute.dtype_name}), and so are its caption features"
     console.warn(f"{weights}: the picture means nothing")
-    return random_model(name, *place, torch.Generator(place.device).manual_seed(seed))
+    return random_model(name, *compute, torch.Generator(compute.device).manual_seed(seed))
 
 
 def _show_memory(resolved: ResolvedExperiment, console: Console, format: str | None) -> None:
     """Print the memory that the model needs, by part, and what is free."""
-    from lantern_bench.runs.devices import choose_place
+    from lantern_bench.runs.devices import choose_compute
     from lantern_bench.runs.generation import memory_table
 
-    place = choose_place(resolved.settings.device, resolved.settings.dtype)
-    table, total = memory_table(resolved, place)
-    say_memory(total, place.device.type, console)
+    compute = choose_compute(resolved.settings.device, resolved.settings.dtype)
+    table, total = memory_table(resolved, compute)
+    say_memory(total, compute.device.type, console)
     console.table(table, title=resolved.settings.model[0], format=format)

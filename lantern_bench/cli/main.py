@@ -30,22 +30,30 @@ from lantern_bench.cli.train import train
 from lantern_bench.cli.verify import verify
 from lantern_bench.console import Console
 from lantern_bench.errors import LanternError, UserError
+from lantern_bench.runs.request import DEFAULT_CLUSTER
 from lantern_bench.runs.threads import prepare_environment
 
 # Commands and flags of earlier versions, and what to do instead.
 _DECODE = "From Python, `lantern_bench.decode` gives tokens and logits, and takes conditions (docs/python-api.md)."
 _MODELS = "`lantern-bench models NAME` lists its parts, their paths, what is missing, and memory."
+_LOSSLESS = "Every cell is compared with the fastest lossless cell of the run: name one in the experiment."
 REMOVED = {
     "neighbours": "A table of nearest codes is computed when a command first needs it.",
     "train lanterns": "In a clone: python -m experiments.train_lanterns",
     "weights check": f"Files are compared with their SHA-256 when they are loaded. {_MODELS}",
     "weights where": _MODELS,
+    "--address": "`--ray ADDRESS` decodes on a Ray cluster.",
     "--ambiguity": "The experiment token-ambiguity shows how often exact drafts are accepted, by temperature.",
     "--animate": "`lantern-bench report RUN` shows how each mode decodes a prompt.",
     "--condition": _DECODE,
+    "--engine": "`--ray` decodes on a Ray cluster, `--ray ADDRESS` on the one at this address.",
+    "--lossless": _LOSSLESS,
+    "--no-lossless": _LOSSLESS,
     "--online": "`lantern-bench weights get MODEL` says whether the hub can be reached.",
+    "--per-device": "`--batch` fills a GPU.",
     "--save-logits": _DECODE,
     "--save-tokens": _DECODE,
+    "--throughput": "`--batch` fills a GPU.",
     "--terminal": "`lantern-bench show RUN` prints the figures, `lantern-bench report RUN` draws them.",
 }
 _EPILOG = (
@@ -126,7 +134,7 @@ def _run(arguments: Sequence[str]) -> int:
     prepare_environment()
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
     flags = [word for word in arguments[:end] if word in _GLOBAL]
-    words = [word for word in arguments[:end] if word not in _GLOBAL]
+    words = _with_cluster([word for word in arguments[:end] if word not in _GLOBAL])
     debug = "--debug" in flags
     try:
         _refuse_removed(words)
@@ -158,6 +166,16 @@ def _refuse_removed(words: Sequence[str]) -> None:
     for name in (command, command.split(" ")[0], *(word.partition("=")[0] for word in words if word.startswith("--"))):
         if name in REMOVED:
             raise UserError(f"{name}: removed", REMOVED[name])
+
+
+def _with_cluster(words: Sequence[str]) -> list[str]:
+    """Give `--ray` without an address its default: the parser has no options whose value may be left out."""
+    following = [*words[1:], ""]
+    alone = [
+        word == "--ray" and after not in ("auto", "local") and ":" not in after
+        for word, after in zip(words, following, strict=True)
+    ]
+    return [f"--ray={DEFAULT_CLUSTER}" if default else word for word, default in zip(words, alone, strict=True)]
 
 
 def _as_typed(message: str, words: Sequence[str]) -> str:

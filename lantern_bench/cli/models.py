@@ -76,7 +76,7 @@ def _parts(model: Model) -> list[dict[str, Any]]:
         choices = published.get(part, ())
         files = [file.path for file in choices[0].files if not file.optional] if choices else [path.name]
         row = {"part": part, "files": " ".join(files), "found": path.exists()}
-        row["place"] = f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
+        row["compute"] = f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
         row["from"] = " or ".join(dict.fromkeys(choice.repo for choice in choices)) or origin
         rows.append(row | {"licence": choices[0].licence.name if choices else model.licence})
     return rows
@@ -84,16 +84,16 @@ def _parts(model: Model) -> list[dict[str, Any]]:
 
 def _say_memory(model: Model, console: Console) -> None:
     """Say how much memory the model needs in its default mode, where its architecture is known without files."""
-    from lantern_bench.runs.devices import choose_place
+    from lantern_bench.runs.devices import choose_compute
     from lantern_bench.runs.generation import memory_table
 
     resolved = resolve_flags("models", {"model": [model.name]}, [model.mode])
-    place = choose_place()
+    compute = choose_compute()
     try:
-        _, total = memory_table(resolved, place)
+        _, total = memory_table(resolved, compute)
     except UserError:
         return
-    say_memory(total, place.device.type, console)
+    say_memory(total, compute.device.type, console)
 
 
 def experiments(ctx: typer.Context, format: FormatOption = None) -> None:

@@ -15,12 +15,11 @@ from lantern_bench.console import FORMATS, Console
 from lantern_bench.errors import UserError
 from lantern_bench.methods.tables import DRAFTINGS, MODES, OUTSIDE_RULES, PARAMETERS, RULES, raise_if_refused
 from lantern_bench.runs.store import find_run, results_root
-from lantern_bench.runs.threads import BUSY, DISTURBED, Calibrated
 
 if TYPE_CHECKING:
     from lantern_bench.config.experiment import ResolvedExperiment
     from lantern_bench.models.loaded_model import LoadedModel
-    from lantern_bench.runs.devices import Place
+    from lantern_bench.runs.devices import Compute
 
 PROMPTS_HELP = "Prompt set, file, coco:FILE, parti:FILE or imagenet; append #100 to take one hundred of them."
 RUN_HELP = "Run directory, or the name (or a prefix of it) of a run under results/."
@@ -39,7 +38,6 @@ PromptsOption: TypeAlias = Annotated[str | None, typer.Option("--prompts", help=
 SettingsOption: TypeAlias = Annotated[
     list[str] | None, typer.Option("--set", help="key=value; sets any key of the experiment file.")
 ]
-QUIET_ADVICE = "Close other programs. Figures of tokens and quality hold; those of seconds may not."
 DEVICE_HELP = "auto, cpu, mps, cuda or cuda:N."
 
 Flag: TypeAlias = tuple[str, Any]
@@ -126,7 +124,7 @@ def resolve_cells(
     from lantern_bench.config.values import Overrides
     from lantern_bench.config.yaml_source import Source
     from lantern_bench.models.registry import defaults_of, model_of
-    from lantern_bench.runs.sweep import check_neighbours
+    from lantern_bench.runs.request import check_neighbours
 
     model_of(flags["model"][0])
     # A sweep has no default bounds, because it compares values.
@@ -158,30 +156,12 @@ def locate_all(runs: Sequence[str]) -> list[Path]:
     return list(dict.fromkeys(locate(run) for run in runs))
 
 
-def warn_uncompiled(problem: str, console: Console) -> None:
-    """Say that decoding is not compiled, and why."""
-    advice = "Decoding is slower without. Install torch 2.10 or newer and a C++ compiler, or pass --no-compile."
-    console.warn(f"decoding is not compiled: {problem}", advice)
-
-
-def compile_steps(models: Iterable[LoadedModel], place: Place, console: Console) -> None:
+def compile_steps(models: Iterable[LoadedModel], compute: Compute, console: Console) -> None:
     """Compile the models' decode steps on first use; warn and continue uncompiled where this is impossible."""
     from lantern_bench.runs.devices import compile_models
 
-    if (problem := compile_models(models, place)) is not None:
-        warn_uncompiled(problem, console)
-
-
-def tell_threads(found: Calibrated, console: Console) -> None:
-    """Say which number of threads was chosen, and warn where other programs take the processor."""
-    tried = ", ".join(f"{count}: {ms:.3g} ms" for count, ms in found.milliseconds.items())
-    console.detail(f"threads {found.threads} ({tried})")
-    if found.lost_share > DISTURBED:
-        share = f"{found.lost_share:.2f} of each second a thread waited for a core"
-        said = f"other programs keep the processor busy ({share})"
-        if found.lost_share > BUSY:
-            said = f"speed cannot be measured now: {said}"
-        console.warn(f"{said}. {QUIET_ADVICE}")
+    if (note := compile_models(models, compute)) is not None:
+        console.note(*note)
 
 
 def say_memory(total: int, device: str, console: Console) -> None:

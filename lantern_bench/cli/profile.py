@@ -13,7 +13,6 @@ from lantern_bench.cli.options import (
     FormatOption,
     compile_steps,
     resolve_flags,
-    tell_threads,
     with_flags,
 )
 from lantern_bench.errors import UserError
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from lantern_bench.config.decoding import Decoding
     from lantern_bench.console import Console
     from lantern_bench.profile.run import Subject
-    from lantern_bench.runs.devices import Place
+    from lantern_bench.runs.devices import Compute
 
 _TREES = "chain-5,small-7,eagle1-25,58n5d10b"
 
@@ -83,16 +82,16 @@ def profile(
 
     from lantern_bench.profile.run import load_subject, save_device, step_of
     from lantern_bench.profile.tree_search import autoregressive
-    from lantern_bench.runs.devices import choose_place
+    from lantern_bench.runs.devices import choose_compute
 
     console: Console = ctx.obj
     set_threads(threads)
-    place = choose_place(device, dtype, fast=True)
-    subject = load_subject(model, size, random_weights, place, images, seed, tokens)
+    compute = choose_compute(device, dtype, fast=True)
+    subject = load_subject(model, size, random_weights, compute, images, seed, tokens)
     if flags["cfg_scale"] is not None:
         subject = subject._replace(cfg_scale=decodings[0].cfg_scale)
     if compile:
-        compile_steps([subject.model], place, console)
+        compile_steps([subject.model], compute, console)
     decoding = decodings[0].model_copy(update={"cfg_scale": subject.cfg_scale})
     steps = {"ar": autoregressive(decoding)}
     if not search:
@@ -102,13 +101,14 @@ def profile(
         kinds = [*steps.values(), decoding][:2]
         if (found := fastest_threads(subject.model, subject.prompts[0], kinds)) is not None:
             set_threads(found.threads)
-            tell_threads(found, console)
+            for note in found.notes():
+                console.note(*note)
     if search:
         _search(subject, decodings, console, format)
         return
-    rows = _profile(subject, steps, size or model, place, console, format, out)
+    rows = _profile(subject, steps, size or model, compute, console, format, out)
     if save_to is not None:
-        save_device(subject, rows, place, save_to)
+        save_device(subject, rows, compute, save_to)
         console.say(f"written: {save_to}")
 
 
@@ -136,7 +136,7 @@ def _profile(
     subject: Subject,
     steps: Mapping[str, Decoding],
     title: str,
-    place: Place,
+    compute: Compute,
     console: Console,
     format: str | None,
     out: Path | None,
@@ -150,17 +150,17 @@ def _profile(
     target: Any = subject.model.target
     rates = device_rates(target, subject.guided)
     speeds = f"reads {rates.bytes_per_s / 1e9:.1f} GB/s, multiplies {rates.operations_per_s / 1e9:.0f} Gop/s"
-    console.say(f"{place.device}: {speeds}, measured at the size of this model")
+    console.say(f"{compute.device}: {speeds}, measured at the size of this model")
     with console.progress() as progress:
         rows = measure(subject, steps, rates, progress.share)
     table = pd.DataFrame(rows).round(4)
-    console.table(table, title=f"{title}, {place.device}, {place.dtype_name}", format=format)
+    console.table(table, title=f"{title}, {compute.device}, {compute.dtype_name}", format=format)
     if out is not None:
         console.say("written: " + ", ".join(map(str, write_step_costs(table, out))))
-    if subject.trained and place.dtype_name != "float32":
+    if subject.trained and compute.dtype_name != "float32":
         tv = dtype_error(title, subject.model, subject.prompts[:2], subject.cfg_scale)
         figures = f"mean {tv.mean():.4f}, 99th percentile {tv.quantile(0.99):.4f}, maximum {tv.max():.4f}"
-        console.say(f"TV of {place.dtype_name} against float32, {len(tv)} positions: {figures}")
+        console.say(f"TV of {compute.dtype_name} against float32, {len(tv)} positions: {figures}")
     return rows
 
 

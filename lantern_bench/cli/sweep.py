@@ -12,7 +12,6 @@ import typer
 from lantern_bench.cli.options import (
     DECODING_FLAGS,
     DEVICE_HELP,
-    QUIET_ADVICE,
     RUN_HELP,
     Flag,
     FormatOption,
@@ -21,21 +20,18 @@ from lantern_bench.cli.options import (
     SettingsOption,
     flag,
     locate,
-    tell_threads,
-    warn_uncompiled,
     with_flags,
 )
 from lantern_bench.config.protocols import PROTOCOLS
 from lantern_bench.config.values import Overrides
 from lantern_bench.console import Console, Progress, duration
-from lantern_bench.runs import sweep as runs_sweep
-from lantern_bench.runs.engines import ENGINES, Workers
-from lantern_bench.runs.threads import Calibrated
+from lantern_bench.runs.events import Event, ImageDone, Note, Share, Started
+from lantern_bench.runs.request import WORKER_TIMEOUT, Request, plan_table, prepare
+from lantern_bench.runs.sweep import check_failed, disturbance, run
+from lantern_bench.runs.threads import QUIET_ADVICE
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from lantern_bench.runs.runner import Event
 
 
 _EXPERIMENT: tuple[Flag, ...] = (
@@ -57,13 +53,6 @@ _REPETITION: tuple[Flag, ...] = (
         Annotated[bool | None, typer.Option("--baseline/--no-baseline", help="Add an ar cell if there is none.")],
     ),
     (
-        "lossless",
-        Annotated[
-            bool | None,
-            typer.Option("--lossless/--no-lossless", help="Add the tuned lossless cell beside relaxed ones."),
-        ],
-    ),
-    (
         "pool_devices",
         Annotated[
             bool | None,
@@ -71,7 +60,6 @@ _REPETITION: tuple[Flag, ...] = (
         ],
     ),
 )
-_ENGINES = "; ".join(f"{name} ({row.about})" for name, row in ENGINES.items())
 _Out = Annotated[Path | None, typer.Option(help="The run directory; by default results/<name>-<hash>.")]
 _Resume = Annotated[bool, typer.Option(help="Resume the run, or start a new one beside it.")]
 _Yes = Annotated[bool, typer.Option("--yes", help="Run a grid of any number of cells.")]
@@ -89,16 +77,14 @@ def sweep(
     shard: Annotated[str | None, typer.Option(help="i/n: run only part i of n of the prompts.")] = None,
     worker_timeout: Annotated[
         float, typer.Option(help="Seconds without a sign of life after which a worker process is ended.")
-    ] = runs_sweep.WORKER_TIMEOUT,
-    engine: Annotated[str, typer.Option(help=f"Where images are made: {_ENGINES}.")] = "local",
-    address: Annotated[
-        str | None, typer.Option(help="Ray cluster: auto, HOST:6379 or ray://HOST:10001. Default: this machine.")
-    ] = None,
-    throughput: Annotated[
-        bool, typer.Option("--throughput", help="Several workers on a device; only without the metric speed.")
-    ] = False,
-    per_device: Annotated[
-        int | None, typer.Option(min=1, help="Workers on a device with --throughput; default 2 a GPU, 1 a core.")
+    ] = WORKER_TIMEOUT,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[ADDRESS]",
+            help="Decode on the devices of a Ray cluster: auto, HOST:6379 or ray://HOST:10001; without an address that "
+            "of RAY_ADDRESS, else a new one on this machine.",
+        ),
     ] = None,
     dry_run: _DryRun = False,
     yes: _Yes = False,
@@ -108,13 +94,13 @@ def sweep(
 ) -> None:
     """Run an experiment: speed and quality of every cell, and the tables. The same command resumes it."""
     overrides = replace(Overrides.from_flags(flags, modes=modes or None, settings=settings or []), many=yes)
-    request = runs_sweep.prepare(
+    request = prepare(
         experiment,
         overrides,
         out=out,
         resume=resume,
         shard=shard,
-        workers=Workers(engine, address, throughput, per_device),
+        ray=ray,
         worker_timeout=worker_timeout,
     )
     _run(request, ctx.obj, dry_run, format, _show_summary)
@@ -136,7 +122,7 @@ def reproduce(
 ) -> None:
     """Reproduce a published table: every relaxed cell with both residuals, published figures beside ours."""
     overrides = replace(Overrides.from_flags(flags, modes=modes or None, settings=settings or []), many=yes)
-    request = runs_sweep.prepare(experiment, overrides, out=out, resume=resume, both_residuals=True)
+    request = prepare(experiment, overrides, out=out, resume=resume, both_residuals=True)
     _run(request, ctx.obj, dry_run, format, _show_reproduction)
 
 
@@ -158,10 +144,12 @@ def score(
     format: FormatOption = None,
 ) -> None:
     """Score the pictures of a run by a quality protocol, without decoding again."""
+    from lantern_bench.runs.scoring import score_run_directory
+
     console: Console = ctx.obj
     folder = locate(run)
     with console.progress() as progress:
-        rules, written = runs_sweep.score(
+        rules, written = score_run_directory(
             folder,
             Renderer(console, progress).show,
             protocol=protocol,
@@ -204,66 +192,39 @@ def merge(
 class Renderer:
     """Draws the events of a sweep: progress bars with live figures, and lines for what happens once."""
 
-    def __init__(self, console: Console, progress: Progress, folder: Path = Path()) -> None:
-        self._console, self._progress, self._folder = console, progress, folder
+    def __init__(self, console: Console, progress: Progress) -> None:
+        self._console, self._progress = console, progress
         self._lengths: list[float] = []
         self._seconds: list[float] = []
 
     def show(self, event: Event) -> None:
         """Draw one event."""
-        from lantern_bench.runs import runner
-
-        console, progress = self._console, self._progress
-        if isinstance(event, runner.Loaded):
-            if event.compile_problem is not None:
-                warn_uncompiled(event.compile_problem, console)
-            console.detail(f"device {event.place.device}, {event.place.dtype_name}")
-        elif isinstance(event, runner.EncodedCaptions):
-            if event.done == 0:
-                progress.start(event.total, f"captions for {event.model}")
-            progress.reach(event.done)
-        elif isinstance(event, Calibrated):
-            tell_threads(event, console)
-        elif isinstance(event, runner.Started):
-            to_do = sum(event.to_do.values())
-            progress.finish()
-            if event.kept:
-                console.say(f"{event.kept} images kept, {to_do} to do")
-            if to_do:
-                progress.start(to_do, "images", event.to_do)
-        elif isinstance(event, runner.WarmedUp):
-            tell = console.say if event.compiled else console.detail
-            tell(f"{'compiled' if event.compiled else 'warm-up of'} {event.cell_id}: {event.seconds or 0.0:.1f} s")
-        elif isinstance(event, runner.ImageDone):
-            record, cell = event.record, event.unit.cell
-            if event.failed:
-                console.warn(f"{event.unit.image} failed: {record['error']}")
-            else:
-                self._seconds.append(record["seconds"])
-                if cell.decoding.mode != "ar" and record["mean_accepted_length"]:
-                    self._lengths.append(record["mean_accepted_length"])
-            figures = {"mal": self._lengths, "s_per_image": self._seconds}
-            live = {name: sum(values) / len(values) for name, values in figures.items() if values}
-            progress.advance(cell=cell.cell_id, **live)
-        elif isinstance(event, runner.WorkerJoined):
-            console.detail(f"worker {event.process} on {event.device}")
-            if event.kinds > 1:
-                text = f"images of {event.kinds} kinds of device: no speedup over all of them"
-                console.warn(text, "--pool-devices gives one.")
-        elif isinstance(event, runner.WorkerLost):
-            what = "a worker" if event.process is None else f"worker {event.process}"
-            console.warn(f"{what} on {event.device} is lost, {event.prompts} prompts start again: {event.reason}")
-        elif isinstance(event, runner.Scored):
-            progress.share("scoring", event.done / event.total)
-        else:
-            progress.finish()
-            kept = f"interrupted: {event.done} of {event.total} images are done and kept in {self._folder}"
-            console.say(kept if event.done else "interrupted before the first image; encoded captions are kept")
-            console.say("The same command continues.")
+        match event:
+            case Note():
+                self._console.note(event.text, event.advice, event.level)
+            case Share(label, done, total):
+                self._progress.share(label, done / total)
+            case Started(finished, to_do):
+                images = sum(to_do.values())
+                self._progress.finish()
+                if finished:
+                    self._console.say(f"{finished} images kept, {images} to do")
+                if images:
+                    self._progress.start(images, "images", to_do)
+            case ImageDone(task, record):
+                if event.failed:
+                    self._console.warn(f"{task.image} failed: {record['error']}")
+                else:
+                    self._seconds.append(record["seconds"])
+                    if task.cell.decoding.mode != "ar" and record["mean_accepted_length"]:
+                        self._lengths.append(record["mean_accepted_length"])
+                figures = {"mal": self._lengths, "s_per_image": self._seconds}
+                live = {name: sum(values) / len(values) for name, values in figures.items() if values}
+                self._progress.advance(cell=task.cell.cell_id, **live)
 
 
 def _run(
-    request: runs_sweep.Request,
+    request: Request,
     console: Console,
     dry_run: bool,
     format: str | None,
@@ -271,21 +232,19 @@ def _run(
 ) -> None:
     """Show the plan, or run it and show the result."""
     console.say(f"run: {request.folder}")
-    for line in request.lossless.lines:
-        console.say(line)
     if dry_run:
-        table, estimate = runs_sweep.plan_table(request)
+        table, estimate = plan_table(request)
         time = "unknown, nothing is measured yet" if estimate.seconds is None else duration(estimate.seconds)
         counts = f"{estimate.images} images, {estimate.done} done, {estimate.to_do} to do"
         console.say(f"{len(table)} cells, {counts}; time left: {time}")
         console.table(table, title=str(request.folder), format=format)
         return
     with console.progress() as progress:
-        failed = runs_sweep.run(request, Renderer(console, progress, request.folder).show)
-    if "speed" in request.experiment.settings.metrics and (said := runs_sweep.disturbed(request.folder)):
-        console.warn(f"{said}. {QUIET_ADVICE}")
+        failed = run(request, Renderer(console, progress).show)
+    if "speed" in request.experiment.settings.metrics and (text := disturbance(request.folder)):
+        console.warn(f"{text}. {QUIET_ADVICE}")
     show(request.folder, console, format)
-    runs_sweep.check_failed(request, failed)
+    check_failed(request, failed)
 
 
 def _show_summary(folder: Path, console: Console, format: str | None) -> None:
@@ -306,7 +265,7 @@ def _show_reproduction(folder: Path, console: Console, format: str | None) -> No
     manifest = read_manifest(folder)
     paper = read_paper(manifest["experiment"].get("paper"))
     tables = write_tables(folder)
-    table: pd.DataFrame = frame("reproduction", reproduction_rows(tables, paper, manifest))
+    table: pd.DataFrame = frame("reproduction", reproduction_rows(tables, paper))
     write_csv(table, folder / "reproduction.csv")
     notes = [*trends(tables), *comparability(tables, paper, manifest)]
     if (format or console.format) in ("csv", "json"):

@@ -74,9 +74,9 @@ def drafter(
         return _run(job, min_mal, console, format)
     import pandas as pd
 
-    from lantern_bench.runs.devices import choose_place
+    from lantern_bench.runs.devices import choose_compute
 
-    rows = plan_rows(job, choose_place(job.flags.device, job.flags.dtype).dtype)
+    rows = plan_rows(job, choose_compute(job.flags.device, job.flags.dtype).dtype)
     table = pd.DataFrame(rows, columns=["what", "how much"])
     console.table(table, title=f"drafter for {job.flags.target}", format=format)
     console.say(f"would be written to {job.out}; nothing was made")
@@ -85,7 +85,7 @@ def drafter(
 def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str | None) -> None:
     from lantern_bench.decoding.compile import compiler_problem
     from lantern_bench.models.registry import model_of
-    from lantern_bench.runs.devices import choose_place
+    from lantern_bench.runs.devices import choose_compute
     from lantern_bench.training.drafter.run import train_drafter
     from lantern_bench.training.loop import is_distributed, join_processes
 
@@ -93,14 +93,14 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
     if is_distributed() and flags.minutes is not None:
         raise UserError("--minutes: clocks of several processes differ", "Give --steps or --epochs.")
     if flags.compile:
-        problem = compiler_problem(choose_place(flags.device, flags.dtype).device)
+        problem = compiler_problem(choose_compute(flags.device, flags.dtype).device)
         if problem is not None:
             raise UserError(f"--compile: {problem}", "Leave it out.")
     writable(job.out, "--out")
     writable(job.work, "--work")
     distributed = join_processes(cpu=flags.device == "cpu")
-    place = choose_place(flags.device if distributed.device is None else str(distributed.device), flags.dtype)
-    model = model_of(flags.target).load(place.device, place.dtype)
+    compute = choose_compute(flags.device if distributed.device is None else str(distributed.device), flags.dtype)
+    model = model_of(flags.target).load(compute.device, compute.dtype)
     shown = console if distributed.first else Console(quiet=True)
     before = (job.out / "model.safetensors").is_file()
     try:

@@ -31,7 +31,7 @@ def verify(
     if repair and found.problems:
         _show(found, console, format)
         with console.progress() as progress:
-            runs_verify.repair(folder, found, Renderer(console, progress, folder).show)
+            runs_verify.repair(folder, found, Renderer(console, progress).show)
 
         from lantern_bench.report.tables import write_tables
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.expand_grid import Expansion
 from lantern_bench.config.parse_experiment import Experiment, Settings, read_experiment
 from lantern_bench.config.values import Overrides, Place, Problems
-from lantern_bench.config.yaml_source import Source, read_source
+from lantern_bench.config.yaml_source import read_source
 from lantern_bench.errors import UserError, did_you_mean
 
 MOST_CELLS = 1_000
@@ -93,8 +93,6 @@ class ResolvedExperiment:
     def hash8(self) -> str:
         """8 hex digits of a hash of everything that changes the images; names, published figures and scoring do not."""
         covered = {key: value for key, value in self.to_dict().items() if key not in _NOT_RUN}
-        if covered["lossless"]:  # as runs older than the key
-            del covered["lossless"]
         return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()[:8]
 
     @property
@@ -163,22 +161,6 @@ def resolve(experiment: Experiment, model_defaults: Mapping[str, Mapping[str, An
     problems.raise_all()
     defaults = {model: float(known[model].get("cfg_scale") or 1.0) for model in experiment.settings.model}
     return ResolvedExperiment(experiment.settings, tuple(cells), defaults)
-
-
-def with_cells(
-    experiment: ResolvedExperiment,
-    cells: Sequence[Mapping[str, Any]],
-    model_defaults: Mapping[str, Mapping[str, Any]],
-) -> ResolvedExperiment:
-    """Return the experiment with further cells, each with its `model`; those that it has are not added again.
-
-    Raises `UserError` for a cell that cannot be.
-    """
-    values = experiment.to_dict()
-    values["cells"] += cells
-    found, problems = read_experiment(Source(experiment.name, Path(), values), Overrides(many=True))
-    problems.raise_all()
-    return resolve(found, model_defaults)
 
 
 def _expand(experiment: Experiment, known: Mapping[str, Mapping[str, Any]] | None, problems: Problems) -> list[Cell]:

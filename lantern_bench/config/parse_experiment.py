@@ -40,8 +40,8 @@ class Settings(BaseModel):
     several cells. `protocol` names the scoring protocol (None: the model's own), `reference` the reference pictures
     (None: the protocol's own), `neighbour_space` the space of code distances (`decoding/neighbours.py`; None: as
     published). `processes` new worker processes make the images, one after the other; `threads` decode (None: as many
-    as a calibration finds fastest). `baseline` adds an ar cell, `lossless` a tuned lossless cell beside relaxed ones
-    (`runs/tuned.py`). With `pool_devices`, a run on several kinds of device gets speedups over all of them.
+    as a calibration finds fastest). `baseline` adds an ar cell. With
+    `pool_devices`, a run on several kinds of device gets speedups over all of them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -82,7 +82,6 @@ class Settings(BaseModel):
         default=None, description="must be raw or normalised; if absent, it is as published for the model"
     )
     baseline: bool = Field(default=True, description=_SWITCH)
-    lossless: bool = Field(default=True, description=_SWITCH)
     pool_devices: bool = Field(default=False, description=_SWITCH)
 
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeAlias
 
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
 from lantern_bench.errors import UserError
@@ -50,16 +51,25 @@ class Prompt:
         return hashlib.blake2b(self.text.encode(), digest_size=6).hexdigest()
 
 
+ImageKey: TypeAlias = tuple[str, str, int]
+"""Cell id, prompt id and repeat of an image."""
+
+
 @dataclass(frozen=True, slots=True)
-class Unit:
-    """One image to make. `image_index` counts within the cell, `order_index` within the whole run, both from 0."""
+class ImageTask:
+    """One image to decode."""
 
     cell: Cell
     prompt: Prompt
     repeat: int
     seed: int
-    image_index: int
-    order_index: int
+    image_index: int  # counts within the cell, from 0
+    order_index: int  # counts within the whole run, from 0
+
+    @property
+    def key(self) -> ImageKey:
+        """What tells the image from the others of its run."""
+        return self.cell.cell_id, self.prompt.id, self.repeat
 
     @property
     def image(self) -> str:
@@ -95,49 +105,48 @@ class Plan:
     """Cells, and the images in order of execution; `together` consecutive images belong to one cell."""
 
     cells: tuple[Cell, ...]
-    units: tuple[Unit, ...]
+    tasks: tuple[ImageTask, ...]
     together: int = 1
 
     def shard(self, shard: Shard) -> Plan:
-        """Return the units of one shard; all cells of a prompt stay in one shard, because they are compared."""
-        mine = (unit for unit in self.units if (unit.image_index // self.together) % shard.count == shard.index - 1)
-        return replace(self, units=tuple(mine))
+        """Return the tasks of one shard; all cells of a prompt stay in one shard, because they are compared."""
+        mine = (task for task in self.tasks if (task.image_index // self.together) % shard.count == shard.index - 1)
+        return replace(self, tasks=tuple(mine))
 
     def deal(self, left: Plan, count: int, seed: int) -> list[Plan]:
-        """Deal the units of `left`, a part of this plan, to `count` plans: prompts in random order, in equal shares.
+        """Deal the tasks of `left`, a part of this plan, to `count` plans: prompts in random order, in equal shares.
 
         All cells of a prompt stay together.
         """
-        groups = {unit.image_index // self.together for unit in left.units}
+        groups = {task.image_index // self.together for task in left.tasks}
         order = sorted(groups, key=lambda group: _hash63(f"deal:{seed}:{group}"))
         place = {group: number % count for number, group in enumerate(order)}
-        parts: list[list[Unit]] = [[] for _ in range(count)]
-        for unit in self.units:  # whole batches, so that the arithmetic is the same
-            if (group := unit.image_index // self.together) in place:
-                parts[place[group]].append(unit)
-        return [replace(self, units=tuple(part)) for part in parts]
+        parts: list[list[ImageTask]] = [[] for _ in range(count)]
+        for task in self.tasks:  # whole batches, so that the arithmetic is the same
+            if (group := task.image_index // self.together) in place:
+                parts[place[group]].append(task)
+        return [replace(self, tasks=tuple(part)) for part in parts]
 
-    def batches(self) -> Iterator[tuple[Unit, ...]]:
-        """Yield the units that are decoded at once: as many images of a cell as its batch size, or the rest."""
-        group: list[Unit] = []
-        for unit in self.units:
-            if group and (unit.cell != group[0].cell or len(group) == unit.cell.batch):
+    def batches(self) -> Iterator[tuple[ImageTask, ...]]:
+        """Yield the tasks that are decoded at once: as many images of a cell as its batch size, or the rest."""
+        group: list[ImageTask] = []
+        for task in self.tasks:
+            if group and (task.cell != group[0].cell or len(group) == task.cell.batch):
                 yield tuple(group)
                 group = []
-            group.append(unit)
+            group.append(task)
         if group:
             yield tuple(group)
 
     def estimate(
-        self, seconds_per_image: Mapping[str, float] | None = None, done: Collection[tuple[str, str, int]] = ()
+        self, seconds_per_image: Mapping[str, float] | None = None, done: Collection[ImageKey] = ()
     ) -> Estimate:
-        """Estimate the remaining work from seconds per image by cell id; `done` holds (cell id, prompt id, repeat)."""
-        known = seconds_per_image or {}
-        finished = set(done)
-        left = [u for u in self.units if (u.cell.cell_id, u.prompt.id, u.repeat) not in finished]
-        unknown = tuple(dict.fromkeys(u.cell.cell_id for u in left if u.cell.cell_id not in known))
-        seconds = None if unknown else sum(known[u.cell.cell_id] for u in left)
-        return Estimate(len(self.units), len(self.units) - len(left), seconds, unknown)
+        """Estimate the remaining work from seconds per image by cell id; `done` holds the keys of finished images."""
+        pace, finished = seconds_per_image or {}, set(done)
+        waiting = [task.cell.cell_id for task in self.tasks if task.key not in finished]
+        unknown = tuple(dict.fromkeys(cell_id for cell_id in waiting if cell_id not in pace))
+        seconds = None if unknown else sum(pace[cell_id] for cell_id in waiting)
+        return Estimate(len(self.tasks), len(self.tasks) - len(waiting), seconds, unknown)
 
 
 def parse_shard(text: str) -> Shard:
@@ -158,7 +167,7 @@ def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan
     if not unique:
         raise UserError(f"prompts {settings.prompts}: holds no prompt", "Give a file with one prompt a line.")
     slots = _slots(unique, settings.images or len(unique), settings.repeats)
-    units: list[Unit] = []
+    tasks: list[ImageTask] = []
     # The largest batch decides how many images of one cell follow each other: all cells see a prompt at about one time.
     together = max(settings.batch)
     for start in range(0, len(slots), together):
@@ -166,8 +175,8 @@ def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan
             for image_index in range(start, min(start + together, len(slots))):
                 prompt, repeat = slots[image_index]
                 seed = record_seed(settings.seed, prompt.id, repeat, cell.decoding.seed_set)
-                units.append(Unit(cell, prompt, repeat, seed, image_index, len(units)))
-    return Plan(experiment.cells, tuple(units), together)
+                tasks.append(ImageTask(cell, prompt, repeat, seed, image_index, len(tasks)))
+    return Plan(experiment.cells, tuple(tasks), together)
 
 
 def _order(cells: tuple[Cell, ...], seed: int, prompt: Prompt, repeat: int) -> list[Cell]:

@@ -34,9 +34,9 @@ from lantern_bench.report.cost_model import (
 from lantern_bench.report.curves import save_figure
 from lantern_bench.report.reproduction import device_in_words
 from lantern_bench.report.tables import write_csv
-from lantern_bench.runs.devices import Place
+from lantern_bench.runs.devices import Compute
 from lantern_bench.runs.machine import machine_block
-from lantern_bench.runs.runner import place_facts
+from lantern_bench.runs.runner import compute_block
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -83,16 +83,16 @@ def step_of(tree: str, decoding: Decoding) -> Decoding:
 
 
 def load_subject(
-    name: str, size: str | None, random: bool, place: Place, images: int, seed: int, tokens: int | None
+    name: str, size: str | None, random: bool, compute: Compute, images: int, seed: int, tokens: int | None
 ) -> Subject:
     """Load the model (or make a random one) with prompts that it accepts; raises as `read_size` and `Model.load`."""
-    noise = torch.Generator(place.device).manual_seed(seed)
+    noise = torch.Generator(compute.device).manual_seed(seed)
     if size is not None:
-        made = random_model_of_size(read_size(size), *place, noise)
+        made = random_model_of_size(read_size(size), *compute, noise)
         return Subject(made, False, [""] * images, 2.0, seed, tokens)
     model = model_of(name)
     prompts = next((texts for texts in model.prompt_sets.values() if texts), ("anything",))
-    loaded = random_model(name, *place, noise) if random else model.load(*place)
+    loaded = random_model(name, *compute, noise) if random else model.load(*compute)
     scale = float(model.defaults.get("cfg_scale", 1.0))
     return Subject(loaded, not random, [prompts[n % len(prompts)] for n in range(images)], scale, seed, tokens)
 
@@ -150,20 +150,20 @@ def _nodes(subject: Subject, decoding: Decoding) -> int:
     return 1 if decoding.drafting == "none" else drafting_of(decoding, subject.model.target).nodes
 
 
-def save_device(subject: Subject, rows: Sequence[Row], place: Place, path: Path) -> None:
+def save_device(subject: Subject, rows: Sequence[Row], compute: Compute, path: Path) -> None:
     """Fit a device to the rows of `measure` and write its file, for `lantern-bench predict --device`.
 
     Raises `UserError` where the file cannot be written.
     """
     sizes = subject.model.target.config  # type: ignore[attr-defined]
-    kind, size = "gpu" if place.device.type == "cuda" else "cpu", place.dtype.itemsize
+    kind, size = "gpu" if compute.device.type == "cuda" else "cpu", compute.dtype.itemsize
     at = Setting(sizes, 1, subject.guided, sizes.prefix + sizes.image_tokens // (1 if kind == "gpu" else 2))
     # Forwards by themselves find weights and cache where the forward before left them: a step's own take longer.
     steps = {row["name"]: StepTimes(**{part: row[part] for part in _PARTS}) for row in rows if row["what"] == "step"}
     samples = [one for name, times in steps.items() for one in step_samples(at, named_draft(name), size, times)]
     host = [times.other_ms for name, times in steps.items() if name != "ar"]
-    where = {"machine": machine_block()} | place_facts(place, subject.model.engine.compile)
-    note = f"fitted to {len(samples)} times of `lantern-bench profile`: {subject.model.name}, {place.dtype_name}"
+    where = {"machine": machine_block()} | compute_block(compute, subject.model.engine.compile)
+    note = f"fitted to {len(samples)} times of `lantern-bench profile`: {subject.model.name}, {compute.dtype_name}"
     facts = {"name": path.stem, "about": device_in_words(where), "kind": kind, "weight_bytes": size}
     facts |= {"code": "compiled" if subject.model.engine.compile else "eager"}
     device = fit_device(samples, **facts, step_us=round(1e3 * median(host), 2) if host else 0.0, sources=(note,))

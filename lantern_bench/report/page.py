@@ -451,7 +451,7 @@ def run_facts(name: str, data: RunData, tables: Tables) -> Plain:
         facts["sessions"] = len(manifest.get("sessions") or ())
     # A figure that is not available is worth a row only in the table of all figures.
     published: list[dict[str, str]] = []
-    for row in (row for row in reproduction_rows(tables, paper, manifest) if row.get("published") is not None):
+    for row in (row for row in reproduction_rows(tables, paper) if row.get("published") is not None):
         figure, ours = str(row["figure"]), [row.get(f"ours{end}") for end in ENDS]
         published.append({
             "row": str(row.get("paper_row") or ""),

@@ -31,28 +31,22 @@ _SERIES = (
 )  # fmt: skip
 
 
-def reproduction_rows(
-    tables: Mapping[str, pd.DataFrame], paper: Paper | None, manifest: Mapping[str, Any] | None = None
-) -> list[dict[str, Any]]:
+def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -> list[dict[str, Any]]:
     """Return the rows of `reproduction.csv`: by cell, by published row that matches it, by figure.
 
-    Cells without a published row have rows of their own figures; published rows without a cell come last. No published
-    row stands beside a lossless cell that the sweep added.
+    Cells without a published row have rows of their own figures; published rows without a cell come last.
     """
-    added = {one["cell_id"] for one in (manifest or {}).get("lossless", ())}
     cells = rows_of(tables["speed"])
     for cell in cells:  # each quality figure from the first protocol that has it
         for scored in rows_of(tables["quality"][tables["quality"]["cell_id"] == cell["cell_id"]]):
             cell["quality_note"] = cell.get("quality_note") or scored.pop("note")
             cell |= {name: value for name, value in scored.items() if cell.get(name) is None}
-    asked = [cell for cell in cells if cell["cell_id"] not in added]
     published_rows = paper.rows if paper else ()
     columns = tuple(paper.columns) if paper else _FROM_SPEED
     rows: list[dict[str, Any]] = []
     seen: set[str] = set()
     for cell in cells:
-        own = [] if cell["cell_id"] in added else published_rows
-        beside: list[PaperRow | None] = [row for row in own if _is_beside(row, cell, asked)]
+        beside: list[PaperRow | None] = [row for row in published_rows if _is_beside(row, cell, cells)]
         seen |= {row.name for row in beside if row}
         about = {name: cell[name] for name in ("cell_id", "model", "images", "failed")}
         about |= {"method": cell["mode"], "residual": cell.get("residual") if cell.get("temperature") else None}

@@ -24,6 +24,7 @@ from lantern_bench.models.io.files import cache_folder
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.packed_linear import has_bfloat16, lower_packed_products, pack_for_decoding
 from lantern_bench.models.registry import model_of
+from lantern_bench.runs.events import Note
 from lantern_bench.runs.keys import KeyFields
 from lantern_bench.schema import SCHEMA_VERSION
 
@@ -31,8 +32,8 @@ ENGINE_VERSION = "9"
 """Incremented when the tokens at a seed or the timing change; a run never mixes two versions."""
 
 
-class Place(NamedTuple):
-    """A device and the dtype of the models on it."""
+class Compute(NamedTuple):
+    """The device of a process and the dtype of the models on it."""
 
     device: torch.device
     dtype: torch.dtype
@@ -43,7 +44,7 @@ class Place(NamedTuple):
         return str(self.dtype).removeprefix("torch.")
 
 
-def choose_place(device: str = "auto", dtype: str = "auto", fast: bool = False) -> Place:
+def choose_compute(device: str = "auto", dtype: str = "auto", fast: bool = False) -> Compute:
     """Resolve `auto`: CUDA if available; bfloat16 on CUDA and float32 elsewhere.
 
     With `fast`, `auto` is bfloat16 also on a CPU that has instructions for it. Raises `RefusedError` for a device that
@@ -56,12 +57,12 @@ def choose_place(device: str = "auto", dtype: str = "auto", fast: bool = False) 
     if dtype == "auto":
         narrow = chosen.type == "cuda" or (fast and chosen.type == "cpu" and has_bfloat16(chosen))
         dtype = "bfloat16" if narrow else "float32"
-    return Place(chosen, getattr(torch, dtype))
+    return Compute(chosen, getattr(torch, dtype))
 
 
-def load_models(experiment: ResolvedExperiment, place: Place) -> dict[str, LoadedModel]:
+def load_models(experiment: ResolvedExperiment, compute: Compute) -> dict[str, LoadedModel]:
     """Load every model of an experiment, by name; raises as `Model.load` and `set_space`."""
-    models = {name: model_of(name).load(place.device, place.dtype) for name in experiment.settings.model}
+    models = {name: model_of(name).load(compute.device, compute.dtype) for name in experiment.settings.model}
     for model in models.values():
         set_space(model, experiment.settings.neighbour_space)
     return models
@@ -78,30 +79,34 @@ def set_space(model: LoadedModel, space: Space | None) -> None:
     model.neighbour_space = space or model.neighbour_space
 
 
-def compile_models(models: Iterable[LoadedModel], place: Place) -> str | None:
+def compile_models(models: Iterable[LoadedModel], compute: Compute) -> Note | None:
     """Compile the models' decode steps at their first use, and pack their weights for that.
 
-    Where nothing can be compiled the models stay unchanged; returns the reason, in one line. Programs of a CPU are kept
+    Where nothing can be compiled the models stay unchanged; returns a warning that says why. Programs of a CPU are kept
     in the user's cache for the next process. Models whose code cannot be compiled stay as they are.
     """
-    on_cpu = place.device.type == "cpu"
-    stores = [(model, program_store(model, place) if on_cpu else None) for model in models if model.compiles]
+    on_cpu = compute.device.type == "cpu"
+    stores = [(model, program_store(model, compute) if on_cpu else None) for model in models if model.compiles]
     # Where programs were kept, the compiler worked.
-    if not all(store and store.used for _, store in stores) and (problem := compiler_problem(place.device)) is not None:
-        return problem
+    if (
+        not all(store and store.used for _, store in stores)
+        and (problem := compiler_problem(compute.device)) is not None
+    ):
+        advice = "Decoding is slower without. Install torch 2.10 or newer and a C++ compiler, or pass --no-compile."
+        return Note(f"decoding is not compiled: {problem}", advice, "warning")
     for model, store in stores:
         pack_for_decoding(model.target, model.drafter)
         model.engine = Engine(compile=True, store=store)
     return None
 
 
-def program_store(model: LoadedModel, place: Place) -> ProgramStore:
+def program_store(model: LoadedModel, compute: Compute) -> ProgramStore:
     """Return the store of the programs of a model; its folder names all that they depend on."""
     code = Path(__file__).parents[1]
     files = sorted(file for part in ("config", "decoding", "models") for file in (code / part).rglob("*.py"))
     outside = {name: row.fingerprint() for name, row in (OUTSIDE_RULES | OUTSIDE_DRAFTINGS).items()}
     # `model.weights` alone does not tell apart models of random weights.
-    parts = (model.name, sorted(model.weights.items()), repr(model.target), repr(model.drafter), place.dtype_name)
+    parts = (model.name, sorted(model.weights.items()), repr(model.target), repr(model.drafter), compute.dtype_name)
     here = (ENGINE_VERSION, str(torch.__version__), *processor(), sorted(outside.items()))
     digest = hashlib.sha256(repr((parts, here)).encode())
     for file in files:
@@ -118,7 +123,7 @@ def processor() -> tuple[str, ...]:
 
 
 def key_fields(
-    models: Mapping[str, LoadedModel], settings: Settings, place: Place, cells: Iterable[Cell] = ()
+    models: Mapping[str, LoadedModel], settings: Settings, compute: Compute, cells: Iterable[Cell] = ()
 ) -> KeyFields:
     """Return the fields of the record key that hold for the whole run (`runs/keys.py`)."""
     used = [cell.decoding for cell in cells]
@@ -131,8 +136,8 @@ def key_fields(
         "schema_version": SCHEMA_VERSION,
         "engine_version": ENGINE_VERSION,
         "torch_version": str(torch.__version__),
-        "dtype": place.dtype_name,
-        "device_type": place.device.type,
+        "dtype": compute.dtype_name,
+        "device_type": compute.device.type,
         "compile": any(model.engine.compile for model in models.values()),
         "weights": parts,
     }

@@ -75,9 +75,9 @@ def examine(device: str = "auto") -> Iterator[Finding]:
             yield finding
             if finding.check == check and finding.state == "fail":
                 return
-    from lantern_bench.runs.devices import choose_place
+    from lantern_bench.runs.devices import choose_compute
 
-    where = choose_place(device).device
+    where = choose_compute(device).device
     yield from _guarded("compiler", lambda: _compiler(where))
     yield from _guarded("bundled model", lambda: _bundled(where))
     if where.type == "cuda":
@@ -223,7 +223,7 @@ def _torch() -> Iterator[Finding]:
 def _device(device: str) -> Iterator[Finding]:
     import torch
 
-    from lantern_bench.runs.devices import choose_place
+    from lantern_bench.runs.devices import choose_compute
     from lantern_bench.runs.machine import machine_block
 
     machine = machine_block()
@@ -237,8 +237,8 @@ def _device(device: str) -> Iterator[Finding]:
         text = "nvidia-smi is installed, and torch finds no GPU"
         built = "update the driver, or attach a GPU" if torch.version.cuda else "install a torch that is built for CUDA"
         yield Finding("GPU", "warning", text, f"To use a GPU: {built}.")
-    place = choose_place(device)
-    yield Finding("device", "ok", f"--device {device} is {place.device}, with --dtype auto {place.dtype_name}")
+    compute = choose_compute(device)
+    yield Finding("device", "ok", f"--device {device} is {compute.device}, with --dtype auto {compute.dtype_name}")
 
 
 def _gpu(number: int, gpu: Mapping[str, Any]) -> Finding:
@@ -356,9 +356,9 @@ def _dtypes(device: torch.device) -> list[str]:
     """The types that runs on this device may use."""
     if device.type == "cuda":
         return ["float32", "bfloat16", "float16"]
-    from lantern_bench.runs.devices import choose_place
+    from lantern_bench.runs.devices import choose_compute
 
-    return list(dict.fromkeys(("float32", choose_place(str(device), fast=True).dtype_name)))
+    return list(dict.fromkeys(("float32", choose_compute(str(device), fast=True).dtype_name)))
 
 
 def _decode(device: torch.device, dtype: str) -> Iterator[Finding]:

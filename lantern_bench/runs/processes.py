@@ -1,16 +1,14 @@
-"""A run made by several worker processes, one after the other: the parent deals the prompts and relays events.
+"""Worker processes: the parent deals the prompts of a run to new processes, one after the other, and relays events.
 
-A worker (`python -m lantern_bench.runs.processes`) reads its request from the standard input, decodes as a sweep of one
-process does, locks and writes the run directory itself, and sends events through its standard output. It starts from a
-new interpreter, not from the parent's main module, so a script that calls `sweep` needs no guard.
+A worker (`python -m lantern_bench.runs.processes`) decodes as a sweep of one process does: it locks and writes the run
+directory itself and sends its events to the parent. It starts from a new interpreter, not from the parent's main
+module, so a script that calls `sweep` needs no guard.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pickle
-import queue
 import signal
 import subprocess
 import sys
@@ -19,114 +17,106 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, BinaryIO, TypeAlias
+from typing import IO, Any, TypeAlias
 
 from lantern_bench import stopping
 from lantern_bench.clock import now
 from lantern_bench.errors import LanternError, RecordsFailedError
+from lantern_bench.runs.events import Emit, Event, ImageDone, Note, Share, Started
+from lantern_bench.runs.request import Request
 from lantern_bench.runs.store import done_images
 
-if TYPE_CHECKING:
-    from lantern_bench.runs.runner import Event
-    from lantern_bench.runs.sweep import Request
+Work: TypeAlias = Callable[[Request, Emit], object]
+"""What a worker does: a function of a module."""
 
-
-Work: TypeAlias = Callable[[Any, Callable[[Any], None]], object]
-"""What a worker process does with its request: `work(request, tell)`, a function of a module."""
-
-SECONDS_TO_END = 30.0  # for a worker that was asked to stop, or has told its error, to end by itself
-_BEAT = 2.0  # seconds after which a worker that decodes says so, between two steps
-_ALIVE, _ENDED, _SILENT = None, object(), object()
-_KEPT = "Its finished images are kept. The same command continues."
-
-
-def decode_in_processes(request: Request, tell: Callable[[Event], None]) -> int:
-    """Make the missing images in `processes` new processes, one at a time; return how many images failed.
-
-    Raises the error that a worker raises, and `RecordsFailedError` for a worker that dies or hangs.
-    """
-    from lantern_bench.runs.runner import EncodedCaptions, ImageDone, Loaded, Started
-    from lantern_bench.runs.sweep import decode_missing
-
-    done = done_images(request.folder)
-    waiting = [unit for unit in request.plan.units if (unit.cell.cell_id, unit.prompt.id, unit.repeat) not in done]
-    left = replace(request.plan, units=tuple(waiting))
-    count, failed = request.experiment.settings.processes, 0
-    # Without anything to do one worker still checks that the run can be continued.
-    parts = [part for part in request.plan.deal(left, count, request.experiment.settings.seed) if part.units] or [left]
-    for number, part in enumerate(parts, start=1):
-        name = f"worker process {number} of {len(parts)}"
-        for event in events_of(decode_missing, request._replace(plan=part), name):
-            failed += isinstance(event, ImageDone) and event.failed
-            if isinstance(event, Started):
-                event = Started(len(request.plan.units) - len(waiting), Counter(u.cell.cell_id for u in waiting))
-            if number == 1 or not isinstance(event, Loaded | EncodedCaptions | Started):
-                tell(event)
-    return failed
+SECONDS_TO_END = 30.0
+"""A worker that was asked to stop, or has sent its error, has so long to end by itself."""
+_BEAT = 2.0  # a worker that decodes sends None, between two steps, after so many seconds without an event
+_POLL = 1.0  # seconds between two checks for signals
+_ADVICE = "Its finished images are kept. The same command continues."
 
 
 class WorkerEndedError(RecordsFailedError):
-    """A worker process ended without telling why."""
+    """A worker process ended without sending an error."""
 
 
-def events_of(work: Work, request: Request, name: str, *, said: IO[bytes] | None = None) -> Iterator[Any]:
-    """Start a worker that calls `work(request, tell)` and yield its events; on the way out it is ended and waited for.
+def decode_in_processes(request: Request, emit: Emit) -> int:
+    """Decode the missing images in `processes` new processes, one at a time; return how many images failed.
 
-    What it writes to its standard error goes to `said`, by default to that of this process. Raises the error that the
+    Raises the error that a worker raises, and `RecordsFailedError` for a worker that dies or hangs.
+    """
+    done, settings = done_images(request.folder), request.experiment.settings
+    missing = replace(request.plan, tasks=tuple(task for task in request.plan.tasks if task.key not in done))
+    # Without anything to do one worker still checks that the run can be continued.
+    plans = [plan for plan in request.plan.deal(missing, settings.processes, settings.seed) if plan.tasks] or [missing]
+    failed, notes = 0, set[Note]()
+    for number, plan in enumerate(plans, start=1):
+        name = f"worker process {number} of {len(plans)}"
+        for event in events_of(_decode_missing, replace(request, plan=plan), name):
+            match event:
+                case Started():
+                    counts = Counter(task.cell.cell_id for task in missing.tasks)
+                    event = Started(len(request.plan.tasks) - len(missing.tasks), counts)
+                case ImageDone():
+                    failed += event.failed
+                case Note():
+                    if event in notes:
+                        continue
+                    notes.add(event)
+            if number == 1 or not isinstance(event, Started | Share):
+                emit(event)
+    return failed
+
+
+def _decode_missing(request: Request, emit: Emit) -> int:
+    from lantern_bench.runs.runner import decode_missing  # imports torch, which the parent does not need
+
+    return decode_missing(request, emit)
+
+
+def events_of(work: Work, request: Request, name: str, *, stderr: IO[bytes] | None = None) -> Iterator[Event]:
+    """Start a worker that calls `work(request, emit)` and yield its events; at the end it is ended and waited for.
+
+    What it writes to its standard error goes to `stderr`, by default to that of this process. Raises the error that the
     worker raises, `WorkerEndedError` for one that dies, and `RecordsFailedError` for one that gives no sign of life for
     `request.worker_timeout` seconds.
     """
-    command = [sys.executable, "-m", __spec__.name]
-    # A session of its own: Ctrl-C reaches only the parent, which ends the worker with one signal.
-    pipe = subprocess.PIPE
-    worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=said, start_new_session=True)
-    assert worker.stdin is not None and worker.stdout is not None
-    told: queue.SimpleQueue[object] = queue.SimpleQueue()
-    listener = threading.Thread(target=_listen, args=(worker.stdout, told), daemon=True)
-    listener.start()
-    last = "it started"
+    parent_end, worker_end = Pipe()
+    command = [sys.executable, "-m", __spec__.name, str(worker_end.fileno())]
+    # In a session of its own, Ctrl-C reaches only the parent, which ends the worker with one signal.
+    worker = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stderr=stderr, pass_fds=[worker_end.fileno()], start_new_session=True
+    )
+    worker_end.close()
+    last_sign, last_event = now(), "it started"
     try:
-        pickle.dump((work, request), worker.stdin)
-        worker.stdin.flush()  # and stays open: its end tells the worker that this process is gone
-        while (event := _next(told, request.worker_timeout)) is not _ENDED:
-            if event is _SILENT:
-                worker.kill()
-                what = f"{name} hangs: no sign of life in {request.worker_timeout:g} s after {last}; it was ended"
-                raise RecordsFailedError(what, f"{_KEPT} --worker-timeout SECONDS waits longer.")
-            if isinstance(event, LanternError):
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    worker.wait(SECONDS_TO_END)  # it has said its last word: a signal would interrupt its exit
-                raise event
-            if event is not _ALIVE:
-                last = f"{getattr(getattr(event, 'unit', None), 'image', type(event).__name__)}"
-                yield event
+        with contextlib.suppress(EOFError, ConnectionError):  # the worker has ended
+            parent_end.send((work, request))
+            while True:
+                stopping.check()
+                if parent_end.poll(_POLL):
+                    event, last_sign = parent_end.recv(), now()
+                    if isinstance(event, LanternError):
+                        with contextlib.suppress(subprocess.TimeoutExpired):
+                            worker.wait(SECONDS_TO_END)  # a signal would interrupt its exit
+                        raise event
+                    if event is not None:
+                        last_event = event.task.image if isinstance(event, ImageDone) else type(event).__name__
+                        yield event
+                elif now() - last_sign > request.worker_timeout:
+                    worker.kill()
+                    silence = f"no sign of life in {request.worker_timeout:g} s after {last_event}; it was ended"
+                    raise RecordsFailedError(
+                        f"{name} hangs: {silence}", f"{_ADVICE} --worker-timeout SECONDS waits longer."
+                    )
         if (code := worker.wait()) != 0:
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-            raise WorkerEndedError(f"{name} {how}", _KEPT)
+            end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            raise WorkerEndedError(f"{name} {end}", _ADVICE)
     finally:
         _end(worker)
-        listener.join(SECONDS_TO_END)
-
-
-def _listen(pipe: BinaryIO, told: queue.SimpleQueue[object]) -> None:
-    """Pass on what a worker sends, until it has ended."""
-    with pipe:
-        try:
-            while True:
-                told.put(pickle.load(pipe))
-        except (EOFError, pickle.UnpicklingError):
-            told.put(_ENDED)
-
-
-def _next(told: queue.SimpleQueue[object], timeout: float) -> object:
-    """The next thing that a worker sends; `_ENDED` behind the last, `_SILENT` after `timeout` seconds without one."""
-    until = now() + timeout
-    while (left := until - now()) > 0:
-        with contextlib.suppress(queue.Empty):
-            return told.get(timeout=min(left, 1.0))
-        stopping.check()
-    return _SILENT
+        parent_end.close()
 
 
 def _end(worker: subprocess.Popen[bytes]) -> None:
@@ -137,51 +127,49 @@ def _end(worker: subprocess.Popen[bytes]) -> None:
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
         worker.kill()
         worker.wait()
-    with contextlib.suppress(BrokenPipeError):
-        worker.stdin.close()  # type: ignore[union-attr]  # it is a pipe
 
 
-def work(requests: BinaryIO, events: BinaryIO) -> None:
-    """Do what a request asks for and send its events, or the error that ended it."""
-    (do, request), sent = pickle.load(requests), now()
+# ---- The worker
 
-    def tell(event: object) -> None:
-        nonlocal sent
-        pickle.dump(event, events)
-        events.flush()
-        sent = now()
 
-    def live() -> None:
-        if now() - sent > _BEAT:
-            tell(_ALIVE)
+def serve(parent: Connection[Any, Any]) -> None:
+    """Do the work that the parent sends, and send back its events, or the error that ended it."""
+    (work, request), last_sent = parent.recv(), now()
 
-    threading.Thread(target=_end_with_parent, args=(requests.fileno(),), daemon=True).start()
+    def send(event: object) -> None:
+        nonlocal last_sent
+        parent.send(event)
+        last_sent = now()
+
+    def beat() -> None:
+        if now() - last_sent > _BEAT:
+            send(None)
+
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
-        with stopping.on_check(live):
-            do(request, tell)
+        with stopping.on_check(beat):
+            work(request, send)
     except LanternError as error:
-        tell(error)
+        send(error)
     except Exception as error:
         # The parent may hide this process's standard error.
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        at = f"{Path(where.filename).name} line {where.lineno}"
-        said = f"internal: {type(error).__name__} in {at}: {' '.join(str(error).split())[:500]}"
-        tell(LanternError(said, "This is a bug in lantern-bench."))
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        line, text = f"{Path(frame.filename).name} line {frame.lineno}", " ".join(str(error).split())[:500]
+        send(LanternError(f"internal: {type(error).__name__} in {line}: {text}", "This is a bug in lantern-bench."))
 
 
-def _end_with_parent(requests: int) -> None:
-    """Stop this process when the one that wrote the request is gone, so that the run directory is free again."""
-    while os.read(requests, 1):
-        continue
+def _end_with(parent: Connection[Any, Any]) -> None:
+    """Stop this process when its parent is gone, so that the run directory is free again."""
+    with contextlib.suppress(EOFError, OSError):
+        parent.recv()  # the parent sends nothing more: this returns when its end is closed
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _main() -> int:
-    events = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not mix with the events
+def _main(descriptor: int) -> int:
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # standard output is for the data of the command
     try:
         with stopping.signals_noted():
-            work(sys.stdin.buffer, events)
+            serve(Connection(descriptor))
     except KeyboardInterrupt as stopped:
         return getattr(stopped, "exit_code", 130)
     except BrokenPipeError:
@@ -192,4 +180,4 @@ def _main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(_main(int(sys.argv[1])))

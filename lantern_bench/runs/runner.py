@@ -1,255 +1,192 @@
 """The runner: decode every missing image of a plan, write its record and its picture, continue when one fails.
 
-`run_plan` yields events and prints nothing. Images are made in the order of the plan. The decode loop
-is timed; text encoding, pixels, PNG files and records are not. Warm-up images are decoded first, one batch for every
-kind of cell, and only the manifest records them. Scores and tables come afterwards.
+Images are decoded in the order of the plan. The decode loop is timed; text encoding, pixels, PNG files and records are
+not. Warm-up images are decoded first, one batch for every kind of cell, and only the manifest records them. Scores and
+tables come afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import psutil
 import torch
-from PIL import Image
-from torch import Tensor
 
 from lantern_bench import stopping
 from lantern_bench.clock import now, peak_memory_bytes, reset_peak_memory, settle_garbage, stamp, synchronize
-from lantern_bench.config.plan import Plan, Unit
+from lantern_bench.config.experiment import ResolvedExperiment
+from lantern_bench.config.plan import ImageKey, ImageTask, Plan
 from lantern_bench.decoding.loop import Decoded, decode, drafter_and_table
 from lantern_bench.decoding.step import sampling_key
-from lantern_bench.decoding.trace import ImageTrace
-from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.runs.devices import Place
+from lantern_bench.errors import one_line
+from lantern_bench.models.loaded_model import LoadedModel, NoPixels
+from lantern_bench.runs.devices import Compute, choose_compute, compile_models, key_fields, load_models
+from lantern_bench.runs.events import Emit, ImageDone, Note, Share, Started
+from lantern_bench.runs.images import DecodedImage
 from lantern_bench.runs.keys import check_same_threads
 from lantern_bench.runs.machine import device_columns, gpu_blocks, machine_block
-from lantern_bench.runs.store import RunStore
+from lantern_bench.runs.request import Request
+from lantern_bench.runs.store import RunStore, done_images
 from lantern_bench.runs.threads import DISTURBED, Calibrated, fastest_threads, set_threads
 
-# ---- Events: what a sweep reports while it runs, in this order
+Batch: TypeAlias = tuple[ImageTask, ...]
 
-
-class Loaded(NamedTuple):
-    """The models are loaded; `compile_problem` says why steps are not compiled although this was asked for."""
-
-    place: Place
-    compile_problem: str | None = None
-
-
-class EncodedCaptions(NamedTuple):
-    """A model's text encoder has encoded `done` of `total` captions."""
-
-    model: str
-    done: int
-    total: int
-
-
-class Started(NamedTuple):
-    """Decoding starts: images kept from before, and those to make, by cell id."""
-
-    kept: int
-    to_do: Mapping[str, int]
-
-
-class WarmedUp(NamedTuple):
-    """A kind of cell has been decoded once, untimed, and compiled if asked for; seconds are None when it failed."""
-
-    cell_id: str
-    seconds: float | None
-    compiled: bool = False
-
-
-class ImageDone(NamedTuple):
-    """An image has its record, with status `ok` or `failed`."""
-
-    unit: Unit
-    record: Mapping[str, Any]
-
-    @property
-    def failed(self) -> bool:
-        """Whether the image could not be made."""
-        return bool(self.record["status"] != "ok")
-
-
-class Scored(NamedTuple):
-    """The scorers have scored `done` of `total` cells."""
-
-    done: int
-    total: int
-
-
-class Interrupted(NamedTuple):
-    """The run was interrupted with `done` of `total` images finished; the same command resumes it."""
-
-    done: int
-    total: int
-
-
-class WorkerJoined(NamedTuple):
-    """A worker of a cluster begins to make images: its process, its device, and how many kinds of device there are."""
-
-    process: int
-    device: str
-    kinds: int
-
-
-class WorkerLost(NamedTuple):
-    """A worker of a cluster is gone; its `prompts` are decoded again by another. `process` is None before its start."""
-
-    process: int | None
-    device: str
-    reason: str
-    prompts: int
-
-
-Event: TypeAlias = (
-    Loaded
-    | EncodedCaptions
-    | Calibrated
-    | Started
-    | WarmedUp
-    | ImageDone
-    | Scored
-    | Interrupted
-    | WorkerJoined
-    | WorkerLost
-)
-
-# ---- Running a plan
-
-# A disturbed image is decoded up to so often, and all repetitions may add this share to the time of a session.
+# A disturbed batch is decoded up to so often, and all repetitions may add this share to the time of a session.
 _ATTEMPTS, _AGAIN = 3, 0.25
 
 
-class Made(NamedTuple):
-    """One image: tokens int32 [N], trace, pixels uint8 [H, W, 3], guided logits [N, V] if they were asked for."""
+def decode_missing(request: Request, emit: Emit) -> int:
+    """Decode the missing images of a request in this process; return how many failed. Raises as `sweep.run`."""
+    load, settings = psutil.getloadavg()[0], request.experiment.settings
+    compute, models = load_to_decode(request.experiment, emit)
+    prepare_seconds = prepare_models(request.plan, models, done_images(request.folder), emit)
+    threads = torch.get_num_threads()
+    with RunStore(request.folder, request.experiment, key_fields(models, settings, compute, request.plan.cells)) as run:
+        run.update_manifest(**request.manifest_entries(), load_before=round(load, 2))
+        try:
+            calibrate_threads(run, request.plan, models, settings.threads, emit)
+            again = "speed" in settings.metrics
+            return run_plan(run, request.plan, models, compute, emit, prepare_seconds=prepare_seconds, again=again)
+        finally:
+            torch.set_num_threads(threads)
 
-    tokens: Tensor
-    trace: ImageTrace
-    pixels: Tensor
-    pixel_seconds: float
-    peak_memory: int | None
-    logits: Tensor | None = None
+
+def load_to_decode(experiment: ResolvedExperiment, emit: Emit) -> tuple[Compute, dict[str, LoadedModel]]:
+    """Load the models of an experiment, by name, and have their steps compiled if it asks for that.
+
+    Raises as `load_models`, and `RefusedError` for a model without an image tokenizer.
+    """
+    settings = experiment.settings
+    compute = choose_compute(settings.device, settings.dtype, fast=True)
+    models = load_models(experiment, compute)
+    for model in models.values():
+        if isinstance(model.pixels, NoPixels):
+            raise model.pixels.problem
+    if settings.compile and (warning := compile_models(models.values(), compute)) is not None:
+        emit(warning)
+    emit(Note(f"device {compute.device}, {compute.dtype_name}", level="detail"))
+    return compute, models
 
 
-def prepare_models(
-    plan: Plan, models: Mapping[str, LoadedModel], done: Collection[tuple[str, str, int]], tell: Callable[[Event], None]
-) -> float:
-    """Make what the images of `plan` that are not `done` need: neighbour tables, encoded captions.
+def prepare_models(plan: Plan, models: Mapping[str, LoadedModel], done: Collection[ImageKey], emit: Emit) -> float:
+    """Compute what the images of `plan` that are not `done` need before: neighbour tables and encoded captions.
 
-    Return the seconds it took. `done` holds (cell id, prompt id, repeat).
-
-    Raises `RefusedError` for a missing drafter, text encoder or codebook and for a damaged table or feature, and
-    `UserError` for files that are malformed or ask for what their model lacks.
+    Returns the seconds it took. Raises `RefusedError` for a missing drafter, text encoder or codebook and for a damaged
+    table or feature, and `UserError` for files that are malformed or ask for what their model lacks.
     """
     began = now()
-    missing = [unit for group in plan.batches() if any(_place(one) not in done for one in group) for unit in group]
-    for cell in dict.fromkeys(unit.cell for unit in missing):
+    batches = [batch for batch in plan.batches() if any(task.key not in done for task in batch)]
+    for cell in dict.fromkeys(batch[0].cell for batch in batches):
         if cell.decoding.drafts:
             with torch.inference_mode():
                 drafter_and_table(models[cell.model], cell.decoding)
     for name, model in models.items():
-        prompts = dict.fromkeys(unit.prompt.text for unit in missing if unit.cell.model == name)
+        prompts = dict.fromkeys(task.prompt.text for batch in batches for task in batch if task.cell.model == name)
         for count, total in model.prepare(list(prompts)):
-            tell(EncodedCaptions(name, count, total))
+            emit(Share(f"captions for {name}", count, total))
     return now() - began
 
 
-def _place(unit: Unit) -> tuple[str, str, int]:
-    return unit.cell.cell_id, unit.prompt.id, unit.repeat
+# ---- Threads
 
 
 def calibrate_threads(
-    store: RunStore, plan: Plan, models: Mapping[str, LoadedModel], asked: int | None, tell: Callable[[Event], None]
+    store: RunStore, plan: Plan, models: Mapping[str, LoadedModel], threads: int | None, emit: Emit
 ) -> None:
-    """Set the number of threads: that of the run's finished images, else the one asked for, else the fastest.
+    """Set the number of threads: that of the run's finished images, else `threads`, else the fastest.
 
-    Raises `RefusedError` when another number is asked for than finished images were made with.
+    Raises `RefusedError` when `threads` differs from the number that finished images were decoded with.
     """
-    set_threads(known := known_threads(store, asked))
-    waiting = [unit for unit in plan.units if not store.is_done(unit)]
-    if known is None and (found := fastest_for(waiting, models)) is not None:
-        set_threads(found.threads)
-        tell(found)
+    set_threads(chosen := recorded_threads(store, threads))
+    missing = [task for task in plan.tasks if not store.is_done(task)]
+    if chosen is None and (calibrated := fastest_for(missing, models)) is not None:
+        set_threads(calibrated.threads)
+        for note in calibrated.notes():
+            emit(note)
 
 
-def known_threads(store: RunStore, asked: int | None) -> int | None:
-    """Return the threads of the run's finished images, else those asked for; raises as `calibrate_threads`."""
-    finished = store.finished
-    recorded = store.manifest.get("threads") if finished else None
-    check_same_threads(store.folder.name, recorded, asked, finished)
-    return recorded or asked
+def recorded_threads(store: RunStore, threads: int | None) -> int | None:
+    """Return the threads of the run's finished images, else `threads`; raises as `calibrate_threads`."""
+    recorded = store.manifest.get("threads") if store.finished else None
+    check_same_threads(store.folder.name, recorded, threads, store.finished)
+    return recorded or threads
 
 
-def fastest_for(waiting: Sequence[Unit], models: Mapping[str, LoadedModel]) -> Calibrated | None:
+def fastest_for(tasks: Sequence[ImageTask], models: Mapping[str, LoadedModel]) -> Calibrated | None:
     """Try several numbers of threads on these images; None where the CPU does not decode, or where decoding fails."""
-    if not waiting:
+    if not tasks:
         return None
-    name = waiting[0].cell.model
-    decodings = (unit.cell.decoding for unit in waiting if unit.cell.model == name)
+    name = tasks[0].cell.model
+    decodings = (task.cell.decoding for task in tasks if task.cell.model == name)
     try:
-        return fastest_threads(models[name], waiting[0].prompt.text, decodings)
+        return fastest_threads(models[name], tasks[0].prompt.text, decodings)
     except (RuntimeError, MemoryError):
         return None  # the images fail the same way and record it
+
+
+# ---- Running a plan
 
 
 def run_plan(
     store: RunStore,
     plan: Plan,
     models: Mapping[str, LoadedModel],
-    place: Place,
+    compute: Compute,
+    emit: Emit,
+    *,
     prepare_seconds: float = 0.0,
     again: bool = False,
-) -> Iterator[Event]:
-    """Make the images of `plan` that `store` lacks; yield `Started`, then `WarmedUp`, then `ImageDone` events.
+) -> int:
+    """Decode the images of `plan` that `store` lacks; return how many failed.
 
     `prepare_seconds`, the time of `prepare_models`, goes into the manifest. With `again`, disturbed batches are decoded
     again, within bounds (`_ATTEMPTS`, `_AGAIN`). An image that raises gets a record with status `failed` and the run
     continues. An interrupted run keeps everything up to the last image.
     """
-    groups = [group for group in plan.batches() if not all(map(store.is_done, group))]
-    waiting = Counter(unit.cell.cell_id for unit in plan.units if not store.is_done(unit))
-    session = _start_session(store, models, place, prepare_seconds)
-    decoder = Decoder(models, place, session, again)
+    batches = [batch for batch in plan.batches() if not all(map(store.is_done, batch))]
+    to_do = Counter(task.cell.cell_id for task in plan.tasks if not store.is_done(task))
+    session = _start_session(store, models, compute, prepare_seconds)
+    decoder = Decoder(models, compute, session, again)
     try:
-        yield Started(len(plan.units) - waiting.total(), waiting)
-        for warmed in decoder.warm_up(groups):
+        emit(Started(len(plan.tasks) - to_do.total(), to_do))
+        for note in decoder.warm_up(batches):
             store.update_manifest()
-            yield warmed
+            emit(note)
         settle_garbage()
-        for group in groups:
+        for batch in batches:
             stopping.check()
-            for image in decoder.decode(group, [unit for unit in group if not store.is_done(unit)]):
-                yield store_image(store, image)
+            for result in decoder.decode(batch, [task for task in batch if not store.is_done(task)]):
+                emit(store_result(store, result))
         session["complete"] = True
     finally:
         session |= {"ended": stamp(), "gpus_at_end": gpu_blocks()}
         store.update_manifest(ended=session["ended"])
+    failed: int = session["failed"]
+    return failed
 
 
-class DecodedUnit(NamedTuple):
-    """An image that no store has yet: its unit, what its record adds to the unit, its PNG file (None: it failed)."""
+class Result(NamedTuple):
+    """What a worker hands to the store: an image that was decoded, or failed."""
 
-    unit: Unit
-    record: Mapping[str, Any]
-    png: bytes | None
+    task: ImageTask
+    columns: Mapping[str, Any]  # what its record adds to the columns of its task
+    png: bytes | None  # the PNG file; None for an image that failed
 
 
-def store_image(store: RunStore, image: DecodedUnit) -> ImageDone:
+def store_result(store: RunStore, result: Result) -> ImageDone:
     """Write the picture and the record of an image."""
     with stopping.held():
         # The picture is written first, so that every record has its picture.
-        picture = {} if image.png is None else {"image": store.write_image(image.unit, image.png)}
-        return ImageDone(image.unit, store.append(image.unit, {**image.record, **picture}))
+        picture = {} if result.png is None else {"image": store.write_image(result.task, result.png)}
+        return ImageDone(result.task, store.append(result.task, {**result.columns, **picture}))
 
 
 def new_session(process: int, prepare_seconds: float = 0.0) -> dict[str, Any]:
-    """Return the manifest's entry of a process that begins to make images."""
+    """Return the manifest's entry of a process that begins to decode images."""
     session: dict[str, Any] = {"started": stamp(), "ended": None, "complete": False, "images": 0, "failed": 0}
     session |= {"first_seconds": 0.0, "again_seconds": 0.0}
     return session | {"process": process, "prepare_seconds": prepare_seconds, "warm_up": []}
@@ -259,193 +196,144 @@ class Decoder:
     """Decodes the batches of a run on one device and writes nothing; counts what it does in `session`."""
 
     def __init__(
-        self, models: Mapping[str, LoadedModel], place: Place, session: dict[str, Any], again: bool = False
+        self, models: Mapping[str, LoadedModel], compute: Compute, session: dict[str, Any], again: bool = False
     ) -> None:
         self.session = session
-        self._models, self._place, self._again = models, place, again
+        self._models, self._compute, self._again = models, compute, again
 
-    def warm_up(self, groups: Iterable[tuple[Unit, ...]]) -> Iterator[WarmedUp]:
-        """Compile and decode once, untimed, what these batches run."""
-        kinds = kinds_of(groups)
-        for group in kinds:
+    def warm_up(self, batches: Iterable[Batch]) -> Iterator[Note]:
+        """Compile and decode once, untimed, what these batches run; yield a note about each kind of cell."""
+        kinds = kinds_of(batches)
+        for batch in kinds:
             stopping.check()
-            _make_programs(self._models[group[0].cell.model], group, self._place)
-        for group in kinds:
-            yield _warm_up(self.session, self._models[group[0].cell.model], group, self._place)
+            _make_programs(self._models[batch[0].cell.model], batch, self._compute)
+        for batch in kinds:
+            yield self._warm_up(self._models[batch[0].cell.model], batch)
 
-    def decode(self, group: tuple[Unit, ...], waiting: Sequence[Unit]) -> Iterator[DecodedUnit]:
-        """Decode a batch and yield its images `waiting`; the whole batch is decoded: the arithmetic stays the same."""
-        session, place, model = self.session, self._place, self._models[group[0].cell.model]
+    def _warm_up(self, model: LoadedModel, batch: Batch) -> Note:
+        # Steps are compiled here, never in a timed window: the warm-up is a quarter of an image, of the same shapes.
+        # Without compiling, a few steps load the code and touch the caches.
+        compiled = model.engine.compile
+        cell_id, tokens = batch[0].cell.cell_id, max(1, model.target.image_tokens // (4 if compiled else 16))
+        row: dict[str, Any] = {"cell_id": cell_id, "batch": len(batch), "tokens": tokens, "seconds": None}
+        try:
+            row["seconds"] = sum(image.seconds for image in decode_batch(model, batch, self._compute, tokens=tokens))
+        except (RuntimeError, MemoryError) as error:
+            row["error"] = one_line(error, most=2000)  # the images of the cell fail the same way and record it
+        self.session["warm_up"].append(row)
+        text = f"{'compiled' if compiled else 'warm-up of'} {cell_id}: {row['seconds'] or 0.0:.1f} s"
+        return Note(text, level="info" if compiled else "detail")
+
+    def decode(self, batch: Batch, missing: Sequence[ImageTask]) -> Iterator[Result]:
+        """Decode a batch and yield the results of `missing`; the whole batch is decoded: the arithmetic is the same."""
+        session, compute, model = self.session, self._compute, self._models[batch[0].cell.model]
         try:
             with stopping.held():
-                attempts = _attempts(session, model, group, place, self._again)
+                attempts = self._attempts(model, batch)
         except (RuntimeError, MemoryError) as error:
-            if place.device.type == "cuda":
+            if compute.device.type == "cuda":
                 torch.cuda.empty_cache()
-            for unit in waiting:
+            for task in missing:
                 session["failed"] += 1
-                failed = {"status": "failed", "error": _one_line(error), "process": session["process"]}
-                yield DecodedUnit(unit, failed, None)
+                columns = {"status": "failed", "error": one_line(error, most=2000), "process": session["process"]}
+                yield Result(task, columns, None)
             return
-        kept = min(attempts, key=lambda images: _lost_share(images[0].trace, len(group)))
-        made = dict(zip(group, kept, strict=True))
-        how = {"process": session["process"], "attempts": len(attempts), **device_columns(place.device)}
-        for unit in waiting:
-            png = png_bytes(made[unit].pixels)
+        least_disturbed = min(attempts, key=lambda images: images[0].lost_share(len(batch)))
+        images = dict(zip(batch, least_disturbed, strict=True))
+        common = {"process": session["process"], "attempts": len(attempts), **device_columns(compute.device)}
+        for task in missing:
+            png = images[task].png()
             session["images"] += 1
             digest = {"image_sha256": hashlib.sha256(png).hexdigest()}
-            yield DecodedUnit(unit, _record(made[unit], len(group)) | digest | how, png)
+            yield Result(task, images[task].columns(len(batch)) | digest | common, png)
+
+    def _attempts(self, model: LoadedModel, batch: Batch) -> list[list[DecodedImage]]:
+        """Decode a batch until an attempt is undisturbed, within the bounds on attempts and on their time."""
+        attempts: list[list[DecodedImage]] = []
+        session = self.session
+        while not attempts or (
+            self._again
+            and len(attempts) < _ATTEMPTS
+            and attempts[-1][0].lost_share(len(batch)) > DISTURBED
+            and session["again_seconds"] <= _AGAIN * session["first_seconds"]
+        ):
+            images = decode_batch(model, batch, self._compute)
+            if attempts and any(not torch.equal(a.tokens, b.tokens) for a, b in zip(attempts[0], images, strict=True)):
+                if self._compute.device.type == "cpu":
+                    raise RuntimeError("decoding a disturbed image again gave other tokens")
+                break  # uncompiled steps of a GPU may round differently; the first attempt counts
+            session["again_seconds" if attempts else "first_seconds"] += sum(image.seconds for image in images)
+            attempts.append(images)
+        return attempts
 
 
-def kinds_of(groups: Iterable[tuple[Unit, ...]]) -> list[tuple[Unit, ...]]:
+def kinds_of(batches: Iterable[Batch]) -> list[Batch]:
     """Return one batch for every kind of cell: cells that differ only in a bound run the same programs."""
-    kinds: dict[Any, tuple[Unit, ...]] = {}
-    for group in groups:
-        cell = group[0].cell
-        kinds.setdefault((cell.model, sampling_key(cell.decoding), len(group)), group)
+    kinds: dict[Any, Batch] = {}
+    for batch in batches:
+        cell = batch[0].cell
+        kinds.setdefault((cell.model, sampling_key(cell.decoding), len(batch)), batch)
     return list(kinds.values())
 
 
-def make_images(
-    model: LoadedModel, units: Sequence[Unit], place: Place, *, tokens: int | None = None, keep_logits: bool = False
-) -> list[Made]:
-    """Decode units of one cell as one batch, then their pixels; writes nothing.
+def decode_batch(
+    model: LoadedModel, batch: Sequence[ImageTask], compute: Compute, *, tokens: int | None = None, logits: bool = False
+) -> list[DecodedImage]:
+    """Decode images of one cell as one batch, then their pixels; writes nothing.
 
-    `tokens` ends the images early; they then have no pixels.
+    `tokens` ends the images early; they then have no pixels. With `logits` the images keep their guided logits.
     """
-    decoding = units[0].cell.decoding
-    generators = [torch.Generator(place.device).manual_seed(unit.seed) for unit in units]
+    decoding, prompts = batch[0].cell.decoding, [task.prompt.text for task in batch]
+    generators = [torch.Generator(compute.device).manual_seed(task.seed) for task in batch]
     with torch.inference_mode():
-        condition = model.condition([unit.prompt.text for unit in units])
-        reset_peak_memory(place.device)
+        condition = model.condition(prompts)
+        reset_peak_memory(compute.device)
         decoded: list[Decoded] = decode(
-            model, condition, decoding, generators, tokens=tokens, keep_logits=keep_logits, engine=model.engine
+            model, condition, decoding, generators, tokens=tokens, keep_logits=logits, engine=model.engine
         )
-        peak = peak_memory_bytes(place.device)
-        if tokens is not None:
-            return [Made(one.tokens, one.trace, torch.empty(0), 0.0, peak, one.logits) for one in decoded]
-        stacked = torch.stack([one.tokens for one in decoded]).to(place.device)
-        synchronize(place.device)
-        began = now()
-        pixels = zip(decoded, model.pixels.pixels(stacked), strict=True)
-        synchronize(place.device)
-        seconds = (now() - began) / len(units)
-    return [Made(one.tokens, one.trace, picture, seconds, peak, one.logits) for one, picture in pixels]
+        peak, seconds = peak_memory_bytes(compute.device), 0.0
+        pixels: Sequence[torch.Tensor | None] = [None] * len(decoded)
+        if tokens is None:
+            stacked = torch.stack([image.tokens for image in decoded]).to(compute.device)
+            synchronize(compute.device)
+            began = now()
+            pixels = list(model.pixels.pixels(stacked))
+            synchronize(compute.device)
+            seconds = (now() - began) / len(batch)
+    return [
+        DecodedImage(prompt, image.tokens, image.trace, picture, seconds, peak, _on_cpu(image.logits))
+        for prompt, image, picture in zip(prompts, decoded, pixels, strict=True)
+    ]
 
 
-def png_bytes(pixels: Tensor) -> bytes:
-    """Pixels uint8 [H, W, 3] as a PNG file."""
-    buffer = io.BytesIO()
-    Image.fromarray(pixels.cpu().numpy()).save(buffer, format="PNG")
-    return buffer.getvalue()
+def _on_cpu(logits: torch.Tensor | None) -> torch.Tensor | None:
+    return None if logits is None else logits.float().cpu()
 
 
 def _start_session(
-    store: RunStore, models: Mapping[str, LoadedModel], place: Place, prepare_seconds: float
+    store: RunStore, models: Mapping[str, LoadedModel], compute: Compute, prepare_seconds: float
 ) -> dict[str, Any]:
     """Add a session to the manifest; the returned dictionary is part of it."""
     session = new_session(store.next_process(), prepare_seconds)
-    sessions = [*store.manifest.get("sessions", []), session]
-    facts = {"started": store.manifest.get("started", session["started"]), "ended": None}
-    where = place_facts(place, any(model.engine.compile for model in models.values()))
-    store.update_manifest(**facts, **where, machine=machine_block(), sessions=sessions)
+    store.update_manifest(
+        started=store.manifest.get("started", session["started"]),
+        ended=None,
+        **compute_block(compute, any(model.engine.compile for model in models.values())),
+        machine=machine_block(),
+        sessions=[*store.manifest.get("sessions", []), session],
+    )
     return session
 
 
-def place_facts(place: Place, compiled: bool) -> dict[str, Any]:
+def compute_block(compute: Compute, compiled: bool) -> dict[str, Any]:
     """Return what the manifest says of how this process decodes."""
-    device = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else place.device.type
-    return {"device": device, "dtype": place.dtype_name, "threads": torch.get_num_threads(), "compile": compiled}
+    device = torch.cuda.get_device_name(compute.device) if compute.device.type == "cuda" else compute.device.type
+    return {"device": device, "dtype": compute.dtype_name, "threads": torch.get_num_threads(), "compile": compiled}
 
 
-def _make_programs(model: LoadedModel, group: tuple[Unit, ...], place: Place) -> None:
+def _make_programs(model: LoadedModel, batch: Batch, compute: Compute) -> None:
     """Compile what a batch runs; the C++ compiler goes on beside the next batch, and the warm-up waits for it."""
     # The warm-up meets the same error and reports it.
     with model.engine.compiling() as possible, contextlib.suppress(RuntimeError, MemoryError):
         if possible:
-            make_images(model, group, place, tokens=2)
-
-
-def _warm_up(session: dict[str, Any], model: LoadedModel, group: tuple[Unit, ...], place: Place) -> WarmedUp:
-    # Steps are compiled here, never in a timed window: the warm-up is a quarter of an image, of the same shapes.
-    # Without compiling, a few steps load the code and touch the caches.
-    part = 4 if model.engine.compile else 16
-    cell_id, count = group[0].cell.cell_id, max(1, model.target.image_tokens // part)
-    row: dict[str, Any] = {"cell_id": cell_id, "batch": len(group), "tokens": count, "seconds": None}
-    try:
-        row["seconds"] = sum(made.trace.seconds for made in make_images(model, group, place, tokens=count))
-    except (RuntimeError, MemoryError) as error:
-        # The images of the cell fail the same way and record it.
-        row["error"] = _one_line(error)
-    session["warm_up"].append(row)
-    return WarmedUp(cell_id, row["seconds"], model.engine.compile)
-
-
-def _attempts(
-    session: dict[str, Any], model: LoadedModel, group: tuple[Unit, ...], place: Place, again: bool
-) -> list[list[Made]]:
-    """Decode a batch until an attempt is undisturbed, within the bounds on attempts and on their time."""
-    attempts: list[list[Made]] = []
-    while not attempts or (
-        again
-        and len(attempts) < _ATTEMPTS
-        and _lost_share(attempts[-1][0].trace, len(group)) > DISTURBED
-        and session["again_seconds"] <= _AGAIN * session["first_seconds"]
-    ):
-        images = make_images(model, group, place)
-        if attempts and any(not torch.equal(a.tokens, b.tokens) for a, b in zip(attempts[0], images, strict=True)):
-            if place.device.type == "cpu":
-                raise RuntimeError("decoding a disturbed image again gave other tokens")
-            break  # uncompiled steps of a GPU may round differently; the first attempt counts
-        session["again_seconds" if attempts else "first_seconds"] += sum(made.trace.seconds for made in images)
-        attempts.append(images)
-    return attempts
-
-
-def _record(made: Made, images: int) -> dict[str, Any]:
-    trace, phases = made.trace, made.trace.phases
-    known = {"draft", "target", "verify", "prefill"}
-    return {
-        "tokens": trace.tokens,
-        "target_forwards": trace.target_forwards,
-        "drafter_forwards": trace.drafter_forwards,
-        "start_per_step": trace.start,
-        "committed_per_step": trace.committed,
-        "accepted_per_step": trace.accepted,
-        "offered_depth_per_step": trace.offered_depth,
-        "child_rank_per_step": trace.child_rank,
-        "mean_accepted_length": trace.mean_accepted_length,
-        "mal_uncut": trace.mal_uncut,
-        "step_compression": trace.step_compression,
-        "seconds": trace.seconds,
-        "draft_seconds": phases.get("draft", 0.0),
-        "target_seconds": phases.get("target", 0.0) + phases.get("prefill", 0.0),
-        "verify_seconds": phases.get("verify", 0.0),
-        "other_seconds": max(0.0, trace.seconds - sum(phases[name] for name in known & phases.keys())),
-        "pixel_seconds": made.pixel_seconds,
-        **_usage(trace, images),
-        "peak_memory_bytes": made.peak_memory,
-        "moved_mass": trace.neighbour_mass,
-        "moved_mass_tried": trace.neighbour_mass_tried,
-        "tokens_sha256": hashlib.sha256(made.tokens.cpu().numpy().astype("<i4").tobytes()).hexdigest(),
-    }
-
-
-def _usage(trace: ImageTrace, images: int) -> dict[str, Any]:
-    """The columns of an image of a batch that tell whether its threads got the processor."""
-    if trace.usage is None:
-        return {}
-    shared = {name: value and value / images for name, value in trace.usage._asdict().items()}
-    row = {name: shared[name] for name in ("cpu_seconds", "waited_seconds", "steal_seconds")}
-    row |= {"involuntary_switches": trace.usage.involuntary_switches}
-    return row | {"disturbed": _lost_share(trace, images) > DISTURBED}
-
-
-def _lost_share(trace: ImageTrace, images: int) -> float:
-    """By what share of its seconds a batch may have been held up."""
-    seconds = trace.seconds * images
-    return trace.usage.lost_seconds(seconds, torch.get_num_threads()) / seconds if trace.usage and seconds else 0.0
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+            decode_batch(model, batch, compute, tokens=2)

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lantern_bench.config.protocols import Protocol
+from lantern_bench.config.protocols import Protocol, protocol_of
+from lantern_bench.errors import RefusedError
 from lantern_bench.metrics.clip import ClipScorer, Reward, load_clip, load_reward
 from lantern_bench.metrics.fidelity import (
     Extractor,
@@ -32,13 +33,18 @@ from lantern_bench.metrics.fidelity import (
 )
 from lantern_bench.metrics.reference_sets import (
     Reference,
+    cache_folder,
+    find_reference,
     read_picture,
     reference_features,
 )
 from lantern_bench.metrics.spread import SubsetFigures, band
 from lantern_bench.models.lanterns.captions import attributes_of
 from lantern_bench.models.lanterns.classifier import AttributeClassifier, load_classifier, prompt_accuracy
-from lantern_bench.runs.store import ScoreStore, read_scores
+from lantern_bench.runs.devices import choose_compute
+from lantern_bench.runs.events import Emit, Share
+from lantern_bench.runs.request import Request, default_protocol
+from lantern_bench.runs.store import ScoreStore, read_manifest, read_scores
 from lantern_bench.schema import CELL_COLUMNS, SCHEMA_VERSION
 
 Row = dict[str, Any]
@@ -65,6 +71,12 @@ class Scorers:
         """The scorers of pictures with captions, and their weights; None without any."""
         scorers = [*([] if self.clip is None else [self.clip]), *self.rewards.values()]
         return "; ".join(scorer.label for scorer in scorers) or None
+
+    @property
+    def labels(self) -> tuple[str | None, ...]:
+        """All scorers with the hashes of their weights."""
+        extractors = (self.extractor, self.manifold)
+        return (self.label, *(None if extractor is None else extractor.label for extractor in extractors))
 
 
 def load_scorers(
@@ -292,6 +304,15 @@ def measure_pictures(records: Sequence[Row], folder: Path, scorers: Scorers, *, 
     )
 
 
+def joined(measured: Sequence[Measured]) -> Measured:
+    """Join what was measured of several sets of pictures, in their order; statistics are summed."""
+    features = [each.features for each in measured if each.features is not None]
+    manifolds = [each.manifold for each in measured if each.manifold is not None]
+    rows = [row for each in measured for row in each.rows]
+    merged = FeatureSet.merged(features) if features else None
+    return Measured(rows, merged, torch.cat(manifolds) if manifolds else None)
+
+
 class _Features(NamedTuple):
     """Features of the pictures of a cell [n, width]: for FID and KID, and for the manifold where they differ."""
 
@@ -363,3 +384,57 @@ def _band_row(sets: Sequence[_Features], scorers: Scorers, extractor: Extractor,
         for name, (centre, low, high) in band(figures, rows).items():
             row |= {name: centre, f"{name}_low": low, f"{name}_high": high}
     return row | {"note": "; ".join(notes) or None}
+
+
+# ---- Scoring a run directory
+
+
+def score_run_directory(
+    folder: Path,
+    emit: Emit,
+    *,
+    protocol: str | None = None,
+    reference: str | None = None,
+    device: str = "auto",
+    clip_weights: Path | None = None,
+    features_weights: Path | None = None,
+    infinity: bool = False,
+    again: bool = False,
+) -> tuple[Protocol, int]:
+    """Score the pictures of a run by a quality protocol, by default the run's; nothing is decoded.
+
+    Returns the protocol and the number of rows written. Raises as `load_scorers`, `find_reference` and `ScoreStore`.
+    """
+    recorded = read_manifest(folder).get("experiment", {})
+    name = protocol or recorded.get("protocol") or default_protocol(recorded.get("model") or [])
+    rules = protocol_of(name)
+    compute = choose_compute(device)
+    scorers = load_scorers(rules, clip_weights=clip_weights, features_weights=features_weights, device=compute.device)
+    pictures = reference or (recorded.get("reference") if name == recorded.get("protocol") else None)
+    against = find_reference(pictures, rules)
+    return rules, score_folder(folder, scorers, against, emit, infinity=infinity, again=again)
+
+
+def load_scorers_of(request: Request, device: str) -> tuple[Scorers, Reference | None]:
+    """Load the scorers and the reference of the run's protocol.
+
+    Raises `RefusedError` for missing weights, `UserError` for a malformed reference.
+    """
+    compute = choose_compute(device)
+    try:
+        # The reference first: it is found quickly, and scorers are large.
+        reference = find_reference(request.experiment.settings.reference, request.protocol)
+        return load_scorers(request.protocol, device=compute.device), reference
+    except RefusedError as error:
+        advice = f"{error.advice.rstrip('.')}. " if error.advice else ""
+        raise RefusedError(error.message, f"{advice}Or leave quality out: --metrics speed.") from error
+
+
+def score_folder(folder: Path, scorers: Scorers, reference: Reference | None, emit: Emit, **options: Any) -> int:
+    """Score what these scorers have not scored in a run; `options` as in `score_run`. Returns the number of rows."""
+
+    def on_cell(_cell_id: str, done: int, total: int) -> None:
+        emit(Share("scoring", done, total))
+
+    with ScoreStore(folder) as store:
+        return score_run(store, scorers, reference, on_cell, cache=cache_folder(), **options)

@@ -14,6 +14,7 @@ import io
 import json
 import os
 import socket
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, count
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self
 from filelock import FileLock, Timeout
 
 from lantern_bench.config.experiment import ResolvedExperiment
-from lantern_bench.config.plan import Unit
+from lantern_bench.config.plan import ImageKey, ImageTask
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import draft_of, write_atomically
 from lantern_bench.runs.keys import KeyFields, RecordKeys, check_same_experiment, check_same_key
@@ -210,11 +211,20 @@ def line_of(row: Mapping[str, Any]) -> bytes:
     return line + _CHECKSUM + _checksum(line) + _CLOSE
 
 
-def done_images(folder: Path) -> set[tuple[str, str, int]]:
-    """Return (cell id, prompt id, repeat) of every image with status `ok`; needs no torch."""
+def done_images(folder: Path) -> set[ImageKey]:
+    """Return the key of every image with status `ok`; needs no torch."""
     records = scan_records(folder)
-    parts = (records.column(name) for name in ("cell_id", "prompt_id", "repeat"))
-    return set(compress(zip(*parts, strict=True), records.is_value("status", "ok")))
+    keys = zip(*(records.column(name) for name in ("cell_id", "prompt_id", "repeat")), strict=True)
+    return set(compress(keys, records.is_value("status", "ok")))
+
+
+def seconds_per_image(folder: Path) -> dict[str, float]:
+    """Return mean seconds per image by cell id, pixels included, of the finished images; empty without any."""
+    spent: dict[str, list[float]] = defaultdict(list)
+    for row in scan_records(folder).rows("cell_id", "status", "seconds", "pixel_seconds"):
+        if row["status"] == "ok" and row["seconds"] is not None:
+            spent[row["cell_id"]].append(row["seconds"] + (row["pixel_seconds"] or 0.0))
+    return {cell_id: sum(values) / len(values) for cell_id, values in spent.items()}
 
 
 # ---- Writing runs
@@ -352,13 +362,13 @@ class RunStore(ScoreStore):
         except OSError as error:
             raise cannot_write(self.folder, error) from error
 
-    def key_of(self, unit: Unit) -> str:
+    def key_of(self, task: ImageTask) -> str:
         """Return the record key of a planned image under this run's settings."""
-        return self._keys.key_of(unit.cell, unit.prompt.id, unit.repeat, unit.seed)
+        return self._keys.key_of(task.cell, task.prompt.id, task.repeat, task.seed)
 
-    def is_done(self, unit: Unit) -> bool:
+    def is_done(self, task: ImageTask) -> bool:
         """Return whether the image has a record with status `ok`; the runner retries failed images."""
-        return self.key_of(unit) in self._done
+        return self.key_of(task) in self._done
 
     @property
     def finished(self) -> int:
@@ -369,27 +379,27 @@ class RunStore(ScoreStore):
         """Return the number of a process that begins to make images now: the first that no record has."""
         return self._next_process
 
-    def append(self, unit: Unit, record: Mapping[str, Any]) -> dict[str, Any]:
+    def append(self, task: ImageTask, record: Mapping[str, Any]) -> dict[str, Any]:
         """Append the record of one image and return it complete.
 
-        The unit gives key, cell, prompt, repeat, seed and order; other columns that `record` lacks are None; `status`
+        The task gives key, cell, prompt, repeat, seed and order; other columns that `record` lacks are None; `status`
         is `ok` unless given. Raises `ValueError` for a column that `schema.py` does not declare.
         """
-        known = {"schema_version": SCHEMA_VERSION, "record_key": self.key_of(unit), **unit.cell.columns()}
-        known |= {"prompt_id": unit.prompt.id, "prompt": unit.prompt.text, "repeat": unit.repeat, "seed": unit.seed}
-        known |= {"prompt_source": unit.prompt.source or None, "order_index": unit.order_index}
+        known = {"schema_version": SCHEMA_VERSION, "record_key": self.key_of(task), **task.cell.columns()}
+        known |= {"prompt_id": task.prompt.id, "prompt": task.prompt.text, "repeat": task.repeat, "seed": task.seed}
+        known |= {"prompt_source": task.prompt.source or None, "order_index": task.order_index}
         row = self._records.append(known | {"status": "ok"} | dict(record))
         (self._done.add if row["status"] == "ok" else self._done.discard)(row["record_key"])
         self._next_process = max(self._next_process, 1 + (row["process"] or 0))
         return row
 
-    def write_image(self, unit: Unit, png: bytes) -> str:
+    def write_image(self, task: ImageTask, png: bytes) -> str:
         """Write an image's PNG file; return its path relative to the run directory, for the record's `image`."""
         try:
-            write_atomically(self.folder / unit.image, png)
+            write_atomically(self.folder / task.image, png)
         except OSError as error:
-            raise _no_room(self.folder / unit.image, error) from error
-        return unit.image
+            raise _no_room(self.folder / task.image, error) from error
+        return task.image
 
     def close(self) -> None:
         """Close the files and release the lock; closing twice does no harm."""

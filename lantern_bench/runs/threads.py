@@ -12,6 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lantern_bench.models.io.files import cache_folder, write_atomically
+from lantern_bench.runs.events import Note
 
 if TYPE_CHECKING:
     from lantern_bench.config.decoding import Decoding
@@ -54,15 +55,26 @@ BUSY = 0.25
 """Above this share of the time in which threads are tried, speed cannot be measured."""
 
 
-class Calibrated(NamedTuple):
-    """Threads were tried and their number is chosen; `lost_share`: seconds without a core by seconds of the trial.
+QUIET_ADVICE = "Close other programs. Figures of tokens and quality hold; those of seconds may not."
 
-    `milliseconds` of the work by number of threads.
-    """
+
+class Calibrated(NamedTuple):
+    """The number of threads that a calibration has chosen."""
 
     threads: int
-    milliseconds: dict[int, float]
-    lost_share: float
+    milliseconds: dict[int, float]  # of the timed work, by number of threads
+    lost_share: float  # seconds without a core by seconds of the trial
+
+    def notes(self) -> list[Note]:
+        """Say which number was chosen, and warn where other programs take the processor."""
+        times = ", ".join(f"{count}: {milliseconds:.3g} ms" for count, milliseconds in self.milliseconds.items())
+        notes = [Note(f"threads {self.threads} ({times})", level="detail")]
+        if self.lost_share > DISTURBED:
+            share = f"{self.lost_share:.2f} of each second a thread waited for a core"
+            text = f"other programs keep the processor busy ({share}). {QUIET_ADVICE}"
+            busy = "speed cannot be measured now: " if self.lost_share > BUSY else ""
+            notes.append(Note(busy + text, level="warning"))
+        return notes
 
 
 def fastest_threads(model: LoadedModel, prompt: str, decodings: Iterable[Decoding]) -> Calibrated | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from lantern_bench.config.experiment import resolve
 from lantern_bench.config.plan import Plan, Shard, make_plan
@@ -16,7 +16,9 @@ from lantern_bench.errors import CheckFailedError, LanternError
 from lantern_bench.models.io.files import file_sha256, write_atomically
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts.sets import load_prompts
+from lantern_bench.runs.events import Emit
 from lantern_bench.runs.keys import record_key
+from lantern_bench.runs.request import load, prepare
 from lantern_bench.runs.store import (
     RECORDS,
     SCORES,
@@ -28,10 +30,7 @@ from lantern_bench.runs.store import (
     scan_lines,
     whole_lines,
 )
-from lantern_bench.runs.sweep import load, prepare, run
-
-if TYPE_CHECKING:
-    from lantern_bench.runs.sweep import Tell
+from lantern_bench.runs.sweep import run
 
 Row: TypeAlias = dict[str, Any]
 _TABLES = {"records": RECORDS, "scores": SCORES}
@@ -112,7 +111,7 @@ def _picture(folder: Path, row: Row) -> Problem | None:
 def _plan(manifest: Mapping[str, Any]) -> tuple[Plan | None, list[Problem]]:
     """The images that the run's experiment asks for; without its model or prompts the problem that keeps them away."""
     try:
-        asked = load(manifest["experiment"], Overrides())
+        asked = load(_experiment(manifest), Overrides())
         resolved = resolve(asked, defaults_of(asked.settings.model))
         model, *_ = (model_of(name) for name in asked.settings.model)
         plan = make_plan(resolved, load_prompts(asked.settings.prompts, model))
@@ -122,29 +121,34 @@ def _plan(manifest: Mapping[str, Any]) -> tuple[Plan | None, list[Problem]]:
     return plan if shard is None else plan.shard(Shard(shard["index"], shard["count"])), []
 
 
+def _experiment(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The experiment of a run; runs of earlier versions have a key `lossless`, which changes no image."""
+    return {key: value for key, value in manifest["experiment"].items() if key != "lossless"}
+
+
 def _counts(plan: Plan, manifest: Mapping[str, Any], records: Iterable[Row]) -> Iterator[Problem]:
     """What is missing of each cell, and what is in the records and not in the plan."""
     done = {(row["cell_id"], row["prompt_id"], row["repeat"]): row for row in records}
     strange = set(done)
     for cell in plan.cells:
-        units = [unit for unit in plan.units if unit.cell == cell]
-        found = [done.get((cell.cell_id, unit.prompt.id, unit.repeat)) for unit in units]
+        tasks = [task for task in plan.tasks if task.cell == cell]
+        found = [done.get((cell.cell_id, task.prompt.id, task.repeat)) for task in tasks]
         failed = sum(row is not None and row["status"] != "ok" for row in found)
         if missing := sum(row is None for row in found):
-            yield Problem(RECORDS, f"{cell.cell_id}: {missing} of {len(units)} images have no record")
+            yield Problem(RECORDS, f"{cell.cell_id}: {missing} of {len(tasks)} images have no record")
         if failed:
-            yield Problem(RECORDS, f"{cell.cell_id}: {failed} of {len(units)} images failed")
-        for unit, row in zip(units, found, strict=True):
-            strange.discard((cell.cell_id, unit.prompt.id, unit.repeat))
-            key = record_key(manifest["key"], cell.settings(), unit.prompt.id, unit.repeat, unit.seed)
+            yield Problem(RECORDS, f"{cell.cell_id}: {failed} of {len(tasks)} images failed")
+        for task, row in zip(tasks, found, strict=True):
+            strange.discard((cell.cell_id, task.prompt.id, task.repeat))
+            key = record_key(manifest["key"], cell.settings(), task.prompt.id, task.repeat, task.seed)
             if row is not None and row["record_key"] != key:
-                what = f"{unit.image}: its record key {row['record_key']} is not that of its settings, {key}"
+                what = f"{task.image}: its record key {row['record_key']} is not that of its settings, {key}"
                 yield Problem(RECORDS, what, again=False)
     if strange:
         yield Problem(RECORDS, f"{len(strange)} records are of no image of the experiment", again=False)
 
 
-def repair(folder: Path, found: Checked, tell: Tell) -> None:
+def repair(folder: Path, found: Checked, emit: Emit) -> None:
     """Make anew what `verify` found, and only that.
 
     Damaged lines and the records of damaged pictures are left out of the files, then the run is resumed. Raises
@@ -160,7 +164,7 @@ def repair(folder: Path, found: Checked, tell: Tell) -> None:
         lock.release()
     shard = manifest.get("shard")
     part = None if shard is None else f"{shard['index']}/{shard['count']}"
-    run(prepare(manifest["experiment"], Overrides(), out=folder, shard=part), tell)
+    run(prepare(_experiment(manifest), Overrides(), out=folder, shard=part), emit)
     other = [
         row["record_key"]
         for row in read_records(folder)

@@ -39,7 +39,8 @@ def tiny(tmp_path, monkeypatch) -> TinyModel:
 def test_a_busy_processor_is_named_before_the_first_image(capsys, lost: float, said: str) -> None:
     console = Console()
     with console.progress() as progress:
-        Renderer(console, progress).show(Calibrated(1, {1: 4.0, 2: 5.0}, lost))
+        for note in Calibrated(1, {1: 4.0, 2: 5.0}, lost).notes():
+            Renderer(console, progress).show(note)
     written = capsys.readouterr().err
     assert written.startswith(said) and bool(written) == bool(said)
 
@@ -105,7 +106,7 @@ def test_all_images_failed_exits_4(tiny, capsys) -> None:
 def test_interruption_reports_finished_images(tiny, capsys, monkeypatch) -> None:
     from lantern_bench.runs import runner
 
-    whole: Callable[..., Any] = runner.make_images
+    whole: Callable[..., Any] = runner.decode_batch
     calls: Iterator[int] = iter(range(100))
 
     def interrupted(*given: Any, **named: Any) -> Any:
@@ -113,7 +114,7 @@ def test_interruption_reports_finished_images(tiny, capsys, monkeypatch) -> None
             raise KeyboardInterrupt
         return whole(*given, **named)
 
-    monkeypatch.setattr(runner, "make_images", interrupted)
+    monkeypatch.setattr(runner, "decode_batch", interrupted)
     monkeypatch.setattr(runner, "_ATTEMPTS", 1)  # a call is an image, also on a busy machine
     assert cli.main(["sweep", "tiny.yaml", "--out", "run"]) == 130
     written = capsys.readouterr()

@@ -33,7 +33,7 @@ def test_prompt_ids_depend_on_the_text_alone() -> None:
 def test_images_go_through_the_prompts_and_then_repeat() -> None:
     made = plan(images=7)
     for cell in made.cells:
-        mine = sorted((u for u in made.units if u.cell == cell), key=lambda u: u.image_index)
+        mine = sorted((u for u in made.tasks if u.cell == cell), key=lambda u: u.image_index)
         assert [(PROMPTS.index(u.prompt), u.repeat) for u in mine] == [
             (0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (0, 2)
         ]  # fmt: skip
@@ -42,7 +42,7 @@ def test_images_go_through_the_prompts_and_then_repeat() -> None:
 
 def test_repeats_make_the_list_again_with_fresh_seeds() -> None:
     made = plan(images=2, repeats=2)
-    mine = [u for u in made.units if u.cell == made.cells[0]]
+    mine = [u for u in made.tasks if u.cell == made.cells[0]]
     assert [(u.prompt, u.repeat) for u in mine] == [(PROMPTS[0], 0), (PROMPTS[1], 0), (PROMPTS[0], 1), (PROMPTS[1], 1)]
     assert len({u.seed for u in mine}) == 4
 
@@ -50,25 +50,25 @@ def test_repeats_make_the_list_again_with_fresh_seeds() -> None:
 def test_cells_are_interleaved_in_an_order_that_changes() -> None:
     made = plan(images=20)
     cells = len(made.cells)
-    rounds = [made.units[start : start + cells] for start in range(0, len(made.units), cells)]
-    orders = [tuple(unit.cell.cell_id for unit in one) for one in rounds]
-    assert all(len({(unit.prompt, unit.repeat, unit.seed) for unit in one}) == 1 for one in rounds)
+    rounds = [made.tasks[start : start + cells] for start in range(0, len(made.tasks), cells)]
+    orders = [tuple(task.cell.cell_id for task in one) for one in rounds]
+    assert all(len({(task.prompt, task.repeat, task.seed) for task in one}) == 1 for one in rounds)
     assert all(len(set(order)) == cells for order in orders)
     assert len(set(orders)) > 10
-    assert [unit.order_index for unit in made.units] == list(range(len(made.units)))
+    assert [task.order_index for task in made.tasks] == list(range(len(made.tasks)))
     first = Counter(order[0] for order in orders)
     assert max(first.values()) < 12
 
 
 def test_the_order_follows_the_seed() -> None:
-    assert plan(images=5).units == plan(images=5).units
-    assert [u.cell for u in plan(images=5).units] != [u.cell for u in plan(images=5, seed=1).units]
+    assert plan(images=5).tasks == plan(images=5).tasks
+    assert [u.cell for u in plan(images=5).tasks] != [u.cell for u in plan(images=5, seed=1).tasks]
 
 
 def test_another_seed_set_makes_the_same_prompts_with_other_seeds(tmp_path: Path) -> None:
     (tmp_path / "seeds.yaml").write_text("model: lanterns\nimages: 3\ncells: [{mode: ar, seed_set: [0, 1]}]")
     made = make_plan(resolve(load_experiment(tmp_path / "seeds.yaml"), {"lanterns": {}}), PROMPTS)
-    first, second = ([u for u in made.units if u.cell.decoding.seed_set == n] for n in (0, 1))
+    first, second = ([u for u in made.tasks if u.cell.decoding.seed_set == n] for n in (0, 1))
     assert {u.cell.cell_id for u in second} == {"ar-t1-seedset1"} and "seed_set" not in first[0].cell.settings()
     assert [(u.prompt, u.repeat) for u in first] == [(u.prompt, u.repeat) for u in second]
     assert all(u.seed == record_seed(0, u.prompt.id, u.repeat) for u in first)
@@ -76,16 +76,16 @@ def test_another_seed_set_makes_the_same_prompts_with_other_seeds(tmp_path: Path
 
 
 def test_seeds_do_not_depend_on_cells_order_or_number() -> None:
-    for unit in plan(images=7, seed=3).units:
-        assert unit.seed == record_seed(3, unit.prompt.id, unit.repeat)
+    for task in plan(images=7, seed=3).tasks:
+        assert task.seed == record_seed(3, task.prompt.id, task.repeat)
     few, many = plan(images=2), plan(list(reversed(PROMPTS)), images=9)
-    seeds = {(u.prompt.id, u.repeat): u.seed for u in many.units}
-    assert all(seeds[u.prompt.id, u.repeat] == u.seed for u in few.units)
+    seeds = {(u.prompt.id, u.repeat): u.seed for u in many.tasks}
+    assert all(seeds[u.prompt.id, u.repeat] == u.seed for u in few.tasks)
 
 
 def test_a_prompt_that_comes_twice_counts_once() -> None:
     made = plan([*PROMPTS, PROMPTS[0]], images=4)
-    assert sorted({(PROMPTS.index(u.prompt), u.repeat) for u in made.units}) == [(0, 0), (0, 1), (1, 0), (2, 0)]
+    assert sorted({(PROMPTS.index(u.prompt), u.repeat) for u in made.tasks}) == [(0, 0), (0, 1), (1, 0), (2, 0)]
 
 
 def test_without_prompts_there_is_no_plan() -> None:
@@ -96,7 +96,7 @@ def test_without_prompts_there_is_no_plan() -> None:
 def test_no_number_of_images_is_every_prompt_once(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("model: lanterns\ncells: [{mode: ar}]")
-    assert len(make_plan(resolve(load_experiment(path), {"lanterns": {}}), PROMPTS).units) == 3
+    assert len(make_plan(resolve(load_experiment(path), {"lanterns": {}}), PROMPTS).tasks) == 3
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -105,15 +105,15 @@ def test_shards_share_the_work_and_keep_cells_of_a_prompt_together(images: int, 
     experiment = load_experiment("lanterns", Overrides({"images": [images], "batch": batch}))
     made = make_plan(resolve(experiment, {"lanterns": {}}), PROMPTS)
     shards = [made.shard(Shard(index + 1, count)) for index in range(count)]
-    together = [unit for shard in shards for unit in shard.units]
-    assert len(together) == len(made.units)
-    assert set(together) == set(made.units)
+    together = [task for shard in shards for task in shard.tasks]
+    assert len(together) == len(made.tasks)
+    assert set(together) == set(made.tasks)
     for shard in shards:
-        assert all(number == len(made.cells) for number in Counter(u.image_index for u in shard.units).values())
+        assert all(number == len(made.cells) for number in Counter(u.image_index for u in shard.tasks).values())
         for group in shard.batches():
-            assert len({unit.cell for unit in group}) == 1
+            assert len({task.cell for task in group}) == 1
             assert len(group) <= group[0].cell.batch
-        assert [unit for group in shard.batches() for unit in group] == list(shard.units)
+        assert [task for group in shard.batches() for task in group] == list(shard.tasks)
 
 
 def test_batches_are_full_where_they_can_be() -> None:
@@ -132,7 +132,7 @@ def test_several_batches_are_an_axis() -> None:
     sizes = Counter((group[0].cell.batch, len(group)) for group in made.batches())
     assert sizes == {(1, 1): 6 * len(one.cells), (4, 4): len(one.cells), (4, 2): len(one.cells)}
     # The same prompts and seeds with every batch, so that its cells are compared prompt by prompt.
-    drawn = {batch: {(u.prompt.id, u.seed) for u in made.units if u.cell.batch == batch} for batch in (1, 4)}
+    drawn = {batch: {(u.prompt.id, u.seed) for u in made.tasks if u.cell.batch == batch} for batch in (1, 4)}
     assert drawn[1] == drawn[4] and len(drawn[1]) == 6
 
 
@@ -157,7 +157,7 @@ def test_estimates() -> None:
     seconds = {cell.cell_id: 2.0 for cell in made.cells}
     everything = made.estimate(seconds)
     assert (everything.images, everything.to_do, everything.seconds) == (24, 24, 48.0)
-    done = [(u.cell.cell_id, u.prompt.id, u.repeat) for u in made.units[:5]]
+    done = [(u.cell.cell_id, u.prompt.id, u.repeat) for u in made.tasks[:5]]
     rest = made.estimate(seconds, done)
     assert (rest.done, rest.to_do, rest.seconds) == (5, 19, 38.0)
     assert made.estimate(seconds, [*done, ("other", "x", 0)]).done == 5

@@ -19,14 +19,14 @@ from lantern_bench.models import registry
 from lantern_bench.models.io.checkpoint import open_checkpoint
 from lantern_bench.models.lanterns import FILES, WEIGHTS_FOLDER
 from lantern_bench.models.lanterns.family import Lanterns
-from lantern_bench.runs.devices import Place, key_fields
+from lantern_bench.runs.devices import Compute, key_fields
 from lantern_bench.runs.keys import KeyFields
 from lantern_bench.runs.store import RunStore, read_manifest, read_records
 from tests.faults.conftest import Bench, Outcome
 from tests.faults.test_files import flip
 from tests.tiny_model import EXPERIMENT, PROMPTS, TinyModel
 
-CPU = Place(torch.device("cpu"), torch.float32)
+CPU = Compute(torch.device("cpu"), torch.float32)
 
 
 def by_status(folder: Path) -> dict[str, list[dict[str, object]]]:
@@ -122,7 +122,7 @@ def test_flipped_bit_in_a_weight(tmp_path: Path, outcome: Outcome) -> None:
         return key_fields({"lanterns": loaded}, experiment.settings, CPU, plan.cells)
 
     with RunStore(tmp_path / "run", experiment, key()) as store:
-        store.append(plan.units[0], {"tokens": 1})
+        store.append(plan.tasks[0], {"tokens": 1})
     with RunStore(tmp_path / "run", experiment, key()):
         """Whole files are let in."""
     path = folder / FILES["drafter"]

@@ -84,10 +84,10 @@ def test_read_only_folder(bench: Bench, outcome: Outcome) -> None:
     closed.mkdir(mode=0o555)
     # Permissions do not bind root, so it gets a folder that refuses root too.
     places = ["/proc/1/run"] if os.access(closed, os.W_OK) else ["closed", "closed/run"]
-    for place in places:
-        code, said = bench.sweep(place)
-        assert code == 2 and f"--out {place}: cannot be written" in said and "Traceback" not in said
-        assert not Path(place, "records.jsonl").exists()
+    for folder in places:
+        code, said = bench.sweep(folder)
+        assert code == 2 and f"--out {folder}: cannot be written" in said and "Traceback" not in said
+        assert not Path(folder, "records.jsonl").exists()
     outcome(f"exit {code}, before a model is loaded: --out FOLDER: cannot be written")
 
 

@@ -27,7 +27,7 @@ from lantern_bench.models.lanterns.family import Lanterns
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.random_model import random_model_of_size, read_size
 from lantern_bench.profile.steps import forward_ms
-from lantern_bench.runs.devices import choose_place, compile_models
+from lantern_bench.runs.devices import choose_compute, compile_models
 from lantern_bench.runs.threads import set_threads
 from tests.plain.decoding import Plain
 from tests.plain.network import PlainDrafter, PlainTarget
@@ -68,10 +68,10 @@ def main() -> None:
     chosen = arguments.parse_args()
     console = Console()
     set_threads(chosen.threads)
-    cpu, place = torch.device("cpu"), choose_place("cpu", fast=True)
-    models = {"equal": load(chosen.size, cpu, torch.float32), "default": load(chosen.size, *place)}
+    cpu, compute = torch.device("cpu"), choose_compute("cpu", fast=True)
+    models = {"equal": load(chosen.size, cpu, torch.float32), "default": load(chosen.size, *compute)}
     eager = load(chosen.size, cpu, torch.float32)
-    problem = compile_models(models.values(), place)
+    problem = compile_models(models.values(), compute)
     if problem is not None:
         console.warn(f"nothing is compiled: {problem}")
     plain = Plain(PlainTarget(eager.target), PlainDrafter(eager.drafter), eager.table(20), GUIDANCE)
@@ -99,7 +99,7 @@ def main() -> None:
         row |= {f"ratio_{kind}": _ratio(found, "plain", kind) for kind in models}
         rows.append(row)
         console.say(f"{name}: plain {ms['plain']:.2f}, equal {ms['equal']:.2f}, default {ms['default']:.2f} ms a step")
-    title = f"{chosen.size or 'embedded model'}, {place.dtype_name} by default, {torch.get_num_threads()} threads"
+    title = f"{chosen.size or 'embedded model'}, {compute.dtype_name} by default, {torch.get_num_threads()} threads"
     console.table(pd.DataFrame(rows).round(3), title=title)
 
 

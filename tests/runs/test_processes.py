@@ -74,10 +74,10 @@ def test_an_error_of_a_worker_is_the_error_of_the_command(bench: Bench) -> None:
 def test_prompts_are_dealt_in_equal_shuffled_shares(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, 10)
     parts = plan.deal(plan, 3, seed=0)
-    shares = [list(dict.fromkeys(unit.image_index for unit in part.units)) for part in parts]
+    shares = [list(dict.fromkeys(task.image_index for task in part.tasks)) for part in parts]
     assert sorted(map(len, shares)) == [3, 3, 4] and sorted(chain(*shares)) == list(range(10))
     assert shares[0] != [0, 3, 6, 9]
-    assert all([u.order_index for u in part.units] == sorted(u.order_index for u in part.units) for part in parts)
+    assert all([u.order_index for u in part.tasks] == sorted(u.order_index for u in part.tasks) for part in parts)
     assert parts == plan.deal(plan, 3, seed=0) != plan.deal(plan, 3, seed=1)
 
 

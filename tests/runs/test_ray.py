@@ -27,11 +27,10 @@ from lantern_bench.config.plan import Plan, Prompt, make_plan
 from lantern_bench.config.protocols import protocol_of
 from lantern_bench.config.values import Overrides
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.runs import ray_cluster
-from lantern_bench.runs.engines import LOCAL, Workers, check_workers
-from lantern_bench.runs.ray_cluster import Slot, slots_of
-from lantern_bench.runs.ray_driver import blocks_of
-from lantern_bench.runs.ray_scoring import RayMeasure
+from lantern_bench.models import registry
+from lantern_bench.runs import ray_engine
+from lantern_bench.runs.ray_engine import DeviceSlot, RayMeasure, shards_of, slots_of
+from lantern_bench.runs.request import prepare
 from lantern_bench.runs.store import read_manifest, read_records
 from tests.tiny_model import EXPERIMENT, PROMPTS, TinyModel
 
@@ -127,7 +126,7 @@ def sweep(at: Path, out: str, *flags: str) -> tuple[int, str]:
 
 
 def on(cluster: Cluster) -> tuple[str, ...]:
-    return ("--engine", "ray", "--address", cluster.address)
+    return ("--ray", cluster.address)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -234,21 +233,6 @@ def test_a_shard_that_loses_every_worker_fails_alone(at: Path, cluster: Cluster)
 
 
 @pytest.mark.long
-def test_throughput_packs_and_batches_a_run_that_is_not_timed(at: Path, clusters: Callable[..., Cluster]) -> None:
-    flags = ("--modes", "ar,speculative", "--images", "6", "--batch", "2", "--metrics", "quality")
-    flags += ("--set", "protocol=embedded")
-    for out, engine in (("plain", ()), ("packed", (*on(clusters(num_cpus=2)), "--throughput"))):
-        code, said = sweep(at, out, *engine, *flags)
-        assert code == 0, said
-    packed = read_records(at / "packed")
-    assert tokens(at / "packed") == tokens(at / "plain") and len(packed) == 6 * 3
-    # Two workers on one device, two images at once.
-    assert {row["process"] for row in packed} == {0, 1} and len({row["device_id"] for row in packed}) == 1
-    assert {row["batch"] for row in packed} == {2}
-    assert [count for _, count in images_in_tables(at / "packed")] == [6] * 3
-
-
-@pytest.mark.long
 def test_several_processes_share_a_device_one_after_the_other(at: Path, cluster: Cluster) -> None:
     code, said = sweep(at, "dealt", *on(cluster), "--processes", "3", "--modes", "ar", "--images", "6")
     assert code == 0, said
@@ -303,23 +287,12 @@ def test_ctrl_c_keeps_the_images_and_frees_the_devices(at: Path, cluster: Cluste
 
 def test_the_reason_of_a_loss_names_no_machine() -> None:
     error = RuntimeError("The actor died.\n\tpid: 77\n\tip: 10.0.0.7\nIts node 10.0.0.7 (" + "0a" * 14 + ") has died.")
-    assert ray_cluster.reason_of(error) == "The actor died. Its node ... (...) has died."
+    assert ray_engine.reason_of(error) == "The actor died. Its node ... (...) has died."
 
 
 def test_an_address_without_a_cluster_is_refused() -> None:
-    with pytest.raises(RefusedError, match=re.escape("--address 127.0.0.1:9: no Ray cluster answers there")):
-        ray_cluster.connect("127.0.0.1:9")
-
-
-def test_a_head_that_does_not_answer_three_times_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = iter(range(0, 100, 3))
-    monkeypatch.setattr(ray_cluster, "now", lambda: next(moments))
-    head = ray_cluster.Head("127.0.0.1:9")
-    head.check()
-    head.check()
-    with pytest.raises(ray_cluster.HeadLostError, match=r"127\.0\.0\.1:9"):
-        for _ in range(4):
-            head.check()
+    with pytest.raises(RefusedError, match=re.escape("--ray 127.0.0.1:9: no Ray cluster answers there")):
+        ray_engine.connect("127.0.0.1:9")
 
 
 def node(name: str, alive: bool = True, **resources: float) -> dict[str, Any]:
@@ -328,21 +301,15 @@ def node(name: str, alive: bool = True, **resources: float) -> dict[str, Any]:
 
 def test_every_device_has_one_slot_and_its_share_of_the_cores() -> None:
     gpus = [node("a", CPU=32, GPU=4), node("b", CPU=8, GPU=1), node("c", CPU=16), node("d", False, CPU=8, GPU=8)]
-    assert slots_of(gpus, "auto", None, LOCAL) == {Slot(None, 8, 1): 5}
-    assert slots_of(gpus, "cpu", None, LOCAL) == {Slot("a", 32, 0): 1, Slot("b", 8, 0): 1, Slot("c", 16, 0): 1}
-    assert slots_of(gpus, "cpu", 12, LOCAL).keys() == {Slot("a", 32, 0), Slot("c", 16, 0)}, "b has too few cores"
-    assert slots_of([node("c", CPU=16), node("head", CPU=0)], "auto", None, LOCAL) == {Slot("c", 16, 0): 1}
-    assert not slots_of([node("c", CPU=16)], "cuda", None, LOCAL)
-
-
-def test_throughput_packs_several_workers_on_a_device() -> None:
-    packed = Workers("ray", throughput=True)
-    gpus, cpus = [node("a", CPU=32, GPU=4)], [node("c", CPU=16)]
-    assert slots_of(gpus, "auto", None, packed) == {Slot(None, 4, 0.5): 8}
-    assert slots_of(gpus, "auto", None, packed._replace(per_device=4)) == {Slot(None, 2, 0.25): 16}
-    assert slots_of(cpus, "auto", 4, packed) == {Slot("c", 4, 0): 4}
-    assert slots_of(cpus, "auto", None, packed) == {Slot("c", 1, 0): 16}
-    assert slots_of(cpus, "auto", None, packed._replace(per_device=3)) == {Slot("c", 5, 0): 3}
+    assert slots_of(gpus, "auto", None) == {DeviceSlot(None, 8, 1): 5}
+    assert slots_of(gpus, "cpu", None) == {
+        DeviceSlot("a", 32, 0): 1,
+        DeviceSlot("b", 8, 0): 1,
+        DeviceSlot("c", 16, 0): 1,
+    }
+    assert slots_of(gpus, "cpu", 12).keys() == {DeviceSlot("a", 32, 0), DeviceSlot("c", 16, 0)}, "b has too few cores"
+    assert slots_of([node("c", CPU=16), node("head", CPU=0)], "auto", None) == {DeviceSlot("c", 16, 0): 1}
+    assert not slots_of([node("c", CPU=16)], "cuda", None)
 
 
 def tiny_plan(at: Path, **flags: str) -> Plan:
@@ -351,40 +318,27 @@ def tiny_plan(at: Path, **flags: str) -> Plan:
     return make_plan(resolved, [Prompt(text) for text in PROMPTS])
 
 
-def test_a_block_has_all_cells_of_its_prompts(at: Path) -> None:
+def test_a_shard_has_all_cells_of_its_prompts(at: Path) -> None:
     plan = tiny_plan(at, images="9", batch="2")
-    blocks = blocks_of(plan, lambda _unit: False, 4, whole=True)
-    assert [block.prompts for block in blocks] == [4, 4, 1]
-    given = [unit for block in blocks for _, waiting in block.batches for unit in waiting]
-    assert sorted(given, key=lambda unit: unit.order_index) == list(plan.units)
-    assert [group for block in blocks for group, _ in block.batches] == list(plan.batches())
+    shards = shards_of(plan, lambda _task: False, 4, timed=True)
+    assert [shard.prompts for shard in shards] == [4, 4, 1]
+    assert [task for shard in shards for task in shard.plan.tasks] == list(plan.tasks)
+    assert [batch for shard in shards for batch in shard.plan.batches()] == list(plan.batches())
 
 
-def test_a_timed_block_is_made_whole_again_and_an_untimed_one_completed(at: Path) -> None:
+def test_a_timed_shard_is_decoded_again_and_an_untimed_one_completed(at: Path) -> None:
     plan = tiny_plan(at, images="3")
-    done = {plan.units[0], *(unit for unit in plan.units if unit.image_index == 2)}
-    (timed, other), untimed = (blocks_of(plan, done.__contains__, 1, whole=whole) for whole in (True, False))
-    assert sum(len(waiting) for _, waiting in timed.batches) == CELLS and timed.prompts == other.prompts == 1
-    assert [sum(len(waiting) for _, waiting in block.batches) for block in untimed] == [CELLS - 1, CELLS]
+    done = {plan.tasks[0], *(task for task in plan.tasks if task.image_index == 2)}
+    (timed, other), untimed = (shards_of(plan, done.__contains__, 1, timed=timed) for timed in (True, False))
+    assert len(timed.missing) == CELLS and timed.prompts == other.prompts == 1
+    assert [len(shard.missing) for shard in untimed] == [CELLS - 1, CELLS]
 
 
-@pytest.mark.parametrize(
-    ("workers", "flags", "said"),
-    [
-        (Workers("slurm"), {}, "--engine slurm: unknown engine"),
-        (Workers(address="auto"), {}, "--address is for --engine ray"),
-        (Workers(throughput=True), {}, "--throughput is for --engine ray"),
-        (Workers("ray", throughput=True), {}, "--throughput: workers that share a device cannot be timed"),
-        (Workers("ray", per_device=2), {}, "--per-device 2: workers that share a device cannot be timed"),
-        (Workers("ray"), {"device": "cuda:1"}, "--device cuda:1: with --engine ray, Ray gives each worker its device"),
-    ],
-)
-def test_flags_that_do_not_go_together_are_usage_errors(
-    at: Path, workers: Workers, flags: dict[str, str], said: str
-) -> None:
-    settings = load_experiment(at / "tiny.yaml", Overrides.from_flags(flags)).settings
-    with pytest.raises(UserError, match=re.escape(said)):
-        check_workers(workers, settings)
+def test_a_device_of_this_machine_is_refused_on_a_cluster(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "models", lambda: {"tiny": TinyModel()})
+    overrides = Overrides.from_flags({"device": "cuda:1"})
+    with pytest.raises(UserError, match="--device cuda:1: with --ray, Ray gives each worker its device"):
+        prepare(at / "tiny.yaml", overrides, ray="auto")
 
 
 @pytest.fixture
@@ -400,7 +354,7 @@ def test_scores_in_parts_are_those_of_one_pass(
 ) -> None:
     from lantern_bench.metrics.fidelity import frechet_distance
     from lantern_bench.models.lanterns.captions import HELD_OUT
-    from lantern_bench.runs.runner import png_bytes
+    from lantern_bench.runs.images import png_bytes
     from lantern_bench.runs.scoring import load_scorers, measure_pictures
 
     noise, records = torch.Generator().manual_seed(0), []

@@ -5,6 +5,7 @@ The model is a table of logits (`tests/tiny_model.py`); the decode loop is the r
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
 from dataclasses import replace
@@ -25,15 +26,18 @@ from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.tables import PARAMETERS
 from lantern_bench.runs import runner, threads
-from lantern_bench.runs.devices import Place, choose_place, key_fields
-from lantern_bench.runs.runner import ImageDone, Made, Started, WarmedUp, calibrate_threads, make_images, run_plan
-from lantern_bench.runs.store import RunStore, read_manifest, read_records
-from lantern_bench.runs.sweep import disturbed as disturbed_images
+from lantern_bench.runs.devices import Compute, choose_compute, key_fields
+from lantern_bench.runs.events import ImageDone, Note, Started
+from lantern_bench.runs.images import DecodedImage
+from lantern_bench.runs.request import check_folder
+from lantern_bench.runs.runner import calibrate_threads, decode_batch, run_plan
+from lantern_bench.runs.store import RunStore, read_manifest, read_records, seconds_per_image
+from lantern_bench.runs.sweep import disturbance
 from lantern_bench.runs.threads import Calibrated
 from lantern_bench.schema import columns
 from tests.tiny_model import EXPERIMENT, PROMPTS, TOKENS, TinyModel
 
-CPU = Place(torch.device("cpu"), torch.float32)
+CPU = Compute(torch.device("cpu"), torch.float32)
 MODEL = TinyModel().load(*CPU)
 
 
@@ -55,14 +59,22 @@ def run(folder: Path, made: tuple[ResolvedExperiment, Plan], most: int | None = 
     """Run a plan, or its first `most` images; return the events."""
     experiment, plan = made
     events: list[Any] = []
-    with RunStore(folder, experiment, key_fields({"tiny": MODEL}, experiment.settings, CPU)) as store:
-        work = run_plan(store, plan, {"tiny": MODEL}, CPU)
-        for event in work:
-            events.append(event)
-            if most is not None and sum(isinstance(one, ImageDone) for one in events) == most:
-                work.close()
-                break
+
+    def emit(event: Any) -> None:
+        events.append(event)
+        if most is not None and sum(isinstance(event, ImageDone) for event in events) == most:
+            raise KeyboardInterrupt
+
+    with (
+        RunStore(folder, experiment, key_fields({"tiny": MODEL}, experiment.settings, CPU)) as store,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        run_plan(store, plan, {"tiny": MODEL}, CPU, emit)
     return events
+
+
+def ignore(_event: object) -> None:
+    """Nothing is asked of these events."""
 
 
 def tokens_by_key(folder: Path) -> dict[str, str]:
@@ -73,7 +85,7 @@ def test_every_image_has_a_complete_record_and_picture(tmp_path: Path, tiny: Any
     made = tiny()
     run(tmp_path / "run", made)
     rows = read_records(tmp_path / "run")
-    assert len(rows) == len(made[1].units) == 18
+    assert len(rows) == len(made[1].tasks) == 18
     # These prompts are of no set, so nobody calls them anything.
     may_be_empty = PARAMETERS.keys() - {"mode", "drafting", "rule", *SAMPLING}
     may_be_empty |= {"error", "peak_memory_bytes", "prompt_source", "driver", "clock_mhz", "clock_max_mhz"}
@@ -92,16 +104,16 @@ def test_tokens_hash_covers_little_endian_int32(tmp_path: Path, tiny: Any) -> No
     experiment, plan = tiny()
     run(tmp_path / "run", (experiment, plan), most=1)
     (row,) = read_records(tmp_path / "run")
-    tokens = make_images(MODEL, plan.units[:1], CPU)[0].tokens.tolist()
+    tokens = decode_batch(MODEL, plan.tasks[:1], CPU)[0].tokens.tolist()
     packed = b"".join(token.to_bytes(4, "little") for token in tokens)
     assert row["tokens_sha256"] == hashlib.sha256(packed).hexdigest()
 
 
-def test_run_plan_yields_events_in_order(tmp_path: Path, tiny: Any) -> None:
+def test_run_plan_emits_events_in_order(tmp_path: Path, tiny: Any) -> None:
     events = run(tmp_path / "run", tiny())
     assert isinstance(events[0], Started)
-    assert events[0].kept == 0 and set(events[0].to_do.values()) == {3} and len(events[0].to_do) == 6
-    assert [type(event) for event in events[1:]] == [WarmedUp] * 5 + [ImageDone] * 18
+    assert events[0].finished == 0 and set(events[0].to_do.values()) == {3} and len(events[0].to_do) == 6
+    assert [type(event) for event in events[1:]] == [Note] * 5 + [ImageDone] * 18
     assert not any(event.failed for event in events[6:])
 
 
@@ -125,11 +137,11 @@ def test_resumed_run_makes_the_same_tokens(tmp_path: Path, tiny: Any, batch: int
     assert len(read_records(tmp_path / "cut")) == 7
     assert not read_manifest(tmp_path / "cut")["sessions"][0]["complete"]
     second = run(tmp_path / "cut", made)
-    assert second[0].kept == 7 and sum(second[0].to_do.values()) == 11
+    assert second[0].finished == 7 and sum(second[0].to_do.values()) == 11
     assert tokens_by_key(tmp_path / "cut") == tokens_by_key(tmp_path / "whole")
     assert [row["process"] for row in read_records(tmp_path / "cut")] == [0] * 7 + [1] * 11
     third = run(tmp_path / "cut", made)
-    assert third[0].kept == 18 and len(third) == 1
+    assert third[0].finished == 18 and len(third) == 1
 
 
 def test_shards_together_equal_the_whole_run(tmp_path: Path, tiny: Any) -> None:
@@ -148,25 +160,25 @@ def test_one_image_that_fails_does_not_stop_the_others(tmp_path: Path, tiny: Any
     made = tiny(("one red lantern", "broken", "two blue lanterns"))
     events = run(tmp_path / "run", made)
     failed = [event for event in events if isinstance(event, ImageDone) and event.failed]
-    assert len(failed) == 6 and {event.unit.prompt.text for event in failed} == {"broken"}
+    assert len(failed) == 6 and {event.task.prompt.text for event in failed} == {"broken"}
     rows = [row for row in read_records(tmp_path / "run") if row["status"] != "ok"]
     assert {row["error"] for row in rows} == {"RuntimeError: no memory left"}
     assert all(row["tokens_sha256"] is None and row["image"] is None for row in rows)
     again = run(tmp_path / "run", made)
-    assert again[0].kept == 12 and sum(again[0].to_do.values()) == 6
+    assert again[0].finished == 12 and sum(again[0].to_do.values()) == 6
 
 
-def made_images(lost: list[float], tokens: list[int]) -> Any:
-    """A stand-in for `make_images`: attempt n of an image lost `lost[n]` of its second and has token `tokens[n]`."""
+def decoded_images(lost: list[float], tokens: list[int]) -> Any:
+    """A stand-in for `decode_batch`: attempt n of an image lost `lost[n]` of its second and has token `tokens[n]`."""
     calls: list[int] = []
 
-    def make(_model: object, units: Any, _place: Place, **_: object) -> list[Made]:
+    def make(_model: object, tasks: Any, _compute: Compute, **_: object) -> list[DecodedImage]:
         number = len(calls) % len(lost)
         calls.append(number)
         used = Usage(1.0, lost[number], 0, 0.0, 1.0)
         trace = ImageTrace([], [], [], [], [], [], 1, 0, 1, seconds=1.0 + number, usage=used)
         pixels = torch.zeros(3, 4, 3, dtype=torch.uint8)
-        return [Made(torch.tensor([tokens[number]]), trace, pixels, 0.0, None) for _ in units]
+        return [DecodedImage("", torch.tensor([tokens[number]]), trace, pixels) for _ in tasks]
 
     return make
 
@@ -183,23 +195,23 @@ def test_a_disturbed_image_is_decoded_again(
     monkeypatch: Any, tiny: Any, tmp_path: Path, lost: list[float], attempts: int, seconds: float, disturbed: bool
 ) -> None:
     experiment, plan = tiny(images=1)
-    monkeypatch.setattr(runner, "make_images", made_images(lost, [7, 7, 7]))
+    monkeypatch.setattr(runner, "decode_batch", decoded_images(lost, [7, 7, 7]))
     monkeypatch.setattr(runner, "_AGAIN", 100.0)
-    one = replace(plan, units=plan.units[:1])
+    one = replace(plan, tasks=plan.tasks[:1])
     with RunStore(tmp_path / "run", experiment, key_fields({"tiny": MODEL}, experiment.settings, CPU)) as store:
-        monkeypatch.setattr(runner, "_warm_up", lambda *_: WarmedUp("", 0.0))
-        list(run_plan(store, one, {"tiny": MODEL}, CPU, again=True))
+        monkeypatch.setattr(runner.Decoder, "warm_up", lambda *_: [])
+        run_plan(store, one, {"tiny": MODEL}, CPU, ignore, again=True)
     (row,) = read_records(tmp_path / "run")
     assert (row["attempts"], row["seconds"], row["disturbed"]) == (attempts, seconds, disturbed)
 
 
 def test_other_tokens_at_a_second_attempt_are_an_error(monkeypatch: Any, tiny: Any, tmp_path: Path) -> None:
     experiment, plan = tiny(images=1)
-    monkeypatch.setattr(runner, "make_images", made_images([0.5, 0.0], [7, 8]))
-    monkeypatch.setattr(runner, "_warm_up", lambda *_: WarmedUp("", 0.0))
-    one = replace(plan, units=plan.units[:1])
+    monkeypatch.setattr(runner, "decode_batch", decoded_images([0.5, 0.0], [7, 8]))
+    monkeypatch.setattr(runner.Decoder, "warm_up", lambda *_: [])
+    one = replace(plan, tasks=plan.tasks[:1])
     with RunStore(tmp_path / "run", experiment, key_fields({"tiny": MODEL}, experiment.settings, CPU)) as store:
-        list(run_plan(store, one, {"tiny": MODEL}, CPU, again=True))
+        run_plan(store, one, {"tiny": MODEL}, CPU, ignore, again=True)
     (row,) = read_records(tmp_path / "run")
     assert row["status"] == "failed" and "gave other tokens" in row["error"]
 
@@ -207,15 +219,15 @@ def test_other_tokens_at_a_second_attempt_are_an_error(monkeypatch: Any, tiny: A
 @pytest.mark.parametrize("again", [True, False])
 def test_a_busy_machine_adds_a_bounded_time(monkeypatch: Any, tiny: Any, tmp_path: Path, again: bool) -> None:
     experiment, plan = tiny()
-    monkeypatch.setattr(runner, "make_images", made_images([0.5], [7]))
-    monkeypatch.setattr(runner, "_warm_up", lambda *_: WarmedUp("", 0.0))
+    monkeypatch.setattr(runner, "decode_batch", decoded_images([0.5], [7]))
+    monkeypatch.setattr(runner.Decoder, "warm_up", lambda *_: [])
     with RunStore(tmp_path / "run", experiment, key_fields({"tiny": MODEL}, experiment.settings, CPU)) as store:
-        list(run_plan(store, plan, {"tiny": MODEL}, CPU, again=again))
+        run_plan(store, plan, {"tiny": MODEL}, CPU, ignore, again=again)
     rows = read_records(tmp_path / "run")
     more = sum(row["attempts"] for row in rows) - len(rows)
     assert all(row["disturbed"] for row in rows)
     assert 1 <= more <= 0.25 * len(rows) + 1 if again else more == 0
-    said = disturbed_images(tmp_path / "run")
+    said = disturbance(tmp_path / "run")
     assert said is not None and said.startswith("speed cannot be measured now: 18 of 18 images")
 
 
@@ -248,15 +260,15 @@ def test_threads_chosen_on_a_quiet_machine_are_kept(
     monkeypatch.setattr(threads, "calibrate", calibrate)
     model = replace(MODEL, engine=Engine(compile=True, store=ProgramStore(tmp_path)))
     for _process in range(2):
-        runner.fastest_for(tiny()[1].units, {"tiny": model})
+        runner.fastest_for(tiny()[1].tasks, {"tiny": model})
     assert known == [None, None if busy else 1]
 
 
 def test_all_cells_share_the_seed_of_an_image(tiny: Any) -> None:
     _, plan = tiny()
     by_prompt: dict[str, set[int]] = {}
-    for unit in plan.units:
-        by_prompt.setdefault(unit.prompt.id, set()).add(unit.seed)
+    for task in plan.tasks:
+        by_prompt.setdefault(task.prompt.id, set()).add(task.seed)
     assert all(len(seeds) == 1 for seeds in by_prompt.values())
 
 
@@ -270,16 +282,14 @@ def test_narrow_neighbour_table_is_a_prefix_of_a_wider_one() -> None:
 
 
 def test_auto_device_and_dtype() -> None:
-    place = choose_place("cpu")
-    assert choose_place("cpu", fast=True).dtype_name in ("float32", "bfloat16")
-    assert place.dtype_name == "float32" and choose_place("cpu", "bfloat16").dtype is torch.bfloat16
+    compute = choose_compute("cpu")
+    assert choose_compute("cpu", fast=True).dtype_name in ("float32", "bfloat16")
+    assert compute.dtype_name == "float32" and choose_compute("cpu", "bfloat16").dtype is torch.bfloat16
     with pytest.raises(RefusedError, match="--device cuda:97"):
-        choose_place("cuda:97")
+        choose_compute("cuda:97")
 
 
 def test_preflight_refuses_another_experiment(tmp_path: Path, tiny: Any) -> None:
-    from lantern_bench.runs.sweep import check_folder, seconds_per_image
-
     experiment, plan = tiny()
     run(tmp_path / "run", (experiment, plan), most=4)
     check_folder(tmp_path / "run", experiment)

@@ -212,10 +212,10 @@ def store(tmp_path: Path) -> Iterator[RunStore]:
     )
     painted = dict(zip(PROMPTS, render(HELD_OUT[:5], 4), strict=False))
     with RunStore(tmp_path / "run", experiment, key) as store:
-        for unit in make_plan(experiment, [Prompt(text) for text in PROMPTS[:5]]).units:
+        for task in make_plan(experiment, [Prompt(text) for text in PROMPTS[:5]]).tasks:
             png = io.BytesIO()
-            Image.fromarray(painted[unit.prompt.text]).save(png, "PNG")
-            store.append(unit, {"image": store.write_image(unit, png.getvalue())})
+            Image.fromarray(painted[task.prompt.text]).save(png, "PNG")
+            store.append(task, {"image": store.write_image(task, png.getvalue())})
         yield store
 
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lantern_bench.config.experiment import ResolvedExperiment, load_experiment, resolve
-from lantern_bench.config.plan import Plan, Prompt, Unit, make_plan
+from lantern_bench.config.plan import ImageTask, Plan, Prompt, make_plan
 from lantern_bench.config.values import Overrides
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.runs.keys import KeyFields, record_key
@@ -58,14 +58,14 @@ def key(**changes: Any) -> KeyFields:
     return {**KEY, **changes}  # type: ignore[typeddict-item]
 
 
-def to_do(store: RunStore, units: Iterable[Unit]) -> list[Unit]:
-    return [unit for unit in units if not store.is_done(unit)]
+def to_do(store: RunStore, tasks: Iterable[ImageTask]) -> list[ImageTask]:
+    return [task for task in tasks if not store.is_done(task)]
 
 
 def fill(folder: Path, count: int | None = None, status: str = "ok") -> None:
     with RunStore(folder, EXPERIMENT, KEY) as store:
-        for unit in to_do(store, PLAN.units)[:count]:
-            store.append(unit, {"status": status, "tokens": unit.seed % 97, "accepted_per_step": [1, 2]})
+        for task in to_do(store, PLAN.tasks)[:count]:
+            store.append(task, {"status": status, "tokens": task.seed % 97, "accepted_per_step": [1, 2]})
 
 
 def test_the_folder_is_named_by_the_experiment(tmp_path: Path) -> None:
@@ -88,13 +88,13 @@ def test_new_run_gets_a_numbered_directory(tmp_path: Path) -> None:
 def test_records_have_every_column_in_schema_order(tmp_path: Path) -> None:
     fill(tmp_path / "run")
     lines = (tmp_path / "run" / "records.jsonl").read_text(encoding="utf-8").splitlines()
-    assert len(lines) == len(PLAN.units)
-    for unit, line in zip(PLAN.units, lines, strict=True):
+    assert len(lines) == len(PLAN.tasks)
+    for task, line in zip(PLAN.tasks, lines, strict=True):
         row = json.loads(line)
         assert list(row) == [column.name for column in columns("records")]
-        assert row["cell_id"] == unit.cell.cell_id
-        assert row["record_key"] == record_key(KEY, unit.cell.settings(), unit.prompt.id, unit.repeat, unit.seed)
-        assert (row["prompt"], row["seed"], row["order_index"]) == (unit.prompt.text, unit.seed, unit.order_index)
+        assert row["cell_id"] == task.cell.cell_id
+        assert row["record_key"] == record_key(KEY, task.cell.settings(), task.prompt.id, task.repeat, task.seed)
+        assert (row["prompt"], row["seed"], row["order_index"]) == (task.prompt.text, task.seed, task.order_index)
         assert (row["status"], row["error"], row["accepted_per_step"]) == ("ok", None, [1, 2])
 
 
@@ -124,8 +124,8 @@ def test_records_of_older_runs_are_of_process_0(tmp_path: Path) -> None:
 def test_finished_images_are_not_made_again(tmp_path: Path) -> None:
     fill(tmp_path / "run", 3)
     with RunStore(tmp_path / "run", EXPERIMENT, KEY) as store:
-        assert to_do(store, PLAN.units) == list(PLAN.units[3:])
-        assert [store.is_done(unit) for unit in PLAN.units[:4]] == [True, True, True, False]
+        assert to_do(store, PLAN.tasks) == list(PLAN.tasks[3:])
+        assert [store.is_done(task) for task in PLAN.tasks[:4]] == [True, True, True, False]
     done = done_images(tmp_path / "run")
     assert PLAN.estimate(done=done).done == 3
 
@@ -133,8 +133,8 @@ def test_finished_images_are_not_made_again(tmp_path: Path) -> None:
 def test_failed_image_is_retried_and_its_last_record_counts(tmp_path: Path) -> None:
     fill(tmp_path / "run", 2, status="failed")
     with RunStore(tmp_path / "run", EXPERIMENT, KEY) as store:
-        assert to_do(store, PLAN.units) == list(PLAN.units)
-        store.append(PLAN.units[0], {"tokens": 5})
+        assert to_do(store, PLAN.tasks) == list(PLAN.tasks)
+        store.append(PLAN.tasks[0], {"tokens": 5})
         assert [row["status"] for row in store.records()] == ["ok", "failed"]
     assert [row["status"] for row in read_records(tmp_path / "run")] == ["ok", "failed"]
     assert len((tmp_path / "run" / "records.jsonl").read_bytes().splitlines()) == 3
@@ -142,11 +142,11 @@ def test_failed_image_is_retried_and_its_last_record_counts(tmp_path: Path) -> N
 
 def test_images_and_scores(tmp_path: Path) -> None:
     with RunStore(tmp_path / "run", EXPERIMENT, KEY) as store:
-        unit = PLAN.units[0]
-        image = store.write_image(unit, b"png")
-        store.append(unit, {"image": image})
-        store.append_score({"level": "image", "record_key": store.key_of(unit), "clip_score": 0.25})
-    assert image == f"images/{unit.cell.cell_id}/{unit.image_index:06d}.png"
+        task = PLAN.tasks[0]
+        image = store.write_image(task, b"png")
+        store.append(task, {"image": image})
+        store.append_score({"level": "image", "record_key": store.key_of(task), "clip_score": 0.25})
+    assert image == f"images/{task.cell.cell_id}/{task.image_index:06d}.png"
     assert (tmp_path / "run" / image).read_bytes() == b"png"
     data = read_run(tmp_path / "run")
     assert (len(data.records), data.scores[0]["clip_score"], data.scores[0]["fid"]) == (1, 0.25, None)
@@ -158,11 +158,11 @@ def test_images_and_scores(tmp_path: Path) -> None:
 def test_store_refuses_undeclared_columns_and_nan(tmp_path: Path) -> None:
     with RunStore(tmp_path / "run", EXPERIMENT, KEY) as store:
         with pytest.raises(ValueError, match="no column speed"):
-            store.append(PLAN.units[0], {"speed": 3})
+            store.append(PLAN.tasks[0], {"speed": 3})
         with pytest.raises(ValueError, match="no column fdi"):
             store.append_score({"fdi": 3})
         with pytest.raises(ValueError, match="JSON"):
-            store.append(PLAN.units[0], {"seconds": float("nan")})
+            store.append(PLAN.tasks[0], {"seconds": float("nan")})
     assert read_records(tmp_path / "run") == []
 
 
@@ -218,7 +218,7 @@ def test_another_key_is_refused(tmp_path: Path, changes: dict[str, Any], said: s
 def test_key_may_change_while_no_image_is_finished(tmp_path: Path) -> None:
     fill(tmp_path / "run", 2, status="failed")
     with RunStore(tmp_path / "run", EXPERIMENT, key(dtype="bfloat16")) as store:
-        assert to_do(store, PLAN.units) == list(PLAN.units)
+        assert to_do(store, PLAN.tasks) == list(PLAN.tasks)
     assert read_manifest(tmp_path / "run")["key"]["dtype"] == "bfloat16"
 
 
@@ -230,7 +230,7 @@ def test_resume_refuses_other_settings_but_not_more_images(tmp_path: Path) -> No
         RunStore(tmp_path / "run", experiment(**{"lambda": "3,5"}), KEY)
     more = experiment(images=4, metrics="speed")
     with RunStore(tmp_path / "run", more, KEY) as store:
-        assert len(to_do(store, make_plan(more, PROMPTS).units)) == 4 * 4 - 2
+        assert len(to_do(store, make_plan(more, PROMPTS).tasks)) == 4 * 4 - 2
 
 
 def test_a_locked_run_is_refused(tmp_path: Path) -> None:
@@ -252,11 +252,11 @@ def test_a_run_locked_by_another_process_is_refused(tmp_path: Path) -> None:
     fill(tmp_path / "run", 1)
 
 
-@pytest.mark.parametrize("place", ["file", "file/run"])
-def test_unwritable_run_directory_is_refused(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("name", ["file", "file/run"])
+def test_unwritable_run_directory_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="cannot be written"):
-        RunStore(tmp_path / place, EXPERIMENT, KEY)
+        RunStore(tmp_path / name, EXPERIMENT, KEY)
     assert (tmp_path / "file").read_text() == "x"
 
 
@@ -291,7 +291,7 @@ def test_a_run_killed_while_it_writes_its_first_files_goes_on(
 def test_older_schema_is_read_but_not_resumed(tmp_path: Path) -> None:
     """Version 1 had no prompt_source and no checksum, for two: such columns are empty."""
     with RunStore(tmp_path, EXPERIMENT, KEY) as store:
-        store.append(PLAN.units[0], {"tokens": 256})
+        store.append(PLAN.tasks[0], {"tokens": 256})
     (row,) = read_records(tmp_path)
     missing = ("prompt_source", "checksum")
     lines = [{name: value for name, value in row.items() if name not in missing} | {"schema_version": 1}]

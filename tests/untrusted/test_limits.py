@@ -122,9 +122,9 @@ def test_a_prompt_names_no_file(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("../../etc/passwd\n/tmp/x\nC:\\x\n")
     experiment = resolve(load_experiment("lanterns", Overrides({"images": [3]})), DEFAULTS)
     plan = make_plan(experiment, load_prompts(str(tmp_path / "p.txt"), ANY_PROMPT))
-    assert {prompt.text for prompt in {unit.prompt for unit in plan.units}} >= {"../../etc/passwd"}
-    for unit in plan.units:
-        assert (tmp_path / unit.image).resolve().is_relative_to(tmp_path / "images")
+    assert {prompt.text for prompt in {task.prompt for task in plan.tasks}} >= {"../../etc/passwd"}
+    for task in plan.tasks:
+        assert (tmp_path / task.image).resolve().is_relative_to(tmp_path / "images")
 
 
 @pytest.mark.parametrize("name", ["../secret.png", "/etc/passwd.png", "a/../../secret.png"])

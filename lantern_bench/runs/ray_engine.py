@@ -1,0 +1,615 @@
+"""Run a request on a Ray cluster: one worker for each device, shards of prompts, and the one store of the run.
+
+A shard is a block of prompts with all their cells, so the images that are compared come from one device. A worker
+yields its images one by one, and the driver stores them. When a worker is lost, its shard is decoded again, as a whole
+where it is timed, and the new records replace those of the same keys. Ray restarts nothing here, because it could not
+know that a shard is timed as a whole.
+
+The driver is a process of its own: Ray ends the process of a driver whose head is gone, and the command then says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import signal
+import socket
+import tempfile
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
+
+from lantern_bench import stopping
+from lantern_bench.clock import now, settle_garbage, stamp
+from lantern_bench.config.plan import ImageTask, Plan
+from lantern_bench.errors import LanternError, RecordsFailedError, RefusedError
+from lantern_bench.runs.events import Emit, Event, Note, Started
+from lantern_bench.runs.keys import KeyFields, check_same_key
+from lantern_bench.runs.processes import WorkerEndedError, events_of
+from lantern_bench.runs.request import DEFAULT_CLUSTER, Request
+from lantern_bench.runs.store import RunStore, done_images
+from lantern_bench.runs.threads import prepare_environment
+
+if TYPE_CHECKING:
+    from lantern_bench.config.protocols import Protocol
+    from lantern_bench.runs.runner import Result
+    from lantern_bench.runs.scoring import Measured, Scorers
+
+_PROMPTS = 16  # prompts of a shard at most: each shard encodes its captions at once, and a lost worker costs a shard
+_SHARDS = 4  # shards for each worker, so that all workers end at about the same time
+_LOSSES = 3  # how often a shard may lose its worker, and a device its worker before the first image
+_PATIENCE = 60.0  # seconds without any device
+_LOOK = 2.0  # seconds between two looks at the nodes
+_PICTURES = 64  # pictures of a scoring task
+_RESUME = "Start or join a cluster; the same command continues."
+
+
+def run_on_ray(request: Request, emit: Emit) -> int:
+    """Decode and score a request on a Ray cluster; return how many images failed. Raises as `sweep.run`.
+
+    Raises `RefusedError` when Ray is not installed, the cluster cannot be reached, has no device of the wanted kind, or
+    loses its head.
+    """
+    try:
+        import ray  # noqa: F401
+    except ImportError as error:
+        raise RefusedError("--ray: Ray is not installed", "pip install 'lantern-bench[ray]'") from error
+    with tempfile.TemporaryFile() as stderr:  # Ray writes pages when its head is gone
+        try:
+            for event in events_of(drive, request, "the driver of the Ray cluster", stderr=stderr):
+                emit(event)
+        except WorkerEndedError as error:
+            raise _head_lost(request, error.message) from error
+    done = done_images(request.folder)
+    return sum(task.key not in done for task in request.plan.tasks)
+
+
+def _head_lost(request: Request, reason: str) -> RefusedError:
+    count = len(done_images(request.folder))
+    message = f"the Ray cluster is lost: its head has ended or was started again ({reason})"
+    return RefusedError(f"{message}; {count} images are kept in {request.folder}", _RESUME)
+
+
+def drive(request: Request, emit: Emit) -> None:
+    """Decode and score a request as a driver of Ray. Raises as `run_on_ray`."""
+    import ray
+
+    from lantern_bench.runs import scoring
+
+    quality = None
+    if "quality" in request.experiment.settings.metrics:
+        quality = scoring.load_scorers_of(request, "auto")  # before any image: missing weights are found here
+    connect(request.ray)
+    try:
+        RayDriver(ray, request, emit).run()
+        if quality is not None and done_images(request.folder):
+            scoring.score_folder(request.folder, *quality, emit, measure=RayMeasure(ray, request))
+    except (ConnectionError, ray.exceptions.RpcError) as error:
+        raise _head_lost(request, reason_of(error)) from error
+    ray.shutdown()
+
+
+# ---- The cluster
+
+
+class DeviceSlot(NamedTuple):
+    """What a worker takes of the cluster. A CPU worker's device is its node; Ray chooses the GPU of a GPU worker."""
+
+    node: str | None
+    cpus: int
+    gpus: int
+
+
+def slots_of(nodes: Iterable[dict[str, Any]], device: str, threads: int | None) -> Counter[DeviceSlot]:
+    """Return the slots of a cluster's live nodes: one for each GPU, else one for each node with all its cores.
+
+    `auto` takes GPUs where there are any; a CPU node with fewer than `threads` cores has no slot.
+    """
+    resources = {str(node["NodeID"]): node["Resources"] for node in nodes if node["Alive"]}
+    on_gpus = device == "cuda" or (device == "auto" and any(has.get("GPU", 0) >= 1 for has in resources.values()))
+    slots: Counter[DeviceSlot] = Counter()
+    for node, has in resources.items():
+        cores, gpus = int(has.get("CPU", 0)), int(has.get("GPU", 0))
+        if on_gpus and gpus:
+            slots[DeviceSlot(None, cores // gpus, 1)] += gpus
+        elif not on_gpus and cores >= (threads or 1):
+            slots[DeviceSlot(node, cores, 0)] += 1
+    return slots
+
+
+def connect(address: str | None) -> None:
+    """Join the cluster at `address`; `DEFAULT_CLUSTER`: that of `RAY_ADDRESS`, else a new one on this machine.
+
+    Raises `RefusedError` for a cluster that cannot be reached, or that runs another version of Ray or Python.
+    """
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address in (None, DEFAULT_CLUSTER):
+        address = os.environ.get("RAY_ADDRESS") or "local"
+    if address not in ("auto", "local") and not _answers(address.removeprefix("ray://")):
+        advice = "Give auto on a node of the cluster, HOST:6379, or ray://HOST:10001."
+        raise RefusedError(f"--ray {address}: no Ray cluster answers there", advice)
+    dashboard = False if address == "local" else None
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, include_dashboard=dashboard)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        advice = "Start a cluster with `ray start --head`, or give --ray alone for a new one on this machine."
+        reason = " ".join(str(error).split())[:300]
+        raise RefusedError(f"--ray {address}: the Ray cluster cannot be joined: {reason}", advice) from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_terminate)  # Ray has set its own, which ends the process at once
+
+
+def _answers(address: str) -> bool:
+    """Return whether something listens at `host:port`: Ray itself would try for a minute."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=5):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a worker was lost, in one line without the addresses and numbers of nodes: manifests are published."""
+    lines = [line.strip() for line in str(error).splitlines() if line and not line[0].isspace()]
+    text = " ".join(dict.fromkeys([*lines[:1], *lines[-1:]])) or type(error).__name__
+    text = text.partition(" Some common causes")[0]
+    return re.sub(r"\b([0-9a-f]{16,}|\d+(\.\d+){3})\b", "...", text)[:300]
+
+
+# ---- The worker
+
+
+class Ready(NamedTuple):
+    """What a worker says once its models are loaded."""
+
+    notes: list[Event]
+    key: KeyFields  # the fields of the record key that hold on this device
+    machine: dict[str, Any]  # the machine block of the manifest
+    device: dict[str, Any]  # the columns of records that name the device
+    block: dict[str, Any]  # what the manifest says of how the worker decodes
+
+
+class Worker:
+    """The actor: the models of a run on one device.
+
+    Errors that a user can act on are returned or yielded, not raised, since Ray would wrap them.
+    """
+
+    def __init__(self) -> None:
+        prepare_environment()
+
+    def load(self, request: Request) -> Ready | LanternError:
+        """Load the models of a request; its plan has some images to calibrate the threads with."""
+        import ray
+        import torch
+
+        from lantern_bench.runs import runner
+        from lantern_bench.runs.devices import key_fields
+        from lantern_bench.runs.machine import device_columns, machine_block
+
+        settings, notes = request.experiment.settings, list[Event]()
+        try:
+            self.compute, self.models = runner.load_to_decode(request.experiment, notes.append)
+            if self.compute.device.type == "cpu":
+                cores = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
+                torch.set_num_threads(settings.threads or max(1, int(cores)))
+            if settings.threads is None:
+                runner.prepare_models(request.plan, self.models, (), _ignore)
+                if (calibrated := runner.fastest_for(request.plan.tasks, self.models)) is not None:
+                    torch.set_num_threads(calibrated.threads)
+                    notes += calibrated.notes()
+        except LanternError as error:
+            return error
+        self.decoder: runner.Decoder | None = None
+        self.again = "speed" in settings.metrics
+        block = runner.compute_block(self.compute, any(model.engine.compile for model in self.models.values()))
+        key = key_fields(self.models, settings, self.compute, request.plan.cells)
+        return Ready(notes, key, machine_block(), device_columns(self.compute.device), block)
+
+    def decode(
+        self, shard: Plan, missing: frozenset[int], process: int, threads: int
+    ) -> Iterator[Note | Result | dict[str, Any] | LanternError]:
+        """Yield the images of a shard whose `order_index` is in `missing`, then the session of this worker."""
+        import torch
+
+        from lantern_bench.runs.runner import Decoder, new_session, prepare_models
+
+        if self.compute.device.type == "cpu":
+            torch.set_num_threads(threads)
+        try:
+            prepare_seconds = prepare_models(shard, self.models, (), _ignore)
+        except LanternError as error:
+            yield error
+            return
+        batches = [batch for batch in shard.batches() if any(task.order_index in missing for task in batch)]
+        if self.decoder is None:
+            self.decoder = Decoder(self.models, self.compute, new_session(process), self.again)
+            yield from self.decoder.warm_up(batches)
+            settle_garbage()
+        self.decoder.session["prepare_seconds"] += prepare_seconds
+        for batch in batches:
+            yield from self.decoder.decode(batch, [task for task in batch if task.order_index in missing])
+        yield self.decoder.session
+
+
+def _ignore(_event: object) -> None:
+    """The progress of captions on another machine is not shown."""
+
+
+# ---- The driver
+
+
+@dataclass
+class Shard:
+    """A block of prompts with all their cells."""
+
+    plan: Plan
+    missing: frozenset[int]  # the `order_index` of the images that must be decoded
+    losses: int = 0  # how often it has lost its worker
+
+    @property
+    def prompts(self) -> int:
+        """How many images of a cell it has."""
+        return len({task.image_index for task in self.plan.tasks})
+
+
+def shards_of(plan: Plan, is_done: Callable[[ImageTask], bool], prompts: int, *, timed: bool) -> list[Shard]:
+    """Divide the images that are not done into shards of `prompts` prompts, in the plan's order.
+
+    A `timed` shard with a missing image decodes all of its images again, so that they are timed together.
+    """
+    size = max(1, prompts // plan.together) * plan.together
+    blocks: dict[int, list[ImageTask]] = {}
+    for task in plan.tasks:
+        blocks.setdefault(task.image_index // size, []).append(task)
+    return [
+        Shard(
+            replace(plan, tasks=tuple(tasks)),
+            frozenset(task.order_index for task in tasks if timed or not is_done(task)),
+        )
+        for tasks in blocks.values()
+        if not all(map(is_done, tasks))
+    ]
+
+
+@dataclass
+class WorkerHandle:
+    """A worker as the driver sees it."""
+
+    slot: DeviceSlot
+    actor: Any
+    answer: Any  # the reference or the generator of the answer to its last call; None while it has nothing to do
+    ready: Ready | None = None
+    shard: Shard | None = None
+    finished: int = 0  # shards
+    session: dict[str, Any] = field(default_factory=dict)  # its entry in the manifest
+    last_answer: float = 0.0  # when
+
+
+class RayDriver:
+    """Gives shards to the workers of a run, stores what they decode, and replaces those that are lost."""
+
+    def __init__(self, ray: Any, request: Request, emit: Emit) -> None:
+        self._ray, self._request, self._emit = ray, request, emit
+        self._settings = request.experiment.settings
+        self._timed = "speed" in self._settings.metrics
+        self._actor = ray.remote(max_restarts=0)(Worker)
+        self._workers: list[WorkerHandle] = []
+        self._shards: deque[Shard] = deque()
+        self._store: RunStore | None = None
+        self._threads = self._settings.threads
+        self._share = math.inf  # shards of a worker, where `--processes` asks for several workers a device
+        self._reported: set[str] = set()
+        self._failed_starts: Counter[DeviceSlot] = Counter()
+        self._last_loss = ""
+        self._last_look, self._last_worker = -math.inf, now()
+
+    def run(self) -> None:
+        """Decode the missing images."""
+        try:
+            while self._store is None or self._shards or any(worker.shard for worker in self._workers):
+                stopping.check()
+                if now() - self._last_look > _LOOK:
+                    self._start_workers()
+                self._receive()
+                for worker in self._workers:
+                    if worker.ready and worker.shard is None and self._shards:
+                        self._give(worker, self._shards.popleft())
+        finally:
+            self._close()
+
+    # -- Starting and losing workers
+
+    def _start_workers(self) -> None:
+        """Start a worker on every device that has none, but no more workers than shards."""
+        self._last_look = now()
+        slots = slots_of(self._ray.nodes(), self._settings.device, self._threads)
+        usable = Counter({slot: count for slot, count in slots.items() if self._failed_starts[slot] < _LOSSES})
+        if self._workers:
+            self._last_worker = now()
+        elif not usable:
+            self._check_patience(slots)
+        free = usable - Counter(worker.slot for worker in self._workers)
+        waiting = len(self._shards) if self._store is not None else max(1, len(self._request.plan.tasks))
+        waiting -= sum(worker.shard is None for worker in self._workers)
+        for slot in sorted(free.elements(), key=lambda slot: (-slot.cpus, str(slot.node)))[: max(0, waiting)]:
+            self._start(slot)
+
+    def _check_patience(self, slots: Counter[DeviceSlot]) -> None:
+        """Raise the error for a cluster without a device: at once before the first image, later after a while."""
+        if slots:
+            advice = "See the logs of the Ray nodes, /tmp/ray/session_latest/logs."
+            raise RecordsFailedError(f"no worker could be started: {self._last_loss}", advice)
+        if self._store is None:
+            kind = "GPU" if self._settings.device == "cuda" else "CPU"
+            resources = self._ray.cluster_resources() or "nothing"
+            message = f"the Ray cluster has no {kind} for a worker: it has {resources}"
+            raise RefusedError(message, "Start nodes that have one, or give another --device or fewer --threads.")
+        if now() - self._last_worker > _PATIENCE:
+            count = len(done_images(self._request.folder))
+            message = f"the Ray cluster has no device left; {count} images are kept in {self._request.folder}"
+            raise RefusedError(message, _RESUME)
+
+    def _start(self, slot: DeviceSlot) -> None:
+        options: dict[str, Any] = {"num_cpus": slot.cpus, "num_gpus": slot.gpus}
+        if slot.node is not None:
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(slot.node, soft=False)
+        actor, plan = self._actor.options(**options).remote(), self._request.plan
+        first = replace(plan, tasks=plan.tasks[: len(plan.cells) * plan.together])
+        self._workers.append(WorkerHandle(slot, actor, actor.load.remote(replace(self._request, plan=first))))
+
+    def _lose(self, worker: WorkerHandle, error: Exception) -> None:
+        """Put the shard of a lost worker at the front of the queue; one that lost too many workers fails."""
+        self._remove(worker, lost=reason_of(error))
+        shard, self._last_loss = worker.shard, reason_of(error)
+        if shard is None:
+            self._failed_starts[worker.slot] += not worker.finished
+        elif (losses := shard.losses + 1) < _LOSSES:
+            self._shards.appendleft(replace(shard, losses=losses))
+        else:
+            self._fail(shard, f"lost {losses} workers: {self._last_loss}", worker.session["process"])
+        name = f"worker {worker.session['process']}" if worker.session else "a worker"
+        device = worker.ready.device["device"] if worker.ready else "a device"
+        again = f"{shard.prompts if shard else 0} prompts start again"
+        self._emit(Note(f"{name} on {device} is lost, {again}: {self._last_loss}", level="warning"))
+
+    def _remove(self, worker: WorkerHandle, **end: Any) -> None:
+        """End a worker and its session."""
+        self._workers.remove(worker)
+        self._ray.kill(worker.actor)
+        self._last_look = -math.inf
+        if self._store is not None and worker.session:
+            worker.session |= {"ended": stamp(), **end}
+            self._store.update_manifest()
+
+    def _fail(self, shard: Shard, error: str, process: int) -> None:
+        """Record the images of a shard that are not finished as failed."""
+        from lantern_bench.runs.runner import Result
+
+        assert self._store is not None
+        for task in shard.plan.tasks:
+            if task.order_index in shard.missing and not self._store.is_done(task):
+                self._save(Result(task, {"status": "failed", "error": error, "process": process}, None))
+
+    def _close(self) -> None:
+        """Close the sessions and the store, and free the devices."""
+        complete = not self._shards and not any(worker.shard for worker in self._workers)
+        for worker in self._workers:
+            if worker.session:
+                worker.session |= {"ended": stamp(), "complete": complete}
+        if self._store is not None:
+            self._store.update_manifest(ended=stamp())
+            self._store.close()
+        for worker in self._workers:
+            self._ray.kill(worker.actor)
+
+    # -- What workers answer
+
+    def _receive(self) -> None:
+        """Wait a moment for an answer of a worker, and deal with it."""
+        from lantern_bench.runs.runner import Result
+
+        waiting = {worker.answer: worker for worker in self._workers if worker.answer is not None}
+        answered, _ = self._ray.wait(list(waiting), timeout=1.0) if waiting else ([], [])
+        for reference in answered:
+            worker = waiting[reference]
+            try:
+                answer = self._ray.get(reference if worker.ready is None else next(reference))
+            except StopIteration:
+                self._finish_shard(worker)
+                continue
+            except self._ray.exceptions.RayTaskError:
+                raise  # a fault of the code: it would come again
+            except self._ray.exceptions.RayError as error:
+                self._lose(worker, error)
+                continue
+            worker.last_answer = now()
+            match answer:
+                case LanternError():
+                    raise answer
+                case Ready():
+                    self._admit(worker, answer)
+                case Note():
+                    if worker.session["process"] == self._sessions[0]["process"]:
+                        self._emit(answer)
+                case Result():
+                    self._save(answer)
+                case dict():
+                    counted = ("images", "failed", "first_seconds", "again_seconds", "warm_up", "prepare_seconds")
+                    worker.session |= {name: answer[name] for name in counted}
+        for worker in list(self._workers):
+            if worker.shard and now() - worker.last_answer > self._request.worker_timeout:
+                silence = f"no answer in {self._request.worker_timeout:g} s (--worker-timeout)"
+                self._lose(worker, TimeoutError(silence))
+
+    def _admit(self, worker: WorkerHandle, ready: Ready) -> None:
+        """A worker has loaded the models: open the store for the first, compare the key of the others with it."""
+        worker.ready, worker.answer = ready, None
+        if self._store is None:
+            self._open(ready)
+        else:
+            name = f"{self._request.folder.name} on {ready.device['device']}"
+            check_same_key(name, self._store.key, ready.key, self._store.finished)
+
+    def _open(self, ready: Ready) -> None:
+        """Open the store, divide the missing images into shards, and say what there is to do."""
+        from lantern_bench.runs.runner import recorded_threads
+
+        request = self._request
+        self._store = store = RunStore(request.folder, request.experiment, ready.key)
+        self._threads = recorded_threads(store, self._settings.threads) or ready.block["threads"]
+        started = store.manifest.get("started", stamp())
+        entries = request.manifest_entries() | ready.block | {"threads": self._threads, "machine": ready.machine}
+        store.update_manifest(**entries, started=started, ended=None, load_before=round(psutil.getloadavg()[0], 2))
+        workers = slots_of(self._ray.nodes(), self._settings.device, self._threads).total() or 1
+        prompts = max(len({task.image_index for task in request.plan.tasks}) // (_SHARDS * workers), 1)
+        shards = shards_of(request.plan, store.is_done, min(prompts, _PROMPTS), timed=self._timed)
+        self._shards = deque(shards)
+        if self._settings.processes > 1:
+            self._share = math.ceil(len(shards) / self._settings.processes)
+        done = [task for task in request.plan.tasks if store.is_done(task)]
+        self._reported = {store.key_of(task) for task in done}
+        for note in ready.notes:
+            self._emit(note)
+        to_do = Counter(task.cell.cell_id for task in request.plan.tasks)
+        to_do.subtract(task.cell.cell_id for task in done)
+        self._emit(Started(len(done), +to_do))
+
+    @property
+    def _sessions(self) -> list[dict[str, Any]]:
+        assert self._store is not None
+        return list(self._store.manifest.get("sessions", []))
+
+    def _give(self, worker: WorkerHandle, shard: Shard) -> None:
+        """Give a worker its next shard; its first opens its session."""
+        if not worker.session:
+            self._open_session(worker)
+        decode = worker.actor.decode.options(num_returns="streaming")
+        worker.answer = decode.remote(shard.plan, shard.missing, worker.session["process"], self._threads)
+        worker.shard, worker.last_answer = shard, now()
+
+    def _open_session(self, worker: WorkerHandle) -> None:
+        from lantern_bench.runs.runner import new_session
+
+        assert self._store is not None and worker.ready is not None
+        sessions = self._sessions
+        process = max(self._store.next_process(), *(session["process"] + 1 for session in sessions), 0)
+        worker.session = new_session(process) | {"device": worker.ready.device, "machine": worker.ready.machine}
+        self._store.update_manifest(sessions=[*sessions, worker.session])
+        device = worker.ready.device["device"]
+        self._emit(Note(f"worker {process} on {device}", level="detail"))
+        devices = {session["device"]["device"] for session in self._sessions if "device" in session}
+        if len(devices) > 1:
+            text = f"images of {len(devices)} kinds of device: no speedup over all of them"
+            self._emit(Note(text, "--pool-devices gives one.", level="warning"))
+
+    def _finish_shard(self, worker: WorkerHandle) -> None:
+        """A worker has decoded a shard; after its share of the run it ends, and a new one takes its device."""
+        worker.answer = worker.shard = None
+        worker.finished += 1
+        if worker.finished >= self._share:
+            self._remove(worker, complete=True)
+
+    def _save(self, result: Result) -> None:
+        """Store an image, and report it once, however often its shard was decoded."""
+        from lantern_bench.runs.runner import store_result
+
+        assert self._store is not None
+        if result.png is None and self._store.is_done(result.task):
+            return  # a failed image never replaces a finished one
+        done = store_result(self._store, result)
+        if (key := str(done.record["record_key"])) not in self._reported:
+            self._reported.add(key)
+            self._emit(done)
+
+
+# ---- Scoring
+
+
+@lru_cache(maxsize=1)
+def _scorers(protocol: Protocol, device: str) -> Scorers:
+    """The scorers of this process, which serves several tasks."""
+    from lantern_bench.runs.devices import choose_compute
+    from lantern_bench.runs.scoring import load_scorers
+
+    return load_scorers(protocol, device=choose_compute(device).device)
+
+
+def score_pictures(
+    protocol: Protocol, device: str, records: Sequence[dict[str, Any]], pictures: Sequence[bytes], manifold: bool
+) -> tuple[Measured, tuple[str | None, ...]] | LanternError:
+    """Score pictures (PNG files) of these records: a task, which needs no file system in common with the driver.
+
+    Returns the scores and the labels of the scorers; the error that a user can act on is returned, not raised.
+    """
+    prepare_environment()
+    from lantern_bench.runs.scoring import measure_pictures
+
+    try:
+        scorers = _scorers(protocol, device)
+    except LanternError as error:
+        return error
+    with tempfile.TemporaryDirectory() as folder:
+        local = [record | {"image": f"{number}.png"} for number, record in enumerate(records)]
+        for record, png in zip(local, pictures, strict=True):
+            (Path(folder) / record["image"]).write_bytes(png)
+        return measure_pictures(local, Path(folder), scorers, manifold=manifold), scorers.labels
+
+
+class RayMeasure:
+    """Measures the pictures of a cell as tasks of the cluster; see `scoring.Measure`."""
+
+    def __init__(self, ray: Any, request: Request) -> None:
+        self._ray, self._protocol = ray, request.protocol
+        total = ray.cluster_resources()
+        gpus = int(total.get("GPU", 0)) if request.experiment.settings.device in ("auto", "cuda") else 0
+        self._device = "cuda" if gpus else "cpu"
+        self._ahead = 2 + (gpus or int(total.get("CPU", 1)))  # tasks at once: their pictures are in memory
+        resources = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
+        self._task = ray.remote(**resources, retry_exceptions=False)(score_pictures)
+
+    def __call__(
+        self, records: Sequence[dict[str, Any]], folder: Path, scorers: Scorers, *, manifold: bool
+    ) -> Measured:
+        """Measure the pictures of records; raises `RefusedError` where a node has other scorers than the driver."""
+        from lantern_bench.runs.scoring import joined, measure_pictures
+
+        if not records:
+            return measure_pictures(records, folder, scorers, manifold=manifold)
+        waiting: deque[Any] = deque()
+        measured: list[Measured] = []
+        for start in range(0, len(records), _PICTURES):
+            rows = records[start : start + _PICTURES]
+            pictures = [(folder / row["image"]).read_bytes() for row in rows]
+            waiting.append(self._task.remote(self._protocol, self._device, rows, pictures, manifold))
+            if len(waiting) >= self._ahead:
+                measured.append(self._wait(waiting.popleft(), scorers))
+        measured += [self._wait(reference, scorers) for reference in waiting]
+        return joined(measured)
+
+    def _wait(self, reference: Any, scorers: Scorers) -> Measured:
+        while not self._ray.wait([reference], timeout=1.0)[0]:
+            stopping.check()
+        answer = self._ray.get(reference)
+        if isinstance(answer, LanternError):
+            raise answer
+        measured: Measured
+        measured, labels = answer
+        if labels != scorers.labels:
+            message = f"a node of the cluster scores with {labels}, and this one with {scorers.labels}"
+            raise RefusedError(message, "Give all nodes the same weights.")
+        return measured

@@ -1,0 +1,181 @@
+"""The request of a sweep: which images are decoded, where they go, and which of them exist.
+
+`prepare` checks everything that needs no model, without torch. It writes nothing, so that a refused sweep leaves no
+trace; `RunStore` checks the run directory again under its lock.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lantern_bench.config.experiment import ResolvedExperiment, load_experiment, resolve
+from lantern_bench.config.parse_experiment import Experiment, read_experiment
+from lantern_bench.config.plan import Plan, Shard, make_plan, parse_shard
+from lantern_bench.config.protocols import EMBEDDED, LANTERN_COCO, Protocol, protocol_of
+from lantern_bench.config.values import Overrides
+from lantern_bench.config.yaml_source import Source
+from lantern_bench.errors import UserError
+from lantern_bench.models.registry import defaults_of, model_of
+from lantern_bench.prompts.sets import load_prompts, prompt_facts
+from lantern_bench.runs.keys import check_same_experiment, check_same_threads
+from lantern_bench.runs.store import (
+    LOCK,
+    MANIFEST,
+    cannot_write,
+    check_is_run,
+    done_images,
+    lock_run,
+    read_manifest,
+    results_root,
+    run_folder,
+    seconds_per_image,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from lantern_bench.config.plan import Estimate
+
+WORKER_TIMEOUT = 1800.0
+"""Seconds: loading, compiling and encoding captions give no sign of life, decoding does at every step."""
+
+
+DEFAULT_CLUSTER = "default"
+"""As an address: the Ray cluster of `RAY_ADDRESS`, else a new one on this machine."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A sweep that passed every check that needs no model."""
+
+    experiment: ResolvedExperiment
+    plan: Plan
+    folder: Path  # the run directory; it need not exist
+    protocol: Protocol
+    prompts: dict[str, Any]  # describes the prompts in the manifest
+    shard: Shard | None = None  # set where the plan is one shard of a larger run
+    ray: str | None = None  # the address of a Ray cluster, or `DEFAULT_CLUSTER`; None: this machine alone
+    worker_timeout: float = WORKER_TIMEOUT  # seconds after which a silent worker process is ended
+
+    def manifest_entries(self) -> dict[str, Any]:
+        """Return what the manifest of a run says of its request, beside the experiment."""
+        # The number of images tells `merge` whether the shard is complete.
+        shard = None if self.shard is None else asdict(self.shard) | {"images": len(self.plan.tasks)}
+        return {"prompts": self.prompts, "shard": shard, "engine": "local" if self.ray is None else "ray"}
+
+
+def prepare(
+    source: str | Path | Mapping[str, Any],
+    overrides: Overrides,
+    *,
+    out: Path | None = None,
+    resume: bool = True,
+    shard: str | None = None,
+    ray: str | None = None,
+    both_residuals: bool = False,
+    worker_timeout: float = WORKER_TIMEOUT,
+) -> Request:
+    """Check a sweep and return it as a request.
+
+    `source` is the name of a shipped experiment, a YAML file, or the content of one as a mapping. With
+    `both_residuals`, a relaxed experiment runs with both residuals unless the overrides name one. Raises `UserError`
+    for everything wrong with the experiment, flags or prompts, `RefusedError` for a run directory in use or of other
+    settings.
+    """
+    if not worker_timeout > 0:
+        raise UserError(f"--worker-timeout {worker_timeout:g}: must be more than 0 seconds")
+    chosen_shard = parse_shard(shard) if shard is not None else None
+    experiment = load(source, overrides)
+    if both_residuals and "residual" not in overrides.values and experiment.is_relaxed:
+        residuals = {**overrides.values, "residual": ["official", "exact"]}
+        experiment = load(source, replace(overrides, values=residuals))
+    if "prompts" not in experiment.settings.model_fields_set:
+        prompt_set = next(iter(model_of(experiment.settings.model[0]).prompt_sets))
+        experiment = replace(experiment, settings=experiment.settings.model_copy(update={"prompts": prompt_set}))
+    resolved = resolve(experiment, defaults_of(experiment.settings.model))
+    check_neighbours(resolved)
+    settings = resolved.settings
+    if ray is not None and (settings.device == "mps" or ":" in settings.device):
+        message = f"--device {settings.device}: with --ray, Ray gives each worker its device"
+        raise UserError(message, "Give --device cuda, --device cpu, or leave it out.")
+    protocol = protocol_of(settings.protocol or default_protocol(settings.model))
+    models = [model_of(name) for name in settings.model]
+    # Every prompt is checked for every model; the prompts themselves are the same for all.
+    prompts, *_ = [load_prompts(settings.prompts, model) for model in models]
+    folder = run_folder(resolved, results_root(), out, resume=resume)
+    plan = make_plan(resolved, prompts)
+    if chosen_shard is not None:
+        plan = plan.shard(chosen_shard)
+        if out is None:
+            # Shards run at the same time, and a run directory has one writer.
+            folder = folder.with_name(f"{folder.name}-shard{chosen_shard.index}of{chosen_shard.count}")
+    check_folder(folder, resolved)
+    description = prompt_facts(settings.prompts, models[0], prompts)
+    return Request(resolved, plan, folder, protocol, description, chosen_shard, ray, worker_timeout)
+
+
+def load(source: str | Path | Mapping[str, Any], overrides: Overrides) -> Experiment:
+    """Read an experiment by name, file or content; raises `UserError` as `load_experiment`."""
+    if isinstance(source, str | Path):
+        return load_experiment(source, overrides)
+    experiment, problems = read_experiment(Source("experiment", Path(), dict(source)), overrides)
+    problems.raise_all()
+    return experiment
+
+
+def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
+    """Raise `UserError` for a folder that cannot be a run directory, `RefusedError` if in use or of other settings."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(f"--out {folder}: {existing} is a file, not a folder", "Give a folder that you may write to.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise cannot_write(folder)
+    if not folder.is_dir():
+        return
+    if (folder / LOCK).exists():
+        lock_run(folder).release()
+    check_is_run(folder)
+    if (folder / MANIFEST).exists() and (finished := len(done_images(folder))):
+        manifest = read_manifest(folder)
+        check_same_experiment(folder.name, manifest.get("experiment", {}), experiment.to_dict(), finished)
+        check_same_threads(folder.name, manifest.get("threads"), experiment.settings.threads, finished)
+
+
+def check_neighbours(experiment: ResolvedExperiment) -> None:
+    """Raise `UserError` for a cell that asks for more neighbours than its model has other codes."""
+    for cell in experiment.cells:
+        codes, neighbours = model_of(cell.model).codes, cell.decoding.neighbours
+        if codes is not None and neighbours is not None and neighbours >= codes:
+            message = f"--neighbours {neighbours}: the model {cell.model} has {codes} codes"
+            raise UserError(message, f"At most {codes - 1}.")
+
+
+def default_protocol(models: Sequence[str]) -> str:
+    """Return the quality protocol of a run of these models: the bundled scorers only for the bundled family."""
+    bundled = all(model_of(model).family == "lanterns" for model in models)
+    return EMBEDDED if bundled else LANTERN_COCO
+
+
+def plan_table(request: Request) -> tuple[pd.DataFrame, Estimate]:
+    """Return the plan by cell (images, done, to_do, s_per_image), and the estimate of the time left."""
+    import pandas as pd
+
+    pace, done = seconds_per_image(request.folder), done_images(request.folder)
+    images = Counter(task.cell.cell_id for task in request.plan.tasks)
+    finished = Counter(task.cell.cell_id for task in request.plan.tasks if task.key in done)
+    rows = [
+        {
+            "cell": cell.cell_id,
+            "images": images[cell.cell_id],
+            "done": finished[cell.cell_id],
+            "to_do": images[cell.cell_id] - finished[cell.cell_id],
+            "s_per_image": pace.get(cell.cell_id),
+        }
+        for cell in request.plan.cells
+    ]
+    return pd.DataFrame(rows), request.plan.estimate(pace, done)
