@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from lantern_bench.models.registry import model_of
-from lantern_bench.models.transformer import TransformerConfig
+from lantern_bench.models.transformer_config import TransformerConfig
 from lantern_bench.report.cost_model import (
     STACKS,
     Device,

@@ -27,7 +27,7 @@ from lantern_bench import __version__
 from lantern_bench.clock import OnProgress, no_progress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
-from lantern_bench.models.eagle import EagleDrafter, fresh_drafter
+from lantern_bench.models.eagle import EagleDrafter, untrained_drafter
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.lanterns import FILES, GUIDANCE
 from lantern_bench.models.lanterns.captions import HELD_OUT, TRAIN
@@ -39,8 +39,7 @@ from lantern_bench.models.lanterns.model import (
     part_hash,
     write_weights,
 )
-from lantern_bench.models.transformer.conditioning import Condition
-from lantern_bench.models.transformer.target import TransformerTarget
+from lantern_bench.models.target import Condition, TransformerTarget
 from lantern_bench.models.vq import VQModel
 from lantern_bench.training.drafter.features import ConditionedTokens, FeatureBatches, LiveFeatures
 from lantern_bench.training.drafter.recipe import RECIPES, Count, Device, Natural, OptionalCount, OptionalPositive
@@ -256,7 +255,7 @@ def _task(part: str, data: _Data) -> Task:
         return tasks.TargetTask(target, sequences, held_out)
     fill(target, data.folder / FILES["target"])
     target.to(data.device).eval().requires_grad_(False)
-    drafter = fresh_drafter(target)
+    drafter = untrained_drafter(target)
     if compiled:
         drafter.compile()
     return drafter_task(drafter, target, sequences, held_out, settings.seed)

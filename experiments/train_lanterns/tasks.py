@@ -30,8 +30,7 @@ from lantern_bench.models.lanterns.captions import ALL_ATTRIBUTES, FIELDS, HELD_
 from lantern_bench.models.lanterns.classifier import AttributeClassifier, prompt_accuracy
 from lantern_bench.models.lanterns.model import caption_condition
 from lantern_bench.models.packed_linear import has_bfloat16
-from lantern_bench.models.transformer.conditioning import Condition
-from lantern_bench.models.transformer.target import TransformerTarget
+from lantern_bench.models.target import Condition, TransformerTarget
 from lantern_bench.models.vq import VQModel
 from lantern_bench.training.drafter.features import target_features
 from lantern_bench.training.loop import Task

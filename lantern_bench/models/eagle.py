@@ -18,29 +18,28 @@ from torch import Tensor, nn
 
 from lantern_bench.decoding.protocol import DrafterLogits
 from lantern_bench.errors import UserError
-from lantern_bench.models.chameleon import drafter_config as chameleon_config
 from lantern_bench.models.io.checkpoint import Checkpoint, open_checkpoint, what_is
 from lantern_bench.models.io.files import read_json
 from lantern_bench.models.io.state_dict import KeyMap, fill, llama_key_map
-from lantern_bench.models.transformer import TransformerConfig, heads_problem, read_sizes
-from lantern_bench.models.transformer.attention import attend_cached, attend_plain, rotary_table
-from lantern_bench.models.transformer.conditioning import Condition, prompt_words
-from lantern_bench.models.transformer.layers import Block, TokenEmbedding
-from lantern_bench.models.transformer.target import (
+from lantern_bench.models.target import (
     CachedSession,
+    Condition,
     TransformerTarget,
     causal_seen,
     force_line_ends,
     prefix_seen,
+    prompt_rows,
 )
+from lantern_bench.models.transformer import Block, TokenEmbedding, attend_cached, attend_plain, rotary_table
+from lantern_bench.models.transformer_config import TransformerConfig, heads_problem, llama_sizes, read_sizes
 
 
 class EagleDrafter(nn.Module):
-    """Fuse, one layer, the target's frozen head.
+    """Fuse tokens with features, one layer, then the target's frozen head, which is not a parameter of the drafter.
 
     `mask_padding`: padded prefix positions are hidden. LlamaGen's published drafters read them instead, as the LANTERN
     code made them for their training (docs/algorithms.md, section 9, B4). `input_norm`: the layer norms its input, as
-    Chameleon's does. `bias`: of the fusion. The head belongs to the target and is not among the drafter's parameters.
+    Chameleon's does. `bias`: of the fusion.
     """
 
     rotary: Tensor
@@ -67,7 +66,7 @@ class EagleDrafter(nn.Module):
         self._sessions: dict[tuple[int, bool, int], _Session] = {}
 
     def session(self, batch: int, guided: bool, nodes: int) -> _Session:
-        """The session of this shape; its cache is made at the first call and reused."""
+        """Return the session of this shape; its cache is made at the first call and reused."""
         shape = (batch, guided, nodes)
         if shape not in self._sessions:
             self._sessions[shape] = _Session(self, *shape)
@@ -87,21 +86,21 @@ class EagleDrafter(nn.Module):
         tokens: Tensor,
         features: Tensor,
         mask: Tensor,
-        words: Tensor | None = None,
+        prompts: Tensor | None = None,
         positions: Tensor | None = None,
-        before: list[tuple[Tensor, Tensor]] | None = None,
+        earlier: list[tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:
-        """Predicted features of whole sequences [rows, n, dim], without a cache (training).
+        """Return predicted features of whole sequences [rows, n, dim], without a cache (training).
 
         tokens int64 [rows, n] are shifted: token t follows features t; `mask` [rows or 1, 1, n, n] is additive.
-        `words` [rows, m] of the whole vocabulary come before the tokens, which are then n - m; `positions` int64
-        [rows, n] are given where they are not 0 to n - 1. `before`: as in `attend_plain`.
+        `prompts` [rows, m] in the whole vocabulary come before the tokens, which are then n - m; `positions` int64
+        [rows, n] where they are not 0 to n - 1. `earlier`: as in `attend_plain`.
         """
         embedded = self.embed_tokens(tokens)
-        if words is not None:
-            embedded = torch.cat([self.embed_tokens.of_words(words), embedded], dim=1)
-        turn = self.rotary[None, : features.shape[1]] if positions is None else self.rotary[positions]
-        out: Tensor = self.layer(self.fuse(embedded, features), turn, attend_plain(mask, before))
+        if prompts is not None:
+            embedded = torch.cat([self.embed_tokens.of_text(prompts), embedded], dim=1)
+        rotary = self.rotary[None, : features.shape[1]] if positions is None else self.rotary[positions]
+        out: Tensor = self.layer(self.fuse(embedded, features), rotary, attend_plain(mask, earlier))
         return out
 
     @property
@@ -114,7 +113,7 @@ class EagleDrafter(nn.Module):
         """The type of the weights."""
         return self.layer.ffn_norm.weight.dtype
 
-    def draft_with(self, head: nn.Module) -> None:
+    def use_head(self, head: nn.Module) -> None:
         """Replace the target's head by one that gives nearly the same logits."""
         self._head = (head,)
 
@@ -124,32 +123,31 @@ class EagleDrafter(nn.Module):
         return self._head[0]
 
     def head(self, features: Tensor) -> Tensor:
-        """Logits of predicted features, through the target's head and with no norm between."""
+        """Return logits of predicted features, through the target's head and with no norm between."""
         out: Tensor = self._head[0](features)
         return out
 
 
 class _Session(CachedSession):
     def __init__(self, drafter: EagleDrafter, *shape: Any) -> None:
-        weight = drafter.layer.ffn_norm.weight
-        super().__init__(drafter.config, 1, shape, 3, weight)
+        super().__init__(drafter, 1, shape, spare=3)
         self._drafter = drafter
-        self._rows = torch.arange(self._groups * self._batch, device=weight.device)[:, None]
-        self._level = 0
-        self._features: Tensor | None = None
+        self._rows = torch.arange(self._groups * self._batch, device=drafter.device)[:, None]
+        self._level = 0  # of the tree, below the root
+        self._features: Tensor | None = None  # of the nodes of this level
 
     def prefill(self, condition: Condition, features: Tensor) -> None:
         n = features.shape[1] - 1
-        visible = self._begin(condition, n + 1, features.device)
+        visible = self._start(condition, n + 1, features.device)
         visible = visible if self._drafter.mask_padding else torch.ones_like(visible)
         if n > 0:
-            # The tokens behind each of the first n prefix positions.
+            # The tokens that follow each of the first n prefix positions.
             embed = self._drafter.embed_tokens
-            if self._drafter.config.words is None:
-                before = embed(self._rows.new_zeros(len(self._rows), n))
+            if self._drafter.config.text_vocab_size is None:
+                following = embed(self._rows.new_zeros(len(self._rows), n))
             else:
-                before = embed.of_words(prompt_words(condition.values.to(self._rows.device), self._groups)[:, 1:])
-            self._forward(before, features[:, :n], self.cache.slots(0, n), prefix_seen(visible, n))
+                following = embed.of_text(prompt_rows(condition.values.to(self._rows.device), self._groups)[:, 1:])
+            self._forward(following, features[:, :n], self.cache.slots(0, n), prefix_seen(visible, n))
         self._commit_prefix(visible, n)
 
     def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> DrafterLogits:
@@ -158,9 +156,8 @@ class _Session(CachedSession):
         out = self._forward(embedded, features, self.cache.slots(0, n), causal_seen(1, n, tokens.device))
         self.cache.advance(counts)
         last = self.cache.per_row((counts - 1).clamp_min(0))[:, None]
-        # From here on `out` belongs to the root, which `extend` continues.
         self._features, self._level = out[self._rows, last], 0
-        return self._drafts(self._features, self.cache.lengths[:, None] - 1)
+        return self._logits(self._features, self.cache.lengths[:, None] - 1)
 
     def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> DrafterLogits:
         if self._features is None:
@@ -170,125 +167,32 @@ class _Session(CachedSession):
         embedded = self.cache.per_row(self._drafter.embed_tokens(tokens))
         out = self._forward(embedded, features, positions, seen)
         self._features, self._level = out, self._level + 1
-        return self._drafts(out, positions)
+        return self._logits(out, positions)
 
     def _forward(self, embedded: Tensor, features: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
         drafter = self._drafter
         x = drafter.fuse(embedded, features)
         mask = self.cache.mask(seen, x.dtype)
         slots = self.cache.slots(seen.shape[2] - seen.shape[1], x.shape[1])
-        at = self._rotary_positions(positions)
-        turn = drafter.rotary[at.clamp_max(len(drafter.rotary) - 1)]
+        rotary = drafter.rotary[self._rotary_positions(positions).clamp_max(len(drafter.rotary) - 1)]
         attend = attend_cached(self.cache, 0, slots, mask, drafter.attention_kernel)
-        out: Tensor = drafter.layer(x, turn, attend)
+        out: Tensor = drafter.layer(x, rotary, attend)
         return out
 
-    def _drafts(self, out: Tensor, positions: Tensor) -> DrafterLogits:
-        """The drafts behind `positions` [B, n]; the last position of the prefix holds the image's first token."""
-        places = positions - self._prefix + 2
-        logits = force_line_ends(self._drafter.head(out), places, self._drafter.config)
+    def _logits(self, out: Tensor, positions: Tensor) -> DrafterLogits:
+        """Return the drafts behind `positions` [B, n]; the prefix's last position holds the image's first token."""
+        logits = force_line_ends(self._drafter.head(out), positions - self._prefix + 2, self._drafter.config)
         return DrafterLogits(*self._split(logits))
 
 
-# The published code's grid for each kind of input.
-_SIDES = {"c2i": 24, "t2i": 16, "t2i2": 32}
-
-
-def is_computed(name: str) -> bool:
-    """Whether a file's tensor is a table or a cache, which some files hold and every program computes anew."""
-    tables = r"(^|\.)(freqs_cis|causal_mask|k_cache|v_cache|inv_freq|cos_cached|sin_cached)$"
-    return re.search(tables, name) is not None
-
-
-def check_kind(checkpoint: Checkpoint, needed: str, wanted: str) -> None:
-    """Refuse a checkpoint without the tensor `needed` as another model, in one line."""
-    if needed not in checkpoint:
-        kind = what_is(checkpoint)
-        found = f"it is {kind}" if kind is not None and kind not in wanted else f"it has no {needed}"
-        raise UserError(f"{checkpoint.path}: is not {wanted}: {found}", "Give the checkpoint of this model.")
-
-
-def load_drafter(folder: Path, target: TransformerTarget, *, dtype: torch.dtype, device: torch.device) -> EagleDrafter:
-    """Load a published drafter (config.json and weights) for a target that has its weights.
-
-    Raises `UserError` for a folder without config.json or weights, sizes that are not the target's, a drafter of
-    another stage, and every key that does not fit.
-    """
-    path, chameleon = folder / "config.json", target.config.qk_norm
-    if not path.is_file():
-        raise UserError(f"{path}: no such file", "A published drafter is a folder with config.json and its weights.")
-    if not isinstance(stated := read_json(path), dict):
-        raise UserError(f"{path}: must hold a JSON object")
-    config = (chameleon_config if chameleon else drafter_config)(stated, target.config, folder)
-    checkpoint = open_checkpoint(folder)
-    wanted = "an EAGLE drafter of Chameleon" if chameleon else "the EAGLE drafter of its config.json"
-    if chameleon:
-        check_kind(checkpoint, "layers.0.self_attn.q_norm.weight", wanted)
-    with torch.device("meta"):
-        # As in the published code, which takes any value but false or null for true.
-        drafter = build_drafter(config, target, bias=bool(stated.get("bias", True)))
-        # Drafters trained here state it; LlamaGen's published ones read padding and state nothing.
-        drafter.mask_padding = chameleon or stated.get("mask_padding", False) is True
-    fill(drafter, checkpoint, drafter_key_map(drafter), dtype=dtype, device=device, computed=is_computed, wanted=wanted)
-    return drafter
-
-
 def build_drafter(config: TransformerConfig, target: TransformerTarget, bias: bool = True) -> EagleDrafter:
-    """A drafter as published: LlamaGen's reads padding, Chameleon's hides it and its layer norms its input."""
+    """Return a drafter as published: LlamaGen's reads padding, Chameleon's hides it and its layer norms its input."""
     config = replace(config, layers=1)
     return EagleDrafter(config, target.transformer.output, config.qk_norm, config.qk_norm, bias)
 
 
-def drafter_key_map(drafter: EagleDrafter) -> KeyMap:
-    """The key map of the published layout."""
-    return llama_key_map(drafter, drafter.config, {"layer.": "layers.0."})
-
-
-_NAMES = {
-    "dim": ("hidden_size",),
-    "vocab_size": ("vocab_size",),
-    "layers": ("num_hidden_layers",),
-    "heads": ("num_attention_heads",),
-    "kv_heads": ("num_key_value_heads",),
-    "ffn_dim": ("intermediate_size",),
-    "norm_eps": ("rms_norm_eps",),
-    "rope_base": ("rope_base",),
-}
-_ROPE_BASE = 10000.0  # of the published code, whatever the target's is and the file says
-
-
-def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder: Path) -> TransformerConfig:
-    """The sizes of a drafter's one layer for all but Chameleon; `UserError` where it cannot work with the target."""
-
-    def wrong(key: str, text: str, advice: str | None = None) -> UserError:
-        return UserError(f"{folder / 'config.json'}: {key}: {text}", advice)
-
-    said = read_sizes(stated, _NAMES, wrong, ("norm_eps", "rope_base"))
-    for name, needed in {"dim": target.dim, "vocab_size": target.words or target.vocab_size}.items():
-        if said.pop(name, needed) != needed:
-            key = _NAMES[name][0]
-            raise wrong(key, f"is {stated[key]}, and this target needs {needed}", "It was trained for another model.")
-    if (layers := said.pop("layers", 1)) != 1:
-        raise wrong("num_hidden_layers", f"is {layers}: only drafters of one layer are supported")
-    side = _SIDES.get(str(stated.get("input_type")))
-    if side is not None and target.grid != (side, side):
-        raise UserError(
-            f"{folder}: is a drafter of another stage: its input_type {stated['input_type']} is for a {side}x{side} "
-            f"grid, and this model's grid is {target.grid[0]}x{target.grid[1]}",
-            "Give the drafter that was trained for this model.",
-        )
-    # Drafters trained here state `mask_padding`, and positions are their target's unless they say otherwise.
-    base = said.pop("rope_base", target.rope_base)
-    own: dict[str, Any] = {"norm_eps": 1e-6, "heads": target.heads, "ffn_dim": target.ffn_dim, **said}
-    own["rope_base"] = base if "mask_padding" in stated else _ROPE_BASE
-    own.setdefault("kv_heads", own["heads"])
-    if (problem := heads_problem(target.dim, own["heads"], own["kv_heads"], target.positions)) is not None:
-        raise wrong(*problem)
-    return replace(target, layers=1, **own)
-
-
-def fresh_drafter(target: TransformerTarget) -> EagleDrafter:
-    """A drafter of the target's width with fresh weights (drawn from torch's current stream) and its embedding.
+def untrained_drafter(target: TransformerTarget) -> EagleDrafter:
+    """Return a drafter of the target's width with its embedding and weights drawn from torch's current stream.
 
     Chameleon's drafters norm what comes into their layer, as published; the others do not.
     """
@@ -303,3 +207,95 @@ def fresh_drafter(target: TransformerTarget) -> EagleDrafter:
         drafter.fc.bias.zero_()
         drafter.embed_tokens.weight.copy_(target.transformer.tok_embeddings.weight)
     return drafter
+
+
+def drafter_key_map(drafter: EagleDrafter) -> KeyMap:
+    """Return the key map of the published layout."""
+    return llama_key_map(drafter, drafter.config, {"layer.": "layers.0."})
+
+
+def is_computed(name: str) -> bool:
+    """Whether a file's tensor is a table or a cache, which some files hold and every program computes anew."""
+    tables = r"(^|\.)(freqs_cis|causal_mask|k_cache|v_cache|inv_freq|cos_cached|sin_cached)$"
+    return re.search(tables, name) is not None
+
+
+def check_kind(checkpoint: Checkpoint, needed: str, wanted: str) -> None:
+    """Refuse a checkpoint without the tensor `needed` as another model, in one line."""
+    if needed not in checkpoint:
+        kind = what_is(checkpoint)
+        problem = f"it is {kind}" if kind is not None and kind not in wanted else f"it has no {needed}"
+        raise UserError(f"{checkpoint.path}: is not {wanted}: {problem}", "Give the checkpoint of this model.")
+
+
+def load_drafter(folder: Path, target: TransformerTarget, *, dtype: torch.dtype, device: torch.device) -> EagleDrafter:
+    """Load a published drafter (config.json and weights) for a target that has its weights.
+
+    Raises `UserError` for a folder without config.json or weights, sizes that are not the target's, a drafter of
+    another stage, and every key that does not fit.
+    """
+    path, chameleon = folder / "config.json", target.config.qk_norm
+    if not path.is_file():
+        raise UserError(f"{path}: no such file", "A published drafter is a folder with config.json and its weights.")
+    if not isinstance(stated := read_json(path), dict):
+        raise UserError(f"{path}: must hold a JSON object")
+    config = drafter_config(stated, target.config, folder)
+    checkpoint = open_checkpoint(folder)
+    wanted = "an EAGLE drafter of Chameleon" if chameleon else "the EAGLE drafter of its config.json"
+    if chameleon:
+        check_kind(checkpoint, "layers.0.self_attn.q_norm.weight", wanted)
+    with torch.device("meta"):
+        # As in the published code, which takes any value but false or null for true.
+        drafter = build_drafter(config, target, bias=bool(stated.get("bias", True)))
+        # Drafters trained here state it; LlamaGen's published ones read padding and state nothing.
+        drafter.mask_padding = chameleon or stated.get("mask_padding", False) is True
+    fill(drafter, checkpoint, drafter_key_map(drafter), dtype=dtype, device=device, computed=is_computed, wanted=wanted)
+    return drafter
+
+
+_NAMES = {
+    "dim": ("hidden_size",),
+    "text_vocab_size": ("vocab_size",),
+    "layers": ("num_hidden_layers",),
+    "heads": ("num_attention_heads",),
+    "kv_heads": ("num_key_value_heads",),
+    "ffn_dim": ("intermediate_size",),
+    "norm_eps": ("rms_norm_eps",),
+    "rope_base": ("rope_base",),
+}
+_ROPE_BASE = 10000.0  # of the published code, whatever the target's is and the file says
+_SIDES = {"c2i": 24, "t2i": 16, "t2i2": 32}  # the published code's grid for each `input_type`
+
+
+def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder: Path) -> TransformerConfig:
+    """Return the sizes of a drafter's one layer; raises `UserError` where it cannot work with the target."""
+
+    def wrong(key: str, text: str, advice: str | None = None) -> UserError:
+        return UserError(f"{folder / 'config.json'}: {key}: {text}", advice)
+
+    chameleon = target.qk_norm
+    sizes = llama_sizes(stated, wrong) if chameleon else read_sizes(stated, _NAMES, wrong, ("norm_eps", "rope_base"))
+    for name, needed in {"dim": target.dim, "text_vocab_size": target.embedded_tokens}.items():
+        if (size := sizes.pop(name, needed)) != needed:
+            text = f"is {size}, and this target needs {needed}"
+            raise wrong(_NAMES[name][0], text, "It was trained for another model.")
+    if (layers := sizes.pop("layers", 1)) != 1:
+        raise wrong("num_hidden_layers", f"is {layers}: only drafters of one layer are supported")
+    side = _SIDES.get(str(stated.get("input_type")))
+    if side is not None and target.grid != (side, side):
+        raise UserError(
+            f"{folder}: is a drafter of another stage: its input_type {stated['input_type']} is for a {side}x{side} "
+            f"grid, and this model's grid is {target.grid[0]}x{target.grid[1]}",
+            "Give the drafter that was trained for this model.",
+        )
+    usual = {"heads": target.heads, "ffn_dim": target.ffn_dim, "norm_eps": 1e-6, "rope_base": target.rope_base}
+    if chameleon:
+        usual["norm_eps"] = target.norm_eps
+    sizes = usual | sizes
+    if not chameleon and "mask_padding" not in stated:  # it was not trained here
+        sizes["rope_base"] = _ROPE_BASE
+    sizes.setdefault("kv_heads", sizes["heads"])
+    problem = heads_problem(target.dim, sizes["heads"], sizes["kv_heads"], target.positions)
+    if problem is not None:
+        raise wrong(*problem)
+    return replace(target, layers=1, **sizes)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from lantern_bench.decoding.neighbours import Space
     from lantern_bench.models.loaded_model import LoadedModel, Parts, Prompts
-    from lantern_bench.models.transformer.target import TransformerTarget
+    from lantern_bench.models.target import TransformerTarget
     from lantern_bench.models.vq import VQModel
 
 

@@ -22,28 +22,30 @@ from lantern_bench.errors import UserError
 from lantern_bench.models.io.files import file_sha256, hash_of
 from lantern_bench.models.io.model_file import PythonModel
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.models.transformer import TransformerConfig
-from lantern_bench.models.transformer.attention import KVCache
-from lantern_bench.models.transformer.conditioning import Condition, prompt_words
-from lantern_bench.models.transformer.target import CachedTarget, force_line_ends, without_line_ends
+from lantern_bench.models.target import (
+    CachedTarget,
+    Condition,
+    force_line_ends,
+    prompt_condition,
+    prompt_rows,
+    without_line_ends,
+)
+from lantern_bench.models.transformer import KVCache
+from lantern_bench.models.transformer_config import TransformerConfig
 
 
 class HostedModel(ABC):
-    """A model of transformers that draws by next-token prediction over codes.
-
-    decoder: takes inputs_embeds [rows, n, dim], position_ids, a 4D attention_mask and past_key_values, and returns
-    last_hidden_state; its `config` has the sizes. grid: rows and columns of codes. codes: how many there are. prefix:
-    tokens of the longest prompt. line_ends: a forced token, number `codes`, ends each row. neighbour_space: of nearest
-    codes, "normalised" where the tokenizer scales its rows to unit length.
-    """
+    """A model of transformers that draws by next-token prediction over codes."""
 
     defaults: ClassVar[Mapping[str, Any]] = {}
+    # Takes inputs_embeds [rows, n, dim], position_ids, a 4D attention_mask and past_key_values, and returns
+    # last_hidden_state; its `config` has the sizes.
     decoder: nn.Module
-    grid: tuple[int, int]
-    codes: int
-    prefix: int = 256
-    line_ends: bool = False
-    neighbour_space: Space = "raw"
+    grid: tuple[int, int]  # rows and columns of codes
+    codes: int  # how many there are
+    prefix: int = 256  # tokens of the longest prompt
+    line_ends: bool = False  # a forced token, number `codes`, ends each row
+    neighbour_space: Space = "raw"  # of nearest codes; "normalised" where the tokenizer scales its rows to unit length
 
     @abstractmethod
     def __init__(self, checkpoint: Path, device: torch.device, dtype: torch.dtype) -> None:
@@ -80,11 +82,11 @@ class _Decoder(nn.Module):
     def __init__(self, hosted: HostedModel) -> None:
         super().__init__()
         self.decoder = hosted.decoder
-        self._hosted = (hosted,)  # in a tuple, so that only the decoder is a part of this module
+        self._hosted = (hosted,)  # in a tuple, so that only the decoder is a submodule
         self.norm = SimpleNamespace(weight=next(hosted.decoder.parameters()))
 
     def tok_embeddings(self, tokens: Tensor) -> Tensor:
-        """Embeddings [rows, n, dim] of tokens int64 [rows, n]."""
+        """Return embeddings [rows, n, dim] of tokens int64 [rows, n]."""
         return self._hosted[0].embed_codes(tokens)
 
     def output(self, features: Tensor) -> Tensor:
@@ -93,13 +95,13 @@ class _Decoder(nn.Module):
 
     def step(self, x: Tensor, positions: Tensor, cache: KVCache, slots: Tensor, mask: Tensor) -> Tensor:
         """As `Transformer.step`."""
-        places = positions.expand(len(x), -1)
-        seen: Any = _SharedCache(cache, slots, mask.shape[-1])
-        made = self.decoder(
-            inputs_embeds=x, position_ids=places, attention_mask=mask, past_key_values=seen, use_cache=True
+        positions = positions.expand(len(x), -1)
+        layers: Any = _SharedCache(cache, slots, mask.shape[-1])
+        output = self.decoder(
+            inputs_embeds=x, position_ids=positions, attention_mask=mask, past_key_values=layers, use_cache=True
         )
-        out: Tensor = made.last_hidden_state
-        return out
+        features: Tensor = output.last_hidden_state
+        return features
 
 
 class _SharedCache:
@@ -110,63 +112,57 @@ class _SharedCache:
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write keys and values [rows, heads, n, head_dim]; return those of all columns in use."""
-        whole = self._cache.write(layer, self._slots, keys.transpose(1, 2), values.transpose(1, 2))
-        return whole[0][:, :, : self._columns], whole[1][:, :, : self._columns]
+        stored = self._cache.write(layer, self._slots, keys.transpose(1, 2), values.transpose(1, 2))
+        return stored[0][:, :, : self._columns], stored[1][:, :, : self._columns]
 
 
-class _Words:
+class _Prompts:
     """Prompts of a hosted model as the condition of its target."""
 
     def __init__(self, hosted: HostedModel) -> None:
         self._hosted = hosted
 
     def rows(self, values: Tensor, guided: bool) -> Tensor:
-        """Prefix embeddings [rows, P, dim] of prompts int64 [B, 2, P], conditional rows first."""
-        return self._hosted.embed_words(prompt_words(values, 1 + guided))
+        """Return prefix embeddings [rows, P, dim] of prompts int64 [B, 2, P], conditional rows first."""
+        return self._hosted.embed_words(prompt_rows(values, 1 + guided))
 
 
 class HostedTarget(CachedTarget):
-    """A hosted model as the target of the decode loop.
+    """A hosted model as the target of the decode loop."""
 
-    Its head may be more than one matrix, so its sessions do not guide features.
-    """
+    linear_head = False  # its head may be more than one matrix
 
     def __init__(self, hosted: HostedModel) -> None:
-        super().__init__()
-        self._hosted = hosted
-        of_text: Any = hosted.decoder.config
-        heads = of_text.num_attention_heads
-        self.config = TransformerConfig(
+        text_config: Any = hosted.decoder.config
+        heads = text_config.num_attention_heads
+        config = TransformerConfig(
             vocab_size=hosted.codes + hosted.line_ends,
             # The cache is as wide as the heads, which some models do not cut from the hidden size.
-            dim=heads * (getattr(of_text, "head_dim", None) or of_text.hidden_size // heads),
-            layers=of_text.num_hidden_layers,
+            dim=heads * (getattr(text_config, "head_dim", None) or text_config.hidden_size // heads),
+            layers=text_config.num_hidden_layers,
             heads=heads,
-            ffn_dim=of_text.intermediate_size,
+            ffn_dim=text_config.intermediate_size,
             prefix=hosted.prefix,
             grid=hosted.grid,
-            kv_heads=getattr(of_text, "num_key_value_heads", None),
+            kv_heads=getattr(text_config, "num_key_value_heads", None),
             positions="sequence",
             line_ends=hosted.line_ends,
         )
-        decoder: Any = _Decoder(hosted)
-        self.transformer, self.cls_embedding = decoder, _Words(hosted)
-        self.vocab_size, self.image_tokens = self.config.vocab_size, self.config.image_tokens
-        self._sessions = {}
+        super().__init__(config, _Decoder(hosted), _Prompts(hosted))
+        self._hosted = hosted
 
     @torch.inference_mode()
     def logits_without_cache(self, condition: Condition, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None]:
         """As `Target.logits_without_cache`: the decoder's own forward of each row, with its mask and positions."""
-        batch, made = len(tokens), []
-        transformer: Any = self.transformer
-        words, valid = (prompt_words(part.to(self.device), 1 + guided) for part in condition)
-        for row in range(len(words)):
-            prompt = self._hosted.embed_words(words[row][valid[row]][None])
-            x = torch.cat([prompt, transformer.tok_embeddings(tokens[row % batch, :-1][None])], dim=1)
-            features = transformer.decoder(inputs_embeds=x, use_cache=False).last_hidden_state
-            made.append(transformer.output(features[:, prompt.shape[1] - 1 :]))
-        places = torch.arange(tokens.shape[1], device=self.device).expand(batch, -1)
-        logits = force_line_ends(torch.cat(made), places, self.config)
+        batch, rows = len(tokens), []
+        prompts, valid = (prompt_rows(values.to(self.device), 1 + guided) for values in condition)
+        for row in range(len(prompts)):
+            prompt = self._hosted.embed_words(prompts[row][valid[row]][None])
+            x = torch.cat([prompt, self.transformer.tok_embeddings(tokens[row % batch, :-1][None])], dim=1)
+            features = self.transformer.decoder(inputs_embeds=x, use_cache=False).last_hidden_state
+            rows.append(self.transformer.output(features[:, prompt.shape[1] - 1 :]))
+        positions = torch.arange(tokens.shape[1], device=self.device).expand(batch, -1)
+        logits = force_line_ends(torch.cat(rows), positions, self.config)
         return logits[:batch], logits[batch:] if guided else None
 
 
@@ -197,35 +193,29 @@ def load_class(file: PythonModel) -> type[HostedModel]:
         spec.loader.exec_module(module)
     except Exception as error:
         raise file.wrong("python", f"{path.name}: cannot be imported: {type(error).__name__}: {error}") from error
-    own = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, HostedModel)]
-    found = [one for one in own if one.__module__ == module.__name__]
-    if len(found) != 1:
-        raise file.wrong("python", f"{path.name}: must define one subclass of HostedModel, and defines {len(found)}")
-    return found[0]
+    defined = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, HostedModel)]
+    classes = [cls for cls in defined if cls.__module__ == module.__name__]
+    if len(classes) != 1:
+        raise file.wrong("python", f"{path.name}: must define one subclass of HostedModel, and defines {len(classes)}")
+    return classes[0]
 
 
 @torch.inference_mode()
 def load_hosted(file: PythonModel, device: torch.device, dtype: torch.dtype) -> LoadedModel:
     """Load the model of a model file with the key `python`; raises `UserError` where a method is missing."""
-    kind = load_class(file)
-    if lacks := sorted(getattr(kind, "__abstractmethods__", ())):
-        raise file.wrong("python", f"{kind.__name__} lacks {', '.join(lacks)}")
-    hosted = kind(file.checkpoint, device, dtype)
+    cls = load_class(file)
+    if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+        raise file.wrong("python", f"{cls.__name__} lacks {', '.join(missing)}")
+    hosted = cls(file.checkpoint, device, dtype)
     hosted.decoder.requires_grad_(False).eval()
     target = HostedTarget(hosted)
 
     def condition(captions: Sequence[str]) -> Condition:
-        pairs = [hosted.prompts(caption) for caption in captions]
-        length = max(len(prompt) for pair in pairs for prompt in pair)
-        if length > hosted.prefix:
+        prompts = prompt_condition([hosted.prompts(caption) for caption in captions])
+        if (length := prompts.values.shape[2]) > hosted.prefix:
             most = f"its prompt has {length} tokens, and at most {hosted.prefix} are taken"
             raise UserError(f"{file.path}: caption: {most}", "Say it in fewer words.")
-        values, valid = torch.zeros(len(pairs), 2, length, dtype=torch.int64), torch.zeros(len(pairs), 2, length) > 0
-        for row, pair in enumerate(pairs):
-            for kind, prompt in enumerate(pair):
-                values[row, kind, length - len(prompt) :] = torch.tensor(prompt)
-                valid[row, kind, length - len(prompt) :] = True
-        return Condition(values, valid)
+        return prompts
 
     return LoadedModel(
         name=str(file.path),
@@ -243,7 +233,7 @@ def load_hosted(file: PythonModel, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _hash(checkpoint: Path) -> str:
-    """The SHA-256 of a checkpoint: a file, or what a folder has of weights, configuration and tokenizer."""
+    """Return the SHA-256 of a checkpoint: a file, or what a folder has of weights, configuration and tokenizer."""
     endings = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json", ".yaml", ".model")
     files = sorted(path for path in checkpoint.rglob("*") if path.suffix in endings) if checkpoint.is_dir() else []
     return hash_of(tuple(files) or (checkpoint,))

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_bench.models.io.hub_files import JANUS
 from lantern_bench.models.prompt_tokens import Encode, Vocabulary
-from lantern_bench.models.transformer import TransformerConfig, Wrong
+from lantern_bench.models.transformer_config import TransformerConfig, Wrong
 from lantern_bench.models.transformers_family import PROMPT, Published, TransformersFamily, llama_transformer, section
 
 if TYPE_CHECKING:
     from lantern_bench.models.io.checkpoint import Checkpoint
     from lantern_bench.models.io.state_dict import KeyMap
-    from lantern_bench.models.transformer.target import TransformerTarget
+    from lantern_bench.models.target import TransformerTarget
     from lantern_bench.models.vq import VQModel
 
 # What transformers takes where a config.json states nothing.
@@ -67,11 +67,11 @@ class JanusFamily(TransformersFamily):
         found = llama_transformer(config, _TEXT, wrong, vq["num_embeddings"], (side, side), head_layer=True)
         if vq["projection_dim"] != found.dim:
             raise wrong("vq_config.projection_dim", f"is {vq['projection_dim']}, and hidden_size is {found.dim}")
-        return replace(found, words=(found.words or 0) + found.vocab_size)
+        return replace(found, text_vocab_size=(found.text_vocab_size or 0) + found.vocab_size)
 
     def token_ids(self, config: TransformerConfig, vocabulary: Vocabulary) -> Sequence[int]:  # noqa: ARG002
         """The rows behind those of the words."""
-        return range((config.words or 0) - config.vocab_size, config.words or 0)
+        return range((config.text_vocab_size or 0) - config.vocab_size, config.text_vocab_size or 0)
 
     def wording(self, grid: tuple[int, int]) -> JanusWording:  # noqa: ARG002
         """What stands around a caption."""
@@ -95,7 +95,7 @@ class JanusFamily(TransformersFamily):
         table, codes = "model.generation_embeddings.weight", target.config.vocab_size
         for needed in (table, "model.generation_aligner.fc1.weight"):
             check_kind(checkpoint, needed, self.kind[1])
-        words = Piece(_AROUND["transformer.tok_embeddings."] + "weight", (target.config.words or 0) - codes)
+        words = Piece(_AROUND["transformer.tok_embeddings."] + "weight", (target.config.text_vocab_size or 0) - codes)
         images = Piece(table, codes, aligned, file_shape=(codes, checkpoint.shape(table)[-1]))
         return {**llama_key_map(target, target.config, _AROUND), "transformer.tok_embeddings.weight": (words, images)}
 

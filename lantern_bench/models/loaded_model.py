@@ -24,7 +24,7 @@ from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.parameters import NeighbourMetric
 from lantern_bench.models.io.model_file import ModelFile
 from lantern_bench.models.io.neighbour_cache import neighbour_table
-from lantern_bench.models.transformer.target import TransformerTarget, with_line_ends, without_line_ends
+from lantern_bench.models.target import TransformerTarget, with_line_ends, without_line_ends
 from lantern_bench.models.vq import VQModel
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.errors import UserError
-from lantern_bench.models.transformer import TransformerConfig
+from lantern_bench.models.transformer_config import TransformerConfig
 
 if TYPE_CHECKING:
     import torch

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lantern_bench.models.eagle import EagleDrafter
-from lantern_bench.models.transformer.layers import FeedForward, linear_of
-from lantern_bench.models.transformer.target import TransformerTarget
+from lantern_bench.models.target import TransformerTarget
+from lantern_bench.models.transformer import FeedForward, linear_of
 
 _ROWS = 16  # rows for which the layout is chosen; it serves every number of rows
 _library = torch.library.Library("lantern_bench", "DEF")
@@ -192,9 +192,9 @@ def pack_for_decoding(target: object, drafter: object) -> None:
         head = drafter.head_module
         if isinstance(head, nn.Linear) and head.weight.dtype != drafter.dtype:
             bias = None if head.bias is None else head.bias.to(drafter.dtype)
-            drafter.draft_with(linear_of(head.weight.to(drafter.dtype), bias))
+            drafter.use_head(linear_of(head.weight.to(drafter.dtype), bias))
         _pack_below(drafter)
-        drafter.draft_with(_packed(drafter.head_module))
+        drafter.use_head(_packed(drafter.head_module))
         drafter.attention_kernel = _has_kernels(drafter)
     if isinstance(target, TransformerTarget):
         _pack_below(target)

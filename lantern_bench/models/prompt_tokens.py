@@ -20,7 +20,7 @@ from lantern_bench.errors import RefusedError, UserError
 if TYPE_CHECKING:
     import numpy as np
 
-    from lantern_bench.models.transformer.conditioning import Condition
+    from lantern_bench.models.target import Condition
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
 """Makes numbers of a text."""
@@ -125,6 +125,8 @@ class PromptBuilder:
     def of_prompts(self, prompts: Sequence[Sequence[int]]) -> Condition:
         """The condition of whole prompts."""
         nulls = (self.wording.without_caption(prompt, self.vocabulary, self.encode) for prompt in prompts)
+        from lantern_bench.models.target import prompt_condition
+
         return prompt_condition(list(zip(prompts, nulls, strict=True)))
 
     def of_arrays(self, arrays: Mapping[str, np.ndarray], words: int) -> Condition:
@@ -151,22 +153,6 @@ class PromptBuilder:
         if ids.shape[1] > self.wording.positions:
             raise ValueError(f"input_ids has {ids.shape[1]} tokens, and at most {self.wording.positions} are taken")
         return self.of_prompts([row[use].tolist() for row, use in zip(ids, kept, strict=True)])
-
-
-def prompt_condition(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Condition:
-    """The condition of prompts with and without caption: int64 [B, 2, P], padded on the left."""
-    import torch
-
-    from lantern_bench.models.transformer.conditioning import Condition
-
-    length = max(len(prompt) for pair in pairs for prompt in pair)
-    values = torch.full((len(pairs), 2, length), 1, dtype=torch.int64)
-    valid = torch.zeros(values.shape, dtype=torch.bool)
-    for row, pair in enumerate(pairs):
-        for kind, prompt in enumerate(pair):
-            values[row, kind, length - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64)
-            valid[row, kind, length - len(prompt) :] = True
-    return Condition(values, valid)
 
 
 class TextTokenizer:

@@ -18,9 +18,8 @@ from lantern_bench.models.io.state_dict import compute_buffers
 from lantern_bench.models.loaded_model import LoadedModel, NoPixels, VQPixels
 from lantern_bench.models.model import Model
 from lantern_bench.models.registry import model_of, models
-from lantern_bench.models.transformer import TransformerConfig
-from lantern_bench.models.transformer.conditioning import ClassLabel, Condition
-from lantern_bench.models.transformer.target import TransformerTarget
+from lantern_bench.models.target import ClassLabel, Condition, TransformerTarget
+from lantern_bench.models.transformer_config import TransformerConfig
 
 
 class Size(NamedTuple):

@@ -26,7 +26,7 @@ from lantern_bench.models.prompt_tokens import (
     invented_prompts,
     token_numbers,
 )
-from lantern_bench.models.transformer import (
+from lantern_bench.models.transformer_config import (
     TransformerConfig,
     Wrong,
     heads_problem,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lantern_bench.models.io.checkpoint import Checkpoint
     from lantern_bench.models.io.state_dict import KeyMap
     from lantern_bench.models.loaded_model import Prompts
-    from lantern_bench.models.transformer.target import TransformerTarget
+    from lantern_bench.models.target import TransformerTarget
     from lantern_bench.models.vq import VQModel
 
 _TOKENIZER = "model.vqmodel."
@@ -85,7 +85,7 @@ class TransformersFamily(CheckpointFamily):
 
     @abstractmethod
     def token_ids(self, config: TransformerConfig, vocabulary: Vocabulary) -> Sequence[int]:
-        """The numbers of the image's tokens among `config.words`."""
+        """The numbers of the image's tokens among `config.text_vocab_size`."""
 
     @abstractmethod
     def wording(self, grid: tuple[int, int]) -> Wording:
@@ -149,7 +149,7 @@ class TransformersFamily(CheckpointFamily):
         from lantern_bench.models.eagle import check_kind
         from lantern_bench.models.io.checkpoint import open_checkpoint
         from lantern_bench.models.io.state_dict import fill
-        from lantern_bench.models.transformer.target import TransformerTarget
+        from lantern_bench.models.target import TransformerTarget
 
         if file.target.layout == "official":
             raise file.wrong("target.layout", f"official: {self.kind[1]} is read in the layout hf", "Leave it out.")
@@ -199,10 +199,10 @@ class TransformersFamily(CheckpointFamily):
 
     def fresh_parts(self, name: str) -> tuple[TransformerTarget, VQModel]:
         """As `CheckpointFamily.fresh_parts`."""
-        from lantern_bench.models.transformer.target import TransformerTarget
+        from lantern_bench.models.target import TransformerTarget
 
         sizes = self._published_sizes(name)
-        last = (sizes.words or 0) - sizes.vocab_size
+        last = (sizes.text_vocab_size or 0) - sizes.vocab_size
         config = replace(sizes, token_ids=tuple(range(last, last + sizes.vocab_size)))
         return TransformerTarget(config), self.image_tokenizer(self.published[name].config, _impossible)
 
@@ -285,7 +285,7 @@ def llama_transformer(
 def _prompts(builder: PromptBuilder, config: TransformerConfig) -> Prompts:
     from lantern_bench.models.loaded_model import Prompts
 
-    words = config.words or config.vocab_size
+    words = config.embedded_tokens
     return Prompts(builder, condition_of_arrays=functools.partial(builder.of_arrays, words=words))
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 from lantern_bench.errors import UserError
 from lantern_bench.models.io.checkpoint import Checkpoint, open_checkpoint, what_is
 from lantern_bench.models.io.state_dict import KeyMap, fill, plain
-from lantern_bench.models.transformer import Wrong, read_sizes
+from lantern_bench.models.transformer_config import Wrong, read_sizes
 
 
 @dataclass(frozen=True)

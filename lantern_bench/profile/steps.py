@@ -26,7 +26,7 @@ from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.packed_linear import weight_bytes, weight_count
 from lantern_bench.models.registry import model_of
-from lantern_bench.models.transformer.target import TransformerTarget
+from lantern_bench.models.target import TransformerTarget
 
 _WARM_FORWARDS = 3
 

@@ -18,7 +18,7 @@ from lantern_bench.cli import main as cli
 from lantern_bench.methods.tables import MODES
 from lantern_bench.models import registry
 from lantern_bench.models.chameleon import ChameleonVocabulary
-from lantern_bench.models.prompt_tokens import prompt_condition
+from lantern_bench.models.target import prompt_condition
 from tests.models import golden_models, tiny_chameleon
 from tests.models.golden_models import GOLDEN
 

@@ -45,7 +45,7 @@ def test_a_drafter_is_trained_and_decodes(hosted: str, capsys: pytest.CaptureFix
     assert report["steps"] == 4 and 1 <= report["drafters"]["trained"]["mal"] <= 6
     described = json.loads(Path("drafter/config.json").read_text())
     model = model_of("drafter/model.yaml").load(CPU, torch.float32)
-    assert described["vocab_size"] == model.target.config.words and described["mask_padding"] is True  # type: ignore[attr-defined]
+    assert described["vocab_size"] == model.target.config.text_vocab_size and described["mask_padding"] is True  # type: ignore[attr-defined]
     made = []
     for shape in ({"mode": "ar"}, {"mode": "speculative", "tree": "small-7"}):
         greedy = Decoding(temperature=0, cfg_scale=3.0, **shape)

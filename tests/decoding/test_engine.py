@@ -11,9 +11,8 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.models.eagle import EagleDrafter
-from lantern_bench.models.transformer import TransformerConfig
-from lantern_bench.models.transformer.conditioning import Condition, WordCaption
-from lantern_bench.models.transformer.target import TransformerTarget
+from lantern_bench.models.target import Condition, TransformerTarget, WordCaption
+from lantern_bench.models.transformer_config import TransformerConfig
 
 PREFIX, VOCABULARY = 4, 40
 CONFIG = TransformerConfig(

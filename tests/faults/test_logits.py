@@ -43,7 +43,7 @@ def spoiled(part: str) -> tuple[Small, Spoiled]:
     if part == "target":
         model.target.transformer.output = head
     else:
-        model.drafter.draft_with(head)
+        model.drafter.use_head(head)
     return model, head
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from lantern_bench.models.transformer.attention import KVCache, attend_cached
+from lantern_bench.models.transformer import KVCache, attend_cached
 
 NODES, CAPACITY = 9, 100
 

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.decoding.tree import StaticTree
-from lantern_bench.models.transformer import TransformerConfig
-from lantern_bench.models.transformer.conditioning import Condition, WordCaption
-from lantern_bench.models.transformer.target import TransformerTarget
+from lantern_bench.models.target import Condition, TransformerTarget, WordCaption
+from lantern_bench.models.transformer_config import TransformerConfig
 from tests.decoding.test_golden_shapes import leaf_paths
 
 TREE = StaticTree.of([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)])
@@ -86,7 +85,7 @@ def test_prefill_resets_a_session(target: TransformerTarget) -> None:
 
 @torch.no_grad()
 def test_cached_forward_equals_the_training_forward(target: TransformerTarget) -> None:
-    from lantern_bench.models.transformer.target import prefix_mask
+    from lantern_bench.models.target import prefix_mask
 
     tokens = torch.tensor([[4, 9, 1, 0, 22]])
     x = torch.cat([target.cls_embedding(row(2).values), target.transformer.tok_embeddings(tokens)], dim=1)

@@ -17,8 +17,7 @@ from lantern_bench.models.chameleon.checkpoint import load_target
 from lantern_bench.models.eagle import EagleDrafter, drafter_key_map, load_drafter
 from lantern_bench.models.io.checkpoint import open_checkpoint
 from lantern_bench.models.io.state_dict import export
-from lantern_bench.models.prompt_tokens import prompt_condition
-from lantern_bench.models.transformer.target import TransformerTarget
+from lantern_bench.models.target import TransformerTarget, prompt_condition
 from tests.models import tiny_chameleon as tiny
 
 STYLE = replace(STYLES["anole-7b"], grid=(3, 4), positions=12)
@@ -125,9 +124,9 @@ def test_safetensors_drafters_load_the_same(folder: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"hidden_size": 64}, "hidden_size is 64, and the drafter of this target has 32"),
+        ({"hidden_size": 64}, "hidden_size: is 64, and this target needs 32"),
         ({"num_hidden_layers": 2}, "num_hidden_layers: is 2: only drafters of one layer"),
-        ({"vocab_size": 100}, "vocab_size is 100"),
+        ({"vocab_size": 100}, "vocab_size: is 100"),
         ({"num_attention_heads": 5}, "num_attention_heads: 5: does not divide the width 32"),
     ],
 )

@@ -21,9 +21,7 @@ from lantern_bench.errors import UserError
 from lantern_bench.models.chameleon import STYLES, ChameleonSize, ChameleonVocabulary, read_config
 from lantern_bench.models.chameleon.checkpoint import load_target
 from lantern_bench.models.io.checkpoint import open_checkpoint
-from lantern_bench.models.prompt_tokens import prompt_condition
-from lantern_bench.models.transformer.conditioning import Condition
-from lantern_bench.models.transformer.target import TransformerTarget
+from lantern_bench.models.target import Condition, TransformerTarget, prompt_condition
 
 GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden")) / "chameleon"
 STYLE = replace(STYLES["anole-7b"], grid=(3, 4))

@@ -20,7 +20,8 @@ from lantern_bench.models.chameleon import (
     published_vocabulary,
     read_config,
 )
-from lantern_bench.models.prompt_tokens import PromptBuilder, TextTokenizer, invented_prompts, prompt_condition
+from lantern_bench.models.prompt_tokens import PromptBuilder, TextTokenizer, invented_prompts
+from lantern_bench.models.target import prompt_condition
 from tests.models import tiny_chameleon as tiny
 
 ANOLE, LUMINA = STYLES["anole-7b"], STYLES["lumina-mgpt-7b-768"]

@@ -25,7 +25,7 @@ from lantern_bench.models.llamagen import LlamaGenSize
 from lantern_bench.models.llamagen.checkpoint import build_target, key_map
 from lantern_bench.models.llamagen.text_encoder import left_padded
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.models.transformer.conditioning import CaptionFeatures, Condition
+from lantern_bench.models.target import CaptionFeatures, Condition
 from tests.models import golden_models
 from tests.models.golden_models import GOLDEN
 

@@ -20,12 +20,11 @@ from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.protocol import DrafterLogits
 from lantern_bench.decoding.sampling import guide, probabilities
 from lantern_bench.methods.trees import STATIC_TREES
+from lantern_bench.models import target as target_module
 from lantern_bench.models.eagle import EagleDrafter, load_drafter
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.models.transformer import TransformerConfig
-from lantern_bench.models.transformer import target as target_module
-from lantern_bench.models.transformer.conditioning import CaptionFeatures, Condition
-from lantern_bench.models.transformer.target import TransformerTarget
+from lantern_bench.models.target import CaptionFeatures, Condition, TransformerTarget
+from lantern_bench.models.transformer_config import TransformerConfig
 from tests.models import golden_models
 from tests.models.golden_models import GOLDEN, SIDES, TREES
 

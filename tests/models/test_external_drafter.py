@@ -11,7 +11,7 @@ from lantern_bench.errors import UserError
 from lantern_bench.models.eagle import load_drafter
 from lantern_bench.models.loaded_model import ReadsPictures, transformer_of
 from lantern_bench.models.registry import model_of
-from lantern_bench.models.transformer.target import with_line_ends, without_line_ends
+from lantern_bench.models.target import with_line_ends, without_line_ends
 from tests.models import golden_models, tiny_chameleon
 from tests.models.golden_models import GOLDEN
 from tests.tiny_model import TinyModel

@@ -15,8 +15,7 @@ from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.models.chameleon import STYLES, ChameleonSize
 from lantern_bench.models.eagle import build_drafter
-from lantern_bench.models.prompt_tokens import prompt_condition
-from lantern_bench.models.transformer.target import TransformerTarget, force_line_ends, without_line_ends
+from lantern_bench.models.target import TransformerTarget, force_line_ends, prompt_condition, without_line_ends
 
 ROWS, COLUMNS, CODES = 3, 4, 12
 LINE = COLUMNS + 1

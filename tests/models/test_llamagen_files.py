@@ -20,8 +20,8 @@ from lantern_bench.models.io.state_dict import export
 from lantern_bench.models.llamagen import PUBLISHED, LlamaGenSize
 from lantern_bench.models.llamagen.checkpoint import build_target, key_map
 from lantern_bench.models.registry import models
-from lantern_bench.models.transformer.attention import grid_rotary, rotary_table
-from lantern_bench.models.transformer.conditioning import Condition
+from lantern_bench.models.target import Condition
+from lantern_bench.models.transformer import grid_rotary, rotary_table
 from tests.models import golden_models, tiny_llamagen
 
 T2I = LlamaGenSize("t2i", 48, 2, 3, 64, (4, 4), 5, vocab_size=32, width=8)

@@ -99,7 +99,7 @@ def test_card_and_full_shape_are_the_published_ones() -> None:
     model: Any = meta_model("lumina-mgpt2-7b")
     assert model.drafter is None
     target: Any = model.target
-    assert (target.image_tokens, target.n_codes, target.config.words) == (9312, 16384, 171385)
+    assert (target.image_tokens, target.n_codes, target.config.text_vocab_size) == (9312, 16384, 171385)
     assert target.config.token_ids[:2] == (155000, 155001) and target.config.token_ids[16383] == 171383
     counted = sum(parameter.numel() for parameter in model.pixels.model.parameters())
     assert 4 * counted == pytest.approx(1.08e9, abs=0.01e9)

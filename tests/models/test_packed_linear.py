@@ -50,7 +50,7 @@ def test_packed_models_compute_the_same(dtype: torch.dtype, kernels: bool, monke
     for module in (plain.target, plain.drafter):
         module.to(dtype)
     packed = copy.deepcopy(plain)
-    packed.drafter.draft_with(packed.target.transformer.output)
+    packed.drafter.use_head(packed.target.transformer.output)
     pack_for_decoding(packed.target, packed.drafter)
     close = 1e-4 if dtype == torch.float32 else 0.15
     assert (features(plain, dtype) - features(packed, dtype)).abs().max() < close

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.models.eagle import build_drafter, fresh_drafter
-from lantern_bench.models.transformer import TransformerConfig
-from lantern_bench.models.transformer.conditioning import CaptionFeatures, Condition
-from lantern_bench.models.transformer.target import TransformerTarget, prefix_mask, prefix_seen
+from lantern_bench.models.eagle import build_drafter, untrained_drafter
+from lantern_bench.models.target import CaptionFeatures, Condition, TransformerTarget, prefix_mask, prefix_seen
+from lantern_bench.models.transformer_config import TransformerConfig
 from lantern_bench.training.drafter.features import target_features
 
 PREFIX, DIM = 7, 32
@@ -65,7 +64,7 @@ def test_only_drafters_that_read_padding_depend_on_it(target: TransformerTarget)
     """The property `mask_padding` of a drafter decides; published drafters of LlamaGen have it off."""
     with torch.random.fork_rng():
         torch.manual_seed(5)  # fresh layers draw from torch's own stream
-        published, ours = build_drafter(target.config, target).eval(), fresh_drafter(target).eval()
+        published, ours = build_drafter(target.config, target).eval(), untrained_drafter(target).eval()
     assert not published.mask_padding and ours.mask_padding
     features = target.session(len(VALID), guided=True, nodes=1).prefill(condition()).features
     moved = torch.where(torch.cat([VALID, VALID])[..., None], features, features + 1)

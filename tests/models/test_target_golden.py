@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lantern_bench.decoding.sampling import guide
-from lantern_bench.models.transformer.conditioning import Condition
+from lantern_bench.models.target import Condition
 from tests.models import golden_models
 from tests.models.golden_models import GOLDEN
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.clock import now
-from lantern_bench.models.transformer.conditioning import Condition
+from lantern_bench.models.target import Condition
 from tests.plain.network import PlainDrafter, PlainTarget
 
 Path = tuple[int, ...]

@@ -11,10 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from lantern_bench.models.eagle import EagleDrafter
-from lantern_bench.models.transformer.attention import grid_rotary
-from lantern_bench.models.transformer.conditioning import Condition
-from lantern_bench.models.transformer.layers import Block, RMSNorm
-from lantern_bench.models.transformer.target import TransformerTarget
+from lantern_bench.models.target import Condition, TransformerTarget
+from lantern_bench.models.transformer import Block, RMSNorm, grid_rotary
 
 Past = list[tuple[Tensor, Tensor]]
 

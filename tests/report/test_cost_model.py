@@ -12,7 +12,7 @@ from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.trees import STATIC_TREES
 from lantern_bench.models.registry import model_of, models
-from lantern_bench.models.transformer import TransformerConfig
+from lantern_bench.models.transformer_config import TransformerConfig
 from lantern_bench.report.cost_model import (
     STACKS,
     Device,

@@ -13,9 +13,8 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.decoding.teacher_forcing import drafts_along, drafts_at, teacher_forced
 from lantern_bench.models import registry
-from lantern_bench.models.eagle import fresh_drafter, load_drafter
-from lantern_bench.models.transformer.conditioning import Condition
-from lantern_bench.models.transformer.target import TransformerTarget, force_line_ends
+from lantern_bench.models.eagle import load_drafter, untrained_drafter
+from lantern_bench.models.target import Condition, TransformerTarget, force_line_ends
 from lantern_bench.training.drafter import features as features_module
 from lantern_bench.training.drafter.features import (
     ConditionedTokens,
@@ -58,7 +57,7 @@ def task_of(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        return DrafterTask(fresh_drafter(target), batches, recipe, DECODING)
+        return DrafterTask(untrained_drafter(target), batches, recipe, DECODING)
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +269,7 @@ def test_order_visits_every_row_once_per_epoch() -> None:
 
 def test_drafter_copy_shares_only_the_head() -> None:
     target = tiny_target()
-    drafter = fresh_drafter(target)
+    drafter = untrained_drafter(target)
     copy = drafter_like(drafter, torch.bfloat16, CPU)
     assert copy.fc.weight.dtype == torch.bfloat16 and copy.rotary.dtype == torch.float32
     assert copy.head_module is drafter.head_module and not copy.embed_tokens.weight.requires_grad

@@ -16,9 +16,8 @@ from PIL import Image
 from lantern_bench.errors import UserError
 from lantern_bench.models.loaded_model import LoadedModel, VQPixels
 from lantern_bench.models.model import Model
-from lantern_bench.models.transformer import TransformerConfig
-from lantern_bench.models.transformer.conditioning import Condition, WordCaption
-from lantern_bench.models.transformer.target import TransformerTarget
+from lantern_bench.models.target import Condition, TransformerTarget, WordCaption
+from lantern_bench.models.transformer_config import TransformerConfig
 from lantern_bench.models.vq import VQConfig, VQModel
 
 CONFIG = TransformerConfig(

@@ -14,7 +14,7 @@ from typing import Any
 
 from lantern_bench.errors import UserError
 from lantern_bench.models.prompt_tokens import Encode, Vocabulary, token_numbers
-from lantern_bench.models.transformer import (
+from lantern_bench.models.transformer_config import (
     SHARED_SIZES,
     TransformerConfig,
     Wrong,
@@ -135,7 +135,7 @@ class ChameleonSize:
             pairs="halves",
             qk_norm=True,
             norm_after=self.norm_after,
-            words=self.words,
+            text_vocab_size=self.words,
             token_ids=tuple(token_ids),
             line_ends=style.line_ends,
             **shared,
@@ -203,22 +203,9 @@ def read_config(config: Mapping[str, Any], wrong: Wrong, usual: ChameleonSize = 
         if config.get(key) not in allowed:
             raise wrong(key, f"is {config[key]}, and Chameleon's is {allowed[0]}")
     said = llama_sizes(config, wrong)
+    if "text_vocab_size" in said:
+        said["words"] = said.pop("text_vocab_size")
     size = replace(usual, **said, norm_after=bool(config.get("swin_norm")))
     if (problem := heads_problem(size.dim, size.heads, size.kv_heads, "sequence")) is not None:
         raise wrong(*problem)
     return size
-
-
-def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder: Path) -> TransformerConfig:
-    """The sizes of a drafter's one layer for a target; raises `UserError` where the two cannot work together."""
-    where = folder / "config.json"
-    size = read_config(stated, lambda key, text: UserError(f"{where}: {key}: {text}"))
-    sizes = {"hidden_size": (size.dim, target.dim), "vocab_size": (size.words, target.words or target.vocab_size)}
-    for key, (has, needed) in sizes.items():
-        if has != needed:
-            text = f"{where}: {key} is {has}, and the drafter of this target has {needed}"
-            raise UserError(text, "The drafter was trained for another model.")
-    if size.layers != 1:
-        raise UserError(f"{where}: num_hidden_layers: is {size.layers}: only drafters of one layer are supported")
-    own = {name: getattr(size, name) for name in SHARED_SIZES if name not in ("dim", "layers")}
-    return replace(target, layers=1, **own)

@@ -20,8 +20,8 @@ from lantern_bench.errors import UserError
 from lantern_bench.models.eagle import check_kind
 from lantern_bench.models.io.checkpoint import Checkpoint, open_checkpoint
 from lantern_bench.models.io.state_dict import KeyMap, fill, llama_key_map, rows_of_tokens
-from lantern_bench.models.transformer import TransformerConfig, Wrong
-from lantern_bench.models.transformer.target import TransformerTarget
+from lantern_bench.models.target import TransformerTarget
+from lantern_bench.models.transformer_config import TransformerConfig, Wrong
 from lantern_bench.models.vq import VQConfig, VQModel, vqgan_key_map
 
 PUBLISHED_VQGAN = VQConfig(codes=8192, code_dim=256, unit_codes=False, attention=False)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from lantern_bench.models.loaded_model import Prompts
-    from lantern_bench.models.transformer.target import TransformerTarget
+    from lantern_bench.models.target import TransformerTarget
     from lantern_bench.models.vq import VQConfig, VQModel
 
 
@@ -112,7 +112,7 @@ class ChameleonFamily(CheckpointFamily):
         """Captions through the model's own tokenizer, or prompts as numbers."""
         from lantern_bench.models.loaded_model import Prompts
 
-        words = target.config.words or target.vocab_size
+        words = target.config.embedded_tokens
         builder = self._tokenizer(file)
         return Prompts(builder, condition_of_arrays=functools.partial(builder.of_arrays, words=words))
 
@@ -125,7 +125,7 @@ class ChameleonFamily(CheckpointFamily):
 
     def fresh_parts(self, name: str) -> tuple[TransformerTarget, VQModel]:
         """As `CheckpointFamily.fresh_parts`."""
-        from lantern_bench.models.transformer.target import TransformerTarget
+        from lantern_bench.models.target import TransformerTarget
         from lantern_bench.models.vq import VQModel
 
         style = self.styles[name]

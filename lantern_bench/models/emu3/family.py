@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from lantern_bench.errors import UserError
 from lantern_bench.models.io.hub_files import APACHE
 from lantern_bench.models.prompt_tokens import Encode, Vocabulary
-from lantern_bench.models.transformer import TransformerConfig, Wrong
+from lantern_bench.models.transformer_config import TransformerConfig, Wrong
 from lantern_bench.models.transformers_family import PROMPT, Published, TransformersFamily, llama_transformer, section
 
 if TYPE_CHECKING:
     from lantern_bench.models.io.checkpoint import Checkpoint
     from lantern_bench.models.io.state_dict import KeyMap
-    from lantern_bench.models.transformer.target import TransformerTarget
+    from lantern_bench.models.target import TransformerTarget
     from lantern_bench.models.vq import VQModel
 
 # What transformers takes where a config.json states nothing: the published sizes.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lantern_bench.errors import UserError
 from lantern_bench.models.io.checkpoint import Checkpoint, what_is
-from lantern_bench.models.transformer import TransformerConfig
+from lantern_bench.models.transformer_config import TransformerConfig
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -186,4 +186,4 @@ def llama_key_map(
 def rows_of_tokens(key: str, config: TransformerConfig) -> Piece:
     """The piece of an output head that takes the rows of an image's tokens (`TransformerConfig.token_ids`)."""
     ids = torch.tensor(config.token_ids, device="cpu")
-    return Piece(key, len(ids), prepare=lambda rows: rows[ids], file_shape=(config.words or 0, config.dim))
+    return Piece(key, len(ids), prepare=lambda rows: rows[ids], file_shape=(config.text_vocab_size or 0, config.dim))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lantern_bench.models.transformer import TransformerConfig
+from lantern_bench.models.transformer_config import TransformerConfig
 
 GUIDANCE = 2.0
 

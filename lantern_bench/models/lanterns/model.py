@@ -21,8 +21,7 @@ from lantern_bench.models.io.files import file_sha256
 from lantern_bench.models.io.state_dict import compute_buffers
 from lantern_bench.models.lanterns import FILES, TARGET_CONFIG, WEIGHTS_FOLDER
 from lantern_bench.models.lanterns.captions import MAX_WORDS, VOCABULARY, words
-from lantern_bench.models.transformer.conditioning import Condition, WordCaption
-from lantern_bench.models.transformer.target import TransformerTarget
+from lantern_bench.models.target import Condition, TransformerTarget, WordCaption
 from lantern_bench.models.vq import VQConfig, VQModel
 
 M = TypeVar("M", bound=nn.Module)

@@ -11,7 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lantern_bench.models.transformer import SHARED_SIZES, TransformerConfig, Wrong, read_sizes, transformer_parameters
+from lantern_bench.models.transformer_config import (
+    SHARED_SIZES,
+    TransformerConfig,
+    Wrong,
+    read_sizes,
+    transformer_parameters,
+)
 
 Kind = Literal["t2i", "c2i"]
 

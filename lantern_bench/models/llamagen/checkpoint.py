@@ -23,10 +23,9 @@ from lantern_bench.models.io.checkpoint import Checkpoint, open_checkpoint, what
 from lantern_bench.models.io.model_file import ModelFile
 from lantern_bench.models.io.state_dict import AROUND, KeyMap, fill, llama_key_map, plain
 from lantern_bench.models.llamagen import PUBLISHED, Kind, LlamaGenSize, ffn_width, heads_of_published, read_config
-from lantern_bench.models.transformer import heads_problem
-from lantern_bench.models.transformer.attention import grid_rotary
-from lantern_bench.models.transformer.conditioning import CaptionFeatures, ClassLabel
-from lantern_bench.models.transformer.target import TransformerTarget
+from lantern_bench.models.target import CaptionFeatures, ClassLabel, TransformerTarget
+from lantern_bench.models.transformer import grid_rotary
+from lantern_bench.models.transformer_config import heads_problem
 
 Layout = Literal["official", "hf"]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from lantern_bench.models.loaded_model import Prompts
-    from lantern_bench.models.transformer.target import TransformerTarget
+    from lantern_bench.models.target import TransformerTarget
     from lantern_bench.models.vq import VQModel
 
 

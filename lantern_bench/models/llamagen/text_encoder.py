@@ -29,7 +29,7 @@ from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import cache_folder, remembered_sha256, write_atomically
 from lantern_bench.models.loaded_model import Prompts
 from lantern_bench.models.model import class_number
-from lantern_bench.models.transformer.conditioning import Condition
+from lantern_bench.models.target import Condition
 
 # ---- Caption cleaning, as in the training of LlamaGen
 

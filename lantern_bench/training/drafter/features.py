@@ -18,9 +18,15 @@ from torch.nn import functional
 
 from lantern_bench.clock import OnProgress
 from lantern_bench.models.packed_linear import has_bfloat16
-from lantern_bench.models.transformer import TransformerConfig
-from lantern_bench.models.transformer.conditioning import Condition, prompt_words, visible_rows
-from lantern_bench.models.transformer.target import TransformerTarget, positions_of, prefix_mask
+from lantern_bench.models.target import (
+    Condition,
+    TransformerTarget,
+    positions_of,
+    prefix_mask,
+    prompt_rows,
+    visible_rows,
+)
+from lantern_bench.models.transformer_config import TransformerConfig
 from lantern_bench.training.drafter.dataset import Shards
 from lantern_bench.training.loop import SINGLE, Distributed
 
@@ -45,8 +51,8 @@ def target_features(target: TransformerTarget, condition: Condition, tokens: Ten
     tokens, dropped = tokens.to(target.device), dropped.to(target.device)[:, None]
     given, null = target.prefix(condition, guided=True).chunk(2)
     visible, words = visible_rows(condition.valid.to(target.device), 2), None
-    if target.config.words is not None:
-        with_caption, without = prompt_words(condition.values.to(target.device), 2).chunk(2)
+    if target.config.text_vocab_size is not None:
+        with_caption, without = prompt_rows(condition.values.to(target.device), 2).chunk(2)
         words = torch.where(dropped, without, with_caption)
     if len(visible) > len(tokens):
         with_caption, without = visible.chunk(2)

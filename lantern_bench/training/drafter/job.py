@@ -14,12 +14,12 @@ import torch
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.values import Place, Problems, read_parameter
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models.eagle import fresh_drafter
+from lantern_bench.models.eagle import untrained_drafter
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.model import Model
 from lantern_bench.models.registry import model_of
-from lantern_bench.models.transformer.target import TransformerTarget
+from lantern_bench.models.target import TransformerTarget
 from lantern_bench.prompts.sets import load_prompts, read_captioned
 from lantern_bench.training.drafter.dataset import Data, held_out_count
 from lantern_bench.training.drafter.features import SHARD_BYTES, bytes_per_row
@@ -149,7 +149,7 @@ def plan_rows(job: DrafterJob, dtype: torch.dtype) -> list[tuple[str, str]]:
     kind = "pictures encoded" if job.data.pictures is not None else "pictures sampled by the target"
     where = "written" if flags.features == "shards" else "not written: features are computed at each step"
     with torch.device("meta"):
-        weights = sum(parameter.numel() * 4 for parameter in fresh_drafter(target).parameters())
+        weights = sum(parameter.numel() * 4 for parameter in untrained_drafter(target).parameters())
     evaluations = steps // flags.eval_every if flags.eval_every else 0
     timed = flags.minutes is not None
     count = f"as many as {flags.minutes:g} minutes allow" if timed else f"{steps:,}"

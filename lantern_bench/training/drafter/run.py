@@ -26,11 +26,11 @@ from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models.eagle import EagleDrafter, drafter_key_map, fresh_drafter, load_drafter
+from lantern_bench.models.eagle import EagleDrafter, drafter_key_map, load_drafter, untrained_drafter
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.io.state_dict import export
 from lantern_bench.models.loaded_model import LoadedModel, transformer_of
-from lantern_bench.models.transformer.target import TransformerTarget
+from lantern_bench.models.target import TransformerTarget
 from lantern_bench.training.drafter.dataset import make_dataset, split
 from lantern_bench.training.drafter.features import ConditionedTokens, FeatureBatches, FeatureShards, LiveFeatures
 from lantern_bench.training.drafter.job import DrafterJob, check_work
@@ -260,7 +260,7 @@ def _initial_drafter(job: DrafterJob, model: LoadedModel, target: TransformerTar
     if job.init == "random":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(job.flags.seed)  # noqa: TID251  # layers draw from the global stream; this forks it
-            return fresh_drafter(target).to(target.device)
+            return untrained_drafter(target).to(target.device)
     given = model.drafter
     if isinstance(job.init, Path):
         given = load_drafter(job.init, target, dtype=torch.float32, device=target.device)
@@ -319,7 +319,7 @@ def write_drafter(drafter: EagleDrafter, folder: Path, target: str, weights: Map
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads or config.heads,
         "rms_norm_eps": config.norm_eps,
-        "vocab_size": config.words or config.vocab_size,
+        "vocab_size": config.embedded_tokens,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "torch_dtype": "float32",

@@ -19,7 +19,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
 from lantern_bench.models.eagle import EagleDrafter
 from lantern_bench.models.io.state_dict import compute_buffers
-from lantern_bench.models.transformer.target import force_line_ends, positions_of, prefix_mask
+from lantern_bench.models.target import force_line_ends, positions_of, prefix_mask
 from lantern_bench.training.drafter.features import (
     FeatureBatch,
     FeatureBatches,

@@ -1,4 +1,4 @@
-"""THE transformer, which all families of this package share; its sizes are here and need no torch."""
+"""Sizes of the transformer that all families of this package share, and how a config.json states them. No torch."""
 
 from __future__ import annotations
 
@@ -8,52 +8,52 @@ from typing import Any, Literal, TypeAlias
 
 from lantern_bench.errors import UserError
 
-SHARED_SIZES = ("dim", "layers", "heads", "ffn_dim", "kv_heads", "norm_eps", "rope_base")
-"""The fields that a family's own description of a size has in common with `TransformerConfig`."""
-
 Wrong: TypeAlias = Callable[[str, str], UserError]
 """Makes the error for a key of a config: `wrong(key, text)`."""
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Sizes of a decoder. `prefix` positions of condition (the most there are) come before `grid` (rows, columns).
+    """Sizes of a decoder of image tokens, and where the families differ."""
 
-    `prefix_rotary`: a grid's rotary embedding multiplies the prefix by "zero" (LlamaGen) or leaves it as it is
-    ("identity"). `positions`: rotation by row and column ("grid") or by the place behind the padding ("sequence").
-    `pairs` that rotate together: "interleaved" (2i, 2i + 1) or "halves" (i, i + head_dim / 2). `qk_norm`: a LayerNorm
-    of each head's queries and keys before rotation. `norm_after`: norms come after attention and feed-forward, not
-    before (Chameleon's `swin_norm`). `head_layer`: a layer with a GELU stands between the final norm and the output
-    head, and both have biases (Janus).
-
-    `token_ids`: the numbers of the `vocab_size` image tokens in a larger vocabulary of `words` embeddings, where the
-    two differ. `line_ends`: a forced token, the last of the vocabulary, ends each row of the grid.
-    """
-
-    vocab_size: int
+    vocab_size: int  # of the image tokens, forced ones included
     dim: int
     layers: int
     heads: int
     ffn_dim: int
-    prefix: int
-    grid: tuple[int, int]
+    prefix: int  # positions of the condition before the image, at most
+    grid: tuple[int, int]  # rows and columns of codes
     kv_heads: int | None = None
     norm_eps: float = 1e-5
     rope_base: float = 10000.0
+    # The rotary embedding of a grid multiplies the prefix by 0 (LlamaGen) or leaves it as it is.
     prefix_rotary: Literal["zero", "identity"] = "zero"
+    # Rotation by row and column, or by the position behind the padding.
     positions: Literal["grid", "sequence"] = "grid"
+    # Which numbers rotate together: (2i, 2i + 1) or (i, i + head_dim / 2).
     pairs: Literal["interleaved", "halves"] = "interleaved"
-    qk_norm: bool = False
-    norm_after: bool = False
-    head_layer: bool = False
-    words: int | None = None
+    qk_norm: bool = False  # a LayerNorm of each head's queries and keys before rotation (Chameleon)
+    norm_after: bool = False  # norms come after attention and feed-forward, not before (Chameleon's `swin_norm`)
+    head_layer: bool = False  # a layer with a GELU before the output head, and biases in both (Janus)
+    # Where image tokens are a share of a larger vocabulary: its size, and the number in it of each image token.
+    text_vocab_size: int | None = None
     token_ids: tuple[int, ...] | None = field(default=None, repr=False)
-    line_ends: bool = False
+    line_ends: bool = False  # a forced token, the last of the vocabulary, ends each row of the grid
 
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.dim // self.heads
+
+    @property
+    def n_codes(self) -> int:
+        """The number of tokens that can be chosen: all but a forced one."""
+        return self.vocab_size - self.line_ends
+
+    @property
+    def embedded_tokens(self) -> int:
+        """Rows of the token embedding."""
+        return self.text_vocab_size or self.vocab_size
 
     @property
     def image_tokens(self) -> int:
@@ -69,29 +69,29 @@ class TransformerConfig:
 def read_sizes(
     config: Mapping[str, Any], names: Mapping[str, tuple[str, ...]], wrong: Wrong, fractions: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The sizes that a `config` states, by our name; `names` maps it to the names it goes by.
+    """Return the sizes that a `config` states, by our name; `names` maps it to its names in the config.
 
     All are whole numbers above 0 except `fractions`. Raises what `wrong` returns for other values, and for two names
     of one size that disagree.
     """
-    said: dict[str, Any] = {}
-    for ours, theirs in names.items():
-        for name in theirs:
-            value = config.get(name)
+    sizes: dict[str, Any] = {}
+    for size, keys in names.items():
+        for key in keys:
+            value = config.get(key)
             if value is None:
                 continue
-            fraction = ours in fractions
-            number = isinstance(value, int | float if fraction else int) and not isinstance(value, bool)
-            if not number or value <= 0:
-                raise wrong(name, f"{value}: must be a {'' if fraction else 'whole '}number above 0")
+            fraction = size in fractions
+            is_number = isinstance(value, int | float if fraction else int) and not isinstance(value, bool)
+            if not is_number or value <= 0:
+                raise wrong(key, f"{value}: must be a {'' if fraction else 'whole '}number above 0")
             value = float(value) if fraction else value
-            if said.setdefault(ours, value) != value:
-                raise wrong(name, f"is {value}, but another name of it says {said[ours]}")
-    return said
+            if sizes.setdefault(size, value) != value:
+                raise wrong(key, f"is {value}, but another name of it says {sizes[size]}")
+    return sizes
 
 
 def heads_problem(dim: int, heads: int, kv_heads: int | None, positions: str) -> tuple[str, str] | None:
-    """Why so many heads cannot be, as a key of config.json and a text; None where they can.
+    """Return why so many heads are impossible, as a key of config.json and a text; None where they are possible.
 
     Rotation on a grid takes half the pairs of a head for the row and half for the column (`positions` "grid").
     """
@@ -106,7 +106,7 @@ def heads_problem(dim: int, heads: int, kv_heads: int | None, positions: str) ->
 
 
 _LLAMA_NAMES: dict[str, tuple[str, ...]] = {
-    "words": ("vocab_size",),
+    "text_vocab_size": ("vocab_size",),
     "dim": ("hidden_size",),
     "layers": ("num_hidden_layers",),
     "heads": ("num_attention_heads",),
@@ -124,7 +124,7 @@ _LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
 
 
 def llama_sizes(config: Mapping[str, Any], wrong: Wrong) -> dict[str, Any]:
-    """The sizes that a config.json of transformers' Llama and its kin states, by our names; `words` is its vocabulary.
+    """Return the sizes that a config.json of transformers' Llama and its kin states, by the names of the fields.
 
     Raises what `wrong(key, text)` returns for impossible values, and for options that this transformer lacks.
     """
@@ -135,24 +135,27 @@ def llama_sizes(config: Mapping[str, Any], wrong: Wrong) -> dict[str, Any]:
     for key, scaling in (("rope_scaling", config.get("rope_scaling") or {}), ("rope_parameters", rope)):
         if (kind := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
             raise wrong(key, f"is of the type {kind}, and only rotary positions without scaling are supported")
-    said = read_sizes({"rope_theta": rope.get("rope_theta"), **config}, _LLAMA_NAMES, wrong, ("norm_eps", "rope_base"))
-    head = config.get("head_dim")
-    if {"dim", "heads"} <= said.keys() and head not in (None, said["dim"] // said["heads"]):
-        raise wrong("head_dim", f"is {head}, and only hidden_size / num_attention_heads is supported")
-    return said
+    sizes = read_sizes({"rope_theta": rope.get("rope_theta"), **config}, _LLAMA_NAMES, wrong, ("norm_eps", "rope_base"))
+    head_dim = config.get("head_dim")
+    if {"dim", "heads"} <= sizes.keys() and head_dim not in (None, sizes["dim"] // sizes["heads"]):
+        raise wrong("head_dim", f"is {head_dim}, and only hidden_size / num_attention_heads is supported")
+    return sizes
+
+
+SHARED_SIZES = ("dim", "layers", "heads", "ffn_dim", "kv_heads", "norm_eps", "rope_base")
+"""The fields that a family's own description of a size has in common with `TransformerConfig`."""
 
 
 def target_parameters(config: TransformerConfig) -> int:
-    """The number of parameters of a target with prompts in its own vocabulary."""
+    """Return the number of parameters of a target with prompts in its own vocabulary."""
     head_norms = 2 * config.head_dim * (config.heads + (config.kv_heads or config.heads)) if config.qk_norm else 0
     head_layer = config.dim * (config.dim + 1) + config.vocab_size if config.head_layer else 0
-    embedded, written = config.words or config.vocab_size, config.vocab_size
-    whole = transformer_parameters(config, 0) + (embedded + written) * config.dim
-    return whole + config.layers * head_norms + head_layer
+    vocabulary = (config.embedded_tokens + config.vocab_size) * config.dim
+    return transformer_parameters(config, 0) + vocabulary + config.layers * head_norms + head_layer
 
 
 def transformer_parameters(size: Any, vocabulary: int) -> int:
-    """The number of parameters of a transformer with `SHARED_SIZES`, head norms and condition excluded."""
+    """Return the number of parameters of a transformer with `SHARED_SIZES`, head norms and condition excluded."""
     head = size.dim // size.heads
     attention = size.dim * head * (2 * size.heads + 2 * (size.kv_heads or size.heads))
     layer = attention + 3 * size.dim * size.ffn_dim + 2 * size.dim

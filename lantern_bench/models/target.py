@@ -1,0 +1,403 @@
+"""The transformer with a condition before the image, as the target of the decode loop; in reading order.
+
+Conditions (what stands before the image), forced tokens (the ends of an image's rows), masks and positions, targets,
+sessions on a cache.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lantern_bench.decoding.protocol import Logits
+from lantern_bench.decoding.sampling import guide
+from lantern_bench.models.transformer import KVCache, TokenEmbedding, Transformer
+from lantern_bench.models.transformer_config import TransformerConfig
+
+# ---- Conditions: class label, caption features, caption words or prompt, as P prefix embeddings
+#
+# Each has a null condition for guidance. LlamaGen applies the prompt's padding mask to the unconditional rows as well
+# (docs/algorithms.md, section 9, C3); Chameleon's unconditional prompt has tokens and padding of its own.
+
+
+class Condition(NamedTuple):
+    """The prefix of B images before embedding."""
+
+    # Labels [B], features [B, P, width], word numbers [B, P], or prompts [B, 2, P], the unconditional one second.
+    values: Tensor
+    valid: Tensor  # bool [B, P], or [B, 2, P] for prompts; False for padding
+
+
+def prompt_condition(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Condition:
+    """Return the condition of prompts with and without caption: int64 [B, 2, P], padded on the left."""
+    length = max(len(prompt) for pair in pairs for prompt in pair)
+    values = torch.full((len(pairs), 2, length), 1, dtype=torch.int64)
+    valid = torch.zeros(values.shape, dtype=torch.bool)
+    for row, pair in enumerate(pairs):
+        for kind, prompt in enumerate(pair):
+            values[row, kind, length - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64)
+            valid[row, kind, length - len(prompt) :] = True
+    return Condition(values, valid)
+
+
+def prompt_rows(values: Tensor, groups: int) -> Tensor:
+    """Return prompts [B, 2, P] as rows [groups * B, P], conditional ones first."""
+    return values[:, :groups].transpose(0, 1).flatten(0, 1)
+
+
+def visible_rows(valid: Tensor, groups: int) -> Tensor:
+    """Return the visible prefix positions for `KVCache.hide`: bool [B, P], or [groups * B, P] of prompts."""
+    return valid if valid.dim() == 2 else prompt_rows(valid, groups)
+
+
+class _Embedded(nn.Module, ABC):
+    """A condition with one null condition for all images."""
+
+    def rows(self, values: Tensor, guided: bool) -> Tensor:
+        """Return prefix embeddings [rows, P, dim] of `Condition.values`, conditional rows first."""
+        conditional: Tensor = self(values)
+        return torch.cat([conditional, self.null(len(conditional))]) if guided else conditional
+
+    @abstractmethod
+    def null(self, batch: int) -> Tensor:
+        """Return the null condition [B, P, dim]."""
+
+
+class ClassLabel(_Embedded):
+    """A class label as one position; the null class is number `classes`."""
+
+    def __init__(self, classes: int, dim: int) -> None:
+        super().__init__()
+        self.embedding_table = nn.Embedding(classes + 1, dim)
+        self.classes = classes
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Labels int64 [B] -> [B, 1, dim]."""
+        out: Tensor = self.embedding_table(values)[:, None]
+        return out
+
+    def null(self, batch: int) -> Tensor:
+        """Return the null condition [B, 1, dim]."""
+        return self.forward(torch.full((batch,), self.classes, device=self.embedding_table.weight.device))
+
+
+class CaptionFeatures(_Embedded):
+    """Text-encoder features (T5) through a projection; the null condition is learned features."""
+
+    def __init__(self, positions: int, width: int, dim: int) -> None:
+        super().__init__()
+        layers = {"fc1": nn.Linear(width, dim, bias=False), "fc2": nn.Linear(dim, dim, bias=False)}
+        self.cap_proj = nn.ModuleDict(layers)
+        self.uncond_embedding = nn.Parameter(torch.randn(positions, width) / width**0.5)
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Features [B, P, width], left-padded -> [B, P, dim]."""
+        first, second = self.cap_proj.values()
+        out: Tensor = second(functional.gelu(first(values.to(self.uncond_embedding.dtype)), approximate="tanh"))
+        return out
+
+    def null(self, batch: int) -> Tensor:
+        """Return the null condition [B, P, dim]."""
+        return self.forward(self.uncond_embedding).expand(batch, -1, -1)
+
+
+class WordCaption(_Embedded):
+    """Words of a small vocabulary, left-padded to P positions; the null condition is learned."""
+
+    def __init__(self, words: int, positions: int, dim: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, dim)
+        self.uncond_embedding = nn.Parameter(torch.randn(positions, dim) * 0.02)
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Word numbers int64 [B, P] -> [B, P, dim]."""
+        out: Tensor = self.words(values)
+        return out
+
+    def null(self, batch: int) -> Tensor:
+        """Return the null condition [B, P, dim]."""
+        return self.uncond_embedding.expand(batch, -1, -1)
+
+
+class PromptTokens(nn.Module):
+    """Prompts in the model's own vocabulary (Chameleon), conditional and unconditional, embedded as image tokens are.
+
+    The embedding is the transformer's and not a parameter of this module.
+    """
+
+    def __init__(self, embedding: TokenEmbedding) -> None:
+        super().__init__()
+        self._embedding = (embedding,)  # in a tuple, so that the module does not own it
+
+    def rows(self, values: Tensor, guided: bool) -> Tensor:
+        """Return prefix embeddings [rows, P, dim] of prompts int64 [B, 2, P], conditional rows first."""
+        return self._embedding[0].of_text(prompt_rows(values, 1 + guided))
+
+
+# ---- Forced tokens: the end of a row (Lumina-mGPT) is certain in its position and impossible elsewhere
+
+
+def force_line_ends(logits: Tensor, positions: Tensor, config: TransformerConfig) -> Tensor:
+    """Force the ends of rows in logits [groups * B, n, V] of the tokens at `positions` int64 [B, n] of their images.
+
+    Both rows of guidance get the same values, so that no scale moves them. The lowest finite number stands for
+    impossible, because guidance makes NaN of two infinities.
+    """
+    if not config.line_ends:
+        return logits
+    ends = ((positions + 1) % config.line_length == 0).repeat(len(logits) // len(positions), 1)[:, :, None]
+    is_end = torch.arange(logits.shape[-1], device=logits.device) == logits.shape[-1] - 1
+    return logits.masked_fill(ends, 0.0).masked_fill(ends != is_end, torch.finfo(logits.dtype).min)
+
+
+def without_line_ends(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Tokens int [B, rows * (columns + 1)] -> codes int [B, rows * columns], without the ends of rows."""
+    rows, columns = grid
+    return tokens.reshape(len(tokens), rows, columns + 1)[:, :, :columns].flatten(1)
+
+
+def with_line_ends(codes: Tensor, grid: tuple[int, int], end: int) -> Tensor:
+    """Append the token `end` to each row: the inverse of `without_line_ends`."""
+    lines = codes.reshape(len(codes), *grid)
+    return torch.cat([lines, torch.full_like(lines[:, :, :1], end)], dim=2).flatten(1)
+
+
+# ---- Masks and positions
+
+
+def causal_seen(batch: int, n: int, device: torch.device) -> Tensor:
+    """Return the causal mask of n positions: bool [B, n, n], lower triangular."""
+    return torch.ones(n, n, dtype=torch.bool, device=device).tril_().expand(batch, -1, -1)
+
+
+def prefix_seen(visible: Tensor, n: int) -> Tensor:
+    """Return the causal mask of n prefix positions, in which padding sees only padding: bool [B or rows, n, n].
+
+    That padding sees the padding before it changes no logits: only drafters with `mask_padding` False read its rows,
+    and those rows are as the LANTERN code makes them in half precision (docs/algorithms.md, section 9, B4).
+    """
+    alike = visible[:, None, :n] == visible[:, :n, None]
+    return causal_seen(len(visible), n, visible.device) & alike
+
+
+def prefix_mask(valid: Tensor, length: int) -> Tensor:
+    """Return the additive mask [B, 1, n, n] of whole sequences: causal; padding (`valid` bool [B, P]) sees padding."""
+    behind = valid.new_ones(len(valid), length - valid.shape[1])
+    allowed = prefix_seen(torch.cat([valid, behind], dim=1), length)
+    return torch.zeros(allowed.shape, device=valid.device).masked_fill_(~allowed, -torch.inf)[:, None]
+
+
+def padding_of(visible: Tensor, rows: int, config: TransformerConfig) -> Tensor:
+    """Return by how many positions the padding of each row moves its tokens back, [rows, 1]; 0 for those on a grid.
+
+    `visible` bool [B or rows, P] as in `KVCache.hide`.
+    """
+    if config.positions == "grid":
+        return torch.zeros(rows, 1, dtype=torch.int64, device=visible.device)
+    return (~visible).sum(dim=1).repeat(rows // len(visible))[:, None]
+
+
+def positions_of(valid: Tensor, length: int, config: TransformerConfig) -> Tensor | None:
+    """Return positions int64 [B, length] behind the padding, for models that count them; None for those on a grid."""
+    positions = torch.arange(length, device=valid.device)
+    return None if config.positions == "grid" else (positions - padding_of(valid, len(valid), config)).clamp_min(0)
+
+
+# ---- Targets
+
+
+class CachedTarget(nn.Module):
+    """A target whose sessions use this package's cache; `transformer` may be another library's.
+
+    `linear_head` says whether logits are linear in features, so that a session may guide features.
+    """
+
+    linear_head = True
+
+    def __init__(self, config: TransformerConfig, transformer: Any, condition: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = transformer
+        self.cls_embedding = condition
+        self.vocab_size, self.image_tokens = config.vocab_size, config.image_tokens
+        self._sessions: dict[tuple[int, bool, int], TransformerSession] = {}
+
+    @property
+    def n_codes(self) -> int:
+        """The number of tokens that can be chosen: all but forced ones."""
+        return self.config.n_codes
+
+    @property
+    def line_length(self) -> int:
+        """Tokens of one row of a picture, a forced one included."""
+        return self.config.line_length
+
+    def forced(self, places: Tensor) -> Tensor:
+        """Return the tokens that are forced at `places` int64 [...] of an image, -1 where none is."""
+        if not self.config.line_ends:
+            return torch.full_like(places, -1)
+        return torch.where((places + 1) % self.line_length == 0, self.vocab_size - 1, -1)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        device: torch.device = self.transformer.norm.weight.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights, except the head's, which is float32."""
+        dtype: torch.dtype = self.transformer.norm.weight.dtype
+        return dtype
+
+    def session(self, batch: int, guided: bool, nodes: int) -> TransformerSession:
+        """Return the session of this shape; its caches are made at the first call and reused."""
+        shape = (batch, guided, nodes)
+        if shape not in self._sessions:
+            self._sessions[shape] = TransformerSession(self, *shape)
+        return self._sessions[shape]
+
+    def prefix(self, condition: Condition, guided: bool) -> Tensor:
+        """Return prefix embeddings [rows, P, dim], conditional rows first."""
+        rows: Tensor = self.cls_embedding.rows(condition.values.to(self.device), guided)
+        return rows
+
+
+class TransformerTarget(CachedTarget):
+    """This package's transformer with a condition; prompts in its own vocabulary where `condition` is None."""
+
+    transformer: Transformer
+
+    def __init__(
+        self, config: TransformerConfig, condition: ClassLabel | CaptionFeatures | WordCaption | None = None
+    ) -> None:
+        transformer = Transformer(config)
+        super().__init__(config, transformer, condition or PromptTokens(transformer.tok_embeddings))
+
+    @torch.inference_mode()
+    def logits_without_cache(self, condition: Condition, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the logits [B, N, V] that predict tokens int64 [B, N], with and without the prompt, without a cache.
+
+        Unconditional logits are None where not `guided`.
+        """
+        batch, x = len(tokens), self.prefix(condition, guided)
+        rows, first = len(x), x.shape[1] - 1
+        visible = visible_rows(condition.valid.to(x.device), 1 + guided)
+        visible = visible.repeat(rows // len(visible), 1)
+        embedded = self.transformer.tok_embeddings(tokens[:, :-1].to(x.device)).repeat(1 + guided, 1, 1)
+        x = torch.cat([x, embedded], dim=1)
+        mask = prefix_mask(visible, x.shape[1]).to(x.dtype)
+        features = self.transformer(x, mask, positions_of(visible, x.shape[1], self.config))
+        positions = torch.arange(tokens.shape[1], device=x.device).expand(batch, -1)
+        logits = force_line_ends(self.transformer.output(features[:, first:]), positions, self.config)
+        return logits[:batch], logits[batch:] if guided else None
+
+
+# ---- Sessions
+
+
+class CachedSession:
+    """What decode sessions of targets and drafters share: cache, padding and positions."""
+
+    def __init__(self, model: Any, layers: int, shape: tuple[int, bool, int], spare: int) -> None:
+        """`model` has a config, a dtype and a device; `shape`: batch, guided, nodes of a tree.
+
+        `spare`: for how many trees there is room behind the image.
+        """
+        config: TransformerConfig = model.config
+        self._config = config
+        self._batch, self._guided, nodes = shape
+        self._groups = 2 if self._guided else 1
+        capacity, heads = config.prefix + config.image_tokens + spare * nodes, config.kv_heads or config.heads
+        dtype, device = model.dtype, model.device
+        self.cache = KVCache(layers, self._groups, self._batch, capacity, heads, config.head_dim, dtype, device)
+        self._prefix = torch.zeros((), dtype=torch.int64, device=device)
+        self._padding = torch.zeros(self._groups * self._batch, 1, dtype=torch.int64, device=device)
+
+    def clear(self) -> None:
+        """Fill the cache with zeros."""
+        self.cache.clear()
+
+    def _start(self, condition: Condition, prefix: int, device: torch.device) -> Tensor:
+        """Forget the last image; return which positions of the condition are visible, bool [B or rows, P]."""
+        visible = visible_rows(condition.valid.to(device), self._groups)
+        self.cache.reset()
+        self._prefix.fill_(prefix)
+        self._padding.copy_(padding_of(visible, self._groups * self._batch, self._config))
+        return visible
+
+    def _commit_prefix(self, visible: Tensor, n: int) -> None:
+        self.cache.hide(visible)
+        self.cache.advance(torch.full_like(self.cache.lengths, n))
+
+    def _rotary_positions(self, positions: Tensor) -> Tensor:
+        """Return the rows of the rotary table for positions [B, n] in the cache."""
+        if self._config.positions == "sequence":
+            return (self.cache.per_row(positions) - self._padding).clamp_min(0)
+        return positions if self._batch == 1 else self.cache.per_row(positions)
+
+    def _split(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return conditional and unconditional logits [B, n, V]."""
+        return (logits[: self._batch], logits[self._batch :]) if self._guided else (logits, None)
+
+
+class TransformerSession(CachedSession):
+    """A session of a target."""
+
+    def __init__(self, target: CachedTarget, *shape: Any) -> None:
+        # A completed image of a batch stays behind its end until the others are complete: room for a second tree.
+        super().__init__(target, target.config.layers, shape, spare=2)
+        self._target = target
+
+    def prefill(self, condition: Condition) -> Logits:
+        """As `TargetSession.prefill`."""
+        x = self._target.prefix(condition, self._guided)
+        n = x.shape[1]
+        visible = self._start(condition, n, x.device)
+        features = self._forward(x, torch.arange(n, device=x.device).expand(self._batch, -1), prefix_seen(visible, n))
+        self._commit_prefix(visible, n)
+        head = self._head(features[:, -1:], torch.zeros_like(self.cache.lengths)[:, None])
+        return Logits(*self._split(head), features)
+
+    def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Logits:
+        """As `TargetSession.score`."""
+        features, positions = self._features(tokens, depths, attention)
+        return Logits(*self._split(self._head(features, positions)), features)
+
+    def score_guided(
+        self, tokens: Tensor, depths: Tensor, attention: Tensor, cfg_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """As `GuidesFeatures.score_guided`: a linear head multiplies guided features, half the rows."""
+        features, positions = self._features(tokens, depths, attention)
+        if not self._target.linear_head:
+            return guide(*self._split(self._head(features, positions)), cfg_scale), features
+        guided = guide(features[: self._batch], features[self._batch :], cfg_scale)
+        return self._head(guided, positions), features
+
+    def commit(self, path: Tensor, counts: Tensor) -> None:
+        """As `TargetSession.commit`."""
+        if path.shape[1] == 1:
+            self.cache.advance(counts)
+        else:
+            self.cache.keep(path, counts)
+
+    def _features(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> tuple[Tensor, Tensor]:
+        """Return features of the nodes of a tree, and which tokens of the image they predict [B, n]."""
+        x = self.cache.per_row(self._target.transformer.tok_embeddings(tokens))
+        positions = self.cache.lengths[:, None] + depths
+        return self._forward(x, positions, attention), positions - self._prefix + 1
+
+    def _forward(self, x: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
+        mask = self.cache.mask(seen, x.dtype)
+        slots = self.cache.slots(0, x.shape[1])
+        features: Tensor = self._target.transformer.step(x, self._rotary_positions(positions), self.cache, slots, mask)
+        return features
+
+    def _head(self, features: Tensor, positions: Tensor) -> Tensor:
+        """Return the logits of `features` [rows, n, dim], which predict the image tokens at `positions` [B, n]."""
+        return force_line_ends(self._target.transformer.output(features), positions, self._target.config)
