@@ -7,10 +7,12 @@ section 7).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from lantern_bench.errors import UserError
-from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
+from lantern_bench.methods.metrics import Metric, listed
+from lantern_bench.methods.tables import DRAFTINGS, IN_SUMMARY, METRICS, MODES, OF_IMAGES, OF_SETS, PARAMETERS, RULES
 
 
 class Column(NamedTuple):
@@ -168,18 +170,26 @@ image_reward and n_reference; in rows of version 1 they are empty.
 """
 
 
-def _against_ar(name: str, meaning: str) -> tuple[Column, ...]:
-    """A figure of all pictures of a cell, with its interval, and the band of ar with other seeds."""
-    return (
-        *figure(name, "", meaning),
-        *figure(f"{name}_band", "", f"ar's own spread: {name} of further ar images, same prompts, other seeds"),
-        Column(f"{name}_verdict", "string", "", f"{name} against ar's own spread: within or outside"),
-    )
+def _quality_of(name: str) -> tuple[Column, ...]:
+    """A quality figure with its interval, and what it is compared with ar by."""
+    metric = METRICS[name]
+    columns = list(figure(name, "", metric.meaning))
+    if metric.has_spread:
+        columns += figure(
+            f"{name}_band", "", f"ar's own spread: {name} of further ar images, same prompts, other seeds"
+        )
+        columns.append(_verdict(name))
+    if metric.is_paired:
+        columns += _difference(name)
+    return (*columns, *_extras(metric))
 
 
-def _paired(name: str, meaning: str) -> tuple[Column, ...]:
-    """A mean over pictures, and its difference from ar over the same prompts."""
-    return *figure(name, "", meaning), *_difference(name)
+def _extras(metric: Metric) -> tuple[Column, ...]:
+    return tuple(Column(*column) for column in metric.extras)
+
+
+def _verdict(name: str) -> Column:
+    return Column(f"{name}_verdict", "string", "", f"{name} against ar's own spread: within or outside")
 
 
 def _difference(name: str) -> tuple[Column, ...]:
@@ -194,6 +204,32 @@ def _beside_paper(name: str) -> tuple[Column, Column]:
         Column(f"{name}_published", "float", "", f"the published {name}, where the experiment names a paper's table"),
         Column(f"{name}_difference", "float", "", f"{name} minus the published one"),
     )
+
+
+def _scores_of(metric: Metric) -> tuple[Column, ...]:
+    """The columns of a metric of sets in the rows of level cell, and of level band: centre and ends of the spread."""
+    also = f"; of an image: {metric.image_meaning}" if metric.image_meaning else ""
+    meaning = f"{metric.meaning} (levels cell and band{also})"
+    return (*figure(metric.name, "", meaning), *_extras(metric))
+
+
+_SCORERS = {
+    "fid_features": f"feature extractor behind {listed([name for name in IN_SUMMARY if name in OF_SETS])}",
+    "clip_model": f"CLIP model behind {listed([name for name in IN_SUMMARY if name in OF_IMAGES])}",
+}
+
+
+def _summary_of_quality() -> Iterator[Column]:
+    """The metrics of the summary, each with the published figure; a scorer stands behind its first metric."""
+    scorers = dict(_SCORERS)
+    for name in IN_SUMMARY:
+        metric = METRICS[name]
+        yield from figure(name, "", metric.meaning)
+        if metric.has_spread:
+            yield _verdict(name)
+        yield from _beside_paper(name)
+        if metric.scored_by in scorers:
+            yield Column(metric.scored_by, "string", "", scorers.pop(metric.scored_by))
 
 
 _IMAGES = (
@@ -260,21 +296,11 @@ _SCORES = (
     Column("protocol_version", "int", "", "version of the protocol; the manifest holds what it says"),
     Column("cell_id", "string", "", "the cell; of a band the first ar cell"),
     Column("record_key", "string", "", "the image's record (level image)"),
-    Column("clip_score", "float", "", "cosine between picture and caption, not scaled (level image)"),
-    Column("prompt_accuracy", "float", "", "1 when all attributes of the caption are seen, else 0 (level image)"),
+    *(Column(name, "float", "", f"{METRICS[name].image_meaning} (level image)") for name in OF_IMAGES),
     Column("clip_model", "string", "", "the CLIP or reward model and its weights"),
-    Column("hpsv2", "float", "", "HPSv2.1: cosine between picture and caption, not scaled (level image)"),
-    Column("image_reward", "float", "", "ImageReward 1.0 (level image)"),
-    *figure("fid", "", "Frechet distance to the reference (level cell; level band: centre and ends)"),
-    *figure("fid_infinity", "", "fid extrapolated to infinitely many pictures (level cell, on request)"),
-    *figure("kid", "", "kernel distance to the reference, over all pictures (levels cell and band)"),
-    Column("kid_std", "float", "", "standard deviation of kid over subsets (level cell)"),
-    Column("kid_subset", "int", "images", "images in one subset of kid: min(1000, n/2)"),
-    *figure("precision", "", "share of pictures inside the reference's manifold; of an image 1 or 0"),
-    *figure("recall", "", "share of the reference inside the pictures' manifold (levels cell and band)"),
+    *(column for name in OF_SETS for column in _scores_of(METRICS[name])),
     Column("n", "int", "images", "pictures scored (level cell), or of one set (level band)"),
     Column("band_sets", "int", "sets", "sets of ar images with different seeds (level band)"),
-    Column("n_reference", "int", "images", "pictures of the reference; empty where it does not say (level cell)"),
     Column("extractor", "string", "", "feature extractor and its weights (level cell)"),
     Column("reference", "string", "", "reference set, its size and hash (level cell)"),
     NOTE,
@@ -308,21 +334,10 @@ _SPEED = (
 _QUALITY = (
     *CELL_COLUMNS,
     *_IMAGES,
-    *_against_ar("fid", "Frechet distance to the reference, with the features of fid_features"),
-    *figure("fid_infinity", "", "fid extrapolated to infinitely many pictures, where it was asked for"),
-    *_against_ar("kid", "kernel distance to the reference, over all pictures"),
-    Column("kid_std", "float", "", "standard deviation of kid over subsets"),
-    Column("kid_subset", "int", "images", "images in one subset of kid: min(1000, n/2)"),
-    Column("n_reference", "int", "images", "pictures of the reference; empty where it does not say"),
-    *_against_ar("precision", "share of pictures inside the reference's manifold; depends on n_reference"),
-    *_difference("precision"),
-    *_against_ar("recall", "share of the reference inside the pictures' manifold; depends on images and n_reference"),
+    *(column for name in OF_SETS for column in _quality_of(name)),
     Column("band_sets", "int", "sets", "sets of ar images behind the bands"),
-    *_paired("clip_score", "mean cosine between picture and caption, not scaled"),
-    *_paired("prompt_accuracy", "share of pictures that show all attributes of the caption"),
-    *_paired("hpsv2", "mean HPSv2.1, not scaled"),
-    *_paired("image_reward", "mean ImageReward 1.0"),
-    Column("fid_features", "string", "", "feature extractor behind fid, kid, precision and recall"),
+    *(column for name in OF_IMAGES for column in _quality_of(name)),
+    Column("fid_features", "string", "", f"feature extractor behind {listed(OF_SETS)}"),
     Column("clip_model", "string", "", "CLIP model behind clip_score, or the reward model"),
     Column("reference", "string", "", "reference set"),
     Column("protocol", "string", "", "name of the scoring protocol"),
@@ -377,19 +392,7 @@ _SUMMARY = (
     *_OVER_LOSSLESS,
     *figure("mean_accepted_length", "tokens/step", "tokens committed per step, bonus token included"),
     *_beside_paper("mean_accepted_length"),
-    *figure("fid", "", "Frechet distance to the reference, with the features of fid_features"),
-    Column("fid_verdict", "string", "", "fid against ar's own spread: within or outside"),
-    *_beside_paper("fid"),
-    Column("fid_features", "string", "", "feature extractor behind fid, precision and recall"),
-    *figure("clip_score", "", "mean cosine between picture and caption, not scaled"),
-    *_beside_paper("clip_score"),
-    Column("clip_model", "string", "", "CLIP model behind clip_score"),
-    *figure("precision", "", "share of pictures inside the reference's manifold"),
-    Column("precision_verdict", "string", "", "precision against ar's own spread: within or outside"),
-    *_beside_paper("precision"),
-    *figure("recall", "", "share of the reference inside the pictures' manifold"),
-    Column("recall_verdict", "string", "", "recall against ar's own spread: within or outside"),
-    *_beside_paper("recall"),
+    *_summary_of_quality(),
     NOTE,
 )
 

@@ -30,7 +30,7 @@ warnings.warn("another warning")
 """
 FEATURES = """
 import torch
-from lantern_bench.metrics.fidelity import features_of, find_extractor
+from lantern_bench.metrics.features import features_of, find_extractor
 features_of(torch.zeros(2, 3, 64, 64, dtype=torch.uint8), find_extractor())
 """
 

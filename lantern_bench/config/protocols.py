@@ -13,53 +13,40 @@ from types import MappingProxyType
 from typing import Any
 
 from lantern_bench.errors import UserError, did_you_mean
+from lantern_bench.methods.tables import METRICS, OF_IMAGES, REFUSED_METRICS
 
 EMBEDDED, LANTERN_COCO = "embedded", "lantern-coco"
-
-REWARDS = ("hpsv2", "image_reward")
-"""Scorers of pictures and captions besides CLIP, as columns name them."""
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """The preprocessing of a picture, in this order.
+    """The preprocessing of a picture, in this order."""
 
-    crop: the largest square around the centre. size: Lanczos to this many pixels a side. features_size: for the
-    fidelity features only, bicubic to this many pixels a side, rounded to 8 bits (clean-fid keeps the fractions).
-    """
-
-    crop: bool = False
-    size: int | None = None
-    features_size: int | None = None
+    crop: bool = False  # the largest square around the centre
+    size: int | None = None  # Lanczos to this many pixels a side
+    features_size: int | None = None  # for the features only: bicubic, rounded to 8 bits (clean-fid keeps fractions)
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """A way to score pictures.
-
-    features: the extractor of FID and KID (a name of `metrics/fidelity.py`), or None; manifold: that of precision and
-    recall, None for the same. clip_model and clip_prefix: as in `metrics.clip.load_clip`. accuracy: whether the bundled
-    family's classifier scores prompts. rewards: names of `REWARDS`. reference: the default reference pictures, and
-    how many they are: FID, precision and recall depend on it; None requires --reference.
-    """
+    """A way to score pictures."""
 
     name: str
     version: int
     about: str
+    metrics: tuple[str, ...] = ()  # of single images; those of sets are measured wherever there are features
     preparation: Preparation = Preparation()
-    features: str | None = None
-    manifold: str | None = None
+    features: str | None = None  # the extractor of FID and KID (a name of `metrics/features.py`)
+    manifold: str | None = None  # the extractor of precision and recall, where it is another
     manifold_neighbours: int = 3
-    clip_model: str | None = None
+    clip_model: str | None = None  # as in `metrics.clip.load_clip`
     clip_prefix: str = ""
-    accuracy: bool = False
-    rewards: tuple[str, ...] = ()
-    reference: str | None = None
-    reference_pictures: int | None = None
+    reference: str | None = None  # the default reference; None requires --reference
+    reference_pictures: int | None = None  # FID, precision and recall depend on it
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, for the manifest."""
-        return asdict(self) | {"rewards": list(self.rewards)}
+        return asdict(self) | {"metrics": list(self.metrics)}
 
 
 _ALL = (
@@ -67,9 +54,9 @@ _ALL = (
         EMBEDDED,
         2,
         "the bundled family's own scorers, against 1,024 newly painted scenes of the held-out captions",
+        metrics=("clip_score", "prompt_accuracy"),
         features="lanterns-features",
         clip_model="lanterns-clip",
-        accuracy=True,
         reference="embedded",
         reference_pictures=1024,
     ),
@@ -77,6 +64,7 @@ _ALL = (
         LANTERN_COCO,
         2,
         "as the LANTERN authors: centre crop, Lanczos to 256, Inception FID resized as clean-fid does, VGG-16 manifold",
+        metrics=("clip_score",),
         preparation=Preparation(crop=True, size=256, features_size=299),
         features="inception-v3-compat",
         manifold="vgg16",
@@ -89,15 +77,20 @@ _ALL = (
         "the defaults of torch-fidelity: its Inception for FID, KID, precision and recall, pictures as they are",
         features="inception-v3-compat",
     ),
-    Protocol("hpsv2", 1, "HPSv2.1, the human preference score (cosine, not scaled)", rewards=("hpsv2",)),
-    Protocol("image-reward", 1, "ImageReward 1.0", rewards=("image_reward",)),
+)
+_MEASURED = {name for protocol in _ALL for name in protocol.metrics}
+# A metric of images that no protocol above measures has a protocol of its own name.
+_OF_METRICS = tuple(
+    Protocol(name.replace("_", "-"), 1, METRICS[name].meaning, (name,)) for name in OF_IMAGES if name not in _MEASURED
 )
 
-PROTOCOLS: Mapping[str, Protocol] = MappingProxyType({protocol.name: protocol for protocol in _ALL})
+PROTOCOLS: Mapping[str, Protocol] = MappingProxyType({protocol.name: protocol for protocol in (*_ALL, *_OF_METRICS)})
 
 
 def protocol_of(name: str) -> Protocol:
-    """Return the protocol of a name; raises `UserError` with the names there are."""
+    """Return the protocol of a name; raises `UserError` with the names there are, and what refused a metric."""
+    if (metric := name.replace("-", "_")) in REFUSED_METRICS:
+        raise REFUSED_METRICS[metric]
     if name not in PROTOCOLS:
         raise UserError(
             f"--protocol {name}: unknown protocol{did_you_mean(name, PROTOCOLS)}",

@@ -1,10 +1,12 @@
-"""Parameters, draftings, acceptance rules and modes: one row each, without torch.
+"""Parameters, draftings, acceptance rules, modes and quality metrics: one row each, without torch.
 
-These names are for packages that bring a row of their own (docs/adding-a-rule.md, docs/adding-a-drafting.md).
+These names are for packages that bring a row of their own (docs/adding-a-rule.md, docs/adding-a-drafting.md,
+docs/adding-a-metric.md).
 """
 
 from lantern_bench.methods.draft_view import DraftView as DraftView
 from lantern_bench.methods.draftings import Drafting as Drafting
+from lantern_bench.methods.metrics import Metric as Metric
 from lantern_bench.methods.modes import Mode as Mode
 from lantern_bench.methods.parameters import Kind as Kind
 from lantern_bench.methods.parameters import Parameter as Parameter

@@ -1,46 +1,55 @@
-"""Rows that other packages bring, through the entry points `lantern_bench.rules` and `lantern_bench.draftings`."""
+"""Rows that other packages bring, through entry points such as `lantern_bench.rules` and `lantern_bench.draftings`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from importlib import metadata
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lantern_bench.errors import RefusedError
 from lantern_bench.methods.draftings import SHIPPED_DRAFTINGS, Drafting
+from lantern_bench.methods.metrics import Metric
 from lantern_bench.methods.rules import SHIPPED_RULES, Rule
 
 RULE_GROUP, DRAFTING_GROUP = "lantern_bench.rules", "lantern_bench.draftings"
+METRIC_GROUP = "lantern_bench.metrics"
 _NAME, _KEY = r"[a-z][a-z0-9_-]*", r"[a-z][a-z0-9_]*"
 _SHIPPED_PARAMETERS = [parameter for row in (*SHIPPED_DRAFTINGS, *SHIPPED_RULES) for parameter in row.parameters]
 
-_Row = TypeVar("_Row", Rule, Drafting)
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
 
 
-def find_rows(
+_Row = TypeVar("_Row", bound=_Named)
+_MethodRow = TypeVar("_MethodRow", Rule, Drafting)
+
+
+def load_rows(
     group: str,
     row_class: type[_Row],
-    taken: Collection[str],
-    draftings: Collection[str] = (),
+    fault: Callable[[_Row], str | None],
     entry_points: Iterable[metadata.EntryPoint] | None = None,
 ) -> tuple[dict[str, _Row], dict[str, RefusedError]]:
     """Return the usable rows of other packages by name, and an error for each row that cannot be used, by its name.
 
-    `taken` are names that neither a row nor its parameters may have, `draftings` those that a rule may name.
-    `entry_points` are by default the installed ones of the group.
+    `fault` says why a row cannot be used. `entry_points` are by default the installed ones of the group.
     """
     rows: dict[str, _Row] = {}
     refused: dict[str, RefusedError] = {}
-    noun, taken = row_class.__name__.lower(), set(taken)
     for entry_point in sorted(entry_points or metadata.entry_points(group=group), key=lambda entry: entry.name):
         package = entry_point.dist.name if entry_point.dist else "unknown"
-        title = f"the {noun} {entry_point.name} of the package {package}"
+        title = f"the {row_class.__name__.lower()} {entry_point.name} of the package {package}"
         row: Any = None
         try:
             row = entry_point.load()
-            fault = _fault(row, row_class, taken, draftings)
-            problem = fault and f"{title} cannot be used: {fault}"
+            if isinstance(row, row_class):
+                reason = fault(row) or (f"the name {row.name} is taken" if row.name in rows else None)
+            else:
+                reason = f"its entry point is no lantern_bench.methods.{row_class.__name__} but {type(row).__name__}"
+            problem = reason and f"{title} cannot be used: {reason}"
         except Exception as error:  # whatever another package raises when it is imported or read
             problem = f"{title} cannot be loaded: {type(error).__name__}: {error}"
         if problem:
@@ -48,16 +57,46 @@ def find_rows(
             refused |= dict.fromkeys({entry_point.name, str(getattr(row, "name", entry_point.name))}, refusal)
         else:
             rows[row.name] = row
-            taken |= {row.name, *(parameter.name for parameter in row.parameters)}
     return rows, refused
 
 
-def _fault(
-    row: object, row_class: type[Rule | Drafting], taken: Collection[str], draftings: Collection[str]
-) -> str | None:
+def find_metrics(
+    taken: Collection[str], entry_points: Iterable[metadata.EntryPoint] | None = None
+) -> tuple[dict[str, Metric], dict[str, RefusedError]]:
+    """Return the metrics of other packages, as `load_rows`; `taken` are names that they may not have."""
+
+    def fault(row: Metric) -> str | None:
+        if not re.fullmatch(_KEY, row.name):
+            return f"its name {row.name!r} must be lower-case letters, digits and _"
+        return f"the name {row.name} is taken" if row.name in taken else None
+
+    return load_rows(METRIC_GROUP, Metric, fault, entry_points)
+
+
+def find_rows(
+    group: str,
+    row_class: type[_MethodRow],
+    taken: Collection[str],
+    draftings: Collection[str] = (),
+    entry_points: Iterable[metadata.EntryPoint] | None = None,
+) -> tuple[dict[str, _MethodRow], dict[str, RefusedError]]:
+    """Return the rules or draftings of other packages, as `load_rows`.
+
+    `taken` are names that neither a row nor its parameters may have, `draftings` those that a rule may name.
+    """
+    taken = set(taken)
+
+    def fault(row: _MethodRow) -> str | None:
+        reason = _fault(row, taken, draftings)
+        if reason is None:
+            taken.update([row.name, *(parameter.name for parameter in row.parameters)])
+        return reason
+
+    return load_rows(group, row_class, fault, entry_points)
+
+
+def _fault(row: Rule | Drafting, taken: Collection[str], draftings: Collection[str]) -> str | None:
     """Return why a row cannot be used, or None."""
-    if not isinstance(row, row_class):
-        return f"its entry point is no lantern_bench.methods.{row_class.__name__} but {type(row).__name__}"
     if not re.fullmatch(_NAME, row.name):
         return f"its name {row.name!r} must be lower-case letters, digits, _ and -"
     if row.name in taken:

@@ -10,8 +10,9 @@ from typing import Any
 
 from lantern_bench.errors import RefusedError
 from lantern_bench.methods.draftings import SHIPPED_DRAFTINGS, Drafting
+from lantern_bench.methods.metrics import SHIPPED_METRICS, Metric
 from lantern_bench.methods.modes import SHIPPED_MODES, Mode
-from lantern_bench.methods.outside import DRAFTING_GROUP, RULE_GROUP, find_rows
+from lantern_bench.methods.outside import DRAFTING_GROUP, RULE_GROUP, find_metrics, find_rows
 from lantern_bench.methods.parameters import (
     BOUND,
     NEIGHBOUR_METRIC,
@@ -38,6 +39,16 @@ _TAKEN |= {name for row in OUTSIDE_DRAFTINGS.values() for name in (row.name, *ro
 OUTSIDE_RULES, _refused_rules = find_rows(RULE_GROUP, Rule, _TAKEN, _DRAFTS)
 """Rules that other packages bring, by name."""
 REFUSED: dict[str, RefusedError] = _refused_draftings | _refused_rules
+
+_OWN_METRICS = {metric.name: metric for metric in SHIPPED_METRICS}
+_OUTSIDE_METRICS, REFUSED_METRICS = find_metrics(_OWN_METRICS)
+METRICS: dict[str, Metric] = _OWN_METRICS | _OUTSIDE_METRICS
+"""All quality metrics by name, in the order of the tables."""
+OF_IMAGES = tuple(name for name, metric in METRICS.items() if metric.level == "image")
+OF_SETS = tuple(name for name, metric in METRICS.items() if metric.level == "set")
+PAIRED = tuple(name for name, metric in METRICS.items() if metric.is_paired)
+IN_SUMMARY = tuple(name for name, metric in METRICS.items() if metric.in_summary)
+ON_CURVES = tuple(name for name, metric in METRICS.items() if metric.on_curves)
 """Errors of installed rows that cannot be used, by name: an experiment that names one raises its error."""
 RULES: dict[str, Rule] = {row.name: row for row in SHIPPED_RULES} | OUTSIDE_RULES
 

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import open_clip
@@ -24,9 +24,9 @@ from PIL import Image
 from safetensors import SafetensorError
 from torch import Tensor
 
-from lantern_bench.config.protocols import REWARDS
+from lantern_bench.config.protocols import Protocol
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.metrics import fidelity
+from lantern_bench.metrics import features
 from lantern_bench.models.lanterns import WEIGHTS_FOLDER
 
 BUNDLED = "lanterns-clip"
@@ -36,36 +36,32 @@ LOCAL_DIR = "local-dir:"
 
 @dataclass(frozen=True)
 class ClipScorer:
-    """A CLIP model with its preprocessing and tokenizer; `prefix` is put before every caption."""
+    """A CLIP model with its preprocessing and tokenizer."""
 
     model: Any
     preprocess: Callable[[Image.Image], Tensor]
     tokenizer: Callable[[list[str]], Tensor]
-    label: str
-    prefix: str
+    label: str  # its name in results, with the fingerprint of its weights
+    prefix: str  # put before every caption
     device: torch.device
 
     @torch.inference_mode()
     def images(self, pictures: Sequence[Image.Image]) -> Tensor:
         """Normalised embeddings of pictures: float32 [n, width], on the CPU."""
         batches = (torch.stack([self.preprocess(picture) for picture in batch]) for batch in _batches(pictures))
-        return torch.cat(
-            [self.model.encode_image(one.to(self.device), normalize=True).float().cpu() for one in batches]
-        )
+        encode = self.model.encode_image
+        return torch.cat([encode(batch.to(self.device), normalize=True).float().cpu() for batch in batches])
 
     @torch.inference_mode()
     def captions(self, captions: Sequence[str]) -> Tensor:
         """Normalised embeddings of captions: float32 [n, width], on the CPU."""
         batches = (self.tokenizer([self.prefix + caption for caption in batch]) for batch in _batches(captions))
-        return torch.cat([self.model.encode_text(one.to(self.device), normalize=True).float().cpu() for one in batches])
+        encode = self.model.encode_text
+        return torch.cat([encode(batch.to(self.device), normalize=True).float().cpu() for batch in batches])
 
-    def score(self, pictures: Tensor | Sequence[Tensor | Image.Image], captions: Sequence[str]) -> list[float]:
-        """The cosine of each picture with its own caption, in [-1, 1].
-
-        `pictures` are PIL images or tensors uint8 [3, h, w], or one of [n, 3, h, w]. Raises `ValueError` for another
-        number of captions.
-        """
-        images = _as_pil(pictures, captions)
+    def __call__(self, pictures: Sequence[Tensor], captions: Sequence[str]) -> list[float]:
+        """The cosine of each picture, uint8 [3, h, w], with its own caption, in [-1, 1]."""
+        images = _as_pil(pictures)
         return (self.images(images) * self.captions(captions)).sum(1).tolist() if images else []
 
 
@@ -73,13 +69,8 @@ def _batches(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
     return (items[start : start + 64] for start in range(0, len(items), 64))
 
 
-def _as_pil(pictures: Tensor | Sequence[Tensor | Image.Image], captions: Sequence[str]) -> list[Image.Image]:
-    if len(pictures) != len(captions):
-        raise ValueError(f"{len(pictures)} pictures, {len(captions)} captions")
-    return [
-        Image.fromarray(np.ascontiguousarray(one.permute(1, 2, 0).cpu().numpy())) if isinstance(one, Tensor) else one
-        for one in pictures
-    ]
+def _as_pil(pictures: Sequence[Tensor]) -> list[Image.Image]:
+    return [Image.fromarray(np.ascontiguousarray(picture.permute(1, 2, 0).cpu().numpy())) for picture in pictures]
 
 
 def load_clip(
@@ -101,17 +92,17 @@ def load_clip(
     if name == BUNDLED or name.startswith(LOCAL_DIR):
         folder = BUNDLED_FOLDER if name == BUNDLED else Path(name.removeprefix(LOCAL_DIR))
         path, source, pretrained = _weights_in(folder, name), f"{LOCAL_DIR}{folder}", None
-        called = name if name == BUNDLED else folder.name
+        short_name = name if name == BUNDLED else folder.name
     else:
         if name not in open_clip.list_models():
             advice = f"Give {BUNDLED}, {LOCAL_DIR}FOLDER, or an architecture of open_clip such as ViT-B-32, ViT-L-14."
             raise UserError(f"unknown CLIP model {name!r}", advice)
         file_name = f"{name}.safetensors"
         advice = f"give the path of a checkpoint of {name}, or put it there as {file_name}"
-        path = fidelity.find_weights(f"the CLIP model {name}", file_name, weights, advice)
-        source, called, pretrained = name, name, str(path)
+        path = features.find_weights(f"the CLIP model {name}", file_name, weights, advice)
+        source, short_name, pretrained = name, name, str(path)
     if path.suffix != ".safetensors":
-        fidelity.check_plain_weights(path)
+        features.check_plain_weights(path)
     try:
         model, _, preprocess = open_clip.create_model_and_transforms(source, pretrained, device=device)
         tokenizer = open_clip.get_tokenizer(source)
@@ -119,8 +110,8 @@ def load_clip(
         advice = "Give the architecture of the checkpoint; OpenAI's weights need the -quickgelu ones."
         raise UserError(f"{path.name} does not fit the CLIP model {name}", advice) from problem
     model.eval().requires_grad_(False)
-    named = f"{label or called}@{fidelity.fingerprint(path)}"
-    return ClipScorer(model, preprocess, tokenizer, named, prefix, torch.device(device))
+    label = f"{label or short_name}@{features.fingerprint(path)}"
+    return ClipScorer(model, preprocess, tokenizer, label, prefix, torch.device(device))
 
 
 def _weights_in(folder: Path, name: str) -> Path:
@@ -134,64 +125,57 @@ def _weights_in(folder: Path, name: str) -> Path:
         json.loads(config.read_text(encoding="utf-8"))["model_cfg"]
     except (json.JSONDecodeError, KeyError, TypeError) as problem:
         raise UserError(f"{config} is not an open_clip configuration (a JSON object with model_cfg)") from problem
-    found = open_clip.factory._find_checkpoint_in_dir(folder)
-    if found is None:
+    checkpoint = open_clip.factory._find_checkpoint_in_dir(folder)
+    if checkpoint is None:
         raise RefusedError(f"the weights of the CLIP model {name} are missing: none beside {config.name}", advice)
-    return Path(found)
+    return Path(checkpoint)
+
+
+def clip_score(protocol: Protocol, weights: Path | None, device: torch.device | str) -> ClipScorer:
+    """Load the scorer of the metric `clip_score`: the protocol's CLIP model."""
+    return load_clip(protocol.clip_model or BUNDLED, weights, prefix=protocol.clip_prefix, device=device)
 
 
 # ---- Human-preference scores
 
 
-class Reward(Protocol):
-    """A scorer of pictures with captions; `ClipScorer` is one."""
-
-    @property
-    def label(self) -> str:
-        """The name in results: its name and weights."""
-
-    def score(self, pictures: Tensor | Sequence[Tensor | Image.Image], captions: Sequence[str]) -> list[float]:
-        """One figure for each picture with its own caption; arguments as `ClipScorer.score`."""
+def hpsv2(_protocol: Protocol, weights: Path | None, device: torch.device | str) -> ClipScorer:
+    """Load HPSv2.1 (Wu et al. 2023), a CLIP model; raises `RefusedError` when its weights are missing."""
+    file = "HPS_v2.1_compressed.pt"
+    advice = f"put {file} of the HPSv2 authors into the folder that LANTERN_BENCH_WEIGHTS names"
+    path = features.find_weights("HPSv2", file, weights, advice)
+    return load_clip("ViT-H-14", path, device=device, label="hpsv2.1")
 
 
-def load_reward(name: str, weights: Path | None = None, *, device: torch.device | str = "cpu") -> Reward:
-    """Load the scorer called `name` (one of `config.protocols.REWARDS`).
-
-    Raises `RefusedError` when its package or weights are missing; `ValueError` for another name.
-    """
-    if name == "hpsv2":
-        file = "HPS_v2.1_compressed.pt"
-        advice = f"put {file} of the HPSv2 authors into the folder that LANTERN_BENCH_WEIGHTS names"
-        path = fidelity.find_weights("HPSv2", file, weights, advice)
-        return load_clip("ViT-H-14", path, device=device, label="hpsv2.1")
-    if name != "image_reward":
-        raise ValueError(f"unknown reward {name!r}; there are {', '.join(REWARDS)}")
+def image_reward(_protocol: Protocol, weights: Path | None, device: torch.device | str) -> ImageReward:
+    """Load ImageReward 1.0 (Xu et al. 2023); raises `RefusedError` when its package or its weights are missing."""
     if importlib.util.find_spec("ImageReward") is None:
-        what = "ImageReward is not installed: the protocol image-reward needs its package"
-        raise RefusedError(what, "Install the extra: pip install 'lantern-bench[image-reward]'")
+        problem = "ImageReward is not installed: the protocol image-reward needs its package"
+        raise RefusedError(problem, "Install the extra: pip install 'lantern-bench[image-reward]'")
     file, config = "ImageReward.pt", "med_config.json"
     advice = f"put {file} and {config} of its authors into one folder there"
-    path = fidelity.find_weights("ImageReward", file, weights, advice)
+    path = features.find_weights("ImageReward", file, weights, advice)
     if not (path.parent / config).is_file():
         raise RefusedError(f"ImageReward needs {config} beside {path.name}", advice)
-    fidelity.check_plain_weights(path)
-    import ImageReward
+    features.check_plain_weights(path)
+    import ImageReward as package
 
     # Its loader prints, and asks the network for files that are beside the weights.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with contextlib.redirect_stdout(io.StringIO()):
-        model = ImageReward.load(str(path), device=device, download_root=str(path.parent))
-    return _ImageReward(model, f"image-reward-1.0@{fidelity.fingerprint(path)}")
+        model = package.load(str(path), device=device, download_root=str(path.parent))
+    return ImageReward(model, f"image-reward-1.0@{features.fingerprint(path)}")
 
 
 @dataclass(frozen=True)
-class _ImageReward:
+class ImageReward:
     """The model of the package ImageReward; it takes one caption and one picture at a time."""
 
     model: Any
     label: str
 
-    def score(self, pictures: Tensor | Sequence[Tensor | Image.Image], captions: Sequence[str]) -> list[float]:
+    def __call__(self, pictures: Sequence[Tensor], captions: Sequence[str]) -> list[float]:
+        """Return the reward of each picture, uint8 [3, h, w], for its own caption."""
         with torch.inference_mode():
-            pairs = zip(_as_pil(pictures, captions), captions, strict=True)
+            pairs = zip(_as_pil(pictures), captions, strict=True)
             return [float(self.model.score(caption, picture)) for picture, caption in pairs]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lantern_bench.config.protocols import EMBEDDED, Preparation, Protocol
 from lantern_bench.errors import UserError
-from lantern_bench.metrics.fidelity import (
+from lantern_bench.metrics.features import (
     Extractor,
     FeatureSet,
     Pictures,

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lantern_bench.errors import RefusedError
+from lantern_bench.methods.tables import OF_IMAGES, OF_SETS
 from lantern_bench.report.records import (
     CellRecords,
     Row,
@@ -197,13 +198,13 @@ def _scored_rows(cells: Sequence[CellRecords], scores: Sequence[Mapping[str, Sco
     for names in pairs:
         scored = [(cell, side[name]) for cell, side, name in zip(cells, scores, names, strict=True)]
         protocol = {"protocol": " / ".join(dict.fromkeys(names))}
-        for name in ("clip_score", "prompt_accuracy"):
+        for name in OF_IMAGES:
             values = []
             for cell, by in scored:
                 found = cell.images["record_key"].map({key: row.get(name) for key, row in by.images.items()})
                 values.append(cell.images.assign(score=found.astype(float))[["score", "one"]].dropna())
             yield from (row | protocol for row in _tested(name, values))
-        for name in ("fid", "kid", "precision", "recall"):
+        for name in OF_SETS:
             a, b = (by.cells.get(cell.cell_id, {}).get(name) for cell, by in scored)
             if a is not None and b is not None:
                 row = {"quantity": name, "a": a, "b": b, "kind": "difference", "effect": b - a}

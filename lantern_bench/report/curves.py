@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.methods.tables import METRICS, ON_CURVES
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.report.labels import (
     BOUNDS,
@@ -42,13 +43,6 @@ if TYPE_CHECKING:
 Tables: TypeAlias = Mapping[str, "pd.DataFrame"]
 """The tables of one run by name, as `curve_tables` returns them."""
 
-
-# The quality figures that speed is drawn against: the column that names the scorer, axis title, whether less is better.
-_QUALITIES = {
-    "fid": ("fid_features", "FID, lower is better\n({})", True),
-    "clip_score": ("clip_model", "CLIP score, higher is better\n({})", False),
-    "prompt_accuracy": ("protocol", "prompt accuracy, higher is better\n({})", False),
-}
 
 SPEEDS = {"speedup": "speedup over AR", "mean_accepted_length": "mean accepted length (incl. bonus token)"}
 """What a speed-quality curve has on its horizontal axis."""
@@ -151,16 +145,19 @@ def fronts(runs: Mapping[str, Tables]) -> Iterator[Front]:
     """
     table = speed_quality_points(runs)
     for speed, prefix in (("speedup", "speed"), ("mean_accepted_length", "length")):
-        for figure, (scorer, axis, less_is_better) in _QUALITIES.items():
+        for figure in ON_CURVES:
+            metric = METRICS[figure]
+            scorer, less_is_better = metric.scored_by, metric.better == "lower"
             known = table[table[figure].notna() & table[speed].notna()]
-            others = [f"{name}{end}" for name in _QUALITIES if name != figure for end in ENDS]
+            others = [f"{name}{end}" for name in ON_CURVES if name != figure for end in ENDS]
             for scored_by, same in known.groupby(scorer):
                 alone = known[scorer].nunique() == 1
                 suffix = "" if alone else "-" + "".join(c if c.isalnum() else "-" for c in str(scored_by))
                 points = same.drop(columns=others, errors="ignore").reset_index(drop=True)
                 points["label"] = labels(points)  # they name what differs in this picture, not between all runs
                 points["dominated"] = is_dominated(points, speed, figure, less_is_better)
-                name, title = f"{prefix}-quality-{figure}{suffix}", axis.format(scored_by)
+                name = f"{prefix}-quality-{figure}{suffix}"
+                title = f"{metric.heading}, {metric.better} is better\n({scored_by})"
                 yield Front(name, speed, figure, title, less_is_better, points)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lantern_bench.methods.tables import IN_SUMMARY, METRICS, ON_CURVES
 from lantern_bench.report.records import NOTE_SEPARATOR
 from lantern_bench.report.tables import OUTSIDE
 from lantern_bench.schema import CELL_COLUMNS, TABLES
@@ -22,11 +23,12 @@ _FORMATS = {
     "speedup_error": ("{:+.1%}", ""),
     "speedup_difference": ("{:+.2f}", "x"),
     **dict.fromkeys(("mean_accepted_length", "mal_uncut", "accepted_drafts", "step_compression"), ("{:.2f}", "")),
-    **dict.fromkeys(("acceptance_rate", "rate", "prompt_accuracy", "precision", "recall"), ("{:.3f}", "")),
+    **{metric.name: (metric.form, "") for metric in METRICS.values()},
+    **dict.fromkeys(("acceptance_rate", "rate"), ("{:.3f}", "")),
     **dict.fromkeys(("target_forwards", "drafter_forwards"), ("{:.1f}", "")),
-    **dict.fromkeys(("fid", "fid_infinity"), ("{:.2f}", "")),
-    **dict.fromkeys(("clip_score", "moved_mass"), ("{:.4f}", "")),
-    **dict.fromkeys(("kid", "kid_std"), ("{:.4g}", "")),
+    "fid_infinity": ("{:.2f}", ""),
+    "moved_mass": ("{:.4f}", ""),
+    "kid_std": ("{:.4g}", ""),
     **dict.fromkeys(("draft_ms", "target_ms", "verify_ms", "other_ms", "ar_ms", "step_ms"), ("{:.2f}", " ms")),
     "latency_s": ("{:.3g}", " s"),
     "tokens_per_s": ("{:.3g}", ""),
@@ -35,16 +37,16 @@ _FORMATS = {
     "table_tv": ("{:.3f}", ""),
 }
 _HEADS = {
-    "mean_accepted_length": "MAL", "mal_uncut": "MAL uncut", "fid": "FID", "fid_infinity": "FID-infinity",
-    "kid": "KID", "kid_std": "KID std", "clip_score": "CLIP score", "cell_id": "cell", "precision": "prec.",
-    "index": "depth", "latency_s": "s / image", "tokens_per_s": "tokens / s",
+    **{metric.name: metric.heading for metric in METRICS.values()},
+    "mean_accepted_length": "MAL", "mal_uncut": "MAL uncut", "fid_infinity": "FID-infinity", "kid_std": "KID std",
+    "cell_id": "cell", "index": "depth", "latency_s": "s / image", "tokens_per_s": "tokens / s",
     "speedup_over_lossless": "over lossless",
     "target_forwards": "target forwards / image", "drafter_forwards": "drafter forwards / image",
     "draft_ms": "draft / step", "target_ms": "target / step", "verify_ms": "verify / step", "other_ms": "other / step",
     "peak_memory_mb": "peak memory",
 }  # fmt: skip
-# A quality figure and the column that names its scorer: the head of the figure names both.
-_SCORED_BY = {"fid": "fid_features", "clip_score": "clip_model"}
+# A quality figure and the column that names its network: the head of the figure names both.
+_SCORED_BY = {name: METRICS[name].scored_by for name in ON_CURVES if METRICS[name].scored_by != "protocol"}
 # The cell's id holds the other settings; `parameters` holds them in the summary.
 _IN_ID = {column.name for column in CELL_COLUMNS} - {"cell_id", "model"}
 _SAID_ONCE = (
@@ -52,7 +54,7 @@ _SAID_ONCE = (
     "kid_subset", "device", "stack",
 )  # fmt: skip
 # The summary shows these even where they are missing: the notes give the reason.
-_HEADLINE = ("speedup", "mean_accepted_length", "fid", "clip_score")
+_HEADLINE = ("speedup", "mean_accepted_length", *(name for name in IN_SUMMARY if name in ON_CURVES))
 
 
 class Readable(NamedTuple):

@@ -24,6 +24,7 @@ import numpy as np
 from lantern_bench import __version__
 from lantern_bench.config.paper import read_paper
 from lantern_bench.errors import LanternError, UserError
+from lantern_bench.methods.tables import METRICS, OF_IMAGES, ON_CURVES
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.report import curves
 from lantern_bench.report.cost_model import devices
@@ -99,7 +100,6 @@ Plain: TypeAlias = dict[str, Any]
 Numbers: TypeAlias = Mapping[CellKey, int]
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-_SCORES = ("clip_score", "prompt_accuracy")
 
 PICTURES = 6_000
 """Most pictures of a page: with more, browsers get slow, and the thumbnails exceed their budget."""
@@ -224,7 +224,7 @@ def _pictures(
         seconds, length = _rounded((row.get("seconds"), sum(steps) / len(steps) if steps else None))
         scored = [one.images.get(str(row["record_key"]), {}) for one in scores[key[0]]]
         # Under the first protocol that has a score of the image.
-        figures = {name: next((one[name] for one in scored if one.get(name) is not None), None) for name in _SCORES}
+        figures = {name: next((one[name] for one in scored if one.get(name) is not None), None) for name in OF_IMAGES}
         maps = "".join(_DIGITS[min(length, len(_DIGITS) - 1)] for length in step_lengths(row))
         pictures.append(
             {
@@ -317,13 +317,11 @@ _COLUMNS = (
     ("speedup_over_lossless", "over lossless", "the same over the run's fastest lossless cell, same sampling", "up"),
     ("mean_accepted_length", "MAL", "tokens a step commits, the target's own token included; AR has 1", "up"),
     ("acceptance_rate", "acceptance", "depths accepted over depths offered", "up"),
-    ("fid", "FID", "Fréchet distance to the reference", "down"),
-    ("kid", "KID", "kernel distance to the reference", "down"),
-    ("clip_score", "CLIP", "mean cosine between picture and caption, not scaled", "up"),
-    ("prompt_accuracy", "accuracy", "share of pictures that show all attributes of the caption", "up"),
-    ("precision", "precision", "share of pictures inside the reference's manifold", "up"),
-    ("recall", "recall", "share of the reference inside the pictures' manifold", "up"),
+    *((name, row.heading, row.meaning, "down" if row.better == "lower" else "up") for name, row in METRICS.items()),
 )
+
+
+_LOWER_IS_BETTER = {name for name, row in METRICS.items() if row.better == "lower"}
 
 
 def summary(made: Mapping[str, Tables], numbers: Numbers) -> Plain:
@@ -350,14 +348,14 @@ def highlights(made: Mapping[str, Tables], numbers: Numbers, names: Sequence[str
     Dicts of what, value, interval, cell (its number), name, remark.
     """
     table = _joined(made)
-    quality = [name for name in ("prompt_accuracy", "clip_score", "fid") if _says_something(table, name)][:1]
+    quality = [name for name in reversed(ON_CURVES) if _says_something(table, name)][:1]
     tiles = []
     for name in (*SPEEDS, *quality):
         if not _says_something(table, name):
             continue
         known = table[table[name].notna()]
         values = known[name].astype(float)
-        best = known.iloc[int(values.argmin() if name == "fid" else values.argmax())]
+        best = known.iloc[int(values.argmin() if name in _LOWER_IS_BETTER else values.argmax())]
         what = {"speedup": "fastest", "mean_accepted_length": "longest steps"}.get(name)
         tiles.append(
             _figure(name, float(best[name]), best.get(f"{name}_low"), best.get(f"{name}_high"))

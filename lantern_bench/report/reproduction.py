@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.config.paper import Paper, PaperRow
+from lantern_bench.methods.tables import IN_SUMMARY, METRICS
 from lantern_bench.report.format_tables import with_interval
 from lantern_bench.report.labels import BOUNDS
 from lantern_bench.report.records import Row, join_notes
@@ -24,7 +25,7 @@ NOT_HAD = "no published figure could be had"
 _OURS = ("prompt_accuracy", "kid")
 _FROM_SPEED = ("speedup", "step_compression", "mean_accepted_length")
 # A figure and the column that names its scorer; two figures are of one kind when their scorers begin alike.
-_SCORED_BY = {"clip_score": "clip_model"} | dict.fromkeys(("fid", "precision", "recall"), "fid_features")
+_SCORED_BY = {name: METRICS[name].scored_by for name in IN_SUMMARY}
 _SERIES = (
     "model", "mode", "drafting", "tree", "rule", "neighbours", "neighbour_metric", "residual", "temperature",
     "cfg_scale",
@@ -171,9 +172,8 @@ def device_in_words(manifest: Mapping[str, Any]) -> str:
 # Head, number format and unit of a figure.
 _FORMS = {
     "speedup": ("speedup", "{:.2f}", "x"), "step_compression": ("step compr.", "{:.2f}", "x"),
-    "mean_accepted_length": ("MAL", "{:.2f}", ""), "fid": ("FID", "{:.2f}", ""), "clip_score": ("CLIP", "{:.4f}", ""),
-    "prompt_accuracy": ("accuracy", "{:.2f}", ""), "kid": ("KID", "{:.4f}", ""), "precision": ("prec.", "{:.3f}", ""),
-    "recall": ("recall", "{:.3f}", ""), "hpsv2": ("HPSv2", "{:.4f}", ""),
+    "mean_accepted_length": ("MAL", "{:.2f}", ""),
+    **{name: (metric.heading, metric.form, "") for name, metric in METRICS.items()},
 }  # fmt: skip
 
 

@@ -16,8 +16,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lantern_bench.errors import UserError
+from lantern_bench.methods.metrics import listed
 from lantern_bench.methods.parameters import SAMPLING
-from lantern_bench.methods.tables import METHOD_PARAMETERS, MODES, PARAMETERS
+from lantern_bench.methods.tables import (
+    IN_SUMMARY,
+    METHOD_PARAMETERS,
+    METRICS,
+    MODES,
+    OF_IMAGES,
+    OF_SETS,
+    PAIRED,
+    PARAMETERS,
+)
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.report.records import (
     COLUMNS_READ,
@@ -56,7 +66,7 @@ NAMES = ("speed", "quality", "acceptance", "summary")
 AXES = ("depth", "position")
 """Acceptance is counted by depth of the draft tree (from 1) and by position in the image (from 0)."""
 
-PUBLISHED = ("speedup", "mean_accepted_length", "fid", "clip_score", "precision", "recall")
+PUBLISHED = ("speedup", "mean_accepted_length", *IN_SUMMARY)
 """Figures of the summary that a paper's table may hold."""
 
 SPEEDUPS = ("speedup", "speedup_over_lossless")
@@ -189,12 +199,11 @@ def acceptance_rows(cell: CellRecords) -> Iterator[dict[str, Any]]:
 
 # ---- Quality of a cell: one row for each protocol that scored it
 
-_AGAINST_REFERENCE = ("fid", "kid", "precision", "recall")
 _OF_CELL = (
-    *(f"{name}{end}" for name in (*_AGAINST_REFERENCE, "fid_infinity") for end in ENDS),
-    "kid_std", "kid_subset", "n_reference", "reference",
-)  # fmt: skip
-_OF_IMAGE = ("clip_score", "prompt_accuracy", "hpsv2", "image_reward")
+    *(f"{name}{end}" for name in OF_SETS for end in ENDS),
+    *(column for name in OF_SETS for column, *_ in METRICS[name].extras),
+    "reference",
+)
 
 WITHIN, OUTSIDE = "within", "outside"
 """Whether a figure lies in the spread of ar with other seeds."""
@@ -253,14 +262,14 @@ def _scored(cell: CellRecords, images: Sequence[tuple[Row, Row]], whole: Row) ->
     if count != len(cell.good):
         notes.append(f"{count} of {len(cell.good)} images scored")
     elif images and whole and whole.get("n") != count:
-        notes.append(f"fid, kid, precision and recall over {whole.get('n')} images")
+        notes.append(f"{listed(OF_SETS)} over {whole.get('n')} images")
     scored_by = whole or images[0][1]
     row: dict[str, Any] = {"images": count, "note": join_notes(notes), "fid_features": whole.get("extractor")}
     # Scores without a protocol version were written before protocols had versions.
     row["protocol_version"] = scored_by.get("protocol_version") or 1
     row["clip_model"] = next((score["clip_model"] for _, score in images if score.get("clip_model")), None)
     row |= {name: whole.get(name) for name in _OF_CELL}
-    for name in _OF_IMAGE:
+    for name in OF_IMAGES:
         known = [(score[name], str(record["prompt_id"])) for record, score in images if score.get(name) is not None]
         row |= mean_over_prompts([value for value, _ in known], [prompt for _, prompt in known]).columns(name)
     return row
@@ -269,18 +278,18 @@ def _scored(cell: CellRecords, images: Sequence[tuple[Row, Row]], whole: Row) ->
 def _band(cell: CellRecords, base: CellRecords, cells: Sequence[CellRecords], scores: Scores) -> dict[str, Any]:
     """The spread of ar with other seeds, and for a cell that drafts whether its figures lie in it."""
     whole, drafts = scores.cells.get(cell.cell_id, {}), cell.columns["mode"] != "ar"
-    judged = [name for name in _AGAINST_REFERENCE if drafts and whole.get(name) is not None]
+    judged = [name for name in OF_SETS if drafts and whole.get(name) is not None]
     family = [one.cell_id for one in cells if _without_seeds(one) == _without_seeds(base)]
     band = next((scores.bands[one] for one in family if one in scores.bands), None)
     if band is None:
-        enough = "fid" in judged or "precision" in judged
+        enough = any(METRICS[name].in_summary for name in judged)
         return {"note": "no verdicts: this run has no ar cells with other seeds (seed_set)" if enough else None}
     differing = [f"{name}={band[name]}" for name in ("n", "reference") if band[name] != whole.get(name)]
     differing += [one for one in settings_that_differ(cell, base) if not one.startswith(("batch", "seed_set"))]
     if differing:
         return {"note": f"no verdicts: the spread is that of ar with {', '.join(differing)}" if judged else None}
     row: dict[str, Any] = {"band_sets": band["band_sets"]}
-    for name in _AGAINST_REFERENCE:
+    for name in OF_SETS:
         centre, low, high = (band.get(f"{name}{end}") for end in ENDS)
         row |= Interval(centre, low, high).columns(f"{name}_band")
         if name in judged and low is not None and high is not None:
@@ -297,7 +306,7 @@ def _differences(cell: CellRecords, base: CellRecords, scores: Scores) -> dict[s
     row: dict[str, Any] = {}
     if cell.columns["mode"] == "ar":
         return row
-    for name in ("precision", *_OF_IMAGE):
+    for name in PAIRED:
         known = [
             one.images["record_key"].map({key: image.get(name) for key, image in scores.images.items()}).dropna()
             for one in (base, cell)
@@ -314,9 +323,10 @@ def _differences(cell: CellRecords, base: CellRecords, scores: Scores) -> dict[s
 # ---- The summary: one row a cell and protocol, with the published figure beside the measured one
 
 _FROM_QUALITY = (
-    *(f"{name}{end}" for name in ("fid", "precision", "recall", "clip_score") for end in ENDS), "fid_verdict",
-    "precision_verdict", "recall_verdict", "fid_features", "clip_model",
-)  # fmt: skip
+    *(f"{name}{end}" for name in IN_SUMMARY for end in ENDS),
+    *(f"{name}_verdict" for name in IN_SUMMARY if METRICS[name].has_spread),
+    *dict.fromkeys(METRICS[name].scored_by for name in IN_SUMMARY),
+)
 _SAMPLING = {
     "temperature": "T", "cfg_scale": "cfg", "top_k": "top_k", "top_p": "top_p", "batch": "batch",
     "seed_set": "seeds",

@@ -19,18 +19,17 @@ from torch import Tensor
 
 from lantern_bench.config.protocols import Protocol, protocol_of
 from lantern_bench.errors import RefusedError
-from lantern_bench.metrics.clip import ClipScorer, Reward, load_clip, load_reward
-from lantern_bench.metrics.fidelity import (
+from lantern_bench.methods.metrics import listed
+from lantern_bench.methods.tables import METRICS, OF_IMAGES, OF_SETS
+from lantern_bench.metrics.features import (
     Extractor,
     FeatureSet,
-    compare,
     features_of,
-    fid_infinity,
-    figures_of,
     find_extractor,
     preprocess,
     resize_for_features,
 )
+from lantern_bench.metrics.figures import FeatureSets, fid_infinity, figures_of, measurable, measure_sets
 from lantern_bench.metrics.reference_sets import (
     Reference,
     cache_folder,
@@ -38,9 +37,7 @@ from lantern_bench.metrics.reference_sets import (
     read_picture,
     reference_features,
 )
-from lantern_bench.metrics.spread import SubsetFigures, band
-from lantern_bench.models.lanterns.captions import attributes_of
-from lantern_bench.models.lanterns.classifier import AttributeClassifier, load_classifier, prompt_accuracy
+from lantern_bench.metrics.spread import ar_spread
 from lantern_bench.runs.devices import choose_compute
 from lantern_bench.runs.events import Emit, Share
 from lantern_bench.runs.request import Request, default_protocol
@@ -53,24 +50,22 @@ OnCell = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Scorers:
-    """The loaded scorers of one protocol. A scorer that is None leaves its columns empty.
-
-    `manifold` is the extractor of precision and recall if it differs from `extractor`.
-    """
+    """The loaded scorers of one protocol."""
 
     protocol: Protocol
-    clip: ClipScorer | None = None
-    extractor: Extractor | None = None
-    classifier: AttributeClassifier | None = None
+    images: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # by metric: (pictures, prompts) -> figures
+    extractor: Extractor | None = None  # None: nothing is measured against a reference
+    manifold: Extractor | None = None  # the extractor of precision and recall, where it is another
     device: torch.device | str = "cpu"
-    manifold: Extractor | None = None
-    rewards: Mapping[str, Reward] = field(default_factory=dict)
 
     @property
     def label(self) -> str | None:
         """The scorers of pictures with captions, and their weights; None without any."""
-        scorers = [*([] if self.clip is None else [self.clip]), *self.rewards.values()]
-        return "; ".join(scorer.label for scorer in scorers) or None
+        labels = (
+            scorer.label if hasattr(scorer, "label") else f"{name}@{METRICS[name].fingerprint()}"
+            for name, scorer in self.images.items()
+        )
+        return "; ".join(label for label in labels if label) or None
 
     @property
     def labels(self) -> tuple[str | None, ...]:
@@ -91,13 +86,10 @@ def load_scorers(
     Raises `RefusedError` for weights that are not on this machine, `UserError` for weights of another model.
     """
     extractor = find_extractor(protocol.features, features_weights) if protocol.features else None
-    other = protocol.manifold if protocol.manifold != protocol.features else None
-    manifold, clip = find_extractor(other) if other else None, None
-    if protocol.clip_model:
-        clip = load_clip(protocol.clip_model, clip_weights, prefix=protocol.clip_prefix, device=device)
-    classifier = load_classifier(device=device) if protocol.accuracy else None
-    rewards = {name: load_reward(name, device=device) for name in protocol.rewards}
-    return Scorers(protocol, clip, extractor, classifier, device, manifold, rewards)
+    manifold = protocol.manifold if protocol.manifold != protocol.features else None
+    weights = {"clip_score": clip_weights}
+    images = {name: METRICS[name].function()(protocol, weights.get(name), device) for name in protocol.metrics}
+    return Scorers(protocol, images, extractor, find_extractor(manifold) if manifold else None, device)
 
 
 def score_run(
@@ -210,7 +202,7 @@ def score_records(
                 if any(cell_id in family for family in families):
                     sets[cell_id] = features
             else:
-                notes.append("no reference: fid, kid, precision and recall need one (--reference)")
+                notes.append(f"no reference: {listed(OF_SETS)} need one (--reference)")
             whole = [row | {"note": "; ".join(notes) or None}]
         yield from (common | row for row in (*images, *whole))
         for family in families:
@@ -245,41 +237,18 @@ def _image_rows(records: Sequence[Row], pictures: Sequence[Tensor], scorers: Sco
     if not records:
         return
     prompts = [record["prompt"] for record in records]
-    scores: dict[str, Sequence[Any]] = dict.fromkeys(("clip_score", "prompt_accuracy"), [None] * len(records))
-    if scorers.clip is not None:
-        scores["clip_score"] = scorers.clip.score(pictures, prompts)
-    if scorers.classifier is not None:
-        scores["prompt_accuracy"] = _accuracy(scorers.classifier, pictures, prompts)
-    scores |= {name: reward.score(pictures, prompts) for name, reward in scorers.rewards.items()}
+    scores = {name: scorer(pictures, prompts) for name, scorer in scorers.images.items()}
     for number, record in enumerate(records):
         row = {"level": "image", "record_key": record["record_key"], "clip_model": scorers.label}
-        yield row | {name: values[number] for name, values in scores.items()}
-
-
-def _accuracy(
-    classifier: AttributeClassifier, pictures: Sequence[Tensor], prompts: Sequence[str]
-) -> list[float | None]:
-    """1.0 or 0.0 for each picture; None where the prompt is not a caption of the bundled family's grammar."""
-    wanted = [(row, one) for row, one in enumerate(attributes_of(prompts)) if one is not None]
-    answers: list[float | None] = [None] * len(prompts)
-    if wanted:
-        seen = torch.stack([pictures[row] for row, _ in wanted])
-        right = prompt_accuracy(classifier, seen, [attributes for _, attributes in wanted])
-        for (row, _), answer in zip(wanted, right.tolist(), strict=True):
-            answers[row] = float(answer)
-    return answers
+        yield row | dict.fromkeys(OF_IMAGES) | {name: values[number] for name, values in scores.items()}
 
 
 class Measured(NamedTuple):
-    """What is measured of single pictures: rows of level `image`, features [n, width], those for the manifold.
+    """What is measured of single pictures."""
 
-    `features` also has mean and covariance; None without an extractor. `manifold` is None where it has no extractor of
-    its own.
-    """
-
-    rows: list[Row]
-    features: FeatureSet | None
-    manifold: Tensor | None
+    rows: list[Row]  # of level `image`
+    features: Tensor | None  # [n, width]; None without an extractor
+    manifold: Tensor | None  # those for precision and recall, where they have another extractor
 
 
 class Measure(Protocol_):
@@ -294,50 +263,48 @@ def measure_pictures(records: Sequence[Row], folder: Path, scorers: Scorers, *, 
     """Score the pictures of records one by one, and extract their features; `manifold`: also those of its extractor."""
     preparation = scorers.protocol.preparation
     pictures = [preprocess(read_picture(folder / record["image"]), preparation) for record in records]
-    extract = partial(features_of, pictures, prepared=partial(resize_for_features, preparation=preparation))
-    found = None if scorers.extractor is None else extract(scorers.extractor, device=scorers.device)
-    others = scorers.manifold if manifold else None
+    extract = partial(
+        features_of,
+        pictures,
+        prepared=partial(resize_for_features, preparation=preparation),
+        device=scorers.device,
+    )
     return Measured(
         list(_image_rows(records, pictures, scorers)),
-        None if found is None else FeatureSet.of(found),
-        None if others is None else extract(others, device=scorers.device),
+        None if scorers.extractor is None else extract(scorers.extractor),
+        extract(scorers.manifold) if manifold and scorers.manifold is not None else None,
     )
 
 
 def joined(measured: Sequence[Measured]) -> Measured:
-    """Join what was measured of several sets of pictures, in their order; statistics are summed."""
+    """Join what was measured of several sets of pictures, in their order."""
     features = [each.features for each in measured if each.features is not None]
     manifolds = [each.manifold for each in measured if each.manifold is not None]
     rows = [row for each in measured for row in each.rows]
-    merged = FeatureSet.merged(features) if features else None
-    return Measured(rows, merged, torch.cat(manifolds) if manifolds else None)
+    return Measured(rows, torch.cat(features) if features else None, torch.cat(manifolds) if manifolds else None)
 
 
 class _Features(NamedTuple):
-    """Features of the pictures of a cell [n, width]: for FID and KID, and for the manifold where they differ."""
+    """Features of the pictures of a cell, and the prompt and repeat of each."""
 
-    prompts: list[str]
-    repeats: list[int]
-    whole: FeatureSet
-    manifold: Tensor | None
-
-    @property
-    def features(self) -> Tensor:
-        """The features for FID and KID."""
-        assert self.whole.features is not None
-        return self.whole.features
+    images: list[tuple[str, int]]
+    features: Tensor  # [n, width]
+    manifold: Tensor | None  # under the extractor of precision and recall, where it is another
 
 
 def _features_of(records: Sequence[Row], measured: Measured) -> _Features:
     assert measured.features is not None
-    prompts, repeats = [str(record["prompt"]) for record in records], [int(record["repeat"]) for record in records]
-    return _Features(prompts, repeats, measured.features, measured.manifold)
+    images = [(str(record["prompt"]), int(record["repeat"])) for record in records]
+    return _Features(images, measured.features, measured.manifold)
 
 
-def _manifold(features: Tensor | None, against: Sequence[FeatureSet]) -> tuple[Tensor, Tensor] | None:
-    """The features of precision and recall under their own extractor, of the pictures and of the reference."""
-    others = against[-1].features
-    return None if features is None or others is None else (features, others)
+def _sets(
+    features: Tensor, manifold: Tensor | None, against: Sequence[FeatureSet], scorers: Scorers
+) -> tuple[FeatureSets, FeatureSets | None]:
+    """Pictures and reference, and the same under the extractor of precision and recall where it is another."""
+    neighbours = scorers.protocol.manifold_neighbours
+    others = None if manifold is None else FeatureSets(manifold, against[-1], neighbours)
+    return FeatureSets(features, against[0], neighbours), others
 
 
 def _measure_fidelity(
@@ -350,12 +317,13 @@ def _measure_fidelity(
     infinity: bool,
 ) -> list[str]:
     """Put the fidelity of a cell's pictures into its row and those of its images; return what cannot be measured."""
-    manifold, neighbours = _manifold(cell.manifold, against), scorers.protocol.manifold_neighbours
-    scores = compare(cell.whole, against[0], extractor, manifold=manifold, neighbours=neighbours)
-    row |= {name: value for name, value in scores._asdict().items() if name not in ("note", "inside")}
-    for image, inside in zip(images, scores.inside, strict=False):
-        image["precision"] = float(inside)
-    notes = [scores.note]
+    sets, manifold = _sets(cell.features, cell.manifold, against, scorers)
+    measured = measure_sets(sets, extractor, manifold)
+    row |= measured.columns
+    for name, figures in measured.of_images.items():
+        for image, figure in zip(images, figures.tolist(), strict=False):
+            image[name] = figure
+    notes = list(measured.notes)
     if infinity:
         far = fid_infinity(cell.features, against[0], np.random.default_rng(2020))
         row |= {"fid_infinity": far.value, "fid_infinity_low": far.low, "fid_infinity_high": far.high}
@@ -363,25 +331,20 @@ def _measure_fidelity(
     return [note for note in notes if note]
 
 
-def _band_row(sets: Sequence[_Features], scorers: Scorers, extractor: Extractor, against: Sequence[FeatureSet]) -> Row:
+def _band_row(cells: Sequence[_Features], scorers: Scorers, extractor: Extractor, against: Sequence[FeatureSet]) -> Row:
     """The spread of ar between sets of images with the same prompts and different seeds."""
-    places = [{slot: row for row, slot in enumerate(zip(one.prompts, one.repeats, strict=True))} for one in sets]
-    shared = [slot for slot in places[0] if all(slot in other for other in places)]
+    rows_of = [{image: row for row, image in enumerate(cell.images)} for cell in cells]
+    shared = [image for image in rows_of[0] if all(image in other for other in rows_of)]
     n, reference = len(shared), against[0]
-    names, notes = figures_of(n if reference.n is None else min(n, reference.n), reference, extractor)
-    row: Row = {"level": "band", "n": n, "band_sets": len(sets), "n_reference": reference.n}
+    names, notes = measurable(n if reference.n is None else min(n, reference.n), reference, extractor)
+    row: Row = {"level": "band", "n": n, "band_sets": len(cells), "n_reference": reference.n}
     if names:
-        starts = np.cumsum([0, *(len(one.features) for one in sets[:-1])])
-        rows = np.array([[start + place[slot] for slot in shared] for start, place in zip(starts, places, strict=True)])
-        others = [one.manifold for one in sets if one.manifold is not None]
-        figures = SubsetFigures(
-            torch.cat([one.features for one in sets]),
-            reference,
-            names,
-            manifold=_manifold(torch.cat(others) if others else None, against),
-            neighbours=scorers.protocol.manifold_neighbours,
-        )
-        for name, (centre, low, high) in band(figures, rows).items():
+        starts = np.cumsum([0, *(len(cell.features) for cell in cells[:-1])])
+        rows = np.array([[start + of[image] for image in shared] for start, of in zip(starts, rows_of, strict=True)])
+        manifolds = [cell.manifold for cell in cells if cell.manifold is not None]
+        features, manifold = torch.cat([cell.features for cell in cells]), torch.cat(manifolds) if manifolds else None
+        figures = figures_of(names, *_sets(features, manifold, against, scorers))
+        for name, (centre, low, high) in ar_spread(figures, rows).items():
             row |= {name: centre, f"{name}_low": low, f"{name}_high": high}
     return row | {"note": "; ".join(notes) or None}
 

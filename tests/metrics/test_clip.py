@@ -1,12 +1,15 @@
-"""CLIP scores equal open_clip called by hand, and missing weights are named.
+"""Scorers of pictures with captions: CLIP scores equal open_clip called by hand; missing weights are named.
 
-The model is a tiny one with random weights, written to a folder as the bundled one is.
+The CLIP model is a tiny one with random weights, written to a folder as the bundled one is.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import open_clip
 import pytest
@@ -15,7 +18,9 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from experiments.train_lanterns.tasks import held_out_scenes
+from lantern_bench.config.protocols import PROTOCOLS
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.methods.tables import METRICS
 from lantern_bench.metrics import clip
 
 CONFIG = {
@@ -48,7 +53,7 @@ def pictures() -> torch.Tensor:
 
 
 def test_clip_score_equals_open_clip(folder: Path, pictures: torch.Tensor) -> None:
-    scores = clip.load_clip(f"local-dir:{folder}").score(pictures, CAPTIONS)
+    scores = clip.load_clip(f"local-dir:{folder}")(pictures, CAPTIONS)
     model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}")
     tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
     model.eval()
@@ -59,24 +64,11 @@ def test_clip_score_equals_open_clip(folder: Path, pictures: torch.Tensor) -> No
         assert score == pytest.approx(float(torch.cosine_similarity(image, text, dim=0)), abs=1e-5)
 
 
-def test_pil_images_and_tensors_score_alike(folder: Path, pictures: torch.Tensor) -> None:
-    scorer = clip.load_clip(f"local-dir:{folder}")
-    unlike = [Image.fromarray(picture.permute(1, 2, 0).numpy()) for picture in pictures]
-    assert scorer.score(unlike, CAPTIONS) == scorer.score(pictures, CAPTIONS)
-
-
 def test_the_prefix_is_put_before_captions(folder: Path, pictures: torch.Tensor) -> None:
     plain = clip.load_clip(f"local-dir:{folder}")
     prefixed = clip.load_clip(f"local-dir:{folder}", prefix="a photo of ")
-    by_hand = plain.score(pictures, [f"a photo of {caption}" for caption in CAPTIONS])
-    assert prefixed.score(pictures, CAPTIONS) == by_hand != plain.score(pictures, CAPTIONS)
-
-
-def test_clip_score_needs_as_many_captions_as_pictures(folder: Path, pictures: torch.Tensor) -> None:
-    scorer = clip.load_clip(f"local-dir:{folder}")
-    assert scorer.score([], []) == []
-    with pytest.raises(ValueError, match="3 pictures, 1 captions"):
-        scorer.score(pictures, CAPTIONS[:1])
+    by_hand = plain(pictures, [f"a photo of {caption}" for caption in CAPTIONS])
+    assert prefixed(pictures, CAPTIONS) == by_hand != plain(pictures, CAPTIONS)
 
 
 def test_clip_label_has_the_weights_hash(folder: Path) -> None:
@@ -132,7 +124,7 @@ def test_full_size_by_name_and_path(folder: Path, tmp_path: Path, pictures: torc
     checkpoint.write_bytes((folder / "open_clip_model.safetensors").read_bytes())
     scorer = clip.load_clip("ViT-tiny", checkpoint)
     assert scorer.label.startswith("ViT-tiny@")
-    assert all(-1 <= score <= 1 for score in scorer.score(pictures, CAPTIONS))
+    assert all(-1 <= score <= 1 for score in scorer(pictures, CAPTIONS))
 
 
 def test_unknown_model() -> None:
@@ -148,3 +140,48 @@ def test_bundled_clip_finds_captions_of_held_out_scenes() -> None:
     cosines = images @ scorer.captions([item.caption() for item in attributes]).T
     assert float((cosines.argmax(1) == torch.arange(50)).float().mean()) >= 0.8
     assert float(cosines.diagonal().mean()) > float(cosines.mean()) + 0.5
+
+
+# ---- Human-preference scores, by their protocols
+
+
+def load(name: str) -> Any:
+    return METRICS[name].function()(PROTOCOLS[name.replace("_", "-")], None, "cpu")
+
+
+def test_hpsv2_without_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.delenv("LANTERN_BENCH_WEIGHTS", raising=False)
+    with pytest.raises(RefusedError, match=r"weights of HPSv2 are not on this machine: HPS_v2\.1_compressed\.pt"):
+        load("hpsv2")
+
+
+def test_missing_image_reward_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RefusedError, match="ImageReward is not installed") as caught:
+        load("image_reward")
+    assert "pip install 'lantern-bench[image-reward]'" in str(caught.value.advice)
+
+
+def test_image_reward_goes_through_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's own interface, as published: load(name, device, download_root), score(prompt, image)."""
+    calls: list[Any] = []
+
+    class Model:
+        def score(self, prompt: str, image: Image.Image) -> float:
+            calls.append((prompt, image.size))
+            return float(len(prompt))
+
+    package = types.ModuleType("ImageReward")
+    package.load = lambda name, device, download_root: calls.append((name, download_root)) or Model()  # type: ignore[attr-defined]
+    package.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
+    monkeypatch.setitem(sys.modules, "ImageReward", package)
+    torch.save({"a": torch.zeros(1)}, tmp_path / "ImageReward.pt")
+    monkeypatch.setenv("LANTERN_BENCH_WEIGHTS", str(tmp_path))
+    with pytest.raises(RefusedError, match=r"med_config\.json"):
+        load("image_reward")
+    (tmp_path / "med_config.json").write_text("{}")
+    scorer = load("image_reward")
+    assert scorer.label.startswith("image-reward-1.0@")
+    assert scorer(torch.zeros(2, 3, 8, 9, dtype=torch.uint8), ["red", "blue!"]) == [3.0, 5.0]
+    assert calls == [(str(tmp_path / "ImageReward.pt"), str(tmp_path)), ("red", (9, 8)), ("blue!", (9, 8))]

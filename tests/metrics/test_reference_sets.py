@@ -15,7 +15,7 @@ from PIL import Image
 from experiments.train_lanterns.tasks import reference_scenes
 from lantern_bench.config.protocols import PROTOCOLS, Preparation
 from lantern_bench.errors import UserError
-from lantern_bench.metrics import fidelity, reference_sets
+from lantern_bench.metrics import features, reference_sets
 from lantern_bench.models.lanterns.classifier import AttributeClassifier
 from lantern_bench.models.lanterns.model import write_weights
 
@@ -25,12 +25,12 @@ CROPPED = Preparation(crop=True, size=64)
 
 
 @pytest.fixture(scope="module")
-def extractor(tmp_path_factory: pytest.TempPathFactory) -> fidelity.Extractor:
+def extractor(tmp_path_factory: pytest.TempPathFactory) -> features.Extractor:
     path = tmp_path_factory.mktemp("weights") / "features.safetensors"
     with torch.random.fork_rng():
         torch.manual_seed(0)
         write_weights(AttributeClassifier().state_dict(), path)
-    return fidelity.find_extractor(weights=path)
+    return features.find_extractor(weights=path)
 
 
 def paint(folder: Path, names: str = "abcdef", size: tuple[int, int] = (64, 64)) -> Path:
@@ -48,29 +48,29 @@ def test_the_embedded_features_are_those_of_the_painted_scenes() -> None:
     embedded = reference_sets.embedded_reference()
     assert embedded.label == label and embedded.statistics is not None
     torch.testing.assert_close(
-        embedded.statistics.features, fidelity.features_of(scenes, fidelity.find_extractor()), rtol=1e-4, atol=1e-5
+        embedded.statistics.features, features.features_of(scenes, features.find_extractor()), rtol=1e-4, atol=1e-5
     )
 
 
-def test_the_embedded_reference_belongs_to_the_bundled_extractor(extractor: fidelity.Extractor) -> None:
+def test_the_embedded_reference_belongs_to_the_bundled_extractor(extractor: features.Extractor) -> None:
     embedded = reference_sets.find_reference("embedded", EMBEDDED)
     assert embedded is not None and embedded.label == reference_sets.embedded_reference().label
-    features = reference_sets.reference_features(embedded, fidelity.find_extractor(), PLAIN)
-    assert features.n == EMBEDDED.reference_pictures and features.features is not None
+    embedded_set = reference_sets.reference_features(embedded, features.find_extractor(), PLAIN)
+    assert embedded_set.n == EMBEDDED.reference_pictures and embedded_set.features is not None
     with pytest.raises(UserError, match=f"of {embedded.extractor}, not of {extractor.label}"):
         reference_sets.reference_features(embedded, extractor, PLAIN)
 
 
 def test_written_features_are_read_back(
-    tmp_path: Path, extractor: fidelity.Extractor, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, extractor: features.Extractor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pictures = torch.stack([reference_sets.read_picture(path) for path in sorted(paint(tmp_path / "set").iterdir())])
     monkeypatch.setattr(reference_sets, "EMBEDDED_FEATURES", tmp_path / "reference.safetensors")
     reference_sets.write_embedded(reference_sets.EMBEDDED_FEATURES, pictures, extractor, "six pictures")
     embedded = reference_sets.embedded_reference()
     assert embedded.label == "six pictures"
-    features = reference_sets.reference_features(embedded, extractor, PLAIN).features
-    assert features is not None and torch.equal(features, fidelity.features_of(pictures, extractor))
+    written = reference_sets.reference_features(embedded, extractor, PLAIN).features
+    assert written is not None and torch.equal(written, features.features_of(pictures, extractor))
 
 
 def test_folder_reference_reads_pictures_by_name(tmp_path: Path) -> None:
@@ -121,16 +121,12 @@ def test_annotations_that_are_wrong(tmp_path: Path, text: str, said: str) -> Non
         reference_sets.find_reference(str(tmp_path / "val.json"), EMBEDDED)
 
 
-def test_statistics_from_a_file(tmp_path: Path, extractor: fidelity.Extractor) -> None:
+def test_statistics_from_a_file(tmp_path: Path, extractor: features.Extractor) -> None:
     path = tmp_path / "coco.npz"
     np.savez(path, mu=np.zeros(64), sigma=np.eye(64), n=np.int64(5000))
     found = reference_sets.find_reference(str(path), EMBEDDED)
     assert found is not None and found.statistics is not None and found.label.startswith("coco (statistics), n=5000")
-    kept = reference_sets.reference_features(found, extractor, PLAIN)
-    drawn = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
-    scores = fidelity.compare(fidelity.FeatureSet.of(drawn), kept, extractor)
-    assert scores.fid is not None and 0 < scores.fid < 20
-    assert scores.kid is None and scores.precision is None and "statistics only" in scores.note
+    assert reference_sets.reference_features(found, extractor, PLAIN).n == 5000
     np.savez(path, mu=np.zeros(10), sigma=np.eye(10))
     narrow = reference_sets.find_reference(str(path), EMBEDDED)
     assert narrow is not None
@@ -154,18 +150,18 @@ def test_unknown_reference_is_refused(tmp_path: Path) -> None:
 
 
 def test_cache_key_is_content_extractor_and_preprocessing(
-    tmp_path: Path, extractor: fidelity.Extractor, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, extractor: features.Extractor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes: list[int] = []
 
     def counted(pictures: Any, *more: Any, **named: Any) -> torch.Tensor:
         passes.append(len(pictures))
-        return fidelity.features_of(pictures, *more, **named)
+        return features.features_of(pictures, *more, **named)
 
     monkeypatch.setattr(reference_sets, "features_of", counted)
     cache, folder = tmp_path / "cache", paint(tmp_path / "set")
 
-    def known(preparation: Preparation = PLAIN) -> fidelity.FeatureSet:
+    def known(preparation: Preparation = PLAIN) -> features.FeatureSet:
         found = reference_sets.folder_reference(folder)
         return reference_sets.reference_features(found, extractor, preparation, cache=cache)
 
@@ -185,13 +181,13 @@ def test_cache_key_is_content_extractor_and_preprocessing(
     assert passes == [6, 6, 7, 7]
 
 
-def test_unwritable_cache_is_not_used(tmp_path: Path, extractor: fidelity.Extractor) -> None:
+def test_unwritable_cache_is_not_used(tmp_path: Path, extractor: features.Extractor) -> None:
     (tmp_path / "file").write_text("")
     found = reference_sets.folder_reference(paint(tmp_path / "set"))
     assert reference_sets.reference_features(found, extractor, PLAIN, cache=tmp_path / "file").n == 6
 
 
-def test_reference_sizes_must_agree_unless_resized(tmp_path: Path, extractor: fidelity.Extractor) -> None:
+def test_reference_sizes_must_agree_unless_resized(tmp_path: Path, extractor: features.Extractor) -> None:
     folder = paint(tmp_path / "set")
     paint(folder, "z", (90, 70))
     found = reference_sets.folder_reference(folder)

@@ -352,7 +352,6 @@ def joined(cluster: Cluster) -> Iterator[None]:
 def test_scores_in_parts_are_those_of_one_pass(
     at: Path, joined: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lantern_bench.metrics.fidelity import frechet_distance
     from lantern_bench.models.lanterns.captions import HELD_OUT
     from lantern_bench.runs.images import png_bytes
     from lantern_bench.runs.scoring import load_scorers, measure_pictures
@@ -368,9 +367,7 @@ def test_scores_in_parts_are_those_of_one_pass(
     scorers = load_scorers(request.protocol)
     whole = measure_pictures(records, tmp_path, scorers, manifold=False)
     parts = RayMeasure(ray, request)(records, tmp_path, scorers, manifold=False)
-    assert whole.features is not None and parts.features is not None and parts.features.n == 150
+    assert whole.features is not None and parts.features is not None and len(parts.features) == 150
     assert [row["record_key"] for row in parts.rows] == [row["record_key"] for row in records]
     assert [row["prompt_accuracy"] for row in parts.rows] == [row["prompt_accuracy"] for row in whole.rows]
-    half = measure_pictures(records[:75], tmp_path, scorers, manifold=False).features
-    assert half is not None
-    assert frechet_distance(parts.features, half) == pytest.approx(frechet_distance(whole.features, half), rel=1e-6)
+    torch.testing.assert_close(parts.features, whole.features)

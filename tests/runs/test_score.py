@@ -24,8 +24,10 @@ from lantern_bench.config.experiment import load_experiment, resolve
 from lantern_bench.config.plan import Prompt, make_plan
 from lantern_bench.config.protocols import PROTOCOLS, Protocol
 from lantern_bench.errors import RefusedError
-from lantern_bench.metrics import clip, fidelity
-from lantern_bench.metrics.reference_sets import Reference
+from lantern_bench.methods.tables import METRICS
+from lantern_bench.metrics import clip, features
+from lantern_bench.metrics.accuracy import PromptAccuracy
+from lantern_bench.metrics.reference_sets import Reference, read_picture
 from lantern_bench.models.lanterns import classifier
 from lantern_bench.models.lanterns.captions import HELD_OUT
 from lantern_bench.models.lanterns.classifier import AttributeClassifier, predict
@@ -49,7 +51,8 @@ def scorers(tmp_path_factory: pytest.TempPathFactory) -> scoring.Scorers:
         save_clip(open_clip.CLIP(**CLIP_CONFIG["model_cfg"]), folder / "clip")
     path = folder / "features.safetensors"
     scorer = clip.load_clip(f"local-dir:{folder / 'clip'}")
-    return scoring.Scorers(EMBEDDED, scorer, fidelity.find_extractor(weights=path), classifier.load_classifier(path))
+    images = {"clip_score": scorer, "prompt_accuracy": PromptAccuracy(classifier.load_classifier(path))}
+    return scoring.Scorers(EMBEDDED, images, features.find_extractor(weights=path))
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +98,15 @@ def test_image_rows_hold_each_scorers_answer(
     run: tuple[Path, list[dict[str, Any]]], scorers: scoring.Scorers, reference: Reference
 ) -> None:
     folder, records = run
-    assert scorers.clip is not None and scorers.classifier is not None
     images = [row for row in _score(run, scorers, reference) if row["level"] == "image"]
     for row, record in zip(images, records[:12], strict=True):
-        picture = Image.open(folder / record["image"])
-        assert row["clip_score"] == pytest.approx(scorers.clip.score([picture], [record["prompt"]])[0], abs=1e-5)
-        assert row["clip_model"] == scorers.clip.label
+        picture = read_picture(folder / record["image"])
+        assert row["clip_score"] == pytest.approx(
+            scorers.images["clip_score"]([picture], [record["prompt"]])[0], abs=1e-5
+        )
+        assert row["clip_model"] == scorers.label
     pictures = torch.stack([torch.from_numpy(np.array(Image.open(folder / r["image"]))) for r in records[:5]])
-    seen = predict(scorers.classifier, pictures.permute(0, 3, 1, 2)).tolist()
+    seen = predict(scorers.images["prompt_accuracy"].classifier, pictures.permute(0, 3, 1, 2)).tolist()
     expected = [float(tuple(row) == HELD_OUT[number].indices()) for number, row in enumerate(seen)]
     assert [row["prompt_accuracy"] for row in images[:5]] == expected
     assert images[5]["prompt_accuracy"] is None, "a prompt outside the grammar has no prompt accuracy"
@@ -127,7 +131,8 @@ def test_sets_of_ar_images_give_a_band(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With fewest pictures of 6, so that six pictures a cell have every figure but FID."""
-    monkeypatch.setattr(fidelity, "MANIFOLD_PICTURES", 6)
+    for name in ("precision", "recall"):
+        monkeypatch.setitem(METRICS, name, dataclasses.replace(METRICS[name], min_images=6))
     folder, records = run
     both = [record | {"mode": "ar", "seed_set": int(number >= 6)} for number, record in enumerate(records)]
     *rows, band = _score((folder, both), scorers, reference)
@@ -290,9 +295,8 @@ def test_fidelity_without_a_reference_has_a_note(
 
 
 def test_rewards_fill_their_own_columns(run: tuple[Path, list[dict[str, Any]]], scorers: scoring.Scorers) -> None:
-    assert scorers.clip is not None
-    protocol = Protocol("hpsv2", 1, "a stand-in", rewards=("hpsv2",))
-    rows = _score(run, scoring.Scorers(protocol, rewards={"hpsv2": scorers.clip}))
+    protocol = Protocol("hpsv2", 1, "a stand-in", metrics=("hpsv2",))
+    rows = _score(run, scoring.Scorers(protocol, {"hpsv2": scorers.images["clip_score"]}))
     by_clip = [row for row in _score(run, scorers) if row["level"] == "image"]
     assert [row["hpsv2"] for row in rows] == [row["clip_score"] for row in by_clip]
     assert all(row["clip_score"] is None for row in rows)

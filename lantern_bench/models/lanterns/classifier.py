@@ -1,7 +1,7 @@
 """The attribute classifier: a small network that recognises the five attributes of a scene of lanterns.
 
 Its answers give prompt accuracy (does the picture show what the caption asked for), and its 64-wide penultimate layer
-is the feature space of the bundled model's FID, KID, precision and recall (`metrics.fidelity`).
+is the feature space of the bundled model's FID, KID, precision and recall (`metrics.features`).
 """
 
 from __future__ import annotations

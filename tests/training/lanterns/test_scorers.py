@@ -103,7 +103,7 @@ def test_clip_is_small_and_open_clip_loads_its_folder(pool: Pool, tmp_path: Path
     expected = torch.cosine_similarity(
         task.clip.encode_image(pixels), task.clip.encode_text(tasks._caption_tokens(_first(pool))), dim=1
     )
-    assert load_clip(f"local-dir:{tmp_path / 'clip'}").score(pool.pixels[:4], captions) == pytest.approx(
+    assert load_clip(f"local-dir:{tmp_path / 'clip'}")(pool.pixels[:4], captions) == pytest.approx(
         expected.tolist(), abs=5e-3
     )
     rows = loaded.token_embedding.weight.detach().abs().sum(1)

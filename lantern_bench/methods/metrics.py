@@ -1,0 +1,180 @@
+"""The quality metrics, one row each: scores, tables, curves, comparisons and the report page read these rows.
+
+A new metric is a row here and a function (docs/adding-a-metric.md); a package brings the same row through the entry
+point group `lantern_bench.metrics`. Torch is not imported: a row names its function by module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Literal
+
+from lantern_bench.methods.code import Code, fingerprint_of, load_code
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A quality metric.
+
+    `load` of a metric of images is (protocol, weights, device) -> scorer, and `scorer(pictures, prompts)` gives a
+    number or None for each picture, uint8 [3, h, w]; its `label` names the network in results (without one: the metric
+    and the fingerprint of its file). `load` of a metric of sets is (`FeatureSets`) -> figure (metrics/figures.py).
+    """
+
+    name: str  # of its columns
+    meaning: str  # of the figure of a cell
+    load: Code
+    level: Literal["image", "set"] = "image"  # measured of each image, or of all images of a cell against a reference
+    label: str = ""  # in tables and charts; by default the name in words
+    digits: str = ".4f"  # how numbers are written
+    better: Literal["higher", "lower"] = "higher"
+    # paired: difference from ar over the same prompts; spread: inside the interval of ar with other seeds or not.
+    against_ar: Literal["paired", "spread", "both"] = "paired"
+    image_meaning: str = ""  # of the figure of one image, where it has one
+    scored_by: str = "clip_model"  # column that names the network behind the figure
+    in_summary: bool = False  # whether summary.csv has it, beside a published figure
+    on_curves: bool = True  # whether speed is drawn against it
+    bounds: tuple[float, float] = (-inf, inf)  # ends of intervals lie between them
+    # For metrics of sets: fewest pictures, and fewest for each feature of the extractor.
+    min_images: int = 2
+    min_images_per_feature: int = 0
+    needs_features: bool = True  # whether mean and covariance of the reference are not enough
+    is_manifold: bool = False  # whether it uses the extractor of the protocol's manifold
+    extras: tuple[tuple[str, str, str, str], ...] = ()  # columns beside the figure: name, type, unit, meaning
+
+    @property
+    def heading(self) -> str:
+        """The name of the figure for people."""
+        return self.label or self.name.replace("_", " ")
+
+    @property
+    def form(self) -> str:
+        """The format of a number, for `str.format`."""
+        return f"{{:{self.digits}}}"
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether each image has a figure, which is compared with that of ar for the same prompt."""
+        return self.against_ar in ("paired", "both")
+
+    @property
+    def has_spread(self) -> bool:
+        """Whether cells are compared with the spread of ar with other seeds."""
+        return self.against_ar in ("spread", "both")
+
+    def function(self) -> Callable[..., Any]:
+        """Return `load`; imports its module where it is given by name."""
+        return load_code(self.load)
+
+    def fingerprint(self) -> str:
+        """8 hex digits that change with the file of its function: scores of two versions are told apart."""
+        return fingerprint_of(self.load)[:8]
+
+
+_SHARE = (0.0, 1.0)
+SHIPPED_METRICS = (
+    Metric(
+        "fid",
+        "Frechet distance to the reference, with the features of fid_features",
+        "lantern_bench.metrics.figures:fid",
+        level="set",
+        label="FID",
+        digits=".2f",
+        better="lower",
+        against_ar="spread",
+        scored_by="fid_features",
+        in_summary=True,
+        bounds=(0.0, inf),
+        min_images_per_feature=2,  # with fewer, most of the covariance is noise
+        needs_features=False,
+        extras=(
+            ("fid_infinity", "float", "", "fid extrapolated to infinitely many pictures, where it was asked for"),
+            ("fid_infinity_low", "float", "", "lower end of the 95 % interval of fid_infinity"),
+            ("fid_infinity_high", "float", "", "upper end of the 95 % interval of fid_infinity"),
+        ),
+    ),
+    Metric(
+        "kid",
+        "kernel distance to the reference, over all pictures",
+        "lantern_bench.metrics.figures:Kid",
+        level="set",
+        label="KID",
+        digits=".4g",
+        better="lower",
+        against_ar="spread",
+        scored_by="fid_features",
+        on_curves=False,
+        min_images=5,
+        extras=(
+            ("kid_std", "float", "", "standard deviation of kid over subsets"),
+            ("kid_subset", "int", "images", "images in one subset of kid: min(1000, n/2)"),
+            ("n_reference", "int", "images", "pictures of the reference; empty where it does not say"),
+        ),
+    ),
+    Metric(
+        "clip_score",
+        "mean cosine between picture and caption, not scaled",
+        "lantern_bench.metrics.clip:clip_score",
+        label="CLIP score",
+        image_meaning="cosine between picture and caption, not scaled",
+        in_summary=True,
+    ),
+    Metric(
+        "prompt_accuracy",
+        "share of pictures that show all attributes of the caption",
+        "lantern_bench.metrics.accuracy:prompt_accuracy",
+        digits=".3f",
+        image_meaning="1 when all attributes of the caption are seen, else 0",
+        scored_by="protocol",
+    ),
+    Metric(
+        "precision",
+        "share of pictures inside the reference's manifold; depends on n_reference",
+        "lantern_bench.metrics.figures:Precision",
+        level="set",
+        digits=".3f",
+        against_ar="both",
+        image_meaning="1 where the picture is inside the reference's manifold, else 0",
+        scored_by="fid_features",
+        in_summary=True,
+        on_curves=False,
+        bounds=_SHARE,
+        min_images=256,  # docs/quality.md has the measurement
+        is_manifold=True,
+    ),
+    Metric(
+        "recall",
+        "share of the reference inside the pictures' manifold; depends on images and n_reference",
+        "lantern_bench.metrics.figures:recall",
+        level="set",
+        digits=".3f",
+        against_ar="spread",
+        scored_by="fid_features",
+        in_summary=True,
+        on_curves=False,
+        bounds=_SHARE,
+        min_images=256,
+        is_manifold=True,
+    ),
+    Metric(
+        "hpsv2",
+        "mean HPSv2.1, not scaled",
+        "lantern_bench.metrics.clip:hpsv2",
+        label="HPSv2",
+        image_meaning="HPSv2.1: cosine between picture and caption, not scaled",
+    ),
+    Metric(
+        "image_reward",
+        "mean ImageReward 1.0",
+        "lantern_bench.metrics.clip:image_reward",
+        label="ImageReward",
+        image_meaning="ImageReward 1.0",
+    ),
+)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as a sentence has them: `fid, kid and recall`."""
+    return " and ".join([*([", ".join(names[:-1])] if names[:-1] else []), *names[-1:]])

@@ -1,0 +1,224 @@
+"""Figures of a set of pictures against a reference: FID, KID, precision, recall, and FID-infinity.
+
+Each metric is a function of the features of both sets. It returns a figure: a function of any subset of the pictures,
+so that intervals (`metrics/spread.py`) measure subsets without computing anything of the reference again. A figure may
+have `of_images` [n], the figures of single pictures, and `extras()`, further columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+from torch import Tensor
+from torch_fidelity import metric_kid
+
+from lantern_bench.methods.metrics import listed
+from lantern_bench.methods.tables import METRICS, OF_SETS
+from lantern_bench.metrics.features import Extractor, FeatureSet
+from lantern_bench.metrics.spread import Figure, Rows, clipped, jackknife
+
+
+class FeatureSets(NamedTuple):
+    """What a metric of sets measures: two sets under one extractor."""
+
+    pictures: Tensor  # float32 [n, width]
+    reference: FeatureSet
+    neighbours: int = 3  # of the manifolds of precision and recall
+
+
+class FrechetDistance:
+    """The squared Frechet distance of Gaussians from a reference: |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2))."""
+
+    def __init__(self, reference: FeatureSet) -> None:
+        self._mean, self._trace = reference.mean, np.trace(reference.covariance)
+        values, vectors = np.linalg.eigh(reference.covariance)
+        self._root = (vectors * np.sqrt(values.clip(0))) @ vectors.T
+
+    def __call__(self, features: Tensor) -> float:
+        """Return the distance of pictures with these features [n, width]."""
+        pictures = FeatureSet.of(features)
+        # The root of the product of both covariances has the trace of this symmetric matrix's root.
+        product = self._root @ pictures.covariance @ self._root
+        between = np.sqrt(np.linalg.eigvalsh(product).clip(0)).sum()
+        shift = ((pictures.mean - self._mean) ** 2).sum()
+        return float(shift + np.trace(pictures.covariance) + self._trace - 2 * between)
+
+
+def fid(sets: FeatureSets) -> Figure:
+    """The Frechet distance of the two sets (Heusel et al. 2017)."""
+    distance = FrechetDistance(sets.reference)
+    return lambda rows: distance(sets.pictures[torch.from_numpy(rows)])
+
+
+class Kid:
+    """The kernel distance (Binkowski et al. 2018), over all pictures: what its mean over random subsets estimates."""
+
+    def __init__(self, sets: FeatureSets) -> None:
+        assert sets.reference.features is not None
+        self._sets, self._pictures = sets, sets.pictures.double().numpy()
+        self._reference = sets.reference.features.double().numpy()
+        self._among_reference = _mean_kernel(self._reference)
+
+    def __call__(self, rows: Rows) -> float:
+        """Return the figure of the pictures `rows`."""
+        pictures = self._pictures[rows]
+        between = _mean_kernel(pictures, self._reference)
+        return _mean_kernel(pictures) + self._among_reference - 2 * between
+
+    def extras(self) -> dict[str, Any]:
+        """The standard deviation over 100 random subsets, as torch-fidelity computes it, and their size."""
+        subset = min(1000, min(len(self._pictures), len(self._reference)) // 2)
+        spread = metric_kid.kid_features_to_metric(
+            self._sets.pictures,
+            self._sets.reference.features,
+            kid_subsets=100,
+            kid_subset_size=subset,
+            rng_seed=2020,
+            verbose=False,
+        )
+        return {"kid_subset": subset, "kid_std": spread[metric_kid.KEY_METRIC_KID_STD]}
+
+
+def _mean_kernel(x: NDArray[np.float64], y: NDArray[np.float64] | None = None) -> float:
+    """The mean of KID's kernel (x . y / width + 1)^3 over pairs; of one set alone over pairs of different pictures."""
+    others, width = x if y is None else y, x.shape[1]
+    total = 0.0
+    for start in range(0, len(x), 2048):
+        total += float(((x[start : start + 2048] @ others.T / width + 1) ** 3).sum())
+    if y is not None:
+        return total / (len(x) * len(y))
+    with_themselves = float((((x**2).sum(axis=1) / width + 1) ** 3).sum())
+    return (total - with_themselves) / (len(x) * (len(x) - 1))
+
+
+class Precision:
+    """The share of pictures inside the reference's manifold of nearest neighbours (Kynkaanniemi et al. 2019)."""
+
+    def __init__(self, sets: FeatureSets) -> None:
+        assert sets.reference.features is not None
+        inside = _is_inside(sets.pictures, sets.reference.features, sets.neighbours)
+        self.of_images = inside.astype(np.float64)
+
+    def __call__(self, rows: Rows) -> float:
+        """Return the figure of the pictures `rows`."""
+        return float(self.of_images[rows].mean())
+
+
+def recall(sets: FeatureSets) -> Figure:
+    """The share of the reference inside the pictures' manifold: precision with the sets exchanged."""
+    reference = sets.reference.features
+    assert reference is not None
+    return lambda rows: float(_is_inside(reference, sets.pictures[torch.from_numpy(rows)], sets.neighbours).mean())
+
+
+def _is_inside(features: Tensor, manifold: Tensor, neighbours: int) -> NDArray[np.bool_]:
+    """Whether each feature lies in a ball around one of `manifold` that reaches its k-th neighbour: [n]."""
+    # The nearest of a point is the point itself.
+    radii = torch.cat([torch.cdist(chunk, manifold).kthvalue(neighbours + 1).values for chunk in manifold.split(2048)])
+    inside = [(torch.cdist(chunk, manifold) <= radii).any(dim=1) for chunk in features.split(2048)]
+    return torch.cat(inside).numpy()
+
+
+# ---- The figures of a cell
+
+
+def measurable(n: int, reference: FeatureSet, extractor: Extractor) -> tuple[list[str], list[str]]:
+    """Return the metrics of sets that n pictures allow, and why others cannot be measured.
+
+    n is that of the smaller set, where the size of both is known.
+    """
+    names: list[str] = []
+    too_few: dict[str, list[str]] = {}
+    needing = [name for name in OF_SETS if METRICS[name].needs_features]
+    for name in OF_SETS:
+        metric = METRICS[name]
+        if reference.features is None and metric.needs_features:
+            continue
+        times = metric.min_images_per_feature
+        needed = max(metric.min_images, times * extractor.width)
+        if n >= needed:
+            names.append(name)
+            continue
+        reason = f", {'twice' if times == 2 else f'{times} times'} its features" if times else ""
+        too_few.setdefault(f"{needed} images{reason}; there are {n}", []).append(name)
+    notes = [f"{listed(few)} need{'s' if len(few) == 1 else ''} {reason}" for reason, few in too_few.items()]
+    if reference.features is None:
+        notes.append(f"the reference holds statistics only: no {listed(needing)}")
+    return names, notes
+
+
+def figures_of(names: Sequence[str], sets: FeatureSets, manifold: FeatureSets | None = None) -> dict[str, Figure]:
+    """Return the figures of these metrics; `manifold` holds the sets under the extractor of manifolds, if another."""
+    return {
+        name: METRICS[name].function()(manifold if manifold and METRICS[name].is_manifold else sets) for name in names
+    }
+
+
+class Measured(NamedTuple):
+    """The figures of one set of pictures."""
+
+    columns: dict[str, Any]  # by name of the column; None where a figure cannot be measured
+    of_images: dict[str, NDArray[np.float64]]  # by metric, for each picture
+    notes: list[str]
+
+
+def measure_sets(sets: FeatureSets, extractor: Extractor, manifold: FeatureSets | None = None) -> Measured:
+    """Measure pictures against a reference with all metrics of sets.
+
+    Intervals are those of `metrics/spread.py`, and None for too few pictures. KID of two sets of the same kind is about
+    0 only when their pictures are drawn independently: prompts taken in turn leave a set without pairs of one caption,
+    which shifts KID below 0 by the same amount in every cell.
+    """
+    n, reference = len(sets.pictures), sets.reference
+    names, notes = measurable(n if reference.n is None else min(n, reference.n), reference, extractor)
+    figures = figures_of(names, sets, manifold)
+    columns: dict[str, Any] = {f"{name}{end}": None for name in OF_SETS for end in ("", "_low", "_high")}
+    columns["n_reference"] = reference.n
+    columns |= {name: float(figure(np.arange(n))) for name, figure in figures.items()}
+    for name, reach in jackknife(figures, n).items():
+        columns[f"{name}_low"] = clipped(name, columns[name] - reach)
+        columns[f"{name}_high"] = clipped(name, columns[name] + reach)
+    of_images: dict[str, NDArray[np.float64]] = {}
+    for name, figure in figures.items():
+        columns |= getattr(figure, "extras", dict)()
+        if METRICS[name].is_paired:
+            of_images[name] = getattr(figure, "of_images")  # noqa: B009  # a plain function has none
+    return Measured(columns, of_images, notes)
+
+
+# ---- FID-infinity: extrapolated to infinitely many pictures, since FID of few pictures is biased upwards
+
+_SIZES = 15
+
+
+class Extrapolated(NamedTuple):
+    """A figure extrapolated to infinitely many pictures; None with the reason in `note` for too few."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    note: str = ""
+
+
+def fid_infinity(features: Tensor, reference: FeatureSet, rng: np.random.Generator) -> Extrapolated:
+    """Extrapolate the FID of pictures with these features [n, width] (arXiv 1911.07023).
+
+    Fifteen sizes, evenly from n / 2 (and at least twice the width) to n; one subset each, drawn without replacement.
+    The interval is that of the intercept of the least-squares line; it is too narrow, since subsets share pictures.
+    """
+    n, width = features.shape
+    smallest = max(n // 2, 2 * width)
+    if n < 2 * width + _SIZES:
+        return Extrapolated(None, note=f"fid_infinity needs {2 * width + _SIZES} images; there are {n}")
+    distance = FrechetDistance(reference)
+    sizes = np.unique(np.linspace(smallest, n, _SIZES).round().astype(int))
+    subsets = (torch.from_numpy(rng.choice(n, size=int(size), replace=False)) for size in sizes)
+    line = stats.linregress(1 / sizes, [distance(features[rows]) for rows in subsets])
+    reach = float(stats.t.ppf((1 + 0.95) / 2, len(sizes) - 2) * line.intercept_stderr)
+    value = float(line.intercept)
+    return Extrapolated(value, value - reach, value + reach)
