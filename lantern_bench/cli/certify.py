@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lantern_bench.cli.options import (
+    DECODING,
     FormatOption,
     PromptsOption,
     SettingsOption,
     compile_steps,
-    decoding_flags,
+    experiment_flags,
     resolve_cells,
 )
 from lantern_bench.errors import CheckFailedError, UserError
@@ -32,7 +33,7 @@ _AUDIT = ["mode", "form", "claim", "source", "table_images", "images", "p_holm",
 _AUDIT += ["table_tv_high", "emitted_tv", "emitted_tv_low", "emitted_tv_high", "verdict"]
 
 
-@decoding_flags
+@experiment_flags(*DECODING)
 def certify(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="The model.")] = "lanterns",

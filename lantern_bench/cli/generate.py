@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lantern_bench.cli.options import (
+    DECODING,
     FormatOption,
     SettingsOption,
     compile_steps,
-    decoding_flags,
+    experiment_flags,
     resolve_flags,
     say_memory,
     split_modes,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from lantern_bench.runs.devices import Compute
 
 
-@decoding_flags
+@experiment_flags(*DECODING)
 def generate(
     ctx: typer.Context,
     caption: Annotated[str | None, typer.Argument(help="The caption.")] = None,

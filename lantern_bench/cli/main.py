@@ -18,8 +18,7 @@ from typer.main import get_command
 
 from lantern_bench import __version__, stopping
 from lantern_bench.cli.certify import certify
-from lantern_bench.cli.check_model import check_model
-from lantern_bench.cli.doctor import doctor
+from lantern_bench.cli.checks import check_model, doctor, verify
 from lantern_bench.cli.generate import generate
 from lantern_bench.cli.models import experiments, models, weights
 from lantern_bench.cli.options import command_group
@@ -27,7 +26,6 @@ from lantern_bench.cli.profile import profile
 from lantern_bench.cli.results import compare, curves, predict, report, show, size
 from lantern_bench.cli.sweep import merge, reproduce, score, sweep
 from lantern_bench.cli.train import train
-from lantern_bench.cli.verify import verify
 from lantern_bench.console import Console
 from lantern_bench.errors import LanternError, UserError
 from lantern_bench.runs.request import DEFAULT_CLUSTER
@@ -60,7 +58,7 @@ _EPILOG = (
     "Exit codes: 0 success; 1 internal error; 2 usage error; 3 refused (locked, mismatched, missing weights); "
     "4 some images failed; 5 a check failed; 130 interrupted; 143 terminated."
 )
-_RARE_FLAGS_EPILOG = "--help-all also shows the flags that are rarely used."
+_RARE_FLAGS_EPILOG = "Flags that are rarely used: --help-all."
 # These flags work before and after the command name.
 _GLOBAL = {"-q", "--quiet", "-v", "--verbose", "--debug"}
 

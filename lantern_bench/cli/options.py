@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from lantern_bench.console import FORMATS, Console
-from lantern_bench.errors import UserError
+from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.tables import DRAFTINGS, MODES, OUTSIDE_RULES, PARAMETERS, RULES, raise_if_refused
 from lantern_bench.runs.store import find_run, results_root
 
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 PROMPTS_HELP = "Prompt set, file, coco:FILE, parti:FILE or imagenet; append #100 to take one hundred of them."
 RUN_HELP = "Run directory, or the name (or a prefix of it) of a run under results/."
+DEVICE_HELP = "auto, cpu, mps, cuda or cuda:N."
+QUIET_ADVICE = "Close other programs. Figures of tokens and quality hold; those of seconds may not."
 
+# ---- Flags whose values a command uses itself: type aliases. `hidden` flags are shown by --help-all only.
 
 FormatOption: TypeAlias = Annotated[
     str | None,
@@ -38,87 +41,108 @@ PromptsOption: TypeAlias = Annotated[str | None, typer.Option("--prompts", help=
 SettingsOption: TypeAlias = Annotated[
     list[str] | None, typer.Option("--set", help="key=value; sets any key of the experiment file.")
 ]
-DEVICE_HELP = "auto, cpu, mps, cuda or cuda:N."
+DeviceOption: TypeAlias = Annotated[str, typer.Option("--device", help=DEVICE_HELP)]
+RunArgument: TypeAlias = Annotated[str, typer.Argument(help=RUN_HELP)]
 
-Flag: TypeAlias = tuple[str, Any]
-
-
-def flag(key: str, help: str, kind: Any = list[str] | None) -> Flag:
-    """A flag of strings; the experiment's validation reads them. Flags of lists can be repeated."""
-    return key, Annotated[kind, typer.Option(f"--{key.replace('_', '-')}", help=help)]
+# ---- Flags that are keys of an experiment: one table. The values are text, which `config` reads and checks.
 
 
-_OF_TREES = frozenset(name for row in DRAFTINGS.values() for name in row.parameter_names)
-# The parameters of decoding but those of a tree, for commands that choose trees themselves.
-RULE_FLAGS = tuple(flag(key, one.help) for key, one in PARAMETERS.items() if key != "mode" and key not in _OF_TREES)
-# The parameters of decoding, whose several values (commas, or a repeated flag) make a grid; then seed and device.
-DECODING_FLAGS: tuple[Flag, ...] = (
-    *(flag(key, one.help) for key, one in PARAMETERS.items() if key != "mode"),
-    flag("seed", "Random seed.", str | None),
-    flag("device", DEVICE_HELP, str | None),
-    flag("dtype", "auto, float32, bfloat16 or float16. auto: bfloat16 on CUDA and, in sweeps, fast CPUs.", str | None),
-    ("compile", Annotated[bool | None, typer.Option("--compile/--no-compile", help="Compile the decode steps.")]),
-    flag(
-        "threads",
-        "Threads on a CPU. Default: sweeps try several and keep the fastest number; others use all cores.",
-        str | None,
-    ),
-    flag("neighbour_space", "Space of code distances: raw or normalised. Default: as published.", str | None),
+_WORD, _SWITCH = str | None, bool | None
+_LIST = list[str] | None  # several values, by commas or by repeating the flag, make a grid
+
+
+def _flag(key: str, kind: Any, help: str, rare: bool = False) -> tuple[str, Any]:
+    name = f"--{key.replace('_', '-')}"
+    names = f"{name}/--no-{name[2:]}" if kind == _SWITCH else name
+    return key, Annotated[kind, typer.Option(names, help=help, hidden=rare)]
+
+
+_BEFORE_PARAMETERS = (
+    _flag("model", _LIST, "One or several models; by default the experiment's."),
+    _flag("prompts", _WORD, PROMPTS_HELP),
+    _flag("images", _WORD, "Images per cell; published tables use 1,000 to 5,000."),
+    _flag("metrics", _LIST, "speed, quality, or both."),
+    _flag("protocol", _WORD, "The quality protocol; see `lantern-bench score`."),
+    _flag("reference", _WORD, "What fidelity is measured against; see `lantern-bench score`."),
+    _flag("processes", _WORD, "New processes that share the prompts, in turn; intervals then cover runs."),
+    _flag("repeats", _WORD, "Repeat the images this many times, with new seeds."),
+    _flag("batch", _WORD, "Images decoded at once, or a list; published: 1."),
+    _flag("baseline", _SWITCH, "Add an ar cell if there is none."),
+    _flag("pool_devices", _SWITCH, "Give one speedup over several kinds of device.", rare=True),
 )
+_PARAMETERS = tuple(_flag(key, _LIST, row.help, rare=row.rare) for key, row in PARAMETERS.items() if key != "mode")
+_AFTER_PARAMETERS = (
+    _flag("seed", _WORD, "Random seed."),
+    _flag("device", _WORD, DEVICE_HELP),
+    _flag("dtype", _WORD, "auto, float32, bfloat16 or float16. auto: bfloat16 on CUDA and, in sweeps, fast CPUs."),
+    _flag("compile", _SWITCH, "Compile the decode steps."),
+    _flag("threads", _WORD, "Threads on a CPU. Default: sweeps keep the fastest number; others use all cores."),
+    _flag("neighbour_space", _WORD, "Space of code distances: raw or normalised. Default: as published.", rare=True),
+)
+EXPERIMENT_FLAGS: dict[str, Any] = dict((*_BEFORE_PARAMETERS, *_PARAMETERS, *_AFTER_PARAMETERS))
+DECODING = tuple(key for key, _ in (*_PARAMETERS, *_AFTER_PARAMETERS))
+_TREE_PARAMETERS = {name for row in DRAFTINGS.values() for name in row.parameter_names}
+# For commands that choose trees themselves.
+RULE_PARAMETERS = tuple(key for key in PARAMETERS if key != "mode" and key not in _TREE_PARAMETERS)
 
 
-def with_flags(*flags: Flag) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add flags to a command; its `flags` argument receives their values by key, None where a flag is not given."""
+def experiment_flags(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add flags that are keys of an experiment to a command, as `with_flags`."""
+    return with_flags({key: EXPERIMENT_FLAGS[key] for key in keys})
 
-    def wrap(function: Callable[..., None]) -> Callable[..., None]:
+
+def with_flags(flags: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add flags to a command; its argument `flags` receives their values by key, None for a flag that is not typed."""
+
+    def add(function: Callable[..., None]) -> Callable[..., None]:
         keyword = inspect.Parameter.KEYWORD_ONLY
-        own = inspect.signature(function, eval_str=True).parameters.values()
-        parameters = [one.replace(kind=keyword) for one in own if one.name != "flags"]
+        arguments = inspect.signature(function, eval_str=True).parameters.values()
+        parameters = [argument.replace(kind=keyword) for argument in arguments if argument.name != "flags"]
         # The prefix is needed because a Python argument cannot be called `lambda`.
-        parameters += [inspect.Parameter(f"flag_{key}", keyword, default=None, annotation=kind) for key, kind in flags]
+        parameters += [
+            inspect.Parameter(f"flag_{key}", keyword, default=None, annotation=kind) for key, kind in flags.items()
+        ]
 
         @functools.wraps(function)
         def command(**values: Any) -> None:
-            given = {key: values.pop(f"flag_{key}") for key, _ in flags}
-            function(**values, flags={key: None if value == [] else value for key, value in given.items()})
+            typed = {key: values.pop(f"flag_{key}") for key in flags}
+            function(**values, flags={key: None if value == [] else value for key, value in typed.items()})
 
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
 
-    return wrap
+    return add
 
 
-decoding_flags = with_flags(*DECODING_FLAGS)
+# ---- From flags to cells
 
 
-def split_modes(mode: Sequence[str]) -> list[str]:
-    """Return the values of a repeated flag, each of which may list several with commas."""
-    return [one.strip() for text in mode for one in text.split(",") if one.strip()]
+def split_modes(values: Sequence[str]) -> list[str]:
+    """Return the modes of a repeated flag, each of whose values may list several with commas."""
+    return [mode.strip() for text in values for mode in text.split(",") if mode.strip()]
 
 
 def resolve_flags(
-    name: str, flags: Mapping[str, Any], mode: Sequence[str], settings: Sequence[str] = (), **usual: Any
+    name: str, flags: Mapping[str, Any], mode: Sequence[str], settings: Sequence[str] = (), **defaults: Any
 ) -> ResolvedExperiment:
     """Resolve the flags of a command as an experiment of these modes; raises one `UserError` with all their problems.
 
-    A relaxed rule without a bound gets its row's example. `usual` values hold where flags and settings give none.
+    A relaxed rule without a bound gets its row's example. `defaults` hold where flags and settings give no value.
     """
-    from lantern_bench.errors import did_you_mean
-
     modes = list(MODES) if "all" in (modes := split_modes(mode)) else modes
-    for one in modes:
-        if one not in MODES:
-            raise_if_refused(one)
-            hint = did_you_mean(one, MODES)
-            raise UserError(f"--mode {one}: unknown mode{hint}", f"The modes are {', '.join(MODES)}, or all.")
-    return resolve_cells(name, flags, [{"mode": one} for one in modes], settings, **usual)
+    for word in modes:
+        if word not in MODES:
+            raise_if_refused(word)
+            hint = did_you_mean(word, MODES)
+            raise UserError(f"--mode {word}: unknown mode{hint}", f"The modes are {', '.join(MODES)}, or all.")
+    return resolve_cells(name, flags, [{"mode": word} for word in modes], settings, **defaults)
 
 
 def resolve_cells(
-    name: str, flags: Mapping[str, Any], cells: Sequence[Mapping[str, Any]], settings: Sequence[str], **usual: Any
+    name: str, flags: Mapping[str, Any], cells: Sequence[Mapping[str, Any]], settings: Sequence[str], **defaults: Any
 ) -> ResolvedExperiment:
-    """Resolve the flags of a command with cells and `usual` values of an experiment; otherwise as `resolve_flags`."""
+    """Resolve the flags of a command with these cells; otherwise as `resolve_flags`."""
     from lantern_bench.config.experiment import resolve
     from lantern_bench.config.parse_experiment import read_experiment
     from lantern_bench.config.values import Overrides
@@ -128,16 +152,19 @@ def resolve_cells(
 
     model_of(flags["model"][0])
     # A sweep has no default bounds, because it compares values.
-    own = {row.name: {row.bound: row.example} for row in OUTSIDE_RULES.values() if not row.lossless}
-    bounds = {rule.bound: rule.example for rule in RULES.values() if not rule.lossless and rule.name not in own}
-    bounded = [{**own.get(cell.get("rule", MODES[cell["mode"]].rule), {}), **cell} for cell in cells]
-    data = {"name": name, "model": "?", "baseline": False, **bounds, **usual, "cells": bounded}
+    outside = {row.name: {row.bound: row.example} for row in OUTSIDE_RULES.values() if not row.lossless}
+    bounds = {rule.bound: rule.example for rule in RULES.values() if not rule.lossless and rule.name not in outside}
+    bounded = [{**outside.get(cell.get("rule", MODES[cell["mode"]].rule), {}), **cell} for cell in cells]
+    data = {"name": name, "model": "?", "baseline": False, **bounds, **defaults, "cells": bounded}
     overrides = Overrides.from_flags(flags, settings=settings)
     experiment, problems = read_experiment(Source(name, Path(), data), overrides)
     problems.raise_all()
     resolved = resolve(experiment, defaults_of(flags["model"]))
     check_neighbours(resolved)
     return resolved
+
+
+# ---- Helpers of several commands
 
 
 def command_group(**settings: Any) -> typer.Typer:

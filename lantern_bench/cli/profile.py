@@ -9,11 +9,11 @@ import typer
 
 from lantern_bench.cli.options import (
     DEVICE_HELP,
-    RULE_FLAGS,
+    RULE_PARAMETERS,
     FormatOption,
     compile_steps,
+    experiment_flags,
     resolve_flags,
-    with_flags,
 )
 from lantern_bench.errors import UserError
 from lantern_bench.runs.threads import fastest_threads, set_threads
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _TREES = "chain-5,small-7,eagle1-25,58n5d10b"
 
 
-@with_flags(*RULE_FLAGS)
+@experiment_flags(*RULE_PARAMETERS)
 def profile(
     ctx: typer.Context,
     model: Annotated[str, typer.Option(help="The model.")] = "lanterns",

@@ -1,4 +1,4 @@
-"""`lantern-bench sweep`, `reproduce` and `score`: parse flags, call `runs/sweep.py`, show progress and tables."""
+"""Commands that make runs and scores: `sweep`, `reproduce`, `score` and `merge`; and their progress."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lantern_bench.cli.options import (
-    DECODING_FLAGS,
+    DECODING,
     DEVICE_HELP,
     RUN_HELP,
-    Flag,
     FormatOption,
     ModesOption,
-    PromptsOption,
     SettingsOption,
-    flag,
+    experiment_flags,
     locate,
-    with_flags,
 )
 from lantern_bench.config.protocols import PROTOCOLS
 from lantern_bench.config.values import Overrides
@@ -34,39 +31,15 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-_EXPERIMENT: tuple[Flag, ...] = (
-    flag("model", "One or several models; by default the experiment's."),
-    ("prompts", PromptsOption),
-    flag("images", "Images per cell; published tables use 1,000 to 5,000.", str | None),
-    flag("metrics", "speed, quality, or both."),
-    flag("protocol", "The quality protocol; see `lantern-bench score`.", str | None),
-    flag("reference", "What fidelity is measured against; see `lantern-bench score`.", str | None),
-)
-_REPETITION: tuple[Flag, ...] = (
-    flag(
-        "processes", "New processes that share the prompts, one after the other; intervals then cover runs.", str | None
-    ),
-    flag("repeats", "Repeat the images this many times, with new seeds.", str | None),
-    flag("batch", "Images decoded at once, or a list; published: 1.", str | None),
-    (
-        "baseline",
-        Annotated[bool | None, typer.Option("--baseline/--no-baseline", help="Add an ar cell if there is none.")],
-    ),
-    (
-        "pool_devices",
-        Annotated[
-            bool | None,
-            typer.Option("--pool-devices/--no-pool-devices", help="Give one speedup over several kinds of device."),
-        ],
-    ),
-)
+_EXPERIMENT = ("model", "prompts", "images", "metrics", "protocol", "reference")
+_REPETITION = ("processes", "repeats", "batch", "baseline", "pool_devices")
 _Out = Annotated[Path | None, typer.Option(help="The run directory; by default results/<name>-<hash>.")]
 _Resume = Annotated[bool, typer.Option(help="Resume the run, or start a new one beside it.")]
 _Yes = Annotated[bool, typer.Option("--yes", help="Run a grid of any number of cells.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and decode nothing.")]
 
 
-@with_flags(*_EXPERIMENT, *_REPETITION, *DECODING_FLAGS)
+@experiment_flags(*_EXPERIMENT, *_REPETITION, *DECODING)
 def sweep(
     ctx: typer.Context,
     experiment: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped experiment.")] = "lanterns",
@@ -76,7 +49,7 @@ def sweep(
     settings: SettingsOption = None,
     shard: Annotated[str | None, typer.Option(help="i/n: run only part i of n of the prompts.")] = None,
     worker_timeout: Annotated[
-        float, typer.Option(help="Seconds without a sign of life after which a worker process is ended.")
+        float, typer.Option(help="Seconds without a sign of life after which a worker process is ended.", hidden=True)
     ] = WORKER_TIMEOUT,
     ray: Annotated[
         str | None,
@@ -106,7 +79,7 @@ def sweep(
     _run(request, ctx.obj, dry_run, format, _show_summary)
 
 
-@with_flags(*_EXPERIMENT, *DECODING_FLAGS)
+@experiment_flags(*_EXPERIMENT, *DECODING)
 def reproduce(
     ctx: typer.Context,
     experiment: Annotated[str, typer.Argument(help="A shipped experiment with published figures, or a YAML file.")],

@@ -6,7 +6,7 @@ intervals.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
@@ -14,7 +14,6 @@ import typer
 
 from lantern_bench.cli.options import (
     PROMPTS_HELP,
-    Flag,
     FormatOption,
     command_group,
     with_flags,
@@ -36,18 +35,20 @@ if TYPE_CHECKING:
 train = command_group(name="train", help="Train a drafter for any target.")
 
 
-def _drafter_flags() -> Iterator[Flag]:
+def _drafter_flags() -> dict[str, Any]:
+    flags = {}
     for key, field in DrafterFlags.model_fields.items():
         if field.title is not None:
             kind: Any = str if get_origin(field.annotation) is Literal else field.annotation
             name = flag_of(key)
             names = f"{name}/--no-{name[2:]}" if kind is bool else name
             default = "" if field.default is None or kind is bool else f"  [default: {field.default}]"
-            yield key, Annotated[kind | None, typer.Option(names, help=field.title + default)]
+            flags[key] = Annotated[kind | None, typer.Option(names, help=field.title + default)]
+    return flags
 
 
 @train.command()
-@with_flags(*_drafter_flags())
+@with_flags(_drafter_flags())
 def drafter(
     ctx: typer.Context,
     target: Annotated[str, typer.Option(help="The model to train a drafter for, or the YAML file that describes it.")],

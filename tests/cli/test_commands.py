@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -182,6 +183,28 @@ def test_version_and_help(capsys):
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert "Exit codes" in shown and "show" in shown and "\x1b" not in shown
+
+
+def flags_shown(capsys, *typed: str) -> set[str]:
+    assert cli.main([*typed]) == 0
+    return set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, flags=re.MULTILINE))
+
+
+def test_rarely_used_flags_are_accepted_and_shown_by_help_all(run, capsys):
+    often, every = flags_shown(capsys, "sweep", "--help"), flags_shown(capsys, "sweep", "--help-all")
+    assert often < every and {"--neighbour-metric", "--worker-timeout", "--pool-devices"} <= every - often
+    assert {"--delta", "--images", "--seed"} <= often
+    assert cli.main(["sweep", "--neighbour-space", "cosine", "--dry-run"]) == 2
+    assert "--neighbour-space cosine: must be raw or normalised" in capsys.readouterr().err
+    assert flags_shown(capsys, "show", "--help") == flags_shown(capsys, "show", "--help-all")
+
+
+@pytest.mark.parametrize("name", cli.REMOVED)
+def test_removed_commands_and_flags_say_what_to_do_instead(capsys, name):
+    typed = ["generate", "a caption", f"{name}=x"] if name.startswith("-") else [*name.split(), "lanterns"]
+    assert cli.main(typed) == 2
+    written = capsys.readouterr()
+    assert written.err == f"error: {name}: removed\n  {cli.REMOVED[name]}\n" and written.out == ""
 
 
 def test_results_variable_sets_the_directory(monkeypatch):
