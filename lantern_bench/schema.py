@@ -440,19 +440,9 @@ _PREDICTION = (
     Column("read_ms", "float", "ms", "reading weights, cache and distributions, if nothing else took time"),
     Column("multiply_ms", "float", "ms", "products, if nothing else took time"),
     Column("launch_ms", "float", "ms", "kernels, if nothing else took time"),
-    NOTE,
-)
-
-_SIZING = (
-    Column("where", "string", "", "the device: that of the run, or the one predicted for"),
-    Column("prompt_set", "string", "", "the prompts"),
-    Column("cells", "int", "", "cells decoded for each prompt"),
-    Column("images", "int", "images", "prompts times cells"),
-    Column("devices", "int", "", "devices that decode at the same time"),
-    Column("s_per_image", "float", "s", "mean seconds of decoding per image, over the cells"),
-    Column("images_per_hour", "float", "", "images of all devices in an hour"),
-    Column("hours", "float", "h", "until the last device has decoded its prompts; nothing but decoding is counted"),
+    Column("hours", "float", "h", "with --prompts: until the last of --devices has decoded its prompts in the cell"),
     Column("device_hours", "float", "h", "hours times devices"),
+    NOTE,
 )
 
 TABLES: dict[str, tuple[Column, ...]] = {
@@ -466,7 +456,6 @@ TABLES: dict[str, tuple[Column, ...]] = {
     "summary": _SUMMARY,
     "reproduction": _REPRODUCTION,
     "prediction": _PREDICTION,
-    "sizing": _SIZING,
     **CHECK_TABLES,
 }
 

@@ -23,7 +23,7 @@ from lantern_bench.cli.generate import generate
 from lantern_bench.cli.models import experiments, models, weights
 from lantern_bench.cli.options import command_group
 from lantern_bench.cli.profile import profile
-from lantern_bench.cli.results import compare, curves, predict, report, show, size
+from lantern_bench.cli.results import compare, curves, predict, report, show
 from lantern_bench.cli.sweep import merge, reproduce, score, sweep
 from lantern_bench.cli.train import train
 from lantern_bench.console import Console
@@ -37,6 +37,7 @@ _MODELS = "`lantern-bench models NAME` lists its parts, their paths, what is mis
 _LOSSLESS = "Every cell is compared with the fastest lossless cell of the run: name one in the experiment."
 REMOVED = {
     "neighbours": "A table of nearest codes is computed when a command first needs it.",
+    "size": "`lantern-bench predict RUN --prompts N --devices N` has hours and device-hours; --device predicts them.",
     "train lanterns": "In a clone: python -m experiments.train_lanterns",
     "weights check": f"Files are compared with their SHA-256 when they are loaded. {_MODELS}",
     "weights where": _MODELS,
@@ -63,7 +64,7 @@ _RARE_FLAGS_EPILOG = "Flags that are rarely used: --help-all."
 _GLOBAL = {"-q", "--quiet", "-v", "--verbose", "--debug"}
 
 app = command_group(name="lantern-bench", pretty_exceptions_enable=False, epilog=_EPILOG)
-_RUNS = (sweep, merge, reproduce, score, show, curves, compare, report, predict, size, certify)
+_RUNS = (sweep, merge, reproduce, score, show, curves, compare, report, predict, certify)
 for command in (*_RUNS, generate, models, experiments, profile, check_model, doctor, verify):
     app.command()(command)
 app.add_typer(train)

@@ -114,69 +114,51 @@ def compare(
 def predict(
     ctx: typer.Context,
     run: Annotated[str, typer.Argument(help=RUN_HELP)],
-    device: Annotated[str, typer.Option(help="A device (rtx-3090, a100, h100, ...), or a YAML file of one.")],
-    model: Annotated[str | None, typer.Option(help="Predict with this model's sizes, at the run's acceptance.")] = None,
-    stack: Annotated[str, typer.Option(help="compiled (this package) or eager (code as published).")] = "compiled",
-    format: FormatOption = None,
-) -> None:
-    """Predict the speedup of every cell on another device, from its recorded steps and a cost model."""
-    from lantern_bench.report.cost_model import STACKS, find_device
-    from lantern_bench.report.predict import measured_elsewhere, predict_run, terms_of
-    from lantern_bench.report.records import load_runs
-
-    console: Console = ctx.obj
-    if stack not in STACKS:
-        raise UserError(f"--stack {stack}: unknown", f"One of {', '.join(STACKS)}.")
-    found = find_device(device)
-    (data,) = load_runs([locate(run)]).values()
-    table = predict_run(data, found, stack, model)
-    console.table(table, "prediction", title=f"{data.folder.name}, predicted for {found.name}", format=format)
-    for line in [*terms_of(found, stack), measured_elsewhere(data, found, stack, model)]:
-        if line is not None:
-            console.say(line)
-
-
-def size(
-    ctx: typer.Context,
-    run: Annotated[str, typer.Argument(help=RUN_HELP)],
     device: Annotated[
-        str | None, typer.Option(help="Predict for this device, as `predict` does. Default: the run's own seconds.")
+        str | None,
+        typer.Option(
+            help="A device (rtx-3090, a100, h100, ...), or a YAML file of one. With --prompts: the run's own."
+        ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Predict with this model's sizes, at the run's acceptance.")] = None,
     stack: Annotated[str, typer.Option(help="compiled (this package) or eager (code as published).")] = "compiled",
-    prompts: Annotated[list[int] | None, typer.Option(min=1, help="Numbers of prompts. Default: 5000, 30000.")] = None,
-    devices: Annotated[list[int] | None, typer.Option(min=1, help="Numbers of devices. Default: 1, 8, 64.")] = None,
-    cells: Annotated[int | None, typer.Option(min=1, help="Cells of the planned run. Default: the run's.")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Hours of each cell for so many prompts.")] = None,
+    devices: Annotated[int, typer.Option(min=1, help="Devices that decode the prompts at the same time.")] = 1,
     format: FormatOption = None,
 ) -> None:
-    """Compute hours and device-hours of a large run from the seconds of a small one, or from predicted ones."""
+    """Predict the speedup of every cell on another device, and hours of a large run."""
     from lantern_bench.report.cost_model import STACKS, find_device
-    from lantern_bench.report.predict import terms_of
+    from lantern_bench.report.predict import (
+        hours_in_words,
+        measured_elsewhere,
+        measured_times,
+        predict_run,
+        terms_of,
+        with_hours,
+    )
     from lantern_bench.report.records import load_runs
-    from lantern_bench.report.reproduction import device_in_words
-    from lantern_bench.report.sizing import DEVICES, PROMPTS, measured_seconds, predicted_seconds, sizing, sizing_rows
-    from lantern_bench.report.tables import tables_of
 
     console: Console = ctx.obj
-    if device is None and model is not None:
-        raise UserError(f"--model {model}: only predictions take another model", "Give --device too.")
     if stack not in STACKS:
         raise UserError(f"--stack {stack}: unknown", f"One of {', '.join(STACKS)}.")
+    if device is None and prompts is None:
+        raise UserError("--device is missing", "Give a device to predict for, or --prompts to plan with this one.")
+    if device is None and model is not None:
+        raise UserError(f"--model {model}: only predictions take another model", "Give --device too.")
+    target = None if device is None else find_device(device)
     (data,) = load_runs([locate(run)]).values()
-    speed, lines = tables_of(data)["speed"], ["Loading, compiling, text encoding, pixels and scoring are not counted."]
-    if device is None:
-        seconds, where = measured_seconds(speed), device_in_words(data.manifest)
+    if target is None:
+        table, terms, title = measured_times(data), [], data.folder.name
     else:
-        found = find_device(device)
-        seconds, where = predicted_seconds(speed, found, stack, model), found.name
-        if left_out := len(speed) - len(seconds):
-            lines.append(f"{left_out} of {len(speed)} cells are left out: their drafts cannot be predicted.")
-        lines += terms_of(found, stack)
-    sets = {f"{number:,} prompts": number for number in prompts} if prompts else PROMPTS
-    rows = list(sizing_rows(seconds, where, sets, devices or DEVICES, cells))
-    console.table(sizing(rows), "sizing", title=f"{data.folder.name}, on {where}", format=format)
-    for line in lines:
-        console.say(line)
+        table, terms = predict_run(data, target, stack, model), terms_of(target, stack)
+        terms += filter(None, [measured_elsewhere(data, target, stack, model)])
+        title = f"{data.folder.name}, predicted for {target.name}"
+    if prompts is not None:
+        table = with_hours(table, prompts, devices)
+        terms.append(hours_in_words(table, prompts, devices))
+    console.table(table, "prediction", title=title, format=format)
+    for term in terms:
+        console.say(term)
 
 
 def report(

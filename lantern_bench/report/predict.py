@@ -5,6 +5,7 @@ Acceptance is the run's: which tokens a step commits does not depend on the devi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,10 @@ from lantern_bench.report.cost_model import (
     tree_draft,
 )
 from lantern_bench.report.records import CellRecords, group_records, join_notes
-from lantern_bench.report.reproduction import device_in_words
+from lantern_bench.report.reproduction import device_in_words, rows_of
 from lantern_bench.report.tables import frame, tables_of
 from lantern_bench.runs.store import RunData
+from lantern_bench.schema import CELL_COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,6 +49,39 @@ def predict_run(run: RunData, device: Device, stack: str, model: str | None = No
         row["speedup_measured"] = ours = measured.get(row["cell_id"])
         row["speedup_error"] = row["speedup"] / ours - 1 if here and not pd.isna(ours) else None
     return frame("prediction", rows)
+
+
+def measured_times(run: RunData) -> pd.DataFrame:
+    """Return the table `prediction` with what a run measured, to plan a larger one on its own device.
+
+    Raises `RefusedError` for a run without seconds.
+    """
+    speed = tables_of(run)["speed"]
+    timed = speed[speed["latency_s"].notna()]
+    if not len(timed):
+        raise RefusedError("the run has no seconds", "Give one that measured speed, or a --device to predict for.")
+    names = [column.name for column in CELL_COLUMNS] + ["images", "mean_accepted_length", "latency_s"]
+    rows = timed[names].assign(device=device_in_words(run.manifest), speedup_measured=timed["speedup"])
+    return frame("prediction", rows_of(rows))
+
+
+def with_hours(table: pd.DataFrame, prompts: int, devices: int) -> pd.DataFrame:
+    """Return the table `prediction` with the hours that each cell takes for so many prompts.
+
+    A prompt stays on one device with all its cells.
+    """
+    hours = math.ceil(prompts / devices) * table["latency_s"] / 3600
+    return table.assign(hours=hours, device_hours=hours * devices)
+
+
+def hours_in_words(table: pd.DataFrame, prompts: int, devices: int) -> str:
+    """Return a sentence on the hours of all cells together."""
+    hours, images = float(table["hours"].sum()), prompts * len(table)
+    return (
+        f"{prompts:,} prompts in all {len(table)} cells, {images:,} images: {hours:.3g} hours on {devices} "
+        f"device{'s' if devices > 1 else ''}, {devices * hours:.3g} device-hours. Loading, compiling, text encoding, "
+        "pixels and scoring are not counted."
+    )
 
 
 def measured_elsewhere(run: RunData, device: Device, stack: str, model: str | None = None) -> str | None:

@@ -12,12 +12,14 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
+from docs import make_scale
 from lantern_bench.cli import main as cli
 from lantern_bench.errors import RefusedError
 from lantern_bench.models.registry import model_of
 from lantern_bench.report.cost_model import STACKS, Setting, devices, named_draft, step_seconds
-from lantern_bench.report.predict import measured_elsewhere, predict_run, prediction_rows
+from lantern_bench.report.predict import measured_elsewhere, measured_times, predict_run, prediction_rows, with_hours
 from lantern_bench.report.records import load_runs
+from lantern_bench.report.tables import tables_of
 from lantern_bench.runs.store import RunData
 from lantern_bench.schema import columns
 from tests.made_up_run import make_record, make_records, make_scores, write_run
@@ -114,6 +116,31 @@ def test_run_without_steps_and_model_without_sizes_are_refused(run: RunData, mon
         list(prediction_rows(run, A100, "compiled"))
 
 
+def test_hours_by_hand(run: RunData):
+    table = measured_times(run)
+    assert table["latency_s"].tolist() == pytest.approx(tables_of(run)["speed"]["latency_s"].tolist())
+    assert table["speedup"].isna().all() and table["speedup_measured"].notna().all()
+    # Four devices have 3, 3, 2 and 2 prompts; of 64 devices most have none.
+    for count, longest in ((1, 10), (4, 3), (64, 1)):
+        planned = with_hours(table, 10, count)
+        assert (planned["hours"] * 3600 / longest).tolist() == pytest.approx(table["latency_s"].tolist())
+        assert planned["device_hours"].tolist() == pytest.approx((count * planned["hours"]).tolist())
+    with pytest.raises(RefusedError, match="no seconds"):
+        measured_times(dataclasses.replace(run, records=[row | {"seconds": None} for row in run.records]))
+
+
+def test_the_command_plans_a_larger_run(run: RunData, capsys: pytest.CaptureFixture[str]):
+    typed = ["predict", str(run.folder), "--prompts", "100", "--devices", "8", "--format", "csv"]
+    totals = []
+    for device in ([], ["--device", "h100"]):
+        assert cli.main([*typed, *device]) == 0
+        written = capsys.readouterr()
+        hours = pd.read_csv(io.StringIO(written.out))["hours"]
+        totals.append(hours.sum())
+        assert f"100 prompts in all 3 cells, 300 images: {hours.sum():.3g} hours on 8 devices" in written.err
+    assert totals[0] != totals[1]
+
+
 def test_prediction_imports_no_torch(run: RunData):
     code = "import sys; from lantern_bench.cli.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     typed = ["predict", str(run.folder), "--device", "a100", "--model", "lumina-mgpt-7b-768"]
@@ -133,6 +160,8 @@ def test_command_prints_the_table_and_its_terms(run: RunData, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("typed", "code", "wrong"),
     [
+        ([], 2, "--device is missing"),
+        (["--prompts", "9", "--model", "lanterns"], 2, "--model lanterns: only predictions take another model"),
         (["--device", "a10"], 2, "--device a10: unknown device; did you mean a100?"),
         (["--device", "a100", "--stack", "fast"], 2, "--stack fast: unknown"),
         (["--device", "none.yaml"], 2, "none.yaml: cannot be read"),
@@ -142,6 +171,11 @@ def test_command_prints_the_table_and_its_terms(run: RunData, capsys: pytest.Cap
 def test_usage_errors(run: RunData, typed: list[str], code: int, wrong: str, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["predict", str(run.folder), *typed]) == code
     assert wrong in capsys.readouterr().err
+
+
+def test_the_page_on_scale_shows_the_tables_of_the_committed_run():
+    page = make_scale.PAGE.read_text(encoding="utf-8")
+    assert page == make_scale.render(page), "run: python -m docs.make_scale"
 
 
 def test_run_without_records_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
