@@ -1,28 +1,25 @@
-"""The checks and measurements of one model: which are run, in which order, and how they are written.
+"""Certify or audit one model: plan the trials and measurements, run them, and write the tables.
 
-`plan_certification` checks the whole request before torch is imported. Bars and rows are in `certify/tables.py`.
+Planning checks the whole request before torch is imported. Bars and rows are in `tables.py`.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from lantern_bench.certify import tables as rows_of
+from lantern_bench.certify import tables
+from lantern_bench.certify.claims import Claim, claim_of
 from lantern_bench.clock import OnProgress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell, ResolvedExperiment, load_experiment, resolve
 from lantern_bench.config.plan import Prompt
 from lantern_bench.config.values import Overrides
 from lantern_bench.errors import UserError
-from lantern_bench.methods.rules import Rule
-from lantern_bench.methods.tables import DRAFTINGS, RULES, can_decide, defaults_for, fresh_drafts_problem
-from lantern_bench.methods.trees import STATIC_TREES, check_topology, is_chain
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts.sets import load_prompts
@@ -30,33 +27,26 @@ from lantern_bench.report.tables import frame, write_csv
 from lantern_bench.runs.request import check_neighbours
 
 if TYPE_CHECKING:
-    from lantern_bench.certify.broken import Broken
     from lantern_bench.certify.greedy_identity import Agreement
-    from lantern_bench.certify.tables import ImageTests
+    from lantern_bench.certify.trials import Trial
     from lantern_bench.models.loaded_model import LoadedModel
     from lantern_bench.runs.devices import Compute
 
 Tables: TypeAlias = dict[str, list[dict[str, Any]]]
 
-_BRANCHING = {"tree": "small-7"}  # tested beside the model's own tree: its siblings are sampled
-# Where few tokens are possible and every step tries siblings, one that is not taken out of q or p shows.
-_NARROW: dict[str, Any] = {"top_k": 3}
-_SIBLINGS = {"topology": ((0,), (1,), (2,))}
-_MORE = 4  # so many times the images may be decoded until a broken rule is rejected
-_FEWER = 4  # the part of the images for filtered cells, deterministic drafts and chains
 _SMALL_TREE = {"mode": "speculative", "drafting": "dynamic", "nodes": 10, "depth": 2, "beam": 5}
 
 
 class Sizes(NamedTuple):
-    """Sizes: positions and draws of emitted TV, images of a lossless check, greedy prompts."""
+    """How much is measured."""
 
-    positions: int
-    draws: int
-    samples: int
-    greedy: int
+    positions: int  # of emitted TV
+    draws: int  # of emitted TV, a position
+    samples: int  # images of a trial
+    greedy: int  # prompts of the greedy identity check
 
 
-def plan_certification(
+def plan_certificate(
     experiment: str, flags: dict[str, Any], modes: list[str] | None, settings: list[str], sizes: Sizes
 ) -> Certification:
     """Resolve the relaxed cells and the prompts of an experiment; raises `UserError`, imports no torch."""
@@ -70,7 +60,20 @@ def plan_certification(
     if not relaxed:
         raise UserError(f"{experiment}: has no relaxed cell", "Give another --experiment, or other --modes.")
     prompts = load_prompts(resolved.settings.prompts, model)
-    return Certification(model.name, resolved, relaxed, prompts, sizes, model.defaults.get("tree"))
+    return Certification(model.name, resolved, relaxed, prompts, sizes)
+
+
+def plan_audit(resolved: ResolvedExperiment, sizes: Sizes) -> Certification:
+    """Plan the audit of cells that `audited_cells` lists; raises `UserError`, imports no torch."""
+    for cell in resolved.cells:
+        if cell.decoding.greedy:
+            problem = f"{cell.cell_id}: at temperature 0 there is no distribution to test"
+            raise UserError(problem, "Give a --temperature above 0.")
+    claims = tuple(map(claim_of, resolved.cells))
+    relaxed = tuple(claim.cell for claim in claims if not claim.is_lossless)
+    model = model_of(resolved.settings.model[0])
+    prompts = load_prompts(resolved.settings.prompts, model)
+    return Certification(model.name, resolved, relaxed, prompts, sizes, claims)
 
 
 def check_cells(cells: Sequence[Cell]) -> None:
@@ -84,14 +87,14 @@ def check_cells(cells: Sequence[Cell]) -> None:
 
 @dataclass
 class Certification:
-    """The planned checks of one model; `cells` are the relaxed ones, `tree` is the model's default static tree."""
+    """The planned certificate of one model, or with `claims` its audit."""
 
     model: str
     resolved: ResolvedExperiment
-    cells: tuple[Cell, ...]
+    relaxed: tuple[Cell, ...]  # the cells whose emitted TV is measured
     prompts: Sequence[Prompt]
     sizes: Sizes
-    tree: Any
+    claims: tuple[Claim, ...] = ()
 
     @cached_property
     def compute(self) -> Compute:
@@ -118,167 +121,139 @@ class Certification:
             return self.loaded
         return load_models(self.resolved, self.compute._replace(dtype=torch.float32))[self.model]
 
+    @property
+    def tree(self) -> Any:
+        """The model's own static tree: a name, paths, or None."""
+        return model_of(self.model).defaults.get("tree")
+
     @staticmethod
     def check_folder(folder: Path) -> None:
         """Raise `UserError` before the measurement if the tables cannot be written there."""
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if not there.is_dir():
-            raise UserError(f"--out {folder}: {there} is a file, not a folder", "Give a folder that you may write to.")
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            problem = f"--out {folder}: {existing} is a file, not a folder"
+            raise UserError(problem, "Give a folder that you may write to.")
 
     def measure(self, emitted_tv: bool, on_progress: OnProgress) -> Tables:
-        """Return the tables of a certificate, or those of emitted TV alone."""
-        self.prepare(on_progress)
-        if emitted_tv:
-            return means_of(self.emitted_tv(self.cells, on_progress))
-        return self._certificate(on_progress)
-
-    def prepare(self, on_progress: OnProgress) -> None:
-        """Read all prompts at once: a text encoder is loaded, used and freed before decoding starts."""
+        """Return the tables of the audit or of the certificate, or those of emitted TV alone."""
+        # All prompts at once: a text encoder is loaded, used and freed before decoding starts.
         for done, total in self.loaded.prepare([prompt.text for prompt in self.prompts]):
             on_progress("captions", done / total)
+        if emitted_tv:
+            return means_of(self._emitted_tv(self.relaxed, on_progress))
+        return self._audit(on_progress) if self.claims else self._certificate(on_progress)
 
-    def write(self, folder: Path, tables: Tables) -> None:
+    def write(self, folder: Path, measured: Tables) -> None:
         """Write the tables as CSV, and the settings of the measurement as `measurement.json`."""
         from lantern_bench.runs.machine import package_versions
 
-        for name, rows in tables.items():
+        for name, rows in measured.items():
             write_csv(frame(name, rows), folder / f"{name}.csv")
-        facts: dict[str, Any] = {"model": self.model, "weights": dict(self.loaded.weights)}
         settings = self.resolved.settings
+        facts: dict[str, Any] = {"model": self.model, "weights": dict(self.loaded.weights)}
         facts |= {"seed": settings.seed, "prompts": settings.prompts, **self.sizes._asdict()}
         facts |= {"device": self.compute.device.type, "dtype": self.compute.dtype_name, "packages": package_versions()}
         write_atomically(folder / "measurement.json", (json.dumps(facts, indent=2) + "\n").encode())
 
+    def _audit(self, on_progress: OnProgress) -> Tables:
+        from lantern_bench.certify.trials import audit_trials
+
+        audited = []
+        for claim in self.claims:
+            trials = audit_trials(claim, self.loaded, self.compute.dtype_name, self.sizes.samples)
+            audited.append((claim, [self.run(trial, on_progress) for trial in trials]))
+        costs = means_of(self._emitted_tv(self.relaxed, on_progress) if self.relaxed else [])
+        rows, tests = tables.audit_rows(self.model, audited, costs["emitted_tv"])
+        return {"audit": rows, "lossless_tests": tests, **costs}
+
     def _certificate(self, on_progress: OnProgress) -> Tables:
         from lantern_bench.certify.relaxation import autoregressive
+        from lantern_bench.certify.trials import certificate_trials
 
-        rows, tests = rows_of.whole_image_rows(self.model, list(self._lossless(on_progress)))
+        first, cfg_default = self.relaxed[0].decoding, self.resolved.cfg_defaults[self.model]
+        dtype, samples = self.compute.dtype_name, self.sizes.samples
+        trials = certificate_trials(first, self.tree, cfg_default, self.loaded, dtype, samples)
+        rows, tests = tables.whole_image_rows(self.model, [self.run(trial, on_progress) for trial in trials])
         rows += self._greedy(on_progress)
         # The strict rule with deterministic drafts, because their emitted TV is exact; sampling as in the first cell.
-        first = self.cells[0].decoding
         sampling = autoregressive(first).model_dump(include={"temperature", "top_k", "top_p", "filter_order"})
-        scales = {"cfg_scale": first.cfg_scale, "cfg_default": self.resolved.cfg_defaults[self.model]}
+        scales = {"cfg_scale": first.cfg_scale, "cfg_default": cfg_default}
         strict = Cell(self.model, Decoding.model_validate({**_SMALL_TREE, **sampling, **scales}))
-        places = self.emitted_tv([*self.cells, strict], on_progress)
-        exact = [row for row in places if row["cell_id"] == strict.cell_id]
-        tables = means_of([row for row in places if row["cell_id"] != strict.cell_id])
-        rows.append(rows_of.strict_row(self.model, f"dynamic {strict.decoding.tree_label}", exact))
-        rows += rows_of.cost_check_rows(tables["emitted_tv"], tables["emitted_tv_places"])
-        return {"certificate": rows, "lossless_tests": tests, **tables}
+        places = self._emitted_tv([*self.relaxed, strict], on_progress)
+        of_strict = [row for row in places if row["cell_id"] == strict.cell_id]
+        costs = means_of([row for row in places if row["cell_id"] != strict.cell_id])
+        rows.append(tables.strict_row(self.model, f"dynamic {strict.decoding.tree_label}", of_strict))
+        rows += tables.cost_check_rows(costs["emitted_tv"], costs["emitted_tv_places"])
+        return {"certificate": rows, "lossless_tests": tests, **costs}
 
-    def _lossless(self, on_progress: OnProgress) -> Iterator[ImageTests]:
-        """Whole-image tests of each lossless decoding under three filters, and of its broken rules."""
-        from lantern_bench.certify.broken import Broken, broken_rules
-        from lantern_bench.certify.whole_image import TESTS
+    def run(self, trial: Trial, on_progress: OnProgress) -> tables.TrialResult:
+        """Decode the images of a trial and test their tokens."""
+        return self._run_on_tables(trial, on_progress) if trial.on_tables else self._run_with_model(trial, on_progress)
 
-        run = self.cells[0].decoding
-        common = {"temperature": run.temperature, "filter_order": run.filter_order}
-        common |= {"cfg_scale": run.cfg_scale, "cfg_default": self.resolved.cfg_defaults[self.model]}
-        own: dict[str, Any] = {"top_k": run.top_k, "top_p": run.top_p}
-        kinds: list[dict[str, Any]] = [{}, *([own] if run.top_k or run.top_p < 1 else []), _NARROW]
-        cases = []
-        for filters in kinds:
-            dtype = "float32" if filters == _NARROW else self.compute.dtype_name
-            words = "".join(f", {key.replace('_', '-')} {value:g}" for key, value in filters.items())
-            for setting, one in self._lossless_decodings(**common, **filters).items():
-                # A chain has the rule of a branching tree, which shows more mistakes: the broken rules run on that,
-                # and those of a rule for chains on a static chain.
-                shown = one.branches or (one.rule_row.chains and bool(one.paths))
-                broken = broken_rules(one, self.loaded, filters == _NARROW) if shown and filters != own else {}
-                whole = filters != own and bool(broken) and one.drafting_row.sampled
-                images = self.sizes.samples if whole else -(-self.sizes.samples // _FEWER)
-                cases.append((setting + words, one, images, dtype, broken))
-        level = rows_of.LEVEL / (TESTS * len(cases))  # the strictest of Holm's correction
-        for setting, one, images, dtype, broken in cases:
-            yield self.tested(setting, one, images, dtype, on_progress)
-            for name, accept in broken.items():
-                yield self.tested(setting, one, _MORE * images, dtype, on_progress, Broken(name, accept), level)
+    def _run_on_tables(self, trial: Trial, on_progress: OnProgress) -> tables.TrialResult:
+        from lantern_bench.certify.tabular import TOKENS, g_tests, table_model
 
-    def tested(
-        self,
-        setting: str,
-        decoding: Decoding,
-        images: int,
-        dtype: str,
-        on_progress: OnProgress,
-        broken: Broken | None = None,
-        level: float = 0.0,
-    ) -> ImageTests:
-        """Test `images` images of a decoding; what is `broken` only until a p-value falls below `level`."""
+        on_progress(trial.name, 0.0)
+        tests = g_tests(table_model(), trial.decoding, trial.images, trial.mistake)
+        mistake, tokens = trial.mistake and trial.mistake.name, tests.images * TOKENS
+        tv = (tests.low, tests.high)
+        return tables.TrialResult(trial.setting, mistake, tests.p_values, tests.images, tokens, tv=tv)
+
+    def _run_with_model(self, trial: Trial, on_progress: OnProgress) -> tables.TrialResult:
+        """Test whole images; with a mistake only until a p-value falls below the trial's level."""
         from lantern_bench.certify.whole_image import decoded_evidence, edge_tolerance, p_values
         from lantern_bench.decoding.drafting import drafting_of
 
-        name, found = broken and broken.name, []
-        about = f"whole images, {setting}" + (f": {name}" if name else "")
-        model = self.loaded if dtype == self.compute.dtype_name else self.exact
+        decoding, mistake = trial.decoding, trial.mistake
+        model = self.loaded if trial.dtype == self.compute.dtype_name else self.exact
         depth = drafting_of(decoding, model.target).depth if decoding.drafts else 0
-        values: Any = {"tolerance": edge_tolerance(dtype, decoding), "seed": self.resolved.settings.seed}
-        values |= {"accept": broken.accept, "make": broken.make} if broken else {}
-        for batch in decoded_evidence(model, self.prompts, decoding, images, **values):
-            found.append(batch)
-            done = sum(len(one.starts) for one in found)
-            on_progress(about, min(1.0, done / images))
-            if broken and min(p_values(found, depth).values()) < level:
+        batches, images = [], 0
+        for batch in decoded_evidence(
+            model,
+            self.prompts,
+            decoding,
+            trial.images,
+            tolerance=edge_tolerance(trial.dtype, decoding),
+            seed=self.resolved.settings.seed,
+            mistake=mistake,
+        ):
+            batches.append(batch)
+            images += len(batch.starts)
+            on_progress(f"whole images, {trial.name}", min(1.0, images / trial.images))
+            if mistake and min(p_values(batches, depth).values()) < trial.level:
                 break
-        edge, impossible = (sum(int(getattr(one, key).sum()) for one in found) for key in ("edge", "impossible"))
-        tokens = sum(one.starts.size for one in found)
-        return rows_of.ImageTests(setting, name, p_values(found, depth), done, tokens, edge, impossible)
+        edge, impossible = (sum(int(getattr(batch, key).sum()) for batch in batches) for key in ("edge", "impossible"))
+        tokens = sum(batch.starts.size for batch in batches)
+        name = mistake.name if mistake else None
+        return tables.TrialResult(trial.setting, name, p_values(batches, depth), images, tokens, edge, impossible)
 
     def _greedy(self, on_progress: OnProgress) -> list[dict[str, Any]]:
         """Whether each drafting at temperature 0 gives the tokens of greedy decoding."""
         from lantern_bench.certify.greedy_identity import NEAR_TIE, greedy_agreements
+        from lantern_bench.certify.trials import lossless_decodings
 
-        named = self._lossless_decodings(temperature=0)
+        named = lossless_decodings(self.tree, self.resolved.cfg_defaults[self.model], temperature=0)
         prompts = list(dict.fromkeys(self.prompts[: self.sizes.greedy]))
-        found: dict[Decoding, list[Agreement]] = {decoding: [] for decoding in named.values()}
-        sizes: Any = {"tolerance": NEAR_TIE[self.compute.dtype_name], "on_progress": on_progress}
-        for decoding, part in greedy_agreements(self.loaded, prompts, list(found), **sizes):
-            found[decoding] += part
+        agreements: dict[Decoding, list[Agreement]] = {decoding: [] for decoding in named.values()}
+        options: Any = {"tolerance": NEAR_TIE[self.compute.dtype_name], "on_progress": on_progress}
+        for decoding, of_batch in greedy_agreements(self.loaded, prompts, list(agreements), **options):
+            agreements[decoding] += of_batch
         rows = []
         for setting, decoding in named.items():
-            near = [one.difference for one in found[decoding] if one.difference and one.near_tie]
-            others = [one.difference for one in found[decoding] if one.difference and not one.near_tie]
-            same = len(found[decoding]) - len(near) - len(others)
-            rows.append(rows_of.identity_row(self.model, setting, same, near, others))
+            near = [item.difference for item in agreements[decoding] if item.difference and item.near_tie]
+            others = [item.difference for item in agreements[decoding] if item.difference and not item.near_tie]
+            same = len(agreements[decoding]) - len(near) - len(others)
+            rows.append(tables.identity_row(self.model, setting, same, near, others))
         return rows
 
-    def _lossless_decodings(self, **values: Any) -> dict[str, Decoding]:
-        """Every lossless rule with every drafting that it can decide on, in small, by their labels."""
-        named: dict[str, Decoding] = {}
-        scale = self.resolved.cfg_defaults[self.model]
-        for rule, drafting in itertools.product(RULES.values(), DRAFTINGS.values()):
-            decides = rule.lossless and drafting.drafts and can_decide(rule.name, drafting.name)
-            if rule.name == "none" or not decides:
-                continue
-            if fresh_drafts_problem(rule.name, drafting.name, defaults_for(drafting.name, rule.name, "speculative")):
-                continue
-            common = {"mode": "speculative", "cfg_scale": scale, "cfg_default": scale, **values}
-            common |= {"drafting": drafting.name, "rule": rule.name}
-            for small in self._trees(rule, values) if "tree" in drafting.defaults else [drafting.small]:
-                one = Decoding.model_validate({**common, **small})
-                if one.rule == rule.name:  # greedy decoding has no rule for chains
-                    suffix = "" if rule.name == "strict" else f", {rule.name}"
-                    named[f"{drafting.name} {one.tree_label}{suffix}"] = one
-        return named
-
-    def _trees(self, rule: Rule, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The static trees that a rule is tested on: the model's own or the rule's, and one that branches."""
-        branching = _SIBLINGS if values.get("top_k") == _NARROW["top_k"] else _BRANCHING
-        own = self.tree or DRAFTINGS["static"].defaults["tree"]
-        paths = STATIC_TREES[own] if isinstance(own, str) else check_topology(own)
-        if rule.chains:
-            return [{"topology": paths} if is_chain(paths) else {"tree": rule.tree}]
-        return [{"topology": paths}, *([branching] if is_chain(paths) or branching is _SIBLINGS else [])]
-
-    def emitted_tv(self, cells: Sequence[Cell], on_progress: OnProgress) -> list[dict[str, Any]]:
+    def _emitted_tv(self, cells: Sequence[Cell], on_progress: OnProgress) -> list[dict[str, Any]]:
         """The emitted TV of the cells at sampled positions, one row per position and cell."""
         from lantern_bench.certify.relaxation import CostSettings, emitted_tv_rows
 
-        sizes, seed = self.sizes, self.resolved.settings.seed
-        settings = CostSettings(sizes.positions, draws=sizes.draws, seed=seed)
+        settings = CostSettings(self.sizes.positions, draws=self.sizes.draws, seed=self.resolved.settings.seed)
         return list(emitted_tv_rows(self.loaded, cells, self.prompts, settings, on_progress))
 
 
 def means_of(places: list[dict[str, Any]]) -> Tables:
-    """The table of means of emitted TV beside the rows it is computed from."""
-    return {"emitted_tv": list(rows_of.cost_rows(places)), "emitted_tv_places": places}
+    """Return the table of means of emitted TV, and the rows of places that it is computed from."""
+    return {"emitted_tv": list(tables.cost_rows(places)), "emitted_tv_places": places}

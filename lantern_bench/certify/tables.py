@@ -7,9 +7,11 @@ reported: relaxation that costs more than its bound is a finding, not an error o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
+from lantern_bench.certify.claims import Claim
 from lantern_bench.report.labels import BOUNDS
 from lantern_bench.report.records import Row, join_notes
 from lantern_bench.report.stats import Interval, holm, mean_over_prompts, proportion
@@ -28,27 +30,27 @@ def cost_rows(places: Iterable[Row]) -> Iterator[dict[str, Any]]:
     cells: dict[tuple[str, str], list[Row]] = {}
     for place in places:
         cells.setdefault((place["model"], place["cell_id"]), []).append(place)
-    for here in cells.values():
-        prompts = [str(place["prompt_id"]) for place in here]
-        above = [float(place["emitted_tv"]) for place in here]
-        crossed = [place.get("emitted_tv_crossed") for place in here]
-        below = [tv if other is None else float(other) for tv, other in zip(above, crossed, strict=True)]
-        middle = [(one + other) / 2 for one, other in zip(above, below, strict=True)]
+    for rows in cells.values():
+        prompts = [str(row["prompt_id"]) for row in rows]
+        above = [float(row["emitted_tv"]) for row in rows]
+        crossed = [row.get("emitted_tv_crossed") for row in rows]
+        below = [high if low is None else float(low) for high, low in zip(above, crossed, strict=True)]
+        middle = [(high + low) / 2 for high, low in zip(above, below, strict=True)]
         mean = _between(below, middle, above, prompts)
-        row: dict[str, Any] = {column.name: here[0].get(column.name) for column in CELL_COLUMNS}
-        row |= {"places": len(here), "prompts": len(set(prompts)), **mean.columns("emitted_tv")}
-        row |= {"emitted_tv_median": median(middle), "emitted_tv_max": max(middle)}
-        row["emitted_tv_crossed"] = None if None in crossed else sum(below) / len(below)
-        moved = [float(place["moved_mass"]) for place in here if place.get("moved_mass") is not None]
-        row["moved_mass"] = sum(moved) / len(moved) if moved else None
-        delta = row["delta"]
+        cell: dict[str, Any] = {column.name: rows[0].get(column.name) for column in CELL_COLUMNS}
+        cell |= {"places": len(rows), "prompts": len(set(prompts)), **mean.columns("emitted_tv")}
+        cell |= {"emitted_tv_median": median(middle), "emitted_tv_max": max(middle)}
+        cell["emitted_tv_crossed"] = None if None in crossed else sum(below) / len(below)
+        moved = [float(row["moved_mass"]) for row in rows if row.get("moved_mass") is not None]
+        cell["moved_mass"] = sum(moved) / len(moved) if moved else None
+        delta = cell["delta"]
         if delta is not None:
             low, share, high = ([float(tv > delta) for tv in values] for values in (below, middle, above))
-            row |= _between(low, share, high, prompts).columns("above_delta")
-            row["times_delta"] = mean.value / delta if mean.value is not None else None
+            cell |= _between(low, share, high, prompts).columns("above_delta")
+            cell["times_delta"] = mean.value / delta if mean.value is not None else None
         # Two estimates of one mean that differ by more than a tenth of it come from too few draws.
         apart = sum(above) - sum(below) > 0.1 * sum(middle)
-        yield {**row, "note": join_notes(note for note in (mean.note, _MORE_DRAWS if apart else None) if note)}
+        yield {**cell, "note": join_notes(note for note in (mean.note, _MORE_DRAWS if apart else None) if note)}
 
 
 def _between(
@@ -67,112 +69,99 @@ _ROUNDING = 1e-5
 _EDGE, _OUTSIDE = "left out: rounding may change whether they pass the filter", "that the target cannot give"
 
 
-class ImageTests(NamedTuple):
-    """The tests of one decoding: p-value by test, how much they saw; `broken` names what is broken on purpose.
-
-    tv: of the tables, two estimates of how far the tokens are off (`GTests`).
-    """
+@dataclass(frozen=True)
+class TrialResult:
+    """The p-values of a trial, and how much its tests saw."""
 
     setting: str
-    broken: str | None
-    p_values: Mapping[str, float]
+    mistake: str | None  # what is broken on purpose
+    p_values: Mapping[str, float]  # by test
     images: int
     tokens: int
-    edge: int
-    impossible: int
-    tv: tuple[float, float] | None = None
+    edge: int = 0  # tokens that are not tested, because rounding may change whether they pass the filters
+    impossible: int = 0  # tokens that the target cannot give
+    tv: tuple[float, float] | None = None  # on the tables: how far the tokens are off, two estimates
 
     @property
-    def hollow(self) -> bool:
+    def smallest(self) -> float:
+        """The smallest p-value."""
+        return min(self.p_values.values())
+
+    @property
+    def too_few_tested(self) -> bool:
         """Whether rounding leaves less than half of the tokens to be tested."""
         return self.edge > self.tokens / 2
 
 
-def whole_image_rows(model: str, tested: Sequence[ImageTests]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def whole_image_rows(model: str, results: Sequence[TrialResult]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the checks of whole images and of broken rules, and the rows of `lossless_tests`.
 
     Holm's correction is over all tests of all rules that are not broken. A broken rule must be rejected by one test at
     the strictest level of that correction; one that is not is `weak`, and says nothing against the model. So is a right
     rule of which rounding leaves less than half of the tokens to be tested.
     """
-    family = [(one, name) for one in tested if one.broken is None for name in one.p_values]
-    keys = [(one.setting, name) for one, name in family]
-    held = dict(zip(keys, holm([one.p_values[name] for one, name in family]), strict=True))
+    family = [(result, test) for result in results if result.mistake is None for test in result.p_values]
+    adjusted = holm([result.p_values[test] for result, test in family])
+    p_holm = {(result.setting, test): p for (result, test), p in zip(family, adjusted, strict=True)}
     checks, tests = [], []
-    for one in tested:
+    for result in results:
         corrected = {
-            name: held[one.setting, name] if one.broken is None else min(1.0, p * len(family))
-            for name, p in one.p_values.items()
+            test: p_holm[result.setting, test] if result.mistake is None else min(1.0, p * len(family))
+            for test, p in result.p_values.items()
         }
-        for name, p in one.p_values.items():
-            row = {"model": model, "setting": one.setting, "broken": one.broken, "test": name, "p_value": p}
-            row |= {"p_holm": corrected[name], "images": one.images, "tokens": one.tokens, "edge_tokens": one.edge}
-            tests.append(row)
-        lowest = min(corrected, key=lambda name: one.p_values[name])
-        notes = [f"{lowest}: p = {one.p_values[lowest]:.2g}"]
-        notes += [f"{count} tokens {what}" for count, what in ((one.edge, _EDGE), (one.impossible, _OUTSIDE)) if count]
-        if one.broken is None:
-            figure = f"smallest of {len(one.p_values)} p-values, corrected for {len(family)}"
-            row = _row(model, "whole images follow the target", one.setting, figure, corrected[lowest], one.images)
-            row |= _verdict(f"> {LEVEL:g}", corrected[lowest] > LEVEL)
-            if row["passed"] == "yes" and one.hollow:
-                row["passed"] = "weak"
-                notes.append("too few tokens are tested: give --dtype float32")
-        else:
-            setting, rejected = f"{one.setting}: {one.broken}", corrected[lowest] < LEVEL
-            row = _row(model, "broken rule rejected", setting, "the same", corrected[lowest], one.images)
-            row |= {"wanted": f"< {LEVEL:g}", "passed": "yes" if rejected else "weak"}
-            notes += [] if rejected else ["the tests are too weak to see it: give more --samples"]
-        checks.append({**row, "note": join_notes(notes)})
+        for test, p in result.p_values.items():
+            row = {"model": model, "setting": result.setting, "broken": result.mistake, "test": test, "p_value": p}
+            row |= {"p_holm": corrected[test], "images": result.images, "tokens": result.tokens}
+            tests.append(row | {"edge_tokens": result.edge})
+        checks.append(_whole_image_check(model, result, corrected, len(family)))
     return checks, tests
 
 
-class Audited(NamedTuple):
-    """The tests of one claim: on the tables first, then, where it says lossless, with the model; and broken ones.
-
-    columns: those of `audit` that no test decides. ours: whether this is a form of the package's own.
-    """
-
-    columns: Mapping[str, Any]
-    lossless: bool
-    ours: bool
-    tests: Sequence[ImageTests]
+def _whole_image_check(model: str, result: TrialResult, corrected: Mapping[str, float], count: int) -> dict[str, Any]:
+    """The row of a trial: its smallest p-value, corrected for `count` tests, beside the bar."""
+    lowest = min(corrected, key=lambda test: result.p_values[test])
+    p = corrected[lowest]
+    notes = [f"{lowest}: p = {result.p_values[lowest]:.2g}"]
+    for tokens, reason in ((result.edge, _EDGE), (result.impossible, _OUTSIDE)):
+        notes += [f"{tokens} tokens {reason}"] if tokens else []
+    if result.mistake is None:
+        figure = f"smallest of {len(corrected)} p-values, corrected for {count}"
+        row = _row(model, "whole images follow the target", result.setting, figure, p, result.images)
+        row |= _verdict(f"> {LEVEL:g}", p > LEVEL)
+        if row["passed"] == "yes" and result.too_few_tested:
+            row["passed"] = "weak"
+            notes.append("too few tokens are tested: give --dtype float32")
+    else:
+        setting = f"{result.setting}: {result.mistake}"
+        row = _row(model, "broken rule rejected", setting, "the same", p, result.images)
+        row |= {"wanted": f"< {LEVEL:g}", "passed": "yes" if p < LEVEL else "weak"}
+        notes += [] if p < LEVEL else ["the tests are too weak to see it: give more --samples"]
+    return {**row, "note": join_notes(notes)}
 
 
 def audit_rows(
-    model: str, audited: Sequence[Audited], costs: Sequence[Row]
+    model: str, audited: Sequence[tuple[Claim, Sequence[TrialResult]]], costs: Sequence[Row]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the rows of `audit` and of `lossless_tests`; `costs` are rows of `emitted_tv`.
 
-    Holm's correction is over all tests of all claims that say lossless. A form that is ours must hold its claim.
+    The results of a claim begin with that on the tables. Holm's correction is over all tests of all claims that say
+    lossless. A form that is ours must hold its claim.
     """
-    rows, tests = [], []
-    for lossless in (True, False):
-        several = [test for one in audited if one.lossless is lossless for test in one.tests]
-        tests += whole_image_rows(model, several)[1] if several else []
+    tests = []
+    for is_lossless in (True, False):
+        alike = [result for claim, results in audited if claim.is_lossless is is_lossless for result in results]
+        tests += whole_image_rows(model, alike)[1] if alike else []
     lowest: dict[str, float] = {}
     for test in tests:
         if test["broken"] is None:
             lowest[test["setting"]] = min(test["p_holm"], lowest.get(test["setting"], 1.0))
-    cost = {row["cell_id"]: row for row in costs}
-    for one in audited:
-        right = [test for test in one.tests if test.broken is None]
-        broken = [(test, min(test.p_values.values())) for test in one.tests if test.broken]
-        corrected = min(lowest[test.setting] for test in right)
-        held, on_tables, weak = corrected > LEVEL, right[0], max((p for test, p in broken if test.tv), default=None)
-        tv = None if held else on_tables.tv
-        row = {**one.columns, "verdict": _VERDICTS[one.lossless, held], "p_holm": corrected}
-        row |= {f"p_{name}": p for name, p in zip(_ON_TABLES, on_tables.p_values.values(), strict=True)}
-        row |= {"table_images": on_tables.images, "power_p": weak}
-        row |= {"images": right[1].images, "p_images": min(right[1].p_values.values())} if right[1:] else {}
-        shown = "weak" if (weak or 0.0) >= BROKEN or any(test.hollow for test in right) else "yes"
-        row |= {"passed": (shown if held else "NO") if one.lossless and one.ours else None}
-        row |= (Interval(sum(tv) / 2, *tv) if tv else Interval(None)).columns("table_tv")
-        measured = cost.get(row["cell_id"], {})
-        row |= {name: measured.get(name) for name in ("emitted_tv", "emitted_tv_low", "emitted_tv_high")}
-        found = "; ".join(f"{test.broken} {p:.1g}" + ("" if test.tv else f" ({model})") for test, p in broken)
-        row |= {"broken": found or None, "note": measured.get("note")}
-        rows.append(row)
+    cost_of = {row["cell_id"]: row for row in costs}
+    rows = []
+    for claim, results in audited:
+        row = _audit_row(claim, results, lowest, model)
+        cost = cost_of.get(row["cell_id"], {})
+        row |= {name: cost.get(name) for name in ("emitted_tv", "emitted_tv_low", "emitted_tv_high")}
+        rows.append(row | {"note": cost.get("note")})
     return rows, tests
 
 
@@ -185,6 +174,26 @@ _VERDICTS = {
 }
 
 
+def _audit_row(claim: Claim, results: Sequence[TrialResult], lowest: Mapping[str, float], model: str) -> dict[str, Any]:
+    """The row of a claim; `lowest` has the smallest corrected p-value by setting."""
+    right = [result for result in results if result.mistake is None]
+    broken = [result for result in results if result.mistake is not None]
+    on_tables, p = right[0], min(lowest[result.setting] for result in right)
+    follows_target = p > LEVEL
+    tv = None if follows_target else on_tables.tv
+    power = max((result.smallest for result in broken if result.tv), default=None)
+    is_weak = (power or 0.0) >= BROKEN or any(result.too_few_tested for result in right)
+    passed = "NO" if not follows_target else "weak" if is_weak else "yes"
+    row = {**claim.columns(), "verdict": _VERDICTS[claim.is_lossless, follows_target], "p_holm": p}
+    row |= {f"p_{name}": p for name, p in zip(_ON_TABLES, on_tables.p_values.values(), strict=True)}
+    row |= {"table_images": on_tables.images, "power_p": power}
+    row |= {"images": right[1].images, "p_images": right[1].smallest} if right[1:] else {}
+    row |= {"passed": passed if claim.is_lossless and claim.is_ours else None}
+    row |= (Interval(sum(tv) / 2, *tv) if tv else Interval(None)).columns("table_tv")
+    shown = [f"{result.mistake} {result.smallest:.1g}" + ("" if result.tv else f" ({model})") for result in broken]
+    return row | {"broken": "; ".join(shown) or None}
+
+
 def identity_row(
     model: str, setting: str, same: int, near_ties: Sequence[tuple[int, float]], others: Sequence[tuple[int, float]]
 ) -> dict[str, Any]:
@@ -193,9 +202,9 @@ def identity_row(
     share = proportion(same, n)
     row = _row(model, "greedy identity", setting, "share of prompts with equal tokens", share.value, n)
     notes = [
-        words + ", ".join(f"token {position}, margin {margin:.1e}" for position, margin in listed)
-        for words, listed in (("near-ties (rounding may choose either): ", near_ties), ("different: ", others))
-        if listed
+        words + ", ".join(f"token {position}, margin {margin:.1e}" for position, margin in differences)
+        for words, differences in (("near-ties (rounding may choose either): ", near_ties), ("different: ", others))
+        if differences
     ]
     row |= share.columns("measured") | _verdict("equal, or a near-tie", not others)
     return row | {"note": "; ".join(notes) or None}
@@ -228,8 +237,8 @@ def cost_check_rows(means: Sequence[Row], places: Sequence[Row]) -> list[dict[st
             notes[:0] = [f"{name} {mean[name]:g}" for name in BOUNDS if mean.get(name) is not None]
         row["note"] = join_notes(notes)
         if mean["moved_mass"] is not None and residual == "exact":
-            here = [place for place in places if place["cell_id"] == mean["cell_id"]]
-            excess = max(float(place["emitted_tv"]) - float(place["moved_mass"]) for place in here)
+            of_cell = [place for place in places if place["cell_id"] == mean["cell_id"]]
+            excess = max(float(place["emitted_tv"]) - float(place["moved_mass"]) for place in of_cell)
             row |= _verdict("<= mass moved, at each place", excess <= _ROUNDING)
         rows.append(row)
     return rows
@@ -245,5 +254,5 @@ def _row(model: str, check: str, setting: str, figure: str, measured: float | No
     return {"model": model, "check": check, "setting": setting, "figure": figure, "measured": measured, "n": n}
 
 
-def _verdict(wanted: str, held: bool) -> dict[str, Any]:
-    return {"wanted": wanted, "passed": "yes" if held else "NO"}
+def _verdict(wanted: str, holds: bool) -> dict[str, Any]:
+    return {"wanted": wanted, "passed": "yes" if holds else "NO"}

@@ -7,6 +7,7 @@ cheap: tens of thousands of them show what a few hundred of a network's cannot (
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lantern_bench.certify.broken import Broken
+from lantern_bench.certify.broken import Mistake
 from lantern_bench.certify.relaxation import generators
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
@@ -84,8 +85,8 @@ class _TargetSession:
 
     def commit(self, path: Tensor, counts: Tensor) -> None:
         last = path.clamp_min(0).gather(1, (counts - 1).clamp_min(0)[:, None]).squeeze(1)
-        kept = self.nodes.gather(1, last[:, None]).squeeze(1)
-        self.state = torch.where(counts > 0, kept, self.state)
+        states = self.nodes.gather(1, last[:, None]).squeeze(1)
+        self.state = torch.where(counts > 0, states, self.state)
 
     def _scores(self, states: Tensor) -> Logits:
         features = states[..., None].float()
@@ -129,42 +130,44 @@ VOCABULARY, TOKENS = 4, 7
 _WINDOW, _BATCH, _FEWEST = 3, 5000, 5.0
 
 
-def tables() -> LoadedModel:
-    """The model that the audit decodes: 4 codes, 7 tokens, and a codebook for rules that merge neighbours."""
-    made = TabularModel(VOCABULARY, TOKENS, seed=1)
+@functools.cache
+def table_model() -> LoadedModel:
+    """Return the model that the audit decodes: 4 codes, 7 tokens, and a codebook for rules that merge neighbours."""
+    model = TabularModel(VOCABULARY, TOKENS, seed=1)
     # Uneven enough that consecutive answers differ much: mistakes with drafts that are kept are larger then.
-    made.p *= 1.6
-    made.q *= 1.6
+    model.p *= 1.6
+    model.q *= 1.6
     codebook = 0.3 * torch.randn(VOCABULARY, 2, generator=torch.Generator().manual_seed(2))
     pixels = NoPixels("tables", "its tokens mean nothing")
-    return LoadedModel("tables", made, made.drafter, pixels, codebook, lambda _: None, {}, (1, TOKENS))
+    return LoadedModel("tables", model, model.drafter, pixels, codebook, lambda _: None, {}, (1, TOKENS))
 
 
 class GTests(NamedTuple):
-    """G-tests of the images of one decoding: p-value by test, how many images, and how far off they are.
+    """G-tests of the images of one decoding, and two estimates of the TV of three successive tokens.
 
-    low, high: two estimates of the TV of three successive tokens, where the test sees most. High takes noise for a
-    difference; low has the signs of one half of the images on the differences of the other.
+    The TV is that of the tokens where the tests see most.
     """
 
-    p_values: dict[str, float]
+    p_values: dict[str, float]  # by test
     images: int
-    low: float
-    high: float
+    low: float  # TV by the signs of one half of the images on the differences of the other
+    high: float  # TV that takes noise for a difference
 
 
-def g_tests(model: LoadedModel, decoding: Decoding, images: int, broken: Broken | None = None, seed: int = 0) -> GTests:
-    """Test `images` images of the `tables`.
+def g_tests(
+    model: LoadedModel, decoding: Decoding, images: int, mistake: Mistake | None = None, seed: int = 0
+) -> GTests:
+    """Test `images` images of the `table_model`, decoded right or with a mistake.
 
     The tests: the first two tokens, of which a step decides the second; the first three; and every later three, the
-    smallest p-value times their number: drafts there come from what earlier steps verified.
+    smallest p-value times their number: drafts there come from rows that earlier steps verified.
     """
-    accept, make = (broken.accept, broken.make) if broken else (None, None)
+    accept, make = (mistake.accept, mistake.make) if mistake else (None, None)
     engine, tokens = Engine(), []
     for start in range(0, images, _BATCH):
         seeds = [record_seed(seed, "tables", image) for image in range(start, min(start + _BATCH, images))]
-        made = decode(model, None, decoding, generators(model, seeds), engine=engine, accept=accept, make=make)
-        tokens.append(torch.stack([image.tokens for image in made]).long())
+        decoded = decode(model, None, decoding, generators(model, seeds), engine=engine, accept=accept, make=make)
+        tokens.append(torch.stack([image.tokens for image in decoded]).long())
     return _tested(_joint(model.target, decoding), torch.cat(tokens))
 
 
@@ -184,23 +187,24 @@ def _tested(joint: Tensor, tokens: Tensor) -> GTests:
     tests = {"first tokens": p_values[0], "joint of the first tokens": p_values[1]}
     tests["later windows"] = min(1.0, min(p_values[2:]) * len(p_values[2:]))
     halves, expected = compared[1 + int(np.argmin(p_values[1:]))]
-    both, (one, other) = _differences(halves.sum(axis=0), expected), (_differences(half, expected) for half in halves)
-    low = float((np.sign(one) * other + np.sign(other) * one).sum()) / 4.0
-    return GTests(tests, len(tokens), max(0.0, low), 0.5 * float(np.abs(both).sum()))
+    difference = _differences(halves.sum(axis=0), expected)
+    first, second = (_differences(half, expected) for half in halves)
+    low = float((np.sign(first) * second + np.sign(second) * first).sum()) / 4.0
+    return GTests(tests, len(tokens), max(0.0, low), 0.5 * float(np.abs(difference).sum()))
 
 
 def _compared(joint: Tensor, tokens: Tensor, first: int, end: int) -> tuple[NDArray[Any], NDArray[Any]]:
     """Counts [2, cells] of the tokens first to end - 1 in the two halves of the images, and their distribution."""
     others = [axis for axis in range(joint.dim()) if not first <= axis < end]
     expected = joint.sum(dim=others).flatten().numpy()
-    place = (tokens[:, first:end] * VOCABULARY ** torch.arange(end - first - 1, -1, -1)).sum(dim=1).numpy()
-    counts = [np.bincount(half, minlength=len(expected)) for half in (place[::2], place[1::2])]
+    cells = (tokens[:, first:end] * VOCABULARY ** torch.arange(end - first - 1, -1, -1)).sum(dim=1).numpy()
+    counts = [np.bincount(half, minlength=len(expected)) for half in (cells[::2], cells[1::2])]
     return np.stack(counts), expected / expected.sum()
 
 
 def _differences(counts: NDArray[Any], expected: NDArray[Any]) -> NDArray[Any]:
-    found: NDArray[Any] = counts / max(1, counts.sum()) - expected
-    return found
+    differences: NDArray[Any] = counts / max(1, counts.sum()) - expected
+    return differences
 
 
 def _g_test(counts: NDArray[Any], expected: NDArray[Any]) -> float:

@@ -15,15 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lantern_bench.certify.broken import Mistake
 from lantern_bench.certify.relaxation import generators
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt, record_seed
-from lantern_bench.decoding.acceptance.tree_acceptance import Accept
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide, is_broken
 from lantern_bench.decoding.teacher_forcing import drafts_along, teacher_forced
 from lantern_bench.errors import LogitsError
-from lantern_bench.methods.code import Code
 from lantern_bench.models.loaded_model import LoadedModel
 
 _ROUNDING = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.04}  # of the difference of two logits without guidance
@@ -160,13 +159,13 @@ def decoded_evidence(
     *,
     tolerance: float,
     seed: int = 0,
-    accept: Accept | None = None,
-    make: Code | None = None,
+    mistake: Mistake | None = None,
 ) -> Iterator[Evidence]:
     """Decode at least `images` images, cycling through the prompts, and yield the evidence of each batch.
 
-    All batches are equally large, so that a compiled engine compiles once. `accept` and `make` as in `decode`.
+    All batches are equally large, so that a compiled engine compiles once. `mistake`: what is broken on purpose.
     """
+    accept, make = (mistake.accept, mistake.make) if mistake else (None, None)
     target = model.target
     batch = max(1, min(images, _VALUES // (target.image_tokens * target.vocab_size)))
     noise = torch.Generator().manual_seed(record_seed(seed, "places in probability", 0))

@@ -21,7 +21,6 @@ from lantern_bench.runs.store import results_root
 from lantern_bench.runs.threads import set_threads
 
 if TYPE_CHECKING:
-    from lantern_bench.certify.run import Certification
     from lantern_bench.console import Console
 
 # Default sample sizes of emitted TV: in a certificate, and with --emitted-tv.
@@ -69,8 +68,8 @@ def certify(
     Tests of whole images with their power, greedy identity, emitted TV of relaxed modes beside their bounds. With
     --modes all, the audit: for every mode its authors' claim, and what the tokens say of it (docs/audit.md).
     """
-    from lantern_bench.certify.audit import audited_cells, plan_audit
-    from lantern_bench.certify.run import Sizes, plan_certification
+    from lantern_bench.certify.claims import audited_cells
+    from lantern_bench.certify.run import Sizes, plan_audit, plan_certificate
     from lantern_bench.certify.tables import LEVEL, failures
     from lantern_bench.report.tables import frame
 
@@ -78,7 +77,6 @@ def certify(
     usual = _FULL if emitted_tv else _QUICK
     sizes = Sizes(positions or usual["positions"], draws or usual["draws"], samples, greedy)
     flags |= {"model": [model], "prompts": prompts}
-    job: Certification
     if modes == ["all"]:
         for name, given in (("--emitted-tv", emitted_tv), ("--experiment", experiment)):
             if given:
@@ -87,7 +85,7 @@ def certify(
         job = plan_audit(resolve_cells("audit", flags, audited_cells(), settings or [], compile=False), sizes)
     else:
         source = experiment or ("relaxation-cost" if emitted_tv else "certify")
-        job = plan_certification(source, flags, modes or None, settings or [], sizes)
+        job = plan_certificate(source, flags, modes or None, settings or [], sizes)
     folder = out or results_root() / f"{'audit' if modes == ['all'] else 'certify'}-{Path(model).name}"
     job.check_folder(folder)
     set_threads(job.resolved.settings.threads)

@@ -20,7 +20,7 @@ class Mode:
     defaults: Values = field(default_factory=dict)  # replace those of drafting and rule, if a cell has the parameter
     claim: Literal["lossless", "relaxed"] | None = None  # what its authors say of its tokens; None: as its rule
     source: str = ""  # arXiv number of their paper; empty: the rule's
-    variants: tuple[Values, ...] = ()  # further values that `certify --modes` (certify/audit.py) tests
+    variants: tuple[Values, ...] = ()  # further values that `certify --modes` (certify/trials.py) tests
     # Values that make the form of the authors' code where ours differs: the claim that is tested is theirs alone.
     published: tuple[Values, ...] = ()
 

@@ -9,7 +9,7 @@ import torch
 
 from lantern_bench.certify.relaxation import CostSettings, emitted_tv_rows, sampled_contexts
 from lantern_bench.certify.run import check_cells
-from lantern_bench.certify.tabular import tables
+from lantern_bench.certify.tabular import table_model
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
 from lantern_bench.config.plan import Prompt
@@ -100,7 +100,7 @@ def test_drafts_of_earlier_steps_have_an_emitted_tv(drafting: str) -> None:
     values = {"mode": "lantern++", "drafting": drafting, "window": 3, "lambda": 3.0}
     cells = [Cell("tables", Decoding.model_validate({**values, "neighbours": k})) for k in (0, 2)]
     settings = CostSettings(positions=12, per_image=2, draws=64, batch=4)
-    rows = list(emitted_tv_rows(tables(), cells, [Prompt("one"), Prompt("two")], settings))
+    rows = list(emitted_tv_rows(table_model(), cells, [Prompt("one"), Prompt("two")], settings))
     assert len(rows) == 24
     for cell in cells:
         here = [row for row in rows if row["cell_id"] == cell.cell_id]

@@ -15,8 +15,7 @@ import torch
 from scipy.stats import power_divergence
 from torch import Tensor
 
-from lantern_bench.certify.broken import strict_without_residual
-from lantern_bench.certify.broken_drafts import Mistake, hybrid_drafter_q, hybrid_old_q
+from lantern_bench.certify.broken import drafting_mistakes, strict_without_residual
 from lantern_bench.certify.tabular import TabularModel
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.compile import Engine
@@ -200,12 +199,12 @@ def test_images_follow_the_target(values: dict[str, Any]) -> None:
     assert p > 1e-3
 
 
-@pytest.mark.parametrize("mistake", [hybrid_old_q, hybrid_drafter_q])
-def test_the_loop_sees_what_is_broken(mistake: Any) -> None:
+@pytest.mark.parametrize("name", ["old q kept with a draft", "verified with the drafter's q"])
+def test_the_loop_sees_what_is_broken(name: str) -> None:
     decoding = hybrid_decoding(window=4)
-    broken: Mistake = mistake(decoding)
-    p = g_test(decoding, 30_000, broken[1], spread=1.5)
-    print(f"broken, {mistake.__name__}: p = {p:.1e}")
+    (mistake,) = (mistake for mistake in drafting_mistakes(decoding) if mistake.name == name)
+    p = g_test(decoding, 30_000, mistake.make, spread=1.5)
+    print(f"broken, {name}: p = {p:.1e}")
     assert p < 1e-6
 
 
@@ -214,8 +213,10 @@ def test_a_missing_residual_is_rejected() -> None:
 
 
 def test_mistakes_that_cannot_be_made_are_left_out() -> None:
-    assert hybrid_old_q(hybrid_decoding(coupling="none")) is None
-    assert hybrid_drafter_q(hybrid_decoding(share=1)) is None
+    (mistake,) = drafting_mistakes(hybrid_decoding(coupling="none"))
+    assert mistake.name == "verified with the drafter's q"
+    (mistake,) = drafting_mistakes(hybrid_decoding(share=1))
+    assert mistake.name == "old q kept with a draft"
 
 
 def test_greedy_drafting_equals_greedy_decoding() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,8 +21,7 @@ from pydantic import ValidationError
 from scipy.stats import power_divergence
 from torch import Tensor
 
-from lantern_bench.certify.broken import strict_without_residual
-from lantern_bench.certify.broken_drafts import Mistake, kept_draft, slot_noise, uniform_reused
+from lantern_bench.certify.broken import drafting_mistakes, strict_without_residual
 from lantern_bench.certify.tabular import TabularModel
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.tree_acceptance import Accept
@@ -408,16 +407,12 @@ def test_300_000_images_follow_the_target(values: dict[str, Any]) -> None:
     assert p > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("mistake", "coupling"), [(slot_noise, "gumbel"), (uniform_reused, "maximal"), (kept_draft, "none")]
-)
-def test_the_loop_sees_what_is_broken(mistake: Callable[[Decoding], Mistake | None], coupling: str) -> None:
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_the_loop_sees_what_is_broken(coupling: str) -> None:
     decoding = jacobi_decoding(window=WINDOW, coupling=coupling)
-    broken = mistake(decoding)
-    assert broken is not None
-    accept, make = broken
-    p = g_test(decoding, 30_000, make, spread=1.5, accept=accept)
-    print(f"broken, {mistake.__name__}: p = {p:.1e}")
+    mistake = drafting_mistakes(decoding)[-1]
+    p = g_test(decoding, 30_000, mistake.make, spread=1.5, accept=mistake.accept)
+    print(f"broken, {mistake.name}: p = {p:.1e}")
     assert p < 1e-6
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lantern_bench.certify.tables import (
-    ImageTests,
+    TrialResult,
     cost_check_rows,
     cost_rows,
     failures,
@@ -48,13 +48,13 @@ def test_each_check_passes_and_fails_at_its_bar() -> None:
 
 
 def test_whole_image_tests_share_one_error_rate() -> None:
-    tested = [
-        ImageTests("static", None, {"support": 1.0, "surprise": 3e-4}, 50, 600, 2, 0),
-        ImageTests("dynamic", None, {"support": 0.0, "surprise": 0.5}, 50, 600, 0, 3),
-        ImageTests("dynamic", "no residual", {"support": 1.0, "surprise": 1e-9}, 8, 96, 0, 0),
-        ImageTests("dynamic", "hardly wrong", {"support": 1.0, "surprise": 3e-4}, 50, 600, 0, 0),
+    results = [
+        TrialResult("static", None, {"support": 1.0, "surprise": 3e-4}, 50, 600, 2, 0),
+        TrialResult("dynamic", None, {"support": 0.0, "surprise": 0.5}, 50, 600, 0, 3),
+        TrialResult("dynamic", "no residual", {"support": 1.0, "surprise": 1e-9}, 8, 96, 0, 0),
+        TrialResult("dynamic", "hardly wrong", {"support": 1.0, "surprise": 3e-4}, 50, 600, 0, 0),
     ]
-    checks, tests = whole_image_rows("m", tested)
+    checks, tests = whole_image_rows("m", results)
     assert [row["passed"] for row in checks] == ["NO", "NO", "yes", "weak"]
     assert [row["measured"] for row in checks] == pytest.approx([9e-4, 0.0, 4e-9, 1.2e-3])
     left_out = "2 tokens left out: rounding may change whether they pass the filter"
@@ -70,7 +70,7 @@ def test_whole_image_tests_share_one_error_rate() -> None:
 
 
 def test_a_row_that_tests_less_than_half_of_its_tokens_is_weak() -> None:
-    several = [ImageTests(str(edge), None, {"support": 1.0, "surprise": 0.5}, 50, 600, edge, 0) for edge in (300, 301)]
+    several = [TrialResult(str(edge), None, {"support": 1.0, "surprise": 0.5}, 50, 600, edge, 0) for edge in (300, 301)]
     checks, _ = whole_image_rows("m", several)
     assert [row["passed"] for row in checks] == ["yes", "weak"]
     assert checks[1]["note"].endswith("too few tokens are tested: give --dtype float32")

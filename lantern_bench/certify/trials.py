@@ -1,0 +1,132 @@
+"""The trials of a certificate and of an audit: which decodings are tested, where, and with which mistakes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lantern_bench.certify.broken import Mistake, drafting_mistakes, rule_mistakes, sibling_mistakes
+from lantern_bench.certify.claims import Claim, table_decoding
+from lantern_bench.certify.tables import BROKEN, LEVEL
+from lantern_bench.certify.tabular import table_model
+from lantern_bench.certify.whole_image import TESTS
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.methods.rules import Rule
+from lantern_bench.methods.tables import DRAFTINGS, RULES, can_decide, defaults_for, fresh_drafts_problem
+from lantern_bench.methods.trees import STATIC_TREES, check_topology, is_chain
+from lantern_bench.models.loaded_model import LoadedModel
+
+TABLE_IMAGES = 256
+"""How many images of the tables are decoded for each image of the model."""
+_BRANCHING = {"tree": "small-7"}  # tested beside the model's own tree: its siblings are sampled
+# Where few tokens are possible and every step tries siblings, one that is not taken out of q or p shows.
+_NARROW: dict[str, Any] = {"top_k": 3}
+_SIBLINGS = {"topology": ((0,), (1,), (2,))}
+_MORE = 4  # so many times the images may be decoded until a broken rule is rejected
+_FEWER = 4  # filtered cells, deterministic drafts and chains get one image in so many
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One test of the tokens of a decoding."""
+
+    setting: str  # its name in the tables of results
+    decoding: Decoding
+    images: int
+    on_tables: bool = False  # tested on the tables, by G-tests; else with the model, by tests of whole images
+    dtype: str = ""  # of the model
+    mistake: Mistake | None = None  # what is broken on purpose: the test must reject it
+    level: float = 0.0  # with a mistake: the p-value at which no more images are decoded
+
+    @property
+    def name(self) -> str:
+        """The setting, and the mistake."""
+        return f"{self.setting}: {self.mistake.name}" if self.mistake else self.setting
+
+
+def certificate_trials(
+    run: Decoding, tree: Any, cfg_default: float, model: LoadedModel, dtype: str, samples: int
+) -> list[Trial]:
+    """Return the trials of every lossless decoding under three filters, each followed by those of its broken rules.
+
+    `run` gives temperature, guidance and filters, `tree` the model's own tree; `samples` is the most images of a
+    trial without a mistake.
+    """
+    common = {"temperature": run.temperature, "filter_order": run.filter_order, "cfg_scale": run.cfg_scale}
+    run_filters: dict[str, Any] = {"top_k": run.top_k, "top_p": run.top_p}
+    cases = []
+    for filters in ({}, *([run_filters] if run.top_k or run.top_p < 1 else []), _NARROW):
+        words = "".join(f", {key.replace('_', '-')} {value:g}" for key, value in filters.items())
+        for setting, decoding in lossless_decodings(tree, cfg_default, **common, **filters).items():
+            # A chain has the rule of a branching tree, which shows more mistakes: the broken rules run on that, and
+            # those of a rule for chains on a static chain.
+            mistakes: Sequence[Mistake] = ()
+            if filters != run_filters and (decoding.branches or (decoding.rule_row.chains and bool(decoding.paths))):
+                mistakes = sibling_mistakes(decoding) if filters == _NARROW else rule_mistakes(decoding, model)
+            has_all_images = bool(mistakes) and decoding.drafting_row.sampled
+            trial = Trial(
+                setting + words,
+                decoding,
+                samples if has_all_images else -(-samples // _FEWER),
+                dtype="float32" if filters == _NARROW else dtype,
+            )
+            cases.append((trial, mistakes))
+    level = LEVEL / (TESTS * len(cases))  # the strictest of Holm's correction
+    trials = []
+    for trial, mistakes in cases:
+        broken = replace(trial, images=_MORE * trial.images, level=level)
+        trials += [trial, *(replace(broken, mistake=mistake) for mistake in mistakes)]
+    return trials
+
+
+def audit_trials(claim: Claim, model: LoadedModel, dtype: str, samples: int) -> list[Trial]:
+    """Return the trials of a claim: on the tables, with the model if it says lossless, and those of its mistakes.
+
+    The mistakes are tested where the claim says lossless and is ours.
+    """
+    decoding, small = claim.cell.decoding, table_decoding(claim.cell.decoding)
+    on_tables = Trial(f"{claim.cell.cell_id}, tables", small, TABLE_IMAGES * samples, on_tables=True)
+    with_model = Trial(f"{claim.cell.cell_id}, {model.name}", decoding, samples, dtype=dtype, level=BROKEN)
+    if not claim.is_lossless:
+        return [on_tables]
+    if not claim.is_ours:
+        return [on_tables, with_model]
+    # The missing residual is the mistake that any way to draft can have.
+    mistakes = [*rule_mistakes(small, table_model())[:1], *drafting_mistakes(small)]
+    return [
+        on_tables,
+        with_model,
+        *(replace(on_tables, mistake=mistake) for mistake in mistakes),
+        *(replace(with_model, mistake=mistake) for mistake in drafting_mistakes(decoding)),
+    ]
+
+
+def lossless_decodings(tree: Any, cfg_default: float, **values: Any) -> dict[str, Decoding]:
+    """Return every lossless rule with every drafting that it can decide on, in small, by their labels."""
+    named: dict[str, Decoding] = {}
+    for rule, drafting in itertools.product(RULES.values(), DRAFTINGS.values()):
+        decides = rule.lossless and drafting.drafts and can_decide(rule.name, drafting.name)
+        if rule.name == "none" or not decides:
+            continue
+        if fresh_drafts_problem(rule.name, drafting.name, defaults_for(drafting.name, rule.name, "speculative")):
+            continue
+        common = {"mode": "speculative", "cfg_scale": cfg_default, "cfg_default": cfg_default, **values}
+        common |= {"drafting": drafting.name, "rule": rule.name}
+        for small in _trees(rule, tree, values) if "tree" in drafting.defaults else [drafting.small]:
+            decoding = Decoding.model_validate({**common, **small})
+            if decoding.rule == rule.name:  # greedy decoding has no rule for chains
+                suffix = "" if rule.name == "strict" else f", {rule.name}"
+                named[f"{drafting.name} {decoding.tree_label}{suffix}"] = decoding
+    return named
+
+
+def _trees(rule: Rule, tree: Any, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The static trees that a rule is tested on: the model's own or the rule's, and one that branches."""
+    branching = _SIBLINGS if values.get("top_k") == _NARROW["top_k"] else _BRANCHING
+    model_tree = tree or DRAFTINGS["static"].defaults["tree"]
+    paths = STATIC_TREES[model_tree] if isinstance(model_tree, str) else check_topology(model_tree)
+    if rule.chains:
+        return [{"topology": paths} if is_chain(paths) else {"tree": rule.tree}]
+    return [{"topology": paths}, *([branching] if is_chain(paths) or branching is _SIBLINGS else [])]
