@@ -61,10 +61,10 @@ class Progress:
         """Set how much is done in all."""
         self._move(done, None, figures)
 
-    def share(self, description: str, done: float) -> None:
-        """Set which share of a task is done; a new description starts again."""
+    def share(self, description: str, done: float, total: float = 1) -> None:
+        """Set how much of a task is done; a new description starts again."""
         if not self._running or self._description != description:
-            self.start(1, description)
+            self.start(total, description)
         self.reach(done)
 
     def finish(self) -> None:

@@ -22,7 +22,7 @@ from lantern_bench.config.values import Overrides
 from lantern_bench.errors import UserError
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.registry import defaults_of, model_of
-from lantern_bench.prompts.sets import load_prompts
+from lantern_bench.prompts import load_prompts
 from lantern_bench.report.tables import frame, write_csv
 from lantern_bench.runs.request import check_neighbours
 

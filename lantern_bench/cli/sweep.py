@@ -176,7 +176,7 @@ class Renderer:
             case Note():
                 self._console.note(event.text, event.advice, event.level)
             case Share(label, done, total):
-                self._progress.share(label, done / total)
+                self._progress.share(label, done, total)
             case Started(finished, to_do):
                 images = sum(to_do.values())
                 self._progress.finish()

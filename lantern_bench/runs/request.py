@@ -21,7 +21,7 @@ from lantern_bench.config.values import Overrides
 from lantern_bench.config.yaml_source import Source
 from lantern_bench.errors import UserError
 from lantern_bench.models.registry import defaults_of, model_of
-from lantern_bench.prompts.sets import load_prompts, prompt_facts
+from lantern_bench.prompts import describe_prompts, load_prompts
 from lantern_bench.runs.keys import check_same_experiment, check_same_threads
 from lantern_bench.runs.store import (
     LOCK,
@@ -115,7 +115,7 @@ def prepare(
             # Shards run at the same time, and a run directory has one writer.
             folder = folder.with_name(f"{folder.name}-shard{chosen_shard.index}of{chosen_shard.count}")
     check_folder(folder, resolved)
-    description = prompt_facts(settings.prompts, models[0], prompts)
+    description = describe_prompts(settings.prompts, models[0], prompts)
     return Request(resolved, plan, folder, protocol, description, chosen_shard, ray, worker_timeout)
 
 

@@ -15,7 +15,7 @@ from lantern_bench.config.values import Overrides
 from lantern_bench.errors import CheckFailedError, LanternError
 from lantern_bench.models.io.files import file_sha256, write_atomically
 from lantern_bench.models.registry import defaults_of, model_of
-from lantern_bench.prompts.sets import load_prompts
+from lantern_bench.prompts import load_prompts
 from lantern_bench.runs.events import Emit
 from lantern_bench.runs.keys import record_key
 from lantern_bench.runs.request import load, prepare

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lantern_bench.errors import UserError
-from lantern_bench.prompts.sets import read_captioned
+from lantern_bench.prompts import read_captioned
 from tests.training.tiny_target import TinyModel, write_pictures
 
 MODEL = TinyModel()
@@ -38,7 +38,7 @@ def test_a_file_names_pictures_and_captions(name: str, content: str, named: bool
     where.write_text(content % FOUND[1][1])
     found = read_captioned(folder, where if named else None, MODEL)
     assert [(item.path.name, item.caption) for item in found] == FOUND
-    assert all(item.path.is_file() and item.place.startswith(name) for item in found)
+    assert all(item.path.is_file() and item.location.startswith(name) for item in found)
 
 
 def test_captions_beside_pictures_in_subfolders(folder: Path) -> None:

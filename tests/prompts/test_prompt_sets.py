@@ -11,7 +11,7 @@ import pytest
 from lantern_bench.config.plan import Prompt
 from lantern_bench.errors import UserError
 from lantern_bench.models.model import class_number, class_prompt
-from lantern_bench.prompts.sets import load_prompts, prompt_facts
+from lantern_bench.prompts import describe_prompts, load_prompts
 from tests.tiny_model import PROMPTS
 
 
@@ -125,13 +125,13 @@ def test_prompt_equality_ignores_the_source():
     assert Prompt("a", "coco:1") == Prompt("a", "coco:2") and len({Prompt("a", "x"), Prompt("a")}) == 1
 
 
-def test_prompt_facts_of_the_manifest(coco):
+def test_describe_prompts_of_the_manifest(coco):
     source = f"coco:{coco}#2"
-    facts = prompt_facts(source, Anything(), load(source))
+    facts = describe_prompts(source, Anything(), load(source))
     assert facts["set"] == source and facts["prompts"] == 2
     assert len(facts["file_sha256"]) == 64 and len(facts["ids_sha256"]) == 64
-    assert prompt_facts("held-out", Anything(), load("held-out"))["file_sha256"] is None
-    other = prompt_facts(f"coco:{coco}", Anything(), load(f"coco:{coco}"))
+    assert describe_prompts("held-out", Anything(), load("held-out"))["file_sha256"] is None
+    other = describe_prompts(f"coco:{coco}", Anything(), load(f"coco:{coco}"))
     assert other["ids_sha256"] != facts["ids_sha256"] and other["file_sha256"] == facts["file_sha256"]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lantern_bench.errors import UserError
-from lantern_bench.prompts.sets import load_prompts
+from lantern_bench.prompts import load_prompts
 from tests.tiny_model import PROMPTS, TinyModel
 
 MODEL = TinyModel()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lantern_bench.config.experiment import load_experiment, resolve, shipped_experiments
 from lantern_bench.errors import LanternError
 from lantern_bench.models.io.model_file import read_model_file
-from lantern_bench.prompts.sets import READERS, load_prompts
+from lantern_bench.prompts import READERS, load_prompts
 from lantern_bench.runs.store import done_images, read_records, read_scores
 from lantern_bench.schema import columns
 from tests.made_up_run import make_records, make_scores

@@ -17,7 +17,7 @@ from lantern_bench.config.yaml_source import DEEPEST, MOST_BYTES, parse_source, 
 from lantern_bench.console import Console
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.model_file import read_model_file
-from lantern_bench.prompts.sets import load_prompts, read_captioned
+from lantern_bench.prompts import load_prompts, read_captioned
 from lantern_bench.report.page import render
 from lantern_bench.report.records import load_runs
 from lantern_bench.report.tables import write_csv

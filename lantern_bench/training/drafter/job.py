@@ -20,7 +20,7 @@ from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.model import Model
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.target import TransformerTarget
-from lantern_bench.prompts.sets import load_prompts, read_captioned
+from lantern_bench.prompts import load_prompts, read_captioned
 from lantern_bench.training.drafter.dataset import Data, held_out_count
 from lantern_bench.training.drafter.features import SHARD_BYTES, bytes_per_row
 from lantern_bench.training.drafter.recipe import DrafterFlags, DrafterRecipe, flag_of, recipe_of

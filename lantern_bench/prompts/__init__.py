@@ -1,1 +1,0 @@
-"""Prompts of a run: files, published sets, captioned pictures."""
