@@ -47,13 +47,15 @@ def certify(
     ] = None,
     prompts: PromptsOption = None,
     positions: Annotated[
-        int | None, typer.Option(min=1, help="Positions of emitted TV. Default: 48; with --emitted-tv 200.")
+        int | None,
+        typer.Option(min=1, help="Positions of emitted TV. Default: 48; with --emitted-tv 200."),
     ] = None,
     draws: Annotated[
-        int | None, typer.Option(min=2, help="Sampled drafts per position. Default: 128; with --emitted-tv 512.")
+        int | None,
+        typer.Option(min=2, help="Sampled drafts per position. Default: 128; with --emitted-tv 512."),
     ] = None,
     samples: Annotated[int, typer.Option(min=8, help="Images of each lossless check.")] = 192,
-    greedy: Annotated[int, typer.Option(min=1, help="Prompts of the greedy identity check.")] = 8,
+    greedy: Annotated[int, typer.Option(min=1, help="Prompts of the greedy identity check.", hidden=True)] = 8,
     out: Annotated[
         Path | None,
         typer.Option(help="Directory of the CSV files. Default: results/certify-MODEL, or results/audit-MODEL."),
@@ -74,12 +76,12 @@ def certify(
     from lantern_bench.report.tables import frame
 
     console: Console = ctx.obj
-    usual = _FULL if emitted_tv else _QUICK
-    sizes = Sizes(positions or usual["positions"], draws or usual["draws"], samples, greedy)
+    defaults = _FULL if emitted_tv else _QUICK
+    sizes = Sizes(positions or defaults["positions"], draws or defaults["draws"], samples, greedy)
     flags |= {"model": [model], "prompts": prompts}
     if modes == ["all"]:
-        for name, given in (("--emitted-tv", emitted_tv), ("--experiment", experiment)):
-            if given:
+        for name, value in (("--emitted-tv", emitted_tv), ("--experiment", experiment)):
+            if value:
                 raise UserError(f"{name}: is not for the audit of all modes", f"Leave out {name}, or --modes all.")
         # An audit decodes a few images in each of many cells: compiling them would take longer.
         job = plan_audit(resolve_cells("audit", flags, audited_cells(), settings or [], compile=False), sizes)
@@ -95,26 +97,26 @@ def certify(
         tables = job.measure(emitted_tv, progress.share)
     job.write(folder, tables)
 
-    whole = (format or console.format) in ("csv", "json")
+    as_data = (format or console.format) in ("csv", "json")
     if "audit" in tables:
         table = frame("audit", tables["audit"])
-        shown = table if whole else table[_AUDIT].dropna(axis=1, how="all")
-        console.table(shown, title=f"audit of all modes with {job.model}", format=format)
+        table = table if as_data else table[_AUDIT].dropna(axis=1, how="all")
+        console.table(table, title=f"audit of all modes with {job.model}", format=format)
         console.say(f"a lossless claim that is true fails with a chance of at most {LEVEL:g} (all tests together)")
     if "certificate" in tables:
         table = frame("certificate", tables["certificate"])
-        shown = table if whole else table.drop(columns="model")
-        console.table(shown, title=f"certificate of {job.model}", format=format)
+        table = table if as_data else table.drop(columns="model")
+        console.table(table, title=f"certificate of {job.model}", format=format)
         console.say(f"a correct model fails this certificate with a chance of at most {LEVEL:g} (all tests together)")
     if emitted_tv:
         table = frame("emitted_tv", tables["emitted_tv"])
+        table = table if as_data else table.drop(columns=_FILE_ONLY)
         title = f"what relaxation costs: {sizes.positions} positions of sampled images"
-        console.table(table if whole else table.drop(columns=_FILE_ONLY), "emitted_tv", title=title, format=format)
+        console.table(table, "emitted_tv", title=title, format=format)
     console.say(f"tables: {folder}")
     checked = tables.get("certificate") or tables.get("audit", [])
     if weak := failures(checked, "weak"):
-        console.warn(
-            f"{len(weak)} checks show too little: " + "; ".join(weak), "Give more --samples, or --dtype float32."
-        )
+        message = f"{len(weak)} checks show too little: {'; '.join(weak)}"
+        console.warn(message, "Give more --samples, or --dtype float32.")
     if failed := failures(checked):
         raise CheckFailedError(f"{len(failed)} checks do not hold: " + "; ".join(failed))

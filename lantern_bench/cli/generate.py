@@ -16,7 +16,7 @@ from lantern_bench.cli.options import (
     experiment_flags,
     resolve_flags,
     say_memory,
-    split_modes,
+    split_words,
 )
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.tables import MODES
@@ -75,7 +75,7 @@ def generate(
     if isinstance(loaded.pixels, NoPixels):
         raise loaded.pixels.problem
     cells = resolved.cells
-    if "all" in split_modes(modes):
+    if "all" in split_words(modes):
         cells, reasons = generation.runnable(loaded, cells)
         for reason in reasons:
             console.say(reason)

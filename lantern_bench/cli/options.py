@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -118,9 +118,9 @@ def with_flags(flags: Mapping[str, Any]) -> Callable[[Callable[..., None]], Call
 # ---- From flags to cells
 
 
-def split_modes(values: Sequence[str]) -> list[str]:
-    """Return the modes of a repeated flag, each of whose values may list several with commas."""
-    return [mode.strip() for text in values for mode in text.split(",") if mode.strip()]
+def split_words(values: Sequence[str] | None) -> list[str]:
+    """Return the words of a repeated flag, each of whose values may list several with commas."""
+    return [word.strip() for text in values or () for word in text.split(",") if word.strip()]
 
 
 def resolve_flags(
@@ -130,7 +130,7 @@ def resolve_flags(
 
     A relaxed rule without a bound gets its row's example. `defaults` hold where flags and settings give no value.
     """
-    modes = list(MODES) if "all" in (modes := split_modes(mode)) else modes
+    modes = list(MODES) if "all" in (modes := split_words(mode)) else modes
     for word in modes:
         if word not in MODES:
             raise_if_refused(word)
@@ -165,6 +165,12 @@ def resolve_cells(
 
 
 # ---- Helpers of several commands
+
+
+def check_choice(flag: str, value: str, choices: Collection[str]) -> None:
+    """Raise `UserError` for a value that is none of the choices."""
+    if value not in choices:
+        raise UserError(f"{flag} {value}: unknown", f"One of {', '.join(choices)}.")
 
 
 def command_group(**settings: Any) -> typer.Typer:

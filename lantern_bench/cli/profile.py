@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lantern_bench.cli.options import (
-    DEVICE_HELP,
     RULE_PARAMETERS,
+    DeviceOption,
     FormatOption,
     compile_steps,
     experiment_flags,
     resolve_flags,
+    split_words,
 )
 from lantern_bench.errors import UserError
 from lantern_bench.runs.threads import fastest_threads, set_threads
@@ -48,7 +49,7 @@ def profile(
     ] = None,
     images: Annotated[int, typer.Option(min=1, help="Images decoded for each kind of step.")] = 4,
     tokens: Annotated[int | None, typer.Option(min=2, help="Decode only this many tokens per image.")] = None,
-    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "auto",
+    device: DeviceOption = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads on a CPU. Default: as many as decode fastest.")
@@ -69,15 +70,15 @@ def profile(
 ) -> None:
     """Measure what decode steps cost, and compare it with what the device allows; or search for the fastest tree."""
     if search:
-        own: dict[str, Any] = {"tree": tree, "tokens": tokens, "out": out, "save_device": save_to}
-        _refuse_with_search(**own, size=size, random_weights=random_weights or None)
+        _refuse_with_search("it chooses its own trees", tree=tree, tokens=tokens, out=out, save_device=save_to)
+        _refuse_with_search("it needs a trained model", size=size, random_weights=random_weights or None)
     if save_to is not None and save_to.suffix not in (".yaml", ".yml"):
         raise UserError(f"--save-device {save_to}: must end in .yaml")
     decodings = _decodings(flags | {"model": [model]}, mode, search)
-    if not all(one.drafts for one in decodings):
+    if not all(decoding.drafts for decoding in decodings):
         raise UserError("--mode ar: drafts nothing", "Every table has autoregressive decoding already.")
     if not search and len(decodings) > 1:
-        cells = ", ".join(one.cell_id for one in decodings)
+        cells = ", ".join(decoding.cell_id for decoding in decodings)
         raise UserError(f"profile measures one mode and rule at a time, and these are {len(decodings)}: {cells}")
 
     from lantern_bench.profile.run import load_subject, save_device, step_of
@@ -95,13 +96,12 @@ def profile(
     decoding = decodings[0].model_copy(update={"cfg_scale": subject.cfg_scale})
     steps = {"ar": autoregressive(decoding)}
     if not search:
-        names = [name.strip() for text in tree or [_TREES] for name in text.split(",")]
-        steps |= {name: step_of(name, decoding) for name in names if name}
+        steps |= {name: step_of(name, decoding) for name in split_words(tree or [_TREES])}
     if threads is None:
         kinds = [*steps.values(), decoding][:2]
-        if (found := fastest_threads(subject.model, subject.prompts[0], kinds)) is not None:
-            set_threads(found.threads)
-            for note in found.notes():
+        if (calibrated := fastest_threads(subject.model, subject.prompts[0], kinds)) is not None:
+            set_threads(calibrated.threads)
+            for note in calibrated.notes():
                 console.note(*note)
     if search:
         _search(subject, decodings, console, format)
@@ -113,7 +113,7 @@ def profile(
 
 
 def _decodings(flags: dict[str, Any], mode: list[str] | None, search: bool) -> list[Decoding]:
-    """The decodings to profile: those of the flags; without mode, rule and drafting a search covers all lossless."""
+    """Return the decodings to profile: those of the flags; a search without mode, rule and drafting takes all."""
     chosen: list[tuple[list[str], dict[str, Any]]] = [(mode or ["speculative"], {})]
     if search and not (mode or flags["rule"] or flags["drafting"]):
         from lantern_bench.profile.tree_search import searched_lossless
@@ -124,11 +124,10 @@ def _decodings(flags: dict[str, Any], mode: list[str] | None, search: bool) -> l
     return list(dict.fromkeys(cell.decoding for cells in resolved for cell in cells))
 
 
-def _refuse_with_search(**given: object) -> None:
+def _refuse_with_search(reason: str, **flags: object) -> None:
     """Refuse the flags that belong to the table of step costs."""
-    for key, value in given.items():
+    for key, value in flags.items():
         if value is not None:
-            reason = "it needs a trained model" if key in ("size", "random_weights") else "it chooses its own trees"
             raise UserError(f"--{key.replace('_', '-')}: not with --search, because {reason}")
 
 

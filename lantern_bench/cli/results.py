@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lantern_bench.cli.options import RUN_HELP, FormatOption, locate, locate_all
+from lantern_bench.cli.options import (
+    RUN_HELP,
+    FormatOption,
+    RunArgument,
+    check_choice,
+    locate,
+    locate_all,
+    split_words,
+)
 from lantern_bench.errors import CheckFailedError, RefusedError, UserError
 
 if TYPE_CHECKING:
@@ -19,14 +27,13 @@ _FAIL_IF = ("worse", "different")
 
 def show(
     ctx: typer.Context,
-    run: Annotated[str, typer.Argument(help=RUN_HELP)],
+    run: RunArgument,
     table: Annotated[str, typer.Option(help=f"One of {', '.join(_TABLES)}.")] = "summary",
     format: FormatOption = None,
 ) -> None:
     """Rebuild the tables of a run from its records and print one."""
     console: Console = ctx.obj
-    if table not in _TABLES:
-        raise UserError(f"--table {table}: unknown", f"The tables are {', '.join(_TABLES)}.")
+    check_choice("--table", table, _TABLES)
     folder = locate(run)
 
     from lantern_bench.api import load_run
@@ -81,31 +88,31 @@ def compare(
     from lantern_bench.report.records import load_runs
 
     console: Console = ctx.obj
-    allowed = [kind.strip() for text in across or [] for kind in text.split(",")]
-    for flag, known, values in (("across", ACROSS, allowed), ("fail-if", _FAIL_IF, [fail_if] if fail_if else [])):
-        for value in values:
-            if value not in known:
-                raise UserError(f"--{flag} {value}: unknown", f"One of {', '.join(known)}.")
+    allowed = split_words(across)
+    for kind in allowed:
+        check_choice("--across", kind, ACROSS)
+    if fail_if is not None:
+        check_choice("--fail-if", fail_if, _FAIL_IF)
     folders = (locate(run_a), locate(run_b))
     if folders[0].resolve() == folders[1].resolve():
         raise UserError(f"{run_b}: is the same run as {run_a}", "Give two runs.")
     names, (a, b) = zip(*load_runs(folders).items(), strict=True)
     unlike = differences(a, b)
     check_comparability(unlike, allowed)
-    for one in unlike:
-        console.warn(f"the runs differ in {one}")
-    found = compare_runs(a, b)
-    if not len(found.table):
+    for difference in unlike:
+        console.warn(f"the runs differ in {difference}")
+    comparison = compare_runs(a, b)
+    if not len(comparison.table):
         raise RefusedError(
             "the runs have no cell and prompt in common", "`lantern-bench show RUN` lists the cells of a run."
         )
-    for side, cells in (("first", found.only_a), ("second", found.only_b)):
+    for side, cells in (("first", comparison.only_a), ("second", comparison.only_b)):
         if cells:
             console.say(f"only in the {side} run, left out: {', '.join(cells)}")
-    console.table(found.table, "comparison", title=f"a: {names[0]}   b: {names[1]}", format=format)
-    for note in found.notes:
+    console.table(comparison.table, "comparison", title=f"a: {names[0]}   b: {names[1]}", format=format)
+    for note in comparison.notes:
         console.say(note)
-    verdicts = found.table["verdict"].dropna()
+    verdicts = comparison.table["verdict"].dropna()
     failed = verdicts == WORSE if fail_if == "worse" else verdicts != SAME
     if fail_if is not None and failed.any():
         raise CheckFailedError(f"--fail-if {fail_if}: true of {int(failed.sum())} of {len(verdicts)} verdicts")
@@ -113,7 +120,7 @@ def compare(
 
 def predict(
     ctx: typer.Context,
-    run: Annotated[str, typer.Argument(help=RUN_HELP)],
+    run: RunArgument,
     device: Annotated[
         str | None,
         typer.Option(
@@ -139,8 +146,7 @@ def predict(
     from lantern_bench.report.records import load_runs
 
     console: Console = ctx.obj
-    if stack not in STACKS:
-        raise UserError(f"--stack {stack}: unknown", f"One of {', '.join(STACKS)}.")
+    check_choice("--stack", stack, STACKS)
     if device is None and prompts is None:
         raise UserError("--device is missing", "Give a device to predict for, or --prompts to plan with this one.")
     if device is None and model is not None:

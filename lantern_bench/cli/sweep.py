@@ -11,10 +11,10 @@ import typer
 
 from lantern_bench.cli.options import (
     DECODING,
-    DEVICE_HELP,
-    RUN_HELP,
+    DeviceOption,
     FormatOption,
     ModesOption,
+    RunArgument,
     SettingsOption,
     experiment_flags,
     locate,
@@ -68,13 +68,7 @@ def sweep(
     """Run an experiment: speed and quality of every cell, and the tables. The same command resumes it."""
     overrides = replace(Overrides.from_flags(flags, modes=modes or None, settings=settings or []), many=yes)
     request = prepare(
-        experiment,
-        overrides,
-        out=out,
-        resume=resume,
-        shard=shard,
-        ray=ray,
-        worker_timeout=worker_timeout,
+        experiment, overrides, out=out, resume=resume, shard=shard, ray=ray, worker_timeout=worker_timeout
     )
     _run(request, ctx.obj, dry_run, format, _show_summary)
 
@@ -101,19 +95,23 @@ def reproduce(
 
 def score(
     ctx: typer.Context,
-    run: Annotated[str, typer.Argument(help=RUN_HELP)],
+    run: RunArgument,
     protocol: Annotated[str | None, typer.Option(help=f"One of {', '.join(PROTOCOLS)}; by default the run's.")] = None,
     reference: Annotated[
         str | None,
         typer.Option(help="embedded, a folder of pictures, a COCO .json (or FILE.json=FOLDER), or a .npz (mu, sigma)."),
     ] = None,
     fid_infinity: Annotated[
-        bool, typer.Option("--fid-infinity", help="Also extrapolate FID to infinitely many pictures.")
+        bool, typer.Option("--fid-infinity", help="Also extrapolate FID to infinitely many pictures.", hidden=True)
     ] = False,
     again: Annotated[bool, typer.Option("--again", help="Score again what these scorers have scored.")] = False,
-    clip_weights: Annotated[Path | None, typer.Option(help="Checkpoint of the protocol's CLIP model.")] = None,
-    features_weights: Annotated[Path | None, typer.Option(help="Weights of the protocol's extractor.")] = None,
-    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "auto",
+    clip_weights: Annotated[
+        Path | None, typer.Option(help="Checkpoint of the protocol's CLIP model.", hidden=True)
+    ] = None,
+    features_weights: Annotated[
+        Path | None, typer.Option(help="Weights of the protocol's extractor.", hidden=True)
+    ] = None,
+    device: DeviceOption = "auto",
     format: FormatOption = None,
 ) -> None:
     """Score the pictures of a run by a quality protocol, without decoding again."""
@@ -122,7 +120,7 @@ def score(
     console: Console = ctx.obj
     folder = locate(run)
     with console.progress() as progress:
-        rules, written = score_run_directory(
+        scored_by, count = score_run_directory(
             folder,
             Renderer(console, progress).show,
             protocol=protocol,
@@ -137,10 +135,11 @@ def score(
     from lantern_bench.report.tables import write_tables
 
     quality = write_tables(folder)["quality"]
-    mine = quality[quality["protocol"] == rules.name].reset_index(drop=True)
-    console.table(mine, "quality", title=f"{folder.name}: {rules.name}, version {rules.version}", format=format)
-    said = f"{written} scores added" if written else "nothing to add: these scorers have scored everything (--again)"
-    console.say(f"{said}; {folder / 'scores.jsonl'}")
+    rows = quality[quality["protocol"] == scored_by.name].reset_index(drop=True)
+    title = f"{folder.name}: {scored_by.name}, version {scored_by.version}"
+    console.table(rows, "quality", title=title, format=format)
+    message = f"{count} scores added" if count else "nothing to add: these scorers have scored everything (--again)"
+    console.say(f"{message}; {folder / 'scores.jsonl'}")
 
 
 def merge(
@@ -155,11 +154,11 @@ def merge(
     from lantern_bench.runs.merge import merge_runs
 
     console: Console = ctx.obj
-    found = merge_runs([locate(run) for run in runs], out)
-    console.say(f"{found.images} images of {len(runs)} shards, {found.failed} failed: {found.folder}")
-    if found.scored:
-        console.say(f"quality of whole cells: lantern-bench score {found.folder}")
-    _show_summary(found.folder, console, format)
+    merged = merge_runs([locate(run) for run in runs], out)
+    console.say(f"{merged.images} images of {len(runs)} shards, {merged.failed} failed: {merged.folder}")
+    if merged.scored:
+        console.say(f"quality of whole cells: lantern-bench score {merged.folder}")
+    _show_summary(merged.folder, console, format)
 
 
 class Renderer:
@@ -192,8 +191,8 @@ class Renderer:
                     if task.cell.decoding.mode != "ar" and record["mean_accepted_length"]:
                         self._lengths.append(record["mean_accepted_length"])
                 figures = {"mal": self._lengths, "s_per_image": self._seconds}
-                live = {name: sum(values) / len(values) for name, values in figures.items() if values}
-                self._progress.advance(cell=task.cell.cell_id, **live)
+                means = {name: sum(values) / len(values) for name, values in figures.items() if values}
+                self._progress.advance(cell=task.cell.cell_id, **means)
 
 
 def _run(

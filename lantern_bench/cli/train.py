@@ -65,8 +65,8 @@ def drafter(
 ) -> None:
     """Train a drafter for a target and write it in the published layout. The same command continues a training."""
     console: Console = ctx.obj
-    given = {key: value for key, value in flags.items() if value is not None}
-    checked_flags = checked(DrafterFlags, {"target": target, "data": data, **given})
+    typed = {key: value for key, value in flags.items() if value is not None}
+    checked_flags = checked(DrafterFlags, {"target": target, "data": data, **typed})
 
     from lantern_bench.training.drafter.job import make_job, plan_rows
 
@@ -106,7 +106,7 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
     before = (job.out / "model.safetensors").is_file()
     try:
         with shown.progress() as progress:
-            on_event = partial(_show_event, progress, "drafter")
+            on_event = partial(_show_event, progress)
             report, evaluated = train_drafter(job, model, on_event, progress.share, distributed)
     except KeyboardInterrupt:
         shown.say(f"stopped; the same command continues from what is in {job.work}")
@@ -118,33 +118,34 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
     console.say(f"{'replaced' if before else 'wrote'} {job.out}; use it: --model {job.out / 'model.yaml'}")
     accepted = evaluated[0].accepted
     if min_mal is not None and (accepted is None or accepted.value < min_mal):
-        found = "not measured" if accepted is None else f"{accepted.value:.3f}"
-        raise CheckFailedError(f"--min-mal {min_mal:g}: the drafter's MAL is {found}", "Train longer or on more data.")
+        mal = "not measured" if accepted is None else f"{accepted.value:.3f}"
+        raise CheckFailedError(f"--min-mal {min_mal:g}: the drafter's MAL is {mal}", "Train longer or on more data.")
 
 
-def _show_event(progress: Progress, part: str, event: TrainEvent) -> None:
+def _show_event(progress: Progress, event: TrainEvent) -> None:
     """Show an event of a training as progress; the bar starts again after an evaluation."""
-    progress.share(f"training the {part}", event.fraction)
+    progress.share("training the drafter", event.fraction)
     progress.reach(event.fraction, step=str(event.step), loss=event.loss, **event.parts)
 
 
 def _drafter_table(evaluated: Sequence[Evaluated], tree: str | None) -> pd.DataFrame:
-    """One row a drafter; the last columns compare with the model's own, paired by prompt."""
+    """Return one row a drafter; the last columns compare with the model's own, paired by prompt."""
     import pandas as pd
 
     from lantern_bench.report.stats import ratio_of_sums
 
     rows = []
-    own = evaluated[1].accepted if len(evaluated) > 1 else None
-    for one in evaluated:
-        row: dict[str, Any] = {"drafter": one.name, "one_minus_tv": one.one_minus_tv, "tree": tree}
-        row |= {"images": len(one.accepted.over) if one.accepted else 0}
-        if one.accepted is not None:
-            mal = ratio_of_sums(*one.accepted)
+    models_own = evaluated[1].accepted if len(evaluated) > 1 else None
+    for drafter in evaluated:
+        accepted = drafter.accepted
+        row: dict[str, Any] = {"drafter": drafter.name, "one_minus_tv": drafter.one_minus_tv, "tree": tree}
+        row |= {"images": len(accepted.over) if accepted else 0}
+        if accepted is not None:
+            mal = ratio_of_sums(*accepted)
             row |= {"mal": mal.value, "mal_low": mal.low, "mal_high": mal.high}
-            if own is not None:
+            if models_own is not None:
                 # Both commit the same number of tokens, so the ratio of their lengths is that of their steps.
-                ratio = ratio_of_sums(own.under, one.accepted.under, one.accepted.prompts)
+                ratio = ratio_of_sums(models_own.under, accepted.under, accepted.prompts)
                 row |= {"over_own": ratio.value, "over_own_low": ratio.low, "over_own_high": ratio.high}
         rows.append(row)
     return pd.DataFrame(rows)
