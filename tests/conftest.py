@@ -29,9 +29,9 @@ def lanterns() -> LoadedModel:
     """The bundled model in float32 on the CPU, not compiled."""
     import torch
 
-    from lantern_bench.models.registry import load_model
+    from lantern_bench.models.registry import model_of
 
-    return load_model("lanterns", torch.device("cpu"), torch.float32)
+    return model_of("lanterns").load(torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture(scope="session")

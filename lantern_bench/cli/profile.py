@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from lantern_bench.config.decoding import Decoding
     from lantern_bench.console import Console
-    from lantern_bench.profile.run import Subject
+    from lantern_bench.profile.run import ProfiledModel
     from lantern_bench.runs.devices import Compute
 
 _TREES = "chain-5,small-7,eagle1-25,58n5d10b"
@@ -81,34 +81,34 @@ def profile(
         cells = ", ".join(decoding.cell_id for decoding in decodings)
         raise UserError(f"profile measures one mode and rule at a time, and these are {len(decodings)}: {cells}")
 
-    from lantern_bench.profile.run import load_subject, save_device, step_of
+    from lantern_bench.profile.run import load_profiled_model, save_device, step_of
     from lantern_bench.profile.tree_search import autoregressive
     from lantern_bench.runs.devices import choose_compute
 
+    trees = {} if search else {name: step_of(name, decodings[0]) for name in split_words(tree or [_TREES])}
     console: Console = ctx.obj
     set_threads(threads)
     compute = choose_compute(device, dtype, fast=True)
-    subject = load_subject(model, size, random_weights, compute, images, seed, tokens)
+    profiled = load_profiled_model(model, size, random_weights, compute, images, seed, tokens)
     if flags["cfg_scale"] is not None:
-        subject = subject._replace(cfg_scale=decodings[0].cfg_scale)
+        profiled = profiled._replace(cfg_scale=decodings[0].cfg_scale)
     if compile:
-        compile_steps([subject.model], compute, console)
-    decoding = decodings[0].model_copy(update={"cfg_scale": subject.cfg_scale})
+        compile_steps([profiled.model], compute, console)
+    decoding = decodings[0].model_copy(update={"cfg_scale": profiled.cfg_scale})
     steps = {"ar": autoregressive(decoding)}
-    if not search:
-        steps |= {name: step_of(name, decoding) for name in split_words(tree or [_TREES])}
+    steps |= {name: step.model_copy(update={"cfg_scale": profiled.cfg_scale}) for name, step in trees.items()}
     if threads is None:
         kinds = [*steps.values(), decoding][:2]
-        if (calibrated := fastest_threads(subject.model, subject.prompts[0], kinds)) is not None:
+        if (calibrated := fastest_threads(profiled.model, profiled.prompts[0], kinds)) is not None:
             set_threads(calibrated.threads)
             for note in calibrated.notes():
                 console.note(*note)
     if search:
-        _search(subject, decodings, console, format)
+        _search(profiled, decodings, console, format)
         return
-    rows = _profile(subject, steps, size or model, compute, console, format, out)
+    rows = _profile(profiled, steps, size or model, compute, console, format, out)
     if save_to is not None:
-        save_device(subject, rows, compute, save_to)
+        save_device(profiled, rows, compute, save_to)
         console.say(f"written: {save_to}")
 
 
@@ -132,7 +132,7 @@ def _refuse_with_search(reason: str, **flags: object) -> None:
 
 
 def _profile(
-    subject: Subject,
+    profiled: ProfiledModel,
     steps: Mapping[str, Decoding],
     title: str,
     compute: Compute,
@@ -143,27 +143,27 @@ def _profile(
     """Measure the steps, by name; return the rows of the table."""
     import pandas as pd
 
-    from lantern_bench.profile.run import measure, write_step_costs
+    from lantern_bench.profile.run import measure, save_profile
     from lantern_bench.profile.steps import device_rates, dtype_error
 
-    target: Any = subject.model.target
-    rates = device_rates(target, subject.guided)
+    target: Any = profiled.model.target
+    rates = device_rates(target, profiled.is_guided)
     speeds = f"reads {rates.bytes_per_s / 1e9:.1f} GB/s, multiplies {rates.operations_per_s / 1e9:.0f} Gop/s"
     console.say(f"{compute.device}: {speeds}, measured at the size of this model")
     with console.progress() as progress:
-        rows = measure(subject, steps, rates, progress.share)
+        rows = measure(profiled, steps, rates, progress.share)
     table = pd.DataFrame(rows).round(4)
     console.table(table, title=f"{title}, {compute.device}, {compute.dtype_name}", format=format)
     if out is not None:
-        console.say("written: " + ", ".join(map(str, write_step_costs(table, out))))
-    if subject.trained and compute.dtype_name != "float32":
-        tv = dtype_error(title, subject.model, subject.prompts[:2], subject.cfg_scale)
+        console.say("written: " + ", ".join(map(str, save_profile(table, out))))
+    if profiled.is_trained and compute.dtype_name != "float32":
+        tv = dtype_error(title, profiled.model, profiled.prompts[:2], profiled.cfg_scale)
         figures = f"mean {tv.mean():.4f}, 99th percentile {tv.quantile(0.99):.4f}, maximum {tv.max():.4f}"
         console.say(f"TV of {compute.dtype_name} against float32, {len(tv)} positions: {figures}")
     return rows
 
 
-def _search(subject: Subject, decodings: Sequence[Decoding], console: Console, format: str | None) -> None:
+def _search(profiled: ProfiledModel, decodings: Sequence[Decoding], console: Console, format: str | None) -> None:
     """Search for the fastest tree of each decoding, and print the best as lines of an experiment."""
     import pandas as pd
 
@@ -171,7 +171,7 @@ def _search(subject: Subject, decodings: Sequence[Decoding], console: Console, f
 
     lines = []
     for decoding in decodings:
-        measured = search_trees(subject.model, decoding, subject.prompts, subject.seed, console.say)
+        measured = search_trees(profiled.model, decoding, profiled.prompts, profiled.seed, console.say)
         table = pd.DataFrame([row for _, row in measured]).round(4)
         title = f"{decoding.mode}, {decoding.drafting}, {decoding.rule}, the fastest measured"
         console.table(table, title=title, format=format)

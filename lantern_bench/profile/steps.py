@@ -32,21 +32,22 @@ _WARM_FORWARDS = 3
 
 
 class StepCost(NamedTuple):
-    """Milliseconds per step without prefill, in all and by part; tokens per step; traces of the measured images.
+    """Milliseconds per step without prefill.
 
-    draft_ms: drafter forwards and tree building. target_ms: the target's forward (autoregressive decoding samples in
-    the same program). verify_ms: acceptance, cache update, copy to the host. other_ms: noise, time outside the phases.
+    Parts: `draft_ms` has drafter forwards and tree building; `target_ms` the target's forward (autoregressive decoding
+    samples in the same program); `verify_ms` acceptance, cache update and the copy to the host; `other_ms` noise and
+    time outside the phases.
     """
 
     total: float
     parts: dict[str, float]
-    mean_accepted_length: float
-    traces: list[ImageTrace]
+    mean_accepted_length: float  # tokens per step
+    traces: list[ImageTrace]  # of the measured images
 
 
 @torch.inference_mode()
 def forward_ms(model: LoadedModel, condition: Any, nodes: int, cfg_scale: float, repeats: int = 30) -> float:
-    """Median milliseconds of one target forward over a chain of `nodes`, with half an image in the cache.
+    """Return the median milliseconds of one target forward over a chain of `nodes`, with half an image in the cache.
 
     `condition` is that of one image; the forward includes guidance.
     """
@@ -54,8 +55,8 @@ def forward_ms(model: LoadedModel, condition: Any, nodes: int, cfg_scale: float,
     device = target.device
     session, run = scoring(target, 1, nodes, cfg_scale, model.engine)
     session.prefill(condition)
-    whole = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    session.commit(whole, torch.full((1,), target.image_tokens // 2, device=device))
+    path = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    session.commit(path, torch.full((1,), target.image_tokens // 2, device=device))
     chain = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()[None]
     tokens = torch.zeros(1, nodes, dtype=torch.int64, device=device)
     depths = torch.arange(nodes, device=device)[None]
@@ -78,65 +79,64 @@ def step_costs(
     """
     device = model.target.device
 
-    def made(decoding: Decoding, prompt: str, number: int, most: int | None) -> ImageTrace:
+    def trace_of(decoding: Decoding, number: int, most: int | None) -> ImageTrace:
         noise = torch.Generator(device).manual_seed(seed + number)
-        condition = model.condition([prompt])
+        condition = model.condition([prompts[number]])
         return decode(model, condition, decoding, [noise], tokens=most, engine=model.engine)[0].trace
 
     for decoding in decodings:
-        made(decoding, prompts[0], 0, min(24, tokens or 24))
+        trace_of(decoding, 0, min(24, tokens or 24))
     settle_garbage()
     traces: list[list[ImageTrace]] = [[] for _ in decodings]
-    for number, prompt in enumerate(prompts):
-        for at, decoding in enumerate(decodings):
-            traces[at].append(made(decoding, prompt, number, tokens))
-            on_progress((number * len(decodings) + at + 1) / (len(prompts) * len(decodings)))
-    return [_step_cost(one) for one in traces]
+    for number in range(len(prompts)):
+        for index, decoding in enumerate(decodings):
+            traces[index].append(trace_of(decoding, number, tokens))
+            on_progress((number * len(decodings) + index + 1) / (len(prompts) * len(decodings)))
+    return list(map(_step_cost, traces))
 
 
 def _step_cost(traces: list[ImageTrace]) -> StepCost:
     steps = max(1, sum(len(trace.committed) for trace in traces))
 
-    def each(phase: str) -> float:
+    def ms_per_step(phase: str) -> float:
         return 1e3 * sum(trace.phases.get(phase, 0.0) for trace in traces) / steps
 
-    whole = 1e3 * sum(trace.seconds for trace in traces) / steps - each("prefill")
-    draft, target, verify, noise = each("draft"), each("target"), each("verify"), each("noise")
-    other = noise + max(0.0, whole - draft - target - verify - noise)
-    uncut = sum(sum(trace.uncut) for trace in traces) / steps
-    parts = {"draft_ms": draft, "target_ms": target, "verify_ms": verify, "other_ms": other}
-    return StepCost(sum(parts.values()), parts, uncut, traces)
+    parts = {f"{phase}_ms": ms_per_step(phase) for phase in ("draft", "target", "verify")}
+    total = 1e3 * sum(trace.seconds for trace in traces) / steps - ms_per_step("prefill")
+    parts["other_ms"] = max(ms_per_step("noise"), total - sum(parts.values()))
+    length = sum(sum(trace.uncut) for trace in traces) / steps
+    return StepCost(sum(parts.values()), parts, length, traces)
 
 
 @torch.inference_mode()
 def dtype_error(name: str, rounded: LoadedModel, prompts: Sequence[str], cfg_scale: float, seed: int = 0) -> Tensor:
-    """TV float32 [images * tokens] of the distributions of `rounded` from those of the model `name` in float32.
+    """Return the TV float32 [images * tokens] of the distributions of `rounded` from those of `name` in float32.
 
     Both are guided, at temperature 1, without filters, along the same tokens.
     """
     exact = model_of(name).load(rounded.target.device, torch.float32)
-    found = []
+    distances = []
     decoding = Decoding.model_validate({"mode": "ar", "cfg_scale": cfg_scale})
     for number, prompt in enumerate(prompts):
         noise = torch.Generator(exact.target.device).manual_seed(seed + number)
         condition = exact.condition([prompt])
         tokens = decode(exact, condition, decoding, [noise])[0].tokens.long()[None]
-        both = []
+        pair = []
         for model in (exact, rounded):
             forced = teacher_forced(model.target, condition, tokens.to(model.target.device), cfg_scale != 1)
-            both.append(greedy_probabilities(guide(forced.scores.cond, forced.scores.uncond, cfg_scale))[0].cpu())
-        found.append(total_variation(*both))
-    return torch.cat(found)
+            pair.append(greedy_probabilities(guide(forced.scores.cond, forced.scores.uncond, cfg_scale))[0].cpu())
+        distances.append(total_variation(*pair))
+    return torch.cat(distances)
 
 
 # ---- What the device can do at best, what a forward needs at least, how much memory a decode holds
 
 
 class Rates(NamedTuple):
-    """Bytes read per second, and operations per second (a multiply-add counts as two)."""
+    """How fast a device is."""
 
-    bytes_per_s: float
-    operations_per_s: float
+    bytes_per_s: float  # read
+    operations_per_s: float  # a multiply-add counts as two
 
 
 @torch.inference_mode()
@@ -152,10 +152,10 @@ def device_rates(target: TransformerTarget, guided: bool) -> Rates:
 
 
 def forward_need(target: TransformerTarget, nodes: int, guided: bool) -> tuple[int, float]:
-    """The bytes and operations of a forward over `nodes` of one image, with half an image in the cache."""
-    config, rows = target.config, 2 if guided else 1
-    parts = target.transformer
-    layers = [*parts.layers, parts.norm, parts.output, *([] if parts.head_layer is None else [parts.head_layer])]
+    """Return the bytes and operations of a forward over `nodes` of one image, with half an image in the cache."""
+    config, rows, network = target.config, 2 if guided else 1, target.transformer
+    layers = [*network.layers, network.norm, network.output]
+    layers += [] if network.head_layer is None else [network.head_layer]
     length = config.prefix + config.image_tokens // 2
     kv_width = (config.kv_heads or config.heads) * config.head_dim
     size = torch.finfo(target.dtype).bits // 8
@@ -184,9 +184,9 @@ def decode_memory(model: LoadedModel, nodes: int, guided: bool, run: Callable[[]
     Returns the peak, and the sum of weights, caches and logits of one tree. For transformer targets only.
     """
     target, drafter = model.target, model.drafter
-    parts: list[Any] = [target, drafter] if nodes > 1 and drafter is not None else [target]
-    standing = sum(part.session(1, guided, nodes).cache.nbytes for part in parts)
-    standing += sum(weight_bytes(part) for part in parts)
+    networks: list[Any] = [target, drafter] if nodes > 1 and drafter is not None else [target]
+    standing = sum(network.session(1, guided, nodes).cache.nbytes for network in networks)
+    standing += sum(weight_bytes(network) for network in networks)
     logits = nodes * target.vocab_size * 4
     device = target.device
     if device.type == "cuda":
@@ -198,8 +198,8 @@ def decode_memory(model: LoadedModel, nodes: int, guided: bool, run: Callable[[]
     with silence_profiler(), torch.profiler.profile(activities=activities, profile_memory=True) as record:
         run()
     events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = most = 0
+    allocated = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
+        allocated += event.nbytes()
+        most = max(most, allocated)
     return standing + most, standing + logits

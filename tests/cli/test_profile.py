@@ -53,6 +53,7 @@ def test_threads_are_tried_unless_they_are_given(
         return Calibrated(1, {1: 2.0, 4: 3.0}, 0.3)
 
     monkeypatch.setattr(cli_profile, "fastest_threads", fastest)
+    monkeypatch.setattr(cli_profile, "_profile", lambda *_arguments: [])
     try:
         assert cli.main([*TYPED, "--threads", "1"]) == 0 and not tried
         assert cli.main([*TYPED, "--tree", "smal-7"]) == 2 and not tried
@@ -65,7 +66,19 @@ def test_threads_are_tried_unless_they_are_given(
 
 def test_saved_device_reproduces_what_it_was_fitted_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "here.yaml"
-    typed = ["profile", "--size", "2x64x64x4", "--no-compile", "--images", "1", "--tree", "small-7", "--out"]
+    typed = [
+        "profile",
+        "--size",
+        "2x64x64x4",
+        "--no-compile",
+        "--threads",
+        "1",
+        "--images",
+        "1",
+        "--tree",
+        "small-7",
+        "--out",
+    ]
     assert cli.main([*typed, str(tmp_path), "--save-device", str(path)]) == 0
     assert f"written: {path}" in capsys.readouterr().err
     device = find_device(str(path))
@@ -118,6 +131,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         {"nodes": 6, "depth": 2, "beam": 2},
     ]
     monkeypatch.setattr(tree_search, "_DYNAMIC", sizes)
+    monkeypatch.setattr(tree_search, "_MEASURED", 2)
     monkeypatch.setattr(tree_search, "_WINDOWS", [{"window": 2}, {"window": 4}])
 
 
