@@ -29,8 +29,8 @@ from lantern_bench.models.lanterns import FILES, WEIGHTS_FOLDER
 from lantern_bench.report.stats import proportion, ratio_of_sums
 from lantern_bench.runs.devices import choose_compute
 from lantern_bench.runs.store import results_root
-from lantern_bench.training.drafter.recipe import checked, flag_of
 from lantern_bench.training.loop import TrainEvent
+from lantern_bench.training.settings import checked, flag_of
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -98,7 +98,7 @@ def _train(parts: Sequence[str], folder: Path, work: Path, settings: RecipeSetti
 
 def _show_event(progress: Progress, part: str, event: TrainEvent) -> None:
     progress.share(f"training the {part}", event.fraction)
-    progress.reach(event.fraction, step=str(event.step), loss=event.loss, **event.parts)
+    progress.reach(event.fraction, step=str(event.step), loss=event.loss, **event.figures)
 
 
 def _evaluate(

@@ -10,14 +10,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -41,10 +40,18 @@ from lantern_bench.models.lanterns.model import (
 )
 from lantern_bench.models.target import Condition, TransformerTarget
 from lantern_bench.models.vq import VQModel
-from lantern_bench.training.drafter.features import ConditionedTokens, FeatureBatches, LiveFeatures
-from lantern_bench.training.drafter.recipe import RECIPES, Count, Device, Natural, OptionalCount, OptionalPositive
-from lantern_bench.training.drafter.task import DrafterTask, loop_settings
-from lantern_bench.training.loop import OnEvent, Task, TrainReport, TrainSettings, train
+from lantern_bench.training.drafter.recipe import RECIPES
+from lantern_bench.training.drafter.task import DrafterTask, Sequences
+from lantern_bench.training.loop import OnEvent, Task, TrainReport, train
+from lantern_bench.training.settings import (
+    Count,
+    Device,
+    Natural,
+    OptionalCount,
+    OptionalPositive,
+    Settings,
+    TrainSettings,
+)
 
 REPORT = "training_report.json"
 TRAIN_SEED, HELD_OUT_SEED = 1, 2
@@ -70,19 +77,17 @@ PARTS: dict[str, Part] = {
         8, TrainSettings(lr=1e-3, warmup=100, betas=(0.9, 0.98), weight_decay=0.1, log_every=25), ("tokenizer",)
     ),
     "target": Part(60, TrainSettings(lr=1.5e-3, warmup=100), ("tokenizer",)),
-    "drafter": Part(55, loop_settings(RECIPES["lanterns"]), ("tokenizer", "target")),
+    "drafter": Part(55, RECIPES["lanterns"].train_settings(None), ("tokenizer", "target")),
 }
 """In the order in which they are trained."""
 
 
-class RecipeSettings(BaseModel):
+class RecipeSettings(Settings):
     """The settings of a training. Without `minutes` and `steps` a part trains for its own minutes.
 
     `log_every` and `checkpoint_every` are steps; None leaves them to the part. `compiled` compiles the training of
     tokenizer, target and drafter, where a compiler is installed. `images` are sampled with `--evaluate`.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     minutes: OptionalPositive = None
     steps: OptionalCount = None
@@ -272,19 +277,19 @@ def drafter_task(
     target.eval().requires_grad_(False)
     recipe, conditions = RECIPES["lanterns"].model_copy(update={"batch": _BATCH}), tasks.all_conditions()
 
-    def features(part: tasks.Sequences) -> LiveFeatures:
-        numbers = tasks.caption_numbers(part.attributes)
+    def sequences_of(scenes: tasks.Sequences, count: int) -> Sequences:
+        numbers = tasks.caption_numbers(scenes.attributes)
 
         def condition(rows: Sequence[int]) -> Condition:
             chosen = numbers[list(rows)]
             return Condition(conditions.values[chosen], conditions.valid[chosen])
 
-        return LiveFeatures(target, ConditionedTokens(part.tokens, condition))
+        return Sequences(target, scenes.tokens, condition, range(count))
 
-    evaluated, pairs, rows = features(held_out), range(min(32, len(held_out.tokens))), range(len(sequences.tokens))
-    settings = (rows, recipe.batch, recipe.dropped, seed, lambda: evaluated.pairs(pairs))
-    batches = FeatureBatches(features(sequences), *settings, guided=recipe.guided)
-    return DrafterTask(drafter, batches, recipe, Decoding(mode="ar", drafting="none", rule="none", cfg_scale=GUIDANCE))
+    decoding = Decoding(mode="ar", drafting="none", rule="none", cfg_scale=GUIDANCE)
+    training = sequences_of(sequences, len(sequences.tokens))
+    evaluated = sequences_of(held_out, min(32, len(held_out.tokens)))
+    return DrafterTask(drafter, training, evaluated, recipe, decoding, seed)
 
 
 def _loop_settings(part: str, folder: Path, work: Path, settings: RecipeSettings) -> TrainSettings:
@@ -297,4 +302,5 @@ def _loop_settings(part: str, folder: Path, work: Path, settings: RecipeSettings
     if settings.init_from is not None:
         rests_on.append("from-" + part_hash(settings.init_from / FILES[part])[:8])
     name = "-".join([part, str(settings.scenes), *rests_on])
-    return replace(chosen.settings, checkpoint=work / f"{name}.ckpt", resume=settings.resume, **changed)
+    changed |= {"checkpoint": work / f"{name}.ckpt", "resume": settings.resume}
+    return chosen.settings.model_copy(update=changed)

@@ -32,7 +32,7 @@ from lantern_bench.models.lanterns.model import caption_condition
 from lantern_bench.models.packed_linear import has_bfloat16
 from lantern_bench.models.target import Condition, TransformerTarget
 from lantern_bench.models.vq import VQModel
-from lantern_bench.training.drafter.features import target_features
+from lantern_bench.training.drafter.task import target_features
 from lantern_bench.training.loop import Task
 
 Reconstruct = Callable[[Tensor], Tensor]
@@ -112,13 +112,13 @@ class TokenizerTask(Task):
             table[dead.to(table.device)] = self._last_latents[chosen].to(table)
         self._use[dead] = 1.0
 
-    def memory(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """A running count of the uses of each code."""
         return {"use": self._use}
 
-    def remember(self, memory: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue the count."""
-        self._use = memory["use"].clone()
+        self._use = state["use"].clone()
 
     def evaluate(self) -> dict[str, float]:
         """PSNR in dB on held-out scenes and the share of codes they use."""

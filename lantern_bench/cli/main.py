@@ -45,6 +45,7 @@ REMOVED = {
     "--ambiguity": "The experiment token-ambiguity shows how often exact drafts are accepted, by temperature.",
     "--animate": "`lantern-bench report RUN` shows how each mode decodes a prompt.",
     "--condition": _DECODE,
+    "--features": "The target computes features at each step.",
     "--engine": "`--ray` decodes on a Ray cluster, `--ray ADDRESS` on the one at this address.",
     "--lossless": _LOSSLESS,
     "--no-lossless": _LOSSLESS,

@@ -22,7 +22,8 @@ from lantern_bench.cli.options import (
 from lantern_bench.console import Console, duration
 from lantern_bench.errors import CheckFailedError, UserError
 from lantern_bench.runs.store import results_root
-from lantern_bench.training.drafter.recipe import DrafterFlags, checked, flag_of
+from lantern_bench.training.drafter.recipe import DrafterFlags
+from lantern_bench.training.settings import checked, flag_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -75,9 +76,7 @@ def drafter(
         return _run(job, min_mal, console, format)
     import pandas as pd
 
-    from lantern_bench.runs.devices import choose_compute
-
-    rows = plan_rows(job, choose_compute(job.flags.device, job.flags.dtype).dtype)
+    rows = plan_rows(job)
     table = pd.DataFrame(rows, columns=["what", "how much"])
     console.table(table, title=f"drafter for {job.flags.target}", format=format)
     console.say(f"would be written to {job.out}; nothing was made")
@@ -125,7 +124,7 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
 def _show_event(progress: Progress, event: TrainEvent) -> None:
     """Show an event of a training as progress; the bar starts again after an evaluation."""
     progress.share("training the drafter", event.fraction)
-    progress.reach(event.fraction, step=str(event.step), loss=event.loss, **event.parts)
+    progress.reach(event.fraction, step=str(event.step), loss=event.loss, **event.figures)
 
 
 def _drafter_table(evaluated: Sequence[Evaluated], tree: str | None) -> pd.DataFrame:

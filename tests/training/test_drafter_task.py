@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,20 +17,18 @@ from lantern_bench.decoding.teacher_forcing import drafts_along, drafts_at, teac
 from lantern_bench.models import registry
 from lantern_bench.models.eagle import load_drafter, untrained_drafter
 from lantern_bench.models.target import Condition, TransformerTarget, force_line_ends
-from lantern_bench.training.drafter import features as features_module
-from lantern_bench.training.drafter.features import (
-    ConditionedTokens,
-    FeatureBatches,
-    FeatureShards,
-    LiveFeatures,
-    Order,
-    bytes_per_row,
-    target_features,
-)
 from lantern_bench.training.drafter.recipe import RECIPES, DrafterRecipe
 from lantern_bench.training.drafter.run import write_drafter
-from lantern_bench.training.drafter.task import DrafterTask, drafter_like, unroll
-from lantern_bench.training.loop import Distributed
+from lantern_bench.training.drafter.task import (
+    DrafterTask,
+    Order,
+    Sequences,
+    TargetFeatures,
+    drafter_like,
+    target_features,
+    unroll,
+)
+from lantern_bench.training.loop import SINGLE, Processes
 from tests.models import golden_models, tiny_chameleon
 from tests.training.tiny_target import CAPTIONS, CONFIG, caption_condition, tiny_target
 
@@ -38,30 +38,29 @@ DECODING = Decoding(mode="ar", cfg_scale=2.0)
 CHAMELEON = ("a red lantern", "red", "a red lantern over a lantern")
 
 
-def tiny_sequences(count: int = 8) -> ConditionedTokens:
+def tiny_sequences(count: int = 8) -> Sequences:
     tokens = torch.randint(CONFIG.vocab_size, (count, 16), generator=torch.Generator().manual_seed(1))
-    return ConditionedTokens(tokens, lambda rows: caption_condition([CAPTIONS[row % 4] for row in rows]))
+    return sequences_of(tiny_target(), tokens, lambda rows: caption_condition([CAPTIONS[row % 4] for row in rows]))
 
 
-def task_of(
-    target: TransformerTarget,
-    sequences: ConditionedTokens,
-    distributed: Distributed | None = None,
-    recipe: DrafterRecipe = RECIPE,
-) -> DrafterTask:
-    live = LiveFeatures(target, sequences)
-    rows = range(len(sequences.tokens))
-    held_out = functools.partial(live.pairs, rows)
-    batches = FeatureBatches(
-        live, rows, recipe.batch, recipe.dropped, 0, held_out, distributed or Distributed(), guided=recipe.guided
-    )
+def sequences_of(target: TransformerTarget, tokens: Tensor, condition: Callable[[Rows[int]], Condition]) -> Sequences:
+    return Sequences(target, tokens, condition, range(len(tokens)))
+
+
+def task_of(sequences: Sequences, processes: Processes = SINGLE, recipe: DrafterRecipe = RECIPE) -> DrafterTask:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        return DrafterTask(untrained_drafter(target), batches, recipe, DECODING)
+        drafter = untrained_drafter(sequences.target)
+        return DrafterTask(drafter, sequences, sequences, recipe, DECODING, processes=processes)
+
+
+def both(sequences: Sequences, count: int) -> TargetFeatures:
+    """Features of the first rows with their conditions, then without."""
+    return sequences.features([*range(count)] * 2, torch.arange(2 * count) >= count)
 
 
 @pytest.fixture(scope="module")
-def lumina(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformerTarget, ConditionedTokens]:
+def lumina(tmp_path_factory: pytest.TempPathFactory) -> Sequences:
     """A Chameleon with ends of lines, prompts of several lengths and tokens that obey its grid."""
     folder = tmp_path_factory.mktemp("lumina")
     path = tiny_chameleon.write_model_file(folder, "lumina-mgpt-7b-768", (4, 4))
@@ -69,12 +68,12 @@ def lumina(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformerTarget,
 
 
 @pytest.fixture(scope="module")
-def anole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformerTarget, ConditionedTokens]:
+def anole(tmp_path_factory: pytest.TempPathFactory) -> Sequences:
     return _loaded(tiny_chameleon.write_model_file(tmp_path_factory.mktemp("anole"), "anole-7b", (4, 4)))
 
 
 @pytest.fixture(scope="module")
-def llamagen(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformerTarget, ConditionedTokens]:
+def llamagen(tmp_path_factory: pytest.TempPathFactory) -> Sequences:
     """The recorded text-conditional target, with made-up features of which some positions are padding."""
     loaded = golden_models.load(golden_models.recorded_target(tmp_path_factory.mktemp("t2i"), "t2i"))
     assert isinstance(loaded.target, TransformerTarget)
@@ -84,15 +83,15 @@ def llamagen(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformerTarge
     values = torch.randn(3, positions, width, generator=draws)
     valid = torch.arange(positions)[None] >= torch.tensor([0, positions - 9, positions - 1])[:, None]
     tokens = torch.randint(target.vocab_size, (3, target.image_tokens), generator=draws)
-    return target, ConditionedTokens(tokens, lambda rows: Condition(values[list(rows)], valid[list(rows)]))
+    return sequences_of(target, tokens, lambda rows: Condition(values[list(rows)], valid[list(rows)]))
 
 
 @pytest.fixture(scope="module")
-def bundled() -> tuple[TransformerTarget, ConditionedTokens]:
-    return tiny_target(), tiny_sequences()
+def bundled() -> Sequences:
+    return tiny_sequences()
 
 
-def _loaded(path: Path) -> tuple[TransformerTarget, ConditionedTokens]:
+def _loaded(path: Path) -> Sequences:
     loaded = registry.model_of(str(path)).load(CPU, torch.float32)
     target = loaded.target
     assert isinstance(target, TransformerTarget)
@@ -100,13 +99,14 @@ def _loaded(path: Path) -> tuple[TransformerTarget, ConditionedTokens]:
     lines = torch.randint(target.n_codes, (3, 4, target.config.line_length), generator=draws)
     if target.config.line_ends:
         lines[:, :, -1] = target.vocab_size - 1
-    return target, ConditionedTokens(lines.flatten(1), lambda rows: loaded.condition([CHAMELEON[row] for row in rows]))
+    return sequences_of(target, lines.flatten(1), lambda rows: loaded.condition([CHAMELEON[row] for row in rows]))
 
 
 @pytest.mark.parametrize("family", ["bundled", "llamagen", "anole", "lumina"])
 @torch.no_grad()
 def test_features_and_drafts_match_the_decode_sessions(family: str, request: pytest.FixtureRequest) -> None:
-    target, sequences = request.getfixturevalue(family)
+    sequences: Sequences = request.getfixturevalue(family)
+    target = sequences.target
     rows = range(3)
     condition, tokens = sequences.condition(rows), sequences.tokens[:3].long()
     forced = teacher_forced(target, condition, tokens, guided=True)
@@ -115,7 +115,7 @@ def test_features_and_drafts_match_the_decode_sessions(family: str, request: pyt
     features = torch.cat([given.hidden, null.hidden])[:, -(count - 1) :]
     assert (features - forced.scores.features[:, :-1]).abs().max() < 1e-4
 
-    task = task_of(target, ConditionedTokens(sequences.tokens[:3], sequences.condition))
+    task = task_of(replace(sequences, rows=range(3)))
     p = guide(forced.scores.cond, forced.scores.uncond, 2.0).softmax(-1)
     q = [guide(drafts.cond, drafts.uncond, 2.0).softmax(-1)[:, 0] for drafts in drafts_along(task.drafter, forced)]
     overlap = torch.minimum(p[:, 1:], torch.stack(q, dim=1)).sum(-1).mean()
@@ -126,11 +126,12 @@ def test_features_and_drafts_match_the_decode_sessions(family: str, request: pyt
 @torch.no_grad()
 def test_unrolled_levels_match_a_draft_tree(family: str, request: pytest.FixtureRequest) -> None:
     """From any position on, each level is what the decode session drafts there from the same tokens."""
-    target, sequences = request.getfixturevalue(family)
-    drafter = task_of(target, sequences).drafter
+    sequences: Sequences = request.getfixturevalue(family)
+    target = sequences.target
+    drafter = task_of(sequences).drafter
     condition, tokens = sequences.condition(range(3)), sequences.tokens[:3].long()
     forced = teacher_forced(target, condition, tokens, guided=True)
-    features = LiveFeatures(target, sequences).both(range(3))
+    features = both(sequences, 3)
     levels = unroll(drafter, features, features.hidden, 3)
     for root in (1, 4):
         session, drafts = drafts_at(drafter, forced, torch.full((3,), root), 4)
@@ -147,13 +148,13 @@ def test_unrolled_levels_match_a_draft_tree(family: str, request: pytest.Fixture
 
 
 def test_guided_batches_compare_guided_distributions() -> None:
-    target, sequences = tiny_target(), tiny_sequences(4)
+    sequences = tiny_sequences(4)
     recipe = RECIPE.model_copy(update={"guided": True, "levels": 1, "dropped": 0.0})
-    task = task_of(target, sequences, recipe=recipe)
+    task = task_of(sequences, recipe=recipe)
     _, parts = task.loss(torch.Generator().manual_seed(0))
     assert float(parts["one_minus_tv"]) == pytest.approx(task.evaluate()["one_minus_tv"], abs=1e-6)
-    alone = task_of(target, sequences, recipe=recipe.model_copy(update={"dropped": 1.0}))
-    plain = task_of(target, sequences, recipe=recipe.model_copy(update={"guided": False}))
+    alone = task_of(sequences, recipe=recipe.model_copy(update={"dropped": 1.0}))
+    plain = task_of(sequences, recipe=recipe.model_copy(update={"guided": False}))
     losses = [one.loss(torch.Generator().manual_seed(0)) for one in (alone, plain)]
     assert float(losses[0][1]["soft"]) == pytest.approx(float(losses[1][1]["soft"]), abs=1e-6)
     assert float(losses[0][1]["one_minus_tv"]) != pytest.approx(float(parts["one_minus_tv"]), abs=1e-4)
@@ -161,7 +162,7 @@ def test_guided_batches_compare_guided_distributions() -> None:
 
 def test_loss_weighs_the_total_variation_of_each_level() -> None:
     """Total variation of each level, added up by hand: level k is valid from the image's token k + 1 on."""
-    target, sequences = tiny_target(), tiny_sequences(4)
+    sequences = tiny_sequences(4)
     plain = RECIPE.model_copy(
         update={
             "feature_weight": 0.0,
@@ -172,10 +173,10 @@ def test_loss_weighs_the_total_variation_of_each_level() -> None:
             "level_decay": 0.5,
         }
     )
-    task = task_of(target, sequences, recipe=plain)
+    task = task_of(sequences, recipe=plain)
     with torch.no_grad():
-        features = LiveFeatures(target, sequences).both(range(4))
-        first = features.hidden.shape[1] - target.image_tokens
+        features = both(sequences, 4)
+        first = features.hidden.shape[1] - sequences.target.image_tokens
 
         def distribution(features: Tensor) -> Tensor:
             return guide(*task.drafter.head(features).chunk(2), DECODING.cfg_scale).softmax(-1)
@@ -201,9 +202,10 @@ def test_loss_weighs_the_total_variation_of_each_level() -> None:
 def test_every_family_trains_and_loads_its_written_drafter(
     family: str, recipe: DrafterRecipe, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    target, sequences = request.getfixturevalue(family)
+    sequences: Sequences = request.getfixturevalue(family)
+    target = sequences.target
     target.requires_grad_(False)
-    task = task_of(target, sequences, recipe=recipe)
+    task = task_of(sequences, recipe=recipe)
     before = task.evaluate()["one_minus_tv"]
     optimiser = torch.optim.AdamW([p for p in task.drafter.parameters() if p.requires_grad], lr=3e-3)
     generator = torch.Generator().manual_seed(0)
@@ -224,39 +226,16 @@ def test_every_family_trains_and_loads_its_written_drafter(
 
 
 def test_two_processes_compute_the_gradient_of_one() -> None:
-    target, sequences = tiny_target(), tiny_sequences()
+    sequences = tiny_sequences()
     grads = []
     for count in (1, 2):
         total: list[Tensor] = []
         for rank in range(count):
-            task = task_of(target, sequences, Distributed(rank, count))
+            task = task_of(sequences, Processes(rank, count))
             task.loss(torch.Generator().manual_seed(7))[0].backward()
             total.append(torch.cat([p.grad.flatten() for p in task.drafter.parameters() if p.grad is not None]))
         grads.append(torch.stack(total).mean(0))
     assert (grads[0] - grads[1]).abs().max() < 1e-6 and grads[0].abs().max() > 1e-3
-
-
-def test_features_from_shards_equal_live_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, sequences = tiny_target(), tiny_sequences()
-    live = LiveFeatures(target, sequences)
-    dropped = torch.rand(8, generator=torch.Generator().manual_seed(0)) < 0.5
-    assert 0 < int(dropped.sum()) < 8
-    shards = FeatureShards(tmp_path, {"weights": "a"}, torch.float32, CPU)
-    row = bytes_per_row(CONFIG, torch.float32)
-    monkeypatch.setattr(features_module, "SHARD_BYTES", 2 * row)
-    shards.make(live, 3, dropped, False, lambda _what, _done: None)
-    assert len(list(shards.shards.folder.glob("*.safetensors"))) == 4  # two rows a file
-    again = FeatureShards(tmp_path, {"weights": "a"}, torch.float32, CPU)
-    rows = [5, 0, 3]
-    kept, made = again.of(rows, torch.zeros(3, dtype=torch.bool)), live.of(rows, dropped[rows])
-    for one, other in zip(kept, made, strict=True):
-        assert one is other is None or (one is not None and torch.allclose(one, other, atol=1e-6))  # type: ignore[arg-type]
-    doubled = FeatureShards(tmp_path, {"weights": "both"}, torch.float32, CPU)
-    doubled.make(live, 3, torch.arange(16) >= 8, False, lambda _what, _done: None)
-    for one, other in zip(doubled.both(rows), live.both(rows), strict=True):
-        assert one is other is None or (one is not None and torch.allclose(one, other, atol=1e-6))  # type: ignore[arg-type]
-    one_file = next(iter(shards.shards.folder.glob("*.safetensors"))).stat().st_size
-    assert abs(one_file - 2 * row) < 1000
 
 
 def test_order_visits_every_row_once_per_epoch() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,42 +11,56 @@ import torch
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.values import Place, Problems, read_parameter
-from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.errors import UserError
 from lantern_bench.models.eagle import untrained_drafter
-from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.model import Model
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.target import TransformerTarget
 from lantern_bench.prompts import load_prompts, read_captioned
-from lantern_bench.training.drafter.dataset import Data, held_out_count
-from lantern_bench.training.drafter.features import SHARD_BYTES, bytes_per_row
-from lantern_bench.training.drafter.recipe import DrafterFlags, DrafterRecipe, flag_of, recipe_of
-from lantern_bench.training.loop import Distributed
+from lantern_bench.training.drafter.data import Data, held_out_count
+from lantern_bench.training.drafter.recipe import DrafterFlags, DrafterRecipe, recipe_of
+from lantern_bench.training.settings import Optimisation, TrainSettings, flag_of
 
 
 @dataclass(frozen=True)
 class DrafterJob:
-    """What to train and how.
-
-    `decoding` (mode `speculative`, with its tree, guidance and filters) measures accepted lengths on `prompts`, or
-    without any on the held-out captions; where the target samples the images, it uses the same guidance and filters.
-    `init`: `random`, `shipped` (the model's own drafter) or a folder.
-    """
+    """What to train and how."""
 
     flags: DrafterFlags
     data: Data
     recipe: DrafterRecipe
+    # Mode `speculative` with its tree, guidance and filters measures accepted lengths; where the target samples the
+    # images, it uses the same guidance and filters.
     decoding: Decoding
-    prompts: Sequence[str]
+    prompts: Sequence[str]  # of the measurement; empty: the held-out captions
     out: Path
     work: Path
-    init: str | Path
+    init: str | Path  # `random`, `shipped` (the model's own drafter) or a folder
 
     @property
     def init_name(self) -> str:
         """`init` for reports, without paths."""
         return self.init if isinstance(self.init, str) else "folder"
+
+    @property
+    def sequences(self) -> int:
+        """The number of training sequences."""
+        return len(self.data) - held_out_count(len(self.data), self.recipe.held_out)
+
+    def settings(self, model: LoadedModel) -> TrainSettings:
+        """Return the settings of the loop."""
+        flags, recipe = self.flags, self.recipe
+        settings: dict[str, Any] = flags.model_dump(
+            include={"minutes", "seed", "log_every", "checkpoint_every", "resume"}
+        )
+        if flags.minutes is not None and recipe.steps is None:
+            settings["steps"] = None
+        settings["checkpoint"] = self.work / "drafter.ckpt"
+        weights = {"target weights": model.weights.get("target", ""), "data": self.data.sha256()[:16]}
+        losses = recipe.model_dump(mode="json", exclude=set(Optimisation.model_fields))
+        settings["depends_on"] = {**weights, "init": self.init_name, **losses}
+        return recipe.train_settings(self.sequences, **settings)
 
 
 def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
@@ -63,15 +75,15 @@ def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
         raise UserError(error.message.replace("--model", "--target"), error.advice) from error
     data = _data(flags, model)
     # Lossless speculative decoding with a static tree; guidance and filters default to the model's.
-    problems, read, defaults = Problems("train drafter"), dict[str, Any](), dict(model.defaults)
+    problems, values, defaults = Problems("train drafter"), dict[str, Any](), dict(model.defaults)
     for key in ("cfg_scale", "temperature", "top_k", "tree"):
         value = getattr(flags, key) if getattr(flags, key) is not None else defaults.get(key)
         if value is not None:
-            for given in read_parameter(key, value, Place(flag_of(key)), problems):
-                read["topology" if isinstance(given.value, tuple) else key] = given.value
+            for read in read_parameter(key, value, Place(flag_of(key)), problems):
+                values["topology" if isinstance(read.value, tuple) else key] = read.value
     problems.raise_all()
     guidance = defaults.get("cfg_scale", 1.0)
-    decoding = Decoding(mode="speculative", drafting="static", rule="strict", cfg_default=guidance, **read)
+    decoding = Decoding(mode="speculative", drafting="static", rule="strict", cfg_default=guidance, **values)
     prompts = [] if flags.eval_prompts is None else _prompts(flags.eval_prompts, "--eval-prompts", model)
     out = flags.out or drafters / Path(model.name).stem
     init = flags.init if flags.init in ("random", "shipped") else Path(flags.init)
@@ -81,14 +93,14 @@ def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
 
 
 def _data(flags: DrafterFlags, model: Model) -> Data:
-    """A folder holds pictures with captions; any other `--data` names captions."""
+    """Read `--data`: a folder holds pictures with captions, anything else names captions."""
     source, images = flags.data, flags.images
     if Path(source).is_dir():
-        found = read_captioned(Path(source), flags.captions, model)
-        if images is not None and images > len(found):
-            raise UserError(f"--images {images}: --data {source} holds {len(found)} pictures")
-        found = found[:images]
-        data = Data([item.caption for item in found], [item.path for item in found], flags.mirror)
+        pictures = read_captioned(Path(source), flags.captions, model)
+        if images is not None and images > len(pictures):
+            raise UserError(f"--images {images}: --data {source} holds {len(pictures)} pictures")
+        pictures = pictures[:images]
+        data = Data([item.caption for item in pictures], [item.path for item in pictures], flags.mirror)
     else:
         if flags.captions is not None or flags.mirror:
             flag = "--mirror" if flags.captions is None else "--captions"
@@ -101,7 +113,7 @@ def _data(flags: DrafterFlags, model: Model) -> Data:
 
 
 def _prompts(source: str, flag: str, model: Model) -> list[str]:
-    """The prompts of a set or a file; errors name `flag`."""
+    """Return the prompts of a set or a file; errors name `flag`."""
     try:
         return [prompt.text for prompt in load_prompts(source, model)]
     except UserError as error:
@@ -111,28 +123,8 @@ def _prompts(source: str, flag: str, model: Model) -> list[str]:
         raise UserError(error.message.replace("--prompts", flag), advice) from error
 
 
-def check_work(job: DrafterJob, model: LoadedModel, distributed: Distributed) -> None:
-    """Write what a work folder is for; raises `RefusedError` where it was started with other data or settings."""
-    about = {
-        "target weights": model.weights.get("target", ""),
-        "data": job.data.sha256()[:16],
-        "seed": job.flags.seed,
-        "init": job.init_name,
-        "features": job.flags.features,
-    } | job.recipe.model_dump(mode="json")
-    path = job.work / "run.json"
-    if job.flags.resume and path.is_file() and (job.work / "drafter.ckpt").is_file():
-        was = json.loads(path.read_text(encoding="utf-8"))
-        for key, value in about.items():
-            if was.get(key) != value:
-                advice = "Continue with the same, give another --out, or start again with --no-resume."
-                raise RefusedError(f"{job.out}: was started with {key} = {was.get(key)}, now it is {value}", advice)
-    if distributed.first:
-        write_atomically(path, json.dumps(about, indent=1).encode() + b"\n")
-
-
-def plan_rows(job: DrafterJob, dtype: torch.dtype) -> list[tuple[str, str]]:
-    """What the training would make, and how much of it; a published target's files are not needed.
+def plan_rows(job: DrafterJob) -> list[tuple[str, str]]:
+    """Return what the training would make, and how much of it; a published target's files are not needed.
 
     Raises `UserError` for a target that is not a transformer, and as `Model.load` where its own files are missing.
     """
@@ -141,25 +133,19 @@ def plan_rows(job: DrafterJob, dtype: torch.dtype) -> list[tuple[str, str]]:
     target = (model.with_random_weights() or model.load(torch.device("cpu"), torch.float32)).target
     if not isinstance(target, TransformerTarget):
         raise UserError(f"--target {flags.target}: has no features to learn from", "Use a model that is a transformer.")
-    config, held_out = target.config, held_out_count(total, recipe.held_out)
-    steps = recipe.total_steps(total - held_out)
-    stored = torch.bfloat16 if recipe.autocast else dtype
-    row, rows = bytes_per_row(config, stored), total * (1 + recipe.guided)
-    shards = math.ceil(rows / max(1, SHARD_BYTES // row))
-    kind = "pictures encoded" if job.data.pictures is not None else "pictures sampled by the target"
-    where = "written" if flags.features == "shards" else "not written: features are computed at each step"
+    steps, image_tokens = recipe.total_steps(job.sequences), target.config.image_tokens
+    label = "pictures encoded" if job.data.pictures is not None else "pictures sampled by the target"
     with torch.device("meta"):
         weights = sum(parameter.numel() * 4 for parameter in untrained_drafter(target).parameters())
     evaluations = steps // flags.eval_every if flags.eval_every else 0
     timed = flags.minutes is not None
     count = f"as many as {flags.minutes:g} minutes allow" if timed else f"{steps:,}"
-    epochs = "as many as the minutes allow" if timed else f"{steps / recipe.steps_per_epoch(total - held_out):.3g}"
+    epochs = "as many as the minutes allow" if timed else f"{steps / recipe.steps_per_epoch(job.sequences):.3g}"
     return [
-        (kind, f"{total:,}" + (" with mirror images" if job.data.mirrored else "")),
-        ("tokens", f"{total * config.image_tokens:,} ({config.image_tokens:,} a picture)"),
-        ("held out", f"{held_out:,} of {total:,}"),
-        ("token files", _bytes(4 * total * config.image_tokens)),
-        ("feature shards", f"{_bytes(rows * row)} in {shards} files of {str(stored)[6:]}, {where}"),
+        (label, f"{total:,}" + (" with mirror images" if job.data.mirrored else "")),
+        ("tokens", f"{total * image_tokens:,} ({image_tokens:,} a picture)"),
+        ("held out", f"{total - job.sequences:,} of {total:,}"),
+        ("token files", _bytes(4 * total * image_tokens)),
         ("steps", f"{count} of {recipe.batch * recipe.accumulate} sequences"),
         ("epochs", epochs),
         ("evaluations", f"{evaluations} of {flags.eval_images} images, one of {flags.final_images} at the end"),

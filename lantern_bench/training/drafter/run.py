@@ -1,6 +1,6 @@
-"""One training of a drafter from start to end: sequences, features, the loop, evaluations, the exported folder.
+"""One training of a drafter from start to end: sequences, the loop, evaluations, the exported folder.
 
-Tokens, features and checkpoints are kept in the work folder of the job, and an interrupted training continues there.
+Tokens and checkpoints are in the work folder of the job, and an interrupted training continues there.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.io.state_dict import export
 from lantern_bench.models.loaded_model import LoadedModel, transformer_of
 from lantern_bench.models.target import TransformerTarget
-from lantern_bench.training.drafter.dataset import make_dataset, split
-from lantern_bench.training.drafter.features import ConditionedTokens, FeatureBatches, FeatureShards, LiveFeatures
-from lantern_bench.training.drafter.job import DrafterJob, check_work
-from lantern_bench.training.drafter.task import DrafterTask, drafter_like, loop_settings
-from lantern_bench.training.loop import Distributed, OnEvent, TrainEvent, TrainReport, train
+from lantern_bench.training.drafter.data import make_tokens, split
+from lantern_bench.training.drafter.job import DrafterJob
+from lantern_bench.training.drafter.task import DrafterTask, Sequences, drafter_like
+from lantern_bench.training.loop import OnEvent, Processes, TrainEvent, TrainReport, read_checkpoint, train
 
 # The published code's name for each grid of LlamaGen; the number of condition positions tells t2i from c2i.
 _INPUT_TYPES = {((16, 16), 120): "t2i", ((32, 32), 120): "t2i2", ((24, 24), 1): "c2i"}
@@ -51,11 +50,11 @@ COLUMNS = (
 
 
 class Observations(NamedTuple):
-    """What an interval is computed from: a numerator, a denominator and the prompt of each observation."""
+    """What an interval is computed from."""
 
-    over: list[float]
-    under: list[float]
-    prompts: list[str]
+    over: list[float]  # numerators
+    under: list[float]  # denominators
+    prompts: list[str]  # of each observation
 
     @property
     def value(self) -> float:
@@ -64,45 +63,42 @@ class Observations(NamedTuple):
 
     @classmethod
     def of_lengths(cls, traces: Sequence[ImageTrace], prompts: Sequence[str]) -> Observations:
-        """Accepted lengths: tokens committed by steps, and steps; the value is the mean accepted length."""
+        """Return accepted lengths: tokens committed by steps, and steps; the value is the mean accepted length."""
         committed = [float(sum(trace.committed)) for trace in traces]
         return cls(committed, [float(len(trace.committed)) for trace in traces], list(prompts))
 
 
 class Evaluated(NamedTuple):
-    """A drafter at the end: 1 - TV on held-out sequences, and accepted lengths (None where no image was decoded)."""
+    """A drafter at the end."""
 
     name: str
-    one_minus_tv: float
-    accepted: Observations | None
+    one_minus_tv: float  # on held-out sequences
+    accepted: Observations | None  # accepted lengths, where images were decoded
+
+    def figures(self) -> dict[str, float | None]:
+        """Return the figures of the report."""
+        mal, images = (None, 0) if self.accepted is None else (self.accepted.value, len(self.accepted.over))
+        return {"one_minus_tv": self.one_minus_tv, "mal": mal, "images": images}
 
 
 def train_drafter(
-    job: DrafterJob, model: LoadedModel, on_event: OnEvent, on_progress: OnProgress, distributed: Distributed
+    job: DrafterJob, model: LoadedModel, on_event: OnEvent, on_progress: OnProgress, processes: Processes
 ) -> tuple[TrainReport, list[Evaluated]]:
     """Train, write `job.out`, and evaluate the written drafter and the model's own, where it has one.
 
     Raises `UserError` for a target without features or data that do not fit, `RefusedError` for a work folder of
     another training and a loss that diverges.
     """
-    if job.recipe.batch % distributed.count:
-        raise UserError(f"--batch {job.recipe.batch}: must be a multiple of the {distributed.count} processes")
-    run = _Run(job, model, distributed, on_progress)
+    if job.recipe.batch % processes.count:
+        raise UserError(f"--batch {job.recipe.batch}: must be a multiple of the {processes.count} processes")
+    run = _Run(job, model, processes, on_progress)
     report = run.train(on_event)
-    if not distributed.first:
+    if not processes.first:
         return report, []
     write_drafter(run.drafter, job.out, job.flags.target, model.weights)
-    evaluated = run.final()
-    found = {
-        one.name: {
-            "one_minus_tv": one.one_minus_tv,
-            "mal": one.accepted.value if one.accepted else None,
-            "images": len(one.accepted.over) if one.accepted else 0,
-        }
-        for one in evaluated
-    }
+    evaluated = run.evaluate()
     target = job.flags.target
-    about = {
+    content = {
         "target": Path(target).name if target.endswith((".yaml", ".yml")) else target,
         "init": job.init_name,
         "sequences": len(job.data),
@@ -111,67 +107,56 @@ def train_drafter(
         "steps": report.steps,
         "seconds": round(report.seconds, 1),
         "settings": report.settings,
-        "drafters": found,
+        "drafters": {drafter.name: drafter.figures() for drafter in evaluated},
     }
-    write_atomically(job.out / "training_report.json", json.dumps(about, indent=1).encode() + b"\n")
+    write_atomically(job.out / "training_report.json", json.dumps(content, indent=1).encode() + b"\n")
     return report, evaluated
 
 
 class _Run:
     """A job with all that is made for it."""
 
-    def __init__(self, job: DrafterJob, model: LoadedModel, distributed: Distributed, on_progress: OnProgress) -> None:
-        self.job, self.model, self.distributed, self.on_progress = job, model, distributed, on_progress
+    def __init__(self, job: DrafterJob, model: LoadedModel, processes: Processes, on_progress: OnProgress) -> None:
+        self.job, self.model, self.processes, self.on_progress = job, model, processes, on_progress
         self.target = transformer_of(model)
         self.drafter = _initial_drafter(job, model, self.target)
-        check_work(job, model, distributed)
-        recipe, seed = job.recipe, job.flags.seed
-        tokens, self.sources = self._dataset()
-        training, held_out = (part.tolist() for part in split(len(tokens), recipe.held_out, seed))
-        self.sequences, caption = len(training), job.data.caption
-        conditioned = ConditionedTokens(tokens, lambda rows: model.condition([caption(row) for row in rows]))
-        self.live = LiveFeatures(self.target, conditioned)
-        features, evaluated = self._features(), held_out[:_HELD_OUT_SEQUENCES]
-        settings = (training, recipe.batch, recipe.dropped, seed, lambda: self.live.pairs(evaluated))
-        batches = FeatureBatches(features, *settings, distributed, recipe.guided)
-        self.task = DrafterTask(self.drafter, batches, recipe, job.decoding)
+        self.settings = job.settings(model)
+        read_checkpoint(self.settings)  # one of another training is refused before hours of sampling
+        tokens, caption = self._tokens(), job.data.caption
+        training, held_out = split(len(tokens), job.recipe.held_out, job.flags.seed)
+
+        def sequences(rows: Sequence[int]) -> Sequences:
+            return Sequences(self.target, tokens, lambda rows: model.condition([caption(row) for row in rows]), rows)
+
+        evaluated = sequences(held_out[:_HELD_OUT_SEQUENCES])
+        options = (job.recipe, job.decoding, job.flags.seed, processes)
+        self.task = DrafterTask(self.drafter, sequences(training), evaluated, *options)
         self.prompts = list(job.prompts) or list(dict.fromkeys(caption(row) for row in held_out))
 
     def train(self, on_event: OnEvent) -> TrainReport:
-        """The loop, with a row of the log for each event."""
-        job, flags, recipe = self.job, self.job.flags, self.job.recipe
-        settings = replace(
-            loop_settings(recipe, self.sequences),
-            minutes=flags.minutes,
-            seed=flags.seed,
-            log_every=flags.log_every,
-            checkpoint_every=flags.checkpoint_every,
-            checkpoint=job.work / "drafter.ckpt",
-            resume=flags.resume,
-        )
-        if flags.minutes is not None and recipe.steps is None:
-            settings = replace(settings, steps=None)
+        """Run the loop, with a row of the log for each event."""
+        job, flags = self.job, self.job.flags
         if flags.compile:
             self.target.transformer.compile()
             self.drafter.compile()
         log = TrainingLog(job.out / "log.csv", flags.resume)
-        sequences = recipe.batch * recipe.accumulate
+        sequences = job.recipe.batch * job.recipe.accumulate
 
         def log_event(event: TrainEvent) -> None:
-            if not self.distributed.first:
+            if not self.processes.first:
                 return
             step, seconds = log.before(event.step)
-            tokens, took = (event.step - step) * sequences * self.target.image_tokens, event.seconds - seconds
+            tokens, elapsed = (event.step - step) * sequences * self.target.image_tokens, event.seconds - seconds
             row: dict[str, float | None] = {
                 "step": event.step,
-                "epoch": event.step * sequences / self.sequences,
+                "epoch": event.step * sequences / job.sequences,
                 "seconds": event.seconds,
                 "loss": event.loss,
-                "feature_loss": event.parts["feature"],
-                "soft_loss": event.parts["soft"],
-                "train_one_minus_tv": event.parts["one_minus_tv"],
+                "feature_loss": event.figures["feature"],
+                "soft_loss": event.figures["soft"],
+                "train_one_minus_tv": event.figures["one_minus_tv"],
                 "lr": event.lr,
-                "tokens_per_s": tokens / took if took > 0 else None,
+                "tokens_per_s": tokens / elapsed if elapsed > 0 else None,
             }
             mal = None
             # Held-out figures, where this event is the first after a multiple of `eval_every`.
@@ -182,11 +167,11 @@ class _Run:
                     mal = self._accepted(drafter, flags.eval_images).value if flags.eval_images else None
                 row |= {"mal": mal, "mal_images": flags.eval_images}
             log.add(row)
-            on_event(event if mal is None else replace(event, parts={**event.parts, "mal": mal}))
+            on_event(event if mal is None else replace(event, figures={**event.figures, "mal": mal}))
 
-        return train(self.task, settings, self.target.device, log_event, self.distributed)
+        return train(self.task, self.settings, self.target.device, log_event, self.processes)
 
-    def final(self) -> list[Evaluated]:
+    def evaluate(self) -> list[Evaluated]:
         """Evaluate the drafter as it was written, read again, and the model's own."""
         target = self.target
         drafters = {"trained": load_drafter(self.job.out, target, dtype=target.dtype, device=target.device)}
@@ -196,81 +181,60 @@ class _Run:
         with torch.compiler.set_stance("force_eager"):
             for name, drafter in drafters.items():
                 overlap = self.task.overlap(drafter)
-                what = f"decoding, drafter: {name}"
-                accepted = self._accepted(drafter, images, what, self.on_progress) if images else None
+                label = f"decoding, drafter: {name}"
+                accepted = self._accepted(drafter, images, label, self.on_progress) if images else None
                 evaluated.append(Evaluated(name, overlap, accepted))
         return evaluated
 
-    def _dataset(self) -> tuple[Tensor, str]:
-        """Encode or sample the sequences and encode the captions: the first process does it, the others read it."""
-        job, first = self.job, self.distributed.first
-        on_progress = self.on_progress if first else no_progress
-        if not first:
-            self.distributed.wait()
-        for done, total in self.model.prepare(list(dict.fromkeys([*job.data.captions, *job.prompts]))):
-            on_progress("encoding captions", done / total)
-        sampling = Decoding(mode="ar", **{name: getattr(job.decoding, name) for name in _SAMPLING})
-        tokens, sources = make_dataset(job.data, self.model, sampling, job.flags.seed, job.work, on_progress)
-        self.distributed.wait()
-        if first:
-            self.distributed.wait()
-        found, wanted = int(tokens.shape[1]), self.target.image_tokens
-        if found != wanted:
-            raise UserError(f"--data: the pictures have {found} tokens, and the target {wanted}")
-        return tokens, sources
-
-    def _features(self) -> LiveFeatures | FeatureShards:
-        recipe, flags, target = self.job.recipe, self.job.flags, self.target
-        if flags.features == "live":
-            return self.live
-        dtype = torch.bfloat16 if recipe.autocast else target.dtype
-        key: dict[str, Any] = {"weights": dict(self.model.weights), "sequences": self.sources}
-        key |= {"dropped": "both" if recipe.guided else recipe.dropped, "seed": flags.seed}
-        if recipe.guided:
-            dropped = torch.arange(2 * len(self.live)) >= len(self.live)
-        else:
-            dropped = torch.rand(len(self.live), generator=torch.Generator().manual_seed(flags.seed)) < recipe.dropped
-        if self.distributed.first:
-            shards = FeatureShards(self.job.work, key, dtype, target.device)
-            shards.make(self.live, max(8, recipe.batch), dropped, recipe.autocast, self.on_progress)
-        self.distributed.wait()
-        return FeatureShards(self.job.work, key, dtype, target.device)
+    def _tokens(self) -> Tensor:
+        """Encode or sample the sequences and encode the captions; other processes read what the first one wrote."""
+        job = self.job
+        on_progress = self.on_progress if self.processes.first else no_progress
+        with self.processes.first_alone():
+            for done, total in self.model.prepare(list(dict.fromkeys([*job.data.captions, *job.prompts]))):
+                on_progress("encoding captions", done / total)
+            sampling = Decoding(mode="ar", **{name: getattr(job.decoding, name) for name in _SAMPLING})
+            tokens = make_tokens(job.data, self.model, sampling, job.flags.seed, job.work, on_progress)
+        length, needed = int(tokens.shape[1]), self.target.image_tokens
+        if length != needed:
+            raise UserError(f"--data: the pictures have {length} tokens, and the target {needed}")
+        return tokens
 
     def _accepted(
-        self, drafter: EagleDrafter, images: int, what: str = "", on_progress: OnProgress = no_progress
+        self, drafter: EagleDrafter, images: int, label: str = "", on_progress: OnProgress = no_progress
     ) -> Observations:
-        """Decode `images` images with a drafter of the target's dtype, repeating the prompts; `what` names the work."""
+        """Decode `images` images with a drafter of the target's dtype, repeating the prompts."""
         # A new engine: compiled programs of another drafter must not run.
         model = replace(self.model, drafter=drafter, engine=Engine())
         slots = [(self.prompts[n % len(self.prompts)], n // len(self.prompts)) for n in range(images)]
         traces = list[ImageTrace]()
         for start in range(0, images, _BATCH):
-            part = slots[start : start + _BATCH]
-            texts = [text for text, _ in part]
-            seeds = [record_seed(self.job.flags.seed, Prompt(text).id, repeat) for text, repeat in part]
+            batch = slots[start : start + _BATCH]
+            texts = [text for text, _ in batch]
+            seeds = [record_seed(self.job.flags.seed, Prompt(text).id, repeat) for text, repeat in batch]
             draws = [torch.Generator(model.target.device).manual_seed(seed) for seed in seeds]
             traces += [image.trace for image in decode(model, model.condition(texts), self.job.decoding, draws)]
-            on_progress(what, (start + len(part)) / images)
+            on_progress(label, (start + len(batch)) / images)
         return Observations.of_lengths(traces, [text for text, _ in slots])
 
 
 def _initial_drafter(job: DrafterJob, model: LoadedModel, target: TransformerTarget) -> EagleDrafter:
-    """The drafter to start from, float32, on the target's device."""
+    """Return the drafter to start from, float32, on the target's device."""
     target.requires_grad_(False).eval()
     if job.init == "random":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(job.flags.seed)  # noqa: TID251  # layers draw from the global stream; this forks it
             return untrained_drafter(target).to(target.device)
-    given = model.drafter
+    drafter = model.drafter
     if isinstance(job.init, Path):
-        given = load_drafter(job.init, target, dtype=torch.float32, device=target.device)
-    if not isinstance(given, EagleDrafter):
+        drafter = load_drafter(job.init, target, dtype=torch.float32, device=target.device)
+    if not isinstance(drafter, EagleDrafter):
         raise UserError(f"--init shipped: {model.name} has no drafter", "Use --init random, or give a folder.")
-    return drafter_like(given, torch.float32, target.device)
+    return drafter_like(drafter, torch.float32, target.device)
 
 
 class TrainingLog:
-    """The log of a training as a CSV file; with `resume` its rows are kept."""
+    """The log of a training as a CSV file; with `resume` its rows stay."""
 
     def __init__(self, path: Path, resume: bool) -> None:
         self._path = path
@@ -285,7 +249,7 @@ class TrainingLog:
                 self._rows = [row for row in reader if None not in row.values() and row["step"].isdigit()]
 
     def before(self, step: int) -> tuple[int, float]:
-        """Step and seconds of the last row before `step`; zeros without one."""
+        """Return step and seconds of the last row before `step`; zeros without one."""
         rows = (row for row in reversed(self._rows) if int(row["step"]) < step)
         row = next(rows, {"step": "0", "seconds": "0"})
         return int(row["step"]), float(row["seconds"])

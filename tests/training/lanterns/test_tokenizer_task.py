@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,8 @@ from experiments.train_lanterns.scenes import SceneSet, scene_set
 from experiments.train_lanterns.tasks import TokenizerTask
 from lantern_bench.models.lanterns.captions import TRAIN
 from lantern_bench.models.vq import VQConfig, VQModel
-from lantern_bench.training.loop import TrainReport, TrainSettings, train
+from lantern_bench.training.loop import TrainReport, train
+from lantern_bench.training.settings import TrainSettings
 
 CONFIG = VQConfig(codes=1024, code_dim=4, z_channels=32, channels=32, channel_mult=(1, 1, 1), res_blocks=1)
 SETTINGS = TrainSettings(steps=8, log_every=1, checkpoint_every=5, autocast=False)
@@ -50,12 +50,12 @@ def test_dead_codes_are_revived_from_the_batch(scenes: SceneSet) -> None:
     task._use[:10] = 0.0
     task.after_step(2, generator)
     changed = (task.model.quantize.embedding.weight != before).any(dim=1)
-    assert changed[:10].all() and task.memory()["use"][:10].eq(1.0).all()
+    assert changed[:10].all() and task.state_dict()["use"][:10].eq(1.0).all()
 
 
 def test_resumed_training_revives_the_same_codes(scenes: SceneSet, tmp_path: Path) -> None:
     whole, course = _trained(scenes, SETTINGS)
-    kept = replace(SETTINGS, checkpoint=tmp_path / "tokenizer.ckpt")
+    kept = SETTINGS.model_copy(update={"checkpoint": tmp_path / "tokenizer.ckpt"})
     _trained(scenes, kept)
     resumed, again = _trained(scenes, kept)
     assert again.losses == course.losses
@@ -68,7 +68,7 @@ def test_forgotten_use_counts_change_the_training(
 ) -> None:
     """The test above would not notice forgotten counts if nothing were revived after the checkpoint."""
     _, course = _trained(scenes, SETTINGS)
-    kept = replace(SETTINGS, checkpoint=tmp_path / "tokenizer.ckpt")
+    kept = SETTINGS.model_copy(update={"checkpoint": tmp_path / "tokenizer.ckpt"})
     _trained(scenes, kept)
-    monkeypatch.setattr(TokenizerTask, "remember", lambda _self, _memory: None)
+    monkeypatch.setattr(TokenizerTask, "load_state_dict", lambda _self, _state: None)
     assert _trained(scenes, kept)[1].losses != course.losses
