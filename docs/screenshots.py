@@ -39,15 +39,13 @@ def main(runs: list[str], folder: Path) -> None:
 
 
 def photograph(tab: Any, folder: Path) -> None:
-    """Each part in light; the slider at its other end, with the map over the picture, and the curves in dark."""
+    """Each part in light, the slider at its other end; curves and stage in dark."""
     tab.locator("#stage-slider").press("End")
     for part in ("summary", "charts", "stage", "maps", "pictures"):
         show(tab, part)
         save(tab, folder / f"report-{part}.png")
     tab.locator("#theme").click()
     for part in ("charts", "stage"):
-        if part == "stage":
-            tab.locator("#stage-overlay").check()
         show(tab, part)
         save(tab, folder / f"report-{part}-dark.png")
 

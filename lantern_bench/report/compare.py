@@ -30,10 +30,9 @@ from lantern_bench.report.stats import (
     compare_timings,
     fewest_prompts,
     holm,
-    sums_per_prompt,
     timing,
 )
-from lantern_bench.report.tables import Scores, frame, sort_scores
+from lantern_bench.report.tables import Scores, frame, paired, scored_images, sort_scores
 from lantern_bench.runs.store import RunData
 
 if TYPE_CHECKING:
@@ -165,7 +164,7 @@ def _timed_rows(cells: Sequence[CellRecords], sides: Sequence[list[CellRecords]]
             yield {"quantity": quantity, "kind": "ratio", "note": "not compared: a run has several kinds of device"}
         elif all(bases) and (quantity == "speedup" or not cells[0].is_lossless):
             yield from _timed(quantity, [timed_images(cell, base) for cell, base in zip(cells, bases, strict=True)])
-    yield from _tested("mean_accepted_length", [_measured(cell, "committed", "steps") for cell in cells])
+    yield from _tested("mean_accepted_length", *(_measured(cell, "committed", "steps") for cell in cells))
 
 
 def _timed(quantity: str, compared: Sequence[pd.DataFrame]) -> Iterator[dict[str, Any]]:
@@ -199,13 +198,10 @@ def _scored_rows(cells: Sequence[CellRecords], scores: Sequence[Mapping[str, Sco
         scored = [(cell, side[name]) for cell, side, name in zip(cells, scores, names, strict=True)]
         protocol = {"protocol": " / ".join(dict.fromkeys(names))}
         for name in OF_IMAGES:
-            values = []
-            for cell, by in scored:
-                found = cell.images["record_key"].map({key: row.get(name) for key, row in by.images.items()})
-                values.append(cell.images.assign(score=found.astype(float))[["score", "one"]].dropna())
-            yield from (row | protocol for row in _tested(name, values))
+            values = [scored_images(cell, scores, name) for cell, scores in scored]
+            yield from (row | protocol for row in _tested(name, *values))
         for name in OF_SETS:
-            a, b = (by.cells.get(cell.cell_id, {}).get(name) for cell, by in scored)
+            a, b = (scores.cells.get(cell.cell_id, {}).get(name) for cell, scores in scored)
             if a is not None and b is not None:
                 row = {"quantity": name, "a": a, "b": b, "kind": "difference", "effect": b - a}
                 yield row | protocol | {"note": "one value a run: not tested"}
@@ -217,20 +213,16 @@ def _measured(cell: CellRecords, over: str, under: str) -> pd.DataFrame:
     return known[known[under] != 0]
 
 
-def _tested(quantity: str, compared: Sequence[pd.DataFrame]) -> Iterator[dict[str, Any]]:
-    """Yield the row of one quantity, none where the runs share no image that has it.
-
-    compared: numerators and denominators by prompt and repeat, of each run.
-    """
-    pairs = compared[0].index.intersection(compared[1].index)
-    if not len(pairs):
+def _tested(quantity: str, a: pd.DataFrame, b: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Yield the row of one quantity, none where the runs share no image that has it; arguments as `paired`."""
+    pair = paired(a, b)
+    if pair is None:
         return
-    prompts = pairs.get_level_values("prompt_id")
-    a, b = (sums_per_prompt(one.iloc[:, 0][pairs], one.iloc[:, 1][pairs], prompts) for one in compared)
-    effect = compare_sums(a, b)
+    sums_a, sums_b, images = pair
+    effect = compare_sums(sums_a, sums_b)
     note = "not tested: fewer than 2 prompts" if effect.p_value is None else None
-    row = {"quantity": quantity, "kind": "difference", "a": a.value, "b": b.value, "note": note}
-    yield row | _effect_columns(effect, pairs)
+    row = {"quantity": quantity, "kind": "difference", "a": sums_a.value, "b": sums_b.value, "note": note}
+    yield row | _effect_columns(effect, images)
 
 
 def _notes(tested: Sequence[dict[str, Any]]) -> Iterator[str]:

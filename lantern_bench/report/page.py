@@ -8,13 +8,13 @@ page still shows its tables: figures formatted as in every other table, with the
 from __future__ import annotations
 
 import base64
-import contextlib
 import gzip
 import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,15 +23,14 @@ import numpy as np
 
 from lantern_bench import __version__
 from lantern_bench.config.paper import read_paper
-from lantern_bench.errors import LanternError, UserError
+from lantern_bench.errors import UserError
 from lantern_bench.methods.tables import METRICS, OF_IMAGES, ON_CURVES
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.report import curves
-from lantern_bench.report.cost_model import devices
-from lantern_bench.report.curves import FAMILY, SPEEDS, Tables
+from lantern_bench.report.charts import Chart, symbol_of, to_plotly
+from lantern_bench.report.curves import SPEEDS, Tables
 from lantern_bench.report.format_tables import format_figure, readable
-from lantern_bench.report.labels import BOUNDS, CELL, GROUPINGS, PARAMETER_NAMES, CellKey, cell_key, is_given, labels
-from lantern_bench.report.predict import prediction_rows
+from lantern_bench.report.labels import BOUNDS, CELL, GROUPINGS, CellKey, cell_key, is_given, labels
 from lantern_bench.report.records import CellRecords, Row, group_records, load_runs
 from lantern_bench.report.reproduction import comparability, reproduction_rows
 from lantern_bench.report.tables import ENDS, sort_scores
@@ -62,10 +61,9 @@ def write_report(directories: Sequence[Path], out: Path) -> Path:
 def render(runs: Mapping[str, RunData], home: Path) -> str:
     """Return the page; `home` is the folder it will lie in, to which links to pictures are relative."""
     import jinja2
-    from plotly.offline import get_plotlyjs
 
-    made = {name: curves.curve_tables(run) for name, run in runs.items()}
-    data = page_data(runs, made, home)
+    tables = {name: curves.curve_tables(run) for name, run in runs.items()}
+    data = page_data(runs, tables, home)
     numbers = {(cell["run"], cell["model"], cell["cell"]): number for number, cell in enumerate(data["cells"])}
     # Nothing in this JSON can end the script element that contains it or begin a comment.
     script = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -79,19 +77,27 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
         title=" + ".join(runs),
         version=__version__,
         cells=data["cells"],
+        figures={figure: title for figure, (title, _) in _FIGURES.items()},
         grid=data["grid"],
         pictures=len(data["pictures"]),
         prompts=len(data["prompts"]),
         left_out=data["left_out"],
-        highlights=highlights(made, numbers, [cell["name"] for cell in data["cells"]]),
-        summary=summary(made, numbers),
-        runs=[run_facts(name, run, made[name]) for name, run in runs.items()],
+        highlights=highlights(tables, numbers, [cell["name"] for cell in data["cells"]]),
+        summary=summary(tables, numbers),
+        runs=[run_facts(name, run, tables[name]) for name, run in runs.items()],
         style=assets.joinpath("report.css").read_text(encoding="utf-8"),
         scripts="\n".join(assets.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS),
         data=script,
-        # Without a time the same library gives the same bytes.
-        plotly=base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode("ascii"),
+        plotly=_packed_plotly(),
     )
+
+
+@cache
+def _packed_plotly() -> str:
+    """Plotly's library, compressed; without a time the same library gives the same bytes."""
+    from plotly.offline import get_plotlyjs
+
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode("ascii")
 
 
 # ---- The data of the page: cells, curves, fronts, maps, prompts, pictures
@@ -104,105 +110,63 @@ _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 PICTURES = 6_000
 """Most pictures of a page: with more, browsers get slow, and the thumbnails exceed their budget."""
 
-# Plotly's names of matplotlib's markers and line styles.
-_MARKERS = {
-    "o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross", "X": "x",
-    "*": "star", "<": "triangle-left",
-}  # fmt: skip
-_DASHES = {"-": "solid", "--": "dash", "-.": "dashdot", ":": "dot"}
+# Figures of the page: titles, and how the names of their charts begin; a menu lists these where there are several.
+_FIGURES = {
+    "front": ("Speed against quality", ("speed-quality-", "length-quality-")),
+    "depth": ("Acceptance rate by depth of the draft tree", ("acceptance-by-depth",)),
+    "lengths": ("Share of steps by tokens committed", ("accepted-lengths",)),
+    "position": ("Acceptance rate by position in the image", ("acceptance-by-position",)),
+    "bound": ("Mean accepted length against a parameter", ("mean-accepted-length-by-",)),
+}
 
 
-def page_data(runs: Mapping[str, RunData], made: Mapping[str, Tables], home: Path) -> Plain:
-    """Return the data of a page in the folder `home`; `made` are the runs' `curve_tables`."""
-    speed, look = curves.stack_runs(made, "speed"), curves.run_styles(made)
+def page_data(runs: Mapping[str, RunData], tables: Mapping[str, Tables], home: Path) -> Plain:
+    """Return the data of a page in the folder `home`; `tables` are the runs' `curve_tables`."""
+    speed, styles = curves.stack_runs(tables, "speed"), curves.run_styles(tables)
     grouped = ((name, cell) for name, run in runs.items() for cell in group_records(run.records))
     records = {(name, cell.columns["model"], cell.cell_id): cell for name, cell in grouped}
     cells: list[Plain] = []
     for (_, row), name in zip(speed.iterrows(), labels(speed), strict=True):
-        style = look[cell_key(row)]
+        style = styles[cell_key(row)]
+        marker, dash = symbol_of(style)
         cells.append(
             {
                 "run": row["run"], "model": row["model"], "cell": row["cell_id"], "name": name, "mode": row["mode"],
-                "colour": style.colour, "dark": style.colour_on_dark, "marker": _MARKERS[style.marker],
-                "dash": _DASHES[style.line], "drafts": row["drafting"] != "none",
+                "colour": style.colour, "dark": style.colour_on_dark, "marker": marker, "dash": dash,
                 "map": length_map(records[cell_key(row)]),
             }
         )  # fmt: skip
     numbers = {cell_key(row): number for number, (_, row) in enumerate(speed.iterrows())}
+    # A parameter whose lines all have one point is worth no chart, unless it is a bound.
+    worth = (chart for chart in curves.charts(tables, GROUPINGS[1:]) if chart.x not in _SETTINGS or _is_curve(chart))
+    charts = [_plain(to_plotly(chart, styles, numbers)) for chart in worth]
     return {
         "cells": cells,
-        "speeds": SPEEDS,
-        "fronts": _fronts(made, numbers),
-        "devices": _devices(runs, numbers),
-        "depth": _curve(curves.acceptance_points(made), "index", "rate", numbers),
-        "position": _curve(curves.acceptance_points(made, "position"), "index", "rate", numbers),
-        "lengths": _curve(curves.length_points(made), "length", "share", numbers),
-        "bounds": _bounds(made, numbers),
+        "figures": {
+            figure: [chart for chart in charts if chart["name"].startswith(names)]
+            for figure, (_, names) in _FIGURES.items()
+        },
+        "metrics": {name: [METRICS[name].heading, METRICS[name].digits] for name in OF_IMAGES},
         **_pictures(runs, records, numbers, home),
     }
 
 
-def _fronts(made: Mapping[str, Tables], numbers: Numbers) -> list[Plain]:
-    found = []
-    for front in curves.fronts(made):
-        points = [
-            {
-                "cell": numbers[cell_key(row)], "dominated": bool(row["dominated"]),
-                "x": _rounded(row.get(f"{front.speed}{end}") for end in ENDS),
-                "y": _rounded(row.get(f"{front.quality}{end}") for end in ENDS),
-            }
-            for _, row in front.points.iterrows()
-        ]  # fmt: skip
-        about = {"speed": front.speed, "quality": front.quality, "axis": front.axis}
-        found.append(about | {"less": front.less_is_better, "points": points})
-    return found
+_SETTINGS = set(GROUPINGS[1:]) - set(BOUNDS)
 
 
-def _devices(runs: Mapping[str, RunData], numbers: Numbers) -> list[Plain]:
-    """For each shipped device the predicted speedup of each cell, None where it cannot be predicted."""
-    found = []
-    for device in devices().values():
-        speedups: list[float | None] = [None] * len(numbers)
-        for name, run in runs.items():
-            # A run without recorded steps or of a model of unknown sizes has no prediction.
-            with contextlib.suppress(LanternError):
-                for row in prediction_rows(run, device, "compiled"):
-                    speedups[numbers[name, row["model"], row["cell_id"]]] = _rounded([row["speedup"]])[0]
-        if any(speedups):
-            found.append({"text": device.about, "speedups": speedups})
-    return found
+def _is_curve(chart: Chart) -> bool:
+    return any(len(rows) > 1 for rows in chart.groups())
 
 
-def _curve(points: pd.DataFrame, x: str, y: str, numbers: Numbers) -> list[Plain]:
-    """By cell: places, values and ends of their intervals."""
-    if "index_end" in points:
-        points = points.assign(**{x: (points[x].astype(float) + points["index_end"].astype(float)) / 2})
-    columns = {"x": x, "y": y, "low": f"{y}_low", "high": f"{y}_high"}
-    return [
-        {"cell": numbers[cell_key(line.iloc[0])]} | {name: _rounded(line[column]) for name, column in columns.items()}
-        for _, line in points.groupby(CELL, sort=False)
-    ]
-
-
-def _bounds(made: Mapping[str, Tables], numbers: Numbers) -> list[Plain]:
-    """Mean accepted length against each parameter that varies; cells that differ in nothing else are one line."""
-    found = []
-    for parameter in GROUPINGS[1:]:
-        points = curves.bound_points(made, parameter)
-        if points[parameter].nunique() < 2:
-            continue
-        family = [name for name in FAMILY if name in points and name != parameter]
-        lines: list[Plain] = [
-            {
-                "cells": [numbers[cell_key(row)] for _, row in line.iterrows()],
-                "x": [value if parameter == "tree" else float(value) for value in line[parameter]],
-                "y": [_rounded(ends) for ends in zip(*(line[f"mean_accepted_length{e}"] for e in ENDS), strict=True)],
-            }
-            for _, line in points.groupby(family, sort=False, dropna=False)
-        ]
-        if parameter in BOUNDS or any(len(line["x"]) > 1 for line in lines):
-            found.append({"parameter": parameter, "name": PARAMETER_NAMES[parameter], "lines": lines})
-    return found
+def _plain(value: Any) -> Any:
+    """Numbers of six digits, as in the CSV files; None for what is missing or not finite."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
 
 
 def _pictures(
@@ -221,7 +185,7 @@ def _pictures(
     for key, row in sorted(drawn, key=lambda pair: pair[1].get("order_index") or 0):
         file = runs[key[0]].folder / str(row["image"])
         steps = row.get("committed_per_step") or ()
-        seconds, length = _rounded((row.get("seconds"), sum(steps) / len(steps) if steps else None))
+        length = sum(steps) / len(steps) if steps else None
         scored = [one.images.get(str(row["record_key"]), {}) for one in scores[key[0]]]
         # Under the first protocol that has a score of the image.
         figures = {name: next((one[name] for one in scored if one.get(name) is not None), None) for name in OF_IMAGES}
@@ -230,8 +194,8 @@ def _pictures(
             {
                 "cell": numbers[key], "prompt": prompts.setdefault(str(row["prompt"]), len(prompts)),
                 "repeat": int(row["repeat"]), "thumb": thumbnails.place(file), "file": _link(file, home),
-                "seconds": seconds, "length": length, "steps": len(steps),
-                **{name: _rounded([value])[0] for name, value in figures.items() if value is not None},
+                "seconds": _plain(row.get("seconds")), "length": _plain(length), "steps": len(steps),
+                **{name: _plain(value) for name, value in figures.items() if value is not None},
                 "runs": maps if grid and row.get("drafting") != "none" else None,
             }
         )  # fmt: skip
@@ -301,12 +265,6 @@ def _link(file: Path, home: Path) -> str | None:
         return None
 
 
-def _rounded(values: Iterable[Any]) -> list[float | None]:
-    """Six digits, as in the CSV files; None for what is missing or no number."""
-    numbers = (math.nan if value is None or isinstance(value, str) else float(value) for value in values)
-    return [float(f"{number:.6g}") if math.isfinite(number) else None for number in numbers]
-
-
 # ---- The tables of the page: the summary, published figures, settings, machine
 
 # Column, head, meaning, and which end is the good one (`up`, `down` or neither).
@@ -324,12 +282,12 @@ _COLUMNS = (
 _LOWER_IS_BETTER = {name for name, row in METRICS.items() if row.better == "lower"}
 
 
-def summary(made: Mapping[str, Tables], numbers: Numbers) -> Plain:
+def summary(tables: Mapping[str, Tables], numbers: Numbers) -> Plain:
     """Return the summary of all runs, a row for each cell and protocol that scored it.
 
     heads: dicts of key, text, meaning, good; rows: (number of the cell, protocol, entries); notes: sentences below.
     """
-    table = _joined(made)
+    table = curves.stack_cells(tables)
     shown = [column for column in _COLUMNS if column[0] in SPEEDS or _says_something(table, column[0])]
     columns = [_entries(table, key, good) for key, _, _, good in shown]
     several = table["protocol"].nunique() > 1
@@ -337,17 +295,17 @@ def summary(made: Mapping[str, Tables], numbers: Numbers) -> Plain:
         (numbers[cell_key(row)], str(row["protocol"]) if several and is_given(row["protocol"]) else "", entries)
         for (_, row), *entries in zip(table.iterrows(), *columns, strict=True)
     ]
-    notes = [note for tables in made.values() for note in readable(tables["summary"], "summary").notes]
+    notes = [note for of_run in tables.values() for note in readable(of_run["summary"], "summary").notes]
     heads = [dict(zip(("key", "text", "meaning", "good"), column, strict=True)) for column in shown]
     return {"heads": heads, "rows": rows, "notes": list(dict.fromkeys(notes))}
 
 
-def highlights(made: Mapping[str, Tables], numbers: Numbers, names: Sequence[str]) -> list[Plain]:
+def highlights(tables: Mapping[str, Tables], numbers: Numbers, names: Sequence[str]) -> list[Plain]:
     """Return the best cell for speedup, accepted length and the first available quality figure, and how sure that is.
 
     Dicts of what, value, interval, cell (its number), name, remark.
     """
-    table = _joined(made)
+    table = curves.stack_cells(tables)
     quality = [name for name in reversed(ON_CURVES) if _says_something(table, name)][:1]
     tiles = []
     for name in (*SPEEDS, *quality):
@@ -359,7 +317,7 @@ def highlights(made: Mapping[str, Tables], numbers: Numbers, names: Sequence[str
         what = {"speedup": "fastest", "mean_accepted_length": "longest steps"}.get(name)
         tiles.append(
             _figure(name, float(best[name]), best.get(f"{name}_low"), best.get(f"{name}_high"))
-            | {"what": what or f"best pictures by {name.replace('_', ' ')}", "remark": _how_sure(table, best, name)}
+            | {"what": what or f"best pictures by {METRICS[name].heading}", "remark": _how_sure(table, best, name)}
             | {"cell": numbers[cell_key(best)], "name": names[numbers[cell_key(best)]]}
         )
     return tiles
@@ -382,19 +340,6 @@ def _how_sure(table: pd.DataFrame, best: pd.Series, name: str) -> str:
     if not reaching:
         return "no other cell's 95 % interval reaches it"
     return f"the 95 % intervals of {reaching} other {'cell' if reaching == 1 else 'cells'} reach it"
-
-
-def _joined(made: Mapping[str, Tables]) -> pd.DataFrame:
-    """Quality rows with the speed of their cell, in the order of the tables."""
-    import pandas as pd
-
-    parts = []
-    for name, tables in made.items():
-        # An image without a score counts as an image: `images` is that of the speed table.
-        quality, speed = tables["quality"].drop(columns="images"), tables["speed"].drop(columns=["note", "failed"])
-        own = [column for column in speed if column not in quality or column in ("cell_id", "model")]
-        parts.append(quality.merge(speed[own], on=["cell_id", "model"], how="left").assign(run=name))
-    return pd.concat(parts, ignore_index=True)
 
 
 def _says_something(table: pd.DataFrame, name: str) -> bool:

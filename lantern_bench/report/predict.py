@@ -25,8 +25,8 @@ from lantern_bench.report.cost_model import (
     tree_draft,
 )
 from lantern_bench.report.records import CellRecords, group_records, join_notes
-from lantern_bench.report.reproduction import device_in_words, rows_of
-from lantern_bench.report.tables import frame, tables_of
+from lantern_bench.report.reproduction import device_in_words
+from lantern_bench.report.tables import frame, rows_of, tables_of
 from lantern_bench.runs.store import RunData
 from lantern_bench.schema import CELL_COLUMNS
 

@@ -14,7 +14,7 @@ from lantern_bench.methods.tables import IN_SUMMARY, METRICS
 from lantern_bench.report.format_tables import with_interval
 from lantern_bench.report.labels import BOUNDS
 from lantern_bench.report.records import Row, join_notes
-from lantern_bench.report.tables import parameters
+from lantern_bench.report.tables import cells_of, parameters, rows_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,11 +37,11 @@ def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -
 
     Cells without a published row have rows of their own figures; published rows without a cell come last.
     """
-    cells = rows_of(tables["speed"])
-    for cell in cells:  # each quality figure from the first protocol that has it
-        for scored in rows_of(tables["quality"][tables["quality"]["cell_id"] == cell["cell_id"]]):
-            cell["quality_note"] = cell.get("quality_note") or scored.pop("note")
-            cell |= {name: value for name, value in scored.items() if cell.get(name) is None}
+    by_cell: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows_of(cells_of(tables)):  # each quality figure from the first protocol that has it
+        cell = by_cell.setdefault((row["model"], row["cell_id"]), {})
+        cell |= {name: value for name, value in row.items() if cell.get(name) is None}
+    cells = list(by_cell.values())
     published_rows = paper.rows if paper else ()
     columns = tuple(paper.columns) if paper else _FROM_SPEED
     rows: list[dict[str, Any]] = []
@@ -55,12 +55,12 @@ def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -
         for published in beside or [None]:
             rows += [about | _figure_row(cell, published, name, paper) for name in columns]
         rows += [about | _figure_row(cell, None, name, None) for name in _OURS if cell.get(name) is not None]
-    for row in published_rows:
-        if row.name not in seen:
-            why = "no mode of ours covers" if row.match is None else "no cell of this run stands for"
-            for name in (name for name in columns if name in row.figures or not row.figures):
-                figure = _published(row, name)
-                notes = (f"{why} this row", row.note, "" if "published" in figure else NOT_HAD)
+    for paper_row in published_rows:
+        if paper_row.name not in seen:
+            why = "no mode of ours covers" if paper_row.match is None else "no cell of this run stands for"
+            for name in (name for name in columns if name in paper_row.figures or not paper_row.figures):
+                figure = _published(paper_row, name)
+                notes = (f"{why} this row", paper_row.note, "" if "published" in figure else NOT_HAD)
                 rows.append(figure | {"note": join_notes(note for note in notes if note)})
     return rows
 
@@ -146,12 +146,6 @@ def _published(row: PaperRow | None, name: str) -> dict[str, Any]:
     if figure := figures.get(name):
         found |= {"published": figure.value, "source": figure.source, "confidence": figure.confidence}
     return found
-
-
-def rows_of(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the rows of a table as dicts, with None for missing values."""
-    rows = table.astype(object).where(table.notna(), None).to_dict("records")
-    return [{str(name): value for name, value in row.items()} for row in rows]
 
 
 def _listed(values: Iterable[Any]) -> str:

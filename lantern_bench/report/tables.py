@@ -45,6 +45,7 @@ from lantern_bench.report.records import (
 )
 from lantern_bench.report.stats import (
     Interval,
+    Sums,
     compare_sums,
     mean_over_prompts,
     proportion,
@@ -301,22 +302,34 @@ def _without_seeds(cell: CellRecords) -> Row:
     return {name: value for name, value in cell.columns.items() if name not in ("cell_id", "seed_set")}
 
 
+def scored_images(cell: CellRecords, scores: Scores, name: str) -> pd.DataFrame:
+    """Return the scores of a cell's images by a metric, with 1 as their denominator, by prompt and repeat."""
+    by_key = {key: image.get(name) for key, image in scores.images.items()}
+    figures = cell.images["record_key"].map(by_key).astype(float)
+    return figures.to_frame("figure").assign(under=1.0).dropna()
+
+
+def paired(a: pd.DataFrame, b: pd.DataFrame) -> tuple[Sums, Sums, pd.Index] | None:
+    """Return the sums per prompt of two sets of images over those that both have, and these; None without any.
+
+    Both have a numerator and a denominator for each image, indexed by prompt and repeat.
+    """
+    shared = a.index.intersection(b.index)
+    if not len(shared):
+        return None
+    prompts = shared.get_level_values("prompt_id")
+    sums_a, sums_b = (sums_per_prompt(side.iloc[:, 0][shared], side.iloc[:, 1][shared], prompts) for side in (a, b))
+    return sums_a, sums_b, shared
+
+
 def _differences(cell: CellRecords, base: CellRecords, scores: Scores) -> dict[str, Any]:
     """The scores of a cell's images minus those of ar for the same prompts and repeats."""
     row: dict[str, Any] = {}
-    if cell.columns["mode"] == "ar":
-        return row
-    for name in PAIRED:
-        known = [
-            one.images["record_key"].map({key: image.get(name) for key, image in scores.images.items()}).dropna()
-            for one in (base, cell)
-        ]
-        shared = known[0].index.intersection(known[1].index)
-        if len(shared):
-            prompts, ones = shared.get_level_values("prompt_id"), [1.0] * len(shared)
-            ar, mine = (sums_per_prompt(one[shared].astype(float), ones, prompts) for one in known)
-            found = compare_sums(ar, mine)
-            row |= found.columns(f"{name}_vs_ar") | {f"{name}_vs_ar_p": found.p_value}
+    for name in PAIRED if cell.columns["mode"] != "ar" else ():
+        pair = paired(*(scored_images(side, scores, name) for side in (base, cell)))
+        if pair is not None:
+            effect = compare_sums(*pair[:2])
+            row |= effect.columns(f"{name}_vs_ar") | {f"{name}_vs_ar_p": effect.p_value}
     return row
 
 
@@ -333,26 +346,45 @@ _SAMPLING = {
 }  # fmt: skip
 
 
+def cells_of(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return the rows of the table `quality`, each with the speed of its cell.
+
+    `images`, `failed` and `note` are those of the table `speed`: an image without a score counts as an image, too.
+    `quality_images` and `quality_note` are those of `quality`.
+    """
+    speed, key = tables["speed"], ["cell_id", "model"]
+    quality = tables["quality"].rename(columns={"images": "quality_images", "note": "quality_note"})
+    return quality.drop(columns=[name for name in speed if name in quality and name not in key]).merge(speed, on=key)
+
+
+def rows_of(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows of a table as dicts, with None for missing values."""
+    rows = table.astype(object).where(table.notna(), None).to_dict("records")
+    return [{str(name): value for name, value in row.items()} for row in rows]
+
+
+_COPIED = (
+    "cell_id", "model", "images", "failed", "disturbed", "lossless_cell",
+    *(f"{name}{end}" for name in (*SPEEDUPS, "mean_accepted_length") for end in ENDS), *_FROM_QUALITY,
+)  # fmt: skip
+
+
 def summary_rows(
-    speed: Sequence[Row], quality: Sequence[Row], published: Mapping[str, Mapping[str, float]] | None = None
+    cells: pd.DataFrame, published: Mapping[str, Mapping[str, float]] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `summary.csv` from those of `speed.csv` and `quality.csv`, in the order of the latter.
+    """Yield the rows of `summary.csv` from `cells_of`, in that order.
 
     `published` holds, by cell id, the figures (names of `PUBLISHED`) of the paper's table that the experiment names.
     """
-    by_cell = {row["cell_id"]: row for row in speed}
-    for scored in quality:
-        timed = by_cell[scored["cell_id"]]
-        copied = ("cell_id", "model", "images", "failed", "disturbed", "lossless_cell")
-        row: dict[str, Any] = {name: timed[name] for name in copied}
-        row |= {"method": timed["mode"], "parameters": parameters(timed, speed)}
-        row |= {f"{name}{end}": timed[f"{name}{end}"] for name in (*SPEEDUPS, "mean_accepted_length") for end in ENDS}
-        row |= {name: scored.get(name) for name in _FROM_QUALITY}
+    rows = rows_of(cells)
+    for cell in rows:
+        row: dict[str, Any] = {name: cell[name] for name in _COPIED}
+        row |= {"method": cell["mode"], "parameters": parameters(cell, rows)}
         for name in PUBLISHED:
-            theirs = (published or {}).get(str(row["cell_id"]), {}).get(name)
+            theirs = (published or {}).get(str(cell["cell_id"]), {}).get(name)
             row[f"{name}_published"] = theirs
             row[f"{name}_difference"] = None if theirs is None or row[name] is None else row[name] - theirs
-        yield {**row, "note": join_notes(str(part["note"]) for part in (timed, scored) if part.get("note"))}
+        yield {**row, "note": join_notes(str(cell[note]) for note in ("note", "quality_note") if cell[note])}
 
 
 def parameters(cell: Row, cells: Sequence[Row]) -> str:
@@ -396,11 +428,12 @@ def build_tables(
     """
     cells = group_records(records)
     protocols = sort_scores(scores)
-    speed = [speed_row(cell, cells, pool_devices) for cell in cells]
-    quality = [row for cell in cells for row in quality_rows(cell, cells, protocols)]
-    acceptance = (row for cell in cells for row in acceptance_rows(cell))
-    rows = (speed, quality, acceptance, summary_rows(speed, quality, published))
-    return {name: frame(name, listed) for name, listed in zip(NAMES, rows, strict=True)}
+    tables = {
+        "speed": frame("speed", (speed_row(cell, cells, pool_devices) for cell in cells)),
+        "quality": frame("quality", (row for cell in cells for row in quality_rows(cell, cells, protocols))),
+        "acceptance": frame("acceptance", (row for cell in cells for row in acceptance_rows(cell))),
+    }
+    return tables | {"summary": frame("summary", summary_rows(cells_of(tables), published))}
 
 
 def tables_of(run: RunData) -> dict[str, pd.DataFrame]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pandas as pd
@@ -10,15 +11,15 @@ from PIL import Image
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.report import curves
+from lantern_bench.report.charts import line_label, to_matplotlib, to_plotly
 from lantern_bench.report.curves import (
     KINDS,
     acceptance_points,
+    charts,
     curve_tables,
     draw_curves,
     fronts,
     is_dominated,
-    pictures,
     run_styles,
     speed_quality_points,
 )
@@ -36,22 +37,33 @@ def tables():
     return tables_from(records, make_scores(records))
 
 
-def test_each_curve_has_png_svg_and_csv(tables, tmp_path):
-    files = draw_curves({"run": tables}, tmp_path / "figures")
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory) -> dict[str, Path]:
+    records = make_records()
+    files = draw_curves({"run": tables_from(records, make_scores(records))}, tmp_path_factory.mktemp("run") / "figures")
+    return {path.name: path for path in files}
+
+
+def test_each_curve_has_png_svg_and_csv(tables, drawn):
     names = ["acceptance-by-depth", "acceptance-by-position", "accepted-lengths"]
     names += [f"{x}-quality-{y}" for x in ("speed", "length") for y in ("clip_score", "prompt_accuracy")]
-    assert [path.name for path in files] == [f"{name}.{kind}" for name in names for kind in KINDS]
-    at = {path.name: path for path in files}
-    with Image.open(at["acceptance-by-depth.png"]) as picture:
+    assert list(drawn) == [f"{name}.{kind}" for name in names for kind in KINDS]
+    with Image.open(drawn["acceptance-by-depth.png"]) as picture:
         assert picture.width > 800
-    assert "<svg" in at["acceptance-by-depth.svg"].read_text()[:500]
-    behind = pd.read_csv(at["acceptance-by-depth.csv"])
+    assert "<svg" in drawn["acceptance-by-depth.svg"].read_text()[:500]
+    behind = pd.read_csv(drawn["acceptance-by-depth.csv"])
     wanted = tables["acceptance"][tables["acceptance"]["axis"] == "depth"]
     assert behind["rate"].tolist() == pytest.approx(wanted["rate"].tolist(), rel=1e-5)
-    scatter = pd.read_csv(at["speed-quality-clip_score.csv"])
+    scatter = pd.read_csv(drawn["speed-quality-clip_score.csv"])
     assert scatter["speedup"].tolist() == pytest.approx(tables["speed"]["speedup"].tolist(), rel=1e-5)
     assert scatter["clip_score"].tolist() == pytest.approx(tables["quality"]["clip_score"].tolist(), rel=1e-5)
     assert "prompt_accuracy" not in scatter and "prompt_accuracy_low" not in scatter
+
+
+def test_equal_tables_give_equal_files(drawn, tables, tmp_path, monkeypatch):
+    monkeypatch.setattr("lantern_bench.report.curves.charts", lambda *_: list(charts({"run": tables}))[:1])
+    for path in draw_curves({"run": tables}, tmp_path):
+        assert path.read_bytes() == drawn[path.name].read_bytes()
 
 
 def test_accepted_lengths_are_counted_by_step(tables):
@@ -85,12 +97,39 @@ def test_a_point_is_dominated_when_another_beats_it():
     assert not any(is_dominated(apart, "x", "y", less_is_better=False))
 
 
+def front_of(tables, figure="clip_score"):
+    return next(chart for chart in fronts({"run": tables}) if chart.name == f"speed-quality-{figure}")
+
+
 def test_dominated_cells_are_pale_and_hollow(tables):
-    front = next(front for front in fronts({"run": tables}) if front.name == "speed-quality-clip_score")
-    points = front.points.assign(dominated=[False, True, False])
-    axes = curves.draw_front(front._replace(points=points), run_styles({"run": tables})).axes[0]
-    looks = [(c.lines[0].get_alpha() < 1, c.lines[0].get_markerfacecolor() == "none") for c in axes.containers]
-    assert looks == [(False, False), (True, True), (False, False)]
+    chart, styles = front_of(tables), run_styles({"run": tables})
+    chart = dataclasses.replace(chart, points=chart.points.assign(dominated=[False, True, False]))
+    axes = to_matplotlib(chart, styles).axes[0]
+    drawn = [(c.lines[0].get_alpha() < 1, c.lines[0].get_markerfacecolor() == "none") for c in axes.containers]
+    assert drawn == [(False, False), (True, True), (False, False)]
+    front, *traces = to_plotly(chart, styles, {key: number for number, key in enumerate(styles)})["data"]
+    assert [(trace["opacity"] < 1, "-open" in trace["marker"]["symbol"][0]) for trace in traces] == drawn
+    assert front["x"] == sorted(chart.points["speedup"][[0, 2]]) and front["customdata"] == []
+
+
+def test_plotly_has_the_points_intervals_and_cells(tables):
+    styles = run_styles({"run": tables})
+    numbers = {key: 10 + number for number, key in enumerate(styles)}
+    depth, *_ = (to_plotly(chart, styles, numbers) for chart in charts({"run": tables}))
+    points = acceptance_points({"run": tables})
+    strict, loose = depth["data"]
+    assert strict["y"] == pytest.approx(points["rate"][points["mode"] == "speculative"].tolist())
+    assert strict["customdata"] == [11] * len(strict["x"]) and set(loose["customdata"]) == {12}
+    low = points["rate"] - points["rate_low"]
+    assert strict["error_y"]["arrayminus"] + loose["error_y"]["arrayminus"] == pytest.approx(low.tolist())
+    assert "speculative (strict)" in strict["hovertext"][0] and "acceptance rate: 0.667 [" in strict["hovertext"][0]
+    front = to_plotly(front_of(tables), styles, numbers)
+    assert front["layout"]["shapes"][0]["x0"] == 1.0 and "against speedup over AR" in front["title"]
+
+
+def test_a_line_has_the_words_that_its_points_share():
+    table = pd.DataFrame({"label": ["LANTERN λ=2 k=10", "LANTERN λ=5 k=10"]})
+    assert line_label(table) == "LANTERN k=10" and line_label(table[:1]) == "LANTERN λ=2 k=10"
 
 
 def bounded(**parameters):
@@ -113,11 +152,11 @@ def bounded(**parameters):
 def test_curves_by_a_parameter(by, cells):
     records = [make_record(c, n, WALKS if c is not AR else [[]], 1.0) for c in [AR, *cells] for n in range(2)]
     tables = tables_from(records, make_scores(records))
-    drawn = {picture.name: picture for picture in pictures({"run": tables}, by)}
-    points = drawn[f"mean-accepted-length-by-{by}"].points
-    assert points["mean_accepted_length"].tolist() == [2.0, 2.0] and points[by].nunique() == 2
-    look = run_styles({"run": tables}, by)
-    colours = [look["run", "lanterns", cell.cell_id].colour for cell in cells]
+    (chart,) = (chart for chart in charts({"run": tables}, [by]) if chart.name == f"mean-accepted-length-by-{by}")
+    assert chart.points["mean_accepted_length"].tolist() == [2.0, 2.0] and chart.points[by].nunique() == 2
+    styles = run_styles({"run": tables}, by)
+    assert to_matplotlib(chart, styles).axes
+    colours = [styles["run", "lanterns", cell.cell_id].colour for cell in cells]
     assert colours[0] != colours[1]
 
 
@@ -125,11 +164,6 @@ def test_unknown_grouping_is_refused(tables, tmp_path):
     with pytest.raises(UserError, match="--by colour"):
         draw_curves({"run": tables}, tmp_path / "figures", "colour")
     assert not (tmp_path / "figures").exists()
-
-
-def test_equal_tables_give_equal_pictures(tables, tmp_path):
-    one, two = draw_curves({"run": tables}, tmp_path / "one"), draw_curves({"run": tables}, tmp_path / "two")
-    assert [path.read_bytes() for path in one] == [path.read_bytes() for path in two]
 
 
 def test_labels_name_methods_as_the_papers_do():
@@ -188,7 +222,7 @@ def test_untimed_run_takes_the_speedup_from_another_run(tables):
     records = [{**row, "seconds": None} for row in make_records()]
     untimed = tables_from(records, make_scores(records))
     assert speed_quality_points({"quality": untimed})["speedup"].isna().all()
-    assert all(front.speed != "speedup" for front in fronts({"quality": untimed}))
+    assert all(chart.x != "speedup" for chart in fronts({"quality": untimed}))
     points = speed_quality_points({"quality": untimed, "speed": tables})
     assert points.groupby("run")["speedup"].apply(list).to_dict() == {
         "quality": tables["speed"]["speedup"].tolist(),
@@ -197,7 +231,7 @@ def test_untimed_run_takes_the_speedup_from_another_run(tables):
     assert set(points["speed_run"]) == {"speed"}
 
 
-def test_pictures_name_only_what_differs_in_them(tables):
+def test_charts_name_only_what_differs_in_them(tables):
     """The timed run has no scores here: all points are of the other run, whose name tells nothing apart."""
     records = [{**row, "seconds": None} for row in make_records()]
     runs = {"quality": tables_from(records, make_scores(records)), "speed": tables_from(make_records())}
@@ -205,13 +239,13 @@ def test_pictures_name_only_what_differs_in_them(tables):
     assert set(front.points["label"]) == {"AR", "speculative (strict)", "LANTERN++ λ=2"}
 
 
-@pytest.mark.parametrize("banded", [True, False])
-def test_the_spread_of_ar_is_a_grey_band(tables, banded):
-    look, front = run_styles({"run": tables}), next(fronts({"run": tables}))
-    ends = {f"{front.quality}_band_low": 9.0, f"{front.quality}_band_high": 12.5} if banded else {}
-    points = front.points.drop(columns=[name for name in front.points if "_band_" in name]).assign(**ends)
-    axes = curves.draw_front(front._replace(points=points), look).axes[0]
-    assert [(patch.get_y(), patch.get_height()) for patch in axes.patches] == ([(9.0, 3.5)] if banded else [])
+@pytest.mark.parametrize("has_spread", [True, False])
+def test_the_spread_of_ar_is_a_grey_band(tables, has_spread):
+    chart = front_of(tables)
+    ends = {"clip_score_band_low": 9.0, "clip_score_band_high": 12.5} if has_spread else {}
+    points = chart.points.drop(columns=[name for name in chart.points if "_band_" in name]).assign(**ends)
+    axes = to_matplotlib(dataclasses.replace(chart, points=points), run_styles({"run": tables})).axes[0]
+    assert [(patch.get_y(), patch.get_height()) for patch in axes.patches] == ([(9.0, 3.5)] if has_spread else [])
 
 
 def test_a_timed_run_keeps_its_own_speedup(tables):
@@ -222,28 +256,29 @@ def test_a_timed_run_keeps_its_own_speedup(tables):
     assert points["slow", "lantern++"] == pytest.approx(22.5)
 
 
-def test_fid_of_different_features_has_separate_curves(tmp_path):
+def test_fid_of_different_features_has_separate_charts():
     records = make_records()
     scores = [{**row, "fid": 10.0} if row["level"] == "cell" else row for row in make_scores(records)]
     again = [{**row, "protocol": "full", "extractor": "inception"} for row in scores if row["level"] == "cell"]
-    files = draw_curves({"run": tables_from(records, scores + again)}, tmp_path)
-    fid = [path for path in files if path.name.startswith("speed-quality-fid") and path.suffix == ".csv"]
-    assert [path.name for path in fid] == [
-        "speed-quality-fid-inception.csv",
-        "speed-quality-fid-lanterns-features-64-abcd.csv",
+    fid = [
+        chart for chart in fronts({"run": tables_from(records, scores + again)}) if "speed-quality-fid" in chart.name
     ]
-    assert [set(pd.read_csv(path)["fid_features"]) for path in fid] == [{"inception"}, {"lanterns-features-64@abcd"}]
+    assert [chart.name for chart in fid] == [
+        "speed-quality-fid-inception",
+        "speed-quality-fid-lanterns-features-64-abcd",
+    ]
+    features = [set(chart.points["fid_features"]) for chart in fid]
+    assert features == [{"inception"}, {"lanterns-features-64@abcd"}] and all(chart.less_is_better for chart in fid)
 
 
 def test_lines_differ_in_more_than_colour(tables):
     """In grey, too, every cell has a marker of its own, and every interval its whiskers."""
-    look = run_styles({"run": tables})
-    front = next(fronts({"run": tables}))
-    axes = curves.draw_front(front, look).axes[0]
+    styles = run_styles({"run": tables})
+    axes = to_matplotlib(front_of(tables), styles).axes[0]
     markers = [container.lines[0].get_marker() for container in axes.containers]
     assert len(markers) == 3 == len(set(markers))
     assert all(container.has_xerr and container.has_yerr for container in axes.containers)
-    lines = curves.draw_depths(acceptance_points({"run": tables}), look).axes[0].containers
+    lines = to_matplotlib(next(charts({"run": tables})), styles).axes[0].containers
     assert len({(line.lines[0].get_marker(), line.lines[0].get_linestyle()) for line in lines}) == len(lines) == 2
 
 

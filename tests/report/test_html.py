@@ -8,16 +8,13 @@ import html
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.report.cost_model import devices
 from lantern_bench.report.page import Thumbnails, render, write_report
-from lantern_bench.report.predict import prediction_rows
 from lantern_bench.report.records import load_runs, run_names
 from lantern_bench.report.tables import tables_of
 from tests.made_up_run import AR, LOOSE, STRICT, make_record, make_records, write_run
@@ -28,14 +25,9 @@ def data_of(page: str) -> dict:
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_page_run(tmp_path_factory.mktemp("page") / "run")
-
-
-@pytest.fixture(scope="module")
-def page(run: Path) -> str:
-    return write_report([run], run / "report.html").read_text(encoding="utf-8")
+@pytest.fixture
+def page(page_file: Path) -> str:
+    return page_file.read_text(encoding="utf-8")
 
 
 def test_page_needs_no_network(page):
@@ -47,8 +39,8 @@ def test_page_needs_no_network(page):
     assert b"Plotly" in gzip.decompress(base64.b64decode(packed))
 
 
-def test_page_table_has_the_figures_of_the_run(run, page):
-    (data,) = load_runs([run]).values()
+def test_page_table_has_the_figures_of_the_run(page_run, page):
+    (data,) = load_runs([page_run]).values()
     speed = tables_of(data)["speed"]
     body = re.search(r'id="table">.*?<tbody>(.*?)</tbody>', page, re.DOTALL)[1]
     orders = [re.findall(r'<td data-order="([^"]*)"', row) for row in body.split("</tr>")[:-1]]
@@ -59,11 +51,11 @@ def test_page_table_has_the_figures_of_the_run(run, page):
     assert "LANTERN++ λ=2" in text and "3.22x" in text.replace("\n", " ")
 
 
-def test_pictures_have_figures_and_link_to_files(run, page):
+def test_pictures_have_figures_and_link_to_files(page_run, page):
     data = data_of(page)
     assert len(data["pictures"]) == 12 and len(data["prompts"]) == 4 and data["grid"] == 4
     for picture in data["pictures"]:
-        assert (run / picture["file"]).is_file()
+        assert (page_run / picture["file"]).is_file()
         cell = data["cells"][picture["cell"]]
         assert picture["length"] == pytest.approx({"ar": 1, "speculative": 15 / 8, "lantern++": 3}[cell["mode"]])
         assert (picture["runs"] is None) == (cell["mode"] == "ar")
@@ -72,20 +64,19 @@ def test_pictures_have_figures_and_link_to_files(run, page):
     assert loose["map"] == [None] + [3.0] * 15
 
 
-def test_page_has_the_speedups_predicted_for_every_device(run, page):
-    data = data_of(page)
-    (loaded,) = load_runs([run]).values()
-    assert [one["text"] for one in data["devices"]] == [device.about for device in devices().values()]
-    for one, device in zip(data["devices"], devices().values(), strict=True):
-        known = {row["cell_id"]: row["speedup"] for row in prediction_rows(loaded, device, "compiled")}
-        for cell, speedup in zip(data["cells"], one["speedups"], strict=True):
-            assert speedup == pytest.approx(known[cell["cell"]], rel=1e-4)
-
-
-def test_page_of_a_model_of_unknown_sizes_has_no_device(run, tmp_path, monkeypatch):
-    unknown = SimpleNamespace(sizes=None)
-    monkeypatch.setattr("lantern_bench.report.predict.model_of", lambda _name: unknown)
-    assert data_of(render(load_runs([run]), tmp_path))["devices"] == []
+def test_page_has_a_chart_of_every_figure(page):
+    figures = data_of(page)["figures"]
+    names = {figure: [chart["name"] for chart in charts] for figure, charts in figures.items()}
+    metrics = ("clip_score", "prompt_accuracy")
+    assert names == {
+        "front": [f"{x}-quality-{y}" for x in ("speed", "length") for y in metrics],
+        "depth": ["acceptance-by-depth"],
+        "lengths": ["accepted-lengths"],
+        "position": ["acceptance-by-position"],
+        "bound": [],
+    }
+    # One value of a bound makes no curve; the lines of a front are the front itself, and then a cell each.
+    assert [trace["customdata"] for trace in figures["front"][0]["data"]] == [[], [0], [1], [2]]
 
 
 def test_published_figures_have_their_source(page):
@@ -106,10 +97,11 @@ def test_html_in_a_prompt_is_escaped(tmp_path):
     assert data_of(page)["prompts"] == [bad]
 
 
-def test_the_same_run_gives_the_same_page(run):
-    assert render(load_runs([run]), run) == render(load_runs([run]), run)
+def test_the_same_run_gives_the_same_page(page_run, page_file):
+    assert render(load_runs([page_run]), page_run) == page_run.joinpath("report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_eight_cells_of_64_pictures_stay_under_8_megabytes(tmp_path):
     loose = [
         {"mode": "lantern++", "lambda": 2 + n, "neighbours": 10, "cfg_scale": 2, "cfg_default": 2} for n in range(5)
@@ -135,10 +127,10 @@ def test_thumbnails_are_small_and_kept_once(tmp_path):
     assert sum(map(len, thumbnails.encoded(budget=0))) <= sum(map(len, thumbnails.encoded()))
 
 
-def test_one_page_shows_several_runs(run, tmp_path):
+def test_one_page_shows_several_runs(page_run, tmp_path):
     other = write_page_run(tmp_path / "run", prompts=2)
-    assert len(set(run_names([run, other]))) == 2
-    out = write_report([run, other], tmp_path / "both.html")
+    assert len(set(run_names([page_run, other]))) == 2
+    out = write_report([page_run, other], tmp_path / "both.html")
     data = data_of(out.read_text(encoding="utf-8"))
     assert len(data["cells"]) == 6 and len({cell["name"] for cell in data["cells"]}) == 6
     assert all((tmp_path / picture["file"]).is_file() for picture in data["pictures"])
@@ -147,15 +139,15 @@ def test_one_page_shows_several_runs(run, tmp_path):
 def test_page_of_a_run_without_quality_or_drafts(tmp_path):
     folder = write_run(tmp_path / "bare", [make_record(AR, n, [[]], 1.0, image=None) for n in range(2)], [])
     data = data_of(render(load_runs([folder]), folder))
-    assert data["pictures"] == data["fronts"] == data["depth"] == data["bounds"] == []
+    assert data["pictures"] == [] and not any(data["figures"].values())
 
 
-def test_empty_run_and_unwritable_file_are_refused(run, tmp_path):
+def test_empty_run_and_unwritable_file_are_refused(page_run, tmp_path):
     with pytest.raises(RefusedError, match="no records"):
         write_report([write_run(tmp_path / "empty", [], [])], tmp_path / "report.html")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
-        write_report([run], tmp_path / "file" / "report.html")
+        write_report([page_run], tmp_path / "file" / "report.html")
 
 
 def test_a_page_shows_the_first_prompts_of_a_large_run(tmp_path, monkeypatch):

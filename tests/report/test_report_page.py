@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from lantern_bench.report.page import write_report
 from tests.browser import missing, opened
-from tests.report.page_run import write_page_run
 
 _REASON = missing()
 pytestmark = [
@@ -22,20 +20,18 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def opening(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
-    """The page, open, with what went wrong and what was asked for on the way."""
-    folder = write_page_run(tmp_path_factory.mktemp("page") / "run")
-    file = write_report([folder], folder / "report.html")
-    wrong: list[str] = []
-    asked: list[str] = []
+def opening(page_file: Path) -> Iterator[SimpleNamespace]:
+    """The page, open, with its errors and its requests."""
+    errors: list[str] = []
+    requests: list[str] = []
     with opened(viewport={"width": 1280, "height": 900}, color_scheme="light") as context:
         tab = context.new_page()
-        tab.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
-        tab.on("pageerror", lambda error: wrong.append(str(error)))
-        tab.on("request", lambda request: asked.append(request.url))
-        tab.goto(file.as_uri())
+        tab.on("console", lambda message: errors.append(message.text) if message.type in ("error", "warning") else None)
+        tab.on("pageerror", lambda error: errors.append(str(error)))
+        tab.on("request", lambda request: requests.append(request.url))
+        tab.goto(page_file.as_uri())
         tab.wait_for_selector("html[data-ready]")
-        yield SimpleNamespace(tab=tab, wrong=wrong, asked=asked, file=file)
+        yield SimpleNamespace(tab=tab, errors=errors, requests=requests, file=page_file)
 
 
 @pytest.fixture
@@ -51,6 +47,10 @@ def columns(tab: Any) -> list[str]:
     return [text.strip() for text in tab.locator("#grid thead th").all_inner_texts()]
 
 
+def maps(tab: Any) -> list[str]:
+    return list(tab.evaluate("() => document.querySelector('#maps-grid').data.map((trace) => trace.name)"))
+
+
 def first_of_rows(tab: Any) -> list[str]:
     return [text.strip() for text in tab.locator("#table tbody th").all_inner_texts()]
 
@@ -59,8 +59,8 @@ def test_page_opens_without_errors_or_requests(opening: SimpleNamespace, capsys:
     ready = int(opening.tab.evaluate("document.documentElement.dataset.ready"))
     with capsys.disabled():
         print(f"\nreport.html: {opening.file.stat().st_size / 1e6:.1f} MB, opened in {ready} ms")
-    assert opening.wrong == []
-    assert {url for url in opening.asked if not url.startswith(("data:", "blob:"))} == {opening.file.as_uri()}
+    assert opening.errors == []
+    assert {url for url in opening.requests if not url.startswith(("data:", "blob:"))} == {opening.file.as_uri()}
     assert opening.tab.locator("#no-charts").is_hidden()
     drawn = opening.tab.locator(".plot .main-svg").count()
     assert drawn >= 4
@@ -79,11 +79,11 @@ def test_a_head_sorts_the_table_both_ways(tab: Any) -> None:
 
 def test_a_chip_filters_everything(tab: Any) -> None:
     assert columns(tab) == ["AR", "speculative (strict)", "LANTERN++ λ=2"]
-    assert tab.locator("#maps-grid canvas").count() == 2
+    assert maps(tab) == ["speculative (strict)", "LANTERN++ λ=2"]
     # By keyboard: under load a mouse button can come up after the page has moved below it.
     tab.locator(".chip", has_text="LANTERN++").press("Enter")
     assert columns(tab) == ["LANTERN++ λ=2"]
-    assert tab.locator("#maps-grid canvas").count() == 1 and tab.locator("#table tr.off").count() == 2
+    assert maps(tab) == ["LANTERN++ λ=2"] and tab.locator("#table tr.off").count() == 2
     tab.locator(".chip", has_text="AR").first.press("Enter")
     assert columns(tab) == ["AR", "LANTERN++ λ=2"]
     tab.locator("#all").press("Enter")
@@ -105,35 +105,20 @@ def test_a_click_on_the_front_selects_that_cell(tab: Any) -> None:
 
 
 def test_a_menu_changes_what_the_front_shows(tab: Any) -> None:
-    tab.locator("#front").scroll_into_view_if_needed()
-    titles = []
-    for menu, button in ((1, -1), (0, -1), (1, 0), (0, 0)):
-        tab.locator("#front .updatemenu-header").nth(menu).click()
-        tab.locator("#front .updatemenu-dropdown-button").nth(button).click()
-        tab.wait_for_timeout(500)
+    menu, titles = tab.locator("#front-menu"), []
+    for chart in (1, 3, 2, 0):
+        menu.select_option(str(chart))
         titles.append([tab.locator(f"#front .{axis}title").text_content() for axis in "xy"])
     assert ["accuracy" in y for _, y in titles] == [True, True, False, False]
     assert ["speedup" in x for x, _ in titles] == [True, False, False, True]
 
 
-def test_a_device_redraws_the_front_with_predicted_speedups(tab: Any, opening: SimpleNamespace) -> None:
-    tab.locator("#front").scroll_into_view_if_needed()
-
-    def shown(device: int) -> tuple[str, list[float]]:
-        tab.locator("#front .updatemenu-header").nth(2).click()
-        tab.locator("#front .updatemenu-dropdown-button").nth(device).click()
-        tab.wait_for_timeout(500)
-        points = tab.evaluate("document.querySelector('#front').data.slice(1).map((trace) => trace.x[0])")
-        return tab.locator("#front .xtitle").text_content(), points
-
-    data = tab.evaluate("JSON.parse(document.querySelector('#data').textContent)")
-    measured = [point["x"][0] for point in data["fronts"][0]["points"]]
-    title, points = shown(1)
-    assert "predicted for" in title and "not measured" in title
-    assert points == [data["devices"][0]["speedups"][point["cell"]] for point in data["fronts"][0]["points"]]
-    title, points = shown(0)
-    assert "predicted" not in title and points == measured
-    assert not opening.wrong
+def test_maps_show_the_mean_or_one_prompt(tab: Any) -> None:
+    steps = "() => document.querySelector('#maps-grid').data[1].z.flat()"
+    assert tab.evaluate(steps) == [None, *[3.0] * 15]
+    tab.locator("#maps-prompt").check()
+    assert tab.evaluate(steps) == [None, *[3] * 15] and len(maps(tab)) == 2
+    tab.locator("#maps-prompt").uncheck()
 
 
 def test_the_slider_goes_through_the_modes_by_keyboard(tab: Any) -> None:
@@ -148,8 +133,6 @@ def test_the_slider_goes_through_the_modes_by_keyboard(tab: Any) -> None:
     assert len({picture for _, picture in seen}) == 3
     assert "3.00" in tab.locator("#stage-facts").inner_text()
     assert slider.get_attribute("aria-valuetext") == "LANTERN++ λ=2"
-    tab.locator("#stage-overlay").check()
-    assert tab.locator("#stage-map").is_visible()
     before = tab.locator("#stage-prompt").inner_text()
     tab.locator("#stage-after").click()
     assert tab.locator("#stage-prompt").inner_text() != before
@@ -184,4 +167,4 @@ def test_page_fits_a_narrow_screen_and_paper(opening: SimpleNamespace, tab: Any,
     tab.emulate_media(media="screen")
     printed = tab.pdf(path=str(tmp_path / "report.pdf"))
     assert printed.startswith(b"%PDF")
-    assert opening.wrong == []
+    assert opening.errors == []

@@ -1,21 +1,5 @@
-// The accepted length over the image, on one scale for all cells. Inferno's colours rise in brightness, also in grey.
-const RAMP = [[0, 0, 4], [66, 10, 104], [147, 38, 103], [221, 81, 58], [252, 165, 10], [252, 255, 164]];
-const shared = data.cells.flatMap((cell) => cell.map || []).filter((value) => value !== null);
-const scale = { low: 1, high: Math.max(1.5, ...shared) };
-const longestStep = Math.max(2, ...data.lengths.flatMap((line) => line.x));
-
-function heat(value, low = scale.low, high = scale.high) {
-  const place = Math.min(1, Math.max(0, (value - low) / (high - low))) * (RAMP.length - 1), start = Math.min(Math.floor(place), RAMP.length - 2);
-  return RAMP[start].map((part, i) => Math.round(part + (RAMP[start + 1][i] - part) * (place - start)));
-}
-
-function paint(canvas, values, high = scale.high) {
-  const side = data.grid, context = canvas.getContext("2d");
-  canvas.width = canvas.height = side;
-  const pixels = context.createImageData(side, side);
-  values.forEach((value, place) => pixels.data.set(value === null ? [128, 128, 128, 60] : [...heat(value, 1, high), 255], 4 * place));
-  context.putImageData(pixels, 0, 0);
-}
+// The accepted length over the image: a heat map for each cell, all on one scale. Inferno rises in brightness, also in grey.
+const INFERNO = ["#000004", "#420a68", "#932667", "#dd513a", "#fca50a", "#fcffa4"].map((colour, place) => [place / 5, colour]);
 
 function mapValues(number) {
   if (!find("#maps-prompt").checked) return data.cells[number].map;
@@ -23,31 +7,35 @@ function mapValues(number) {
   return picture && picture.runs ? [...picture.runs].map((digit) => parseInt(digit, 36) || null) : null;
 }
 
-function mapFigure(number, values, high) {
-  const cell = data.cells[number], canvas = document.createElement("canvas"), known = values.filter((value) => value !== null);
-  paint(canvas, values, high);
-  canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", `${cell.name}: tokens per step from ${Math.min(...known).toFixed(2)} to ${Math.max(...known).toFixed(2)}, mean ${mean(known).toFixed(2)}`);
-  canvas.addEventListener("pointermove", (event) => {
-    const column = Math.min(data.grid - 1, Math.floor((event.offsetX / canvas.clientWidth) * data.grid)), row = Math.min(data.grid - 1, Math.floor((event.offsetY / canvas.clientHeight) * data.grid));
-    const value = values[row * data.grid + column];
-    find("#maps-readout").textContent = `${cell.name}, row ${row + 1}, column ${column + 1}: ${value === null || value === undefined ? "the first token" : value.toFixed(2)}`;
-  });
-  const caption = element("figcaption", {}, glyphOf(number), element("span", {}, cell.name), element("small", {}, `mean ${mean(known).toFixed(2)}`));
-  return element("figure", {}, canvas, caption);
-}
-
 function drawMaps() {
-  const found = shownCells().filter((number) => data.cells[number].drafts).map((number) => [number, mapValues(number)]).filter(([, values]) => values && values.some((v) => v !== null));
-  const high = find("#maps-prompt").checked ? Math.max(1.5, ...found.flatMap(([, values]) => values.filter((v) => v !== null))) : scale.high;
-  find("#scale-low").textContent = "1";
-  find("#scale-high").textContent = high.toFixed(1);
-  find("#maps-grid").style.setProperty("--across", Math.min(8, Math.max(4, found.length)));
-  find("#maps-grid").replaceChildren(...found.map(([number, values]) => mapFigure(number, values, high)));
-  if (!found.length) find("#maps-grid").append(element("p", { class: "lead" }, "None of the cells shown drafts anything."));
+  const maps = shownCells().map((number) => [number, mapValues(number)]).filter(([, values]) => values);
+  const side = data.grid, across = Math.min(6, Math.max(4, maps.length)), down = Math.ceil(maps.length / across);
+  find("#no-maps").hidden = Boolean(maps.length);
+  find("#maps-grid").hidden = !maps.length;
+  if (!maps.length) return;
+  const layout = layoutOf({
+    grid: { rows: down, columns: across, pattern: "independent", xgap: 0.08, ygap: 0.35 }, margin: { l: 4, r: 4, t: 60, b: 4 },
+    height: 60 + down * (1.25 * find("#maps").clientWidth / (across + 1)), annotations: [],
+    coloraxis: { cmin: 1, cmax: Math.max(1.5, ...maps.flatMap(([, values]) => values)), colorscale: INFERNO,
+      colorbar: { title: { text: "tokens per step" }, thickness: 12 } },
+  });
+  const traces = maps.map(([number, values], place) => {
+    const at = place ? place + 1 : "", name = data.cells[number].name, known = values.filter((value) => value !== null);
+    layout[`xaxis${at}`] = { visible: false, constrain: "domain" };
+    layout[`yaxis${at}`] = { visible: false, autorange: "reversed", scaleanchor: `x${at}`, constrain: "domain" };
+    layout.annotations.push({ text: `${name.replace(/(.{12,20}) /g, "$1<br>")}<br>mean ${mean(known).toFixed(2)}`, showarrow: false, align: "left", font: { size: 12 },
+      xref: `x${at} domain`, yref: `y${at} domain`, x: 0, y: 1, xanchor: "left", yanchor: "bottom" });
+    return {
+      type: "heatmap", name, coloraxis: "coloraxis", xaxis: `x${at}`, yaxis: `y${at}`,
+      z: Array.from({ length: side }, (_, row) => values.slice(row * side, (row + 1) * side)),
+      hovertemplate: "row %{y}, column %{x}: %{z:.2f}<extra></extra>",
+    };
+  });
+  draw("maps-grid", traces, layout);
 }
 
-if (data.grid) {
+function startMaps() {
   find("#maps-prompt").addEventListener("change", drawMaps);
+  drawMaps();
   onChange(drawMaps);
 }

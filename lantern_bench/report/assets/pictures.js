@@ -20,9 +20,9 @@ function pictureFigure(row, number) {
   const linked = picture.file ? element("a", { href: encodeURI(picture.file), target: "_blank", rel: "noopener", title: "the file itself" }, image) : image;
   const fill = element("i", { style: `width:${((100 * (picture.length || 0)) / longest).toFixed(1)}%;--c:${cell.colour};--d:${cell.dark}` });
   const first = element("div", {}, element("b", {}, figure(picture.length, 2)), " tokens/step");
-  const second = element("div", {}, [picture.seconds ? `${figure(picture.seconds, 2)} s` : "", picture.clip_score !== undefined ? `CLIP ${figure(picture.clip_score, 3)}` : ""].filter(Boolean).join(" · "));
-  const seen = picture.prompt_accuracy === undefined ? null : picture.prompt_accuracy ? element("div", {}, "✓ as asked") : element("div", { class: "wrong" }, "✗ not as asked");
-  return element("figure", {}, linked, element("div", { class: "meter" }, fill), element("figcaption", {}, first, second, seen));
+  const scores = scoresOf(picture).map(([label, text]) => element("div", {}, `${label} ${text}`));
+  const seconds = picture.seconds ? element("div", {}, `${figure(picture.seconds, 2)} s`) : null;
+  return element("figure", {}, linked, element("div", { class: "meter" }, fill), element("figcaption", {}, first, seconds, ...scores));
 }
 
 function gridRow(row, cells) {

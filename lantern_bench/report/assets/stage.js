@@ -4,8 +4,7 @@ const stage = { at: 0, cell: null };
 function stageCells() { return shownCells().filter((number) => pictureAt.has(`${state.row}/${number}`)); }
 
 function stageFacts(picture, cell) {
-  const pairs = [["tokens per step", figure(picture.length, 2)], ["steps", String(picture.steps)], ["seconds", figure(picture.seconds, 3)], ["CLIP score", figure(picture.clip_score, 4)]];
-  if (picture.prompt_accuracy !== undefined) pairs.push(["as asked", picture.prompt_accuracy ? "yes" : "no"]);
+  const pairs = [["tokens per step", figure(picture.length, 2)], ["steps", String(picture.steps)], ["seconds", figure(picture.seconds, 3)], ...scoresOf(picture)];
   if (cell.run && new Set(data.cells.map((c) => c.run)).size > 1) pairs.push(["run", cell.run]);
   return pairs.filter(([, text]) => text !== "").map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, text)));
 }
@@ -17,13 +16,6 @@ function drawStrip(cells) {
     button.addEventListener("click", () => { stage.at = place; stage.cell = number; drawStage(); });
     return button;
   }));
-}
-
-function drawOverlay(picture) {
-  const canvas = find("#stage-map"), box = find("#stage-overlay");
-  const wanted = Boolean(box && box.checked && picture.runs);
-  canvas.hidden = !wanted;
-  if (wanted) paint(canvas, [...picture.runs].map((digit) => parseInt(digit, 36) || null), longestStep);
 }
 
 function drawStage() {
@@ -48,7 +40,6 @@ function drawStage() {
   picture.file ? find("#stage-link").setAttribute("href", encodeURI(picture.file)) : find("#stage-link").removeAttribute("href");
   find("#stage-name").replaceChildren(glyphOf(number), cell.name);
   find("#stage-facts").replaceChildren(...stageFacts(picture, cell));
-  drawOverlay(picture);
 }
 
 function goTo(row) { state.row = (row + rows.length) % rows.length; changed(); }
@@ -58,5 +49,4 @@ find("#stage-select").addEventListener("change", (event) => goTo(Number(event.ta
 find("#stage-before").addEventListener("click", () => goTo(state.row - 1));
 find("#stage-after").addEventListener("click", () => goTo(state.row + 1));
 find("#stage-slider").addEventListener("input", (event) => { stage.at = Number(event.target.value); stage.cell = stageCells()[stage.at]; drawStage(); });
-if (find("#stage-overlay")) find("#stage-overlay").addEventListener("change", drawStage);
 onChange(drawStage);

@@ -29,13 +29,18 @@ for (const picture of data.pictures) {
 }
 
 function source(picture) { return picture.thumb === null ? "" : `data:image/webp;base64,${data.thumbs[picture.thumb]}`; }
+// The scores of a picture: pairs of the metric and its figure.
+function scoresOf(picture) {
+  const scored = Object.entries(data.metrics).filter(([name]) => picture[name] !== undefined);
+  return scored.map(([name, [label, digits]]) => [label, figure(picture[name], Number(digits.match(/\d/)))]);
+}
 function figure(value, digits) { return value === null || value === undefined ? "" : value.toFixed(digits); }
 function element(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
+  const node = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
-    if (key === "class") made.className = value; else if (value !== null) made.setAttribute(key, value);
+    if (key === "class") node.className = value; else if (value !== null) node.setAttribute(key, value);
   }
-  made.append(...children.filter((child) => child !== null));
-  return made;
+  node.append(...children.filter((child) => child !== null));
+  return node;
 }
 function glyphOf(number) { return find(`.chip[data-cell="${number}"] .glyph`).cloneNode(true); }
