@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lantern_bench.config.experiment import resolve
+from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.values import Overrides
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models import registry
@@ -21,7 +21,7 @@ from lantern_bench.report.format_tables import readable
 from lantern_bench.report.tables import tables_of, write_tables
 from lantern_bench.runs.events import Event
 from lantern_bench.runs.images import DecodedImage as DecodedImage  # a name of this API
-from lantern_bench.runs.request import load, prepare
+from lantern_bench.runs.request import prepare
 from lantern_bench.runs.store import RunData, find_run, read_run, results_root
 from lantern_bench.runs.sweep import check_failed, run
 from lantern_bench.schema import columns
@@ -135,7 +135,7 @@ def sweep(
             one on this machine.
         progress: called with every event (`lantern_bench.runs.events`), for example `ImageDone`.
         overrides: keys of an experiment, as the flags of `lantern-bench sweep`; a list makes a grid. Write `lambda_`
-            for `lambda`, and `**{"cells.2.delta": 0.1}` for one cell.
+            for `lambda`.
 
     Raises:
         UserError: for everything wrong with the experiment, the overrides or the prompts, in one message.
@@ -218,7 +218,7 @@ def decode(
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     overrides = _overrides(parameters | {"model": [model.name], "seed": seed}, None)
     source = {"name": "decode", "model": model.name, "baseline": False, "cells": [{"mode": mode}]}
-    resolved = resolve(load(source, overrides), registry.defaults_of([model.name]))
+    resolved = load_experiment(source, registry.defaults_of, overrides)
     if len(resolved.cells) != 1:
         raise UserError(f"decode takes one value per parameter; these make {len(resolved.cells)} cells", "Use sweep.")
     if conditions is None:

@@ -55,7 +55,7 @@ def decode_lanterns(lanterns: LoadedModel) -> Callable[..., list[Decoded]]:
         if key not in images:
             generators = [torch.Generator().manual_seed(seed + number) for number in range(len(captions))]
             condition = lanterns.condition(list(captions))
-            images[key] = decode(lanterns, condition, Decoding.model_validate(values), generators, **keywords)
+            images[key] = decode(lanterns, condition, Decoding(**values), generators, **keywords)
         return images[key]
 
     return decoded

@@ -55,8 +55,8 @@ def make_record(cell: Decoding, prompt: int, walks: list[list[int]], seconds: fl
 
 AR = Decoding(mode="ar", cfg_scale=2, cfg_default=2)
 STRICT = Decoding(mode="speculative", tree="small-7", cfg_scale=2, cfg_default=2)
-LOOSE = Decoding.model_validate(
-    {"mode": "lantern++", "tree": "small-7", "neighbours": 10, "lambda": 2, "cfg_scale": 2, "cfg_default": 2}
+LOOSE = Decoding(
+    **{"mode": "lantern++", "tree": "small-7", "neighbours": 10, "lambda": 2, "cfg_scale": 2, "cfg_default": 2}
 )
 # Steps of an image: two drafts taken and the third node without children; one taken, then all rejected; all rejected.
 WALKS = [[0, 1], [0, -1], [-1]]

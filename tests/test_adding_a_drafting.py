@@ -94,7 +94,7 @@ def g_test(model: TabularModel, decoding: Decoding, engine: Engine | None = None
 
 
 def decoding_with(**values: Any) -> Decoding:
-    return Decoding.model_validate({"mode": "echo", **values})
+    return Decoding(**{"mode": "echo", **values})
 
 
 @pytest.mark.parametrize("values", [{"length": 2}, {"length": 3, "temperature": 0.9, "top_k": 2}])
@@ -122,6 +122,6 @@ def test_greedy_equals_autoregressive_decoding(echo: Drafting) -> None:
     model = TabularModel(VOCABULARY, LENGTH, seed=4)
     model.drafter = None
     generator = [torch.Generator().manual_seed(0)]
-    plain = decode(model, [""], Decoding.model_validate({"mode": "ar", "temperature": 0}), generator)
+    plain = decode(model, [""], Decoding(mode="ar", temperature=0), generator)
     drafted = decode(model, [""], decoding_with(length=3, temperature=0), generator)
     assert drafted[0].tokens.tolist() == plain[0].tokens.tolist()

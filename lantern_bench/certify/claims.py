@@ -56,4 +56,4 @@ def table_decoding(decoding: Decoding) -> Decoding:
     values |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "cfg_scale": 1.0}
     is_static_chain = decoding.rule_row.chains and bool(decoding.paths)
     values |= {"tree": decoding.rule_row.tree} if is_static_chain else dict(decoding.drafting_row.small)
-    return Decoding.model_validate(values | ({"neighbours": 2} if decoding.neighbours else {}))
+    return Decoding(**values | ({"neighbours": 2} if decoding.neighbours else {}))

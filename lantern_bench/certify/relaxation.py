@@ -31,6 +31,7 @@ from lantern_bench.decoding.sampling import Draws, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import Forced, drafts_at, teacher_forced
 from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.errors import RefusedError
+from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.models.loaded_model import LoadedModel
 
 Row = dict[str, Any]
@@ -280,9 +281,10 @@ class _Watched:
 
 def _strict(decoding: Decoding) -> Decoding:
     """Return the same drafting under the strict rule, which visits the contexts of autoregressive decoding."""
-    values = autoregressive(decoding).model_dump() | {"mode": "speculative", "drafting": decoding.drafting}
-    own = {key: decoding.value(key) for key in decoding.drafting_row.parameter_names}
-    return Decoding.model_validate(values | own | {"rule": "strict", "topology": decoding.paths or None})
+    sampling = {key: decoding.value(key) for key in SAMPLING}
+    of_drafting = {key: decoding.value(key) for key in decoding.drafting_row.parameter_names}
+    values = sampling | of_drafting | {"tree": decoding.paths or None}
+    return Decoding("speculative", drafting=decoding.drafting, rule="strict", **values)
 
 
 def _along_steps(

@@ -16,7 +16,7 @@ from lantern_bench.certify import tables
 from lantern_bench.certify.claims import Claim, claim_of
 from lantern_bench.clock import OnProgress
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.experiment import Cell, ResolvedExperiment, load_experiment, resolve
+from lantern_bench.config.experiment import Cell, ResolvedExperiment, load_experiment
 from lantern_bench.config.plan import Prompt
 from lantern_bench.config.values import Overrides
 from lantern_bench.errors import UserError
@@ -52,8 +52,8 @@ def plan_certificate(
     """Resolve the relaxed cells and the prompts of an experiment; raises `UserError`, imports no torch."""
     model = model_of(flags["model"][0])
     flags = flags | {"model": [model.name], "prompts": flags["prompts"] or next(iter(model.prompt_sets))}
-    loaded = load_experiment(experiment, Overrides.from_flags(flags, modes=modes, settings=settings))
-    resolved = resolve(loaded, defaults_of([model.name]))
+    overrides = Overrides.from_flags(flags, modes=modes, settings=settings)
+    resolved = load_experiment(experiment, defaults_of, overrides)
     check_neighbours(resolved)
     relaxed = tuple(cell for cell in resolved.cells if not cell.decoding.rule_row.lossless)
     check_cells(relaxed)
@@ -167,7 +167,6 @@ class Certification:
         return {"audit": rows, "lossless_tests": tests, **costs}
 
     def _certificate(self, on_progress: OnProgress) -> Tables:
-        from lantern_bench.certify.relaxation import autoregressive
         from lantern_bench.certify.trials import certificate_trials
 
         first, cfg_default = self.relaxed[0].decoding, self.resolved.cfg_defaults[self.model]
@@ -176,9 +175,9 @@ class Certification:
         rows, tests = tables.whole_image_rows(self.model, [self.run(trial, on_progress) for trial in trials])
         rows += self._greedy(on_progress)
         # The strict rule with deterministic drafts, because their emitted TV is exact; sampling as in the first cell.
-        sampling = autoregressive(first).model_dump(include={"temperature", "top_k", "top_p", "filter_order"})
+        sampling = {key: first.value(key) for key in ("temperature", "top_k", "top_p", "filter_order")}
         scales = {"cfg_scale": first.cfg_scale, "cfg_default": cfg_default}
-        strict = Cell(self.model, Decoding.model_validate({**_SMALL_TREE, **sampling, **scales}))
+        strict = Cell(self.model, Decoding(**{**_SMALL_TREE, **sampling, **scales}))
         places = self._emitted_tv([*self.relaxed, strict], on_progress)
         of_strict = [row for row in places if row["cell_id"] == strict.cell_id]
         costs = means_of([row for row in places if row["cell_id"] != strict.cell_id])

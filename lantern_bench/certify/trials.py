@@ -23,7 +23,7 @@ TABLE_IMAGES = 256
 _BRANCHING = {"tree": "small-7"}  # tested beside the model's own tree: its siblings are sampled
 # Where few tokens are possible and every step tries siblings, one that is not taken out of q or p shows.
 _NARROW: dict[str, Any] = {"top_k": 3}
-_SIBLINGS = {"topology": ((0,), (1,), (2,))}
+_SIBLINGS = {"tree": ((0,), (1,), (2,))}
 _MORE = 4  # so many times the images may be decoded until a broken rule is rejected
 _FEWER = 4  # filtered cells, deterministic drafts and chains get one image in so many
 
@@ -115,7 +115,7 @@ def lossless_decodings(tree: Any, cfg_default: float, **values: Any) -> dict[str
         common = {"mode": "speculative", "cfg_scale": cfg_default, "cfg_default": cfg_default, **values}
         common |= {"drafting": drafting.name, "rule": rule.name}
         for small in _trees(rule, tree, values) if "tree" in drafting.defaults else [drafting.small]:
-            decoding = Decoding.model_validate({**common, **small})
+            decoding = Decoding(**{**common, **small})
             if decoding.rule == rule.name:  # greedy decoding has no rule for chains
                 suffix = "" if rule.name == "strict" else f", {rule.name}"
                 named[f"{drafting.name} {decoding.tree_label}{suffix}"] = decoding
@@ -128,5 +128,5 @@ def _trees(rule: Rule, tree: Any, values: Mapping[str, Any]) -> list[dict[str, A
     model_tree = tree or DRAFTINGS["static"].defaults["tree"]
     paths = STATIC_TREES[model_tree] if isinstance(model_tree, str) else check_topology(model_tree)
     if rule.chains:
-        return [{"topology": paths} if is_chain(paths) else {"tree": rule.tree}]
-    return [{"topology": paths}, *([branching] if is_chain(paths) or branching is _SIBLINGS else [])]
+        return [{"tree": paths} if is_chain(paths) else {"tree": rule.tree}]
+    return [{"tree": paths}, *([branching] if is_chain(paths) or branching is _SIBLINGS else [])]

@@ -139,7 +139,7 @@ def _sure(logits: Tensor, p: Tensor, decoding: Decoding, tolerance: float) -> tu
         # Logits that move by a tolerance move the odds of a set by at most its exponential.
         top_p, factors = decoding.top_p, (math.exp(tolerance), math.exp(-tolerance))
         moved = [{"top_p": top_p / (top_p + (1 - top_p) * factor)} for factor in factors]
-        kept = [decoding_probabilities(logits, decoding.model_copy(update=one)) for one in moved]
+        kept = [decoding_probabilities(logits, decoding.changed(**one)) for one in moved]
     scaled = logits.double() / decoding.temperature
     excluded = scaled.masked_fill(kept[0] > 0, -torch.inf).amax(dim=-1, keepdim=True)
     if 0 < decoding.top_k < logits.shape[-1]:

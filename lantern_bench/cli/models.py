@@ -101,11 +101,12 @@ def experiments(ctx: typer.Context, format: FormatOption = None) -> None:
     import pandas as pd
 
     from lantern_bench.config.experiment import load_experiment, shipped_experiments
+    from lantern_bench.models.registry import defaults_of
 
     console: Console = ctx.obj
     rows = []
     for name, path in shipped_experiments().items():
-        settings = load_experiment(path).settings
+        settings = load_experiment(path, defaults_of).settings
         about = " ".join((settings.description or "").split())
         rows.append({"experiment": name, "model": ", ".join(settings.model), "images": settings.images, "about": about})
     console.table(pd.DataFrame(rows), format=format)

@@ -143,8 +143,7 @@ def resolve_cells(
     name: str, flags: Mapping[str, Any], cells: Sequence[Mapping[str, Any]], settings: Sequence[str], **defaults: Any
 ) -> ResolvedExperiment:
     """Resolve the flags of a command with these cells; otherwise as `resolve_flags`."""
-    from lantern_bench.config.experiment import resolve
-    from lantern_bench.config.parse_experiment import read_experiment
+    from lantern_bench.config.experiment import load_experiment
     from lantern_bench.config.values import Overrides
     from lantern_bench.config.yaml_source import Source
     from lantern_bench.models.registry import defaults_of, model_of
@@ -157,9 +156,7 @@ def resolve_cells(
     bounded = [{**outside.get(cell.get("rule", MODES[cell["mode"]].rule), {}), **cell} for cell in cells]
     data = {"name": name, "model": "?", "baseline": False, **bounds, **defaults, "cells": bounded}
     overrides = Overrides.from_flags(flags, settings=settings)
-    experiment, problems = read_experiment(Source(name, Path(), data), overrides)
-    problems.raise_all()
-    resolved = resolve(experiment, defaults_of(flags["model"]))
+    resolved = load_experiment(Source(name, Path(), data), defaults_of, overrides)
     check_neighbours(resolved)
     return resolved
 

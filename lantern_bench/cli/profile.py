@@ -94,9 +94,9 @@ def profile(
         profiled = profiled._replace(cfg_scale=decodings[0].cfg_scale)
     if compile:
         compile_steps([profiled.model], compute, console)
-    decoding = decodings[0].model_copy(update={"cfg_scale": profiled.cfg_scale})
+    decoding = decodings[0].changed(cfg_scale=profiled.cfg_scale)
     steps = {"ar": autoregressive(decoding)}
-    steps |= {name: step.model_copy(update={"cfg_scale": profiled.cfg_scale}) for name, step in trees.items()}
+    steps |= {name: step.changed(cfg_scale=profiled.cfg_scale) for name, step in trees.items()}
     if threads is None:
         kinds = [*steps.values(), decoding][:2]
         if (calibrated := fastest_threads(profiled.model, profiled.prompts[0], kinds)) is not None:

@@ -1,20 +1,23 @@
-"""One fully resolved decoding configuration, and the name it gives a cell.
+"""One decoding configuration with every value decided, and the name that it gives a cell.
 
-`Decoding` is what the decode loop gets and what a record's key covers. Which parameters a cell has, and what they may
-be, are rows of `lantern_bench/methods`. Where values come from is `experiment.py`.
+`Decoding` is what the decode loop gets and what a record's key covers. Which parameters a cell has, and what values
+they may have, are rows of `lantern_bench/methods`. `experiment.py` decides where values come from.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from functools import cache
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import TypeAdapter, ValidationError
 
+from lantern_bench.config.yaml_source import load_yaml
+from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.draftings import Drafting
-from lantern_bench.methods.parameters import Count, FilterOrder, Natural, NeighbourMetric
 from lantern_bench.methods.rules import Rule
 from lantern_bench.methods.tables import (
     DRAFTINGS,
@@ -26,133 +29,168 @@ from lantern_bench.methods.tables import (
     fresh_drafts_problem,
     has_parameter,
     owners_of,
+    raise_if_refused,
 )
 from lantern_bench.methods.trees import STATIC_TREES, Topology, check_topology, is_chain, topology_name
 
-# Types of the model below.
-Scale = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-TopP = Annotated[float, Field(gt=0, le=1)]
-Delta = Annotated[float, Field(gt=0, lt=1)]
-Lambda = Annotated[float, Field(gt=1, allow_inf_nan=False)]
-Bound = Annotated[float, Field(allow_inf_nan=False)]
-Residual = Literal["exact", "official"]
+_ROWS: Mapping[str, Collection[str]] = {"mode": MODES, "drafting": DRAFTINGS, "rule": RULES}
+STRUCTURE = tuple(_ROWS)
+"""The parameters that decide which others a cell has."""
+
+
+class ParameterError(ValueError):
+    """A value that a cell cannot have."""
+
+    def __init__(self, text: str, key: str | None = None) -> None:
+        super().__init__(f"{key} {text}" if key else text)
+        self.text = text  # the sentence that follows the parameter and its value
+        self.key = key  # the parameter at fault; None: no single one is
+
+
+class MissingValueError(ParameterError):
+    """A parameter without a default has no value."""
 
 
 @cache
-def adapter(key: str) -> TypeAdapter[Any]:
-    """Return what validates the values of a parameter."""
+def _adapter(key: str) -> TypeAdapter[Any]:
     return TypeAdapter(PARAMETERS[key].kind.type)
 
 
-class Decoding(BaseModel):
-    """One decoding configuration with every value decided; raises pydantic's `ValidationError` for what cannot be.
+def check_value(key: str, value: object, folder: Path = Path()) -> Any:
+    """Return a value of a parameter as its type; `folder` is where `@FILE` of a tree starts.
 
-    Values left out take the preset of the mode and the defaults of its rows. `tree` names a static tree or the user's
-    own (then `topology` holds its paths); `cfg_default` is the model's own guidance scale: the id mentions the scale
-    only where it differs. A parameter that the drafting or the rule does not have is None. `extra_parameters` holds the
-    parameters that draftings bring. Greedy decoding (temperature 0) uses no filters and no residual
-    (docs/algorithms.md, section 3): they are set to their defaults, and a rule is replaced
-    by its greedy counterpart.
+    Raises `ParameterError`, and `RefusedError` for an installed mode, rule or drafting that cannot be used.
     """
+    if key == "tree":
+        return _check_tree(value, folder)
+    parameter = PARAMETERS[key]
+    choices = _ROWS.get(key, parameter.choices)
+    if isinstance(value, str) and value in choices:
+        return value
+    if choices:
+        raise_if_refused(value)
+        if (key, value) == ("drafting", "chain"):  # a word of earlier versions
+            raise ParameterError("no drafting has this name; write tree: chain-5, or type --tree chain-5", key)
+        noun, hint = "mode" if key == "mode" else "value", did_you_mean(value, choices)
+        raise ParameterError(f"unknown {noun}{hint} ({parameter.allowed} {', '.join(choices)})", key)
+    try:
+        return _adapter(key).validate_python(value)
+    except ValidationError as error:
+        raise ParameterError(parameter.allowed, key) from error
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+def is_tree(value: object) -> bool:
+    """Whether a value is one tree (a list of paths), and not a name or a grid of trees."""
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return all(isinstance(path, list | tuple) and not _has_lists(path) for path in value)
+
+
+def _has_lists(values: Iterable[object]) -> bool:
+    return any(isinstance(value, list | tuple) for value in values)
+
+
+def _check_tree(value: object, folder: Path) -> str | Topology:
+    """Return the name of a tree, or the checked paths of a tree without a name."""
+    if isinstance(value, str) and value.startswith("@"):
+        try:
+            value = load_yaml((folder / value[1:]).read_text(encoding="utf-8"), value[1:])[0]
+        except (OSError, ValueError, UserError) as error:
+            raise ParameterError(f"cannot be read as a tree: {' '.join(str(error).split())}", "tree") from error
+    if isinstance(value, str):
+        if value not in STATIC_TREES:
+            allowed = f"the trees are {', '.join(STATIC_TREES)}; or @FILE, or a list of paths"
+            raise ParameterError(f"unknown tree{did_you_mean(value, STATIC_TREES)} ({allowed})", "tree")
+        return value
+    if not is_tree(value):
+        allowed = "must be a tree's name, @FILE, or a list of child-rank paths such as [[0], [1], [0, 0]]"
+        raise ParameterError(allowed, "tree")
+    try:
+        topology = check_topology(value)  # type: ignore[arg-type]  # is_tree has looked at it
+    except UserError as error:
+        raise ParameterError(error.message + (f". {error.advice}" if error.advice else ""), "tree") from error
+    name = topology_name(topology)
+    return name if name in STATIC_TREES else topology
+
+
+@dataclass(frozen=True, init=False)
+class Decoding:
+    """One decoding configuration: a mode, its drafting and rule, and a value for every parameter that they have.
+
+    Each parameter is an attribute too (`decoding.temperature`), None if the cell lacks it.
+    """
 
     mode: str
     drafting: str
     rule: str
-    tree: str | None = None
-    topology: Topology | None = None
-    nodes: Count | None = None
-    depth: Count | None = None
-    beam: Count | None = None
-    neighbours: Natural | None = None
-    delta: Delta | None = None
-    lambda_: Lambda | None = Field(default=None, alias="lambda")
-    bound: Bound | None = None
-    neighbour_metric: NeighbourMetric = "l2"
-    residual: Residual = "exact"
-    temperature: Scale = 1.0
-    top_k: Natural = 0
-    top_p: TopP = 1.0
-    filter_order: FilterOrder = "top_k_first"
-    cfg_scale: Scale = 1.0
-    seed_set: Natural = 0
-    cfg_default: Scale = Field(default=1.0, exclude=True, repr=False)
-    extra_parameters: tuple[tuple[str, Any], ...] = Field(default=(), exclude=True)
+    parameters: tuple[tuple[str, Any], ...]  # name and value, in the order of `PARAMETERS`
+    topology: Topology | None  # the paths of a tree without a name
+    cfg_default: float  # the model's own guidance scale: the cell id gives the scale only if it differs
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping) or data.get("mode") not in MODES:
-            return data
-        values = dict(data)
-        if "lambda_" in values:
-            values["lambda"] = values.pop("lambda_")
-        drafting = values.setdefault("drafting", MODES[values["mode"]].drafting)
-        rule = values.setdefault("rule", MODES[values["mode"]].rule)
-        if drafting not in DRAFTINGS or rule not in RULES:
-            return values
-        if values.get("topology") is not None:
-            values["topology"] = check_topology(values["topology"])
-            values["tree"] = topology_name(values["topology"])
-        for key, value in DRAFTINGS[drafting].adapt(defaults_for(drafting, rule, values["mode"]), values).items():
-            if values.get(key) is None:
-                values[key] = value
+    def __init__(
+        self,
+        mode: str,
+        *,
+        cfg_default: float = 1.0,
+        model_defaults: Mapping[str, Any] | None = None,
+        **values: Any,
+    ) -> None:
+        """Check the values, by the names of an experiment file (`lambda_` for `lambda`; None: not given).
+
+        The others are the defaults of the model, and of mode, drafting and rule. Greedy decoding (temperature 0) uses
+        no filters and no residual (docs/algorithms.md, section 3): they get their defaults, and a rule is replaced by
+        its greedy counterpart. Raises `ParameterError` for what cannot be.
+        """
+        values = {key.removesuffix("_"): value for key, value in values.items() if value is not None}
+        for key in values:
+            if key not in PARAMETERS:
+                raise ParameterError(f"is no parameter{did_you_mean(key, PARAMETERS)}", key)
+        mode = check_value("mode", mode)
+        drafting = check_value("drafting", values.pop("drafting", MODES[mode].drafting))
+        rule = check_value("rule", values.pop("rule", MODES[mode].rule))
+        if len({drafting == "none", rule == "none", mode == "ar"}) > 1:
+            raise ParameterError(f"mode {mode} cannot have the drafting {drafting} with the rule {rule}")
+        for key in values:
+            if not has_parameter(key, drafting, rule):
+                raise ParameterError(f"does not belong here: it is for {owners_of(key)}", key)
+        values = {key: check_value(key, value) for key, value in values.items()}
+        defaults = DRAFTINGS[drafting].adapt(defaults_for(drafting, rule, mode, model_defaults), values)
+        values = {key: value for key, value in defaults.items() if has_parameter(key, drafting, rule)} | values
+        _check_together(values, mode, drafting, rule)
         if values["temperature"] == 0:
-            ignored = [one for one in PARAMETERS.values() if one.sampled_only]
-            values |= {one.name: one.default for one in ignored if one.name in _FIELDS or one.name in values}
-            tree = values.get("tree")
-            paths = values.get("topology") or (STATIC_TREES.get(tree, ((1,),)) if tree else ())
-            greedy = RULES[rule].greedy
-            if greedy and not chain_problem(rule, drafting, paths, tree):
-                values["rule"] = greedy
-                for key in {*RULES[rule].parameter_names} - {*RULES[greedy].parameter_names}:
-                    values.pop(key, None)
-        own = {key: values.pop(key) for key in list(values) if key in PARAMETERS and key not in _FIELDS}
-        checked = {key: adapter(key).validate_python(value) for key, value in own.items()}
-        extra = dict(values.get("extra_parameters", ())) | checked
-        return values | {"extra_parameters": tuple(sorted(extra.items()))}
+            values |= {key: PARAMETERS[key].default for key in values if PARAMETERS[key].sampled_only}
+            rule = RULES[rule].greedy or rule
+            values = {key: value for key, value in values.items() if has_parameter(key, drafting, rule)}
+        topology = None
+        if not isinstance(values.get("tree"), str | None):
+            topology = check_topology(values["tree"])
+            values["tree"] = topology_name(topology)
+        ordered = tuple((key, values[key]) for key in PARAMETERS if key in values)
+        fields = (mode, drafting, rule, ordered, topology, cfg_default)
+        for name, value in zip(self.__dataclass_fields__, fields, strict=True):
+            object.__setattr__(self, name, value)  # as the __init__ of a frozen dataclass does
 
-    @model_validator(mode="after")
-    def _check(self) -> Decoding:
-        if self.mode not in MODES:
-            raise ValueError(f"unknown mode '{self.mode}'; the modes are {', '.join(MODES)}")
-        if self.drafting not in DRAFTINGS:
-            raise ValueError(f"unknown drafting '{self.drafting}'; the draftings are {', '.join(DRAFTINGS)}")
-        if self.rule not in RULES:
-            raise ValueError(f"unknown rule '{self.rule}'; the rules are {', '.join(RULES)}")
-        if len({self.drafting == "none", self.rule == "none", self.mode == "ar"}) > 1:
-            raise ValueError(f"mode {self.mode} cannot have the drafting {self.drafting} with the rule {self.rule}")
-        if self.tree is not None and self.topology is None and self.tree not in STATIC_TREES:
-            raise ValueError(f"unknown tree '{self.tree}'; the trees are {', '.join(STATIC_TREES)}")
-        for key, parameter in PARAMETERS.items():
-            if key in ("mode", "drafting", "rule") or (key in _FIELDS and parameter.default is not None):
-                continue
-            if (self.value(key) is not None) != self.has(key):
-                wrong = "is missing" if self.has(key) else "does not belong here"
-                raise ValueError(f"{key} {wrong}: it is for {owners_of(key)}")
-        row, bound = self.rule_row, self.value(self.rule_row.bound)
-        if not row.lossless and not row.allows(bound):
-            raise ValueError(f"{row.bound} {bound:g}: {row.allowed}")
-        problem = chain_problem(self.rule, self.drafting, self.paths, self.tree_label)
-        values = {key: self.value(key) for key in PARAMETERS if self.has(key)}
-        problem = problem or fresh_drafts_problem(self.rule, self.drafting, values)
-        if problem:
-            raise ValueError(problem)
-        unfit = self.drafting_row.problem(values)
-        if unfit:
-            raise ValueError(f"{unfit[0]} {self.value(unfit[0])}: {unfit[1]}")
-        return self
+    def __getattr__(self, name: str) -> Any:
+        key = name.removesuffix("_")  # `lambda` is a keyword of Python
+        if key in PARAMETERS:
+            return self.value(key)
+        raise AttributeError(f"a decoding has no {name}")
+
+    @cached_property
+    def _values(self) -> dict[str, Any]:
+        return {"mode": self.mode, "drafting": self.drafting, "rule": self.rule, **dict(self.parameters)}
+
+    def value(self, key: str) -> Any:
+        """Return the value of a parameter by its name in an experiment file, or None if the cell lacks it."""
+        return self._values.get(key)
 
     def has(self, key: str) -> bool:
         """Whether the cell has the parameter."""
         return has_parameter(key, self.drafting, self.rule)
 
-    def value(self, key: str) -> Any:
-        """Return the value of a parameter by its name in an experiment file; None where the cell lacks it."""
-        if key in _FIELDS:
-            return getattr(self, _FIELDS[key])
-        return dict(self.extra_parameters).get(key)
+    def changed(self, **values: Any) -> Decoding:
+        """Return this decoding with other values; raises as the constructor."""
+        return Decoding(**{**self.settings(), **values}, cfg_default=self.cfg_default)
 
     @property
     def drafting_row(self) -> Drafting:
@@ -171,71 +209,95 @@ class Decoding(BaseModel):
 
     @property
     def drafts(self) -> bool:
-        """Whether anything is drafted: False for autoregressive decoding."""
+        """Whether there is a draft; otherwise decoding is autoregressive."""
         return self.drafting_row.drafts
+
+    @property
+    def needs_drafter(self) -> bool:
+        """Whether drafts come from the model's drafter."""
+        return self.drafting_row.needs_drafter
 
     @property
     def greedy(self) -> bool:
         """Whether decoding is greedy (temperature 0)."""
-        return self.temperature == 0
+        return bool(self.value("temperature") == 0)
 
     @property
     def paths(self) -> Topology:
-        """The static tree as root-to-node paths of child ranks, sorted by (depth, path); empty without one."""
+        """The static tree as root-to-node paths of child ranks, sorted by (depth, path); empty without a tree."""
         if self.topology is not None:
             return self.topology
-        return STATIC_TREES[self.tree] if self.tree is not None else ()
+        tree = self.value("tree")
+        return STATIC_TREES[tree] if tree is not None else ()
 
     @property
     def branches(self) -> bool:
-        """Whether drafts can have siblings."""
+        """Whether a node of the draft may have several children; false without a draft."""
+        if not self.drafts:
+            return False
         return not (self.drafting_row.chain or (self.paths and is_chain(self.paths)))
 
     @property
     def tree_label(self) -> str | None:
-        """The drafts as ids and tables write them: a tree's name, or nodes, depth and beam as `58n5d10b`, or None."""
-        return self.drafting_row.label({key: self.value(key) for key in PARAMETERS})
+        """How ids and tables write the drafts: a static tree's name, `58n5d10b`, `w16`; None without a draft."""
+        return self.drafting_row.label(self._values)
 
-    @property
+    @cached_property
     def cell_id(self) -> str:
-        """The id: mode-drafting-tree[-rule][-kK][-deltaD|-lambdaL|-boundB]-tT and what else is not a default.
-
-        It serves as a folder's name.
-        """
-        parts = [self.mode]
+        """A readable name of all values that matter, without the model: letters, digits, `.`, `+`, `_` and `-`."""
+        words = [self.mode]
         if self.drafts:
-            parts += [self.drafting, str(self.tree_label)]
+            words.append(self.drafting if self.tree_label is None else f"{self.drafting}-{self.tree_label}")
         if self.rule_row.in_id and MODES[self.mode].rule != self.rule:
-            parts.append(self.rule)
+            words.append(self.rule)
         always, changed = [], []
-        for key, parameter in PARAMETERS.items():
-            value, default = self.value(key), self.cfg_default if key == "cfg_scale" else parameter.default
-            if parameter.in_id == "always" and value is not None:
+        for key, value in self.parameters:
+            parameter = PARAMETERS[key]
+            default = self.cfg_default if key == "cfg_scale" else parameter.default
+            if parameter.in_id == "always":
                 always.append((parameter.short or key) + _text(value))
-            elif parameter.in_id == "changed" and self.has(key) and value != default:
+            elif parameter.in_id == "changed" and value != default:
                 changed.append((key + _text(value)).replace("_", ""))
-        return "-".join([*parts, *always, *changed])
+        return "-".join([*words, *always, *changed])
 
     def columns(self) -> dict[str, Any]:
-        """Return the cell columns of `schema.py` without the model; None where a cell lacks the parameter."""
+        """Return the cell columns of `schema.py` without the model; None if the cell lacks the parameter."""
         values = {"cell_id": self.cell_id, "mode": self.mode, "drafting": self.drafting, "tree": self.tree_label}
-        values |= {"rule": self.rule}
-        shown = [key for key, parameter in PARAMETERS.items() if parameter.column]
-        return values | {key: self.value(key) if self.has(key) else None for key in shown}
+        with_column = [key for key, parameter in PARAMETERS.items() if parameter.column]
+        return values | {"rule": self.rule} | {key: self.value(key) for key in with_column}
 
     def settings(self) -> dict[str, Any]:
-        """Return the cell as an experiment file writes it: every parameter it has and no other."""
-        values: dict[str, Any] = {"mode": self.mode}
-        for key, parameter in PARAMETERS.items():
-            if self.has(key) and not (parameter.omit_default and self.value(key) == parameter.default):
-                values[key] = self.value(key)
-        if self.topology is not None and self.tree not in STATIC_TREES:
+        """Return the cell as an experiment file writes it: every parameter that it has, and no other."""
+        values = {}
+        for key, value in self._values.items():
+            omitted = PARAMETERS[key].omit_default and value == PARAMETERS[key].default
+            if self.has(key) and not omitted:
+                values[key] = value
+        if self.topology is not None:
             values["tree"] = [list(path) for path in self.topology]
         return values
 
 
-_FIELDS = {field.alias or name: name for name, field in Decoding.model_fields.items()}
-"""The field of each parameter that has one, by the parameter's name."""
+def _check_together(values: Mapping[str, Any], mode: str, drafting: str, rule: str) -> None:
+    """Raise `ParameterError` for values of a cell that do not go together, or for a missing one."""
+    row, tree = RULES[rule], values.get("tree")
+    for key in PARAMETERS:
+        if key not in STRUCTURE and key not in values and has_parameter(key, drafting, rule):
+            example = f"{row.example:g}" if key == row.bound else "VALUE"
+            raise MissingValueError(
+                f"mode {mode} has the rule {rule} and needs {key}; "
+                f"write {key}: {example} in the cell, or type --{key.replace('_', '-')} {example}"
+            )
+    if not row.lossless and not row.allows(values[row.bound]):
+        raise ParameterError(row.allowed, row.bound)
+    paths = STATIC_TREES[tree] if isinstance(tree, str) else tree or ()
+    if problem := chain_problem(rule, drafting, paths, "it"):
+        raise ParameterError(problem, "tree" if tree is not None else "rule")
+    if values["temperature"] and (problem := fresh_drafts_problem(rule, drafting, values)):
+        raise ParameterError(problem)
+    if clash := DRAFTINGS[drafting].problem(values):
+        key, text = clash
+        raise ParameterError(text, key)
 
 
 def _text(value: object) -> str:

@@ -1,8 +1,7 @@
 """From an experiment file and flags to cells with every value decided.
 
-`load_experiment` reads and checks all that can be known without models; `resolve` adds what the models themselves
-say and returns the cells. A resolved experiment writes itself as an experiment file that resolves to the same cells.
-The keys of an experiment file are in `parse_experiment.py` and `methods/`; `plan.py` puts the cells in order.
+A resolved experiment writes itself as an experiment file that resolves to the same cells. The keys of an experiment
+file are in `settings.py` and `lantern_bench/methods`; `plan.py` puts the cells in order.
 """
 
 from __future__ import annotations
@@ -11,20 +10,25 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.expand_grid import Expansion
-from lantern_bench.config.parse_experiment import Experiment, Settings, read_experiment
-from lantern_bench.config.values import Overrides, Place, Problems
-from lantern_bench.config.yaml_source import read_source
+from lantern_bench.config.expand_grid import Grid, Layers
+from lantern_bench.config.parse_experiment import BASELINE, CellEntry, ExperimentReader
+from lantern_bench.config.settings import Settings
+from lantern_bench.config.values import Layer, Location, Overrides, Problems
+from lantern_bench.config.yaml_source import Source, read_source
 from lantern_bench.errors import UserError, did_you_mean
+from lantern_bench.methods.tables import owners_of
+
+ModelDefaults: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""The decoding values that models suggest, by the model's name."""
 
 MOST_CELLS = 1_000
 """Larger grids are more often a slip than a plan: they need `--yes`."""
@@ -73,6 +77,11 @@ class ResolvedExperiment:
         """The experiment's name."""
         return self.settings.name
 
+    @property
+    def is_relaxed(self) -> bool:
+        """Whether any cell has a relaxed rule."""
+        return any(not cell.decoding.rule_row.lossless for cell in self.cells)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that is itself a valid experiment file and resolves to the same cells."""
         values = self.settings.model_dump(mode="json", exclude_none=True)
@@ -110,16 +119,36 @@ def shipped_experiments() -> dict[str, Path]:
     return {}
 
 
-def load_experiment(source: str | Path, overrides: Overrides | None = None) -> Experiment:
-    """Read an experiment: a file, or the name of a shipped one, with the overrides applied.
+def load_experiment(
+    source: str | Path | Mapping[str, Any] | Source,
+    models: ModelDefaults | Callable[[Sequence[str]], ModelDefaults],
+    overrides: Overrides | None = None,
+) -> ResolvedExperiment:
+    """Read an experiment (a file, the name of a shipped one, or the content of one) with the overrides over it.
 
-    Raises one `UserError` that lists every problem with its place. What depends on a model's defaults is checked by
-    `resolve`; everything else is checked here.
+    `models` holds the decoding values that models suggest, by name, or returns them for the models that it is called
+    with. A guidance scale recorded in the file (a resolved one) wins over the model's. Raises one `UserError` that
+    lists every problem with its location.
     """
-    experiment, problems = read_experiment(read_source(_find(source)), overrides or Overrides())
-    _expand(experiment, None, problems)
-    problems.raise_all()
-    return experiment
+    overrides = overrides or Overrides()
+    if isinstance(source, str | Path):
+        source = read_source(_find(source))
+    elif not isinstance(source, Source):
+        source = Source("experiment", Path(), dict(source))
+    reader = ExperimentReader(source, overrides)
+    settings = reader.settings()
+    layers = Layers(reader.flags(), reader.models(), reader.top())
+    entries = reader.cells(settings)
+    suggested = models(settings.model) if callable(models) else models
+    defaults = {name: dict(values) for name, values in suggested.items()}
+    for name, recorded in reader.model_defaults().items():
+        defaults[name] = defaults.get(name, {}) | recorded
+    reader.check_models(settings, defaults, entries)
+    most = None if overrides.many else MOST_CELLS
+    cells = _expand(settings, layers, entries, defaults, reader.problems, most)
+    reader.problems.raise_all()
+    cfg_defaults = {model: float(defaults[model].get("cfg_scale") or 1.0) for model in settings.model}
+    return ResolvedExperiment(settings, tuple(cells), cfg_defaults)
 
 
 def _find(source: str | Path) -> Path:
@@ -139,45 +168,49 @@ def _find(source: str | Path) -> Path:
     return path
 
 
-def resolve(experiment: Experiment, model_defaults: Mapping[str, Mapping[str, Any]]) -> ResolvedExperiment:
-    """Decide every value: `model_defaults` holds, by model, the values the model itself suggests.
-
-    A scale recorded in the file (a resolved one) wins over the model's. Raises one `UserError` for all unknown
-    models, missing parameters and cells that cannot be told apart.
-    """
-    problems = Problems(experiment.source)
-    known = dict(model_defaults)
-    for model, recorded in experiment.recorded_defaults.items():
-        known[model] = dict(known.get(model, {})) | dict(recorded)
-    for model in experiment.settings.model:
-        if model not in known:
-            place = experiment.places.get("model", Place("model"))
-            problems.add(place, f"unknown model{did_you_mean(model, known)} (the models are {', '.join(known)})", model)
-    problems.raise_all()
-    cells = _expand(experiment, known, problems)
+def _expand(
+    settings: Settings,
+    layers: Layers,
+    entries: Sequence[CellEntry],
+    defaults: Mapping[str, Mapping[str, Any]],
+    problems: Problems,
+    most: int | None,
+) -> list[Cell]:
+    """Return the cells of all models; what is wrong goes to `problems`."""
+    batches = [(batch, f"-batch{batch}" if len(settings.batch) > 1 else "") for batch in settings.batch]
+    most = most and most // (len(settings.model) * len(batches))
+    used_flags: set[str] = set()
+    missing: list[tuple[Location, str]] = []
+    cells: dict[Cell, None] = {}
+    for model in settings.model:
+        grid = Grid(layers, model, defaults.get(model, {}), problems, used_flags, missing, most)
+        prefix = re.sub(r"[^A-Za-z0-9.+_-]", "_", model) + "-" if len(settings.model) > 1 else ""
+        of_model = [entry for entry in entries if not entry.models or model in entry.models]
+        if settings.baseline and not any("ar" in entry.modes for entry in of_model):
+            of_model.insert(0, BASELINE)
+        for entry in of_model:
+            for decoding in grid.expand(entry):
+                cells.update(dict.fromkeys(Cell(model, decoding, prefix, *batch) for batch in batches))
+    _note_idle_flags(layers.flags, used_flags, entries, problems)
+    if problems.entries:  # a value may be missing because it was wrong
+        return []
+    for location, text in missing:
+        problems.add(location, text)
     for cell_id, times in Counter(cell.cell_id for cell in cells).items():
         if times > 1:
-            problems.add(Place("cells"), f"two cells differ too little to be told apart by name: {cell_id}")
-    problems.raise_all()
-    defaults = {model: float(known[model].get("cfg_scale") or 1.0) for model in experiment.settings.model}
-    return ResolvedExperiment(experiment.settings, tuple(cells), defaults)
-
-
-def _expand(experiment: Experiment, known: Mapping[str, Mapping[str, Any]] | None, problems: Problems) -> list[Cell]:
-    models, several = experiment.settings.model, len(experiment.settings.batch) > 1
-    batches = [(batch, f"-batch{batch}" if several else "") for batch in experiment.settings.batch]
-    cells: dict[Cell, None] = {}
-    used_flags: set[str] = set()
-    for model in models:
-        defaults = known[model] if known is not None else None
-        layer = experiment.models.get(model, {})
-        most = None if experiment.many else MOST_CELLS // (len(models) * len(batches))
-        expansion = Expansion(experiment.flags, layer, experiment.top, defaults, problems, used_flags, most)
-        prefix = re.sub(r"[^A-Za-z0-9.+_-]", "_", model) + "-" if len(models) > 1 else ""
-        for spec in experiment.cells_of(model):
-            for one in expansion.expand(spec.values, spec.place):
-                cells.update(dict.fromkeys(Cell(model, one, prefix, *batch) for batch in batches))
-    for key, given in experiment.flags.items():
-        if key not in used_flags and all(spec.modes for spec in experiment.cells):
-            experiment.note_idle_flag(key, given[0], problems)
+            text = f"two cells differ too little to be told apart by name: {cell_id}"
+            problems.add(Location("cells"), text)
     return list(cells)
+
+
+def _note_idle_flags(
+    flags: Layer, used_flags: Collection[str], entries: Sequence[CellEntry], problems: Problems
+) -> None:
+    """Note the flags that no cell of the experiment uses, unless a cell without a mode may be the reason."""
+    if not all(entry.modes for entry in entries):
+        return
+    modes = ", ".join(dict.fromkeys(mode for entry in entries for mode in entry.modes)) or "ar"
+    for key, values in flags.values.items():
+        if key not in used_flags:
+            text = f"reaches no cell: it belongs to {owners_of(key)}, and the modes here are {modes}"
+            problems.add(flags.location(key), text, values[0])

@@ -1,381 +1,268 @@
-"""Read an experiment file and its overrides: which keys exist, their values, and what the flags change.
+"""Read an experiment file and the flags over it: run-wide settings, and layers of decoding parameters.
 
-The result still holds lists and lacks the values that only a model knows; `experiment.py` decides those. All problems
-are collected in one `Problems`; nothing is raised here.
+All problems are collected in one `Problems`; nothing is raised here. `experiment.py` makes the cells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from lantern_bench.config.paper import paper_problems
-from lantern_bench.config.values import Given, Layer, Overrides, Place, Problems, read_parameter
+from lantern_bench.config.settings import ALLOWED, Settings
+from lantern_bench.config.values import Layer, Location, Overrides, Problems, read_values
 from lantern_bench.config.yaml_source import KeyPath, Source, problems_of
 from lantern_bench.errors import did_you_mean
-from lantern_bench.methods.parameters import Count, Natural
-from lantern_bench.methods.tables import MODES, PARAMETERS, RULES, owners_of, raise_if_refused
+from lantern_bench.methods.tables import MODES, PARAMETERS, raise_if_refused
 
-Metric = Literal["speed", "quality"]
-METRICS: tuple[Metric, ...] = ("speed", "quality")
-_COUNT, _SWITCH = "must be a whole number of at least 1", "must be true or false"
+UNNAMED = "unnamed"
+"""Stands for the experiment's or the model's name where that is wrong, so that reading continues."""
 
-
-def _as_list(value: object) -> object:
-    return value if isinstance(value, list | tuple) else [value]
-
-
-_Unique = AfterValidator(lambda values: tuple(dict.fromkeys(values)))
-
-
-class Settings(BaseModel):
-    """The run-wide part of an experiment; a field's description says what is allowed.
-
-    `images` counts per cell: prompts in order, then again with the next repeat; None is every prompt once. `repeats`
-    repeats that list of images with new seeds. `batch` is how many images are decoded at once; several values give
-    several cells. `protocol` names the scoring protocol (None: the model's own), `reference` the reference pictures
-    (None: the protocol's own), `neighbour_space` the space of code distances (`decoding/neighbours.py`; None: as
-    published). `processes` new worker processes make the images, one after the other; `threads` decode (None: as many
-    as a calibration finds fastest). `baseline` adds an ar cell. With
-    `pool_devices`, a run on several kinds of device gets speedups over all of them.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$",
-        description="must be letters, digits and . _ + - (it names a folder)",
-    )
-    description: str | None = Field(default=None, description="must be text")
-    paper: dict[str, Any] | None = Field(default=None, description="must be a mapping")
-    model: Annotated[tuple[str, ...], BeforeValidator(_as_list), Field(min_length=1), _Unique] = Field(
-        description="must be a model's name or a list of names"
-    )
-    prompts: str = Field(default="held-out", min_length=1, description="must be the name of a prompt set, or a file")
-    images: Count | None = Field(default=None, description=_COUNT)
-    repeats: Count = Field(default=1, description=_COUNT)
-    seed: Natural = Field(default=0, lt=2**63, description="must be a whole number of at least 0")
-    protocol: str | None = Field(default=None, min_length=1, description="must be the name of a quality protocol")
-    reference: str | None = Field(
-        default=None, min_length=1, description="must be embedded, a folder, a .json or a .npz file"
-    )
-    metrics: Annotated[tuple[Metric, ...], BeforeValidator(_as_list), Field(min_length=1), _Unique] = Field(
-        default=METRICS, description=f"must be a list of {' and '.join(METRICS)}"
-    )
-    batch: Annotated[tuple[Count, ...], BeforeValidator(_as_list), Field(min_length=1), _Unique] = Field(
-        default=(1,), description="must be a whole number of at least 1, or a list of them"
-    )
-    device: str = Field(
-        default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="must be auto, cpu, mps, cuda or cuda:N"
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="must be one of auto, float32, bfloat16, float16"
-    )
-    compile: bool = Field(default=False, description=_SWITCH)
-    processes: Count = Field(default=1, description=_COUNT)
-    threads: Count | None = Field(default=None, description=_COUNT)
-    neighbour_space: Literal["raw", "normalised"] | None = Field(
-        default=None, description="must be raw or normalised; if absent, it is as published for the model"
-    )
-    baseline: bool = Field(default=True, description=_SWITCH)
-    pool_devices: bool = Field(default=False, description=_SWITCH)
-
-
-ALLOWED = {key: str(field.description) for key, field in Settings.model_fields.items()}
-_REQUIRED = {"name": "unnamed", "model": "unnamed"}
-
-
-def read_settings(values: Mapping[str, Any], places: Mapping[str, Place], problems: Problems) -> Settings:
-    """Check the run-wide values; wrong ones go to `problems` and get their default, so that reading continues."""
-    try:
-        return Settings.model_validate(dict(values))
-    except ValidationError as error:
-        wrong = set()
-        found = problems_of(error, Source("", Path(), dict(values)), Settings)
-        for (_, path, text, _), item in zip(found, error.errors(), strict=True):
-            key = path.partition(".")[0]
-            wrong.add(key)
-            shown = "(empty)" if item["input"] is None else item["input"]
-            problems.add(places.get(key, Place(key)), text, None if item["type"] == "missing" else shown)
-    return Settings.model_validate(_REQUIRED | {key: value for key, value in values.items() if key not in wrong})
-
-
-_DEFAULTS = tuple(key for key in PARAMETERS if key != "mode")
+_PARAMETERS = tuple(key for key in PARAMETERS if key != "mode")
 _BLOCKS = ("models", "model_defaults", "cells")
 _LISTS = ("model", "metrics", "batch")
-# Run-wide settings that a block of `models` may hold, for experiments that run with one model at a time.
-_OF_MODEL = ("prompts", "images", "protocol", "reference")
+# Settings that a block of `models` may hold, for experiments that run with one model at a time.
+_SETTINGS_OF_MODEL = ("prompts", "images", "protocol", "reference")
 
 
-@dataclass(frozen=True)
-class CellSpec:
-    """One entry of `cells`: its values, its place, and the models it is for (empty: all)."""
+class CellEntry(NamedTuple):
+    """One entry of `cells`."""
 
-    values: Layer
-    place: Place
-    models: tuple[str, ...] = ()
+    layer: Layer
+    location: Location
+    models: tuple[str, ...] = ()  # that it is for; empty: all
 
     @property
     def modes(self) -> tuple[str, ...]:
         """The modes of the entry."""
-        return tuple(given.value for given in self.values.get("mode", ()))
+        return self.layer.values.get("mode", ())
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """A checked experiment in layers: run-wide settings, top-level values, models, cells, flags.
+BASELINE = CellEntry(Layer({"mode": ("ar",)}, lambda _key: Location("baseline")), Location("baseline"))
+"""The cell that is added if the experiment has no `ar` and wants a baseline."""
 
-    `many` allows any number of cells.
+
+class ExperimentReader:
+    """Reads the blocks of one file and the flags over them; what is wrong goes to `problems`.
+
+    Raises `RefusedError` if the file names an installed rule or drafting that cannot be used.
     """
 
-    settings: Settings
-    top: Layer
-    models: Mapping[str, Layer]
-    cells: tuple[CellSpec, ...]
-    flags: Layer
-    source: str
-    places: Mapping[str, Place] = field(default_factory=dict)
-    recorded_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    many: bool = False
+    def __init__(self, source: Source, overrides: Overrides) -> None:
+        self.source = source
+        self.data = {str(key): value for key, value in source.data.items()}
+        self.overrides = overrides
+        self.problems = Problems(source.name)
+        for path in source.twice:
+            self.problems.add(self.location(path), "is written twice")
 
-    @property
-    def name(self) -> str:
-        """The experiment's name."""
-        return self.settings.name
-
-    @property
-    def is_relaxed(self) -> bool:
-        """Whether any cell may have a relaxed rule, from its mode or its own key."""
-        own = [given.value for spec in self.cells for given in spec.values.get("rule", ())]
-        rules = [*own, *(MODES[mode].rule for spec in self.cells for mode in spec.modes)]
-        return any(not RULES[rule].lossless for rule in rules)
-
-    def cells_of(self, model: str) -> Iterator[CellSpec]:
-        """Yield the entries for a model; adds the baseline first if it is wanted and missing."""
-        entries = [spec for spec in self.cells if not spec.models or model in spec.models]
-        if self.settings.baseline and not any("ar" in spec.modes for spec in entries):
-            place = Place("baseline")
-            yield CellSpec({"mode": (Given("ar", place),)}, place)
-        yield from entries
-
-    def note_idle_flag(self, key: str, given: Given, problems: Problems) -> None:
-        """Note a flag that no cell of the experiment uses."""
-        modes = ", ".join(dict.fromkeys(mode for spec in self.cells for mode in spec.modes))
-        text = f"reaches no cell: it belongs to {owners_of(key)}, and the modes here are {modes or 'ar'}"
-        problems.add(given.place, text, given.value)
-
-
-@dataclass
-class _Reader:
-    source: Source
-    overrides: Overrides
-    problems: Problems
-
-    def place(self, path: KeyPath) -> Place:
-        dotted = ".".join(map(str, path))
-        if len(path) > 1 and dotted in self.overrides.values:
-            return self.overrides.place(dotted)
+    def location(self, path: KeyPath) -> Location:
+        """Return where a value of the file stands: its key and line."""
         text = ""
-        for part in path:
-            text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-        return Place(text, self.source.line(path), self.source.folder)
+        for key in path:
+            text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key
+        return Location(text, self.source.line(path))
 
-    def mapping(self, raw: object, path: KeyPath, what: str) -> dict[str, Any]:
-        if isinstance(raw, dict):
-            return {str(key): value for key, value in raw.items()}
-        self.problems.add(self.place(path), f"must be {what}", "(empty)" if raw is None else raw)
-        return {}
-
-    def layer(self, raw: Mapping[str, Any], path: KeyPath, keys: tuple[str, ...], known: tuple[str, ...]) -> Layer:
-        """Read the parameters among `keys`; a key that is not `known` is a problem."""
-        found: dict[str, tuple[Given, ...]] = {}
-        for key, value in raw.items():
-            place = self.place((*path, key))
-            if key in keys:
-                found[key] = read_parameter(key, value, place, self.problems)
-            elif key not in known:
-                self.unknown(key, place, bool(path), (*keys, *known))
-        return {key: given for key, given in found.items() if given}
-
-    def unknown(self, key: str, place: Place, inside: bool, known: tuple[str, ...]) -> None:
-        if inside and (key in ALLOWED or key in _BLOCKS):
-            self.problems.add(place, "belongs at the top level of the file, not here")
-        elif key == "mode":
-            self.problems.add(place, "belongs in cells, for example: cells: [{mode: lantern}]")
-        else:
-            self.problems.add(place, "unknown key" + did_you_mean(key, known))
-
-    def settings(self, data: Mapping[str, Any]) -> tuple[Settings, dict[str, Place]]:
-        """Read the run-wide settings, overridden by flags; also return the place of each value."""
+    def settings(self) -> Settings:
+        """Read the run-wide settings: of the file, of the blocks of its models, of the flags."""
         values: dict[str, Any] = {"name": Path(self.source.name).stem}
-        if isinstance(data.get("models"), dict) and "model" not in data:
-            values["model"] = [str(name) for name in data["models"]]
-        places: dict[str, Place] = {}
-        own = self._of_model(data, values)
+        locations: dict[str, Location] = {}
+        if isinstance(self.data.get("models"), dict) and "model" not in self.data:
+            values["model"] = [str(name) for name in self.data["models"]]
         for key in ALLOWED:
-            if key in data:
-                values[key], places[key] = data[key], self.place((key,))
-            if key in own:
-                values[key], places[key] = own[key]
-            if key in self.overrides.values:
-                given, place = list(self.overrides.values[key]), self.overrides.place(key)
-                if len(given) != 1 and key not in _LISTS:
-                    self.problems.add(place, "takes one value", ",".join(map(str, given)))
-                    continue
-                values[key], places[key] = given if key in _LISTS else given[0], place
-        return read_settings(values, places, self.problems), places
+            if key in self.data:
+                values[key], locations[key] = self.data[key], self.location((key,))
+        for path, value in self._settings_of_models(values.get("model")):
+            key = str(path[-1])
+            values[key], locations[key] = value, self.location(path)
+        for key in ALLOWED:
+            if key not in self.overrides.values:
+                continue
+            typed, location = list(self.overrides.values[key]), self.overrides.location(key)
+            if len(typed) != 1 and key not in _LISTS:
+                self.problems.add(location, "takes one value", ",".join(map(str, typed)))
+            else:
+                values[key], locations[key] = typed if key in _LISTS else typed[0], location
+        settings = self._checked_settings(values, locations)
+        for path, text in paper_problems(settings.paper):
+            self.problems.add(self.location(("paper", *path)), text)
+        return settings
 
-    def _of_model(self, data: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, tuple[Any, Place]]:
-        """Return the run-wide settings in the block of the run's only model; with several models each must agree."""
-        models = self.overrides.values.get("model") or data.get("model") or values.get("model") or ()
-        given = data.get("models")
-        blocks: dict[Any, Any] = given if isinstance(given, dict) else {}
-        found: dict[str, tuple[Any, Place]] = {}
-        for name in (str(one) for one in (models if isinstance(models, list | tuple) else [models])):
-            block = blocks.get(name)
-            for key in _OF_MODEL:
-                if not isinstance(block, dict) or key not in block or key in self.overrides.values:
+    def _checked_settings(self, values: dict[str, Any], locations: Mapping[str, Location]) -> Settings:
+        """Check the values; wrong ones get their default, so that reading continues."""
+        try:
+            return Settings.model_validate(values)
+        except ValidationError as error:
+            problems = problems_of(error, Source("", Path(), values), Settings)
+            for problem, item in zip(problems, error.errors(), strict=True):
+                key = problem.key.partition(".")[0]
+                shown = "(empty)" if item["input"] is None else item["input"]
+                location = locations.get(key, Location(key))
+                self.problems.add(location, problem.text, None if item["type"] == "missing" else shown)
+                values = {name: value for name, value in values.items() if name != key}
+            return Settings.model_validate({"name": UNNAMED, "model": UNNAMED} | values)
+
+    def _settings_of_models(self, models: Any) -> Iterator[tuple[KeyPath, Any]]:
+        """Yield path and value of the run-wide settings in the blocks of the run's models, which must agree."""
+        models = self.overrides.values.get("model") or models or ()
+        blocks = self.data.get("models")
+        first: dict[str, Any] = {}
+        for name in map(str, models if isinstance(models, list | tuple) else [models]):
+            block = blocks.get(name) if isinstance(blocks, dict) else None
+            if not isinstance(block, dict):
+                continue
+            for key in _SETTINGS_OF_MODEL:
+                if key not in block or key in self.overrides.values:
                     continue
-                place = self.place(("models", name, key))
-                if key in found and found[key][0] != block[key]:
-                    self.problems.add(place, "differs from another model's; run one of them, with --model", block[key])
-                found[key] = (block[key], place)
-        return found
+                path = ("models", name, key)
+                if first.setdefault(key, block[key]) != block[key]:
+                    text = "differs from another model's; run one of them, with --model"
+                    self.problems.add(self.location(path), text, block[key])
+                yield path, block[key]
+
+    def top(self) -> Layer:
+        """Read the parameters at the top level."""
+        return self._layer(self.data, (), _PARAMETERS, (*ALLOWED, *_BLOCKS))
+
+    def models(self) -> dict[str, Layer]:
+        """Read the block `models`: a layer for each model."""
+        return self._layers_by_model("models", _SETTINGS_OF_MODEL)
+
+    def model_defaults(self) -> dict[str, dict[str, Any]]:
+        """Read the block `model_defaults` that a resolved experiment records: values by model."""
+        layers = self._layers_by_model("model_defaults")
+        return {model: {key: values[0] for key, values in layer.values.items()} for model, layer in layers.items()}
 
     def flags(self) -> Layer:
-        """Read the parameters given as flags; `_with_dotted` has handled dotted keys."""
-        found: dict[str, tuple[Given, ...]] = {}
+        """Read the parameters given as flags."""
+        typed: dict[str, tuple[Any, ...]] = {}
         for key, values in self.overrides.values.items():
-            place = self.overrides.place(key)
-            if key in _DEFAULTS:
-                found[key] = read_parameter(key, list(values), place, self.problems)
-            elif key not in ALLOWED and "." not in key:
-                hint = "; cells are picked with --modes" if key == "mode" else did_you_mean(key, (*_DEFAULTS, *ALLOWED))
-                self.problems.add(Place(place.text.rstrip("=")), "unknown key" + hint)
-        return {key: given for key, given in found.items() if given}
+            location = self.overrides.location(key)
+            if key in _PARAMETERS:
+                typed[key] = read_values(key, list(values), location, self.problems)
+            elif key not in ALLOWED:
+                text = "unknown key" + did_you_mean(key, (*_PARAMETERS, *ALLOWED))
+                if key == "mode":
+                    text = "unknown key; cells are picked with --modes"
+                elif "." in key:
+                    text = "a flag cannot reach one cell or one model; write the value into the experiment file"
+                self.problems.add(Location(location.text.rstrip("=")), text)
+        return Layer({key: values for key, values in typed.items() if values}, self.overrides.location)
 
-    def cells(self, raw: object) -> list[CellSpec]:
-        if not isinstance(raw, list) or not raw:
+    def cells(self, settings: Settings) -> list[CellEntry]:
+        """Read `cells` and keep those of `--modes`; `ar` stays unless `--no-baseline` excludes it."""
+        written = self.data.get("cells")
+        if not isinstance(written, list) or not written:
             text = "must be a list of cells, for example: cells: [{mode: ar}, {mode: lantern, delta: 0.1}]"
-            self.problems.add(self.place(("cells",)), text)
+            self.problems.add(self.location(("cells",)), text)
             return []
-        return [self.cell(item, ("cells", index)) for index, item in enumerate(raw)]
+        entries = [self._entry(block, ("cells", number)) for number, block in enumerate(written)]
+        modes = dict.fromkeys(mode for entry in entries for mode in entry.modes)
+        wanted = self._wanted_modes(modes, settings.baseline)
+        kept = []
+        for entry in entries:
+            modes_here = tuple(mode for mode in entry.modes if mode in wanted)
+            if modes_here:
+                layer = Layer({**entry.layer.values, "mode": modes_here}, entry.layer.location)
+                kept.append(entry._replace(layer=layer))
+            elif not entry.modes:  # a problem was noted
+                kept.append(entry)
+        if modes and not kept and not settings.baseline:
+            self.problems.add(Location("--no-baseline"), "leaves no cell to run")
+        return kept
 
-    def cell(self, item: object, path: KeyPath) -> CellSpec:
-        raw = self.mapping(item, path, "a cell such as {mode: lantern, delta: 0.1}")
-        values = dict(self.layer(raw, path, tuple(PARAMETERS), ("model",)))
-        if "mode" not in raw and raw:
-            self.problems.add(self.place(path), f"has no mode; the modes are {', '.join(MODES)}")
-        return CellSpec(values, self.place(path), self.models_of(raw, path))
+    def _wanted_modes(self, modes: Collection[str], baseline: bool) -> set[str]:
+        """Return the modes to keep of those of the file."""
+        location, typed = Location("--modes"), self.overrides.modes
+        for mode in typed:
+            if mode not in MODES:
+                raise_if_refused(mode)
+                text = f"unknown mode{did_you_mean(mode, MODES)} (the modes are {', '.join(MODES)})"
+                self.problems.add(location, text, mode)
+            elif mode not in modes and not (mode == "ar" and baseline) and modes:
+                self.problems.add(location, f"no cell has this mode; the modes here are {', '.join(modes)}", mode)
+        wanted = set(typed) & set(MODES) or set(MODES)
+        if baseline:
+            wanted.add("ar")
+        elif "baseline" in self.overrides.values and "ar" not in typed:
+            wanted.discard("ar")
+        return wanted
 
-    def models_of(self, raw: Mapping[str, Any], path: KeyPath) -> tuple[str, ...]:
-        """Read the models a cell is for; none means all."""
-        given = raw.get("model", ())
-        names = given if isinstance(given, list | tuple) else [given]
-        if not all(isinstance(name, str) for name in names) or given == []:
-            self.problems.add(self.place((*path, "model")), ALLOWED["model"], "(empty)" if given is None else given)
+    def _entry(self, block: object, path: KeyPath) -> CellEntry:
+        mapping = self._mapping(block, path, "a cell such as {mode: lantern, delta: 0.1}")
+        layer = self._layer(mapping, path, tuple(PARAMETERS), ("model",))
+        if mapping and "mode" not in mapping:
+            self.problems.add(self.location(path), f"has no mode; the modes are {', '.join(MODES)}")
+        return CellEntry(layer, self.location(path), self._models_of_entry(mapping, path))
+
+    def _models_of_entry(self, block: Mapping[str, Any], path: KeyPath) -> tuple[str, ...]:
+        written = block.get("model", ())
+        names = written if isinstance(written, list | tuple) else [written]
+        if not all(isinstance(name, str) for name in names) or written == []:
+            shown = "(empty)" if written is None else written
+            self.problems.add(self.location((*path, "model")), ALLOWED["model"], shown)
             return ()
         return tuple(names)
 
-    def paper(self, block: Mapping[str, Any] | None) -> None:
-        """Note the problems of the published figures."""
-        for path, text in paper_problems(block):
-            self.problems.add(self.place(("paper", *path)), text)
+    def _layers_by_model(self, name: str, other_keys: tuple[str, ...] = ()) -> dict[str, Layer]:
+        layers = {}
+        blocks = self._mapping(self.data.get(name, {}), (name,), "a mapping of model names to values")
+        for model, block in blocks.items():
+            path = (name, model)
+            mapping = self._mapping({} if block is None else block, path, "a mapping of keys to values")
+            layers[model] = self._layer(mapping, path, _PARAMETERS, other_keys)
+        return layers
 
-    def named_blocks(self, raw: object, path: KeyPath, known: tuple[str, ...] = ()) -> dict[str, Layer]:
-        found = {}
-        for name, item in self.mapping(raw, path, "a mapping of model names to values").items():
-            inner = (*path, name)
-            block = self.mapping({} if item is None else item, inner, "a mapping of keys to values")
-            found[name] = self.layer(block, inner, _DEFAULTS, known)
-        return found
+    def _mapping(self, block: object, path: KeyPath, expected: str) -> dict[str, Any]:
+        if isinstance(block, dict):
+            return {str(key): value for key, value in block.items()}
+        self.problems.add(self.location(path), f"must be {expected}", "(empty)" if block is None else block)
+        return {}
 
+    def _layer(
+        self, block: Mapping[str, Any], path: KeyPath, parameters: tuple[str, ...], other_keys: tuple[str, ...]
+    ) -> Layer:
+        """Read the parameters of a block; a key that is neither a parameter nor among `other_keys` is a problem."""
+        layer: dict[str, tuple[Any, ...]] = {}
+        for key, written in block.items():
+            if key in parameters:
+                values = read_values(key, written, self.location((*path, key)), self.problems, self.source.folder)
+                if values:
+                    layer[key] = values
+            elif key not in other_keys:
+                self._note_unknown_key(key, path, (*parameters, *other_keys))
+        return Layer(layer, lambda key: self.location((*path, key)))
 
-def read_experiment(source: Source, overrides: Overrides) -> tuple[Experiment, Problems]:
-    """Read a parsed file with its overrides; the experiment is valid only if there are no problems.
-
-    Raises `RefusedError` if it names an installed rule or drafting that cannot be used.
-    """
-    problems = Problems(source.name)
-    reader = _Reader(source, overrides, problems)
-    for path in source.twice:
-        problems.add(reader.place(path), "is written twice")
-    data = _with_dotted(source, overrides, problems)
-    settings, places = reader.settings(data)
-    top = reader.layer(data, (), _DEFAULTS, (*ALLOWED, *_BLOCKS))
-    models = reader.named_blocks(data.get("models", {}), ("models",), _OF_MODEL)
-    recorded = reader.named_blocks(data.get("model_defaults", {}), ("model_defaults",))
-    cells = _keep_modes(reader.cells(data.get("cells")), settings, overrides, problems)
-    flags = reader.flags()
-    _note_unknown_models(settings, models, cells, reader)
-    reader.paper(settings.paper)
-    plain = {name: {key: given[0].value for key, given in layer.items()} for name, layer in recorded.items()}
-    found = Experiment(settings, top, models, tuple(cells), flags, source.name, places, plain, overrides.many)
-    return found, problems
-
-
-def _with_dotted(source: Source, overrides: Overrides, problems: Problems) -> dict[str, Any]:
-    """Return the file's data with the flags `cells.2.delta` and `models.NAME.delta` set in it."""
-    data = {str(key): value for key, value in source.data.items()}
-    for key, values in overrides.values.items():
-        block, dot, rest = key.partition(".")
-        name, _, inner = rest.rpartition(".")
-        if not dot:
-            continue
-        value = values[0] if len(values) == 1 else list(values)
-        items = data.get(block) if block in ("cells", "models") else None
-        if isinstance(items, list) and name.isdigit() and int(name) < len(items) and isinstance(items[int(name)], dict):
-            data[block] = [item | {inner: value} if i == int(name) else item for i, item in enumerate(items)]
-        elif isinstance(items, dict | None) and block == "models" and inner:
-            data[block] = (items or {}) | {name: ((items or {}).get(name) or {}) | {inner: value}}
+    def _note_unknown_key(self, key: str, path: KeyPath, allowed: Collection[str]) -> None:
+        location = self.location((*path, key))
+        if path and (key in ALLOWED or key in _BLOCKS):
+            self.problems.add(location, "belongs at the top level of the file, not here")
+        elif key == "mode":
+            self.problems.add(location, "belongs in cells, for example: cells: [{mode: lantern}]")
         else:
-            text = "no such place; write KEY=VALUE, cells.NUMBER.KEY=VALUE or models.NAME.KEY=VALUE"
-            problems.add(Place(overrides.place(key).text.rstrip("=")), text)
-    return data
+            self.problems.add(location, "unknown key" + did_you_mean(key, allowed))
 
+    def check_models(self, settings: Settings, known: Collection[str], entries: list[CellEntry]) -> None:
+        """Note unknown models, cells of models that the experiment does not name, and blocks of misspelt ones.
 
-def _keep_modes(cells: list[CellSpec], settings: Settings, overrides: Overrides, problems: Problems) -> list[CellSpec]:
-    """Apply `--modes` and `--no-baseline`: keep the named modes, and `ar` unless it is excluded."""
-    here = dict.fromkeys(mode for spec in cells for mode in spec.modes)
-    place, baseline = Place("--modes"), settings.baseline
-    for mode in overrides.modes:
-        if mode not in MODES:
-            raise_if_refused(mode)
-            problems.add(place, f"unknown mode{did_you_mean(mode, MODES)} (the modes are {', '.join(MODES)})", mode)
-        elif mode not in here and not (mode == "ar" and baseline) and here:
-            problems.add(place, f"no cell has this mode; the modes here are {', '.join(here)}", mode)
-    wanted = set(overrides.modes) & set(MODES) or set(MODES)
-    if baseline:
-        wanted.add("ar")
-    elif "baseline" in overrides.values and "ar" not in overrides.modes:
-        wanted.discard("ar")
-    kept = []
-    for spec in cells:
-        modes = tuple(given for given in spec.values.get("mode", ()) if given.value in wanted)
-        if modes or not spec.modes:
-            values = {**spec.values, "mode": modes} if modes else spec.values
-            kept.append(CellSpec(values, spec.place, spec.models))
-    if here and not kept and not baseline:
-        problems.add(Place("--no-baseline"), "leaves no cell to run")
-    return kept
-
-
-def _note_unknown_models(
-    settings: Settings, models: Mapping[str, Layer], cells: list[CellSpec], reader: _Reader
-) -> None:
-    """Note cells for models that the experiment does not name, and blocks whose name resembles one of its models.
-
-    Blocks of other models are allowed: `model` and `--model` select some of them.
-    """
-    if "model" in reader.overrides.values:
-        return
-    known = ", ".join(settings.model)
-    places = [(name, reader.place(("models", name))) for name in models if did_you_mean(name, settings.model)]
-    places += [(name, spec.place) for spec in cells for name in spec.models if name not in models]
-    for name, place in places:
-        if name not in settings.model:
-            reader.problems.add(place, f"the model {name} is not among the experiment's models ({known})")
+        Blocks of other models are allowed: `model` and `--model` select some of them.
+        """
+        typed = "model" in self.overrides.values
+        location = self.overrides.location("model") if typed else self.location(("model",))
+        for name in settings.model:
+            if name not in known and name != UNNAMED:
+                text = f"unknown model{did_you_mean(name, known)} (the models are {', '.join(known)})"
+                self.problems.add(location, text, name)
+        if typed:
+            return
+        blocks = self.data.get("models")
+        names = [str(name) for name in blocks] if isinstance(blocks, dict) else []
+        suspects = [(name, self.location(("models", name))) for name in names if did_you_mean(name, settings.model)]
+        suspects += [(name, entry.location) for entry in entries for name in entry.models if name not in names]
+        for name, location in suspects:
+            if name not in settings.model:
+                models = ", ".join(settings.model)
+                self.problems.add(location, f"the model {name} is not among the experiment's models ({models})")

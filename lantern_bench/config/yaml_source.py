@@ -1,6 +1,6 @@
 """YAML with the line of every value, and pydantic's errors as sentences with those lines.
 
-Experiment files are written by hand, so an error names the place and the line. This file knows YAML and nothing of
+Experiment files are written by hand, so an error names the key and the line. This file knows YAML and nothing of
 what an experiment may contain: that is `values.py` and `parse_experiment.py`.
 """
 
@@ -19,19 +19,19 @@ from lantern_bench.errors import UserError, did_you_mean
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 
-# More than any file here needs. Aliases make a short file mean a large one: each use of an alias counts.
-MOST_BYTES, DEEPEST, MOST_VALUES = 1_000_000, 32, 100_000
+# More than any file here needs.
+MOST_BYTES, DEEPEST = 1_000_000, 32
 
 
 @dataclass(frozen=True)
 class Source:
-    """A parsed file: its name for messages, the folder that `@path` starts from, its data, the line of each value."""
+    """A parsed file."""
 
-    name: str
-    folder: Path
+    name: str  # for messages
+    folder: Path  # that `@path` starts from
     data: dict[Any, Any]
-    lines: Mapping[KeyPath, int] = field(default_factory=dict)
-    twice: tuple[KeyPath, ...] = ()
+    lines: Mapping[KeyPath, int] = field(default_factory=dict)  # the line of each value, from 1
+    twice: tuple[KeyPath, ...] = ()  # keys that are written twice
 
     def line(self, path: KeyPath) -> int | None:
         """Return the line, from 1, of the value at `path` or of the nearest key or entry that encloses it."""
@@ -44,7 +44,7 @@ _BEGINNING = "Start with: name, model, prompts and cells."
 
 
 def read_source(path: Path, beginning: str = _BEGINNING) -> Source:
-    """Read a YAML file; raises `UserError` when it cannot be read or is no mapping, with line and column.
+    """Read a YAML file; raises `UserError` if it cannot be read or is no mapping, with line and column.
 
     `beginning` says what to write into an empty one.
     """
@@ -70,71 +70,61 @@ def parse_source(text: str, name: str, folder: Path, beginning: str = _BEGINNING
         raise UserError(f"{name}: must be a mapping of keys to values, not {_kind(data)}")
     lines: dict[KeyPath, int] = {}
     twice: list[KeyPath] = []
-    _walk(node, (), lines, twice)
+    _note_lines(node, (), lines, twice)
     return Source(name, folder, data, lines, tuple(twice))
 
 
 def load_yaml(text: str, name: str) -> tuple[Any, yaml.Node | None]:
-    """Return the data of a YAML text and its tree with line numbers; None for both where it is empty.
+    """Return the data of a YAML text and its tree with line numbers; None for both if it is empty.
 
-    Raises `UserError`, with `name`, for what is not YAML, and for what is too deep, too large or contains itself.
+    Raises `UserError`, with `name`, for what is not YAML, is too deep or too large, or has an alias.
     """
     if len(text) > MOST_BYTES:
         raise UserError(f"{name[:200]}: has more than {MOST_BYTES} characters, the most of a YAML text here")
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         node = loader.get_single_node()
-        if node is None:
-            return None, None
-        _count(node, 1, {})
-        return loader.construct_document(node), node
+        return (None, None) if node is None else (loader.construct_document(node), node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        said = ", ".join(part for part in (error.context, error.problem) if part)
-        raise UserError(f"{name}{where}: not valid YAML: {said}") from error
+        location = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = ", ".join(phrase for phrase in (error.context, error.problem) if phrase)
+        raise UserError(f"{name}{location}: not valid YAML: {problem}") from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UserError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
 
 
-def _count(node: yaml.Node, depth: int, known: dict[int, int]) -> int:
-    """Return how many values a node stands for; raises `MarkedYAMLError` beyond the limits.
+class _Loader(yaml.SafeLoader):
+    """Refuses aliases, with which a short file can mean a large one, and what is nested too deep."""
 
-    `known` holds the nodes that were counted, and 0 for those that are being counted.
-    """
-    if (count := known.get(id(node))) is not None and count > 0:
-        return count
-    problem = "an alias stands for what contains it" if count == 0 else None
-    if depth > DEEPEST:
-        problem = f"nested deeper than {DEEPEST} levels"
-    if problem is None:
-        known[id(node)] = 0
-        parts: list[yaml.Node] = []
-        if isinstance(node, yaml.SequenceNode):
-            parts = node.value
-        elif isinstance(node, yaml.MappingNode):
-            parts = [part for pair in node.value for part in pair]
-        known[id(node)] = 1 + sum(_count(part, depth + 1, known) for part in parts)
-        if known[id(node)] > MOST_VALUES:
-            problem = f"more than {MOST_VALUES} values"
-    if problem is not None:
-        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-    return known[id(node)]
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        problem = None
+        if isinstance(event, yaml.AliasEvent):
+            problem = f"the alias *{event.anchor} cannot be used here; write the value again"
+        elif self._depth >= DEEPEST:
+            problem = f"nested deeper than {DEEPEST} levels"
+        if problem is not None:
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
-def _walk(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], twice: list[KeyPath]) -> None:
-    if len(path) > 8:  # deeper than any experiment goes; also ends an anchor that contains itself
-        return
+def _note_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], twice: list[KeyPath]) -> None:
     lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            _walk(item, (*path, index), lines, twice)
+            _note_lines(item, (*path, index), lines, twice)
     elif isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             inner = (*path, str(key.value))
             if inner in lines:
                 twice.append(inner)
-            _walk(value, inner, lines, twice)
+            _note_lines(value, inner, lines, twice)
             lines[inner] = key.start_mark.line + 1
 
 
@@ -143,12 +133,12 @@ def _kind(data: object) -> str:
 
 
 class Problem(NamedTuple):
-    """One problem of a file: its line, the dotted key, what is allowed, the value as written."""
+    """One problem of a file."""
 
     line: int | None
-    key: str
-    text: str
-    value: Any = None
+    key: str  # dotted
+    text: str  # what is allowed
+    value: Any = None  # as written
 
 
 _SENTENCES = {
@@ -163,29 +153,29 @@ _SENTENCES = {
 def problems_of(error: ValidationError, source: Source, model: type[BaseModel]) -> list[Problem]:
     """Return each problem that pydantic found when it validated a source as `model`.
 
-    A ValueError of a validator is the sentence itself. A field's `description` explains a missing
-    key, and is the sentence itself where it begins with "must".
+    A ValueError of a validator is the sentence itself. A field's `description` explains a missing key, and is the
+    sentence itself if it begins with "must".
     """
     return [_problem(item, source, model) for item in error.errors(include_url=False)]
 
 
 def _problem(item: Mapping[str, Any], source: Source, model: type[BaseModel]) -> Problem:
-    """Follow the location through the models as far as there are fields; errors inside a field belong to the field."""
+    """Follow the path through the models as far as there are fields; errors inside a field belong to the field."""
     kind, about = item["type"], ""
     path: KeyPath = ()
     keys: list[str] = []
     inside: type[BaseModel] | None = model
-    for part in item["loc"]:
+    for key in item["loc"]:
         if inside is None:
             break
-        path = (*path, part)
-        if isinstance(part, int):
+        path = (*path, key)
+        if isinstance(key, int):
             continue
         fields = {field.alias or name: field for name, field in inside.model_fields.items()}
         keys = list(fields)
-        if part not in fields:
+        if key not in fields:
             break
-        about, inside = fields[part].description or "", _model_in(fields[part].annotation)
+        about, inside = fields[key].description or "", _model_in(fields[key].annotation)
     value = _value_at(source.data, path)
     if kind in ("extra_forbidden", "invalid_key"):
         text, value = f"unknown key{did_you_mean(path[-1], keys)} (the keys are {', '.join(keys)})", None
@@ -207,15 +197,16 @@ def _problem(item: Mapping[str, Any], source: Source, model: type[BaseModel]) ->
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The first model class that an annotation mentions."""
+    """Return the first model class that an annotation mentions."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for part in get_args(annotation) if (found := _model_in(part)) is not None), None)
+    models = map(_model_in, get_args(annotation))
+    return next((model for model in models if model is not None), None)
 
 
 def _value_at(data: Any, path: KeyPath) -> Any:
-    for part in path:
-        if not isinstance(data, Mapping | list) or (isinstance(data, Mapping) and part not in data):
+    for key in path:
+        if not isinstance(data, Mapping | list) or (isinstance(data, Mapping) and key not in data):
             return None
-        data = data[part]  # type: ignore[index]
+        data = data[key]  # type: ignore[index]
     return data

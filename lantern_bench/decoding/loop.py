@@ -67,7 +67,14 @@ def relaxation_of(decoding: Decoding, model: Model) -> Relaxation:
     choices = target.n_codes if isinstance(target, WithForcedTokens) else None
     bound, *others = ((key, decoding.value(key)) for key in row.value_names)
     codes = model.codes if row.codebook else None
-    values = (decoding.neighbours or 0, bound[1], decoding.residual, choices, tuple(others), codes)
+    values: tuple[Any, ...] = (
+        decoding.neighbours or 0,
+        bound[1],
+        decoding.residual or "exact",
+        choices,
+        tuple(others),
+        codes,
+    )
     return Relaxation(decoding.rule, *values)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -32,7 +32,6 @@ class Drafting:
     adapt: Callable[[Values, Values], Values] = lambda defaults, _given: defaults
     problem: Callable[[Values], tuple[str, str] | None] = lambda _values: None  # key and sentence of values that clash
     small: Values = field(default_factory=dict)  # values of a draft that is small enough for exact checks
-    presets: Mapping[str, Values] = field(default_factory=dict)
     published: Code = ""
     legend: str | None = None  # of the mode that a drafting from another package brings
     colour: str | None = None
@@ -136,7 +135,6 @@ SHIPPED_DRAFTINGS = (
         defaults={"tree": "eagle1-25"},
         small={"tree": "small-7"},
         label=lambda values: values.get("tree"),
-        presets={"chain": {"tree": "chain-5"}},
     ),
     Drafting(
         "jacobi",

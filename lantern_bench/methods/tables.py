@@ -25,10 +25,10 @@ from lantern_bench.methods.parameters import (
     word,
 )
 from lantern_bench.methods.rules import SHIPPED_RULES, Rule
-from lantern_bench.methods.trees import Topology, is_chain
+from lantern_bench.methods.trees import STATIC_TREES, Topology, is_chain
 
 _SHIPPED = (*SHIPPED_DRAFTINGS, *SHIPPED_RULES)
-_TAKEN = {"all", "chain", "mode", "drafting", "rule", "bound", *SAMPLING, *(row.name for row in SHIPPED_MODES)}
+_TAKEN = {"all", "mode", "drafting", "rule", "bound", *SAMPLING, *(row.name for row in SHIPPED_MODES)}
 _TAKEN |= {name for row in _SHIPPED for name in (row.name, *row.parameter_names)}
 OUTSIDE_DRAFTINGS, _refused_draftings = find_rows(DRAFTING_GROUP, Drafting, _TAKEN)
 """Draftings that other packages bring, by name."""
@@ -58,9 +58,6 @@ MODES |= {
 }
 MODES |= {name: Mode(name, name, "strict", row.legend or name, row.colour) for name, row in OUTSIDE_DRAFTINGS.items()}
 
-PRESETS = {word: (row.name, fixed) for row in DRAFTINGS.values() for word, fixed in row.presets.items()}
-"""Short words for a drafting with some of its parameters fixed: word -> (drafting, values)."""
-
 
 def _all_parameters() -> list[Parameter]:
     """Return every parameter once, in the order of a grid's axes, the first varying slowest."""
@@ -70,7 +67,7 @@ def _all_parameters() -> list[Parameter]:
     trees = [of_draftings.pop(name) for name in ("tree", "nodes", "depth", "beam")]
     return [
         structure("mode", word(*MODES), "The mode."),
-        structure("drafting", word(*DRAFTINGS, *PRESETS), f"How to draft: {', '.join([*_DRAFTS, *PRESETS])}."),
+        structure("drafting", word(*DRAFTINGS), f"How to draft: {', '.join(_DRAFTS)}."),
         structure("rule", word(*RULES), f"Acceptance rule: {', '.join(name for name in RULES if name != 'none')}."),
         *trees,
         *of_draftings.values(),
@@ -165,9 +162,11 @@ def defaults_for(drafting: str, rule: str, mode: str, of_model: Values | None = 
         if parameter.default is not None and has_parameter(key, drafting, rule)
     }
     values.update(DRAFTINGS[drafting].defaults)
-    if RULES[rule].tree and "tree" in values:
-        values["tree"] = RULES[rule].tree
     values.update(RULES[rule].default_values)
     values.update({key: value for key, value in (of_model or {}).items() if value is not None})
     values.update({key: value for key, value in MODES[mode].defaults.items() if has_parameter(key, drafting, rule)})
+    tree = values.get("tree")
+    if RULES[rule].chains and tree is not None:  # the model's own tree may branch
+        paths = STATIC_TREES[tree] if isinstance(tree, str) else tree
+        values["tree"] = tree if is_chain(paths) else RULES[rule].tree
     return values

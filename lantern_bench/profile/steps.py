@@ -116,7 +116,7 @@ def dtype_error(name: str, rounded: LoadedModel, prompts: Sequence[str], cfg_sca
     """
     exact = model_of(name).load(rounded.target.device, torch.float32)
     distances = []
-    decoding = Decoding.model_validate({"mode": "ar", "cfg_scale": cfg_scale})
+    decoding = Decoding("ar", cfg_scale=cfg_scale)
     for number, prompt in enumerate(prompts):
         noise = torch.Generator(exact.target.device).manual_seed(seed + number)
         condition = exact.condition([prompt])

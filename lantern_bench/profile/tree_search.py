@@ -62,11 +62,11 @@ def _static_candidates(
 ) -> list[Candidate]:
     """Return the longest tree for each number of levels and nodes; of a rule for chains only chains."""
     ranks = 1 if decoding.rule_row.chains else RANKS
-    probe = with_drafting(decoding, {"topology": CHAIN if ranks == 1 else PROBE})
+    probe = with_drafting(decoding, {"tree": CHAIN if ranks == 1 else PROBE})
     rates = acceptance_by_rank(step_costs(model, [probe], prompts, seed)[0].traces, ranks)
     say("accepted at depth 1, 2, ... by rank: " + "; ".join(" ".join(f"{r:.2f}" for r in d) for d in rates))
     return [
-        Candidate({"topology": paths}, len(paths), len(paths[-1]), 1 + max(path[-1] for path in paths), length)
+        Candidate({"tree": paths}, len(paths), len(paths[-1]), 1 + max(path[-1] for path in paths), length)
         for paths, length in longest_trees(rates, _MOST_NODES).items()
     ]
 
@@ -161,12 +161,12 @@ def with_drafting(decoding: Decoding, values: Values) -> Decoding:
     """Return a configuration with other parameters of its drafting, or with another drafting."""
     of_draftings = {key for row in DRAFTINGS.values() for key in row.parameter_names}
     others = {key: value for key, value in decoding.settings().items() if key not in of_draftings}
-    return Decoding.model_validate(others | {"cfg_default": decoding.cfg_default} | dict(values))
+    return Decoding(**others | {"cfg_default": decoding.cfg_default} | dict(values))
 
 
 def autoregressive(decoding: Decoding) -> Decoding:
     """Return autoregressive decoding with the same sampling."""
-    return Decoding.model_validate({"mode": "ar"} | {key: decoding.value(key) for key in SAMPLING})
+    return Decoding(**{"mode": "ar"} | {key: decoding.value(key) for key in SAMPLING})
 
 
 def describe(decoding: Decoding) -> str:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lantern_bench.config.values import Place, Problems
+from lantern_bench.config.values import Location, Problems
 from lantern_bench.config.yaml_source import problems_of, read_source
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
 from lantern_bench.methods.trees import STATIC_TREES
@@ -96,7 +96,7 @@ def find_device(name: str) -> Device:
         return Device.model_validate(source.data)
     except ValidationError as error:
         for line, key, text, value in problems_of(error, source, Device):
-            problems.add(Place(key, line, source.folder), text, value)
+            problems.add(Location(key, line), text, value)
     problems.raise_all()
     raise AssertionError("a validation error has a problem")
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
-from lantern_bench.config.parse_experiment import Settings
+from lantern_bench.config.settings import Settings
 from lantern_bench.decoding.compile import Engine, compiler_problem
 from lantern_bench.decoding.kept_programs import ProgramStore
 from lantern_bench.decoding.neighbours import Space

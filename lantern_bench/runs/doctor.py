@@ -433,8 +433,7 @@ def _tiny_decode(model: LoadedModel, engine: Engine) -> Decoded:
     from lantern_bench.config.decoding import Decoding
     from lantern_bench.decoding.loop import decode
 
-    values = {"mode": "lantern++", "tree": "small-7", "neighbours": 5, "lambda": 3.0, "cfg_scale": 1.5}
-    decoding = Decoding.model_validate(values)
+    decoding = Decoding("lantern++", tree="small-7", neighbours=5, lambda_=3.0, cfg_scale=1.5)
     generator = torch.Generator(model.target.device).manual_seed(1)
     (image,) = decode(model, model.condition([""]), decoding, [generator], engine=engine, keep_logits=True)
     return image

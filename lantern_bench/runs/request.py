@@ -13,12 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lantern_bench.config.experiment import ResolvedExperiment, load_experiment, resolve
-from lantern_bench.config.parse_experiment import Experiment, read_experiment
+from lantern_bench.config.experiment import ResolvedExperiment, load_experiment
 from lantern_bench.config.plan import Plan, Shard, make_plan, parse_shard
 from lantern_bench.config.protocols import EMBEDDED, LANTERN_COCO, Protocol, protocol_of
 from lantern_bench.config.values import Overrides
-from lantern_bench.config.yaml_source import Source
 from lantern_bench.errors import UserError
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts import describe_prompts, load_prompts
@@ -90,14 +88,13 @@ def prepare(
     if not worker_timeout > 0:
         raise UserError(f"--worker-timeout {worker_timeout:g}: must be more than 0 seconds")
     chosen_shard = parse_shard(shard) if shard is not None else None
-    experiment = load(source, overrides)
-    if both_residuals and "residual" not in overrides.values and experiment.is_relaxed:
+    resolved = load_experiment(source, defaults_of, overrides)
+    if both_residuals and "residual" not in overrides.values and resolved.is_relaxed:
         residuals = {**overrides.values, "residual": ["official", "exact"]}
-        experiment = load(source, replace(overrides, values=residuals))
-    if "prompts" not in experiment.settings.model_fields_set:
-        prompt_set = next(iter(model_of(experiment.settings.model[0]).prompt_sets))
-        experiment = replace(experiment, settings=experiment.settings.model_copy(update={"prompts": prompt_set}))
-    resolved = resolve(experiment, defaults_of(experiment.settings.model))
+        resolved = load_experiment(source, defaults_of, replace(overrides, values=residuals))
+    if "prompts" not in resolved.settings.model_fields_set:
+        prompt_set = next(iter(model_of(resolved.settings.model[0]).prompt_sets))
+        resolved = replace(resolved, settings=resolved.settings.model_copy(update={"prompts": prompt_set}))
     check_neighbours(resolved)
     settings = resolved.settings
     if ray is not None and (settings.device == "mps" or ":" in settings.device):
@@ -117,15 +114,6 @@ def prepare(
     check_folder(folder, resolved)
     description = describe_prompts(settings.prompts, models[0], prompts)
     return Request(resolved, plan, folder, protocol, description, chosen_shard, ray, worker_timeout)
-
-
-def load(source: str | Path | Mapping[str, Any], overrides: Overrides) -> Experiment:
-    """Read an experiment by name, file or content; raises `UserError` as `load_experiment`."""
-    if isinstance(source, str | Path):
-        return load_experiment(source, overrides)
-    experiment, problems = read_experiment(Source("experiment", Path(), dict(source)), overrides)
-    problems.raise_all()
-    return experiment
 
 
 def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from lantern_bench.config.experiment import resolve
+from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.plan import Plan, Shard, make_plan
 from lantern_bench.config.values import Overrides
 from lantern_bench.errors import CheckFailedError, LanternError
@@ -18,7 +18,7 @@ from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts import load_prompts
 from lantern_bench.runs.events import Emit
 from lantern_bench.runs.keys import record_key
-from lantern_bench.runs.request import load, prepare
+from lantern_bench.runs.request import prepare
 from lantern_bench.runs.store import (
     RECORDS,
     SCORES,
@@ -111,10 +111,9 @@ def _picture(folder: Path, row: Row) -> Problem | None:
 def _plan(manifest: Mapping[str, Any]) -> tuple[Plan | None, list[Problem]]:
     """The images that the run's experiment asks for; without its model or prompts the problem that keeps them away."""
     try:
-        asked = load(_experiment(manifest), Overrides())
-        resolved = resolve(asked, defaults_of(asked.settings.model))
-        model, *_ = (model_of(name) for name in asked.settings.model)
-        plan = make_plan(resolved, load_prompts(asked.settings.prompts, model))
+        experiment = load_experiment(_experiment(manifest), defaults_of)
+        model, *_ = (model_of(name) for name in experiment.settings.model)
+        plan = make_plan(experiment, load_prompts(experiment.settings.prompts, model))
     except LanternError as error:
         return None, [Problem("manifest.json", f"its images cannot be counted: {error.message}", again=False)]
     shard = manifest.get("shard")

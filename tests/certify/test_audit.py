@@ -24,7 +24,7 @@ from lantern_bench.methods.modes import Mode
 from lantern_bench.models import registry
 from tests.tiny_model import TinyModel
 
-STATIC = Decoding.model_validate({"mode": "speculative", "tree": "small-7"})
+STATIC = Decoding(mode="speculative", tree="small-7")
 SMALL = ["--dtype", "float32", "--neighbours", "3", "--positions", "6", "--draws", "8"]
 
 
@@ -54,10 +54,7 @@ def test_a_new_row_is_audited_with_its_forms(monkeypatch: pytest.MonkeyPatch) ->
         {"mode": "new"},
         {"mode": "new", "tree": "chain-3"},
     ]
-    ours, theirs = (
-        claim_of(Cell("tiny", Decoding.model_validate({"mode": "new", "tree": tree})))
-        for tree in ("small-7", "chain-3")
-    )
+    ours, theirs = (claim_of(Cell("tiny", Decoding(mode="new", tree=tree))) for tree in ("small-7", "chain-3"))
     assert (ours.form, ours.claim, ours.source, ours.is_ours) == ("", "lossless", "2601.00001", True)
     assert (theirs.form, theirs.is_ours) == ("tree chain-3", False)
 
@@ -97,7 +94,7 @@ def test_a_missing_residual_is_rejected_and_its_tv_estimated() -> None:
     [("sjd", {}), ("scd", {}), ("scd", {"coupling": "gumbel"}), ("hybrid", {}), ("hybrid", {"coupling": "gumbel"})],
 )
 def test_mistakes_of_draftings_are_rejected_on_the_tables(mode: str, values: dict[str, str]) -> None:
-    decoding = claims.table_decoding(Decoding.model_validate({"mode": mode, **values}))
+    decoding = claims.table_decoding(Decoding(**{"mode": mode, **values}))
     mistakes = drafting_mistakes(decoding)
     assert len(mistakes) == (1 if mode == "sjd" else 2)
     for mistake in mistakes:
@@ -125,7 +122,7 @@ def test_estimates_of_tv_enclose_the_truth() -> None:
 
 
 def audited(claim: str, is_ours: bool, p: float, broken: float | None = None) -> tuple[Claim, list[TrialResult]]:
-    cell = Cell("tiny", Decoding.model_validate({"mode": "speculative", "tree": "small-7", "temperature": 1 + p}))
+    cell = Cell("tiny", Decoding(mode="speculative", tree="small-7", temperature=1 + p))
     results = [TrialResult(str(p), None, {"a": p, "b": 0.5, "c": 0.5}, 100, 700, tv=(0.1, 0.2))]
     if broken is not None:
         results.append(TrialResult(str(p), "mistake", {"a": broken}, 100, 700, tv=(0.1, 0.2)))

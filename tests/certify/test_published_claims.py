@@ -68,7 +68,7 @@ def test_an_old_q_kept_with_a_draft() -> None:
 
 def _second_draft(mode: str, values: dict[str, Any], q: Law, r: Law, p: Law) -> Tensor:
     """Shares of the first token where a draft of q is drawn again from r, and verified with p."""
-    decoding = Decoding.model_validate({"mode": mode, "window": 2, **values})
+    decoding = Decoding(**{"mode": mode, "window": 2, **values})
     target: Any = TabularModel(len(p), 4, seed=0)
     noise = torch.Generator().manual_seed(1)
     method: Any = drafting_of(decoding, target, IMAGES)

@@ -25,7 +25,7 @@ DYNAMIC = {"drafting": "dynamic", "nodes": 3, "depth": 1, "beam": 3}
 
 
 def cell(mode: str, **values: Any) -> Cell:
-    return Cell("tiny", Decoding.model_validate({"mode": mode, "cfg_scale": 2.0, "cfg_default": 2.0, **values}))
+    return Cell("tiny", Decoding(**{"mode": mode, "cfg_scale": 2.0, "cfg_default": 2.0, **values}))
 
 
 RELAXED = [
@@ -98,7 +98,7 @@ def test_undefined_emitted_tv_is_refused(model: LoadedModel) -> None:
 @pytest.mark.parametrize("drafting", ["jacobi", "hybrid"])
 def test_drafts_of_earlier_steps_have_an_emitted_tv(drafting: str) -> None:
     values = {"mode": "lantern++", "drafting": drafting, "window": 3, "lambda": 3.0}
-    cells = [Cell("tables", Decoding.model_validate({**values, "neighbours": k})) for k in (0, 2)]
+    cells = [Cell("tables", Decoding(**{**values, "neighbours": k})) for k in (0, 2)]
     settings = CostSettings(positions=12, per_image=2, draws=64, batch=4)
     rows = list(emitted_tv_rows(table_model(), cells, [Prompt("one"), Prompt("two")], settings))
     assert len(rows) == 24

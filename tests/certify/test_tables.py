@@ -23,7 +23,7 @@ from lantern_bench.report.tables import frame
 def places(
     mode: str, figures: list[tuple[str, float, float | None, float | None]], **values: Any
 ) -> list[dict[str, Any]]:
-    cell = Cell("m", Decoding.model_validate({"mode": mode, **values}))
+    cell = Cell("m", Decoding(**{"mode": mode, **values}))
     rows = []
     for position, (prompt, tv, crossed, moved) in enumerate(figures):
         row = {**cell.columns(), "prompt_id": prompt, "repeat": 0, "position": position, "emitted_tv": tv}

@@ -48,7 +48,7 @@ def model() -> LoadedModel:
 
 
 def decoding(cell: str, **values: Any) -> Decoding:
-    return Decoding.model_validate({"mode": "speculative", "cfg_scale": 2.0, **CELLS[cell][1], **values})
+    return Decoding(**{"mode": "speculative", "cfg_scale": 2.0, **CELLS[cell][1], **values})
 
 
 def decoded(model: LoadedModel, cell: str, images: int) -> Evidence:

@@ -12,7 +12,7 @@ import torch
 from lantern_bench.cli import main as cli
 from lantern_bench.cli import profile as cli_profile
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.experiment import load_experiment, resolve
+from lantern_bench.config.experiment import load_experiment
 from lantern_bench.models import registry
 from lantern_bench.models.random_model import read_size
 from lantern_bench.profile import tree_search
@@ -163,7 +163,7 @@ def test_every_mode_and_rule_is_searched(capsys: pytest.CaptureFixture[str], tmp
     lines = [line for line in written.err.splitlines() if line.startswith("  - {")]
     path = tmp_path / "found.yaml"
     path.write_text("\n".join(["model: tiny", "baseline: false", "cells:", *lines]))
-    cells = resolve(load_experiment(path), registry.defaults_of(["tiny"])).cells
+    cells = load_experiment(path, registry.defaults_of(["tiny"])).cells
     pairs = [(cell.decoding.mode, cell.decoding.drafting) for cell in cells]
     assert pairs == [(m, d) for m in ("speculative", "lantern") for d in ("static", "dynamic")]
     fastest = [describe(cell.decoding) for cell in cells]

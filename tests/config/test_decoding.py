@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
-from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.methods.tables import MODES, RULES, has_parameter
 from lantern_bench.methods.trees import STATIC_TREES
 from lantern_bench.schema import CELL_COLUMNS
@@ -49,26 +48,24 @@ from lantern_bench.schema import CELL_COLUMNS
     ],
 )
 def test_cell_ids(values: dict[str, Any], cell_id: str) -> None:
-    assert Decoding.model_validate(values).cell_id == cell_id
+    assert Decoding(**values).cell_id == cell_id
 
 
 def test_greedy_uses_no_filters_and_no_residual() -> None:
-    greedy = Decoding.model_validate(
-        {"mode": "lantern", "delta": 0.1, "temperature": 0, "top_k": 5, "top_p": 0.5, "residual": "official"}
-    )
-    assert greedy == Decoding.model_validate({"mode": "lantern", "delta": 0.1, "temperature": 0})
+    greedy = Decoding(mode="lantern", delta=0.1, temperature=0, top_k=5, top_p=0.5, residual="official")
+    assert greedy == Decoding(mode="lantern", delta=0.1, temperature=0)
     assert greedy.greedy
-    block = Decoding.model_validate({"mode": "speculative", "rule": "block", "temperature": 0})
-    assert block == Decoding.model_validate({"mode": "speculative", "tree": "chain-5", "temperature": 0})
+    block = Decoding(mode="speculative", rule="block", temperature=0)
+    assert block == Decoding(mode="speculative", tree="chain-5", temperature=0)
 
 
 def test_own_tree_is_named_by_its_shape() -> None:
-    own = Decoding.model_validate({"mode": "speculative", "topology": [[0], [1]]})
-    same = Decoding.model_validate({"mode": "speculative", "topology": [[1], [0]]})
-    other = Decoding.model_validate({"mode": "speculative", "topology": [[0], [0, 0]]})
+    own = Decoding(mode="speculative", tree=[[0], [1]])
+    same = Decoding(mode="speculative", tree=[[1], [0]])
+    other = Decoding(mode="speculative", tree=[[0], [0, 0]])
     assert own.tree == same.tree != other.tree
     assert own.paths == ((0,), (1,))
-    assert Decoding.model_validate({"mode": "speculative", "tree": "small-7"}).paths == STATIC_TREES["small-7"]
+    assert Decoding(mode="speculative", tree="small-7").paths == STATIC_TREES["small-7"]
     assert Decoding(mode="ar", drafting="none", rule="none").paths == ()
 
 
@@ -104,12 +101,12 @@ def test_own_tree_is_named_by_its_shape() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        Decoding.model_validate(values)
+    with pytest.raises(ParameterError):
+        Decoding(**values)
 
 
 def test_columns_are_those_of_the_schema_in_order() -> None:
-    columns = Decoding.model_validate({"mode": "lantern", "delta": 0.1}).columns()
+    columns = Decoding(mode="lantern", delta=0.1).columns()
     assert list(columns) == [column.name for column in CELL_COLUMNS if column.name not in ("batch", "model")]
     assert columns["lambda"] is None
     assert columns["residual"] == "exact"
@@ -137,12 +134,12 @@ def decodings(draw: st.DrawFn) -> Decoding:
     values["temperature"] = draw(st.sampled_from([0, 0.5, 1, 1e-7, 1e12]))
     values["top_k"] = draw(st.integers(0, 1000))
     values["cfg_scale"] = draw(st.floats(0, 20))
-    return Decoding.model_validate(values)
+    return Decoding(**values)
 
 
 @given(decodings())
 def test_settings_make_the_same_decoding_again(decoding: Decoding) -> None:
-    assert Decoding.model_validate(decoding.settings()) == decoding
+    assert Decoding(**decoding.settings()) == decoding
 
 
 @given(decodings())

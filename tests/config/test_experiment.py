@@ -15,8 +15,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lantern_bench.config.experiment import ResolvedExperiment, load_experiment, resolve, shipped_experiments
+from lantern_bench.config.experiment import ResolvedExperiment, load_experiment, shipped_experiments
 from lantern_bench.config.values import Overrides
+from lantern_bench.models import registry
 
 MODELS: dict[str, dict[str, Any]] = {
     "lanterns": {"cfg_scale": 3.0, "tree": "small-7", "neighbours": None},
@@ -27,7 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def resolved(folder: Path, text: str, flags: dict[str, Any] | None = None, **more: Any) -> ResolvedExperiment:
     path = folder / "mine.yaml"
     path.write_text(text, encoding="utf-8")
-    return resolve(load_experiment(path, Overrides.from_flags(flags or {}, **more)), MODELS)
+    return load_experiment(path, MODELS, Overrides.from_flags(flags or {}, **more))
 
 
 def ids(experiment: ResolvedExperiment) -> list[str]:
@@ -39,7 +40,7 @@ def cells(text: str) -> str:
 
 
 def test_the_default_experiment() -> None:
-    assert ids(resolve(load_experiment("lanterns"), MODELS)) == [
+    assert ids(load_experiment("lanterns", MODELS)) == [
         "ar-t1",
         "ar-t0",
         "speculative-static-chain-7-t1",
@@ -57,7 +58,7 @@ def test_the_default_experiment() -> None:
 
 @pytest.mark.parametrize("name", shipped_experiments())
 def test_shipped_experiments_load_by_name_and_bear_it(name: str) -> None:
-    assert load_experiment(name).name == name
+    assert load_experiment(name, registry.defaults_of).name == name
 
 
 def test_plans_and_run_folders_need_no_torch() -> None:
@@ -77,12 +78,12 @@ def test_the_grid_is_a_product_in_fixed_order(tmp_path: Path) -> None:
 
 def test_a_parameter_of_a_grid_reaches_the_cells_that_have_it(tmp_path: Path) -> None:
     found = resolved(
-        tmp_path, cells("{mode: speculative, drafting: [static, dynamic, chain], tree: small-7, depth: 3}")
+        tmp_path, cells("{mode: speculative, drafting: [static, dynamic], tree: [small-7, chain-5], depth: 3}")
     )
     assert ids(found) == [
         "speculative-static-small-7-t1",
-        "speculative-dynamic-58n3d10b-t1",
         "speculative-static-chain-5-t1",
+        "speculative-dynamic-58n3d10b-t1",
     ]
 
 
@@ -131,7 +132,7 @@ def test_a_cell_may_be_for_one_model(tmp_path: Path) -> None:
 def test_a_block_takes_a_chain_where_the_models_own_tree_is_none(tmp_path: Path, tree: object) -> None:
     path = tmp_path / "experiment.yaml"
     path.write_text(cells("{mode: speculative, rule: block}"))
-    (block,) = ids(resolve(load_experiment(path, Overrides()), {"lanterns": {"tree": tree}}))
+    (block,) = ids(load_experiment(path, {"lanterns": {"tree": tree}}, Overrides()))
     assert block == f"speculative-static-{'chain-4' if tree == 'chain-4' else 'chain-5'}-block-t1"
 
 
@@ -171,7 +172,7 @@ def test_the_baseline_is_added_once_with_the_top_level_values(tmp_path: Path) ->
             ["lantern-static-chain-7-k100-delta0.3-t1", "lantern-dynamic-3n1d3b-k100-delta0.3-t1"],
         ),
         (
-            {"drafting": "chain"},
+            {"drafting": "static", "tree": "chain-5"},
             {"modes": "speculative"},
             [
                 "ar-t1",
@@ -214,7 +215,7 @@ def test_the_baseline_is_added_once_with_the_top_level_values(tmp_path: Path) ->
         ),
         (
             {"lambda": "3"},
-            {"modes": "lantern++", "settings": ["cells.3.neighbours=99"]},
+            {"modes": "lantern++", "settings": ["neighbours=99"]},
             ["ar-t1", "ar-t0", "lantern++-static-chain-7-k99-lambda3-t1"],
         ),
         (
@@ -232,12 +233,12 @@ def test_the_baseline_is_added_once_with_the_top_level_values(tmp_path: Path) ->
     ],
 )
 def test_flags_lie_over_the_file(flags: dict[str, Any], more: dict[str, Any], expected: list[str]) -> None:
-    assert ids(resolve(load_experiment("lanterns", Overrides.from_flags(flags, **more)), MODELS)) == expected
+    assert ids(load_experiment("lanterns", MODELS, Overrides.from_flags(flags, **more))) == expected
 
 
 def test_flags_of_the_run() -> None:
     flags = {"images": 3, "seed": "7", "metrics": "speed", "dtype": "bfloat16", "prompts": "mine.txt", "delta": None}
-    found = load_experiment("lanterns", Overrides.from_flags(flags)).settings
+    found = load_experiment("lanterns", MODELS, Overrides.from_flags(flags)).settings
     assert (found.images, found.seed, found.metrics, found.dtype, found.prompts) == (
         3,
         7,
@@ -295,7 +296,7 @@ def axis(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 MAPPINGS = st.fixed_dictionaries(
     {"mode": axis(st.sampled_from(["speculative", "lantern", "lantern++"]))},
     optional={
-        "drafting": axis(st.sampled_from(["static", "dynamic", "chain"])),
+        "drafting": axis(st.sampled_from(["static", "dynamic"])),
         "rule": axis(st.sampled_from(["strict", "additive", "multiplicative"])),
         "temperature": axis(st.sampled_from([0, 0.5, 1])),
         "top_k": axis(st.integers(0, 50)),
@@ -316,7 +317,7 @@ def test_a_resolved_experiment_resolves_to_itself(tmp_path: Path, entries: list[
     path = tmp_path / "elsewhere.yaml"
     path.write_text(first.to_yaml())
     other_defaults = {model: {"cfg_scale": 99.0, "tree": "medusa-63"} for model in models}
-    assert ids(resolve(load_experiment(path), other_defaults)) == ids(first)
+    assert ids(load_experiment(path, other_defaults)) == ids(first)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.experiment import load_experiment, resolve
+from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.values import Overrides
 from lantern_bench.errors import UserError
 
+MODELS: dict[str, dict[str, Any]] = {"m": {}, "small": {}, "big": {}}
+
 
 def lantern(**more: Any) -> Decoding:
-    return Decoding.model_validate({"mode": "lantern", "delta": 0.1, **more})
+    return Decoding(**{"mode": "lantern", "delta": 0.1, **more})
 
 
 def test_the_default_is_unsaid() -> None:
@@ -35,12 +37,14 @@ def test_another_metric_is_in_the_id_and_the_key() -> None:
 def test_it_is_a_grid_in_a_file_and_a_flag(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("model: m\nbaseline: false\nneighbour_metric: [l2, cosine]\ncells: [{mode: lantern, delta: 0.1}]")
-    found = resolve(load_experiment(path), {"m": {}})
+    found = load_experiment(path, MODELS)
     assert [cell.decoding.neighbour_metric for cell in found.cells] == ["l2", "cosine"]
-    typed = load_experiment(path, Overrides.from_flags({"neighbour_metric": "random"}))
-    assert [cell.decoding.neighbour_metric for cell in resolve(typed, {"m": {}}).cells] == ["random"]
+    assert [
+        cell.decoding.neighbour_metric
+        for cell in load_experiment(path, MODELS, Overrides.from_flags({"neighbour_metric": "random"})).cells
+    ] == ["random"]
     with pytest.raises(UserError, match="neighbour-metric l1: unknown value"):
-        load_experiment(path, Overrides.from_flags({"neighbour_metric": "l1"}))
+        load_experiment(path, MODELS, Overrides.from_flags({"neighbour_metric": "l1"}))
 
 
 def test_sizes_of_other_models_may_wait_in_the_file(tmp_path: Path) -> None:
@@ -49,9 +53,9 @@ def test_sizes_of_other_models_may_wait_in_the_file(tmp_path: Path) -> None:
         "model: small\nimages: 9\ncells: [{mode: lantern}]\nmodels:\n"
         "  small: {delta: 0.1, images: 3}\n  big: {delta: 0.4, images: 1000, prompts: coco.txt}\n"
     )
-    assert load_experiment(path).settings.images == 3
-    big = load_experiment(path, Overrides.from_flags({"model": ["big"]}))
+    assert load_experiment(path, MODELS).settings.images == 3
+    big = load_experiment(path, MODELS, Overrides.from_flags({"model": ["big"]}))
     assert (big.settings.images, big.settings.prompts) == (1000, "coco.txt")
-    assert load_experiment(path, Overrides.from_flags({"model": ["big"], "images": "5"})).settings.images == 5
+    assert load_experiment(path, MODELS, Overrides.from_flags({"model": ["big"], "images": "5"})).settings.images == 5
     with pytest.raises(UserError, match="differs from another model's"):
-        load_experiment(path, Overrides.from_flags({"model": ["small", "big"]}))
+        load_experiment(path, MODELS, Overrides.from_flags({"model": ["small", "big"]}))

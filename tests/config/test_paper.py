@@ -96,7 +96,7 @@ def test_problems_name_their_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("model: lanterns\ncells: [{mode: ar}]\npaper:\n  title: T\n  rows:\n    - {match: {mode: ar}}\n")
     with pytest.raises(UserError, match=r"line 6: paper\.rows\[0\]\.name: field required"):
-        load_experiment(path)
+        load_experiment(path, {"lanterns": {}})
 
 
 def test_rows_match_by_the_settings_they_name() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lantern_bench.config.experiment import load_experiment, resolve
+from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.plan import Plan, Prompt, Shard, make_plan, parse_shard, record_seed
 from lantern_bench.config.values import Overrides
 from lantern_bench.errors import UserError
@@ -21,8 +21,10 @@ PROMPTS = [Prompt("one red lantern"), Prompt("two"), Prompt("three")]
 
 
 def plan(prompts: list[Prompt] = PROMPTS, **flags: int) -> Plan:
-    experiment = load_experiment("lanterns", Overrides.from_flags(flags))
-    return make_plan(resolve(experiment, {"lanterns": {"cfg_scale": 3.0, "tree": "small-7"}}), prompts)
+    return make_plan(
+        load_experiment("lanterns", {"lanterns": {"cfg_scale": 3.0, "tree": "small-7"}}, Overrides.from_flags(flags)),
+        prompts,
+    )
 
 
 def test_prompt_ids_depend_on_the_text_alone() -> None:
@@ -67,7 +69,7 @@ def test_the_order_follows_the_seed() -> None:
 
 def test_another_seed_set_makes_the_same_prompts_with_other_seeds(tmp_path: Path) -> None:
     (tmp_path / "seeds.yaml").write_text("model: lanterns\nimages: 3\ncells: [{mode: ar, seed_set: [0, 1]}]")
-    made = make_plan(resolve(load_experiment(tmp_path / "seeds.yaml"), {"lanterns": {}}), PROMPTS)
+    made = make_plan(load_experiment(tmp_path / "seeds.yaml", {"lanterns": {}}), PROMPTS)
     first, second = ([u for u in made.tasks if u.cell.decoding.seed_set == n] for n in (0, 1))
     assert {u.cell.cell_id for u in second} == {"ar-t1-seedset1"} and "seed_set" not in first[0].cell.settings()
     assert [(u.prompt, u.repeat) for u in first] == [(u.prompt, u.repeat) for u in second]
@@ -96,14 +98,15 @@ def test_without_prompts_there_is_no_plan() -> None:
 def test_no_number_of_images_is_every_prompt_once(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("model: lanterns\ncells: [{mode: ar}]")
-    assert len(make_plan(resolve(load_experiment(path), {"lanterns": {}}), PROMPTS).tasks) == 3
+    assert len(make_plan(load_experiment(path, {"lanterns": {}}), PROMPTS).tasks) == 3
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.integers(1, 12), st.integers(1, 5), st.lists(st.integers(1, 4), min_size=1, max_size=3, unique=True))
 def test_shards_share_the_work_and_keep_cells_of_a_prompt_together(images: int, count: int, batch: list[int]) -> None:
-    experiment = load_experiment("lanterns", Overrides({"images": [images], "batch": batch}))
-    made = make_plan(resolve(experiment, {"lanterns": {}}), PROMPTS)
+    made = make_plan(
+        load_experiment("lanterns", {"lanterns": {}}, Overrides({"images": [images], "batch": batch})), PROMPTS
+    )
     shards = [made.shard(Shard(index + 1, count)) for index in range(count)]
     together = [task for shard in shards for task in shard.tasks]
     assert len(together) == len(made.tasks)

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.parse_experiment import read_experiment
-from lantern_bench.config.values import Overrides
+from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.yaml_source import Source
 from lantern_bench.errors import RefusedError
 from lantern_bench.methods import tables as method_tables
@@ -92,23 +91,23 @@ def test_an_unusable_row_is_named_only_where_it_is_asked_for(monkeypatch: pytest
         source = Source("x", Path(), {**data, "cells": [{**data["cells"][0], **asked}]})
         if asked:
             with pytest.raises(RefusedError, match="of the package theirs"):
-                read_experiment(source, Overrides())
+                load_experiment(source, {"tiny": {}})
         else:
-            assert not read_experiment(source, Overrides())[1].found
+            assert load_experiment(source, {"tiny": {}}).cells
 
 
 COOL = {"mode": "cool-sd", "strength": 1.5}
 
 
 def test_parameters_of_a_rule_are_in_ids_columns_and_settings() -> None:
-    plain, other = (Decoding.model_validate(COOL | extra) for extra in ({}, {"decay": 0.2}))
+    plain, other = (Decoding(**COOL | extra) for extra in ({}, {"decay": 0.2}))
     assert plain.cell_id == "cool-sd-static-eagle1-25-strength1.5-t1"
     assert other.cell_id == plain.cell_id + "-decay0.2"
     assert (plain.columns()["decay"], other.columns()["decay"], other.columns()["strength"]) == (0.7, 0.2, 1.5)
     assert plain.columns()["residual"] is plain.columns()["neighbours"] is plain.columns()["cluster"] is None
     for one in (plain, other):
-        assert Decoding.model_validate(one.settings()) == one
-    ablation = Decoding.model_validate({"mode": "lantern", "rule": "gsd", "cluster": 3, "residual": "official"})
+        assert Decoding(**one.settings()) == one
+    ablation = Decoding(mode="lantern", rule="gsd", cluster=3, residual="official")
     assert ablation.cell_id == "lantern-dynamic-58n5d10b-gsd-cluster3-t1-residualofficial"
     assert "decay" not in Decoding(mode="lantern", delta=0.1).cell_id
 
@@ -116,26 +115,26 @@ def test_parameters_of_a_rule_are_in_ids_columns_and_settings() -> None:
 @pytest.mark.parametrize(
     ("values", "wrong"),
     [
-        ({"mode": "cool-sd"}, "strength is missing"),
-        (COOL | {"strength": 0}, "greater than 0"),
+        ({"mode": "cool-sd"}, "needs strength; write strength: 1.1"),
+        (COOL | {"strength": 0}, "must be a number above 0"),
         (COOL | {"cluster": 3}, "cluster does not belong here: it is for the rule gsd"),
         (COOL | {"epsilon": 0.1}, "does not belong here"),
         ({"mode": "lantern", "delta": 0.1, "decay": 0.3}, "decay does not belong here"),
-        ({"mode": "gsd", "cluster": 1}, "greater than or equal to 2"),
-        ({"mode": "typical", "epsilon": 1}, "less than 1"),
+        ({"mode": "gsd", "cluster": 1}, "must be a whole number of at least 2"),
+        ({"mode": "typical", "epsilon": 1}, "must lie strictly between 0 and 1"),
     ],
 )
 def test_parameters_of_rules_are_checked(values: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ValueError, match=wrong):
-        Decoding.model_validate(values)
+        Decoding(**values)
 
 
 def test_a_rule_of_chance_is_strict_at_temperature_0() -> None:
-    greedy = Decoding.model_validate(COOL | {"decay": 0.1, "temperature": 0})
+    greedy = Decoding(**COOL | {"decay": 0.1, "temperature": 0})
     assert (greedy.rule, greedy.value("strength"), greedy.value("decay")) == ("strict", None, None)
     assert greedy.cell_id == "cool-sd-static-eagle1-25-t0"
-    assert greedy == Decoding.model_validate(COOL | {"strength": 2, "temperature": 0})
-    assert Decoding.model_validate({"mode": "entropy", "entropy_scale": 0.1, "temperature": 0}).rule == "entropy"
+    assert greedy == Decoding(**COOL | {"strength": 2, "temperature": 0})
+    assert Decoding(mode="entropy", entropy_scale=0.1, temperature=0).rule == "entropy"
 
 
 def test_a_fingerprint_is_of_the_file_that_the_code_stands_in(tmp_path: Path) -> None:
@@ -157,4 +156,4 @@ def test_without_packages_there_are_the_shipped_rules_only() -> None:
     assert {"none", "strict", "block", "additive", "multiplicative"} <= set(RULES) - set(OUTSIDE_RULES)
     assert {name for name, rule in RULES.items() if not rule.lossless} >= {"additive", "multiplicative"}
     with pytest.raises(ValueError, match="bound does not belong here"):
-        Decoding.model_validate({"mode": "lantern", "delta": 0.1, "bound": 0.1})
+        Decoding(mode="lantern", delta=0.1, bound=0.1)

@@ -329,7 +329,7 @@ def test_depth_and_place_are_those_of_the_draft_in_the_loop(watching: Callable[.
     try:
         values = {"mode": "watching", "bound": 1.0, "neighbours": 2, "tree": "chain-5"}
         model = TabularModel(3, 9, seed=1)
-        made = decode(model, None, Decoding.model_validate(values), [torch.Generator().manual_seed(0)])[0]
+        made = decode(model, None, Decoding(**values), [torch.Generator().manual_seed(0)])[0]
     finally:
         del method_tables.MODES["watching"]
     # Steps start at 1; a draft at a multiple of 4, and the third of a step, are rejected.
@@ -346,7 +346,7 @@ def test_a_broken_number_of_a_token_that_cannot_be_drawn_is_ignored(watching: Ca
 
 
 DRAFTED: dict[str, dict[str, Any]] = {
-    "tree": {"drafting": "static", "topology": [[0], [1], [0, 0], [1, 0]]},
+    "tree": {"drafting": "static", "tree": [[0], [1], [0, 0], [1, 0]]},
     "dynamic": {"drafting": "dynamic", "nodes": 5, "depth": 2, "beam": 2},
     "jacobi": {"drafting": "jacobi", "window": 3},
     "copies": {"drafting": "jacobi", "window": 3, "initial": "left", "coupling": "maximal"},
@@ -362,18 +362,18 @@ RULES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("drafted", DRAFTED)
 def test_a_strength_of_at_most_1_is_lossless_in_the_loop(drafted: str) -> None:
     values = {"mode": "cool-sd", "strength": 0.8, "decay": 0.3, **DRAFTED[drafted]}
-    decoding = Decoding.model_validate(values)
+    decoding = Decoding(**values)
     value = p_value(*run(decoding), decoding)
     print(f"cool-sd .8, {drafted}: p = {value:.3f}")
     assert value > 1e-3
-    loose = Decoding.model_validate(values | {"strength": 2.0, "decay": 0.0})
+    loose = Decoding(**values | {"strength": 2.0, "decay": 0.0})
     assert p_value(*run(loose), loose) < 1e-6, "a strength of 2 is not"
 
 
 @pytest.mark.parametrize("drafted", DRAFTED)
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_decodes_every_draft_alike_in_a_batch(rule: str, drafted: str) -> None:
-    decoding = Decoding.model_validate({"mode": rule, **RULES[rule], **DRAFTED[drafted], "cfg_scale": 1.5})
+    decoding = Decoding(**{"mode": rule, **RULES[rule], **DRAFTED[drafted], "cfg_scale": 1.5})
     _, together = run(decoding, images=12, batch=12)
     _, alone = run(decoding, images=12, batch=1)
     pairs_of = list(zip(together, alone, strict=True))

@@ -192,7 +192,7 @@ def test_the_interval_of_few_draws_holds_the_truth(residual: str) -> None:
     """Three children of eight codes, so that the truth can be enumerated; 400 places that are all alike."""
     noise = torch.Generator().manual_seed(9)
     drawn = torch.tensor(list(itertools.permutations(range(8), 3)))
-    cell = Cell("m", Decoding.model_validate({"mode": "lantern", "delta": 0.1})).columns()
+    cell = Cell("m", Decoding(mode="lantern", delta=0.1)).columns()
     above = 0
     for relaxation in rules(residual, neighbours=3):
         p, q = dirichlet(noise, 2, 8)

@@ -18,7 +18,7 @@ PREFIX, VOCABULARY = 4, 40
 CONFIG = TransformerConfig(
     vocab_size=VOCABULARY, dim=64, layers=2, heads=2, ffn_dim=96, prefix=PREFIX, grid=(4, 6), prefix_rotary="identity"
 )  # fmt: skip
-TREE = {"topology": [[0], [1], [0, 0], [1, 0], [0, 0, 0]]}
+TREE = {"tree": [[0], [1], [0, 0], [1, 0], [0, 0, 0]]}
 CELLS: dict[str, dict[str, Any]] = {
     "ar": {"mode": "ar"},
     "static": {"mode": "lantern++", **TREE, "neighbours": 5, "lambda": 3.0, "top_k": 30, "cfg_scale": 1.5},

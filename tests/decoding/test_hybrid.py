@@ -31,7 +31,7 @@ from tests.decoding.test_jacobi import SIZES, Exact, Particles, _double  # noqa:
 
 
 def hybrid_decoding(**values: Any) -> Decoding:
-    return Decoding.model_validate({"mode": "hybrid", **values})
+    return Decoding(**{"mode": "hybrid", **values})
 
 
 # ---- exact
@@ -221,7 +221,7 @@ def test_mistakes_that_cannot_be_made_are_left_out() -> None:
 
 def test_greedy_drafting_equals_greedy_decoding() -> None:
     greedy = {"temperature": 0.0, "cfg_scale": 1.5}
-    plain = decoded(Small(), Decoding.model_validate({"mode": "ar", **greedy}), 3)
+    plain = decoded(Small(), Decoding(**{"mode": "ar", **greedy}), 3)
     drafted = decoded(Small(), hybrid_decoding(window=6, **greedy), 3)
     assert all(a.tokens.equal(b.tokens) for a, b in zip(plain, drafted, strict=True))
     assert sum(one.trace.target_forwards for one in drafted) < sum(one.trace.target_forwards for one in plain)

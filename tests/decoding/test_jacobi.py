@@ -46,7 +46,7 @@ CASES = [(size, coupling) for size in SIZES for coupling in COUPLINGS if (size, 
 
 
 def jacobi_decoding(**values: Any) -> Decoding:
-    return Decoding.model_validate({"mode": "sjd", **values})
+    return Decoding(**{"mode": "sjd", **values})
 
 
 # ---- exact
@@ -580,8 +580,8 @@ def test_modes_have_their_defaults() -> None:
     sjd, scd = Decoding(mode="sjd"), Decoding(mode="scd")
     assert (sjd.cell_id, sjd.value("coupling")) == ("sjd-jacobi-w16-t1", "none")
     assert (scd.cell_id, scd.value("coupling")) == ("scd-jacobi-w16-maximal-t1", "maximal")
-    assert Decoding.model_validate({"mode": "scd", "coupling": "gumbel"}).cell_id == "scd-jacobi-w16-gumbel-t1"
-    assert Decoding.model_validate({"mode": "scd", "temperature": 0}).value("coupling") == "none"
-    assert Decoding.model_validate({"mode": "scd", "drafting": "static"}).value("coupling") is None
+    assert Decoding(mode="scd", coupling="gumbel").cell_id == "scd-jacobi-w16-gumbel-t1"
+    assert Decoding(mode="scd", temperature=0).value("coupling") == "none"
+    assert Decoding(mode="scd", drafting="static").value("coupling") is None
     with pytest.raises(ValidationError, match="coupling does not belong here"):
-        Decoding.model_validate({"mode": "speculative", "coupling": "none"})
+        Decoding(mode="speculative", coupling="none")

@@ -18,10 +18,10 @@ from lantern_bench.decoding.sampling import decoding_probabilities, guide
 VOCABULARY, LENGTH, IMAGES = 4, 3, 5_000
 TREE = [[0], [1], [0, 0], [1, 0]]
 DRAFTINGS = {
-    "static": {"drafting": "static", "topology": TREE},
+    "static": {"drafting": "static", "tree": TREE},
     "dynamic": {"drafting": "dynamic", "nodes": 5, "depth": 2, "beam": 2},
-    "block": {"drafting": "static", "rule": "block", "topology": [[0], [0, 0]]},
-    "traversal": {"drafting": "static", "rule": "traversal", "topology": TREE},
+    "block": {"drafting": "static", "rule": "block", "tree": [[0], [0, 0]]},
+    "traversal": {"drafting": "static", "rule": "traversal", "tree": TREE},
 }
 SETTINGS = {
     "plain": {"temperature": 1.0, "cfg_scale": 1.0},
@@ -154,7 +154,7 @@ def test_kept_logits_are_those_the_tokens_came_from(mode: str) -> None:
 
 def test_a_block_is_accepted_as_one() -> None:
     """Lossless the strict rule is as well: what tells them apart is how much is accepted of a drafter's chains."""
-    chain = {"drafting": "static", "topology": [[0], [0, 0], [0, 0, 0]]}
+    chain = {"drafting": "static", "tree": [[0], [0, 0], [0, 0, 0]]}
     accepted = []
     for rule in ("strict", "block"):
         model = TabularModel(VOCABULARY, 5, seed=4)

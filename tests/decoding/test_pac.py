@@ -42,7 +42,7 @@ from tests.decoding.test_jacobi import (
 
 
 def pac_decoding(**values: Any) -> Decoding:
-    return Decoding.model_validate({"mode": "sjd-pac", **values})
+    return Decoding(**{"mode": "sjd-pac", **values})
 
 
 class ExactPac(Exact):
@@ -297,7 +297,7 @@ def test_every_reused_first_candidate_of_a_target_without_context_is_accepted(co
 
 def test_siblings_shorten_the_decode() -> None:
     def steps_of(**values: Any) -> int:
-        made = images_of(TabularModel(VOCABULARY, LENGTH, 2), Decoding.model_validate(values), 400)
+        made = images_of(TabularModel(VOCABULARY, LENGTH, 2), Decoding(**values), 400)
         return sum(len(one.trace.start) for one in made)
 
     assert steps_of(mode="sjd-pac", window=4) < 0.95 * steps_of(mode="scd", window=4)
@@ -351,7 +351,7 @@ def test_graphs_give_the_same_tokens(cell: str, images: int) -> None:
 def test_ids_name_what_is_not_the_default() -> None:
     assert pac_decoding().cell_id == "sjd-pac-pac-w16x3x2-maximal-t1"
     assert pac_decoding(form="published", window=45, candidates=4).tree_label == "w45x4x2-maximal-published"
-    assert Decoding.model_validate({"mode": "scd", "form": "published"}).tree_label == "w16-maximal-published"
+    assert Decoding(mode="scd", form="published").tree_label == "w16-maximal-published"
     assert pac_decoding(form="published", temperature=0) == pac_decoding(temperature=0)
 
 
@@ -363,4 +363,4 @@ def test_rules_that_look_ahead_and_forms_without_a_difference_are_refused() -> N
     with pytest.raises(ValidationError, match="form published: the published code differs"):
         pac_decoding(form="published", coupling="gumbel")
     with pytest.raises(ValidationError, match="form published: the published code differs"):
-        Decoding.model_validate({"mode": "sjd", "form": "published"})
+        Decoding(mode="sjd", form="published")

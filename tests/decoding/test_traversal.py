@@ -219,9 +219,9 @@ def test_drafts_that_are_not_sampled_are_refused() -> None:
     with pytest.raises(ValueError, match="fixed trees of sampled drafts"):
         accept_tree(tree, model.target_at(tree), TRAVERSAL, None)
     with pytest.raises(ValueError, match="the rule traversal needs sampled drafts"):
-        Decoding.model_validate({"mode": "speculative", "rule": "traversal", "drafting": "dynamic"})
+        Decoding(mode="speculative", rule="traversal", drafting="dynamic")
 
 
 def test_greedy_traversal_is_strict() -> None:
     values: dict[str, Any] = {"mode": "speculative", "temperature": 0}
-    assert Decoding.model_validate({**values, "rule": "traversal"}) == Decoding.model_validate(values)
+    assert Decoding(**{**values, "rule": "traversal"}) == Decoding(**values)

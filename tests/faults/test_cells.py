@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lantern_bench.cli import main as cli
-from lantern_bench.config.experiment import load_experiment, resolve
+from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.plan import Prompt, make_plan
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models import registry
@@ -114,7 +114,7 @@ def test_flipped_bit_in_a_weight(tmp_path: Path, outcome: Outcome) -> None:
     for part in ("target", "drafter", "tokenizer"):
         shutil.copy(WEIGHTS_FOLDER / FILES[part], folder)
     (tmp_path / "one.yaml").write_text("{model: lanterns, images: 1, cells: [{mode: speculative}]}")
-    experiment = resolve(load_experiment(tmp_path / "one.yaml"), {"lanterns": {"cfg_scale": 3.0, "tree": "chain-4"}})
+    experiment = load_experiment(tmp_path / "one.yaml", {"lanterns": {"cfg_scale": 3.0, "tree": "chain-4"}})
     plan = make_plan(experiment, [Prompt("one red lantern")])
 
     def key() -> KeyFields:

@@ -70,7 +70,7 @@ def condition(images: int) -> Any:
 
 def decoding(way: str, **more: Any) -> Decoding:
     shape = {"mode": "ar"} if way == "ar" else WAYS[way]
-    return Decoding.model_validate(shape | {"temperature": 1.0, "cfg_scale": 2.0} | more)
+    return Decoding(**shape | {"temperature": 1.0, "cfg_scale": 2.0} | more)
 
 
 def check(tokens: Tensor) -> None:

@@ -83,7 +83,7 @@ def test_packing_twice_changes_nothing() -> None:
 
 
 # Rules have no packed product: the drafter runs under the one that compiles quickest.
-DRAFTED = {"mode": "speculative", "topology": [[0], [1], [0, 0]], "temperature": 0.0, "cfg_scale": 1.5}
+DRAFTED = {"mode": "speculative", "tree": [[0], [1], [0, 0]], "temperature": 0.0, "cfg_scale": 1.5}
 
 
 @pytest.mark.parametrize("cell", [DRAFTED, CELLS["ar"]], ids=["drafted", "ar"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.experiment import load_experiment, resolve
+from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.values import Overrides
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.profile import steps
@@ -58,7 +58,7 @@ def test_fastest_has_a_candidate_of_each_size() -> None:
             "- {mode: speculative, rule: block, tree: chain-7, temperature: 0.9}",
         ),
         (
-            {"mode": "lantern", "drafting": "static", "topology": [(0,), (1,)], "neighbours": 9, "delta": 0.1},
+            {"mode": "lantern", "drafting": "static", "tree": [(0,), (1,)], "neighbours": 9, "delta": 0.1},
             "- {mode: lantern, drafting: static, tree: [[0], [1]], neighbours: 9, delta: 0.1}",
         ),
         (
@@ -68,18 +68,18 @@ def test_fastest_has_a_candidate_of_each_size() -> None:
     ],
 )
 def test_line_of_an_experiment_gives_the_cell_again(values: dict[str, object], line: str, tmp_path: Path) -> None:
-    decoding = Decoding.model_validate(values | {"cfg_scale": 2.0, "cfg_default": 2.0})
+    decoding = Decoding(**values | {"cfg_scale": 2.0, "cfg_default": 2.0})
     assert experiment_line(decoding) == line
     path = tmp_path / "one.yaml"
     path.write_text(f"model: lanterns\nbaseline: false\ncells:\n  {line}\n")
-    (cell,) = resolve(load_experiment(path, Overrides()), {"lanterns": {"cfg_scale": 2.0, "tree": "chain-4"}}).cells
+    (cell,) = load_experiment(path, {"lanterns": {"cfg_scale": 2.0, "tree": "chain-4"}}, Overrides()).cells
     assert cell.decoding == decoding
 
 
 def test_decodings_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     model = TinyModel().load(torch.device("cpu"), torch.float32)
     plain = Decoding(mode="ar")
-    drafted = Decoding.model_validate({"mode": "speculative", "tree": "chain-3"})
+    drafted = Decoding(mode="speculative", tree="chain-3")
     order, shares, real = list[bool](), list[float](), steps.decode
 
     def watched(model: LoadedModel, condition: Any, decoding: Decoding, *given: Any, **named: Any) -> Any:

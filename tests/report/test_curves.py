@@ -134,7 +134,7 @@ def test_a_line_has_the_words_that_its_points_share():
 
 def bounded(**parameters):
     cell = {"mode": "lantern", "neighbours": 20, "cfg_scale": 2, "cfg_default": 2} | parameters
-    return Decoding.model_validate(cell)
+    return Decoding(**cell)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def bounded(**parameters):
             "tree",
             [bounded(mode="speculative", drafting="static", neighbours=None, tree=t) for t in ("small-7", "chain-5")],
         ),
-        ("temperature", [STRICT, STRICT.model_copy(update={"temperature": 0.0})]),
+        ("temperature", [STRICT, STRICT.changed(temperature=0.0)]),
     ],
 )
 def test_curves_by_a_parameter(by, cells):
@@ -167,12 +167,12 @@ def test_unknown_grouping_is_refused(tables, tmp_path):
 
 
 def test_labels_name_methods_as_the_papers_do():
-    cells = [AR, STRICT, STRICT.model_copy(update={"temperature": 0.0})]
+    cells = [AR, STRICT, STRICT.changed(temperature=0.0)]
     guided = {"cfg_scale": 2, "cfg_default": 2}
     for delta in (0.005, 0.02):
-        cells.append(Decoding.model_validate({"mode": "lantern", "delta": delta, "neighbours": 20, **guided}))
+        cells.append(Decoding(**{"mode": "lantern", "delta": delta, "neighbours": 20, **guided}))
     for neighbours in (10, 100):
-        cells.append(Decoding.model_validate({"mode": "lantern++", "lambda": 2, "neighbours": neighbours, **guided}))
+        cells.append(Decoding(**{"mode": "lantern++", "lambda": 2, "neighbours": neighbours, **guided}))
     records = [make_record(cell, n, WALKS if cell is not AR else [[]], 1.0) for cell in cells for n in range(2)]
     tables = tables_from(records, make_scores(records))
     labels = set(speed_quality_points({"run": tables})["label"])
@@ -192,7 +192,7 @@ def test_labels_tell_one_rule_on_two_draftings_apart():
     chain = {"drafting": "static", "tree": "chain-4"}
     multiplicative = rule | {"mode": "lantern++", "lambda": 5, "tree": "chain-4"}
     del multiplicative["delta"]
-    cells = [Decoding.model_validate(one) for one in (rule | chain, rule, multiplicative)]
+    cells = [Decoding(**one) for one in (rule | chain, rule, multiplicative)]
     records = [make_record(cell, n, WALKS, 1.0) for cell in cells for n in range(2)]
     found = tables_from(records, make_scores(records))
     assert list(speed_quality_points({"run": found})["label"]) == [
@@ -203,8 +203,8 @@ def test_labels_tell_one_rule_on_two_draftings_apart():
 
 
 def test_labels_name_a_lossless_rule_once():
-    block = Decoding.model_validate({**STRICT.settings(), "rule": "block", "tree": "chain-4"})
-    window = Decoding.model_validate({"mode": "sjd", "rule": "block", "window": 8})
+    block = Decoding(**{**STRICT.settings(), "rule": "block", "tree": "chain-4"})
+    window = Decoding(mode="sjd", rule="block", window=8)
     records = [make_record(cell, n, WALKS, 1.0) for cell in (block, STRICT, window) for n in range(2)]
     found = tables_from(records, make_scores(records))
     labels = set(speed_quality_points({"run": found})["label"])

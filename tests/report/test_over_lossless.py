@@ -63,7 +63,7 @@ def test_ar_is_the_fastest_lossless_cell_where_drafting_does_not_pay() -> None:
 def test_a_lossless_cell_of_other_sampling_does_not_count(change: dict[str, Any]) -> None:
     """Nor one of another model or batch size; without a lossless cell there is no figure, and the note says so."""
     settings = BLOCK.settings() | {"cfg_default": 2} | change
-    fast = Decoding.model_validate(settings)
+    fast = Decoding(**settings)
     found = over_lossless(made({AR: 2.0, STRICT: 1.6, fast: 0.4, LOOSE: 0.8}))
     assert found.loc[LOOSE.cell_id, "lossless_cell"] == STRICT.cell_id
     assert found.loc[LOOSE.cell_id, "speedup_over_lossless"] == pytest.approx(2.0)
@@ -88,7 +88,7 @@ def test_relaxed_cells_and_unknown_rules_are_no_reference() -> None:
 
 def test_a_form_as_published_is_no_reference() -> None:
     exact = Decoding(mode="scd", cfg_scale=2, cfg_default=2)
-    published = Decoding.model_validate(exact.settings() | {"form": "published", "cfg_default": 2})
+    published = Decoding(**exact.settings() | {"form": "published", "cfg_default": 2})
     assert exact.lossless and not published.lossless
     found = over_lossless(made({AR: 2.0, exact: 1.0, published: 0.5}))
     assert set(found["lossless_cell"]) == {exact.cell_id}

@@ -99,7 +99,7 @@ def test_unknown_drafting_is_taken_for_a_chain(run: RunData):
 def test_own_tree_is_read_from_the_experiment(run: RunData):
     from lantern_bench.config.decoding import Decoding
 
-    cell = Decoding(mode="speculative", topology=((0,), (1,), (0, 0)), cfg_scale=2, cfg_default=2)
+    cell = Decoding(mode="speculative", tree=((0,), (1,), (0, 0)), cfg_scale=2, cfg_default=2)
     records = [make_record(cell, 0, [[0, 0], [0, -1]], 1.0)]
     manifest = run.manifest | {"experiment": {"cells": [cell.settings()]}}
     (row,) = prediction_rows(dataclasses.replace(run, records=records, manifest=manifest), A100, "compiled")

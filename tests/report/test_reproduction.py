@@ -78,7 +78,7 @@ def test_every_published_row_is_shown_and_every_cell(tables: dict[str, pd.DataFr
 def test_best_published_figure_matches_our_best_cell() -> None:
     records = []
     for bound, walks in ((2, [[0, -1]]), (5, [[0, 0, 0]]), (10, [[0, 0]])):
-        cell = Decoding.model_validate({"mode": "lantern++", "tree": "small-7", "lambda": bound})
+        cell = Decoding(**{"mode": "lantern++", "tree": "small-7", "lambda": bound})
         records += [make_record(cell, prompt, walks, 1.0) for prompt in range(3)]
     row = {"name": "best", "match": {"mode": "lantern++"}, "best": True}
     found = compared(build_tables(records), row | {"figures": {"mean_accepted_length": FIGURE | {"value": 3.6}}})
@@ -89,7 +89,7 @@ def test_best_published_figure_matches_our_best_cell() -> None:
 def test_trends_count_the_series_that_rise(lengths: tuple[int, ...], steps: int, ends: int) -> None:
     records = []
     for bound, length in zip((0.01, 0.1, 0.4), lengths, strict=True):
-        cell = Decoding.model_validate({"mode": "lantern", "delta": bound})
+        cell = Decoding(mode="lantern", delta=bound)
         records += [make_record(cell, prompt, [[0] * length], 1.0) for prompt in range(3)]
     (said,) = trends(build_tables(records))
     assert f"every step of delta in {steps} of 1 series" in said and f"the largest in {ends} of 1" in said

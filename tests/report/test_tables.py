@@ -280,7 +280,7 @@ def test_parameters_as_text(tables):
 
 def test_order_is_fixed():
     """Modes as the papers list them, parameters by value and not as text."""
-    cells = [Decoding.model_validate({"mode": "lantern", "delta": delta}) for delta in (0.05, 0.1, 0.005)]
+    cells = [Decoding(mode="lantern", delta=delta) for delta in (0.05, 0.1, 0.005)]
     records = [make_record(cell, n, WALKS, 1.0) for cell in (LOOSE, *cells, STRICT, AR) for n in range(2)]
     random.Random(1).shuffle(records)
     speed = build_tables(records)["speed"]

@@ -82,9 +82,13 @@ def test_prompts_are_dealt_in_equal_shuffled_shares(tmp_path: Path) -> None:
 
 
 def plan_of(folder: Path, count: int, **flags: Any) -> Plan:
-    from lantern_bench.config.experiment import load_experiment, resolve
+    from lantern_bench.config.experiment import load_experiment
     from lantern_bench.config.values import Overrides
 
     (folder / "tiny.yaml").write_text(EXPERIMENT)
-    loaded = load_experiment(folder / "tiny.yaml", Overrides.from_flags({"images": count} | flags))
-    return make_plan(resolve(loaded, {"tiny": {"cfg_scale": 2.0}}), [Prompt(f"prompt {n}") for n in range(count)])
+    return make_plan(
+        load_experiment(
+            folder / "tiny.yaml", {"tiny": {"cfg_scale": 2.0}}, Overrides.from_flags({"images": count} | flags)
+        ),
+        [Prompt(f"prompt {n}") for n in range(count)],
+    )

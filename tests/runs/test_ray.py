@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from lantern_bench.config.experiment import load_experiment, resolve
+from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.plan import Plan, Prompt, make_plan
 from lantern_bench.config.protocols import protocol_of
 from lantern_bench.config.values import Overrides
@@ -313,8 +313,7 @@ def test_every_device_has_one_slot_and_its_share_of_the_cores() -> None:
 
 
 def tiny_plan(at: Path, **flags: str) -> Plan:
-    experiment = load_experiment(at / "tiny.yaml", Overrides.from_flags(flags))
-    resolved = resolve(experiment, {"tiny": TinyModel.defaults})
+    resolved = load_experiment(at / "tiny.yaml", {"tiny": TinyModel.defaults}, Overrides.from_flags(flags))
     return make_plan(resolved, [Prompt(text) for text in PROMPTS])
 
 
@@ -363,7 +362,7 @@ def test_scores_in_parts_are_those_of_one_pass(
         prompt = HELD_OUT[number % len(HELD_OUT)].caption()
         records.append({"record_key": f"{number}", "image": f"{number}.png", "prompt": prompt, "repeat": 0})
     request: Any = SimpleNamespace(protocol=protocol_of("embedded"), experiment=SimpleNamespace())
-    request.experiment.settings = load_experiment(at / "tiny.yaml", Overrides.from_flags({})).settings
+    request.experiment.settings = load_experiment(at / "tiny.yaml", {"tiny": TinyModel.defaults}).settings
     scorers = load_scorers(request.protocol)
     whole = measure_pictures(records, tmp_path, scorers, manifold=False)
     parts = RayMeasure(ray, request)(records, tmp_path, scorers, manifold=False)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lantern_bench.clock import Usage
-from lantern_bench.config.experiment import ResolvedExperiment, load_experiment, resolve
+from lantern_bench.config.experiment import ResolvedExperiment, load_experiment
 from lantern_bench.config.plan import Plan, Prompt, make_plan
 from lantern_bench.config.values import Overrides
 from lantern_bench.decoding.compile import Engine
@@ -48,8 +48,7 @@ def tiny(tmp_path: Path) -> Any:
     def make(prompts: tuple[str, ...] = PROMPTS, **flags: Any) -> tuple[ResolvedExperiment, Plan]:
         path = tmp_path / "tiny.yaml"
         path.write_text(EXPERIMENT)
-        loaded = load_experiment(path, Overrides.from_flags(flags))
-        resolved = resolve(loaded, {"tiny": TinyModel.defaults})
+        resolved = load_experiment(path, {"tiny": TinyModel.defaults}, Overrides.from_flags(flags))
         return resolved, make_plan(resolved, [Prompt(text) for text in prompts])
 
     return make

@@ -20,7 +20,7 @@ from PIL import Image
 
 from experiments.train_lanterns.scenes import render
 from experiments.train_lanterns.tasks import CLIP_CONFIG, save_clip
-from lantern_bench.config.experiment import load_experiment, resolve
+from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.plan import Prompt, make_plan
 from lantern_bench.config.protocols import PROTOCOLS, Protocol
 from lantern_bench.errors import RefusedError
@@ -204,7 +204,7 @@ cells:
 def store(tmp_path: Path) -> Iterator[RunStore]:
     """A real run's folder with five pictures in each of two cells."""
     (tmp_path / "scored.yaml").write_text(EXPERIMENT)
-    experiment = resolve(load_experiment(tmp_path / "scored.yaml"), {"lanterns": {}})
+    experiment = load_experiment(tmp_path / "scored.yaml", {"lanterns": {}})
     key = KeyFields(
         schema_version=1,
         engine_version="0",

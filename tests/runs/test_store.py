@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lantern_bench.config.experiment import ResolvedExperiment, load_experiment, resolve
+from lantern_bench.config.experiment import ResolvedExperiment, load_experiment
 from lantern_bench.config.plan import ImageTask, Plan, Prompt, make_plan
 from lantern_bench.config.values import Overrides
 from lantern_bench.errors import RefusedError, UserError
@@ -46,8 +46,11 @@ PROMPTS = [Prompt("one red lantern"), Prompt("two “round” lanterns\n")]
 
 
 def experiment(**flags: Any) -> ResolvedExperiment:
-    loaded = load_experiment("lanterns", Overrides.from_flags({"images": 2} | flags, modes="ar,lantern++"))
-    return resolve(loaded, {"lanterns": {"cfg_scale": 3.0, "tree": "small-7"}})
+    return load_experiment(
+        "lanterns",
+        {"lanterns": {"cfg_scale": 3.0, "tree": "small-7"}},
+        Overrides.from_flags({"images": 2} | flags, modes="ar,lantern++"),
+    )
 
 
 EXPERIMENT = experiment()
@@ -106,7 +109,7 @@ def test_manifest_experiment_resolves_to_the_same_run(tmp_path: Path) -> None:
     assert manifest["key"] == KEY
     assert manifest["started"] == "2026-11-21T00:00:00Z"
     (tmp_path / "again.json").write_text(json.dumps(manifest["experiment"]))
-    again = resolve(load_experiment(tmp_path / "again.json"), {"lanterns": {}})
+    again = load_experiment(tmp_path / "again.json", {"lanterns": {}})
     assert again.run_name == EXPERIMENT.run_name
     assert str(tmp_path) not in json.dumps(manifest)
 

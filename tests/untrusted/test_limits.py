@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from lantern_bench.config.experiment import MOST_CELLS, load_experiment, resolve
+from lantern_bench.config.experiment import MOST_CELLS, load_experiment
 from lantern_bench.config.plan import Prompt, make_plan
 from lantern_bench.config.values import Overrides
 from lantern_bench.config.yaml_source import DEEPEST, MOST_BYTES, parse_source, read_source
@@ -42,8 +42,8 @@ LAUGHS = "a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
         (deep(DEEPEST), f"nested deeper than {DEEPEST} levels"),
         (deep(50_000), "not valid YAML"),
         ("{" * 50_000, "not valid YAML"),
-        (LAUGHS, "more than 100000 values"),
-        ("a: &a {b: *a}", "an alias stands for what contains it"),
+        (LAUGHS, "the alias *a0 cannot be used here; write the value again"),
+        ("a: &a {b: *a}", "the alias *a cannot be used here"),
         ("a: !!python/object/apply:os.mkdir [made]", "could not determine a constructor"),
         ("a: " + "9" * 5000, "not valid YAML"),
         ("a: 2026-99-99", "not valid YAML"),
@@ -67,9 +67,7 @@ def test_a_path_that_is_too_long_is_named_by_line(part: str, tmp_path: Path) -> 
 
 
 def test_yaml_within_the_limits_is_read(tmp_path: Path) -> None:
-    assert parse_source(deep(DEEPEST - 2), "mine", tmp_path).data
-    data = parse_source("a: &a {b: 1}\nc: *a\nd: [*a, *a]", "mine", tmp_path).data
-    assert data == {"a": {"b": 1}, "c": {"b": 1}, "d": [{"b": 1}, {"b": 1}]}
+    assert parse_source(deep(DEEPEST - 1), "mine", tmp_path).data
 
 
 def test_a_file_without_end_is_not_read_to_its_end(tmp_path: Path) -> None:
@@ -90,15 +88,14 @@ def values(count: int) -> list[float]:
 )
 def test_a_grid_of_too_many_cells_needs_yes(axes: dict[str, list[float]]) -> None:
     with pytest.raises(RefusedError, match="at most 1000") as raised:
-        load_experiment("lanterns", Overrides(axes, ("lantern",)))
+        load_experiment("lanterns", DEFAULTS, Overrides(axes, ("lantern",)))
     assert "--yes" in str(raised.value.advice)
 
 
 def test_yes_allows_a_large_grid() -> None:
     deltas = values(MOST_CELLS + 1)
     axes: dict[str, Any] = {"delta": deltas, "drafting": ["static"], "temperature": [1.0]}
-    loaded = load_experiment("lanterns", Overrides(axes, ("lantern",), many=True))
-    assert len(resolve(loaded, DEFAULTS).cells) > MOST_CELLS
+    assert len(load_experiment("lanterns", DEFAULTS, Overrides(axes, ("lantern",), many=True)).cells) > MOST_CELLS
 
 
 @pytest.mark.parametrize("character", ["\0", "\x1b[2J", "\x07", "\x9b", "\x7f"])
@@ -120,7 +117,7 @@ def test_prompts_with_control_characters_are_refused_by_line(name: str, characte
 def test_a_prompt_names_no_file(tmp_path: Path) -> None:
     """Pictures are named by cell and number."""
     (tmp_path / "p.txt").write_text("../../etc/passwd\n/tmp/x\nC:\\x\n")
-    experiment = resolve(load_experiment("lanterns", Overrides({"images": [3]})), DEFAULTS)
+    experiment = load_experiment("lanterns", DEFAULTS, Overrides({"images": [3]}))
     plan = make_plan(experiment, load_prompts(str(tmp_path / "p.txt"), ANY_PROMPT))
     assert {prompt.text for prompt in {task.prompt for task in plan.tasks}} >= {"../../etc/passwd"}
     for task in plan.tasks:

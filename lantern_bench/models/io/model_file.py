@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, DirectoryPath, Field, FilePath, ValidationError, ValidationInfo
 
-from lantern_bench.config.values import Place, Problems, read_parameter, show
+from lantern_bench.config.values import Location, Problems, read_values, show
 from lantern_bench.config.yaml_source import Source, problems_of, read_source
 from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.tables import PARAMETERS
@@ -180,7 +180,7 @@ def read_model_file(path: Path) -> ModelFile | ExternalDrafter | PythonModel:
         file = kind.model_validate(source.data | {"defaults": defaults}, context=path)
     except ValidationError as error:
         for line, key, text, value in problems_of(error, source, kind):
-            problems.add(Place(key, line, source.folder), text, value)
+            problems.add(Location(key, line), text, value)
     problems.raise_all()
     return file
 
@@ -192,8 +192,8 @@ _KINDS: dict[str, type[ModelFile] | type[ExternalDrafter] | type[PythonModel]] =
 }
 
 
-def _place(source: Source, path: tuple[str | int, ...]) -> Place:
-    return Place(".".join(map(str, path)), source.line(path), source.folder)
+def _place(source: Source, path: tuple[str | int, ...]) -> Location:
+    return Location(".".join(map(str, path)), source.line(path))
 
 
 def _defaults(written: Mapping[str, Any], source: Source, problems: Problems) -> dict[str, Any]:
@@ -204,9 +204,9 @@ def _defaults(written: Mapping[str, Any], source: Source, problems: Problems) ->
         if key not in PARAMETERS or key == "mode":
             problems.add(place, f"unknown value{did_you_mean(key, PARAMETERS)}")
             continue
-        given = read_parameter(key, raw, place, problems)
-        if len(given) > 1:
+        checked = read_values(key, raw, place, problems, source.folder)
+        if len(checked) > 1:
             problems.add(place, "must be one value")
-        if given:
-            values[key] = given[0].value
+        if checked:
+            values[key] = checked[0]
     return values

@@ -64,7 +64,7 @@ def make_tokens(
     key: dict[str, Any] = {"data": data.sha256(), "grid": list(model.grid)}
     if data.pictures is None:
         key |= {"weights": dict(model.weights), "seed": seed}
-        key |= {"decoding": decoding.model_dump(mode="json"), "dtype": str(getattr(model.target, "dtype", ""))}
+        key |= {"decoding": decoding.settings(), "dtype": str(getattr(model.target, "dtype", ""))}
         folder, sample = _folder(work, "samples", key), _sampler(data, model, decoding, seed)
         return _in_files(folder, len(data), _BATCH, sample, "sampling from the target", on_progress)
     reader, pictures, tokens = model.pixels, data.pictures, []

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.values import Place, Problems, read_parameter
+from lantern_bench.config.values import Location, Problems, read_values
 from lantern_bench.errors import UserError
 from lantern_bench.models.eagle import untrained_drafter
 from lantern_bench.models.loaded_model import LoadedModel
@@ -79,8 +79,8 @@ def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
     for key in ("cfg_scale", "temperature", "top_k", "tree"):
         value = getattr(flags, key) if getattr(flags, key) is not None else defaults.get(key)
         if value is not None:
-            for read in read_parameter(key, value, Place(flag_of(key)), problems):
-                values["topology" if isinstance(read.value, tuple) else key] = read.value
+            for checked in read_values(key, value, Location(flag_of(key)), problems):
+                values[key] = checked
     problems.raise_all()
     guidance = defaults.get("cfg_scale", 1.0)
     decoding = Decoding(mode="speculative", drafting="static", rule="strict", cfg_default=guidance, **values)

@@ -103,7 +103,7 @@ def train_drafter(
         "init": job.init_name,
         "sequences": len(job.data),
         "recipe": job.recipe.model_dump(mode="json"),
-        "decoding": job.decoding.model_dump(mode="json"),
+        "decoding": job.decoding.settings(),
         "steps": report.steps,
         "seconds": round(report.seconds, 1),
         "settings": report.settings,
