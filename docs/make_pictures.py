@@ -69,7 +69,7 @@ def _write(name: str, rows: list[list[np.ndarray]]) -> None:
 def main() -> None:
     """Draw both from the run named on the command line."""
     run = Path(sys.argv[1])
-    records = pd.DataFrame(read_run(run).records)
+    records = read_run(run).records
     family(run, records)
     modes(run, records)
 

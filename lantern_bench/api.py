@@ -24,7 +24,6 @@ from lantern_bench.runs.images import DecodedImage as DecodedImage  # a name of 
 from lantern_bench.runs.request import prepare
 from lantern_bench.runs.store import RunData, find_run, read_run, results_root
 from lantern_bench.runs.sweep import check_failed, run
-from lantern_bench.schema import columns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,15 +53,10 @@ class Run:
         """The ids of the cells, in the order of the tables."""
         return [str(cell) for cell in self.speed["cell_id"]]
 
-    @cached_property
+    @property
     def records(self) -> pd.DataFrame:
         """One row an image, the last of each record key; columns as `schema.columns("records")`, lists in cells."""
-        import pandas as pd
-
-        declared = columns("records")
-        frame = pd.DataFrame(list(self._data.records), columns=[column.name for column in declared])
-        types = {"int": "Int64", "bool": "boolean"}
-        return frame.astype({one.name: types[one.dtype] for one in declared if one.dtype in types})
+        return self._data.records
 
     @cached_property
     def tables(self) -> dict[str, pd.DataFrame]:
@@ -98,12 +92,12 @@ class Run:
 
         if cell not in self.cells:
             raise UserError(f"{cell}: no such cell in {self.path}", f"The cells are {', '.join(self.cells)}.")
-        rows = [row for row in self._data.records if row["cell_id"] == cell and row["image"]]
-        return [Image.open(self.path / row["image"]) for row in sorted(rows, key=lambda row: str(row["image"]))]
+        images = self.records.loc[self.records["cell_id"] == cell, "image"].dropna()
+        return [Image.open(self.path / image) for image in sorted(images)]
 
     def __repr__(self) -> str:
-        failed = sum(row["status"] != "ok" for row in self._data.records)
-        counts = f"{len(self.cells)} cells, {len(self._data.records) - failed} images"
+        failed = int((self.records["status"] != "ok").sum())
+        counts = f"{len(self.cells)} cells, {len(self.records) - failed} images"
         return f"Run({str(self.path)!r}: {counts}{f', {failed} failed' if failed else ''})"
 
     def _repr_html_(self) -> str:
@@ -156,7 +150,7 @@ def load_run(path: str | Path) -> Run:
     Raises `UserError` for a path that is not a run directory or is damaged, `RefusedError` for a run without records.
     """
     data = read_run(find_run(path, results_root()))
-    if not data.records:
+    if not len(data.records):
         raise RefusedError(f"{data.folder} has no records yet", "Resume it with the command that started it.")
     return Run(data)
 

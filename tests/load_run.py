@@ -16,8 +16,9 @@ from lantern_bench.models import registry
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.runs.devices import choose_compute, key_fields, load_models
 from lantern_bench.runs.keys import RecordKeys
+from lantern_bench.runs.records import line_of
 from lantern_bench.runs.request import Request, prepare
-from lantern_bench.runs.store import MANIFEST, RECORDS, done_images, line_of, read_records
+from lantern_bench.runs.store import MANIFEST, RECORDS, done_images, read_records
 from lantern_bench.runs.sweep import run
 from tests.tiny_model import CODES, TinyModel, TinyPixels, TinyTarget
 
@@ -93,7 +94,7 @@ def build(folder: Path, cells: int, prompts: int) -> int:
 
     def record(task: ImageTask) -> dict[str, Any]:
         copied = real[task.cell.cell_id][task.image_index % REAL]
-        known = keys.key_of(task.cell, task.prompt.id, task.repeat, task.seed)
+        known = keys.key_of(task)
         own = {"record_key": known, "prompt_id": task.prompt.id, "prompt": task.prompt.text, "seed": task.seed}
         own |= {"prompt_source": task.prompt.source or None, "repeat": task.repeat, "order_index": task.order_index}
         slower = float(noise.lognormal(0.0, 0.05))

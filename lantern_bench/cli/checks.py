@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lantern_bench.cli.options import DeviceOption, FormatOption, RunArgument, locate
-from lantern_bench.cli.sweep import Renderer
 from lantern_bench.errors import CheckFailedError, UserError
 
 if TYPE_CHECKING:
@@ -94,40 +93,39 @@ def check_model(
 def verify(
     ctx: typer.Context,
     run: RunArgument,
-    repair: Annotated[bool, typer.Option("--repair", help="Make anew what is missing or damaged.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Drop what is damaged, to be made again.")] = False,
     format: FormatOption = None,
 ) -> None:
     """Check the lines, hashes and counts of a run, and name what is missing or damaged."""
+    from lantern_bench.report.tables import write_tables
     from lantern_bench.runs import verify as runs_verify
 
     console: Console = ctx.obj
     folder = locate(run)
     checked = _check_run(folder)
-    if repair and checked.problems:
-        _show_problems(checked, console, format)
-        with console.progress() as progress:
-            runs_verify.repair(folder, checked, Renderer(console, progress).show)
-
-        from lantern_bench.report.tables import write_tables
-
-        write_tables(folder)
-        checked = _check_run(folder)
     if not checked.problems:
-        console.say(f"{checked.records} records, {checked.pictures} pictures and {checked.scores} scores are whole")
+        console.say(f"{checked.records} records, {checked.pictures} pictures and {checked.scores} scores are undamaged")
         return
     _show_problems(checked, console, format)
     again = sum(problem.again for problem in checked.problems)
-    advice = None if repair or not again else f"`lantern-bench verify {folder} --repair` makes {again} of them anew."
-    raise CheckFailedError(f"{folder}: {len(checked.problems)} problems", advice)
+    if repair and again:
+        dropped = runs_verify.repair(folder, checked)
+        if _check_run(folder).records:
+            write_tables(folder)
+        console.say(f"{dropped} lines dropped, tables written; the command that started the run makes the rest again")
+    if not repair or again < len(checked.problems):
+        advice = f"`lantern-bench verify {folder} --repair` and the same sweep make {again} of them again."
+        message = f"{folder}: {len(checked.problems)} problems"
+        raise CheckFailedError(message, None if repair or not again else advice)
 
 
 def _check_run(folder: Path) -> Checked:
-    """Check lines, pictures and counts, and the tables if the lines that they are made of are whole."""
+    """Check lines, pictures and counts, and the tables if no line is damaged."""
     from lantern_bench.report.tables import stale_tables
     from lantern_bench.runs import verify as runs_verify
 
     checked = runs_verify.verify(folder)
-    if checked.lines_whole:
+    if checked.lines_are_undamaged and checked.records:
         for name in stale_tables(folder):
             checked.problems.append(runs_verify.Problem(name, "not what the records give"))
     return checked
@@ -137,4 +135,4 @@ def _show_problems(checked: Checked, console: Console, format: str | None) -> No
     import pandas as pd
 
     rows = [(problem.file, problem.problem, "yes" if problem.again else "no") for problem in checked.problems]
-    console.table(pd.DataFrame(rows, columns=["file", "problem", "made_anew_by_repair"]), format=format)
+    console.table(pd.DataFrame(rows, columns=["file", "problem", "made_again_by_repair"]), format=format)

@@ -76,7 +76,7 @@ def _parts(model: Model) -> list[dict[str, Any]]:
         choices = published.get(part, ())
         files = [file.path for file in choices[0].files if not file.optional] if choices else [path.name]
         row = {"part": part, "files": " ".join(files), "found": path.exists()}
-        row["compute"] = f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
+        row["place"] = f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
         row["from"] = " or ".join(dict.fromkeys(choice.repo for choice in choices)) or origin
         rows.append(row | {"licence": choices[0].licence.name if choices else model.licence})
     return rows

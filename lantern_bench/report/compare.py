@@ -21,7 +21,7 @@ from lantern_bench.report.records import (
     Row,
     baseline_of,
     fastest_lossless,
-    group_records,
+    run_cells,
     timed_images,
 )
 from lantern_bench.report.stats import (
@@ -136,7 +136,7 @@ class Comparison(NamedTuple):
 
 def compare_runs(a: RunData, b: RunData) -> Comparison:
     """Compare two runs; `check_comparability` decides beforehand whether they may be compared."""
-    sides = [{(str(one.columns["model"]), one.cell_id): one for one in group_records(run.records)} for run in (a, b)]
+    sides = [{(str(one.columns["model"]), one.cell_id): one for one in run_cells(run)} for run in (a, b)]
     scores = [sort_scores(run.scores) for run in (a, b)]
     rows: list[dict[str, Any]] = []
     for key in (key for key in sides[0] if key in sides[1]):

@@ -23,7 +23,7 @@ from lantern_bench.report.labels import (
     labels,
     styles,
 )
-from lantern_bench.report.records import CellRecords, group_records
+from lantern_bench.report.records import CellRecords, run_cells
 from lantern_bench.report.stats import proportion
 from lantern_bench.report.tables import ENDS, SPEEDUPS, cells_of, frame, tables_of, write_csv
 from lantern_bench.runs.store import RunData
@@ -50,7 +50,7 @@ FAMILY = (
 
 def curve_tables(run: RunData) -> dict[str, pd.DataFrame]:
     """Return the tables that curves are made from: those of `tables_of`, and `lengths`."""
-    lengths = (row for cell in group_records(run.records) for row in length_rows(cell))
+    lengths = (row for cell in run_cells(run) for row in length_rows(cell))
     return {**tables_of(run), "lengths": frame("lengths", lengths)}
 
 
@@ -58,7 +58,7 @@ def length_rows(cell: CellRecords) -> Iterator[dict[str, Any]]:
     """Yield the histogram of the tokens committed by a step, with Wilson intervals; empty for a cell without drafts."""
     if cell.columns["drafting"] == "none":
         return
-    steps = (length for counts in cell.good.column("committed_per_step") for length in counts or ())
+    steps = (length for counts in cell.good["committed_per_step"] for length in counts or ())
     counts = Counter(int(length) for length in steps if length > 0)
     for length in range(1, max(counts, default=0) + 1):
         share = proportion(counts[length], counts.total()).columns("share")

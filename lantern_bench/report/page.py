@@ -19,8 +19,6 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-
 from lantern_bench import __version__
 from lantern_bench.config.paper import read_paper
 from lantern_bench.errors import UserError
@@ -31,11 +29,11 @@ from lantern_bench.report.charts import Chart, symbol_of, to_plotly
 from lantern_bench.report.curves import SPEEDS, Tables
 from lantern_bench.report.format_tables import format_figure, readable
 from lantern_bench.report.labels import BOUNDS, CELL, GROUPINGS, CellKey, cell_key, is_given, labels
-from lantern_bench.report.records import CellRecords, Row, group_records, load_runs
+from lantern_bench.report.records import CellRecords, Row, load_runs, run_cells
 from lantern_bench.report.reproduction import comparability, reproduction_rows
 from lantern_bench.report.tables import ENDS, sort_scores
 from lantern_bench.report.thumbnails import Thumbnails
-from lantern_bench.runs.columns import Records
+from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import RunData
 
 if TYPE_CHECKING:
@@ -123,7 +121,7 @@ _FIGURES = {
 def page_data(runs: Mapping[str, RunData], tables: Mapping[str, Tables], home: Path) -> Plain:
     """Return the data of a page in the folder `home`; `tables` are the runs' `curve_tables`."""
     speed, styles = curves.stack_runs(tables, "speed"), curves.run_styles(tables)
-    grouped = ((name, cell) for name, run in runs.items() for cell in group_records(run.records))
+    grouped = ((name, cell) for name, run in runs.items() for cell in run_cells(run))
     records = {(name, cell.columns["model"], cell.cell_id): cell for name, cell in grouped}
     cells: list[Plain] = []
     for (_, row), name in zip(speed.iterrows(), labels(speed), strict=True):
@@ -208,11 +206,10 @@ def _drawn(records: Mapping[CellKey, CellRecords]) -> tuple[list[tuple[CellKey, 
     first: dict[str, float] = {}
     pictures: Counter[str] = Counter()
     for cell in records.values():
-        for row in cell.good.rows("prompt", "order_index", "image"):
-            if row["image"]:
-                prompt, place = str(row["prompt"]), row["order_index"] or 0
-                first[prompt] = min(place, first.get(prompt, place))
-                pictures[prompt] += 1
+        drawn = cell.good[cell.good["image"].notna()]
+        for prompt, order_index in zip(drawn["prompt"], drawn["order_index"].fillna(0), strict=True):
+            first[prompt] = min(order_index, first.get(prompt, order_index))
+            pictures[prompt] += 1
     total, shown = 0, set[str]()
     for prompt in sorted(first, key=first.__getitem__):
         total += pictures[prompt]
@@ -221,9 +218,8 @@ def _drawn(records: Mapping[CellKey, CellRecords]) -> tuple[list[tuple[CellKey, 
         shown.add(prompt)
     chosen: list[tuple[CellKey, Row]] = []
     for key, cell in records.items():
-        mine = zip(cell.good.column("prompt"), cell.good.column("image"), strict=True)
-        places = [at for at, (prompt, image) in enumerate(mine) if image and str(prompt) in shown]
-        chosen += [(key, row) for row in cell.good.take(np.array(places, dtype=np.intp))]
+        mine = cell.good[cell.good["image"].notna() & cell.good["prompt"].isin(shown)]
+        chosen += [(key, row) for row in rows_of(mine)]
     return chosen, len(first) - len(shown)
 
 
@@ -245,14 +241,14 @@ def length_map(cell: CellRecords) -> list[float | None] | None:
 
     if grid_side(cell.good) is None or cell.columns["drafting"] == "none":
         return None
-    rows = cell.good.rows("tokens", "start_per_step", "committed_per_step")
+    rows = rows_of(cell.good[["tokens", "start_per_step", "committed_per_step"]])
     lengths = pd.DataFrame([step_lengths(row) for row in rows])
     return [None if pd.isna(mean) else round(float(mean), 3) for mean in lengths.where(lengths > 0).mean()]
 
 
-def grid_side(rows: Records) -> int | None:
+def grid_side(rows: pd.DataFrame) -> int | None:
     """Return the side of the square that the tokens of these images fill, row by row; None where they fill none."""
-    sizes = set(np.nan_to_num(np.unique(rows.floats("tokens"))).astype(int).tolist())
+    sizes = {int(count) for count in rows["tokens"].fillna(0).unique()}
     side = math.isqrt(max(sizes, default=0))
     return side if side and sizes == {side * side} else None
 

@@ -24,9 +24,10 @@ from lantern_bench.report.cost_model import (
     step_seconds,
     tree_draft,
 )
-from lantern_bench.report.records import CellRecords, group_records, join_notes
+from lantern_bench.report.records import CellRecords, join_notes, run_cells
 from lantern_bench.report.reproduction import device_in_words
-from lantern_bench.report.tables import frame, rows_of, tables_of
+from lantern_bench.report.tables import frame, tables_of
+from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import RunData
 from lantern_bench.schema import CELL_COLUMNS
 
@@ -88,7 +89,7 @@ def measured_elsewhere(run: RunData, device: Device, stack: str, model: str | No
     """Say with which model, device and code the run was measured; None where these are the predicted ones."""
     measured = device_in_words(run.manifest), "compiled" if run.manifest.get("compile") else "eager"
     predicted = device.about or device.name, _code(device, stack)
-    others = {str(row["model"]) for row in run.records} - {model} if model is not None else set()
+    others = set(run.records["model"]) - {model} if model is not None else set()
     if not others and measured == predicted:
         return None
     run_of = f"{', '.join(sorted(others))} on " if others else ""
@@ -106,11 +107,11 @@ def prediction_rows(run: RunData, device: Device, stack: str, model: str | None 
     `model` replaces the run's sizes and not its acceptance. Raises `RefusedError` for a run without recorded steps and
     for a model of unknown sizes, `UserError` for an unknown model.
     """
-    cells, kernels = group_records(run.records), STACKS[stack]
-    if not any(any(cell.good.column("committed_per_step")) for cell in cells):
+    cells, kernels = run_cells(run), STACKS[stack]
+    if not any(any(cell.good["committed_per_step"]) for cell in cells):
         raise RefusedError(f"{run.folder}: no image has recorded steps", "Give a run with completed images.")
     for cell in cells:
-        good = [row for row in cell.good.rows(*_READ) if row["committed_per_step"]]
+        good = [row for row in rows_of(cell.good[list(_READ)]) if row["committed_per_step"]]
         if not good:
             continue
         name = model or str(cell.columns["model"])

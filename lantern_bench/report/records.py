@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -14,7 +14,7 @@ import numpy as np
 from lantern_bench.errors import RefusedError
 from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.tables import MODES, PARAMETERS, RULES
-from lantern_bench.runs.columns import Records
+from lantern_bench.runs.records import frame_of, rows_of
 from lantern_bench.runs.store import RunData, read_run
 from lantern_bench.schema import CELL_COLUMNS
 
@@ -92,7 +92,7 @@ class CellRecords:
     """One cell: its columns, its completed records by (prompt, repeat), and how many images failed."""
 
     columns: Row
-    good: Records
+    good: pd.DataFrame
     failed: int
 
     @property
@@ -118,13 +118,11 @@ class CellRecords:
         import pandas as pd
 
         good, names = self.good, ["prompt_id", "repeat"]
-        index = pd.MultiIndex.from_arrays(
-            [list(map(str, good.column("prompt_id"))), list(good.column("repeat"))], names=names
-        )
-        figures: dict[str, Any] = {name: good.floats(name) for name in _RECORDED}
+        index = pd.MultiIndex.from_arrays([list(good["prompt_id"]), list(good["repeat"])], names=names)
+        figures: dict[str, Any] = {name: good[name].to_numpy(float, na_value=np.nan) for name in _RECORDED}
         for name in ("committed", "accepted"):
-            figures[name] = [sum(counts or ()) for counts in good.column(f"{name}_per_step")]
-        figures["steps"] = [len(counts or ()) for counts in good.column("committed_per_step")]
+            figures[name] = [sum(counts or ()) for counts in good[f"{name}_per_step"]]
+        figures["steps"] = [len(counts or ()) for counts in good["committed_per_step"]]
         images = pd.DataFrame(figures, index=index).astype(float).assign(one=1.0)
         images["uncut"] = images["mal_uncut"] * images["steps"]
         images["process"] = images["process"].fillna(0.0)  # not recorded: one process
@@ -132,8 +130,13 @@ class CellRecords:
         images["seconds"] *= images["kept_share"]
         for phase in _PHASES:
             images[f"{phase}_ms"] = 1000.0 * images[f"{phase}_seconds"] * images["kept_share"]
-        texts = {name: [str(text or "") for text in good.column(name)] for name in ("record_key", "device_id")}
+        texts = {name: [str(text or "") for text in good[name]] for name in ("record_key", "device_id")}
         return images.assign(**texts)
+
+    @cached_property
+    def offers(self) -> pd.DataFrame:
+        """What the steps of the completed images offered and accepted, as `count_offers`."""
+        return count_offers(self.good)
 
     @cached_property
     def timed(self) -> pd.DataFrame:
@@ -143,7 +146,7 @@ class CellRecords:
     @cached_property
     def devices(self) -> Counter[str]:
         """Completed images by the name of their device; images whose device was not recorded are not counted."""
-        return Counter(str(device) for device in self.good.column("device") if device)
+        return Counter(str(device) for device in self.good["device"] if device)
 
 
 def load_runs(directories: Sequence[Path], wanted: Collection[str] | None = None) -> dict[str, RunData]:
@@ -154,7 +157,7 @@ def load_runs(directories: Sequence[Path], wanted: Collection[str] | None = None
     read = (read_run(directory, wanted) for directory in directories)
     runs = dict(zip(run_names(directories), read, strict=True))
     for run in runs.values():
-        if not run.records:
+        if not len(run.records):
             raise RefusedError(f"{run.folder} holds no records yet", "Resume the run with the command that started it.")
     return runs
 
@@ -167,26 +170,53 @@ def run_names(directories: Sequence[Path]) -> list[str]:
     return next((names for names in candidates if len(set(names)) == len(names)), ["/".join(one) for one in parts])
 
 
-def group_records(records: Iterable[dict[str, Any]]) -> list[CellRecords]:
+@lru_cache(maxsize=8)
+def run_cells(run: RunData) -> list[CellRecords]:
+    """Return the cells of a loaded run, as `group_records`, which is slow for a large run."""
+    return group_records(run.records)
+
+
+def group_records(records: pd.DataFrame | Iterable[Row]) -> list[CellRecords]:
     """Group records by cell, in the fixed order of all tables.
 
-    Of records with one `record_key` the last counts: a failed image that was retried appears again. Cells of the same
-    `Records` are grouped once.
+    Of records with one `record_key` the last counts: a failed image that was retried appears again.
     """
-    known = records if isinstance(records, Records) else Records.of(records)
-    if "cells" in known.memo:
-        return list(known.memo["cells"])
-    whole = known.latest()
-    good, prompts, repeats = whole.is_value("status", "ok"), whole.order_of("prompt_id"), whole.floats("repeat")
-    cell, grouped = whole.order_of("cell_id"), []
-    order = np.lexsort((repeats, prompts, ~good, cell))
-    for rows in np.split(order, np.flatnonzero(np.diff(cell[order])) + 1) if len(order) else ():
-        finished = rows[good[rows]]
-        first = whole[int(rows.min())]
-        columns = {column.name: first.get(column.name) for column in CELL_COLUMNS}
-        grouped.append(CellRecords(columns, whole.take(finished), len(rows) - len(finished)))
-    known.memo["cells"] = sorted(grouped, key=lambda cell: _order(cell.columns))
-    return list(known.memo["cells"])
+    import pandas as pd
+
+    table = records if isinstance(records, pd.DataFrame) else frame_of(records)
+    cell_of = pd.factorize(table["cell_id"])[0]
+    order = np.lexsort((table["repeat"], pd.factorize(table["prompt_id"], sort=True)[0], cell_of))
+    order = order[~table["record_key"].duplicated(keep="last").to_numpy()[order]]
+    names = [column.name for column in CELL_COLUMNS]
+    cells = []
+    for places in np.split(order, np.flatnonzero(np.diff(cell_of[order])) + 1) if len(order) else ():
+        rows = table.iloc[places]
+        (columns,) = rows_of(rows[names].iloc[:1])
+        finished = (rows["status"] == "ok").to_numpy()
+        good = (rows if finished.all() else rows[finished]).reset_index(drop=True)
+        cells.append(CellRecords(columns, good, int((~finished).sum())))
+    return sorted(cells, key=lambda cell: _order(cell.columns))
+
+
+def count_offers(records: pd.DataFrame) -> pd.DataFrame:
+    """Count what the steps of these records offered and accepted: columns depth, position, offered, accepted.
+
+    A record holds per step the child rank taken at each depth: a rank accepts a child, a final -1 rejects all children
+    of a node; a list without a final -1 ends on a node without children. The draft at depth d of a step that starts at
+    position s fills position s + d - 1 (docs/algorithms.md, section 7). Siblings tried at one node count as one offer.
+    """
+    import pandas as pd
+
+    counts = Counter(
+        (depth, start + depth - 1, rank >= 0)
+        for starts, walks in zip(records["start_per_step"], records["child_rank_per_step"], strict=True)
+        if starts and walks
+        for start, ranks in zip(starts, walks, strict=False)
+        for depth, rank in enumerate(ranks, start=1)
+    )
+    listed = [(*place, number) for place, number in counts.items()]
+    table = pd.DataFrame(listed, columns=["depth", "position", "accepted", "offered"])
+    return table.assign(accepted=table["offered"].where(table["accepted"].astype(bool), 0))
 
 
 def baseline_of(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRecords | None:

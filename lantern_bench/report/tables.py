@@ -8,8 +8,8 @@ figure is empty, never 0; inf and nan are not written.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,6 +40,7 @@ from lantern_bench.report.records import (
     group_records,
     join_notes,
     load_runs,
+    run_cells,
     settings_that_differ,
     timed_images,
 )
@@ -54,7 +55,7 @@ from lantern_bench.report.stats import (
     sums_per_prompt,
     timing,
 )
-from lantern_bench.runs.columns import Records
+from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import RunData
 from lantern_bench.schema import columns
 
@@ -117,7 +118,7 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords], pool_devices: boo
         known = ~np.isnan(parts[0]) & ~np.isnan(parts[1])
         total = math.fsum(parts[1][known])
         row[name] = math.fsum(parts[0][known]) / total if total else None
-    offers = count_offers(cell.good)
+    offers = cell.offers
     row["acceptance_rate"] = offers["accepted"].sum() / offers["offered"].sum() if len(offers) else None
     row["peak_memory_mb"] = cell.images["peak_memory_bytes"].max() / 1e6
     row["held_up"] = int((cell.images["kept_share"] < 1.0).sum())
@@ -161,37 +162,12 @@ def _speedup(cell: CellRecords, base: CellRecords | None, name: str, pool: bool)
     return repeat_interval(timing(shared)), notes
 
 
-def count_offers(rows: Iterable[Row]) -> pd.DataFrame:
-    """Count what the steps of these records offered and accepted: columns depth, position, offered, accepted.
-
-    A record holds per step the child rank taken at each depth: a rank accepts a child, a final -1 rejects all children
-    of a node; a list without a final -1 ends on a node without children. The draft at depth d of a step that starts at
-    position s fills position s + d - 1 (docs/algorithms.md, section 7). Siblings tried at one node count as one offer.
-    """
-    import pandas as pd
-
-    known = rows if isinstance(rows, Records) else Records.of(rows)
-    if "offers" not in known.memo:
-        counts = Counter(
-            (depth, start + depth - 1, rank >= 0)
-            for starts, walks in zip(known.column("start_per_step"), known.column("child_rank_per_step"), strict=True)
-            if starts and walks
-            for start, ranks in zip(starts, walks, strict=False)
-            for depth, rank in enumerate(ranks, start=1)
-        )
-        listed = [(*place, number) for place, number in counts.items()]
-        table = pd.DataFrame(listed, columns=[*AXES, "accepted", "offered"])
-        known.memo["offers"] = table.assign(accepted=table["offered"].where(table["accepted"].astype(bool), 0))
-    offers: pd.DataFrame = known.memo["offers"]
-    return offers
-
-
 def acceptance_rows(cell: CellRecords) -> Iterator[dict[str, Any]]:
     """Yield the rows of `acceptance.csv` of one cell: by depth, then by position. A cell that drafts nothing has none.
 
     The interval is Wilson's over steps; it treats steps as independent, which is approximate for neighbouring ones.
     """
-    offers = count_offers(cell.good)
+    offers = cell.offers
     for axis in AXES:
         for place, offered, accepted in offers.groupby(axis)[["offered", "accepted"]].sum().itertuples():
             row = {**cell.columns, "axis": axis, "index": place, "offered": offered, "accepted": accepted}
@@ -243,7 +219,7 @@ def quality_rows(
     common = {**cell.columns, "failed": cell.failed, "moved_mass": moved_mass}
     rows = []
     for protocol, scores in protocols.items():
-        keys = cell.good.rows("record_key", "prompt_id")
+        keys = rows_of(cell.good[["record_key", "prompt_id"]])
         images = [(row, scores.images[key]) for row in keys if (key := str(row["record_key"])) in scores.images]
         whole = scores.cells.get(cell.cell_id, {})
         if images or whole:
@@ -357,12 +333,6 @@ def cells_of(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     return quality.drop(columns=[name for name in speed if name in quality and name not in key]).merge(speed, on=key)
 
 
-def rows_of(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the rows of a table as dicts, with None for missing values."""
-    rows = table.astype(object).where(table.notna(), None).to_dict("records")
-    return [{str(name): value for name, value in row.items()} for row in rows]
-
-
 _COPIED = (
     "cell_id", "model", "images", "failed", "disturbed", "lossless_cell",
     *(f"{name}{end}" for name in (*SPEEDUPS, "mean_accepted_length") for end in ENDS), *_FROM_QUALITY,
@@ -416,7 +386,7 @@ _SECONDS = frozenset(column.name for column in columns("records") if column.name
 
 
 def build_tables(
-    records: Iterable[dict[str, Any]],
+    records: pd.DataFrame | Iterable[Row],
     scores: Iterable[Row] = (),
     published: Mapping[str, Mapping[str, float]] | None = None,
     pool_devices: bool = False,
@@ -426,7 +396,15 @@ def build_tables(
     `published` is as in `summary_rows`; a run has it under `paper: {figures: ...}` of its experiment. `pool_devices` is
     as in `speed_row`.
     """
-    cells = group_records(records)
+    return _tables(group_records(records), scores, published, pool_devices)
+
+
+def _tables(
+    cells: Sequence[CellRecords],
+    scores: Iterable[Row],
+    published: Mapping[str, Mapping[str, float]] | None,
+    pool_devices: bool,
+) -> dict[str, pd.DataFrame]:
     protocols = sort_scores(scores)
     tables = {
         "speed": frame("speed", (speed_row(cell, cells, pool_devices) for cell in cells)),
@@ -439,11 +417,11 @@ def build_tables(
 def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
     """Build the tables of a loaded run; without the metric `speed` its seconds are ignored."""
     experiment = run.manifest.get("experiment", {})
-    records = run.records
     if "speed" not in experiment.get("metrics", ("speed",)):
-        records = (records if isinstance(records, Records) else Records.of(records)).without(_SECONDS)
+        untimed = run.records.assign(**dict.fromkeys(_SECONDS & set(run.records.columns), np.nan))
+        run = replace(run, records=untimed)
     published = (experiment.get("paper") or {}).get("figures")
-    return build_tables(records, run.scores, published, bool(experiment.get("pool_devices")))
+    return _tables(run_cells(run), run.scores, published, bool(experiment.get("pool_devices")))
 
 
 def write_tables(run: Path) -> dict[str, pd.DataFrame]:

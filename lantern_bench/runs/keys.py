@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
-from lantern_bench.config.experiment import Cell
+from lantern_bench.config.plan import ImageTask
 from lantern_bench.errors import RefusedError
 
 
@@ -38,26 +38,25 @@ _FLAGS = {name: f"--{name} {{}}" for name in ("dtype", "batch", "seed", "prompts
 _FLAGS |= {"device_type": "--device {}", "compile": "--set compile={}"}
 
 
-def record_key(fields: KeyFields, cell: Mapping[str, Any], prompt_id: str, repeat: int, seed: int) -> str:
-    """Return the key of one record, 16 hex digits; `cell` is `Cell.settings()`."""
-    covered = {"run": fields, "cell": dict(cell), "prompt_id": prompt_id, "repeat": repeat, "seed": seed}
-    return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()[:16]
-
-
 class RecordKeys:
-    """`record_key` for a run of many images: what they share is written once."""
+    """Computes the record keys of a run; what many keys share is written as JSON once."""
 
-    def __init__(self, fields: KeyFields) -> None:
+    def __init__(self, fields: Mapping[str, Any]) -> None:
         self._run, self._cells = json.dumps(fields, sort_keys=True), dict[str, Any]()
 
-    def key_of(self, cell: Cell, prompt_id: str, repeat: int, seed: int) -> str:
-        """Return the key of one record."""
+    def key_of(self, task: ImageTask) -> str:
+        """Return the record key of an image, 16 hex digits of a SHA-256.
+
+        It covers the JSON object of the cell's settings, the prompt's id, the repeat, the fields of the run and the
+        seed, with sorted keys.
+        """
+        cell = task.cell
         if (begun := self._cells.get(cell.cell_id)) is None:
             settings = json.dumps(cell.settings(), sort_keys=True)
             begun = self._cells[cell.cell_id] = hashlib.sha256(f'{{"cell": {settings}, '.encode())
         digest = begun.copy()
-        image = f'"prompt_id": {json.dumps(prompt_id)}, "repeat": {repeat}'
-        digest.update(f'{image}, "run": {self._run}, "seed": {seed}}}'.encode())
+        image = f'"prompt_id": {json.dumps(task.prompt.id)}, "repeat": {task.repeat}'
+        digest.update(f'{image}, "run": {self._run}, "seed": {task.seed}}}'.encode())
         key: str = digest.hexdigest()[:16]
         return key
 
@@ -70,7 +69,7 @@ def check_same_key(folder: str, recorded: Mapping[str, Any], now: KeyFields, fin
 def check_same_experiment(folder: str, recorded: Mapping[str, Any], now: Mapping[str, Any], finished: int) -> None:
     """Raise `RefusedError` when a run directory has another experiment; images and metrics may differ."""
     compared = ("model", "prompts", "seed", "batch", "model_defaults", "cells")
-    before, after = ({key: one.get(key) for key in compared} for one in (recorded, now))
+    before, after = ({key: values.get(key) for key in compared} for values in (recorded, now))
     _check_same(folder, before, after, finished)
 
 
@@ -84,7 +83,7 @@ def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
     named = {"weights": "weights of {}", "rules": "code of the rule {}", "draftings": "code of the drafting {}"}
     flat = {key: value for key, value in fields.items() if key not in named}
     for key, text in named.items():
-        flat |= {text.format(part): value for part, value in dict(fields.get(key) or {}).items()}
+        flat |= {text.format(name): value for name, value in dict(fields.get(key) or {}).items()}
     return flat
 
 
@@ -94,7 +93,10 @@ def _check_same(folder: str, recorded: Mapping[str, Any], now: Mapping[str, Any]
         if before == after:
             continue
         if isinstance(before, list) and isinstance(after, list):
-            before, after = [one for one in before if one not in after], [one for one in after if one not in before]
+            before, after = (
+                [cell for cell in before if cell not in after],
+                [cell for cell in after if cell not in before],
+            )
         advice = "Start a new run beside it with --no-resume, or elsewhere with --out FOLDER."
         if key in _FLAGS:
             advice += f" Or resume with {_FLAGS[key].format(_show(before))}"

@@ -1,7 +1,7 @@
 """Merge the shards of a run (`sweep --shard i/n`) into one run directory, after checking that they are one run.
 
 Records and pictures are those of the shards. Scores of single pictures are kept; those of whole cells, such as FID, are
-made by scoring the merged run.
+computed by scoring the merged run.
 """
 
 from __future__ import annotations
@@ -15,33 +15,42 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lantern_bench.config.plan import Shard
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import write_atomically
-from lantern_bench.runs.store import MANIFEST, RECORDS, SCORES, RunData, line_of, read_run
+from lantern_bench.runs.records import Row, line_of
+from lantern_bench.runs.store import MANIFEST, RECORDS, SCORES, read_manifest, read_records, read_scores
 
 # Keys of an experiment that may differ between shards: they change no image.
 _MAY_DIFFER = (
-    "name",
-    "description",
-    "paper",
-    "protocol",
-    "reference",
-    "metrics",
-    "processes",
-    "threads",
-    "pool_devices",
-)
+    "name", "description", "paper", "protocol", "reference", "metrics", "processes", "threads", "pool_devices",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Merged:
-    """A merged run: its directory, its images, those of them that failed, and whether quality was measured."""
+    """A merged run."""
 
     folder: Path
     images: int
     failed: int
-    scored: bool
+    scored: bool  # whether quality was measured
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """The run directory of a shard and its contents."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    records: list[Row]
+
+    @property
+    def index(self) -> int:
+        return int(self.manifest["shard"]["index"])
+
+    @property
+    def count(self) -> int:
+        return int(self.manifest["shard"]["count"])
 
 
 def merge_runs(folders: Sequence[Path], out: Path | None = None) -> Merged:
@@ -50,115 +59,118 @@ def merge_runs(folders: Sequence[Path], out: Path | None = None) -> Merged:
     Raises `RefusedError` for shards that do not belong together, that are missing, double or not finished, and
     `UserError` for a run that is no shard and for an `out` that exists.
     """
-    runs = [read_run(folder) for folder in folders]
-    shards = {shard.index: run for run, shard in zip(runs, _check_shards(runs), strict=True)}
-    for run in runs[1:]:
-        _check_same_run(runs[0], run)
-    ordered = [shards[index] for index in sorted(shards)]
-    for run in ordered:
-        _check_whole(run)
-    _check_no_doubles(ordered)
+    shards = [_read(folder) for folder in folders]
+    _check_complete(shards)
+    for shard in shards[1:]:
+        _check_same_run(shards[0], shard)
+    shards.sort(key=lambda shard: shard.index)
+    for shard in shards:
+        _check_finished(shard)
+    _check_no_doubles(shards)
     folder = out or folders[0].with_name(re.sub(r"-shard\d+of\d+$", "", folders[0].name))
     if folder.exists():
         raise UserError(f"--out {folder}: exists already", "Give --out with a new folder.")
-    # Renamed when it is whole: an interrupted merge leaves no run.
-    made = folder.with_name(f"{folder.name}.merging")
-    shutil.rmtree(made, ignore_errors=True)
-    records = _write(ordered, made, folder.name)
-    made.rename(folder)
-    failed = sum(row["status"] != "ok" for row in records)
-    return Merged(folder, len(records), failed, any(run.scores for run in runs))
+    # Renamed when it is complete: an interrupted merge leaves no run.
+    draft = folder.with_name(f"{folder.name}.merging")
+    shutil.rmtree(draft, ignore_errors=True)
+    scores = [row for shard in shards for row in read_scores(shard.folder)]
+    images = [row for row in scores if row["level"] == "image"]
+    _write(shards, images, draft, folder.name)
+    draft.rename(folder)
+    records = [row for shard in shards for row in shard.records]
+    return Merged(folder, len(records), sum(row["status"] != "ok" for row in records), bool(scores))
 
 
-def _check_shards(runs: Sequence[RunData]) -> list[Shard]:
-    """Return the shard of each run; raises as `merge_runs`."""
-    shards = []
-    for run in runs:
-        about = run.manifest.get("shard")
-        if not about:
-            what = f"{run.folder} is not a shard of a run"
-            raise UserError(what, "`lantern-bench sweep --shard i/n` makes one.")
-        shards.append(Shard(about["index"], about["count"]))
-    count, first = shards[0].count, runs[0].folder
-    given: dict[int, Path] = {}
-    for run, shard in zip(runs, shards, strict=True):
+def _read(folder: Path) -> _Shard:
+    manifest = read_manifest(folder)
+    if not manifest.get("shard"):
+        raise UserError(f"{folder} is not a shard of a run", "`lantern-bench sweep --shard i/n` makes one.")
+    return _Shard(folder, manifest, read_records(folder))
+
+
+def _check_complete(shards: Sequence[_Shard]) -> None:
+    """Raise `RefusedError` unless these are all shards of one division, each once."""
+    count, folders = shards[0].count, dict[int, Path]()
+    for shard in shards:
         if shard.count != count:
-            what = f"{first} is a shard of {count}, {run.folder} of {shard.count}"
-            raise RefusedError(what, "Give the shards of one division.")
-        if shard.index in given:
-            what = f"shard {shard.index}/{count} is given twice: {given[shard.index]} and {run.folder}"
-            raise RefusedError(what, "Leave one of them out.")
-        given[shard.index] = run.folder
-    if missing := [f"{index}/{count}" for index in range(1, count + 1) if index not in given]:
+            message = f"{shards[0].folder} is a shard of {count}, {shard.folder} of {shard.count}"
+            raise RefusedError(message, "Give the shards of one division.")
+        if shard.index in folders:
+            message = f"shard {shard.index}/{count} is given twice: {folders[shard.index]} and {shard.folder}"
+            raise RefusedError(message, "Leave one of them out.")
+        folders[shard.index] = shard.folder
+    if missing := [f"{index}/{count}" for index in range(1, count + 1) if index not in folders]:
         raise RefusedError(f"shards are missing: {', '.join(missing)}", "Give all shards of the run.")
-    return shards
 
 
-def _check_same_run(first: RunData, other: RunData) -> None:
+def _check_same_run(first: _Shard, other: _Shard) -> None:
     """Raise `RefusedError` naming the first setting in which two shards differ."""
-    facts = [_facts(run.manifest) for run in (first, other)]
-    for name in dict.fromkeys([*facts[0], *facts[1]]):
-        a, b = (json.dumps(one.get(name), sort_keys=True) for one in facts)
+    settings, others = _settings(first.manifest), _settings(other.manifest)
+    for name in dict.fromkeys([*settings, *others]):
+        a, b = (json.dumps(values.get(name), sort_keys=True) for values in (settings, others))
         if a != b:
-            what = f"{first.folder} and {other.folder} are shards of different runs: {name} differs"
-            raise RefusedError(f"{what}\n  first   {a[:300]}\n  second  {b[:300]}", "Merge shards of one run.")
+            message = f"{first.folder} and {other.folder} are shards of different runs: {name} differs"
+            raise RefusedError(f"{message}\n  first   {a[:300]}\n  second  {b[:300]}", "Merge shards of one run.")
 
 
-def _facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what must be equal in all shards."""
     experiment, key = manifest.get("experiment") or {}, manifest.get("key") or {}
-    facts = {name: value for name, value in experiment.items() if name not in _MAY_DIFFER}
-    facts |= {f"key: {name}": value for name, value in key.items()}
+    settings = {name: value for name, value in experiment.items() if name not in _MAY_DIFFER}
+    settings |= {f"key: {name}": value for name, value in key.items()}
     if key.get("device_type") == "cpu":
-        facts["threads"] = manifest.get("threads")  # sums of other numbers of threads round differently
-    return facts
+        settings["threads"] = manifest.get("threads")  # sums of other numbers of threads round differently
+    return settings
 
 
-def _check_whole(run: RunData) -> None:
-    about = run.manifest["shard"]
-    if len(run.records) != about["images"]:
-        what = (
-            f"shard {about['index']}/{about['count']} has {len(run.records)} of {about['images']} images: {run.folder}"
-        )
-        raise RefusedError(what, "Continue it with the command that started it.")
-    for row in run.records:
-        if row["status"] == "ok" and row["image"] and not (run.folder / row["image"]).is_file():
-            raise RefusedError(f"{run.folder}: the picture {row['image']} is missing", "Restore it, or repair the run.")
+def _check_finished(shard: _Shard) -> None:
+    images = shard.manifest["shard"]["images"]
+    if len(shard.records) != images:
+        counts = f"{len(shard.records)} of {images} images"
+        message = f"shard {shard.index}/{shard.count} has {counts}: {shard.folder}"
+        raise RefusedError(message, "Continue it with the command that started it.")
+    for row in shard.records:
+        if row["status"] == "ok" and row["image"] and not (shard.folder / row["image"]).is_file():
+            message = f"{shard.folder}: the picture {row['image']} is missing"
+            raise RefusedError(message, "Restore it, or repair the run.")
 
 
-def _check_no_doubles(runs: Sequence[RunData]) -> None:
-    where: dict[str, Path] = {}
-    for run in runs:
-        for row in run.records:
-            if (other := where.setdefault(row["record_key"], run.folder)) != run.folder:
-                what = f"{other} and {run.folder} both have the image {row['record_key']} of {row['cell_id']}"
-                raise RefusedError(what, "Their shards overlap: make one of them again.")
+def _check_no_doubles(shards: Sequence[_Shard]) -> None:
+    folders: dict[str, Path] = {}
+    for shard in shards:
+        for row in shard.records:
+            if (other := folders.setdefault(row["record_key"], shard.folder)) != shard.folder:
+                message = f"{other} and {shard.folder} both have the image {row['record_key']} of {row['cell_id']}"
+                raise RefusedError(message, "Their shards overlap: make one of them again.")
 
 
-def _write(runs: Sequence[RunData], folder: Path, name: str) -> list[dict[str, Any]]:
-    """Write the merged run into a new folder; return its records."""
-    records: list[dict[str, Any]] = []
-    scores: list[dict[str, Any]] = []
-    sessions: list[dict[str, Any]] = []
-    for run in runs:
+def _write(shards: Sequence[_Shard], scores: Sequence[Row], folder: Path, name: str) -> None:
+    """Write the merged run into a new folder."""
+    records: list[Row] = []
+    sessions: list[Row] = []
+    for shard in shards:
         # Processes of different shards are different processes.
-        first = 1 + max((one["process"] for one in [*sessions, *records]), default=-1)
-        records += [row | {"process": first + row["process"]} for row in run.records]
-        for session in run.manifest.get("sessions", []):
+        first = 1 + max((entry["process"] for entry in [*sessions, *records]), default=-1)
+        records += [row | {"process": first + row["process"]} for row in shard.records]
+        for session in shard.manifest.get("sessions", []):
             sessions.append(session | {"process": first + session["process"]})
-        scores += [row for row in run.scores if row["level"] == "image"]
-        for row in run.records:
+        for row in shard.records:
             if row["image"]:
-                _link(run.folder / row["image"], folder / row["image"])
-    records.sort(key=lambda row: row["order_index"])
-    for file, rows in ((RECORDS, records), (SCORES, scores)):
-        write_atomically(folder / file, map(line_of, rows))
-    manifests = [run.manifest for run in runs]
-    started, ended = ([str(one.get(name)) for one in manifests] for name in ("started", "ended"))
-    times = {"started": min(started), "ended": max(ended)}
-    facts = {"run": name, "shard": None, "merged_shards": len(runs), "sessions": sessions, **times}
-    text = json.dumps(manifests[0] | facts, indent=2, ensure_ascii=False, allow_nan=False)
+                _link(shard.folder / row["image"], folder / row["image"])
+    records.sort(key=lambda row: int(row["order_index"]))
+    write_atomically(folder / RECORDS, map(line_of, records))
+    write_atomically(folder / SCORES, map(line_of, scores))
+    manifests = [shard.manifest for shard in shards]
+    merged = {
+        "run": name,
+        "shard": None,
+        "merged_shards": len(shards),
+        "sessions": sessions,
+        "started": min(str(manifest.get("started")) for manifest in manifests),
+        "ended": max(str(manifest.get("ended")) for manifest in manifests),
+    }
+    text = json.dumps(manifests[0] | merged, indent=2, ensure_ascii=False, allow_nan=False)
     write_atomically(folder / MANIFEST, text.encode() + b"\n")
-    return records
 
 
 def _link(source: Path, target: Path) -> None:

@@ -7,20 +7,17 @@ the CSV files, which can be rebuilt at any time.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
-import io
 import json
 import os
 import socket
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import compress, count
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
 from filelock import FileLock, Timeout
 
 from lantern_bench.config.experiment import ResolvedExperiment
@@ -28,10 +25,11 @@ from lantern_bench.config.plan import ImageKey, ImageTask
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import draft_of, write_atomically
 from lantern_bench.runs.keys import KeyFields, RecordKeys, check_same_experiment, check_same_key
-from lantern_bench.schema import READABLE, SCHEMA_VERSION, columns
+from lantern_bench.runs.records import Row, RowFile, no_room, read_frame, read_rows
+from lantern_bench.schema import READABLE, SCHEMA_VERSION
 
 if TYPE_CHECKING:
-    from lantern_bench.runs.columns import Records
+    import pandas as pd
 
 MANIFEST, RECORDS, SCORES, LOCK, WRITER = "manifest.json", "records.jsonl", "scores.jsonl", ".lock", ".writer.json"
 # What a resumed run needs of its records.
@@ -41,14 +39,14 @@ RESULTS_VARIABLE = "LANTERN_BENCH_RESULTS"
 # ---- Finding and reading runs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunData:
-    """The contents of a run directory: the manifest, one record an image, all scores."""
+    """The contents of a run directory."""
 
     folder: Path
     manifest: dict[str, Any]
-    records: Sequence[dict[str, Any]]
-    scores: list[dict[str, Any]]
+    records: pd.DataFrame  # one row an image, as `records.read_frame`
+    scores: list[Row]
 
 
 def results_root() -> Path:
@@ -61,12 +59,12 @@ def find_run(name: str | Path, root: Path) -> Path:
     for folder in (Path(name), root / name):
         if (folder / MANIFEST).is_file():
             return folder
-    there = sorted(path.parent.name for path in root.glob(f"*/{MANIFEST}"))
-    close = [run for run in there if run.startswith(str(name))]
+    runs = sorted(path.parent.name for path in root.glob(f"*/{MANIFEST}"))
+    close = [run for run in runs if run.startswith(str(name))]
     if len(close) == 1:
         return root / close[0]
     wrong = "several runs start with this" if close else "no such run"
-    raise UserError(f"{name}: {wrong}", f"The runs in {root}: {', '.join(close or there) or 'none yet'}.")
+    raise UserError(f"{name}: {wrong}", f"The runs in {root}: {', '.join(close or runs) or 'none yet'}.")
 
 
 def run_folder(experiment: ResolvedExperiment, root: Path, out: Path | None = None, *, resume: bool = True) -> Path:
@@ -79,11 +77,11 @@ def run_folder(experiment: ResolvedExperiment, root: Path, out: Path | None = No
 
 
 def read_run(folder: Path, wanted: Collection[str] | None = None) -> RunData:
-    """Return the contents of a run directory; raises as `read_manifest`, `read_records` and `read_scores`.
+    """Return the contents of a run directory; raises as `read_manifest` and `read_rows`.
 
-    `wanted` is as in `read_records`.
+    `wanted` leaves out the columns of records that are not in it.
     """
-    return RunData(folder, read_manifest(folder), read_records(folder, wanted), read_scores(folder))
+    return RunData(folder, read_manifest(folder), _latest(folder, wanted), read_scores(folder))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -92,189 +90,72 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        what = f"{folder}: not a run directory, it has no {MANIFEST}"
-        raise UserError(what, "Give one that a sweep wrote.") from error
+        message = f"{folder}: not a run directory, it has no {MANIFEST}"
+        raise UserError(message, "Give one that a sweep wrote.") from error
     except ValueError as error:
         raise UserError(f"{path}: damaged, not JSON", "Restore it, or start a new run.") from error
     version = manifest.get("schema_version") if isinstance(manifest, dict) else None
     if version not in READABLE:
-        what = f"{path}: schema version {version}, and this program reads {' and '.join(map(str, READABLE))}"
-        raise RefusedError(what, "Use the release that wrote the run.")
+        message = f"{path}: schema version {version}, and this program reads {' and '.join(map(str, READABLE))}"
+        raise RefusedError(message, "Use the release that wrote the run.")
     return dict(manifest)
 
 
-def read_records(folder: Path, wanted: Collection[str] | None = None) -> Records:
-    """Return the last record of every image of a run, failed ones included; raises `UserError` for a damaged line.
+def read_records(folder: Path) -> list[Row]:
+    """Return the last record of every image, failed ones included; raises `UserError` for a damaged line."""
+    rows = (msgspec.structs.asdict(row) for row in read_rows(folder / RECORDS, "records"))
+    return list({row["record_key"]: row for row in rows}.values())
 
-    `wanted` leaves out the columns that are not in it.
-    """
-    from lantern_bench.runs.columns import read_columns
 
-    path = folder / RECORDS
-    records = read_columns(path, "records", None if wanted is None else {*wanted, "record_key", "status"})
-    for name in ("record_key", "status"):
-        if None in (values := records.column(name)):
-            line = next(number for number, value in enumerate(values, start=1) if value is None)
-            raise UserError(f"{path} line {line}: not a record", "Remove this line.")
-    # Runs without this column are of one process.
-    return records.filled("process", 0.0).latest()
+def read_scores(folder: Path) -> list[Row]:
+    """Return all scores of a run in the order they were written; raises `UserError` for a damaged line."""
+    return [msgspec.structs.asdict(row) for row in read_rows(folder / SCORES, "scores")]
+
+
+def _latest(folder: Path, wanted: Collection[str] | None) -> pd.DataFrame:
+    """The last record of every image as a DataFrame (`records.read_frame`)."""
+    records = read_frame(folder / RECORDS, "records", wanted)
+    replaced = records["record_key"].duplicated(keep="last")
+    return records[~replaced].reset_index(drop=True) if replaced.any() else records
 
 
 @functools.lru_cache(maxsize=1)
-def _scanned(folder: Path, _state: tuple[int, int, int]) -> Records:
-    return read_records(folder, _SCANNED)
+def _scanned(folder: Path, _state: tuple[int, int, int]) -> pd.DataFrame:
+    return _latest(folder, _SCANNED)
 
 
-def scan_records(folder: Path) -> Records:
+def scan_records(folder: Path) -> pd.DataFrame:
     """Return what a resumed run needs of its records; a file that has not changed is not read again.
 
-    Columns `_SCANNED`, record_key and status; raises as `read_records`.
+    Columns `_SCANNED`, record_key and status; raises as `read_rows`.
     """
     path = folder / RECORDS
     state = path.stat() if path.is_file() else None
     return _scanned(folder.absolute(), (state.st_ino, state.st_size, state.st_mtime_ns) if state else (0, 0, 0))
 
 
-def read_scores(folder: Path) -> list[dict[str, Any]]:
-    """Return all scores of a run in the order they were written; raises `UserError` for a damaged line."""
-    return _read_lines(folder / SCORES, "scores")
-
-
-def _read_lines(path: Path, table: str) -> list[dict[str, Any]]:
-    rows = []
-    for line in scan_lines(path, table):
-        if line.row is None:
-            repair = f"`lantern-bench verify {path.parent} --repair` makes its content again."
-            raise UserError(f"{path} line {line.number}: {line.problem}", repair)
-        rows.append(line.row)
-    return rows
-
-
-class Line(NamedTuple):
-    """A whole line of a file: its bytes with the line break, and its row, or what is wrong with it."""
-
-    number: int
-    content: bytes
-    row: dict[str, Any] | None
-    problem: str = ""
-
-
-def scan_lines(path: Path, table: str) -> Iterator[Line]:
-    """Yield all whole lines of a file; rows have every column of the table, None where their version lacked it.
-
-    Runs without the column `process` are of one process, number 0. A line without a checksum is of an older version.
-    """
-    empty: dict[str, Any] = dict.fromkeys(column.name for column in columns(table))
-    empty |= {"process": 0} if "process" in empty else {}
-    needed = ("record_key", "status") if table == "records" else ()
-    with path.open("rb") if path.is_file() else io.BytesIO() as file:
-        for number, content in enumerate(file, start=1):
-            if not content.endswith(b"\n"):  # cut off: it is removed when the file is opened for writing
-                return
-            try:
-                row = empty | json.loads(content)
-            except (ValueError, TypeError, RecursionError):
-                yield Line(number, content, None, "damaged, not a JSON object")
-                continue
-            if not (has_checksum(content) or is_older(row, empty)):
-                yield Line(number, content, None, "damaged, its checksum differs")
-            elif any(row[name] is None for name in needed):
-                yield Line(number, content, None, "not a record")
-            else:
-                yield Line(number, content, row)
-
-
-# A line ends with this, 16 digits, and that.
-_CHECKSUM, _CLOSE = b', "checksum": "', b'"}\n'
-_END = len(_CHECKSUM) + 16 + len(_CLOSE)
-
-
-def _checksum(line: bytes) -> bytes:
-    return hashlib.sha256(line).hexdigest()[:16].encode()
-
-
-def has_checksum(line: bytes) -> bool:
-    """Whether a line is whole: it ends with the checksum of the bytes in front of it."""
-    return line[-_END:] == _CHECKSUM + _checksum(line[:-_END]) + _CLOSE
-
-
-def is_older(row: Mapping[str, Any], known: Collection[str]) -> bool:
-    """Whether a row without a checksum was written so: no column has another name than the `known` ones."""
-    version = row.get("schema_version")
-    return row.get("checksum") is None and (version != SCHEMA_VERSION or all(name in known for name in row))
-
-
-def line_of(row: Mapping[str, Any]) -> bytes:
-    """Return a row as a line with its checksum behind all other columns; raises `ValueError` for NaN and infinity."""
-    others = {name: value for name, value in row.items() if name != "checksum"}
-    line = json.dumps(others, ensure_ascii=False, allow_nan=False).encode()[:-1]
-    return line + _CHECKSUM + _checksum(line) + _CLOSE
+def finished_records(folder: Path) -> pd.DataFrame:
+    """Return the records of `scan_records` with status `ok`."""
+    records = scan_records(folder)
+    return records[records["status"] == "ok"]
 
 
 def done_images(folder: Path) -> set[ImageKey]:
     """Return the key of every image with status `ok`; needs no torch."""
-    records = scan_records(folder)
-    keys = zip(*(records.column(name) for name in ("cell_id", "prompt_id", "repeat")), strict=True)
-    return set(compress(keys, records.is_value("status", "ok")))
+    if not (folder / RECORDS).is_file():
+        return set()
+    finished = finished_records(folder)
+    return set(zip(finished["cell_id"], finished["prompt_id"], finished["repeat"], strict=True))
 
 
 def seconds_per_image(folder: Path) -> dict[str, float]:
     """Return mean seconds per image by cell id, pixels included, of the finished images; empty without any."""
-    spent: dict[str, list[float]] = defaultdict(list)
-    for row in scan_records(folder).rows("cell_id", "status", "seconds", "pixel_seconds"):
-        if row["status"] == "ok" and row["seconds"] is not None:
-            spent[row["cell_id"]].append(row["seconds"] + (row["pixel_seconds"] or 0.0))
-    return {cell_id: sum(values) / len(values) for cell_id, values in spent.items()}
+    finished = finished_records(folder)
+    seconds = finished["seconds"] + finished["pixel_seconds"].fillna(0.0)
+    return {str(cell_id): float(mean) for cell_id, mean in seconds.groupby(finished["cell_id"]).mean().dropna().items()}
 
 
 # ---- Writing runs
-
-
-class _JsonLines:
-    """A JSON lines file opened for appending; a partial last line is removed when it is opened."""
-
-    def __init__(self, path: Path, table: str) -> None:
-        self._path, self._names, self._table = path, [column.name for column in columns(table)], table
-        # Without a buffer: what the disk has no room for must not be written later.
-        self._file = path.open("ab+", buffering=0)
-        self._file.truncate(whole_lines(self._file))
-
-    def append(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Write one row with every column and wait until it is on the disk; return it.
-
-        Raises `ValueError` for a column that `schema.py` does not declare, and for NaN and infinity; `RefusedError`
-        where the disk is full.
-        """
-        unknown = set(values) - set(self._names)
-        if unknown:
-            raise ValueError(f"{self._table} have no column {', '.join(sorted(unknown))}")
-        content = line_of({name: values.get(name) for name in self._names})
-        whole = self._file.seek(0, os.SEEK_END)
-        try:
-            left = memoryview(content)
-            while left:  # a write can end early, where the disk fills up
-                left = left[self._file.write(left) :]
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            with contextlib.suppress(OSError):  # else the part of a line is removed at the next start
-                self._file.truncate(whole)
-            raise _no_room(self._path, error) from error
-        return dict(json.loads(content))
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def whole_lines(file: BinaryIO) -> int:
-    """Return the bytes of a file up to its last line break."""
-    end = file.seek(0, os.SEEK_END)
-    while end > 0:
-        start = max(0, end - (1 << 16))
-        file.seek(start)
-        if (at := file.read(end - start).rfind(b"\n")) >= 0:
-            return start + at + 1
-        end = start
-    return 0
 
 
 class ScoreStore:
@@ -297,12 +178,12 @@ class ScoreStore:
             raise
 
     def _open(self) -> None:
-        if not scan_records(self.folder).is_value("status", "ok").any():
-            what = f"{self.folder} has no images to score"
-            raise RefusedError(what, "Resume the run with the command that started it.")
-        self._scores = _JsonLines(self.folder / SCORES, "scores")
+        if not len(finished_records(self.folder)):
+            message = f"{self.folder} has no images to score"
+            raise RefusedError(message, "Resume the run with the command that started it.")
+        self._scores = RowFile(self.folder / SCORES, "scores")
 
-    def records(self) -> Records:
+    def records(self) -> list[Row]:
         """Return the last record of every image, failed ones included."""
         return read_records(self.folder)
 
@@ -310,14 +191,14 @@ class ScoreStore:
         """Append a score; raises `ValueError` for a column that `schema.py` does not declare."""
         self._scores.append({"schema_version": SCHEMA_VERSION, **score})
 
-    def update_manifest(self, **facts: Any) -> None:
-        """Set keys of the manifest and write it as a whole."""
-        self.manifest |= facts
-        text = json.dumps(_plain(self.manifest), indent=2, ensure_ascii=False, allow_nan=False)
+    def update_manifest(self, **entries: Any) -> None:
+        """Set entries of the manifest and write it as a whole."""
+        self.manifest |= entries
+        text = json.dumps(_as_json(self.manifest), indent=2, ensure_ascii=False, allow_nan=False)
         try:
             write_atomically(self.folder / MANIFEST, text.encode() + b"\n")
         except OSError as error:
-            raise _no_room(self.folder / MANIFEST, error) from error
+            raise no_room(self.folder / MANIFEST, error) from error
 
     def close(self) -> None:
         """Close the files and release the lock; closing twice does no harm."""
@@ -335,36 +216,35 @@ class RunStore(ScoreStore):
     """A run directory opened for writing records and scores.
 
     Opening raises `UserError` when the directory cannot be written or has other contents, and `RefusedError` when
-    another process uses it or when its finished images were made with other settings.
+    another process uses it or when its finished images were decoded with other settings.
     """
 
     def __init__(self, folder: Path, experiment: ResolvedExperiment, key: KeyFields) -> None:
         self.manifest: dict[str, Any] = {}
-        self._keys = RecordKeys(key)
-        self.key, self._experiment = key, _plain(experiment.to_dict())
+        self.key, self._keys, self._experiment = key, RecordKeys(key), _as_json(experiment.to_dict())
         self._acquire(folder)
 
     def _open(self) -> None:
-        records = scan_records(self.folder)
-        self._done = set(compress(records.column("record_key"), records.is_value("status", "ok")))
-        self._next_process = 1 + int(max(records.floats("process"), default=-1))
+        self._done = set(finished_records(self.folder)["record_key"])
+        processes = scan_records(self.folder)["process"]
+        self._next_process = 1 + int(processes.max()) if len(processes.dropna()) else 0
         if (self.folder / MANIFEST).exists():
             self.manifest = read_manifest(self.folder)
-            finished = len(self._done)
-            if finished:
-                check_same_key(self.folder.name, self.manifest.get("key", {}), self.key, finished)
-                check_same_experiment(self.folder.name, self.manifest.get("experiment", {}), self._experiment, finished)
+            if self.finished:
+                name, recorded = self.folder.name, self.manifest.get("experiment", {})
+                check_same_key(name, self.manifest.get("key", {}), self.key, self.finished)
+                check_same_experiment(name, recorded, self._experiment, self.finished)
         try:
-            self._records = _JsonLines(self.folder / RECORDS, "records")
-            self._scores = _JsonLines(self.folder / SCORES, "scores")
-            facts = {"schema_version": SCHEMA_VERSION, "run": self.folder.name}
-            self.update_manifest(**facts, experiment=self._experiment, key=self.key)
+            self._records = RowFile(self.folder / RECORDS, "records")
+            self._scores = RowFile(self.folder / SCORES, "scores")
+            described = {"schema_version": SCHEMA_VERSION, "run": self.folder.name}
+            self.update_manifest(**described, experiment=self._experiment, key=self.key)
         except OSError as error:
             raise cannot_write(self.folder, error) from error
 
     def key_of(self, task: ImageTask) -> str:
         """Return the record key of a planned image under this run's settings."""
-        return self._keys.key_of(task.cell, task.prompt.id, task.repeat, task.seed)
+        return self._keys.key_of(task)
 
     def is_done(self, task: ImageTask) -> bool:
         """Return whether the image has a record with status `ok`; the runner retries failed images."""
@@ -376,19 +256,28 @@ class RunStore(ScoreStore):
         return len(self._done)
 
     def next_process(self) -> int:
-        """Return the number of a process that begins to make images now: the first that no record has."""
+        """Return the number of a process that begins to decode images now: the first that no record has."""
         return self._next_process
 
-    def append(self, task: ImageTask, record: Mapping[str, Any]) -> dict[str, Any]:
+    def append(self, task: ImageTask, record: Mapping[str, Any]) -> Row:
         """Append the record of one image and return it complete.
 
         The task gives key, cell, prompt, repeat, seed and order; other columns that `record` lacks are None; `status`
-        is `ok` unless given. Raises `ValueError` for a column that `schema.py` does not declare.
+        is `ok` unless `record` has another. Raises `ValueError` for a column that `schema.py` does not declare.
         """
-        known = {"schema_version": SCHEMA_VERSION, "record_key": self.key_of(task), **task.cell.columns()}
-        known |= {"prompt_id": task.prompt.id, "prompt": task.prompt.text, "repeat": task.repeat, "seed": task.seed}
-        known |= {"prompt_source": task.prompt.source or None, "order_index": task.order_index}
-        row = self._records.append(known | {"status": "ok"} | dict(record))
+        planned = {
+            "schema_version": SCHEMA_VERSION,
+            "record_key": self.key_of(task),
+            **task.cell.columns(),
+            "prompt_id": task.prompt.id,
+            "prompt": task.prompt.text,
+            "prompt_source": task.prompt.source or None,
+            "repeat": task.repeat,
+            "seed": task.seed,
+            "order_index": task.order_index,
+            "status": "ok",
+        }
+        row = self._records.append(planned | dict(record))
         (self._done.add if row["status"] == "ok" else self._done.discard)(row["record_key"])
         self._next_process = max(self._next_process, 1 + (row["process"] or 0))
         return row
@@ -398,13 +287,16 @@ class RunStore(ScoreStore):
         try:
             write_atomically(self.folder / task.image, png)
         except OSError as error:
-            raise _no_room(self.folder / task.image, error) from error
+            raise no_room(self.folder / task.image, error) from error
         return task.image
 
     def close(self) -> None:
         """Close the files and release the lock; closing twice does no harm."""
         self._records.close()
         super().close()
+
+
+# ---- The lock of a run directory
 
 
 class RunLock:
@@ -419,19 +311,19 @@ class RunLock:
         try:
             self._lock.acquire(timeout=0)
         except Timeout as error:
-            what = f"{folder} is in use: {self._holder()} is writing to it"
-            raise RefusedError(what, "Wait until it ends, or give another --out.") from error
+            message = f"{folder} is in use: {self._holder()} is writing to it"
+            raise RefusedError(message, "Wait until it ends, or give another --out.") from error
         try:
-            named = {"pid": os.getpid(), "host": socket.gethostname()}
-            write_atomically(self._writer, json.dumps(named).encode() + b"\n")
+            process = {"pid": os.getpid(), "host": socket.gethostname()}
+            write_atomically(self._writer, json.dumps(process).encode() + b"\n")
         except BaseException:
             self._lock.release()
             raise
 
     def _holder(self) -> str:
         try:
-            named = json.loads(self._writer.read_text(encoding="utf-8"))
-            return f"process {named['pid']} on {named['host']}"
+            process = json.loads(self._writer.read_text(encoding="utf-8"))
+            return f"process {process['pid']} on {process['host']}"
         except (OSError, ValueError, TypeError, KeyError):  # it has only just begun, or is of an older version
             return "another process"
 
@@ -458,12 +350,12 @@ def lock_run(folder: Path) -> RunLock:
 def check_is_run(folder: Path) -> None:
     """Raise `UserError` for a folder that has other contents than a run's."""
     if folder.is_dir() and not (folder / MANIFEST).exists():
-        own = {folder / name for name in (LOCK, WRITER, RECORDS, SCORES)}
-        killed = {draft_of(folder / name) for name in (WRITER, MANIFEST)}  # what a sweep killed at its start leaves
-        others = {path.name for path in set(folder.iterdir()) - own - killed}
+        files = {folder / name for name in (LOCK, WRITER, RECORDS, SCORES)}
+        drafts = {draft_of(folder / name) for name in (WRITER, MANIFEST)}  # what a sweep killed at its start leaves
+        others = {path.name for path in set(folder.iterdir()) - files - drafts}
         if others:
-            what = f"--out {folder}: contains {min(others)} and is not a run directory"
-            raise UserError(what, "Give a new folder, or a run directory.")
+            message = f"--out {folder}: contains {min(others)} and is not a run directory"
+            raise UserError(message, "Give a new folder, or a run directory.")
 
 
 def cannot_write(folder: Path, error: OSError | None = None) -> UserError:
@@ -472,12 +364,6 @@ def cannot_write(folder: Path, error: OSError | None = None) -> UserError:
     return UserError(f"--out {folder}: cannot be written{reason}", "Give a folder that you may write to.")
 
 
-def _no_room(path: Path, error: OSError) -> RefusedError:
-    """Return the error for a file of a run that cannot be written any more; the disk is full, as a rule."""
-    what = f"{path}: cannot be written: {error.strerror or error}"
-    return RefusedError(what, "Everything before is kept. Repair the cause; the same command continues.")
-
-
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """Return the value as JSON returns it, so that it compares equal to what is read (dates become text)."""
     return json.loads(json.dumps(value, default=str))

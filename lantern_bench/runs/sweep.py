@@ -13,7 +13,7 @@ from lantern_bench.config.protocols import EMBEDDED
 from lantern_bench.errors import RecordsFailedError
 from lantern_bench.runs.events import Emit, Event, Note
 from lantern_bench.runs.request import Request
-from lantern_bench.runs.store import done_images, scan_records
+from lantern_bench.runs.store import done_images, finished_records
 from lantern_bench.runs.threads import prepare_environment
 
 if TYPE_CHECKING:
@@ -78,9 +78,8 @@ def _load_scorers(request: Request) -> tuple[Scorers, Reference | None]:
 
 def disturbance(folder: Path) -> str | None:
     """Say in one line how many images of a run were disturbed; None without any."""
-    records = scan_records(folder)
-    marks = records.floats("disturbed")[records.is_value("status", "ok")]
-    timed, count = int((marks == marks).sum()), int((marks == 1.0).sum())
+    marks = finished_records(folder)["disturbed"].dropna()
+    timed, count = len(marks), int(marks.sum())
     if count == 0:
         return None
     text = f"{count} of {timed} images disturbed: their threads lacked a core for more than 5 % of the time"

@@ -10,6 +10,7 @@ import pytest
 
 from lantern_bench.errors import RefusedError
 from lantern_bench.report.compare import BETTER, SAME, WORSE, check_comparability, compare_runs, differences
+from lantern_bench.runs.records import frame_of
 from lantern_bench.runs.store import RunData
 from tests.made_up_run import AR, LOOSE, STRICT, WALKS, make_record, make_scores
 
@@ -31,7 +32,7 @@ def make_run(prompts=16, factor=1.0, cells=(AR, STRICT, LOOSE), manifest=None, s
             seconds = (1.0 + 0.1 * (prompt % 3)) * noise * (factor if cell is STRICT else 1)
             about = {"process": prompt % 4} | changes
             records.append(make_record(cell, prompt, [[]] * 6 if cell is AR else WALKS, seconds, **about))
-    return RunData(Path("run"), MANIFEST | (manifest or {}), records, scores(records))
+    return RunData(Path("run"), MANIFEST | (manifest or {}), frame_of(records), scores(records))
 
 
 def verdicts(found):
@@ -100,7 +101,7 @@ def test_only_shared_cells_and_prompts_are_compared():
 
 def test_runs_without_a_common_prompt_have_no_row():
     elsewhere = make_run(scores=lambda _: [])
-    moved = [row | {"prompt_id": f"x{row['prompt_id']}"} for row in elsewhere.records]
+    moved = elsewhere.records.assign(prompt_id="x" + elsewhere.records["prompt_id"])
     assert not len(compare_runs(make_run(scores=lambda _: []), RunData(Path("b"), MANIFEST, moved, [])).table)
 
 

@@ -23,12 +23,13 @@ from lantern_bench.report.curves import (
     run_styles,
     speed_quality_points,
 )
+from lantern_bench.runs.records import frame_of
 from lantern_bench.runs.store import RunData
 from tests.made_up_run import AR, STRICT, WALKS, make_record, make_records, make_scores
 
 
 def tables_from(records, scores=()):
-    return curve_tables(RunData(Path("run"), {}, records, list(scores)))
+    return curve_tables(RunData(Path("run"), {}, frame_of(records), list(scores)))
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from lantern_bench.report.format_tables import readable
 from lantern_bench.report.records import group_records, timed_images
 from lantern_bench.report.stats import repeat_interval, timing
 from lantern_bench.report.tables import build_tables
+from lantern_bench.runs.records import frame_of
 from lantern_bench.runs.store import RunData
 from tests.made_up_run import AR, LOOSE, STRICT, WALKS, make_record, make_scores
 
@@ -136,7 +137,9 @@ def test_curve_points_have_it() -> None:
 
 def test_compare_shows_it_for_relaxed_cells_without_a_verdict() -> None:
     """Each run has a fastest lossless cell of its own."""
-    runs = [RunData(Path("run"), {}, made({AR: 2.4, STRICT: strict, LOOSE: 0.8}), []) for strict in (1.6, 1.2)]
+    runs = [
+        RunData(Path("run"), {}, frame_of(made({AR: 2.4, STRICT: strict, LOOSE: 0.8})), []) for strict in (1.6, 1.2)
+    ]
     table = compare_runs(*runs).table
     (row,) = table[table["quantity"] == "speedup_over_lossless"].to_dict("records")
     assert row["cell_id"] == LOOSE.cell_id and (row["a"], row["b"]) == (pytest.approx(2.0), pytest.approx(1.5))

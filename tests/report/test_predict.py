@@ -20,6 +20,7 @@ from lantern_bench.report.cost_model import STACKS, Setting, devices, named_draf
 from lantern_bench.report.predict import measured_elsewhere, measured_times, predict_run, prediction_rows, with_hours
 from lantern_bench.report.records import load_runs
 from lantern_bench.report.tables import tables_of
+from lantern_bench.runs.records import frame_of
 from lantern_bench.runs.store import RunData
 from lantern_bench.schema import columns
 from tests.made_up_run import make_record, make_records, make_scores, write_run
@@ -89,9 +90,10 @@ def test_other_model_keeps_the_acceptance_and_says_so(run: RunData):
 
 
 def test_unknown_drafting_is_taken_for_a_chain(run: RunData):
-    records = [
-        row | {"drafting": "echo", "tree": "echo-3"} if row["drafting"] != "none" else row for row in run.records
-    ]
+    drafts = run.records["drafting"] != "none"
+    records = run.records.assign(
+        drafting=run.records["drafting"].mask(drafts, "echo"), tree=run.records["tree"].mask(drafts, "echo-3")
+    )
     rows = list(prediction_rows(dataclasses.replace(run, records=records), A100, "compiled"))
     assert "a chain of 2 is assumed" in rows[1]["note"] and rows[1]["nodes"] == 3
 
@@ -102,12 +104,12 @@ def test_own_tree_is_read_from_the_experiment(run: RunData):
     cell = Decoding(mode="speculative", tree=((0,), (1,), (0, 0)), cfg_scale=2, cfg_default=2)
     records = [make_record(cell, 0, [[0, 0], [0, -1]], 1.0)]
     manifest = run.manifest | {"experiment": {"cells": [cell.settings()]}}
-    (row,) = prediction_rows(dataclasses.replace(run, records=records, manifest=manifest), A100, "compiled")
+    (row,) = prediction_rows(dataclasses.replace(run, records=frame_of(records), manifest=manifest), A100, "compiled")
     assert row["nodes"] == 4 and row["drafter_forwards_per_step"] == 2 and row["note"] is None
 
 
 def test_run_without_steps_and_model_without_sizes_are_refused(run: RunData, monkeypatch: pytest.MonkeyPatch):
-    bare = [row | {"committed_per_step": None} for row in run.records]
+    bare = run.records.assign(committed_per_step=None)
     with pytest.raises(RefusedError, match="no image has recorded steps"):
         list(prediction_rows(dataclasses.replace(run, records=bare), A100, "compiled"))
     unknown = SimpleNamespace(sizes=None)
@@ -126,7 +128,7 @@ def test_hours_by_hand(run: RunData):
         assert (planned["hours"] * 3600 / longest).tolist() == pytest.approx(table["latency_s"].tolist())
         assert planned["device_hours"].tolist() == pytest.approx((count * planned["hours"]).tolist())
     with pytest.raises(RefusedError, match="no seconds"):
-        measured_times(dataclasses.replace(run, records=[row | {"seconds": None} for row in run.records]))
+        measured_times(dataclasses.replace(run, records=run.records.assign(seconds=float("nan"))))
 
 
 def test_the_command_plans_a_larger_run(run: RunData, capsys: pytest.CaptureFixture[str]):

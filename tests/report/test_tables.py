@@ -15,7 +15,6 @@ from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.report.format_tables import readable
 from lantern_bench.report.records import COLUMNS_READ, load_runs
 from lantern_bench.report.tables import NAMES, build_tables, frame, tables_of, write_csv, write_tables
-from lantern_bench.runs.columns import Records
 from lantern_bench.schema import columns
 from tests.made_up_run import AR, LOOSE, STRICT, WALKS, make_record, make_records, make_scores, write_run
 
@@ -43,13 +42,12 @@ def test_columns_are_the_schemas(tables, name):
     assert len(tables[name])
 
 
-def test_tables_ask_for_no_column_that_is_not_read(tmp_path, monkeypatch):
-    records, asked, column = make_records(), set(), Records.column
+def test_tables_need_only_the_columns_that_are_read(tmp_path):
+    records = make_records()
     run = write_run(tmp_path / "run", records, make_scores(records))
-    expected = read_tables(run)
-    monkeypatch.setattr(Records, "column", lambda self, name: asked.add(name) or column(self, name))
-    written = write_tables(run)
-    assert {"seconds", "prompt_id", "child_rank_per_step"} <= asked <= set(COLUMNS_READ)
+    (data,) = load_runs([run], COLUMNS_READ).values()
+    assert set(data.records.columns) == set(COLUMNS_READ)
+    expected, written = read_tables(run), write_tables(run)
     for name in NAMES:
         assert written[name].equals(expected[name])
 

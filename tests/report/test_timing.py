@@ -58,8 +58,8 @@ def test_images_are_paired_by_prompt_whatever_their_order():
 
 def ratio_over_prompts(cells):
     """The ratio of sums with an interval over prompts, as figures of tokens have it."""
-    ar, cell = ([row["seconds"] for row in one.good] for one in cells)
-    return ratio_of_sums(ar, cell, [row["prompt_id"] for row in cells[0].good])
+    ar, cell = (cell.good["seconds"].tolist() for cell in cells)
+    return ratio_of_sums(ar, cell, cells[0].good["prompt_id"])
 
 
 def covers(interval, value):

