@@ -27,28 +27,21 @@ FIRST_HELD_OUT = [
 ]
 
 
-def test_there_are_1008_different_captions() -> None:
+def test_a_tenth_of_the_1008_captions_is_held_out() -> None:
     captions = {item.caption() for item in ALL_ATTRIBUTES}
     assert len(ALL_ATTRIBUTES) == len(captions) == 1008 == 3 * 3 * 7 * 4 * 4
     assert EXAMPLE in captions and "one tall white lantern over the snow in a storm" in captions
-
-
-def test_a_tenth_of_the_captions_is_held_out() -> None:
     assert len(HELD_OUT) == 100 and len(TRAIN) == 908
     assert not set(HELD_OUT) & set(TRAIN)
     assert set(HELD_OUT) | set(TRAIN) == set(ALL_ATTRIBUTES)
+    for column, values in enumerate(FIELDS.values()):
+        indices = set(range(len(values)))
+        assert {item.indices()[column] for item in HELD_OUT} == {item.indices()[column] for item in TRAIN} == indices
 
 
 def test_held_out_split_is_fixed() -> None:
     """The bundled weights were trained on it: another split would hold out captions that were trained."""
     assert [item.caption() for item in HELD_OUT[:2]] == FIRST_HELD_OUT
-
-
-def test_every_value_is_trained_and_held_out() -> None:
-    for column, values in enumerate(FIELDS.values()):
-        everything = set(range(len(values)))
-        assert {item.indices()[column] for item in HELD_OUT} == everything
-        assert {item.indices()[column] for item in TRAIN} == everything
 
 
 def test_captions_fit_and_use_every_word() -> None:
@@ -72,9 +65,6 @@ def test_unknown_word_is_named_with_the_known_words() -> None:
     advice = (caught.value.advice or "").replace(":", " ").replace(";", " ").split()
     assert set(VOCABULARY[1:]) <= set(advice)
     assert "<pad>" not in advice
-
-
-def test_misspelt_word_gets_a_suggestion() -> None:
     with pytest.raises(UserError, match="did you mean 'purple'"):
         words("one round purpel lantern over a lake at dusk")
 

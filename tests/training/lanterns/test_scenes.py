@@ -21,14 +21,8 @@ def test_pictures_are_uint8_and_reproducible_by_seed() -> None:
     assert first.shape == (len(some), SIZE, SIZE, 3) and first.dtype == np.uint8
     assert np.array_equal(first, second)
     assert not np.array_equal(first, other)
-
-
-def test_two_pictures_of_one_caption_differ() -> None:
     pictures = render([ALL_ATTRIBUTES[0]] * 2, 3).astype(int)
     assert np.abs(pictures[0] - pictures[1]).mean() > 2
-
-
-def test_no_attributes_give_an_empty_set() -> None:
     assert render([], 0).shape == (0, SIZE, SIZE, 3)
 
 
@@ -57,7 +51,11 @@ def test_pictures_show_the_number_of_lanterns(count: int) -> None:
 
 def test_larger_set_extends_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scenes, "_CHUNK", 8)
-    small, large = scene_set(TRAIN, 13, seed=4), scene_set(TRAIN, 20, seed=4)
+    progress: list[tuple[int, int]] = []
+    small = scene_set(TRAIN, 13, seed=4, on_chunk=lambda done, total: progress.append((done, total)))
+    large = scene_set(TRAIN, 20, seed=4)
+    assert progress == [(8, 13), (13, 13)]
+    assert {tuple(row) for row in small.attributes.tolist()} <= {item.indices() for item in TRAIN}
     assert np.array_equal(large.attributes[:13], small.attributes)
     assert np.array_equal(large.pixels[:13], small.pixels)
 
@@ -65,20 +63,12 @@ def test_larger_set_extends_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> No
 def test_scene_cache_is_used_only_when_it_matches(tmp_path: Path) -> None:
     cache = tmp_path / "folder" / "scenes.npz"
     first = scene_set(TRAIN, 12, 4, cache)
-    kept = cache.stat().st_mtime_ns
+    written = cache.stat().st_mtime_ns
     again = scene_set(TRAIN, 9, 4, cache)
-    assert np.array_equal(again.pixels, first.pixels[:9]) and cache.stat().st_mtime_ns == kept
+    assert np.array_equal(again.pixels, first.pixels[:9]) and cache.stat().st_mtime_ns == written
     other = scene_set(TRAIN, 9, 5, cache)
     assert not np.array_equal(other.pixels, again.pixels)
     assert np.array_equal(scene_set(TRAIN, 9, 5, cache).pixels, other.pixels)
-
-
-def test_scene_set_reports_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scenes, "_CHUNK", 4)
-    told: list[tuple[int, int]] = []
-    made = scene_set(TRAIN, 10, 1, on_chunk=lambda done, total: told.append((done, total)))
-    assert told == [(4, 10), (8, 10), (10, 10)]
-    assert {tuple(row) for row in made.attributes.tolist()} <= {item.indices() for item in TRAIN}
 
 
 def _hue(red: float, green: float, blue: float) -> float:

@@ -16,7 +16,7 @@ from lantern_bench.training.loop import TrainReport, train
 from lantern_bench.training.settings import TrainSettings
 
 CONFIG = VQConfig(codes=1024, code_dim=4, z_channels=32, channels=32, channel_mult=(1, 1, 1), res_blocks=1)
-SETTINGS = TrainSettings(steps=8, log_every=1, checkpoint_every=5, autocast=False)
+SETTINGS = TrainSettings(steps=6, log_every=1, checkpoint_every=4, autocast=False)
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +32,18 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "_USE_DECAY", 0.3)
 
 
-def _task(scenes: SceneSet) -> TokenizerTask:
+def tokenizer_task(scenes: SceneSet) -> TokenizerTask:
     torch.manual_seed(0)  # layers draw from the global stream
     return TokenizerTask(VQModel(CONFIG), scenes, scenes)
 
 
-def _trained(scenes: SceneSet, settings: TrainSettings) -> tuple[TokenizerTask, TrainReport]:
-    task = _task(scenes)
+def trained(scenes: SceneSet, settings: TrainSettings = SETTINGS) -> tuple[TokenizerTask, TrainReport]:
+    task = tokenizer_task(scenes)
     return task, train(task, settings, torch.device("cpu"))
 
 
 def test_dead_codes_are_revived_from_the_batch(scenes: SceneSet) -> None:
-    task = _task(scenes)
+    task = tokenizer_task(scenes)
     generator = torch.Generator().manual_seed(0)
     before = task.model.quantize.embedding.weight.detach().clone()
     task.loss(generator)
@@ -53,22 +53,16 @@ def test_dead_codes_are_revived_from_the_batch(scenes: SceneSet) -> None:
     assert changed[:10].all() and task.state_dict()["use"][:10].eq(1.0).all()
 
 
-def test_resumed_training_revives_the_same_codes(scenes: SceneSet, tmp_path: Path) -> None:
-    whole, course = _trained(scenes, SETTINGS)
-    kept = SETTINGS.model_copy(update={"checkpoint": tmp_path / "tokenizer.ckpt"})
-    _trained(scenes, kept)
-    resumed, again = _trained(scenes, kept)
-    assert again.losses == course.losses
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(resumed.model.state_dict()[name], value), name
-
-
-def test_forgotten_use_counts_change_the_training(
+def test_resumed_training_revives_the_same_codes(
     scenes: SceneSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above would not notice forgotten counts if nothing were revived after the checkpoint."""
-    _, course = _trained(scenes, SETTINGS)
-    kept = SETTINGS.model_copy(update={"checkpoint": tmp_path / "tokenizer.ckpt"})
-    _trained(scenes, kept)
+    """Forgotten counts change the training, so codes are revived after the checkpoint."""
+    task, report = trained(scenes)
+    with_checkpoint = SETTINGS.model_copy(update={"checkpoint": tmp_path / "tokenizer.ckpt"})
+    trained(scenes, with_checkpoint)
+    resumed, resumed_report = trained(scenes, with_checkpoint)
+    assert resumed_report.losses == report.losses
+    for name, value in task.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
     monkeypatch.setattr(TokenizerTask, "load_state_dict", lambda _self, _state: None)
-    assert _trained(scenes, kept)[1].losses != course.losses
+    assert trained(scenes, with_checkpoint)[1].losses != report.losses
