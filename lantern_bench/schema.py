@@ -51,7 +51,7 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("drafting", "string", "", ", ".join(f"{name} ({row.about})" for name, row in DRAFTINGS.items())),
     Column("tree", "string", "", "name of the static tree, or nodes, depth and beam of the dynamic one"),
     Column("rule", "string", "", f"acceptance rule: {', '.join(RULES)}"),
-    *(Column(key, *one.column, one.help.rstrip(".")) for key, one in PARAMETERS.items() if one.column),
+    *(Column(key, *row.column, row.help.rstrip(".")) for key, row in PARAMETERS.items() if row.column),
     Column("batch", "int", "images", "images decoded at once"),
     Column("model", "string", "", "name of the model"),
 )
@@ -133,10 +133,7 @@ _AUDIT = (
     Column("source", "string", "", "arXiv number of their paper"),
     Column("verdict", "string", "", "the claim beside what was measured"),
     Column(
-        "passed",
-        "string",
-        "",
-        "yes, NO, or weak (a broken method not rejected); empty for claims that are not ours",
+        "passed", "string", "", "yes, NO, or weak (a broken method not rejected); empty for claims that are not ours"
     ),
     Column("p_holm", "float", "", "smallest p-value of its tests, corrected for all tests of claims that say lossless"),
     Column("p_first", "float", "", "G-test of the first two tokens on the tables"),
@@ -424,12 +421,7 @@ _PREDICTION = (
     Column("drafter_forwards_per_step", "int", "forwards", "forward passes of the drafter per step"),
     Column("speedup", "float", "", "predicted seconds of ar / predicted seconds of the cell"),
     Column("speedup_measured", "float", "", "speedup of the run, on its own machine"),
-    Column(
-        "speedup_error",
-        "float",
-        "",
-        "speedup / speedup_measured - 1, of a run on the device with the same code",
-    ),
+    Column("speedup_error", "float", "", "speedup / speedup_measured - 1, of a run on the device with the same code"),
     Column("latency_s", "float", "s", "predicted seconds per image"),
     Column("ar_ms", "float", "ms", "predicted, an autoregressive step"),
     Column("step_ms", "float", "ms", "predicted, a step of the cell: draft, target, verify and other"),
@@ -469,9 +461,9 @@ def columns(table: str) -> tuple[Column, ...]:
 
 def to_markdown() -> str:
     """Return all tables as Markdown, for the documentation; ends with a newline."""
-    parts = [f"Schema version {SCHEMA_VERSION}.\n"]
+    sections = [f"Schema version {SCHEMA_VERSION}.\n"]
     for name, table in TABLES.items():
         lines = [f"## {name}\n", "| column | type | unit | meaning |", "| --- | --- | --- | --- |"]
         lines += [f"| `{c.name}` | {c.dtype} | {c.unit} | {c.meaning} |" for c in table]
-        parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
+        sections.append("\n".join(lines) + "\n")
+    return "\n".join(sections)

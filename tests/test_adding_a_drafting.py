@@ -80,17 +80,17 @@ def g_test(model: TabularModel, decoding: Decoding, engine: Engine | None = None
     """The p-value of the joint distribution of all tokens of an image."""
     model.drafter = None
     generators = [torch.Generator().manual_seed(seed) for seed in range(images)]
-    made = decode(model, [""] * images, decoding, generators, engine=engine)
-    place = torch.zeros(images, dtype=torch.int64)
-    for token in torch.stack([one.tokens for one in made]).long().T:
-        place = place * VOCABULARY + token
+    decoded = decode(model, [""] * images, decoding, generators, engine=engine)
+    cell_numbers = torch.zeros(images, dtype=torch.int64)
+    for token in torch.stack([image.tokens for image in decoded]).long().T:
+        cell_numbers = cell_numbers * VOCABULARY + token
     distribution = model.distribution(lambda cond, uncond: decoding_probabilities(cond, decoding)).numpy()
-    observed = np.bincount(place.numpy(), minlength=len(distribution))
+    observed = np.bincount(cell_numbers.numpy(), minlength=len(distribution))
     if observed[distribution == 0].any():
         return 0.0
-    kept = distribution > 0
-    expected = distribution[kept] / distribution[kept].sum() * images
-    return float(power_divergence(observed[kept], expected, lambda_="log-likelihood").pvalue)
+    possible = distribution > 0
+    expected = distribution[possible] / distribution[possible].sum() * images
+    return float(power_divergence(observed[possible], expected, lambda_="log-likelihood").pvalue)
 
 
 def decoding_with(**values: Any) -> Decoding:

@@ -48,9 +48,9 @@ def rows(path: Path) -> list[dict[str, str]]:
 def rule() -> Rule:
     space: dict[str, object] = {}
     exec(compile((EXAMPLE / "distance_rule.py").read_text(), "distance_rule.py", "exec"), space)
-    found = space["RULE"]
-    assert isinstance(found, Rule)
-    return found
+    row = space["RULE"]
+    assert isinstance(row, Rule)
+    return row
 
 
 def test_the_page_shows_the_example_and_it_is_short() -> None:
@@ -76,10 +76,10 @@ def test_a_rule_from_outside_is_swept_shown_drawn_and_measured(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     cells = {f"by-distance-static-small-7-k3-bound{bound}-t1": bound for bound in ("0.1", "0.3", "1")}
     for table in ("speed", "acceptance"):
-        found = {row["cell_id"]: row for row in rows(tmp_path / "run" / f"{table}.csv")}
-        assert set(cells) <= set(found)
+        by_cell = {row["cell_id"]: row for row in rows(tmp_path / "run" / f"{table}.csv")}
+        assert set(cells) <= set(by_cell)
         for cell, bound in cells.items():
-            shown = [found[cell][name] for name in ("mode", "rule", "bound")]
+            shown = [by_cell[cell][name] for name in ("mode", "rule", "bound")]
             assert shown == ["by-distance", "by-distance", bound]
     summary = {row["cell_id"]: row for row in rows(tmp_path / "run" / "summary.csv")}
     assert summary["by-distance-static-small-7-k3-bound0.3-t1"]["parameters"] == "small-7 k=3 bound=0.3"

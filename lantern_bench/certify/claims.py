@@ -44,7 +44,7 @@ def claim_of(cell: Cell) -> Claim:
     has_own_rule, forms = rule.name == mode.rule, (*mode.published, *mode.variants)
     matching = [values for values in forms if all(decoding.value(key) == value for key, value in values.items())]
     values = {**({} if has_own_rule else {"rule": rule.name}), **(matching[0] if matching else {})}
-    claim = mode.claim if has_own_rule and mode.claim else "lossless" if rule.lossless else "relaxed"
+    claim: Literal["lossless", "relaxed"] = "lossless" if rule.lossless else "relaxed"
     source = mode.source if has_own_rule and mode.source else rule.source
     is_ours = not matching or matching[0] not in mode.published
     return Claim(cell, claim, ", ".join(f"{key} {value}" for key, value in values.items()), source, is_ours)

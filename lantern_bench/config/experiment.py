@@ -89,9 +89,9 @@ class ResolvedExperiment:
         several = len(self.settings.model) > 1
         values["batch"] = values["batch"] if len(self.settings.batch) > 1 else self.settings.batch[0]
         # Each decoding once: `batch` lists the batch sizes.
-        found = {cell.prefix + cell.decoding.cell_id: cell for cell in self.cells}.values()
-        named = ({"model": cell.model} if several else {} for cell in found)
-        values["cells"] = [name | cell.decoding.settings() for name, cell in zip(named, found, strict=True)]
+        decodings = {cell.prefix + cell.decoding.cell_id: cell for cell in self.cells}.values()
+        named = ({"model": cell.model} if several else {} for cell in decodings)
+        values["cells"] = [name | cell.decoding.settings() for name, cell in zip(named, decodings, strict=True)]
         return values
 
     def to_yaml(self) -> str:

@@ -162,17 +162,17 @@ class ExperimentReader:
         entries = [self._entry(block, ("cells", number)) for number, block in enumerate(written)]
         modes = dict.fromkeys(mode for entry in entries for mode in entry.modes)
         wanted = self._wanted_modes(modes, settings.baseline)
-        kept = []
+        remaining = []
         for entry in entries:
             modes_here = tuple(mode for mode in entry.modes if mode in wanted)
             if modes_here:
                 layer = Layer({**entry.layer.values, "mode": modes_here}, entry.layer.location)
-                kept.append(entry._replace(layer=layer))
+                remaining.append(entry._replace(layer=layer))
             elif not entry.modes:  # a problem was noted
-                kept.append(entry)
-        if modes and not kept and not settings.baseline:
+                remaining.append(entry)
+        if modes and not remaining and not settings.baseline:
             self.problems.add(Location("--no-baseline"), "leaves no cell to run")
-        return kept
+        return remaining
 
     def _wanted_modes(self, modes: Collection[str], baseline: bool) -> set[str]:
         """Return the modes to keep of those of the file."""
@@ -245,7 +245,7 @@ class ExperimentReader:
         else:
             self.problems.add(location, "unknown key" + did_you_mean(key, allowed))
 
-    def check_models(self, settings: Settings, known: Collection[str], entries: list[CellEntry]) -> None:
+    def check_models(self, settings: Settings, models: Collection[str], entries: list[CellEntry]) -> None:
         """Note unknown models, cells of models that the experiment does not name, and blocks of misspelt ones.
 
         Blocks of other models are allowed: `model` and `--model` select some of them.
@@ -253,8 +253,8 @@ class ExperimentReader:
         typed = "model" in self.overrides.values
         location = self.overrides.location("model") if typed else self.location(("model",))
         for name in settings.model:
-            if name not in known and name != UNNAMED:
-                text = f"unknown model{did_you_mean(name, known)} (the models are {', '.join(known)})"
+            if name not in models and name != UNNAMED:
+                text = f"unknown model{did_you_mean(name, models)} (the models are {', '.join(models)})"
                 self.problems.add(location, text, name)
         if typed:
             return
@@ -264,5 +264,5 @@ class ExperimentReader:
         suspects += [(name, entry.location) for entry in entries for name in entry.models if name not in names]
         for name, location in suspects:
             if name not in settings.model:
-                models = ", ".join(settings.model)
-                self.problems.add(location, f"the model {name} is not among the experiment's models ({models})")
+                names_here = ", ".join(settings.model)
+                self.problems.add(location, f"the model {name} is not among the experiment's models ({names_here})")

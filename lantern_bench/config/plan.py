@@ -113,19 +113,19 @@ class Plan:
         mine = (task for task in self.tasks if (task.image_index // self.together) % shard.count == shard.index - 1)
         return replace(self, tasks=tuple(mine))
 
-    def deal(self, left: Plan, count: int, seed: int) -> list[Plan]:
-        """Deal the tasks of `left`, a part of this plan, to `count` plans: prompts in random order, in equal shares.
+    def deal(self, missing: Plan, count: int, seed: int) -> list[Plan]:
+        """Deal the tasks of `missing`, a part of this plan, to `count` plans: prompts in random order, in equal shares.
 
         All cells of a prompt stay together.
         """
-        groups = {task.image_index // self.together for task in left.tasks}
+        groups = {task.image_index // self.together for task in missing.tasks}
         order = sorted(groups, key=lambda group: _hash63(f"deal:{seed}:{group}"))
-        place = {group: number % count for number, group in enumerate(order)}
-        parts: list[list[ImageTask]] = [[] for _ in range(count)]
+        share_of = {group: number % count for number, group in enumerate(order)}
+        shares: list[list[ImageTask]] = [[] for _ in range(count)]
         for task in self.tasks:  # whole batches, so that the arithmetic is the same
-            if (group := task.image_index // self.together) in place:
-                parts[place[group]].append(task)
-        return [replace(self, tasks=tuple(part)) for part in parts]
+            if (group := task.image_index // self.together) in share_of:
+                shares[share_of[group]].append(task)
+        return [replace(self, tasks=tuple(share)) for share in shares]
 
     def batches(self) -> Iterator[tuple[ImageTask, ...]]:
         """Yield the tasks that are decoded at once: as many images of a cell as its batch size, or the rest."""

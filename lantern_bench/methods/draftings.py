@@ -29,7 +29,7 @@ class Drafting:
     fresh_every_step: Callable[[Values], bool] = lambda _values: True
     label: Callable[[Values], str | None] = lambda _values: None  # how ids and tables write the drafts
     # (defaults, values that the user gave) -> defaults that fit them
-    adapt: Callable[[Values, Values], Values] = lambda defaults, _given: defaults
+    adapt: Callable[[Values, Values], Values] = lambda defaults, _typed: defaults
     problem: Callable[[Values], tuple[str, str] | None] = lambda _values: None  # key and sentence of values that clash
     small: Values = field(default_factory=dict)  # values of a draft that is small enough for exact checks
     published: Code = ""
@@ -68,9 +68,9 @@ def _dynamic_problem(values: Values) -> tuple[str, str] | None:
     return "nodes", f"depth {depth} and beam {beam} make only {most_nodes(depth, beam)} candidates"
 
 
-def _enough_nodes(defaults: Values, given: Values) -> Values:
+def _enough_nodes(defaults: Values, typed: Values) -> Values:
     """Return the default number of nodes, or all candidates if depth and beam make fewer."""
-    depth, beam = (int(given.get(key) or defaults[key]) for key in ("depth", "beam"))
+    depth, beam = (int(typed.get(key) or defaults[key]) for key in ("depth", "beam"))
     return {**defaults, "nodes": min(defaults["nodes"], most_nodes(depth, beam))}
 
 

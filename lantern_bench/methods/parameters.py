@@ -99,12 +99,7 @@ class Parameter:
 
 SAMPLING_PARAMETERS = (
     Parameter(
-        "temperature",
-        NOT_NEGATIVE,
-        "Sampling temperature; 0 is greedy.",
-        default=1.0,
-        remark="0 is greedy",
-        short="t",
+        "temperature", NOT_NEGATIVE, "Sampling temperature; 0 is greedy.", default=1.0, remark="0 is greedy", short="t"
     ),
     Parameter(
         "top_k",
@@ -135,14 +130,7 @@ SAMPLING_PARAMETERS = (
         sampled_only=True,
         rare=True,
     ),
-    Parameter(
-        "cfg_scale",
-        NOT_NEGATIVE,
-        "Guidance scale; 1 is off.",
-        default=1.0,
-        remark="1 is off",
-        in_id="changed",
-    ),
+    Parameter("cfg_scale", NOT_NEGATIVE, "Guidance scale; 1 is off.", default=1.0, remark="1 is off", in_id="changed"),
     Parameter(
         "seed_set",
         NATURAL,
@@ -157,11 +145,7 @@ SAMPLING = tuple(parameter.name for parameter in SAMPLING_PARAMETERS)
 """The parameters of every cell; `mode` aside, all others belong to a drafting or to a rule."""
 
 NEIGHBOURS = Parameter(
-    "neighbours",
-    NATURAL,
-    "Number k of nearest codes that add to the neighbour mass.",
-    short="k",
-    unit="codes",
+    "neighbours", NATURAL, "Number k of nearest codes that add to the neighbour mass.", short="k", unit="codes"
 )
 NEIGHBOUR_METRIC = Parameter(
     "neighbour_metric",

@@ -39,6 +39,14 @@ _TAKEN |= {name for row in OUTSIDE_DRAFTINGS.values() for name in (row.name, *ro
 OUTSIDE_RULES, _refused_rules = find_rows(RULE_GROUP, Rule, _TAKEN, _DRAFTS)
 """Rules that other packages bring, by name."""
 REFUSED: dict[str, RefusedError] = _refused_draftings | _refused_rules
+"""Errors of installed rows that cannot be used, by name: an experiment that names one raises its error."""
+RULES: dict[str, Rule] = {row.name: row for row in SHIPPED_RULES} | OUTSIDE_RULES
+
+MODES: dict[str, Mode] = {row.name: row for row in SHIPPED_MODES}
+MODES |= {
+    name: Mode(name, rule.drafting, name, rule.label or name, rule.colour) for name, rule in OUTSIDE_RULES.items()
+}
+MODES |= {name: Mode(name, name, "strict", row.legend or name, row.colour) for name, row in OUTSIDE_DRAFTINGS.items()}
 
 _OWN_METRICS = {metric.name: metric for metric in SHIPPED_METRICS}
 _OUTSIDE_METRICS, REFUSED_METRICS = find_metrics(_OWN_METRICS)
@@ -49,14 +57,6 @@ OF_SETS = tuple(name for name, metric in METRICS.items() if metric.level == "set
 PAIRED = tuple(name for name, metric in METRICS.items() if metric.is_paired)
 IN_SUMMARY = tuple(name for name, metric in METRICS.items() if metric.in_summary)
 ON_CURVES = tuple(name for name, metric in METRICS.items() if metric.on_curves)
-"""Errors of installed rows that cannot be used, by name: an experiment that names one raises its error."""
-RULES: dict[str, Rule] = {row.name: row for row in SHIPPED_RULES} | OUTSIDE_RULES
-
-MODES: dict[str, Mode] = {row.name: row for row in SHIPPED_MODES}
-MODES |= {
-    name: Mode(name, rule.drafting, name, rule.label or name, rule.colour) for name, rule in OUTSIDE_RULES.items()
-}
-MODES |= {name: Mode(name, name, "strict", row.legend or name, row.colour) for name, row in OUTSIDE_DRAFTINGS.items()}
 
 
 def _all_parameters() -> list[Parameter]:

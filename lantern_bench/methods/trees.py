@@ -58,29 +58,29 @@ def check_topology(paths: Iterable[Sequence[int]]) -> Topology:
     without their parent, and gaps in the ranks of siblings (a gap read literally is not lossless: docs/algorithms.md,
     section 2).
     """
-    given = [tuple(path) for path in paths]
-    if not given:
+    listed = [tuple(path) for path in paths]
+    if not listed:
         raise UserError("the tree is empty", "Give at least one path of child ranks, for example [[0], [0, 0]].")
-    for path in given:
+    for path in listed:
         # Before the set: what a YAML file nests in a path may not be hashable.
         if any(type(rank) is not int or rank < 0 for rank in path):
             raise UserError(f"the path {list(path)} has a child rank that is not a whole number of at least 0")
-    known = set(given)
-    for path in given:
-        _check_path(path, known)
-    if len(known) != len(given):
-        twice = next(path for path in given if given.count(path) > 1)
+    unique = set(listed)
+    for path in listed:
+        _check_path(path, unique)
+    if len(unique) != len(listed):
+        twice = next(path for path in listed if listed.count(path) > 1)
         raise UserError(f"the path {list(twice)} is written twice", "Write every path once.")
-    return tuple(sorted(known, key=_depth_first_by_level))
+    return tuple(sorted(unique, key=_depth_first_by_level))
 
 
-def _check_path(path: Path, known: set[Path]) -> None:
+def _check_path(path: Path, paths: set[Path]) -> None:
     if not path:
         raise UserError("the tree has an empty path", "The root is there by itself; write only paths below it.")
     parent, rank = path[:-1], path[-1]
-    if parent and parent not in known:
+    if parent and parent not in paths:
         raise UserError(f"the path {list(path)} has no parent", f"Add {list(parent)}.")
-    if rank > 0 and (*parent, rank - 1) not in known:
+    if rank > 0 and (*parent, rank - 1) not in paths:
         raise UserError(
             f"the path {list(path)} leaves a gap: its sibling {[*parent, rank - 1]} is missing",
             "Number the children of a node 0, 1, 2, ... without gaps.",

@@ -37,18 +37,15 @@ def test_every_mode_and_every_rule_is_audited() -> None:
         assert len(of_mode) == 1 + len(mode.variants) + len(mode.published)
 
 
-def test_shipped_modes_and_rules_name_claim_and_source() -> None:
+def test_shipped_modes_and_rules_name_their_source() -> None:
     rules_of_modes = {mode.rule for mode in method_tables.SHIPPED_MODES}
     for mode in method_tables.SHIPPED_MODES:
-        assert mode.claim is not None
         assert mode.source or method_tables.RULES[mode.rule].source or mode.name in ("ar", "entropy", "hybrid")
     assert all(rule.source for rule in method_tables.SHIPPED_RULES if rule.name not in rules_of_modes)
 
 
 def test_a_new_row_is_audited_with_its_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Mode(
-        "new", "static", "strict", "new", None, claim="lossless", source="2601.00001", published=({"tree": "chain-3"},)
-    )
+    row = Mode("new", "static", "strict", "new", None, source="2601.00001", published=({"tree": "chain-3"},))
     monkeypatch.setitem(method_tables.MODES, "new", row)
     assert [cell for cell in audited_cells() if cell["mode"] == "new"] == [
         {"mode": "new"},

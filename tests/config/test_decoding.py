@@ -59,12 +59,27 @@ def test_greedy_uses_no_filters_and_no_residual() -> None:
     assert block == Decoding(mode="speculative", tree="chain-5", temperature=0)
 
 
+def test_a_default_neighbour_metric_is_in_the_columns_alone() -> None:
+    """Runs that are older than the parameter keep their ids and keys."""
+    decoding = Decoding("lantern", delta=0.1)
+    assert decoding == Decoding("lantern", delta=0.1, neighbour_metric="l2")
+    assert decoding.cell_id == "lantern-dynamic-58n5d10b-k20-delta0.1-t1"
+    assert "neighbour_metric" not in decoding.settings()
+    assert decoding.columns()["neighbour_metric"] == "l2"
+    assert Decoding("speculative").columns()["neighbour_metric"] is None
+    random = Decoding("lantern", delta=0.1, neighbour_metric="random", residual="official")
+    assert random.cell_id.endswith("-t1-neighbourmetricrandom-residualofficial")
+    assert random.settings()["neighbour_metric"] == "random"
+    greedy = Decoding("lantern", delta=0.1, neighbour_metric="cosine", temperature=0)
+    assert greedy.cell_id.endswith("-t0-neighbourmetriccosine")
+
+
 def test_own_tree_is_named_by_its_shape() -> None:
-    own = Decoding(mode="speculative", tree=[[0], [1]])
+    tree = Decoding(mode="speculative", tree=[[0], [1]])
     same = Decoding(mode="speculative", tree=[[1], [0]])
     other = Decoding(mode="speculative", tree=[[0], [0, 0]])
-    assert own.tree == same.tree != other.tree
-    assert own.paths == ((0,), (1,))
+    assert tree.tree == same.tree != other.tree
+    assert tree.paths == ((0,), (1,))
     assert Decoding(mode="speculative", tree="small-7").paths == STATIC_TREES["small-7"]
     assert Decoding(mode="ar", drafting="none", rule="none").paths == ()
 

@@ -5,6 +5,7 @@ What is refused, and in which words, is in test_experiment_problems.py.
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from lantern_bench.config.experiment import ResolvedExperiment, load_experiment, shipped_experiments
 from lantern_bench.config.values import Overrides
+from lantern_bench.errors import UserError
 from lantern_bench.models import registry
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -67,8 +69,8 @@ def test_plans_and_run_folders_need_no_torch() -> None:
 
 
 def test_the_grid_is_a_product_in_fixed_order(tmp_path: Path) -> None:
-    found = resolved(tmp_path, cells("{mode: lantern, temperature: [1, 0.5], delta: [0.2, 0.1], neighbours: 5}"))
-    assert ids(found) == [
+    experiment = resolved(tmp_path, cells("{mode: lantern, temperature: [1, 0.5], delta: [0.2, 0.1], neighbours: 5}"))
+    assert ids(experiment) == [
         "lantern-dynamic-58n5d10b-k5-delta0.2-t1",
         "lantern-dynamic-58n5d10b-k5-delta0.2-t0.5",
         "lantern-dynamic-58n5d10b-k5-delta0.1-t1",
@@ -77,10 +79,10 @@ def test_the_grid_is_a_product_in_fixed_order(tmp_path: Path) -> None:
 
 
 def test_a_parameter_of_a_grid_reaches_the_cells_that_have_it(tmp_path: Path) -> None:
-    found = resolved(
+    experiment = resolved(
         tmp_path, cells("{mode: speculative, drafting: [static, dynamic], tree: [small-7, chain-5], depth: 3}")
     )
-    assert ids(found) == [
+    assert ids(experiment) == [
         "speculative-static-small-7-t1",
         "speculative-static-chain-5-t1",
         "speculative-dynamic-58n3d10b-t1",
@@ -94,8 +96,8 @@ def test_cells_that_come_twice_run_once(tmp_path: Path) -> None:
 
 
 def test_modes_are_presets(tmp_path: Path) -> None:
-    found = resolved(tmp_path, cells("{mode: lantern, drafting: static, rule: multiplicative, lambda: 2}"))
-    assert ids(found) == ["lantern-static-small-7-k10-lambda2-t1"]
+    experiment = resolved(tmp_path, cells("{mode: lantern, drafting: static, rule: multiplicative, lambda: 2}"))
+    assert ids(experiment) == ["lantern-static-small-7-k10-lambda2-t1"]
 
 
 def test_layers_cell_then_model_then_top_then_model_default(tmp_path: Path) -> None:
@@ -154,98 +156,40 @@ def test_the_baseline_is_added_once_with_the_top_level_values(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("flags", "more", "expected"),
     [
-        (
-            {"tree": "small-7"},
-            {"modes": "speculative"},
-            [
-                "ar-t1",
-                "ar-t0",
-                "speculative-static-small-7-t1",
-                "speculative-dynamic-3n1d3b-t1",
-                "speculative-static-small-7-t0",
-            ],
-        ),
-        ({}, {"modes": "ar"}, ["ar-t1", "ar-t0"]),
-        (
-            {"baseline": False},
-            {"modes": ["lantern"], "settings": ["delta=0.3"]},
-            ["lantern-static-chain-7-k100-delta0.3-t1", "lantern-dynamic-3n1d3b-k100-delta0.3-t1"],
-        ),
-        (
-            {"drafting": "static", "tree": "chain-5"},
-            {"modes": "speculative"},
-            [
-                "ar-t1",
-                "ar-t0",
-                "speculative-static-chain-5-t1",
-                "speculative-static-chain-5-block-t1",
-                "speculative-static-chain-5-t0",
-            ],
-        ),
-        (
-            {"drafting": "dynamic"},
-            {"modes": "speculative"},
-            [
-                "ar-t1",
-                "ar-t0",
-                "speculative-dynamic-58n5d10b-t1",
-                "speculative-dynamic-3n1d3b-t1",
-                "speculative-dynamic-58n5d10b-t0",
-            ],
-        ),
-        (
-            {"temperature": 0},
-            {"modes": "speculative"},
-            [
-                "ar-t0",
-                "speculative-static-chain-7-t0",
-                "speculative-dynamic-3n1d3b-t0",
-                "speculative-static-eagle1-25-t0",
-            ],
-        ),
-        (
-            {"nodes": "2,3", "delta": ["0.1"], "temperature": 1},
-            {"modes": "lantern"},
-            [
-                "ar-t1",
-                "lantern-static-chain-7-k100-delta0.1-t1",
-                "lantern-dynamic-2n1d3b-k100-delta0.1-t1",
-                "lantern-dynamic-3n1d3b-k100-delta0.1-t1",
-            ],
-        ),
-        (
-            {"lambda": "3"},
-            {"modes": "lantern++", "settings": ["neighbours=99"]},
-            ["ar-t1", "ar-t0", "lantern++-static-chain-7-k99-lambda3-t1"],
-        ),
-        (
-            {"rule": "strict,block", "tree": "chain-3", "drafting": "static"},
-            {"modes": "speculative"},
-            [
-                "ar-t1",
-                "ar-t0",
-                "speculative-static-chain-3-t1",
-                "speculative-static-chain-3-block-t1",
-                "speculative-static-chain-3-t0",
-            ],
-        ),
-        ({}, {"modes": "ar", "settings": ["top-p=0.5,0.25"]}, ["ar-t1-topp0.5", "ar-t1-topp0.25", "ar-t0"]),
+        ({"tree": "small-7"}, {"modes": "speculative"},
+         "ar-t1 ar-t0 speculative-static-small-7-t1 speculative-dynamic-3n1d3b-t1 "
+         "speculative-static-small-7-t0"),
+        ({}, {"modes": "ar"}, "ar-t1 ar-t0"),
+        ({"baseline": False}, {"modes": ["lantern"], "settings": ["delta=0.3"]},
+         "lantern-static-chain-7-k100-delta0.3-t1 lantern-dynamic-3n1d3b-k100-delta0.3-t1"),
+        ({"drafting": "static", "tree": "chain-5"}, {"modes": "speculative"},
+         "ar-t1 ar-t0 speculative-static-chain-5-t1 speculative-static-chain-5-block-t1 "
+         "speculative-static-chain-5-t0"),
+        ({"drafting": "dynamic"}, {"modes": "speculative"},
+         "ar-t1 ar-t0 speculative-dynamic-58n5d10b-t1 speculative-dynamic-3n1d3b-t1 "
+         "speculative-dynamic-58n5d10b-t0"),
+        ({"temperature": 0}, {"modes": "speculative"},
+         "ar-t0 speculative-static-chain-7-t0 speculative-dynamic-3n1d3b-t0 speculative-static-eagle1-25-t0"),
+        ({"nodes": "2,3", "delta": ["0.1"], "temperature": 1}, {"modes": "lantern"},
+         "ar-t1 lantern-static-chain-7-k100-delta0.1-t1 lantern-dynamic-2n1d3b-k100-delta0.1-t1 "
+         "lantern-dynamic-3n1d3b-k100-delta0.1-t1"),
+        ({"lambda": "3"}, {"modes": "lantern++", "settings": ["neighbours=99"]},
+         "ar-t1 ar-t0 lantern++-static-chain-7-k99-lambda3-t1"),
+        ({"rule": "strict,block", "tree": "chain-3", "drafting": "static"}, {"modes": "speculative"},
+         "ar-t1 ar-t0 speculative-static-chain-3-t1 speculative-static-chain-3-block-t1 "
+         "speculative-static-chain-3-t0"),
+        ({}, {"modes": "ar", "settings": ["top-p=0.5,0.25"]}, "ar-t1-topp0.5 ar-t1-topp0.25 ar-t0"),
     ],
-)
-def test_flags_lie_over_the_file(flags: dict[str, Any], more: dict[str, Any], expected: list[str]) -> None:
-    assert ids(load_experiment("lanterns", MODELS, Overrides.from_flags(flags, **more))) == expected
+)  # fmt: skip
+def test_flags_lie_over_the_file(flags: dict[str, Any], more: dict[str, Any], expected: str) -> None:
+    assert ids(load_experiment("lanterns", MODELS, Overrides.from_flags(flags, **more))) == expected.split()
 
 
 def test_flags_of_the_run() -> None:
     flags = {"images": 3, "seed": "7", "metrics": "speed", "dtype": "bfloat16", "prompts": "mine.txt", "delta": None}
-    found = load_experiment("lanterns", MODELS, Overrides.from_flags(flags)).settings
-    assert (found.images, found.seed, found.metrics, found.dtype, found.prompts) == (
-        3,
-        7,
-        ("speed",),
-        "bfloat16",
-        "mine.txt",
-    )
+    settings = load_experiment("lanterns", MODELS, Overrides.from_flags(flags)).settings
+    assert (settings.images, settings.seed, settings.metrics) == (3, 7, ("speed",))
+    assert (settings.dtype, settings.prompts) == ("bfloat16", "mine.txt")
 
 
 def test_the_model_flag_picks_among_the_models(tmp_path: Path) -> None:
@@ -271,6 +215,27 @@ def test_numbers_as_yaml_reads_them_as_text(tmp_path: Path) -> None:
     assert ids(resolved(tmp_path, cells("{mode: lantern, delta: 1e-3}"))) == [
         "lantern-dynamic-58n5d10b-k20-delta0.001-t1"
     ]
+
+
+def test_the_neighbour_metric_is_a_grid_in_a_file_and_a_flag(tmp_path: Path) -> None:
+    text = cells("{mode: lantern, delta: 0.1}") + "neighbour_metric: [l2, cosine]\n"
+    experiment = resolved(tmp_path, text)
+    assert [cell.decoding.neighbour_metric for cell in experiment.cells] == ["l2", "cosine"]
+    (cell,) = resolved(tmp_path, text, {"neighbour_metric": "random"}).cells
+    assert cell.decoding.neighbour_metric == "random"
+
+
+def test_a_block_of_a_model_may_hold_images_and_prompts(tmp_path: Path) -> None:
+    text = (
+        "model: lanterns\nbaseline: false\ncells: [{mode: lantern}]\nmodels:\n"
+        "  lanterns: {delta: 0.1, images: 3}\n  big: {delta: 0.4, images: 1000, prompts: coco.txt}\n"
+    )
+    assert resolved(tmp_path, text).settings.images == 3
+    big = resolved(tmp_path, text, {"model": ["big"]}).settings
+    assert (big.images, big.prompts) == (1000, "coco.txt")
+    assert resolved(tmp_path, text, {"model": ["big"], "images": "5"}).settings.images == 5
+    with pytest.raises(UserError, match="differs from another model's"):
+        resolved(tmp_path, text, {"model": ["lanterns", "big"]})
 
 
 def test_columns_and_settings_of_a_cell(tmp_path: Path) -> None:
@@ -331,7 +296,10 @@ def test_a_grid_has_every_combination_once(
     tmp_path: Path, deltas: list[float], neighbours: list[int], temperatures: list[float]
 ) -> None:
     cell = {"mode": "lantern", "delta": deltas, "neighbours": neighbours, "temperature": temperatures}
-    found = resolved(tmp_path, yaml.safe_dump({"model": "lanterns", "baseline": False, "cells": [cell]}))
-    made = [(c.decoding.delta, c.decoding.neighbours, c.decoding.temperature) for c in found.cells]
-    assert len(made) == len(set(made))
-    assert set(made) == {(d, n, t) for d in deltas for n in neighbours for t in temperatures}
+    decodings = [
+        cell.decoding
+        for cell in resolved(tmp_path, yaml.safe_dump({"model": "lanterns", "baseline": False, "cells": [cell]})).cells
+    ]
+    values = [(decoding.delta, decoding.neighbours, decoding.temperature) for decoding in decodings]
+    assert len(values) == len(set(values))
+    assert set(values) == set(itertools.product(deltas, neighbours, temperatures))

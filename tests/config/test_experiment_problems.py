@@ -1,4 +1,4 @@
-"""What is wrong with an experiment is said at once, in plain words, with its place and what to type.
+"""What is wrong with an experiment is expected at once, in plain words, with its place and what to type.
 
 The words are compared in full where people will meet them most.
 """
@@ -32,7 +32,7 @@ def message(folder: Path, text: str, flags: dict[str, Any] | None = None, **more
 
 
 @pytest.mark.parametrize(
-    ("cell", "said"),
+    ("cell", "expected"),
     [
         ("{mode: lanten}", "cells[0].mode lanten: unknown mode; did you mean lantern? "
          f"(must be one of {ALL_MODES})"),
@@ -87,14 +87,13 @@ def message(folder: Path, text: str, flags: dict[str, Any] | None = None, **more
          "lantern-dynamic-58n5d10b-k20-delta0.1-t1"),
     ],
 )  # fmt: skip
-def test_a_cell_that_is_wrong(tmp_path: Path, cell: str, said: str) -> None:
-    found = message(tmp_path, f"model: lanterns\ncells:\n  - {cell}\n")
-    where = "mine.yaml: cells: " if said.startswith("two cells") else "mine.yaml line 3: "
-    assert found == where + said
+def test_a_cell_that_is_wrong(tmp_path: Path, cell: str, expected: str) -> None:
+    location = "mine.yaml: cells: " if expected.startswith("two cells") else "mine.yaml line 3: "
+    assert message(tmp_path, f"model: lanterns\ncells:\n  - {cell}\n") == location + expected
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "expected"),
     [
         ("imges: 3", "line 3: imges: unknown key; did you mean images?"),
         ("images: 0", "line 3: images 0: must be a whole number of at least 1"),
@@ -116,12 +115,12 @@ def test_a_cell_that_is_wrong(tmp_path: Path, cell: str, said: str) -> None:
         ("paper: 3", "line 3: paper 3: must be a mapping"),
     ],
 )  # fmt: skip
-def test_a_top_level_that_is_wrong(tmp_path: Path, line: str, said: str) -> None:
-    assert message(tmp_path, f"model: lanterns\ncells: [{{mode: ar}}]\n{line}\n") == f"mine.yaml {said}"
+def test_a_top_level_that_is_wrong(tmp_path: Path, line: str, expected: str) -> None:
+    assert message(tmp_path, f"model: lanterns\ncells: [{{mode: ar}}]\n{line}\n") == f"mine.yaml {expected}"
 
 
 @pytest.mark.parametrize(
-    ("flags", "more", "said"),
+    ("flags", "more", "expected"),
     [
         ({"delta": "1.5"}, {}, "--delta 1.5: must lie strictly between 0 and 1"),
         ({"delta": "0.1,x"}, {}, "--delta x: must lie strictly between 0 and 1"),
@@ -151,10 +150,10 @@ def test_a_top_level_that_is_wrong(tmp_path: Path, line: str, said: str) -> None
          "of sampled drafts, and the drafting dynamic is not one; the tree chain-5 is"),
     ],
 )  # fmt: skip
-def test_a_flag_that_is_wrong(flags: dict[str, Any], more: dict[str, Any], said: str) -> None:
+def test_a_flag_that_is_wrong(flags: dict[str, Any], more: dict[str, Any], expected: str) -> None:
     with pytest.raises(UserError) as caught:
         load_experiment("lanterns", MODELS, Overrides.from_flags(flags, **more))
-    assert caught.value.message.split(": while")[0] == said
+    assert caught.value.message.split(": while")[0] == expected
 
 
 def test_a_mode_that_the_file_does_not_have(tmp_path: Path) -> None:
@@ -193,7 +192,7 @@ cells:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("", "mine.yaml: the file is empty"),
         ("- 1", "mine.yaml: must be a mapping of keys to values, not a list"),
@@ -208,8 +207,8 @@ cells:
          "the alias *a cannot be used here; write the value again"),
     ],
 )  # fmt: skip
-def test_a_file_that_is_none(tmp_path: Path, text: str, said: str) -> None:
-    assert message(tmp_path, text) == said
+def test_a_file_that_is_none(tmp_path: Path, text: str, expected: str) -> None:
+    assert message(tmp_path, text) == expected
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -251,8 +250,8 @@ def test_whatever_is_written_is_understood_or_refused(
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(more | data), encoding="utf-8")
     try:
-        found = load_experiment(path, MODELS, Overrides(flags))
+        experiment = load_experiment(path, MODELS, Overrides(flags))
     except UserError as error:
         assert error.message
     else:
-        assert found.run_name
+        assert experiment.run_name

@@ -18,12 +18,12 @@ ROW: dict[str, Any] = {"name": "a row", "match": {"mode": "lantern", "temperatur
 
 
 def papers() -> dict[str, Paper]:
-    found = {}
+    by_name = {}
     for name, path in shipped_experiments().items():
         paper = read_paper(yaml.safe_load(path.read_text(encoding="utf-8")).get("paper"))
         if paper is not None:
-            found[name] = paper
-    return found
+            by_name[name] = paper
+    return by_name
 
 
 def test_the_tables_of_the_papers_are_there() -> None:
@@ -43,7 +43,7 @@ def test_the_tables_of_the_papers_are_there() -> None:
 @pytest.mark.parametrize("name", papers())
 def test_every_shipped_figure_has_a_source(name: str) -> None:
     paper = papers()[name]
-    assert paper.missing, "what could not be had is said"
+    assert paper.missing, "what could not be had is expected"
     for row in paper.rows:
         for figure in row.figures.values():
             assert figure.confidence in ("paper", "secondary", "derived", "definition") and len(figure.source) > 3
@@ -78,7 +78,7 @@ def test_figures_bear_the_names_of_our_columns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         ({"figures": {"speedup": {"value": 1, "source": "recall", "confidence": "memory"}}}, "from memory is not used"),
         ({"figures": {"speedup": {"value": 1, "source": "", "confidence": "paper"}}}, "at least 1 character"),
@@ -87,8 +87,8 @@ def test_figures_bear_the_names_of_our_columns() -> None:
         ({"match": {"speed": 3}}, "match knows no parameter speed"),
     ],
 )
-def test_a_row_that_is_wrong(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_a_row_that_is_wrong(change: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValidationError, match=expected):
         PaperRow.model_validate(ROW | change)
 
 

@@ -1,6 +1,6 @@
 """Plans: which images, with which seeds, in which order, and what a shard gets.
 
-Seeds and keys never depend on an image's place in the plan.
+Seeds and keys never depend on an image's index in the plan.
 """
 
 from __future__ import annotations
@@ -9,110 +9,123 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lantern_bench.config.experiment import load_experiment
-from lantern_bench.config.plan import Plan, Prompt, Shard, make_plan, parse_shard, record_seed
+from lantern_bench.config.plan import ImageTask, Plan, Prompt, Shard, make_plan, order_key, parse_shard, record_seed
 from lantern_bench.config.values import Overrides
 from lantern_bench.errors import UserError
 
 PROMPTS = [Prompt("one red lantern"), Prompt("two"), Prompt("three")]
+MODELS = {"lanterns": {"cfg_scale": 3.0, "tree": "small-7"}}
 
 
-def plan(prompts: list[Prompt] = PROMPTS, **flags: int) -> Plan:
-    return make_plan(
-        load_experiment("lanterns", {"lanterns": {"cfg_scale": 3.0, "tree": "small-7"}}, Overrides.from_flags(flags)),
-        prompts,
-    )
+def plan_of(prompts: list[Prompt] = PROMPTS, **flags: object) -> Plan:
+    return make_plan(load_experiment("lanterns", MODELS, Overrides.from_flags(flags)), prompts)
 
 
-def test_prompt_ids_depend_on_the_text_alone() -> None:
+def uses(tasks: list[ImageTask]) -> list[tuple[int, int]]:
+    """The number of the prompt and the repeat of each image."""
+    return [(PROMPTS.index(task.prompt), task.repeat) for task in tasks]
+
+
+def test_seeds_and_order_are_recorded() -> None:
+    """A change of these numbers is a change of every result."""
+    assert record_seed(0, "a" * 12, 0) == 3293219018698706467
+    assert order_key(0, "a" * 12, 0, "ar-t1") == 8161787362896149727
     assert Prompt("one red lantern").id == "e9c9c5b78147"
-    assert len({prompt.id for prompt in PROMPTS}) == 3
+
+
+@given(st.integers(0, 2**63 - 1), st.text(max_size=12), st.integers(0, 1000))
+def test_seeds_fit_a_signed_integer_of_64_bits(run_seed: int, prompt_id: str, repeat: int) -> None:
+    assert 0 <= record_seed(run_seed, prompt_id, repeat) < 2**63
+
+
+def test_run_prompt_repeat_and_set_change_the_seed() -> None:
+    seeds = {record_seed(s, p, r, again) for s in range(5) for p in ("a", "b") for r in range(5) for again in range(3)}
+    assert len(seeds) == 150
 
 
 def test_images_go_through_the_prompts_and_then_repeat() -> None:
-    made = plan(images=7)
-    for cell in made.cells:
-        mine = sorted((u for u in made.tasks if u.cell == cell), key=lambda u: u.image_index)
-        assert [(PROMPTS.index(u.prompt), u.repeat) for u in mine] == [
-            (0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (0, 2)
-        ]  # fmt: skip
-        assert [u.image for u in mine][:2] == [f"images/{cell.cell_id}/000000.png", f"images/{cell.cell_id}/000001.png"]
+    plan = plan_of(images=7)
+    for cell in plan.cells:
+        tasks = sorted((task for task in plan.tasks if task.cell == cell), key=lambda task: task.image_index)
+        assert uses(tasks) == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (0, 2)]
+        images = [f"images/{cell.cell_id}/000000.png", f"images/{cell.cell_id}/000001.png"]
+        assert [task.image for task in tasks][:2] == images
 
 
 def test_repeats_make_the_list_again_with_fresh_seeds() -> None:
-    made = plan(images=2, repeats=2)
-    mine = [u for u in made.tasks if u.cell == made.cells[0]]
-    assert [(u.prompt, u.repeat) for u in mine] == [(PROMPTS[0], 0), (PROMPTS[1], 0), (PROMPTS[0], 1), (PROMPTS[1], 1)]
-    assert len({u.seed for u in mine}) == 4
+    plan = plan_of(images=2, repeats=2)
+    tasks = [task for task in plan.tasks if task.cell == plan.cells[0]]
+    assert uses(tasks) == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert len({task.seed for task in tasks}) == 4
 
 
 def test_cells_are_interleaved_in_an_order_that_changes() -> None:
-    made = plan(images=20)
-    cells = len(made.cells)
-    rounds = [made.tasks[start : start + cells] for start in range(0, len(made.tasks), cells)]
-    orders = [tuple(task.cell.cell_id for task in one) for one in rounds]
-    assert all(len({(task.prompt, task.repeat, task.seed) for task in one}) == 1 for one in rounds)
+    plan = plan_of(images=20)
+    cells = len(plan.cells)
+    rounds = [plan.tasks[start : start + cells] for start in range(0, len(plan.tasks), cells)]
+    orders = [tuple(task.cell.cell_id for task in tasks) for tasks in rounds]
+    assert all(len({(task.prompt, task.repeat, task.seed) for task in tasks}) == 1 for tasks in rounds)
     assert all(len(set(order)) == cells for order in orders)
     assert len(set(orders)) > 10
-    assert [task.order_index for task in made.tasks] == list(range(len(made.tasks)))
-    first = Counter(order[0] for order in orders)
-    assert max(first.values()) < 12
+    assert [task.order_index for task in plan.tasks] == list(range(len(plan.tasks)))
+    assert max(Counter(order[0] for order in orders).values()) < 12
 
 
 def test_the_order_follows_the_seed() -> None:
-    assert plan(images=5).tasks == plan(images=5).tasks
-    assert [u.cell for u in plan(images=5).tasks] != [u.cell for u in plan(images=5, seed=1).tasks]
+    assert plan_of(images=5).tasks == plan_of(images=5).tasks
+    assert [task.cell for task in plan_of(images=5).tasks] != [task.cell for task in plan_of(images=5, seed=1).tasks]
 
 
 def test_another_seed_set_makes_the_same_prompts_with_other_seeds(tmp_path: Path) -> None:
     (tmp_path / "seeds.yaml").write_text("model: lanterns\nimages: 3\ncells: [{mode: ar, seed_set: [0, 1]}]")
-    made = make_plan(load_experiment(tmp_path / "seeds.yaml", {"lanterns": {}}), PROMPTS)
-    first, second = ([u for u in made.tasks if u.cell.decoding.seed_set == n] for n in (0, 1))
-    assert {u.cell.cell_id for u in second} == {"ar-t1-seedset1"} and "seed_set" not in first[0].cell.settings()
-    assert [(u.prompt, u.repeat) for u in first] == [(u.prompt, u.repeat) for u in second]
-    assert all(u.seed == record_seed(0, u.prompt.id, u.repeat) for u in first)
-    assert not {u.seed for u in first} & {u.seed for u in second}
+    plan = make_plan(load_experiment(tmp_path / "seeds.yaml", MODELS), PROMPTS)
+    first, second = ([task for task in plan.tasks if task.cell.decoding.seed_set == number] for number in (0, 1))
+    assert {task.cell.cell_id for task in second} == {"ar-t1-seedset1"}
+    assert "seed_set" not in first[0].cell.settings()
+    assert uses(first) == uses(second)
+    assert all(task.seed == record_seed(0, task.prompt.id, task.repeat) for task in first)
+    assert not {task.seed for task in first} & {task.seed for task in second}
 
 
 def test_seeds_do_not_depend_on_cells_order_or_number() -> None:
-    for task in plan(images=7, seed=3).tasks:
+    for task in plan_of(images=7, seed=3).tasks:
         assert task.seed == record_seed(3, task.prompt.id, task.repeat)
-    few, many = plan(images=2), plan(list(reversed(PROMPTS)), images=9)
-    seeds = {(u.prompt.id, u.repeat): u.seed for u in many.tasks}
-    assert all(seeds[u.prompt.id, u.repeat] == u.seed for u in few.tasks)
+    few, many = plan_of(images=2), plan_of(list(reversed(PROMPTS)), images=9)
+    seeds = {(task.prompt.id, task.repeat): task.seed for task in many.tasks}
+    assert all(seeds[task.prompt.id, task.repeat] == task.seed for task in few.tasks)
 
 
 def test_a_prompt_that_comes_twice_counts_once() -> None:
-    made = plan([*PROMPTS, PROMPTS[0]], images=4)
-    assert sorted({(PROMPTS.index(u.prompt), u.repeat) for u in made.tasks}) == [(0, 0), (0, 1), (1, 0), (2, 0)]
+    plan = plan_of([*PROMPTS, PROMPTS[0]], images=4)
+    assert sorted(set(uses(list(plan.tasks)))) == [(0, 0), (0, 1), (1, 0), (2, 0)]
 
 
 def test_without_prompts_there_is_no_plan() -> None:
     with pytest.raises(UserError, match="prompts held-out: holds no prompt"):
-        plan([])
+        plan_of([])
 
 
 def test_no_number_of_images_is_every_prompt_once(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("model: lanterns\ncells: [{mode: ar}]")
-    assert len(make_plan(load_experiment(path, {"lanterns": {}}), PROMPTS).tasks) == 3
+    assert len(make_plan(load_experiment(path, MODELS), PROMPTS).tasks) == 3
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 5), st.lists(st.integers(1, 4), min_size=1, max_size=3, unique=True))
 def test_shards_share_the_work_and_keep_cells_of_a_prompt_together(images: int, count: int, batch: list[int]) -> None:
-    made = make_plan(
-        load_experiment("lanterns", {"lanterns": {}}, Overrides({"images": [images], "batch": batch})), PROMPTS
-    )
-    shards = [made.shard(Shard(index + 1, count)) for index in range(count)]
-    together = [task for shard in shards for task in shard.tasks]
-    assert len(together) == len(made.tasks)
-    assert set(together) == set(made.tasks)
+    plan = plan_of(images=images, batch=batch)
+    shards = [plan.shard(Shard(index + 1, count)) for index in range(count)]
+    tasks = [task for shard in shards for task in shard.tasks]
+    assert len(tasks) == len(plan.tasks)
+    assert set(tasks) == set(plan.tasks)
     for shard in shards:
-        assert all(number == len(made.cells) for number in Counter(u.image_index for u in shard.tasks).values())
+        images_of_prompts = Counter(task.image_index for task in shard.tasks)
+        assert all(number == len(plan.cells) for number in images_of_prompts.values())
         for group in shard.batches():
             assert len({task.cell for task in group}) == 1
             assert len(group) <= group[0].cell.batch
@@ -120,31 +133,31 @@ def test_shards_share_the_work_and_keep_cells_of_a_prompt_together(images: int, 
 
 
 def test_batches_are_full_where_they_can_be() -> None:
-    sizes = Counter(len(group) for group in plan(images=7, batch=3).batches())
-    cells = len(plan().cells)
+    sizes = Counter(len(group) for group in plan_of(images=7, batch=3).batches())
+    cells = len(plan_of().cells)
     assert sizes == {3: 2 * cells, 1: cells}
 
 
 def test_several_batches_are_an_axis() -> None:
-    made = plan(images=6, batch="1,4")
-    one = plan(images=6)
-    assert [cell.cell_id for cell in made.cells] == [
-        f"{cell.cell_id}-batch{batch}" for cell in one.cells for batch in (1, 4)
-    ]
-    assert {cell.columns()["batch"] for cell in made.cells} == {1, 4}
-    sizes = Counter((group[0].cell.batch, len(group)) for group in made.batches())
-    assert sizes == {(1, 1): 6 * len(one.cells), (4, 4): len(one.cells), (4, 2): len(one.cells)}
+    plan, single = plan_of(images=6, batch="1,4"), plan_of(images=6)
+    ids = [f"{cell.cell_id}-batch{batch}" for cell in single.cells for batch in (1, 4)]
+    assert [cell.cell_id for cell in plan.cells] == ids
+    assert {cell.columns()["batch"] for cell in plan.cells} == {1, 4}
+    sizes = Counter((group[0].cell.batch, len(group)) for group in plan.batches())
+    assert sizes == {(1, 1): 6 * len(single.cells), (4, 4): len(single.cells), (4, 2): len(single.cells)}
     # The same prompts and seeds with every batch, so that its cells are compared prompt by prompt.
-    drawn = {batch: {(u.prompt.id, u.seed) for u in made.tasks if u.cell.batch == batch} for batch in (1, 4)}
-    assert drawn[1] == drawn[4] and len(drawn[1]) == 6
+    seeds = {
+        batch: {(task.prompt.id, task.seed) for task in plan.tasks if task.cell.batch == batch} for batch in (1, 4)
+    }
+    assert seeds[1] == seeds[4] and len(seeds[1]) == 6
 
 
-def test_one_batch_changes_no_id() -> None:
-    assert [cell.cell_id for cell in plan(batch=4).cells] == [cell.cell_id for cell in plan().cells]
+def test_a_single_batch_size_changes_no_id() -> None:
+    assert [cell.cell_id for cell in plan_of(batch=4).cells] == [cell.cell_id for cell in plan_of().cells]
 
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "1/0", "-1/2", "1/2/3"])
-def test_shards_that_are_none(text: str) -> None:
+def test_texts_that_are_no_shard_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="must be i/n with i from 1 to n"):
         parse_shard(text)
 
@@ -153,14 +166,14 @@ def test_a_shard_is_read() -> None:
     assert parse_shard("2/8") == Shard(2, 8)
 
 
-def test_estimates() -> None:
-    made = plan(images=2)
-    assert made.estimate().seconds is None
-    assert len(made.estimate({"ar-t1": 1.0}).unknown) == len(made.cells) - 1
-    seconds = {cell.cell_id: 2.0 for cell in made.cells}
-    everything = made.estimate(seconds)
+def test_estimates_count_what_is_not_done() -> None:
+    plan = plan_of(images=2)
+    assert plan.estimate().seconds is None
+    assert len(plan.estimate({"ar-t1": 1.0}).unknown) == len(plan.cells) - 1
+    seconds = {cell.cell_id: 2.0 for cell in plan.cells}
+    everything = plan.estimate(seconds)
     assert (everything.images, everything.to_do, everything.seconds) == (24, 24, 48.0)
-    done = [(u.cell.cell_id, u.prompt.id, u.repeat) for u in made.tasks[:5]]
-    rest = made.estimate(seconds, done)
+    done = [task.key for task in plan.tasks[:5]]
+    rest = plan.estimate(seconds, done)
     assert (rest.done, rest.to_do, rest.seconds) == (5, 19, 38.0)
-    assert made.estimate(seconds, [*done, ("other", "x", 0)]).done == 5
+    assert plan.estimate(seconds, [*done, ("other", "x", 0)]).done == 5

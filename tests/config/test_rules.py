@@ -60,24 +60,24 @@ def number(name: str, **changes: Any) -> Parameter:
 )
 def test_what_cannot_be_used_is_refused(rule: object, wrong: str) -> None:
     taken = {*MODES, *DRAFTINGS, *RULES, "delta"}
-    found, refused = find_rows("", Rule, taken, ["static", "dynamic"], [Entry("entry", rule)])
-    assert not found
+    usable, refused = find_rows("", Rule, taken, ["static", "dynamic"], [Entry("entry", rule)])
+    assert not usable
     message = refused["entry"].message
     assert re.search(f"the rule entry of the package their-package cannot be (used|loaded): .*{wrong}", message)
 
 
 def test_two_rules_or_parameters_of_one_name_are_refused() -> None:
     shared = [some(name=name, bound="size", parameters=(number("size"),)) for name in ("a", "b")]
-    entries = [Entry(f"{place}", row) for place, row in enumerate([some(), some(), *shared])]
-    found, refused = find_rows("", Rule, (), ["static"], entries)
-    assert list(found) == ["mine", "a"]
+    entries = [Entry(f"{number}", row) for number, row in enumerate([some(), some(), *shared])]
+    usable, refused = find_rows("", Rule, (), ["static"], entries)
+    assert list(usable) == ["mine", "a"]
     assert refused["1"].message.endswith("cannot be used: the name mine is taken")
     assert refused["b"].message.endswith("the name of its parameter size is taken")
 
 
 def test_names_may_have_hyphens() -> None:
-    found, refused = find_rows("", Rule, (), ["static"], [Entry("any", some(name="my-own-rule"))])
-    assert list(found) == ["my-own-rule"] and not refused
+    usable, refused = find_rows("", Rule, (), ["static"], [Entry("any", some(name="my-own-rule"))])
+    assert list(usable) == ["my-own-rule"] and not refused
     drafts = Drafting("my-drafts", make="module:make", about="of mine")
     assert list(find_rows("", Drafting, (), (), [Entry("any", drafts)])[0]) == ["my-drafts"]
 
@@ -105,8 +105,8 @@ def test_parameters_of_a_rule_are_in_ids_columns_and_settings() -> None:
     assert other.cell_id == plain.cell_id + "-decay0.2"
     assert (plain.columns()["decay"], other.columns()["decay"], other.columns()["strength"]) == (0.7, 0.2, 1.5)
     assert plain.columns()["residual"] is plain.columns()["neighbours"] is plain.columns()["cluster"] is None
-    for one in (plain, other):
-        assert Decoding(**one.settings()) == one
+    for decoding in (plain, other):
+        assert Decoding(**decoding.settings()) == decoding
     ablation = Decoding(mode="lantern", rule="gsd", cluster=3, residual="official")
     assert ablation.cell_id == "lantern-dynamic-58n5d10b-gsd-cluster3-t1-residualofficial"
     assert "decay" not in Decoding(mode="lantern", delta=0.1).cell_id
@@ -149,7 +149,7 @@ def test_a_fingerprint_is_of_the_file_that_the_code_stands_in(tmp_path: Path) ->
         exec(compile(text, str(path), "exec"), space)
         prints.add(some(limit=space["limit"]).fingerprint())
     assert len(prints) == 2
-    assert all(len(one) == 16 for one in [*prints, some(limit=None).fingerprint()])
+    assert all(len(digits) == 16 for digits in [*prints, some(limit=None).fingerprint()])
 
 
 def test_without_packages_there_are_the_shipped_rules_only() -> None:

@@ -55,8 +55,8 @@ def test_intervals_stand_beside_their_figure() -> None:
         names = [column.name for column in columns(table)]
         for name in names:
             if name.endswith("_low"):
-                at = names.index(name)
-                assert names[at - 1 : at + 2] == [name[:-4], name, f"{name[:-4]}_high"]
+                index = names.index(name)
+                assert names[index - 1 : index + 2] == [name[:-4], name, f"{name[:-4]}_high"]
 
 
 def test_markdown_has_every_column() -> None:

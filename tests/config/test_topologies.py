@@ -52,7 +52,7 @@ def test_named_trees_pass_their_own_check_and_count_their_nodes(name: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("paths", "said"),
+    ("paths", "expected"),
     [
         ([], "empty"),
         ([[]], "empty path"),
@@ -68,10 +68,10 @@ def test_named_trees_pass_their_own_check_and_count_their_nodes(name: str) -> No
         ([[{}]], "whole number"),
     ],
 )
-def test_trees_that_cannot_be_drafted_are_refused(paths: list[list[int]], said: str) -> None:
+def test_trees_that_cannot_be_drafted_are_refused(paths: list[list[int]], expected: str) -> None:
     with pytest.raises(UserError) as caught:
         check_topology(paths)
-    assert said in caught.value.message
+    assert expected in caught.value.message
 
 
 def test_unknown_name_lists_the_names() -> None:

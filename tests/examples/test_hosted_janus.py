@@ -73,7 +73,7 @@ def test_sweeps_take_the_model_file(janus: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "expected"),
     [
         ("import missing_package_of_nobody", "python: hosted_janus.py: cannot be imported: ModuleNotFoundError"),
         ("x = 1", "must define one subclass of HostedModel, and defines 0"),
@@ -84,13 +84,13 @@ def test_sweeps_take_the_model_file(janus: Path, tmp_path: Path) -> None:
     ],
 )
 def test_files_that_are_no_model_are_refused(
-    code: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    code: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "Janus-Pro-1B").mkdir()
     shutil.copy(EXAMPLE / "janus.yaml", tmp_path / "janus.yaml")
     (tmp_path / "hosted_janus.py").write_text(code)
     assert cli.main(["check-model", str(tmp_path / "janus.yaml")]) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_cards_know_the_files(janus: Path) -> None:
