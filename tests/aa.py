@@ -102,7 +102,7 @@ def figures(run: RunData) -> Iterator[tuple[str, str, Interval]]:
         yield cell.cell_id, OVER_PROMPTS, ratio_of_sums(raw["over"], raw["under"], prompts)
         columns = ["over", "under", "over_steps", "under_steps"]
         for name, estimate in ESTIMATORS.items():
-            logs = [estimate(*part[columns].to_numpy().T) for _, part in raw.groupby("process")]
+            logs = [estimate(*images[columns].to_numpy().T) for _, images in raw.groupby("process")]
             middle, count = estimate(*raw[columns].to_numpy().T), len(logs)
             half = math.inf
             if count > 1:
@@ -128,16 +128,16 @@ def paired_figures(pairs: list[tuple[RunData, RunData]]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def summary(found: pd.DataFrame) -> pd.DataFrame:
+def summary(paired: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each method: coverage, half the width of its intervals, and how far two runs are apart."""
-    logs = found[["a", "b", "a_low", "a_high"]].transform(np.log)
-    found = found.assign(
-        covered=found[["a_covers", "b_covers"]].mean(axis=1),
+    logs = paired[["a", "b", "a_low", "a_high"]].transform(np.log)
+    paired = paired.assign(
+        covered=paired[["a_covers", "b_covers"]].mean(axis=1),
         half_width=(logs["a_high"] - logs["a_low"]) / 2,
         squared=(logs["a"] - logs["b"]) ** 2 / 2,
         apart=(logs["a"] - logs["b"]).abs(),
     )
-    by = found.groupby("method", sort=False)
+    by = paired.groupby("method", sort=False)
     table = pd.DataFrame({"covered": by["covered"].mean(), "half_width_median": by["half_width"].median()})
     table["sd_of_a_run"] = np.sqrt(by["squared"].mean())
     return table.assign(apart_max=by["apart"].max()).reset_index()
@@ -147,9 +147,9 @@ def verdicts(pairs: list[tuple[RunData, RunData]]) -> pd.DataFrame:
     """Return a row for each pair: comparisons that were tested, and how many got a verdict."""
     rows = []
     for number, (a, b) in enumerate(pairs, start=1):
-        said = compare_runs(a, b).table.dropna(subset="verdict")
-        speedups = said[said["quantity"] == "speedup"]
-        row = {"pair": number, "tested": len(said), "false": int(said["verdict"].ne(SAME).sum())}
+        compared = compare_runs(a, b).table.dropna(subset="verdict")
+        speedups = compared[compared["quantity"] == "speedup"]
+        row = {"pair": number, "tested": len(compared), "false": int(compared["verdict"].ne(SAME).sum())}
         rows.append(row | {"speedups": len(speedups), "alone": int((speedups["p_value"] < 0.05).sum())})
     return pd.DataFrame(rows)
 
@@ -169,18 +169,18 @@ def main(words: list[str] | None = None) -> None:
     console = Console()
     kind = f"{chosen.images}-images-{chosen.processes}-processes{'-eager' if chosen.eager else ''}"
     pairs = run_pairs(chosen, chosen.out / kind, console)
-    found, said = paired_figures(pairs), verdicts(pairs)
-    found.to_csv(chosen.out / kind / "figures.csv", index=False)
-    said.to_csv(chosen.out / kind / "verdicts.csv", index=False)
-    table = summary(found)
+    paired, compared = paired_figures(pairs), verdicts(pairs)
+    paired.to_csv(chosen.out / kind / "figures.csv", index=False)
+    compared.to_csv(chosen.out / kind / "verdicts.csv", index=False)
+    table = summary(paired)
     title = f"{len(pairs)} pairs of {kind}: share covered, half-width, standard deviation of a run (of the logarithm)"
     console.table(table.round(3), title=title)
     covered = float(table.loc[table["method"] == CHOSEN, "covered"].iloc[0])
-    false = float((said["false"] > 0).mean())
+    false = float((compared["false"] > 0).mean())
     console.say(f"speedup, {CHOSEN}: {covered:.1%} covered (bar: at least {COVERED:.0%})")
     console.say(
         f"compare: a false verdict on {false:.1%} of the pairs (bar: at most {FALSE:.0%}); "
-        f"{said['alone'].sum()} of {said['speedups'].sum()} speedups have p < .05 before Holm's correction"
+        f"{compared['alone'].sum()} of {compared['speedups'].sum()} speedups have p < .05 before Holm's correction"
     )
     sys.exit(covered < COVERED or false > FALSE)
 

@@ -16,12 +16,12 @@ RATES = [[0.6, 0.2, 0.05], [0.5, 0.3, 0.1], [0.4, 0.1, 0.1]]
 def all_trees(nodes: int) -> set[Topology]:
     """Every topology with this many nodes, at most three levels and three ranks."""
     paths = [path for depth in (1, 2, 3) for path in itertools.product(range(3), repeat=depth)]
-    found: set[Topology] = {()}
+    trees: set[Topology] = {()}
     for _ in range(nodes):
-        found = {
-            tuple(sorted({*tree, path})) for tree in found for path in paths if path not in tree and fits(tree, path)
+        trees = {
+            tuple(sorted({*tree, path})) for tree in trees for path in paths if path not in tree and fits(tree, path)
         }
-    return found
+    return trees
 
 
 def fits(tree: Topology, path: tuple[int, ...]) -> bool:
@@ -32,15 +32,15 @@ def fits(tree: Topology, path: tuple[int, ...]) -> bool:
 @pytest.mark.parametrize("nodes", [1, 3, 6])
 def test_programme_finds_the_longest_tree(nodes: int) -> None:
     longest = max(expected_length(check_topology(tree), RATES) for tree in all_trees(nodes))
-    found = longest_trees(RATES, nodes)
-    best = max(found, key=lambda tree: found[tree])
+    lengths = longest_trees(RATES, nodes)
+    best = max(lengths, key=lambda tree: lengths[tree])
     assert len(best) == nodes
-    assert found[best] == pytest.approx(longest) == expected_length(best, RATES)
+    assert lengths[best] == pytest.approx(longest) == expected_length(best, RATES)
 
 
 def test_one_rank_gives_chains() -> None:
-    found = longest_trees([rates[:1] for rates in RATES], 8)
-    assert list(found) == [tuple((0,) * depth for depth in range(1, levels + 1)) for levels in (1, 2, 3)]
+    lengths = longest_trees([rates[:1] for rates in RATES], 8)
+    assert list(lengths) == [tuple((0,) * depth for depth in range(1, levels + 1)) for levels in (1, 2, 3)]
 
 
 def test_acceptance_is_counted_by_depth_and_rank() -> None:
