@@ -27,7 +27,6 @@ from lantern_bench.report.tables import frame, write_csv
 from lantern_bench.runs.request import check_neighbours
 
 if TYPE_CHECKING:
-    from lantern_bench.certify.greedy_identity import Agreement
     from lantern_bench.certify.trials import Trial
     from lantern_bench.models.loaded_model import LoadedModel
     from lantern_bench.runs.devices import Compute
@@ -228,22 +227,17 @@ class Certification:
 
     def _greedy(self, on_progress: OnProgress) -> list[dict[str, Any]]:
         """Whether each drafting at temperature 0 gives the tokens of greedy decoding."""
-        from lantern_bench.certify.greedy_identity import NEAR_TIE, greedy_agreements
+        from lantern_bench.certify.greedy_identity import NEAR_TIE, greedy_differences
         from lantern_bench.certify.trials import lossless_decodings
 
         named = lossless_decodings(self.tree, self.resolved.cfg_defaults[self.model], temperature=0)
         prompts = list(dict.fromkeys(self.prompts[: self.sizes.greedy]))
-        agreements: dict[Decoding, list[Agreement]] = {decoding: [] for decoding in named.values()}
-        options: Any = {"tolerance": NEAR_TIE[self.compute.dtype_name], "on_progress": on_progress}
-        for decoding, of_batch in greedy_agreements(self.loaded, prompts, list(agreements), **options):
-            agreements[decoding] += of_batch
-        rows = []
-        for setting, decoding in named.items():
-            near = [item.difference for item in agreements[decoding] if item.difference and item.near_tie]
-            others = [item.difference for item in agreements[decoding] if item.difference and not item.near_tie]
-            same = len(agreements[decoding]) - len(near) - len(others)
-            rows.append(tables.identity_row(self.model, setting, same, near, others))
-        return rows
+        differences = greedy_differences(self.loaded, prompts, list(named.values()), on_progress=on_progress)
+        tolerance = NEAR_TIE[self.compute.dtype_name]
+        return [
+            tables.identity_row(self.model, setting, differences[decoding], tolerance)
+            for setting, decoding in named.items()
+        ]
 
     def _emitted_tv(self, cells: Sequence[Cell], on_progress: OnProgress) -> list[dict[str, Any]]:
         """The emitted TV of the cells at sampled positions, one row per position and cell."""

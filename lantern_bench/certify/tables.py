@@ -195,16 +195,20 @@ def _audit_row(claim: Claim, results: Sequence[TrialResult], lowest: Mapping[str
 
 
 def identity_row(
-    model: str, setting: str, same: int, near_ties: Sequence[tuple[int, float]], others: Sequence[tuple[int, float]]
+    model: str, setting: str, differences: Sequence[tuple[int, float] | None], tolerance: float
 ) -> dict[str, Any]:
-    """Check that greedy speculation equals greedy decoding; differences are pairs of a position and its margin."""
-    n = same + len(near_ties) + len(others)
-    share = proportion(same, n)
-    row = _row(model, "greedy identity", setting, "share of prompts with equal tokens", share.value, n)
+    """Check that greedy speculation equals greedy decoding, or differs at a near-tie: a margin below `tolerance`.
+
+    `differences`: of each prompt the position and the margin of the first token that differs, or None.
+    """
+    share = proportion(differences.count(None), len(differences))
+    row = _row(model, "greedy identity", setting, "share of prompts with equal tokens", share.value, len(differences))
+    near_ties = [item for item in differences if item and item[1] < tolerance]
+    others = [item for item in differences if item and item[1] >= tolerance]
     notes = [
-        words + ", ".join(f"token {position}, margin {margin:.1e}" for position, margin in differences)
-        for words, differences in (("near-ties (rounding may choose either): ", near_ties), ("different: ", others))
-        if differences
+        words + ", ".join(f"token {position}, margin {margin:.1e}" for position, margin in items)
+        for words, items in (("near-ties (rounding may choose either): ", near_ties), ("different: ", others))
+        if items
     ]
     row |= share.columns("measured") | _verdict("equal, or a near-tie", not others)
     return row | {"note": "; ".join(notes) or None}

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.certify.greedy_identity import NEAR_TIE, greedy_agreements
+from lantern_bench.certify.greedy_identity import NEAR_TIE, greedy_differences
+from lantern_bench.certify.tables import identity_row
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt
 from lantern_bench.decoding.protocol import Logits
@@ -29,10 +30,7 @@ def model() -> LoadedModel:
 
 
 def test_greedy_speculation_equals_greedy_decoding(model: LoadedModel) -> None:
-    found = list(greedy_agreements(model, ALL, GREEDY, batch=2))
-    assert [decoding for decoding, _ in found] == GREEDY * 2
-    assert [one.prompt for decoding, part in found for one in part if decoding == GREEDY[0]] == ALL
-    assert all(one.difference is None and not one.near_tie for _, part in found for one in part)
+    assert greedy_differences(model, ALL, GREEDY, batch=2) == dict.fromkeys(GREEDY, [None] * len(ALL))
 
 
 class _Rounding(TinySession):
@@ -52,8 +50,8 @@ class _Turned(TinyTarget):
         return _Rounding(self, batch, guided)
 
 
-@pytest.mark.parametrize(("gap", "near"), [(NEAR_TIE["float32"] / 2, True), (0.01, False)])
-def test_difference_is_near_tie_only_below_the_margin(model: LoadedModel, gap: float, near: bool) -> None:
+@pytest.mark.parametrize(("gap", "passed"), [(NEAR_TIE["float32"] / 2, "yes"), (0.01, "NO")])
+def test_difference_is_near_tie_only_below_the_margin(model: LoadedModel, gap: float, passed: str) -> None:
     target = _Turned(1.0, 1)
     # Every token has two most probable successors, `gap` apart; the scores of a tree swap them.
     first = target.cond.argmax(dim=-1, keepdim=True)
@@ -61,7 +59,6 @@ def test_difference_is_near_tie_only_below_the_margin(model: LoadedModel, gap: f
     top = target.cond.max(dim=-1, keepdim=True).values
     target.cond = target.cond.scatter(-1, second, top - gap)
     target.turn = 2 * gap  # type: ignore[attr-defined]
-    found = [one for _, part in greedy_agreements(replace(model, target=target), ALL, GREEDY[:1]) for one in part]
-    assert all(one.difference is not None for one in found)
-    assert [one.difference[1] for one in found] == [pytest.approx(gap, abs=1e-6)] * len(found)  # type: ignore[index]
-    assert all(one.near_tie is near for one in found)
+    differences = greedy_differences(replace(model, target=target), ALL, GREEDY[:1])[GREEDY[0]]
+    assert [margin for _, margin in filter(None, differences)] == [pytest.approx(gap, abs=1e-6)] * len(ALL)
+    assert identity_row("m", "static", differences, NEAR_TIE["float32"])["passed"] == passed

@@ -33,8 +33,8 @@ def places(
 
 def test_each_check_passes_and_fails_at_its_bar() -> None:
     rows = [
-        identity_row("m", "static", 7, [(5, 2e-5)], []),
-        identity_row("m", "dynamic", 7, [], [(9, 0.3)]),
+        identity_row("m", "static", [*[None] * 7, (5, 2e-5)], 1e-4),
+        identity_row("m", "dynamic", [*[None] * 7, (9, 0.3)], 1e-4),
         strict_row("m", "dynamic", [{"emitted_tv": 1e-7}, {"emitted_tv": 3e-6}]),
         strict_row("m", "dynamic x", [{"emitted_tv": 1e-2}]),
     ]

@@ -59,41 +59,41 @@ def decoded(model: LoadedModel, cell: str, images: int) -> Evidence:
 def test_evidence_follows_its_definition() -> None:
     p, q = torch.tensor([0.5, 0.3, 0.2, 0.0]), torch.tensor([0.2, 0.2, 0.2, 0.4])
     logits = torch.cat([p[:3].log(), torch.tensor([-9.0])]).expand(1, 2, 4)
-    places = torch.tensor([0.25, 0.75]).double()[:, None, None].expand(2, 1, 2)
-    one = Decoding(mode="ar", top_k=3)
-    found = evidence(logits, q.expand(1, 1, 4), torch.tensor([[1, 2]]), [[1]], one, places, 1e-3)
+    uniforms = torch.tensor([0.25, 0.75]).double()[:, None, None].expand(2, 1, 2)
+    sampling = Decoding(mode="ar", top_k=3)
+    shown = evidence(logits, q.expand(1, 1, 4), torch.tensor([[1, 2]]), [[1]], sampling, uniforms, 1e-3)
     entropy = -(p[:3] * p[:3].log()).sum()
-    assert found.surprise[0] == pytest.approx((-p[1:3].log() - entropy).tolist(), abs=1e-6)
+    assert shown.surprise[0] == pytest.approx((-p[1:3].log() - entropy).tolist(), abs=1e-6)
     square = (p[:3] * p[:3].log() ** 2).sum() - entropy**2
-    assert found.surprise_var[0] == pytest.approx([float(square)] * 2, abs=1e-6)
+    assert shown.surprise_var[0] == pytest.approx([float(square)] * 2, abs=1e-6)
     drafted = q[:3] / q[:3].sum()  # a token outside the filter cannot come
     g = (drafted - p[:3]) / (drafted + p[:3])
     mean = (p[:3] * g).sum()
-    assert found.lean[0] == pytest.approx([0.0, float(g[2] - mean)], abs=1e-6)
-    assert found.lean_var[0, 1] == pytest.approx(float((p[:3] * (g - mean) ** 2).sum()), abs=1e-6)
-    assert found.ratio[0] == pytest.approx([1.0, float(drafted[2] / p[2])], abs=1e-6)
-    assert found.by_rank[0] == pytest.approx([0.5 + 0.25 * 0.3, 0.8 + 0.25 * 0.2], abs=1e-6)
-    assert found.by_code[0] == pytest.approx([0.5 + 0.75 * 0.3, 0.8 + 0.75 * 0.2], abs=1e-6)
-    assert found.starts.tolist() == [[False, True]]
+    assert shown.lean[0] == pytest.approx([0.0, float(g[2] - mean)], abs=1e-6)
+    assert shown.lean_var[0, 1] == pytest.approx(float((p[:3] * (g - mean) ** 2).sum()), abs=1e-6)
+    assert shown.ratio[0] == pytest.approx([1.0, float(drafted[2] / p[2])], abs=1e-6)
+    assert shown.by_rank[0] == pytest.approx([0.5 + 0.25 * 0.3, 0.8 + 0.25 * 0.2], abs=1e-6)
+    assert shown.by_code[0] == pytest.approx([0.5 + 0.75 * 0.3, 0.8 + 0.75 * 0.2], abs=1e-6)
+    assert shown.starts.tolist() == [[False, True]]
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.6614}])
 def test_tokens_that_rounding_moves_across_a_filter_are_left_out(filters: dict[str, Any]) -> None:
     near, far = [2.0, 1.0, 0.9999, 0.9], [2.0, 1.0, 0.5, 0.4]
     logits = torch.tensor([near, far]).repeat(50, 1)[None]
-    one = Decoding(mode="ar", **filters)
-    places = torch.rand(2, 1, 100, generator=torch.Generator().manual_seed(0)).double()
+    sampling = Decoding(mode="ar", **filters)
+    uniforms = torch.rand(2, 1, 100, generator=torch.Generator().manual_seed(0)).double()
     for token, kind in enumerate(("passes", "edge", "edge", "fails")):
         tokens = torch.full((1, 100), token)
-        found = evidence(logits, None, tokens, [[1]], one, places, 1e-3)
-        assert found.edge[0].tolist() == [kind == "edge", False] * 50
-        assert found.impossible[0].tolist() == [kind == "fails", token > 1] * 50
+        shown = evidence(logits, None, tokens, [[1]], sampling, uniforms, 1e-3)
+        assert shown.edge[0].tolist() == [kind == "edge", False] * 50
+        assert shown.impossible[0].tolist() == [kind == "fails", token > 1] * 50
         q = logits.softmax(dim=-1)[:, 1:].roll(1, -1)
-        with_q = evidence(logits, q, tokens, [[1]], one, places, 1e-3)
-        assert (with_q.ratio[found.edge | found.impossible] == 1.0).all() and (with_q.ratio != 1.0).any() == (token < 2)
-        outside = found.edge | found.impossible
-        assert not found.surprise[outside].any() and not found.surprise_var[outside].any()
-        assert p_values([found], 1)["support"] == float(token < 2)
+        with_q = evidence(logits, q, tokens, [[1]], sampling, uniforms, 1e-3)
+        assert (with_q.ratio[shown.edge | shown.impossible] == 1.0).all() and (with_q.ratio != 1.0).any() == (token < 2)
+        outside = shown.edge | shown.impossible
+        assert not shown.surprise[outside].any() and not shown.surprise_var[outside].any()
+        assert p_values([shown], 1)["support"] == float(token < 2)
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 12}, {"top_p": 0.9}, {"top_k": 12, "top_p": 0.9}])
@@ -104,30 +104,30 @@ def test_a_filter_is_tested_although_every_position_has_a_token_at_its_edge(
     noise = torch.Generator().manual_seed(3)
     logits = torch.randn(1, 20_000, 20, generator=noise)
     moved = logits + 0.05 * torch.randn(logits.shape, generator=noise)  # as a step rounds them
-    one = Decoding(mode="ar", **filters)
-    p = decoding_probabilities(1.1 * moved if broken else moved, one)
+    sampling = Decoding(mode="ar", **filters)
+    p = decoding_probabilities(1.1 * moved if broken else moved, sampling)
     tokens = torch.multinomial(p[0], 1, generator=noise).T
-    places = torch.rand(2, 1, 20_000, generator=noise).double()
-    found = evidence(logits, None, tokens, [[1]], one, places, 0.4)
-    assert 0 < found.edge.mean() < 0.5
-    tests = p_values([found], 0)
-    print({name: f"{value:.2g}" for name, value in tests.items()}, found.edge.mean())
+    uniforms = torch.rand(2, 1, 20_000, generator=noise).double()
+    shown = evidence(logits, None, tokens, [[1]], sampling, uniforms, 0.4)
+    assert 0 < shown.edge.mean() < 0.5
+    tests = p_values([shown], 0)
+    print({name: f"{value:.2g}" for name, value in tests.items()}, shown.edge.mean())
     assert tests["support"] == 1.0
     assert (min(tests.values()) < 1e-6) is broken
     unfiltered = torch.multinomial(moved[0].softmax(dim=-1), 1, generator=noise).T
-    assert p_values([evidence(logits, None, unfiltered, [[1]], one, places, 0.4)], 0)["support"] == 0.0
+    assert p_values([evidence(logits, None, unfiltered, [[1]], sampling, uniforms, 0.4)], 0)["support"] == 0.0
 
 
 def test_tokens_at_the_edge_of_a_filter_may_not_come_too_often() -> None:
     logits = torch.tensor([2.0, 1.9, 1.0, 0.99, 0.98, -3.0]).expand(1, 2000, 6)
-    one, noise = Decoding(mode="ar", top_k=3), torch.Generator().manual_seed(0)
-    p = decoding_probabilities(logits[0, 0], one)
-    places = torch.rand(2, 1, 2000, generator=noise).double()
+    sampling, noise = Decoding(mode="ar", top_k=3), torch.Generator().manual_seed(0)
+    p = decoding_probabilities(logits[0, 0], sampling)
+    uniforms = torch.rand(2, 1, 2000, generator=noise).double()
     for share, right in ((float(p[2]), True), (3 * float(p[2]), False)):
         tokens = torch.multinomial(torch.tensor([(1 - share) / 2, (1 - share) / 2, share]), 2000, True, generator=noise)
-        found = evidence(logits, None, tokens[None], [[1]], one, places, 0.05)
-        assert found.edge.sum() == (tokens == 2).sum()
-        assert (p_values([found], 0)["edge"] > 1e-3) is right
+        shown = evidence(logits, None, tokens[None], [[1]], sampling, uniforms, 0.05)
+        assert shown.edge.sum() == (tokens == 2).sum()
+        assert (p_values([shown], 0)["edge"] > 1e-3) is right
 
 
 def test_the_capital_of_a_wager_is_shared_between_its_stakes() -> None:
@@ -150,11 +150,11 @@ def test_a_wager_sees_a_small_share_of_drafts_that_the_sums_miss(share: float) -
     noise = torch.Generator().manual_seed(1)
     logits = 3 * torch.randn(1, 4000, 50, generator=noise)
     q = (0.5 * logits + 2 * torch.randn(logits.shape, generator=noise)).softmax(dim=-1)
-    one = Decoding(mode="ar")
-    mixed = (1 - share) * decoding_probabilities(logits, one) + share * q
+    sampling = Decoding(mode="ar")
+    mixed = (1 - share) * decoding_probabilities(logits, sampling) + share * q
     tokens = torch.multinomial(mixed[0], 1, generator=noise).T
-    places = torch.rand(2, 1, 4000, generator=noise).double()
-    tests = p_values([evidence(logits, q[:, 1:], tokens, [[1]], one, places, 1e-3)], 0)
+    uniforms = torch.rand(2, 1, 4000, generator=noise).double()
+    tests = p_values([evidence(logits, q[:, 1:], tokens, [[1]], sampling, uniforms, 1e-3)], 0)
     print({name: f"{value:.2g}" for name, value in tests.items()})
     others = [value for name, value in tests.items() if name != "wager on the drafter"]
     assert min(others) > LEVEL / TESTS
@@ -162,9 +162,9 @@ def test_a_wager_sees_a_small_share_of_drafts_that_the_sums_miss(share: float) -
 
 
 def test_one_of_two_equal_logits_may_be_kept() -> None:
-    logits, one = torch.tensor([1.0, 1.0, 0.0]).expand(1, 2, 3), Decoding(mode="ar", top_k=1)
-    found = evidence(logits, None, torch.tensor([[0, 1]]), [[1]], one, torch.zeros(2, 1, 2).double(), 1e-3)
-    assert found.edge.all() and not found.impossible.any()
+    logits, sampling = torch.tensor([1.0, 1.0, 0.0]).expand(1, 2, 3), Decoding(mode="ar", top_k=1)
+    shown = evidence(logits, None, torch.tensor([[0, 1]]), [[1]], sampling, torch.zeros(2, 1, 2).double(), 1e-3)
+    assert shown.edge.all() and not shown.impossible.any()
 
 
 def test_rounding_may_move_more_after_guidance() -> None:
@@ -172,31 +172,32 @@ def test_rounding_may_move_more_after_guidance() -> None:
     assert edge_tolerance("bfloat16", guided) == pytest.approx(10 * edge_tolerance("bfloat16", plain))
 
 
-def groups(found: Evidence, size: int) -> list[Evidence]:
-    return [Evidence(*(c[at : at + size] for c in found)) for at in range(0, len(found.starts) - size + 1, size)]
+def certificates(images: Evidence, size: int) -> list[Evidence]:
+    first = range(0, len(images.starts) - size + 1, size)
+    return [Evidence(*(column[start : start + size] for column in images)) for start in first]
 
 
 @pytest.fixture(scope="module", params=[80, pytest.param(2400, marks=pytest.mark.long)])
 def null(model: LoadedModel, request: pytest.FixtureRequest) -> dict[str, list[dict[str, float]]]:
     """The p-values of many certificates of correct rules, 25 images each, by cell."""
     return {
-        cell: [p_values([one], depth) for one in groups(decoded(model, cell, 25 * request.param), 25)]
+        cell: [p_values([images], depth) for images in certificates(decoded(model, cell, 25 * request.param), 25)]
         for cell, (depth, _) in CELLS.items()
     }
 
 
 def test_p_values_of_correct_rules_are_uniform(null: dict[str, list[dict[str, float]]]) -> None:
-    for cell, found in null.items():
+    for cell, several in null.items():
         for test in ONE_BY_ONE:
-            values = np.array([p[test] for p in found])
+            values = np.array([p[test] for p in several])
             ks = float(kstest(values, "uniform").pvalue)
             print(f"{cell}, {test}: KS p = {ks:.3f}, below .05: {np.mean(values < 0.05):.3f}")
             assert ks > 1e-4
         # The smallest of several, corrected, and a bound from Ville's inequality: at most uniform.
         for test in ("depths", "last positions", "wager on the drafter"):
-            below = float(np.mean([p[test] < 0.05 for p in found]))
-            assert below < 0.05 + 4 * (0.05 * 0.95 / len(found)) ** 0.5, (cell, test)
-        assert all(p["support"] == 1.0 and len(p) == TESTS for p in found)
+            below = float(np.mean([p[test] < 0.05 for p in several]))
+            assert below < 0.05 + 4 * (0.05 * 0.95 / len(several)) ** 0.5, (cell, test)
+        assert all(p["support"] == 1.0 and len(p) == TESTS for p in several)
 
 
 def test_error_rate_of_the_whole_certificate_is_kept(
@@ -240,8 +241,8 @@ def test_block_names_its_own_mistake_and_outside_rules_get_the_general_ones(mode
 
 def test_a_model_without_a_drafter_is_tested_by_its_tokens(model: LoadedModel) -> None:
     alone = replace(model, drafter=None)
-    (found,) = decoded_evidence(alone, ALL, Decoding(mode="ar", cfg_scale=2.0), 200, tolerance=1e-3)
-    tests = p_values([found], 0)
+    (shown,) = decoded_evidence(alone, ALL, Decoding(mode="ar", cfg_scale=2.0), 200, tolerance=1e-3)
+    tests = p_values([shown], 0)
     assert "lean to the drafter" not in tests
     assert min(tests.values()) > 1e-3
-    assert found.starts.sum() == 200 * (TOKENS - 1)
+    assert shown.starts.sum() == 200 * (TOKENS - 1)
