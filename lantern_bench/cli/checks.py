@@ -27,7 +27,7 @@ def doctor(ctx: typer.Context, device: DeviceOption = "auto", format: FormatOpti
             findings.append(finding)
             if as_lines:
                 fix = f"\n{'':8}{'':22}fix: {finding.fix}" if finding.fix else ""
-                console.data(f"{finding.state:8}{finding.check:22}{finding.found}{fix}")
+                console.data(f"{finding.state:8}{finding.check:22}{finding.result}{fix}")
             else:
                 progress.share(f"checked {finding.check}", 1.0)
     if not as_lines:
