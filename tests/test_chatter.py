@@ -11,27 +11,25 @@ import pytest
 
 from lantern_bench.chatter import silence_profiler
 
-COMPILE = """
+# Of torch 2.11 on a GPU, word for word, two warnings to silence; and in each step a line of our own to show.
+SCRIPT = """
+import sys, warnings
 import torch
 from lantern_bench.decoding.compile import compiler_problem
 assert compiler_problem(torch.device("cpu")) is None
 import torch.utils.cpp_extension as extension
 assert extension.CUDA_HOME == "/tmp"
-extension.logger.warning("another warning")
-"""
-# What torch 2.11 says on a GPU, word for word, and a warning of its own.
-GPU_WARNINGS = """
-import warnings
-from lantern_bench.decoding import compile
+extension.logger.warning("compiled")
 warnings.warn("TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. Consider "
               "setting `torch.set_float32_matmul_precision('high')` for better performance.")
 warnings.warn("\\nOnline softmax is disabled on the fly since Inductor decides to\\nsplit the reduction.")
-warnings.warn("another warning")
-"""
-FEATURES = """
-import torch
+warnings.warn("warned")
 from lantern_bench.metrics.features import features_of, find_extractor
 features_of(torch.zeros(2, 3, 64, 64, dtype=torch.uint8), find_extractor())
+print("features", file=sys.stderr)
+from lantern_bench.cli.main import main
+typed = "profile --size 1x64x16x4 --images 1 --no-compile --tree 6n2d3b --threads 1"
+assert main(typed.split()) == 0
 """
 
 
@@ -42,27 +40,19 @@ def stderr_of(*words: str, **variables: str) -> list[str]:
     return done.stderr.splitlines()
 
 
-def test_profile_prints_its_own_lines_only() -> None:
-    typed = ["-m", "lantern_bench", "profile", "--size", "1x64x16x4", "--images", "1", "--no-compile"]
+def test_standard_error_has_our_own_lines_only() -> None:
+    """Compiling with a CUDA toolkit and no GPU, warnings of a GPU, a feature extractor, and a profile."""
+    lines = stderr_of("-c", SCRIPT, CUDA_HOME="/tmp", CUDA_VISIBLE_DEVICES="")
+    assert lines[0].endswith("compiled") and lines[1].endswith("UserWarning: warned")
+    first = lines.index("features")
+    assert first <= 3, lines[:first]  # the warning may show its line of code
     ours = re.compile(r"cpu: reads .* of this model|measuring (memory|forwards|steps)(: \d+%.*)?")
-    lines = stderr_of(*typed, "--tree", "chain-3", "--threads", "1")
-    assert lines and [line for line in lines if not ours.fullmatch(line)] == []
+    assert lines[first + 1 :] and [line for line in lines[first + 1 :] if not ours.fullmatch(line)] == []
 
 
-def test_compiling_with_a_cuda_toolkit_and_no_gpu_prints_nothing() -> None:
-    (line,) = stderr_of("-c", COMPILE, CUDA_HOME="/tmp", CUDA_VISIBLE_DEVICES="")
-    assert line.endswith("another warning")
+def test_torch_names_a_missing_gpu_without_us() -> None:
     shown = stderr_of("-c", "import torch.utils.cpp_extension", CUDA_HOME="/tmp", CUDA_VISIBLE_DEVICES="")
-    assert len(shown) == 1 and "No CUDA runtime is found" in shown[0]  # what torch says without us
-
-
-def test_only_known_warnings_of_compiling_for_a_gpu_are_silenced() -> None:
-    lines = [line for line in stderr_of("-c", GPU_WARNINGS) if "UserWarning" in line]
-    assert len(lines) == 1 and lines[0].endswith("UserWarning: another warning")
-
-
-def test_a_feature_extractor_prints_nothing() -> None:
-    assert stderr_of("-c", FEATURES) == []
+    assert len(shown) == 1 and "No CUDA runtime is found" in shown[0]
 
 
 def test_only_known_lines_of_the_profiler_are_silenced(capfd: pytest.CaptureFixture[str]) -> None:

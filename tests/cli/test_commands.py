@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -154,20 +153,25 @@ def test_global_flags_work_in_any_position(run, capsys, monkeypatch):
     assert "-q: no such run" in capsys.readouterr().err
 
 
-def test_curves_write_png_svg_and_csv(run, capsys, tmp_path):
+def test_curves_write_png_svg_and_csv(run, capsys):
     assert cli.main(["curves", "made-up"]) == 0
-    files = capsys.readouterr().out.splitlines()
-    assert all(os.path.isfile(name) for name in files)
-    made = {(path.stem, path.suffix) for path in map(Path, files)}
-    drawn = {name for name, _ in made}
-    assert made == {(name, kind) for name in drawn for kind in (".csv", ".png", ".svg")}
-    assert drawn >= {"acceptance-by-depth", "acceptance-by-position", "accepted-lengths"}, drawn
+    paths = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert all(path.is_file() for path in paths)
+    names = {path.stem for path in paths}
+    assert {(path.stem, path.suffix) for path in paths} == {
+        (name, suffix) for name in names for suffix in (".csv", ".png", ".svg")
+    }
+    assert names >= {"acceptance-by-depth", "acceptance-by-position", "accepted-lengths"}
+
+
+def test_curves_of_several_runs_share_the_axes(run, tmp_path, monkeypatch):
     records = make_records()
     write_run(run.parent / "other", records, make_scores(records))
-    assert cli.main(["curves", "made-up", "other"]) == 2
-    assert "--out" in capsys.readouterr().err
+    drawn = []
+    monkeypatch.setattr("lantern_bench.report.curves.draw_curves", lambda *arguments: drawn.append(arguments) or [])
     assert cli.main(["curves", "made-up", "other", "--out", str(tmp_path / "both")]) == 0
-    assert set(pd.read_csv(tmp_path / "both" / "acceptance-by-depth.csv")["run"]) == {"made-up-1234", "other"}
+    ((tables, folder, by),) = drawn
+    assert list(tables) == ["made-up-1234", "other"] and folder == tmp_path / "both" and by == "mode"
 
 
 def test_experiments_lists_shipped_experiments(capsys):

@@ -1,9 +1,14 @@
-"""Sweeps that resume, are interrupted, or have failed images, on a tiny model of logit tables."""
+"""Sweeps that resume, are interrupted, or have failed images; prompts and spaces in records; pictures by `generate`.
+
+On the tiny model of logit tables.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,46 +18,34 @@ import pytest
 from lantern_bench.cli import main as cli
 from lantern_bench.cli.sweep import Renderer
 from lantern_bench.console import Console
+from lantern_bench.errors import RefusedError
 from lantern_bench.methods.tables import DRAFTINGS, MODES
-from lantern_bench.models import registry
-from lantern_bench.runs.store import RESULTS_VARIABLE, read_records
+from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.runs import runner
+from lantern_bench.runs.store import read_manifest, read_records
 from lantern_bench.runs.threads import Calibrated
-from tests.tiny_model import EXPERIMENT, TinyModel
 
-
-@pytest.fixture
-def tiny(tmp_path, monkeypatch) -> TinyModel:
-    """A family of one tiny model, an experiment beside it, and an empty results folder."""
-    model = TinyModel()
-    monkeypatch.setattr(registry, "models", lambda: {"tiny": model})
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(RESULTS_VARIABLE, "results")
-    Path("tiny.yaml").write_text(EXPERIMENT)
-    Path("broken.txt").write_text("one red lantern\nbroken\ntwo blue lanterns\n")
-    return model
+SWEEP = ["sweep", "tiny.yaml", "--threads", "1"]
+ONE_CELL = [*SWEEP, "--modes", "ar", "--out", "run"]
 
 
 @pytest.mark.parametrize(
-    ("lost", "said"),
+    ("lost", "warning"),
     [(0.04, ""), (0.2, "warning: other programs"), (0.63, "warning: speed cannot be measured now: other programs")],
 )
-def test_a_busy_processor_is_named_before_the_first_image(capsys, lost: float, said: str) -> None:
+def test_a_busy_processor_is_named_before_the_first_image(capsys, lost: float, warning: str) -> None:
     console = Console()
     with console.progress() as progress:
         for note in Calibrated(1, {1: 4.0, 2: 5.0}, lost).notes():
             Renderer(console, progress).show(note)
     written = capsys.readouterr().err
-    assert written.startswith(said) and bool(written) == bool(said)
-
-
-def runs() -> list[Path]:
-    return sorted(Path("results").iterdir())
+    assert written.startswith(warning) and bool(written) == bool(warning)
 
 
 def test_sweep_prints_its_run_directory_first_and_last(tiny, capsys) -> None:
-    assert cli.main(["sweep", "tiny.yaml"]) == 0
+    assert cli.main(SWEEP) == 0
     written = capsys.readouterr()
-    (run,) = runs()
+    (run,) = Path("results").iterdir()
     lines = written.err.splitlines()
     assert lines[0] == lines[-1] == f"run: {run}"
     assert any(line.startswith("images: 18 of 18") for line in lines) and "mal " in written.err
@@ -60,33 +53,30 @@ def test_sweep_prints_its_run_directory_first_and_last(tiny, capsys) -> None:
     assert len(pd.read_csv(io.StringIO(written.out))) == 6
 
 
-def test_same_command_resumes_unless_no_resume(tiny, capsys) -> None:
-    assert cli.main(["sweep", "tiny.yaml", "--images", "2"]) == 0
-    before = {row["record_key"]: row["seconds"] for row in read_records(runs()[0])}
-    capsys.readouterr()
-    assert cli.main(["sweep", "tiny.yaml", "--images", "2"]) == 0
-    assert "12 images kept, 0 to do" in capsys.readouterr().err
-    assert {row["record_key"]: row["seconds"] for row in read_records(runs()[0])} == before
-    assert cli.main(["sweep", "tiny.yaml", "--images", "2", "--no-resume"]) == 0
-    assert runs()[1].name == f"{runs()[0].name}-2"
-    assert {row["record_key"] for row in read_records(runs()[1])} == set(before)
+def test_same_command_resumes_unless_no_resume(tiny, tiny_run, capsys) -> None:
+    shutil.copytree(tiny_run, "run")
+    before = (Path("run") / "records.jsonl").read_bytes()
+    assert cli.main([*SWEEP, "--out", "run"]) == 0
+    assert "18 images kept, 0 to do" in capsys.readouterr().err
+    assert (Path("run") / "records.jsonl").read_bytes() == before
+    keys = {row["record_key"] for row in read_records(Path("run")) if row["mode"] == "ar"}
+    assert cli.main([*ONE_CELL, "--no-resume", "--format", "table"]) == 0
+    written = capsys.readouterr().out
+    assert "speedup" in written and "1.00x [1.00, 1.00]" in written
+    assert {row["record_key"] for row in read_records(Path("run-2"))} == keys
 
 
 def test_more_images_extend_a_run(tiny, capsys) -> None:
-    assert cli.main(["sweep", "tiny.yaml", "--images", "1", "--out", "run"]) == 0
-    assert cli.main(["sweep", "tiny.yaml", "--images", "3", "--out", "run"]) == 0
-    assert "6 images kept, 12 to do" in capsys.readouterr().err
-    assert cli.main(["sweep", "tiny.yaml", "--seed", "1", "--out", "run"]) == 3
-
-
-def test_sweep_writes_the_table_in_the_asked_format(tiny, capsys) -> None:
-    assert cli.main(["sweep", "tiny.yaml", "-q", "--format", "table"]) == 0
-    written = capsys.readouterr()
-    assert written.err == "" and "speedup" in written.out and "1.00x [1.00, 1.00]" in written.out
+    assert cli.main([*ONE_CELL, "--images", "1", "-q"]) == 0
+    assert capsys.readouterr().err == ""
+    assert cli.main([*ONE_CELL, "--images", "3"]) == 0
+    assert "1 images kept, 2 to do" in capsys.readouterr().err
+    assert cli.main([*ONE_CELL, "--seed", "1"]) == 3
 
 
 def test_failed_images_exit_4_and_are_retried(tiny, capsys) -> None:
-    typed = ["sweep", "tiny.yaml", "--prompts", "broken.txt", "--out", "run"]
+    Path("broken.txt").write_text("one red lantern\nbroken\ntwo blue lanterns\n")
+    typed = [*SWEEP, "--prompts", "broken.txt", "--out", "run"]
     assert cli.main(typed) == 4
     written = capsys.readouterr()
     assert "6 of 18 images failed" in written.err and "RuntimeError: no memory left" in written.err
@@ -95,72 +85,148 @@ def test_failed_images_exit_4_and_are_retried(tiny, capsys) -> None:
     assert set(listed["failed"]) == {1} and set(listed["images"]) == {2}
     assert cli.main(typed) == 4
     assert "12 images kept, 6 to do" in capsys.readouterr().err
-
-
-def test_all_images_failed_exits_4(tiny, capsys) -> None:
     Path("broken.txt").write_text("broken\n")
-    assert cli.main(["sweep", "tiny.yaml", "--prompts", "broken.txt", "--images", "1"]) == 4
+    assert cli.main([*SWEEP, "--prompts", "broken.txt", "--images", "1"]) == 4
     assert "6 of 6 images failed" in capsys.readouterr().err
 
 
 def test_interruption_reports_finished_images(tiny, capsys, monkeypatch) -> None:
-    from lantern_bench.runs import runner
-
-    whole: Callable[..., Any] = runner.decode_batch
+    decode_batch: Callable[..., Any] = runner.decode_batch
     calls: Iterator[int] = iter(range(100))
 
-    def interrupted(*given: Any, **named: Any) -> Any:
-        if named.get("tokens") is None and next(calls) == 4:
+    def interrupted(*arguments: Any, **keywords: Any) -> Any:
+        if keywords.get("tokens") is None and next(calls) == 4:
             raise KeyboardInterrupt
-        return whole(*given, **named)
+        return decode_batch(*arguments, **keywords)
 
     monkeypatch.setattr(runner, "decode_batch", interrupted)
     monkeypatch.setattr(runner, "_ATTEMPTS", 1)  # a call is an image, also on a busy machine
-    assert cli.main(["sweep", "tiny.yaml", "--out", "run"]) == 130
+    assert cli.main([*SWEEP, "--out", "run"]) == 130
     written = capsys.readouterr()
     assert "interrupted: 4 of 18 images are done and kept in run" in written.err
     assert "The same command continues." in written.err and written.out == ""
-    assert cli.main(["sweep", "tiny.yaml", "--out", "run"]) == 0
+    assert cli.main([*SWEEP, "--out", "run"]) == 0
     assert "4 images kept, 14 to do" in capsys.readouterr().err
 
 
-def test_weights_that_changed_are_refused(tiny, capsys) -> None:
-    assert cli.main(["sweep", "tiny.yaml", "--out", "run"]) == 0
+def test_weights_that_changed_are_refused(tiny, tiny_run, capsys) -> None:
+    shutil.copytree(tiny_run, "run")
     load = tiny.load
 
-    def other(*given: Any) -> Any:
-        model = load(*given)
+    def load_another(*arguments: Any) -> Any:
+        model = load(*arguments)
         model.weights = {**model.weights, "drafter": "3"}
         return model
 
-    tiny.load = other
-    capsys.readouterr()
-    assert cli.main(["sweep", "tiny.yaml", "--out", "run"]) == 3
+    tiny.load = load_another
+    assert cli.main([*SWEEP, "--out", "run"]) == 3
     assert "weights of tiny/drafter changed" in capsys.readouterr().err
 
 
 def test_missing_scorers_are_refused_before_loading_models(tiny, capsys, monkeypatch) -> None:
     monkeypatch.setenv("TORCH_HOME", str(Path.cwd()))
     monkeypatch.delenv("LANTERN_BENCH_WEIGHTS", raising=False)
-    assert cli.main(["sweep", "tiny.yaml", "--metrics", "speed,quality"]) == 3
+    assert cli.main([*SWEEP, "--metrics", "speed,quality"]) == 3
     assert "the weights of the feature extractor inception-v3-compat are not on this machine" in capsys.readouterr().err
-    assert cli.main(["sweep", "tiny.yaml", "--metrics", "speed,quality", "--protocol", "embeded"]) == 2
+    assert cli.main([*SWEEP, "--metrics", "speed,quality", "--protocol", "embeded"]) == 2
     assert "unknown protocol; did you mean embedded?" in capsys.readouterr().err
     assert tiny.loads == 0 and not Path("results").exists()
 
 
+def test_neighbour_space_is_part_of_the_record_key(tiny, capsys) -> None:
+    typed = [*SWEEP, "--images", "1", "--modes", "lantern++"]
+    assert cli.main([*typed, "--out", "a"]) == 0
+    assert cli.main([*typed, "--out", "b", "--neighbour-space", "normalised"]) == 0
+    published, other = read_manifest(Path("a")), read_manifest(Path("b"))
+    assert "neighbour_space" not in published["experiment"] and "tiny/neighbours" not in published["key"]["weights"]
+    assert other["experiment"]["neighbour_space"] == "normalised"
+    assert other["key"]["weights"]["tiny/neighbours"] == "normalised"
+    keys = [{row["record_key"] for row in read_records(Path(run))} for run in "ab"]
+    assert not keys[0] & keys[1]
+    assert cli.main([*typed, "--out", "a", "--neighbour-space", "normalised"]) == 3
+
+
+def test_records_and_manifest_name_the_prompt_source(tiny) -> None:
+    rows = [{"image_id": 9 + n, "caption": text} for n, text in enumerate(["one red", "two blue lanterns"])]
+    rows.append({"image_id": 9, "caption": "one red lantern"})
+    Path("captions.json").write_text(json.dumps({"annotations": rows}))
+    assert cli.main([*ONE_CELL, "--images", "2", "--prompts", "coco:captions.json"]) == 0
+    prompts = {row["prompt_source"]: row["prompt"] for row in read_records(Path("run"))}
+    assert prompts == {"coco:9": "one red lantern", "coco:10": "two blue lanterns"}
+    described = read_manifest(Path("run"))["prompts"]
+    assert described["set"] == "coco:captions.json" and described["prompts"] == 2
+    assert len(described["file_sha256"]) == 64
+
+
+# ---- Models with a text encoder: all captions are encoded before decoding starts
+
+
+def with_text_encoder(tiny: Any, prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]]) -> None:
+    load = tiny.load
+
+    def load_prepared(*arguments: Any) -> LoadedModel:
+        model: LoadedModel = load(*arguments)
+        model.prepare = prepare
+        return model
+
+    tiny.load = load_prepared
+
+
+def test_only_pending_captions_are_encoded(tiny, capsys) -> None:
+    encoded: list[list[str]] = []
+
+    def prepare(prompts: Sequence[str]) -> Iterator[tuple[int, int]]:
+        encoded.append(list(prompts))
+        yield from ((done, len(prompts)) for done in range(len(prompts) + 1))
+
+    with_text_encoder(tiny, prepare)
+    assert cli.main([*ONE_CELL, "--images", "2"]) == 0
+    assert "captions for tiny: 2 of 2" in capsys.readouterr().err
+    assert cli.main([*ONE_CELL, "--images", "3"]) == 0
+    assert [len(prompts) for prompts in encoded] == [2, 1]
+    sessions = read_manifest(Path("run"))["sessions"]
+    assert all(session["prepare_seconds"] >= 0 and session["complete"] for session in sessions)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted before the first image"),
+        (
+            RefusedError("tiny needs its text encoder", "Type `lantern-bench weights get tiny`."),
+            3,
+            "error: tiny needs its text encoder\n  Type",
+        ),
+    ],
+)
+def test_a_text_encoder_that_fails_leaves_no_run(tiny, capsys, error: BaseException, code: int, message: str) -> None:
+    def prepare(_prompts: Sequence[str]) -> Iterator[tuple[int, int]]:
+        raise error
+        yield 0, 1
+
+    with_text_encoder(tiny, prepare)
+    assert cli.main(ONE_CELL) == code
+    written = capsys.readouterr()
+    assert message in written.err and written.out == "" and not Path("run").exists()
+
+
+# ---- generate
+
+
 def test_generate_repeats_images_at_a_seed(tiny, capsys) -> None:
     typed = ["generate", "one red lantern", "--model", "tiny", "--neighbours", "3", "--images", "3"]
-    for name, more in (("a", []), ("b", []), ("c", ["--seed", "1"])):
-        assert cli.main([*typed, "--out", f"{name}.png", *more]) == 0
+    for name, flags in (("a", []), ("b", []), ("c", ["--seed", "1"])):
+        assert cli.main([*typed, "--out", f"{name}.png", *flags]) == 0
     assert len(pd.read_csv(io.StringIO(capsys.readouterr().out.split("cell_id", 2)[1]))) == 3
-    made = [Path(f"{name}.png").read_bytes() for name in "abc"]
-    assert made[0] == made[1] != made[2]
+    pictures = [Path(f"{name}.png").read_bytes() for name in "abc"]
+    assert pictures[0] == pictures[1] != pictures[2]
+    assert cli.main([*typed, "--out", "a.png"]) == 3
+    assert cli.main([*typed, "--out", "a.png", "--seed", "1", "--force"]) == 0
+    assert Path("a.png").read_bytes() == pictures[2]
 
 
 def test_generate_with_a_failing_model_exits_4(tiny, capsys) -> None:
-    typed = ["generate", "broken", "--model", "tiny", "--mode", "ar", "--out", "a.png"]
-    assert cli.main(typed) == 4
+    assert cli.main(["generate", "broken", "--model", "tiny", "--mode", "ar", "--out", "a.png"]) == 4
     assert "RuntimeError" in capsys.readouterr().err and not Path("a.png").exists()
 
 
