@@ -69,6 +69,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
         patch.chdir(folder)
         patch.setenv(RESULTS_VARIABLE, str(folder / "results"))
         (folder / "table.yaml").write_text(TABLE)
+        patch.setattr("lantern_bench.runs.runner._ATTEMPTS", 1)  # not again for images that a busy machine disturbed
         out, err = io.StringIO(), io.StringIO()
         with redirect_stdout(out), redirect_stderr(err):
             code = cli.main(["reproduce", "table.yaml", "--out", str(folder / "run")])
@@ -83,17 +84,7 @@ def run(finished: Finished) -> Path:
 
 
 def test_a_run_has_all_its_files_and_says_nothing_else(finished: Finished) -> None:
-    ours = (
-        "run: ",
-        "published: ",
-        "images",
-        "scoring",
-        "tables: ",
-        "warning: ",
-        "Not comparable",
-        "MAL rises",
-        "Half of the table",
-    )
+    ours = ("run: ", "published: ", "images", "scoring", "tables: ", "warning: ", "Not comparable", "MAL ", "Half of ")
     assert [line for line in finished.err.splitlines() if not line.startswith(ours)] == []
     tables = {f"{name}.csv" for name in ("speed", "quality", "acceptance", "summary", "reproduction")}
     files = {path.name for path in finished.folder.iterdir()} - {".lock"}

@@ -74,7 +74,7 @@ def test_a_plan_needs_no_torch(tmp_path):
         (["--modes", "lantern", "--delta", "0.01,0.1", "--delta", "0.2"], 8),
         (["--modes", "lantern++", "--lambda", "2,3", "--neighbours", "5,10"], 6),
         (["--modes", "speculative", "--no-baseline", "--temperature", "1"], 4),
-        (["--modes", "speculative", "--drafting", "chain", "--temperature", "1", "--rule", "strict"], 2),
+        (["--modes", "speculative", "--tree", "chain-5", "--temperature", "1", "--rule", "strict"], 2),
         (["--modes", "ar", "--set", "temperature=0.5,0.9"], 2),
         (["--modes", "lantern", "--delta", "0.1", "--nodes", "8", "--depth", "3", "--beam", "4"], 4),
         (["--modes", "ar", "--top-k", "100", "--top-p", "0.9", "--filter-order", "top_p_first", "--cfg-scale", "3"], 2),
@@ -83,12 +83,6 @@ def test_a_plan_needs_no_torch(tmp_path):
 )
 def test_flags_make_grids(capsys, typed, cells):
     assert len(plan(capsys, *typed)) == cells
-
-
-def test_a_chain_is_recorded_as_the_tree_it_is(capsys):
-    listed = plan(capsys, "--modes", "speculative", "--drafting", "chain", "--temperature", "1")
-    wanted = ["ar-t1", "speculative-static-chain-5-t1", "speculative-static-chain-5-block-t1"]
-    assert listed["cell"].tolist() == wanted
 
 
 def test_images_repeats_and_shards(capsys):
@@ -123,6 +117,7 @@ def test_plan_counts_finished_images_and_estimates_time(capsys, here):
         (["--delta", "0.1,x", "--lambda", "0.5"], ["2 problems", "--delta x:", "--lambda 0.5:"]),
         (["--temperature", "-1"], ["--temperature -1: must be a number of at least 0"]),
         (["--tree", "small-8"], ["--tree small-8: unknown tree; did you mean small-7?"]),
+        (["--drafting", "chain"], ["--drafting chain: no drafting has this name", "--tree chain-5"]),
         (["--drafting", "statc"], ["--drafting statc", "did you mean static?"]),
         (["--images", "0"], ["--images 0: must be a whole number of at least 1"]),
         (["--images", "many"], ["--images many: must be a whole number of at least 1"]),
