@@ -149,15 +149,6 @@ _AUDIT = (
     NOTE,
 )
 
-CHECK_TABLES: dict[str, tuple[Column, ...]] = {
-    "emitted_tv_places": _EMITTED_TV_PLACES,
-    "emitted_tv": _EMITTED_TV,
-    "lossless_tests": _LOSSLESS_TESTS,
-    "certificate": _CERTIFICATE,
-    "audit": _AUDIT,
-}
-
-
 SCHEMA_VERSION = 2
 READABLE = (1, 2)
 """The versions of runs that are read. A run is continued only in its own, since the version is in every key.
@@ -448,7 +439,11 @@ TABLES: dict[str, tuple[Column, ...]] = {
     "summary": _SUMMARY,
     "reproduction": _REPRODUCTION,
     "prediction": _PREDICTION,
-    **CHECK_TABLES,
+    "emitted_tv_places": _EMITTED_TV_PLACES,
+    "emitted_tv": _EMITTED_TV,
+    "lossless_tests": _LOSSLESS_TESTS,
+    "certificate": _CERTIFICATE,
+    "audit": _AUDIT,
 }
 
 

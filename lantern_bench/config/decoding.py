@@ -159,7 +159,7 @@ class Decoding:
         _check_together(values, mode, drafting, rule)
         if values["temperature"] == 0:
             values |= {key: PARAMETERS[key].default for key in values if PARAMETERS[key].sampled_only}
-            rule = RULES[rule].greedy or rule
+            rule = RULES[rule].greedy_rule
             values = {key: value for key, value in values.items() if has_parameter(key, drafting, rule)}
         topology = None
         if not isinstance(values.get("tree"), str | None):

@@ -98,7 +98,7 @@ class Grid:
                 elif can_decide(rule, drafting):
                     yield Method(mode, drafting, rule)
                 elif drafting_is_typed:  # then the file's rule gives way
-                    yield Method(mode, drafting, RULES[rule].greedy or rule)
+                    yield Method(mode, drafting, RULES[rule].greedy_rule)
                 else:
                     text = chain_problem(rule, drafting, (), f"the drafting {drafting}") or ""
                     self.problems.add(locations["rule"], text, rule)
@@ -129,10 +129,9 @@ class Grid:
             except MissingValueError as error:
                 self.missing.append((entry.location, error.text))
             except ParameterError as error:
-                greedy = RULES[method.rule].greedy
-                if greedy and error.key == "tree" and stated["tree"] is self.layers.flags is not stated.get("rule"):
+                if error.key == "tree" and stated["tree"] is self.layers.flags is not stated.get("rule"):
                     # The tree was typed: a rule for chains that the file states gives way.
-                    values["rule"] = greedy
+                    values["rule"] = RULES[method.rule].greedy_rule
                     yield Decoding(method.mode, **values, model_defaults=self.model_defaults, cfg_default=cfg_default)
                     continue
                 layer = stated.get(error.key or "")

@@ -43,7 +43,6 @@ class Rule:
     chains: bool = False  # decides only on chains of sampled drafts
     needs_fresh_drafts: bool = False  # what is behind a draft decides on it too (docs/algorithms.md, section 8.1)
     tree: str | None = None  # the default tree of a rule for chains
-    greedy: str | None = None  # the rule that replaces it at temperature 0; `strict` for a rule with `chance`
     in_id: bool = True  # cell ids name the rule where the mode does not imply it
     source: str = ""  # arXiv number of the paper
     # -> f [n, V], the probability that a draft is accepted, for every token that it could have been; values outside 0
@@ -59,13 +58,16 @@ class Rule:
     def __post_init__(self) -> None:
         if self.limit is not None and self.neighbours is None:
             object.__setattr__(self, "neighbours", 10)
-        if self.chance is not None and self.greedy is None:
-            object.__setattr__(self, "greedy", "strict")
 
     @property
     def lossless(self) -> bool:
         """Whether the tokens keep the target's distribution: the rule is not relaxed."""
         return self.limit is None and self.chance is None
+
+    @property
+    def greedy_rule(self) -> str:
+        """The rule that replaces it at temperature 0."""
+        return "strict" if self.accept is not None or self.chance is not None else self.name
 
     @cached_property
     def value_names(self) -> tuple[str, ...]:
@@ -114,7 +116,6 @@ SHIPPED_RULES = (
         chains=True,
         needs_fresh_drafts=True,
         tree="chain-5",
-        greedy="strict",
         source="2403.10444",
     ),
     Rule(
@@ -122,7 +123,6 @@ SHIPPED_RULES = (
         about="decides on a tree from its leaves to its root",
         accept=f"{_ACCEPTANCE}.traversal:accept_traversal",
         needs_fresh_drafts=True,
-        greedy="strict",
         source="2505.12398",
     ),
     Rule(
