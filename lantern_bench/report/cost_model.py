@@ -33,34 +33,29 @@ _Time = Annotated[float, Field(ge=0, allow_inf_nan=False, description="must be a
 
 
 class Device(BaseModel):
-    """A device: rates of its data sheet or measured ones, the shares of them that are reached, and overheads.
-
-    kind: on a `cpu` reads and products follow each other, and attention reads the cache in use; on a `gpu` they
-    overlap, and compiled programs read the whole cache. kernel_us: one kernel of a compiled program. eager_kernel_us:
-    the host's time to launch one from Python; None where unknown. step_us: host work of a step outside its programs.
-    code: what an own device was fitted to, and stands for. weight_bytes: of one number. factors: of draft and verify,
-    measured over modelled seconds; of target forwards, by nodes, with lines between. sources: where each figure is
-    from, and which are fitted or assumed.
-    """
+    """A device: rates of its data sheet or measured ones, the shares of them that are reached, and overheads."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(pattern=r"\S", description="a name for tables")
     about: str = ""
+    # On a cpu reads and products follow each other, and attention reads the cache in use; on a gpu they overlap, and
+    # compiled programs read the whole cache.
     kind: Literal["gpu", "cpu"] = Field(description="must be gpu or cpu")
     read_gb_s: _Rate
     read_share: _Share = 1.0
     multiply_tflops: _Rate
     multiply_share: _Share = 1.0
-    kernel_us: _Time
-    eager_kernel_us: _Time | None = None
-    step_us: _Time = 0.0
-    code: Literal["compiled", "eager"] = "compiled"
+    kernel_us: _Time  # one kernel of a compiled program
+    eager_kernel_us: _Time | None = None  # the host's time to launch one from Python; None: unknown
+    step_us: _Time = 0.0  # host work of a step outside its programs
+    code: Literal["compiled", "eager"] = "compiled"  # what a device of a user was fitted to
     weight_bytes: Annotated[int, Field(ge=1, le=8, description="must be a whole number from 1 to 8")] = 2
+    # Measured over modelled seconds; of target forwards by nodes, interpolated between.
     draft_factor: _Rate = 1.0
     verify_factor: _Rate = 1.0
     target_factors: dict[Annotated[int, Field(ge=1)], _Rate] = Field(default_factory=dict)
-    sources: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()  # where each figure is from, and which are fitted or assumed
 
     def target_factor(self, nodes: float) -> float:
         """What the modelled seconds of a target forward over `nodes` are multiplied by."""
@@ -68,8 +63,8 @@ class Device(BaseModel):
             return 1.0
         import numpy as np
 
-        known = sorted(self.target_factors)
-        return float(np.interp(nodes, known, [self.target_factors[at] for at in known]))
+        measured = sorted(self.target_factors)
+        return float(np.interp(nodes, measured, [self.target_factors[count] for count in measured]))
 
 
 @cache
@@ -77,8 +72,8 @@ def devices() -> dict[str, Device]:
     """The devices that ship, by name."""
     text = resources.files("lantern_bench.report").joinpath("devices.yaml").read_text(encoding="utf-8")
     data = yaml.safe_load(text)
-    made = [Device.model_validate({**data["all"], "name": name, **one}) for name, one in data["devices"].items()]
-    return {device.name: device for device in made}
+    rows = data["devices"].items()
+    return {name: Device.model_validate({**data["all"], "name": name, **fields}) for name, fields in rows}
 
 
 def find_device(name: str) -> Device:
@@ -105,24 +100,18 @@ def find_device(name: str) -> Device:
 
 
 class Stack(NamedTuple):
-    """The kernels of a step under one kind of software.
+    """The kernels of a step under one kind of software."""
 
-    layer, forward: of a target forward, for each layer and besides. drafter: of a drafter forward, its layer included.
-    level, node: of drawing a tree, for each drafter forward and each node. verify, rank, walk: of verification, and for
-    each child rank and each token walked. keep: of the cache update, for each layer. fixed: shapes are fixed, and
-    guidance comes before the head, which is float32 (docs/engine.md).
-    """
-
-    layer: float
-    forward: float
-    drafter: float
-    level: float
-    node: float
-    verify: float
-    rank: float
-    walk: float
-    keep: float
-    fixed: bool
+    layer: float  # of a target forward, for each layer
+    forward: float  # of a target forward, besides its layers
+    drafter: float  # of a drafter forward, its layer included
+    level: float  # of drawing a tree, for each drafter forward
+    node: float  # of drawing a tree, for each node
+    verify: float  # of verification
+    rank: float  # of verification, for each child rank
+    walk: float  # of verification, for each token of the path
+    keep: float  # of the cache update, for each layer
+    fixed: bool  # shapes are fixed, and guidance comes before the head, which is float32 (docs/engine.md)
 
 
 STACKS: dict[str, Stack] = {
@@ -147,24 +136,21 @@ class Work(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A draft: nodes scored (with the root), nodes of each drafter forward but the first, depth, most children.
+    """The sizes of a draft tree."""
 
-    `levels` is None where no drafter is asked.
-    """
-
-    nodes: int
-    levels: tuple[int, ...] | None
+    nodes: int  # that the target scores, the root included
+    levels: tuple[int, ...] | None  # nodes of each drafter forward but the first; None: no drafter
     depth: int
-    fanout: int
+    fanout: int  # most children of a node
 
 
 class Setting(NamedTuple):
-    """What is decoded where: sizes of the target (`TransformerConfig`), images at once, guidance, positions cached."""
+    """The sizes of a decoding."""
 
-    sizes: Any
-    batch: int
+    sizes: Any  # the target's `TransformerConfig`
+    batch: int  # images at once
     guided: bool
-    context: float
+    context: float  # positions in the cache
 
     @property
     def rows(self) -> int:
@@ -172,52 +158,54 @@ class Setting(NamedTuple):
         return self.batch * (2 if self.guided else 1)
 
 
-def forward_work(at: Setting, layers: int, nodes: float, weight_bytes: int, stack: Stack) -> Work:
+def forward_work(setting: Setting, layers: int, nodes: float, weight_bytes: int, stack: Stack) -> Work:
     """A forward of `layers` layers and the head over `nodes` of each image, without kernels."""
-    sizes, kv_heads = at.sizes, at.sizes.kv_heads or at.sizes.heads
+    sizes, kv_heads = setting.sizes, setting.sizes.kv_heads or setting.sizes.heads
     layer = sizes.dim * sizes.head_dim * (2 * sizes.heads + 2 * kv_heads) + 3 * sizes.dim * sizes.ffn_dim
     head = sizes.vocab_size * sizes.dim
-    cache = 2 * layers * at.rows * at.context * kv_heads * sizes.head_dim * weight_bytes
-    attention = 2 * layers * (at.context + nodes) * sizes.heads * sizes.head_dim
-    head_bytes, head_rows = (4, at.batch) if stack.fixed else (weight_bytes, at.rows)
-    operations = 2.0 * nodes * (at.rows * (layers * layer + attention) + head_rows * head)
+    cache = 2 * layers * setting.rows * setting.context * kv_heads * sizes.head_dim * weight_bytes
+    attention = 2 * layers * (setting.context + nodes) * sizes.heads * sizes.head_dim
+    head_bytes, head_rows = (4, setting.batch) if stack.fixed else (weight_bytes, setting.rows)
+    operations = 2.0 * nodes * (setting.rows * (layers * layer + attention) + head_rows * head)
     return Work(layers * layer * weight_bytes + head * head_bytes + cache, operations, 0.0)
 
 
-def _logits(at: Setting, rows: float, passes: float) -> Work:
+def _logits(setting: Setting, rows: float, passes: float) -> Work:
     """`passes` over float32 distributions of `rows` nodes of each image."""
-    return Work(4.0 * passes * at.batch * rows * at.sizes.vocab_size, 0.0, 0.0)
+    return Work(4.0 * passes * setting.batch * rows * setting.sizes.vocab_size, 0.0, 0.0)
 
 
-def target_work(at: Setting, nodes: float, weight_bytes: int, stack: Stack) -> Work:
+def target_work(setting: Setting, nodes: float, weight_bytes: int, stack: Stack) -> Work:
     """A target forward over `nodes`; drawing an autoregressive token is part of it."""
-    layers = at.sizes.layers
+    layers = setting.sizes.layers
     kernels = Work(0.0, 0.0, stack.layer * layers + stack.forward)
-    return forward_work(at, layers, nodes, weight_bytes, stack) + _logits(at, nodes, 2) + kernels
+    return forward_work(setting, layers, nodes, weight_bytes, stack) + _logits(setting, nodes, 2) + kernels
 
 
-def draft_work(at: Setting, draft: Draft, committed: float, weight_bytes: int, stack: Stack) -> list[Work]:
+def draft_work(setting: Setting, draft: Draft, committed: float, weight_bytes: int, stack: Stack) -> list[Work]:
     """The drafter's forwards of a step: over the last step's tokens, then over the inner nodes of each level."""
     if draft.levels is None:
         return []
     first = draft.depth + 1 if stack.fixed else committed
-    fuse, found = 2 * at.sizes.dim**2, []
+    fuse, works = 2 * setting.sizes.dim**2, []
     for number, nodes in enumerate((first, *draft.levels)):
-        forward = forward_work(at, 1, nodes, weight_bytes, stack)
+        forward = forward_work(setting, 1, nodes, weight_bytes, stack)
         # The drafter's head has the type of its weights (docs/engine.md).
-        extra = fuse * weight_bytes - at.sizes.vocab_size * at.sizes.dim * (4 - weight_bytes) * stack.fixed
+        extra = fuse * weight_bytes - setting.sizes.vocab_size * setting.sizes.dim * (4 - weight_bytes) * stack.fixed
         kernels = stack.drafter + stack.level + stack.node * (draft.nodes - 1) / (1 + len(draft.levels))
-        found.append(
-            forward + Work(extra, 2.0 * at.rows * nodes * fuse, kernels) + _logits(at, nodes if number else 1, 4)
+        works.append(
+            forward
+            + Work(extra, 2.0 * setting.rows * nodes * fuse, kernels)
+            + _logits(setting, nodes if number else 1, 4)
         )
-    return found
+    return works
 
 
-def verify_work(at: Setting, draft: Draft, committed: float, stack: Stack) -> Work:
+def verify_work(setting: Setting, draft: Draft, committed: float, stack: Stack) -> Work:
     """Acceptance of a tree, the bonus token, and the cache update."""
     walked = draft.depth + 1 if stack.fixed else committed
-    kernels = stack.verify + stack.rank * draft.fanout + stack.walk * walked + stack.keep * at.sizes.layers
-    return _logits(at, draft.nodes if stack.fixed else walked, 4 + 2 * draft.fanout) + Work(0.0, 0.0, kernels)
+    kernels = stack.verify + stack.rank * draft.fanout + stack.walk * walked + stack.keep * setting.sizes.layers
+    return _logits(setting, draft.nodes if stack.fixed else walked, 4 + 2 * draft.fanout) + Work(0.0, 0.0, kernels)
 
 
 # ---- Seconds
@@ -237,7 +225,7 @@ class Seconds(NamedTuple):
 
     def times(self, factor: float) -> Seconds:
         """Each part multiplied by a factor."""
-        return Seconds(*(factor * part for part in self))
+        return Seconds(*(factor * seconds for seconds in self))
 
 
 def seconds_of(work: Work, device: Device, stack: Stack) -> Seconds:
@@ -273,28 +261,28 @@ class StepSeconds(NamedTuple):
 NOTHING = Seconds(0.0, 0.0, 0.0, 0.0)
 
 
-def step_seconds(device: Device, stack: Stack, at: Setting, draft: Draft | None, committed: float) -> StepSeconds:
+def step_seconds(device: Device, stack: Stack, setting: Setting, draft: Draft | None, committed: float) -> StepSeconds:
     """A step that commits `committed` tokens on average; `draft` None is an autoregressive step."""
     if stack.fixed and device.kind == "gpu":
-        at = at._replace(context=at.sizes.prefix + at.sizes.image_tokens)
+        setting = setting._replace(context=setting.sizes.prefix + setting.sizes.image_tokens)
     size, nodes = device.weight_bytes, 1 if draft is None else draft.nodes
-    target = seconds_of(target_work(at, nodes, size, stack), device, stack).times(device.target_factor(nodes))
+    target = seconds_of(target_work(setting, nodes, size, stack), device, stack).times(device.target_factor(nodes))
     if draft is None:
         return StepSeconds(NOTHING, target, NOTHING, 0.0)
-    forwards = draft_work(at, draft, committed, size, stack)
+    forwards = draft_work(setting, draft, committed, size, stack)
     drafted = sum((seconds_of(work, device, stack) for work in forwards), NOTHING).times(device.draft_factor)
-    verify = seconds_of(verify_work(at, draft, committed, stack), device, stack).times(device.verify_factor)
+    verify = seconds_of(verify_work(setting, draft, committed, stack), device, stack).times(device.verify_factor)
     return StepSeconds(drafted, target, verify, 1e-6 * device.step_us if stack.fixed else 0.0)
 
 
-def prefill_seconds(device: Device, stack: Stack, at: Setting) -> float:
+def prefill_seconds(device: Device, stack: Stack, setting: Setting) -> float:
     """The forward over the prefix, which this package does not compile.
 
     On a device that states no `eager_kernel_us` (a CPU, where launching is a small part) it counts as compiled.
     """
-    how = stack if device.eager_kernel_us is None else STACKS["eager"]
-    work = target_work(at._replace(context=0), at.sizes.prefix, device.weight_bytes, how)
-    return seconds_of(work, device, how).total
+    eager = stack if device.eager_kernel_us is None else STACKS["eager"]
+    work = target_work(setting._replace(context=0), setting.sizes.prefix, device.weight_bytes, eager)
+    return seconds_of(work, device, eager).total
 
 
 class StepTimes(NamedTuple):
@@ -315,8 +303,8 @@ class Sample(NamedTuple):
     nodes: int = 1
 
 
-def fit_device(samples: Sequence[Sample], **facts: Any) -> Device:
-    """Fit rates, time of a kernel and factors to measured compiled programs; `facts` are the device's other fields.
+def fit_device(samples: Sequence[Sample], **fields: Any) -> Device:
+    """Fit rates, time of a kernel and factors to measured compiled programs; `fields` are the device's other fields.
 
     Least squares of relative errors without negative rates, as if nothing overlapped; then one factor a program
     (target: one a number of nodes), the median of measured over modelled.
@@ -325,31 +313,31 @@ def fit_device(samples: Sequence[Sample], **facts: Any) -> Device:
     from scipy.optimize import nnls
 
     seconds = np.array([sample.seconds for sample in samples])
-    parts = np.array([sample.work for sample in samples]) * (1e-9, 1e-12, 1e-6)
-    per_gb, per_tflop, kernel_us = map(float, nnls(parts / seconds[:, None], np.ones(len(samples)))[0])
+    work = np.array([sample.work for sample in samples]) * (1e-9, 1e-12, 1e-6)
+    per_gb, per_tflop, kernel_us = map(float, nnls(work / seconds[:, None], np.ones(len(samples)))[0])
     rates = {"read_gb_s": 1 / max(per_gb, 1e-6), "multiply_tflops": 1 / max(per_tflop, 1e-6), "kernel_us": kernel_us}
-    device = Device.model_validate(facts | {name: float(f"{rate:.4g}") for name, rate in rates.items()})
-    over: dict[tuple[Program, int], list[float]] = {}
+    device = Device.model_validate(fields | {name: float(f"{rate:.4g}") for name, rate in rates.items()})
+    ratios: dict[tuple[Program, int], list[float]] = {}
     for sample in samples:
         modelled = seconds_of(sample.work, device, STACKS["compiled"]).total
-        place = (sample.program, sample.nodes if sample.program == "target" else 0)
-        over.setdefault(place, []).append(sample.seconds / modelled)
-    factors = {place: float(f"{median(ratios):.4g}") for place, ratios in over.items()}
+        key = (sample.program, sample.nodes if sample.program == "target" else 0)
+        ratios.setdefault(key, []).append(sample.seconds / modelled)
+    factors = {key: float(f"{median(values):.4g}") for key, values in ratios.items()}
     fitted = {f"{program}_factor": factor for (program, _), factor in factors.items() if program != "target"}
     targets = {nodes: factor for (program, nodes), factor in sorted(factors.items()) if program == "target"}
     return device.model_copy(update={**fitted, "target_factors": targets})
 
 
-def step_samples(at: Setting, draft: Draft | None, weight_bytes: int, step: StepTimes) -> list[Sample]:
+def step_samples(setting: Setting, draft: Draft | None, weight_bytes: int, step: StepTimes) -> list[Sample]:
     """The programs of a measured compiled step as samples; `step` has the milliseconds of each."""
     stack = STACKS["compiled"]
     if draft is None:
-        return [Sample("target", target_work(at, 1, weight_bytes, stack), 1e-3 * (step.target_ms + step.other_ms))]
-    drafted = sum(draft_work(at, draft, 1, weight_bytes, stack), Work(0.0, 0.0, 0.0))
+        return [Sample("target", target_work(setting, 1, weight_bytes, stack), 1e-3 * (step.target_ms + step.other_ms))]
+    drafted = sum(draft_work(setting, draft, 1, weight_bytes, stack), Work(0.0, 0.0, 0.0))
     return [
         Sample("draft", drafted, 1e-3 * step.draft_ms),
-        Sample("target", target_work(at, draft.nodes, weight_bytes, stack), 1e-3 * step.target_ms, draft.nodes),
-        Sample("verify", verify_work(at, draft, 1, stack), 1e-3 * step.verify_ms),
+        Sample("target", target_work(setting, draft.nodes, weight_bytes, stack), 1e-3 * step.target_ms, draft.nodes),
+        Sample("verify", verify_work(setting, draft, 1, stack), 1e-3 * step.verify_ms),
     ]
 
 
@@ -363,7 +351,7 @@ def tree_draft(paths: Sequence[Sequence[int]]) -> Draft:
 
 def named_draft(label: str) -> Draft | None:
     """The draft that tables write as `chain-4` or, for a dynamic tree, `58n5d10b`; None for other labels."""
-    if found := re.fullmatch(r"(\d+)n(\d+)d(\d+)b", label):
-        nodes, depth, beam = map(int, found.groups())
+    if match := re.fullmatch(r"(\d+)n(\d+)d(\d+)b", label):
+        nodes, depth, beam = map(int, match.groups())
         return Draft(nodes + 1, (beam,) * (depth - 1), depth, beam)
     return tree_draft(STATIC_TREES[label]) if label in STATIC_TREES else None

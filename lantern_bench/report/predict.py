@@ -45,10 +45,11 @@ def predict_run(run: RunData, device: Device, stack: str, model: str | None = No
 
     rows = list(prediction_rows(run, device, stack, model))
     measured = tables_of(run)["speed"].set_index("cell_id")["speedup"]
-    here = measured_elsewhere(run, device, stack, model) is None
+    same_device = measured_elsewhere(run, device, stack, model) is None
     for row in rows:
-        row["speedup_measured"] = ours = measured.get(row["cell_id"])
-        row["speedup_error"] = row["speedup"] / ours - 1 if here and not pd.isna(ours) else None
+        speedup = measured.get(row["cell_id"])
+        row["speedup_measured"] = speedup
+        row["speedup_error"] = row["speedup"] / speedup - 1 if same_device and not pd.isna(speedup) else None
     return frame("prediction", rows)
 
 
@@ -120,17 +121,17 @@ def prediction_rows(run: RunData, device: Device, stack: str, model: str | None 
             notes.append(f"sizes of {model} at the acceptance of {cell.columns['model']}: its own may differ")
         steps = [count for row in good for count in row["committed_per_step"]]
         length, tokens = sum(steps) / len(steps), sum(row["tokens"] for row in good) / len(good)
-        place = sum(start for row in good for start in row["start_per_step"]) / len(steps) / tokens
+        progress = sum(start for row in good for start in row["start_per_step"]) / len(steps) / tokens
         if name != cell.columns["model"]:
             tokens = sizes.image_tokens
         batch, guided = int(cell.columns["batch"] or 1), cell.columns["cfg_scale"] != 1
-        at = Setting(sizes, batch, guided, sizes.prefix + place * tokens)
+        setting = Setting(sizes, batch, guided, sizes.prefix + progress * tokens)
         draft, assumed = _draft(cell, good, run.manifest)
         if batch > 1 and draft is not None:
             notes.append("images of a batch that end early are not counted as idle")
-        plain = step_seconds(device, kernels, at._replace(context=sizes.prefix + tokens / 2), None, 1.0)
-        step = step_seconds(device, kernels, at, draft, length)
-        prefill = prefill_seconds(device, kernels, at)
+        plain = step_seconds(device, kernels, setting._replace(context=sizes.prefix + tokens / 2), None, 1.0)
+        step = step_seconds(device, kernels, setting, draft, length)
+        prefill = prefill_seconds(device, kernels, setting)
         before = prefill + (tokens - 1) * plain.total
         seconds = prefill + (tokens - 1) / length * step.total
         row = {**cell.columns, "model": name, "device": device.name, "stack": stack, "images": len(good)}
@@ -156,8 +157,8 @@ def _terms(step: StepSeconds) -> dict[str, float]:
     """Milliseconds of a step, by program and by what they are spent on."""
     row = {"step_ms": step.total, "draft_ms": step.draft.total, "target_ms": step.target.total}
     row |= {"verify_ms": step.verify.total, "other_ms": step.host}
-    whole = sum((step.draft, step.target, step.verify), NOTHING)
-    row |= {"read_ms": whole.read, "multiply_ms": whole.multiply, "launch_ms": whole.launch}
+    total = sum((step.draft, step.target, step.verify), NOTHING)
+    row |= {"read_ms": total.read, "multiply_ms": total.multiply, "launch_ms": total.launch}
     return {name: 1e3 * value for name, value in row.items()}
 
 
