@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from lantern_bench.certify.claims import Claim
+from lantern_bench.certify.plan import Claim
 from lantern_bench.report.labels import BOUNDS
 from lantern_bench.report.records import Row, join_notes
 from lantern_bench.report.stats import Interval, holm, mean_over_prompts, proportion

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lantern_bench.certify.broken import Mistake, drafting_mistakes, rule_mistakes, sibling_mistakes
-from lantern_bench.certify.claims import Claim, table_decoding
+from lantern_bench.certify.plan import Claim
 from lantern_bench.certify.tables import BROKEN, LEVEL
 from lantern_bench.certify.tabular import table_model
 from lantern_bench.certify.whole_image import TESTS
@@ -130,3 +130,12 @@ def _trees(rule: Rule, tree: Any, values: Mapping[str, Any]) -> list[dict[str, A
     if rule.chains:
         return [{"tree": paths} if is_chain(paths) else {"tree": rule.tree}]
     return [{"tree": paths}, *([branching] if is_chain(paths) or branching is _SIBLINGS else [])]
+
+
+def table_decoding(decoding: Decoding) -> Decoding:
+    """Return the same method with few drafts and without filters and guidance, for the tables (`tabular.py`)."""
+    values = {key: value for key, value in decoding.settings().items() if key != "tree"}
+    values |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "cfg_scale": 1.0}
+    is_static_chain = decoding.rule_row.chains and bool(decoding.paths)
+    values |= {"tree": decoding.rule_row.tree} if is_static_chain else dict(decoding.drafting_row.small)
+    return Decoding(**values | ({"neighbours": 2} if decoding.neighbours else {}))

@@ -17,6 +17,7 @@ from lantern_bench.cli.options import (
     resolve_cells,
 )
 from lantern_bench.errors import CheckFailedError, UserError
+from lantern_bench.runs.request import check_writable
 from lantern_bench.runs.store import results_root
 from lantern_bench.runs.threads import set_threads
 
@@ -70,10 +71,7 @@ def certify(
     Tests of whole images with their power, greedy identity, emitted TV of relaxed modes beside their bounds. With
     --modes all, the audit: for every mode its authors' claim, and what the tokens say of it (docs/audit.md).
     """
-    from lantern_bench.certify.claims import audited_cells
-    from lantern_bench.certify.run import Sizes, plan_audit, plan_certificate
-    from lantern_bench.certify.tables import LEVEL, failures
-    from lantern_bench.report.tables import frame
+    from lantern_bench.certify.plan import Sizes, audited_cells, plan_audit, plan_certificate
 
     console: Console = ctx.obj
     defaults = _FULL if emitted_tv else _QUICK
@@ -84,29 +82,35 @@ def certify(
             if value:
                 raise UserError(f"{name}: is not for the audit of all modes", f"Leave out {name}, or --modes all.")
         # An audit decodes a few images in each of many cells: compiling them would take longer.
-        job = plan_audit(resolve_cells("audit", flags, audited_cells(), settings or [], compile=False), sizes)
+        plan = plan_audit(resolve_cells("audit", flags, audited_cells(), settings or [], compile=False), sizes)
     else:
         source = experiment or ("relaxation-cost" if emitted_tv else "certify")
-        job = plan_certificate(source, flags, modes or None, settings or [], sizes)
+        plan = plan_certificate(source, flags, modes or None, settings or [], sizes)
     folder = out or results_root() / f"{'audit' if modes == ['all'] else 'certify'}-{Path(model).name}"
-    job.check_folder(folder)
-    set_threads(job.resolved.settings.threads)
-    if job.resolved.settings.compile:
-        compile_steps([job.loaded], job.compute, console)
+    check_writable(folder)
+    set_threads(plan.resolved.settings.threads)
+
+    from lantern_bench.certify.run import Certification
+    from lantern_bench.certify.tables import LEVEL, failures
+    from lantern_bench.report.tables import frame
+
+    certification = Certification(plan)
+    if plan.resolved.settings.compile:
+        compile_steps([certification.loaded], certification.compute, console)
     with console.progress() as progress:
-        tables = job.measure(emitted_tv, progress.share)
-    job.write(folder, tables)
+        tables = certification.measure(emitted_tv, progress.share)
+    certification.write(folder, tables)
 
     as_data = (format or console.format) in ("csv", "json")
     if "audit" in tables:
         table = frame("audit", tables["audit"])
         table = table if as_data else table[_AUDIT].dropna(axis=1, how="all")
-        console.table(table, title=f"audit of all modes with {job.model}", format=format)
+        console.table(table, title=f"audit of all modes with {plan.model}", format=format)
         console.say(f"a lossless claim that is true fails with a chance of at most {LEVEL:g} (all tests together)")
     if "certificate" in tables:
         table = frame("certificate", tables["certificate"])
         table = table if as_data else table.drop(columns="model")
-        console.table(table, title=f"certificate of {job.model}", format=format)
+        console.table(table, title=f"certificate of {plan.model}", format=format)
         console.say(f"a correct model fails this certificate with a chance of at most {LEVEL:g} (all tests together)")
     if emitted_tv:
         table = frame("emitted_tv", tables["emitted_tv"])

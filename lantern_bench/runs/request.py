@@ -116,13 +116,18 @@ def prepare(
     return Request(resolved, plan, folder, protocol, description, chosen_shard, ray, worker_timeout)
 
 
-def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
-    """Raise `UserError` for a folder that cannot be a run directory, `RefusedError` if in use or of other settings."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+def check_writable(folder: Path) -> None:
+    """Raise `UserError` for a folder, existing or not, that files cannot be written into."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise UserError(f"--out {folder}: {existing} is a file, not a folder", "Give a folder that you may write to.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise cannot_write(folder)
+
+
+def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
+    """Raise `UserError` for a folder that cannot be a run directory, `RefusedError` if in use or of other settings."""
+    check_writable(folder)
     if not folder.is_dir():
         return
     if (folder / LOCK).exists():

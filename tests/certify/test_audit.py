@@ -10,9 +10,9 @@ import pytest
 import torch
 from scipy.stats import kstest, power_divergence
 
-from lantern_bench.certify import claims, tabular, trials
+from lantern_bench.certify import plan, tabular, trials
 from lantern_bench.certify.broken import Mistake, drafting_mistakes, strict_without_residual
-from lantern_bench.certify.claims import Claim, audited_cells, claim_of
+from lantern_bench.certify.plan import Claim, audited_cells, claim_of
 from lantern_bench.certify.tables import BROKEN, LEVEL, TrialResult, audit_rows
 from lantern_bench.certify.tabular import g_tests, table_model
 from lantern_bench.cli import main as cli
@@ -91,7 +91,7 @@ def test_a_missing_residual_is_rejected_and_its_tv_estimated() -> None:
     [("sjd", {}), ("scd", {}), ("scd", {"coupling": "gumbel"}), ("hybrid", {}), ("hybrid", {"coupling": "gumbel"})],
 )
 def test_mistakes_of_draftings_are_rejected_on_the_tables(mode: str, values: dict[str, str]) -> None:
-    decoding = claims.table_decoding(Decoding(**{"mode": mode, **values}))
+    decoding = trials.table_decoding(Decoding(**{"mode": mode, **values}))
     mistakes = drafting_mistakes(decoding)
     assert len(mistakes) == (1 if mode == "sjd" else 2)
     for mistake in mistakes:
@@ -195,9 +195,7 @@ def test_a_lossless_claim_that_fails_exits_with_5(
 ) -> None:
     monkeypatch.setattr(trials, "TABLE_IMAGES", 100)
     monkeypatch.setattr(walk, "accept_children", strict_without_residual)
-    monkeypatch.setattr(
-        claims, "audited_cells", lambda: [{"mode": name} for name in ("ar", "speculative", "lantern++")]
-    )
+    monkeypatch.setattr(plan, "audited_cells", lambda: [{"mode": name} for name in ("ar", "speculative", "lantern++")])
     assert cli.main(["certify", "tiny", "--modes", "all", *SMALL, "--samples", "20"]) == 5
     assert "checks do not hold: speculative-static" in capsys.readouterr().err
     verdicts = {(row["mode"], row["rule"]): row["verdict"] for row in rows_of("results/audit-tiny/audit.csv")}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from lantern_bench.certify.plan import check_cells
 from lantern_bench.certify.relaxation import CostSettings, emitted_tv_rows, sampled_contexts
-from lantern_bench.certify.run import check_cells
 from lantern_bench.certify.tabular import table_model
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
