@@ -74,7 +74,7 @@ def test_a_plan_needs_no_torch(tmp_path):
         (["--modes", "lantern", "--delta", "0.01,0.1", "--delta", "0.2"], 8),
         (["--modes", "lantern++", "--lambda", "2,3", "--neighbours", "5,10"], 6),
         (["--modes", "speculative", "--no-baseline", "--temperature", "1"], 4),
-        (["--modes", "speculative", "--tree", "chain-5", "--temperature", "1", "--rule", "strict"], 2),
+        (["--modes", "speculative", "--tree", "chain-5", "--temperature", "1", "--rule", "strict"], 3),
         (["--modes", "ar", "--set", "temperature=0.5,0.9"], 2),
         (["--modes", "lantern", "--delta", "0.1", "--nodes", "8", "--depth", "3", "--beam", "4"], 4),
         (["--modes", "ar", "--top-k", "100", "--top-p", "0.9", "--filter-order", "top_p_first", "--cfg-scale", "3"], 2),
