@@ -13,16 +13,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from io import StringIO
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TextIO, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TextIO
 
 from lantern_bench.clock import now
-from lantern_bench.errors import LanternError, UserError
+from lantern_bench.errors import LanternError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Format: TypeAlias = Literal["table", "csv", "json", "md", "latex"]
-FORMATS: tuple[Format, ...] = get_args(Format)
+FORMATS = ("table", "csv", "json", "md", "latex")
 
 # All of C0 and C1 but tabs and line ends.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -34,7 +33,8 @@ _LOG_SECONDS = 60.0  # between two lines of progress in a log
 class Progress:
     """Progress of a long task as lines of a log; without `write_line` it writes nothing. A context manager.
 
-    A log gets a line at the start, when a cell is complete, at the end, and at most one a minute between.
+    A log gets a line at the start, when a cell is complete, at the end, and at most one a minute between. `figures`, as
+    in `mal=2.9`, are shown beside what is done.
     """
 
     _running = False
@@ -49,23 +49,19 @@ class Progress:
         self._to_do, self._start_time, self._running = dict(cells or {}), now(), True
         self._draw_start()
 
-    def advance(self, count: float = 1, *, cell: str | None = None, **figures: float | str) -> None:
-        """Count `count` more as done, of a cell if one is named; `figures` such as `mal=2.9` are shown beside it."""
+    def advance(self, *, cell: str | None = None, **figures: float | str) -> None:
+        """Count one more as done, of a cell if it is named."""
         complete = None
         if cell in self._to_do:
             self._to_do[cell] -= 1
             complete = cell if self._to_do[cell] == 0 else None
-        self._move(self._done + count, complete, figures)
+        self._move(self._done + 1, complete, figures)
 
-    def reach(self, done: float, **figures: float | str) -> None:
-        """Set how much is done in all."""
-        self._move(done, None, figures)
-
-    def share(self, description: str, done: float, total: float = 1) -> None:
+    def share(self, description: str, done: float, total: float = 1, **figures: float | str) -> None:
         """Set how much of a task is done; a new description starts again."""
         if not self._running or self._description != description:
             self.start(total, description)
-        self.reach(done)
+        self._move(done, None, figures)
 
     def finish(self) -> None:
         """End the task; what is drawn stays."""
@@ -94,13 +90,9 @@ class Progress:
         if complete is None and now() - self._line_time < _LOG_SECONDS:
             return
         self._line_time = now()
-        words = [f"{complete} done"] if complete else []
-        words.append(self._so_far())
-        if self._done:
-            seconds = (self._line_time - self._start_time) * (self._total - self._done) / self._done
-            words += [f"{duration(seconds)} left"] if seconds else []
-        words += [self._figures] if self._figures else []
-        self._write_line(f"{self._description}: {', '.join(words)}")
+        seconds = (self._line_time - self._start_time) * (self._total - self._done) / self._done if self._done else 0.0
+        words = [f"{complete} done" if complete else "", self._so_far(), f"{duration(seconds)} left" if seconds else ""]
+        self._write_line(f"{self._description}: {', '.join(filter(None, [*words, self._figures]))}")
 
     def _draw_end(self) -> None:
         self._write_line(f"{self._description}: {self._so_far()} in {duration(now() - self._start_time)}")
@@ -174,17 +166,11 @@ class Console:
     """
 
     def __init__(
-        self,
-        *,
-        quiet: bool = False,
-        verbose: bool = False,
-        format: Format | None = None,
-        stdout: TextIO | None = None,
-        stderr: TextIO | None = None,
+        self, *, quiet: bool = False, verbose: bool = False, stdout: TextIO | None = None, stderr: TextIO | None = None
     ) -> None:
         self.quiet, self.verbose = quiet, verbose
         self._out, self._err = stdout or sys.stdout, stderr or sys.stderr
-        self.format: Format = format or ("table" if self._out.isatty() else "csv")
+        self.format = "table" if self._out.isatty() else "csv"
         self._bars: Bars | None = None
 
     def data(self, text: str) -> None:
@@ -199,10 +185,9 @@ class Console:
         """Write a table to stdout in `format` (one of `FORMATS`), by default the console's.
 
         `name` is the table's name in the schema, where it has one. CSV and JSON have the figures unchanged; the other
-        formats are for people (`report.format_tables`) and have `title` and notes. Raises `UserError` for an unknown
-        format.
+        formats are for people (`report.format_tables`) and have `title` and notes.
         """
-        format = self.checked_format(format) if format is not None else self.format
+        format = format or self.format
         if format == "csv":
             from lantern_bench.report.tables import csv_text
 
@@ -222,14 +207,6 @@ class Console:
             self.data("\n".join([*remarks, texts.to_latex(index=False, escape=True)]))
         else:
             _draw_table(self._out, texts, title, notes)
-
-    @staticmethod
-    def checked_format(format: str) -> Format:
-        """Return `format` when it is one of `FORMATS`; else raise `UserError`."""
-        for allowed in FORMATS:
-            if format == allowed:
-                return allowed
-        raise UserError(f"--format {format}: must be one of {', '.join(FORMATS)}")
 
     def say(self, text: str = "") -> None:
         """Write a message to stderr, unless quiet."""

@@ -77,8 +77,8 @@ def test_nothing_is_cut_on_a_narrow_terminal(monkeypatch, name, columns):
     table = build_tables(records, make_scores(records))[name]
     narrow, out, _ = console(terminal=True)
     narrow.table(table, name)
-    wide, whole, _ = console(format="table")
-    wide.table(table, name)
+    wide, whole, _ = console()
+    wide.table(table, name, format="table")
     assert "…" not in out.getvalue() + whole.getvalue()
     figures = Counter(word for word in whole.getvalue().split() if word[0].isdigit())
     assert figures.total() > 3 * len(readable(table, name).frame)
@@ -89,15 +89,15 @@ def test_nothing_is_cut_on_a_narrow_terminal(monkeypatch, name, columns):
 
 def test_a_table_in_a_pipe_is_as_wide_as_it_needs_to_be():
     long = "x" * 300
-    piped, out, _ = console(format="table")
-    piped.table(pd.DataFrame({"about": [long], "n": [1]}))
+    piped, out, _ = console()
+    piped.table(pd.DataFrame({"about": [long], "n": [1]}), format="table")
     assert long in out.getvalue()
     assert not any(line != line.rstrip() for line in out.getvalue().splitlines())
 
 
 def test_json_keeps_figures_and_gaps(summary):
-    written, out, _ = console(format="json")
-    written.table(summary, "summary")
+    written, out, _ = console()
+    written.table(summary, "summary", format="json")
     rows = json.loads(out.getvalue())
     assert rows[1]["speedup"] == pytest.approx(summary["speedup"].iloc[1], rel=1e-12)
     assert rows[0]["fid"] is None
@@ -114,11 +114,6 @@ def test_markdown_and_latex(summary):
     written, out, _ = console()
     written.table(summary.assign(method="50%_x"), "summary", format="latex")
     assert r"50\%\_x" in out.getvalue() and r"\end{tabular}" in out.getvalue()
-
-
-def test_an_unknown_format_is_refused(summary):
-    with pytest.raises(UserError, match="--format yaml"):
-        console()[0].table(summary, format="yaml")
 
 
 def test_errors_are_written_when_quiet():
@@ -182,7 +177,7 @@ def test_a_share_is_shown_as_per_cent(clock):
     progress = told.progress()
     progress.start(1.0, "training target")
     clock.seconds = 100.0
-    progress.reach(0.25, loss=4.2)
+    progress.share("training target", 0.25, loss=4.2)
     progress.finish()
     progress.finish()
     assert err.getvalue().splitlines() == [
@@ -196,7 +191,7 @@ def test_progress_ends_when_work_fails(clock):
     told, _, err = console()
     with pytest.raises(KeyboardInterrupt), told.progress() as progress:
         progress.start(10, "images")
-        progress.advance(4)
+        progress.share("images", 4, 10)
         raise KeyboardInterrupt
     assert err.getvalue().splitlines()[-1] == "images: 4 of 10 in 0 s"
 
@@ -222,7 +217,7 @@ def test_quiet_progress_draws_nothing(clock):
         progress.start(2, "images", {"ar": 2})
         clock.seconds = 1e6
         progress.advance(cell="ar")
-        progress.reach(2)
+        progress.share("images", 2, 2)
     assert err.getvalue() == ""
 
 

@@ -97,8 +97,7 @@ def _train(parts: Sequence[str], folder: Path, work: Path, settings: RecipeSetti
 
 
 def _show_event(progress: Progress, part: str, event: TrainEvent) -> None:
-    progress.share(f"training the {part}", event.fraction)
-    progress.reach(event.fraction, step=str(event.step), loss=event.loss, **event.figures)
+    progress.share(f"training the {part}", event.fraction, step=str(event.step), loss=event.loss, **event.figures)
 
 
 def _evaluate(

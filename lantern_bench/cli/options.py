@@ -28,11 +28,18 @@ QUIET_ADVICE = "Close other programs. Figures of tokens and quality hold; those 
 
 # ---- Flags whose values a command uses itself: type aliases. `hidden` flags are shown by --help-all only.
 
+
+def _checked_format(value: str | None) -> str | None:
+    if value is not None and value not in FORMATS:
+        raise UserError(f"--format {value}: must be one of {', '.join(FORMATS)}")
+    return value
+
+
 FormatOption: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--format",
-        callback=lambda value: None if value is None else Console.checked_format(value),
+        callback=_checked_format,
         help=f"Table format: {', '.join(FORMATS)}. Default: table on a terminal, csv elsewhere.",
     ),
 ]

@@ -123,8 +123,7 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
 
 def _show_event(progress: Progress, event: TrainEvent) -> None:
     """Show an event of a training as progress; the bar starts again after an evaluation."""
-    progress.share("training the drafter", event.fraction)
-    progress.reach(event.fraction, step=str(event.step), loss=event.loss, **event.figures)
+    progress.share("training the drafter", event.fraction, step=str(event.step), loss=event.loss, **event.figures)
 
 
 def _drafter_table(evaluated: Sequence[Evaluated], tree: str | None) -> pd.DataFrame:
