@@ -13,17 +13,14 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-import torch_fidelity
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
-from torch.utils.data import Dataset
-from torch_fidelity.feature_extractor_base import FeatureExtractorBase
-from torch_fidelity.utils import create_feature_extractor, get_featuresdict_from_dataset
+from torch_fidelity.utils import create_feature_extractor
 
 from lantern_bench.config.protocols import Preparation
 from lantern_bench.errors import RefusedError, UserError
@@ -115,38 +112,6 @@ class Extractor:
         return f"{self.name}{layer}@{fingerprint(self.weights)}"
 
 
-class _LanternFeatures(FeatureExtractorBase):
-    """The attribute classifier's penultimate layer, as an extractor of torch-fidelity."""
-
-    def __init__(self, name: str, features_list: Sequence[str], **options: Any) -> None:
-        super().__init__(name, list(features_list))
-        path = options.get("feature_extractor_weights_path")
-        self.model = classifier.load_classifier(None if path is None else Path(path))
-
-    @staticmethod
-    def get_provided_features_list() -> tuple[str, ...]:
-        return (str(classifier.FEATURES),)
-
-    @staticmethod
-    def get_default_feature_layer_for_metric(_metric: str) -> str:
-        return str(classifier.FEATURES)
-
-    @staticmethod
-    def can_be_compiled() -> bool:
-        return False
-
-    @staticmethod
-    def get_dummy_input_for_compile() -> Tensor:
-        return torch.zeros((1, 3, 64, 64), dtype=torch.uint8)
-
-    def forward(self, pictures: Tensor) -> tuple[Tensor, ...]:
-        """Pictures uint8 [n, 3, 64, 64] to one feature tensor float32 [n, 64]."""
-        return (self.model.features(pictures.float() / 255),)
-
-
-torch_fidelity.register_feature_extractor(BUNDLED, _LanternFeatures)
-
-
 def find_extractor(name: str = BUNDLED, weights: Path | None = None) -> Extractor:
     """Return the extractor called `name` (one of `EXTRACTORS`), with the given weights or those on this machine.
 
@@ -168,13 +133,19 @@ def find_extractor(name: str = BUNDLED, weights: Path | None = None) -> Extracto
 
 # ---- Features of a set
 
+Pictures: TypeAlias = Tensor | Sequence[Tensor] | Sequence[Path]
+"""Pictures uint8 [3, h, w], or their files, which are read one at a time."""
 
-class Pictures(Protocol):
-    """A set of pictures uint8 [3, h, w], by number; a tensor uint8 [n, 3, h, w] is one."""
+_BATCH = 64
 
-    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Tensor: ...
+def read_picture(path: Path) -> Tensor:
+    """Read a picture file as uint8 [3, h, w]; raises `UserError` for one that cannot be read."""
+    try:
+        with Image.open(path) as picture:
+            return torch.from_numpy(np.ascontiguousarray(np.asarray(picture.convert("RGB")).transpose(2, 0, 1)))
+    except (OSError, UnidentifiedImageError) as error:
+        raise UserError(f"{path}: cannot be read as a picture") from error
 
 
 @dataclass(frozen=True)
@@ -196,39 +167,30 @@ class FeatureSet:
         return cls(mean, covariance, n, features)
 
 
-@dataclass(frozen=True)
-class _Prepared(Dataset[Tensor]):
-    """Pictures as the dataset that torch-fidelity reads."""
-
-    pictures: Pictures
-    prepared: Callable[[Tensor], Tensor]
-
-    def __len__(self) -> int:
-        return len(self.pictures)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.prepared(self.pictures[index])
-
-
+@torch.inference_mode()
 def features_of(
     pictures: Pictures,
     extractor: Extractor,
+    preparation: Preparation = Preparation(),  # noqa: B008  # frozen
     *,
-    prepared: Callable[[Tensor], Tensor] | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """The features float32 [n, width] of pictures, on the CPU; `prepared` is applied to each picture first."""
-    if len(pictures) == 0:
-        return torch.zeros(0, extractor.width)
-    cuda = torch.device(device).type == "cuda"
-    network: Any = create_feature_extractor(
-        extractor.name, [extractor.layer], cuda, verbose=False, feature_extractor_weights_path=str(extractor.weights)
-    )
-    # save_cpu_ram: loads in this process; worker processes cost more than pictures that are in memory.
-    dataset = _Prepared(pictures, prepared or (lambda picture: picture))
-    by_layer = get_featuresdict_from_dataset(dataset, network, 64, cuda, save_cpu_ram=True, verbose=False)
-    features: Tensor = by_layer[extractor.layer].float()
-    return features
+    """Return the features float32 [n, width] of pictures, on the CPU; after preprocessing they have one size."""
+    if extractor.name == BUNDLED:
+        classify = classifier.load_classifier(extractor.weights, device)
+        network: Callable[[Tensor], Tensor] = lambda batch: classify.features(batch.float() / 255)  # noqa: E731
+    else:
+        cuda, weights = torch.device(device).type == "cuda", str(extractor.weights)
+        of_library: Any = create_feature_extractor(
+            extractor.name, [extractor.layer], cuda, verbose=False, feature_extractor_weights_path=weights
+        )
+        network = lambda batch: of_library(batch)[0]  # noqa: E731
+    features = [torch.zeros(0, extractor.width)]
+    for start in range(0, len(pictures), _BATCH):
+        read = (item if isinstance(item, Tensor) else read_picture(item) for item in pictures[start : start + _BATCH])
+        batch = [resize_for_features(preprocess(picture, preparation), preparation) for picture in read]
+        features.append(network(torch.stack(batch).to(device)).float().cpu())
+    return torch.cat(features)
 
 
 # ---- Preprocessing: crop and resize as a protocol says

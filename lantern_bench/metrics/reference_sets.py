@@ -8,35 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
-from safetensors import safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from lantern_bench.config.protocols import EMBEDDED, Preparation, Protocol
 from lantern_bench.errors import UserError
-from lantern_bench.metrics.features import (
-    Extractor,
-    FeatureSet,
-    Pictures,
-    features_of,
-    preprocess,
-    resize_for_features,
-)
+from lantern_bench.metrics.features import Extractor, FeatureSet, Pictures, features_of, read_picture
 from lantern_bench.models.io import files
 from lantern_bench.models.lanterns import WEIGHTS_FOLDER
-
-CACHE_VARIABLE = "LANTERN_BENCH_CACHE"
 
 EMBEDDED_FEATURES = WEIGHTS_FOLDER / "reference.safetensors"
 
@@ -53,41 +42,29 @@ class Reference(NamedTuple):
     extractor: str = ""  # label of the extractor behind `statistics`; empty where the file does not say
 
 
-@dataclass(frozen=True)
-class _FilePictures:
-    """Pictures read from files on access."""
-
-    files: tuple[Path, ...] = field(repr=False)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return read_picture(self.files[index])
-
-
-def find_reference(given: str | None, protocol: Protocol) -> Reference | None:
-    """Return the reference given by --reference, by default the protocol's own; None for a protocol without one.
+def find_reference(name: str | None, protocol: Protocol) -> Reference | None:
+    """Return the reference that --reference names, by default the protocol's own; None for a protocol without one.
 
     Raises `UserError` for anything else than its message lists, and for `embedded` under another protocol.
     """
-    if given is None and protocol.reference is None:
+    name = name or protocol.reference
+    if name is None:
         return None
-    if given in (None, EMBEDDED):
+    if name == EMBEDDED:
         if protocol.reference == EMBEDDED:
             return embedded_reference()
-        what = f"--reference {given}: the rendered scenes are not for the protocol {protocol.name}"
-        raise UserError(what, "Give a folder, a .json or a .npz, or --protocol embedded.")
-    file, equals, folder = given.partition("=")
+        problem = f"--reference {name}: the rendered scenes are not for the protocol {protocol.name}"
+        raise UserError(problem, "Give a folder, a .json or a .npz, or --protocol embedded.")
+    file, equals, folder = name.partition("=")
     path = Path(file)
     if path.suffix.lower() == ".json" and path.is_file():
         return _annotated(path, Path(folder) if equals else path.with_suffix(""))
     if path.suffix.lower() == ".npz" and path.is_file():
         return _statistics(path)
-    if Path(given).is_dir():
-        return folder_reference(Path(given))
+    if Path(name).is_dir():
+        return folder_reference(Path(name))
     raise UserError(
-        f"--reference {given}: no such folder or file",
+        f"--reference {name}: no such folder or file",
         "What fidelity is measured against: embedded (scenes of the bundled family), a folder of pictures, a COCO "
         "annotation .json (its pictures in the folder of the same name, or FILE.json=FOLDER), or a .npz of mu, sigma.",
     )
@@ -111,10 +88,10 @@ def write_embedded(path: Path, scenes: Tensor, extractor: Extractor, label: str)
 
 def folder_reference(folder: Path) -> Reference:
     """All pictures of a folder, by name; raises `UserError` when there are none."""
-    found = sorted(path for path in folder.glob("*") if path.suffix.lower() in _SUFFIXES)
-    if not found:
+    paths = sorted(path for path in folder.glob("*") if path.suffix.lower() in _SUFFIXES)
+    if not paths:
         raise UserError(f"no pictures in the reference folder {folder}", f"Allowed: {', '.join(_SUFFIXES)}")
-    return _of_files(folder.name, found)
+    return _of_files(folder.name, paths)
 
 
 def _annotated(annotations: Path, folder: Path) -> Reference:
@@ -131,8 +108,8 @@ def _annotated(annotations: Path, folder: Path) -> Reference:
         raise UserError(f"{flag}: lists no pictures")
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        what = f"{len(missing)} of {len(names)} pictures are not in {folder}, the first is {missing[0]}"
-        raise UserError(f"{flag}: {what}", advice)
+        problem = f"{len(missing)} of {len(names)} pictures are not in {folder}, the first is {missing[0]}"
+        raise UserError(f"{flag}: {problem}", advice)
     return _of_files(annotations.stem, [folder / name for name in names])
 
 
@@ -154,20 +131,11 @@ def _statistics(path: Path) -> Reference:
     return Reference(None, label, FeatureSet(mean, covariance, n), digest)
 
 
-def _of_files(name: str, found: Sequence[Path]) -> Reference:
+def _of_files(name: str, paths: Sequence[Path]) -> Reference:
     """A set of files; the digest covers their contents, not their names or order."""
-    hashes = sorted(files.file_sha256(path) for path in found)
+    hashes = sorted(files.file_sha256(path) for path in paths)
     digest = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
-    return Reference(_FilePictures(tuple(found)), f"{name}, n={len(found)}, sha256={digest[:8]}", digest=digest)
-
-
-def read_picture(path: Path) -> Tensor:
-    """Read a picture file as uint8 [3, h, w]; raises `UserError` for one that cannot be read."""
-    try:
-        with Image.open(path) as picture:
-            return torch.from_numpy(np.ascontiguousarray(np.asarray(picture.convert("RGB")).transpose(2, 0, 1)))
-    except (OSError, UnidentifiedImageError) as error:
-        raise UserError(f"{path}: cannot be read as a picture") from error
+    return Reference(paths, f"{name}, n={len(paths)}, sha256={digest[:8]}", digest=digest)
 
 
 # ---- Features of references, and their cache
@@ -175,8 +143,8 @@ def read_picture(path: Path) -> Tensor:
 
 def cache_folder() -> Path:
     """The folder that `LANTERN_BENCH_CACHE` names, else lantern-bench in the user's cache."""
-    named = os.environ.get(CACHE_VARIABLE)
-    return Path(named) if named else files.cache_folder()
+    folder = os.environ.get("LANTERN_BENCH_CACHE")
+    return Path(folder) if folder else files.cache_folder()
 
 
 def reference_features(
@@ -192,39 +160,39 @@ def reference_features(
     Raises `UserError` for statistics of another width, and for pictures that differ in size after preprocessing.
     """
     if reference.pictures is None:
-        found = reference.statistics
-        width = 0 if found is None else len(found.mean)
-        if found is None or width != extractor.width:
-            what = f"the reference {reference.label} has {width} features, {extractor.name} has {extractor.width}"
-            raise UserError(what, "Give statistics of the protocol's own extractor, or a folder of pictures.")
-        if reference.extractor not in ("", extractor.label):
-            what = f"the reference {reference.label} has features of {reference.extractor}, not of {extractor.label}"
-            raise UserError(what, "Give --reference a folder of pictures: it is measured by any extractor.")
-        return found
+        return _checked_statistics(reference, extractor)
+    steps = "-".join(f"{name}={value}" for name, value in asdict(preparation).items())
+    covered = f"2|{reference.digest}|{extractor.label}|{steps}"
     path = None
     if cache is not None and reference.digest:
-        steps = "-".join(f"{name}={value}" for name, value in asdict(preparation).items())
-        covered = f"1|{reference.digest}|{extractor.label}|{steps}"
-        path = cache / "references" / f"{hashlib.sha256(covered.encode()).hexdigest()[:32]}.npz"
+        path = cache / "references" / f"{hashlib.sha256(covered.encode()).hexdigest()[:32]}.safetensors"
         # A missing or damaged file is computed again.
-        with contextlib.suppress(OSError, ValueError, KeyError, EOFError), np.load(path, allow_pickle=False) as file:
-            kept = np.asarray(file["features"], dtype=np.float32)
-            if kept.shape == (len(reference.pictures), extractor.width):
-                return FeatureSet.of(torch.from_numpy(kept))
+        with contextlib.suppress(OSError, SafetensorError, KeyError):
+            features = load_file(path)["features"]
+            if features.shape == (len(reference.pictures), extractor.width):
+                return FeatureSet.of(features)
     if not preparation.size and not preparation.features_size:
-        sizes = {tuple(reference.pictures[number].shape[1:]) for number in range(len(reference.pictures))}
+        pictures = (item if isinstance(item, Tensor) else read_picture(item) for item in reference.pictures)
+        sizes = {tuple(picture.shape[1:]) for picture in pictures}
         if len(sizes) > 1:
-            what = f"the pictures of the reference {reference.label} differ in size: {sorted(sizes)[:3]}"
-            raise UserError(what, "This protocol does not resize pictures; lantern-coco crops and resizes them.")
-
-    def prepared(picture: Tensor) -> Tensor:
-        return resize_for_features(preprocess(picture, preparation), preparation)
-
-    features = features_of(reference.pictures, extractor, prepared=prepared, device=device)
+            problem = f"the pictures of the reference {reference.label} differ in size: {sorted(sizes)[:3]}"
+            raise UserError(problem, "This protocol does not resize pictures; lantern-coco crops and resizes them.")
+    features = features_of(reference.pictures, extractor, preparation, device=device)
     if path is not None:
-        buffer = io.BytesIO()
-        np.savez(buffer, features=features.numpy())
         # The figures do not depend on the cache: a read-only home is no error.
         with contextlib.suppress(OSError):
-            files.write_atomically(path, buffer.getvalue())
+            files.write_atomically(path, save({"features": features}))
     return FeatureSet.of(features)
+
+
+def _checked_statistics(reference: Reference, extractor: Extractor) -> FeatureSet:
+    """The statistics of a reference without pictures; raises `UserError` for those of another extractor."""
+    statistics = reference.statistics
+    width = 0 if statistics is None else len(statistics.mean)
+    if statistics is None or width != extractor.width:
+        problem = f"the reference {reference.label} has {width} features, {extractor.name} has {extractor.width}"
+        raise UserError(problem, "Give statistics of the protocol's own extractor, or a folder of pictures.")
+    if reference.extractor not in ("", extractor.label):
+        problem = f"the reference {reference.label} has features of {reference.extractor}, not of {extractor.label}"
+        raise UserError(problem, "Give --reference a folder of pictures: it is measured by any extractor.")
+    return statistics

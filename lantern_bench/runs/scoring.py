@@ -27,14 +27,13 @@ from lantern_bench.metrics.features import (
     features_of,
     find_extractor,
     preprocess,
-    resize_for_features,
+    read_picture,
 )
 from lantern_bench.metrics.figures import FeatureSets, fid_infinity, figures_of, measurable, measure_sets
 from lantern_bench.metrics.reference_sets import (
     Reference,
     cache_folder,
     find_reference,
-    read_picture,
     reference_features,
 )
 from lantern_bench.metrics.spread import ar_spread
@@ -263,12 +262,7 @@ def measure_pictures(records: Sequence[Row], folder: Path, scorers: Scorers, *, 
     """Score the pictures of records one by one, and extract their features; `manifold`: also those of its extractor."""
     preparation = scorers.protocol.preparation
     pictures = [preprocess(read_picture(folder / record["image"]), preparation) for record in records]
-    extract = partial(
-        features_of,
-        pictures,
-        prepared=partial(resize_for_features, preparation=preparation),
-        device=scorers.device,
-    )
+    extract = partial(features_of, pictures, preparation=preparation, device=scorers.device)
     return Measured(
         list(_image_rows(records, pictures, scorers)),
         None if scorers.extractor is None else extract(scorers.extractor),

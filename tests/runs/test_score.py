@@ -27,7 +27,8 @@ from lantern_bench.errors import RefusedError
 from lantern_bench.methods.tables import METRICS
 from lantern_bench.metrics import clip, features
 from lantern_bench.metrics.accuracy import PromptAccuracy
-from lantern_bench.metrics.reference_sets import Reference, read_picture
+from lantern_bench.metrics.features import read_picture
+from lantern_bench.metrics.reference_sets import Reference
 from lantern_bench.models.lanterns import classifier
 from lantern_bench.models.lanterns.captions import HELD_OUT
 from lantern_bench.models.lanterns.classifier import AttributeClassifier, predict
