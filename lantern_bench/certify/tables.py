@@ -12,10 +12,9 @@ from statistics import median
 from typing import Any
 
 from lantern_bench.certify.plan import Claim
-from lantern_bench.report.labels import BOUNDS
+from lantern_bench.report.labels import BOUNDS, parameters
 from lantern_bench.report.records import Row, join_notes
 from lantern_bench.report.stats import Interval, holm, mean_over_prompts, proportion
-from lantern_bench.report.tables import parameters
 from lantern_bench.schema import CELL_COLUMNS
 
 _MORE_DRAWS = "more draws narrow the interval: its ends come from estimates that err downwards and upwards"

@@ -11,6 +11,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lantern_bench.errors import UserError
+from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.tables import METHOD_PARAMETERS, MODES, PARAMETERS, RULES
 from lantern_bench.report.records import NEIGHBOUR_METRIC, SAMPLING_DEFAULTS
 
@@ -23,7 +24,7 @@ CellKey: TypeAlias = tuple[str, str, str]
 CELL = ["run", "model", "cell_id"]
 """The columns of a `CellKey`."""
 
-BOUNDS = {name: one.symbol for name, one in PARAMETERS.items() if one.symbol}
+BOUNDS = {name: parameter.symbol for name, parameter in PARAMETERS.items() if parameter.symbol}
 """Labels of the bounds of relaxed rules."""
 
 GROUPINGS = ("mode", *BOUNDS, "tree", "temperature")
@@ -44,20 +45,21 @@ _LINES = ("-", "--", "-.", ":")
 # Cividis without its palest part, which does not print.
 _SCALE = ((0, 45, 112), (73, 83, 112), (124, 123, 120), (180, 165, 105), (219, 190, 70))
 
-# A label names these only where cells of one method (tree: of all methods) differ in them; it always names
-# a bound.
-_SETTINGS = {
+# How settings are written, in the order of labels. Bounds are written with their symbols in labels.
+_WORDS = {
     "drafting": "{}", "rule": "{}", "tree": "{}", "neighbours": "k={:g}", "neighbour_metric": "{} neighbours",
-    "residual": "{} residual", "temperature": "T={:g}", "cfg_scale": "cfg={:g}", "top_k": "top-k={:g}",
-    "top_p": "top-p={:g}", "batch": "batch={:g}", "seed_set": "seeds={:g}",
+    "residual": "{} residual", "temperature": "T={:g}", "cfg_scale": "cfg={:g}", "top_k": "top_k={:g}",
+    "top_p": "top_p={:g}", "batch": "batch={:g}", "seed_set": "seeds={:g}",
 }  # fmt: skip
-_SETTINGS |= {
-    name: f"{name}={{}}" if one.column == ("string", "") else f"{name}={{:g}}"
-    for name, one in METHOD_PARAMETERS.items()
-    if one.column and not one.symbol
+_WORDS |= {
+    name: f"{parameter.short or name}={{{':g' if parameter.column != ('string', '') else ''}}}"
+    for name, parameter in PARAMETERS.items()
+    if name not in _WORDS and parameter.column
 }
+_IN_LABELS = [name for name in _WORDS if name not in BOUNDS]
+_SAMPLING_WORDS = ("temperature", "cfg_scale", "top_k", "top_p", "batch", "seed_set")
 _UNNAMED = {**SAMPLING_DEFAULTS, "neighbour_metric": NEIGHBOUR_METRIC}
-_UNNAMED |= {name: one.default for name, one in METHOD_PARAMETERS.items()}
+_UNNAMED |= {name: parameter.default for name, parameter in METHOD_PARAMETERS.items()}
 
 
 class Style(NamedTuple):
@@ -93,25 +95,49 @@ def is_given(value: Any) -> bool:
 
 
 def labels(table: pd.DataFrame) -> list[str]:
-    """Return a label for each row: `LANTERN++ λ=2`, with run and model in front where there are several."""
-    apart = [name for name in ("run", "model") if table[name].nunique() > 1]
+    """Return a label for each row: `LANTERN++ λ=2`, with run and model in front where there are several.
+
+    It names bounds always, the tree where cells differ in it, other settings where cells of the same mode do.
+    """
+    prefixes = [name for name in ("run", "model") if table[name].nunique() > 1]
     drafts = table[table["tree"].notna()] if "tree" in table else table
     entries = []
     for _, row in table.iterrows():
-        own = table[table["mode"] == row["mode"]]
-        parts = [f"{row[name]}:" for name in apart]
+        same_mode = table[table["mode"] == row["mode"]]
         by_rule = _lossless_label(str(row["mode"]), str(row.get("rule")))
-        parts.append(by_rule or (MODES[row["mode"]].label if row["mode"] in MODES else row["mode"]))
-        parts += [f"{word}={row[name]:g}" for name, word in BOUNDS.items() if is_given(row.get(name))]
-        for name, form in _SETTINGS.items():
+        words = [f"{row[name]}:" for name in prefixes]
+        words.append(by_rule or (MODES[row["mode"]].label if row["mode"] in MODES else row["mode"]))
+        words += [f"{symbol}={row[name]:g}" for name, symbol in BOUNDS.items() if is_given(row.get(name))]
+        for name in _IN_LABELS:
             if name not in table or (name == "rule" and by_rule):
                 continue
             # Methods are compared across their trees: a label without the tree would credit the rule with it.
-            rivals = drafts if name == "tree" else own
+            rivals = drafts if name == "tree" else same_mode
             if rivals[name].nunique(dropna=False) > 1 and is_given(row[name]) and row[name] != _UNNAMED.get(name):
-                parts.append("greedy" if name == "temperature" and row[name] == 0 else form.format(row[name]))
-        entries.append(" ".join(parts))
+                is_greedy = name == "temperature" and row[name] == 0
+                words.append("greedy" if is_greedy else _WORDS[name].format(row[name]))
+        entries.append(" ".join(words))
     return entries
+
+
+def parameters(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> str:
+    """Return a cell's settings beyond its mode as text: `small-7 k=10 lambda=2 T=0`.
+
+    Sampling settings are named where `cells` differ in them, for the cells that depart from the default.
+    """
+    mode = MODES.get(str(cell["mode"]))
+    names = [name for name in ("drafting", "rule") if mode and cell[name] != getattr(mode, name)]
+    names += ["tree"] if cell["tree"] else []
+    for name, parameter in PARAMETERS.items():
+        is_named = parameter.in_id == "always" or (name in METHOD_PARAMETERS and cell.get(name) != parameter.default)
+        if name not in SAMPLING and cell.get(name) is not None and is_named:
+            names.append(name)
+    names += ["neighbour_metric"] if cell.get("neighbour_metric") not in (None, "", NEIGHBOUR_METRIC) else []
+    names += ["residual"] if cell["residual"] == "official" else []
+    for name in _SAMPLING_WORDS:
+        if cell[name] not in (None, SAMPLING_DEFAULTS.get(name)) and len({other[name] for other in cells}) > 1:
+            names.append(name)
+    return " ".join(_WORDS[name].format(cell[name]) for name in names)
 
 
 def _lossless_label(mode: str, rule: str) -> str | None:
@@ -120,8 +146,8 @@ def _lossless_label(mode: str, rule: str) -> str | None:
         return None
     if not (RULES[rule].lossless and RULES[MODES[mode].rule].lossless):
         return None
-    own = MODES[mode]
-    return own.label if rule == own.rule else f"{own.label.removesuffix(f' ({own.rule})')} ({rule})"
+    row = MODES[mode]
+    return row.label if rule == row.rule else f"{row.label.removesuffix(f' ({row.rule})')} ({rule})"
 
 
 def styles(table: pd.DataFrame, by: str = "mode") -> dict[CellKey, Style]:
@@ -131,8 +157,9 @@ def styles(table: pd.DataFrame, by: str = "mode") -> dict[CellKey, Style]:
     between cells.
     """
     cells = table.drop_duplicates(CELL)
-    looks = zip(_colours(list(cells[by]), by), cycle(_MARKERS), cycle(_LINES), strict=False)
-    return {cell_key(row): Style(*look) for (_, row), look in zip(cells.iterrows(), looks, strict=False)}
+    colours = _colours(list(cells[by]), by)
+    looks = map(Style, colours, cycle(_MARKERS), cycle(_LINES))
+    return {cell_key(row): style for (_, row), style in zip(cells.iterrows(), looks, strict=False)}
 
 
 def _colours(values: Sequence[Any], by: str) -> list[str]:
@@ -140,11 +167,12 @@ def _colours(values: Sequence[Any], by: str) -> list[str]:
 
     if by == "mode":
         return [_COLOURS.get(value, "#CC79A7") for value in values]
-    given = sorted({value for value in values if is_given(value)})
+    distinct = sorted({value for value in values if is_given(value)})
     if by == "tree":
-        table = dict(zip(given, cycle(_CATEGORIES), strict=False))
+        colours = dict(zip(distinct, cycle(_CATEGORIES), strict=False))
     else:
-        places = [place / max(1, len(given) - 1) * (len(_SCALE) - 1) for place in range(len(given))]
-        mixed = np.column_stack([np.interp(places, range(len(_SCALE)), part) for part in zip(*_SCALE, strict=True)])
-        table = {v: "#" + "".join(f"{round(part):02X}" for part in one) for v, one in zip(given, mixed, strict=True)}
-    return [table[value] if is_given(value) else "#767676" for value in values]
+        steps = np.linspace(0, len(_SCALE) - 1, max(2, len(distinct)))
+        channels = [np.interp(steps, range(len(_SCALE)), channel) for channel in zip(*_SCALE, strict=True)]
+        mixed = ["#" + "".join(f"{round(value):02X}" for value in rgb) for rgb in zip(*channels, strict=True)]
+        colours = dict(zip(distinct, mixed, strict=False))
+    return [colours[value] if is_given(value) else "#767676" for value in values]

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from lantern_bench.config.paper import Paper, PaperRow
 from lantern_bench.methods.tables import IN_SUMMARY, METRICS
 from lantern_bench.report.format_tables import with_interval
-from lantern_bench.report.labels import BOUNDS
+from lantern_bench.report.labels import BOUNDS, parameters
 from lantern_bench.report.records import Row, join_notes
-from lantern_bench.report.tables import cells_of, parameters
+from lantern_bench.report.tables import cells_of
 from lantern_bench.runs.records import rows_of
 
 if TYPE_CHECKING:

@@ -17,22 +17,17 @@ import numpy as np
 
 from lantern_bench.errors import UserError
 from lantern_bench.methods.metrics import listed
-from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.tables import (
     IN_SUMMARY,
-    METHOD_PARAMETERS,
     METRICS,
-    MODES,
     OF_IMAGES,
     OF_SETS,
     PAIRED,
-    PARAMETERS,
 )
 from lantern_bench.models.io.files import write_atomically
+from lantern_bench.report.labels import parameters
 from lantern_bench.report.records import (
     COLUMNS_READ,
-    NEIGHBOUR_METRIC,
-    SAMPLING_DEFAULTS,
     CellRecords,
     Row,
     baseline_of,
@@ -316,10 +311,6 @@ _FROM_QUALITY = (
     *(f"{name}_verdict" for name in IN_SUMMARY if METRICS[name].has_spread),
     *dict.fromkeys(METRICS[name].scored_by for name in IN_SUMMARY),
 )
-_SAMPLING = {
-    "temperature": "T", "cfg_scale": "cfg", "top_k": "top_k", "top_p": "top_p", "batch": "batch",
-    "seed_set": "seeds",
-}  # fmt: skip
 
 
 def cells_of(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
@@ -355,27 +346,6 @@ def summary_rows(
             row[f"{name}_published"] = theirs
             row[f"{name}_difference"] = None if theirs is None or row[name] is None else row[name] - theirs
         yield {**row, "note": join_notes(str(cell[note]) for note in ("note", "quality_note") if cell[note])}
-
-
-def parameters(cell: Row, cells: Sequence[Row]) -> str:
-    """Return a cell's settings beyond its mode as text: `small-7 k=10 lambda=2 T=0`.
-
-    Sampling settings are named where `cells` differ in them, for the cells that depart from the default.
-    """
-    preset = MODES.get(str(cell["mode"]))
-    parts = [str(cell[name]) for name in ("drafting", "rule") if preset and cell[name] != getattr(preset, name)]
-    parts += [str(cell["tree"])] if cell["tree"] else []
-    for name, one in PARAMETERS.items():
-        value = None if name in SAMPLING else cell.get(name)
-        if value is not None and (one.in_id == "always" or (name in METHOD_PARAMETERS and value != one.default)):
-            parts.append(f"{one.short or name}={value if isinstance(value, str) else f'{value:g}'}")
-    metric = cell.get("neighbour_metric")
-    parts += [f"{metric} neighbours"] if metric and metric != NEIGHBOUR_METRIC else []
-    parts += ["official residual"] if cell["residual"] == "official" else []
-    for name, text in _SAMPLING.items():
-        if cell[name] not in (None, SAMPLING_DEFAULTS.get(name)) and len({other[name] for other in cells}) > 1:
-            parts.append(f"{text}={cell[name]:g}")
-    return " ".join(parts)
 
 
 # ---- All tables of a run, as DataFrames and as files
