@@ -34,7 +34,7 @@ NEIGHBOUR_METRIC = "l2"
 
 # Settings that an `ar` cell should share with the cell it is compared to, most important first.
 _SAMPLING = ("cfg_scale", "batch", "temperature", "top_k", "top_p", "seed_set")
-_OF_METHODS = tuple(key for key, one in PARAMETERS.items() if one.in_id == "always" and key not in SAMPLING)
+_OF_METHODS = [name for name, row in PARAMETERS.items() if row.in_id == "always" and name not in SAMPLING]
 _NUMBERS = ("temperature", *_OF_METHODS, "top_k", "top_p", "cfg_scale", "batch")
 _PHASES = ("draft", "target", "verify", "other")
 _RECORDED = (
@@ -73,27 +73,27 @@ def timed_images(cell: CellRecords, base: CellRecords | None = None) -> pd.DataF
     With `base` seconds of the base over those of the cell, over the images that both have from one device; without it
     seconds an image.
     """
-    own = cell.timed
+    timed = cell.timed
     if base is None:
-        named = own.set_axis(["over", "over_steps", "process", "device_id"], axis=1)
-        return named.drop(columns="device_id").assign(under=1.0, under_steps=1.0)
+        seconds = timed.set_axis(["over", "over_steps", "process", "device_id"], axis=1)
+        return seconds.drop(columns="device_id").assign(under=1.0, under_steps=1.0)
     names = ["over", "over_steps", "base_device_id"]
-    before = base.timed[["seconds", "steps", "device_id"]].set_axis(names, axis=1)
-    both = own.rename(columns={"seconds": "under", "steps": "under_steps"})
-    if own.index.is_unique and own.index.equals(before.index):  # the same images, as a rule: nothing to look up
-        both = both.assign(**{name: before[name].array for name in names})
+    of_base = base.timed[["seconds", "steps", "device_id"]].set_axis(names, axis=1)
+    both = timed.rename(columns={"seconds": "under", "steps": "under_steps"})
+    if timed.index.is_unique and timed.index.equals(of_base.index):  # the same images, as a rule: nothing to look up
+        both = both.assign(**{name: of_base[name].array for name in names})
     else:
-        both = both.join(before, how="inner")
+        both = both.join(of_base, how="inner")
     return both[both["device_id"] == both["base_device_id"]].drop(columns=["device_id", "base_device_id"])
 
 
 @dataclass(frozen=True)
 class CellRecords:
-    """One cell: its columns, its completed records by (prompt, repeat), and how many images failed."""
+    """The records of one cell."""
 
-    columns: Row
-    good: pd.DataFrame
-    failed: int
+    columns: Row  # those of a cell
+    good: pd.DataFrame  # completed records, by prompt and repeat
+    failed: int  # images that failed
 
     @property
     def cell_id(self) -> str:
@@ -140,7 +140,7 @@ class CellRecords:
 
     @cached_property
     def timed(self) -> pd.DataFrame:
-        """Seconds, steps, process and `device_id` of the images that have all of them."""
+        """Seconds, steps, process and `device_id` of the images that have them all."""
         return self.images[["seconds", "steps", "process", "device_id"]].dropna()
 
     @cached_property
@@ -164,10 +164,13 @@ def load_runs(directories: Sequence[Path], wanted: Collection[str] | None = None
 
 def run_names(directories: Sequence[Path]) -> list[str]:
     """Return a name for each run directory: its own, with as many parents as make the names unique."""
-    parts = [directory.resolve().parts for directory in directories]
-    longest = max(map(len, parts), default=1)
-    candidates = (["/".join(one[-depth:]) for one in parts] for depth in range(1, longest + 1))
-    return next((names for names in candidates if len(set(names)) == len(names)), ["/".join(one) for one in parts])
+    paths = [directory.resolve().parts for directory in directories]
+    names: list[str] = []
+    for depth in range(1, 1 + max(map(len, paths), default=0)):
+        names = ["/".join(path[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return names
 
 
 @lru_cache(maxsize=8)
@@ -189,8 +192,8 @@ def group_records(records: pd.DataFrame | Iterable[Row]) -> list[CellRecords]:
     order = order[~table["record_key"].duplicated(keep="last").to_numpy()[order]]
     names = [column.name for column in CELL_COLUMNS]
     cells = []
-    for places in np.split(order, np.flatnonzero(np.diff(cell_of[order])) + 1) if len(order) else ():
-        rows = table.iloc[places]
+    for numbers in np.split(order, np.flatnonzero(np.diff(cell_of[order])) + 1) if len(order) else ():
+        rows = table.iloc[numbers]
         (columns,) = rows_of(rows[names].iloc[:1])
         finished = (rows["status"] == "ok").to_numpy()
         good = (rows if finished.all() else rows[finished]).reset_index(drop=True)
@@ -214,8 +217,8 @@ def count_offers(records: pd.DataFrame) -> pd.DataFrame:
         for start, ranks in zip(starts, walks, strict=False)
         for depth, rank in enumerate(ranks, start=1)
     )
-    listed = [(*place, number) for place, number in counts.items()]
-    table = pd.DataFrame(listed, columns=["depth", "position", "accepted", "offered"])
+    names = ["depth", "position", "accepted", "offered"]
+    table = pd.DataFrame([(*offer, count) for offer, count in counts.items()], columns=names)
     return table.assign(accepted=table["offered"].where(table["accepted"].astype(bool), 0))
 
 
@@ -224,10 +227,15 @@ def baseline_of(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRecords 
 
     Guidance doubles the rows of every forward, so a cell with guidance is never compared to one without.
     """
-    own, found = cell.columns, [one for one in cells if one.columns["mode"] == "ar"]
-    found = [one for one in found if one.columns["model"] == own["model"]]
-    candidates = [one for one in found if (one.columns["cfg_scale"] == 1) == (own["cfg_scale"] == 1)]
-    return min(candidates, key=lambda one: [own[name] != one.columns[name] for name in _SAMPLING], default=None)
+    columns = cell.columns
+    candidates = [
+        other
+        for other in cells
+        if other.columns["mode"] == "ar"
+        and other.columns["model"] == columns["model"]
+        and (other.columns["cfg_scale"] == 1) == (columns["cfg_scale"] == 1)
+    ]
+    return min(candidates, key=lambda ar: [columns[name] != ar.columns[name] for name in _SAMPLING], default=None)
 
 
 def fastest_lossless(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRecords | None:
@@ -235,10 +243,14 @@ def fastest_lossless(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRec
 
     By mean seconds an image: where all cells have the same images, that is the highest speedup.
     """
-    wanted = ("model", *_SAMPLING)
-    rivals = (one for one in cells if all(one.columns[name] == cell.columns[name] for name in wanted))
-    paces = {one.cell_id: (one.timed["seconds"].mean(), one) for one in rivals if one.is_lossless}
-    return min((pace for pace in paces.values() if pace[0] > 0), key=lambda pace: pace[0], default=(0.0, None))[1]
+    timed = [
+        other
+        for other in cells
+        if other.is_lossless
+        and all(other.columns[name] == cell.columns[name] for name in ("model", *_SAMPLING))
+        and other.timed["seconds"].mean() > 0  # the mean of no images is nan
+    ]
+    return min(timed, key=lambda other: float(other.timed["seconds"].mean()), default=None)
 
 
 def settings_that_differ(cell: CellRecords, other: CellRecords) -> list[str]:
@@ -253,11 +265,9 @@ def join_notes(notes: Iterable[str]) -> str | None:
 
 def _order(columns: Row) -> tuple[Any, ...]:
     """Sort modes as the papers list them, then parameters by value: delta 0.005 comes before 0.02."""
-
-    def place(name: str, names: Iterable[str]) -> int:
-        known = list(names)
-        return known.index(columns[name]) if columns[name] in known else len(known)
-
-    words = (str(columns["drafting"] or ""), place("rule", RULES), str(columns["tree"] or ""))
+    modes, rules = list(MODES), list(RULES)
+    mode = modes.index(columns["mode"]) if columns["mode"] in modes else len(modes)
+    rule = rules.index(columns["rule"]) if columns["rule"] in rules else len(rules)
+    words = (str(columns["drafting"] or ""), rule, str(columns["tree"] or ""))
     numbers = tuple((columns[name] is not None, columns[name] or 0) for name in _NUMBERS)
-    return (str(columns["model"] or ""), place("mode", MODES), *words, numbers, columns["cell_id"])
+    return (str(columns["model"] or ""), mode, *words, numbers, columns["cell_id"])

@@ -98,7 +98,8 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords], pool_devices: boo
     if marks.mean() > 0.5:  # the mean of no marks is nan
         notes.append(f"{row['disturbed']} of {len(marks)} images disturbed: seconds of a busy machine")
     if len(cell.devices) > 1:
-        notes.append(f"seconds of several kinds of device: {_counted(cell.devices)}")
+        devices = ", ".join(f"{count} on {name}" for name, count in sorted(cell.devices.items()))
+        notes.append(f"seconds of several kinds of device: {devices}")
     for name, (interval, about), missing in (
         ("latency_s", _latency(cell), "not timed"),
         ("speedup", _speedup(cell, baseline_of(cell, cells), "ar", pool_devices), None),
@@ -109,10 +110,9 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords], pool_devices: boo
         row |= interval.columns(name)
         notes += [*about, missing if interval.value is None else interval.note]
     for name, (over, under) in _RATIOS.items():
-        parts = cell.images[over].to_numpy(), cell.images[under].to_numpy()
-        known = ~np.isnan(parts[0]) & ~np.isnan(parts[1])
-        total = math.fsum(parts[1][known])
-        row[name] = math.fsum(parts[0][known]) / total if total else None
+        measured = cell.images[[over, under]].dropna()
+        total = math.fsum(measured.iloc[:, 1])
+        row[name] = math.fsum(measured.iloc[:, 0]) / total if total else None
     offers = cell.offers
     row["acceptance_rate"] = offers["accepted"].sum() / offers["offered"].sum() if len(offers) else None
     row["peak_memory_mb"] = cell.images["peak_memory_bytes"].max() / 1e6
@@ -121,17 +121,13 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords], pool_devices: boo
 
 
 def _ratio(cell: CellRecords, over: str, under: str) -> tuple[Interval, list[str]]:
-    known = cell.images[[over, under]].dropna()
-    return ratio_of_sums(known[over], known[under], known.index.get_level_values("prompt_id")), []
+    measured = cell.images[[over, under]].dropna()
+    return ratio_of_sums(measured[over], measured[under], measured.index.get_level_values("prompt_id")), []
 
 
 def _latency(cell: CellRecords) -> tuple[Interval, list[str]]:
     images = timed_images(cell)
     return repeat_interval(timing(images)) if len(images) else Interval(None), []
-
-
-def _counted(devices: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} on {name}" for name, count in sorted(devices.items()))
 
 
 def _speedup(cell: CellRecords, base: CellRecords | None, name: str, pool: bool) -> tuple[Interval, list[str]]:
@@ -141,11 +137,11 @@ def _speedup(cell: CellRecords, base: CellRecords | None, name: str, pool: bool)
     """
     timed = cell.images["seconds"].count()
     if base is None:
-        why = f"no speedup: no {name.removesuffix('_cell')} cell to compare with in this run"
-        return Interval(None), [why] if timed else []
+        reason = f"no speedup: no {name.removesuffix('_cell')} cell to compare with in this run"
+        return Interval(None), [reason] if timed else []
     if len(kinds := cell.devices + base.devices) > 1 and not pool and timed:
-        why = f"no speedup: images of {len(kinds)} kinds of device; --pool-devices pools them"
-        return Interval(None), [why]
+        reason = f"no speedup: images of {len(kinds)} kinds of device; --pool-devices pools them"
+        return Interval(None), [reason]
     shared = timed_images(cell, base)
     if not len(shared):
         return Interval(None, note=f"no speedup: no image that {name} has too"), []
@@ -182,11 +178,11 @@ WITHIN, OUTSIDE = "within", "outside"
 
 
 class Scores(NamedTuple):
-    """The scores of one protocol: rows of level `image` by record key, of levels `cell` and `band` by cell id."""
+    """The scores of one protocol."""
 
-    images: dict[str, Row]
-    cells: dict[str, Row]
-    bands: dict[str, Row]
+    images: dict[str, Row]  # of level `image`, by record key
+    cells: dict[str, Row]  # of level `cell`, by cell id
+    spreads: dict[str, Row]  # of level `band`, the spread of ar, by cell id
 
 
 def sort_scores(rows: Iterable[Row]) -> dict[str, Scores]:
@@ -197,7 +193,7 @@ def sort_scores(rows: Iterable[Row]) -> dict[str, Scores]:
         if row["level"] == "image":
             scores.images[str(row["record_key"])] = row
         else:
-            (scores.bands if row["level"] == "band" else scores.cells)[str(row["cell_id"])] = row
+            (scores.spreads if row["level"] == "band" else scores.cells)[str(row["cell_id"])] = row
     return dict(sorted(protocols.items()))
 
 
@@ -208,64 +204,68 @@ def quality_rows(
 
     `cells` are all cells of the run, among them the ar cell that it is compared with.
     """
-    known = cell.images[["moved_mass", "accepted"]].dropna()
-    accepted = known["accepted"].sum()
-    moved_mass = sum(known["moved_mass"]) / accepted if accepted else None
+    measured = cell.images[["moved_mass", "accepted"]].dropna()
+    accepted = measured["accepted"].sum()
+    moved_mass = sum(measured["moved_mass"]) / accepted if accepted else None
     common = {**cell.columns, "failed": cell.failed, "moved_mass": moved_mass}
-    rows = []
+    base, rows = baseline_of(cell, cells), []
     for protocol, scores in protocols.items():
-        keys = rows_of(cell.good[["record_key", "prompt_id"]])
-        images = [(row, scores.images[key]) for row in keys if (key := str(row["record_key"])) in scores.images]
-        whole = scores.cells.get(cell.cell_id, {})
-        if images or whole:
-            row = _scored(cell, images, whole)
-            base = baseline_of(cell, cells)
-            if base is not None:
-                compared = {**_band(cell, base, cells, scores), **_differences(cell, base, scores)}
-                row |= compared | {"note": join_notes(str(one["note"]) for one in (row, compared) if one.get("note"))}
-            rows.append({**common, "protocol": protocol, **row})
+        images = [scores.images[key] for key in cell.images["record_key"] if key in scores.images]
+        of_cell = scores.cells.get(cell.cell_id, {})
+        if not images and not of_cell:
+            continue
+        row = {**common, "protocol": protocol, **_scored(cell, scores, images, of_cell)}
+        if base is not None:
+            against_ar = {**_spread_of_ar(cell, base, cells, scores), **_differences(cell, base, scores)}
+            notes = (row["note"], against_ar.get("note"))
+            row |= against_ar | {"note": join_notes(str(note) for note in notes if note)}
+        rows.append(row)
     return rows or [{**common, "images": 0, "note": "not scored"}]
 
 
-def _scored(cell: CellRecords, images: Sequence[tuple[Row, Row]], whole: Row) -> dict[str, Any]:
-    """The figures of a cell under one protocol, from (record, score) of its images and the score of the cell."""
-    count = len(images) or whole.get("n")
-    notes = [str(whole["note"])] if whole.get("note") else []
+def _scored(cell: CellRecords, scores: Scores, images: Sequence[Row], of_cell: Row) -> dict[str, Any]:
+    """The figures of a cell under one protocol, from the scores of its images and that of the cell."""
+    count = len(images) or of_cell.get("n")
+    notes = [str(of_cell["note"])] if of_cell.get("note") else []
     if count != len(cell.good):
         notes.append(f"{count} of {len(cell.good)} images scored")
-    elif images and whole and whole.get("n") != count:
-        notes.append(f"{listed(OF_SETS)} over {whole.get('n')} images")
-    scored_by = whole or images[0][1]
-    row: dict[str, Any] = {"images": count, "note": join_notes(notes), "fid_features": whole.get("extractor")}
+    elif images and of_cell and of_cell.get("n") != count:
+        notes.append(f"{listed(OF_SETS)} over {of_cell.get('n')} images")
     # Scores without a protocol version were written before protocols had versions.
-    row["protocol_version"] = scored_by.get("protocol_version") or 1
-    row["clip_model"] = next((score["clip_model"] for _, score in images if score.get("clip_model")), None)
-    row |= {name: whole.get(name) for name in _OF_CELL}
+    version = (of_cell or images[0]).get("protocol_version") or 1
+    clip_model = next((image["clip_model"] for image in images if image.get("clip_model")), None)
+    row: dict[str, Any] = {"images": count, "note": join_notes(notes), "protocol_version": version}
+    row |= {"fid_features": of_cell.get("extractor"), "clip_model": clip_model}
+    row |= {name: of_cell.get(name) for name in _OF_CELL}
     for name in OF_IMAGES:
-        known = [(score[name], str(record["prompt_id"])) for record, score in images if score.get(name) is not None]
-        row |= mean_over_prompts([value for value, _ in known], [prompt for _, prompt in known]).columns(name)
+        scored = scored_images(cell, scores, name)
+        prompts = scored.index.get_level_values("prompt_id")
+        row |= mean_over_prompts(list(scored["figure"]), prompts).columns(name)
     return row
 
 
-def _band(cell: CellRecords, base: CellRecords, cells: Sequence[CellRecords], scores: Scores) -> dict[str, Any]:
+def _spread_of_ar(cell: CellRecords, base: CellRecords, cells: Sequence[CellRecords], scores: Scores) -> dict[str, Any]:
     """The spread of ar with other seeds, and for a cell that drafts whether its figures lie in it."""
-    whole, drafts = scores.cells.get(cell.cell_id, {}), cell.columns["mode"] != "ar"
-    judged = [name for name in OF_SETS if drafts and whole.get(name) is not None]
-    family = [one.cell_id for one in cells if _without_seeds(one) == _without_seeds(base)]
-    band = next((scores.bands[one] for one in family if one in scores.bands), None)
-    if band is None:
-        enough = any(METRICS[name].in_summary for name in judged)
-        return {"note": "no verdicts: this run has no ar cells with other seeds (seed_set)" if enough else None}
-    differing = [f"{name}={band[name]}" for name in ("n", "reference") if band[name] != whole.get(name)]
-    differing += [one for one in settings_that_differ(cell, base) if not one.startswith(("batch", "seed_set"))]
+    of_cell, is_drafted = scores.cells.get(cell.cell_id, {}), cell.columns["mode"] != "ar"
+    judged = [name for name in OF_SETS if is_drafted and of_cell.get(name) is not None]
+    family = [other.cell_id for other in cells if _without_seeds(other) == _without_seeds(base)]
+    spread = next((scores.spreads[cell_id] for cell_id in family if cell_id in scores.spreads), None)
+    if spread is None:
+        is_worth_a_note = any(METRICS[name].in_summary for name in judged)
+        return {
+            "note": "no verdicts: this run has no ar cells with other seeds (seed_set)" if is_worth_a_note else None
+        }
+    differing = [f"{name}={spread[name]}" for name in ("n", "reference") if spread[name] != of_cell.get(name)]
+    settings = settings_that_differ(cell, base)
+    differing += [setting for setting in settings if not setting.startswith(("batch", "seed_set"))]
     if differing:
         return {"note": f"no verdicts: the spread is that of ar with {', '.join(differing)}" if judged else None}
-    row: dict[str, Any] = {"band_sets": band["band_sets"]}
+    row: dict[str, Any] = {"band_sets": spread["band_sets"]}
     for name in OF_SETS:
-        centre, low, high = (band.get(f"{name}{end}") for end in ENDS)
+        centre, low, high = (spread.get(f"{name}{end}") for end in ENDS)
         row |= Interval(centre, low, high).columns(f"{name}_band")
         if name in judged and low is not None and high is not None:
-            row[f"{name}_verdict"] = WITHIN if low <= whole[name] <= high else OUTSIDE
+            row[f"{name}_verdict"] = WITHIN if low <= of_cell[name] <= high else OUTSIDE
     return row
 
 
