@@ -16,7 +16,7 @@ from lantern_bench.training.loop import TrainReport, train
 from lantern_bench.training.settings import TrainSettings
 
 CONFIG = VQConfig(codes=1024, code_dim=4, z_channels=32, channels=32, channel_mult=(1, 1, 1), res_blocks=1)
-SETTINGS = TrainSettings(steps=6, log_every=1, checkpoint_every=4, autocast=False)
+SETTINGS = TrainSettings(steps=7, log_every=1, checkpoint_every=4, autocast=False)
 
 
 @pytest.fixture(scope="module")
