@@ -77,13 +77,17 @@ class HostedModel(ABC):
 
 
 class _Decoder(nn.Module):
-    """A hosted model with the interface of `Transformer` that sessions use."""
+    """A hosted model with the interface of `Transformer` and of a condition that sessions use."""
 
     def __init__(self, hosted: HostedModel) -> None:
         super().__init__()
         self.decoder = hosted.decoder
         self._hosted = (hosted,)  # in a tuple, so that only the decoder is a submodule
         self.norm = SimpleNamespace(weight=next(hosted.decoder.parameters()))
+
+    def rows(self, values: Tensor, guided: bool) -> Tensor:
+        """Return prefix embeddings [rows, P, dim] of prompts int64 [B, 2, P], conditional rows first."""
+        return self._hosted[0].embed_words(prompt_rows(values, 1 + guided))
 
     def tok_embeddings(self, tokens: Tensor) -> Tensor:
         """Return embeddings [rows, n, dim] of tokens int64 [rows, n]."""
@@ -116,17 +120,6 @@ class _SharedCache:
         return stored[0][:, :, : self._columns], stored[1][:, :, : self._columns]
 
 
-class _Prompts:
-    """Prompts of a hosted model as the condition of its target."""
-
-    def __init__(self, hosted: HostedModel) -> None:
-        self._hosted = hosted
-
-    def rows(self, values: Tensor, guided: bool) -> Tensor:
-        """Return prefix embeddings [rows, P, dim] of prompts int64 [B, 2, P], conditional rows first."""
-        return self._hosted.embed_words(prompt_rows(values, 1 + guided))
-
-
 class HostedTarget(CachedTarget):
     """A hosted model as the target of the decode loop."""
 
@@ -148,7 +141,8 @@ class HostedTarget(CachedTarget):
             positions="sequence",
             line_ends=hosted.line_ends,
         )
-        super().__init__(config, _Decoder(hosted), _Prompts(hosted))
+        decoder = _Decoder(hosted)
+        super().__init__(config, decoder, condition=decoder)
         self._hosted = hosted
 
     @torch.inference_mode()

@@ -6,7 +6,6 @@ sessions on a cache.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -55,20 +54,7 @@ def visible_rows(valid: Tensor, groups: int) -> Tensor:
     return valid if valid.dim() == 2 else prompt_rows(valid, groups)
 
 
-class _Embedded(nn.Module, ABC):
-    """A condition with one null condition for all images."""
-
-    def rows(self, values: Tensor, guided: bool) -> Tensor:
-        """Return prefix embeddings [rows, P, dim] of `Condition.values`, conditional rows first."""
-        conditional: Tensor = self(values)
-        return torch.cat([conditional, self.null(len(conditional))]) if guided else conditional
-
-    @abstractmethod
-    def null(self, batch: int) -> Tensor:
-        """Return the null condition [B, P, dim]."""
-
-
-class ClassLabel(_Embedded):
+class ClassLabel(nn.Module):
     """A class label as one position; the null class is number `classes`."""
 
     def __init__(self, classes: int, dim: int) -> None:
@@ -76,17 +62,14 @@ class ClassLabel(_Embedded):
         self.embedding_table = nn.Embedding(classes + 1, dim)
         self.classes = classes
 
-    def forward(self, values: Tensor) -> Tensor:
-        """Labels int64 [B] -> [B, 1, dim]."""
-        out: Tensor = self.embedding_table(values)[:, None]
+    def rows(self, values: Tensor, guided: bool) -> Tensor:
+        """Return prefix embeddings [rows, 1, dim] of labels int64 [B], conditional rows first."""
+        labels = torch.cat([values, torch.full_like(values, self.classes)]) if guided else values
+        out: Tensor = self.embedding_table(labels)[:, None]
         return out
 
-    def null(self, batch: int) -> Tensor:
-        """Return the null condition [B, 1, dim]."""
-        return self.forward(torch.full((batch,), self.classes, device=self.embedding_table.weight.device))
 
-
-class CaptionFeatures(_Embedded):
+class CaptionFeatures(nn.Module):
     """Text-encoder features (T5) through a projection; the null condition is learned features."""
 
     def __init__(self, positions: int, width: int, dim: int) -> None:
@@ -95,18 +78,20 @@ class CaptionFeatures(_Embedded):
         self.cap_proj = nn.ModuleDict(layers)
         self.uncond_embedding = nn.Parameter(torch.randn(positions, width) / width**0.5)
 
-    def forward(self, values: Tensor) -> Tensor:
-        """Features [B, P, width], left-padded -> [B, P, dim]."""
+    def rows(self, values: Tensor, guided: bool) -> Tensor:
+        """Return prefix embeddings [rows, P, dim] of left-padded features [B, P, width], conditional rows first."""
+        conditional = self._project(values)
+        if not guided:
+            return conditional
+        return torch.cat([conditional, self._project(self.uncond_embedding).expand(len(values), -1, -1)])
+
+    def _project(self, values: Tensor) -> Tensor:
         first, second = self.cap_proj.values()
         out: Tensor = second(functional.gelu(first(values.to(self.uncond_embedding.dtype)), approximate="tanh"))
         return out
 
-    def null(self, batch: int) -> Tensor:
-        """Return the null condition [B, P, dim]."""
-        return self.forward(self.uncond_embedding).expand(batch, -1, -1)
 
-
-class WordCaption(_Embedded):
+class WordCaption(nn.Module):
     """Words of a small vocabulary, left-padded to P positions; the null condition is learned."""
 
     def __init__(self, words: int, positions: int, dim: int) -> None:
@@ -114,14 +99,11 @@ class WordCaption(_Embedded):
         self.words = nn.Embedding(words, dim)
         self.uncond_embedding = nn.Parameter(torch.randn(positions, dim) * 0.02)
 
-    def forward(self, values: Tensor) -> Tensor:
-        """Word numbers int64 [B, P] -> [B, P, dim]."""
-        out: Tensor = self.words(values)
-        return out
-
-    def null(self, batch: int) -> Tensor:
-        """Return the null condition [B, P, dim]."""
-        return self.uncond_embedding.expand(batch, -1, -1)
+    def rows(self, values: Tensor, guided: bool) -> Tensor:
+        """Return prefix embeddings [rows, P, dim] of word numbers int64 [B, P], conditional rows first."""
+        conditional: Tensor = self.words(values)
+        null = self.uncond_embedding.expand(len(values), -1, -1)
+        return torch.cat([conditional, null]) if guided else conditional
 
 
 class PromptTokens(nn.Module):
@@ -224,18 +206,9 @@ class CachedTarget(nn.Module):
         self.config = config
         self.transformer = transformer
         self.cls_embedding = condition
-        self.vocab_size, self.image_tokens = config.vocab_size, config.image_tokens
+        self.vocab_size, self.image_tokens, self.n_codes = config.vocab_size, config.image_tokens, config.n_codes
+        self.line_length = config.line_length
         self._sessions: dict[tuple[int, bool, int], TransformerSession] = {}
-
-    @property
-    def n_codes(self) -> int:
-        """The number of tokens that can be chosen: all but forced ones."""
-        return self.config.n_codes
-
-    @property
-    def line_length(self) -> int:
-        """Tokens of one row of a picture, a forced one included."""
-        return self.config.line_length
 
     def forced(self, places: Tensor) -> Tensor:
         """Return the tokens that are forced at `places` int64 [...] of an image, -1 where none is."""
@@ -395,7 +368,8 @@ class TransformerSession(CachedSession):
     def _forward(self, x: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
         mask = self.cache.mask(seen, x.dtype)
         slots = self.cache.slots(0, x.shape[1])
-        features: Tensor = self._target.transformer.step(x, self._rotary_positions(positions), self.cache, slots, mask)
+        positions = self._rotary_positions(positions)
+        features: Tensor = self._target.transformer.step(x, positions, self.cache, slots, mask)
         return features
 
     def _head(self, features: Tensor, positions: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def test_cached_forward_equals_the_training_forward(target: TransformerTarget) -
     from lantern_bench.models.target import prefix_mask
 
     tokens = torch.tensor([[4, 9, 1, 0, 22]])
-    x = torch.cat([target.cls_embedding(row(2).values), target.transformer.tok_embeddings(tokens)], dim=1)
+    x = torch.cat([target.prefix(row(2), guided=False), target.transformer.tok_embeddings(tokens)], dim=1)
     hidden = target.transformer(x, prefix_mask(row(2).valid, x.shape[1]))
     assert (target.transformer.output(hidden[0, -1]) - logits_of(target, 2, tokens[0].tolist())[0]).abs().max() < 1e-5
 

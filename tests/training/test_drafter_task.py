@@ -194,9 +194,9 @@ def test_loss_weighs_the_total_variation_of_each_level() -> None:
     "recipe",
     [
         RECIPE,
-        RECIPE.model_copy(update={"guided": False, "levels": 1, "guessed": 0.3, "noise": 0.1, "soft_weight": 1.0}),
+        RECIPE.model_copy(update={"guided": False, "levels": 1, "noise": 0.1, "soft_weight": 1.0}),
     ],
-    ids=["levels", "guesses"],
+    ids=["levels", "noise"],
 )
 @pytest.mark.parametrize("family", ["bundled", "llamagen", "anole", "lumina"])
 def test_every_family_trains_and_loads_its_written_drafter(

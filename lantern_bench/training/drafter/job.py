@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.values import Location, Problems, read_values
+from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.errors import UserError
 from lantern_bench.models.eagle import untrained_drafter
 from lantern_bench.models.loaded_model import LoadedModel
@@ -75,15 +74,12 @@ def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
         raise UserError(error.message.replace("--model", "--target"), error.advice) from error
     data = _data(flags, model)
     # Lossless speculative decoding with a static tree; guidance and filters default to the model's.
-    problems, values, defaults = Problems("train drafter"), dict[str, Any](), dict(model.defaults)
-    for key in ("cfg_scale", "temperature", "top_k", "tree"):
-        value = getattr(flags, key) if getattr(flags, key) is not None else defaults.get(key)
-        if value is not None:
-            for checked in read_values(key, value, Location(flag_of(key)), problems):
-                values[key] = checked
-    problems.raise_all()
-    guidance = defaults.get("cfg_scale", 1.0)
-    decoding = Decoding(mode="speculative", drafting="static", rule="strict", cfg_default=guidance, **values)
+    values = flags.model_dump(include={"cfg_scale", "temperature", "top_k", "tree"})
+    guidance = model.defaults.get("cfg_scale", 1.0)
+    try:
+        decoding = Decoding("speculative", cfg_default=guidance, model_defaults=model.defaults, **values)
+    except ParameterError as error:
+        raise UserError(f"{flag_of(error.key or 'tree')} {values[error.key or 'tree']}: {error.text}") from error
     prompts = [] if flags.eval_prompts is None else _prompts(flags.eval_prompts, "--eval-prompts", model)
     out = flags.out or drafters / Path(model.name).stem
     init = flags.init if flags.init in ("random", "shipped") else Path(flags.init)

@@ -55,11 +55,8 @@ class DrafterRecipe(Optimisation):
     feature_weight: NotNegative = 1.0
     soft_weight: NotNegative = 0.1
     overlap_weight: NotNegative = 0.0
-    # Uniform noise on the input features, at most this, times 512 over their number where `noise_by_length`.
-    noise: NotNegative = 0.1
-    noise_by_length: Switch = True
+    noise: NotNegative = 0.1  # uniform on the input features, at most this times 512 over their number
     dropped: Share = 0.1  # share of sequences without their condition, or where `guided` without their guidance
-    guessed: Share = 0.0  # share of input features that are the drafter's own guesses
     # Levels of a draft that are trained; each takes the guesses of the one before and sees the true features before it,
     # as the levels of a tree do (HASS, arXiv 2408.15766), and weighs `level_decay` times the one before.
     levels: Count = 1

@@ -1,9 +1,9 @@
 """The task of training an EAGLE drafter for a frozen target (arXiv 2401.15077, section 4.2).
 
 The loss is SmoothL1 between predicted and true feature plus soft cross-entropy against the target's distribution, with
-uniform noise on the input features; a recipe can replace a share of them by the drafter's own guesses, as deeper in a
-tree (the idea of HASS, arXiv 2408.15766). The token embedding is the target's input embedding, frozen; padding is
-masked. The target computes the features of a batch when it is drawn.
+uniform noise on the input features; a recipe can train several levels of a draft at once (HASS, arXiv 2408.15766). The
+token embedding is the target's input embedding, frozen; padding is masked. The target computes the features of a batch
+when it is drawn.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class DrafterTask(Task):
         true = self._true(target.hidden)
         p = self._distribution(true, dropped).softmax(-1)
         total, figures = torch.zeros((), device=p.device), dict[str, Tensor]()
-        levels = unroll(self.drafter, target, self._inputs(target, seeds), recipe.levels)
+        levels = unroll(self.drafter, target, self._inputs(target.hidden, seeds), recipe.levels)
         for level, predicted in enumerate(levels):
             drafted = self._drafted(predicted)
             feature = functional.smooth_l1_loss(drafted[:, level:].float(), true[:, level:].float())
@@ -258,17 +258,9 @@ class DrafterTask(Task):
         return force_line_ends(self.drafter.head(features).float(), positions, self.drafter.config)
 
     @torch.no_grad()
-    def _inputs(self, target: TargetFeatures, seeds: list[int]) -> Tensor:
-        """Return true features with noise, a share of the image's replaced by the drafter's predictions for them."""
-        hidden, recipe = target.hidden, self._recipe
+    def _inputs(self, hidden: Tensor, seeds: list[int]) -> Tensor:
+        """Return true features with noise."""
         draws = [torch.Generator().manual_seed(seed) for seed in seeds * (len(hidden) // len(seeds))]
-        width = recipe.noise * (512 / hidden.shape[1] if recipe.noise_by_length else 1.0)
         noise = torch.stack([torch.rand(hidden.shape[1:], generator=draw) for draw in draws])
-        noisy = hidden + (2 * noise.to(hidden) - 1) * width
-        if recipe.guessed == 0:
-            return noisy
-        first = hidden.shape[1] - self.drafter.config.image_tokens
-        (predicted,) = unroll(self.drafter, target, noisy, 1)
-        guessed = torch.cat([noisy[:, : first + 1], predicted[:, first:-1]], dim=1)
-        chances = torch.stack([torch.rand(hidden.shape[1], 1, generator=draw) for draw in draws])
-        return torch.where((chances < recipe.guessed).to(hidden.device), guessed.to(noisy), noisy)
+        width = self._recipe.noise * (512 / hidden.shape[1])
+        return hidden + (2 * noise.to(hidden) - 1) * width
