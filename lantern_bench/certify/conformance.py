@@ -51,7 +51,7 @@ class Reference(NamedTuple):
 
 
 def read_reference(path: Path, model: LoadedModel) -> Reference:
-    """Read the arrays `tokens`, `cond`, `uncond` (may be missing) of an .npz, and `prompts` or a condition's arrays.
+    """Read the arrays `tokens`, `cond`, `uncond` (may be missing) and `prompts` of an .npz.
 
     Raises `UserError` for a file that is none, or whose arrays do not fit each other.
     """
@@ -60,12 +60,7 @@ def read_reference(path: Path, model: LoadedModel) -> Reference:
             arrays = {name: file[name] for name in file.files}
         tokens, cond = (torch.from_numpy(arrays.pop(name)) for name in ("tokens", "cond"))
         uncond = torch.from_numpy(arrays.pop("uncond")) if "uncond" in arrays else None
-        if "prompts" in arrays:
-            condition = model.condition([str(text) for text in np.atleast_1d(arrays["prompts"])])
-        elif model.condition_of_arrays is not None:
-            condition = model.condition_of_arrays(arrays)
-        else:
-            raise ValueError("prompts must be there")
+        condition = model.condition([str(text) for text in np.atleast_1d(arrays["prompts"])])
         if tokens.shape != cond.shape[:2] or tokens.dim() != 2 or (uncond is not None and uncond.shape != cond.shape):
             raise ValueError("tokens must be [n, N], cond and uncond [n, N, V]")
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:

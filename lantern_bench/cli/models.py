@@ -11,8 +11,7 @@ import typer
 from lantern_bench.cli.options import FormatOption, command_group, resolve_flags, say_memory
 from lantern_bench.console import Console
 from lantern_bench.errors import UserError, did_you_mean
-from lantern_bench.models.io import hub_files
-from lantern_bench.models.io.hub_files import SOURCES
+from lantern_bench.models import hub
 from lantern_bench.models.io.model_file import is_model_file
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.registry import models as all_models
@@ -40,7 +39,7 @@ def models(
     console.table(pd.DataFrame(parts), title=f"{described.name}: {described.description}", format=format)
     missing = [part["part"] for part in parts if not part["found"]]
     if missing:
-        get = f": lantern-bench weights get {described.name}" if described.name in SOURCES else ""
+        get = f": lantern-bench weights get {described.name}" if described.name in hub.PARTS else ""
         console.say(f"missing: {', '.join(missing)}{get}")
     _say_memory(described, console)
 
@@ -50,7 +49,7 @@ def _row(model: Model) -> dict[str, Any]:
     parts = _parts(model)
     files = [file for path in model.files().values() for file in (path.iterdir() if path.is_dir() else [path])]
     missing = [part["part"] for part in parts if not part["found"]]
-    get = f"lantern-bench weights get {model.name}" if missing and model.name in SOURCES else ""
+    get = f"lantern-bench weights get {model.name}" if missing and model.name in hub.PARTS else ""
     return {
         "model": model.name,
         "parameters_m": None if model.parameters is None else round(model.parameters / 1e6),
@@ -69,16 +68,16 @@ def _row(model: Model) -> dict[str, Any]:
 
 def _parts(model: Model) -> list[dict[str, Any]]:
     """Return one row per part of a model: its files, their path here, and their repositories."""
-    published = {part.name: part.choices for part in SOURCES.get(model.name, ())}
+    published = hub.PARTS.get(model.name, {})
     origin, home = "your model file" if is_model_file(model.name) else "this package", Path.home()
     rows = []
     for part, path in model.files().items():
-        choices = published.get(part, ())
-        files = [file.path for file in choices[0].files if not file.optional] if choices else [path.name]
+        sources = published.get(part, ())
+        files = sources[0].patterns if sources else [path.name]
         row = {"part": part, "files": " ".join(files), "found": path.exists()}
         row["place"] = f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
-        row["from"] = " or ".join(dict.fromkeys(choice.repo for choice in choices)) or origin
-        rows.append(row | {"licence": choices[0].licence.name if choices else model.licence})
+        row["from"] = " or ".join(dict.fromkeys(source.repo for source in sources)) or origin
+        rows.append(row | {"licence": sources[0].licence.name if sources else model.licence})
     return rows
 
 
@@ -125,33 +124,32 @@ def get(
 ) -> None:
     """Fetch the missing files of a model; repeat the command to resume an interrupted download."""
     console: Console = ctx.obj
-    root = dir if dir is not None else hub_files.weights_root()
-    if root.exists() and not root.is_dir():
-        raise UserError(f"--dir {root}: is a file, not a folder", "Give a folder; it is created if missing.")
-    missing = hub_files.missing_files(_published(model), root)
+    if dir is not None and dir.exists() and not dir.is_dir():
+        raise UserError(f"--dir {dir}: is a file, not a folder", "Give a folder; it is created if missing.")
+    missing = hub.missing_sources(_published(model), dir)
     if not missing:
         console.say(f"{model}: every file is here")
         return
     console.say("licences of what is fetched:")
-    for licence, repos in hub_files.licences(missing).items():
-        console.say(f"  {licence.name}: {', '.join(repos)}" + (f"\n    {licence.note}" if licence.note else ""))
-    for done in hub_files.fetch(missing, root, bars=sys.stderr.isatty() and not console.quiet):
-        pin = "pinned" if done.source.commit else "unpinned, moves with its repository"
-        known = "as known before" if done.known else "recorded now"
-        revision = f"revision {done.commit[:12]} ({pin}), SHA-256 {done.sha256[:12]}... {known}"
-        console.say(f"{done.source.repo} {done.file}: {revision}")
-    console.say(f"{model}: complete in {root}")
+    for licence in dict.fromkeys(source.licence for source in missing):
+        repos = ", ".join(source.repo for source in missing if source.licence == licence)
+        console.say(f"  {licence.name}: {repos}" + (f"\n    {licence.note}" if licence.note else ""))
+    for source in missing:
+        path = source.download(dir or hub.weights_folder(), bars=sys.stderr.isatty() and not console.quiet)
+        pinned = "unpinned, moves with its repository" if source.revision == "main" else source.revision[:12]
+        console.say(f"{source.repo} ({pinned}): {path}")
+    console.say(f"{model}: complete")
     if dir is not None:
-        console.say(f"To use this directory: export LANTERN_BENCH_WEIGHTS={root}")
+        console.say(f"To use this directory: export LANTERN_BENCH_WEIGHTS={dir}")
 
 
 def _published(model: str) -> str:
     """Return the name of a published model, also by an alias; raises `UserError` for any other model."""
-    advice = f"Published models: {', '.join(SOURCES)}."
+    advice = f"Published models: {', '.join(hub.PARTS)}."
     try:
-        name = model if model in SOURCES else model_of(model).name
+        name = model if model in hub.PARTS else model_of(model).name
     except UserError as error:
-        raise UserError(f"{model}: unknown model{did_you_mean(model, SOURCES)}", advice) from error
-    if name not in SOURCES:
+        raise UserError(f"{model}: unknown model{did_you_mean(model, hub.PARTS)}", advice) from error
+    if name not in hub.PARTS:
         raise UserError(f"{model}: has no files to fetch", advice)
     return name

@@ -24,8 +24,8 @@ from torch_fidelity.utils import create_feature_extractor
 
 from lantern_bench.config.protocols import Preparation
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models.hub import WEIGHTS_VARIABLE
 from lantern_bench.models.io.files import remembered_sha256
-from lantern_bench.models.io.hub_files import WEIGHTS_FOLDER_VARIABLE
 from lantern_bench.models.lanterns import classifier
 
 # ---- The weights of a scorer: finding them on this machine, naming them in results
@@ -42,12 +42,12 @@ def find_weights(scorer: str, file_name: str, weights: Path | None, advice: str)
             raise UserError(f"the weights given for {scorer} are not a file: {weights}", advice)
         return weights
     cache = Path(torch.hub.get_dir()) / "checkpoints"
-    path = Path(os.environ.get(WEIGHTS_FOLDER_VARIABLE) or cache) / file_name
+    path = Path(os.environ.get(WEIGHTS_VARIABLE) or cache) / file_name
     if path.is_file() or (path := cache / file_name).is_file():
         return path
     raise RefusedError(
         f"the weights of {scorer} are not on this machine: {file_name} is neither in the folder named by "
-        f"{WEIGHTS_FOLDER_VARIABLE} nor in the cache of torch.hub (scoring downloads nothing)",
+        f"{WEIGHTS_VARIABLE} nor in the cache of torch.hub (scoring downloads nothing)",
         advice,
     )
 

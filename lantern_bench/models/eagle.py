@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from lantern_bench.decoding.protocol import DrafterLogits
 from lantern_bench.errors import UserError
-from lantern_bench.models.io.checkpoint import Checkpoint, open_checkpoint, what_is
+from lantern_bench.models.io.checkpoint import open_checkpoint
 from lantern_bench.models.io.files import read_json
-from lantern_bench.models.io.state_dict import KeyMap, fill, llama_key_map
+from lantern_bench.models.io.state_dict import KeyMap, llama_key_map, load_into
 from lantern_bench.models.target import (
     CachedSession,
     Condition,
@@ -214,18 +214,8 @@ def drafter_key_map(drafter: EagleDrafter) -> KeyMap:
     return llama_key_map(drafter, drafter.config, {"layer.": "layers.0."})
 
 
-def is_computed(name: str) -> bool:
-    """Whether a file's tensor is a table or a cache, which some files hold and every program computes anew."""
-    tables = r"(^|\.)(freqs_cis|causal_mask|k_cache|v_cache|inv_freq|cos_cached|sin_cached)$"
-    return re.search(tables, name) is not None
-
-
-def check_kind(checkpoint: Checkpoint, needed: str, wanted: str) -> None:
-    """Refuse a checkpoint without the tensor `needed` as another model, in one line."""
-    if needed not in checkpoint:
-        kind = what_is(checkpoint)
-        problem = f"it is {kind}" if kind is not None and kind not in wanted else f"it has no {needed}"
-        raise UserError(f"{checkpoint.path}: is not {wanted}: {problem}", "Give the checkpoint of this model.")
+# Tables and caches, which some files hold and every program computes anew.
+_COMPUTED = r"(.*\.)?(freqs_cis|causal_mask|k_cache|v_cache|inv_freq|cos_cached|sin_cached)$"
 
 
 def load_drafter(folder: Path, target: TransformerTarget, *, dtype: torch.dtype, device: torch.device) -> EagleDrafter:
@@ -243,13 +233,14 @@ def load_drafter(folder: Path, target: TransformerTarget, *, dtype: torch.dtype,
     checkpoint = open_checkpoint(folder)
     wanted = "an EAGLE drafter of Chameleon" if chameleon else "the EAGLE drafter of its config.json"
     if chameleon:
-        check_kind(checkpoint, "layers.0.self_attn.q_norm.weight", wanted)
+        checkpoint.require("layers.0.self_attn.q_norm.weight", wanted)
     with torch.device("meta"):
         # As in the published code, which takes any value but false or null for true.
         drafter = build_drafter(config, target, bias=bool(stated.get("bias", True)))
         # Drafters trained here state it; LlamaGen's published ones read padding and state nothing.
         drafter.mask_padding = chameleon or stated.get("mask_padding", False) is True
-    fill(drafter, checkpoint, drafter_key_map(drafter), dtype=dtype, device=device, computed=is_computed, wanted=wanted)
+    keys = drafter_key_map(drafter)
+    load_into(drafter, checkpoint, keys, dtype=dtype, device=device, ignored=_COMPUTED, wanted=wanted)
     return drafter
 
 

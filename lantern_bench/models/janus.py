@@ -8,28 +8,26 @@ in place of its words.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from lantern_bench.models.io.hub_files import JANUS
-from lantern_bench.models.prompt_tokens import Encode, Vocabulary
-from lantern_bench.models.transformer_config import TransformerConfig, Wrong
-from lantern_bench.models.transformers_family import PROMPT, Published, TransformersFamily, llama_transformer, section
+from lantern_bench.models import hub
+from lantern_bench.models.model import Published
+from lantern_bench.models.transformer_config import TransformerConfig
+from lantern_bench.models.word_model import Encode, Vocabulary, Wording, WordModel
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from lantern_bench.models.io.checkpoint import Checkpoint
     from lantern_bench.models.io.state_dict import KeyMap
     from lantern_bench.models.target import TransformerTarget
     from lantern_bench.models.vq import VQModel
 
-# What transformers takes where a config.json states nothing.
-_TEXT = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "rms_norm_eps": 1e-6}
-_TEXT |= {"num_hidden_layers": 32, "num_attention_heads": 32}
-_VQ: dict[str, Any] = {"num_embeddings": 16384, "embed_dim": 8, "latent_channels": 256, "base_channels": 128}
-_VQ |= {"num_res_blocks": 2, "channel_multiplier": (1, 1, 2, 2, 4), "projection_dim": 2048, "num_hidden_layers": 2}
-_SEEN = {"image_size": 384, "patch_size": 16}
 _BEGIN, _PAD, _IMAGE = "<｜begin▁of▁sentence｜>", "<｜▁pad▁｜>", "<begin_of_image>"
-_AROUND = {
+_PREFIXES = {
     "transformer.tok_embeddings.": "model.language_model.embed_tokens.",
     "transformer.layers.": "model.language_model.layers.",
     "transformer.norm.": "model.language_model.norm.",
@@ -38,93 +36,89 @@ _AROUND = {
 }
 
 
-@dataclass(frozen=True)
-class JanusWording:
-    """A turn of the user, and the answer that begins with an image."""
-
-    positions: int = PROMPT
-
-    def text(self, caption: str) -> str:
-        """The text of a caption's prompt."""
-        return f"<|User|>: {caption.strip()}\n\n<|Assistant|>:"
-
-    def around(self, text: Sequence[int], vocabulary: Vocabulary) -> list[int]:
-        """The whole prompt of a tokenised text."""
-        return [vocabulary[_BEGIN], *text, vocabulary[_IMAGE]]
-
-    def without_caption(self, prompt: Sequence[int], vocabulary: Vocabulary, encode: Encode) -> list[int]:  # noqa: ARG002
-        """The unconditional prompt that goes with a prompt: padding between its ends."""
-        return [prompt[0], *[vocabulary[_PAD]] * (len(prompt) - 2), prompt[-1]]
+def _config(vocab_size: int, dim: int, ffn_dim: int, layers: int, heads: int) -> Mapping[str, Any]:
+    text = {"vocab_size": vocab_size, "hidden_size": dim, "intermediate_size": ffn_dim, "rms_norm_eps": 1e-6}
+    text |= {"num_hidden_layers": layers, "num_attention_heads": heads}
+    vision = {"image_size": 384, "patch_size": 16}
+    return {"text_config": text, "vision_config": vision, "vq_config": {"num_embeddings": 16384}}
 
 
-class JanusFamily(TransformersFamily):
+class Janus(WordModel):
     """Janus-Pro 1B and 7B."""
 
-    def transformer(self, config: Mapping[str, Any], wrong: Wrong) -> TransformerConfig:
-        """As `TransformersFamily.transformer`."""
-        vq, seen = section(config, "vq_config", _VQ, wrong), section(config, "vision_config", _SEEN, wrong)
-        side = seen["image_size"] // seen["patch_size"]
-        found = llama_transformer(config, _TEXT, wrong, vq["num_embeddings"], (side, side), head_layer=True)
-        if vq["projection_dim"] != found.dim:
-            raise wrong("vq_config.projection_dim", f"is {vq['projection_dim']}, and hidden_size is {found.dim}")
-        return replace(found, text_vocab_size=(found.text_vocab_size or 0) + found.vocab_size)
+    family = "janus"
+    licence = hub.JANUS.name
+    defaults: Mapping[str, Any] = {"cfg_scale": 5.0, "tree": "eagle1-25"}  # as in the authors' generation_inference.py
+    published: ClassVar = {
+        "janus-pro-1b": Published("Janus-Pro 1B", _config(102400, 2048, 5632, 24, 16), {}, (24, 24), 1_514_262_528),
+        "janus-pro-7b": Published("Janus-Pro 7B", _config(102400, 4096, 11008, 30, 32), {}, (24, 24), 6_641_950_720),
+    }
+    # What transformers takes where a config.json states nothing.
+    any_model = Published("a Janus model", _config(32000, 4096, 11008, 32, 32), {}, None)
+    kind = ("model.generation_head.vision_head.weight", "a Janus model")
+    ignored = r"model\.(vqmodel|vision_model|aligner|generation_aligner)\.|lm_head\."
+    words = (0, 99999)
+    neighbour_space = "normalised"  # codes are scaled to unit length when they are looked up
+    tokenizer_in_target = True
 
-    def token_ids(self, config: TransformerConfig, vocabulary: Vocabulary) -> Sequence[int]:  # noqa: ARG002
-        """The rows behind those of the words."""
-        return range((config.text_vocab_size or 0) - config.vocab_size, config.text_vocab_size or 0)
+    def read_sizes(self) -> TransformerConfig:
+        """Return the sizes of config.json; the rows of image tokens stand behind those of the words."""
+        codes = self.whole_number("vq_config", "num_embeddings")
+        side = self.whole_number("vision_config", "image_size") // self.whole_number("vision_config", "patch_size")
+        sizes = self.llama_config("text_config", codes, grid=(side, side), head_layer=True)
+        return replace(sizes, text_vocab_size=(sizes.text_vocab_size or 0) + codes)
 
-    def wording(self, grid: tuple[int, int]) -> JanusWording:  # noqa: ARG002
-        """What stands around a caption."""
-        return JanusWording()
+    def image_words(self) -> Sequence[int]:
+        """Return the rows behind those of the words."""
+        rows = self.sizes.text_vocab_size or 0
+        return range(rows - self.sizes.vocab_size, rows)
+
+    def published_numbers(self) -> Mapping[str, int]:
+        """Return the numbers of the tokens that a prompt needs."""
+        return {_BEGIN: 100000, _PAD: 100002, _IMAGE: 100003}
+
+    def wording(self) -> Wording:
+        """Return a turn of the user, and the answer that begins with an image; without caption padding between."""
+
+        def padding(prompt: list[int], vocabulary: Vocabulary, _encode: Encode) -> list[int]:
+            return [prompt[0], *[vocabulary[_PAD]] * (len(prompt) - 2), prompt[-1]]
+
+        return Wording("<|User|>: {caption}\n\n<|Assistant|>:", (_BEGIN,), (_IMAGE,), padding)
+
+    def prompt_tokens(self, caption: str, encode: Encode, bare: bool = False) -> list[int]:
+        """Return the prompt of a caption without the spaces around it."""
+        return super().prompt_tokens(caption.strip(), encode, bare)
 
     def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
-        """As `TransformersFamily.target_keys`; rows of image tokens go through the aligner."""
+        """Return a Llama by other names; rows of image tokens go through the aligner."""
         from torch.nn import functional
 
-        from lantern_bench.models.eagle import check_kind
-        from lantern_bench.models.io.state_dict import Piece, llama_key_map
+        from lantern_bench.models.io.state_dict import Slice, llama_key_map
 
-        def aligned(rows: Any) -> Any:
-            names = sorted(name for name in checkpoint if name.startswith("model.generation_aligner."))
-            for number, weight in enumerate(name for name in names if name.endswith(".weight")):
-                rows = rows.float() if number == 0 else functional.gelu(rows)
-                bias = checkpoint[weight.removesuffix("weight") + "bias"].float()
-                rows = functional.linear(rows, checkpoint[weight].float(), bias)
+        table, aligner, codes = (
+            "model.generation_embeddings.weight",
+            "model.generation_aligner.",
+            len(self.image_words()),
+        )
+        for needed in (table, f"{aligner}fc1.weight"):
+            checkpoint.require(needed, self.kind[1])
+        names = sorted(name for name in checkpoint if name.startswith(aligner) and name.endswith(".weight"))
+        layers = [name.removesuffix("weight") for name in names]
+
+        def aligned(rows: Tensor) -> Tensor:
+            for number, layer in enumerate(layers):
+                rows = functional.gelu(rows) if number else rows.float()
+                rows = functional.linear(rows, checkpoint[layer + "weight"].float(), checkpoint[layer + "bias"].float())
             return rows
 
-        table, codes = "model.generation_embeddings.weight", target.config.vocab_size
-        for needed in (table, "model.generation_aligner.fc1.weight"):
-            check_kind(checkpoint, needed, self.kind[1])
-        words = Piece(_AROUND["transformer.tok_embeddings."] + "weight", (target.config.text_vocab_size or 0) - codes)
-        images = Piece(table, codes, aligned, file_shape=(codes, checkpoint.shape(table)[-1]))
-        return {**llama_key_map(target, target.config, _AROUND), "transformer.tok_embeddings.weight": (words, images)}
+        words = Slice(_PREFIXES["transformer.tok_embeddings."] + "weight", (target.config.text_vocab_size or 0) - codes)
+        images = Slice(table, codes, aligned, file_shape=(codes, checkpoint.shape(table)[-1]))
+        keys = llama_key_map(target, target.config, _PREFIXES)
+        return {**keys, "transformer.tok_embeddings.weight": (words, images)}
 
-    def image_tokenizer(self, config: Mapping[str, Any], wrong: Wrong) -> VQModel:
-        """As `TransformersFamily.image_tokenizer`: LlamaGen's VQ-16, by other names."""
-        from lantern_bench.models.vq import VQConfig, VQModel, read_vq_config
+    def load_tokenizer(self, path: Path, device: torch.device) -> VQModel:
+        """Load LlamaGen's VQ-16, by other names."""
+        from lantern_bench.models.io.checkpoint import open_checkpoint
+        from lantern_bench.models.vq import janus_names, load_vq
 
-        return VQModel(VQConfig(**read_vq_config(section(config, "vq_config", _VQ, wrong), wrong)))
-
-    def tokenizer_keys(self, tokenizer: VQModel) -> KeyMap:
-        """As `TransformersFamily.tokenizer_keys`."""
-        from lantern_bench.models.vq import vqgan_key_map
-
-        return vqgan_key_map(tokenizer, lowest_first=True)
-
-
-_SIZE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16}
-_SEVEN = {"text_config": {"vocab_size": 102400, "num_hidden_layers": 30}, "vq_config": {"projection_dim": 4096}}
-FAMILY = JanusFamily(
-    name="janus",
-    licence=JANUS.name,
-    defaults={"cfg_scale": 5.0, "tree": "eagle1-25"},  # guidance as in the authors' generation_inference.py
-    kind=("model.generation_head.vision_head.weight", "a Janus model"),
-    extra=r"model\.(vision_model|aligner|generation_aligner)\.|lm_head\.",
-    numbers={_BEGIN: 100000, _PAD: 100002, _IMAGE: 100003},
-    words=(0, 99999),
-    neighbour_space="normalised",  # codes are scaled to unit length when they are looked up
-    published={
-        "janus-pro-1b": Published("Janus-Pro 1B", {"text_config": {"vocab_size": 102400, **_SIZE}}),
-        "janus-pro-7b": Published("Janus-Pro 7B", _SEVEN),
-    },
-)
+        return load_vq(open_checkpoint(path).inside("model.vqmodel."), janus_names, device, unit_codes=True)

@@ -11,10 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lantern_bench.decoding.compile import Engine
@@ -22,7 +19,6 @@ from lantern_bench.decoding.neighbours import Space, in_space, nearest_codes
 from lantern_bench.decoding.protocol import Drafter, PixelDecoder, Target
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.parameters import NeighbourMetric
-from lantern_bench.models.io.model_file import ModelFile
 from lantern_bench.models.io.neighbour_cache import neighbour_table
 from lantern_bench.models.target import TransformerTarget, with_line_ends, without_line_ends
 from lantern_bench.models.vq import VQModel
@@ -93,35 +89,27 @@ def _nothing_to_prepare(_prompts: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 @dataclass
 class LoadedModel:
-    """A target, its drafter, and what turns prompts into conditions and tokens into pictures.
-
-    codebook: float [V, d], rows as stored, None without a tokenizer. neighbour_space: the space in which published
-    tables measure distances. table_folder: where the table of nearest codes is cached; None keeps it in memory.
-    given_table: the user's own nearest codes int [V, k], used instead of the codebook. prepare: called once with all
-    prompts before decoding starts, so that a text encoder can work and be freed; yields (done, total). condition:
-    prompts, one an image -> the argument of `Target.session(...).prefill`. condition_of_arrays: the same for arrays
-    of a file, None where the model takes none; raises `ValueError`. weights: part -> SHA-256. grid: rows and columns
-    of the image's codes. reference: what `check-model` compares logits with: (condition, tokens int64 [B, N], guided)
-    -> logits [B, N, V] that predict the tokens, with and without the prompt, by other code than the sessions use.
-    compiles: whether the target's code can be compiled. engine: runs the steps, uncompiled by default.
-    """
+    """A target, its drafter, and what turns prompts into conditions and tokens into pictures."""
 
     name: str
     target: Target
     drafter: Drafter | None
     pixels: PixelDecoder
-    codebook: Tensor | None
-    condition: Callable[[Sequence[str]], Any]
-    weights: Mapping[str, str]
-    grid: tuple[int, int]
-    neighbour_space: Space = "raw"
-    table_folder: Path | None = None
+    codebook: Tensor | None  # float [V, d], rows as stored; None without a tokenizer
+    condition: Callable[[Sequence[str]], Any]  # prompts, one an image -> the argument of a session's `prefill`
+    weights: Mapping[str, str]  # part -> SHA-256
+    grid: tuple[int, int]  # rows and columns of the image's codes
+    neighbour_space: Space = "raw"  # in which published tables measure distances
+    table_folder: Path | None = None  # of the table of nearest codes; None keeps it in memory
+    # Called once with all prompts before decoding starts, so that a text encoder can work and be freed; yields
+    # (done, total).
     prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = _nothing_to_prepare
-    given_table: Tensor | None = None
-    condition_of_arrays: Callable[[Mapping[str, np.ndarray]], Any] | None = None
+    given_table: Tensor | None = None  # the user's nearest codes int [V, k], used instead of the codebook
+    # What `check-model` compares logits with: (condition, tokens int64 [B, N], guided) -> logits [B, N, V] that predict
+    # the tokens, with and without the prompt, by other code than the sessions use.
     reference: Callable[[Any, Tensor, bool], tuple[Tensor, Tensor | None]] | None = None
-    compiles: bool = True
-    engine: Engine = field(default_factory=Engine, repr=False)
+    compiles: bool = True  # whether the target's code can be compiled
+    engine: Engine = field(default_factory=Engine, repr=False)  # runs the steps, uncompiled by default
     _tables: dict[NeighbourMetric, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -140,40 +128,44 @@ class LoadedModel:
         return torch.cat([rows, rows.new_zeros(max(0, forced), rows.shape[1])])
 
     def table(self, columns: int, metric: NeighbourMetric = "l2") -> Tensor:
-        """The `columns` nearest codes of every token, int32 [V, columns], on the target's device, nearest first.
+        """Return the `columns` nearest codes of every token, int32 [V, columns], on the target's device, nearest first.
 
-        Each metric's table is made once, as wide as the widest one asked for: ties have a fixed order, so a narrower
-        table is its beginning. Forced tokens have a row of zeros, which no rule reads. Raises `RefusedError` for a
-        damaged file and for a model without a codebook, `UserError` for more columns than there are other codes, or
-        than the model's own table has.
+        Forced tokens have a row of zeros, which no rule reads. Raises `RefusedError` for a model without a codebook,
+        `UserError` for more columns than there are other codes, or than the model's own table has.
         """
-        device, given = self.target.device, self.given_table
-        if given is not None:
-            if metric != "l2":
-                text = f"--neighbour-metric {metric}: {self.name} names a table of its own"
-                raise UserError(text, "Leave one of them out.")
-            if given.shape[1] < columns:
-                raise UserError(f"--neighbours {columns}: the model's own table has {given.shape[1]} for each code")
-            given = given.to(device, torch.int32)
-        elif self.codebook is None:
+        table = (self._codes_table if self.given_table is None else self._user_table)(columns, metric)
+        table = table[:, :columns].contiguous()
+        forced = self.target.vocab_size - len(table)
+        return table if forced <= 0 else torch.cat([table, table.new_zeros(forced, columns)])
+
+    def _user_table(self, columns: int, metric: NeighbourMetric) -> Tensor:
+        assert self.given_table is not None
+        if metric != "l2":
+            text = f"--neighbour-metric {metric}: {self.name} names a table of its own"
+            raise UserError(text, "Leave one of them out.")
+        if (width := self.given_table.shape[1]) < columns:
+            raise UserError(f"--neighbours {columns}: the model's own table has {width} for each code")
+        return self.given_table.to(self.target.device, torch.int32)
+
+    @torch.inference_mode()
+    def _codes_table(self, columns: int, metric: NeighbourMetric) -> Tensor:
+        """The table of a metric, made once, as wide as the widest one asked for: ties have a fixed order."""
+        if self.codebook is None:
             raise RefusedError(
                 f"{self.name}: relaxed rules need to know which codes are near each other, and it has no tokenizer",
                 "Name the tokenizer's checkpoint, or a table of nearest codes, in the model's file.",
             )
-        elif columns >= (codes := len(self.codebook)):
+        if columns >= (codes := len(self.codebook)):
             raise UserError(f"--neighbours {columns}: the model {self.name} has {codes} codes", f"At most {codes - 1}.")
-        elif metric not in self._tables or self._tables[metric].shape[1] < columns:
-            with torch.inference_mode():
-                if metric == "l2":
-                    space, folder = self.neighbour_space, self.table_folder
-                    made = neighbour_table(self.codebook, space, columns, folder, device=device)
-                else:
-                    # Angles are the same in both spaces, and random neighbours have none: neither is worth a file.
-                    made = nearest_codes(self.codebook.to(device), columns, metric=metric)
-                self._tables[metric] = made.to(device, torch.int32)
-        table = (self._tables[metric] if given is None else given)[:, :columns].contiguous()
-        forced = self.target.vocab_size - len(table)
-        return table if forced <= 0 else torch.cat([table, table.new_zeros(forced, columns)])
+        if metric not in self._tables or self._tables[metric].shape[1] < columns:
+            device = self.target.device
+            if metric == "l2":
+                table = neighbour_table(self.codebook, self.neighbour_space, columns, self.table_folder, device)
+            else:
+                # Angles are the same in both spaces, and random neighbours have none: neither is worth a file.
+                table = nearest_codes(self.codebook.to(device), columns, metric=metric)
+            self._tables[metric] = table.to(device, torch.int32)
+        return self._tables[metric]
 
 
 class Parts(NamedTuple):
@@ -192,7 +184,6 @@ class Prompts(NamedTuple):
 
     condition: Callable[[Sequence[str]], Any]
     prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = _nothing_to_prepare
-    condition_of_arrays: Callable[[Mapping[str, np.ndarray]], Any] | None = None
     sha256: str | None = None
 
 
@@ -229,31 +220,7 @@ def assemble(
         table_folder=table_folder,
         prepare=prompts.prepare,
         given_table=table,
-        condition_of_arrays=prompts.condition_of_arrays,
     )
-
-
-def table_of_file(file: ModelFile, codes: int) -> Tensor | None:
-    """The table of nearest codes int32 [V, k] that a model file names; raises `UserError` for one that is malformed."""
-    if file.neighbours is None:
-        return None
-    path = file.neighbours.path
-    try:
-        if path.suffix == ".safetensors":
-            found = load_file(path)
-            table = found.get("nearest", found.get("table"))
-        else:
-            read = np.load(path, allow_pickle=False)
-            table = torch.from_numpy((read["nearest"] if isinstance(read, np.lib.npyio.NpzFile) else read).astype("i8"))
-    except (OSError, ValueError, KeyError, TypeError, EOFError, SafetensorError) as error:
-        raise file.wrong("neighbours.table", f"{path.name}: cannot be read as .npy, .npz or .safetensors") from error
-    if table is None or table.dim() != 2 or table.is_floating_point() or table.shape[0] != codes:
-        shape = "nothing called nearest" if table is None else "x".join(map(str, table.shape))
-        raise file.wrong("neighbours.table", f"{path.name}: must hold whole numbers [{codes}, k], not {shape}")
-    table = table.long()
-    if not bool(((table >= 0) & (table < codes)).all()) or bool((table == torch.arange(codes)[:, None]).any()):
-        raise file.wrong("neighbours.table", f"{path.name}: each row must name other codes, from 0 to {codes - 1}")
-    return table.int()
 
 
 def transformer_of(model: LoadedModel) -> TransformerTarget:

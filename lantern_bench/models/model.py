@@ -6,19 +6,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from lantern_bench.errors import UserError
+from lantern_bench.models import hub
+from lantern_bench.models.io.files import cache_folder, hash_of, read_json
+from lantern_bench.models.io.model_file import ModelFile
 from lantern_bench.models.transformer_config import TransformerConfig
 
 if TYPE_CHECKING:
     import torch
 
-    from lantern_bench.models.loaded_model import LoadedModel
+    from lantern_bench.decoding.neighbours import Space
+    from lantern_bench.models.loaded_model import LoadedModel, Prompts
+    from lantern_bench.models.target import TransformerTarget
+    from lantern_bench.models.vq import VQModel
 
 CAPTIONS = (
     "a red paper lantern hanging over a wooden door at night",
@@ -92,3 +100,206 @@ def class_number(text: str, classes: int) -> int:
     if int(match[1]) >= classes:
         raise UserError(f"class {match[1]}: there are {classes} classes", f"Give a number from 0 to {classes - 1}.")
     return int(match[1])
+
+
+# ---- Models of published checkpoints
+
+
+class Published(NamedTuple):
+    """A published model, or what the files of a family leave out."""
+
+    about: str  # what it is called
+    config: Mapping[str, Any]  # what its config.json states
+    vq: Mapping[str, Any]  # sizes of its image tokenizer: fields of `VQConfig`
+    grid: tuple[int, int] | None  # rows and columns of codes; None: its files state them
+    parameters: int | None = None  # of the target
+    aliases: tuple[str, ...] = ()
+
+
+class CheckpointModel(Model):
+    """The transformer of this package with a VQ tokenizer and an EAGLE drafter, from files in published layouts.
+
+    A family is a subclass: it says how sizes are read, where tensors are, and how prompts become conditions. Its models
+    are the rows of `published`, and those that a model file describes.
+    """
+
+    published: ClassVar[Mapping[str, Published]]
+    any_model: ClassVar[Published | None] = None  # for model files that name only the family
+    pixels: ClassVar[int] = 16  # that a code spans in each direction
+    neighbour_space: ClassVar[Space] = "raw"  # in which published tables measure distances
+    has_drafter: ClassVar[bool] = True  # whether models with random weights have one
+    tokenizer_in_target: ClassVar[bool] = False  # whether the image tokenizer is in the target's folder
+
+    def __init__(
+        self, name: str, row: Published, paths: Mapping[str, Path] | None = None, file: ModelFile | None = None
+    ) -> None:
+        self.name, self.row, self.file = name, row, file
+        self.paths = dict(paths or {})  # part -> file or folder; empty for a published model that is not located yet
+        if self.tokenizer_in_target and "target" in self.paths:
+            self.paths.setdefault("tokenizer", self.paths["target"])
+        if file is not None:
+            self.description = file.description or f"{file.name}: {row.about}"
+            self.defaults = {**self.defaults, **file.defaults}
+            self.mode = self.mode if file.drafter is None else Model.mode
+        else:
+            height, width = (self.pixels * side for side in row.grid or (0, 0))
+            millions = (row.parameters or 0) / 1e6
+            self.description = f"{row.about}, {height}x{width} px, {millions:,.0f}M parameters"
+            self.aliases, self.parameters = row.aliases, row.parameters
+
+    @classmethod
+    def row_of(cls, family: str) -> Published | None:
+        """Return the row that `family:` of a model file names: a published model by name or alias, or the family."""
+        for name, row in cls.published.items():
+            if family in (name, *row.aliases):
+                return row
+        bare = cls.any_model
+        return bare if bare is not None and family in (cls.family, *bare.aliases) else None
+
+    # ---- What a family says
+
+    @abstractmethod
+    def read_sizes(self) -> TransformerConfig:
+        """Return the target's sizes, from `self.config`; raises what `self.wrong(key, text)` returns."""
+
+    @abstractmethod
+    def new_target(self) -> TransformerTarget:
+        """Return a target with fresh weights."""
+
+    @abstractmethod
+    def load_target(self, device: torch.device, dtype: torch.dtype) -> tuple[TransformerTarget, tuple[Path, ...]]:
+        """Load the target; also return the files that decide what it computes."""
+
+    @abstractmethod
+    def load_tokenizer(self, path: Path, device: torch.device) -> VQModel:
+        """Load the image tokenizer."""
+
+    @abstractmethod
+    def prompts(self, target: TransformerTarget) -> Prompts:
+        """Return how prompts become conditions."""
+
+    @abstractmethod
+    def random_prompts(self) -> Prompts:
+        """Return the same for random weights, without any file."""
+
+    # ---- What follows
+
+    @cached_property
+    def sizes(self) -> TransformerConfig:  # type: ignore[override]  # mypy takes it for read-only
+        """The target's sizes."""
+        return self.read_sizes()
+
+    @cached_property
+    def codes(self) -> int:  # type: ignore[override]  # mypy takes it for read-only
+        """The number of image codes."""
+        return self.sizes.n_codes
+
+    @cached_property
+    def tokens(self) -> int:  # type: ignore[override]  # mypy takes it for read-only
+        """The tokens of one picture."""
+        return self.sizes.image_tokens
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the target's files."""
+        path = self.paths.get("target")
+        return path if path is None or path.is_dir() else path.parent
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """What is stated of the target: by its row, by config.json beside its weights, and by the model file.
+
+        The later one counts, also within the sections of a config.json.
+        """
+        config = dict(self.row.config)
+        for stated in (self._config_beside(), self.file and self.file.target.config):
+            for key, value in (stated or {}).items():
+                if isinstance(value, Mapping) and isinstance(config.get(key), Mapping):
+                    config[key] = {**config[key], **{name: entry for name, entry in value.items() if entry is not None}}
+                elif value is not None:
+                    config[key] = value
+        return config
+
+    def _config_beside(self) -> Mapping[str, Any]:
+        target = self.paths.get("target")
+        # What lies beside a torch file need not be about it.
+        if target is None or self.folder is None or not (target.is_dir() or target.suffix == ".safetensors"):
+            return {}
+        path = self.folder / "config.json"
+        stated = read_json(path) if path.is_file() else {}
+        return stated if isinstance(stated, dict) else {}
+
+    def section(self, key: str) -> Mapping[str, Any]:
+        """Return a section of the target's config; raises `UserError` for one that is no mapping."""
+        section = self.config.get(key, {})
+        if not isinstance(section, Mapping):
+            raise self.wrong(key, "must be a mapping")
+        return section
+
+    def wrong(self, key: str, text: str, advice: str | None = None) -> UserError:
+        """Return the error for a key of the target's config."""
+        if self.file is not None:
+            return self.file.wrong(f"target.config.{key}", text, advice)
+        return UserError(f"{self.folder}: config.json: {key}: {text}", advice)
+
+    def files(self) -> Mapping[str, Path]:
+        """Return the file or folder of each part: where it is, or where a download puts it."""
+        if self.file is not None:
+            return {part: path for part, path in self.paths.items() if part in ("target", "tokenizer", "drafter")}
+        return {name: hub.expected_path(part) for name, part in hub.PARTS.get(self.name, {}).items()}
+
+    def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+        """Load the model; without a drafter it decodes with modes that need none."""
+        if not self.paths:
+            return type(self)(self.name, self.row, hub.local_paths(self.name)).load(device, dtype)
+        from lantern_bench.models.eagle import load_drafter
+        from lantern_bench.models.io.checkpoint import open_checkpoint
+        from lantern_bench.models.io.neighbour_cache import read_own_table
+        from lantern_bench.models.loaded_model import Parts, assemble
+
+        paths = self.paths
+        target, files = self.load_target(device, dtype)
+        # The checkpoint does not state all sizes, and they change what it computes.
+        sizes = repr((target.config, target.config.token_ids))
+        hashes = {"target": hash_of(files), "sizes": hashlib.sha256(sizes.encode()).hexdigest()}
+        drafter = tokenizer = table = None
+        if "drafter" in paths:
+            drafter = load_drafter(paths["drafter"], target, dtype=dtype, device=device)
+            hashes["drafter"] = hash_of((*open_checkpoint(paths["drafter"]).paths, paths["drafter"] / "config.json"))
+        if "tokenizer" in paths:
+            tokenizer = self.load_tokenizer(paths["tokenizer"], device)
+            hashes["tokenizer"] = hash_of(open_checkpoint(paths["tokenizer"]).paths)
+        if self.file is not None and "neighbours" in paths:
+            try:
+                table = read_own_table(paths["neighbours"], target.n_codes)
+            except ValueError as error:
+                raise self.file.wrong("neighbours.table", str(error)) from error
+            hashes["neighbour_table"] = hash_of((paths["neighbours"],))
+        return assemble(
+            self.name,
+            Parts(target, drafter, tokenizer),
+            self.prompts(target),
+            hashes,
+            space=self.neighbour_space,
+            table=table,
+            table_folder=cache_folder() / "neighbours",
+        )
+
+    def with_random_weights(self) -> LoadedModel:
+        """Return modules of the full shape, with a drafter of the published shape: one layer of the target's."""
+        import torch
+
+        from lantern_bench.models.eagle import build_drafter
+        from lantern_bench.models.loaded_model import Parts, assemble
+
+        with torch.device("meta"):
+            target = self.new_target()
+            drafter = build_drafter(target.config, target) if self.has_drafter else None
+            parts = Parts(target, drafter, self.new_tokenizer())
+            return assemble(self.name, parts, self.random_prompts(), {}, space=self.neighbour_space)
+
+    def new_tokenizer(self) -> VQModel:
+        """Return the published image tokenizer with fresh weights."""
+        from lantern_bench.models.vq import VQConfig, VQModel
+
+        return VQModel(VQConfig(**self.row.vq))

@@ -7,13 +7,14 @@ This package's models are listed here; those of other packages are objects of th
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module, metadata
+from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
-from lantern_bench.models.family import CheckpointFamily, ModelCard
+from lantern_bench.models.chameleon import Chameleon, Lumina, Lumina2
+from lantern_bench.models.emu3 import Emu3
 from lantern_bench.models.io.model_file import (
     ExternalDrafter,
     ModelFile,
@@ -21,7 +22,10 @@ from lantern_bench.models.io.model_file import (
     is_model_file,
     read_model_file,
 )
-from lantern_bench.models.model import Model
+from lantern_bench.models.janus import Janus
+from lantern_bench.models.lanterns.family import Lanterns
+from lantern_bench.models.llamagen import ClassToImage, TextToImage
+from lantern_bench.models.model import CheckpointModel, Model
 
 if TYPE_CHECKING:
     import torch
@@ -29,15 +33,7 @@ if TYPE_CHECKING:
     from lantern_bench.models.loaded_model import LoadedModel
 
 _GROUP = "lantern_bench.models"
-_FAMILIES = (
-    "chameleon.family:FAMILY",
-    "emu3.family:FAMILY",
-    "janus:FAMILY",
-    "lanterns.family:Lanterns",
-    "llamagen.family:C2I",
-    "llamagen.family:T2I",
-    "chameleon.lumina2:FAMILY",
-)
+_FAMILIES: tuple[type[CheckpointModel], ...] = (Chameleon, Lumina, Emu3, Janus, ClassToImage, TextToImage, Lumina2)
 
 
 @functools.cache
@@ -47,7 +43,9 @@ def models() -> dict[str, Model]:
     A model of another package cannot take the name of a shipped one. Raises `RefusedError` for an entry point that
     cannot be imported.
     """
-    shipped = {model.name: model for model in _shipped()}
+    shipped: dict[str, Model] = {"lanterns": Lanterns()}
+    for family in _FAMILIES:
+        shipped |= {name: family(name, row) for name, row in family.published.items()}
     external: dict[str, Model] = {}
     for entry in sorted(metadata.entry_points(group=_GROUP), key=lambda entry: entry.name):
         try:
@@ -80,87 +78,6 @@ def defaults_of(names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     return defaults | {name: model_of(name).defaults for name in names if is_model_file(name) or name in aliases}
 
 
-# ---- The models of this package
-
-
-def _shipped_families() -> Iterator[Any]:
-    for path in _FAMILIES:
-        module, name = path.split(":")
-        yield getattr(import_module(f"lantern_bench.models.{module}"), name)
-
-
-def _shipped() -> Iterator[Model]:
-    for family in _shipped_families():
-        if isinstance(family, CheckpointFamily):
-            for card in family.cards():
-                yield _Published(family, card)
-        else:
-            yield family()
-
-
-class _Described(Model):
-    """A model whose family states its card."""
-
-    def __init__(self, described: CheckpointFamily, card: ModelCard) -> None:
-        self.described, self.card = described, card
-        self.name, self.family, self.description, self.licence = card.name, card.family, card.description, card.licence
-        self.defaults, self.mode, self.aliases, self.sizes = card.defaults, card.mode, card.also_called, card.sizes
-        self.codes, self.tokens, self.parameters = card.vocab_size, card.tokens, card.parameters
-        self.classes = card.classes
-
-    def files(self) -> Mapping[str, Path]:
-        return self.card.weights
-
-
-class _Published(_Described):
-    """A published model of a family."""
-
-    def __init__(self, described: CheckpointFamily, card: ModelCard) -> None:
-        super().__init__(described, card)
-        self.prompt_sets = described.prompt_sets()
-
-    def check_prompt(self, text: str) -> None:
-        self.described.check_prompt(text)
-
-    def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-        return self.described.load(self.name, device, dtype)
-
-    def with_random_weights(self) -> LoadedModel:
-        import torch
-
-        with torch.device("meta"):
-            parts = self.described.build(self.name)
-            loaded = self.described.assemble(self.name, parts, {})
-        loaded.condition = self.described.random_condition(self.name, parts)
-        return loaded
-
-
-class _OfFile(_Described):
-    """The model that a model file describes."""
-
-    def __init__(self, file: ModelFile) -> None:
-        self.file = file
-        described = next((family for family in _shipped_families() if _takes(family, file)), None)
-        if described is None:
-            able = [family.name for family in _shipped_families() if isinstance(family, CheckpointFamily)]
-            hint = did_you_mean(file.family, able)
-            text = f"{file.family}: unknown family{hint}"
-            raise file.wrong("family", text, f"The families are {', '.join(sorted(able)) or 'none'}.")
-        super().__init__(described, described.card_of_file(file))
-        of_file = getattr(described, "prompt_sets_of_file", None)
-        self.prompt_sets = described.prompt_sets() if of_file is None else of_file(file)
-
-    def check_prompt(self, text: str) -> None:
-        self.described.check_prompt_of_file(self.file, text)
-
-    def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-        return self.described.load_file(self.file, device, dtype)
-
-
-def _takes(family: Any, file: ModelFile) -> bool:
-    return isinstance(family, CheckpointFamily) and family.takes(file)
-
-
 # ---- Models of model files
 
 
@@ -168,7 +85,22 @@ def _model_of_file(path: Path) -> Model:
     file = read_model_file(path)
     if isinstance(file, PythonModel):
         return _Hosted(file)
-    return _OfFile(file) if isinstance(file, ModelFile) else _WithDrafter(file)
+    if isinstance(file, ExternalDrafter):
+        return _WithDrafter(file)
+    return _described(file)
+
+
+def _described(file: ModelFile) -> Model:
+    """The model of a checkpoint; raises `UserError` for an unknown family and for impossible sizes."""
+    for family in _FAMILIES:
+        if (row := family.row_of(file.family)) is not None:
+            model = family(str(file.path), row, file.paths(), file)
+            # What a file states is checked when it is read.
+            _ = model.codes, model.classes
+            return model
+    families = sorted({family.family for family in _FAMILIES})
+    hint = did_you_mean(file.family, families)
+    raise file.wrong("family", f"{file.family}: unknown family{hint}", f"The families are {', '.join(families)}.")
 
 
 class _Hosted(Model):

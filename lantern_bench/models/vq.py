@@ -8,38 +8,31 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lantern_bench.errors import UserError
-from lantern_bench.models.io.checkpoint import Checkpoint, open_checkpoint, what_is
-from lantern_bench.models.io.state_dict import KeyMap, fill, plain
-from lantern_bench.models.transformer_config import Wrong, read_sizes
+from lantern_bench.models.io.checkpoint import Checkpoint
+from lantern_bench.models.io.state_dict import Slice, load_into, same_names
 
 
 @dataclass(frozen=True)
 class VQConfig:
-    """Sizes of a tokenizer. `channel_mult` has one entry a resolution; the picture is halved between entries.
-
-    `unit_codes`: codes and latents are scaled to unit length. `attention`: the blocks of the lowest resolution attend,
-    as the middle ones always do. `code_norms`: the codes scale and shift what the decoder's norms give (MoVQGAN).
-    """
+    """Sizes of a tokenizer."""
 
     codes: int = 16384
     code_dim: int = 8
     z_channels: int = 256
     channels: int = 128
-    channel_mult: tuple[int, ...] = (1, 1, 2, 2, 4)
+    channel_mult: tuple[int, ...] = (1, 1, 2, 2, 4)  # by resolution; the picture is halved between entries
     res_blocks: int = 2
-    unit_codes: bool = True
-    attention: bool = True
-    code_norms: bool = False
+    unit_codes: bool = True  # codes and latents are scaled to unit length
+    attention: bool = True  # the blocks of the lowest resolution attend, as the middle ones always do
+    code_norms: bool = False  # the codes scale and shift what the decoder's norms give (MoVQGAN)
 
     @property
     def downsampling(self) -> int:
@@ -251,91 +244,83 @@ class VQModel(nn.Module):
         return table.detach().float()
 
 
-def vqgan_key_map(model: VQModel, lowest_first: bool = False) -> KeyMap:
-    """The key map of taming-transformers' layout; it counts the decoder's resolutions from the highest one.
+# ---- Files. Shapes tell all sizes, so no config is read; a layout is a function from our names to the file's.
 
-    `lowest_first`: from the lowest one, as transformers' Janus does.
-    """
-    last = len(model.config.channel_mult) - 1
+Rename: TypeAlias = Callable[[str, int], str]
+"""(our name, number of resolutions) -> the name in a file."""
+
+
+def same_name(name: str, levels: int) -> str:  # noqa: ARG001  # a `Rename`
+    """Return the name in LlamaGen's layout, which is ours."""
+    return name
+
+
+def janus_names(name: str, levels: int) -> str:  # noqa: ARG001  # a `Rename`
+    """Return the name in transformers' Janus: taming-transformers', resolutions counted from the lowest one."""
+    name = name.replace("encoder.conv_blocks.", "encoder.down.").replace("decoder.conv_blocks.", "decoder.up.")
     middle = ("block_1", "attn_1", "block_2")
-
-    def rename(name: str) -> str:
-        name = name.replace("encoder.conv_blocks.", "encoder.down.").replace(".res.", ".block.")
-        level = re.match(r"decoder\.conv_blocks\.(\d+)", name)
-        if level is not None:
-            number = int(level[1]) if lowest_first else last - int(level[1])
-            name = f"decoder.up.{number}{name[level.end() :]}"
-        return re.sub(r"\.mid\.(\d)\.", lambda found: f".mid.{middle[int(found[1])]}.", name)
-
-    return plain(model, rename)
+    name = re.sub(r"\.mid\.(\d)\.", lambda match: f".mid.{middle[int(match[1])]}.", name)
+    return name.replace(".res.", ".block.")
 
 
-# Our name -> the names it goes by: here, in the official code, in the recordings, in transformers.
-_NAMES: dict[str, tuple[str, ...]] = {
-    "codes": ("codes", "codebook_size", "K", "num_embeddings"),
-    "code_dim": ("code_dim", "codebook_embed_dim", "e", "embed_dim"),
-    "z_channels": ("z_channels", "z", "latent_channels"),
-    "channels": ("channels", "ch", "base_channels"),
-    "res_blocks": ("res_blocks", "num_res_blocks"),
-}
+def taming_names(name: str, levels: int) -> str:
+    """Return the name in taming-transformers (vqgan.ckpt), whose decoder counts resolutions from the highest one."""
+    name = janus_names(name, levels)
+    return re.sub(r"^decoder\.up\.(\d+)", lambda match: f"decoder.up.{levels - 1 - int(match[1])}", name)
 
 
-def load_vq(path: Path, device: torch.device, config: Mapping[str, Any] | None = None) -> VQModel:
-    """Load a tokenizer in float32; raises `UserError` for another kind of file, or sizes other than in `config`."""
-    checkpoint = open_checkpoint(path)
-    found = _found(checkpoint)
-    stated = read_vq_config(config or {}, lambda name, text: UserError(f"{path}: tokenizer.config.{name}: {text}"))
+def moving_names(name: str, levels: int) -> str:
+    """Return the name in MoVQGAN: taming-transformers', with the group norm inside each norm of the decoder."""
+    return re.sub(r"^(decoder\..*norm\w*)\.(weight|bias)$", r"\1.norm_layer.\2", taming_names(name, levels))
+
+
+def load_vq(
+    checkpoint: Checkpoint,
+    names: Rename,
+    device: torch.device,
+    *,
+    unit_codes: bool = False,
+    make: Callable[[VQConfig], VQModel] = VQModel,
+    ignored: str = "$",
+) -> VQModel:
+    """Load a tokenizer in float32 into what `make` makes of its sizes.
+
+    `ignored` is a regular expression of tensors that no picture needs. Raises `UserError` for another kind of file, and
+    for every key that does not fit.
+    """
+    config = _sizes_in(checkpoint, names, unit_codes)
     with torch.device("meta"):
-        model = VQModel(replace(found, **stated))
-    fill(
-        model,
-        checkpoint,
-        plain(model),
-        dtype=torch.float32,
-        device=device,
-        computed=lambda name: name == "quantize.codebook_used",
-        wanted=f"a VQ tokenizer of {model.config.codes} codes",
-    )
+        model = make(config)
+    keys = same_names(model, lambda name: names(name, len(config.channel_mult)))
+    for name, tensor in model.state_dict().items():
+        key = keys[name][0].key
+        if tensor.shape[2:] == (1, 1) and key in checkpoint and len(checkpoint.shape(key)) == 2:
+            # Matrices there, and convolutions of one pixel here.
+            keys[name] = (Slice(key, prepare=lambda rows: rows[:, :, None, None], file_shape=tuple(tensor.shape[:2])),)
+    wanted = f"a VQ tokenizer of {config.codes} codes"
+    load_into(model, checkpoint, keys, dtype=torch.float32, device=device, ignored=ignored, wanted=wanted)
     return model
 
 
-def read_vq_config(config: Mapping[str, Any], wrong: Wrong) -> dict[str, Any]:
-    """The fields of `VQConfig` that a `config` states; raises what `wrong(name, text)` returns."""
-    if config.get("codebook_l2_norm") is False:
-        raise wrong("codebook_l2_norm", "false: LlamaGen's tokenizers normalise their codes")
-    decoder = config.get("decoder_ch_mult")
-    if decoder is not None and list(decoder) != list(config.get("encoder_ch_mult", decoder)):
-        raise wrong("decoder_ch_mult", "must equal encoder_ch_mult")
-    if config.get("double_latent"):
-        raise wrong("double_latent", "true: these tokenizers have no variance")
-    said = read_sizes(config, _NAMES, wrong)
-    if (channels := said.get("channels", _GROUPS)) % _GROUPS:
-        raise wrong(
-            next(name for name in _NAMES["channels"] if name in config), f"{channels}: must be a multiple of {_GROUPS}"
-        )
-    for name in ("channel_mult", "encoder_ch_mult", "ch_mult", "mult", "channel_multiplier"):
-        if (items := config.get(name)) is not None:
-            listed = isinstance(items, list | tuple) and len(items) > 0
-            if not listed or not all(type(item) is int and item > 0 for item in items):
-                raise wrong(name, f"{items}: must be a list of whole numbers above 0")
-            said["channel_mult"] = tuple(items)
-    return said
-
-
-def _found(checkpoint: Checkpoint) -> VQConfig:
+def _sizes_in(checkpoint: Checkpoint, names: Rename, unit_codes: bool) -> VQConfig:
     """The sizes of a tokenizer, from its shapes; raises `UserError` for another kind of file."""
-    level = "encoder.conv_blocks.{}.res.{}.conv1.weight"
+
+    def shape(name: str) -> tuple[int, ...]:
+        return checkpoint.shape(names(name, 1))
+
+    def count(name: str) -> int:
+        return next(n for n in itertools.count() if names(name.format(n), 1) not in checkpoint)
+
+    block = "encoder.conv_blocks.{}.res.{}.conv1.weight"
     try:
-        codes, code_dim = checkpoint.shape("quantize.embedding.weight")
-        z_channels = checkpoint.shape("quant_conv.weight")[1]
-        channels = checkpoint.shape("encoder.conv_in.weight")[0]
-        levels = list(itertools.takewhile(checkpoint.__contains__, (level.format(n, 0) for n in itertools.count())))
-        blocks = itertools.takewhile(checkpoint.__contains__, (level.format(0, n) for n in itertools.count()))
-        multiples = tuple(checkpoint.shape(name)[0] // channels for name in levels)
+        codes, code_dim = shape("quantize.embedding.weight")
+        channels, z_channels = shape("encoder.conv_in.weight")[0], shape("quant_conv.weight")[1]
+        levels, blocks = count(block.format("{}", 0)), count(block.format(0, "{}"))
+        channel_mult = tuple(shape(block.format(level, 0))[0] // channels for level in range(levels))
     except (KeyError, IndexError, ValueError) as error:
-        kind = what_is(checkpoint)
-        raise UserError(
-            f"{checkpoint.path}: is no VQ tokenizer" + (f": it is {kind}" if kind else ""),
-            "LlamaGen's are vq_ds16_t2i.pt and vq_ds16_c2i.pt.",
-        ) from error
-    return VQConfig(codes, code_dim, z_channels, channels, multiples, len(list(blocks)))
+        raise checkpoint.is_not("a VQ tokenizer of this family", f"it has no {error}") from error
+    if not levels or not blocks or channels % _GROUPS:
+        raise checkpoint.is_not("a VQ tokenizer of this family", f"it has {levels} resolutions, {channels} channels")
+    attention = names(f"encoder.conv_blocks.{levels - 1}.attn.0.q.weight", 1) in checkpoint
+    code_norms = names("decoder.norm_out.conv_y.weight", 1) in checkpoint
+    return VQConfig(codes, code_dim, z_channels, channels, channel_mult, blocks, unit_codes, attention, code_norms)

@@ -21,8 +21,8 @@ import psutil
 
 from lantern_bench.clock import now, usable_cores, usage
 from lantern_bench.errors import LanternError, one_line
+from lantern_bench.models.hub import PARTS, local_path
 from lantern_bench.models.io.files import cache_folder
-from lantern_bench.models.io.hub_files import SOURCES, find_part, weights_root
 from lantern_bench.runs.store import results_root
 
 if TYPE_CHECKING:
@@ -154,16 +154,13 @@ def _without_user(path: Path) -> str:
 
 
 def _weights() -> Iterator[Finding]:
-    parts = {model: [find_part(model, part.name) is not None for part in found] for model, found in SOURCES.items()}
-    whole = [model for model, found in parts.items() if all(found)]
-    yield Finding(
-        "weights", "ok", f"published models here: {', '.join(whole) or 'none'}, in {_without_user(weights_root())}"
-    )
-    for model, found in parts.items():
-        if any(found) and not all(found):
-            missing = [part.name for part, there in zip(SOURCES[model], found, strict=True) if not there]
+    missing = {model: [name for name, part in parts.items() if not local_path(part)] for model, parts in PARTS.items()}
+    complete = [model for model, names in missing.items() if not names]
+    yield Finding("weights", "ok", f"published models here: {', '.join(complete) or 'none'}")
+    for model, names in missing.items():
+        if 0 < len(names) < len(PARTS[model]):
             fix = f"lantern-bench weights get {model}"
-            yield Finding("weights", "warning", f"{model} lacks {', '.join(missing)}", fix)
+            yield Finding("weights", "warning", f"{model} lacks {', '.join(names)}", fix)
 
 
 # ---- torch, device, compiler

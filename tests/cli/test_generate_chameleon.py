@@ -17,7 +17,8 @@ import lantern_bench
 from lantern_bench.cli import main as cli
 from lantern_bench.methods.tables import MODES
 from lantern_bench.models import registry
-from lantern_bench.models.chameleon import ChameleonVocabulary
+from lantern_bench.models.chameleon import Chameleon
+from lantern_bench.models.model import Published
 from lantern_bench.models.target import prompt_condition
 from tests.models import golden_models, tiny_chameleon
 from tests.models.golden_models import GOLDEN
@@ -35,7 +36,7 @@ def test_logits_equal_recording(tmp_path: Path) -> None:
     """Every prefix of the recorded prompts has recorded logits: those of the image's tokens, in the order of codes."""
     expected = load_file(RECORDING / "chameleon_expected.safetensors")
     stated = json.loads((RECORDING / "config.json").read_text())
-    codes = list(ChameleonVocabulary(stated["vocabulary_map"], "the recording").codes)
+    codes = list(Chameleon("recorded", Published("", stated, {}, (4, 4)), {"target": RECORDING}).image_words())
     for swin in (0, 1):
         config = {"swin_norm": bool(swin)}
         target = {"checkpoint": RECORDING / "model.safetensors", "layout": "hf", "config": config}

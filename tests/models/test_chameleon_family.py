@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,7 +14,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models import registry
-from lantern_bench.models.io.hub_files import SOURCES
+from lantern_bench.models.hub import PARTS
 from lantern_bench.models.random_model import meta_model, sizes_of
 from lantern_bench.models.registry import model_of
 from tests.models import tiny_chameleon as tiny
@@ -106,36 +105,6 @@ def test_neighbour_table_has_a_row_for_forced_tokens(tmp_path: Path) -> None:
     assert int(table.max()) == 63  # no code is near the forced token
 
 
-def test_prompts_may_be_token_numbers(anole: Path) -> None:
-    model: Any = model_of(str(anole)).load(CPU, FLOAT)
-    caption = model.condition(["a red lantern"])
-    ids = caption.values[0, 0].numpy()
-    given = model.condition_of_arrays({"input_ids": ids})
-    assert given.values.equal(caption.values) and given.valid.equal(caption.valid)
-    padded = np.concatenate([[1, 1], ids])
-    for name in ("mask", "attention_mask"):
-        given = model.condition_of_arrays({"input_ids": padded[None], name: (np.arange(len(padded)) > 1)[None]})
-        assert given.values.equal(caption.values)
-
-
-@pytest.mark.parametrize(
-    ("arrays", "told"),
-    [
-        ({}, "input_ids must be there"),
-        ({"input_ids": np.ones((2, 3))}, "whole numbers"),
-        ({"input_ids": np.array([3, tiny.WORDS])}, f"from 0 to {tiny.WORDS - 1}"),
-        ({"input_ids": np.array([3, 4]), "mask": np.array([1, 0])}, "its zeros on the left"),
-        ({"input_ids": np.array([3, 4]), "mask": np.array([1])}, "the shape of input_ids"),
-        ({"input_ids": np.array([3, 4]), "attention_mask": np.array([1, 0])}, "its zeros on the left"),
-        ({"input_ids": np.zeros(300, np.int64)}, "has 300 tokens, and at most 256 are taken"),
-    ],
-)
-def test_invalid_prompt_arrays_are_refused(anole: Path, arrays: dict[str, np.ndarray], told: str) -> None:
-    model: Any = model_of(str(anole)).load(CPU, FLOAT)
-    with pytest.raises(ValueError, match=told):
-        model.condition_of_arrays(arrays)
-
-
 def rewritten(file: Path, old: str, new: str) -> str:
     file.write_text(file.read_text().replace(old, new))
     return str(file)
@@ -184,11 +153,11 @@ def test_other_families_are_refused_in_one_line(anole: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("layout: hf", "layout: official", "target.layout: official: Chameleon is read in the layout hf"),
+        ("layout: hf", "layout: official", "target.layout: official: a Chameleon model in the HF layout is read in"),
         ("layout: hf", "config: {hidden_act: gelu}", "target.config.hidden_act: is gelu"),
         ("family: anole", "family: anolé", "unknown family"),
         ("dir: drafter", "dir: target", "num_hidden_layers: is 2"),
-        ("vq/vqgan.ckpt", "vq/vqgan.yaml", "vqgan.yaml"),
+        ("vq/vqgan.ckpt", "target/config.json", "config.json"),
     ],
 )
 def test_wrong_model_files_are_refused(anole: Path, old: str, new: str, told: str) -> None:
@@ -232,28 +201,17 @@ def test_published_folders_are_loaded_by_name(name: str, tmp_path: Path, monkeyp
     """The files lie as the hub names them; only their sizes are small."""
     monkeypatch.setenv("LANTERN_BENCH_WEIGHTS", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
-    sources = {part.name: part.choices[0] for part in SOURCES[name]}
-    shards = sum("-of-" in file.path for file in sources["target"].files)
-    tiny.write_target(tmp_path / sources["target"].repo, shards)
-    tokenizer = tmp_path / sources["tokenizer"].repo / "tokenizer"
-    tiny.write_vqgan(tokenizer)
-    tiny.write_tokenizer(tokenizer / "text_tokenizer.json")
-    for file in (*sources["target"].files, *sources["tokenizer"].files):
-        there = tmp_path / (sources["target"] if file in sources["target"].files else sources["tokenizer"]).repo
-        if not (there / file.path).is_file():
-            (there / file.path).write_text("{}")
-    if "drafter" in sources:
-        tiny.write_drafter(tmp_path / sources["drafter"].repo)
+    parts = PARTS[name]
+    tiny.write_target(tmp_path / parts["target"][0].repo)
+    tiny.write_vqgan(tmp_path / parts["tokenizer"][0].repo / "tokenizer")
+    if "drafter" in parts:
+        tiny.write_drafter(tmp_path / parts["drafter"][0].repo)
     model = model_of(name).load(CPU, FLOAT)
-    assert (model.drafter is not None) == ("drafter" in sources) == ("drafter" in model.weights)
-    condition = model.condition(["a red lantern"])
-    modes = ["ar", "speculative"] if model.drafter else ["ar"]
-    for mode in modes:
-        decoding = Decoding(mode=mode, temperature=0, cfg_scale=3.0)
-        made = decode(model, condition, decoding, [torch.Generator()], tokens=60)[0]
-        assert len(made.tokens) == 60
-        assert (made.tokens == tiny.CODES).nonzero().flatten().tolist() == ([48] if "lumina" in name else [])
-    assert len(model_of(name).prompt_sets["examples"]) > 3
+    assert (model.drafter is not None) == ("drafter" in parts) == ("drafter" in model.weights)
+    decoding = Decoding(mode="speculative" if model.drafter else "ar", temperature=0, cfg_scale=3.0)
+    (image,) = decode(model, model.condition(["a red lantern"]), decoding, [torch.Generator()], tokens=60)
+    ends = (image.tokens == tiny.CODES).nonzero().flatten().tolist()
+    assert len(image.tokens) == 60 and ends == ([48] if "lumina" in name else [])
 
 
 @pytest.mark.parametrize("name", GRIDS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,26 +18,22 @@ from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
-from lantern_bench.errors import UserError
-from lantern_bench.models.chameleon import STYLES, ChameleonSize, ChameleonVocabulary, read_config
-from lantern_bench.models.chameleon.checkpoint import load_target
-from lantern_bench.models.io.checkpoint import open_checkpoint
+from lantern_bench.models.chameleon import Chameleon
+from lantern_bench.models.model import Published
 from lantern_bench.models.target import Condition, TransformerTarget, prompt_condition
 
 GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden")) / "chameleon"
-STYLE = replace(STYLES["anole-7b"], grid=(3, 4))
 STATED = json.loads((GOLDEN / "config.json").read_text())
 
 
-def wrong(key: str, text: str) -> UserError:
-    return UserError(f"{key}: {text}")
-
-
-def target_of(swin: bool, ids: list[int] | None = None) -> TransformerTarget:
+def target_of(swin: bool, ids: Sequence[int] | None = None) -> TransformerTarget:
     """The recorded model; every word is an image token where `ids` names none."""
-    size: ChameleonSize = read_config(STATED | {"swin_norm": swin}, wrong)
-    config = size.transformer(STYLE, list(range(size.words)) if ids is None else ids)
-    return load_target(open_checkpoint(GOLDEN), config, dtype=torch.float32, device=torch.device("cpu"))
+    row = Published("recorded", STATED, {}, (3, 4))
+    model = Chameleon("recorded", row, {"target": GOLDEN / "model.safetensors"})
+    model.config = {**STATED, "swin_norm": swin}
+    words = tuple(range(STATED["vocab_size"]) if ids is None else ids)
+    model.target_config = replace(model.sizes, vocab_size=len(words), token_ids=words)
+    return model.load_target(torch.device("cpu"), torch.float32)[0]
 
 
 def prompts(ids: Tensor, mask: Tensor) -> Condition:
@@ -105,11 +102,11 @@ class Alone:
 @torch.no_grad()
 def test_greedy_decoding_takes_the_best_recorded_token(expected: dict[str, Tensor]) -> None:
     """The first token from the recording itself, every later one from a run of the whole sequence without a cache."""
-    ids = list(ChameleonVocabulary(STATED["vocabulary_map"], "the recording").codes)
+    ids = list(Chameleon("recorded", Published("", STATED, {}, (3, 4)), {"target": GOLDEN}).image_words())
     whole, row = target_of(False), expected["input_ids"][0].tolist()
     decoding = Decoding(mode="ar", temperature=0, cfg_scale=1)
     model = Alone(target_of(False, ids))
-    condition = prompt_condition([(row, STYLE.without_caption(row))])
+    condition = prompt_condition([(row, [row[0], row[-1]])])
     made = decode(model, condition, decoding, [torch.Generator()], keep_logits=True)[0]
     assert made.logits is not None
     assert (made.logits[0] - expected["swin0.logits_unmasked"][0, -1, ids]).abs().max() < 2e-4

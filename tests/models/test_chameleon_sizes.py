@@ -5,77 +5,76 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models.chameleon import (
-    FIRST_WORD,
-    PUBLISHED,
-    STYLES,
-    ChameleonVocabulary,
-    chameleon_vocabulary,
-    published_vocabulary,
-    read_config,
-)
-from lantern_bench.models.prompt_tokens import PromptBuilder, TextTokenizer, invented_prompts
+from lantern_bench.models.chameleon import Chameleon, Lumina
+from lantern_bench.models.model import Published
+from lantern_bench.models.registry import model_of
 from lantern_bench.models.target import prompt_condition
+from lantern_bench.models.word_model import Vocabulary
 from tests.models import tiny_chameleon as tiny
 
-ANOLE, LUMINA = STYLES["anole-7b"], STYLES["lumina-mgpt-7b-768"]
+ANOLE: Any = model_of("anole")
+LUMINA: Any = model_of("lumina-mgpt")
 
 
-def wrong(key: str, text: str) -> UserError:
-    return UserError(f"{key}: {text}")
+def lumina(folder: Path, grid: tuple[int, int]) -> Lumina:
+    return Lumina("lumina", Published("Lumina-mGPT", {}, {}, grid), {"target": folder})
 
 
-def test_codes_are_found_by_name() -> None:
-    codes = ChameleonVocabulary(tiny.vocabulary(), "tiny").codes
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_target(tmp_path_factory.mktemp("chameleon") / "target")
+
+
+def test_codes_are_found_by_name(folder: Path) -> None:
+    codes = tiny.anole(folder).image_words()
     assert [tiny.vocabulary()[tiny.code_name(code)] for code in range(tiny.CODES)] == list(codes)
     assert list(codes) != sorted(codes)
 
 
 def test_published_token_numbers() -> None:
-    vocabulary = published_vocabulary()
-    assert vocabulary.codes == tuple(range(4, 8196))
-    assert vocabulary.token_ids(ANOLE) == vocabulary.codes
-    assert vocabulary.token_ids(LUMINA) == (*vocabulary.codes, 8803)
-    assert ANOLE.around([9000, 9001], vocabulary) == [0, 9000, 9001, 8710, 8197]
-    assert LUMINA.around([9000], vocabulary) == [0, 9000, 8710, 8197, 8828, 8828]
-    assert ANOLE.without_caption([0, 9000, 9001, 8710, 8197]) == [0, 8197]
-    assert LUMINA.without_caption([0, 9000, 8710, 8197, 8828, 8828]) == [8197, 8828, 8828]
-    assert LUMINA.text("a cat") == "Generate an image of 768x768 according to the following prompt:\na cat"
+    assert ANOLE.image_words() == tuple(range(4, 8196))
+    assert LUMINA.image_words() == (*range(4, 8196), 8803)
+    prompts = {model.name: model.prompt_tokens("", lambda text: [9000]) for model in (ANOLE, LUMINA)}
+    assert prompts == {"anole-7b": [0, 9000, 8710, 8197], "lumina-mgpt-7b-768": [0, 9000, 8710, 8197, 8828, 8828]}
+    nulls = [model.wording().without_caption(prompts[model.name], model.vocabulary, list) for model in (ANOLE, LUMINA)]
+    assert nulls == [[0, 8197], [8197, 8828, 8828]]
+    text = LUMINA.wording().template.format(caption="a cat")
+    assert text == "Generate an image of 768x768 according to the following prompt:\na cat"
 
 
 def test_the_published_size_is_seven_billion() -> None:
     # The number of parameters of transformers' ChameleonForConditionalGeneration, its image encoder left out.
-    assert PUBLISHED.parameters == 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096 + 4 * 4096) + 2 * 65536 * 4096 + 4096
-    config = PUBLISHED.transformer(LUMINA, published_vocabulary().token_ids(LUMINA))
-    assert (config.image_tokens, config.vocab_size, config.line_length) == (2352, 8193, 49)
+    parameters = 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096 + 4 * 4096) + 2 * 65536 * 4096 + 4096
+    assert ANOLE.parameters == LUMINA.parameters == parameters
+    sizes = LUMINA.sizes
+    assert (sizes.image_tokens, sizes.vocab_size, sizes.line_length) == (2352, 8193, 49)
 
 
 @pytest.mark.parametrize(
-    ("ids", "told"),
+    ("numbers", "told"),
     [
         ({"<s>": 0}, "no image codes"),
         ({tiny.code_name(0): 4, tiny.code_name(2): 6}, "no image code 1, and others above it"),
     ],
 )
-def test_vocabulary_without_codes_is_refused(ids: dict[str, int], told: str) -> None:
+def test_vocabulary_without_codes_is_refused(numbers: dict[str, int], told: str) -> None:
+    anole = Chameleon("anole", ANOLE.row)
+    anole.vocabulary = Vocabulary(numbers, "a file", "a Chameleon model")
     with pytest.raises(UserError, match=told):
-        _ = ChameleonVocabulary(ids, "a file").codes
-
-
-def test_missing_token_is_named() -> None:
+        anole.image_words()
     with pytest.raises(UserError, match="a file: the vocabulary has no <racm3:break>"):
-        ANOLE.around([], ChameleonVocabulary({"<s>": 0, "<reserved08706>": 1}, "a file"))
+        _ = anole.vocabulary["<racm3:break>"]
 
 
-def test_odd_grids_are_refused_in_sized_prompts() -> None:
-    with pytest.raises(UserError, match="grid 3x4"):
-        replace(LUMINA, grid=(3, 4)).around([], published_vocabulary())
+def test_odd_grids_are_refused_in_sized_prompts(folder: Path) -> None:
+    with pytest.raises(UserError, match="grid 3x4: this model's pictures have an even number of each"):
+        lumina(folder, (3, 4)).wording()
 
 
 @pytest.mark.parametrize(
@@ -91,37 +90,33 @@ def test_odd_grids_are_refused_in_sized_prompts() -> None:
         ({"num_attention_heads": 3}, "num_attention_heads: 3: does not divide the width 32"),
     ],
 )
-def test_impossible_configs_are_refused(changes: dict[str, object], told: str) -> None:
+def test_impossible_configs_are_refused(changes: dict[str, object], told: str, folder: Path) -> None:
+    anole = tiny.anole(folder)
+    anole.config = tiny.config(**changes)
     with pytest.raises(UserError) as caught:
-        read_config(tiny.config(**changes), wrong)
+        _ = anole.sizes
     assert told in caught.value.message
 
 
 def test_newer_config_keys_are_read() -> None:
-    size = read_config({"rope_parameters": {"rope_theta": 500.0}, "swin_norm": True, "num_key_value_heads": 8}, wrong)
-    assert (size.rope_base, size.norm_after, size.kv_heads, size.dim) == (500.0, True, 8, 4096)
+    stated = {"rope_parameters": {"rope_theta": 500.0}, "swin_norm": True, "num_key_value_heads": 8}
+    sizes = Chameleon("anole", ANOLE.row._replace(config={**ANOLE.row.config, **stated})).sizes
+    assert (sizes.rope_base, sizes.norm_after, sizes.kv_heads, sizes.dim) == (500.0, True, 8, 4096)
 
 
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Path:
-    tiny.write_tokenizer(tmp_path / "tokenizer.json")
-    return tmp_path / "tokenizer.json"
-
-
-def test_captions_become_prompts(tokenizer: Path) -> None:
-    vocabulary = chameleon_vocabulary({}, tokenizer, "config.json")
-    words = PromptBuilder(replace(ANOLE, grid=(4, 4)), vocabulary, TextTokenizer(tokenizer)).words("a red lantern")
+def test_captions_become_prompts(folder: Path) -> None:
+    anole = tiny.anole(folder)
     names = ["<s>", "a", "red", "lantern", "<reserved08706>", "<racm3:break>"]
-    assert words == [tiny.vocabulary()[name] for name in names]
-    # "768x768" and ":" are no words of this tokenizer.
-    words = PromptBuilder(replace(LUMINA, grid=(4, 6)), vocabulary, TextTokenizer(tokenizer)).words("red")
+    assert anole.prompt_tokens("a red lantern", anole._encode) == [tiny.vocabulary()[name] for name in names]
+    # "64x96" and ":" are no words of this tokenizer.
+    wide = lumina(folder, (4, 6))
     text = "Generate an image of <unk> according to the following prompt <unk> red"
     names = ["<s>", *text.split(), "<reserved08706>", "<racm3:break>", "<reserved08802>", "<reserved08803>"]
-    assert words == [tiny.vocabulary()[name] for name in names]
+    assert wide.prompt_tokens("red", wide._encode) == [tiny.vocabulary()[name] for name in names]
 
 
 def test_both_prompts_are_padded_on_the_left() -> None:
-    condition = prompt_condition([(one, ANOLE.without_caption(one)) for one in ([0, 9, 8, 7], [0, 9, 9, 9, 8, 7])])
+    condition = prompt_condition([(prompt, [prompt[0], prompt[-1]]) for prompt in ([0, 9, 8, 7], [0, 9, 9, 9, 8, 7])])
     assert condition.values.tolist() == [
         [[1, 1, 0, 9, 8, 7], [1, 1, 1, 1, 0, 7]],
         [[0, 9, 9, 9, 8, 7], [1, 1, 1, 1, 0, 7]],
@@ -130,40 +125,61 @@ def test_both_prompts_are_padded_on_the_left() -> None:
     assert bool((condition.valid.int().diff(dim=-1) >= 0).all())
 
 
-def test_empty_and_long_captions_are_refused(tokenizer: Path) -> None:
-    vocabulary = chameleon_vocabulary({}, tokenizer, "config.json")
-    prompts = PromptBuilder(replace(ANOLE, positions=6), vocabulary, TextTokenizer(tokenizer))
+def test_empty_and_long_captions_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder.parent / "model.yaml"
+    path.write_text("family: anole\ngrid: [4, 4]\ntarget: {checkpoint: target}\n")
+    anole = model_of(str(path))
     with pytest.raises(UserError, match="is empty"):
-        prompts.words("  ")
-    assert len(prompts.words("a red lantern")) == 6
+        anole.check_prompt("  ")
+    monkeypatch.setattr(Chameleon, "longest_prompt", 6)
+    anole.check_prompt("a red lantern")
     with pytest.raises(UserError, match="its prompt has 7 tokens, and at most 6 are taken"):
-        prompts.words("a red lantern over")
+        anole.check_prompt("a red lantern over")
+
+
+def test_a_thousand_captions_parse_the_tokenizer_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenizers import Tokenizer
+
+    path = folder.parent / "model.yaml"
+    path.write_text("family: anole\ngrid: [4, 4]\ntarget: {checkpoint: target}\n")
+    parsed = []
+
+    def read(name: str) -> Any:
+        parsed.append(name)
+        return original(name)
+
+    original = Tokenizer.from_file
+    monkeypatch.setattr("tokenizers.Tokenizer.from_file", read)
+    anole = model_of(str(path))
+    for _ in range(1000):
+        anole.check_prompt("a red lantern")
+    assert len(parsed) == 1
 
 
 def test_missing_and_broken_tokenizers_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
+    folder = tiny.write_target(tmp_path / "target")
+    (folder / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"tokenizer\.json: no such file"):
-        PromptBuilder(ANOLE, published_vocabulary(), TextTokenizer(path)).words("a cat")
-    path.write_text('{"model": ')
+        tiny.anole(folder)._encode("a cat")
+    (folder / "tokenizer.json").write_text('{"model": ')
     with pytest.raises(UserError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
-        PromptBuilder(ANOLE, published_vocabulary(), TextTokenizer(path)).words("a cat")
+        tiny.anole(folder)._encode("a cat")
     with pytest.raises(UserError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
-        chameleon_vocabulary({}, path, "config.json")
+        tiny.anole(folder).image_words()
 
 
-def test_captions_need_the_tokenizers_package(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captions_need_the_tokenizers_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(RefusedError, match="captions need the package tokenizers"):
-        PromptBuilder(ANOLE, published_vocabulary(), TextTokenizer(tokenizer)).words("a cat")
+        tiny.anole(folder)._encode("a cat")
 
 
 def test_invented_prompts_depend_on_words_alone() -> None:
-    prompts = invented_prompts(LUMINA, published_vocabulary(), FIRST_WORD, PUBLISHED.words - 1)
-    one, two = prompts(["a red lantern"]), prompts(["a blue lantern"])
-    assert one.values.equal(prompts(["a red lantern"]).values)
-    same = (one.values == two.values).flatten().tolist()
-    assert same.count(False) == 1
-    assert one.values.max() < PUBLISHED.words
+    condition = LUMINA.random_prompts().condition
+    red, blue = condition(["a red lantern"]), condition(["a blue lantern"])
+    assert red.values.equal(condition(["a red lantern"]).values)
+    assert (red.values == blue.values).flatten().tolist().count(False) == 1
+    assert red.values.max() < 65536
 
 
 def test_listing_and_checking_need_no_torch() -> None:

@@ -167,13 +167,13 @@ _PEAK = """
 import resource, sys, torch
 from pathlib import Path
 from lantern_bench.models.io.checkpoint import open_checkpoint
-from lantern_bench.models.io.state_dict import Piece, fill
+from lantern_bench.models.io.state_dict import Slice, load_into
 path, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
 with torch.device("meta"):
     module = torch.nn.ModuleList([torch.nn.Linear(2048, 3072, bias=False) for _ in range(12)])
-pieces = {f"{n}.weight": (Piece(f"{n}.q", 1024), Piece(f"{n}.k", 1024), Piece(f"{n}.v", 1024)) for n in range(12)}
+pieces = {f"{n}.weight": (Slice(f"{n}.q", 1024), Slice(f"{n}.k", 1024), Slice(f"{n}.v", 1024)) for n in range(12)}
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-fill(module, open_checkpoint(path), pieces, dtype=dtype, device=torch.device("cpu"))
+load_into(module, open_checkpoint(path), pieces, dtype=dtype, device=torch.device("cpu"))
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print((after - before) * 1024 / path.stat().st_size)
 """

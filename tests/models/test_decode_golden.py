@@ -21,12 +21,10 @@ from torch.nn import functional
 import lantern_bench
 from lantern_bench.api import DecodedImage
 from lantern_bench.models.io.state_dict import export
-from lantern_bench.models.llamagen import LlamaGenSize
-from lantern_bench.models.llamagen.checkpoint import build_target, key_map
-from lantern_bench.models.llamagen.text_encoder import left_padded
+from lantern_bench.models.llamagen import key_map
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.target import CaptionFeatures, Condition
-from tests.models import golden_models
+from tests.models import golden_models, tiny_llamagen
 from tests.models.golden_models import GOLDEN
 
 TOLERANCE = 2e-4
@@ -35,11 +33,15 @@ decode = functools.partial(lantern_bench.decode, temperature=0)
 
 def features(model: LoadedModel, embeddings: Tensor, mask: Tensor) -> list[Condition]:
     """Caption features as the model takes them: padded in front, up to its prefix; a condition an image."""
-    values, valid = left_padded(embeddings.float(), mask.bool())
     target: Any = model.target
-    short = target.cls_embedding.uncond_embedding.shape[0] - valid.shape[1]
-    values, valid = functional.pad(values, (0, 0, short, 0)), functional.pad(valid, (short, 0))
-    return [Condition(values[row : row + 1], valid[row : row + 1]) for row in range(len(values))]
+    positions = target.cls_embedding.uncond_embedding.shape[0]
+    conditions = []
+    for row, valid in zip(embeddings.float(), mask.bool(), strict=True):
+        words = row[valid]
+        short = positions - len(words)
+        visible = torch.arange(positions) >= short
+        conditions.append(Condition(functional.pad(words, (0, 0, short, 0))[None], visible[None]))
+    return conditions
 
 
 def names(conditions: Sequence[Condition]) -> list[str]:
@@ -121,6 +123,7 @@ def converted(folder: Path, official: Path, kind: str) -> Path:
     sizes = {"hidden_size": config["dim"], "num_hidden_layers": config["n_layer"], "input_type": kind}
     sizes |= {"num_attention_heads": config["n_head"], "rms_norm_eps": config["norm_eps"]}
     sizes |= {"block_size": config["block_size"], "rope_theta": config["rope_base"], "tie_word_embeddings": False}
+    sizes |= {key: config[key] for key in ("vocab_size", "multiple_of", "caption_dim", "num_classes")}
     (out / "config.json").write_text(json.dumps(sizes))
     target_part = {"checkpoint": out / "model.safetensors", "layout": "hf"}
     return golden_models.write_model(folder / "hf", family=f"llamagen-{kind}", target=target_part)
@@ -184,14 +187,13 @@ def test_picture_equals_official_decoding_of_its_tokens(tmp_path: Path) -> None:
     recorded = load_file(GOLDEN / "llamagen_vq" / "vq_expected.safetensors")
     codes, rows, columns = recorded["codes"], *(int(side) for side in recorded["decode_shape"][2:])
     vocab_size = json.loads((GOLDEN / "llamagen_vq" / "vq_info.json").read_text())["K"]
-    size = LlamaGenSize("c2i", 32, 2, 2, 64, (rows, columns), 1, vocab_size=vocab_size, classes=3)
-    target = build_target(size)
+    config = {"dim": 32, "n_layer": 2, "n_head": 2, "intermediate_size": 64, "num_classes": 3, "vocab_size": vocab_size}
     checkpoint = tmp_path / "target.pt"
-    torch.save(export(target, key_map(target, "official")), checkpoint)
+    torch.save(tiny_llamagen.official_state(tiny_llamagen.llamagen("c2i", (rows, columns), **config)), checkpoint)
     path = golden_models.write_model(
         tmp_path,
-        family="llamagen",
-        target={"checkpoint": checkpoint, "config": {"n_head": 2}},
+        family="llamagen-c2i",
+        target={"checkpoint": checkpoint, "config": config},
         tokenizer={"checkpoint": GOLDEN / "llamagen_vq" / "vq.pt"},
         grid=[rows, columns],
     )

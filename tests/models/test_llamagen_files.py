@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,56 +17,67 @@ from torch import Tensor
 import lantern_bench
 from lantern_bench.cli import main as cli
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models import registry
 from lantern_bench.models.io.state_dict import export
-from lantern_bench.models.llamagen import PUBLISHED, LlamaGenSize
-from lantern_bench.models.llamagen.checkpoint import build_target, key_map
+from lantern_bench.models.llamagen import LlamaGen, TextToImage, key_map
+from lantern_bench.models.random_model import meta_model
 from lantern_bench.models.registry import models
 from lantern_bench.models.target import Condition
 from lantern_bench.models.transformer import grid_rotary, rotary_table
 from tests.models import golden_models, tiny_llamagen
 
-T2I = LlamaGenSize("t2i", 48, 2, 3, 64, (4, 4), 5, vocab_size=32, width=8)
-C2I = LlamaGenSize("c2i", 48, 2, 3, 64, (4, 4), 1, vocab_size=32, classes=7, kv_heads=1)
+T2I = tiny_llamagen.llamagen("t2i", cls_token_num=5, caption_dim=8)
+C2I = tiny_llamagen.llamagen("c2i", (4, 4), n_kv_head=1)
 
 
-@pytest.fixture
-def official() -> Callable[[LlamaGenSize], dict[str, Tensor]]:
-    return tiny_llamagen.official_state
+@pytest.fixture(scope="session")
+def official() -> Callable[[LlamaGen], dict[str, Tensor]]:
+    """The official state dict of a model, made once; tests change copies."""
+    made: dict[int, dict[str, Tensor]] = {}
+
+    def state_of(model: LlamaGen) -> dict[str, Tensor]:
+        if id(model) not in made:
+            made[id(model)] = tiny_llamagen.official_state(model)
+        return {name: tensor.clone() for name, tensor in made[id(model)].items()}
+
+    return state_of
 
 
-def model_of(folder: Path, state: Any, size: LlamaGenSize, **parts: Any) -> Path:
+def model_of(folder: Path, state: Any, model: LlamaGen, config: Mapping[str, Any] | None = None, **parts: Any) -> Path:
+    """The model file of a target with this state; `config` changes what it states of its sizes."""
     folder.mkdir(exist_ok=True)
     torch.save(state, folder / "target.pt")
-    target = {"checkpoint": folder / "target.pt", "config": {"n_head": size.heads}}
-    given: dict[str, Any] = {"family": f"llamagen-{size.kind}", "target": target, "grid": list(size.grid)}
-    return golden_models.write_model(folder, **(given | parts))
+    target = {"checkpoint": folder / "target.pt", "config": {**model.row.config, **(config or {})}}
+    values: dict[str, Any] = {"family": model.family, "target": target, "grid": list(model.sizes.grid)}
+    return golden_models.write_model(folder, **(values | parts))
 
 
-def logits(model: Path, size: LlamaGenSize) -> Tensor:
-    target: Any = golden_models.load(model).target
+def logits(path: Path, model: LlamaGen) -> Tensor:
+    target: Any = golden_models.load(path).target
     generator = torch.Generator().manual_seed(6)
-    valid = torch.ones(2, size.positions, dtype=torch.bool)
+    valid = torch.ones(2, model.sizes.prefix, dtype=torch.bool)
     values = torch.tensor([1, 2])
-    if size.kind == "t2i":
-        values, valid[0, 0] = torch.randn(2, size.positions, size.width, generator=generator), False
+    if isinstance(model, TextToImage):
+        values, valid[0, 0] = torch.randn(2, model.sizes.prefix, model.width, generator=generator), False
     session = target.session(2, True, 1)
     with torch.no_grad():
         return torch.cat(session.prefill(Condition(values, valid))[:2])
 
 
-@pytest.mark.parametrize("size", [T2I, C2I], ids=["t2i", "c2i"])
-def test_layout_round_trip_keeps_logits(size: LlamaGenSize, official: Any, tmp_path: Path) -> None:
-    state = official(size)
-    first = model_of(tmp_path / "first", {"model": state}, size)
-    wanted = logits(first, size)
+@pytest.mark.parametrize("model", [T2I, C2I], ids=["t2i", "c2i"])
+def test_layout_round_trip_keeps_logits(model: LlamaGen, official: Any, tmp_path: Path) -> None:
+    state = official(model)
+    first = model_of(tmp_path / "first", {"model": state}, model)
+    wanted = logits(first, model)
     ours: Any = golden_models.load(first).target
     converted = export(ours, key_map(ours, "hf"))
     assert any(name.endswith("self_attn.k_proj.weight") for name in converted) and "lm_head.weight" in converted
     (tmp_path / "hf").mkdir()
     save_file(converted, tmp_path / "hf" / "model.safetensors")
-    target = {"checkpoint": tmp_path / "hf", "layout": "hf", "config": {"num_attention_heads": size.heads}}
-    second = golden_models.write_model(tmp_path / "hf", family="llamagen", target=target, grid=list(size.grid))
-    assert torch.equal(logits(second, size), wanted)
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(model.row.config))
+    target, grid = {"checkpoint": tmp_path / "hf", "layout": "hf"}, list(model.sizes.grid)
+    second = golden_models.write_model(tmp_path / "hf", family=model.family, target=target, grid=grid)
+    assert torch.equal(logits(second, model), wanted)
     again: Any = golden_models.load(second).target
     back = export(again, key_map(again, "official"))
     assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)
@@ -79,8 +91,6 @@ def test_training_framework_wrappers_are_opened(wrap: dict[str, None] | None, of
 
 
 def test_weights_load_in_the_requested_dtype(official: Any, tmp_path: Path) -> None:
-    from lantern_bench.models import registry
-
     path = str(model_of(tmp_path, official(C2I), C2I))
     loaded: Any = registry.model_of(path).load(torch.device("cpu"), torch.bfloat16)
     assert {parameter.dtype for parameter in loaded.target.parameters()} == {torch.bfloat16}
@@ -116,7 +126,7 @@ def test_invalid_weight_values_are_refused(
     if value is not None:
         state["norm.weight"][3] = value
     save_file(state, tmp_path / "target.safetensors")
-    target = {"checkpoint": tmp_path / "target.safetensors", "config": {"n_head": 3}}
+    target = {"checkpoint": tmp_path / "target.safetensors", "config": C2I.row.config}
     model = golden_models.write_model(tmp_path, family="llamagen-c2i", target=target, grid=[4, 4])
     if said is None:
         assert golden_models.load(model).grid == (4, 4)
@@ -127,7 +137,7 @@ def test_invalid_weight_values_are_refused(
 
 
 def stage_signs() -> dict[str, Any]:
-    table = grid_rotary(LlamaGenSize("c2i", 48, 2, 3, 64, (6, 6), 1).transformer())[: 1 + 36]
+    table = grid_rotary(tiny_llamagen.llamagen("c2i", (6, 6)).sizes)[: 1 + 36]
     margin = torch.cat([table, torch.zeros(10, 8, 2)])
     return {
         "freqs_cis": lambda state: {"model": state | {"freqs_cis": table}},
@@ -150,60 +160,56 @@ def test_checkpoints_of_another_stage_are_refused(sign: str, official: Any, tmp_
 
 
 def test_position_tables_of_another_grid_are_refused(official: Any, tmp_path: Path) -> None:
-    table = grid_rotary(LlamaGenSize("c2i", 48, 2, 3, 64, (2, 8), 1).transformer())[:17]
+    table = grid_rotary(tiny_llamagen.llamagen("c2i", (2, 8)).sizes)[:17]
     with pytest.raises(UserError, match="its position table is of another grid"):
         golden_models.load(model_of(tmp_path, official(C2I) | {"freqs_cis": table}, C2I))
 
 
 def test_block_size_must_match_the_grid(official: Any, tmp_path: Path) -> None:
-    target = {"checkpoint": tmp_path / "target.pt", "config": {"n_head": 3, "block_size": 64}}
     with pytest.raises(UserError, match=r"its config \(block_size 64\) is for a 8x8 grid"):
-        golden_models.load(model_of(tmp_path, official(C2I), C2I, target=target))
-
-
-def test_published_file_names_imply_a_stage(official: Any) -> None:
-    from lantern_bench.models.llamagen.checkpoint import check_stage
-
-    class Named(dict):  # type: ignore[type-arg]
-        path, settings = Path("t2i_XL_stage2_512.pt"), {}
-
-    with pytest.raises(UserError, match=r"published file of that name .* 32x32"):
-        check_stage(Named(), PUBLISHED["llamagen-t2i-stage1"], {}, "")  # type: ignore[arg-type]
-    check_stage(Named(), PUBLISHED["llamagen-t2i-stage2"], {}, "")  # type: ignore[arg-type]
-    check_stage(Named(), T2I, {}, "")  # type: ignore[arg-type]
+        golden_models.load(model_of(tmp_path, official(C2I), C2I, {"block_size": 64}))
+    # Without a grid, a square one is that of the block.
+    assert golden_models.load(model_of(tmp_path, official(C2I), C2I, {"block_size": 16}, grid=None)).grid == (4, 4)
 
 
 def test_other_kinds_of_checkpoint_are_named(official: Any, tmp_path: Path) -> None:
-    for number, (state, size, said) in enumerate(
+    for number, (state, model, said) in enumerate(
         [
             (official(C2I), T2I, "it is LlamaGen, class-conditional, in the official layout"),
             (official(T2I), C2I, "it is LlamaGen, text-conditional, in the official layout"),
             ({"quantize.embedding.weight": torch.ones(2, 2)}, C2I, "it is a VQ tokenizer"),
             ({"fc.weight": torch.ones(2, 4)}, C2I, "it is an EAGLE drafter"),
             ({"model.layers.0.self_attn.q_norm.weight": torch.ones(2)}, T2I, "it is a Chameleon model"),
-            ({"what": torch.ones(2)}, T2I, "none of its keys are known"),
+            ({"what": torch.ones(2)}, T2I, "it has no cls_embedding.uncond_embedding"),
         ]
     ):
         with pytest.raises(UserError, match=said) as caught:
-            golden_models.load(model_of(tmp_path / str(number), state, size))
+            golden_models.load(model_of(tmp_path / str(number), state, model))
         assert "\n" not in caught.value.message
-    target = {"checkpoint": tmp_path / "0" / "target.pt", "layout": "hf", "config": {"n_head": 3}}
-    model = golden_models.write_model(tmp_path, family="llamagen", target=target, grid=[4, 4])
+    target = {"checkpoint": tmp_path / "0" / "target.pt", "layout": "hf", "config": C2I.row.config}
+    model = golden_models.write_model(tmp_path, family="llamagen-c2i", target=target, grid=[4, 4])
     with pytest.raises(UserError, match="is not in the layout hf"):
         golden_models.load(model)
 
 
 def test_sizes_without_a_source_must_be_stated(official: Any, tmp_path: Path) -> None:
     bare = {"checkpoint": tmp_path / "target.pt"}
-    model = model_of(tmp_path, official(C2I), C2I, target=bare)
-    with pytest.raises(UserError, match=r"target\.config\.n_head: missing"):
-        golden_models.load(model)
-    model = model_of(tmp_path, official(C2I), C2I, target=bare | {"config": {"n_head": 5}})
-    with pytest.raises(UserError, match="does not divide the width 48"):
-        golden_models.load(model)
-    model = model_of(tmp_path, official(C2I), C2I, grid=None)
-    with pytest.raises(UserError, match="grid: missing"):
-        golden_models.load(model)
+    state = official(C2I)
+    for target, grid, said in (
+        (bare, [4, 4], r"target\.config\.hidden_size: missing: no checkpoint states it"),
+        (bare | {"config": {**C2I.row.config, "n_head": 5}}, [4, 4], "does not divide the width 48"),
+        (bare | {"config": C2I.row.config}, None, "grid: missing"),
+    ):
+        with pytest.raises(UserError, match=said):
+            golden_models.load(model_of(tmp_path, state, C2I, target=target, grid=grid))
+
+
+def test_a_named_model_has_the_published_sizes(tmp_path: Path, official: Any) -> None:
+    path = model_of(
+        tmp_path, official(C2I), C2I, family="llamagen-c2i-B", target={"checkpoint": tmp_path / "target.pt"}
+    )
+    described = registry.model_of(str(path))
+    assert described.sizes is not None and (described.sizes.dim, described.codes) == (768, 16384)
 
 
 @pytest.mark.parametrize(
@@ -264,25 +270,16 @@ def test_published_drafters_rotate_with_base_10000(
 ) -> None:
     """The published code fixes the base; drafters trained here state `mask_padding` and follow their target."""
     folder = tiny_llamagen.write_drafter(tmp_path / "drafter", T2I, **stated)
-    model = model_of(tmp_path, official(T2I), T2I, drafter={"dir": folder})
-    config = {"n_head": 3, "rope_base": 300.0}
-    model = golden_models.write_model(
-        tmp_path,
-        family="llamagen-t2i",
-        target={"checkpoint": tmp_path / "target.pt", "config": config},
-        drafter={"dir": folder},
-        grid=[4, 4],
-    )
+    model = model_of(tmp_path, official(T2I), T2I, {"rope_base": 300.0}, drafter={"dir": folder})
     loaded: Any = golden_models.load(model)
     assert (loaded.target.config.rope_base, loaded.drafter.config.rope_base) == (300.0, base)
-    wanted = rotary_table(dataclasses.replace(loaded.target.config, rope_base=base), T2I.positions - 1)
+    wanted = rotary_table(dataclasses.replace(loaded.target.config, rope_base=base), T2I.sizes.prefix - 1)
     assert torch.equal(loaded.drafter.rotary, wanted)
 
 
 def test_rope_base_counts_and_rope_theta_beside_it_does_not(official: Any, tmp_path: Path) -> None:
     for config, base in (({"rope_base": 500.0, "rope_theta": 10000.0}, 500.0), ({"rope_theta": 600.0}, 600.0)):
-        target = {"checkpoint": tmp_path / "target.pt", "config": {"n_head": 3, **config}}
-        loaded: Any = golden_models.load(model_of(tmp_path, official(C2I), C2I, target=target))
+        loaded: Any = golden_models.load(model_of(tmp_path, official(C2I), C2I, config))
         assert loaded.target.config.rope_base == base
 
 
@@ -291,8 +288,7 @@ def test_heads_that_rotary_positions_cannot_turn_are_refused(
     heads: int, official: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Half of a head's pairs turn with the row, half with the column: its width must be a multiple of 4."""
-    target = {"checkpoint": tmp_path / "target.pt", "config": {"n_head": heads, "n_kv_head": heads}}
-    model = model_of(tmp_path, official(C2I), C2I, target=target)
+    model = model_of(tmp_path, official(C2I), C2I, {"n_head": heads, "n_kv_head": heads})
     typed = ["generate", "--class", "1", "--model", str(model), "--mode", "ar"]
     assert cli.main([*typed, "--out", str(tmp_path / "picture.png")]) == 2
     said = capsys.readouterr().err
@@ -303,17 +299,15 @@ def test_heads_that_rotary_positions_cannot_turn_are_refused(
 @pytest.mark.parametrize("name", ["class_dropout_prob", "class_dropout_p"])
 def test_class_models_without_a_null_class_are_refused(name: str, official: Any, tmp_path: Path) -> None:
     for chance in (0, 0.0):
-        target = {"checkpoint": tmp_path / "target.pt", "config": {"n_head": 3, name: chance}}
         with pytest.raises(UserError, match=rf"target\.config\.{name}: 0: .* without a null class") as caught:
-            golden_models.load(model_of(tmp_path, official(C2I), C2I, target=target))
+            golden_models.load(model_of(tmp_path, official(C2I), C2I, {name: chance}))
         assert "\n" not in caught.value.message
-    target = {"checkpoint": tmp_path / "target.pt", "config": {"n_head": 3, name: 0.1}}
-    assert golden_models.load(model_of(tmp_path, official(C2I), C2I, target=target)).grid == (4, 4)
+    assert golden_models.load(model_of(tmp_path, official(C2I), C2I, {name: 0.1})).grid == (4, 4)
 
 
 def test_tokenizer_must_be_a_vq_tokenizer(official: Any, tmp_path: Path) -> None:
     model = model_of(tmp_path, official(C2I), C2I, tokenizer={"checkpoint": tmp_path / "target.pt"})
-    with pytest.raises(UserError, match="is no VQ tokenizer: it is LlamaGen, class-conditional"):
+    with pytest.raises(UserError, match="is not a VQ tokenizer of this family: it is LlamaGen, class-conditional"):
         golden_models.load(model)
 
 
@@ -330,8 +324,7 @@ def test_tokenizer_must_be_a_vq_tokenizer(official: Any, tmp_path: Path) -> None
 def test_usage_errors_write_nothing(
     typed: list[str], said: str, official: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = {"checkpoint": tmp_path / "model" / "target.pt", "config": {"n_head": 3, "num_classes": 7}}
-    model = model_of(tmp_path / "model", official(C2I), C2I, target=target)
+    model = model_of(tmp_path / "model", official(C2I), C2I)
     out = tmp_path / "picture.png"
     assert cli.main(["generate", *typed, "--model", str(model), "--mode", "ar", "--out", str(out)]) == 2
     assert said in capsys.readouterr().err and not out.exists()
@@ -367,12 +360,8 @@ def test_published_sizes_match_the_paper() -> None:
     counted = {name: round(card.parameters / 1e6) for name, card in models().items() if card.parameters is not None}
     for scale, millions in {"B": 111, "L": 343, "XL": 775, "XXL": 1411, "3B": 3097}.items():
         assert abs(counted[f"llamagen-c2i-{scale}-384"] - millions) <= 1
-    with torch.device("meta"):
-        target = build_target(PUBLISHED["llamagen-t2i-stage1"])
-    names = key_map(target, "hf")
-    assert sum(len(pieces) for pieces in names.values()) == 330
-    total = sum(parameter.numel() for parameter in target.parameters())
-    assert total == 777923840 == PUBLISHED["llamagen-t2i-stage1"].parameters
-    c2i = PUBLISHED["llamagen-c2i-3B-384"]
-    with torch.device("meta"):
-        assert sum(parameter.numel() for parameter in build_target(c2i).parameters()) == c2i.parameters
+    target: Any = meta_model("llamagen-t2i-stage1").target
+    assert sum(len(slices) for slices in key_map(target, "hf").values()) == 330
+    for name in ("llamagen-t2i-stage1", "llamagen-c2i-B-256", "llamagen-c2i-3B-384"):
+        target = meta_model(name).target
+        assert sum(parameter.numel() for parameter in target.parameters()) == models()[name].parameters

@@ -109,16 +109,18 @@ def test_card_and_full_shape_are_the_published_ones() -> None:
     assert condition.values[0, 1][condition.valid[0, 1]].tolist() == start[-3:]
 
 
+def described(path: Path) -> Any:
+    return model_of(str(path))
+
+
 def test_prompt_is_the_authors(tmp_path: Path) -> None:
     path = tiny.write(tmp_path / "model", tiny.Shape(grid=(8, 4)))
-    family: Any = model_of(str(path))
-    style = family.described._style(family.file)
-    text = style.text("a cat")
-    assert (
-        text == "Generate an image of 32x64 according to the following prompt:\na cat" and style.start == "<|im_end|>"
-    )
+    wording = described(path).wording()
+    text = wording.template.format(caption="a cat")
+    assert text == "Generate an image of 32x64 according to the following prompt:\na cat"
+    assert wording.before == ("<|im_end|>",)
     (path.parent / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|endoftext|>"}))
-    assert family.described._style(family.file).start == "<|endoftext|>"
+    assert described(path).wording().before == ("<|endoftext|>",)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,20 @@ import pytest
 import torch
 
 from lantern_bench.cli import main as cli
-from lantern_bench.models.llamagen import LlamaGenSize
-from lantern_bench.models.llamagen.family import T2I
+from lantern_bench.models import registry
+from lantern_bench.models.llamagen import TextToImage
+from lantern_bench.models.model import Published
 from lantern_bench.models.random_model import meta_model, random_model, sizes_of
 
-SMALL = LlamaGenSize("t2i", 32, 2, 2, 64, (2, 2), 6, vocab_size=16384, width=8)
+SMALL = {"dim": 32, "n_layer": 2, "n_head": 2, "intermediate_size": 64, "cls_token_num": 6, "caption_dim": 8}
+SMALL_VQ = {"channels": 32, "z_channels": 32, "channel_mult": (1, 1), "res_blocks": 1}
+
+
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the published model have small sizes, but all its codes."""
+    row = Published("small", SMALL, SMALL_VQ, (2, 2))
+    described = TextToImage("llamagen-t2i-stage1", row)
+    monkeypatch.setattr(registry, "models", lambda: {described.name: described})
 
 
 def test_sizes_are_computed_on_the_meta_device() -> None:
@@ -41,7 +50,7 @@ def test_dry_run_prints_sizes_and_writes_nothing(tmp_path: Path, capsys: pytest.
 
 
 def test_random_weights_depend_only_on_the_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(T2I._sizes, "llamagen-t2i-stage1", SMALL)
+    small(monkeypatch)
     made = [
         random_model("llamagen-t2i-stage1", torch.device("cpu"), dtype, torch.Generator().manual_seed(3))
         for dtype in (torch.float32, torch.float32, torch.bfloat16)
@@ -61,7 +70,7 @@ def test_random_weights_depend_only_on_the_seed(tmp_path: Path, monkeypatch: pyt
 def test_generate_warns_that_the_weights_are_random(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(T2I._sizes, "llamagen-t2i-stage1", SMALL)
+    small(monkeypatch)
     out = tmp_path / "picture.png"
     typed = ["generate", "--model", "llamagen-t2i-stage1", "--random-weights", "--out", str(out)]
     assert cli.main([*typed, "--tree", "small-7"]) == 0

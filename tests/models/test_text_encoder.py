@@ -12,15 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoTokenizer, T5EncoderModel
 
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models.llamagen import text_encoder
-from lantern_bench.models.llamagen.text_encoder import CaptionFeatureSource, cleaned, left_padded
+from lantern_bench.models import t5 as t5_module
+from lantern_bench.models.t5 import CaptionEncoder, cleaned
 from tests.models.tiny_t5 import WIDTH, save_tiny_t5
 
-GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden"))
 CAPTIONS = ["A cat on the grass", "two red lanterns over a lake at dusk"]
 
 
@@ -31,7 +29,7 @@ def t5(tmp_path_factory):
 
 def source(folder, cache, **more):
     options = {"positions": 24, "width": WIDTH, "dtype": torch.float32, "model": "llamagen-t2i-stage1"}
-    return CaptionFeatureSource(folder, cache, **options | more)
+    return CaptionEncoder(folder, cache, **options | more)
 
 
 def by_transformers(folder, caption, positions=24):
@@ -63,26 +61,6 @@ def test_features_equal_transformers_padded_left(t5, tmp_path):
     assert valid.sum(dim=1).tolist() == [6, 9] and values.dtype == torch.float32
 
 
-def test_padding_equals_the_recorded_official_one():
-    for file, pairs in (
-        ("llamagen_gpt/t2i_expected.safetensors", [("", "")]),
-        ("end_to_end/e2e_expected.safetensors", [("full.", ""), ("padded.", "")]),
-    ):
-        recorded = load_file(GOLDEN / file)
-        for prefix, _ in pairs:
-            given = [recorded[f"{prefix}t5_{name}_right_padded"] for name in ("embeddings", "mask")]
-            values, valid = left_padded(given[0], given[1])
-            assert torch.equal(values, recorded[f"{prefix}caption_embs"])
-            assert torch.equal(valid, recorded[f"{prefix}emb_masks"].bool())
-            again = left_padded(values, valid)
-            assert torch.equal(again.values, values) and torch.equal(again.valid, valid)
-
-
-def test_masks_with_holes_are_refused():
-    with pytest.raises(ValueError, match="stand together"):
-        left_padded(torch.ones(1, 4, 2), torch.tensor([[1, 0, 1, 0]]))
-
-
 def test_whole_t5_checkpoints_serve_as_encoders(tmp_path):
     folder = save_tiny_t5(tmp_path / "whole", whole=True)
     values, _ = source(folder, tmp_path / "cache")(CAPTIONS[:1])
@@ -97,15 +75,15 @@ def test_long_captions_are_truncated(t5, tmp_path):
 
 def test_captions_are_encoded_once_and_encoder_freed(t5, tmp_path, monkeypatch):
     loads, models = [], []
-    real = text_encoder._Encoder
+    real = t5_module.load_t5
 
-    class Watched(real):
-        def __init__(self, *args):
-            super().__init__(*args)
-            loads.append(1)
-            models.append(weakref.ref(self.model))
+    def watched(*args):
+        tokenizer, model = real(*args)
+        loads.append(1)
+        models.append(weakref.ref(model))
+        return tokenizer, model
 
-    monkeypatch.setattr(text_encoder, "_Encoder", Watched)
+    monkeypatch.setattr(t5_module, "load_t5", watched)
     features = source(t5, tmp_path)
     assert list(features.prepare([*CAPTIONS, CAPTIONS[0]])) == [(0, 2), (1, 2), (2, 2)]
     gc.collect()
@@ -200,7 +178,7 @@ def test_other_folders_are_refused_in_one_line(t5, tmp_path):
 def test_damaged_feature_files_are_refused(t5, tmp_path):
     features = source(t5, tmp_path)
     features(CAPTIONS)
-    one, two = (features._features().path(caption) for caption in CAPTIONS)
+    one, two = (features.cache.path(caption) for caption in CAPTIONS)
     one.write_bytes(two.read_bytes())
     with pytest.raises(RefusedError, match="of another caption"):
         features(CAPTIONS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -11,14 +10,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lantern_bench.models.vq import VQConfig, VQModel, load_vq
+from lantern_bench.models.io.checkpoint import open_checkpoint
+from lantern_bench.models.vq import VQConfig, VQModel, load_vq, same_name
 
 GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden")) / "llamagen_vq"
 
 
 @pytest.fixture(scope="module")
 def model() -> VQModel:
-    return load_vq(GOLDEN / "vq.pt", torch.device("cpu"), json.loads((GOLDEN / "vq_info.json").read_text()))
+    checkpoint, device = open_checkpoint(GOLDEN / "vq.pt"), torch.device("cpu")
+    return load_vq(checkpoint, same_name, device, unit_codes=True, ignored="quantize.codebook_used")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Chameleon's image tokenizer from vqgan.ckpt and vqgan.yaml, against its decoder written out; what is refused."""
+"""Chameleon's image tokenizer from vqgan.ckpt, against its decoder written out; what is refused."""
 
 from __future__ import annotations
 
@@ -6,33 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 from torch.nn import functional
 
 from lantern_bench.errors import UserError
-from lantern_bench.models.chameleon.checkpoint import PUBLISHED_VQGAN, load_vqgan, read_vqgan_config
+from lantern_bench.models.io.checkpoint import open_checkpoint
+from lantern_bench.models.vq import VQModel, load_vq, taming_names
 from tests.models import tiny_chameleon as tiny
 
-CPU = torch.device("cpu")
-PUBLISHED_YAML = {
-    "model": {
-        "base_learning_rate": 4.5e-06,
-        "target": "taming.models.vqgan.VQModel",
-        "params": {
-            "embed_dim": 256,
-            "n_embed": 8192,
-            "ddconfig": {
-                "double_z": False, "z_channels": 256, "resolution": 512, "in_channels": 3, "out_ch": 3, "ch": 128,
-                "ch_mult": [1, 1, 2, 2, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
-            },
-        },
-    }
-}  # fmt: skip
 
-
-def wrong(key: str, text: str) -> UserError:
-    return UserError(f"{key}: {text}")
+def load_vqgan(path: Path) -> VQModel:
+    return load_vq(open_checkpoint(path), taming_names, torch.device("cpu"), ignored=r"loss\.")
 
 
 @pytest.fixture
@@ -77,7 +61,7 @@ def decoded(state: dict[str, Tensor], codes: Tensor) -> Tensor:
 
 @torch.no_grad()
 def test_decoder_equals_a_written_out_one(checkpoint: Path) -> None:
-    model = load_vqgan(checkpoint, CPU)
+    model = load_vqgan(checkpoint)
     state = torch.load(checkpoint, weights_only=True)["state_dict"]
     codes = torch.randint(tiny.CODES, (4, 3), generator=torch.Generator().manual_seed(2))
     pixels = model.decode_tokens(codes.reshape(1, -1), (4, 3))
@@ -87,7 +71,7 @@ def test_decoder_equals_a_written_out_one(checkpoint: Path) -> None:
 
 @torch.no_grad()
 def test_encoding_finds_the_nearest_stored_row(checkpoint: Path) -> None:
-    model = load_vqgan(checkpoint, CPU)
+    model = load_vqgan(checkpoint)
     picture = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(3)) * 2 - 1
     encoded = model.encode(picture)
     latents = encoded.latents.permute(0, 2, 3, 1)
@@ -96,49 +80,18 @@ def test_encoding_finds_the_nearest_stored_row(checkpoint: Path) -> None:
     assert model.codebook(normalised=True).equal(model.codebook())
 
 
-def test_published_yaml_is_read() -> None:
-    assert read_vqgan_config(PUBLISHED_YAML, wrong) == PUBLISHED_VQGAN
-
-
-@pytest.mark.parametrize(
-    ("where", "value", "told"),
-    [
-        ("embed_dim", None, "embed_dim: missing"),
-        ("n_embed", -3, "n_embed: -3: must be a whole number above 0"),
-        ("ddconfig", None, "ddconfig: missing"),
-        ("ddconfig.ch_mult", [1, "2"], "ch_mult: 2: must be"),
-        ("ddconfig.double_z", True, "double_z: true"),
-        ("ddconfig.attn_resolutions", [16], "attn_resolutions: [16]: only the lowest resolution (32) can attend"),
-    ],
-)
-def test_impossible_yamls_are_refused(where: str, value: object, told: str) -> None:
-    stated = yaml.safe_load(yaml.safe_dump(PUBLISHED_YAML))
-    *path, last = where.split(".")
-    at = stated["model"]["params"]
-    for key in path:
-        at = at[key]
-    if value is None:
-        del at[last]
-    else:
-        at[last] = value
-    with pytest.raises(UserError) as caught:
-        read_vqgan_config(stated, wrong)
-    assert told in caught.value.message
-
-
-def test_missing_yaml_is_refused(checkpoint: Path) -> None:
-    checkpoint.with_suffix(".yaml").unlink()
-    with pytest.raises(UserError, match=r"vqgan\.yaml: no such file"):
-        load_vqgan(checkpoint, CPU)
-
-
 def test_truncated_and_foreign_files_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     whole = checkpoint.read_bytes()
     checkpoint.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match="truncated"):
-        load_vqgan(checkpoint, CPU)
+        load_vqgan(checkpoint)
     torch.save({"state_dict": {"encoder.conv_in.weight": torch.zeros(1)}}, checkpoint)
+    with pytest.raises(UserError, match="is not a VQ tokenizer of this family: it has no"):
+        load_vqgan(checkpoint)
+    state = torch.load(tiny.write_vqgan(tmp_path / "other"), weights_only=True)["state_dict"]
+    del state["decoder.up.0.block.0.conv1.weight"]
+    torch.save(state | {"decoder.conv_out.bias": torch.zeros(4)}, checkpoint)
     with pytest.raises(UserError) as caught:
-        load_vqgan(checkpoint, CPU)
-    assert "missing" in caught.value.message and "decoder.up.0.block.0.conv1.weight" in caught.value.message
-    assert "encoder.conv_in.weight is 1, not 32x3x3x3" in caught.value.message
+        load_vqgan(checkpoint)
+    assert "1 missing: decoder.up.0.block.0.conv1.weight" in caught.value.message
+    assert "decoder.conv_out.bias is 4, not 3" in caught.value.message

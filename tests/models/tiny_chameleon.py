@@ -9,10 +9,12 @@ import json
 from pathlib import Path
 
 import torch
-import yaml
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from torch import Tensor
+
+from lantern_bench.models.chameleon import Chameleon
+from lantern_bench.models.model import Published
 
 DIM, HEADS, FFN, WORDS, CODES, LAYERS = 32, 4, 48, 160, 64, 2
 TEXT = ("a", "red", "lantern", "over", "Generate", "an", "image", "of", "according", "to", "the", "following", "prompt")
@@ -104,19 +106,14 @@ def write_drafter(folder: Path) -> Path:
 
 
 def write_vqgan(folder: Path) -> Path:
-    """vqgan.ckpt and vqgan.yaml with the names of taming-transformers; returns the checkpoint."""
-    from lantern_bench.models.vq import VQConfig, VQModel, vqgan_key_map
+    """vqgan.ckpt with the names of taming-transformers; returns the checkpoint."""
+    from lantern_bench.models.vq import VQConfig, VQModel, taming_names
 
     folder.mkdir(parents=True)
-    network = {"double_z": False, "z_channels": 32, "resolution": 32, "in_channels": 3, "out_ch": 3, "ch": 32}
-    network |= {"ch_mult": [2, 1], "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0}
-    params = {"embed_dim": 8, "n_embed": CODES, "ddconfig": network, "lossconfig": {"target": "none"}}
-    (folder / "vqgan.yaml").write_text(yaml.safe_dump({"model": {"params": params}}))
     with torch.random.fork_rng():
         torch.manual_seed(3)  # fresh layers draw from torch's own stream
         model = VQModel(VQConfig(CODES, 8, 32, 32, (2, 1), 1, unit_codes=False, attention=False))
-    names = {ours: pieces[0].key for ours, pieces in vqgan_key_map(model).items()}
-    state = {names[ours]: tensor for ours, tensor in model.state_dict().items()}
+    state = {taming_names(name, 2): tensor for name, tensor in model.state_dict().items()}
     torch.save({"state_dict": state | {"loss.logvar": torch.zeros(1)}}, folder / "vqgan.ckpt")
     return folder / "vqgan.ckpt"
 
@@ -132,3 +129,9 @@ def write_model_file(folder: Path, family: str, grid: tuple[int, int]) -> Path:
         "tokenizer: {checkpoint: vq/vqgan.ckpt}\ndrafter: {dir: drafter}\n"
     )
     return path
+
+
+def anole(folder: Path, **config: object) -> Chameleon:
+    """The model of a target's folder before it is loaded, with pictures of 3 x 4 codes; `config` changes its sizes."""
+    row = Published("Anole", config, {}, (3, 4))
+    return Chameleon("anole", row, {"target": folder})

@@ -11,22 +11,32 @@ from torch import Tensor
 
 from lantern_bench.models.eagle import build_drafter, drafter_config, drafter_key_map
 from lantern_bench.models.io.state_dict import export
-from lantern_bench.models.llamagen import LlamaGenSize
-from lantern_bench.models.llamagen.checkpoint import build_target, key_map
+from lantern_bench.models.llamagen import ClassToImage, LlamaGen, TextToImage, key_map
+from lantern_bench.models.model import Published
 from lantern_bench.models.vq import VQConfig, VQModel
 from tests.models import golden_models
 from tests.models.tiny_t5 import WIDTH
 
 CODES = 32
-SIZES = {
-    "t2i": LlamaGenSize("t2i", 48, 2, 3, 64, (4, 4), 12, vocab_size=CODES, width=WIDTH),
-    "c2i": LlamaGenSize("c2i", 48, 2, 3, 64, (3, 5), 1, vocab_size=CODES, classes=7),
+FAMILIES = {"t2i": TextToImage, "c2i": ClassToImage}
+GRIDS = {"t2i": (4, 4), "c2i": (3, 5)}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "t2i": {"dim": 48, "n_layer": 2, "n_head": 3, "intermediate_size": 64, "vocab_size": CODES, "cls_token_num": 12},
+    "c2i": {"dim": 48, "n_layer": 2, "n_head": 3, "intermediate_size": 64, "vocab_size": CODES, "num_classes": 7},
 }
+CONFIGS["t2i"]["caption_dim"] = WIDTH
 
 
-def official_state(size: LlamaGenSize, seed: int = 5) -> dict[str, Tensor]:
+def llamagen(kind: str, grid: tuple[int, int] | None = None, **config: Any) -> LlamaGen:
+    """The model of a kind before it is loaded; `config` changes its sizes."""
+    row = Published("tiny", CONFIGS[kind] | config, {}, grid or GRIDS[kind])
+    model: LlamaGen = FAMILIES[kind]("tiny", row)
+    return model
+
+
+def official_state(model: LlamaGen, seed: int = 5) -> dict[str, Tensor]:
     """The target's weights in the official layout."""
-    target = build_target(size)
+    target = model.new_target()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in target.parameters():
@@ -34,12 +44,13 @@ def official_state(size: LlamaGenSize, seed: int = 5) -> dict[str, Tensor]:
     return export(target, key_map(target, "official"))
 
 
-def write_drafter(folder: Path, size: LlamaGenSize, **stated: Any) -> Path:
+def write_drafter(folder: Path, model: LlamaGen, **stated: Any) -> Path:
     """A folder with a drafter in the published layout; `stated` goes into its config.json."""
-    target = build_target(size)
-    config = {"hidden_size": size.dim, "vocab_size": size.vocab_size, "num_attention_heads": size.heads}
-    config |= {"num_key_value_heads": size.kv_heads or size.heads, "intermediate_size": 32, "num_hidden_layers": 1}
-    drafter = build_drafter(drafter_config(config, target.config, folder), target)
+    target = model.new_target()
+    sizes = target.config
+    config = {"hidden_size": sizes.dim, "vocab_size": sizes.vocab_size, "num_attention_heads": sizes.heads}
+    config |= {"num_key_value_heads": sizes.kv_heads or sizes.heads, "intermediate_size": 32, "num_hidden_layers": 1}
+    drafter = build_drafter(drafter_config(config, sizes, folder), target)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config | stated))
     torch.save(export(drafter, drafter_key_map(drafter)), folder / "pytorch_model.bin")
@@ -56,14 +67,14 @@ def write_tokenizer(path: Path) -> Path:
 
 def write_model_file(folder: Path, kind: str, **parts: Any) -> Path:
     """A whole model and the YAML file that describes it; a part given as None is left out of the file."""
-    size = SIZES[kind]
+    model = llamagen(kind)
     folder.mkdir(parents=True)
-    torch.save({"model": official_state(size)}, folder / "target.pt")
-    given: dict[str, Any] = {
+    torch.save({"model": official_state(model)}, folder / "target.pt")
+    values: dict[str, Any] = {
         "family": f"llamagen-{kind}",
-        "target": {"checkpoint": folder / "target.pt", "config": {"n_head": size.heads}},
+        "target": {"checkpoint": folder / "target.pt", "config": CONFIGS[kind]},
         "tokenizer": {"checkpoint": write_tokenizer(folder / "vq.pt")},
-        "drafter": {"dir": write_drafter(folder / "drafter", size)},
-        "grid": list(size.grid),
+        "drafter": {"dir": write_drafter(folder / "drafter", model)},
+        "grid": list(GRIDS[kind]),
     } | parts
-    return golden_models.write_model(folder, **{key: part for key, part in given.items() if part is not None})
+    return golden_models.write_model(folder, **{key: part for key, part in values.items() if part is not None})

@@ -99,7 +99,8 @@ def test_incomplete_weights_name_the_command(monkeypatch: pytest.MonkeyPatch) ->
         ("anole-7b", "tokenizer"),
         ("anole-7b", "drafter"),
     }
-    monkeypatch.setattr(doctor, "find_part", lambda model, part: (model, part) in here or None)
+    names = {id(part): (model, name) for model, parts in doctor.PARTS.items() for name, part in parts.items()}
+    monkeypatch.setattr(doctor, "local_path", lambda part: names[id(part)] in here or None)
     listed, lacking = doctor._weights()
     assert listed.state == "ok" and "anole-7b" in listed.result
     assert lacking.state == "warning" and lacking.result == "llamagen-c2i-B-256 lacks tokenizer"

@@ -8,10 +8,8 @@ Which names a model needs is decided in `state_dict`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import pickle
-import pickletools
 import re
 import warnings
 import zipfile
@@ -77,6 +75,21 @@ class Checkpoint(Mapping[str, Tensor]):
         names = {name: rename(name) for name in self._tensors}
         return Checkpoint(self.path, {new: self._tensors[old] for old, new in names.items() if new is not None})
 
+    def inside(self, prefix: str) -> Checkpoint:
+        """The tensors whose names begin with a prefix, by their names without it."""
+        return self.renamed(lambda name: name.removeprefix(prefix) if name.startswith(prefix) else None)
+
+    def require(self, ending: str, wanted: str) -> None:
+        """Raise `UserError`, in one line, unless the name of a tensor ends like this; `wanted` says what it shows."""
+        if not any(name.endswith(ending) for name in self):
+            raise self.is_not(wanted, f"it has no {ending}")
+
+    def is_not(self, wanted: str, reason: str) -> UserError:
+        """Return the error for a checkpoint of another kind; `reason` where its kind is not known."""
+        kind = what_is(self)
+        text = f"it is {kind}" if kind is not None and kind not in wanted else reason
+        return UserError(f"{self.path}: is not {wanted}: {text}", "Give the checkpoint of this model.")
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it."""
         file, name = self._tensors[name]
@@ -102,11 +115,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises `UserError` for a file that is missing, truncated, no checkpoint, or a pickle with code.
     """
     files: dict[str, _File] = {}
-    for part in map(_open, _files_of(path)):
-        for name in part.shapes:
+    for file in map(_open, _files_of(path)):
+        for name in file.shapes:
             if name in files:
                 raise UserError(f"{path}: {name} is in two of its files", _ADVICE)
-            files[name] = part
+            files[name] = file
     clean = {name: _WRAPPERS.sub("", name) for name in files}
     if clean and all(name.startswith("module.") for name in clean.values()):
         clean = {name: short.removeprefix("module.") for name, short in clean.items()}
@@ -167,8 +180,8 @@ class _Safetensors:
 
     def tensor(self, name: str) -> Tensor:
         with safe_open(self.path, "pt") as file:
-            found: Tensor = file.get_tensor(name)
-        return found
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
 
 
 class _Pickled:
@@ -188,9 +201,9 @@ class _Pickled:
             self._state, self._touched = None, 0
         if self._state is None:
             self._state = _state_dict(self.path, self._load())
-        found = self._state[name]
-        self._touched += found.nbytes
-        return found
+        tensor = self._state[name]
+        self._touched += tensor.nbytes
+        return tensor
 
     def _load(self) -> Any:
         if self._zipped and not zipfile.is_zipfile(self.path):
@@ -203,8 +216,9 @@ class _Pickled:
                 return torch.load(self.path, map_location="cpu", mmap=self._zipped or None, weights_only=True)
         except pickle.UnpicklingError as error:
             problem, advice = f"cannot be read as a checkpoint ({_short(error)})", _ADVICE
-            if (code := _code_in(self.path, str(error))) is not None:
-                problem = f"is a pickle with code in it ({code}); such files are neither run nor loaded"
+            # Torch's message names the function that the pickle would call.
+            if code := re.search(r"GLOBAL `?([A-Za-z_][\w.]*)|(?:global:?|class) `?(\w+\.[\w.]+)", str(error)):
+                problem = f"is a pickle with code in it ({code[1] or code[2]}); such files are neither run nor loaded"
                 advice = "Save the state dict alone, or convert it to safetensors."
             raise UserError(f"{self.path}: {problem}", advice) from error
         except (RuntimeError, EOFError, ValueError, LookupError, AttributeError, OSError) as error:
@@ -217,8 +231,8 @@ _File: TypeAlias = _Safetensors | _Pickled
 def _state_dict(path: Path, loaded: Any) -> Mapping[str, Tensor]:
     """The state dict in the content of a file, in as many containers as there are; else raises `UserError`."""
     if not isinstance(loaded, Mapping) or not loaded:
-        what = "nothing" if isinstance(loaded, Mapping) else f"a {type(loaded).__name__}"
-        raise UserError(f"{path}: holds {what}, not tensors by name")
+        content = "nothing" if isinstance(loaded, Mapping) else f"a {type(loaded).__name__}"
+        raise UserError(f"{path}: holds {content}, not tensors by name")
     for name in _CONTAINERS:
         if isinstance(loaded.get(name), Mapping):
             return _state_dict(path, loaded[name])
@@ -232,21 +246,3 @@ def _short(error: BaseException) -> str:
     """The first sentence of an error, in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return re.split(r"(?<=[.:]) ", text, maxsplit=1)[0][:120].rstrip(".:")
-
-
-def _code_in(path: Path, said: str) -> str | None:
-    """The function a pickle would call, from torch's message or else from the pickle's opcodes; runs nothing."""
-    named = re.search(r"GLOBAL `?([A-Za-z_][\w.]*)", said) or re.search(r"(?:global:?|class) `?(\w+\.[\w.]+)", said)
-    if named is not None:
-        return named[1]
-    words: list[str] = []
-    # A file that is no pickle ends the search.
-    with contextlib.suppress(ValueError, OSError), path.open("rb") as file:
-        for code, argument, _at in pickletools.genops(file):
-            if code.name == "GLOBAL":
-                return str(argument).replace(" ", ".")
-            if code.name == "STACK_GLOBAL":
-                return ".".join(words[-2:])
-            if isinstance(argument, str):
-                words.append(argument)
-    return None

@@ -138,6 +138,11 @@ class ModelFile(_AnyModelFile):
     text_encoder: FolderPart | None = None
     neighbours: TablePart | None = None
 
+    def paths(self) -> dict[str, Path]:
+        """Return the path of each part that the file names."""
+        parts = {name: getattr(self, name) for name in ("target", "tokenizer", "drafter", "text_encoder", "neighbours")}
+        return {name: part.path for name, part in parts.items() if part is not None}
+
 
 class ExternalDrafter(_AnyModelFile):
     """A file that gives a model another drafter; `model` is the model's name, or the path of its own file."""

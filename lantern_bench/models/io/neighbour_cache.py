@@ -1,100 +1,86 @@
-"""Nearest-code tables on disk: computed once per codebook and space, kept beside the tokenizer, checked when read.
+"""Nearest-code tables on disk: computed once per codebook and space, and kept in the user's cache directory.
 
-A table's file is named by the space and a hash of the codebook and holds both, with the table's own hash: a table is
-never used for another codebook, and a damaged one is refused. `decoding/neighbours.py` defines the distances.
+A table's file is named by the space and a hash of the codebook and holds the table's own hash: a table is never used
+for another codebook, and a damaged one is computed again. `decoding/neighbours.py` defines the distances.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from lantern_bench.decoding.neighbours import Space, in_space, index_dtype, nearest_codes
-from lantern_bench.errors import RefusedError
 from lantern_bench.models.io.files import write_atomically
+
+_WIDTH = 1000  # columns of a table on disk: published settings use at most so many neighbours
 
 
 def neighbour_table(
-    codebook: Tensor,
-    space: Space,
-    columns: int,
-    folder: Path | None = None,
-    k_max: int = 1000,
-    device: torch.device | str = "cpu",
-    on_rows: Callable[[int], None] | None = None,
+    codebook: Tensor, space: Space, columns: int, folder: Path | None = None, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """At least `columns` nearest codes of every code, [V, k] on the CPU in the smallest integer type.
+    """Return at least `columns` nearest codes of every code, [V, k] on the CPU in the smallest integer type.
 
-    `codebook` [V, d] raw rows. With a `folder` the table there is read, or computed with max(k_max, columns) columns
-    and written where possible; published settings use at most 1000. Raises `RefusedError` for a damaged table and
+    `codebook` [V, d] raw rows. With a `folder` the table there is read, or computed and written where possible. Raises
     ValueError for more columns than there are other codes.
     """
     codes = codebook.shape[0]
-    path = table_path(folder, codebook, space) if folder is not None else None
+    path = None if folder is None else table_path(folder, codebook, space)
     if path is not None and path.is_file():
-        table = read_table(path, codebook, space)
-        if table.shape[1] >= columns:
+        table = _read(path, codes)
+        if table is not None and table.shape[1] >= columns:
             return table
-    width = max(columns, min(k_max, codes - 1)) if path is not None else columns
+    width = columns if path is None else max(columns, min(_WIDTH, codes - 1))
     rows = in_space(codebook.to(device), space)
-    table = nearest_codes(rows, width, dtype=index_dtype(codes), on_rows=on_rows).cpu()
+    table = nearest_codes(rows, width, dtype=index_dtype(codes)).cpu()
     if path is not None:
         # In a read-only directory the table is computed again each time.
         with contextlib.suppress(OSError):
-            write_table(path, table, codebook, space)
+            write_atomically(path, save({"table": table}, metadata={"table_sha256": _sha256(table)}))
     return table
 
 
 def table_path(folder: Path, codebook: Tensor, space: Space) -> Path:
-    """The file of a codebook's table: `nearest-<space>-<hash of the codebook>.safetensors`."""
-    return folder / f"nearest-{space}-{codebook_sha256(codebook)[:12]}.safetensors"
+    """Return the file of a codebook's table: `nearest-<space>-<hash of the codebook>.safetensors`."""
+    return folder / f"nearest-{space}-{_sha256(codebook.detach().float().cpu())[:32]}.safetensors"
 
 
-def codebook_sha256(codebook: Tensor) -> str:
-    """The SHA-256 of the raw rows as float32, row by row, in hex."""
-    return _sha256(codebook.detach().float().cpu())
-
-
-def write_table(path: Path, table: Tensor, codebook: Tensor, space: Space) -> None:
-    """Write a table [V, k] atomically with the space and hash of its codebook. Raises OSError."""
-    kept = table.to(index_dtype(codebook.shape[0])).cpu().contiguous()
-    write_atomically(path, save({"table": kept}, metadata=_facts(codebook, space) | {"table_sha256": _sha256(kept)}))
-
-
-def read_table(path: Path, codebook: Tensor, space: Space) -> Tensor:
-    """Read a table; raises `RefusedError` for a damaged one and for one of another codebook or space."""
+def _read(path: Path, codes: int) -> Tensor | None:
+    """Read a table of the cache; None for a damaged one."""
     try:
         with safe_open(path, framework="pt") as file:
-            facts: dict[str, Any] = file.metadata() or {}
+            metadata = file.metadata() or {}
             table: Tensor = file.get_tensor("table")
-    except (OSError, SafetensorError) as error:
-        raise _refused(path, f"cannot be read: {error}") from error
-    for key, value in _facts(codebook, space).items():
-        if facts.get(key) != value:
-            raise _refused(path, f"its {key.replace('_', ' ')} is {facts.get(key)}, not {value}")
-    if facts.get("table_sha256") != _sha256(table) or table.shape[0] != codebook.shape[0]:
-        raise _refused(path, "its hash differs from the recorded one")
-    return table
-
-
-def _facts(codebook: Tensor, space: Space) -> dict[str, str]:
-    return {"format": "lantern-bench nearest codes 1", "space": space, "codebook_sha256": codebook_sha256(codebook)}
+    except (OSError, SafetensorError):
+        return None
+    return table if metadata.get("table_sha256") == _sha256(table) and len(table) == codes else None
 
 
 def _sha256(rows: Tensor) -> str:
     return hashlib.sha256(rows.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def _refused(path: Path, why: str) -> RefusedError:
-    return RefusedError(
-        f"{path}: not a table of nearest codes of this codebook: {why}",
-        "Remove it; the table is computed again when it is next needed.",
-    )
+def read_own_table(path: Path, codes: int) -> Tensor:
+    """Read a user's table of nearest codes, int32 [V, k]; raises ValueError for one that is malformed."""
+    try:
+        if path.suffix == ".safetensors":
+            arrays = load_file(path)
+            table = arrays.get("nearest", arrays.get("table"))
+        else:
+            read = np.load(path, allow_pickle=False)
+            table = torch.from_numpy((read["nearest"] if isinstance(read, np.lib.npyio.NpzFile) else read).astype("i8"))
+    except (OSError, ValueError, KeyError, TypeError, EOFError, SafetensorError) as error:
+        raise ValueError(f"{path.name}: cannot be read as .npy, .npz or .safetensors") from error
+    if table is None or table.dim() != 2 or table.is_floating_point() or table.shape[0] != codes:
+        shape = "nothing called nearest" if table is None else "x".join(map(str, table.shape))
+        raise ValueError(f"{path.name}: must hold whole numbers [{codes}, k], not {shape}")
+    table = table.long()
+    if not bool(((table >= 0) & (table < codes)).all()) or bool((table == torch.arange(codes)[:, None]).any()):
+        raise ValueError(f"{path.name}: each row must name other codes, from 0 to {codes - 1}")
+    return table.int()

@@ -1,4 +1,4 @@
-"""State dicts: key maps from a checkpoint's names to ours, loading with every error at once, export, HF Llama names.
+"""State dicts: key maps from a checkpoint's names to ours, loading with every error at once, and export.
 
 A key map says which tensors of a checkpoint make up each tensor of a module. `llama_key_map` is that of transformers'
 Llama, which LlamaGen's conversion, Chameleon and the published drafters use for their layers.
@@ -6,6 +6,7 @@ Llama, which LlamaGen's conversion, Chameleon and the published drafters use for
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
@@ -19,64 +20,58 @@ from lantern_bench.models.transformer_config import TransformerConfig
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class Piece(NamedTuple):
-    """A tensor of a checkpoint as part of one of ours.
-
-    It fills `rows` of ours along the first axis (None: all). `prepare` converts the file's tensor into ours, `undo` is
-    its inverse; both keep the shape. Where `file_shape` is set the file's tensor has that shape, and `prepare` makes
-    ours of it: such a piece cannot be exported.
-    """
+class Slice(NamedTuple):
+    """Rows of one of our tensors, and the tensor of a checkpoint that fills them."""
 
     key: str
-    rows: int | None = None
-    prepare: Callable[[Tensor], Tensor] | None = None
-    undo: Callable[[Tensor], Tensor] | None = None
-    file_shape: tuple[int, ...] | None = None
+    rows: int | None = None  # along the first axis of ours; None: all
+    prepare: Callable[[Tensor], Tensor] | None = None  # makes ours of the file's tensor; then it cannot be exported
+    file_shape: tuple[int, ...] | None = None  # the shape of the file's tensor where it is another
 
 
-KeyMap: TypeAlias = Mapping[str, tuple[Piece, ...]]
-"""Our name -> the pieces it consists of, in order."""
+KeyMap: TypeAlias = Mapping[str, tuple[Slice, ...]]
+"""Our name -> the slices it consists of, in order."""
 
 
-def plain(module: nn.Module, rename: Callable[[str], str] = lambda name: name) -> dict[str, tuple[Piece, ...]]:
-    """The key map in which every tensor of a module is one tensor of the file, named by `rename`."""
-    return {name: (Piece(rename(name)),) for name in module.state_dict()}
+def same_names(module: nn.Module, rename: Callable[[str], str] = lambda name: name) -> dict[str, tuple[Slice, ...]]:
+    """Return the key map in which every tensor of a module is one tensor of the file, named by `rename`."""
+    return {name: (Slice(rename(name)),) for name in module.state_dict()}
 
 
-def fill(
+def load_into(
     module: nn.Module,
     checkpoint: Checkpoint,
     key_map: KeyMap,
     *,
     dtype: torch.dtype,
     device: torch.device,
-    computed: Callable[[str], bool] = lambda _key: False,
+    ignored: str = "$",
     wanted: str = "this model",
 ) -> None:
     """Load a checkpoint into a module on the meta device: in evaluation mode, on `device`, in `dtype`.
 
-    `computed` selects keys of the file that are ignored; `wanted` names the model in errors. Needs the memory of the
-    module and of one more tensor. Raises one `UserError` with every missing, unexpected and misshapen key, and one for
-    a tensor of an unsupported type or with values that are not finite.
+    `ignored` is a regular expression of the file's tensors that are not read; `wanted` names the model in errors. Needs
+    the memory of the module and of one more tensor. Raises one `UserError` with every missing, unexpected and misshapen
+    key, and one for a tensor of an unsupported type or with values that are not finite.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     expected = {
-        piece.key: piece.file_shape or (piece.rows or shapes[name][0], *shapes[name][1:])
-        for name, pieces in key_map.items()
-        for piece in pieces
+        slice_.key: slice_.file_shape or (slice_.rows or shapes[name][0], *shapes[name][1:])
+        for name, slices in key_map.items()
+        for slice_ in slices
     }
-    _check(checkpoint, expected, computed, wanted)
+    _raise_if_unfit(checkpoint, expected, ignored, wanted)
     state: dict[str, Tensor] = {}
-    for name, pieces in key_map.items():
+    for name, slices in key_map.items():
         tensor = torch.empty(shapes[name], dtype=dtype, device=device)
-        for piece, part in _rows_of(tensor, pieces):
-            read = checkpoint[piece.key]
+        for slice_, rows in _rows_of(tensor, slices):
+            read = checkpoint[slice_.key]
             if read.dtype not in _FLOATS:
                 raise UserError(
-                    f"{checkpoint.path}: {piece.key} has the unsupported type {str(read.dtype)[6:]}",
+                    f"{checkpoint.path}: {slice_.key} has the unsupported type {str(read.dtype)[6:]}",
                     "Weights must be float32, bfloat16, float16 or float64; quantised weights are not supported.",
                 )
-            part.copy_(read if piece.prepare is None else piece.prepare(read))
+            rows.copy_(read if slice_.prepare is None else slice_.prepare(read))
         if not torch.isfinite(tensor).all():
             raise UserError(
                 f"{checkpoint.path}: {name} has numbers that are not finite in {str(dtype).removeprefix('torch.')}",
@@ -90,61 +85,59 @@ def fill(
 
 def compute_buffers(module: nn.Module, device: torch.device) -> None:
     """Compute the buffers that no checkpoint holds, such as rotary tables, on `device`."""
-    for part in module.modules():
-        compute = getattr(part, "compute_buffers", None)
+    for child in module.modules():
+        compute = getattr(child, "compute_buffers", None)
         if compute is not None:
             compute(device)
 
 
 def export(module: nn.Module, key_map: KeyMap) -> dict[str, Tensor]:
-    """The weights of a module under a checkpoint's names: the inverse of `fill`."""
+    """Return the weights of a module under a checkpoint's names: the inverse of `load_into`."""
     state = module.state_dict()
-    out: dict[str, Tensor] = {}
-    for name, pieces in key_map.items():
-        for piece, part in _rows_of(state[name], pieces):
-            if piece.file_shape is not None:
-                raise ValueError(f"{piece.key}: is not loaded as it is, so it cannot be exported")
-            out[piece.key] = (part if piece.undo is None else piece.undo(part)).detach().cpu().clone().contiguous()
-    return out
+    exported: dict[str, Tensor] = {}
+    for name, slices in key_map.items():
+        for slice_, rows in _rows_of(state[name], slices):
+            if slice_.prepare is not None:
+                raise ValueError(f"{slice_.key}: is not loaded as it is, so it cannot be exported")
+            exported[slice_.key] = rows.detach().cpu().clone().contiguous()
+    return exported
 
 
-def _rows_of(tensor: Tensor, pieces: Iterable[Piece]) -> Iterable[tuple[Piece, Tensor]]:
-    """Each piece with its rows of a tensor."""
-    sizes = [tensor.shape[0] if piece.rows is None else piece.rows for piece in pieces]
-    return zip(pieces, tensor.split(sizes), strict=True)
+def _rows_of(tensor: Tensor, slices: Iterable[Slice]) -> Iterable[tuple[Slice, Tensor]]:
+    """Each slice with its rows of a tensor."""
+    counts = [tensor.shape[0] if slice_.rows is None else slice_.rows for slice_ in slices]
+    return zip(slices, tensor.split(counts), strict=True)
 
 
-def _check(
-    checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], computed: Callable[[str], bool], wanted: str
-) -> None:
+def _raise_if_unfit(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], ignored: str, wanted: str) -> None:
     """Raise one `UserError` for all keys that do not fit; `expected` are the shapes of the file's tensors."""
     missing = [key for key in expected if key not in checkpoint]
-    unexpected = [key for key in checkpoint if key not in expected and not computed(key)]
+    unexpected = [key for key in checkpoint if key not in expected and re.match(ignored, key) is None]
     misshapen = [
-        f"{key} is {_shape(checkpoint.shape(key))}, not {_shape(shape)}"
+        f"{key} is {_shape_text(checkpoint.shape(key))}, not {_shape_text(shape)}"
         for key, shape in expected.items()
         if key in checkpoint and checkpoint.shape(key) != shape
     ]
-    problems = (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen))
-    if lines := [f"\n  {len(keys)} {what}: {', '.join(keys)}" for what, keys in problems if keys]:
+    problems = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
+    if lines := [f"\n  {len(keys)} {problem}: {', '.join(keys)}" for problem, keys in problems.items() if keys]:
         kind = what_is(checkpoint) if len(missing) * 2 > len(expected) else None
         told = f": it is {kind}" if kind is not None else ""
         raise UserError(f"{checkpoint.path}: does not hold {wanted}{told}{''.join(lines)}")
 
 
-def _shape(shape: Iterable[int]) -> str:
+def _shape_text(shape: Iterable[int]) -> str:
     return "x".join(map(str, shape)) or "a number"
 
 
-AROUND: Mapping[str, str] = {
+LLAMA: Mapping[str, str] = {
     "transformer.tok_embeddings.": "model.embed_tokens.",
     "transformer.layers.": "model.layers.",
     "transformer.norm.": "model.norm.",
     "transformer.output.": "lm_head.",
 }
-"""Prefixes of a `TransformerTarget`'s parts -> those of transformers' LlamaForCausalLM."""
+"""Prefixes of the names in a `TransformerTarget` -> those in transformers' LlamaForCausalLM."""
 
-_INSIDE = {
+_INSIDE_LAYERS = {
     "attention.wo.": "self_attn.o_proj.",
     "attention.q_norm.": "self_attn.q_norm.",
     "attention.k_norm.": "self_attn.k_norm.",
@@ -157,33 +150,34 @@ _INSIDE = {
 
 
 def llama_key_map(
-    module: nn.Module, config: TransformerConfig, around: Mapping[str, str] = AROUND
-) -> dict[str, tuple[Piece, ...]]:
-    """The key map of a module with layers of `config`; `around` renames prefixes.
+    module: nn.Module, config: TransformerConfig, prefixes: Mapping[str, str] = LLAMA
+) -> dict[str, tuple[Slice, ...]]:
+    """Return the key map of a module with layers of `config`; `prefixes` maps our prefixes to the file's.
 
     Query, key and value are three matrices there and one here, their rows in the same order; `config.pairs` says which
     rows the rotary embedding rotates together.
     """
 
     def rename(name: str) -> str:
-        prefix = next((ours for ours in around if name.startswith(ours)), None)
+        prefix = next((ours for ours in prefixes if name.startswith(ours)), None)
         if prefix is not None:
-            name = around[prefix] + name.removeprefix(prefix)
-        for ours, theirs in _INSIDE.items():
+            name = prefixes[prefix] + name.removeprefix(prefix)
+        for ours, theirs in _INSIDE_LAYERS.items():
             name = name.replace(f".{ours}", f".{theirs}")
         return name
 
     kv_rows = (config.kv_heads or config.heads) * config.head_dim
-    pieces = plain(module, rename)
-    for name in pieces:
+    rows = {"q": config.heads * config.head_dim, "k": kv_rows, "v": kv_rows}
+    key_map = same_names(module, rename)
+    for name in key_map:
         layer, mixed, _ = rename(name).partition("attention.wqkv.weight")
         if mixed:
-            rows = {"q": config.heads * config.head_dim, "k": kv_rows, "v": kv_rows}
-            pieces[name] = tuple(Piece(f"{layer}self_attn.{part}_proj.weight", count) for part, count in rows.items())
-    return pieces
+            key_map[name] = tuple(Slice(f"{layer}self_attn.{letter}_proj.weight", rows[letter]) for letter in "qkv")
+    return key_map
 
 
-def rows_of_tokens(key: str, config: TransformerConfig) -> Piece:
-    """The piece of an output head that takes the rows of an image's tokens (`TransformerConfig.token_ids`)."""
+def rows_of_tokens(key: str, config: TransformerConfig) -> Slice:
+    """Return the slice of an output head that takes the rows of an image's tokens (`TransformerConfig.token_ids`)."""
     ids = torch.tensor(config.token_ids, device="cpu")
-    return Piece(key, len(ids), prepare=lambda rows: rows[ids], file_shape=(config.text_vocab_size or 0, config.dim))
+    file_shape = (config.embedded_tokens, config.dim)
+    return Slice(key, len(ids), prepare=lambda rows: rows[ids], file_shape=file_shape)

@@ -7,6 +7,7 @@ published decoder makes are never computed. A picture is encoded as frames that 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lantern_bench.models.io.state_dict import KeyMap, Piece, plain
-from lantern_bench.models.vq import VQConfig, VQModel
+from lantern_bench.models.io.checkpoint import Checkpoint
+from lantern_bench.models.vq import VQConfig, VQModel, load_vq
 
 
 class _TimeConv(nn.Conv3d):
@@ -110,25 +111,25 @@ _INSIDE = {
 }
 
 
-def key_map(model: VQModel) -> KeyMap:
-    """The key map of transformers' Emu3VQVAE."""
-    last = len(model.config.channel_mult) - 1
+def file_names(name: str, levels: int) -> str:
+    """Return the name of our tensor in transformers' Emu3VQVAE; `levels` resolutions."""
+    for ours, theirs in _TIME.items():
+        if (match := re.match(ours, name)) is not None:
+            return match.expand(theirs) + name[match.end() :]
+    name = re.sub(
+        r"^decoder\.conv_blocks\.(\d+)", lambda match: f"decoder.up_block.up.{levels - 1 - int(match[1])}", name
+    )
+    for ours, theirs in _INSIDE.items():
+        name = re.sub(ours, theirs, name)
+    return name
 
-    def rename(name: str) -> str:
-        for ours, theirs in _TIME.items():
-            if (found := re.match(ours, name)) is not None:
-                return found.expand(theirs) + name[found.end() :]
-        name = re.sub(
-            r"^decoder\.conv_blocks\.(\d+)", lambda found: f"decoder.up_block.up.{last - int(found[1])}", name
-        )
-        for ours, theirs in _INSIDE.items():
-            name = re.sub(ours, theirs, name)
-        return name
 
-    pieces = plain(model, rename)
-    for name, (piece,) in pieces.items():
-        # Attention is made of matrices there, and of convolutions of one pixel here.
-        if re.search(r"_proj\.weight$", piece.key):
-            shape = tuple(model.get_parameter(name).shape[:2])
-            pieces[name] = (Piece(piece.key, prepare=lambda rows: rows[:, :, None, None], file_shape=shape),)
-    return pieces
+def load_emu3_tokenizer(checkpoint: Checkpoint, device: torch.device) -> VQModel:
+    """Load the tokenizer in float32; raises `UserError` for another kind of file."""
+    halvings = next(n for n in itertools.count() if f"encoder.time_conv.{n}.conv.conv.weight" not in checkpoint)
+
+    def make(config: VQConfig) -> VQModel:
+        return Emu3Tokenizer(config, frames=2**halvings)
+
+    # Batch norms count their batches, which changes no picture.
+    return load_vq(checkpoint, file_names, device, make=make, ignored=r".*\.num_batches_tracked$")

@@ -1,0 +1,306 @@
+"""LlamaGen (arXiv 2406.06525): text-conditional with T5 features, and class-conditional (ImageNet).
+
+Sizes come from the published model that `family:` names, from config.json and from the model file: a checkpoint's
+shapes do not tell them all.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lantern_bench.errors import UserError
+from lantern_bench.models import hub
+from lantern_bench.models.model import CheckpointModel, Published, class_number, some_classes
+from lantern_bench.models.transformer_config import TransformerConfig, heads_problem, llama_sizes
+
+if TYPE_CHECKING:
+    import torch
+
+    from lantern_bench.models.io.checkpoint import Checkpoint
+    from lantern_bench.models.io.state_dict import KeyMap
+    from lantern_bench.models.loaded_model import Prompts
+    from lantern_bench.models.target import Condition, TransformerTarget
+    from lantern_bench.models.vq import VQModel
+
+# Table 1: width, layers, heads, and parameters of the class-conditional model.
+_SCALES = {
+    "B": (768, 12, 12, 110_888_448),
+    "L": (1024, 24, 16, 342_910_976),
+    "XL": (1280, 36, 20, 774_699_520),
+    "XXL": (1536, 48, 24, 1_410_972_672),
+    "3B": (3200, 24, 32, 3_096_659_200),
+}
+# Names of the official code -> those of a config.json of transformers.
+_OFFICIAL = {
+    "dim": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "norm_eps": "rms_norm_eps",
+    "rope_base": "rope_theta",
+}
+_OTHERS = "vocab_size intermediate_size multiple_of ffn_dim_multiplier cls_token_num block_size num_classes caption_dim"
+_KEYS = (
+    *_OFFICIAL,
+    *_OFFICIAL.values(),
+    *_OTHERS.split(),
+    "class_dropout_prob",
+    "class_dropout_p",
+    "model_type",
+    "input_type",
+)
+# The HF conversion's table has ten rows of zeros behind the grid (docs/algorithms.md, section 9, B5).
+_MARGIN = 10
+_TABLES = r".*(freqs_cis|causal_mask|[kv]_cache|inv_freq)$"
+
+
+def _scale(scale: str) -> Mapping[str, Any]:
+    dim, layers, heads, _ = _SCALES[scale]
+    return {"hidden_size": dim, "num_hidden_layers": layers, "num_attention_heads": heads}
+
+
+def key_map(target: TransformerTarget, layout: str) -> KeyMap:
+    """Return the key map of a layout, official or hf, onto a target; the same one reads and writes."""
+    from lantern_bench.models.io.state_dict import LLAMA, llama_key_map, same_names
+
+    if layout == "official":
+        return same_names(target, lambda name: name.removeprefix("transformer."))
+    return llama_key_map(target, target.config, {**LLAMA, "cls_embedding.": "model.cls_embedding."})
+
+
+class LlamaGen(CheckpointModel):
+    """What both kinds of condition share."""
+
+    licence = hub.MIT.name
+    # The end of the name of a tensor that only this kind has, and what the kind is called.
+    kind: ClassVar[tuple[str, str]]
+    positions: ClassVar[int]  # of the condition, where no file states them
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """What is stated of the target, by the names of a config.json."""
+        stated = super().config
+        config = {_OFFICIAL.get(key, key): value for key, value in stated.items()}
+        if "rope_base" in stated:
+            # The HF conversion rotates by rope_base; its config.json also has the rope_theta of every Llama.
+            config["rope_theta"] = stated["rope_base"]
+        return config
+
+    def read_sizes(self) -> TransformerConfig:
+        """Return the sizes of the published model, changed by config.json and the model file."""
+        for name in (self.file and self.file.target.config) or ():
+            if name not in _KEYS and (near := difflib.get_close_matches(str(name), _KEYS, n=1, cutoff=0.82)):
+                raise self.wrong(str(name), f"unknown; did you mean {near[0]}?")
+        config = {"vocab_size": 16384, "cls_token_num": self.positions, **self.config}
+        sizes = llama_sizes({**config, "model_type": None}, self.wrong)
+        for field, key in {"dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}.items():
+            if field not in sizes:
+                advice = "State it in target: {config: {...}}, or name the published model: family: llamagen-c2i-B-256."
+                raise self.wrong(key, "missing: no checkpoint states it", advice)
+        problem = heads_problem(sizes["dim"], sizes["heads"], sizes.get("kv_heads"), "grid")
+        if problem is not None:
+            raise self.wrong(*problem)
+        ffn_dim = int(8 * sizes["dim"] / 3 * (config.get("ffn_dim_multiplier") or 1))
+        multiple = config.get("multiple_of") or 256
+        sizes.setdefault("ffn_dim", -(-ffn_dim // multiple) * multiple)
+        vocab_size = sizes.pop("text_vocab_size")
+        return TransformerConfig(vocab_size, prefix=config["cls_token_num"], grid=self._grid(), **sizes)
+
+    def _grid(self) -> tuple[int, int]:
+        """The grid of the model file, of the named model, or of a square picture."""
+        side = math.isqrt(int(self.config.get("block_size") or 0))
+        square = (side, side) if side and side * side == self.config["block_size"] else None
+        grid = (self.file and self.file.grid) or self.row.grid or square
+        if grid is None:
+            problem, advice = "missing: the weights do not tell it", "Give grid: [rows, columns] of tokens."
+            raise self.file.wrong("grid", problem, advice) if self.file else UserError(f"grid: {problem}", advice)
+        return grid
+
+    def wrong(self, key: str, text: str, advice: str | None = None) -> UserError:
+        """Return the error for a key of the target's config, by the name that the file has."""
+        stated = (self.file and self.file.target.config) or {}
+        official = next((name for name, other in _OFFICIAL.items() if other == key and name in stated), key)
+        return super().wrong(official, text, advice)
+
+    def load_target(self, device: torch.device, dtype: torch.dtype) -> tuple[TransformerTarget, tuple[Path, ...]]:
+        """Load the target in the official layout or in that of the HF conversion."""
+        import torch
+
+        from lantern_bench.models.io.checkpoint import open_checkpoint, what_is
+        from lantern_bench.models.io.state_dict import load_into
+
+        checkpoint, wanted = open_checkpoint(self.paths["target"]), f"LlamaGen, {self.kind[1]}"
+        checkpoint.require(self.kind[0], wanted)
+        layout = "hf" if any(name.startswith(("model.", "lm_head.")) for name in checkpoint) else "official"
+        if self.file is not None and self.file.target.layout not in (None, layout):
+            text = f"{checkpoint.path}: is not in the layout {self.file.target.layout}: it is {what_is(checkpoint)}"
+            raise UserError(text, f"Give layout: {layout}, or leave it out.")
+        self._check_stage(checkpoint)
+        with torch.device("meta"):
+            target = self.new_target()
+        keys = key_map(target, layout)
+        wanted = f"LlamaGen of {target.config.layers} layers of width {target.config.dim}"
+        load_into(target, checkpoint, keys, dtype=dtype, device=device, ignored=_TABLES, wanted=wanted)
+        return target, checkpoint.paths
+
+    def _check_stage(self, checkpoint: Checkpoint) -> None:
+        """Refuse a checkpoint for another grid: stages have tensors of the same shapes."""
+        advice = "Give the grid the checkpoint was trained for, or the checkpoint of this grid."
+        for tokens, sign in self._signs_of_stage(checkpoint):
+            if tokens != self.tokens:
+                side = math.isqrt(max(tokens, 0))
+                square = f"a {side}x{side} grid ({tokens} tokens)" if side * side == tokens else f"{tokens} tokens"
+                rows, columns = self.sizes.grid
+                raise UserError(
+                    f"{checkpoint.path}: is of another stage: {sign} is for {square}, "
+                    f"and this model's grid is {rows}x{columns} ({self.tokens} tokens)",
+                    advice,
+                )
+        for name in self._position_tables(checkpoint):
+            import torch
+
+            from lantern_bench.models.transformer import grid_rotary
+
+            # Another base, or rows and columns exchanged, are other positions: the table must rotate as ours does.
+            ours = grid_rotary(self.sizes)[self.sizes.prefix :][: self.tokens]
+            theirs = checkpoint[name].float()[self.sizes.prefix :][: self.tokens]
+            if theirs.shape != ours.shape or not torch.allclose(theirs, ours, atol=2e-2):
+                text = f"{checkpoint.path}: its position table is of another grid, number of heads or rope_theta"
+                raise UserError(text, advice)
+
+    def _signs_of_stage(self, checkpoint: Checkpoint) -> Iterator[tuple[int, str]]:
+        """The number of a picture's tokens that something states, and what states it."""
+        for name in self._position_tables(checkpoint):
+            rows = checkpoint.shape(name)[0]
+            tokens = rows - self.sizes.prefix
+            squares = [count for count in (tokens, tokens - _MARGIN) if count > 0 and math.isqrt(count) ** 2 == count]
+            with_margin = tokens - self.tokens in (0, _MARGIN)
+            fitting = self.tokens if with_margin else (squares or [tokens])[0]
+            yield fitting, f"its position table ({name}, {rows} rows)"
+        settings = checkpoint.settings
+        if isinstance(size := settings.get("image_size"), int):
+            side = size // int(settings.get("downsample_size") or 16)
+            yield side * side, f"the training it records (image_size {size})"
+        if isinstance(block := self.config.get("block_size"), int):
+            yield block, f"its config (block_size {block})"
+
+    @staticmethod
+    def _position_tables(checkpoint: Checkpoint) -> list[str]:
+        return [name for name in ("freqs_cis", "model.freqs_cis") if name in checkpoint]
+
+    def load_tokenizer(self, path: Path, device: torch.device) -> VQModel:
+        """Load VQ-16."""
+        from lantern_bench.models.io.checkpoint import open_checkpoint
+        from lantern_bench.models.vq import load_vq, same_name
+
+        return load_vq(open_checkpoint(path), same_name, device, unit_codes=True, ignored="quantize.codebook_used$")
+
+
+class TextToImage(LlamaGen):
+    """Captions, through FLAN-T5-XL."""
+
+    family = "llamagen-t2i"
+    defaults: Mapping[str, Any] = {"cfg_scale": 7.5, "top_k": 1000, "tree": "eagle1-25"}  # the README, section 5
+    published: ClassVar = {
+        "llamagen-t2i-stage1": Published("text-conditional LlamaGen", _scale("XL"), {}, (16, 16), 777_923_840),
+        "llamagen-t2i-stage2": Published("text-conditional LlamaGen", _scale("XL"), {}, (32, 32), 777_923_840),
+    }
+    any_model = Published("text-conditional LlamaGen", {}, {}, None, aliases=("llamagen",))
+    kind = ("cls_embedding.uncond_embedding", "text-conditional")
+    positions = 120
+
+    @property
+    def width(self) -> int:
+        """The numbers of a caption feature."""
+        return int(self.config.get("caption_dim") or 2048)
+
+    def new_target(self) -> TransformerTarget:
+        """Return a target with fresh weights."""
+        from lantern_bench.models.target import CaptionFeatures, TransformerTarget
+
+        sizes = self.sizes
+        return TransformerTarget(sizes, CaptionFeatures(sizes.prefix, self.width, sizes.dim))
+
+    def prompts(self, target: TransformerTarget) -> Prompts:
+        """Return captions through the text encoder."""
+        from lantern_bench.models.t5 import caption_prompts
+
+        shape = (self.sizes.prefix, self.width)
+        return caption_prompts(self.name, self.paths.get("text_encoder"), shape, target.device, target.dtype)
+
+    def random_prompts(self) -> Prompts:
+        """Return random features for a caption, the same for the same text."""
+        from lantern_bench.models.loaded_model import Prompts
+        from lantern_bench.models.t5 import random_features
+
+        return Prompts(random_features(self.sizes.prefix, self.width))
+
+
+class ClassToImage(LlamaGen):
+    """ImageNet classes."""
+
+    family = "llamagen-c2i"
+
+    defaults: Mapping[str, Any] = {"cfg_scale": 4.0, "top_k": 2000, "tree": "eagle1-25"}  # the README's demos
+    published: ClassVar = {
+        f"llamagen-c2i-{scale}-{16 * side}": Published(
+            "class-conditional LlamaGen (ImageNet)",
+            _scale(scale),
+            {},
+            (side, side),
+            parameters,
+            # The best published size of picture has the short name.
+            (f"llamagen-c2i-{scale}",) if (side == 16) == (scale in ("B", "L")) else (),
+        )
+        for scale, (*_, parameters) in _SCALES.items()
+        for side in (16, 24)
+    }
+    any_model = Published("class-conditional LlamaGen (ImageNet)", {}, {}, None)
+    kind = ("cls_embedding.embedding_table.weight", "class-conditional")
+    positions = 1
+
+    @cached_property
+    def classes(self) -> int:  # type: ignore[override]  # mypy takes it for read-only
+        """The number of classes; raises `UserError` for a model without a null class."""
+        for key in ("class_dropout_prob", "class_dropout_p"):
+            if self.config.get(key) == 0:
+                text = "0: the model was trained without a null class, and guidance needs one"
+                raise self.wrong(key, text, "Its last class would be taken for the null class.")
+        return int(self.config.get("num_classes") or 1000)
+
+    @cached_property
+    def prompt_sets(self) -> Mapping[str, Sequence[str]]:  # type: ignore[override]  # mypy takes it for read-only
+        """Some of ImageNet's classes."""
+        return {"examples": some_classes(self.classes)}
+
+    def check_prompt(self, text: str) -> None:
+        """Raise `UserError` for a text that names no class."""
+        class_number(text, self.classes)
+
+    def new_target(self) -> TransformerTarget:
+        """Return a target with fresh weights."""
+        from lantern_bench.models.target import ClassLabel, TransformerTarget
+
+        return TransformerTarget(self.sizes, ClassLabel(self.classes, self.sizes.dim))
+
+    def prompts(self, target: TransformerTarget) -> Prompts:  # noqa: ARG002  # labels are embedded by the target
+        """Return classes as labels."""
+        return self.random_prompts()
+
+    def random_prompts(self) -> Prompts:
+        """Return the same: classes need no file."""
+        import torch
+
+        from lantern_bench.models.loaded_model import Prompts
+        from lantern_bench.models.target import Condition
+
+        def condition(prompts: Sequence[str]) -> Condition:
+            labels = torch.tensor([class_number(text, self.classes) for text in prompts])
+            return Condition(labels, torch.ones(len(labels), 1, dtype=torch.bool))
+
+        return Prompts(condition)

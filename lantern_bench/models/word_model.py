@@ -1,0 +1,252 @@
+"""Models whose prompts are words of the vocabulary that their image tokens belong to: Chameleon, Janus, Emu3.
+
+Their target is a folder that transformers reads (config.json, tokenizer.json, safetensors). A picture uses a share of
+the vocabulary, and the target holds only the rows of the output head for that share. A family says how config.json is
+read, which words the image tokens are, what stands around a caption, and where the tensors are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models.model import CheckpointModel
+from lantern_bench.models.transformer_config import TransformerConfig, heads_problem, llama_sizes
+
+if TYPE_CHECKING:
+    import torch
+
+    from lantern_bench.models.io.checkpoint import Checkpoint
+    from lantern_bench.models.io.state_dict import KeyMap
+    from lantern_bench.models.loaded_model import Prompts
+    from lantern_bench.models.target import Condition, TransformerTarget
+
+Encode: TypeAlias = Callable[[str], Sequence[int]]
+"""Makes numbers of a text."""
+
+
+class Vocabulary:
+    """The numbers of a vocabulary's tokens, by name; `source` is where they stand, for errors."""
+
+    def __init__(self, numbers: Mapping[str, int], source: str, model: str) -> None:
+        self._numbers, self._source, self._model = numbers, source, model
+
+    def __getitem__(self, name: str) -> int:
+        """Return the number of a token; raises `UserError` where the vocabulary has none of this name."""
+        if name not in self._numbers:
+            raise self._lacks(name)
+        return self._numbers[name]
+
+    def codes_named(self, pattern: str, code_of: Callable[[str], int] = int) -> tuple[int, ...]:
+        """Return the numbers of the image codes, by code; raises `UserError` where some are missing.
+
+        `pattern` matches the name of a code, and `code_of` makes the code of its group.
+        """
+        codes: dict[int, int] = {}
+        for name, number in self._numbers.items():
+            if (match := re.fullmatch(pattern, name)) is not None:
+                codes[code_of(match[1])] = number
+        if not codes:
+            raise self._lacks("image codes")
+        missing = next((code for code in range(len(codes)) if code not in codes), None)
+        if missing is not None:
+            raise self._lacks(f"image code {missing}, and others above it")
+        return tuple(codes[code] for code in range(len(codes)))
+
+    def _lacks(self, token: str) -> UserError:
+        return UserError(f"{self._source}: the vocabulary has no {token}", f"It is not that of {self._model}.")
+
+
+@dataclass(frozen=True)
+class Wording:
+    """What stands around a caption: tokens `before`, the text of `template` with its {caption}, tokens `after`."""
+
+    template: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    # (prompt, vocabulary, encode) -> the unconditional prompt that goes with a prompt
+    without_caption: Callable[[list[int], Vocabulary, Encode], list[int]]
+
+
+class WordModel(CheckpointModel):
+    """A model with prompts in its own vocabulary."""
+
+    mode = "scd"  # no drafter was published
+    has_drafter = False
+    kind: ClassVar[tuple[str, str]]  # a tensor that every checkpoint has, and what the family's models are called
+    ignored: ClassVar[str]  # a regular expression of the tensors that no picture needs
+    words: ClassVar[tuple[int, int]]  # the first and the last number of a word, for random weights
+    longest_prompt: ClassVar[int] = 256
+
+    @abstractmethod
+    def image_words(self) -> Sequence[int]:
+        """Return the numbers of the image's tokens among the words of the vocabulary."""
+
+    @abstractmethod
+    def published_numbers(self) -> Mapping[str, int]:
+        """Return the numbers of the tokens that prompts and pictures need, for models without files."""
+
+    @abstractmethod
+    def wording(self) -> Wording:
+        """Return what stands around a caption."""
+
+    @abstractmethod
+    def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
+        """Return the key map of the target."""
+
+    def name_now(self, name: str) -> str:
+        """Return the name that a tensor of an older file has now."""
+        return name
+
+    # ---- What follows
+
+    def llama_config(self, section: str, vocab_size: int, **fields: Any) -> TransformerConfig:
+        """Return the sizes that a section of config.json ("": the whole) states of a Llama or its kin.
+
+        `vocab_size` image tokens; `fields` are others of `TransformerConfig`. Raises `UserError` for impossible sizes.
+        """
+
+        def wrong(key: str, text: str) -> UserError:
+            return self.wrong(f"{section}.{key}" if section else key, text)
+
+        sizes = llama_sizes(self.section(section) if section else self.config, wrong)
+        problem = heads_problem(sizes["dim"], sizes["heads"], sizes.get("kv_heads"), "sequence")
+        if problem is not None:
+            raise wrong(*problem)
+        grid = (self.file and self.file.grid) or fields.pop("grid", None) or self.row.grid
+        sizes |= {"prefix": self.longest_prompt, "grid": grid, "positions": "sequence", "pairs": "halves"}
+        return TransformerConfig(vocab_size, **sizes, **fields)
+
+    def whole_number(self, section: str, key: str) -> int:
+        """Return a number that a section of config.json states ("": the whole); raises `UserError` for others."""
+        value = (self.section(section) if section else self.config).get(key)
+        if type(value) is not int or value < 1:
+            raise self.wrong(f"{section}.{key}" if section else key, f"{value}: must be a whole number above 0")
+        return value
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens of config.json's `vocabulary_map` and of tokenizer.json; the published ones without files."""
+        if self.folder is None:
+            return Vocabulary(self.published_numbers(), "the published vocabulary", self.kind[1])
+        numbers = dict(self.config.get("vocabulary_map") or {})
+        path, source = self.folder / "tokenizer.json", str(self.file.path if self.file else self.folder)
+        if path.is_file():
+            source = str(path)
+            try:
+                tokenizer = json.loads(path.read_text(encoding="utf-8"))
+                numbers |= tokenizer["model"]["vocab"]
+                numbers |= {str(added["content"]): added["id"] for added in tokenizer.get("added_tokens") or []}
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{path}: cannot be read as a tokenizer: {error}", "Download it again.") from error
+        elif not numbers:
+            # Without either it may well be another model: that error comes first.
+            from lantern_bench.models.io.checkpoint import open_checkpoint
+
+            open_checkpoint(self.paths["target"]).renamed(self.name_now).require(*self.kind)
+        return Vocabulary(numbers, source, self.kind[1])
+
+    @cached_property
+    def target_config(self) -> TransformerConfig:
+        """The sizes with the numbers of the image's words."""
+        words = tuple(self.image_words())
+        return replace(self.sizes, vocab_size=len(words), token_ids=words)
+
+    def check_prompt(self, text: str) -> None:
+        """Raise `UserError` for a caption that is empty or too long, and for a missing tokenizer.json."""
+        super().check_prompt(text)
+        if self.file is not None:
+            self.prompt_tokens(text, self._encode)
+
+    def new_target(self) -> TransformerTarget:
+        """Return a target with fresh weights."""
+        from lantern_bench.models.target import TransformerTarget
+
+        return TransformerTarget(self.target_config)
+
+    def load_target(self, device: torch.device, dtype: torch.dtype) -> tuple[TransformerTarget, tuple[Path, ...]]:
+        """Load the target; tokenizer.json decides which code a token is, so it is one of the files."""
+        import torch
+
+        from lantern_bench.models.io.checkpoint import open_checkpoint
+        from lantern_bench.models.io.state_dict import load_into
+
+        if self.file is not None and self.file.target.layout == "official":
+            text = f"official: {self.kind[1]} is read in the layout hf"
+            raise self.file.wrong("target.layout", text, "Leave it out.")
+        checkpoint = open_checkpoint(self.paths["target"]).renamed(self.name_now)
+        checkpoint.require(*self.kind)
+        with torch.device("meta"):
+            target = self.new_target()
+        wanted = f"{self.kind[1]} of {target.config.layers} layers of width {target.config.dim}"
+        keys = self.target_keys(target, checkpoint)
+        load_into(target, checkpoint, keys, dtype=dtype, device=device, ignored=self.ignored, wanted=wanted)
+        return target, (*checkpoint.paths, *filter(Path.is_file, [self._tokenizer_json]))
+
+    def prompts(self, target: TransformerTarget) -> Prompts:  # noqa: ARG002  # the vocabulary tells all
+        """Return captions through the model's own tokenizer."""
+        return self._prompts(self._encode)
+
+    def random_prompts(self) -> Prompts:
+        """Return prompts of invented numbers: a hash maps each word to a number."""
+        first, last = self.words
+
+        def invent(text: str) -> Sequence[int]:
+            digests = [hashlib.sha256(word.encode()).digest() for word in text.split()[: self.longest_prompt // 2]]
+            return [first + int.from_bytes(digest[:8]) % (last + 1 - first) for digest in digests]
+
+        return self._prompts(invent, bare=True)
+
+    def _prompts(self, encode: Encode, bare: bool = False) -> Prompts:
+        from lantern_bench.models.loaded_model import Prompts
+        from lantern_bench.models.target import prompt_condition
+
+        def condition(captions: Sequence[str]) -> Condition:
+            prompts = [self.prompt_tokens(caption, encode, bare) for caption in captions]
+            nulls = [self.wording().without_caption(prompt, self.vocabulary, encode) for prompt in prompts]
+            return prompt_condition(list(zip(prompts, nulls, strict=True)))
+
+        return Prompts(condition)
+
+    def prompt_tokens(self, caption: str, encode: Encode, bare: bool = False) -> list[int]:
+        """Return the prompt of a caption, whose text is `bare` or in the template; `UserError` for one too long."""
+        wording, vocabulary = self.wording(), self.vocabulary
+        text = encode(caption if bare else wording.template.format(caption=caption))
+        prompt = [*(vocabulary[name] for name in wording.before), *text, *(vocabulary[name] for name in wording.after)]
+        if len(prompt) > self.longest_prompt:
+            most = f"its prompt has {len(prompt)} tokens, and at most {self.longest_prompt} are taken"
+            raise UserError(f"caption {caption[:40]!r}...: {most}", "Say it in fewer words.")
+        return prompt
+
+    @property
+    def _tokenizer_json(self) -> Path:
+        return (self.folder or Path()) / "tokenizer.json"
+
+    def _encode(self, text: str) -> Sequence[int]:
+        """The numbers of a text, without what a tokenizer adds around one."""
+        numbers: Sequence[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return numbers
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """The text tokenizer, which is read with the first text."""
+        path = self._tokenizer_json
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            text = "captions need the package tokenizers, which is not installed"
+            raise RefusedError(text, "Type `pip install 'lantern-bench[hf]'`.") from error
+        if not path.is_file():
+            raise UserError(f"{path}: no such file", "Captions need the tokenizer.json of the published folder.")
+        try:
+            return Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises Exception itself
+            raise UserError(f"{path}: cannot be read as a tokenizer: {error}", "Download it again.") from error
