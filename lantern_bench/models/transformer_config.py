@@ -140,24 +140,3 @@ def llama_sizes(config: Mapping[str, Any], wrong: Wrong) -> dict[str, Any]:
     if {"dim", "heads"} <= sizes.keys() and head_dim not in (None, sizes["dim"] // sizes["heads"]):
         raise wrong("head_dim", f"is {head_dim}, and only hidden_size / num_attention_heads is supported")
     return sizes
-
-
-SHARED_SIZES = ("dim", "layers", "heads", "ffn_dim", "kv_heads", "norm_eps", "rope_base")
-"""The fields that a family's own description of a size has in common with `TransformerConfig`."""
-
-
-def target_parameters(config: TransformerConfig) -> int:
-    """Return the number of parameters of a target with prompts in its own vocabulary."""
-    head_norms = 2 * config.head_dim * (config.heads + (config.kv_heads or config.heads)) if config.qk_norm else 0
-    head_layer = config.dim * (config.dim + 1) + config.vocab_size if config.head_layer else 0
-    vocabulary = (config.embedded_tokens + config.vocab_size) * config.dim
-    return transformer_parameters(config, 0) + vocabulary + config.layers * head_norms + head_layer
-
-
-def transformer_parameters(size: Any, vocabulary: int) -> int:
-    """Return the number of parameters of a transformer with `SHARED_SIZES`, head norms and condition excluded."""
-    head = size.dim // size.heads
-    attention = size.dim * head * (2 * size.heads + 2 * (size.kv_heads or size.heads))
-    layer = attention + 3 * size.dim * size.ffn_dim + 2 * size.dim
-    total: int = size.layers * layer + 2 * vocabulary * size.dim + size.dim
-    return total

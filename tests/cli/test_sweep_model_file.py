@@ -106,7 +106,7 @@ def test_a_model_file_is_swept_from_files_to_tables(kind: str, capsys: pytest.Ca
 
 
 def sizes_of(model: str) -> None:
-    change(model, target={"checkpoint": "target.pt", "config": {"n_head": 6}})
+    change(model, target={"checkpoint": "target.pt", "config": {**tiny_llamagen.CONFIGS["c2i"], "n_head": 6}})
 
 
 def norms_of(model: str) -> None:
@@ -178,22 +178,11 @@ def code_in_drafter() -> list[str]:
     return ["--model", model]
 
 
-def damaged_table(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    model = write_model("c2i")
-    typed = ["generate", "--class", "3", "--model", model, "--mode", "lantern++", "--neighbours", "5"]
-    assert cli.main(typed) == 0
-    (table,) = Path("model").glob("nearest-*")
-    table.write_bytes(b"damaged")
-    capsys.readouterr()
-    return ["--model", model]
-
-
 MISSING: dict[str, tuple[Callable[..., list[str]], int, str]] = {
     "text encoder": (no_encoder, 3, "needs its text encoder (FLAN-T5-XL), and it is not on this machine"),
     "text encoder's files": (empty_encoder, 2, "is no T5 encoder"),
     "drafter": (no_drafter, 3, "needs a drafter, and this model has none"),
     "tokenizer": (no_tokenizer, 2, "no picture can be drawn: it has no tokenizer"),
-    "table": (damaged_table, 3, "not a table of nearest codes of this codebook"),
     "end of the target": (cut_target, 2, "is truncated"),
     "code": (code_in_drafter, 2, "is a pickle with code in it"),
     "weights": (lambda: ["--model", "llamagen-t2i-stage1"], 3, "is not on this machine"),
@@ -207,7 +196,7 @@ MISSING: dict[str, tuple[Callable[..., list[str]], int, str]] = {
 @pytest.mark.parametrize("what", MISSING)
 def test_missing_parts_stop_a_sweep_before_it_writes(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     make, code, said = MISSING[what]
-    typed = make(capsys) if make is damaged_table else make()
+    typed = make()
     capsys.readouterr()
     assert cli.main(["sweep", "tiny.yaml", *typed, "--out", "run"]) == code
     written = capsys.readouterr()

@@ -15,6 +15,11 @@ from tests.decoding.golden_cases import golden_path
 from tests.tiny_model import TinyModel
 
 
+@pytest.fixture(autouse=True)
+def small_tables_on_disk(monkeypatch):
+    monkeypatch.setattr(neighbour_cache, "_FEW_CODES", 2)
+
+
 def codebook(codes=50, width=4, seed=0):
     noise = torch.Generator().manual_seed(seed)
     return torch.randn(codes, width, generator=noise) * torch.rand(codes, 1, generator=noise)

@@ -20,6 +20,7 @@ from lantern_bench.decoding.neighbours import Space, in_space, index_dtype, near
 from lantern_bench.models.io.files import write_atomically
 
 _WIDTH = 1000  # columns of a table on disk: published settings use at most so many neighbours
+_FEW_CODES = 1024  # the table of fewer codes is computed in milliseconds and not written
 
 
 def neighbour_table(
@@ -27,11 +28,11 @@ def neighbour_table(
 ) -> Tensor:
     """Return at least `columns` nearest codes of every code, [V, k] on the CPU in the smallest integer type.
 
-    `codebook` [V, d] raw rows. With a `folder` the table there is read, or computed and written where possible. Raises
-    ValueError for more columns than there are other codes.
+    `codebook` [V, d] raw rows. With a `folder` the table of many codes is read there, or computed and written where
+    possible. Raises ValueError for more columns than there are other codes.
     """
     codes = codebook.shape[0]
-    path = None if folder is None else table_path(folder, codebook, space)
+    path = None if folder is None or codes < _FEW_CODES else table_path(folder, codebook, space)
     if path is not None and path.is_file():
         table = _read(path, codes)
         if table is not None and table.shape[1] >= columns:
