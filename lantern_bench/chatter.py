@@ -14,19 +14,19 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Of torch's profiler: its start and stop, CUDA on a machine without a GPU, memory that a decode before has left.
+# Torch's profiler reports its start and stop, CUDA on a machine without a GPU, and memory of an earlier decode.
 _PROFILER = re.compile(
     rb"(USDT:[^\n]*profiler_(start|stop)|ERROR:[^\n]*gpuGetDeviceCount failed with code \d+"
     rb"|\[W[^\n]*Memory block of unknown size was allocated before the profiling started[^\n]*)\n"
 )
-# Of torch's compiler on a GPU: advice to round float32 products, which we leave exact, and a fusion that it left out.
+# Torch's compiler on a GPU advises to round float32 products, which we leave exact, and names a fusion it left out.
 _COMPILER = (r"TensorFloat32 tensor cores .* available but not enabled", r"\s*Online softmax is disabled on the fly")
-# Of torch 2.11's profiler: that it forgets earlier cycles. We profile a single one.
+# Torch 2.11's profiler warns that it forgets earlier cycles. We profile a single one.
 _CYCLES = "Warning: Profiler clears events at the end of each cycle"
 
 
 def silence_compiler() -> None:
-    """Silence what torch says while it compiles: about a CUDA toolkit without a GPU, about float32, about a fusion."""
+    """Silence torch's messages while it compiles: about a CUDA toolkit without a GPU, about float32, about a fusion."""
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_no_missing_cuda)
     for text in _COMPILER:
         warnings.filterwarnings("ignore", text, UserWarning)
@@ -41,14 +41,14 @@ def silence_profiler() -> Iterator[None]:
     """Silence torch's profiler, which also writes to the standard error stream from C++, where no logger can be set."""
     sys.stderr.flush()
     shown = os.dup(2)
-    with tempfile.TemporaryFile() as held, warnings.catch_warnings():
+    with tempfile.TemporaryFile() as captured, warnings.catch_warnings():
         warnings.filterwarnings("ignore", _CYCLES, UserWarning)
-        os.dup2(held.fileno(), 2)
+        os.dup2(captured.fileno(), 2)
         try:
             yield
         finally:
             sys.stderr.flush()
             os.dup2(shown, 2)
             os.close(shown)
-            held.seek(0)
-            os.write(2, _PROFILER.sub(b"", held.read()))
+            captured.seek(0)
+            os.write(2, _PROFILER.sub(b"", captured.read()))

@@ -53,11 +53,11 @@ class CheckFailedError(LanternError):
     exit_code = 5
 
 
-def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return `; did you mean X?` if a known word is similar, else an empty string."""
-    plain = {one.replace("-", "_"): one for one in known}
-    close = difflib.get_close_matches(str(word).lower().replace("-", "_"), list(plain), n=1, cutoff=0.6)
-    return f"; did you mean {plain[close[0]]}?" if close else ""
+def did_you_mean(word: object, words: Iterable[str]) -> str:
+    """Return `; did you mean X?` if one of the words is similar, else an empty string."""
+    by_spelling = {allowed.replace("-", "_"): allowed for allowed in words}
+    close = difflib.get_close_matches(str(word).lower().replace("-", "_"), list(by_spelling), n=1, cutoff=0.6)
+    return f"; did you mean {by_spelling[close[0]]}?" if close else ""
 
 
 def one_line(error: BaseException, most: int = 300) -> str:

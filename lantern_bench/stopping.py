@@ -1,8 +1,8 @@
-"""Stopping on SIGINT (Ctrl-C) and SIGTERM at places where nothing is half done.
+"""Stopping on SIGINT (Ctrl-C) and SIGTERM at moments when nothing is half done.
 
 Python raises an interrupt wherever it happens to be. Within a finalizer or a library's callback it is only printed, and
-the program goes on. So a signal is noted too, and `check`, which every decode step and every event of a sweep calls,
-raises it again. Signals are of the process, and so is what this module notes.
+the program goes on. So the handler also records the signal, and `check`, which every decode step and every event of a
+sweep calls, raises it again. A process has one set of signal handlers, so this module keeps its state in the module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 _received: list[int] = []
-_held = 0
+_delays = 0
 _on_check: list[Callable[[], None]] = []
 
 
@@ -28,7 +28,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def check() -> None:
-    """Raise `Stopped` if a signal has asked to stop; a place to stop at, called often, which costs nothing."""
+    """Raise `Stopped` if a signal has asked to stop; cheap enough to be called often."""
     if _received:
         raise Stopped(_received[0])
     for listen in _on_check:
@@ -41,19 +41,19 @@ def exit_code() -> int | None:
 
 
 @contextmanager
-def held() -> Iterator[None]:
-    """Within it the first signal is only noted, for the next `check`; a second one stops at once."""
-    global _held
-    _held += 1
+def delayed() -> Iterator[None]:
+    """Delay the first signal until the next `check` after the block; a second one stops at once."""
+    global _delays
+    _delays += 1
     try:
         yield
     finally:
-        _held -= 1
+        _delays -= 1
 
 
 @contextmanager
 def on_check(listen: Callable[[], None]) -> Iterator[None]:
-    """Call `listen` at every `check`: a program that comes by there does not hang."""
+    """Call `listen` at every `check`, as a heartbeat: a program that reaches it does not hang."""
     _on_check.append(listen)
     try:
         yield
@@ -75,7 +75,7 @@ def signals_noted() -> Iterator[None]:
             os.kill(os.getpid(), number)
             return
         _received.append(number)
-        if not _held or len(_received) > 1:
+        if not _delays or len(_received) > 1:
             raise Stopped(number)
 
     _received.clear()

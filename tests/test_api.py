@@ -144,7 +144,7 @@ def test_pictures_are_the_images_of_the_cell(tiny: TinyModel) -> None:
     run = lantern_bench.sweep("tiny.yaml", out="run")
     pictures = run.pictures(run.cells[1])
     files = [Image.open(run.path / "images" / run.cells[1] / f"{number:06d}.png") for number in range(3)]
-    assert [np.asarray(one).tolist() for one in pictures] == [np.asarray(one).tolist() for one in files]
+    assert [np.asarray(picture).tolist() for picture in pictures] == [np.asarray(picture).tolist() for picture in files]
     with pytest.raises(UserError, match="no such cell"):
         run.pictures("other")
 

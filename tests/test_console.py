@@ -128,14 +128,14 @@ def test_errors_are_written_when_quiet():
 
 def test_details_need_verbose():
     for verbose, wanted in ((False, ""), (True, "more\n")):
-        told, _, err = console(verbose=verbose)
-        told.detail("more")
+        console_, _, err = console(verbose=verbose)
+        console_.detail("more")
         assert err.getvalue() == wanted
 
 
 def test_warnings_carry_advice():
-    told, _, err = console()
-    told.warn("the machine slowed down", "run it again")
+    console_, _, err = console()
+    console_.warn("the machine slowed down", "run it again")
     assert err.getvalue() == "warning: the machine slowed down\n  run it again\n"
 
 
@@ -155,8 +155,8 @@ def clock(monkeypatch):
 
 
 def test_a_log_gets_a_line_a_part_and_at_most_one_a_minute(clock):
-    told, _, err = console()
-    with told.progress() as progress:
+    console_, _, err = console()
+    with console_.progress() as progress:
         progress.start(400, "images", {"ar": 200, "lantern": 200})
         for number in range(400):
             clock.seconds += 1.0
@@ -173,8 +173,8 @@ def test_a_log_gets_a_line_a_part_and_at_most_one_a_minute(clock):
 
 
 def test_a_share_is_shown_as_per_cent(clock):
-    told, _, err = console()
-    progress = told.progress()
+    console_, _, err = console()
+    progress = console_.progress()
     progress.start(1.0, "training target")
     clock.seconds = 100.0
     progress.share("training target", 0.25, loss=4.2)
@@ -188,8 +188,8 @@ def test_a_share_is_shown_as_per_cent(clock):
 
 
 def test_progress_ends_when_work_fails(clock):
-    told, _, err = console()
-    with pytest.raises(KeyboardInterrupt), told.progress() as progress:
+    console_, _, err = console()
+    with pytest.raises(KeyboardInterrupt), console_.progress() as progress:
         progress.start(10, "images")
         progress.share("images", 4, 10)
         raise KeyboardInterrupt
@@ -197,13 +197,13 @@ def test_progress_ends_when_work_fails(clock):
 
 
 def test_a_terminal_gets_bars_with_messages_above():
-    told, out, err = console(terminal=True)
-    with told.progress() as progress:
+    console_, out, err = console(terminal=True)
+    with console_.progress() as progress:
         progress.start(4, "images", {"ar": 2, "lantern": 2})
         for number in range(4):
             progress.advance(cell=("ar", "lantern")[number % 2], mal=2.5)
-        told.warn("the machine slowed down")
-    told.say("finished")
+        console_.warn("the machine slowed down")
+    console_.say("finished")
     text = err.getvalue()
     assert "4/4" in text and "2/2" in text and "mal 2.5" in text
     assert "warning: the machine slowed down" in text

@@ -35,8 +35,8 @@ def repository_files() -> list[Path]:
     )
     names = listed.stdout.splitlines() if listed.returncode == 0 else []
     folders = ("lantern_bench", "docs", "tests", "experiments")
-    found = [ROOT / name for name in names] or [path for name in folders for path in (ROOT / name).rglob("*")]
-    return [path for path in found if path.is_file() and path.suffix in TEXTS and path.name != HERE]
+    paths = [ROOT / name for name in names] or [path for name in folders for path in (ROOT / name).rglob("*")]
+    return [path for path in paths if path.is_file() and path.suffix in TEXTS and path.name != HERE]
 
 
 def texts() -> Iterator[tuple[str, str]]:
@@ -74,7 +74,8 @@ def test_every_citation_of_the_algorithms_resolves() -> None:
 
 def test_no_citation_lacks_its_document() -> None:
     for name, text in texts():
-        assert not (found := BARE.search(text)), f"{name}: ...{text[max(found.start() - 30, 0) : found.end() + 30]}..."
+        match = BARE.search(text)
+        assert not match, f"{name}: ...{text[max(match.start() - 30, 0) : match.end() + 30]}..."
 
 
 def test_every_cited_file_exists() -> None:
@@ -101,10 +102,10 @@ def test_the_audit_shows_the_committed_run() -> None:
     assert page.count("measured: not") >= 3
 
 
-@pytest.mark.parametrize("made", [make_frontier, make_prediction])
-def test_tables_show_the_committed_runs(made: ModuleType) -> None:
-    page = made.PAGE.read_text(encoding="utf-8")
-    assert page == made.render(page), f"run: python -m {made.__name__}"
+@pytest.mark.parametrize("script", [make_frontier, make_prediction])
+def test_tables_show_the_committed_runs(script: ModuleType) -> None:
+    page = script.PAGE.read_text(encoding="utf-8")
+    assert page == script.render(page), f"run: python -m {script.__name__}"
 
 
 @pytest.mark.parametrize(

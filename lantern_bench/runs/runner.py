@@ -179,7 +179,7 @@ class Result(NamedTuple):
 
 def store_result(store: RunStore, result: Result) -> ImageDone:
     """Write the picture and the record of an image."""
-    with stopping.held():
+    with stopping.delayed():
         # The picture is written first, so that every record has its picture.
         picture = {} if result.png is None else {"image": store.write_image(result.task, result.png)}
         return ImageDone(result.task, store.append(result.task, {**result.columns, **picture}))
@@ -228,7 +228,7 @@ class Decoder:
         """Decode a batch and yield the results of `missing`; the whole batch is decoded: the arithmetic is the same."""
         session, compute, model = self.session, self._compute, self._models[batch[0].cell.model]
         try:
-            with stopping.held():
+            with stopping.delayed():
                 attempts = self._attempts(model, batch)
         except (RuntimeError, MemoryError) as error:
             if compute.device.type == "cuda":

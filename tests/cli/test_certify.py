@@ -26,10 +26,10 @@ def rows(path: str) -> list[dict[str, str]]:
 
 def test_certificate_passes_and_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["certify", "tiny", *SMALL]) == 0
-    found = rows("results/certify-tiny/certificate.csv")
+    certificate = rows("results/certify-tiny/certificate.csv")
     assert capsys.readouterr().out.splitlines()[0].startswith("model,check,setting,figure,measured")
-    checks = [row["check"] for row in found]
-    whole = [row for row in found if row["check"] == "whole images follow the target"]
+    checks = [row["check"] for row in certificate]
+    exact_checks = [row for row in certificate if row["check"] == "whole images follow the target"]
     drafts = ["jacobi w4", "pac w4x2x2-maximal", "hybrid w4d2-row-maximal", "dynamic 10n2d5b"]
     chains = ["static chain-5, block", "jacobi w4, block"]
     last = "jacobi w4, traversal"
@@ -37,8 +37,8 @@ def test_certificate_passes_and_is_written(capsys: pytest.CaptureFixture[str]) -
     siblings = "static own-3-af3235"
     narrow = [cells[0], siblings, *drafts, *chains, cells[-2], f"{siblings}, traversal", last]
     narrow = [f"{cell}, top-k 3" for cell in narrow]
-    assert [row["setting"] for row in whole] == [*cells, *narrow]
-    broken = [row for row in found if row["check"] == "broken rule rejected"]
+    assert [row["setting"] for row in exact_checks] == [*cells, *narrow]
+    broken = [row for row in certificate if row["check"] == "broken rule rejected"]
     assert [row["setting"].split(": ")[0] for row in broken].count("static chain-5, block") == 3
     assert {row["setting"].split(": ", 1)[1] for row in broken} == {
         "residual left out",
@@ -47,15 +47,15 @@ def test_certificate_passes_and_is_written(capsys: pytest.CaptureFixture[str]) -
         "not renormalised after a rejected sibling",
         "relaxed: lambda 2, k 4",
     }
-    others = found[len(whole) + len(broken) :]
+    others = certificate[len(exact_checks) + len(broken) :]
     assert checks[-len(others) :][:6] == ["greedy identity"] * 5 + ["strict rule emits the target"]
-    assert {row["passed"] for row in whole + others[:6]} == {"yes"}
+    assert {row["passed"] for row in exact_checks + others[:6]} == {"yes"}
     assert {row["passed"] for row in broken} <= {"yes", "weak"}  # their power: tests/certify/test_whole_images.py
     assert {row["passed"] for row in others[6:]} == {"yes", ""}
     tests = rows("results/certify-tiny/lossless_tests.csv")
-    assert len(tests) == TESTS * (len(whole) + len(broken))
+    assert len(tests) == TESTS * (len(exact_checks) + len(broken))
     assert {row["p_value"] == "" for row in tests} == {False}
-    assert all(row["measured_low"] and row["measured_high"] for row in found if row["check"] == "emitted TV")
+    assert all(row["measured_low"] and row["measured_high"] for row in certificate if row["check"] == "emitted TV")
     assert len(rows("results/certify-tiny/emitted_tv_places.csv")) == 9 * len(
         rows("results/certify-tiny/emitted_tv.csv")
     )
@@ -66,9 +66,9 @@ def test_certificate_passes_and_is_written(capsys: pytest.CaptureFixture[str]) -
 def test_lossy_decoder_exits_with_5(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(walk, "accept_children", strict_without_residual)
     assert cli.main(["certify", "tiny", *SMALL, "--format", "table"]) == 5
-    said = capsys.readouterr()
-    assert "NO" in said.out
-    assert "checks do not hold: whole images follow the target (static small-7" in said.err
+    written = capsys.readouterr()
+    assert "NO" in written.out
+    assert "checks do not hold: whole images follow the target (static small-7" in written.err
     assert Path("results/certify-tiny/certificate.csv").is_file()
 
 
@@ -93,10 +93,11 @@ def test_default_tree_may_be_a_list_of_paths(
 ) -> None:
     monkeypatch.setattr(tiny, "defaults", {**tiny.defaults, "tree": tree})
     assert cli.main(["certify", "tiny", *SMALL, "--positions", "3", "--samples", "16", "--greedy", "1"]) == 0
-    found = [row["setting"] for row in rows("results/certify-tiny/certificate.csv") if row["check"].startswith("whole")]
-    static = [setting for setting in found if setting.startswith("static") and "top-k" not in setting]
+    certificate = rows("results/certify-tiny/certificate.csv")
+    tested = [row["setting"] for row in certificate if row["check"].startswith("whole")]
+    static = [setting for setting in tested if setting.startswith("static") and "top-k" not in setting]
     assert len(static) == len(settings)
-    assert all(one.startswith(start) for one, start in zip(static, settings, strict=True))
+    assert all(setting.startswith(start) for setting, start in zip(static, settings, strict=True))
 
 
 def test_measurements_without_certificate(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,8 +167,8 @@ def test_errors_come_before_any_measurement(
 ) -> None:
     Path("file").write_text("")
     assert cli.main(typed) == code
-    said = capsys.readouterr()
-    assert message in said.err
-    assert said.out == ""
+    written = capsys.readouterr()
+    assert message in written.err
+    assert written.out == ""
     assert tiny.loads == 0
     assert not Path("results").exists()

@@ -109,8 +109,8 @@ def test_usage_errors_exit_2_with_one_message(run, capsys, typed, wrong):
 )
 def test_a_path_that_is_too_long_is_a_usage_error(capsys, typed):
     assert cli.main(typed) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and "999" in said and "internal" not in said
+    written = capsys.readouterr().err
+    assert written.startswith("error: ") and "999" in written and "internal" not in written
 
 
 @pytest.mark.parametrize("error", [UserError, RefusedError, RecordsFailedError, CheckFailedError])

@@ -77,9 +77,9 @@ def test_dry_run_states_sizes_without_allocating(
     real = torch.empty
 
     def watched(*arguments: object, **named: object) -> torch.Tensor:
-        made = real(*arguments, **named)
-        assert made.is_meta or made.numel() < 10**7
-        return made
+        tensor = real(*arguments, **named)
+        assert tensor.is_meta or tensor.numel() < 10**7
+        return tensor
 
     monkeypatch.setattr(torch, "empty", watched)
     flags = ["--random-weights", "--dry-run", "--dtype", "bfloat16", "--format", "json"]

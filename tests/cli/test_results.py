@@ -40,8 +40,8 @@ def test_compare_prints_effects_and_verdicts(results, capsys):
 def test_compare_needs_across_for_other_weights(results, capsys):
     manifest = json.loads((results / "second" / "manifest.json").read_text())
     for name, digest in (("first", "aa"), ("second", "bb")):
-        told = manifest | {"key": {"weights": {"lanterns/target": digest}}}
-        (results / name / "manifest.json").write_text(json.dumps(told))
+        written = manifest | {"key": {"weights": {"lanterns/target": digest}}}
+        (results / name / "manifest.json").write_text(json.dumps(written))
     assert cli.main(["compare", "first", "second"]) == 3
     written = capsys.readouterr()
     assert written.out == "" and "--across weights" in written.err

@@ -144,8 +144,8 @@ def test_changed_weights_or_sizes_are_refused_on_resume(changed: str, capsys: py
     assert cli.main(typed) == 0
     make_change(model)
     assert cli.main(typed) == 3
-    said = capsys.readouterr().err
-    assert f"cannot resume run: weights of {model}/{part} changed" in said and "--no-resume" in said
+    written = capsys.readouterr().err
+    assert f"cannot resume run: weights of {model}/{part} changed" in written and "--no-resume" in written
 
 
 def no_encoder() -> list[str]:
@@ -195,12 +195,12 @@ MISSING: dict[str, tuple[Callable[..., list[str]], int, str]] = {
 
 @pytest.mark.parametrize("what", MISSING)
 def test_missing_parts_stop_a_sweep_before_it_writes(what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    make, code, said = MISSING[what]
+    make, code, message = MISSING[what]
     typed = make()
     capsys.readouterr()
     assert cli.main(["sweep", "tiny.yaml", *typed, "--out", "run"]) == code
     written = capsys.readouterr()
-    assert said in written.err and "Traceback" not in written.err and written.out == ""
+    assert message in written.err and "Traceback" not in written.err and written.out == ""
     assert written.err.count("error: ") == 1 and "internal" not in written.err
     assert not Path("run").exists() and not Path("results").exists()
 

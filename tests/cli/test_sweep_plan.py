@@ -55,8 +55,8 @@ def test_the_default_plan(capsys, here):
 
 def test_dry_run_prints_directory_and_time(capsys):
     assert cli.main(["sweep", "--dry-run"]) == 0
-    said = capsys.readouterr().err
-    assert "run: results/lanterns-" in said and "72 to do" in said and "unknown" in said
+    written = capsys.readouterr().err
+    assert "run: results/lanterns-" in written and "72 to do" in written and "unknown" in written
 
 
 def test_a_plan_needs_no_torch(tmp_path):
@@ -162,23 +162,24 @@ def test_wrong_flags_give_one_error_and_exit_2(capsys, here, typed, wrong):
 )
 def test_experiment_errors_name_the_line(capsys, here, text, wrong):
     assert cli.main(["sweep", write(text)]) == 2
-    said = capsys.readouterr().err
-    assert all(part in said for part in wrong), said
+    written = capsys.readouterr().err
+    assert all(text in written for text in wrong), written
     assert [path.name for path in here.iterdir()] == ["mine.yaml"]
 
 
 def test_unknown_word_in_a_prompt_names_the_line(capsys, here):
     write(f"{CAPTION}\ntwo round pink lanterns over a lake at dusk\n", "captions.txt")
     assert cli.main(["sweep", "--prompts", "captions.txt"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: --prompts captions.txt line 2:") and "'pink'" in said and "orange" in said
+    written = capsys.readouterr().err
+    assert written.startswith("error: --prompts captions.txt line 2:") and "'pink'" in written and "orange" in written
     assert [path.name for path in here.iterdir()] == ["captions.txt"]
 
 
 def test_a_folder_that_cannot_be_written(capsys, here):
     write("", "file")
     assert cli.main(["sweep", "--out", "file/run"]) == 2
-    assert "--out file/run: file is a file, not a folder" in capsys.readouterr().err
+    written = capsys.readouterr().err
+    assert "--out file/run: " in written and "file is a file, not a folder" in written
     (here / "notes").mkdir()
     (here / "notes" / "todo.txt").write_text("")
     assert cli.main(["sweep", "--out", "notes"]) == 2
@@ -205,8 +206,8 @@ def test_other_experiment_in_the_run_directory_exits_3(capsys, here):
     experiment = {"model": ["lanterns"], "prompts": "held-out", "seed": 4}
     (here / "run" / "manifest.json").write_text(json.dumps({"schema_version": 1, "experiment": experiment}))
     assert cli.main(["sweep", "--out", "run"]) == 3
-    said = capsys.readouterr().err
-    assert "cannot resume run: seed changed" in said and "--seed 4" in said and "--no-resume" in said
+    written = capsys.readouterr().err
+    assert "cannot resume run: seed changed" in written and "--seed 4" in written and "--no-resume" in written
 
 
 @pytest.mark.parametrize(

@@ -59,13 +59,13 @@ def weights(folder: str = "out") -> dict[str, torch.Tensor]:
     return load_file(Path(folder) / "model.safetensors")
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_captions_alone_are_sampled_and_drafter_is_written(tiny: TinyModel, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--data", "all", "--images", "8", "--format", "csv") == 0
-    told = capsys.readouterr()
+    written = capsys.readouterr()
     assert set(weights()) == KEYS
     assert torch.equal(weights()["embed_tokens.weight"], tiny_model().target.transformer.tok_embeddings.weight)  # type: ignore[attr-defined]
     config = json.loads(Path("out/config.json").read_text())
@@ -73,11 +73,12 @@ def test_captions_alone_are_sampled_and_drafter_is_written(tiny: TinyModel, caps
     log = pd.read_csv("out/log.csv")
     assert tuple(log.columns) == COLUMNS and list(log["step"]) == [6]
     assert log["mal"].notna().all() and (log["mal_images"] == 2).all() and (log["lr"] > 0).all()
-    (header, row), report = told.out.splitlines(), json.loads(Path("out/training_report.json").read_text())
+    (header, row), report = written.out.splitlines(), json.loads(Path("out/training_report.json").read_text())
     assert header.startswith("drafter,one_minus_tv,tree,images,mal") and row.startswith("trained,")
     assert report["steps"] == 6 and report["recipe"]["batch"] == 2 and report["decoding"]["cfg_scale"] == 2.0
     assert 1 <= report["drafters"]["trained"]["mal"] <= 6
-    assert "wrote out; use it: --model out/model.yaml" in told.err and "sampling from the target: 100%" in told.err
+    assert "wrote out; use it: --model out/model.yaml" in written.err
+    assert "sampling from the target: 100%" in written.err
 
 
 def test_trained_drafter_is_a_model_for_every_command(tiny: TinyModel, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,9 +186,9 @@ def test_dry_run_shows_the_plan_and_makes_nothing(tiny: TinyModel, capsys: pytes
     before = sorted(Path().rglob("*"))
     arguments = ["--data", "pictures", "--mirror", "--dry-run", "--format", "csv"]
     assert run(*arguments, "--epochs", "3", quick=["--batch", "4", "--eval-every", "10"]) == 0
-    told = capsys.readouterr()
+    written = capsys.readouterr()
     assert sorted(Path().rglob("*")) == before
-    rows = dict(line.split(",", 1) for line in told.out.replace('"', "").splitlines())
+    rows = dict(line.split(",", 1) for line in written.out.replace('"', "").splitlines())
     assert rows["pictures encoded"] == "80 with mirror images" and rows["held out"] == "4 of 80"
     assert rows["tokens"] == "1,280 (16 a picture)" and rows["steps"] == "57 of 4 sequences"
     assert rows["token files"] == "5.12 kB"
@@ -203,7 +204,7 @@ def test_published_target_is_planned_without_its_files(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["--data", "none"], 2, "--data none: no such file and no prompt set"),
         (["--data", "all", "--target", "tinny"], 2, "--target tinny: unknown model; did you mean tiny?"),
@@ -241,7 +242,7 @@ def test_published_target_is_planned_without_its_files(capsys: pytest.CaptureFix
     ],
 )
 def test_usage_errors_are_one_line_with_their_flag(
-    tiny: TinyModel, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
+    tiny: TinyModel, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
 ) -> None:
     write_pictures(Path("pictures"), 4)
     for name in ("bare", "wrong", "broken"):
@@ -256,9 +257,9 @@ def test_usage_errors_are_one_line_with_their_flag(
     Path("fish.txt").write_text("a fish\n")
     Path("r.yaml").write_text("base: lanterns\nnoise: -1\n")
     assert run(*arguments) == code
-    told = capsys.readouterr()
-    assert said in told.err and "Traceback" not in told.err
-    assert told.err.count("error:") == 1
+    written = capsys.readouterr()
+    assert message in written.err and "Traceback" not in written.err
+    assert written.err.count("error:") == 1
     assert code != 2 or not Path("out/model.safetensors").exists()
 
 
@@ -303,8 +304,8 @@ def test_chameleon_target_from_a_model_file(tmp_path: Path, monkeypatch: pytest.
     few = ["--steps", "3", "--batch", "2", "--final-images", "1", "--set", "autocast=false"]
     assert main(["train", "drafter", "--target", "model/model.yaml", "--data", "pictures", "--out", "out", *few]) == 0
     assert {"layers.0.self_attn.q_norm.weight", "layers.0.input_layernorm.weight"} < set(weights())
-    made = model_of("out/model.yaml").load(CPU, torch.float32)
-    assert torch.equal(made.drafter.state_dict()["fc.weight"], weights()["fc.weight"])  # type: ignore[union-attr]
+    trained = model_of("out/model.yaml").load(CPU, torch.float32)
+    assert torch.equal(trained.drafter.state_dict()["fc.weight"], weights()["fc.weight"])  # type: ignore[union-attr]
 
 
 def test_several_processes_need_a_number_of_steps(
@@ -344,11 +345,11 @@ def test_two_processes_train_the_same_drafter_as_one(tiny: TinyModel, tmp_path: 
         )
         for rank in range(2)
     ]
-    told = [worker.communicate(timeout=240) for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], told
-    assert told[0][0] and not told[1][0]
-    one, both = weights("alone"), weights("both")
-    assert all(torch.allclose(one[name], both[name], atol=1e-5) for name in KEYS)
+    streams = [worker.communicate(timeout=240) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], streams
+    assert streams[0][0] and not streams[1][0]
+    alone, both = weights("alone"), weights("both")
+    assert all(torch.allclose(alone[name], both[name], atol=1e-5) for name in KEYS)
 
 
 def test_drafter_learns(tiny: TinyModel) -> None:

@@ -46,11 +46,11 @@ def test_a_drafter_is_trained_and_decodes(hosted: str, capsys: pytest.CaptureFix
     described = json.loads(Path("drafter/config.json").read_text())
     model = model_of("drafter/model.yaml").load(CPU, torch.float32)
     assert described["vocab_size"] == model.target.config.text_vocab_size and described["mask_padding"] is True  # type: ignore[attr-defined]
-    made = []
+    images = []
     for shape in ({"mode": "ar"}, {"mode": "speculative", "tree": "small-7"}):
         greedy = Decoding(temperature=0, cfg_scale=3.0, **shape)
-        made.append(decode(model, model.condition([CAPTIONS[0]]), greedy, [torch.Generator()])[0].tokens.tolist())
-    assert made[0] == made[1]
+        images.append(decode(model, model.condition([CAPTIONS[0]]), greedy, [torch.Generator()])[0].tokens.tolist())
+    assert images[0] == images[1]
     assert (model_of("model.yaml").mode, model_of("drafter/model.yaml").mode) == ("scd", "lantern++")
     assert (
         main(["generate", CAPTIONS[0], "--model", "drafter/model.yaml", "--neighbours", "8", "--out", "one.png"]) == 0
@@ -67,8 +67,10 @@ def test_generate_needs_no_drafter(hosted: str, capsys: pytest.CaptureFixture[st
 
 def test_hosted_models_keep_the_protocol(hosted: str) -> None:
     model = model_of("model.yaml").load(CPU, torch.float32)
-    found = check_model(model, CAPTIONS[:2], tolerance=TOLERANCE["float32"], generator=torch.Generator().manual_seed(1))
-    assert {one.check: one.result for one in found if one.result == "fail"} == {}
+    results = check_model(
+        model, CAPTIONS[:2], tolerance=TOLERANCE["float32"], generator=torch.Generator().manual_seed(1)
+    )
+    assert {row.check: row.result for row in results if row.result == "fail"} == {}
 
 
 def test_packed_layers_give_the_same_tokens(hosted: str) -> None:

@@ -109,7 +109,7 @@ def handlers_stay() -> Iterator[None]:
 def test_a_held_signal_waits_for_a_check(number: signal.Signals) -> None:
     reached = []
     with pytest.raises(stopping.Stopped) as raised, stopping.signals_noted():
-        with stopping.held():
+        with stopping.delayed():
             os.kill(os.getpid(), number)
             reached.append("after the signal")
             with pytest.raises(stopping.Stopped):
@@ -126,7 +126,7 @@ def test_a_signal_outside_stops_at_once_and_a_second_one_always() -> None:
         with pytest.raises(stopping.Stopped):
             os.kill(os.getpid(), signal.SIGTERM)
             signal.sigtimedwait([], 1)
-        with pytest.raises(stopping.Stopped), stopping.held():
+        with pytest.raises(stopping.Stopped), stopping.delayed():
             os.kill(os.getpid(), signal.SIGTERM)
             signal.sigtimedwait([], 1)
 

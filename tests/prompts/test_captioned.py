@@ -36,9 +36,9 @@ def folder(tmp_path: Path) -> Path:
 def test_a_file_names_pictures_and_captions(name: str, content: str, named: bool, folder: Path) -> None:
     where = folder.parent / name if named else folder / name
     where.write_text(content % FOUND[1][1])
-    found = read_captioned(folder, where if named else None, MODEL)
-    assert [(item.path.name, item.caption) for item in found] == FOUND
-    assert all(item.path.is_file() and item.location.startswith(name) for item in found)
+    pictures = read_captioned(folder, where if named else None, MODEL)
+    assert [(item.path.name, item.caption) for item in pictures] == FOUND
+    assert all(item.path.is_file() and item.location.startswith(name) for item in pictures)
 
 
 def test_captions_beside_pictures_in_subfolders(folder: Path) -> None:
@@ -50,7 +50,7 @@ def test_captions_beside_pictures_in_subfolders(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("00.png red lantern\n", "captions.txt line 1: has no picture and caption"),
         ("00.png\tred lantern\n02.png\tred lantern\n", "captions.txt line 2: no such picture 02.png"),
@@ -58,8 +58,8 @@ def test_captions_beside_pictures_in_subfolders(folder: Path) -> None:
         ("", "contains no picture"),
     ],
 )
-def test_caption_errors_name_the_line(content: str, said: str, folder: Path) -> None:
+def test_caption_errors_name_the_line(content: str, message: str, folder: Path) -> None:
     (folder / "captions.txt").write_text(content)
     with pytest.raises(UserError) as caught:
         read_captioned(folder, None, MODEL)
-    assert said in caught.value.message
+    assert message in caught.value.message
