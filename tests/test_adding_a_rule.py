@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lantern_bench.decoding.acceptance import relaxation
-from lantern_bench.decoding.acceptance.relaxation import Relaxation, merged_mass
-from lantern_bench.decoding.acceptance.tree_acceptance import accept_children
+from lantern_bench.decoding.acceptance.rule import neighbour_mass
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.methods.rules import Rule
+from lantern_bench.methods.tables import RULES
+from tests.decoding.rules import accept, rule_named, view_of
 
 # Whole commands in processes of their own, on machines that may be busy.
 pytestmark = pytest.mark.timeout(1200)
@@ -135,7 +135,7 @@ def test_a_broken_package_is_named_and_disables_nothing_else(tmp_path: Path) -> 
 
 @pytest.fixture
 def installed(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> Rule:
-    monkeypatch.setitem(relaxation.RULES, rule.name, rule)
+    monkeypatch.setitem(RULES, rule.name, rule)
     return rule
 
 
@@ -156,7 +156,7 @@ def most(p: torch.Tensor, codes: torch.Tensor, table: torch.Tensor, x: int, k: i
 
 def test_the_rule_keeps_its_limit_and_takes_as_much_as_it_may(installed: Rule) -> None:
     p, codes, table, tokens = made(40)
-    mass, taken = merged_mass(p, tokens, table, Relaxation("by-distance", 8, 0.4, codes=codes))
+    mass, taken = neighbour_mass(view_of(p, tokens, rule_named("by-distance", 8, 0.4, table=table, codebook=codes)))
     limits = torch.tensor([most(row, codes, table, x, 8, 0.4) for row, x in zip(p, tokens.tolist(), strict=True)])
     assert (mass <= limits + 1e-7).all()
     counts = taken.sum(1)
@@ -170,9 +170,7 @@ def test_after_a_rejection_the_rule_sees_the_residual(installed: Rule) -> None:
     p = torch.tensor([[0.5, 0.2, 0.2, 0.1]], dtype=torch.float64)
     codes = torch.tensor([[0.0], [1.0], [3.0], [3.5]], dtype=torch.float64)
     tokens = torch.tensor([[0, 2]])
-    decided = accept_children(
-        p.clone(), None, tokens, tokens >= 0, Relaxation("by-distance", 1, 0.9, codes=codes), nearest_codes(codes, 3)
-    )
+    decided = accept(p, None, tokens, rule_named("by-distance", 1, 0.9, table=nearest_codes(codes, 3), codebook=codes))
     # With one neighbour the limit is its probability. The first draft takes token 1 along; of the .3 that are left the
     # second has .2, and its neighbour, token 3, the rest.
     torch.testing.assert_close(decided.accept, torch.tensor([[0.7, 1.0]], dtype=torch.float64))
@@ -180,11 +178,11 @@ def test_after_a_rejection_the_rule_sees_the_residual(installed: Rule) -> None:
 
 def test_the_rule_is_compiled_whole(installed: Rule) -> None:
     p, codes, table, _ = made(6)
+    rule = rule_named("by-distance", 4, 0.4, table=table, codebook=codes)
     q, tokens = p.roll(1, 0), torch.stack([torch.arange(3), torch.arange(3, 6)] * 3)
 
     def decided(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        rule = Relaxation("by-distance", 4, 0.4, codes=codes)
-        return accept_children(p, q, tokens, tokens >= 0, rule, table).accept
+        return accept(p, q, tokens, rule).accept
 
     compiled = Engine(compile=True, backend="aot_eager").program("accept", decided, torch.device("cpu"))
-    torch.testing.assert_close(compiled(p.clone(), q.clone()), decided(p.clone(), q.clone()))
+    torch.testing.assert_close(compiled(p, q), decided(p, q))

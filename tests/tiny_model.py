@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.protocol import DrafterLogits, Logits
+from lantern_bench.decoding.protocol import Drafter, DrafterLogits, DrafterSession, Logits, Target, TargetSession
 from lantern_bench.errors import UserError
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.model import Model
@@ -20,7 +20,7 @@ CODES, TOKENS, WIDTH = 16, 12, 4
 PROMPTS = ("one red lantern", "two blue lanterns", "three white lanterns")
 
 
-class TinyTarget:
+class TinyTarget(Target, Drafter):
     """p(next | last token, caption): a table, shifted by the caption's number."""
 
     vocab_size, image_tokens, device = CODES, TOKENS, torch.device("cpu")
@@ -38,7 +38,7 @@ class TinyTarget:
         return Logits(self.cond[tokens], self.uncond[tokens] if guided else None, features)
 
 
-class TinySession:
+class TinySession(TargetSession, DrafterSession):
     """Both roles: a table needs no memory of what was committed."""
 
     def __init__(self, table: TinyTarget, batch: int, guided: bool) -> None:

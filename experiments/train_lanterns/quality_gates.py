@@ -148,7 +148,7 @@ class Evaluation:
         gates = [self._accuracy("target", "prompt accuracy of AR samples", pictures, attributes, 0.80)]
         top1, top10, nll, captions = list[float](), list[float](), list[float](), list[str]()
         for part, forced in self._forced():
-            scores = forced.scores
+            scores = forced.logits
             top = guide(scores.cond, scores.uncond, GUIDANCE).softmax(-1).topk(10, dim=-1).values
             log_p = scores.cond.float().log_softmax(-1).gather(-1, forced.tokens[..., None])[..., 0]
             top1 += top[..., 0].mean(1).tolist()
@@ -184,7 +184,7 @@ class Evaluation:
             raise ValueError(f"{self.model.name} has no drafter")
         values, prompts = [], list[str]()
         for captions, forced in self._forced():
-            p = guide(forced.scores.cond, forced.scores.uncond, GUIDANCE).softmax(-1)
+            p = guide(forced.logits.cond, forced.logits.uncond, GUIDANCE).softmax(-1)
             overlap = torch.zeros(len(captions), device=p.device)
             for position, drafts in enumerate(drafts_along(self.model.drafter, forced), start=1):
                 q = guide(drafts.cond, drafts.uncond, GUIDANCE).softmax(-1)[:, 0]

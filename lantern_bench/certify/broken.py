@@ -5,48 +5,60 @@ A rule of another package gets the mistakes that any rule can have. docs/algorit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.relaxation import ROOTS, Relaxation
+from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
+from lantern_bench.decoding.acceptance.relaxed_rules import multiplicative_limit
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule, rule_of
 from lantern_bench.decoding.acceptance.traversal import accept_traversal
-from lantern_bench.decoding.acceptance.tree_acceptance import Accept, Acceptance, Nodes, accept_children, decide_each
+from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, DraftMethod, LastStep
 from lantern_bench.decoding.drafting.hybrid import HybridDrafting
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
-from lantern_bench.decoding.drafting.static import draft_probabilities
-from lantern_bench.decoding.loop import relaxation_of
-from lantern_bench.decoding.protocol import Drafted, LastStep, Target
-from lantern_bench.methods.code import Code
+from lantern_bench.decoding.protocol import Target
 from lantern_bench.models.loaded_model import LoadedModel
 
 TOO_OFTEN, LAMBDA = 0.02, 2.0
 """What a draft's acceptance probability is raised by, and the bound of the relaxed rule among the broken ones."""
 
 
+Accept: TypeAlias = Callable[[Children, AcceptanceRule], Acceptance]
+
+
 class Mistake(NamedTuple):
-    """What is wrong, and the rule, the drafting, or both, that are wrong so: `accept` and `make` of `decode`."""
+    """What is wrong, and the rule, the drafting, or both, that are wrong so."""
 
     name: str
     accept: Accept | None = None
-    make: Code | None = None
+    make: Callable[[Decoding, Target, int], DraftMethod] | None = None
+
+    def arguments(self, decoding: Decoding, target: Target, batch: int) -> dict[str, Any]:
+        """Return the arguments of `decode` that make this mistake with `batch` images."""
+        arguments: dict[str, Any] = {}
+        if self.make is not None:
+            arguments["drafting"] = self.make(decoding, target, batch)
+        if self.accept is not None:
+            arguments["rule"] = AcceptanceRule(self.name, accept=self.accept)
+        return arguments
 
 
 def rule_mistakes(decoding: Decoding, model: LoadedModel) -> list[Mistake]:
     """Return the mistakes of a decoding's rule that show without siblings; none where nothing is drafted."""
     if not decoding.drafts:
         return []
-    rule = relaxation_of(decoding, model).accept or accept_children
+    rule = rule_of(decoding, model).accept or accept_children
     mistakes = [
         Mistake("residual left out", strict_without_residual if rule is accept_children else without_residual(rule)),
         Mistake("a draft accepted once too often in 50", accepted_too_often(rule)),
     ]
     if rule is accept_traversal:
-        stale = partial(accept_traversal, update=lambda share, _left: share)
+        stale = partial(accept_traversal, update=lambda share, _sum: share)
         mistakes.append(Mistake("share not updated after a rejection", stale))
     if rule is accept_children and model.codebook is not None:
         k = min(100, len(model.codebook) // 4)
@@ -84,31 +96,30 @@ def drafting_mistakes(decoding: Decoding) -> list[Mistake]:
 # ---- rules
 
 
-def strict_without_residual(
-    p: Tensor, q: Tensor | None, tokens: Tensor, offered: Tensor, *_unused: object
-) -> Acceptance:
+def strict_without_residual(children: Children, _rule: AcceptanceRule) -> Acceptance:
     """The strict rule without its residual: every child and the bonus token use the p of the node.
 
-    Arguments as of `accept_children`. Each draft is accepted with the right probability and only the distribution of
-    the tokens is wrong, which makes it the mistake that a weak test misses.
+    Each draft is accepted with the right probability and only the distribution of the tokens is wrong, which makes it
+    the mistake that a weak test misses.
     """
-    accept = torch.zeros(tokens.shape, dtype=p.dtype, device=p.device)
-    for rank in range(tokens.shape[1]):
-        x = tokens[:, rank, None]
+    p, q = children.p, children.q
+    accept = torch.zeros_like(children.tokens, dtype=p.dtype)
+    for rank in range(accept.shape[1]):
+        x = children.tokens[:, rank, None]
         q_x = p.new_ones(len(x), 1) if q is None else q.gather(1, x) / q.sum(dim=1, keepdim=True)
-        tried = offered[:, rank, None] & (q_x > 0)
+        tried = children.offered[:, rank, None] & (q_x > 0)
         accept[:, rank] = torch.where(tried, (p.gather(1, x) / q_x).clamp(max=1.0), 0.0).squeeze(1)
         if q is not None:
             q.scatter_(1, x, torch.where(tried, 0.0, q.gather(1, x)))
-    return Acceptance(accept, torch.zeros_like(accept), p, torch.zeros(len(p), dtype=torch.bool, device=p.device))
+    return Acceptance(accept, torch.zeros_like(accept), p, torch.zeros_like(children.offered[:, 0]))
 
 
 def without_residual(rule: Accept) -> Accept:
     """Return `rule` with the bonus token drawn from the node's own p also after a rejection."""
 
-    def broken(p: Tensor, q: Tensor | None, *others: object) -> Acceptance:
-        decided = rule(p.clone(), q, *others)  # type: ignore[arg-type]
-        return Acceptance(decided.accept, decided.mass, p, torch.zeros_like(decided.exhausted))
+    def broken(children: Children, parameters: AcceptanceRule) -> Acceptance:
+        p = children.p.clone()
+        return replace(rule(children, parameters), residual=p, exhausted=torch.zeros_like(children.offered[:, 0]))
 
     return broken
 
@@ -116,46 +127,41 @@ def without_residual(rule: Accept) -> Accept:
 def accepted_too_often(rule: Accept) -> Accept:
     """Return `rule` with acceptance probabilities raised by `TOO_OFTEN`, to at most 1, of drafts that it can accept."""
 
-    def broken(p: Tensor, q: Tensor | None, tokens: Tensor, offered: Tensor, *others: object) -> Acceptance:
-        decided = rule(p, q, tokens, offered, *others)  # type: ignore[arg-type]
-        accept = torch.where(offered & (decided.accept > 0), (decided.accept + TOO_OFTEN).clamp(max=1.0), 0.0)
-        return Acceptance(accept, decided.mass, decided.rest, decided.exhausted)
+    def broken(children: Children, parameters: AcceptanceRule) -> Acceptance:
+        acceptance = rule(children, parameters)
+        raised = (acceptance.accept + TOO_OFTEN).clamp(max=1.0)
+        possible = children.offered & (acceptance.accept > 0)
+        return replace(acceptance, accept=torch.where(possible, raised, 0.0))
 
     return broken
 
 
 def relaxed(neighbours: int, table: Tensor) -> Accept:
     """Return the multiplicative rule in place of the strict one, with the bound `LAMBDA`."""
-    rule = Relaxation("multiplicative", neighbours, LAMBDA)
-
-    def broken(p: Tensor, q: Tensor | None, tokens: Tensor, offered: Tensor, *_unused: object) -> Acceptance:
-        return accept_children(p, q, tokens, offered, rule, table)
-
-    return broken
+    rule = AcceptanceRule(
+        "relaxed", {"lambda": LAMBDA}, limit=multiplicative_limit, neighbours=neighbours, nearest_codes=table
+    )
+    return lambda children, _rule: accept_children(children, rule)
 
 
-class _NotRenormalised(Nodes):
-    """The nodes' p (deterministic drafts) and q (sampled ones) keep the scale they had before a rejection."""
-
-    def decide(self, x: Tensor, offered: Tensor) -> tuple[Tensor, Tensor]:
-        decided = super().decide(x, offered)
-        self.p_mass.fill_(1.0)
-        self.q_mass.fill_(1.0)
-        return decided
-
-
-def siblings_not_renormalised(
-    p: Tensor,
-    q: Tensor | None,
-    tokens: Tensor,
-    offered: Tensor,
-    relaxation: Relaxation,
-    table: Tensor | None,
-    active: Sequence[int] | None = None,
-    *_unused: object,
-) -> Acceptance:
+def siblings_not_renormalised(children: Children, _rule: AcceptanceRule) -> Acceptance:
     """The strict rule that takes a rejected sibling out of q (deterministic: of p) and does not renormalise."""
-    return decide_each(_NotRenormalised(p, q, relaxation, table, ROOTS), tokens, offered, active)
+    p, q = children.p, children.q
+    accept = torch.zeros_like(children.tokens, dtype=p.dtype)
+    for rank in range(accept.shape[1]):
+        x = children.tokens[:, rank, None]
+        p_x = p.gather(1, x)
+        q_x = torch.ones_like(p_x) if q is None else q.gather(1, x)
+        tried = children.offered[:, rank, None] & (q_x > 0)
+        accept[:, rank] = torch.where(tried, (p_x / q_x).clamp(max=1.0), 0.0).squeeze(1)
+        if q is None:
+            p.scatter_(1, x, torch.where(tried, 0.0, p_x))
+        else:
+            residual = (p - q).clamp_min(0.0)
+            residual_sum = residual.sum(dim=1, keepdim=True)
+            p.copy_(torch.where(tried & (residual_sum > 0), residual / residual_sum, p))
+            q.scatter_(1, x, torch.where(tried, 0.0, q_x))
+    return Acceptance(accept, torch.zeros_like(accept), p, torch.zeros_like(children.offered[:, 0]))
 
 
 # ---- Jacobi draftings
@@ -171,7 +177,7 @@ class _Remembering(JacobiDrafting):
         self.remembers = torch.zeros(batch, window, dtype=torch.bool)
 
     def after_step(self, step: LastStep) -> None:
-        images, places = self._behind(step.accepted + 1, self.depth)
+        images, places = self._further(step.accepted + 1, self.depth)
         self.remembers = places < self.depth
         places = places.clamp_max(self.depth - 1)
         self.last, self.last_q = step.tree.tokens[:, 1:][images, places], self._q[images, places]
@@ -181,8 +187,8 @@ class _Remembering(JacobiDrafting):
 class _OldQ(_Remembering):
     """A draft that stays the same is verified with the q of the step before."""
 
-    def draft(self, *arguments: Any) -> Drafted:
-        drafted = super().draft(*arguments)
+    def draft(self, inputs: DraftInputs) -> Drafted:
+        drafted = super().draft(inputs)
         stays = self.remembers & (drafted[0][:, 1:] == self.last)
         self._q.copy_(torch.where(stays[:, :, None], self.last_q, self._q))
         return drafted
@@ -195,26 +201,29 @@ class _HybridOldQ(_OldQ, HybridDrafting):
 class _DrafterQ(HybridDrafting):
     """Drafts of a mixture are verified as if the drafter alone had drawn them."""
 
-    def draft(self, session: Any, drafts: Any, *others: Any) -> Drafted:
-        answers = [drafts]
+    def draft(self, inputs: DraftInputs) -> Drafted:
+        proposer: Any = inputs.proposer
+        answers = [proposer.root_q]
 
         class Listener:
-            def extend(self, *arguments: Any) -> Any:
-                answers.append(session.extend(*arguments))
+            root_q = proposer.root_q
+
+            def extend(self, *nodes: Any) -> Any:
+                answers.append(proposer.extend(*nodes))
                 return answers[-1]
 
         listener: Any = Listener()
-        drafted = super().draft(listener, drafts, *others)
-        for place, answer in enumerate(answers):
-            self._q[:, place] = draft_probabilities(answer, self._decoding)[:, 0]
+        drafted = super().draft(inputs._replace(proposer=listener))
+        for depth, q in enumerate(answers):
+            self._q[:, depth] = q[:, 0]
         return drafted
 
 
 class _KeptDraft(_Remembering):
     """The last drafts are kept, and verified with the new q as if they had been drawn from it."""
 
-    def draft(self, *arguments: Any) -> Drafted:
-        tokens = super().draft(*arguments)[0]
+    def draft(self, inputs: DraftInputs) -> Drafted:
+        tokens = super().draft(inputs)[0]
         return (torch.cat([tokens[:, :1], torch.where(self.remembers, self.last, tokens[:, 1:])], dim=1),)
 
 
@@ -239,9 +248,9 @@ class _UniformNumbers(_Remembering):
         super().__init__(*arguments)
         self._generator = torch.Generator().manual_seed(0)
 
-    def draft(self, *arguments: Any) -> Drafted:
-        drafted = super().draft(*arguments)
-        chance = torch.where(self.remembers, self._law.gather(2, self.last[:, :, None]).squeeze(2), 1.0)
+    def draft(self, inputs: DraftInputs) -> Drafted:
+        drafted = super().draft(inputs)
+        chance = torch.where(self.remembers, self._coupled_q.gather(2, self.last[:, :, None]).squeeze(2), 1.0)
         uniform = torch.rand(chance.shape, generator=self._generator)
         stays = ~self.remembers | (drafted[0][:, 1:] == self.last)
         self.uniforms = torch.where(stays, uniform * chance, chance + uniform * (1.0 - chance))
@@ -256,12 +265,11 @@ def _uniform_number_used_again() -> Mistake:
         draftings[batch] = _UniformNumbers(decoding, target, batch)
         return draftings[batch]
 
-    def accept(
-        p: Tensor, q: Tensor | None, tokens: Tensor, offered: Tensor, relaxation: Any, table: Tensor | None,
-        active: Any = None, images: int = 1, *others: Any,
-    ) -> Acceptance:  # fmt: skip
-        decided = accept_children(p, q, tokens, offered, relaxation, table, active, images, *others)
-        accepted = draftings[images].uniforms.T.reshape(-1, 1) < decided.accept
-        return Acceptance(accepted.to(p.dtype), decided.mass, decided.rest, decided.exhausted)
+    def accept(children: Children, rule: AcceptanceRule) -> Acceptance:
+        acceptance = accept_children(children, rule)
+        assert children.layout is not None
+        images = len(children.tokens) // len(children.layout.nodes)
+        accepted = draftings[images].uniforms.T.reshape(-1, 1) < acceptance.accept
+        return replace(acceptance, accept=accepted.to(acceptance.accept.dtype))
 
     return Mistake("uniform number used again", accept, make)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lantern_bench.decoding.neighbours import SPACES, in_space
-from lantern_bench.decoding.protocol import GuidesFeatures, ScoresFresh, Target, WithForcedTokens
+from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.decoding.teacher_forcing import teacher_forced
 from lantern_bench.decoding.tree import StaticTree
@@ -103,7 +103,7 @@ class _Run:
         self.model, self.prompts, self.tolerance, self.generator = model, prompts, tolerance, generator
         self.length = length
         self.target: Target = model.target
-        self.choices = self.target.n_codes if isinstance(self.target, WithForcedTokens) else self.target.vocab_size
+        self.choices = self.target.n_codes
         self.places = self._forced_at(torch.arange(self.target.image_tokens))
         drawn = torch.randint(self.choices, (2, length), generator=generator)
         self.tokens = torch.where(self.places[:length] < 0, drawn, self.places[:length]).to(self.target.device)
@@ -134,7 +134,7 @@ class _Run:
             told = f"{source} has {reference.cond.shape[2]} logits a token; the target has {vocabulary}"
             return Check("logits", "fail", None, None, told)
         guided = reference.uncond is not None
-        made = teacher_forced(self.target, reference.condition, tokens, guided).scores
+        made = teacher_forced(self.target, reference.condition, tokens, guided).logits
         pairs = {"with the prompt": (made.cond, reference.cond)}
         if made.uncond is not None and reference.uncond is not None:
             pairs["without it"] = (made.uncond, reference.uncond)
@@ -143,7 +143,6 @@ class _Run:
     def cache(self) -> Check:
         """Token by token through the cache, against a forward without one (where the target has one)."""
         pairs = {}
-        fresh = self.target.logits_without_cache if isinstance(self.target, ScoresFresh) else None
         for image, condition in enumerate(self.conditions):
             tokens, session = self.tokens[image : image + 1], self.target.session(1, True, 1)
             start = session.prefill(condition)
@@ -154,7 +153,8 @@ class _Run:
                 session.commit(zero, zero[0] + 1)
                 for row, logits in zip(found, (scores.cond, scores.uncond), strict=True):
                     row += [] if logits is None else [logits.clone()]
-            rows = fresh(condition, tokens, True) if fresh is not None else self.chains[image]
+            fresh = self.target.logits_without_cache(condition, tokens, True)
+            rows = self.chains[image] if fresh is None else fresh
             for name, ours, theirs in zip(("with the prompt", "without it"), found, rows, strict=True):
                 if ours and theirs is not None:
                     pairs[f"image {image} {name}"] = (torch.cat(ours, dim=1), theirs)
@@ -228,15 +228,14 @@ class _Run:
             return Check("guidance", "fail", least, most, f"{about}: rows swapped?")
         pairs = {}
         for image, condition in enumerate(self.conditions):
-            alone = teacher_forced(self.target, condition, self.tokens[image : image + 1], False).scores.cond
+            alone = teacher_forced(self.target, condition, self.tokens[image : image + 1], False).logits.cond
             pairs[f"image {image} unguided"] = (alone, self.chains[image][0])
             session = self.target.session(1, True, 1)
-            if isinstance(session, GuidesFeatures):
-                session.prefill(condition)
-                zero = torch.zeros(1, 1, dtype=torch.int64, device=self.tokens.device)
-                guided = session.score_guided(self.tokens[image : image + 1, :1], zero, zero[None] == 0, 3.0)[0]
-                rows = [one[:, 1:2] for one in self.chains[image] if one is not None]
-                pairs[f"image {image} guided"] = (guided, guide(rows[0], rows[1], 3.0))
+            session.prefill(condition)
+            zero = torch.zeros(1, 1, dtype=torch.int64, device=self.tokens.device)
+            guided = session.score_guided(self.tokens[image : image + 1, :1], zero, zero[None] == 0, 3.0)[0]
+            rows = [logits[:, 1:2] for logits in self.chains[image] if logits is not None]
+            pairs[f"image {image} guided"] = (guided, guide(rows[0], rows[1], 3.0))
         return self._compared("guidance", pairs, about)
 
     def codebook(self) -> Check:
@@ -276,15 +275,13 @@ class _Run:
 
     def _moved(self, condition: Any) -> tuple[float, float]:
         """How far a condition moves each row of logits, along the tokens of the first image."""
-        scores = teacher_forced(self.target, condition, self.tokens[:1], True).scores
+        scores = teacher_forced(self.target, condition, self.tokens[:1], True).logits
         rows = zip((scores.cond, scores.uncond), self.chains[0], strict=True)
         found = [_gap(one, other) for one, other in rows if one is not None and other is not None]
         return found[0], found[1]
 
     def _forced_at(self, places: Tensor) -> Tensor:
         """The forced token of each place int64 [...] on the CPU, -1 where none is."""
-        if not isinstance(self.target, WithForcedTokens):
-            return torch.full_like(places, -1)
         return self.target.forced(places.to(self.target.device)).cpu()
 
     def _tree_tokens(self, kept: Sequence[int]) -> Tensor:
@@ -297,7 +294,7 @@ class _Run:
         """The logits [1, N, V] of tokens [up to N] of an image, scored as a chain of N with filler in one forward."""
         chain = torch.zeros(1, self.length, dtype=torch.int64, device=self.target.device)
         chain[0, : len(tokens)] = tokens.to(chain.device)
-        scores = teacher_forced(self.target, self.conditions[image], chain, True).scores
+        scores = teacher_forced(self.target, self.conditions[image], chain, True).logits
         return scores.cond.clone(), _copy(scores.uncond)
 
     def _compared(self, check: str, pairs: dict[str, tuple[Tensor, Tensor]], about: str) -> Check:

@@ -21,21 +21,21 @@ from lantern_bench.clock import OnProgress, no_progress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
 from lantern_bench.config.plan import Prompt, record_seed
-from lantern_bench.decoding.acceptance.relaxation import Relaxation
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule, rule_of
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.drafting import drafting_of
+from lantern_bench.decoding.drafting.draft_method import DraftInputs, LastStep
 from lantern_bench.decoding.emitted_tv import emitted, emitted_tv_sampled, total_variation
-from lantern_bench.decoding.loop import decode, drafter_and_table, relaxation_of
-from lantern_bench.decoding.protocol import KeepsState, LastStep
+from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import Draws, decoding_probabilities, guide
-from lantern_bench.decoding.teacher_forcing import Forced, drafts_at, teacher_forced
+from lantern_bench.decoding.teacher_forcing import Forced, proposer_at, teacher_forced
 from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.errors import RefusedError
 from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.models.loaded_model import LoadedModel
 
 Row = dict[str, Any]
-_Rules = list[tuple[Relaxation, Tensor | None]]
+_Rules = list[AcceptanceRule]
 
 
 class Contexts(NamedTuple):
@@ -162,7 +162,7 @@ def _places(made: Contexts, sampling: Decoding, per_image: int) -> Iterator[_Pla
         generator = torch.Generator().manual_seed(record_seed(seed, "places", 0))
         drawn.append(torch.randperm(possible, generator=generator)[:per_image].sort().values + _FIRST)
     rows = torch.arange(len(tokens), device=tokens.device)
-    scores = made.forced.scores
+    scores = made.forced.logits
     for positions in torch.stack(drawn, dim=1).to(tokens.device):
         uncond = None if scores.uncond is None else scores.uncond[rows, positions]
         yield _Place(made, positions, guide(scores.cond[rows, positions], uncond, sampling.cfg_scale))
@@ -187,8 +187,7 @@ def _measured(
 
 
 def _rules(model: LoadedModel, cells: Sequence[Cell]) -> _Rules:
-    decodings = [cell.decoding for cell in cells]
-    return [(relaxation_of(one, model), drafter_and_table(model, one)[1]) for one in decodings]
+    return [rule_of(cell.decoding, model) for cell in cells]
 
 
 def _rows(
@@ -206,11 +205,10 @@ def _sampled(
 ) -> Iterator[dict[str, Tensor]]:
     """Estimates from `count` sampled drafts, one per rule."""
     assert model.drafter is not None
-    _, drafts = drafts_at(model.drafter, place.made.forced, place.positions, 1)
+    proposer = proposer_at(model.drafter, place.made.forced, place.positions, 1, decoding)
     p = decoding_probabilities(place.logits, decoding)
-    q = decoding_probabilities(guide(drafts.cond, drafts.uncond, decoding.cfg_scale), decoding)[:, 0]
     children = StaticTree.of(decoding.paths).levels[0].fanout
-    return _estimates(model, place.made.seeds, place.positions, p, q, children, rules, count)
+    return _estimates(model, place.made.seeds, place.positions, p, proposer.root_q[:, 0], children, rules, count)
 
 
 def _estimates(
@@ -229,18 +227,18 @@ def _deterministic(model: LoadedModel, place: _Place, decoding: Decoding, rules:
     """Exact values of deterministic drafts, one per rule."""
     assert model.drafter is not None
     drafting = drafting_of(decoding, model.target)
-    session, drafts = drafts_at(model.drafter, place.made.forced, place.positions, drafting.nodes)
+    proposer = proposer_at(model.drafter, place.made.forced, place.positions, drafting.nodes, decoding)
     rows = torch.arange(len(place.positions), device=place.positions.device)
     root = place.made.forced.tokens[rows, place.positions - 1]
     limit = (model.target.image_tokens - 1 - place.positions).clamp_max(drafting.depth)
     nothing = torch.empty(len(rows), 0, device=rows.device)  # dynamic drafting uses no noise
-    tree = drafting.tree(drafting.draft(session, drafts, root, nothing, limit))
+    tree = drafting.tree(drafting.draft(DraftInputs(root, nothing, limit, proposer)))
     children = tree.children[:, 0]
     tokens = tree.tokens.gather(1, children.clamp_min(0))
     p = decoding_probabilities(place.logits, decoding)
     for rule in rules:
-        emission = emitted(p, None, tokens, children >= 0, *rule, place.positions)
-        yield {"emitted_tv": total_variation(p, emission.distribution), "moved_mass": emission.moved}
+        emission = emitted(p, None, tokens, children >= 0, rule, place.positions)
+        yield {"emitted_tv": total_variation(p, emission.distribution), "moved_mass": emission.neighbour_mass}
 
 
 # ---- drafts that come from earlier steps
@@ -258,6 +256,8 @@ class _Root(NamedTuple):
 class _Watched:
     """A drafting of sampled drafts that notes in `seen` what each step finds at the root."""
 
+    learns = True
+
     def __init__(self, decoding: Decoding, target: Any, batch: int, seen: list[_Root]) -> None:
         self._method: Any = drafting_of(decoding, target, batch)
         self._seen = seen
@@ -267,16 +267,14 @@ class _Watched:
 
     def start_images(self, p: Tensor) -> None:
         """New images start."""
-        if isinstance(self._method, KeepsState):
-            self._method.start_images(p)
+        self._method.start_images(p)
 
     def after_step(self, step: LastStep) -> None:
         """Note the root, before its rows are overwritten."""
         assert step.tree.q is not None
         before = step.position - step.accepted - 1
         self._seen.append(_Root(step.p[:, 0].clone(), step.tree.q[:, 0].clone(), before, step.active.clone()))
-        if isinstance(self._method, KeepsState):
-            self._method.after_step(step)
+        self._method.after_step(step)
 
 
 def _strict(decoding: Decoding) -> Decoding:
@@ -303,8 +301,8 @@ def _along_steps(
         slots, seen = every[start : start + settings.batch], list[_Root]()
         seeds = [record_seed(settings.seed, prompt.id, repeat) for prompt, repeat in slots]
         condition = model.condition([prompt.text for prompt, _ in slots])
-        watched = partial(_Watched, seen=seen)
-        decode(model, condition, strict, generators(model, seeds), engine=Engine(), make=watched)
+        watched: Any = _Watched(strict, model.target, len(slots), seen)
+        decode(model, condition, strict, generators(model, seeds), engine=Engine(), drafting=watched)
         roots = _Root(*(torch.stack(column) for column in zip(*seen, strict=True)))  # [steps, B, ...]
         possible = roots.active & (roots.position <= model.target.image_tokens - _FREE)
         places = []

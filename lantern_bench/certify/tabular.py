@@ -21,12 +21,12 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.loop import decode
-from lantern_bench.decoding.protocol import DrafterLogits, Logits
+from lantern_bench.decoding.protocol import Drafter, DrafterLogits, DrafterSession, Logits, Target, TargetSession
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
 from lantern_bench.models.loaded_model import LoadedModel, NoPixels
 
 
-class TabularModel:
+class TabularModel(Target):
     """V tokens, `length` positions; guidance is real: cond and uncond tables differ."""
 
     def __init__(self, vocab: int, length: int, seed: int, drafter_noise: float = 0.7) -> None:
@@ -64,7 +64,7 @@ class TabularModel:
         return joint
 
 
-class _TargetSession:
+class _TargetSession(TargetSession):
     def __init__(self, model: TabularModel, batch: int, guided: bool) -> None:
         self.model, self.batch, self.guided = model, batch, guided
         self.state = torch.zeros(batch, dtype=torch.int64)
@@ -93,7 +93,7 @@ class _TargetSession:
         return Logits(self.model.p[0, states], self.model.p[1, states] if self.guided else None, features)
 
 
-class _DrafterFactory:
+class _DrafterFactory(Drafter):
     def __init__(self, model: TabularModel) -> None:
         self.model = model
 
@@ -101,7 +101,7 @@ class _DrafterFactory:
         return _DrafterSession(self.model, batch, guided)
 
 
-class _DrafterSession:
+class _DrafterSession(DrafterSession):
     def __init__(self, model: TabularModel, batch: int, guided: bool) -> None:
         self.model, self.guided = model, guided
         self.state = torch.zeros(batch, dtype=torch.int64)
@@ -162,11 +162,11 @@ def g_tests(
     The tests: the first two tokens, of which a step decides the second; the first three; and every later three, the
     smallest p-value times their number: drafts there come from rows that earlier steps verified.
     """
-    accept, make = (mistake.accept, mistake.make) if mistake else (None, None)
     engine, tokens = Engine(), []
     for start in range(0, images, _BATCH):
         seeds = [record_seed(seed, "tables", image) for image in range(start, min(start + _BATCH, images))]
-        decoded = decode(model, None, decoding, generators(model, seeds), engine=engine, accept=accept, make=make)
+        broken = mistake.arguments(decoding, model.target, len(seeds)) if mistake else {}
+        decoded = decode(model, None, decoding, generators(model, seeds), engine=engine, **broken)
         tokens.append(torch.stack([image.tokens for image in decoded]).long())
     return _tested(_joint(model.target, decoding), torch.cat(tokens))
 

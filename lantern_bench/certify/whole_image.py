@@ -165,7 +165,6 @@ def decoded_evidence(
 
     All batches are equally large, so that a compiled engine compiles once. `mistake`: what is broken on purpose.
     """
-    accept, make = (mistake.accept, mistake.make) if mistake else (None, None)
     target = model.target
     batch = max(1, min(images, _VALUES // (target.image_tokens * target.vocab_size)))
     noise = torch.Generator().manual_seed(record_seed(seed, "places in probability", 0))
@@ -173,10 +172,11 @@ def decoded_evidence(
         slots = [(prompts[at % len(prompts)], at // len(prompts)) for at in range(start, start + batch)]
         streams = generators(model, [record_seed(seed, prompt.id, repeat) for prompt, repeat in slots])
         condition = model.condition([prompt.text for prompt, _ in slots])
-        made = decode(model, condition, decoding, streams, engine=model.engine, accept=accept, make=make)
+        broken = mistake.arguments(decoding, target, batch) if mistake else {}
+        made = decode(model, condition, decoding, streams, engine=model.engine, **broken)
         tokens = torch.stack([image.tokens for image in made]).long().to(target.device)
         forced = teacher_forced(target, condition, tokens, decoding.cfg_scale != 1)
-        logits, q = guide(forced.scores.cond, forced.scores.uncond, decoding.cfg_scale), None
+        logits, q = guide(forced.logits.cond, forced.logits.uncond, decoding.cfg_scale), None
         if model.drafter is not None:
             drafts = [guide(one.cond, one.uncond, decoding.cfg_scale) for one in drafts_along(model.drafter, forced)]
             q = decoding_probabilities(torch.cat(drafts, dim=1), decoding)

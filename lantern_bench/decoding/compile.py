@@ -6,13 +6,15 @@ each is compiled once per shape and then runs without a decision on the host. `s
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
+import io
 import itertools
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
+from functools import partial
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,33 +23,28 @@ from torch.utils import _pytree as pytree
 from lantern_bench.chatter import silence_compiler
 from lantern_bench.errors import one_line
 
-if TYPE_CHECKING:
-    from lantern_bench.decoding.kept_programs import ProgramStore
-
 silence_compiler()
 
 T = TypeVar("T")
 _numbers = itertools.count()
+# A step calls some hundred kernels, and many take less time than a call from Python.
+_CPU_OPTIONS = {"cpp_wrapper": True}
 
 
 class Engine:
-    """Programs of one model, made once for every shape and kept.
+    """Programs of one model, compiled once for every shape.
 
     `compile` False runs functions eagerly. What a program reads besides its arguments must stay the same object at the
-    same address for as long as the engine lives; its arguments must have the shapes of the first call. `store` keeps
+    same address for as long as the engine lives; its arguments must have the shapes of the first call. `folder` saves
     the programs of a CPU for later processes. `graphs` False captures nothing on CUDA. `fallbacks` says why programs
     on CUDA run in another way than asked for: keys `compiling` and `capture`.
     """
 
     def __init__(
-        self,
-        compile: bool = False,
-        backend: Any = "inductor",
-        store: ProgramStore | None = None,
-        graphs: bool = True,
+        self, compile: bool = False, backend: Any = "inductor", folder: Path | None = None, graphs: bool = True
     ) -> None:
-        self.compile, self.graphs, self._backend, self._store = compile, graphs, backend, store
-        self._made: dict[Hashable, Any] = {}
+        self.compile, self.graphs, self.folder, self._backend = compile, graphs, folder, backend
+        self._cache: dict[Hashable, Any] = {}
         self.fallbacks: dict[str, str] = {}
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -56,63 +53,83 @@ class Engine:
         The compiler writes the number of threads into code for a CPU: every number gets programs of its own.
         """
         key = (key, torch.get_num_threads())
-        if key not in self._made:
-            self._made[key] = make()
-        made: T = self._made[key]
-        return made
+        if key not in self._cache:
+            self._cache[key] = make()
+        value: T = self._cache[key]
+        return value
 
-    @property
-    def folder(self) -> Path | None:
-        """Where programs are kept for later processes; None where they are not."""
-        return self._store.folder if self._store is not None else None
-
-    @property
-    def only_compiles(self) -> bool:
-        """Whether programs are made and not run now (`compiling`)."""
-        return self._store is not None and self._store.only_compiles
-
-    @contextlib.contextmanager
-    def compiling(self) -> Iterator[bool]:
-        """Make programs without running them: a decode ends after a step of empty tensors.
-
-        The C++ compiler then works on several programs at once. Yields False where this cannot be done.
-        """
-        if self._store is None:
-            yield False
-            return
-        self._store.only_compiles = True
-        try:
-            yield True
-        finally:
-            self._store.only_compiles = False
-
-    def program(self, key: Hashable, function: Callable[..., T], device: torch.device) -> Callable[..., T]:
-        """Return `function` as this engine runs it on `device`; later calls with this key get the same program."""
+    def program(self, key: Hashable, method: Callable[..., T], device: torch.device) -> Callable[..., T]:
+        """Return a bound method as this engine runs it on `device`; later calls with this key get the same program."""
         if not self.compile:
-            return function
-        store = self._store
-        if store is not None and device.type == "cpu" and store.keeps(key):
-            return self.cached(("program", key), lambda: store.program((key, torch.get_num_threads()), function))
-        return self.cached(("program", key), lambda: self._compiled(function, device))
+            return method
+        return self.cached(("program", key), lambda: self._compiled(key, method, device))
 
-    def _compiled(self, function: Callable[..., T], device: torch.device) -> Callable[..., T]:
-        compiled = compile_function(function, device, self._backend)
-        return GraphedProgram(compiled, function, device, self) if device.type == "cuda" else compiled
+    def _compiled(self, key: Hashable, method: Callable[..., T], device: torch.device) -> Callable[..., T]:
+        if device.type == "cuda":
+            return GraphedProgram(compile_function(method, device, self._backend), method, device, self)
+        if self.folder is None or self._backend != "inductor" or not can_save_programs():
+            return compile_function(method, device, self._backend)
+        name = hashlib.sha256(repr((key, torch.get_num_threads())).encode()).hexdigest()[:24]
+        return SavedProgram(method, self.folder / f"{name}.program")
 
-    def fall_back(self, from_what: str, instead: str, error: Exception) -> None:
-        """Note that programs run in another way than asked for from now on, and warn, once for each `from_what`."""
-        if from_what not in self.fallbacks:
-            self.fallbacks[from_what] = reason = one_line(error)
-            text = (
-                f"{from_what} fails on this GPU, steps run {instead}: {reason}. Compare no seconds across this warning."
-            )
+    def fall_back(self, failed: str, instead: str, error: Exception) -> None:
+        """Note that programs run in another way than asked for from now on, and warn, once for each `failed`."""
+        if failed not in self.fallbacks:
+            self.fallbacks[failed] = reason = one_line(error)
+            text = f"{failed} fails on this GPU, steps run {instead}: {reason}. Compare no seconds across this warning."
             warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+class SavedProgram:
+    """A method compiled for a CPU at its first call, or loaded from the file where an earlier process saved it.
+
+    torch saves the trace and the compiled kernels and not the weights: these are read from the method's object. A file
+    that cannot be loaded is compiled again; one name serves one shape. What torch cannot save still runs, with a
+    warning.
+    """
+
+    def __init__(self, method: Any, path: Path) -> None:
+        self._method, self._path = method, path
+        self._run: Callable[..., Any] | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the program, which the first call loads or compiles."""
+        if self._run is None:
+            self._run = self._load() or self._compile(arguments)
+        return self._run(*arguments)
+
+    def _load(self) -> Callable[..., Any] | None:
+        try:
+            return self._ready(torch.compiler.load_compiled_function(io.BytesIO(self._path.read_bytes())))
+        except Exception:  # the file is missing, damaged or of another torch: the program is compiled again
+            return None
+
+    def _compile(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        options: dict[str, Any] = {**_CPU_OPTIONS, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+        compiled: Any = torch.compile(self._method.__func__, dynamic=False, fullgraph=True, options=options)
+        try:
+            program = compiled.aot_compile(((self._method.__self__, *arguments), {}))
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            program.save_compiled_function(str(self._path))  # the whole file or none
+            return self._ready(program)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            warnings.warn(f"a compiled program cannot be kept for the next start: {reason}", stacklevel=4)
+            return compile_function(self._method, torch.device("cpu"))
+
+    def _ready(self, program: Any) -> Callable[..., Any]:
+        program.disable_guard_check()
+        return partial(program, self._method.__self__)
+
+
+def can_save_programs() -> bool:
+    """Whether this torch saves compiled functions; before it did, inductor's own caches make later starts faster."""
+    return hasattr(torch.compiler, "load_compiled_function")
 
 
 def compile_function(function: Callable[..., T], device: torch.device, backend: Any = "inductor") -> Callable[..., T]:
     """Return `function` compiled for a device."""
-    # A step calls some hundred kernels, and many take less time than a call from Python.
-    options = {"cpp_wrapper": True} if backend == "inductor" and device.type == "cpu" else {}
+    options = _CPU_OPTIONS if backend == "inductor" and device.type == "cpu" else {}
     return compile_alone(function, backend, **options)
 
 
@@ -144,24 +161,24 @@ class GraphedProgram:
         self, compiled: Callable[..., Any], plain: Callable[..., Any], device: torch.device, engine: Engine
     ) -> None:
         self._run, self._plain, self._device, self._engine = compiled, plain, device, engine
-        self._held: tuple[Any, ...] | None = None
+        self._copies: tuple[Any, ...] | None = None
         self._warm = False
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the program: the first call compiles, the second captures."""
-        if self._held is None:
-            self._held = pytree.tree_map(_copy, arguments)
+        if self._copies is None:
+            self._copies = pytree.tree_map(_copy, arguments)
         else:
-            for held, given in zip(pytree.tree_leaves(self._held), pytree.tree_leaves(arguments), strict=True):
-                if isinstance(given, Tensor):
-                    held.copy_(given)
+            for copy, argument in zip(pytree.tree_leaves(self._copies), pytree.tree_leaves(arguments), strict=True):
+                if isinstance(argument, Tensor):
+                    copy.copy_(argument)
         graph = self._graph
         if graph is None:
             if not self._warm:
-                return self._warm_up(self._held)
-            if not self._captures or (graph := self._capture(self._held)) is None:
-                return self._run(*self._held)
+                return self._warm_up(self._copies)
+            if not self._captures or (graph := self._capture(self._copies)) is None:
+                return self._run(*self._copies)
         graph.replay()
         return self._result
 

@@ -1,4 +1,4 @@
-"""One step of speculative decoding as three programs: draft a tree, score it, settle what is kept.
+"""One step of speculative decoding as three programs: draft a tree, score it, settle what is committed.
 
 Everything that changes from step to step is in tensors at fixed addresses, which the programs write, so that the host
 only calls them, draws the noise and reads how far the images are. `loop.py` calls them; `compile.py` says how they run
@@ -8,32 +8,19 @@ only calls them, draws the noise and reads how far the images are. `loop.py` cal
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.relaxation import Relaxation
-from lantern_bench.decoding.acceptance.tree_acceptance import Accept
-from lantern_bench.decoding.acceptance.walk import Verdict, verify, verify_greedy
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule
+from lantern_bench.decoding.acceptance.walk import Verdict, verify_greedy
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.drafting import drafting_of
-from lantern_bench.decoding.protocol import (
-    Drafted,
-    Drafter,
-    DrafterLogits,
-    DrafterSession,
-    DraftMethod,
-    GuidesFeatures,
-    KeepsState,
-    LastStep,
-    Logits,
-    Target,
-    TargetSession,
-    VerifiesItself,
-)
+from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, DraftMethod, LastStep, Proposer
+from lantern_bench.decoding.protocol import Drafter, Logits, Target, TargetSession
 from lantern_bench.decoding.sampling import (
     Draws,
     decoding_probabilities,
@@ -44,11 +31,13 @@ from lantern_bench.decoding.sampling import (
     uniform,
 )
 from lantern_bench.decoding.trace import StepRecorder
-from lantern_bench.methods.code import Code
 from lantern_bench.methods.tables import RULES, tensor_parameters
 
 # The keys that drafting does not depend on.
 _ACCEPTANCE = {"mode", "rule", *(key for rule in RULES.values() for key in rule.parameter_names)}
+
+TARGET, DRAFTER, PREFILL = 1, 2, 3
+"""Whose logits are broken: in `Progress.host_view`, where 0 is for finite logits."""
 
 
 def sampling_key(decoding: Decoding, *without: str) -> tuple[tuple[str, str], ...]:
@@ -56,190 +45,178 @@ def sampling_key(decoding: Decoding, *without: str) -> tuple[tuple[str, str], ..
 
     One program serves all sets of seeds, and every bound that is a tensor; external rules may branch on their bounds.
     """
-    left_out = {"seed_set", *tensor_parameters(decoding.rule), *without}
-    return tuple((key, repr(value)) for key, value in decoding.settings().items() if key not in left_out)
+    omitted = {"seed_set", *tensor_parameters(decoding.rule), *without}
+    return tuple((key, repr(value)) for key, value in decoding.settings().items() if key not in omitted)
 
 
 class Scored(NamedTuple):
-    """The target's answer for a tree: guided logits float32 [B, M, V], features [rows, M, width]."""
+    """The target's answer for a tree."""
 
-    logits: Tensor
-    features: Tensor
+    logits: Tensor  # guided, float32 [B, M, V]
+    features: Tensor  # [rows, M, width]
+
+
+class Scoring:
+    """The target's session for trees of `nodes`, and the forward over one tree."""
+
+    def __init__(self, target: Target, batch: int, nodes: int, cfg_scale: float) -> None:
+        self.session, self._cfg_scale = target.session(batch, cfg_scale != 1, nodes), cfg_scale
+
+    def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Scored:
+        """Score tokens, depths int64 [B, M] and attention bool [B, M, M]."""
+        if self._cfg_scale != 1:
+            return Scored(*self.session.score_guided(tokens, depths, attention, self._cfg_scale))
+        logits = self.session.score(tokens, depths, attention)
+        return Scored(guide(logits.cond, None, 1.0), logits.features)
 
 
 def scoring(
     target: Target, batch: int, nodes: int, cfg_scale: float, engine: Engine
 ) -> tuple[TargetSession, Callable[[Tensor, Tensor, Tensor], Scored]]:
     """Return the target's session for trees of `nodes`, and the program that scores tokens, depths and attention."""
-    session = target.session(batch, cfg_scale != 1, nodes)
-    guiding = session if cfg_scale != 1 and isinstance(session, GuidesFeatures) else None
-
-    def score(tokens: Tensor, depths: Tensor, attention: Tensor) -> Scored:
-        if guiding is not None:
-            return Scored(*guiding.score_guided(tokens, depths, attention, cfg_scale))
-        scores = session.score(tokens, depths, attention)
-        return Scored(guide(scores.cond, scores.uncond, cfg_scale), scores.features)
-
-    return session, engine.program(("score", batch, nodes, cfg_scale), score, target.device)
+    key = ("score", batch, nodes, cfg_scale)
+    scoring = engine.cached(key, lambda: Scoring(target, batch, nodes, cfg_scale))
+    return scoring.session, engine.program(key, scoring.score, target.device)
 
 
-TARGET, DRAFTER, PREFILL = 1, 2, 3
-"""Whose logits are broken: in `Progress.told`, where 0 is for whole logits."""
+class First(NamedTuple):
+    """The first tokens of B images."""
 
-
-class _Watched:
-    """A drafter's session that keeps all its answers, to find broken ones when a draft is made."""
-
-    def __init__(self, session: DrafterSession, cfg_scale: float) -> None:
-        self._session, self._scale = session, cfg_scale
-        self._made: list[DrafterLogits] = []
-
-    def prefill(self, condition: Any, features: Tensor) -> None:
-        self._session.prefill(condition, features)
-
-    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> DrafterLogits:
-        self._made = [self._session.observe(tokens, features, counts)]
-        return self._made[0]
-
-    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> DrafterLogits:
-        self._made.append(self._session.extend(tokens, origin, seen))
-        return self._made[-1]
-
-    def broken(self) -> Tensor:
-        """Return bool [B]: the images with a broken answer."""
-        found = [has_broken(guide(one.cond, one.uncond, self._scale)).any(dim=1) for one in self._made]
-        return torch.stack(found).any(dim=0)
+    tokens: Tensor  # int64 [B]
+    logits: Tensor  # guided [B, V], what the tokens are drawn from
+    broken: Tensor  # bool [B], which of the logits are NaN or infinite
 
 
 class Progress:
-    """Where B images are, in tensors at fixed addresses: shared by all configurations of one batch size and depth.
-
-    out: int64 [B, N + D + 1], the tokens so far, then filler. position: [B], how many count. limit: [B], the depth that
-    may still be drafted. tokens [B, D + 1], features [rows, D + 1, width], counts [B], root [B]: of the last step.
-    told: [2, B], what the host reads of a step: positions, and whose logits were broken first (`TARGET`, ...).
-    drafter_broken: bool [B], those of the running step's draft.
-    """
+    """Where B images are, in tensors at fixed addresses: shared by all configurations of one batch size and depth."""
 
     def __init__(self, batch: int, image_tokens: int, depth: int, prefix_features: Tensor) -> None:
         device = prefix_features.device
         rows, _, width = prefix_features.shape
-        self._grid, self._depth = image_tokens, depth
-        self.out = torch.zeros(batch, image_tokens + depth + 1, dtype=torch.int64, device=device)
-        self.tokens = torch.zeros(batch, depth + 1, dtype=torch.int64, device=device)
+        self._image_tokens, self._depth = image_tokens, depth
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        self.out = numbers(batch, image_tokens + depth + 1)  # the tokens so far, then filler
+        self.position = numbers(batch)  # how many tokens of each image count
+        self.limit = numbers(batch)  # the depth that may still be drafted
+        # Of the last step: its tokens, their features, how many count, and the last of them.
+        self.tokens, self.counts, self.root = numbers(batch, depth + 1), numbers(batch), numbers(batch)
         self.features = torch.zeros(rows, depth + 1, width, dtype=prefix_features.dtype, device=device)
-        self.position, self.limit, self.counts, self.root = (
-            torch.zeros(batch, dtype=torch.int64, device=device) for _ in range(4)
-        )
-        self.drafter_broken = torch.zeros(batch, dtype=torch.bool, device=device)
-        self.asked = torch.zeros((), dtype=torch.int64, device=device)
-        self.told = torch.zeros(2, batch, dtype=torch.int64, device=device)
+        self.drafter_broken = torch.zeros(batch, dtype=torch.bool, device=device)  # in the draft of the running step
+        self.tokens_wanted = numbers()
+        self.host_view = numbers(2, batch)  # read by the host: positions, and whose logits were broken first
         self.recorder = StepRecorder(batch, image_tokens, depth, device)
         self._ahead = torch.arange(depth + 1, device=device)
 
-    def begin(self, asked: int, prefix_features: Tensor, root: Tensor, broken: Tensor) -> None:
-        """The prefill is done and the first tokens `root` [B] are drawn; `broken` bool [B]: from broken logits."""
-        self.recorder.begin()
-        self.asked.fill_(asked)
+    def start_images(self, tokens_wanted: int, prefix_features: Tensor, first: First) -> None:
+        """The prefill is done and the first tokens are drawn."""
+        self.recorder.start_images()
+        self.tokens_wanted.fill_(tokens_wanted)
         self.position.fill_(1)
-        self.limit.fill_(min(self._depth, self._grid - 2))
+        self.limit.fill_(min(self._depth, self._image_tokens - 2))
         self.counts.fill_(1)
         self.drafter_broken.zero_()
-        self.told[0], self.told[1] = 1, broken * PREFILL
-        self.root.copy_(root)
-        self.out[:, 0] = self.tokens[:, 0] = root
+        self.host_view[0], self.host_view[1] = 1, first.broken * PREFILL
+        self.root.copy_(first.tokens)
+        self.out[:, 0] = self.tokens[:, 0] = first.tokens
         self.features.zero_()  # filler is computed with too, and a NaN of the images before would spread
         self.features[:, 0] = prefix_features[:, -1]
 
     def commit(self, verdict: Verdict, features: Tensor, broken: Tensor) -> None:
-        """Append what a verdict keeps; complete images stay as they are. `broken` bool [B]: the target's logits."""
+        """Append what a verdict accepts; complete images stay as they are. `broken` bool [B]: the target's logits."""
         self.recorder.add(self.position, verdict, self.limit)
-        active = self.position < self.asked
+        active = self.position < self.tokens_wanted
         counts = torch.where(active, verdict.accepted + 1, 0)
         # Filler behind the tokens that count is overwritten by the next step or cut off at the end.
-        at = (self.position[:, None] + self._ahead).clamp_max(self.out.shape[1] - 1)
-        self.out.scatter_(1, at, torch.where(active[:, None], verdict.tokens, self.out.gather(1, at)))
+        columns = (self.position[:, None] + self._ahead).clamp_max(self.out.shape[1] - 1)
+        self.out.scatter_(1, columns, torch.where(active[:, None], verdict.tokens, self.out.gather(1, columns)))
         last = verdict.tokens.gather(1, (counts - 1).clamp_min(0)[:, None]).squeeze(1)
         self.root.copy_(torch.where(active, last, self.root))
         self.position.add_(counts)
         self.counts.copy_(counts)
-        self.limit.copy_((self._grid - 1 - self.position).clamp_max(self._depth))
+        self.limit.copy_((self._image_tokens - 1 - self.position).clamp_max(self._depth))
         whose = torch.where(broken, TARGET, self.drafter_broken * DRAFTER)
-        whose = torch.where(active & (self.told[1] == 0), whose, self.told[1])
-        self.told.copy_(torch.stack([self.position, whose]))
+        whose = torch.where(active & (self.host_view[1] == 0), whose, self.host_view[1])
+        self.host_view.copy_(torch.stack([self.position, whose]))
         self.tokens.copy_(verdict.tokens)
         index = verdict.path.clamp_min(0).repeat(len(features) // len(active), 1)
         self.features.copy_(features.gather(1, index[:, :, None].expand(-1, -1, features.shape[-1])))
 
 
-class First(NamedTuple):
-    """The first tokens int64 [B], the guided logits [B, V] that they are drawn from, and which of them are broken."""
-
-    tokens: Tensor
-    logits: Tensor
-    broken: Tensor
-
-
-@dataclass(eq=False)
 class Speculation:
-    """The programs of one configuration for B images; bounds may differ from one image to the next (`begin`)."""
+    """The programs of one configuration for B images; bounds may differ from one image to the next (`start_images`).
 
-    target: Target
-    drafter: Drafter | None
-    decoding: Decoding
-    relaxation: Relaxation
-    table: Tensor | None
-    batch: int
-    engine: Engine
-    keep_logits: bool
-    accept: Accept | None = None
-    make: Code | None = None
+    A `drafting` that is given replaces that of the configuration. `compiled` False runs the rule eagerly: a test of a
+    broken rule or drafting takes less time than compiling it.
+    """
 
-    def __post_init__(self) -> None:
-        target, decoding, batch, engine = self.target, self.decoding, self.batch, self.engine
-        device, scale = target.device, decoding.cfg_scale
-        drafted = (batch, sampling_key(decoding, *_ACCEPTANCE))
-        self.drafting: DraftMethod = engine.cached(
-            ("drafting", drafted, self.make), lambda: drafting_of(decoding, target, batch, self.make)
-        )
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        decoding: Decoding,
+        rule: AcceptanceRule,
+        batch: int,
+        engine: Engine,
+        keep_logits: bool,
+        drafting: DraftMethod | None = None,
+        compiled: bool = True,
+    ) -> None:
+        self._target, self._decoding, self._batch, self._engine = target, decoding, batch, engine
+        self._keep_logits, device, scale = keep_logits, target.device, decoding.cfg_scale
+        draft_key = ("draft", batch, sampling_key(decoding, *_ACCEPTANCE))
+        if drafting is None:
+            self.drafting = engine.cached(("drafting", draft_key), lambda: drafting_of(decoding, target, batch))
+            self.draft = engine.program(draft_key, self._draft, device)
+        else:
+            self.drafting, self.draft = drafting, self._draft
         nodes = self.drafting.nodes
         self.session, self._score = scoring(target, batch, nodes, scale, engine)
-        self.drafter_session = None if self.drafter is None else self.drafter.session(batch, scale != 1, nodes)
+        self.drafter_session = None if drafter is None else drafter.session(batch, scale != 1, nodes)
+        # One program serves all values of a bound: it reads them from tensors, of one element each.
         exact = torch.float32 if device.type == "mps" else torch.float64
-        keys = tensor_parameters(decoding.rule)
-        self._values = {key: torch.zeros((), dtype=exact, device=device) for key in keys}
-        if keys:
-            values = {**self.relaxation.values, **self._values}
-            bound = values.pop(decoding.rule_row.bound)
-            self.relaxation = replace(self.relaxation, bound=bound, others=tuple(values.items()))
-        kind = ("settle", batch, sampling_key(decoding, "mode"), self.keep_logits, self.accept)
-        # A test of what is broken takes less time than compiling it.
-        self.draft = engine.program(("draft", drafted), self._draft, device) if self.make is None else self._draft
-        broken = self.accept is not None or self.make is not None
-        self.settle = self._settle if broken else engine.program(kind, self._settle, device)
+        names = tensor_parameters(decoding.rule) if rule.values else ()
+        self._values = {name: torch.zeros(1, dtype=exact, device=device) for name in names}
+        self._rule = replace(rule, values={**rule.values, **self._values})
+        settle_key = ("settle", batch, sampling_key(decoding, "mode"), keep_logits)
+        self.settle = engine.program(settle_key, self._settle, device) if compiled else self._settle
 
-    def begin(self, relaxation: Relaxation, condition: Any, scores: Logits, first: First, asked: int) -> None:
-        """Start a batch of images whose prefill gave `scores`."""
-        for key, value in self._values.items():
-            value.fill_(relaxation.values[key])
-        shape = (self.batch, self.target.image_tokens, self.drafting.depth)
-        self.progress = self.engine.cached(
-            ("progress", len(scores.features), shape), lambda: Progress(*shape, scores.features)
-        )
-        self.progress.begin(asked, scores.features, first.tokens, first.broken)
+    def start_images(
+        self, rule: AcceptanceRule, condition: Any, prefix: Logits, first: First, tokens_wanted: int
+    ) -> None:
+        """Start a batch of images whose prefill gave `prefix`."""
+        for name, value in self._values.items():
+            value.fill_(rule.values[name])
+        shape = (self._batch, self._target.image_tokens, self.drafting.depth)
+        key = ("progress", len(prefix.features), shape)
+        self.progress = self._engine.cached(key, lambda: Progress(*shape, prefix.features))
+        self.progress.start_images(tokens_wanted, prefix.features, first)
         if self.drafter_session is not None:
-            self.drafter_session.prefill(condition, scores.features)
-        if isinstance(self.drafting, KeepsState):
-            self.drafting.start_images(decoding_probabilities(first.logits, self.decoding))
+            self.drafter_session.prefill(condition, prefix.features)
+        if self.drafting.learns:
+            self.drafting.start_images(decoding_probabilities(first.logits, self._decoding))
+
+    def noise(self, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the random bits of a step: for the draft, for the uniforms of the walk, for the bonus token."""
+        if self._decoding.greedy:
+            no_bits = torch.empty(self._batch, 0, dtype=torch.int32, device=draws.device)
+            return no_bits, no_bits, no_bits
+        drafting, vocabulary = self.drafting, self._target.vocab_size
+        sizes = [drafting.noises * vocabulary, vocabulary, drafting.nodes * drafting.fanout]
+        draft, bonus, uniforms = torch.split(draws.bits(sum(sizes)), sizes, dim=1)
+        uniforms = uniforms.view(self._batch, drafting.nodes, drafting.fanout)
+        return draft.view(self._batch, drafting.noises, vocabulary), uniforms, bonus
 
     def _draft(self, noise: Tensor) -> Drafted:
         """Show the drafter what was committed and draft below it; `noise` [B, noises, V], bits."""
-        at, drafter = self.progress, self.drafter_session
-        if drafter is None:
-            return self.drafting.draft(None, None, at.root, exponential(noise), at.limit)
-        watched = _Watched(drafter, self.decoding.cfg_scale)
-        drafts = watched.observe(at.tokens, at.features, at.counts)
-        drafted = self.drafting.draft(watched, drafts, at.root, exponential(noise), at.limit)
-        at.drafter_broken.copy_(watched.broken())
+        progress, session, proposer = self.progress, self.drafter_session, None
+        if session is not None:
+            proposer = Proposer(session, self._decoding, progress.tokens, progress.features, progress.counts)
+        drafted = self.drafting.draft(DraftInputs(progress.root, exponential(noise), progress.limit, proposer))
+        if proposer is not None:
+            progress.drafter_broken.copy_(proposer.broken)
         return drafted
 
     def score(self, drafted: Drafted) -> Scored:
@@ -252,34 +229,23 @@ class Speculation:
         `uniforms` [B, M, C] and `noise` [B, V] are bits for those of `verify`. Returns the guided logits
         [B, D + 1, V] along the accepted path, where they are kept.
         """
-        decoding, relaxation, table = self.decoding, self.relaxation, self.table
-        tree, logits, at = self.drafting.tree(drafted), scored.logits, self.progress
-        learner = self.drafting if isinstance(self.drafting, KeepsState) else None
-        if learner is not None or not decoding.greedy:
+        decoding, drafting, progress = self._decoding, self.drafting, self.progress
+        tree, logits = drafting.tree(drafted), scored.logits
+        if drafting.learns or not decoding.greedy:
             p = decoding_probabilities(logits, decoding)
         if decoding.greedy:
-            verdict = verify_greedy(tree, logits, relaxation, table, at.limit, at.position)
+            broken = has_broken(logits)
+            verdict = verify_greedy(tree, logits, self._rule, progress.limit, progress.position)
         else:
-            last, chances = exponential(noise), uniform(uniforms)
-            walk = self.drafting.verify if isinstance(self.drafting, VerifiesItself) else verify
-            verdict = walk(tree, p, relaxation, table, chances, last, at.limit, self.accept, at.position)
-        active = at.position < at.asked
-        broken = has_broken(logits) if decoding.greedy else is_broken(p)
-        at.commit(verdict, scored.features, broken.any(dim=1))
-        if learner is not None:
-            learner.after_step(LastStep(tree, p, verdict.path, verdict.accepted, verdict.tokens, at.position, active))
-        self.session.commit(verdict.path, at.counts)
-        if not self.keep_logits:
+            broken = is_broken(p)
+            bonus = exponential(noise)
+            verdict = drafting.verify(tree, p, self._rule, uniform(uniforms), bonus, progress.limit, progress.position)
+        active = progress.position < progress.tokens_wanted
+        progress.commit(verdict, scored.features, broken.any(dim=1))
+        if drafting.learns:
+            position = progress.position
+            drafting.after_step(LastStep(tree, p, verdict.path, verdict.accepted, verdict.tokens, position, active))
+        self.session.commit(verdict.path, progress.counts)
+        if not self._keep_logits:
             return None
         return logits.gather(1, verdict.path.clamp_min(0)[:, :, None].expand(-1, -1, logits.shape[-1]))
-
-    def noise(self, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
-        """The random bits of a step: for the noise of the draft and of the last token, for the uniforms."""
-        if self.decoding.greedy:
-            none = torch.empty(self.batch, 0, dtype=torch.int32, device=draws.device)
-            return none, none, none
-        drafting, vocabulary = self.drafting, self.target.vocab_size
-        parts = [drafting.noises * vocabulary, vocabulary, drafting.nodes * drafting.fanout]
-        drafted, last, uniforms = torch.split(draws.bits(sum(parts)), parts, dim=1)
-        uniforms = uniforms.view(self.batch, drafting.nodes, drafting.fanout)
-        return drafted.view(self.batch, drafting.noises, vocabulary), last, uniforms

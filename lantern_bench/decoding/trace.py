@@ -29,30 +29,24 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageTrace:
-    """The steps of one image; lists have one entry per step (AR: per token but the first).
+    """The steps of one image; lists have one entry per step (AR: per token but the first)."""
 
-    start: tokens committed before the step. committed: tokens it committed and kept. uncut: committed before the cut
-    at the tokens asked for. accepted: drafts among the kept. offered_depth: depth drafted. child_rank: accepted rank at
-    each depth that offered children, -1 where all were rejected. seconds, phases: those of the batch divided by its
-    images. usage, ends: of the whole batch. usage: of the processor. ends: seconds from the begin of decoding to the
-    first token, then to the end of each step; on mps, which runs behind the host, to the end of the calls.
-    neighbour_mass, neighbour_mass_tried: m(x) over accepted and over tried drafts.
-    """
-
-    start: list[int]
-    committed: list[int]
-    uncut: list[int]
-    accepted: list[int]
-    offered_depth: list[int]
-    child_rank: list[list[int]]
+    start: list[int]  # tokens committed before the step
+    committed: list[int]  # tokens the step committed, cut at the tokens asked for
+    uncut: list[int]  # the same before that cut
+    accepted: list[int]  # drafts among the committed tokens
+    offered_depth: list[int]  # depth drafted
+    child_rank: list[list[int]]  # accepted rank at each depth that offered children, -1 where all were rejected
     target_forwards: int
     drafter_forwards: int
     tokens: int
-    neighbour_mass: float = 0.0
-    neighbour_mass_tried: float = 0.0
-    seconds: float = 0.0
-    phases: Mapping[str, float] = field(default_factory=dict)
-    usage: Usage | None = None
+    neighbour_mass: float = 0.0  # m(x) summed over accepted drafts
+    neighbour_mass_tried: float = 0.0  # m(x) summed over tried drafts
+    seconds: float = 0.0  # of the batch, divided by its images
+    phases: Mapping[str, float] = field(default_factory=dict)  # the same for each phase
+    usage: Usage | None = None  # of the processor, for the whole batch
+    # Of the whole batch: seconds from the begin of decoding to the first token, then to the end of each step; on mps,
+    # which runs behind the host, to the end of the calls.
     ends: Sequence[float] = ()
 
     @property
@@ -80,7 +74,7 @@ class StepRecorder:
         self._counts = torch.zeros(steps, batch, 3 + depth, dtype=torch.int64, device=device)
         self._masses = torch.zeros(steps, batch, 2, device=device)
 
-    def begin(self) -> None:
+    def start_images(self) -> None:
         """Forget the steps of the batch before."""
         self._step.zero_()
 
@@ -92,26 +86,26 @@ class StepRecorder:
         self._masses.index_copy_(0, self._step, masses[None])
         self._step.add_(1)
 
-    def finish(self, asked: int, steps: int, forwards: int, times: Times) -> list[ImageTrace]:
+    def finish(self, tokens_wanted: int, steps: int, forwards: int, times: Times) -> list[ImageTrace]:
         """Return the `image_trace` of each image after `steps` steps of `forwards` drafter forwards each."""
-        counts, masses = (kept[:steps].transpose(0, 1).tolist() for kept in (self._counts, self._masses))
+        counts, masses = (values[:steps].transpose(0, 1).tolist() for values in (self._counts, self._masses))
         images = zip(counts, masses, strict=True)
-        return [image_trace(asked, rows, pairs, forwards, times) for rows, pairs in images]
+        return [image_trace(tokens_wanted, rows, pairs, forwards, times) for rows, pairs in images]
 
 
 def image_trace(
-    asked: int,
+    tokens_wanted: int,
     rows: Sequence[Sequence[int]],
     masses: Sequence[Sequence[float]],
     forwards: int,
     times: Times,
 ) -> ImageTrace:
-    """Return the trace of an image of `asked` tokens from its steps as `StepRecorder` notes them."""
+    """Return the trace of an image of `tokens_wanted` tokens from its steps as `StepRecorder` notes them."""
     # A finished image of a batch idles along; its steps end where it was complete.
-    rows = [row for row in rows if row[0] < asked]
+    rows = [row for row in rows if row[0] < tokens_wanted]
     masses = masses[: len(rows)]
     uncut = [row[1] + 1 for row in rows]
-    committed = [min(count, asked - row[0]) for count, row in zip(uncut, rows, strict=True)]
+    committed = [min(count, tokens_wanted - row[0]) for count, row in zip(uncut, rows, strict=True)]
     return ImageTrace(
         start=[row[0] for row in rows],
         committed=committed,
@@ -121,7 +115,7 @@ def image_trace(
         child_rank=[[rank for rank in row[3:] if rank != _NOT_OFFERED] for row in rows],
         target_forwards=len(rows) + 1,
         drafter_forwards=forwards * len(rows),
-        tokens=min(asked, 1 + sum(committed)),
+        tokens=min(tokens_wanted, 1 + sum(committed)),
         neighbour_mass=sum((pair[0] for pair in masses), 0.0),
         neighbour_mass_tried=sum((pair[1] for pair in masses), 0.0),
         seconds=times.seconds,

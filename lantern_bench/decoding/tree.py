@@ -17,60 +17,47 @@ from lantern_bench.methods.trees import check_topology
 
 @dataclass(frozen=True)
 class Turn:
-    """The n nodes with children whose paths have one sum of child ranks, those with most children first.
+    """The n parents whose paths have the same sum of child ranks, those with most children first; decided together.
 
-    A node's child of rank r has to wait for r rejections at the node. So all nodes of one sum wait equally long, and
-    are decided at once; those of a chain all have the sum 0.
-    nodes, slots: int64 [n], their numbers and their places in `Layout.nodes`. children: int64 [n, C], -1 padded.
-    levels: at how many depths they are. active: as in `Layout`.
+    A node's child of rank r has to wait for r rejections at the node. So all nodes of one sum wait equally long; those
+    of a chain all have the sum 0.
     """
 
-    nodes: Tensor
-    slots: Tensor
-    children: Tensor
-    levels: int
-    active: tuple[int, ...]
+    nodes: Tensor  # int64 [n]
+    slots: Tensor  # int64 [n], their index in `Layout.nodes`
+    children: Tensor  # int64 [n, C], -1 padded
+    levels: int  # at how many depths the nodes are
+    active: tuple[int, ...]  # for each child rank the number of leading nodes that can have it
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which nodes can have children, in which order; counts are on the host, so that no shape waits for the device.
+    """Which nodes can have children, in which order; counts are on the host, so that no shape waits for the device."""
 
-    nodes: int64 [I], the nodes that can have children, those with most children first. slots: int64 [M], the place of
-    each node in `nodes`, -1 for leaves. active: for each child rank the number of leading nodes that can have it.
-    Only of static trees: children int64 [I, C] of `nodes`, -1 padded, at `levels` depths, and `turns` by sum of ranks.
-    """
-
-    nodes: Tensor
-    slots: Tensor
-    active: tuple[int, ...]
-    children: Tensor | None = None
-    levels: int = 0
-    turns: tuple[Turn, ...] = ()
+    nodes: Tensor  # int64 [I], the nodes that can have children, those with most children first
+    slots: Tensor  # int64 [M], the index of each node in `nodes`, -1 for leaves
+    active: tuple[int, ...]  # for each child rank the number of leading nodes that can have it
+    # Only of static trees:
+    children: Tensor | None = None  # int64 [I, C] of `nodes`, -1 padded
+    levels: int = 0  # at how many depths the nodes are
+    turns: tuple[Turn, ...] = ()  # the nodes by sum of child ranks
 
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The drafts of one step for B images, M nodes each, node 0 the root (the last committed token).
+    """The drafts of one step for B images, M nodes each, node 0 the root (the last committed token)."""
 
-    tokens: int64 [B, M]. parents: int64 [B, M], -1 for the root. depths: int64 [B, M], 0 for the root.
-    children: int64 [B, M, C], node numbers in the order of trial, -1 where there is none.
-    attention: bool [B, M, M], node (row) sees node (column): its ancestors and itself.
-    path_order: int64 [B, M], of two equally deep nodes the one with the smaller number lies on the earlier path.
-    q: float32 [B, M, V], for each node the distribution its children were drawn from, in order, without replacement;
-        rows of leaves are not read, those at the end may be missing. None for a deterministic draft, whose q is 1
-        (also in any greedy decoding).
-    max_depth: D, the depth of the deepest node a tree of this shape can have.
-    """
-
-    tokens: Tensor
-    parents: Tensor
-    depths: Tensor
-    children: Tensor
-    attention: Tensor
-    path_order: Tensor
+    tokens: Tensor  # int64 [B, M]
+    parents: Tensor  # int64 [B, M], -1 for the root
+    depths: Tensor  # int64 [B, M], 0 for the root
+    children: Tensor  # int64 [B, M, C], node numbers in the order of trial, -1 where there is none
+    attention: Tensor  # bool [B, M, M], node (row) sees node (column): its ancestors and itself
+    path_order: Tensor  # int64 [B, M], of two equally deep nodes the smaller number lies on the earlier path
     layout: Layout
-    max_depth: int
+    max_depth: int  # D, the depth of the deepest node a tree of this shape can have
+    # float32 [B, M, V], for each node the distribution its children were drawn from, in order, without replacement.
+    # Rows of leaves are not read, those at the end may be missing. None for a deterministic draft, whose q is 1 (also
+    # in any greedy decoding).
     q: Tensor | None = None
 
     def rows(self, values: Tensor) -> Tensor:
@@ -84,40 +71,30 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class Level:
-    """One drafting round of a static tree: which nodes of one depth are expanded, and into which nodes.
+    """One drafting round of a static tree: which nodes of one depth are expanded, and into which nodes."""
 
-    nodes: int64 [n], the nodes of this depth that have children. children: int64 [m], all nodes one deeper.
-    slot, rank: int64 [m], child i is the draw number `rank[i]` of the node `nodes[slot[i]]`.
-    fanout: the most children any of them has. place: where `nodes` stand among the expanded nodes of all levels.
-    within: int64 [n], where `nodes` stand among all nodes of their depth. origin: int64 [n], the slot of their parents
-    in the level above. seen: bool [n, place.stop - 1], who sees whom of the nodes expanded so far, the root left out.
-    """
-
-    nodes: Tensor
-    children: Tensor
-    slot: Tensor
-    rank: Tensor
-    fanout: int
-    place: slice
-    within: Tensor
-    origin: Tensor
-    seen: Tensor
+    nodes: Tensor  # int64 [n], the nodes of this depth that have children
+    children: Tensor  # int64 [m], all nodes one deeper
+    slot: Tensor  # int64 [m], the index of each child's parent in `nodes`
+    rank: Tensor  # int64 [m], which draw of its parent each child is
+    fanout: int  # the most children any of the nodes has
+    expanded: slice  # the indices of `nodes` among the expanded nodes of all levels
+    within: Tensor  # int64 [n], the index of `nodes` among all nodes of their depth
+    origin: Tensor  # int64 [n], the slot of their parents in the level above
+    seen: Tensor  # bool [n, expanded.stop - 1], who sees whom of the nodes expanded so far, the root left out
 
 
 @dataclass(frozen=True)
 class StaticTree:
-    """A fixed topology as index tensors: M nodes with the root, ordered by (depth, path), depth D.
+    """A fixed topology as index tensors: M nodes with the root, ordered by (depth, path)."""
 
-    parents, depths: int64 [M]. children: int64 [M, C], -1 padded. attention: bool [M, M]. levels: one per depth 0..D-1.
-    """
-
-    parents: Tensor
-    depths: Tensor
-    children: Tensor
-    attention: Tensor
+    parents: Tensor  # int64 [M]
+    depths: Tensor  # int64 [M]
+    children: Tensor  # int64 [M, C], -1 padded
+    attention: Tensor  # bool [M, M]
     layout: Layout
-    levels: tuple[Level, ...]
-    max_depth: int
+    levels: tuple[Level, ...]  # one for each depth from 0 to D - 1
+    max_depth: int  # D
 
     @classmethod
     def of(cls, paths: Iterable[Sequence[int]], device: torch.device | str = "cpu") -> StaticTree:
@@ -150,6 +127,11 @@ class StaticTree:
             max_depth=len(topology[-1]),
         )
 
+    def to_score(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the target scores of drafts `tokens` [B, M]: them, their depths and attention."""
+        batch = len(tokens)
+        return tokens, self.depths.expand(batch, -1), self.attention.expand(batch, -1, -1)
+
     def draft(self, tokens: Tensor, q: Tensor | None, valid: Tensor | None = None) -> DraftTree:
         """Return the DraftTree of `tokens` int64 [B, M] in this shape, without copying the shape.
 
@@ -180,13 +162,13 @@ def _turns(
 ) -> tuple[Turn, ...]:
     turns = list[Turn]()
     for ranks in sorted({sum(nodes[node]) for node in internal}):
-        held = [node for node in internal if sum(nodes[node]) == ranks]
-        active = tuple(filter(None, (children[held] >= 0).sum(dim=0).tolist()))
+        parents = [node for node in internal if sum(nodes[node]) == ranks]
+        active = tuple(filter(None, (children[parents] >= 0).sum(dim=0).tolist()))
         turn = Turn(
-            nodes=torch.tensor(held, device=device),
-            slots=torch.tensor([internal.index(node) for node in held], device=device),
-            children=children[held, : len(active)].to(device),
-            levels=len({len(nodes[node]) for node in held}),
+            nodes=torch.tensor(parents, device=device),
+            slots=torch.tensor([internal.index(node) for node in parents], device=device),
+            children=children[parents, : len(active)].to(device),
+            levels=len({len(nodes[node]) for node in parents}),
             active=active,
         )
         turns.append(turn)
@@ -206,22 +188,22 @@ def _levels(
     levels, above, expanded = list[Level](), [-1], list[int]()
     for depth in range(len(nodes[-1])):
         of_depth = [node for node, path in enumerate(nodes) if len(path) == depth]
-        here = [node for node in of_depth if kids[node]]
+        expanding = [node for node in of_depth if kids[node]]
         children = [node for node, path in enumerate(nodes) if len(path) == depth + 1]
-        expanded += here
+        expanded += expanding
         level = Level(
-            nodes=tensor(here),
+            nodes=tensor(expanding),
             children=tensor(children),
-            slot=tensor(here.index(parents[child]) for child in children),
+            slot=tensor(expanding.index(parents[child]) for child in children),
             rank=tensor(nodes[child][-1] for child in children),
-            fanout=max(len(kids[node]) for node in here),
-            place=slice(len(expanded) - len(here), len(expanded)),
-            within=tensor(of_depth.index(node) for node in here),
-            origin=tensor(above.index(parents[node]) for node in here),
-            seen=attention[here][:, expanded[1:]].to(device),
+            fanout=max(len(kids[node]) for node in expanding),
+            expanded=slice(len(expanded) - len(expanding), len(expanded)),
+            within=tensor(of_depth.index(node) for node in expanding),
+            origin=tensor(above.index(parents[node]) for node in expanding),
+            seen=attention[expanding][:, expanded[1:]].to(device),
         )
         levels.append(level)
-        above = here
+        above = expanding
     return tuple(levels)
 
 
@@ -231,30 +213,30 @@ def link_nodes(
     """Return the deterministic DraftTree of B images whose trees differ in shape.
 
     All int64 [B, M]: `tokens`, `parents` (-1 for the root, which is node 0, and never above the node's own number),
-    `depths`, `ranks` (place among the siblings, < `fanout`). Nodes with `valid` bool [B, M] False fill up: they hang
+    `depths`, `ranks` (index among the siblings, < `fanout`). Nodes with `valid` bool [B, M] False fill up: they hang
     on the root at depth 1, see only it and themselves, and are no children. Paths are in the order of their
     leaves' numbers. docs/algorithms.md, sections 2 and 3.
     """
     batch, nodes = tokens.shape
     number = torch.arange(nodes, device=tokens.device).expand(batch, -1)
     is_root = number == 0
-    is_child, kept = valid & ~is_root, valid | is_root
-    parents = torch.where(kept, parents, 0)
-    place = torch.where(is_child, parents * fanout + ranks, nodes * fanout)
+    is_child, exists = valid & ~is_root, valid | is_root
+    parents = torch.where(exists, parents, 0)
+    column = torch.where(is_child, parents * fanout + ranks, nodes * fanout)
     children = torch.full((batch, nodes * fanout + 1), -1, dtype=torch.int64, device=tokens.device)
-    children = children.scatter_(1, place, number)[:, :-1].view(batch, nodes, fanout)
+    children = children.scatter_(1, column, number)[:, :-1].view(batch, nodes, fanout)
     attention = torch.eye(nodes, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
     above = parents
     for _ in range(max_depth):
         # Above the root there is -1, clamped to the root: everybody's ancestor.
         attention.scatter_(2, above.clamp_min(0)[:, :, None], True)
         above = torch.where(above < 0, above, parents.gather(1, above.clamp_min(0)))
-    leaf = kept & (children < 0).all(dim=-1)
+    leaf = exists & (children < 0).all(dim=-1)
     below = torch.where(leaf[:, :, None] & attention, number[:, :, None], nodes)
     return DraftTree(
-        tokens=torch.where(kept, tokens, 0),
+        tokens=torch.where(exists, tokens, 0),
         parents=parents,
-        depths=torch.where(kept, depths, 1),
+        depths=torch.where(exists, depths, 1),
         children=children,
         attention=attention,
         path_order=below.amin(dim=1),
@@ -272,7 +254,7 @@ def full_layout(nodes: int, fanout: int, device: torch.device) -> Layout:
 def first_true(hit: Tensor) -> Tensor:
     """Return int64 [...]: where the first True stands along the last dimension of bool [..., C]; C - 1 if nowhere.
 
-    Not `argmax` of the bits: compiled for a CPU (inductor of torch 2.15) that gives wrong places for 8-bit numbers.
+    Not `argmax` of the bits: compiled for a CPU (inductor of torch 2.15) that gives wrong indices for 8-bit numbers.
     """
     last = hit.shape[-1] - 1
     return torch.where(hit, torch.arange(last + 1, device=hit.device), last).amin(dim=-1)

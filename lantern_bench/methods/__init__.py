@@ -4,7 +4,6 @@ These names are for packages that bring a row of their own (docs/adding-a-rule.m
 docs/adding-a-metric.md).
 """
 
-from lantern_bench.methods.draft_view import DraftView as DraftView
 from lantern_bench.methods.draftings import Drafting as Drafting
 from lantern_bench.methods.metrics import Metric as Metric
 from lantern_bench.methods.modes import Mode as Mode

@@ -17,7 +17,7 @@ class Drafting:
     """A way to draft: which tokens a step proposes."""
 
     name: str
-    make: Code  # (decoding, target, batch) -> an object as `DraftMethod` of decoding/protocol.py
+    make: Code  # a `DraftMethod` class (decoding/drafting/draft_method.py), called with (decoding, target, batch)
     about: str
     parameters: tuple[Parameter, ...] = ()  # its own, and shipped ones
     defaults: Values = field(default_factory=dict)  # of its parameters
@@ -123,7 +123,7 @@ SHIPPED_DRAFTINGS = (
     Drafting("none", make="", about="no drafts", needs_drafter=False, sampled=False),
     Drafting(
         "static",
-        make="lantern_bench.decoding.drafting.static:make_static",
+        make="lantern_bench.decoding.drafting.static:StaticDrafting",
         about="fixed tree, sampled",
         parameters=(
             _structure(
@@ -138,7 +138,7 @@ SHIPPED_DRAFTINGS = (
     ),
     Drafting(
         "jacobi",
-        make="lantern_bench.decoding.drafting.jacobi:make_jacobi",
+        make="lantern_bench.decoding.drafting.jacobi:JacobiDrafting",
         about="the target's own last answers",
         parameters=(WINDOW, INITIAL, COUPLING, FORM),
         defaults={"window": 16},
@@ -148,11 +148,11 @@ SHIPPED_DRAFTINGS = (
         fresh_every_step=lambda values: values["coupling"] == "none",
         label=_jacobi_label,
         problem=_published_problem,
-        published="lantern_bench.decoding.drafting.published:make_scd",
+        published="lantern_bench.decoding.drafting.published:PublishedScd",
     ),
     Drafting(
         "pac",
-        make="lantern_bench.decoding.drafting.pac:make_pac",
+        make="lantern_bench.decoding.drafting.pac:PacDrafting",
         about="Jacobi drafts with siblings",
         parameters=(
             WINDOW,
@@ -168,11 +168,11 @@ SHIPPED_DRAFTINGS = (
         fresh_every_step=lambda _values: False,
         label=_jacobi_label,
         problem=_published_problem,
-        published="lantern_bench.decoding.drafting.published:make_sjd_pac",
+        published="lantern_bench.decoding.drafting.published:PublishedSjdPac",
     ),
     Drafting(
         "hybrid",
-        make="lantern_bench.decoding.drafting.hybrid:make_hybrid",
+        make="lantern_bench.decoding.drafting.hybrid:HybridDrafting",
         about="Jacobi drafts, the first with a drafter",
         parameters=(
             WINDOW,
@@ -197,7 +197,7 @@ SHIPPED_DRAFTINGS = (
     ),
     Drafting(
         "dynamic",
-        make="lantern_bench.decoding.drafting.dynamic:make_dynamic",
+        make="lantern_bench.decoding.drafting.dynamic:DynamicDrafting",
         about="best of a beam",
         parameters=(
             _structure("nodes", COUNT, "Nodes of a dynamic tree, not counting the root.", remark="root not counted"),

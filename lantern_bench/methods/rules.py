@@ -39,7 +39,7 @@ class Rule:
     about: str = "a rule from another package"
     bound: str = "bound"  # the parameter that every cell must give
     tensor_bound: bool = False  # the functions take tensors for its float parameters: one program serves all values
-    accept: Code | None = None  # decides on all children of a node (`Accept` in decoding/acceptance)
+    accept: Code | None = None  # decides on whole trees, as `accept_children` of decoding/acceptance/children.py
     chains: bool = False  # decides only on chains of sampled drafts
     needs_fresh_drafts: bool = False  # what is behind a draft decides on it too (docs/algorithms.md, section 8.1)
     tree: str | None = None  # the default tree of a rule for chains
@@ -128,7 +128,7 @@ SHIPPED_RULES = (
     Rule(
         "additive",
         about="neighbour mass of at most delta",
-        limit=f"{_ACCEPTANCE}.relaxation:additive_limit",
+        limit=f"{_ACCEPTANCE}.relaxed_rules:additive_limit",
         bound="delta",
         parameters=(
             Parameter(
@@ -148,7 +148,7 @@ SHIPPED_RULES = (
     Rule(
         "multiplicative",
         about="probability of at most lambda times the draft's own",
-        limit=f"{_ACCEPTANCE}.relaxation:multiplicative_limit",
+        limit=f"{_ACCEPTANCE}.relaxed_rules:multiplicative_limit",
         bound="lambda",
         parameters=(
             Parameter(
@@ -167,7 +167,7 @@ SHIPPED_RULES = (
     Rule(
         "cool-sd",
         about="accepts with w p / q, w falls with depth",
-        chance=f"{_ACCEPTANCE}.cool_sd:annealed_chance",
+        chance=f"{_ACCEPTANCE}.relaxed_rules:annealed_chance",
         bound="strength",
         parameters=(
             Parameter(
@@ -192,7 +192,7 @@ SHIPPED_RULES = (
     Rule(
         "gsd",
         about="accepts with p / q of the draft's cluster of codes",
-        chance=f"{_ACCEPTANCE}.gsd:grouped_chance",
+        chance=f"{_ACCEPTANCE}.relaxed_rules:grouped_chance",
         bound="cluster",
         parameters=(
             Parameter(
@@ -228,7 +228,7 @@ SHIPPED_RULES = (
     Rule(
         "entropy",
         about="neighbour mass that grows with the entropy of p",
-        limit=f"{_ACCEPTANCE}.by_entropy:entropy_limit",
+        limit=f"{_ACCEPTANCE}.relaxed_rules:entropy_limit",
         bound="entropy_scale",
         parameters=(
             Parameter(
@@ -247,7 +247,7 @@ SHIPPED_RULES = (
     Rule(
         "typical",
         about="accepts what is not improbable for the entropy of p",
-        chance=f"{_ACCEPTANCE}.by_entropy:typical_chance",
+        chance=f"{_ACCEPTANCE}.relaxed_rules:typical_chance",
         bound="epsilon",
         parameters=(
             Parameter(

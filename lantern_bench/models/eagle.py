@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lantern_bench.decoding.protocol import DrafterLogits
+from lantern_bench.decoding.protocol import Drafter, DrafterLogits, DrafterSession
 from lantern_bench.errors import UserError
 from lantern_bench.models.io.checkpoint import open_checkpoint
 from lantern_bench.models.io.files import read_json
@@ -34,7 +34,7 @@ from lantern_bench.models.transformer import Block, TokenEmbedding, attend_cache
 from lantern_bench.models.transformer_config import TransformerConfig, heads_problem, llama_sizes, read_sizes
 
 
-class EagleDrafter(nn.Module):
+class EagleDrafter(nn.Module, Drafter):
     """Fuse tokens with features, one layer, then the target's frozen head, which is not a parameter of the drafter.
 
     `mask_padding`: padded prefix positions are hidden. LlamaGen's published drafters read them instead, as the LANTERN
@@ -128,7 +128,7 @@ class EagleDrafter(nn.Module):
         return out
 
 
-class _Session(CachedSession):
+class _Session(CachedSession, DrafterSession):
     def __init__(self, drafter: EagleDrafter, *shape: Any) -> None:
         super().__init__(drafter, 1, shape, spare=3)
         self._drafter = drafter

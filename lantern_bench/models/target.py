@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lantern_bench.decoding.protocol import Logits
+from lantern_bench.decoding.protocol import Logits, Target, TargetSession
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.models.transformer import KVCache, TokenEmbedding, Transformer
 from lantern_bench.models.transformer_config import TransformerConfig
@@ -193,7 +193,7 @@ def positions_of(valid: Tensor, length: int, config: TransformerConfig) -> Tenso
 # ---- Targets
 
 
-class CachedTarget(nn.Module):
+class CachedTarget(nn.Module, Target):
     """A target whose sessions use this package's cache; `transformer` may be another library's.
 
     `linear_head` says whether logits are linear in features, so that a session may guide features.
@@ -210,14 +210,14 @@ class CachedTarget(nn.Module):
         self.line_length = config.line_length
         self._sessions: dict[tuple[int, bool, int], TransformerSession] = {}
 
-    def forced(self, places: Tensor) -> Tensor:
-        """Return the tokens that are forced at `places` int64 [...] of an image, -1 where none is."""
+    def forced(self, positions: Tensor) -> Tensor:
+        """Return the tokens that are forced at `positions` int64 [...] of an image, -1 where none is."""
         if not self.config.line_ends:
-            return torch.full_like(places, -1)
-        return torch.where((places + 1) % self.line_length == 0, self.vocab_size - 1, -1)
+            return torch.full_like(positions, -1)
+        return torch.where((positions + 1) % self.line_length == 0, self.vocab_size - 1, -1)
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]  # others assign it
         """The device of the weights."""
         device: torch.device = self.transformer.norm.weight.device
         return device
@@ -319,7 +319,7 @@ class CachedSession:
         return (logits[: self._batch], logits[self._batch :]) if self._guided else (logits, None)
 
 
-class TransformerSession(CachedSession):
+class TransformerSession(CachedSession, TargetSession):
     """A session of a target."""
 
     def __init__(self, target: CachedTarget, *shape: Any) -> None:
@@ -345,7 +345,7 @@ class TransformerSession(CachedSession):
     def score_guided(
         self, tokens: Tensor, depths: Tensor, attention: Tensor, cfg_scale: float
     ) -> tuple[Tensor, Tensor]:
-        """As `GuidesFeatures.score_guided`: a linear head multiplies guided features, half the rows."""
+        """As `TargetSession.score_guided`: a linear head multiplies guided features, half the rows."""
         features, positions = self._features(tokens, depths, attention)
         if not self._target.linear_head:
             return guide(*self._split(self._head(features, positions)), cfg_scale), features

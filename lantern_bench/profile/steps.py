@@ -124,7 +124,7 @@ def dtype_error(name: str, rounded: LoadedModel, prompts: Sequence[str], cfg_sca
         pair = []
         for model in (exact, rounded):
             forced = teacher_forced(model.target, condition, tokens.to(model.target.device), cfg_scale != 1)
-            pair.append(greedy_probabilities(guide(forced.scores.cond, forced.scores.uncond, cfg_scale))[0].cpu())
+            pair.append(greedy_probabilities(guide(forced.logits.cond, forced.logits.uncond, cfg_scale))[0].cpu())
         distances.append(total_variation(*pair))
     return torch.cat(distances)
 

@@ -16,7 +16,6 @@ import torch
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
 from lantern_bench.config.settings import Settings
 from lantern_bench.decoding.compile import Engine, compiler_problem
-from lantern_bench.decoding.kept_programs import ProgramStore
 from lantern_bench.decoding.neighbours import Space
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.tables import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
@@ -86,24 +85,24 @@ def compile_models(models: Iterable[LoadedModel], compute: Compute) -> Note | No
     in the user's cache for the next process. Models whose code cannot be compiled stay as they are.
     """
     on_cpu = compute.device.type == "cpu"
-    stores = [(model, program_store(model, compute) if on_cpu else None) for model in models if model.compiles]
-    # Where programs were kept, the compiler worked.
-    if (
-        not all(store and store.used for _, store in stores)
-        and (problem := compiler_problem(compute.device)) is not None
-    ):
+    folders = [(model, program_folder(model, compute) if on_cpu else None) for model in models if model.compiles]
+    # Where programs were saved, the compiler worked.
+    saved = all(folder and any(folder.glob("*.program")) for _, folder in folders)
+    if not saved and (problem := compiler_problem(compute.device)) is not None:
         advice = "Decoding is slower without. Install torch 2.10 or newer and a C++ compiler, or pass --no-compile."
         return Note(f"decoding is not compiled: {problem}", advice, "warning")
-    for model, store in stores:
+    for model, folder in folders:
         pack_for_decoding(model.target, model.drafter)
-        model.engine = Engine(compile=True, store=store)
+        if on_cpu:
+            lower_packed_products()
+        model.engine = Engine(compile=True, folder=folder)
     return None
 
 
-def program_store(model: LoadedModel, compute: Compute) -> ProgramStore:
-    """Return the store of the programs of a model; its folder names all that they depend on."""
+def program_folder(model: LoadedModel, compute: Compute) -> Path:
+    """Return where the programs of a model are saved: the name covers all that they depend on."""
     code = Path(__file__).parents[1]
-    files = sorted(file for part in ("config", "decoding", "models") for file in (code / part).rglob("*.py"))
+    files = sorted(file for part in ("config", "decoding", "methods", "models") for file in (code / part).rglob("*.py"))
     outside = {name: row.fingerprint() for name, row in (OUTSIDE_RULES | OUTSIDE_DRAFTINGS).items()}
     # `model.weights` alone does not tell apart models of random weights.
     parts = (model.name, sorted(model.weights.items()), repr(model.target), repr(model.drafter), compute.dtype_name)
@@ -111,7 +110,7 @@ def program_store(model: LoadedModel, compute: Compute) -> ProgramStore:
     digest = hashlib.sha256(repr((parts, here)).encode())
     for file in files:
         digest.update(file.read_bytes())
-    return ProgramStore(cache_folder() / "programs" / digest.hexdigest()[:24], lower_packed_products)
+    return cache_folder() / "programs" / digest.hexdigest()[:24]
 
 
 def processor() -> tuple[str, ...]:

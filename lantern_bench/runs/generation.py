@@ -9,7 +9,7 @@ import torch
 
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
 from lantern_bench.config.plan import ImageTask, Prompt, record_seed
-from lantern_bench.decoding.loop import drafter_and_table
+from lantern_bench.decoding.loop import drafter_and_rule
 from lantern_bench.errors import RecordsFailedError, RefusedError
 from lantern_bench.models.loaded_model import LoadedModel, NoPixels
 from lantern_bench.models.random_model import meta_model, sizes_of
@@ -54,7 +54,7 @@ def runnable(model: LoadedModel, cells: Sequence[Cell]) -> tuple[tuple[Cell, ...
     for cell in cells:
         try:
             if cell.decoding.drafts:
-                drafter_and_table(model, cell.decoding)
+                drafter_and_rule(model, cell.decoding)
             complete.append(cell)
         except RefusedError as error:
             reasons.append(f"{cell.cell_id} is left out: {error.message}")

@@ -7,7 +7,6 @@ tables come afterwards.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from lantern_bench import stopping
 from lantern_bench.clock import now, peak_memory_bytes, reset_peak_memory, settle_garbage, stamp, synchronize
 from lantern_bench.config.experiment import ResolvedExperiment
 from lantern_bench.config.plan import ImageKey, ImageTask, Plan
-from lantern_bench.decoding.loop import Decoded, decode, drafter_and_table
+from lantern_bench.decoding.loop import Decoded, decode, drafter_and_rule
 from lantern_bench.decoding.step import sampling_key
 from lantern_bench.errors import one_line
 from lantern_bench.models.loaded_model import LoadedModel, NoPixels
@@ -83,7 +82,7 @@ def prepare_models(plan: Plan, models: Mapping[str, LoadedModel], done: Collecti
     for cell in dict.fromkeys(batch[0].cell for batch in batches):
         if cell.decoding.drafts:
             with torch.inference_mode():
-                drafter_and_table(models[cell.model], cell.decoding)
+                drafter_and_rule(models[cell.model], cell.decoding)
     for name, model in models.items():
         prompts = dict.fromkeys(task.prompt.text for batch in batches for task in batch if task.cell.model == name)
         for count, total in model.prepare(list(prompts)):
@@ -203,11 +202,8 @@ class Decoder:
 
     def warm_up(self, batches: Iterable[Batch]) -> Iterator[Note]:
         """Compile and decode once, untimed, what these batches run; yield a note about each kind of cell."""
-        kinds = kinds_of(batches)
-        for batch in kinds:
+        for batch in kinds_of(batches):
             stopping.check()
-            _make_programs(self._models[batch[0].cell.model], batch, self._compute)
-        for batch in kinds:
             yield self._warm_up(self._models[batch[0].cell.model], batch)
 
     def _warm_up(self, model: LoadedModel, batch: Batch) -> Note:
@@ -329,11 +325,3 @@ def compute_block(compute: Compute, compiled: bool) -> dict[str, Any]:
     """Return what the manifest says of how this process decodes."""
     device = torch.cuda.get_device_name(compute.device) if compute.device.type == "cuda" else compute.device.type
     return {"device": device, "dtype": compute.dtype_name, "threads": torch.get_num_threads(), "compile": compiled}
-
-
-def _make_programs(model: LoadedModel, batch: Batch, compute: Compute) -> None:
-    """Compile what a batch runs; the C++ compiler goes on beside the next batch, and the warm-up waits for it."""
-    # The warm-up meets the same error and reports it.
-    with model.engine.compiling() as possible, contextlib.suppress(RuntimeError, MemoryError):
-        if possible:
-            decode_batch(model, batch, compute, tokens=2)

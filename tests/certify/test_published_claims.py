@@ -10,10 +10,9 @@ from torch import Tensor
 
 from lantern_bench.certify.tabular import TabularModel
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.relaxation import STRICT
-from lantern_bench.decoding.acceptance.walk import verify
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.drafting import drafting_of
-from lantern_bench.decoding.protocol import LastStep
+from lantern_bench.decoding.drafting.draft_method import DraftInputs, LastStep
 
 IMAGES = 60_000
 Law = list[Fraction]
@@ -81,7 +80,7 @@ def _second_draft(mode: str, values: dict[str, Any], q: Law, r: Law, p: Law) -> 
 
     root, limit = torch.zeros(IMAGES, dtype=torch.int64), torch.full((IMAGES,), 2)
     method.start_images(rows(q)[:, 0])
-    tree = method.tree(method.draft(None, None, root, exponential(method.noises, len(p)), limit))
+    tree = method.tree(method.draft(DraftInputs(root, exponential(method.noises, len(p)), limit)))
     method._q.copy_(rows(q)[:, :2])
     drawn = torch.multinomial(rows(q)[:, 0], 1, generator=noise).expand(-1, method.nodes)
     # One draft of q at each place: the published SCD starts with q = 1 instead.
@@ -90,8 +89,7 @@ def _second_draft(mode: str, values: dict[str, Any], q: Law, r: Law, p: Law) -> 
     path = torch.tensor([[0, -1, -1]]).expand(IMAGES, -1)
     nothing = torch.zeros(IMAGES, dtype=torch.int64)
     method.after_step(LastStep(tree, rows(r), path, nothing, path, nothing + 2, nothing == 0))
-    tree = method.tree(method.draft(None, None, root, exponential(method.noises, len(p)), limit))
-    judge = getattr(method, "verify", verify)
+    tree = method.tree(method.draft(DraftInputs(root, exponential(method.noises, len(p)), limit)))
     uniforms = torch.rand(IMAGES, method.nodes, method.fanout, generator=noise)
-    found = judge(tree, rows(p), STRICT, None, uniforms, exponential(len(p)), limit)
+    found = method.verify(tree, rows(p), AcceptanceRule(), uniforms, exponential(len(p)), limit)
     return shares(found.tokens[:, 0], len(p))

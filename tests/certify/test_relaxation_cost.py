@@ -13,7 +13,7 @@ from lantern_bench.certify.tabular import table_model
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
 from lantern_bench.config.plan import Prompt
-from lantern_bench.decoding.acceptance.relaxation import Relaxation
+from lantern_bench.decoding.acceptance.rule import rule_of
 from lantern_bench.decoding.emitted_tv import emitted, total_variation
 from lantern_bench.decoding.sampling import guide, most_probable
 from lantern_bench.errors import RefusedError, UserError
@@ -60,12 +60,12 @@ def test_dynamic_emitted_tv_is_exact(model: LoadedModel) -> None:
         for prompt, repeat, tokens in zip(made.prompts, made.repeats, made.forced.tokens, strict=True):
             images[prompt.id, repeat] = tokens
     target, drafter = model.target, model.drafter
-    table = model.table(4)
+    rule = rule_of(RELAXED[0].decoding, model)
     for row in rows:
         last = images[row["prompt_id"], row["repeat"]][row["position"] - 1]
         p, q = (guide(part.cond[last], part.uncond[last], 2.0).softmax(-1)[None] for part in (target, drafter))  # type: ignore[union-attr]
         tokens, valid = most_probable(q, 3)
-        emission = emitted(p, None, tokens, valid, Relaxation("additive", 4, 0.2), table)
+        emission = emitted(p, None, tokens, valid, rule)
         expected = total_variation(p, emission.distribution)
         assert row["emitted_tv"] == pytest.approx(float(expected), abs=1e-6)
         assert row["emitted_tv"] <= row["moved_mass"] + 1e-6

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.relaxation import Relaxation
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.sampling import probabilities
 from lantern_bench.decoding.tree import DraftTree, StaticTree, link_nodes
+from tests.decoding.rules import rule_named
 
 
 def golden_path(*parts: str) -> Path:
@@ -30,9 +31,8 @@ class Case:
 
     info: dict[str, Any]
     arrays: dict[str, np.ndarray]
-    table: Tensor
     tree: DraftTree
-    relaxation: Relaxation
+    rule: AcceptanceRule
 
     @property
     def greedy(self) -> bool:
@@ -59,11 +59,12 @@ def acceptance_cases() -> list[Case]:
 
 def _case(info: dict[str, Any], arrays: dict[str, np.ndarray]) -> Case:
     prefix = info["id"] + "."
-    own = {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
-    relaxation = Relaxation(residual="official")
+    recorded = {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
+    rule = rule_named("strict", residual="official")
     if info["lantern"]:
-        relaxation = Relaxation(info["rule"], info["k"], info["delta"], "official")
-    return Case(info, own, torch.from_numpy(arrays[info["nearest"]]), _tree(info, own), relaxation)
+        nearest = torch.from_numpy(arrays[info["nearest"]])
+        rule = rule_named(info["rule"], info["k"], info["delta"], "official", nearest)
+    return Case(info, recorded, _tree(info, recorded), rule)
 
 
 def _tree(info: dict[str, Any], arrays: dict[str, np.ndarray]) -> DraftTree:

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.relaxation import Relaxation
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.sampling import draw_without_replacement, guide, probabilities
 from lantern_bench.decoding.tree import DraftTree, StaticTree, link_nodes
 from lantern_bench.methods.parameters import FilterOrder
 from tests.decoding.reference_walk import Rules
+from tests.decoding.rules import rule_named
 
 FILTERS: tuple[tuple[float, int, float, FilterOrder], ...] = (
     (1.0, 0, 1.0, "top_k_first"),
@@ -31,32 +32,39 @@ class Draft:
     tree: DraftTree
     logits: Tensor
     probs: Tensor
-    relaxation: Relaxation
-    table: Tensor
+    rule: AcceptanceRule
     uniforms: Tensor
     noise: Tensor
     depth_limit: Tensor | None
 
     @property
     def rules(self) -> Rules:
-        r = self.relaxation
-        return Rules(r.rule, r.neighbours, r.bound, r.residual, self.table.numpy().astype(int))
+        return rules_of(self.rule)
 
     def limit(self, image: int) -> int:
         return self.tree.max_depth if self.depth_limit is None else int(self.depth_limit[image])
 
 
-def random_relaxation(rng: np.random.Generator, vocabulary: int) -> Relaxation:
-    residual = ("exact", "official")[rng.integers(2)]
+def rules_of(rule: AcceptanceRule) -> Rules:
+    """The rule for the oracle."""
+    residual = "official" if rule.official_residual else "exact"
+    table = None if rule.nearest_codes is None else rule.nearest_codes.numpy().astype(int)
+    return Rules(rule.name, rule.neighbours, next(iter(rule.values.values()), 0.0), residual, table)
+
+
+def random_rule(
+    rng: np.random.Generator, vocabulary: int, table: Tensor | None = None, residual: str = ""
+) -> AcceptanceRule:
+    residual = residual or ("exact", "official")[rng.integers(2)]
     neighbours = int(rng.integers(0, vocabulary))
-    rule = ("strict", "additive", "multiplicative")[rng.integers(3)]
-    if rule == "strict":
-        return Relaxation(residual=residual)
-    if rule == "additive":
-        return Relaxation(
-            "additive", neighbours, float(rng.choice([0.02, 0.1, 0.3, 0.8]) * rng.uniform(0.9, 1)), residual
-        )
-    return Relaxation("multiplicative", neighbours, float(rng.choice([1.1, 2.0, 6.0]) * rng.uniform(1, 1.1)), residual)
+    name = ("strict", "additive", "multiplicative")[rng.integers(3)]
+    if name == "strict":
+        return rule_named("strict", residual=residual)
+    if name == "additive":
+        bound = float(rng.choice([0.02, 0.1, 0.3, 0.8]) * rng.uniform(0.9, 1))
+    else:
+        bound = float(rng.choice([1.1, 2.0, 6.0]) * rng.uniform(1, 1.1))
+    return rule_named(name, neighbours, bound, residual, table)
 
 
 def random_probs(
@@ -144,8 +152,7 @@ def random_draft(seed: int, dtype: torch.dtype = torch.float32) -> Draft:
         logits=logits,
         # What sums to 1 in float32 does not in float64, and a walk may divide by the sum or not.
         probs=probs.to(dtype) / probs.to(dtype).sum(dim=-1, keepdim=True),
-        relaxation=random_relaxation(rng, vocabulary),
-        table=nearest_codes(torch.randn(vocabulary, 3, generator=noise), vocabulary - 1),
+        rule=random_rule(rng, vocabulary, nearest_codes(torch.randn(vocabulary, 3, generator=noise), vocabulary - 1)),
         # Sharper than uniform: more of the later children are looked at.
         uniforms=torch.rand(tree.children.shape, generator=noise).sqrt().to(dtype).clamp(max=0.999),
         noise=torch.empty(batch, vocabulary, dtype=dtype).exponential_(generator=noise),

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation
-from lantern_bench.decoding.acceptance.tree_acceptance import Accept
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.acceptance.walk import accept_tree, verify
 from lantern_bench.decoding.drafting.dynamic import Growth
 from lantern_bench.decoding.sampling import guide, most_probable, probabilities
@@ -171,23 +170,22 @@ def verify_step(
     tree: DraftTree,
     p: Tensor,
     depth_limit: int | None = None,
-    rule: Relaxation = STRICT,
-    broken: Accept | None = None,
+    rule: AcceptanceRule | None = None,
 ) -> Outcomes:
-    """The step of the package under a lossless rule: `verify` forced to stop at each node in turn.
+    """The step of the package under a rule, by default the strict one: `verify` forced to stop at each node in turn.
 
     Uniforms of 0 accept and of 1 reject; the weight of a stop is the product of the accept probabilities on the way.
     """
     batch, nodes, _ = p.shape
-    limit = None if depth_limit is None else torch.full((batch,), depth_limit)
-    _, acceptance = accept_tree(tree, p, rule, None, limit, broken)
+    limit, rule = None if depth_limit is None else torch.full((batch,), depth_limit), rule or AcceptanceRule()
+    _, acceptance = accept_tree(tree, p, rule, limit)
     slots = len(tree.layout.nodes)
     accept = torch.zeros(batch, nodes, tree.children.shape[2], dtype=p.dtype)
     accept[:, tree.layout.nodes] = acceptance.accept.view(slots, batch, -1).transpose(0, 1)
     weights, forced = force_stops(tree, accept)
     drafts, lengths, last = [], [], []
     for stop in range(nodes):
-        verdict = verify(tree, p, rule, None, forced[stop], torch.ones(batch, p.shape[2], dtype=p.dtype), limit, broken)
+        verdict = verify(tree, p, rule, forced[stop], torch.ones(batch, p.shape[2], dtype=p.dtype), limit)
         drafts.append(verdict.tokens[:, :-1])
         lengths.append(verdict.accepted)
         last.append(verdict.next_probs)

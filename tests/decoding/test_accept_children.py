@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation
-from lantern_bench.decoding.acceptance.tree_acceptance import Acceptance, accept_children
+from lantern_bench.decoding.acceptance.children import Acceptance
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.acceptance.walk import verify
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.tree import StaticTree, link_nodes
-from tests.decoding.random_trees import random_relaxation
+from tests.decoding import rules
+from tests.decoding.random_trees import random_rule
+from tests.decoding.rules import STRICT, rule_named
 
-OFFICIAL = Relaxation(residual="official")
-
-
-def accept(p: list[float], q: list[float] | None, tokens: list[int], relaxation: Relaxation) -> Acceptance:
-    rows = torch.tensor([tokens])
-    return accept_children(
-        torch.tensor([p]), None if q is None else torch.tensor([q]), rows, rows >= 0, relaxation, None
-    )
+OFFICIAL = rule_named("strict", residual="official")
 
 
-def final(found: Acceptance, p: list[float]) -> list[float]:
-    return found.final(torch.tensor([0]), torch.tensor([p]))[0].tolist()
+def accept(p: list[float], q: list[float] | None, tokens: list[int], rule: AcceptanceRule) -> Acceptance:
+    return rules.accept(torch.tensor([p]), None if q is None else torch.tensor([q]), torch.tensor([tokens]), rule)
+
+
+def final(acceptance: Acceptance, p: list[float]) -> list[float]:
+    return acceptance.bonus_distribution(torch.tensor([0]), torch.tensor([p]))[0].tolist()
 
 
 def test_with_nothing_left_a_deterministic_draft_falls_back() -> None:
@@ -59,19 +59,18 @@ def test_children_that_are_not_offered_change_nothing(sampled: bool, residual: s
     for _ in range(50):
         p, q = torch.softmax(2 * torch.randn(2, 1, 9, generator=noise), dim=-1)
         table = nearest_codes(torch.randn(9, 3, generator=noise), 8)
-        rule = random_relaxation(rng, 9)
-        relaxation = Relaxation(rule.rule, rule.neighbours, rule.bound, residual)
+        rule = random_rule(rng, 9, table, residual)
         tokens = torch.randperm(9, generator=noise)[None, :5]
         offered = torch.tensor([[True, False, True, True, False]])
 
-        def accepted(which: Tensor, shown: Tensor, p=p, q=q, table=table, relaxation=relaxation) -> Acceptance:
-            return accept_children(p.clone(), q.clone() if sampled else None, which, shown, relaxation, table)
+        def accepted(shown: list[int], p=p, q=q, rule=rule, tokens=tokens, offered=offered) -> Acceptance:
+            return rules.accept(p, q if sampled else None, tokens[:, shown], rule, offered[:, shown])
 
-        whole, without = accepted(tokens, offered), accepted(tokens[:, [0, 2, 3]], offered[:, [0, 2, 3]])
-        assert torch.equal(whole.accept[:, [0, 2, 3]], without.accept)
-        assert torch.equal(whole.mass[:, [0, 2, 3]], without.mass)
-        assert not whole.accept[:, [1, 4]].any()
-        assert torch.equal(whole.rest, without.rest)
+        every, without = accepted([0, 1, 2, 3, 4]), accepted([0, 2, 3])
+        assert torch.equal(every.accept[:, [0, 2, 3]], without.accept)
+        assert torch.equal(every.mass[:, [0, 2, 3]], without.mass)
+        assert not every.accept[:, [1, 4]].any()
+        assert torch.equal(every.residual, without.residual)
 
 
 @pytest.mark.parametrize("sampled", [True, False])
@@ -85,7 +84,7 @@ def test_a_uniform_of_zero_does_not_accept_the_impossible(sampled: bool) -> None
     else:
         columns = (torch.tensor([[-1, 0, 0]]), torch.tensor([[0, 1, 1]]), torch.tensor([[0, 0, 1]]))
         tree = link_nodes(tokens, *columns, torch.tensor([[True, True, False]]), fanout=2, max_depth=1)
-    verdict = verify(tree, p, STRICT, None, torch.zeros(1, 3, 2), torch.ones(1, 3))
+    verdict = verify(tree, p, STRICT, torch.zeros(1, 3, 2), torch.ones(1, 3))
     assert verdict.accepted.tolist() == [0]
     assert verdict.child_rank.tolist() == [[-1]]
     # The residual is p - q = [., .1, .4], or p without token 0.
@@ -94,10 +93,12 @@ def test_a_uniform_of_zero_does_not_accept_the_impossible(sampled: bool) -> None
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_official_fallback_excludes_forced_tokens(sampled: bool) -> None:
-    """Tokens behind `choices` are forced: when nothing is left, what takes its place is uniform over the others."""
+    """Tokens from `n_codes` on are forced: when nothing is left, what takes its place is uniform over the others."""
     p = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0]])
     q = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0]]) if sampled else None
     table = torch.tensor([[1, 2], [0, 2], [0, 1], [0, 1], [0, 1]])
-    rule = Relaxation("additive", 1, 0.5, "official", choices=4)
-    found = accept_children(p, q, torch.tensor([[0]]), torch.tensor([[True]]), rule, table)
-    assert found.final(torch.tensor([0]), torch.zeros(1, 5)).tolist() == [[0.25, 0.25, 0.25, 0.25, 0.0]]
+    rule = replace(rule_named("additive", 1, 0.5, "official", table), n_codes=4)
+    acceptance = rules.accept(p, q, torch.tensor([[0]]), rule)
+    assert acceptance.bonus_distribution(torch.tensor([0]), torch.zeros(1, 5)).tolist() == [
+        [0.25, 0.25, 0.25, 0.25, 0.0]
+    ]

@@ -24,7 +24,7 @@ TREES = int(os.environ.get("LANTERN_BENCH_RANDOM_TREES", "400"))
 def check_sampled(draft: Draft, seed: int) -> int:
     """Compare the walks of all images; return the number of children looked at."""
     tree = draft.tree
-    verdict = verify(tree, draft.probs, draft.relaxation, draft.table, draft.uniforms, draft.noise, draft.depth_limit)
+    verdict = verify(tree, draft.probs, draft.rule, draft.uniforms, draft.noise, draft.depth_limit)
     eps = torch.finfo(draft.probs.dtype).eps
     looks = 0
     for image in range(len(tree.tokens)):
@@ -35,7 +35,7 @@ def check_sampled(draft: Draft, seed: int) -> int:
             lambda node, rank, image=image: float(draft.uniforms[image, node, rank]), draft.limit(image),
         )  # fmt: skip
         length, last = len(done.path) - 1, len(done.path)
-        message = f"seed {seed}, image {image}, {draft.relaxation}"
+        message = f"seed {seed}, image {image}, {draft.rule}"
         assert verdict.path[image].tolist() == done.path + [-1] * (tree.max_depth - length), message
         assert int(verdict.accepted[image]) == length, message
         assert verdict.tokens[image, :length].tolist() == [tokens[node] for node in done.path[1:]], message
@@ -87,7 +87,7 @@ def test_greedy_walks_equal_the_oracle() -> None:
         for image, node, rank in (tree.children >= 0).nonzero().tolist():
             wanted[image, node, tree.tokens[image, tree.children[image, node, rank]]] += 3.0 / (1 + rank)
         logits += wanted
-        verdict = verify_greedy(tree, logits, draft.relaxation, draft.table, limit)
+        verdict = verify_greedy(tree, logits, draft.rule, limit)
         for image in range(len(tree.tokens)):
             probs = list(greedy_probabilities(logits[image]).numpy())
             tokens = tree.tokens[image].tolist()
@@ -95,7 +95,7 @@ def test_greedy_walks_equal_the_oracle() -> None:
                 tree.parents[image].tolist(), paths_in_order(draft, image), tokens, probs, draft.rules
             )
             length = len(path) - 1
-            message = f"seed {seed}, image {image}, {draft.relaxation}"
+            message = f"seed {seed}, image {image}, {draft.rule}"
             assert verdict.path[image].tolist() == path + [-1] * (tree.max_depth - length), message
             assert verdict.tokens[image, : length + 1].tolist() == [*(tokens[node] for node in path[1:]), token], (
                 message
@@ -125,7 +125,7 @@ def test_batches_change_no_image_and_inputs_are_not_written() -> None:
         draft = random_draft(seed)
         tree, probs = draft.tree, draft.probs.clone()
         q = None if tree.q is None else tree.q.clone()
-        whole = verify(tree, probs, draft.relaxation, draft.table, draft.uniforms, draft.noise, draft.depth_limit)
+        whole = verify(tree, probs, draft.rule, draft.uniforms, draft.noise, draft.depth_limit)
         assert torch.equal(probs, draft.probs)
         assert q is None or torch.equal(q, tree.q)
         for image in range(len(tree.tokens)):
@@ -135,7 +135,7 @@ def test_batches_change_no_image_and_inputs_are_not_written() -> None:
             one = slice(image, image + 1)
             limit = None if draft.depth_limit is None else draft.depth_limit[one]
             verdict = verify(
-                replace(tree, **alone), probs[one], draft.relaxation, draft.table,
+                replace(tree, **alone), probs[one], draft.rule,
                 draft.uniforms[one], draft.noise[one], limit,
             )  # fmt: skip
             for name, value in vars(verdict).items():

@@ -11,10 +11,10 @@ from numpy.testing import assert_allclose
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation
 from lantern_bench.decoding.acceptance.walk import accept_tree, verify
 from lantern_bench.decoding.tree import DraftTree, StaticTree
 from tests.decoding.random_trees import FILTERS, random_probs, random_static
+from tests.decoding.rules import STRICT, rule_named
 from tests.decoding.tabular import (
     Outcomes,
     Setting,
@@ -27,7 +27,7 @@ from tests.decoding.tabular import (
 )
 from tests.decoding.test_lossless_exact import SETTINGS
 
-BLOCK = Relaxation("block")
+BLOCK = rule_named("block")
 LENGTH = 4
 Vector = NDArray[np.float64]
 
@@ -165,7 +165,7 @@ def test_random_blocks_are_accepted_as_published() -> None:
         q, p = (random_probs(rng, noise, filters, batch, levels + 1, vocabulary)[1].double() for _ in range(2))
         q, p = (one / one.sum(dim=-1, keepdim=True) for one in (q, p))
         tree = random_static(rng, noise, q, shape)
-        _, acceptance = accept_tree(tree, p, BLOCK, None)
+        _, acceptance = accept_tree(tree, p, BLOCK)
         accept = acceptance.accept.view(levels, batch, 1).transpose(0, 1)
         assert accept.isfinite().all()
         filled = torch.nn.functional.pad(accept, (0, 0, 0, 1))
@@ -175,7 +175,7 @@ def test_random_blocks_are_accepted_as_published() -> None:
             wanted = distribution_of_ends(chances)
             assert_allclose(found[:, image].numpy(), wanted, atol=1e-12)
             for end in np.flatnonzero(wanted > 1e-9):
-                ended = verify(tree, p, BLOCK, None, forced[end], torch.ones(batch, vocabulary))
+                ended = verify(tree, p, BLOCK, forced[end], torch.ones(batch, vocabulary))
                 assert int(ended.accepted[image]) == end
                 assert_allclose(ended.next_probs[image].numpy(), after[end], atol=1e-9)
                 assert ended.child_rank[image].tolist() == ([0] * end + [-1] + [-2] * levels)[:levels]
@@ -188,4 +188,4 @@ def test_drafts_that_are_not_sampled_are_refused() -> None:
     model = Tabular(4, Setting(), seed=1)
     tree = model.dynamic_draft(nodes=2, rounds=2, beam=1)
     with pytest.raises(ValueError, match="fixed trees of sampled drafts"):
-        accept_tree(tree, model.target_at(tree), BLOCK, None)
+        accept_tree(tree, model.target_at(tree), BLOCK)

@@ -20,9 +20,7 @@ from torch import Tensor
 
 from lantern_bench.certify.tabular import TabularModel
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance import relaxation as relaxation_module
-from lantern_bench.decoding.acceptance.relaxation import ROOTS, Relaxation
-from lantern_bench.decoding.acceptance.tree_acceptance import Nodes
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule, neighbour_mass
 from lantern_bench.decoding.acceptance.walk import verify
 from lantern_bench.decoding.emitted_tv import emitted, emitted_tv_sampled, total_variation
 from lantern_bench.decoding.loop import decode
@@ -31,6 +29,7 @@ from lantern_bench.decoding.tree import DraftTree, StaticTree
 from lantern_bench.methods import tables as method_tables
 from lantern_bench.methods.rules import Rule
 from tests.decoding.random_trees import random_draft
+from tests.decoding.rules import STRICT, accept, rule_named, view_of
 from tests.decoding.tabular import Setting, Tabular, distribution_of_step, error_of, first_tokens, verify_step
 from tests.decoding.test_emitted_tv import dirichlet
 from tests.decoding.test_loop import p_value, run
@@ -44,9 +43,8 @@ BOUNDS = {"cool-sd": (0.6, 1.0, 1.7), "gsd": (2, 5, 14), "typical": (0.02, 0.4)}
 CASES = [(rule, bound) for rule, bounds in BOUNDS.items() for bound in bounds]
 
 
-def rule_of(name: str, bound: float, residual: str = "exact", vocabulary: int = 12) -> Relaxation:
-    others = tuple(OTHERS[name].items())
-    return Relaxation(name, 0, bound, residual, None, others, CODES[:vocabulary] if name == "gsd" else None)
+def rule_of(name: str, bound: float, residual: str = "exact", vocabulary: int = 12) -> AcceptanceRule:
+    return rule_named(name, 0, bound, residual, codebook=CODES[:vocabulary], **OTHERS[name])
 
 
 def entropy(p: Vector) -> float:
@@ -101,12 +99,12 @@ def pairs(seed: int, count: int, vocabulary: int) -> list[tuple[Tensor, Tensor]]
     return list(zip(p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True), strict=True))
 
 
-def of_drafts(p: Tensor, q: Tensor | None, drafts: Tensor, rule: Relaxation) -> Tensor:
+def of_drafts(p: Tensor, q: Tensor | None, drafts: Tensor, rule: AcceptanceRule) -> Tensor:
     """The distributions [n, V] of a first token for the drafts [n, C]."""
     many = len(drafts)
     rows = (p.expand(many, -1), None if q is None else q.expand(many, -1))
     valid = torch.ones_like(drafts, dtype=torch.bool) if q is None else q[drafts] > 0
-    return emitted(*rows, drafts, valid, rule, None).distribution
+    return emitted(*rows, drafts, valid, rule).distribution
 
 
 @pytest.mark.parametrize(("name", "bound"), CASES)
@@ -135,8 +133,7 @@ def test_the_exact_residual_reaches_the_smallest_tv_of_one_draft(name: str, boun
 
 def test_the_plain_residual_of_a_strength_below_1_is_seen() -> None:
     """Section 8.4: with w < 1 max(p - q, 0) is the wrong residual. It is put in place of the rule's own."""
-    rule = rule_of("cool-sd", 0.6)
-    object.__setattr__(rule, "published", "plain")
+    rule = replace(rule_of("cool-sd", 0.6), official_share=1.0)
     worst = []
     for p, q in pairs(2, 30, 12):
         every = torch.arange(12)[:, None]
@@ -166,7 +163,7 @@ def test_siblings_are_judged_by_the_residual(name: str, bound: float, residual: 
 SETTINGS = {"plain": Setting(), "filtered": Setting(top_k=3, cfg_scale=1.5)}
 
 
-def step_error(tree_of: str, rule: Relaxation, setting: str, vocabulary: int = 4) -> tuple[float, float]:
+def step_error(tree_of: str, rule: AcceptanceRule, setting: str, vocabulary: int = 4) -> tuple[float, float]:
     """Errors (first token, joint) of a step against autoregressive decoding."""
     model = Tabular(vocabulary, SETTINGS[setting], seed=1)
     if tree_of == "dynamic":
@@ -182,23 +179,21 @@ def step_error(tree_of: str, rule: Relaxation, setting: str, vocabulary: int = 4
 @pytest.mark.parametrize("tree", ["chain", "small", "dynamic"])
 def test_a_strength_of_at_most_1_is_lossless(tree: str, setting: str) -> None:
     for strength, decay in ((1.0, 0.0), (1.0, 0.7), (0.5, 0.1)):
-        rule = Relaxation("cool-sd", 0, strength, others=(("decay", decay),))
+        rule = rule_named("cool-sd", 0, strength, decay=decay)
         first, joint = step_error(tree, rule, setting)
         assert max(first, joint) < 1e-9
-    broken = replace(rule)
-    object.__setattr__(broken, "published", "none")
+    broken = replace(rule, official_share=0.0)
     first, _ = step_error(tree, broken, setting)
     assert first > 1e-3
 
 
 def test_the_strength_falls_with_depth() -> None:
     """With w = 1.5 at the first draft and 1 at the second, only the first token is off."""
-    rule = Relaxation("cool-sd", 0, 1.5, others=(("decay", math.log(1.5)),))
     model = Tabular(4, Setting(), seed=1)
     for tree_of in ("chain", "small"):
         weights, tree = model.static_drafts(StaticTree.of(SHAPES[tree_of]))
         for decay, holds in ((math.log(1.5), True), (0.0, False)):
-            rule = Relaxation("cool-sd", 0, 1.5, others=(("decay", decay),))
+            rule = rule_named("cool-sd", 0, 1.5, decay=decay)
             found = distribution_of_step(model, weights, tree, partial(verify_step, rule=rule), 2)
             first = first_tokens(found)
             product = {(x, y): first[(x,)] * float(model.p((x,))[y]) for x, y in found}
@@ -222,7 +217,7 @@ def test_a_step_emits_what_emitted_tv_says(name: str, bound: float, tree: str) -
     tokens = drafts.tokens.gather(1, children.clamp_min(0))
     p = model.p(()).expand(len(tokens), -1)
     q = None if drafts.q is None else drafts.q[:, 0]
-    found = weights @ emitted(p, q, tokens, children >= 0, rule, None).distribution
+    found = weights @ emitted(p, q, tokens, children >= 0, rule).distribution
     assert max(abs(walked.get((x,), 0.0) - float(found[x])) for x in range(4)) < 1e-9
 
 
@@ -238,16 +233,16 @@ def test_the_estimate_of_emitted_tv_is_near_the_enumeration(name: str, residual:
     def exponential() -> Tensor:
         return torch.empty(1, 10, dtype=torch.float64).exponential_(generator=noise)
 
-    (found,) = emitted_tv_sampled(p[None], q[None], 2, 1000, [(rule, None)], exponential)
+    (found,) = emitted_tv_sampled(p[None], q[None], 2, 1000, [rule], exponential)
     assert float(found.tv) == pytest.approx(truth, abs=0.015)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_strength_of_1_is_the_strict_rule_token_for_token(seed: int) -> None:
     draft = random_draft(seed, torch.float64)
-    arguments = (draft.table, draft.uniforms, draft.noise, draft.depth_limit)
-    strict = verify(draft.tree, draft.probs, Relaxation(), *arguments)
-    same = verify(draft.tree, draft.probs, Relaxation("cool-sd", 0, 1.0, others=(("decay", 0.0),)), *arguments)
+    arguments = (draft.uniforms, draft.noise, draft.depth_limit)
+    strict = verify(draft.tree, draft.probs, STRICT, *arguments)
+    same = verify(draft.tree, draft.probs, rule_named("cool-sd", 0, 1.0, decay=0.0), *arguments)
     assert torch.equal(same.path, strict.path) and torch.equal(same.tokens, strict.tokens)
     torch.testing.assert_close(same.next_probs, strict.next_probs, atol=1e-6, rtol=0)
     assert float(same.neighbour_mass_tried.abs().max()) < 1e-6
@@ -258,29 +253,30 @@ def test_the_entropy_rule_takes_as_much_as_the_entropy_allows() -> None:
     p, table = dirichlet(noise, 30, 32), nearest_codes(CODES[:32], 31)
     x = torch.arange(30)
     limit = torch.tensor([0.5 * entropy(row.numpy()) / math.log(32) for row in p])
-    mass, taken = relaxation_module.merged_mass(p, x, table, Relaxation("entropy", 20, 0.5))
+    rule = rule_named("entropy", 20, 0.5, table=table)
+    mass, taken = neighbour_mass(view_of(p, x, rule))
     assert (mass <= limit + 1e-12).all() and 0 < float(taken.sum(1).double().mean()) < 20
     near = p.gather(1, table[x, :20].long()).cumsum(1)
     wanted = torch.where(near <= limit[:, None], near, 0.0).amax(1)
     torch.testing.assert_close(mass, wanted)
     certain = torch.zeros(1, 32, dtype=torch.float64)
     certain[0, 3] = 1
-    assert float(relaxation_module.merged_mass(certain, x[3:4], table, Relaxation("entropy", 20, 0.5))[0]) == 0
+    assert float(neighbour_mass(view_of(certain, x[3:4], rule))[0]) == 0
 
 
 @pytest.fixture
-def watching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Relaxation]:
+def watching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AcceptanceRule]:
     """Install a rule of `chance` made of a function, with two neighbours and the codebook."""
 
-    def install(function: Callable[..., Any], **values: Any) -> Relaxation:
+    def install(function: Callable[..., Any]) -> AcceptanceRule:
         row = Rule("watching", chance=function, neighbours=2, codebook=True, tensor_bound=True)
         monkeypatch.setitem(method_tables.RULES, row.name, row)
-        return Relaxation("watching", 2, 1.0, codes=CODES[:6], **values)
+        return rule_named("watching", 2, 1.0, table=nearest_codes(CODES[:6], 5), codebook=CODES[:6])
 
     return install
 
 
-def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(watching: Callable[..., Relaxation]) -> None:
+def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(watching: Callable[..., AcceptanceRule]) -> None:
     seen: dict[str, Tensor] = {}
 
     def look(draft: Any, values: Any) -> Tensor:
@@ -305,7 +301,7 @@ def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(watching: Calla
     p, table = model.target_at(drawn), nearest_codes(CODES[:6], 5)
     shape = (2, 4, 2)
     position = torch.tensor([7, 9])
-    verify(drawn, p, watching(look), table, torch.rand(shape), torch.ones(2, 6), None, None, position)
+    verify(drawn, p, watching(look), torch.rand(shape), torch.ones(2, 6), None, position)
     # The last call: the second child of the root, in both images.
     root = p[:, 0]
     rest = root - 0.0 * root  # f = 0 leaves p as it is
@@ -322,7 +318,7 @@ def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(watching: Calla
     assert seen["depth"].tolist() == [[1], [1]] and seen["position"].tolist() == [[7], [9]]
 
 
-def test_depth_and_place_are_those_of_the_draft_in_the_loop(watching: Callable[..., Relaxation]) -> None:
+def test_depth_and_place_are_those_of_the_draft_in_the_loop(watching: Callable[..., AcceptanceRule]) -> None:
     """A rule that accepts by place and depth alone: which steps are made follows from them."""
     watching(lambda draft, values: ((draft.position % 4 != 0) & (draft.depth < 3)).double())
     method_tables.MODES["watching"] = method_tables.Mode("watching", "static", "watching", "watching")
@@ -337,12 +333,11 @@ def test_depth_and_place_are_those_of_the_draft_in_the_loop(watching: Callable[.
     assert made.trace.accepted[:3] == [2, 0, 2]
 
 
-def test_a_broken_number_of_a_token_that_cannot_be_drawn_is_ignored(watching: Callable[..., Relaxation]) -> None:
+def test_a_broken_number_of_a_token_that_cannot_be_drawn_is_ignored(watching: Callable[..., AcceptanceRule]) -> None:
     p, q = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.0, 1.0, 0.0]])
     rule = watching(lambda draft, values: draft.strict_ratio)
-    nodes = Nodes(p.clone(), q.clone(), rule, nearest_codes(CODES[:3], 2), ROOTS)
-    accept, _ = nodes.decide(torch.tensor([[1]]), torch.tensor([[True]]))
-    assert accept.tolist() == [0.5] and nodes.p.tolist() == [[1.0, 0.0, 0.0]]
+    found = accept(p, q, torch.tensor([[1]]), rule)
+    assert found.accept.tolist() == [[0.5]] and found.residual.tolist() == [[1.0, 0.0, 0.0]]
 
 
 DRAFTED: dict[str, dict[str, Any]] = {

@@ -6,58 +6,66 @@ of them), and a wrong walk still paints pictures.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.relaxation import Relaxation
 from lantern_bench.decoding.acceptance.walk import Verdict, verify, verify_greedy
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.tree import DraftTree, StaticTree, first_true
 from tests.decoding.random_trees import dynamic_trees, random_static, random_topology
+from tests.decoding.rules import rule_named
 
 NODES, FANOUT, DEPTH, VOCABULARY = 59, 10, 5, 50
 ROUNDS, BATCH = 50, 50
 CODES = torch.randn(VOCABULARY, 3, generator=torch.Generator().manual_seed(1))
-KINDS = {
-    "dynamic": Relaxation("additive", 12, 0.2, "official"),
-    "static": Relaxation("multiplicative", 12, 2.0, "exact"),
-    "static, strict": Relaxation(),
-    "block": Relaxation("block"),
-    "traversal": Relaxation("traversal"),
-    "greedy": Relaxation("additive", 12, 0.3, "exact"),
-    "static, cool-sd": Relaxation("cool-sd", 0, 1.3),
-    "dynamic, cool-sd": Relaxation("cool-sd", 0, 8.0),
-    "static, gsd": Relaxation("gsd", 0, 4, "official", codes=CODES),
-    "static, entropy": Relaxation("entropy", 12, 0.3),
-    "dynamic, typical": Relaxation("typical", 0, 0.09),
+KINDS: dict[str, dict[str, Any]] = {
+    "dynamic": {"name": "additive", "neighbours": 12, "bound": 0.2, "residual": "official"},
+    "static": {"name": "multiplicative", "neighbours": 12, "bound": 2.0},
+    "static, strict": {"name": "strict"},
+    "block": {"name": "block"},
+    "traversal": {"name": "traversal"},
+    "greedy": {"name": "additive", "neighbours": 12, "bound": 0.3},
+    "static, cool-sd": {"name": "cool-sd", "bound": 1.3},
+    "dynamic, cool-sd": {"name": "cool-sd", "bound": 8.0},
+    "static, gsd": {"name": "gsd", "bound": 4, "residual": "official", "codebook": CODES},
+    "static, entropy": {"name": "entropy", "neighbours": 12, "bound": 0.3},
+    "dynamic, typical": {"name": "typical", "bound": 0.09},
 }
+EVERY_TIME = ("dynamic", "greedy", "block")
+"""The others compile for up to a minute each: `long`."""
 
 
 def sharp(rng: torch.Generator, *shape: int) -> Tensor:
     return (3 * torch.randn(*shape, VOCABULARY, generator=rng)).softmax(-1)
 
 
-# Each compiles for the better part of a minute; these share the code of the others.
-ALIKE = ("traversal", "static, strict", "static, cool-sd", "static, entropy", "dynamic, cool-sd", "dynamic, typical")
-
-
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind in ALIKE)) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind not in EVERY_TIME)) for kind in KINDS]
+)
 def test_compiled_walks_are_the_same(kind: str) -> None:
     rng, noise = np.random.default_rng(0), torch.Generator().manual_seed(0)
     table = nearest_codes(torch.randn(VOCABULARY, 3, generator=noise), VOCABULARY - 1)
     # A program has one part for each child rank, that of GSD another for each place of a cluster, that of traversal for
-    # each sum of child ranks. The others have as many as the widest tree in use.
-    small = {"block": (DEPTH + 1, 1), "static, gsd": (14, 2), "traversal": (12, 2), "greedy": (24, 4)}
+    # each sum of child ranks. The `long` ones have as many as the widest tree in use.
+    small = {
+        "dynamic": (24, FANOUT),
+        "block": (DEPTH + 1, 1),
+        "static, gsd": (14, 2),
+        "traversal": (12, 2),
+        "greedy": (24, 4),
+    }
     nodes, fanout = small.get(kind, (NODES, FANOUT))
     shape = StaticTree.of(random_topology(rng, nodes - 1, fanout, DEPTH))
 
+    rule = rule_named(**KINDS[kind], table=table)
+
     def decided(tree: DraftTree, p: Tensor, uniforms: Tensor, ends: Tensor) -> Verdict:
-        if kind == "greedy":
-            return verify_greedy(tree, p.log(), KINDS[kind], table, None)
-        return verify(tree, p, KINDS[kind], table, uniforms, ends)
+        return verify_greedy(tree, p.log(), rule) if kind == "greedy" else verify(tree, p, rule, uniforms, ends)
 
     compiled = Engine(compile=True).program(kind, decided, torch.device("cpu"))
     accepted, at_fault = 0, 0

@@ -11,11 +11,11 @@ from torch import Tensor
 from lantern_bench.certify.tables import cost_rows
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
-from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation, merged_mass
-from lantern_bench.decoding.acceptance.tree_acceptance import accept_children
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule, neighbour_mass
 from lantern_bench.decoding.emitted_tv import emitted, emitted_tv_sampled, total_variation
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.sampling import most_probable
+from tests.decoding.rules import STRICT, accept, rule_named, view_of
 
 
 def dirichlet(noise: torch.Generator, *shape: int) -> Tensor:
@@ -24,13 +24,9 @@ def dirichlet(noise: torch.Generator, *shape: int) -> Tensor:
     return clocks / clocks.sum(dim=-1, keepdim=True)
 
 
-def rules(residual: str, neighbours: int = 10) -> list[Relaxation]:
-    return [
-        Relaxation("additive", neighbours, 0.1, residual),
-        Relaxation("additive", neighbours, 0.4, residual),
-        Relaxation("multiplicative", neighbours, 2.0, residual),
-        Relaxation("multiplicative", neighbours, 8.0, residual),
-    ]
+def rules(residual: str, table: Tensor, neighbours: int = 10) -> list[AcceptanceRule]:
+    bounds = [("additive", 0.1), ("additive", 0.4), ("multiplicative", 2.0), ("multiplicative", 8.0)]
+    return [rule_named(name, neighbours, bound, residual, table) for name, bound in bounds]
 
 
 def first_token(p: Tensor, *arguments) -> Tensor:
@@ -45,19 +41,19 @@ def deterministic_tv(p: Tensor, *arguments) -> Tensor:
 
 def sampled_tv(p: Tensor, q: Tensor, children: int, draws: int, *rule_and_noise) -> Tensor:
     """An estimate [N] of the emitted TV of sampled drafts under one rule."""
-    relaxation, table, noise = rule_and_noise
+    rule, noise = rule_and_noise
 
     def exponential() -> Tensor:
         return torch.empty_like(p).exponential_(generator=noise)
 
-    return emitted_tv_sampled(p, q, children, draws, [(relaxation, table)], exponential)[0].tv
+    return emitted_tv_sampled(p, q, children, draws, [rule], exponential)[0].tv
 
 
-def mean_distribution_of_one_draw(p: Tensor, q: Tensor, relaxation: Relaxation, table: Tensor | None) -> Tensor:
+def mean_distribution_of_one_draw(p: Tensor, q: Tensor, rule: AcceptanceRule) -> Tensor:
     """The exact distribution [V] of the first token with one child drawn from q [V]."""
     vocabulary = len(p)
     drawn = torch.arange(vocabulary)[:, None]
-    each = first_token(p.expand(vocabulary, -1), q.expand(vocabulary, -1), drawn, drawn >= 0, relaxation, table)
+    each = first_token(p.expand(vocabulary, -1), q.expand(vocabulary, -1), drawn, drawn >= 0, rule)
     return q @ each
 
 
@@ -65,12 +61,12 @@ def test_the_example_of_section_4_emits_q_at_half_a_tv() -> None:
     p = torch.full((10,), 0.1, dtype=torch.float64)
     q = torch.tensor([0.2] * 5 + [0.0] * 5, dtype=torch.float64)
     table = torch.tensor([[token + 5] for token in range(5)] + [[token] for token in range(5)])
-    relaxation = Relaxation("additive", 1, 0.1)
-    distribution = mean_distribution_of_one_draw(p, q, relaxation, table)
+    rule = rule_named("additive", 1, 0.1, table=table)
+    distribution = mean_distribution_of_one_draw(p, q, rule)
     torch.testing.assert_close(distribution, q)
     assert float(total_variation(p, distribution)) == pytest.approx(0.5, abs=1e-9)
     # Five draws are enough: what the first child does is known for all drafts, and here it is all that happens.
-    drawn = sampled_tv(p[None], q[None], 1, 5, relaxation, table, torch.Generator().manual_seed(0))
+    drawn = sampled_tv(p[None], q[None], 1, 5, rule, torch.Generator().manual_seed(0))
     assert float(drawn) == pytest.approx(0.5, abs=1e-9)
 
 
@@ -81,10 +77,10 @@ def test_one_sampled_draft_costs_what_the_formula_says() -> None:
     for _ in range(60):
         p, q = dirichlet(noise, 2, 32)
         table = nearest_codes(torch.randn(32, 4, generator=noise), 31)
-        for relaxation in rules("exact"):
-            mass, _ = merged_mass(p.expand(32, -1), torch.arange(32), table, relaxation)
+        for rule in rules("exact", table):
+            mass, _ = neighbour_mass(view_of(p.expand(32, -1), torch.arange(32), rule))
             expected = torch.minimum((q - p).clamp_min(0), mass).sum()
-            found = total_variation(p, mean_distribution_of_one_draw(p, q, relaxation, table))
+            found = total_variation(p, mean_distribution_of_one_draw(p, q, rule))
             worst = max(worst, float((found - expected).abs()))
             checked += 1
     print(f"emitted TV of one sampled draft against the formula: {checked} cases, largest difference {worst:.1e}")
@@ -97,7 +93,7 @@ def test_independent_distributions_cost_more_than_delta() -> None:
     for _ in range(150):
         p, q = dirichlet(noise, 2, 64)
         table = nearest_codes(torch.randn(64, 8, generator=noise), 63)
-        distribution = mean_distribution_of_one_draw(p, q, Relaxation("additive", 10, 0.1), table)
+        distribution = mean_distribution_of_one_draw(p, q, rule_named("additive", 10, 0.1, table=table))
         ratios.append(float(total_variation(p, distribution)) / 0.1)
     print(
         f"emitted TV over delta: {min(ratios):.2f} to {max(ratios):.2f}, above 1 in {sum(r > 1 for r in ratios)} of 150"
@@ -107,18 +103,18 @@ def test_independent_distributions_cost_more_than_delta() -> None:
 
 
 @pytest.mark.parametrize("children", [1, 3])
-def test_deterministic_emitted_tv_is_within_its_moved_mass(children: int) -> None:
+def test_deterministic_emitted_tv_is_within_its_neighbour_mass(children: int) -> None:
     noise = torch.Generator().manual_seed(3)
     for _ in range(40):
         p, q = dirichlet(noise, 2, 8, 24)
         table = nearest_codes(torch.randn(24, 4, generator=noise), 23)
         tokens, valid = most_probable(q, children)
-        for relaxation in rules("exact", neighbours=5):
-            decided = accept_children(p.clone(), None, tokens, valid, relaxation, table)
+        for rule in rules("exact", table, neighbours=5):
+            decided = accept(p, None, tokens, rule, valid)
             rejected = (1 - decided.accept).cumprod(dim=1)
             reach = torch.cat([torch.ones(8, 1, dtype=p.dtype), rejected[:, :-1]], dim=1)
             bound = (reach * decided.mass).sum(dim=1)
-            found = deterministic_tv(p, tokens, valid, relaxation, table)
+            found = deterministic_tv(p, tokens, valid, rule)
             assert (found <= bound + 1e-12).all()
             if children == 1:
                 torch.testing.assert_close(found, bound)
@@ -130,14 +126,14 @@ def test_the_strict_rule_costs_nothing(sampled: bool) -> None:
     p, q = dirichlet(noise, 2, 5, 12)
     if not sampled:
         tokens, valid = most_probable(q, 4)
-        assert float(deterministic_tv(p, tokens, valid, STRICT, None).max()) < 1e-12
+        assert float(deterministic_tv(p, tokens, valid, STRICT).max()) < 1e-12
         return
-    assert float(sampled_tv(p, q, 3, 5, STRICT, None, noise).max()) == 0.0
+    assert float(sampled_tv(p, q, 3, 5, STRICT, noise).max()) == 0.0
     # Its mean over the draws is p, which is why the difference of the two rules is the error of the relaxed one.
     pairs = torch.tensor(list(itertools.permutations(range(12), 2)))
     chance = q[0, pairs[:, 0]] * q[0, pairs[:, 1]] / (1 - q[0, pairs[:, 0]])
     rows = (p[0].expand(len(pairs), -1), q[0].expand(len(pairs), -1))
-    each = first_token(*rows, pairs, pairs >= 0, STRICT, None)
+    each = first_token(*rows, pairs, pairs >= 0, STRICT)
     torch.testing.assert_close(chance @ each, p[0])
 
 
@@ -152,10 +148,8 @@ def test_the_truth_lies_between_the_two_estimates_on_average(residual: str) -> N
         x, y, z = q[drawn].T
         chance = x * y / (1 - x) * z / (1 - x - y)
         rows = (p.expand(len(drawn), -1), q.expand(len(drawn), -1))
-        some = rules(residual, neighbours=3)
-        truths = [
-            float(total_variation(p, chance @ first_token(*rows, drawn, drawn >= 0, rule, table))) for rule in some
-        ]
+        some = rules(residual, table, neighbours=3)
+        truths = [float(total_variation(p, chance @ first_token(*rows, drawn, drawn >= 0, rule))) for rule in some]
         # Many rows of the same place: their mean is the mean of an estimate over repetitions.
         many = (p.expand(600, -1), q.expand(600, -1))
 
@@ -164,7 +158,7 @@ def test_the_truth_lies_between_the_two_estimates_on_average(residual: str) -> N
 
         gaps = {}
         for draws in (4, 32):
-            found = emitted_tv_sampled(*many, 3, draws, [(rule, table) for rule in some], exponential)
+            found = emitted_tv_sampled(*many, 3, draws, some, exponential)
             for estimate, truth in zip(found, truths, strict=True):
                 margin = 3 * float(estimate.tv.std() + estimate.crossed.std()) / 600**0.5 + 1e-12
                 assert float(estimate.crossed.mean()) - margin <= truth <= float(estimate.tv.mean()) + margin
@@ -180,10 +174,10 @@ def test_the_estimate_for_sampled_drafts_is_near_the_enumeration(residual: str) 
     table = nearest_codes(torch.randn(10, 3, generator=noise), 9)
     pairs = torch.tensor(list(itertools.permutations(range(10), 2)))
     chance = q[pairs[:, 0]] * q[pairs[:, 1]] / (1 - q[pairs[:, 0]])
-    for relaxation in rules(residual, neighbours=3):
+    for rule in rules(residual, table, neighbours=3):
         rows = (p.expand(len(pairs), -1), q.expand(len(pairs), -1))
-        truth = total_variation(p, chance @ first_token(*rows, pairs, pairs >= 0, relaxation, table))
-        found = sampled_tv(p[None], q[None], 2, 1000, relaxation, table, noise)
+        truth = total_variation(p, chance @ first_token(*rows, pairs, pairs >= 0, rule))
+        found = sampled_tv(p[None], q[None], 2, 1000, rule, noise)
         assert float(found) == pytest.approx(float(truth), abs=0.01)
 
 
@@ -194,18 +188,18 @@ def test_the_interval_of_few_draws_holds_the_truth(residual: str) -> None:
     drawn = torch.tensor(list(itertools.permutations(range(8), 3)))
     cell = Cell("m", Decoding(mode="lantern", delta=0.1)).columns()
     above = 0
-    for relaxation in rules(residual, neighbours=3):
+    for number in range(4):
         p, q = dirichlet(noise, 2, 8)
-        table = nearest_codes(torch.randn(8, 3, generator=noise), 7)
+        rule = rules(residual, nearest_codes(torch.randn(8, 3, generator=noise), 7), neighbours=3)[number]
         x, y, z = q[drawn].T
         rows = (p.expand(len(drawn), -1), q.expand(len(drawn), -1))
-        each = first_token(*rows, drawn, drawn >= 0, relaxation, table)
+        each = first_token(*rows, drawn, drawn >= 0, rule)
         truth = float(total_variation(p, x * y / (1 - x) * z / (1 - x - y) @ each))
 
         def exponential() -> Tensor:
             return torch.empty(400, 8, dtype=torch.float64).exponential_(generator=noise)
 
-        (found,) = emitted_tv_sampled(p.expand(400, -1), q.expand(400, -1), 3, 4, [(relaxation, table)], exponential)
+        (found,) = emitted_tv_sampled(p.expand(400, -1), q.expand(400, -1), 3, 4, [rule], exponential)
         places = [
             {**cell, "prompt_id": str(number), "emitted_tv": tv, "emitted_tv_crossed": crossed}
             for number, (tv, crossed) in enumerate(zip(found.tv.tolist(), found.crossed.tolist(), strict=True))
@@ -223,11 +217,9 @@ def test_official_costs_at_least_as_much_as_exact_for_one_child() -> None:
         p, q = dirichlet(noise, 2, 12)
         table = nearest_codes(torch.randn(12, 3, generator=noise), 11)
         top, valid = most_probable(q[None], 1)
-        for exact, official in zip(rules("exact", 4), rules("official", 4), strict=True):
-            sampled = [
-                total_variation(p, mean_distribution_of_one_draw(p, q, rule, table)) for rule in (exact, official)
-            ]
-            fixed = [deterministic_tv(p[None], top, valid, rule, table) for rule in (exact, official)]
+        for exact, official in zip(rules("exact", table, 4), rules("official", table, 4), strict=True):
+            sampled = [total_variation(p, mean_distribution_of_one_draw(p, q, rule)) for rule in (exact, official)]
+            fixed = [deterministic_tv(p[None], top, valid, rule) for rule in (exact, official)]
             assert sampled[1] >= sampled[0] - 1e-12
             assert float(fixed[1]) >= float(fixed[0]) - 1e-12
 
@@ -242,7 +234,7 @@ def test_with_two_children_official_may_cost_less() -> None:
     table = torch.tensor([[4, 3, 2, 1], [2, 4, 0, 3], [0, 1, 3, 4], [0, 1, 2, 4], [0, 1, 2, 3]])
     children = torch.tensor([[0, 1]])
     distributions = {
-        residual: first_token(p, None, children, children >= 0, Relaxation("additive", 1, 0.4, residual), table)
+        residual: first_token(p, None, children, children >= 0, rule_named("additive", 1, 0.4, residual, table))
         for residual in ("exact", "official")
     }
     torch.testing.assert_close(distributions["exact"], torch.tensor([[0.2, 0.7, 0.0, 0.1, 0.0]], dtype=torch.float64))
@@ -255,10 +247,10 @@ def test_inputs_stay_unchanged() -> None:
     noise = torch.Generator().manual_seed(6)
     p, q = dirichlet(noise, 2, 3, 9)
     before = p.clone(), q.clone()
-    sampled_tv(p, q, 2, 3, STRICT, None, noise)
+    sampled_tv(p, q, 2, 3, STRICT, noise)
     with pytest.raises(ValueError, match="at least 2"):
-        sampled_tv(p, q, 2, 1, STRICT, None, noise)
+        sampled_tv(p, q, 2, 1, STRICT, noise)
     tokens, valid = most_probable(q, 2)
-    deterministic_tv(p, tokens, valid, STRICT, None)
+    deterministic_tv(p, tokens, valid, STRICT)
     assert torch.equal(p, before[0])
     assert torch.equal(q, before[1])

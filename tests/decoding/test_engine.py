@@ -105,7 +105,7 @@ def test_a_bound_changes_no_program(cell: str) -> None:
         made = decoded(model, decoding, 3, engine)
         same(made, decoded(model, decoding, 3))
         moved.append(sum(one.trace.neighbour_mass for one in made))
-        programs = sum(key[0] == "program" for key, _threads in engine._made)
+        programs = sum(key[0] == "program" for key, _threads in engine._cache)
         assert programs == 3
     assert 0 < moved[0] < moved[1]
 

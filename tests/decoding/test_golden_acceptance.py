@@ -8,7 +8,8 @@ from numpy.testing import assert_allclose
 
 from lantern_bench.decoding.acceptance.walk import Verdict, verify, verify_greedy
 from tests.decoding.golden_cases import Case, acceptance_cases
-from tests.decoding.reference_walk import Rules, walk, walk_greedy
+from tests.decoding.random_trees import rules_of
+from tests.decoding.reference_walk import walk, walk_greedy
 
 
 def replay(case: Case) -> tuple[Verdict, int]:
@@ -19,14 +20,14 @@ def replay(case: Case) -> tuple[Verdict, int]:
     noise = torch.ones(1, case.info["vocab"])
     used = 0
     for depth in range(tree.max_depth + 1):
-        verdict = verify(tree, case.probs, case.relaxation, case.table, uniforms, noise)
+        verdict = verify(tree, case.probs, case.rule, uniforms, noise)
         node = int(verdict.path[0, depth]) if depth <= int(verdict.accepted) else -1
         ranks = (tree.children[0, node] >= 0).nonzero().flatten() if node >= 0 else []
         if not len(ranks):
             break
-        given = recorded[used : used + len(ranks)]
-        uniforms[0, node, ranks[: len(given)]] = given
-        verdict = verify(tree, case.probs, case.relaxation, case.table, uniforms, noise)
+        numbers = recorded[used : used + len(ranks)]
+        uniforms[0, node, ranks[: len(numbers)]] = numbers
+        verdict = verify(tree, case.probs, case.rule, uniforms, noise)
         rank = int(verdict.child_rank[0, depth])
         used += len(ranks) if rank < 0 else rank + 1
     return verdict, used
@@ -36,7 +37,7 @@ def wrong_in(case: Case) -> list[str]:
     """What differs from the recording."""
     info = case.info
     if case.greedy:
-        verdict = verify_greedy(case.tree, case.logits, case.relaxation, case.table)
+        verdict = verify_greedy(case.tree, case.logits, case.rule)
         same = {"next": int(verdict.tokens[0, verdict.accepted[0]]) == info["next_token_greedy"]}
     else:
         verdict, used = replay(case)
@@ -75,13 +76,6 @@ def test_recorded_draft_probabilities_are_the_conditional_ones() -> None:
     assert checked > 0
 
 
-def rules_of(case: Case) -> Rules:
-    relaxation = case.relaxation
-    return Rules(
-        relaxation.rule, relaxation.neighbours, relaxation.bound, relaxation.residual, case.table.numpy().astype(int)
-    )
-
-
 def test_the_oracle_replays_them_too_with_the_recorded_trace() -> None:
     for case in acceptance_cases():
         tree, info = case.tree, case.info
@@ -89,13 +83,13 @@ def test_the_oracle_replays_them_too_with_the_recorded_trace() -> None:
         if case.greedy:
             paths = [[node for node in path if node >= 0] for path in case.arrays["retrieve_indices"].tolist()]
             probs = list(torch.softmax(case.logits[0], dim=-1).numpy())
-            path, token = walk_greedy(case.arrays["parents"].tolist(), paths, tokens, probs, rules_of(case))
+            path, token = walk_greedy(case.arrays["parents"].tolist(), paths, tokens, probs, rules_of(case.rule))
             assert (path, token) == (info["accepted_nodes"], info["next_token_greedy"]), info["id"]
             continue
         numbers = iter(case.arrays["uniforms"].tolist())
         q = None if tree.q is None else list(tree.q[0].numpy())
         done = walk(
-            tree.children[0].tolist(), tokens, list(case.probs[0].numpy()), q, rules_of(case),
+            tree.children[0].tolist(), tokens, list(case.probs[0].numpy()), q, rules_of(case.rule),
             lambda node, rank, numbers=numbers: next(numbers), tree.max_depth,
         )  # fmt: skip
         assert done.path == info["accepted_nodes"], info["id"]

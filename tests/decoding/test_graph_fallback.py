@@ -98,7 +98,7 @@ def test_capture_replays_with_new_inputs_on_the_programs_device(cuda: Any) -> No
     with contextlib.suppress(AttributeError):  # the graph of this test has no inputs yet
         program(x)
     graph: Any = program._graph
-    graph.inputs, graph.result = program._held, program._result
+    graph.inputs, graph.result = program._copies, program._result
     assert results(program) == WANTED and state.captures == 1
     assert state.streams[0].device == DEVICE and not engine.fallbacks
 

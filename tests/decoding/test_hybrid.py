@@ -6,28 +6,22 @@ The harness is that of test_jacobi.py: whole images, step after step, through th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from scipy.stats import power_divergence
 from torch import Tensor
 
-from lantern_bench.certify.broken import drafting_mistakes, strict_without_residual
-from lantern_bench.certify.tabular import TabularModel
+from lantern_bench.certify.broken import Mistake, drafting_mistakes, strict_without_residual
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.drafting import hybrid
+from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
 from lantern_bench.decoding.drafting.hybrid import HybridDrafting
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
-from lantern_bench.decoding.loop import decode
-from lantern_bench.decoding.protocol import Drafted, DrafterLogits, LastStep
-from lantern_bench.decoding.sampling import decoding_probabilities
 from tests.decoding.tabular import Setting, Tabular
 from tests.decoding.test_engine import Small, decoded, same
-from tests.decoding.test_jacobi import SIZES, Exact, Particles, _double  # noqa: F401  # a fixture
+from tests.decoding.test_jacobi import SIZES, Exact, Particles, _double, g_test  # noqa: F401  # a fixture
 
 
 def hybrid_decoding(**values: Any) -> Decoding:
@@ -37,23 +31,24 @@ def hybrid_decoding(**values: Any) -> Decoding:
 # ---- exact
 
 
-class TableSession:
-    """The drafter of a `Tabular`: distributions in place of logits, below the tokens of each image."""
+class TableProposer:
+    """The drafter of a `Tabular`, below the tokens of each image."""
 
     def __init__(self, model: Tabular, images: list[list[int]]) -> None:
         self.model, self.images = model, images
+        self.root_q = self.q()
 
-    def drafts(self) -> DrafterLogits:
-        return DrafterLogits(torch.stack([self.model.q(tuple(image)) for image in self.images])[:, None], None)
+    def q(self) -> Tensor:
+        return torch.stack([self.model.q(tuple(image)) for image in self.images])[:, None]
 
-    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> DrafterLogits:
+    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Tensor:
         assert origin.eq(0).all() and seen.all()
         self.images = [[*image, int(token)] for image, token in zip(self.images, tokens[:, 0], strict=True)]
-        return self.drafts()
+        return self.q()
 
 
 class WithTable(HybridDrafting):
-    """Keeps the image's tokens [B, N + W + 1], and asks `TableSession` for them. A test sets `model`."""
+    """Remembers the image's tokens [B, N + W + 1], and asks `TableProposer` for them. A test sets `model`."""
 
     model: Tabular
 
@@ -62,15 +57,15 @@ class WithTable(HybridDrafting):
         self._image = torch.zeros(batch, target.image_tokens + self.depth + 1, dtype=torch.int64)
 
     def after_step(self, step: LastStep) -> None:
-        at = (step.position - step.accepted - 1)[:, None] + torch.arange(self.depth)
-        self._image = self._image.scatter(1, at, step.tokens[:, : self.depth])
+        columns = (step.position - step.accepted - 1)[:, None] + torch.arange(self.depth)
+        self._image = self._image.scatter(1, columns, step.tokens[:, : self.depth])
         super().after_step(step)
 
-    def draft(self, session: Any, drafts: Any, root: Tensor, *others: Any) -> Drafted:
+    def draft(self, inputs: DraftInputs) -> Drafted:
         (position,) = self._position.unique().tolist()
-        self._image[:, position - 1] = root
-        table = TableSession(self.model, self._image[:, :position].tolist())
-        return super().draft(table, table.drafts(), root, *others)
+        self._image[:, position - 1] = inputs.root
+        proposer: Any = TableProposer(self.model, self._image[:, :position].tolist())
+        return super().draft(inputs._replace(proposer=proposer))
 
 
 class CoupledToNew(WithTable):
@@ -84,13 +79,13 @@ class CoupledToNew(WithTable):
 class DrafterQ(WithTable):
     """Drafts of a mixture are verified as if the drafter alone had made them."""
 
-    def draft(self, session: Any, drafts: Any, root: Tensor, *others: Any) -> Drafted:
-        drafted = super().draft(session, drafts, root, *others)
+    def draft(self, inputs: DraftInputs) -> Drafted:
+        drafted = super().draft(inputs)
         (position,) = self._position.unique().tolist()
-        table = TableSession(self.model, self._image[:, :position].tolist())
-        for place in range(self.forwards):
-            answer = table.drafts() if place == 0 else table.extend(drafted[0][:, place, None], *ONE)
-            self._q[:, place] = answer.cond[:, 0]
+        table = TableProposer(self.model, self._image[:, :position].tolist())
+        for depth in range(self.forwards):
+            q = table.root_q if depth == 0 else table.extend(drafted[0][:, depth, None], *ONE)
+            self._q[:, depth] = q[:, 0]
         return drafted
 
 
@@ -122,14 +117,6 @@ class ExactHybrid(Exact):
         return super().trimmed(particles)
 
 
-@pytest.fixture
-def _exact(_double: None) -> Iterator[None]:  # noqa: F811
-    """The table's drafts are distributions already."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hybrid, "draft_probabilities", lambda drafts, _decoding: drafts.cond)
-        yield
-
-
 CASES = [
     ("v2", {"coupling": "none", "initial": "uniform"}),
     ("v2", {"coupling": "maximal"}),
@@ -140,7 +127,7 @@ CASES = [
 ]
 
 
-@pytest.mark.usefixtures("_exact")
+@pytest.mark.usefixtures("_double")
 @pytest.mark.parametrize(("size", "values"), CASES, ids=str)
 def test_enumerated_images_follow_the_target(size: str, values: dict[str, Any]) -> None:
     for seed in (1, 2):
@@ -149,7 +136,7 @@ def test_enumerated_images_follow_the_target(size: str, values: dict[str, Any]) 
         assert error < 1e-12
 
 
-@pytest.mark.usefixtures("_exact")
+@pytest.mark.usefixtures("_double")
 @pytest.mark.parametrize("kind", [DrafterQ, CoupledToNew])
 def test_enumeration_sees_what_is_broken(kind: Any) -> None:
     errors = [ExactHybrid(SIZES["v2"], {}, seed, kind).error() for seed in (1, 2)]
@@ -158,26 +145,6 @@ def test_enumeration_sees_what_is_broken(kind: Any) -> None:
 
 
 # ---- in the loop
-
-
-VOCABULARY, LENGTH = 3, 5
-
-
-def g_test(decoding: Decoding, images: int, make: Any = None, spread: float = 1.0, accept: Any = None) -> float:
-    """The p-value of the joint distribution of all tokens of an image."""
-    model = TabularModel(VOCABULARY, LENGTH, seed=2)
-    model.p *= spread
-    generators = [torch.Generator().manual_seed(seed) for seed in range(images)]
-    made = decode(model, [""] * images, decoding, generators, make=make, accept=accept)
-    place = torch.zeros(images, dtype=torch.int64)
-    for token in torch.stack([one.tokens for one in made]).long().T:
-        place = place * VOCABULARY + token
-    expected = model.distribution(lambda cond, _: decoding_probabilities(cond, decoding)).numpy()
-    observed, kept = np.bincount(place.numpy(), minlength=len(expected)), expected > 0
-    if observed[~kept].any():
-        return 0.0
-    expected = expected[kept] / expected[kept].sum() * images
-    return float(power_divergence(observed[kept], expected, lambda_="log-likelihood").pvalue)
 
 
 CELLS: list[dict[str, Any]] = [
@@ -203,13 +170,13 @@ def test_images_follow_the_target(values: dict[str, Any]) -> None:
 def test_the_loop_sees_what_is_broken(name: str) -> None:
     decoding = hybrid_decoding(window=4)
     (mistake,) = (mistake for mistake in drafting_mistakes(decoding) if mistake.name == name)
-    p = g_test(decoding, 30_000, mistake.make, spread=1.5)
+    p = g_test(decoding, 30_000, mistake, spread=1.5)
     print(f"broken, {name}: p = {p:.1e}")
     assert p < 1e-6
 
 
 def test_a_missing_residual_is_rejected() -> None:
-    assert g_test(hybrid_decoding(window=2), 20_000, spread=1.5, accept=strict_without_residual) < 1e-6
+    assert g_test(hybrid_decoding(window=2), 20_000, Mistake("residual", strict_without_residual), spread=1.5) < 1e-6
 
 
 def test_mistakes_that_cannot_be_made_are_left_out() -> None:

@@ -11,26 +11,25 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 from scipy.stats import power_divergence
 from torch import Tensor
 
-from lantern_bench.certify.broken import drafting_mistakes, strict_without_residual
+from lantern_bench.certify.broken import Mistake, drafting_mistakes, strict_without_residual
 from lantern_bench.certify.tabular import TabularModel
-from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.tree_acceptance import Accept
+from lantern_bench.config.decoding import Decoding, ParameterError
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.drafting import jacobi
+from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, couple
 from lantern_bench.decoding.drafting.published import PublishedScd
 from lantern_bench.decoding.loop import Decoded, decode
-from lantern_bench.decoding.protocol import Drafted, LastStep
+from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import decoding_probabilities
 from lantern_bench.decoding.tree import DraftTree
 from tests.decoding.tabular import Prefix, Setting, Tabular, verify_step
@@ -38,6 +37,7 @@ from tests.decoding.test_engine import Small, decoded, same
 from tests.models.test_forced_tokens import CODES, LINE
 from tests.models.test_forced_tokens import Model as Lined
 
+WITHOUT_RESIDUAL = AcceptanceRule(accept=strict_without_residual)
 COUPLINGS, INITIALS = ("none", "maximal", "gumbel"), ("uniform", "left", "above", "row")
 SIZES = {"v2": (2, 5, 4), "v3": (3, 4, 2)}
 """Vocabulary, tokens of an image, window."""
@@ -72,7 +72,7 @@ class Particles(NamedTuple):
         return Particles(self.weight[rows], self.tokens[rows], state, self.low[rows], self.high[rows])
 
 
-STATE = ("_q", "_law", "_clocks", "_moved", "_position", "_line", "_old_q", "_old", "_aside", "_image")
+STATE = ("_q", "_coupled_q", "_clocks", "_moved", "_position", "_line", "_old_q", "_old", "_stayed_q", "_image")
 
 
 def load(drafting: JacobiDrafting, particles: Particles) -> JacobiDrafting:
@@ -95,6 +95,15 @@ def merged(groups: list[Particles]) -> Particles:
     return found._replace(weight=weight)
 
 
+class Rows(Target):
+    """A target whose pictures have rows of two tokens."""
+
+    device, line_length = torch.device("cpu"), 2
+
+    def __init__(self, vocabulary: int, length: int) -> None:
+        self.vocab_size, self.image_tokens = vocabulary, length
+
+
 class Exact:
     """The distribution of whole images of a tabular target under Jacobi drafting."""
 
@@ -104,16 +113,14 @@ class Exact:
         values: dict[str, Any],
         seed: int = 1,
         drafting: type[JacobiDrafting] = JacobiDrafting,
-        accept: Accept | None = None,
+        rule: AcceptanceRule | None = None,
         setting: Setting | None = None,
     ) -> None:
         self.vocabulary, self.length, self.window = size
         self.model = Tabular(self.vocabulary, setting or Setting(), seed)
-        self.target: Any = SimpleNamespace(
-            vocab_size=self.vocabulary, image_tokens=self.length, device=torch.device("cpu"), line_length=2
-        )
+        self.target = Rows(self.vocabulary, self.length)
         self.decoding = jacobi_decoding(window=self.window, **values)
-        self.gumbel, self.kind, self.accept = values.get("coupling") == "gumbel", drafting, accept
+        self.gumbel, self.kind, self.rule = values.get("coupling") == "gumbel", drafting, rule
 
     def drafting(self, batch: int) -> JacobiDrafting:
         return self.kind(self.decoding, self.target, batch)
@@ -179,7 +186,7 @@ class Exact:
     ) -> Iterator[tuple[Tensor, ...]]:
         """How a step can end: chances [n], path [n, D + 1], its tokens [n, D], accepted [n], what comes next [n, V]."""
         del drafting
-        found = verify_step(tree, p, limit, broken=self.accept)
+        found = verify_step(tree, p, limit, self.rule)
         for node, (stop, path, accepted, after) in enumerate(zip(*found, strict=True)):
             way = tree.attention[0, node].nonzero().flatten()
             yield stop, torch.nn.functional.pad(way, (0, self.window + 1 - len(way)), value=-1), path, accepted, after
@@ -208,7 +215,7 @@ class Exact:
     def trimmed(self, particles: Particles) -> Particles:
         """Forget what belongs to positions behind the image."""
         behind = particles.tokens.shape[1] + torch.arange(self.window) >= self.length
-        for name in ("_q", "_law", "_old_q", "_aside"):
+        for name in ("_q", "_coupled_q", "_old_q", "_stayed_q"):
             if name in particles.state:
                 particles.state[name][:, behind[: particles.state[name].shape[1]]] = 1.0 / self.vocabulary
         if "_old" in particles.state:
@@ -251,7 +258,7 @@ class Exact:
         state = particles.state["_clocks"]
         state[torch.arange(len(held))[:, None].expand_as(at)[held], at[held]] = clocks[held]
         drafting = load(self.drafting(len(wanted)), particles)
-        drafted = drafting.draft(None, None, particles.tokens[:, -1], noise, torch.tensor(0))
+        drafted = drafting.draft(DraftInputs(particles.tokens[:, -1], noise, torch.tensor(0)))
         assert ((drafted[0][:, 1:] == wanted) | copied | ~counts).all()
         return chance[possible], drafting.tree(drafted), drafting, particles
 
@@ -266,7 +273,7 @@ class Exact:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(jacobi, "sample", sample)
             noise = torch.ones(*wanted.shape, self.vocabulary)
-            drafted = drafting.draft(None, None, root, noise, torch.tensor(0))
+            drafted = drafting.draft(DraftInputs(root, noise, torch.tensor(0)))
         return drafted, seen[0]
 
     def target_at(self, committed: Tensor, tree: DraftTree, limit: int) -> Tensor:
@@ -311,15 +318,15 @@ class KeptDraft(JacobiDrafting):
     def after_step(self, step: LastStep) -> None:
         super().after_step(step)
         kept = torch.nn.functional.one_hot(step.tree.tokens[:, 1:], self._q.shape[2]).to(self._q)
-        images, at = self._behind(step.accepted + 1, self.depth)
-        self._law.copy_(torch.cat([kept, step.p[:, -1:]], dim=1)[images, at])
+        images, at = self._further(step.accepted + 1, self.depth)
+        self._coupled_q.copy_(torch.cat([kept, step.p[:, -1:]], dim=1)[images, at])
 
 
 class CalledUniform(JacobiDrafting):
     """Copied drafts that are verified as if they had been drawn from all tokens alike."""
 
-    def draft(self, *arguments: Any) -> Drafted:
-        drafted = super().draft(*arguments)
+    def draft(self, inputs: DraftInputs) -> Drafted:
+        drafted = super().draft(inputs)
         fresh = self._ahead[:-1] + self._moved[:, None] > self.depth
         self._q.copy_(torch.where(fresh[:, :, None], self._uniform, self._q))
         return drafted
@@ -327,16 +334,16 @@ class CalledUniform(JacobiDrafting):
 
 @pytest.mark.usefixtures("_double")
 @pytest.mark.parametrize(
-    ("drafting", "values", "accept", "least"),
+    ("drafting", "values", "rule", "least"),
     [
         (PublishedScd, {"coupling": "maximal", "form": "published"}, None, 0.005),
         (KeptDraft, {"coupling": "maximal"}, None, 0.05),
         (CalledUniform, {"initial": "left"}, None, 0.1),
-        (JacobiDrafting, {}, strict_without_residual, 0.03),
+        (JacobiDrafting, {}, WITHOUT_RESIDUAL, 0.03),
     ],
 )
-def test_enumeration_sees_what_is_broken(drafting: Any, values: Any, accept: Any, least: float) -> None:
-    errors = [Exact(SIZES["v2"], values, seed, drafting, accept).error() for seed in (1, 2, 3)]
+def test_enumeration_sees_what_is_broken(drafting: Any, values: Any, rule: Any, least: float) -> None:
+    errors = [Exact(SIZES["v2"], values, seed, drafting, rule).error() for seed in (1, 2, 3)]
     print(f"broken, {drafting.__name__}: TV {errors}")
     assert sum(errors) / len(errors) > least
 
@@ -347,26 +354,24 @@ def test_enumeration_sees_what_is_broken(drafting: Any, values: Any, accept: Any
 VOCABULARY, LENGTH, WINDOW = 3, 5, 4
 
 
-def images_of(
-    model: TabularModel, decoding: Decoding, images: int, make: Any = None, accept: Accept | None = None
-) -> list[Decoded]:
-    model.drafter = None
-    made: list[Decoded] = []
+def images_of(model: TabularModel, decoding: Decoding, images: int, mistake: Mistake | None = None) -> list[Decoded]:
+    if not decoding.drafting_row.needs_drafter:
+        model.drafter = None
+    images_done: list[Decoded] = []
     for start in range(0, images, 30_000):
         generators = [torch.Generator().manual_seed(seed) for seed in range(start, min(start + 30_000, images))]
-        made += decode(model, [""] * len(generators), decoding, generators, make=make, accept=accept)
-    return made
+        broken = mistake.arguments(decoding, model, len(generators)) if mistake else {}
+        images_done += decode(model, [""] * len(generators), decoding, generators, **broken)
+    return images_done
 
 
-def g_test(
-    decoding: Decoding, images: int, make: Any = None, spread: float = 1.0, accept: Accept | None = None
-) -> float:
+def g_test(decoding: Decoding, images: int, mistake: Mistake | None = None, spread: float = 1.0) -> float:
     """The p-value of the joint distribution of all tokens of an image."""
     model = TabularModel(VOCABULARY, LENGTH, seed=2)
     model.p *= spread
-    made = images_of(model, decoding, images, make, accept)
+    decoded_images = images_of(model, decoding, images, mistake)
     place = torch.zeros(images, dtype=torch.int64)
-    for token in torch.stack([one.tokens for one in made]).long().T:
+    for token in torch.stack([image.tokens for image in decoded_images]).long().T:
         place = place * VOCABULARY + token
     distribution = model.distribution(lambda cond, _: decoding_probabilities(cond, decoding)).numpy()
     observed = np.bincount(place.numpy(), minlength=len(distribution))
@@ -411,7 +416,7 @@ def test_300_000_images_follow_the_target(values: dict[str, Any]) -> None:
 def test_the_loop_sees_what_is_broken(coupling: str) -> None:
     decoding = jacobi_decoding(window=WINDOW, coupling=coupling)
     mistake = drafting_mistakes(decoding)[-1]
-    p = g_test(decoding, 30_000, mistake.make, spread=1.5, accept=mistake.accept)
+    p = g_test(decoding, 30_000, mistake, spread=1.5)
     print(f"broken, {mistake.name}: p = {p:.1e}")
     assert p < 1e-6
 
@@ -546,7 +551,7 @@ def test_fresh_drafts_are_forced_tokens_exactly_where_these_belong(initial: str)
     first[:, CODES] = 0.0
     drafting.start_images(first)
     noise = torch.rand(1, window, CODES + 1, generator=torch.Generator().manual_seed(1))
-    (tokens,) = drafting.draft(None, None, torch.tensor([4]), noise, torch.tensor([window]))
+    (tokens,) = drafting.draft(DraftInputs(torch.tensor([4]), noise, torch.tensor([window])))
     ends = target.forced(torch.arange(1, window + 1)) == CODES
     assert ends.tolist() == [place % LINE == 0 for place in range(2, window + 2)]
     assert ((tokens[0, 1:] == CODES) == ends).all()
@@ -571,7 +576,7 @@ def test_relaxed_rules_accept_more_jacobi_drafts(rule: dict[str, Any], residual:
 
 def test_rules_that_look_ahead_are_refused_with_coupled_drafts() -> None:
     assert jacobi_decoding(rule="block").rule == "block"
-    with pytest.raises(ValidationError, match="draws anew, each by itself; not so jacobi w16-maximal"):
+    with pytest.raises(ParameterError, match="draws anew, each by itself; not so jacobi w16-maximal"):
         jacobi_decoding(rule="block", coupling="maximal")
     assert jacobi_decoding(rule="block", coupling="maximal", temperature=0).rule == "strict"
 
@@ -583,5 +588,5 @@ def test_modes_have_their_defaults() -> None:
     assert Decoding(mode="scd", coupling="gumbel").cell_id == "scd-jacobi-w16-gumbel-t1"
     assert Decoding(mode="scd", temperature=0).value("coupling") == "none"
     assert Decoding(mode="scd", drafting="static").value("coupling") is None
-    with pytest.raises(ValidationError, match="coupling does not belong here"):
+    with pytest.raises(ParameterError, match="coupling does not belong here"):
         Decoding(mode="speculative", coupling="none")

@@ -11,7 +11,7 @@ from torch import Tensor
 from lantern_bench.certify.broken import strict_without_residual
 from lantern_bench.certify.tabular import TabularModel
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.tree_acceptance import Accept
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
 
@@ -34,13 +34,13 @@ def generators(count: int, seed: int) -> list[torch.Generator]:
 
 
 def run(
-    decoding: Decoding, images: int = IMAGES, seed: int = 1, batch: int = 1000, accept: Accept | None = None
+    decoding: Decoding, images: int = IMAGES, seed: int = 1, batch: int = 1000, rule: AcceptanceRule | None = None
 ) -> tuple[TabularModel, list[Decoded]]:
     model = TabularModel(VOCABULARY, LENGTH, seed=4)
     made: list[Decoded] = []
     streams = generators(images, seed)
     for start in range(0, images, batch):
-        made += decode(model, None, decoding, streams[start : start + batch], accept=accept)
+        made += decode(model, None, decoding, streams[start : start + batch], rule=rule)
     return model, made
 
 
@@ -73,7 +73,7 @@ def test_the_loop_is_lossless(drafting: str, setting: str) -> None:
 @pytest.mark.parametrize("drafting", DRAFTINGS)
 def test_without_the_residual_the_loop_is_rejected(drafting: str) -> None:
     decoding = Decoding(mode="speculative", **DRAFTINGS[drafting], **SETTINGS["plain"])
-    model, made = run(decoding, accept=strict_without_residual)
+    model, made = run(decoding, rule=AcceptanceRule(accept=strict_without_residual))
     value = p_value(model, made, decoding)
     print(f"loop, residual left out, {drafting}: p = {value:.1e}")
     assert value < 1e-6

@@ -15,11 +15,11 @@ from scipy.stats import power_divergence
 from torch import Tensor
 
 from lantern_bench.certify.broken import strict_without_residual
-from lantern_bench.decoding.acceptance.relaxation import STRICT
-from lantern_bench.decoding.acceptance.tree_acceptance import Accept
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.acceptance.walk import verify
 from lantern_bench.decoding.sampling import Draws, draw_without_replacement, sample, uniform
 from lantern_bench.decoding.tree import DraftTree, StaticTree
+from tests.decoding.rules import STRICT
 from tests.decoding.tabular import Prefix, Setting, Tabular
 
 VOCABULARY, LENGTH, IMAGES = 4, 3, 20_000
@@ -76,13 +76,13 @@ def dynamic_draft(model: Tabular) -> DraftTree:
 
 
 def p_values(
-    model: Tabular, tables: Tables, tree: DraftTree, noise: torch.Generator, accept: Accept | None = None
+    model: Tabular, tables: Tables, tree: DraftTree, noise: torch.Generator, rule: AcceptanceRule = STRICT
 ) -> tuple[float, float]:
     """Decode one step for all images, complete to LENGTH tokens, and G-test first and joint tokens."""
     draws = Draws([noise], "cpu")
     uniforms = uniform(draws.bits(*tree.children.shape))[0]
     last = draws.exponential(IMAGES, VOCABULARY)[0]
-    verdict = verify(tree, tables.p[Tables.codes(tree)], STRICT, None, uniforms, last, accept=accept)
+    verdict = verify(tree, tables.p[Tables.codes(tree)], rule, uniforms, last)
     code = torch.zeros(IMAGES, dtype=torch.int64)
     made = []
     for place in range(LENGTH):
@@ -105,12 +105,12 @@ def g_test(model: Tabular, tokens: Tensor, length: int) -> float:
     return float(power_divergence(observed, expected / expected.sum() * len(tokens), lambda_="log-likelihood").pvalue)
 
 
-def run(drafting: str, setting: str, accept: Accept | None = None) -> tuple[float, float]:
+def run(drafting: str, setting: str, rule: AcceptanceRule = STRICT) -> tuple[float, float]:
     noise = torch.Generator().manual_seed(11)
     model = Tabular(VOCABULARY, SETTINGS[setting], seed=6)
     tables = Tables(model)
     tree = static_draft(tables, noise) if drafting == "static" else dynamic_draft(model)
-    return p_values(model, tables, tree, noise, accept)
+    return p_values(model, tables, tree, noise, rule)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -133,7 +133,7 @@ def test_200_000_images_follow_the_target(drafting: str, setting: str, monkeypat
 
 @pytest.mark.parametrize("drafting", ["static", "dynamic"])
 def test_without_the_residual_the_test_rejects(drafting: str) -> None:
-    first, joint = run(drafting, "plain", strict_without_residual)
+    first, joint = run(drafting, "plain", AcceptanceRule(accept=strict_without_residual))
     print(f"broken, residual left out, {drafting}: first p = {first:.1e}, joint p = {joint:.1e}")
     assert max(first, joint) < 1e-6
 

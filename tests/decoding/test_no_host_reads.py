@@ -5,22 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.acceptance.walk import verify, verify_greedy
 from lantern_bench.decoding.drafting.dynamic import Growth
 from lantern_bench.decoding.sampling import draw_without_replacement, probabilities
 from lantern_bench.decoding.tree import DraftTree, StaticTree
 from lantern_bench.methods.trees import STATIC_TREES
+from tests.decoding.rules import STRICT, rule_named
 
 BATCH, VOCABULARY = 3, 64
-RELAXATIONS = [
+TABLE = torch.empty(VOCABULARY, 11, dtype=torch.int32, device="meta")
+RULES = [
     STRICT,
-    Relaxation("additive", 10, 0.1, "exact"),
-    Relaxation("multiplicative", 10, 2.0, "official"),
-    Relaxation("cool-sd", 0, 1.1),
-    Relaxation("gsd", 0, 14, "official", codes=torch.empty(VOCABULARY, 8, device="meta")),
-    Relaxation("entropy", 10, 0.1),
-    Relaxation("typical", 0, 0.09),
+    rule_named("additive", 10, 0.1, "exact", TABLE),
+    rule_named("multiplicative", 10, 2.0, "official", TABLE),
+    rule_named("cool-sd", 0, 1.1),
+    rule_named("gsd", 0, 14, "official", codebook=torch.empty(VOCABULARY, 8, device="meta")),
+    rule_named("entropy", 10, 0.1, table=TABLE),
+    rule_named("typical", 0, 0.09),
 ]
 
 
@@ -43,20 +45,19 @@ def dynamic_draft() -> DraftTree:
     return growth.tree(torch.zeros(BATCH, dtype=torch.int64, device="meta"), 9, limit)
 
 
-@pytest.mark.parametrize("relaxation", RELAXATIONS, ids=lambda relaxation: relaxation.rule)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("draft", [static_draft, dynamic_draft])
-def test_a_step_reads_no_value_on_the_host(draft, relaxation: Relaxation) -> None:
+def test_a_step_reads_no_value_on_the_host(draft, rule: AcceptanceRule) -> None:
     tree = draft()
     nodes = tree.tokens.shape[1]
-    table = torch.empty(VOCABULARY, 11, dtype=torch.int32, device="meta")
     logits = numbers(BATCH, nodes, VOCABULARY)
     p = probabilities(logits, temperature=0.9, top_k=20, top_p=0.9)
     limit = torch.zeros(BATCH, dtype=torch.int64, device="meta")
-    verdict = verify(tree, p, relaxation, table, numbers(*tree.children.shape), numbers(BATCH, VOCABULARY), limit)
+    verdict = verify(tree, p, rule, numbers(*tree.children.shape), numbers(BATCH, VOCABULARY), limit)
     assert verdict.tokens.shape == verdict.path.shape == (BATCH, tree.max_depth + 1)
     assert verdict.child_rank.shape == (BATCH, tree.max_depth)
     assert verdict.next_probs.shape == (BATCH, VOCABULARY)
-    greedy = verify_greedy(tree, logits, relaxation, table, limit)
+    greedy = verify_greedy(tree, logits, rule, limit)
     for name, value in vars(verdict).items():
         assert getattr(greedy, name).shape == value.shape, name
         assert getattr(greedy, name).dtype == value.dtype, name

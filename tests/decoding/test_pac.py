@@ -12,25 +12,25 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-from lantern_bench.certify.broken import strict_without_residual
+from lantern_bench.certify.broken import Mistake, strict_without_residual
 from lantern_bench.certify.tabular import TabularModel
-from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.relaxation import STRICT
+from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.acceptance.walk import accept_tree, verify
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.drafting import pac
+from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
 from lantern_bench.decoding.drafting.pac import PacDrafting
 from lantern_bench.decoding.drafting.published import PublishedSjdPac
-from lantern_bench.decoding.protocol import Drafted, LastStep
 from lantern_bench.decoding.tree import DraftTree
+from tests.decoding.rules import STRICT
 from tests.decoding.test_engine import Small, decoded, same
 from tests.decoding.test_jacobi import (
     LENGTH,
     VOCABULARY,
+    WITHOUT_RESIDUAL,
     Exact,
     FlatTarget,
     Particles,
@@ -99,7 +99,7 @@ def published_outcomes(
     """As `Exact.outcomes`, of a walk in which every candidate counts: all of them accepted or not in every way."""
     batch, nodes, vocabulary = p.shape
     limits, layout = torch.full((batch,), limit), tree.layout
-    _, acceptance = accept_tree(tree, p, STRICT, None, limits)
+    _, acceptance = accept_tree(tree, p, STRICT, limits)
     accept = p.new_zeros(batch, nodes, tree.children.shape[2])
     accept[:, layout.nodes] = acceptance.accept.view(len(layout.nodes), batch, -1).transpose(0, 1)
     drafts = [(node, rank) for node in layout.nodes.tolist() for rank in range(accept.shape[2])]
@@ -109,7 +109,7 @@ def published_outcomes(
         for (node, rank), hit in zip(drafts, pattern, strict=True):
             uniforms[:, node, rank] = 0.0 if hit else 1.0
             chance = chance * (accept[:, node, rank] if hit else 1.0 - accept[:, node, rank])
-        verdict = drafting.verify(tree, p, STRICT, None, uniforms, p.new_ones(batch, vocabulary), limits)
+        verdict = drafting.verify(tree, p, STRICT, uniforms, p.new_ones(batch, vocabulary), limits)
         yield chance, verdict.path, verdict.tokens[:, :-1], verdict.accepted, verdict.next_probs
 
 
@@ -134,7 +134,7 @@ def test_enumerated_images_follow_the_target(size: tuple[int, int, int], ways: d
 
 @pytest.mark.usefixtures("_double")
 def test_enumeration_sees_a_missing_residual() -> None:
-    error = ExactPac((3, 4, 2), VALUES, 1, PacDrafting, strict_without_residual).error()
+    error = ExactPac((3, 4, 2), VALUES, 1, PacDrafting, WITHOUT_RESIDUAL).error()
     print(f"broken, residual left out: TV {error:.3f}")
     assert error > 0.03
 
@@ -187,9 +187,8 @@ def redrafted(decoding: Decoding, images: int = 200_000) -> tuple[PacDrafting, D
     drafting = kind(decoding, model, images)
     drafting.start_images(torch.full((images, 4), 0.25))
     noises = torch.empty(images, drafting.noises, 4)
-    drafted = drafting.draft(
-        None, None, torch.zeros(images, dtype=torch.int64), noises.exponential_(generator=noise), R
-    )
+    root = torch.zeros(images, dtype=torch.int64)
+    drafted = drafting.draft(DraftInputs(root, noises.exponential_(generator=noise), R))
     tree = drafting.tree(drafted)
     p = torch.full((images, drafting.nodes, 4), 0.25)
     p[:, 1] = R
@@ -197,7 +196,7 @@ def redrafted(decoding: Decoding, images: int = 200_000) -> tuple[PacDrafting, D
     path[:, 0] = 0
     none = torch.zeros(images, dtype=torch.int64)
     drafting.after_step(LastStep(tree, p, path, none, path.clamp_min(0), none + 2, none == 0))
-    return drafting, drafting.draft(None, None, none, noises.exponential_(generator=noise), R)
+    return drafting, drafting.draft(DraftInputs(root, noises.exponential_(generator=noise), R))
 
 
 def shares_of(tokens: Tensor) -> list[float]:
@@ -212,8 +211,7 @@ def test_siblings_of_the_published_form_are_no_draws_from_r(form: str, wanted: l
     p = P.expand(*tree.tokens.shape, 4)
     uniforms = torch.rand(tree.children.shape, generator=noise)
     ends = torch.empty(len(p), 4).exponential_(generator=noise)
-    walk = drafting.verify if isinstance(drafting, PublishedSjdPac) else verify
-    found = walk(tree, p, STRICT, None, uniforms, ends, torch.ones(len(p)))
+    found = drafting.verify(tree, p, STRICT, uniforms, ends, torch.ones(len(p)))
     assert shares_of(found.tokens[:, 0]) == pytest.approx(wanted, abs=0.005)
 
 
@@ -227,13 +225,13 @@ def test_first_candidates_of_the_published_form_are_no_draws_from_r(form: str, w
 def test_the_published_form_ends_a_whole_window_with_a_uniform_token() -> None:
     drafting = PublishedSjdPac(published(window=2), FlatTarget(4, 8), 1)
     drafting.start_images(torch.full((1, 4), 0.25))
-    drafted = drafting.draft(None, None, torch.zeros(1, dtype=torch.int64), torch.rand(1, drafting.noises, 4), P)
+    drafted = drafting.draft(DraftInputs(torch.zeros(1, dtype=torch.int64), torch.rand(1, drafting.noises, 4), P))
     tree = drafting.tree(drafted)
     p = torch.cat([drafting._q, P.expand(1, drafting.nodes, 4)], dim=1)[:, tree.depths[0]]
-    found = drafting.verify(tree, p, STRICT, None, torch.zeros(tree.children.shape), torch.ones(1, 4))
+    found = drafting.verify(tree, p, STRICT, torch.zeros(tree.children.shape), torch.ones(1, 4))
     assert int(found.accepted) == 2
     assert found.next_probs.tolist() == [[0.25] * 4]
-    plain = verify(tree, p, STRICT, None, torch.zeros(tree.children.shape), torch.ones(1, 4))
+    plain = verify(tree, p, STRICT, torch.zeros(tree.children.shape), torch.ones(1, 4))
     assert plain.next_probs.tolist() == [pytest.approx(P.tolist())]
 
 
@@ -269,7 +267,7 @@ def test_200_000_images_follow_the_target(values: dict[str, Any]) -> None:
 
 
 def test_a_missing_residual_is_rejected() -> None:
-    p = g_test(pac_decoding(window=2), 20_000, spread=1.5, accept=strict_without_residual)
+    p = g_test(pac_decoding(window=2), 20_000, Mistake("residual", strict_without_residual), spread=1.5)
     print(f"broken, residual left out: p = {p:.1e}")
     assert p < 1e-6
 
@@ -356,11 +354,11 @@ def test_ids_name_what_is_not_the_default() -> None:
 
 
 def test_rules_that_look_ahead_and_forms_without_a_difference_are_refused() -> None:
-    with pytest.raises(ValidationError, match="draws anew, each by itself; not so pac w16x3x2"):
+    with pytest.raises(ParameterError, match="draws anew, each by itself; not so pac w16x3x2"):
         pac_decoding(rule="traversal", coupling="none")
-    with pytest.raises(ValidationError, match="needs a chain of sampled drafts"):
+    with pytest.raises(ParameterError, match="needs a chain of sampled drafts"):
         pac_decoding(rule="block")
-    with pytest.raises(ValidationError, match="form published: the published code differs"):
+    with pytest.raises(ParameterError, match="the published code differs"):
         pac_decoding(form="published", coupling="gumbel")
-    with pytest.raises(ValidationError, match="form published: the published code differs"):
+    with pytest.raises(ParameterError, match="the published code differs"):
         Decoding(mode="sjd", form="published")

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation, merged_mass, relaxed
+from lantern_bench.certify.tabular import TabularModel
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule, neighbour_mass, relaxed_distribution, rule_of
 from lantern_bench.decoding.acceptance.walk import Verdict, verify
 from lantern_bench.decoding.emitted_tv import total_variation
 from lantern_bench.decoding.neighbours import nearest_codes
 from tests.decoding.random_trees import Draft, random_draft
+from tests.decoding.rules import STRICT, rule_named, view_of
 from tests.decoding.test_emitted_tv import first_token
 
 RESIDUALS = ("exact", "official")
@@ -21,8 +22,8 @@ weights = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1.0)), min_size=3, ma
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[torch.Tensor, int, torch.Tensor, Relaxation]:
-    """A distribution with zeros among it, a token, a table of neighbours, a relaxed rule."""
+def cases(draw: st.DrawFn) -> tuple[torch.Tensor, int, AcceptanceRule]:
+    """A distribution with zeros among it, a token, a relaxed rule with its table of neighbours."""
     raw = draw(weights)
     assume(sum(raw) > 0)
     p = torch.tensor(raw, dtype=torch.float32)
@@ -31,39 +32,35 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, int, torch.Tensor, Relaxation]
     neighbours = draw(st.integers(1, len(raw) - 1))
     rule = draw(st.sampled_from(["additive", "multiplicative"]))
     bound = draw(st.floats(1e-4, 0.999)) if rule == "additive" else 1.0 + draw(st.floats(1e-3, 20.0))
-    relaxation = Relaxation(rule, neighbours, bound, draw(st.sampled_from(RESIDUALS)))
-    return p / p.sum(), x, nearest_codes(codes[:, None], len(raw) - 1), relaxation
+    table = nearest_codes(codes[:, None], len(raw) - 1)
+    return p / p.sum(), x, rule_named(rule, neighbours, bound, draw(st.sampled_from(RESIDUALS)), table)
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(cases())
-def test_merged_mass_is_the_longest_prefix_within_the_bound(
-    case: tuple[torch.Tensor, int, torch.Tensor, Relaxation],
-) -> None:
-    p, x, table, relaxation = case
-    tokens = torch.tensor(x)
-    mass, taken = merged_mass(p, tokens, table, relaxation)
-    if relaxation.rule == "additive":
-        bound = torch.tensor(relaxation.bound, dtype=torch.float32)
-    else:
-        bound = p[x] * (relaxation.bound - 1)
+def test_neighbour_mass_is_the_longest_prefix_within_the_bound(case: tuple[torch.Tensor, int, AcceptanceRule]) -> None:
+    p, x, rule = case
+    drafts = view_of(p[None], torch.tensor([x]), rule)
+    mass, taken = (values[0] for values in neighbour_mass(drafts))
+    (value,) = rule.values.values()
+    bound = torch.tensor(value, dtype=torch.float32) if rule.name == "additive" else p[x] * (value - 1)
     assert mass <= bound
     count = int(taken.sum())
-    assert taken.tolist() == [place < count for place in range(relaxation.neighbours)]
-    near = table[x].long()
-    if count < relaxation.neighbours and not (relaxation.residual == "exact" and p[x] == 0):
-        assert float(mass.double() + p[near[count]].double()) > float(bound) * (1 - 1e-6)
-    tilde, again = relaxed(p, tokens, table, relaxation)
+    assert taken.tolist() == [rank < count for rank in range(rule.neighbours)]
+    neighbours = rule.nearest_codes[x].long()
+    if count < rule.neighbours and (rule.official_residual or p[x] > 0):
+        assert float(mass.double() + p[neighbours[count]].double()) > float(bound) * (1 - 1e-6)
+    relaxed, again = (values[0] for values in relaxed_distribution(drafts))
     assert torch.equal(again, mass)
-    assert float(total_variation(p, tilde)) == pytest.approx(float(mass), abs=2e-6)
-    assert float(tilde.sum()) == pytest.approx(1.0, abs=2e-6)
-    assert (tilde[near[:count]] == 0).all()
-    if relaxation.rule == "multiplicative":
-        assert float(tilde[x]) <= relaxation.bound * float(p[x]) * (1 + 1e-5)
+    assert float(total_variation(p, relaxed)) == pytest.approx(float(mass), abs=2e-6)
+    assert float(relaxed.sum()) == pytest.approx(1.0, abs=2e-6)
+    assert (relaxed[neighbours[:count]] == 0).all()
+    if rule.name == "multiplicative":
+        assert float(relaxed[x]) <= value * float(p[x]) * (1 + 1e-5)
 
 
-def run(draft: Draft, relaxation: Relaxation) -> Verdict:
-    return verify(draft.tree, draft.probs, relaxation, draft.table, draft.uniforms, draft.noise, draft.depth_limit)
+def run(draft: Draft, rule: AcceptanceRule) -> Verdict:
+    return verify(draft.tree, draft.probs, rule, draft.uniforms, draft.noise, draft.depth_limit)
 
 
 @settings(derandomize=True, deadline=None, max_examples=150)
@@ -72,8 +69,8 @@ def run(draft: Draft, relaxation: Relaxation) -> Verdict:
 )
 def test_no_neighbours_is_the_strict_rule_token_for_token(seed: int, residual: str, rule: tuple[str, float]) -> None:
     draft = random_draft(seed)
-    relaxed_run = run(draft, Relaxation(rule[0], 0, rule[1], residual))
-    for name, value in vars(run(draft, Relaxation(residual=residual))).items():
+    relaxed_run = run(draft, rule_named(rule[0], 0, rule[1], residual))
+    for name, value in vars(run(draft, rule_named("strict", residual=residual))).items():
         assert torch.equal(value, getattr(relaxed_run, name)), name
     assert torch.equal(relaxed_run.tokens, run(draft, STRICT).tokens)
 
@@ -86,7 +83,9 @@ def test_no_neighbours_is_the_strict_rule_token_for_token(seed: int, residual: s
 )
 def test_vanishing_bounds_are_the_strict_rule_under_exact(seed: int, rule: tuple[str, float], neighbours: int) -> None:
     draft = random_draft(seed)
-    relaxed_run = run(draft, Relaxation(rule[0], neighbours, rule[1], "exact"))
+    vocabulary = draft.probs.shape[-1]
+    table = torch.stack([torch.arange(1, vocabulary).roll(token) for token in range(vocabulary)])
+    relaxed_run = run(draft, rule_named(rule[0], neighbours, rule[1], "exact", table))
     strict_run = run(draft, STRICT)
     assert torch.equal(relaxed_run.tokens, strict_run.tokens)
     assert torch.equal(relaxed_run.path, strict_run.path)
@@ -97,20 +96,19 @@ def test_vanishing_bounds_are_not_the_strict_rule_under_official() -> None:
     table = torch.tensor([[1, 2, 3], [0, 2, 3], [3, 1, 0], [2, 1, 0]])
     child = torch.tensor([[0]])
     found = {
-        residual: first_token(p, None, child, child == 0, Relaxation("additive", 1, 1e-30, residual), table)[0]
+        residual: first_token(p, None, child, child == 0, rule_named("additive", 1, 1e-30, residual, table))[0]
         for residual in RESIDUALS
     }
     torch.testing.assert_close(found["exact"], p[0])
     torch.testing.assert_close(found["official"], torch.tensor([0.5, 0.0, 0.0, 0.5]))
 
 
-def emitted(p: list[float], tokens: list[int], table: dict[int, list[int]], relaxation: Relaxation) -> torch.Tensor:
+def emitted(p: list[float], tokens: list[int], table: dict[int, list[int]], **rule) -> torch.Tensor:
     """The distribution of the first token for deterministic children; rows not given in `table` do not matter."""
     rows = [table.get(token, [other for other in range(len(p)) if other != token]) for token in range(len(p))]
     children = torch.tensor([tokens])
-    return first_token(
-        torch.tensor([p]), None, children, torch.ones_like(children, dtype=torch.bool), relaxation, torch.tensor(rows)
-    )[0]
+    relaxed = rule_named(**rule, table=torch.tensor(rows))
+    return first_token(torch.tensor([p]), None, children, children >= 0, relaxed)[0]
 
 
 A1 = {"p": [0.2, 0.05, 0.5, 0.2, 0.05], "tokens": [0], "table": {0: [1, 2, 3, 4]}}
@@ -133,10 +131,10 @@ A6 = {"p": [0.3, 0.1, 0.3, 0.08, 0.22, 0, 0], "tokens": [0, 2], "table": {0: [1,
 def test_findings_on_deterministic_drafts(
     finding: str, example: dict, rule: tuple, official: list, official_tv: float, exact_tv: float
 ) -> None:
-    p = torch.tensor(example["p"])
-    exact = emitted(**example, relaxation=Relaxation(*rule, "exact"))
+    p, values = torch.tensor(example["p"]), dict(zip(("name", "neighbours", "bound"), rule, strict=True))
+    exact = emitted(**example, **values, residual="exact")
     assert float(total_variation(p, exact)) == pytest.approx(exact_tv, abs=1e-6), finding
-    distribution = emitted(**example, relaxation=Relaxation(*rule, "official"))
+    distribution = emitted(**example, **values, residual="official")
     torch.testing.assert_close(distribution, torch.tensor(official, dtype=torch.float32), atol=1e-6, rtol=0)
     assert float(total_variation(p, distribution)) == pytest.approx(official_tv, abs=1e-6), finding
 
@@ -151,28 +149,55 @@ def test_finding_a5_on_a_sampled_draft(residual: str, distribution: list[float],
     # After 0 is rejected `official` zeroes q at 1 and 2 (k + 1 codes): [0, .1, .4, .1] / .6, as the finding records.
     drawn = torch.arange(4)[:, None]
     rows = first_token(
-        p.expand(4, 4), q.expand(4, 4), drawn, drawn >= 0, Relaxation("additive", 1, 0.1, residual), table
+        p.expand(4, 4), q.expand(4, 4), drawn, drawn >= 0, rule_named("additive", 1, 0.1, residual, table)
     )
     mean = (q[:, None] * rows).sum(dim=0)
     torch.testing.assert_close(mean, torch.tensor(distribution), atol=1e-6, rtol=0)
     assert float(total_variation(p, mean)) == pytest.approx(tv, abs=1e-6)
 
 
-def test_the_ranges_and_names_are_checked() -> None:
-    with pytest.raises(ValueError, match="delta"):
-        Relaxation("additive", 3, 0.0)
-    with pytest.raises(ValueError, match="lambda"):
-        Relaxation("multiplicative", 3, 1.0)
-    with pytest.raises(ValueError, match="neighbours"):
-        Relaxation("additive", -1, 0.5)
-    with pytest.raises(ValueError, match="rule"):
-        Relaxation("loose")
-    with pytest.raises(ValueError, match="residual"):
-        Relaxation(residual="none")
-    p = torch.ones(1, 5) / 5
+def test_a_table_that_is_missing_or_too_narrow_is_refused() -> None:
+    p, x = torch.ones(1, 5) / 5, torch.tensor([0])
     with pytest.raises(ValueError, match="needs a table"):
-        merged_mass(p, torch.tensor([0]), None, Relaxation("additive", 2, 0.5))
+        neighbour_mass(view_of(p, x, rule_named("additive", 2, 0.5)))
+    table = torch.tensor([[1, 2], [0, 2], [0, 1], [0, 1], [0, 1]])
     with pytest.raises(ValueError, match="2 neighbours"):
-        table = torch.tensor([[1, 2], [0, 2], [0, 1], [0, 1], [0, 1]])
-        merged_mass(p, torch.tensor([0]), table, Relaxation("additive", 2, 0.5, "official"))
-    assert replace(STRICT, residual="official").columns == 0
+        neighbour_mass(view_of(p, x, rule_named("additive", 3, 0.5, "exact", table)))
+    with pytest.raises(ValueError, match="2 neighbours"):
+        rule_named("additive", 2, 0.5, "official", table).nearest(x, extra=1)
+
+
+@pytest.mark.parametrize(
+    ("values", "columns"),
+    [
+        ({"mode": "lantern", "neighbours": 3, "delta": 0.2}, 3),
+        ({"mode": "lantern", "neighbours": 3, "delta": 0.2, "residual": "official"}, 4),
+        ({"mode": "lantern++", "neighbours": 0, "residual": "official", "lambda": 2.0}, 0),
+        ({"mode": "cool-sd", "strength": 1.3}, 0),
+        ({"mode": "gsd", "cluster": 4, "residual": "official"}, 0),
+        ({"mode": "typical", "epsilon": 0.3, "residual": "official"}, 0),
+        ({"mode": "entropy", "entropy_scale": 0.5, "neighbours": 2}, 2),
+        ({"mode": "speculative", "rule": "traversal"}, 0),
+    ],
+)
+def test_a_decoding_has_the_rule_of_its_row_and_values(values: dict, columns: int) -> None:
+    tables: list[torch.Tensor] = []
+
+    class Model:
+        target = TabularModel(6, 2, seed=1)
+        codes = torch.zeros(6, 2)
+
+        def table(self, width: int, metric: str) -> torch.Tensor:
+            assert metric == "l2"
+            tables.append(torch.zeros(6, width, dtype=torch.int64))
+            return tables[-1]
+
+    decoding = Decoding(**values)
+    rule = rule_of(decoding, Model())
+    row, expected = decoding.rule_row, {key: decoding.value(key) for key in decoding.rule_row.value_names}
+    wanted = rule_named(rule.name, rule.neighbours, None, decoding.residual, **expected)
+    names = ("name", "values", "limit", "chance", "accept", "official_residual", "official_share")
+    assert [getattr(rule, name) for name in names] == [getattr(wanted, name) for name in names]
+    assert [table.shape[1] for table in tables] == [columns] * (columns > 0)
+    assert rule.codebook is (Model.codes if row.codebook else None)
+    assert rule.n_codes == (None if row.lossless else 6)

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.acceptance.walk import accept_tree, verify
 from lantern_bench.decoding.tree import DraftTree, StaticTree
 from tests.decoding.random_trees import FILTERS, random_probs, random_static, random_topology
+from tests.decoding.rules import STRICT, rule_named
 from tests.decoding.tabular import (
     Outcomes,
     Setting,
@@ -32,7 +33,7 @@ from tests.decoding.tabular import (
 )
 from tests.decoding.test_lossless_exact import SETTINGS, SHAPES
 
-TRAVERSAL = Relaxation("traversal")
+TRAVERSAL = rule_named("traversal")
 Vector = NDArray[np.float64]
 
 
@@ -82,7 +83,7 @@ def test_float32_stays_within_the_tolerance() -> None:
 # ---- how many drafts are accepted
 
 
-def accepted(weights: Tensor, tree: DraftTree, p: Tensor, rule: Relaxation) -> float:
+def accepted(weights: Tensor, tree: DraftTree, p: Tensor, rule: AcceptanceRule) -> float:
     stops, _, lengths, _ = verify_step(tree, p, rule=rule)
     return float((stops * weights * lengths).sum())
 
@@ -193,7 +194,7 @@ def test_random_trees_are_accepted_as_they_are_visited() -> None:
         q, p = (random_probs(rng, noise, filters, batch, nodes, vocabulary)[1].double() for _ in range(2))
         q, p = (one / one.sum(dim=-1, keepdim=True) for one in (q, p))
         tree = random_static(rng, noise, q, shape)
-        _, acceptance = accept_tree(tree, p, TRAVERSAL, None)
+        _, acceptance = accept_tree(tree, p, TRAVERSAL)
         accept = torch.zeros(batch, nodes, tree.children.shape[2], dtype=p.dtype)
         accept[:, tree.layout.nodes] = acceptance.accept.view(-1, batch, accept.shape[2]).transpose(0, 1)
         assert accept.isfinite().all()
@@ -202,7 +203,7 @@ def test_random_trees_are_accepted_as_they_are_visited() -> None:
             wanted, after = visited(tree, image, p[image].numpy())
             assert_allclose(found[:, image].numpy(), wanted, atol=1e-12)
             for end in np.flatnonzero(wanted > 1e-9):
-                ended = verify(tree, p, TRAVERSAL, None, forced[end], torch.ones(batch, vocabulary))
+                ended = verify(tree, p, TRAVERSAL, forced[end], torch.ones(batch, vocabulary))
                 assert int(ended.path[image].max()) == end
                 assert_allclose(ended.next_probs[image].numpy(), after[end], atol=1e-9)
                 compared += 1
@@ -217,7 +218,7 @@ def test_drafts_that_are_not_sampled_are_refused() -> None:
     model = Tabular(4, Setting(), seed=1)
     tree = model.dynamic_draft(nodes=5, rounds=2, beam=2)
     with pytest.raises(ValueError, match="fixed trees of sampled drafts"):
-        accept_tree(tree, model.target_at(tree), TRAVERSAL, None)
+        accept_tree(tree, model.target_at(tree), TRAVERSAL)
     with pytest.raises(ValueError, match="the rule traversal needs sampled drafts"):
         Decoding(mode="speculative", rule="traversal", drafting="dynamic")
 

@@ -45,7 +45,7 @@ def test_agreement_with_the_arithmetic_written_out(tmp_path: Path, capsys: pytes
         for ours, theirs, valid in zip(condition.values[0], wanted, condition.valid[0], strict=True):
             assert ours[valid].tolist() == theirs, name
         tokens, *theirs_logits = tiny.greedy(state, shape, CAPTION, SCALE)
-        forced = teacher_forced(model.target, condition, tokens[None], guided=True).scores
+        forced = teacher_forced(model.target, condition, tokens[None], guided=True).logits
         free = tokens < shape.codes
         error = max(
             float((ours[0, free, : shape.codes] - theirs[free]).abs().max())

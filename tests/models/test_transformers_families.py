@@ -56,7 +56,7 @@ def test_agreement_with_transformers(family: str, tmp_path: Path, capsys: pytest
         chosen = model.target.forced(torch.arange(len(wanted.tokens))) < 0
         error = max(
             float((ours[0, chosen, : model.target.n_codes] - theirs[chosen, : model.target.n_codes]).abs().max())
-            for ours, theirs in zip((forced.scores.cond, forced.scores.uncond), wanted.logits, strict=True)
+            for ours, theirs in zip((forced.logits.cond, forced.logits.uncond), wanted.logits, strict=True)
         )
         greedy = Decoding(mode="ar", temperature=0, cfg_scale=SCALE)
         made = decode(model, condition, greedy, [torch.Generator()])[0].tokens

@@ -20,7 +20,6 @@ from lantern_bench.config.experiment import ResolvedExperiment, load_experiment
 from lantern_bench.config.plan import Plan, Prompt, make_plan
 from lantern_bench.config.values import Overrides
 from lantern_bench.decoding.compile import Engine
-from lantern_bench.decoding.kept_programs import ProgramStore
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.parameters import SAMPLING
@@ -257,7 +256,7 @@ def test_threads_chosen_on_a_quiet_machine_are_kept(
         return Calibrated(1, {1: 4.0}, 0.5 if busy else 0.0)
 
     monkeypatch.setattr(threads, "calibrate", calibrate)
-    model = replace(MODEL, engine=Engine(compile=True, store=ProgramStore(tmp_path)))
+    model = replace(MODEL, engine=Engine(compile=True, folder=tmp_path))
     for _process in range(2):
         runner.fastest_for(tiny()[1].tasks, {"tiny": model})
     assert known == [None, None if busy else 1]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.protocol import DrafterLogits, Logits
+from lantern_bench.decoding.protocol import Drafter, DrafterLogits, DrafterSession, Logits, Target, TargetSession
 from lantern_bench.errors import UserError
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.model import Model
@@ -20,7 +20,7 @@ from lantern_bench.models.model import Model
 CODES, GRID = 8, (4, 4)
 
 
-class Table:
+class Table(Target, Drafter):
     """Target and drafter alike: the logits of the next token, by prompt and last token [2, CODES + 1, CODES]."""
 
     vocab_size, image_tokens, device = CODES, GRID[0] * GRID[1], torch.device("cpu")
@@ -39,7 +39,7 @@ class Table:
         return Session(self, guided)
 
 
-class Session:
+class Session(TargetSession, DrafterSession):
     """Both roles of `decoding.protocol`."""
 
     def __init__(self, table: Table, guided: bool) -> None:

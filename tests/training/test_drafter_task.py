@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.sampling import guide
-from lantern_bench.decoding.teacher_forcing import drafts_along, drafts_at, teacher_forced
+from lantern_bench.decoding.teacher_forcing import drafts_along, teacher_forced
 from lantern_bench.models import registry
 from lantern_bench.models.eagle import load_drafter, untrained_drafter
 from lantern_bench.models.target import Condition, TransformerTarget, force_line_ends
@@ -113,10 +113,10 @@ def test_features_and_drafts_match_the_decode_sessions(family: str, request: pyt
     given, null = (target_features(target, condition, tokens, torch.full((3,), gone)) for gone in (False, True))
     count = tokens.shape[1]
     features = torch.cat([given.hidden, null.hidden])[:, -(count - 1) :]
-    assert (features - forced.scores.features[:, :-1]).abs().max() < 1e-4
+    assert (features - forced.logits.features[:, :-1]).abs().max() < 1e-4
 
     task = task_of(replace(sequences, rows=range(3)))
-    p = guide(forced.scores.cond, forced.scores.uncond, 2.0).softmax(-1)
+    p = guide(forced.logits.cond, forced.logits.uncond, 2.0).softmax(-1)
     q = [guide(drafts.cond, drafts.uncond, 2.0).softmax(-1)[:, 0] for drafts in drafts_along(task.drafter, forced)]
     overlap = torch.minimum(p[:, 1:], torch.stack(q, dim=1)).sum(-1).mean()
     assert task.evaluate()["one_minus_tv"] == pytest.approx(float(overlap), abs=1e-5)
@@ -134,7 +134,10 @@ def test_unrolled_levels_match_a_draft_tree(family: str, request: pytest.Fixture
     features = both(sequences, 3)
     levels = unroll(drafter, features, features.hidden, 3)
     for root in (1, 4):
-        session, drafts = drafts_at(drafter, forced, torch.full((3,), root), 4)
+        session = drafter.session(3, True, 4)
+        session.prefill(condition, forced.prefix.features)
+        true_features = torch.cat([forced.prefix.features[:, -1:], forced.logits.features], dim=1)[:, :root]
+        drafts = session.observe(tokens[:, :root], true_features, torch.full((3,), root))
         for level, predicted in enumerate(levels):
             place = features.valid.shape[1] - 2 + root + level
             assert drafts.uncond is not None

@@ -8,64 +8,57 @@ accepts more of one chain on average. Neither needs a further forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.relaxation import ROOTS, Place, Relaxation
-from lantern_bench.decoding.acceptance.tree_acceptance import Acceptance
+from lantern_bench.decoding.acceptance.children import Acceptance, Children
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.tree import Turn
 
 
-def share_left(share: Tensor, left: Tensor) -> Tensor:
-    """Return the share of nodes after a rejected child: `share` before it, `left` the residual's mass, both [n, B]."""
-    spare = left + (1.0 - share)
+def share_after(share: Tensor, residual_sum: Tensor) -> Tensor:
+    """Return the share of nodes after a rejected child, from that before it and the sum of the residual, [n, B]."""
+    spare = residual_sum + (1.0 - share)
     # Without any the share is 1, as at the root: where p is q, nothing is owed and nothing has fallen short.
-    return torch.where(spare > 0, left / spare, 1.0)
+    return torch.where(spare > 0, residual_sum / spare, 1.0)
 
 
 def accept_traversal(
-    p: Tensor,
-    q: Tensor | None,
-    tokens: Tensor,
-    offered: Tensor,
-    relaxation: Relaxation,
-    table: Tensor | None,  # noqa: ARG001  # a lossless rule merges nothing
-    active: Sequence[int] | None = None,  # noqa: ARG001  # the layout has it
-    images: int = 1,
-    place: Place = ROOTS,
-    update: Callable[[Tensor, Tensor], Tensor] = share_left,
+    children: Children, rule: AcceptanceRule, update: Callable[[Tensor, Tensor], Tensor] = share_after
 ) -> Acceptance:
-    """Accept the drafts of static trees; arguments as of `accept_children`, a child is offered after those before it.
+    """Accept the drafts of static trees, in which a child is offered after those before it.
 
     A visit of a node has a share: the probability that it ends there or below. It visits the children in order, and
-    ends at the node itself with the share that is left. Here `accept` is the probability that the visit of child j
+    ends at the node itself with the share that remains. Here `accept` is the probability that the visit of child j
     ends inside, given that the visit ends there, in a later child or at the node: so the walk of all rules ends at each
     node with the right probability. A test of a broken rule replaces `update`.
     """
-    layout = None if place.tree is None else place.tree.layout
-    if q is None or layout is None or layout.children is None:
-        raise ValueError(f"the rule {relaxation.rule} decides on fixed trees of sampled drafts, and this is none")
+    layout = children.layout
+    if children.q is None or layout is None or layout.children is None:
+        raise ValueError(f"the rule {rule.name} decides on fixed trees of sampled drafts, and this is none")
     count, ranks = layout.children.shape
-    p, q, tokens, offered = (one.view(count, images, -1) for one in (p, q, tokens, offered))
+    images = len(children.tokens) // count
+    values = (children.p, children.q, children.tokens, children.offered)
+    p, q, tokens, offered = (value.view(count, images, -1) for value in values)
     # The share of each node's visit, [M + 1, B]; missing children, -1, read the last row.
     share = p.new_zeros(len(layout.slots) + 1, images)
     share[0] = 1.0
-    kept, mass = p.new_zeros(2, count, images).unbind()
+    node_share, residual_sum = p.new_zeros(2, count, images).unbind()
     for turn in layout.turns:
         if len(turn.nodes) == count:  # as in a chain: nothing to copy
-            p, kept, mass = _reject_children(turn, share, p, q, tokens, offered, update)
+            p, node_share, residual_sum = _reject_children(turn, share, p, q, tokens, offered, update)
         else:
-            at = turn.slots
-            left = _reject_children(turn, share, p[at], q[at], tokens[at], offered[at], update)
-            p[at], kept[at], mass[at] = left
+            slots = turn.slots
+            rejected = _reject_children(turn, share, p[slots], q[slots], tokens[slots], offered[slots], update)
+            p[slots], node_share[slots], residual_sum[slots] = rejected
     for _ in range(layout.levels):
-        share[layout.nodes] = _ends_behind(kept, share[layout.children])[-1]
+        share[layout.nodes] = _ends_behind(node_share, share[layout.children])[-1]
     inside = share[layout.children]  # now the probability that the visit ends inside
-    behind = torch.stack(_ends_behind(kept, inside)[:0:-1], dim=1)
+    behind = torch.stack(_ends_behind(node_share, inside)[:0:-1], dim=1)
     accept = torch.where(behind > 0, inside / behind, 0.0).transpose(1, 2).reshape(-1, ranks)
-    return Acceptance(accept, torch.zeros_like(accept), p.view(len(accept), -1), mass.flatten() <= 0)
+    return Acceptance(accept, torch.zeros_like(accept), p.view(len(accept), -1), residual_sum.flatten() <= 0)
 
 
 def _reject_children(
@@ -77,41 +70,40 @@ def _reject_children(
     offered: Tensor,
     update: Callable[[Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Write the shares of the children into `share`, and return what their rejection leaves.
+    """Write the shares of the children into `share`, and return p, the nodes' shares and the sum of p afterwards.
 
-    Returned are p [n, B, V], which stays multiplied by the share, the share, and the mass of p [n, B]. `p`, `q`
-    [n, B, V], `tokens`, `offered` [n, B, C].
+    p [n, B, V] stays multiplied by the share; the others are [n, B]. `p`, `q` [n, B, V], `tokens`, `offered` [n, B, C].
     """
     x = tokens[:, :, :1]
-    drawn = q.gather(2, x)
-    ratio = torch.where(offered[:, :, :1] & (drawn > 0), p.gather(2, x) / drawn, 0.0).squeeze(2)
+    q_x = q.gather(2, x)
+    ratio = torch.where(offered[:, :, :1] & (q_x > 0), p.gather(2, x) / q_x, 0.0).squeeze(2)
     for _ in range(turn.levels):  # from one depth to the next
         share[turn.children[:, 0]] = (share[turn.nodes] * ratio).clamp(max=1.0)
     before = share[turn.nodes]
-    rest = (before[:, :, None] * p - q).clamp_min_(0.0)
-    mass = rest.sum(dim=2)
-    kept = torch.where(offered[:, :, 0], update(before, mass), before)
-    for rank, nodes in enumerate(turn.active[1:], 1):
-        x, q = tokens[:nodes, :, rank, None], q[:nodes].scatter(2, tokens[:nodes, :, rank - 1, None], 0.0)
-        scale = torch.where(mass[:nodes] > 0, mass[:nodes] / kept[:nodes], 1.0)
-        owed, law = rest[:nodes] / scale[:, :, None], q / q.sum(dim=2, keepdim=True)
-        drawn = law.gather(2, x)
-        tried = offered[:nodes, :, rank, None] & (drawn > 0)
-        chance = torch.where(tried, owed.gather(2, x) / drawn, 0.0).clamp(max=1.0)
-        share[turn.children[:nodes, rank]] = chance.squeeze(2)
-        rest[:nodes] = torch.where(tried, (owed - law).clamp_min_(0.0), rest[:nodes])
-        mass[:nodes] = rest[:nodes].sum(dim=2)
-        left = update(kept[:nodes], mass[:nodes])
-        kept[:nodes] = torch.where(tried.squeeze(2), left, kept[:nodes])
-    return rest, kept, mass
+    residual = (before[:, :, None] * p - q).clamp_min_(0.0)
+    residual_sum = residual.sum(dim=2)
+    node_share = torch.where(offered[:, :, 0], update(before, residual_sum), before)
+    for rank, n in enumerate(turn.active[1:], 1):
+        x, q = tokens[:n, :, rank, None], q[:n].scatter(2, tokens[:n, :, rank - 1, None], 0.0)
+        scale = torch.where(residual_sum[:n] > 0, residual_sum[:n] / node_share[:n], 1.0)
+        owed, normalised_q = residual[:n] / scale[:, :, None], q / q.sum(dim=2, keepdim=True)
+        q_x = normalised_q.gather(2, x)
+        tried = offered[:n, :, rank, None] & (q_x > 0)
+        chance = torch.where(tried, owed.gather(2, x) / q_x, 0.0).clamp(max=1.0)
+        share[turn.children[:n, rank]] = chance.squeeze(2)
+        residual[:n] = torch.where(tried, (owed - normalised_q).clamp_min_(0.0), residual[:n])
+        residual_sum[:n] = residual[:n].sum(dim=2)
+        updated = update(node_share[:n], residual_sum[:n])
+        node_share[:n] = torch.where(tried.squeeze(2), updated, node_share[:n])
+    return residual, node_share, residual_sum
 
 
-def _ends_behind(kept: Tensor, inside: Tensor) -> list[Tensor]:
+def _ends_behind(node_share: Tensor, inside: Tensor) -> list[Tensor]:
     """Return the probability to end at the node, there or in its last child, and so on to the first, each [I, B].
 
-    `kept` [I, B] is the share with which a visit ends at the node, `inside` [I, C, B] with which in each child.
+    `node_share` [I, B] is the share with which a visit ends at the node, `inside` [I, C, B] with which in each child.
     """
-    behind = [kept]
+    behind = [node_share]
     for child in reversed(inside.unbind(dim=1)):
         behind.append(child + (1.0 - child) * behind[-1])
     return behind

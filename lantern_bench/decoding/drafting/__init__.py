@@ -1,21 +1,22 @@
-"""How a step drafts: one file per way to draft; the rows that name them are in methods/draftings.py.
+"""How a step drafts: one file per way to draft; the rows that name their classes are in methods/draftings.py.
 
-Each returns the `DraftTree` that verification walks and knows nothing of the acceptance rule. Randomness comes in as
-noise, and all shapes are known beforehand, so that a whole draft is one program.
+A drafting returns the `DraftTree` that verification walks and knows nothing of the acceptance rule. Randomness comes in
+as noise, and all shapes are known beforehand, so that a whole draft is one program.
 """
 
 from __future__ import annotations
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.protocol import DraftMethod, Target
-from lantern_bench.methods.code import Code, load_code
+from lantern_bench.decoding.drafting.draft_method import DraftMethod
+from lantern_bench.decoding.protocol import Target
+from lantern_bench.methods.code import load_code
 
 __all__ = ["drafting_of"]
 
 
-def drafting_of(decoding: Decoding, target: Target, batch: int = 1, make: Code | None = None) -> DraftMethod:
-    """The drafting of a configuration, its tensors where the target computes; `make` replaces that of its row."""
+def drafting_of(decoding: Decoding, target: Target, batch: int = 1) -> DraftMethod:
+    """Return the drafting of a configuration; its tensors are where the target computes."""
     row = decoding.drafting_row
-    make = make or (row.published if decoding.value("form") == "published" else row.make)
-    method: DraftMethod = load_code(make)(decoding, target, batch)
+    published = decoding.value("form") == "published"
+    method: DraftMethod = load_code(row.published if published else row.make)(decoding, target, batch)
     return method

@@ -11,41 +11,33 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.drafting.static import draft_probabilities
-from lantern_bench.decoding.protocol import Drafted, DrafterLogits, DrafterSession, Target
+from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, DraftMethod
+from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import most_probable
 from lantern_bench.decoding.tree import DraftTree, full_layout, link_nodes
 
 
-def make_dynamic(decoding: Decoding, target: Target, batch: int) -> DynamicDrafting:  # noqa: ARG001  # keeps no state
-    """Make the drafting of the row `dynamic`."""
-    return DynamicDrafting(decoding)
-
-
 class Frontier(NamedTuple):
-    """The nodes to expand next, `beam` per image, in descending order of cumulative log q.
+    """The nodes to expand next, `beam` per image, in descending order of cumulative log q."""
 
-    tokens: int64 [B, beam]. origin: int64 [B, beam], the slot of each node's parent in the frontier before (0, the
-    root, in the first). seen: bool [B, beam, r * beam] in round r, which expanded nodes below the root each of them
-    attends to: slot s of frontier i is column i * beam + s, its own included. The prefix and the root come before.
-    """
-
-    tokens: Tensor
-    origin: Tensor
+    tokens: Tensor  # int64 [B, beam]
+    origin: Tensor  # int64 [B, beam], the slot of each node's parent in the frontier before (0, the root, in the first)
+    # bool [B, beam, r * beam] in round r, which expanded nodes below the root each of them attends to: slot s of
+    # frontier i is column i * beam + s, its own included. The prefix and the root come before.
     seen: Tensor
 
 
 class Growth:
     """The candidates of one dynamic draft: made from the root's q, `grow` D - 1 times, then `tree`.
 
-    Every node is numbered by its place in the order of generation: round, slot of its parent in the frontier, rank.
-    log_q: of each round, float32 [B, candidates], cumulative.
+    Nodes are numbered in the order of generation: round, slot of their parent in the frontier, rank.
     """
 
     def __init__(self, q: Tensor, beam: int) -> None:
         """Expand the root, whose distribution is `q` [B, V], into its `beam` most probable tokens."""
         tokens, log_q = _children(q, beam)
-        self.beam, self._tokens, self.log_q = beam, [tokens], [log_q]
+        self.beam, self._tokens = beam, [tokens]
+        self.log_q = [log_q]  # of each round, float32 [B, candidates], cumulative
         self._parents = [torch.full_like(tokens, -1)]
         # Number and cumulative log q of the frontier's nodes, [B, beam].
         self._number, self._reach = torch.arange(beam, device=q.device).expand_as(tokens), log_q
@@ -56,7 +48,7 @@ class Growth:
         """Expand the last frontier, whose distributions are `q` [B, beam, V], and return the next one."""
         tokens, log_q = _children(q, self.beam)
         reach = (self._reach[:, :, None] + log_q).flatten(1)
-        first = sum(made.shape[1] for made in self._tokens)
+        first = sum(tokens.shape[1] for tokens in self._tokens)
         self._tokens.append(tokens.flatten(1))
         self.log_q.append(reach)
         self._parents.append(self._number[:, :, None].expand_as(tokens).flatten(1))
@@ -72,36 +64,36 @@ class Growth:
         """Keep the `nodes` candidates of highest cumulative log q: numbers and `valid` [B, m], and depths of all.
 
         m = min(nodes, candidates). Numbers ascend; missing ones are at least the number of candidates. Ties go to the
-        smaller depth, then to the lower number, so that no kept node loses its parent (docs/algorithms.md, section 9,
-        B1). `depth_limit` int64 [B] leaves out deeper candidates. A candidate with q = 0 is never kept.
+        smaller depth, then to the lower number, so that no node loses its parent (docs/algorithms.md, section 9,
+        B1). `depth_limit` int64 [B] leaves out deeper candidates. A candidate with q = 0 is never selected.
         """
         reach = torch.cat(self.log_q, dim=1)
         total = reach.shape[1]
         rounds = enumerate(self._tokens, 1)
-        depths = torch.cat([torch.full((made.shape[1],), depth, device=reach.device) for depth, made in rounds])
+        depths = torch.cat([torch.full((tokens.shape[1],), depth, device=reach.device) for depth, tokens in rounds])
         if depth_limit is not None:
             reach = reach.masked_fill(depths > depth_limit[:, None], -torch.inf)
         # Numbers rise with depth: a stable sort settles ties as asked.
         best = torch.sort(reach, dim=1, descending=True, stable=True).indices[:, :nodes]
-        kept = torch.where(reach.gather(1, best) > -torch.inf, best, total).sort(dim=1).values
-        return kept, kept < total, depths
+        numbers = torch.where(reach.gather(1, best) > -torch.inf, best, total).sort(dim=1).values
+        return numbers, numbers < total, depths
 
     def tree(self, root: Tensor, nodes: int, depth_limit: Tensor | None = None) -> DraftTree:
         """Return the DraftTree of the tokens `root` int64 [B] and of what `select` keeps: M = m + 1, C = beam."""
-        kept, valid, depths = self.select(nodes, depth_limit)
-        tokens, parents = (torch.cat(made, dim=1) for made in (self._tokens, self._parents))
+        numbers, valid, depths = self.select(nodes, depth_limit)
+        tokens, parents = (torch.cat(rounds, dim=1) for rounds in (self._tokens, self._parents))
         total = tokens.shape[1]
         # Candidate c is node `node[c + 1]`; what is above the root's children, -1, is node 0.
-        places = torch.arange(1, kept.shape[1] + 1, device=kept.device).expand_as(kept)
-        node = torch.zeros(len(tokens), total + 2, dtype=torch.int64, device=kept.device)
-        node.scatter_(1, kept + 1, places)
-        kept, pad = kept.clamp_max(total - 1), torch.nn.functional.pad
+        nodes_in_order = torch.arange(1, numbers.shape[1] + 1, device=numbers.device).expand_as(numbers)
+        node = torch.zeros(len(tokens), total + 2, dtype=torch.int64, device=numbers.device)
+        node.scatter_(1, numbers + 1, nodes_in_order)
+        numbers, pad = numbers.clamp_max(total - 1), torch.nn.functional.pad
         return link_nodes(
-            tokens=torch.cat([root[:, None], tokens.gather(1, kept)], dim=1),
-            parents=pad(node.gather(1, parents.gather(1, kept) + 1), (1, 0), value=-1),
-            depths=pad(depths.expand_as(tokens).gather(1, kept), (1, 0)),
+            tokens=torch.cat([root[:, None], tokens.gather(1, numbers)], dim=1),
+            parents=pad(node.gather(1, parents.gather(1, numbers) + 1), (1, 0), value=-1),
+            depths=pad(depths.expand_as(tokens).gather(1, numbers), (1, 0)),
             # The candidates below the root and below every frontier node are `beam` in a row.
-            ranks=pad(kept % self.beam, (1, 0)),
+            ranks=pad(numbers % self.beam, (1, 0)),
             valid=pad(valid, (1, 0), value=True),
             fanout=self.beam,
             max_depth=len(self._tokens),
@@ -115,28 +107,21 @@ def _children(q: Tensor, beam: int) -> tuple[Tensor, Tensor]:
     return tokens, q.gather(-1, tokens).float().log().clamp_max(0.0).masked_fill(~valid, -torch.inf)
 
 
-class DynamicDrafting:
+class DynamicDrafting(DraftMethod):
     """EAGLE-2: `depth` rounds of the `beam` best nodes, then the best `nodes` of all."""
 
-    def __init__(self, decoding: Decoding) -> None:
-        self._decoding, self.depth, self.fanout = decoding, decoding.value("depth"), decoding.value("beam")
-        self.nodes, self.forwards, self.noises = decoding.value("nodes") + 1, self.depth, 0
+    def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:  # noqa: ARG002  # keeps no state
+        self.depth, self.fanout, self.nodes = (decoding.value(key) for key in ("depth", "beam", "nodes"))
+        self.nodes += 1
+        self.forwards = self.depth
 
-    def draft(
-        self,
-        session: DrafterSession | None,
-        drafts: DrafterLogits | None,
-        root: Tensor,
-        noise: Tensor,
-        depth_limit: Tensor,
-    ) -> Drafted:
-        """Grow from the root; the session extends `beam` nodes a round."""
-        del noise  # the draft is deterministic given the prefix
-        assert session is not None and drafts is not None
-        growth = Growth(draft_probabilities(drafts, self._decoding)[:, 0], self.fanout)
+    def draft(self, inputs: DraftInputs) -> Drafted:
+        """Grow from the root; the drafter extends `beam` nodes a round. The draft is deterministic given the prefix."""
+        assert inputs.proposer is not None
+        growth = Growth(inputs.proposer.root_q[:, 0], self.fanout)
         for _ in range(self.depth - 1):
-            growth.grow(draft_probabilities(session.extend(*growth.frontier), self._decoding))
-        tree = growth.tree(root, self.nodes - 1, depth_limit)
+            growth.grow(inputs.proposer.extend(*growth.frontier))
+        tree = growth.tree(inputs.root, self.nodes - 1, inputs.depth_limit)
         return tree.tokens, tree.parents, tree.depths, tree.children, tree.attention, tree.path_order
 
     def to_score(self, drafted: Drafted) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,15 +12,11 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
-from lantern_bench.decoding.protocol import Drafted, DrafterLogits, DrafterSession, LastStep, Target
+from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import draw_without_replacement, most_probable
 from lantern_bench.decoding.tree import DraftTree, StaticTree
-
-
-def make_pac(decoding: Decoding, target: Target, batch: int) -> PacDrafting:
-    """Make the drafting of the row `pac`."""
-    return PacDrafting(decoding, target, batch)
 
 
 class PacDrafting(JacobiDrafting):
@@ -42,10 +38,10 @@ class PacDrafting(JacobiDrafting):
             self.noises += self._branching
         nodes = [(), *sorted(paths, key=lambda path: (len(path), path))]
         number = {path: node for node, path in enumerate(nodes)}
-        # Where a node's token is: behind the root and the first candidates, the others of each depth.
-        beside = [self.depth + (len(path) - 1) * (width - 1) + path[-1] if any(path[-1:]) else 0 for path in nodes]
-        place = [other or len(path) for other, path in zip(beside, nodes, strict=True)]
-        self._place = torch.tensor(place, device=device)
+        # The column of each node's token: behind the root and the first candidates stand the others of each depth.
+        siblings = [self.depth + (len(path) - 1) * (width - 1) + path[-1] if any(path[-1:]) else 0 for path in nodes]
+        columns = [sibling or len(path) for sibling, path in zip(siblings, nodes, strict=True)]
+        self._column = torch.tensor(columns, device=device)
         # The nodes at all depths that first candidates lead to from a node; where they end, those of the chain.
         below = [[path + (0,) * (depth - len(path)) for depth in range(self.depth + 1)] for path in nodes]
         onward = [[number.get(path, number[(0,) * depth]) for depth, path in enumerate(row)] for row in below]
@@ -58,31 +54,24 @@ class PacDrafting(JacobiDrafting):
         p = step.p[images, self._reused(step)]
         super().after_step(step._replace(tree=self._chain.draft(step.tree.tokens[:, self._onward[0]], None), p=p))
 
-    def draft(
-        self,
-        session: DrafterSession | None,
-        drafts: DrafterLogits | None,
-        root: Tensor,
-        noise: Tensor,
-        depth_limit: Tensor,
-    ) -> Drafted:
+    def draft(self, inputs: DraftInputs) -> Drafted:
         """Draft the first candidates as Jacobi drafting does, and the others beside them."""
-        (first,) = super().draft(session, drafts, root, noise[:, : self.depth], depth_limit)
-        own = first[:, 1 : self._branching + 1]
-        laws = self._beside(own).scatter(2, own[:, :, None], 0.0)
+        (first,) = super().draft(inputs._replace(noise=inputs.noise[:, : self.depth]))
+        x = first[:, 1 : self._branching + 1]
+        q = self._sibling_q(x).scatter(2, x[:, :, None], 0.0)
         if self._greedy:
-            others, able = most_probable(laws, self.fanout - 1)
+            others, able = most_probable(q, self.fanout - 1)
+        elif self._coupling == "gumbel":
+            others, able = draw_without_replacement(q, self.fanout - 1, self._clocks[:, : self._branching])
         else:
-            clocks = self._clocks[:, : self._branching] if self._coupling == "gumbel" else noise[:, self.depth :]
-            others, able = draw_without_replacement(laws, self.fanout - 1, clocks)
-        tokens = torch.cat([first, others.flatten(1)], dim=1)[:, self._place]
-        valid = torch.cat([torch.ones_like(first, dtype=torch.bool), able.flatten(1)], dim=1)[:, self._place]
+            others, able = draw_without_replacement(q, self.fanout - 1, inputs.noise[:, self.depth :])
+        tokens = torch.cat([first, others.flatten(1)], dim=1)[:, self._column]
+        valid = torch.cat([torch.ones_like(first, dtype=torch.bool), able.flatten(1)], dim=1)[:, self._column]
         return tokens, valid
 
     def to_score(self, drafted: Drafted) -> tuple[Tensor, Tensor, Tensor]:
         """Depths and attention are the shape's."""
-        tokens, shape = drafted[0], self._shape
-        return tokens, shape.depths.expand(len(tokens), -1), shape.attention.expand(len(tokens), -1, -1)
+        return self._shape.to_score(drafted[0])
 
     def tree(self, drafted: Drafted) -> DraftTree:
         """The candidates; those of a depth have the same row, whatever their parent."""
@@ -93,7 +82,7 @@ class PacDrafting(JacobiDrafting):
         """Return the nodes [B, W + 1] whose p are reused, by depth."""
         return self._onward[step.path.gather(1, step.accepted[:, None]).squeeze(1)]
 
-    def _beside(self, first: Tensor) -> Tensor:
-        """Return what the others are drawn from, [B, branching, V], beside the candidates `first` [B, branching]."""
+    def _sibling_q(self, first: Tensor) -> Tensor:
+        """Return what the siblings of the candidates `first` [B, branching] are drawn from, [B, branching, V]."""
         del first
         return self._q[:, : self._branching]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.relaxation import STRICT, Relaxation
-from lantern_bench.decoding.acceptance.tree_acceptance import Accept
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.acceptance.walk import (
     Verdict,
     accept_tree,
@@ -21,54 +20,36 @@ from lantern_bench.decoding.acceptance.walk import (
     longest_path,
     offered_children,
 )
+from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, couple
 from lantern_bench.decoding.drafting.pac import PacDrafting
-from lantern_bench.decoding.protocol import Drafted, DrafterLogits, DrafterSession, LastStep, Target
+from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import sample
 from lantern_bench.decoding.tree import DraftTree
 
 
-def make_scd(decoding: Decoding, target: Target, batch: int) -> PublishedScd:
-    """Make the published form of the row `jacobi`."""
-    return PublishedScd(decoding, target, batch)
-
-
-def make_sjd_pac(decoding: Decoding, target: Target, batch: int) -> PublishedSjdPac:
-    """Make the published form of the row `pac`."""
-    return PublishedSjdPac(decoding, target, batch)
-
-
 class PublishedScd(JacobiDrafting):
-    """Maximal coupling in which a kept draft keeps its old q; a fresh draft has q = 1.
-
-    State besides: old_q [B, W, V] and old int64 [B, W], the rows and the drafts of the last step.
-    """
+    """Maximal coupling in which a draft that stays keeps its old q; a fresh draft has q = 1."""
 
     def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:
         super().__init__(decoding, target, batch)
+        # The drafts of the last step [B, W] and their rows [B, W, V].
         self._old_q, self._old = torch.zeros_like(self._q), torch.zeros_like(self._q[:, :, 0], dtype=torch.int64)
 
     def after_step(self, step: LastStep) -> None:
-        """Also move the old rows and drafts to their new places."""
-        images, at = self._behind(step.accepted + 1, self.depth - 1)
-        self._old_q.copy_(self._q[images, at])
-        self._old.copy_(step.tree.tokens[:, 1:][images, at])
+        """Also move the old rows and drafts to their new positions in the window."""
+        ahead = self._further(step.accepted + 1, self.depth - 1)
+        self._old_q.copy_(self._q[ahead])
+        self._old.copy_(step.tree.tokens[:, 1:][ahead])
         super().after_step(step)
 
-    def draft(
-        self,
-        session: DrafterSession | None,
-        drafts: DrafterLogits | None,
-        root: Tensor,
-        noise: Tensor,
-        depth_limit: Tensor,
-    ) -> Drafted:
+    def draft(self, inputs: DraftInputs) -> Drafted:
         """Draft with the right probabilities, and verify with the old rows where a draft comes out as before."""
-        (tokens,) = super().draft(session, drafts, root, noise, depth_limit)
-        drawn, behind = tokens[:, 1:, None], (self._ahead[:-1] + self._moved[:, None])[:, :, None]
-        kept = (behind < self.depth) & (drawn == self._old[:, :, None])
-        q = torch.where(behind > self.depth, (self._codes == drawn).float(), self._q)
-        self._q.copy_(torch.where(kept, self._old_q, q))
+        (tokens,) = super().draft(inputs)
+        x, ahead = tokens[:, 1:, None], (self._ahead[:-1] + self._moved[:, None])[:, :, None]
+        stays = (ahead < self.depth) & (x == self._old[:, :, None])
+        q = torch.where(ahead > self.depth, (self._codes == x).float(), self._q)
+        self._q.copy_(torch.where(stays, self._old_q, q))
         return (tokens,)
 
 
@@ -78,64 +59,63 @@ class PublishedSjdPac(PacDrafting):
     Also: a rejected first candidate that has siblings is redrawn from what all of them leave and not from what it
     leaves; siblings come from norm(max(r - q, 0)), and are verified as draws from r; the p behind the last draft is not
     reused. One thing differs from the authors' code: a sibling never equals the first candidate.
-    State besides: aside [B, branching, V], what siblings of kept drafts come from; old int64 [B, W], the last drafts.
     """
 
     def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:
         super().__init__(decoding, target, batch)
-        self._aside = torch.zeros_like(self._q[:, : self._branching])
+        # [B, branching, V], what siblings of drafts that stay come from; [B, W], the last drafts.
+        self._stayed_q = torch.zeros_like(self._q[:, : self._branching])
         self._old = torch.zeros_like(self._q[:, :, 0], dtype=torch.int64)
 
     def after_step(self, step: LastStep) -> None:
         """Also keep what the first candidates and their siblings will be drawn from."""
-        (images, at), branching = self._behind(step.accepted + 1, self.depth - 1), self._branching
-        nodes, x = self._reused(step), step.tree.tokens[:, self._onward[0, 1:]]
+        branching, nodes, x = self._branching, self._reused(step), step.tree.tokens[:, self._onward[0, 1:]]
+        images, columns = self._further(step.accepted + 1, self.depth - 1)
         p = step.p[images, nodes[:, :-1]]
-        _, found = accept_tree(step.tree, step.p, STRICT, None)
+        _, acceptance = accept_tree(step.tree, step.p, AcceptanceRule())
         rows = step.tree.layout.slots[nodes[:, :branching]] * len(x) + images
-        by_all = found.final(rows.flatten(), p[:, :branching].flatten(0, 1)).view_as(self._aside)
+        by_all = acceptance.bonus_distribution(rows.flatten(), p[:, :branching].flatten(0, 1))
         alone = (p - self._q).clamp_min(0.0)
-        law = couple(p, self._q, x, torch.cat([by_all, alone[:, branching:]], dim=1))
+        residual = torch.cat([by_all.view_as(self._stayed_q), alone[:, branching:]], dim=1)
+        coupled = couple(p, self._q, x, residual)
         super().after_step(step)
-        self._law.copy_(law[images, at])
-        self._aside.copy_(alone[images, at[:, :branching]])
-        self._old.copy_(x[images, at])
+        self._coupled_q.copy_(coupled[images, columns])
+        self._stayed_q.copy_(alone[images, columns[:, :branching]])
+        self._old.copy_(x[images, columns])
         self._moved.add_(1)  # one row less is reused
 
-    def _beside(self, first: Tensor) -> Tensor:
+    def _sibling_q(self, first: Tensor) -> Tensor:
         branching = self._branching
         fresh = self._ahead[:branching] + self._moved[:, None] > self.depth
         old = self._old[:, :branching]
-        rejected = self._law[:, :branching].scatter(2, old[:, :, None], 0.0)
-        reused = torch.where((first == old)[:, :, None], self._aside, rejected)
+        rejected_q = self._coupled_q[:, :branching].scatter(2, old[:, :, None], 0.0)
+        reused = torch.where((first == old)[:, :, None], self._stayed_q, rejected_q)
         return torch.where(fresh[:, :, None], self._uniform, reused)
 
     def verify(
         self,
         tree: DraftTree,
         target_probs: Tensor,
-        relaxation: Relaxation,
-        table: Tensor | None,
+        rule: AcceptanceRule,
         uniforms: Tensor,
         noise: Tensor,
         depth_limit: Tensor | None = None,
-        accept: Accept | None = None,
         position: Tensor | None = None,
     ) -> Verdict:
         """Accept each candidate by itself; arguments as of `verify` in acceptance/walk.py."""
-        _, found = accept_tree(tree, target_probs, relaxation, table, depth_limit, accept, position)
+        _, acceptance = accept_tree(tree, target_probs, rule, depth_limit, position)
         batch, offered, layout = len(tree.tokens), offered_children(tree, depth_limit), tree.layout
-        hit = (tree.rows(uniforms) < found.accept).view(len(layout.nodes), batch, -1).transpose(0, 1)
+        hit = (tree.rows(uniforms) < acceptance.accept).view(len(layout.nodes), batch, -1).transpose(0, 1)
         agreed = torch.zeros_like(offered, dtype=torch.bool)
         agreed[:, layout.nodes] = hit
         winner, on_path, path = longest_path(tree, offered, agreed)
         images = torch.arange(batch, device=winner.device)
-        own, rejected = target_probs[images, winner], (offered[images, winner] >= 0).any(dim=1)
-        rest = found.final(layout.slots[winner].clamp_min(0) * batch + images, own)
-        next_probs = torch.where(rejected[:, None], rest, own)
-        whole = path[:, -1:] >= 0
-        next_probs = torch.where(whole, self._uniform, next_probs)
+        p, rejected = target_probs[images, winner], (offered[images, winner] >= 0).any(dim=1)
+        residual = acceptance.bonus_distribution(layout.slots[winner].clamp_min(0) * batch + images, p)
+        next_probs = torch.where(rejected[:, None], residual, p)
+        complete = path[:, -1:] >= 0
+        next_probs = torch.where(complete, self._uniform, next_probs)
         accepted, tokens = committed_tokens(tree, path, sample(next_probs, noise))
-        none = torch.zeros_like(offered, dtype=noise.dtype)
-        child_rank, mass = along_path(tree, offered, none, on_path, path)
+        no_mass = torch.zeros_like(offered, dtype=noise.dtype)
+        child_rank, mass = along_path(tree, offered, no_mass, on_path, path)
         return Verdict(path, accepted, tokens, child_rank, mass, mass, next_probs)

@@ -1,11 +1,9 @@
 """A relaxed rule: the neighbours of a draft count the less, the farther their codes are."""
 
-from collections.abc import Mapping
-
-from lantern_bench.methods import DraftView, Rule
+from lantern_bench.methods import Rule
 
 
-def most_mass(draft: DraftView, values: Mapping[str, float]):
+def most_mass(draft, values):
     """The most m(x) [...]: the mean of p over the neighbours, weighted by a softmax of their distances / `bound`."""
     weights = (-draft.distances / values["bound"]).softmax(-1)
     return (weights * draft.neighbour_p).sum(-1)

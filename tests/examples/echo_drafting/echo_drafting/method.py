@@ -2,17 +2,19 @@
 
 import torch
 
+from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.sampling import draw_without_replacement, most_probable
 from lantern_bench.decoding.tree import StaticTree
 
 
-class Echo:
+class Echo(DraftMethod):
     """A chain of `length` nodes; its state is one distribution per image."""
+
+    learns = True
 
     def __init__(self, decoding, target, batch):
         length = decoding.value("length")
-        self.nodes, self.depth = length + 1, length
-        self.forwards, self.noises, self.fanout = 0, length, 1
+        self.nodes, self.depth, self.noises = length + 1, length, length
         self.greedy = decoding.greedy
         self.chain = StaticTree.of([(0,) * depth for depth in range(1, length + 1)], target.device)
         self.last = torch.zeros(batch, target.vocab_size, device=target.device)
@@ -24,16 +26,15 @@ class Echo:
         end = step.path.gather(1, step.accepted[:, None])
         self.last.copy_(step.p.gather(1, end[:, :, None].expand(-1, -1, step.p.shape[2])).squeeze(1))
 
-    def draft(self, session, drafts, root, noise, depth_limit):
+    def draft(self, inputs):
         q = self.last[:, None].expand(-1, self.depth, -1).contiguous()
-        drawn, able = most_probable(q, 1) if self.greedy else draw_without_replacement(q, 1, noise)
-        tokens = torch.cat([root[:, None], drawn.squeeze(2)], dim=1)
+        drawn, able = most_probable(q, 1) if self.greedy else draw_without_replacement(q, 1, inputs.noise)
+        tokens = torch.cat([inputs.root[:, None], drawn.squeeze(2)], dim=1)
         valid = torch.nn.functional.pad(able.squeeze(2), (1, 0), value=True)
         return tokens, None if self.greedy else torch.nn.functional.pad(q, (0, 0, 0, 1)), valid
 
     def to_score(self, drafted):
-        batch = len(drafted[0])
-        return drafted[0], self.chain.depths.expand(batch, -1), self.chain.attention.expand(batch, -1, -1)
+        return self.chain.to_score(drafted[0])
 
     def tree(self, drafted):
         tokens, q, valid = drafted

@@ -1,0 +1,111 @@
+"""What the loop asks of a way to draft: `DraftMethod`, the base class of all, and what it gets each step."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule
+from lantern_bench.decoding.acceptance.walk import Verdict, verify
+from lantern_bench.decoding.protocol import DrafterLogits, DrafterSession
+from lantern_bench.decoding.sampling import decoding_probabilities, guide, is_broken
+from lantern_bench.decoding.tree import DraftTree
+
+Drafted: TypeAlias = tuple[Any, ...]
+"""The tensors (or None) that a draft computed, for its `DraftMethod` to read, without what all drafts share."""
+
+
+class Proposer:
+    """The drafter in one step: the distributions q that drafts are drawn from, made of its logits as p is.
+
+    Greedy: q is the unfiltered softmax at temperature 1 (docs/algorithms.md, section 2).
+    """
+
+    def __init__(
+        self, session: DrafterSession, decoding: Decoding, tokens: Tensor, features: Tensor, counts: Tensor
+    ) -> None:
+        """Show the drafter committed tokens, as `DrafterSession.observe`."""
+        self._session, self._decoding = session, decoding
+        self.root_q = draft_probabilities(session.observe(tokens, features, counts), decoding)  # [B, 1, V]
+        self.broken = is_broken(self.root_q).any(dim=1)  # bool [B], the images with NaN or infinite logits so far
+
+    def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Tensor:
+        """Expand n nodes one level deeper and return the q [B, n, V] of their children, as `DrafterSession.extend`."""
+        q = draft_probabilities(self._session.extend(tokens, origin, seen), self._decoding)
+        self.broken = self.broken | is_broken(q).any(dim=1)
+        return q
+
+
+def draft_probabilities(logits: DrafterLogits, decoding: Decoding) -> Tensor:
+    """Return q [B, n, V], made as p is; greedy: the unfiltered softmax at temperature 1."""
+    return decoding_probabilities(guide(logits.cond, logits.uncond, decoding.cfg_scale), decoding)
+
+
+class DraftInputs(NamedTuple):
+    """What a draft of B images is made from."""
+
+    root: Tensor  # int64 [B], the last committed tokens, which are drafted below
+    noise: Tensor  # float32 [B, noises, V], Exp(1)
+    depth_limit: Tensor  # int64 [B], how deep drafts can be of use; verification leaves out deeper ones
+    proposer: Proposer | None = None  # None for a drafting without a drafter
+
+
+class LastStep(NamedTuple):
+    """What a step found, for draftings that make the next draft from it."""
+
+    tree: DraftTree
+    p: Tensor  # float32 [B, M, V] at the nodes of the tree (greedy: of the guided logits at temperature 1)
+    path: Tensor  # as in `Verdict`
+    accepted: Tensor  # as in `Verdict`
+    tokens: Tensor  # as in `Verdict`
+    position: Tensor  # int64 [B], tokens committed with this step
+    active: Tensor  # bool [B], False for images that were complete before it
+
+
+class DraftMethod:
+    """One way to draft, for B images; a subclass is constructed with (decoding, target, batch).
+
+    A draft is one program of fixed shapes: no Python decision may depend on a tensor's values. State is in tensors made
+    by the constructor; `start_images` and `after_step` write into them in place.
+    """
+
+    nodes: int  # of the tree, with its root
+    depth: int  # of the deepest node
+    forwards = 0  # of the drafter in a step
+    noises = 0  # vectors of Exp(1) noise over the vocabulary that a step takes
+    fanout = 1  # the most children of a node
+    learns = False  # whether `after_step` reads what a step found
+
+    def draft(self, inputs: DraftInputs) -> Drafted:
+        """Draft below the roots."""
+        raise NotImplementedError
+
+    def to_score(self, drafted: Drafted) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the target scores: tokens, depths [B, M] and attention [B, M, M]."""
+        tree = self.tree(drafted)
+        return tree.tokens, tree.depths, tree.attention
+
+    def tree(self, drafted: Drafted) -> DraftTree:
+        """The tree that verification walks."""
+        raise NotImplementedError
+
+    def verify(
+        self,
+        tree: DraftTree,
+        target_probs: Tensor,
+        rule: AcceptanceRule,
+        uniforms: Tensor,
+        noise: Tensor,
+        depth_limit: Tensor | None = None,
+        position: Tensor | None = None,
+    ) -> Verdict:
+        """Walk the tree at temperatures above 0, as `verify` of acceptance/walk.py."""
+        return verify(tree, target_probs, rule, uniforms, noise, depth_limit, position)
+
+    def start_images(self, p: Tensor) -> None:
+        """New images start; `p` float32 [B, V] is the distribution of their first token."""
+
+    def after_step(self, step: LastStep) -> None:
+        """A step was verified; runs in the same program, where `learns`."""

@@ -1,0 +1,57 @@
+"""Acceptance rules and children of one node for tests, without a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule, DraftView
+from lantern_bench.methods.code import load_code
+from lantern_bench.methods.tables import RULES
+
+STRICT = AcceptanceRule()
+SHARES = {"exact": None, "plain": 1.0, "none": 0.0}
+
+
+def rule_named(
+    name: str,
+    neighbours: int = 0,
+    bound: Any = None,
+    residual: str = "exact",
+    table: Tensor | None = None,
+    codebook: Tensor | None = None,
+    **values: Any,
+) -> AcceptanceRule:
+    """The rule of a row with these values, also those that an experiment refuses."""
+    row, official = RULES[name], residual == "official"
+    functions = {key: load_code(code) for key in ("limit", "chance", "accept") if (code := getattr(row, key))}
+    defaults = {key: value for key, value in row.default_values.items() if key in row.value_names}
+    return AcceptanceRule(
+        name=name,
+        values={} if row.lossless else {**defaults, row.bound: bound, **values},
+        **functions,
+        neighbours=neighbours,
+        official_residual=official,
+        official_share=SHARES[row.published] if official else None,
+        nearest_codes=table,
+        codebook=codebook,
+    )
+
+
+def accept(
+    p: Tensor, q: Tensor | None, tokens: Tensor, rule: AcceptanceRule, offered: Tensor | None = None
+) -> Acceptance:
+    """Accept the children `tokens` [N, C] of N roots; those that are -1 are not offered."""
+    depth, nodes_per_rank = torch.ones(len(p), dtype=torch.int64), [len(p)] * tokens.shape[1]
+    offered = tokens >= 0 if offered is None else offered
+    children = Children(p.clone(), None if q is None else q.clone(), tokens, offered, nodes_per_rank, depth)
+    return accept_children(children, rule)
+
+
+def view_of(p: Tensor, tokens: Tensor, rule: AcceptanceRule) -> DraftView:
+    """Deterministic drafts `tokens` [n] of n roots with the distributions `p` [n, V], as a rule sees them."""
+    p_x = p.gather(1, tokens[:, None]).squeeze(1)
+    return DraftView(rule, tokens, p_x, None, p, None, torch.ones_like(tokens))

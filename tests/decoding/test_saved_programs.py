@@ -1,0 +1,84 @@
+"""Compiled programs in files: a later engine loads them, and compiles whatever does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding import compile as compile_module
+from lantern_bench.decoding.compile import Engine, SavedProgram
+from tests.decoding.test_engine import CELLS, Small, decoded, same
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    def forbid() -> None:
+        def fail(*_: Any, **__: Any) -> Any:
+            raise AssertionError("a program was compiled")
+
+        monkeypatch.setattr(torch, "compile", fail)
+
+    return forbid
+
+
+def test_compiled_steps_give_the_same_tokens_and_later_engines_load_them(
+    tmp_path: Path, no_compiler: Callable[[], None]
+) -> None:
+    decoding, wanted = Decoding(**CELLS["static"]), decoded(Small(), Decoding(**CELLS["static"]), 1)
+    same(decoded(Small(), decoding, 1, Engine(True, folder=tmp_path)), wanted)
+    assert len(list(tmp_path.iterdir())) == 3
+    no_compiler()
+    engine, model = Engine(True, folder=tmp_path), Small()
+    same(decoded(model, decoding, 1, engine), wanted)
+    same(decoded(model, decoding, 1, engine), wanted)
+    other = Decoding(**CELLS["static"] | {"lambda": 8.0})
+    same(decoded(model, other, 1, engine), decoded(Small(), other, 1))
+
+
+class Doubling:
+    """A program with a tensor of its own, which counts its calls in place."""
+
+    def __init__(self, width: int = 4) -> None:
+        self.added, self.calls = torch.ones(width), torch.zeros(1)
+
+    def step(self, pair: tuple[torch.Tensor, None], more: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
+        self.calls.add_(1)
+        return more * 2 + self.added, (pair[0] + self.added, None)
+
+
+def run(program: Callable[..., Any]) -> None:
+    for number in (1.0, 5.0):
+        first, (second, nothing) = program((torch.full((4,), number), None), torch.full((4,), 2 * number))
+        assert nothing is None
+        assert first.tolist() == [4 * number + 1] * 4 and second.tolist() == [number + 1] * 4
+
+
+@pytest.mark.parametrize("spoil", [lambda content: content[:-1] + b"x", lambda content: content[:50], lambda _: b""])
+def test_a_damaged_file_is_compiled_again(
+    spoil: Callable[[bytes], bytes], tmp_path: Path, no_compiler: Callable[[], None]
+) -> None:
+    file = tmp_path / "new folder" / "doubling.program"
+    run(SavedProgram(Doubling().step, file))
+    file.write_bytes(spoil(file.read_bytes()))
+    run(SavedProgram(Doubling().step, file))
+    no_compiler()
+    later = Doubling()
+    run(SavedProgram(later.step, file))
+    assert later.calls.item() == 2
+
+
+def test_what_cannot_be_saved_still_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    occupied = tmp_path / "file"
+    occupied.write_text("")
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        run(SavedProgram(Doubling().step, occupied / "doubling.program"))
+    monkeypatch.delattr(torch.compiler, "load_compiled_function", raising=False)
+    assert not compile_module.can_save_programs()
+    owner = Doubling()
+    run(Engine(True, folder=tmp_path).program("key", owner.step, torch.device("cpu")))
+    assert list(tmp_path.iterdir()) == [occupied] and owner.calls.item() == 2
