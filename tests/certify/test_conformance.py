@@ -41,16 +41,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Seq
     }
 
 
-def checked(model: LoadedModel, prompts: Sequence[str], reference: Path | None = None) -> dict[str, str]:
-    found = check_model(
+def results_of(model: LoadedModel, prompts: Sequence[str], reference: Path | None = None) -> dict[str, str]:
+    checks = check_model(
         model,
         prompts,
         tolerance=TOLERANCE["float32"],
         generator=torch.Generator().manual_seed(0),
         reference=None if reference is None else read_reference(reference, model),
     )
-    print(*((one.check, one.result, one.error, one.about) for one in found), sep="\n")
-    return {one.check: one.result for one in found}
+    print(*((check.check, check.result, check.error, check.about) for check in checks), sep="\n")
+    return {check.check: check.result for check in checks}
 
 
 def load(path: Path) -> LoadedModel:
@@ -72,25 +72,16 @@ def recorded_logits(folder: Path) -> Path:
     return folder / "official.npz"
 
 
-def test_sound_models_pass(files: dict[str, Any], tmp_path: Path) -> None:
-    assert checked(load(files["hosted"][0]), files["hosted"][1]) == dict.fromkeys(CHECKS, "pass")
-    forced = checked(load(files["forced"][0]), files["forced"][1])
-    assert forced == dict.fromkeys(CHECKS, "pass") | {"logits": "none"}
-    recorded = checked(load(files["recorded"][0]), files["recorded"][1], recorded_logits(tmp_path))
-    assert recorded == dict.fromkeys(CHECKS, "pass") | {"codebook": "none"}
-
-
-def test_prompts_that_move_both_rows_are_no_mistake(files: dict[str, Any]) -> None:
-    """Janus reads padding in place of the caption: its unconditional row depends on the length of the prompt."""
-    model = load(files["hosted"][0])
-    found = checked(model, ["a red lamp", "two cats on a green sofa two cats on a green sofa"])
-    assert found == dict.fromkeys(CHECKS, "pass")
-
-
-def test_bundled_model_passes() -> None:
+def test_sound_models_pass(files: dict[str, Any], lanterns: LoadedModel, tmp_path: Path) -> None:
+    passed = dict.fromkeys(CHECKS, "pass")
+    hosted, (path, classes) = load(files["hosted"][0]), files["recorded"]
+    assert results_of(hosted, files["hosted"][1]) == passed
+    # Janus reads padding in place of the caption: its unconditional row depends on the length of the prompt.
+    assert results_of(hosted, ["a red lamp", "two cats on a green sofa two cats on a green sofa"]) == passed
+    assert results_of(load(files["forced"][0]), LINES) == passed | {"logits": "none"}
+    assert results_of(load(path), classes, recorded_logits(tmp_path)) == passed | {"codebook": "none"}
     captions = model_of("lanterns").prompt_sets["held-out"][:2]
-    found = checked(model_of("lanterns").load(torch.device("cpu"), torch.float32), captions)
-    assert found == dict.fromkeys(CHECKS, "pass") | {"logits": "none"}
+    assert results_of(lanterns, captions) == passed | {"logits": "none"}
 
 
 # ---- Five planted mistakes: how each is planted, and the check that must fail
@@ -108,15 +99,15 @@ def swapped_rows(model: LoadedModel, patch: pytest.MonkeyPatch) -> None:
 
 def swapped_prompts(model: LoadedModel, patch: pytest.MonkeyPatch) -> None:
     condition = model.condition
-    model.condition = lambda prompts: type(given := condition(prompts))(*(part.flip(1) for part in given))
+    model.condition = lambda prompts: type(rows := condition(prompts))(*(row.flip(1) for row in rows))
 
 
 def one_position_late(model: LoadedModel, patch: pytest.MonkeyPatch) -> None:
     right = CachedSession._rotary_positions
 
     def late(session: CachedSession, positions: Tensor) -> Tensor:
-        at, behind = right(session, positions), (positions >= session._prefix).long()
-        return at + behind.repeat(len(at) // len(behind), 1)
+        rotary, behind = right(session, positions), (positions >= session._prefix).long()
+        return rotary + behind.repeat(len(rotary) // len(behind), 1)
 
     patch.setattr(CachedSession, "_rotary_positions", late)
 
@@ -129,11 +120,11 @@ def other_pairs(model: LoadedModel, patch: pytest.MonkeyPatch) -> None:
 
 
 def unforced(model: LoadedModel, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(target_module, "force_line_ends", lambda logits, places, config: logits)
+    patch.setattr(target_module, "force_line_ends", lambda logits, positions, config: logits)
 
 
 def unnamed(model: LoadedModel, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TransformerTarget, "forced", lambda target, places: torch.full_like(places, -1))
+    patch.setattr(TransformerTarget, "forced", lambda target, positions: torch.full_like(positions, -1))
 
 
 def permuted_rows(model: LoadedModel, patch: pytest.MonkeyPatch) -> None:
@@ -159,11 +150,11 @@ PLANTED: list[tuple[str, Callable[[LoadedModel, pytest.MonkeyPatch], None], set[
 ]
 
 
-@pytest.mark.parametrize(("kind", "plant", "found"), PLANTED, ids=[f"{row[1].__name__}-{row[0]}" for row in PLANTED])
+@pytest.mark.parametrize(("kind", "plant", "failed"), PLANTED, ids=[f"{row[1].__name__}-{row[0]}" for row in PLANTED])
 def test_planted_mistakes_fail_their_check(
     kind: str,
     plant: Callable[[LoadedModel, pytest.MonkeyPatch], None],
-    found: set[str],
+    failed: set[str],
     files: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -175,8 +166,8 @@ def test_planted_mistakes_fail_their_check(
     if kind == "hosted":
         reference = written_by(model, prompts, tmp_path)
     plant(model, monkeypatch)
-    results = checked(model, prompts, reference)
-    assert {check for check, result in results.items() if result == "fail"} == found
+    results = results_of(model, prompts, reference)
+    assert {check for check, result in results.items() if result == "fail"} == failed
 
 
 def written_by(model: LoadedModel, prompts: Sequence[str], folder: Path) -> Path:
@@ -198,8 +189,8 @@ def test_a_missing_row_of_line_ends_fails_against_a_reference(files: dict[str, A
     tokens = right.target.forced(torch.arange(20)).clamp_min(0).expand(1, -1)
     cond, uncond = right.target.logits_without_cache(right.condition(LINES[:1]), tokens, True)
     np.savez(tmp_path / "ends.npz", prompts=np.array(LINES[:1]), tokens=tokens, cond=cond, uncond=uncond)
-    found = checked(load(path), LINES, tmp_path / "ends.npz")
-    assert found["logits"] == "fail" and found["cache"] == "pass"
+    results = results_of(load(path), LINES, tmp_path / "ends.npz")
+    assert results["logits"] == "fail" and results["cache"] == "pass"
 
 
 # ---- The command
@@ -219,7 +210,7 @@ def test_command_says_pass_or_fail_and_sets_the_exit_code(
 
 
 @pytest.mark.parametrize(
-    ("arrays", "said"),
+    ("arrays", "message"),
     [
         ({}, "tokens must be there"),
         ({"tokens": np.zeros((1, 3), int), "cond": np.zeros((1, 4, 9))}, "prompts must be there"),
@@ -230,11 +221,11 @@ def test_command_says_pass_or_fail_and_sets_the_exit_code(
     ],
 )
 def test_references_that_do_not_fit_are_refused(
-    arrays: dict[str, Any], said: str, files: dict[str, Any], tmp_path: Path
+    arrays: dict[str, Any], message: str, files: dict[str, Any], tmp_path: Path
 ) -> None:
     np.savez(tmp_path / "given.npz", **arrays)
     with pytest.raises(UserError) as caught:
         read_reference(tmp_path / "given.npz", load(files["recorded"][0]))
-    assert said in caught.value.message and "--reference" in caught.value.message
+    assert message in caught.value.message and "--reference" in caught.value.message
     with pytest.raises(UserError, match="--reference"):
         read_reference(tmp_path / "none.npz", load(files["recorded"][0]))
