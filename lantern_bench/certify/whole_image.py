@@ -34,29 +34,23 @@ _VALUES = 2**24  # logits in memory at once
 
 
 class Evidence(NamedTuple):
-    """What images [B, N] show of the distribution that their tokens were drawn from: float64, the last three bool.
+    """What the tokens x of images [B, N] show of the distribution that they were drawn from.
 
-    surprise: -log p(x) minus its mean, the entropy of p. lean: (q - p) / (q + p) at x, with the drafter's q, minus its
-    mean under p; 0 without a drafter and at the first token. surprise_var, lean_var: their variances under p. ratio:
-    q / p at x; 1 without a drafter, at the first token and for tokens of `edge`. by_rank, by_code: the probability
-    integral transform, randomised within p(x), with tokens in order of descending p and of their numbers. impossible:
-    the target cannot give the token. edge: rounding can change whether the token passes the filters. p is that of the
-    tokens which pass whatever rounding does; tokens of `edge` add nothing to the sums, which stay those of martingale
-    differences, given which tokens are of `edge`. at_edge: the probability of such a token is at most this, whatever
-    rounding does. starts: a step starts with the token.
+    p and q, of target and drafter, are those of the tokens that pass the filters whatever rounding does. Tokens of
+    `edge` add nothing to the sums, which stay sums of martingale differences, given which tokens are of `edge`.
     """
 
-    surprise: NDArray[np.float64]
-    surprise_var: NDArray[np.float64]
-    lean: NDArray[np.float64]
+    surprise: NDArray[np.float64]  # -log p(x) minus its mean, the entropy of p
+    surprise_var: NDArray[np.float64]  # its variance under p
+    lean: NDArray[np.float64]  # (q - p) / (q + p) at x minus its mean; 0 without a drafter and at the first token
     lean_var: NDArray[np.float64]
-    ratio: NDArray[np.float64]
-    by_rank: NDArray[np.float64]
-    by_code: NDArray[np.float64]
-    at_edge: NDArray[np.float64]
-    impossible: NDArray[np.bool_]
-    edge: NDArray[np.bool_]
-    starts: NDArray[np.bool_]
+    ratio: NDArray[np.float64]  # q / p at x; 1 where `lean` is 0 and for tokens of `edge`
+    by_rank: NDArray[np.float64]  # probability integral transform, tokens in order of descending p
+    by_code: NDArray[np.float64]  # the same, tokens in order of their numbers
+    at_edge: NDArray[np.float64]  # the most that the probability of a token of `edge` can be
+    impossible: NDArray[np.bool_]  # the target cannot give the token
+    edge: NDArray[np.bool_]  # rounding can change whether the token passes the filters
+    starts: NDArray[np.bool_]  # a step starts with the token
 
 
 def edge_tolerance(dtype: str, decoding: Decoding) -> float:
@@ -71,29 +65,30 @@ def evidence(
     tokens: Tensor,
     starts: Sequence[Sequence[int]],
     decoding: Decoding,
-    places: Tensor,
+    uniforms: Tensor,
     tolerance: float,
 ) -> Evidence:
     """Compare `tokens` int64 [B, N] with guided `logits` [B, N, V] under the filters of `decoding`.
 
     `q` [B, N - 1, V]: the drafter's distributions of all tokens but the first. `starts`: where the steps of each image
-    start. `places` [2, B, N] in [0, 1) place tokens within their probability. `tolerance`: see `edge_tolerance`.
+    start. `uniforms` [2, B, N] in [0, 1) randomise the probability integral transforms. `tolerance`: see
+    `edge_tolerance`.
     """
-    found = []
-    for image, row in enumerate(logits):  # one at a time: float64 over a vocabulary needs memory
-        found.append(
-            _of_image(row, None if q is None else q[image], tokens[image], decoding, places[:, image], tolerance)
-        )
-    columns: list[NDArray[Any]] = [torch.stack(column).cpu().numpy() for column in zip(*found, strict=True)]
-    begun = np.zeros(tuple(tokens.shape), dtype=bool)
-    for image, at in enumerate(starts):
-        begun[image, list(at)] = True
-    return Evidence(*[*columns, begun])
+    images = []
+    for image in range(len(logits)):  # one after another: float64 over a vocabulary needs memory
+        image_q = None if q is None else q[image]
+        images.append(_of_image(logits[image], image_q, tokens[image], decoding, uniforms[:, image], tolerance))
+    columns: list[NDArray[Any]] = [torch.stack(column).cpu().numpy() for column in zip(*images, strict=True)]
+    is_start = np.zeros(tuple(tokens.shape), dtype=bool)
+    for image, positions in enumerate(starts):
+        is_start[image, list(positions)] = True
+    return Evidence(*[*columns, is_start])
 
 
 def _of_image(
-    logits: Tensor, q: Tensor | None, tokens: Tensor, decoding: Decoding, places: Tensor, tolerance: float
+    logits: Tensor, q: Tensor | None, tokens: Tensor, decoding: Decoding, uniforms: Tensor, tolerance: float
 ) -> tuple[Tensor, ...]:
+    """The columns [N] of `Evidence` but the last, of one image."""
     p, x = decoding_probabilities(logits, decoding).double(), tokens[:, None]
     if bool(is_broken(p).any()) or (q is not None and bool(is_broken(q).any())):
         raise LogitsError("a forward over finished images gives logits that are no numbers")
@@ -101,53 +96,52 @@ def _of_image(
     wide = (logits.double() / decoding.temperature).masked_fill(fails, -torch.inf).softmax(dim=-1)
     unsure = torch.where(passes, 0.0, wide).sum(dim=-1, keepdim=True)
     at_edge = unsure / (unsure + (1 - unsure) * math.exp(-tolerance))
-    p = _on(passes, p)
-    own, outside = p.gather(1, x), ~passes.gather(1, x)
-    impossible = fails.gather(1, x)
+    p = _restricted(p, passes)
+    p_x, outside, impossible = p.gather(1, x), ~passes.gather(1, x), fails.gather(1, x)
     minus_log = torch.where(p > 0, -p.log(), 0.0)
-    lean, ratio = torch.zeros_like(p), torch.ones_like(own)
+    lean, ratio = torch.zeros_like(p), torch.ones_like(p_x)
     if q is not None:
-        drafted = _on(passes[1:], q.double())
+        drafted = _restricted(q.double(), passes[1:])
         lean[1:] = torch.where(p[1:] > 0, (drafted - p[1:]) / (drafted + p[1:]), 0.0)
-        ratio[1:] = torch.where(outside[1:], 1.0, drafted.gather(1, x[1:]) / own[1:])
-    scores = []
+        ratio[1:] = torch.where(outside[1:], 1.0, drafted.gather(1, x[1:]) / p_x[1:])
+    differences = []
     for g in (minus_log, lean):
         mean = (p * g).sum(dim=-1, keepdim=True)
         variance = (p * (g - mean).square()).sum(dim=-1, keepdim=True)
-        scores += [torch.where(outside, 0.0, g.gather(1, x) - mean), torch.where(outside, 0.0, variance)]
-    above = torch.where(p > own, p, 0.0).sum(dim=-1, keepdim=True)
-    alike = torch.where(p == own, p, 0.0).sum(dim=-1, keepdim=True)  # tokens of equal p share one interval
-    before = p.cumsum(dim=-1).gather(1, x) - own
-    transforms = [above + places[0, :, None] * alike, before + places[1, :, None] * own]
-    transforms = [torch.where(outside, at[:, None], u) for at, u in zip(places, transforms, strict=True)]
-    columns = (*scores, ratio, *transforms, at_edge, impossible, outside & ~impossible)
+        differences += [torch.where(outside, 0.0, g.gather(1, x) - mean), torch.where(outside, 0.0, variance)]
+    above = torch.where(p > p_x, p, 0.0).sum(dim=-1, keepdim=True)
+    equal = torch.where(p == p_x, p, 0.0).sum(dim=-1, keepdim=True)  # tokens of equal p share one interval
+    before = p.cumsum(dim=-1).gather(1, x) - p_x
+    by_rank, by_code = above + uniforms[0, :, None] * equal, before + uniforms[1, :, None] * p_x
+    transforms = [torch.where(outside, u[:, None], by) for u, by in zip(uniforms, (by_rank, by_code), strict=True)]
+    columns = (*differences, ratio, *transforms, at_edge, impossible, outside & ~impossible)
     return tuple(column.squeeze(1) for column in columns)
 
 
-def _on(chosen: Tensor, probabilities: Tensor) -> Tensor:
-    """Return the distributions [N, V] of the chosen tokens alone; 0 where there are none."""
-    part = torch.where(chosen, probabilities, 0.0)
-    return part / part.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(part.dtype).tiny)
+def _restricted(probabilities: Tensor, tokens: Tensor) -> Tensor:
+    """Return the distributions [N, V] restricted to `tokens` bool [N, V]; 0 where there are none."""
+    restricted = torch.where(tokens, probabilities, 0.0)
+    return restricted / restricted.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(restricted.dtype).tiny)
 
 
 def _sure(logits: Tensor, p: Tensor, decoding: Decoding, tolerance: float) -> tuple[Tensor, Tensor]:
     """Which tokens pass the filters, and which do not, whatever rounding does: bool as p [N, V]."""
     if not decoding.top_k and decoding.top_p >= 1:
         return p > 0, p == 0
-    kept = [p, p]  # by a filter that is stricter, and by one that is looser
+    strict_p, loose_p = p, p  # under a filter that is stricter, and under one that is looser
     if decoding.top_p < 1:
         # Logits that move by a tolerance move the odds of a set by at most its exponential.
         top_p, factors = decoding.top_p, (math.exp(tolerance), math.exp(-tolerance))
-        moved = [{"top_p": top_p / (top_p + (1 - top_p) * factor)} for factor in factors]
-        kept = [decoding_probabilities(logits, decoding.changed(**one)) for one in moved]
+        moved = [decoding.changed(top_p=top_p / (top_p + (1 - top_p) * factor)) for factor in factors]
+        strict_p, loose_p = (decoding_probabilities(logits, sampling) for sampling in moved)
     scaled = logits.double() / decoding.temperature
-    excluded = scaled.masked_fill(kept[0] > 0, -torch.inf).amax(dim=-1, keepdim=True)
+    excluded = scaled.masked_fill(strict_p > 0, -torch.inf).amax(dim=-1, keepdim=True)
     if 0 < decoding.top_k < logits.shape[-1]:
         # Of equal logits a step may keep one and not the other.
         excluded = excluded.maximum(scaled.topk(decoding.top_k + 1, dim=-1).values[..., -1:])
-    lowest = scaled.masked_fill(kept[1] == 0, torch.inf).amin(dim=-1, keepdim=True)
-    passes = (kept[0] > 0) & (scaled >= excluded + tolerance)
-    return passes, (kept[1] == 0) & (scaled <= lowest - tolerance)
+    lowest = scaled.masked_fill(loose_p == 0, torch.inf).amin(dim=-1, keepdim=True)
+    passes = (strict_p > 0) & (scaled >= excluded + tolerance)
+    return passes, (loose_p == 0) & (scaled <= lowest - tolerance)
 
 
 @torch.inference_mode()
@@ -184,7 +178,7 @@ def decoded_evidence(
         yield evidence(logits, q, tokens, [image.trace.start for image in made], decoding, places, tolerance)
 
 
-def p_values(found: Sequence[Evidence], depth: int) -> dict[str, float]:
+def p_values(batches: Sequence[Evidence], depth: int) -> dict[str, float]:
     """Return the p-value of each test of images decoded with drafts of at most `depth` levels, by the test's name.
 
     `support` is 1 without a token that the target cannot give, else 0. `edge` is one-sided: a Poisson number has a
@@ -192,37 +186,32 @@ def p_values(found: Sequence[Evidence], depth: int) -> dict[str, float]:
     """
     from scipy.stats import chi2, chisquare, poisson
 
-    all_of = Evidence(*(np.concatenate(column) for column in zip(*found, strict=True)))
-    everywhere, leans = np.ones(all_of.starts.shape, dtype=bool), bool((all_of.lean_var > 0).any())
-    holds = not all_of.impossible.any()
-    tests = {"support": float(holds), "surprise": _martingale(all_of.surprise, all_of.surprise_var, everywhere)}
-    tests["edge"] = float(poisson.sf(int(all_of.edge.sum()) - 1, float(all_of.at_edge.sum())))
-    if leans:
-        tests["lean to the drafter"] = _martingale(all_of.lean, all_of.lean_var, everywhere)
-        tests["wager on the drafter"] = _wager(all_of.ratio)
-    for name, u in (("uniform by rank", all_of.by_rank), ("uniform by code", all_of.by_code)):
+    images = Evidence(*(np.concatenate(column) for column in zip(*batches, strict=True)))
+    everywhere, length = np.ones(images.starts.shape, dtype=bool), images.starts.shape[1]
+    sums = {"surprise": (images.surprise, images.surprise_var)}
+    if (images.lean_var > 0).any():
+        sums["lean to the drafter"] = (images.lean, images.lean_var)
+    tests = {
+        "support": float(not images.impossible.any()),
+        "surprise": _martingale(*sums["surprise"], everywhere),
+        "edge": float(poisson.sf(int(images.edge.sum()) - 1, float(images.at_edge.sum()))),
+    }
+    if "lean to the drafter" in sums:
+        tests["lean to the drafter"] = _martingale(*sums["lean to the drafter"], everywhere)
+        tests["wager on the drafter"] = _wager(images.ratio)
+    for name, u in (("uniform by rank", images.by_rank), ("uniform by code", images.by_code)):
         tests[name] = float(chisquare(np.histogram(u, bins=_BINS, range=(0.0, 1.0))[0]).pvalue)
-    length = all_of.starts.shape[1]
-    standard = (all_of.by_rank - 0.5) * 12**0.5
+    standard = (images.by_rank - 0.5) * 12**0.5
     lags = [standard[:, :-lag] * standard[:, lag:] for lag in range(1, min(_LAGS, length - 1) + 1)]
     tests["lags"] = float(chi2.sf(sum(float(pairs.sum()) ** 2 / pairs.size for pairs in lags), len(lags)))
     # The tokens `offset` places behind the start of a step, whichever step commits them: a rule that decides on several
-    # drafts at once owes its tokens nothing once it is known how many were accepted.
-    last = everywhere.copy()
-    last[:, : max(0, length - depth - 1)] = False
-    places = {"last positions": [last]}
-    places["depths"] = [np.roll(all_of.starts, offset, axis=1) & _from(offset, length) for offset in range(depth + 1)]
-    for name, masks in places.items():
-        parts = [(all_of.surprise, all_of.surprise_var), *([(all_of.lean, all_of.lean_var)] if leans else [])]
-        several = [_martingale(*part, mask) for part in parts for mask in masks]
+    # drafts at once owes its tokens nothing once it is clear how many were accepted.
+    positions = np.arange(length)
+    depths = [np.roll(images.starts, offset, axis=1) & (positions >= offset) for offset in range(depth + 1)]
+    for name, masks in (("last positions", [everywhere & (positions >= length - depth - 1)]), ("depths", depths)):
+        several = [_martingale(*values, mask) for values in sums.values() for mask in masks]
         tests[name] = min(1.0, len(several) * min(several))
     return tests
-
-
-def _from(offset: int, length: int) -> NDArray[np.bool_]:
-    """Which positions [N] are at least `offset`."""
-    found: NDArray[np.bool_] = np.arange(length) >= offset
-    return found
 
 
 def _martingale(values: NDArray[np.float64], variances: NDArray[np.float64], mask: NDArray[np.bool_]) -> float:
