@@ -191,7 +191,6 @@ def test_dry_run_shows_the_plan_and_makes_nothing(tiny: TinyModel, capsys: pytes
     rows = dict(line.split(",", 1) for line in written.out.replace('"', "").splitlines())
     assert rows["pictures encoded"] == "80 with mirror images" and rows["held out"] == "4 of 80"
     assert rows["tokens"] == "1,280 (16 a picture)" and rows["steps"] == "57 of 4 sequences"
-    assert rows["token files"] == "5.12 kB"
     assert rows["epochs"] == "3" and rows["evaluations"].startswith("5 of 8 images")
 
 
@@ -199,8 +198,7 @@ def test_published_target_is_planned_without_its_files(capsys: pytest.CaptureFix
     arguments = ["--target", "llamagen-t2i-stage1", "--data", "examples", "--images", "100000", "--dry-run"]
     assert main(["train", "drafter", *arguments, "--format", "csv"]) == 0
     out = capsys.readouterr().out.replace('"', "")
-    rows = ("tokens,25,600,000 (256 a picture)", "steps,475,000 of 4 sequences", "exported drafter,178 MB")
-    assert all(row in out for row in rows)
+    assert "tokens,25,600,000 (256 a picture)" in out and "steps,475,000 of 4 sequences" in out
 
 
 @pytest.mark.parametrize(

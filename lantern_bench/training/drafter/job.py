@@ -11,7 +11,6 @@ import torch
 
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.errors import UserError
-from lantern_bench.models.eagle import untrained_drafter
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.model import Model
 from lantern_bench.models.registry import model_of
@@ -131,8 +130,6 @@ def plan_rows(job: DrafterJob) -> list[tuple[str, str]]:
         raise UserError(f"--target {flags.target}: has no features to learn from", "Use a model that is a transformer.")
     steps, image_tokens = recipe.total_steps(job.sequences), target.config.image_tokens
     label = "pictures encoded" if job.data.pictures is not None else "pictures sampled by the target"
-    with torch.device("meta"):
-        weights = sum(parameter.numel() * 4 for parameter in untrained_drafter(target).parameters())
     evaluations = steps // flags.eval_every if flags.eval_every else 0
     timed = flags.minutes is not None
     count = f"as many as {flags.minutes:g} minutes allow" if timed else f"{steps:,}"
@@ -141,18 +138,7 @@ def plan_rows(job: DrafterJob) -> list[tuple[str, str]]:
         (label, f"{total:,}" + (" with mirror images" if job.data.mirrored else "")),
         ("tokens", f"{total * image_tokens:,} ({image_tokens:,} a picture)"),
         ("held out", f"{total - job.sequences:,} of {total:,}"),
-        ("token files", _bytes(4 * total * image_tokens)),
         ("steps", f"{count} of {recipe.batch * recipe.accumulate} sequences"),
         ("epochs", epochs),
         ("evaluations", f"{evaluations} of {flags.eval_images} images, one of {flags.final_images} at the end"),
-        ("checkpoint", _bytes(3 * weights)),
-        ("exported drafter", _bytes(weights)),
     ]
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

@@ -5,8 +5,6 @@ Tokens and checkpoints are in the work folder of the job, and an interrupted tra
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -14,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 import yaml
 from safetensors.torch import save
@@ -237,33 +236,24 @@ class TrainingLog:
     """The log of a training as a CSV file; with `resume` its rows stay."""
 
     def __init__(self, path: Path, resume: bool) -> None:
-        self._path = path
-        self._rows = list[dict[str, str]]()
+        self._path, self._rows = path, list[dict[str, Any]]()
         if resume and path.is_file():
-            with path.open(encoding="utf-8", newline="") as file:
-                reader = csv.DictReader(file)
-                if tuple(reader.fieldnames or ()) != COLUMNS:
-                    advice = "Move it away, or give another folder (--out)."
-                    raise RefusedError(f"{path}: is not the log of a training", advice)
-                # A line that was cut off while it was written lacks its last fields.
-                self._rows = [row for row in reader if None not in row.values() and row["step"].isdigit()]
+            table = pd.read_csv(path)
+            if tuple(table.columns) != COLUMNS:
+                advice = "Move it away, or give another folder (--out)."
+                raise RefusedError(f"{path}: is not the log of a training", advice)
+            self._rows = [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
 
     def before(self, step: int) -> tuple[int, float]:
         """Return step and seconds of the last row before `step`; zeros without one."""
-        rows = (row for row in reversed(self._rows) if int(row["step"]) < step)
-        row = next(rows, {"step": "0", "seconds": "0"})
-        return int(row["step"]), float(row["seconds"])
+        rows = [row for row in self._rows if row["step"] < step] or [{"step": 0, "seconds": 0.0}]
+        return rows[-1]["step"], rows[-1]["seconds"]
 
     def add(self, row: Mapping[str, float | None]) -> None:
         """Add a row; rows of its step and later belong to an interrupted training and are removed."""
-        self._rows = [old for old in self._rows if int(old["step"]) < int(row["step"] or 0)]
-        texts = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()}
-        self._rows.append({name: "" if texts.get(name) is None else str(texts[name]) for name in COLUMNS})
-        out = io.StringIO()
-        writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self._rows)
-        write_atomically(self._path, out.getvalue().encode())
+        self._rows = [*(earlier for earlier in self._rows if earlier["step"] < row["step"]), dict(row)]
+        table = pd.DataFrame(self._rows, columns=COLUMNS)
+        write_atomically(self._path, table.to_csv(index=False, float_format="%.6g").encode())
 
 
 def write_drafter(drafter: EagleDrafter, folder: Path, target: str, weights: Mapping[str, str]) -> None:
