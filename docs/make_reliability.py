@@ -96,10 +96,10 @@ def render(page: str, results: Mapping[str, Result]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the tests and write the rows of those that pass; return pytest's exit code."""
+    """Run the tests, long ones too, and write the rows of those that pass; return pytest's exit code."""
     plugin = Outcomes()
     named = [] if any(word.startswith("tests/") for word in arguments) else [str(TESTS)]
-    code = int(pytest.main(["-q", *arguments, *named], plugins=[plugin]))
+    code = int(pytest.main(["-q", "-m", "not gpu", *arguments, *named], plugins=[plugin]))
     passed = {node: result for node, result in plugin.results.items() if result.passed == result.cases}
     PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), passed), encoding="utf-8")
     return code

@@ -102,9 +102,9 @@ def test_a_bound_changes_no_program(cell: str) -> None:
     moved = []
     for bound in BOUNDS[cell]:
         decoding = Decoding(**CELLS[cell] | bound)
-        made = decoded(model, decoding, 3, engine)
-        same(made, decoded(model, decoding, 3))
-        moved.append(sum(one.trace.neighbour_mass for one in made))
+        images = decoded(model, decoding, 3, engine)
+        same(images, decoded(model, decoding, 3))
+        moved.append(sum(image.trace.neighbour_mass for image in images))
         programs = sum(key[0] == "program" for key, _threads in engine._cache)
         assert programs == 3
     assert 0 < moved[0] < moved[1]

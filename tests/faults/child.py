@@ -80,12 +80,12 @@ def install(folder: Path) -> None:
     (info / "entry_points.txt").write_text("[lantern_bench.models]\ntiny = fragile_family:family\n")
 
 
-def run(arguments: list[str], folder: str, said: str, environment: dict[str, str], largest_file: int | None) -> None:
-    """Run one command in `folder` and exit with its code; what it prints is appended to the file `said`."""
+def run(arguments: list[str], folder: str, output: str, environment: dict[str, str], largest_file: int | None) -> None:
+    """Run one command in `folder` and exit with its code; what it prints is appended to the file `output`."""
     os.setsid()
     os.chdir(folder)
     os.environ.update(environment, PYTHONPATH=os.pathsep.join([folder, str(ROOT)]))
-    with open(said, "ab") as file:
+    with open(output, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     if largest_file is not None:

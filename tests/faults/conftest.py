@@ -22,8 +22,8 @@ Outcome = Callable[[str], None]
 class Command:
     """A command that runs in a process of its own."""
 
-    def __init__(self, process: BaseProcess, said: Path) -> None:
-        self.process, self._said, self.began = process, said, time.monotonic()
+    def __init__(self, process: BaseProcess, output: Path) -> None:
+        self.process, self._output, self.began = process, output, time.monotonic()
         process.start()
         assert process.pid is not None
         self.pid = process.pid
@@ -31,18 +31,18 @@ class Command:
     def until(self, true: Callable[[], bool]) -> None:
         """Wait until something is so, while the command runs."""
         while not true():
-            assert self.process.is_alive() and time.monotonic() < self.began + SECONDS, self.said
+            assert self.process.is_alive() and time.monotonic() < self.began + SECONDS, self.output
             time.sleep(0.01)
 
     def end(self) -> int:
         """Wait for the end and return the exit code; a signal that ended it is negative."""
         self.process.join(SECONDS)
-        assert self.process.exitcode is not None, f"still running\n{self.said}"
+        assert self.process.exitcode is not None, f"still running\n{self.output}"
         return self.process.exitcode
 
     @property
-    def said(self) -> str:
-        return self._said.read_text() if self._said.exists() else ""
+    def output(self) -> str:
+        return self._output.read_text() if self._output.exists() else ""
 
 
 class Bench:
@@ -56,16 +56,16 @@ class Bench:
 
     def start(self, *arguments: str, largest_file: int | None = None, **environment: str) -> Command:
         self._count += 1
-        said = self.folder / f"said-{self._count}.txt"
-        given = (list(arguments), str(self.folder), str(said), environment, largest_file)
-        command = Command(self._context.Process(target=child.run, args=given), said)
+        output = self.folder / f"output-{self._count}.txt"
+        given = (list(arguments), str(self.folder), str(output), environment, largest_file)
+        command = Command(self._context.Process(target=child.run, args=given), output)
         self._running.append(command)
         return command
 
     def run(self, *arguments: str, largest_file: int | None = None, **environment: str) -> tuple[int, str]:
         """Run a command to its end; return its exit code and what it printed."""
         command = self.start(*arguments, largest_file=largest_file, **environment)
-        return command.end(), command.said
+        return command.end(), command.output
 
     def sweep(self, out: str, *flags: str, largest_file: int | None = None, **environment: str) -> tuple[int, str]:
         return self.run(*SWEEP, out, *flags, largest_file=largest_file, **environment)
@@ -81,8 +81,8 @@ class Bench:
 
     def problems(self, out: str) -> list[str]:
         """What `verify` finds, as lines of CSV."""
-        _code, said = self.run("verify", out, "--format", "json")
-        found = said[said.find("[") : said.rfind("]") + 1]
+        _code, output = self.run("verify", out, "--format", "json")
+        found = output[output.find("[") : output.rfind("]") + 1]
         return [f"{row['file']}: {row['problem']}" for row in json.loads(found or "[]")]
 
     def close(self) -> None:
@@ -105,8 +105,8 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The tokens of a run that nothing happens to."""
     made = Bench(tmp_path_factory.mktemp("whole"))
-    code, said = made.sweep("run")
-    assert code == 0, said
+    code, output = made.sweep("run")
+    assert code == 0, output
     assert made.run("verify", "run")[0] == 0
     tokens = made.tokens("run")
     assert len(tokens) == 18

@@ -37,10 +37,10 @@ class Spoiled(nn.Module):
         return self.head(features) + self.wrong
 
 
-def spoiled(part: str) -> tuple[Small, Spoiled]:
+def spoiled(model_name: str) -> tuple[Small, Spoiled]:
     model = Small()
     head = Spoiled(model.target.transformer.output)
-    if part == "target":
+    if model_name == "target":
         model.target.transformer.output = head
     else:
         model.drafter.use_head(head)
@@ -76,15 +76,15 @@ def test_broken_logits_of_the_target(
     decoding = Decoding(**MODES[cell])
     (model, head), engine = spoiled("target"), Engine()
     wanted = decoded(model, decoding, 2, engine)
-    said = fail(model, head, decoding, engine, value, at)
-    assert said.startswith("the target gave NaN or infinite logits behind ")
-    behind = int(said.split("behind ")[1].split()[0])
+    message = fail(model, head, decoding, engine, value, at)
+    assert message.startswith("the target gave NaN or infinite logits behind ")
+    behind = int(message.split("behind ")[1].split()[0])
     assert behind == (0 if at == 0 else behind) and (at == 0 or behind >= at)
     if cell == "ar":
         assert behind == at
     # Nothing of it is left in caches: the same images come out as before.
     same(decoded(model, decoding, 2, engine), wanted)
-    record_property("outcome", f"image failed: {said}")
+    record_property("outcome", f"image failed: {message}")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -94,29 +94,30 @@ def test_broken_logits_of_the_drafter(cell: str, value: float, record_property: 
     decoding = Decoding(**MODES[cell])
     (model, head), engine = spoiled("drafter"), Engine()
     wanted = decoded(model, decoding, 2, engine)
-    said = fail(model, head, decoding, engine, value)
-    assert said.startswith("the drafter gave NaN or infinite logits behind ")
+    message = fail(model, head, decoding, engine, value)
+    assert message.startswith("the drafter gave NaN or infinite logits behind ")
     same(decoded(model, decoding, 2, engine), wanted)
-    record_property("outcome", f"image failed: {said}")
+    record_property("outcome", f"image failed: {message}")
 
 
-def test_compiled_steps_find_broken_logits(record_property: Callable[[str, object], None]) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_compiled_steps_find_broken_logits(backend: str, record_property: Callable[[str, object], None]) -> None:
     """NaN or +inf in a target's logits, steps compiled"""
     decoding = Decoding(**MODES["static"])
-    (model, head), engine = spoiled("target"), Engine(compile=True)
+    (model, head), engine = spoiled("target"), Engine(compile=True, backend=backend)
     wanted = decoded(model, decoding, 2, engine)
     for value in (math.nan, math.inf):
-        said = fail(model, head, decoding, engine, value)
+        message = fail(model, head, decoding, engine, value)
         same(decoded(model, decoding, 2, engine), wanted)
-    record_property("outcome", f"image failed: {said}")
+    record_property("outcome", f"image failed: {message}")
 
 
 def test_impossible_tokens_are_no_fault() -> None:
     model, head = spoiled("target")
     head.wrong[7] = -math.inf
     for cell in ("ar", "greedy"):
-        made = decoded(model, Decoding(**MODES[cell] | {"cfg_scale": 1.0}), 1)
-        assert 7 not in made[0].tokens
+        (image,) = decoded(model, Decoding(**MODES[cell] | {"cfg_scale": 1.0}), 1)
+        assert 7 not in image.tokens
 
 
 def test_a_step_copies_once_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,9 +132,9 @@ def test_a_step_copies_once_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None
 
         return count
 
-    def step(self: Progress, *given: Tensor) -> None:
+    def step(self: Progress, *arguments: Tensor) -> None:
         counts["steps"] += 1
-        commit(self, *given)
+        commit(self, *arguments)
 
     monkeypatch.setattr(Tensor, "tolist", counted("tolist", Tensor.tolist))
     monkeypatch.setattr(Tensor, "item", counted("item", Tensor.item))

@@ -23,30 +23,31 @@ def children(command: Command) -> list[psutil.Process]:
     return psutil.Process(command.pid).children(recursive=True)
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
-@pytest.mark.parametrize("number", NAMES, ids=NAMES.get)
+@pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, "1"), (signal.SIGTERM, "2")])
 def test_signals(bench: Bench, whole: dict[str, str], outcome: Outcome, number: signal.Signals, processes: str) -> None:
     """SIGINT or SIGTERM in a sweep of one process, and in one of workers"""
     command = bench.start(*SWEEP, "run", "--processes", processes, **SLOW)
     command.until(lambda: bench.lines("run") >= 2)
     workers = children(command)
     os.kill(command.pid, number)
-    code, said, kept = command.end(), command.said, bench.lines("run")
-    assert code == 128 + number and "Traceback" not in said, said
-    assert f"interrupted: {kept} of 18 images are done and kept" in said and "The same command continues." in said
-    assert 2 <= kept < 18 and len(bench.tokens("run")) == kept
+    code, output, finished = command.end(), command.output, bench.lines("run")
+    assert code == 128 + number and "Traceback" not in output, output
+    assert (
+        f"interrupted: {finished} of 18 images are done and kept" in output and "The same command continues." in output
+    )
+    assert 2 <= finished < 18 and len(bench.tokens("run")) == finished
     assert read_manifest(bench.folder / "run")["sessions"][0]["ended"] is not None
     assert len(workers) == (processes == "2") and not any(worker.is_running() for worker in workers)
-    code_again, said = bench.sweep("run", "--processes", processes)
-    assert code_again == 0 and f"{kept} images kept" in said and bench.tokens("run") == whole
+    code_again, output = bench.sweep("run", "--processes", processes)
+    assert code_again == 0 and f"{finished} images kept" in output and bench.tokens("run") == whole
     outcome(f"{NAMES[number]}: exit {code}, the manifest closed, finished images kept, resumed to the same tokens")
 
 
 def test_swallowed_interrupt(bench: Bench, whole: dict[str, str], outcome: Outcome) -> None:
     """SIGINT in a finalizer, where Python prints an exception and goes on"""
-    code, said = bench.sweep("run", TINY_SWALLOW="2")
-    assert "Exception ignored in" in said and "Stopped" in said, said
-    assert code == 130 and "interrupted before the first image" in said
+    code, output = bench.sweep("run", TINY_SWALLOW="2")
+    assert "Exception ignored in" in output and "Stopped" in output, output
+    assert code == 130 and "interrupted before the first image" in output
     assert bench.sweep("run")[0] == 0 and bench.tokens("run") == whole
     outcome(f"exit {code}: the next step or event stops")
 
@@ -61,18 +62,18 @@ def test_second_signal(bench: Bench, outcome: Outcome) -> None:
     assert command.process.is_alive()
     os.kill(command.pid, signal.SIGINT)
     code = command.end()
-    assert code == 130 and "Traceback" not in command.said
+    assert code == 130 and "Traceback" not in command.output
     outcome(f"exit {code} at once")
 
 
 def test_hanging_worker(bench: Bench, whole: dict[str, str], outcome: Outcome) -> None:
     """A worker process that hangs"""
     # Long enough for its start on a busy machine.
-    command = bench.start(*SWEEP, "run", "--processes", "2", "--worker-timeout", "20", TINY_HANG=PROMPTS[1])
-    code, said = command.end(), command.said
-    line = next(line for line in said.splitlines() if "hangs" in line)
-    assert code == 4 and "error: worker process " in line and " of 2 hangs: no sign of life in 20 s after " in line
-    assert "--worker-timeout" in said and "Traceback" not in said
+    command = bench.start(*SWEEP, "run", "--processes", "2", "--worker-timeout", "12", TINY_HANG=PROMPTS[1])
+    code, output = command.end(), command.output
+    line = next(line for line in output.splitlines() if "hangs" in line)
+    assert code == 4 and "error: worker process " in line and " of 2 hangs: no sign of life in 12 s after " in line
+    assert "--worker-timeout" in output and "Traceback" not in output
     assert bench.sweep("run", "--processes", "2")[0] == 0 and bench.tokens("run") == whole
     outcome(f"exit {code}: {line.removeprefix('error: ')}")
 
@@ -91,8 +92,8 @@ def test_a_worker_ends_with_its_parent(bench: Bench, whole: dict[str, str], outc
 
 
 def test_worker_timeout_must_be_positive(bench: Bench) -> None:
-    code, said = bench.sweep("run", "--worker-timeout", "0")
-    assert code == 2 and "--worker-timeout 0: must be more than 0 seconds" in said
+    code, output = bench.sweep("run", "--worker-timeout", "0")
+    assert code == 2 and "--worker-timeout 0: must be more than 0 seconds" in output
 
 
 # ---- The module itself

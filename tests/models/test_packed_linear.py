@@ -56,8 +56,8 @@ def test_packed_models_compute_the_same(dtype: torch.dtype, kernels: bool, monke
     assert (features(plain, dtype) - features(packed, dtype)).abs().max() < close
     assert weight_bytes(packed.target) == weight_bytes(plain.target)
     assert weight_count(packed.drafter) == weight_count(plain.drafter)
-    left = any(isinstance(part, nn.Linear) for part in packed.drafter.modules())
-    assert left != (kernels and can_pack(CPU, dtype))
+    has_plain_layers = any(isinstance(module, nn.Linear) for module in packed.drafter.modules())
+    assert has_plain_layers != (kernels and can_pack(CPU, dtype))
 
 
 @torch.inference_mode()
@@ -67,7 +67,7 @@ def test_only_the_drafter_rounds_its_head() -> None:
     model.drafter.bfloat16()
     pack_for_decoding(model.target, model.drafter)
     target, drafter = model.target.transformer.output, model.drafter.head_module
-    kinds = [part.dtype if isinstance(part, PackedLinear) else part.weight.dtype for part in (target, drafter)]
+    kinds = [module.dtype if isinstance(module, PackedLinear) else module.weight.dtype for module in (target, drafter)]
     assert kinds == [torch.float32, torch.bfloat16]
     assert model.target.dtype == model.drafter.dtype == torch.bfloat16
 
@@ -75,10 +75,10 @@ def test_only_the_drafter_rounds_its_head() -> None:
 def test_packing_twice_changes_nothing() -> None:
     model = Small()
     pack_for_decoding(model.target, model.drafter)
-    before = [id(part) for part in (*model.target.modules(), *model.drafter.modules(), model.drafter.head_module)]
+    before = [id(module) for module in (*model.target.modules(), *model.drafter.modules(), model.drafter.head_module)]
     pack_for_decoding(model.target, model.drafter)
     assert before == [
-        id(part) for part in (*model.target.modules(), *model.drafter.modules(), model.drafter.head_module)
+        id(module) for module in (*model.target.modules(), *model.drafter.modules(), model.drafter.head_module)
     ]
 
 
@@ -86,7 +86,7 @@ def test_packing_twice_changes_nothing() -> None:
 DRAFTED = {"mode": "speculative", "tree": [[0], [1], [0, 0]], "temperature": 0.0, "cfg_scale": 1.5}
 
 
-@pytest.mark.parametrize("cell", [DRAFTED, CELLS["ar"]], ids=["drafted", "ar"])
+@pytest.mark.parametrize("cell", [pytest.param(DRAFTED, marks=pytest.mark.long), CELLS["ar"]], ids=["drafted", "ar"])
 def test_compiled_packed_models_decode_the_same_image(cell: dict[str, Any]) -> None:
     lower_packed_products()
     model, decoding = Small(), Decoding(**cell)
@@ -111,8 +111,8 @@ def test_compiled_programs_call_the_kernel_directly(dtype: torch.dtype, monkeypa
     seen = {}
     for name, function in {"compiled": run, "plain": lambda x: layer(x * 2) + 1}.items():
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
-            made = function(x)
-        torch.testing.assert_close(made, layer(x * 2) + 1)
+            product = function(x)
+        torch.testing.assert_close(product, layer(x * 2) + 1)
         seen[name] = {event.key for event in profiled.key_averages()}
     products = {"lantern_bench::packed_linear", "mkldnn::_linear_pointwise"}
     assert products & seen["plain"]
@@ -137,17 +137,17 @@ def test_panel_products_are_exact(outputs: int, inputs: int, stored: torch.dtype
     assert layer._packed.dtype == stored
     assert layer.nbytes == outputs * inputs * stored.itemsize + outputs * 4
     x = torch.randn(118, inputs, generator=random)
-    whole = layer(x)
+    product = layer(x)
     exact = nn.functional.linear(x.double(), weight.double(), bias.double())
-    assert (whole - exact).abs().max() < 2e-6 * inputs + 1e-6
+    assert (product - exact).abs().max() < 2e-6 * inputs + 1e-6
     for rows in (*range(1, 15), 64):
-        assert torch.equal(layer(x[:rows]), whole[:rows]), "the sums of a row depend on how many rows there are"
-    assert torch.equal(layer(x[:6].reshape(2, 3, -1)), whole[:6].view(2, 3, -1))
-    assert torch.equal(layer(x[:32].T.contiguous().T), whole[:32])
+        assert torch.equal(layer(x[:rows]), product[:rows]), "the sums of a row depend on how many rows there are"
+    assert torch.equal(layer(x[:6].reshape(2, 3, -1)), product[:6].view(2, 3, -1))
+    assert torch.equal(layer(x[:32].T.contiguous().T), product[:32])
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert torch.equal(layer(x), whole)
+        assert torch.equal(layer(x), product)
     finally:
         torch.set_num_threads(threads)
 
@@ -168,15 +168,15 @@ def test_bfloat16_panel_products_are_rounded_once(
     layer = PackedLinear(weight, bias)
     assert layer._factors == (torch.bfloat16 if pairs and inputs % 2 == 0 else torch.float32)
     assert layer.nbytes == 2 * outputs * (inputs + 1)
-    whole, exact = layer(x), nn.functional.linear(x.double(), weight.double(), bias.double())
-    assert whole.dtype == torch.bfloat16
-    assert ((whole - exact).abs() <= exact.abs() * 2**-8 + 2e-6 * inputs).all()
+    product, exact = layer(x), nn.functional.linear(x.double(), weight.double(), bias.double())
+    assert product.dtype == torch.bfloat16
+    assert ((product - exact).abs() <= exact.abs() * 2**-8 + 2e-6 * inputs).all()
     for rows in (*range(1, 15), 33):
-        assert torch.equal(layer(x[:rows]), whole[:rows]), "the sums of a row depend on how many rows there are"
+        assert torch.equal(layer(x[:rows]), product[:rows]), "the sums of a row depend on how many rows there are"
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert torch.equal(layer(x), whole)
+        assert torch.equal(layer(x), product)
     finally:
         torch.set_num_threads(threads)
 
@@ -190,8 +190,8 @@ def test_compiled_programs_call_panel_products_without_python(dtype: torch.dtype
     layer = PackedLinear(torch.randn(48, 32, generator=torch.Generator().manual_seed(1)).to(dtype))
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
     run = Engine(compile=True).program("panels", lambda x: layer(x * 2) + 1, CPU)
-    made, code = run_and_get_cpp_code(run, x)
-    torch.testing.assert_close(made, layer(x * 2) + 1)
+    product, code = run_and_get_cpp_code(run, x)
+    torch.testing.assert_close(product, layer(x * 2) + 1)
     assert 'aoti_torch_call_dispatcher("lantern_bench::panel_linear"' in code
 
 
@@ -206,14 +206,14 @@ def check_attention(
     mask[:, :, :, 3] = 0.0
     mask[:, :, 0, 4:] = -torch.inf
     turned = mask[:, 0].mT.contiguous()
-    made = torch.ops.lantern_bench.node_attention(q, keys, values, turned)
-    wide = (part.double() for part in (q.transpose(1, 2), keys, values))
+    attention = torch.ops.lantern_bench.node_attention(q, keys, values, turned)
+    wide = (module.double() for module in (q.transpose(1, 2), keys, values))
     exact = nn.functional.scaled_dot_product_attention(*wide, attn_mask=mask.double(), enable_gqa=True).transpose(1, 2)
-    assert (made - exact).abs().max() < 3e-6
+    assert (attention - exact).abs().max() < 3e-6
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert torch.equal(made, torch.ops.lantern_bench.node_attention(q, keys, values, turned))
+        assert torch.equal(attention, torch.ops.lantern_bench.node_attention(q, keys, values, turned))
     finally:
         torch.set_num_threads(threads)
 
@@ -232,13 +232,14 @@ def test_attention_of_nodes_is_exact(kv_heads: int, nodes: int, stored: torch.dt
 @torch.inference_mode()
 def test_only_packed_models_use_the_attention_kernel() -> None:
     model = Small()
-    parts = (model.target.transformer, model.drafter)
-    assert not any(part.attention_kernel for part in parts)
+    decoders = (model.target.transformer, model.drafter)
+    assert not any(module.attention_kernel for module in decoders)
     pack_for_decoding(model.target, model.drafter)
-    assert all(part.attention_kernel for part in parts)
+    assert all(module.attention_kernel for module in decoders)
 
 
 @needs_panels
+@pytest.mark.long
 def test_kernels_with_avx2_only() -> None:
     """Sums are in the same order, so the bits are those of wider instructions."""
     program = """if True:
@@ -254,13 +255,13 @@ def test_kernels_with_avx2_only() -> None:
             for rows in (1, 2, 3, 7, 40):
                 print(layer(torch.randn(rows, 300, generator=random)).double().square().sum().item())
     """
-    place = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
-    done = subprocess.run([sys.executable, "-c", program], env=place, capture_output=True, text=True)
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
         exec(program, {})
-    here, narrow = ([float(line) for line in text.split()] for text in (said.getvalue(), done.stdout))
+    here, narrow = ([float(line) for line in text.split()] for text in (printed.getvalue(), done.stdout))
     assert len(here) == 15 and here == pytest.approx(narrow, rel=1e-12)
 
 
