@@ -39,16 +39,13 @@ _NOT_RUN = ("name", "description", "paper", "protocol", "reference", "processes"
 
 @dataclass(frozen=True)
 class Cell:
-    """One model with one decoding, `batch` images at once.
-
-    `prefix` and `suffix` are the model's name and the batch in the id, when a run has several of them.
-    """
+    """One model with one decoding and batch size."""
 
     model: str
     decoding: Decoding
-    prefix: str = ""
-    batch: int = 1
-    suffix: str = ""
+    prefix: str = ""  # the model's name in the id, if the run has several models
+    batch: int = 1  # images decoded at once
+    suffix: str = ""  # the batch in the id, if the run has several batch sizes
 
     @cached_property
     def cell_id(self) -> str:
@@ -66,11 +63,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class ResolvedExperiment:
-    """An experiment with every value decided; `cfg_defaults` are the models' own guidance scales, for the ids."""
+    """An experiment with every value decided."""
 
     settings: Settings
     cells: tuple[Cell, ...]
-    cfg_defaults: Mapping[str, float]
+    cfg_defaults: Mapping[str, float]  # the models' own guidance scales, for the ids
 
     @property
     def name(self) -> str:
@@ -86,12 +83,13 @@ class ResolvedExperiment:
         """Return plain data that is itself a valid experiment file and resolves to the same cells."""
         values = self.settings.model_dump(mode="json", exclude_none=True)
         values["model_defaults"] = {model: {"cfg_scale": scale} for model, scale in self.cfg_defaults.items()}
-        several = len(self.settings.model) > 1
         values["batch"] = values["batch"] if len(self.settings.batch) > 1 else self.settings.batch[0]
         # Each decoding once: `batch` lists the batch sizes.
-        decodings = {cell.prefix + cell.decoding.cell_id: cell for cell in self.cells}.values()
-        named = ({"model": cell.model} if several else {} for cell in decodings)
-        values["cells"] = [name | cell.decoding.settings() for name, cell in zip(named, decodings, strict=True)]
+        cells = {cell.prefix + cell.decoding.cell_id: cell for cell in self.cells}.values()
+        if len(self.settings.model) > 1:
+            values["cells"] = [{"model": cell.model, **cell.decoding.settings()} for cell in cells]
+        else:
+            values["cells"] = [cell.decoding.settings() for cell in cells]
         return values
 
     def to_yaml(self) -> str:
@@ -190,7 +188,7 @@ def _expand(
             of_model.insert(0, BASELINE)
         for entry in of_model:
             for decoding in grid.expand(entry):
-                cells.update(dict.fromkeys(Cell(model, decoding, prefix, *batch) for batch in batches))
+                cells |= dict.fromkeys(Cell(model, decoding, prefix, *batch) for batch in batches)
     _note_idle_flags(layers.flags, used_flags, entries, problems)
     if problems.entries:  # a value may be missing because it was wrong
         return []

@@ -51,18 +51,15 @@ class Figure(BaseModel):
 
 
 class PaperRow(BaseModel):
-    """One row of a published table, and the cells it is compared with.
-
-    match: settings a cell must have, by the names of an experiment file; models: further ones for single models. A row
-    without `match` is of a method that no mode covers. best: the figures are best ones and stand beside our best.
-    """
+    """One row of a published table, and the cells that it is compared with."""
 
     model_config = _STRICT
 
     name: str = Field(min_length=1)
+    # The settings of those cells, by the names of an experiment file; None: no mode covers the method.
     match: dict[str, Any] | None = None
-    models: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    best: bool = False
+    models: dict[str, dict[str, Any]] = Field(default_factory=dict)  # further settings for single models
+    best: bool = False  # the figures are best ones, and stand beside our best
     figures: dict[FigureName, Figure] = Field(default_factory=dict)
     note: str | None = None
 
@@ -82,23 +79,20 @@ class PaperRow(BaseModel):
 
 
 class Paper(BaseModel):
-    """A published table or figure: what it measured, with what, and its rows.
-
-    model, hardware, prompts, images, fid_features, clip_model: the published setting, None where unknown; columns: what
-    the table reports; missing: a note about figures that could not be had.
-    """
+    """A published table or figure."""
 
     model_config = _STRICT
 
     title: str = Field(min_length=1)
+    # What it was measured with; None: unknown.
     model: str | None = None
     hardware: str | None = None
     prompts: str | None = None
     images: int | None = None
     fid_features: str | None = None
     clip_model: str | None = None
-    columns: tuple[FigureName, ...] = ("speedup", "mean_accepted_length")
-    missing: str | None = None
+    columns: tuple[FigureName, ...] = ("speedup", "mean_accepted_length")  # that the table has
+    missing: str | None = None  # a note about figures that could not be had
     notes: tuple[str, ...] = ()
     rows: tuple[PaperRow, ...] = ()
     figures: dict[str, dict[str, float]] = Field(default_factory=dict)

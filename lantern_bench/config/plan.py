@@ -37,13 +37,10 @@ def _hash63(text: str) -> int:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt; its id depends on its text alone, so that lists may be reordered and extended.
-
-    `source` is what its set calls it (`coco:391895`) and makes no prompt another one.
-    """
+    """A prompt; its id depends on its text alone, so that lists may be reordered and extended."""
 
     text: str
-    source: str = field(default="", compare=False)
+    source: str = field(default="", compare=False)  # what its set calls it, such as coco:391895
 
     @cached_property
     def id(self) -> str:
@@ -79,20 +76,20 @@ class ImageTask:
 
 @dataclass(frozen=True)
 class Shard:
-    """Part `index` of `count`, counted from 1."""
+    """One part of a run that is split over several jobs."""
 
-    index: int
+    index: int  # from 1
     count: int
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The remaining work: images, and seconds if every cell's seconds per image are known (else None)."""
+    """The remaining work."""
 
     images: int
-    done: int
-    seconds: float | None
-    unknown: tuple[str, ...] = ()
+    done: int  # of them
+    seconds: float | None  # for the others; None: the seconds per image of some cell are unknown
+    unknown: tuple[str, ...] = ()  # those cells
 
     @property
     def to_do(self) -> int:
@@ -102,11 +99,11 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """Cells, and the images in order of execution; `together` consecutive images belong to one cell."""
+    """The images of a run."""
 
     cells: tuple[Cell, ...]
-    tasks: tuple[ImageTask, ...]
-    together: int = 1
+    tasks: tuple[ImageTask, ...]  # in order of execution
+    together: int = 1  # so many consecutive images belong to one cell
 
     def shard(self, shard: Shard) -> Plan:
         """Return the tasks of one shard; all cells of a prompt stay in one shard, because they are compared."""
