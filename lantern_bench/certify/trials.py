@@ -107,7 +107,7 @@ def lossless_decodings(tree: Any, cfg_default: float, **values: Any) -> dict[str
     """Return every lossless rule with every drafting that it can decide on, in small, by their labels."""
     named: dict[str, Decoding] = {}
     for rule, drafting in itertools.product(RULES.values(), DRAFTINGS.values()):
-        decides = rule.lossless and drafting.drafts and can_decide(rule.name, drafting.name)
+        decides = rule.lossless and drafting.lossless and drafting.drafts and can_decide(rule.name, drafting.name)
         if rule.name == "none" or not decides:
             continue
         if fresh_drafts_problem(rule.name, drafting.name, defaults_for(drafting.name, rule.name, "speculative")):

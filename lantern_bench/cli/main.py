@@ -47,6 +47,7 @@ REMOVED = {
     "--condition": _DECODE,
     "--features": "The target computes features at each step.",
     "--engine": "`--ray` decodes on a Ray cluster, `--ray ADDRESS` on the one at this address.",
+    "--form": "`--drafting scd-published` and `--drafting sjd-pac-published` decode as published code does.",
     "--lossless": _LOSSLESS,
     "--no-lossless": _LOSSLESS,
     "--online": "`lantern-bench weights get MODEL` says whether the hub can be reached.",

@@ -204,8 +204,8 @@ class Decoding:
 
     @property
     def lossless(self) -> bool:
-        """Whether the tokens keep the target's distribution: no relaxed rule, and no form as published."""
-        return self.rule_row.lossless and self.value("form") != "published"
+        """Whether the tokens keep the target's distribution."""
+        return self.rule_row.lossless and self.drafting_row.lossless
 
     @property
     def drafts(self) -> bool:

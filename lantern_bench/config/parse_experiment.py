@@ -232,13 +232,16 @@ class ExperimentReader:
                 values = read_values(key, written, self.location((*path, key)), self.problems, self.source.folder)
                 if values:
                     layer[key] = values
-            elif key not in other_keys:
+            elif key not in other_keys and (key, written) != ("form", "exact"):  # which earlier versions recorded
                 self._note_unknown_key(key, path, (*parameters, *other_keys))
         return Layer(layer, lambda key: self.location((*path, key)))
 
     def _note_unknown_key(self, key: str, path: KeyPath, allowed: Collection[str]) -> None:
         location = self.location((*path, key))
-        if path and (key in ALLOWED or key in _BLOCKS):
+        if key == "form":  # of earlier versions
+            text = "removed; what published code does is a drafting: scd-published or sjd-pac-published"
+            self.problems.add(location, text)
+        elif path and (key in ALLOWED or key in _BLOCKS):
             self.problems.add(location, "belongs at the top level of the file, not here")
         elif key == "mode":
             self.problems.add(location, "belongs in cells, for example: cells: [{mode: lantern}]")

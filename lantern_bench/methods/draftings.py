@@ -21,6 +21,7 @@ class Drafting:
     about: str
     parameters: tuple[Parameter, ...] = ()  # its own, and shipped ones
     defaults: Values = field(default_factory=dict)  # of its parameters
+    lossless: bool = True  # with a strict rule; False: what published code does where that is not
     needs_drafter: bool = True  # whether it uses the model's drafter; without it, models need none
     sampled: bool = True  # drafts are drawn from q; False: a draft is deterministic, and its q is 1
     chain: bool = False  # its drafts never branch; the shape of a static tree says that itself
@@ -32,7 +33,6 @@ class Drafting:
     adapt: Callable[[Values, Values], Values] = lambda defaults, _typed: defaults
     problem: Callable[[Values], tuple[str, str] | None] = lambda _values: None  # key and sentence of values that clash
     small: Values = field(default_factory=dict)  # values of a draft that is small enough for exact checks
-    published: Code = ""
     legend: str | None = None  # of the mode that a drafting from another package brings
     colour: str | None = None
 
@@ -77,8 +77,7 @@ def _enough_nodes(defaults: Values, typed: Values) -> Values:
 def _jacobi_label(values: Values) -> str:
     """Return `w16` and what is not the default: `w16-left-maximal`; with candidates `w16x3x2-maximal`."""
     sizes = (values[key] for key in ("window", "candidates", "branching") if values.get(key) is not None)
-    settings = (values["initial"], values["coupling"], values.get("form"))
-    words = [setting for setting in settings if setting not in ("uniform", "none", "exact", None)]
+    words = [setting for setting in (values["initial"], values["coupling"]) if setting not in ("uniform", "none")]
     return "-".join(["w" + "x".join(map(str, sizes)), *words])
 
 
@@ -90,9 +89,13 @@ def _hybrid_label(values: Values) -> str:
 
 
 def _published_problem(values: Values) -> tuple[str, str] | None:
-    if values["form"] == "exact" or (values["coupling"] == "maximal" and values["initial"] == "uniform"):
-        return None
-    return "form", "the published code differs from the exact form only with initial uniform and coupling maximal"
+    """Published code differs from the lossless draftings only where it samples, and in one setting."""
+    if values["temperature"] == 0:
+        return "temperature", "the published code differs only where tokens are sampled; leave the drafting out"
+    for key, setting in (("coupling", "maximal"), ("initial", "uniform")):
+        if values[key] != setting:
+            return key, f"the published code differs only with {key} {setting}"
+    return None
 
 
 _structure = partial(Parameter, in_id="structure")
@@ -111,13 +114,8 @@ COUPLING = _structure(
     default="none",
     sampled_only=True,
 )
-FORM = _structure(
-    "form",
-    word("exact", "published"),
-    "Form of coupled Jacobi drafts: exact, or published (as its authors' code, which is not lossless).",
-    default="exact",
-    sampled_only=True,
-)
+CANDIDATES = _structure("candidates", COUNT, "Candidates of a position in the drafting pac.", rare=True)
+BRANCHING = _structure("branching", COUNT, "At how many depths the drafting pac has several candidates.", rare=True)
 
 SHIPPED_DRAFTINGS = (
     Drafting("none", make="", about="no drafts", needs_drafter=False, sampled=False),
@@ -140,35 +138,51 @@ SHIPPED_DRAFTINGS = (
         "jacobi",
         make="lantern_bench.decoding.drafting.jacobi:JacobiDrafting",
         about="the target's own last answers",
-        parameters=(WINDOW, INITIAL, COUPLING, FORM),
+        parameters=(WINDOW, INITIAL, COUPLING),
         defaults={"window": 16},
         small={"window": 4},
         needs_drafter=False,
         chain=True,
         fresh_every_step=lambda values: values["coupling"] == "none",
         label=_jacobi_label,
+    ),
+    Drafting(
+        "scd-published",
+        make="lantern_bench.decoding.drafting.published:PublishedScd",
+        about="as SCD's authors coded it, not lossless",
+        parameters=(WINDOW, INITIAL, COUPLING),
+        defaults={"window": 16, "coupling": "maximal"},
+        small={"window": 4},
+        lossless=False,
+        needs_drafter=False,
+        chain=True,
+        fresh_every_step=lambda _values: False,
+        label=_jacobi_label,
         problem=_published_problem,
-        published="lantern_bench.decoding.drafting.published:PublishedScd",
     ),
     Drafting(
         "pac",
         make="lantern_bench.decoding.drafting.pac:PacDrafting",
         about="Jacobi drafts with siblings",
-        parameters=(
-            WINDOW,
-            INITIAL,
-            COUPLING,
-            FORM,
-            _structure("candidates", COUNT, "Candidates of a position in the drafting pac.", rare=True),
-            _structure("branching", COUNT, "At how many depths the drafting pac has several candidates.", rare=True),
-        ),
+        parameters=(WINDOW, INITIAL, COUPLING, CANDIDATES, BRANCHING),
         defaults={"window": 16, "coupling": "maximal", "candidates": 3, "branching": 2},
         small={"window": 4, "candidates": 2},
         needs_drafter=False,
         fresh_every_step=lambda _values: False,
         label=_jacobi_label,
+    ),
+    Drafting(
+        "sjd-pac-published",
+        make="lantern_bench.decoding.drafting.published:PublishedSjdPac",
+        about="as SJD-PAC's authors coded it, not lossless",
+        parameters=(WINDOW, INITIAL, COUPLING, CANDIDATES, BRANCHING),
+        defaults={"window": 16, "coupling": "maximal", "candidates": 3, "branching": 2},
+        small={"window": 4, "candidates": 2},
+        lossless=False,
+        needs_drafter=False,
+        fresh_every_step=lambda _values: False,
+        label=_jacobi_label,
         problem=_published_problem,
-        published="lantern_bench.decoding.drafting.published:PublishedSjdPac",
     ),
     Drafting(
         "hybrid",

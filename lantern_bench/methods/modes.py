@@ -46,7 +46,7 @@ SHIPPED_MODES = (
         {"coupling": "maximal"},
         source="2510.24211",
         variants=({"coupling": "gumbel"},),
-        published=({"form": "published"},),
+        published=({"drafting": "scd-published"},),
     ),
     Mode(
         "sjd-pac",
@@ -56,7 +56,7 @@ SHIPPED_MODES = (
         "#44AA99",
         source="2603.18599",
         variants=({"coupling": "gumbel"},),
-        published=({"form": "published"},),
+        published=({"drafting": "sjd-pac-published"},),
     ),
     Mode("hybrid", "hybrid", "strict", "hybrid", "#999933", variants=({"coupling": "none"}, {"coupling": "gumbel"})),
     Mode("cool-sd", "static", "cool-sd", "Cool-SD", "#56B4E9"),

@@ -13,7 +13,7 @@ import numpy as np
 
 from lantern_bench.errors import RefusedError
 from lantern_bench.methods.parameters import SAMPLING
-from lantern_bench.methods.tables import MODES, PARAMETERS, RULES
+from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
 from lantern_bench.runs.records import frame_of, rows_of
 from lantern_bench.runs.store import RunData, read_run
 from lantern_bench.schema import CELL_COLUMNS
@@ -102,10 +102,11 @@ class CellRecords:
 
     @property
     def is_lossless(self) -> bool:
-        """As `Decoding.lossless`; False for a rule of a package that is not installed."""
-        rule = RULES.get(str(self.columns["rule"]))
-        # The label of the drafts is what records have of their form.
-        return rule is not None and rule.lossless and not str(self.columns["tree"]).endswith("-published")
+        """As `Decoding.lossless`."""
+        drafting, rule = DRAFTINGS.get(str(self.columns["drafting"])), RULES.get(str(self.columns["rule"]))
+        if drafting is None or rule is None or str(self.columns["tree"]).endswith("-published"):
+            return False  # of a package that is not installed; or published code, as earlier versions recorded it
+        return drafting.lossless and rule.lossless
 
     @cached_property
     def images(self) -> pd.DataFrame:

@@ -61,7 +61,7 @@ def test_an_old_q_kept_with_a_draft() -> None:
             for token, chance in enumerate(rest(p, believed)):
                 emitted[token] += weight * (1 - taken) * chance
     assert emitted == [Fraction(2, 3), Fraction(1, 3)]
-    assert close(_second_draft("scd", {"form": "published"}, q, r, p), emitted)
+    assert close(_second_draft("scd", {"drafting": "scd-published"}, q, r, p), emitted)
     assert close(_second_draft("scd", {}, q, r, p), p)
 
 

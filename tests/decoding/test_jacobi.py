@@ -336,7 +336,7 @@ class CalledUniform(JacobiDrafting):
 @pytest.mark.parametrize(
     ("drafting", "values", "rule", "least"),
     [
-        (PublishedScd, {"coupling": "maximal", "form": "published"}, None, 0.005),
+        (PublishedScd, {"drafting": "scd-published"}, None, 0.005),
         (KeptDraft, {"coupling": "maximal"}, None, 0.05),
         (CalledUniform, {"initial": "left"}, None, 0.1),
         (JacobiDrafting, {}, WITHOUT_RESIDUAL, 0.03),

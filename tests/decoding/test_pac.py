@@ -19,7 +19,7 @@ from lantern_bench.certify.tabular import TabularModel
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.acceptance.walk import accept_tree, verify
 from lantern_bench.decoding.compile import Engine
-from lantern_bench.decoding.drafting import pac
+from lantern_bench.decoding.drafting import drafting_of, pac
 from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
 from lantern_bench.decoding.drafting.pac import PacDrafting
@@ -146,7 +146,9 @@ def test_enumeration_sees_a_missing_residual() -> None:
 @pytest.mark.parametrize("values", [{}, {"window": 1}])
 def test_enumeration_rejects_the_published_pac(values: dict[str, Any]) -> None:
     size = (3, 4, values.get("window", 2))
-    errors = [ExactPac(size, VALUES | {"form": "published"}, seed, PublishedSjdPac).error() for seed in (1, 2, 3)]
+    errors = [
+        ExactPac(size, VALUES | {"drafting": "sjd-pac-published"}, seed, PublishedSjdPac).error() for seed in (1, 2, 3)
+    ]
     print(f"published SJD-PAC, window {size[2]}: TV {errors}")
     assert min(errors) > 0.01
 
@@ -155,21 +157,21 @@ def test_enumeration_rejects_the_published_pac(values: dict[str, Any]) -> None:
 
 
 def published(**values: Any) -> Decoding:
-    return pac_decoding(form="published", candidates=2, **values)
+    return pac_decoding(drafting="sjd-pac-published", candidates=2, **values)
 
 
-@pytest.mark.parametrize(("form", "wanted"), [("exact", [0.6, 0.4]), ("published", [1.0, 0.0])])
-def test_the_longest_path_is_no_lossless_choice(form: str, wanted: list[float]) -> None:
+@pytest.mark.parametrize(("drafting", "wanted"), [("pac", [0.6, 0.4]), ("sjd-pac-published", [1.0, 0.0])])
+def test_the_longest_path_is_no_lossless_choice(drafting: str, wanted: list[float]) -> None:
     """Two tokens, two candidates: a candidate wins by the candidate below it, which only one of them can have."""
-    kind = PublishedSjdPac if form == "published" else PacDrafting
-    drafting = kind(pac_decoding(form=form, candidates=2, window=2), TabularModel(2, 4, 0), 1)
-    drafting._q.copy_(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
+    decoding = pac_decoding(drafting=drafting, candidates=2, window=2)
+    method = drafting_of(decoding, TabularModel(2, 4, 0))
+    method._q.copy_(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
     found = torch.zeros(2)
     for first in (0, 1):
         tokens = torch.tensor([[0, first, 1 - first, 0, 0, 0, 0]])
-        tree = drafting.tree((tokens, torch.tensor([[True, True, True, True, False, True, False]])))
+        tree = method.tree((tokens, torch.tensor([[True, True, True, True, False, True, False]])))
         p = torch.cat([torch.tensor([[0.6, 0.4]]), torch.eye(2)[tokens[0, 1:]]])[None]
-        outcomes = ExactPac((2, 4, 2), VALUES).outcomes(drafting, tree, p, 2)
+        outcomes = ExactPac((2, 4, 2), VALUES).outcomes(method, tree, p, 2)
         for chance, _, path, accepted, after in outcomes:
             token = torch.eye(2)[path[0, 0]] if int(accepted) else after[0]
             found += 0.5 * chance * token
@@ -183,8 +185,8 @@ def redrafted(decoding: Decoding, images: int = 200_000) -> tuple[PacDrafting, D
     """Draft where r is `R` at the first depth, behind a step that accepted nothing and had q uniform over 4 there."""
     noise = torch.Generator().manual_seed(1)
     model = TabularModel(4, 6, 0)
-    kind = PublishedSjdPac if decoding.value("form") == "published" else PacDrafting
-    drafting = kind(decoding, model, images)
+    drafting = drafting_of(decoding, model, images)
+    assert isinstance(drafting, PacDrafting)
     drafting.start_images(torch.full((images, 4), 0.25))
     noises = torch.empty(images, drafting.noises, 4)
     root = torch.zeros(images, dtype=torch.int64)
@@ -203,22 +205,22 @@ def shares_of(tokens: Tensor) -> list[float]:
     return (torch.bincount(tokens, minlength=4) / len(tokens)).tolist()
 
 
-@pytest.mark.parametrize(("form", "wanted"), [("exact", P.tolist()), ("published", [0.1, 0.1, 0.28, 0.52])])
-def test_siblings_of_the_published_form_are_no_draws_from_r(form: str, wanted: list[float]) -> None:
-    drafting, drafted = redrafted(pac_decoding(form=form, window=2, candidates=2, branching=1))
-    tree, noise = drafting.tree(drafted), torch.Generator().manual_seed(2)
+@pytest.mark.parametrize(("drafting", "wanted"), [("pac", P.tolist()), ("sjd-pac-published", [0.1, 0.1, 0.28, 0.52])])
+def test_siblings_of_the_published_form_are_no_draws_from_r(drafting: str, wanted: list[float]) -> None:
+    method, drafted = redrafted(pac_decoding(drafting=drafting, window=2, candidates=2, branching=1))
+    tree, noise = method.tree(drafted), torch.Generator().manual_seed(2)
     assert shares_of(drafted[0][:, 1]) == pytest.approx(R.tolist(), abs=0.005)
     p = P.expand(*tree.tokens.shape, 4)
     uniforms = torch.rand(tree.children.shape, generator=noise)
     ends = torch.empty(len(p), 4).exponential_(generator=noise)
-    found = drafting.verify(tree, p, STRICT, uniforms, ends, torch.ones(len(p)))
+    found = method.verify(tree, p, STRICT, uniforms, ends, torch.ones(len(p)))
     assert shares_of(found.tokens[:, 0]) == pytest.approx(wanted, abs=0.005)
 
 
-@pytest.mark.parametrize(("form", "wanted"), [("exact", R.tolist()), ("published", [0.45, 0.25, 0.2, 0.1])])
-def test_first_candidates_of_the_published_form_are_no_draws_from_r(form: str, wanted: list[float]) -> None:
+@pytest.mark.parametrize(("drafting", "wanted"), [("pac", R.tolist()), ("sjd-pac-published", [0.45, 0.25, 0.2, 0.1])])
+def test_first_candidates_of_the_published_form_are_no_draws_from_r(drafting: str, wanted: list[float]) -> None:
     """Where siblings stood beside a rejected one, it is redrawn from what all of them leave."""
-    _, drafted = redrafted(pac_decoding(form=form, window=2, candidates=2, branching=2))
+    _, drafted = redrafted(pac_decoding(drafting=drafting, window=2, candidates=2, branching=2))
     assert shares_of(drafted[0][:, 1]) == pytest.approx(wanted, abs=0.005)
 
 
@@ -274,7 +276,7 @@ def test_a_missing_residual_is_rejected() -> None:
 
 @pytest.mark.parametrize("window", [2, 4])
 def test_the_published_pac_is_rejected(window: int) -> None:
-    values = {"window": window, "candidates": 2, "form": "published"}
+    values = {"window": window, "candidates": 2, "drafting": "sjd-pac-published"}
     p = g_test(pac_decoding(**values), 30_000, spread=1.5)
     print(f"published {values}: p = {p:.1e}")
     assert p < 1e-6
@@ -313,7 +315,7 @@ def test_greedy_drafting_equals_greedy_decoding() -> None:
 ENGINES: dict[str, dict[str, Any]] = {
     "maximal": {"window": 5, "cfg_scale": 1.5, "top_k": 30},
     "gumbel, above": {"window": 6, "coupling": "gumbel", "initial": "above"},
-    "published": {"window": 5, "form": "published"},
+    "published": {"window": 5, "drafting": "sjd-pac-published"},
     "greedy": {"window": 5, "temperature": 0.0},
 }
 
@@ -348,9 +350,9 @@ def test_graphs_give_the_same_tokens(cell: str, images: int) -> None:
 
 def test_ids_name_what_is_not_the_default() -> None:
     assert pac_decoding().cell_id == "sjd-pac-pac-w16x3x2-maximal-t1"
-    assert pac_decoding(form="published", window=45, candidates=4).tree_label == "w45x4x2-maximal-published"
-    assert Decoding(mode="scd", form="published").tree_label == "w16-maximal-published"
-    assert pac_decoding(form="published", temperature=0) == pac_decoding(temperature=0)
+    published = pac_decoding(drafting="sjd-pac-published", window=45, candidates=4)
+    assert published.cell_id == "sjd-pac-sjd-pac-published-w45x4x2-maximal-t1"
+    assert Decoding("scd", drafting="scd-published").cell_id == "scd-scd-published-w16-maximal-t1"
 
 
 def test_rules_that_look_ahead_and_forms_without_a_difference_are_refused() -> None:
@@ -358,7 +360,9 @@ def test_rules_that_look_ahead_and_forms_without_a_difference_are_refused() -> N
         pac_decoding(rule="traversal", coupling="none")
     with pytest.raises(ParameterError, match="needs a chain of sampled drafts"):
         pac_decoding(rule="block")
-    with pytest.raises(ParameterError, match="the published code differs"):
-        pac_decoding(form="published", coupling="gumbel")
-    with pytest.raises(ParameterError, match="the published code differs"):
-        Decoding(mode="sjd", form="published")
+    with pytest.raises(ParameterError, match="the published code differs only with coupling maximal"):
+        pac_decoding(drafting="sjd-pac-published", coupling="gumbel")
+    with pytest.raises(ParameterError, match="the published code differs only with initial uniform"):
+        Decoding("sjd", drafting="scd-published", initial="row")
+    with pytest.raises(ParameterError, match="differs only where tokens are sampled"):
+        Decoding("scd", drafting="scd-published", temperature=0)

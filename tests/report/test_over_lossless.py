@@ -89,7 +89,7 @@ def test_relaxed_cells_and_unknown_rules_are_no_reference() -> None:
 
 def test_a_form_as_published_is_no_reference() -> None:
     exact = Decoding(mode="scd", cfg_scale=2, cfg_default=2)
-    published = Decoding(**exact.settings() | {"form": "published", "cfg_default": 2})
+    published = exact.changed(drafting="scd-published")
     assert exact.lossless and not published.lossless
     found = over_lossless(made({AR: 2.0, exact: 1.0, published: 0.5}))
     assert set(found["lossless_cell"]) == {exact.cell_id}

@@ -16,7 +16,5 @@ __all__ = ["drafting_of"]
 
 def drafting_of(decoding: Decoding, target: Target, batch: int = 1) -> DraftMethod:
     """Return the drafting of a configuration; its tensors are where the target computes."""
-    row = decoding.drafting_row
-    published = decoding.value("form") == "published"
-    method: DraftMethod = load_code(row.published if published else row.make)(decoding, target, batch)
+    method: DraftMethod = load_code(decoding.drafting_row.make)(decoding, target, batch)
     return method

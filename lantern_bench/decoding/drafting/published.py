@@ -1,4 +1,4 @@
-"""Jacobi drafting as its authors coded it where that is not lossless: `form: published`, for comparison and audit.
+"""Jacobi drafting as its authors coded it where that is not lossless, for comparison and audit.
 
 SCD: arXiv 2510.24211 and github.com/junhyukso/SCD, its code for Lumina and Janus. SJD-PAC: arXiv 2603.18599 and
 github.com/KangJialiang/SJD-PAC at 4fbc099. The lossless forms are in `jacobi.py` and `pac.py`; docs/algorithms.md,
