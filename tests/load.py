@@ -80,12 +80,12 @@ STAGES = {
 def measure(stage: str, folder: Path) -> dict[str, Any]:
     """Run a stage in a new process; return its figures, its seconds, its CPU seconds and the peak of its memory."""
     command = [sys.executable, "-m", "tests.load", "--stage", stage, "--out", str(folder)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    finished_process = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    figures: dict[str, Any] = json.loads(finished_process.stdout.splitlines()[-1])
     limit = STAGES[stage][1]
-    asked = {name: most for name, most in limit._asdict().items() if most is not None}
-    figures["limit"] = ", ".join(f"{name} {most:g}" for name, most in asked.items())
-    figures["kept"] = all(figures[name] <= most for name, most in asked.items()) if asked else None
+    bounds = {name: most for name, most in limit._asdict().items() if most is not None}
+    figures["limit"] = ", ".join(f"{name} {most:g}" for name, most in bounds.items())
+    figures["kept"] = all(figures[name] <= most for name, most in bounds.items()) if bounds else None
     return {"stage": stage, **figures}
 
 

@@ -84,27 +84,27 @@ def build(folder: Path, cells: int, prompts: int) -> int:
     real: dict[str, list[dict[str, Any]]] = {}
     for row in read_records(folder):
         real.setdefault(row["cell_id"], []).append(dict(row))
-    whole = request_of(folder)
-    settings = whole.experiment.settings
+    request = request_of(folder)
+    settings = request.experiment.settings
     compute = choose_compute(settings.device, settings.dtype, fast=True)
-    key = key_fields(load_models(whole.experiment, compute), settings, compute, whole.plan.cells)
+    key = key_fields(load_models(request.experiment, compute), settings, compute, request.plan.cells)
     assert key == json.loads((folder / MANIFEST).read_text())["key"]
     noise, finished = np.random.default_rng(1), done_images(folder)
     keys = RecordKeys(key)
 
     def record(task: ImageTask) -> dict[str, Any]:
         copied = real[task.cell.cell_id][task.image_index % REAL]
-        known = keys.key_of(task)
-        own = {"record_key": known, "prompt_id": task.prompt.id, "prompt": task.prompt.text, "seed": task.seed}
-        own |= {"prompt_source": task.prompt.source or None, "repeat": task.repeat, "order_index": task.order_index}
+        key_of_task = keys.key_of(task)
+        values = {"record_key": key_of_task, "prompt_id": task.prompt.id, "prompt": task.prompt.text, "seed": task.seed}
+        values |= {"prompt_source": task.prompt.source or None, "repeat": task.repeat, "order_index": task.order_index}
         slower = float(noise.lognormal(0.0, 0.05))
-        own |= {name: value * slower for name, value in copied.items() if name.endswith("seconds") and value}
-        own |= {"image": task.image, "process": task.image_index * PROCESSES // prompts}
-        return copied | own
+        values |= {name: value * slower for name, value in copied.items() if name.endswith("seconds") and value}
+        values |= {"image": task.image, "process": task.image_index * PROCESSES // prompts}
+        return copied | values
 
     count = len(finished)
     with (folder / RECORDS).open("ab") as file:
-        for task in whole.plan.tasks:
+        for task in request.plan.tasks:
             if task.key not in finished:
                 file.write(line_of(record(task)))
                 count += 1

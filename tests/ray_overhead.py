@@ -43,24 +43,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--images", type=int, default=24, help="of each of two cells")
-    parser.add_argument("--one", nargs=2, metavar=("ENGINE", "OUT"), help="one run, in this process")
-    given = parser.parse_args()
-    if given.one:
-        print(json.dumps(measure(*given.one, given.images)))
+    parser.add_argument("--run", nargs=2, metavar=("ENGINE", "OUT"), help="one run, in this process")
+    flags = parser.parse_args()
+    if flags.run:
+        print(json.dumps(measure(*flags.run, flags.images)))
         return
     ratios: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for pair in range(given.pairs):
-            found = {}
+        for pair in range(flags.pairs):
+            figures = {}
             for engine in ("local", "ray")[:: 1 if pair % 2 else -1]:
-                command = [sys.executable, "-m", "tests.ray_overhead", "--images", str(given.images)]
-                command += ["--one", engine, str(Path(folder) / f"{engine}-{pair}")]
-                said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-                found[engine] = json.loads(said.splitlines()[-1])
-            ratios.append({name: found["ray"][name] / found["local"][name] for name in FIGURES})
-            shown = ", ".join(f"{name} {found['ray'][name]:.3f} / {found['local'][name]:.3f}" for name in FIGURES)
+                command = [sys.executable, "-m", "tests.ray_overhead", "--images", str(flags.images)]
+                command += ["--run", engine, str(Path(folder) / f"{engine}-{pair}")]
+                output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+                figures[engine] = json.loads(output.splitlines()[-1])
+            ratios.append({name: figures["ray"][name] / figures["local"][name] for name in FIGURES})
+            shown = ", ".join(f"{name} {figures['ray'][name]:.3f} / {figures['local'][name]:.3f}" for name in FIGURES)
             print(f"pair {pair + 1}: {shown} s an image; ratios", {k: round(v, 3) for k, v in ratios[-1].items()})
-    print("medians:", {name: round(median(one[name] for one in ratios), 3) for name in FIGURES})
+    print("medians:", {name: round(median(ratio[name] for ratio in ratios), 3) for name in FIGURES})
 
 
 if __name__ == "__main__":

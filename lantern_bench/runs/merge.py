@@ -38,19 +38,13 @@ class Merged:
 
 @dataclass(frozen=True)
 class _Shard:
-    """The run directory of a shard and its contents."""
+    """A shard of a run."""
 
     folder: Path
     manifest: dict[str, Any]
     records: list[Row]
-
-    @property
-    def index(self) -> int:
-        return int(self.manifest["shard"]["index"])
-
-    @property
-    def count(self) -> int:
-        return int(self.manifest["shard"]["count"])
+    index: int  # from 1
+    count: int
 
 
 def merge_runs(folders: Sequence[Path], out: Path | None = None) -> Merged:
@@ -59,14 +53,11 @@ def merge_runs(folders: Sequence[Path], out: Path | None = None) -> Merged:
     Raises `RefusedError` for shards that do not belong together, that are missing, double or not finished, and
     `UserError` for a run that is no shard and for an `out` that exists.
     """
-    shards = [_read(folder) for folder in folders]
-    _check_complete(shards)
+    shards = sorted(map(_read, folders), key=lambda shard: shard.index)
+    _check_division(shards)
     for shard in shards[1:]:
         _check_same_run(shards[0], shard)
-    shards.sort(key=lambda shard: shard.index)
-    for shard in shards:
-        _check_finished(shard)
-    _check_no_doubles(shards)
+    _check_images(shards)
     folder = out or folders[0].with_name(re.sub(r"-shard\d+of\d+$", "", folders[0].name))
     if folder.exists():
         raise UserError(f"--out {folder}: exists already", "Give --out with a new folder.")
@@ -83,23 +74,23 @@ def merge_runs(folders: Sequence[Path], out: Path | None = None) -> Merged:
 
 def _read(folder: Path) -> _Shard:
     manifest = read_manifest(folder)
-    if not manifest.get("shard"):
+    if not (shard := manifest.get("shard")):
         raise UserError(f"{folder} is not a shard of a run", "`lantern-bench sweep --shard i/n` makes one.")
-    return _Shard(folder, manifest, read_records(folder))
+    return _Shard(folder, manifest, read_records(folder), shard["index"], shard["count"])
 
 
-def _check_complete(shards: Sequence[_Shard]) -> None:
+def _check_division(shards: Sequence[_Shard]) -> None:
     """Raise `RefusedError` unless these are all shards of one division, each once."""
-    count, folders = shards[0].count, dict[int, Path]()
+    first, folders = shards[0], dict[int, Path]()
     for shard in shards:
-        if shard.count != count:
-            message = f"{shards[0].folder} is a shard of {count}, {shard.folder} of {shard.count}"
+        if shard.count != first.count:
+            message = f"{first.folder} is a shard of {first.count}, {shard.folder} of {shard.count}"
             raise RefusedError(message, "Give the shards of one division.")
         if shard.index in folders:
-            message = f"shard {shard.index}/{count} is given twice: {folders[shard.index]} and {shard.folder}"
+            message = f"shard {shard.index}/{shard.count} is given twice: {folders[shard.index]} and {shard.folder}"
             raise RefusedError(message, "Leave one of them out.")
         folders[shard.index] = shard.folder
-    if missing := [f"{index}/{count}" for index in range(1, count + 1) if index not in folders]:
+    if missing := [f"{index}/{first.count}" for index in range(1, first.count + 1) if index not in folders]:
         raise RefusedError(f"shards are missing: {', '.join(missing)}", "Give all shards of the run.")
 
 
@@ -123,22 +114,18 @@ def _settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _check_finished(shard: _Shard) -> None:
-    images = shard.manifest["shard"]["images"]
-    if len(shard.records) != images:
-        counts = f"{len(shard.records)} of {images} images"
-        message = f"shard {shard.index}/{shard.count} has {counts}: {shard.folder}"
-        raise RefusedError(message, "Continue it with the command that started it.")
-    for row in shard.records:
-        if row["status"] == "ok" and row["image"] and not (shard.folder / row["image"]).is_file():
-            message = f"{shard.folder}: the picture {row['image']} is missing"
-            raise RefusedError(message, "Restore it, or repair the run.")
-
-
-def _check_no_doubles(shards: Sequence[_Shard]) -> None:
+def _check_images(shards: Sequence[_Shard]) -> None:
+    """Raise `RefusedError` for a shard that lacks images, and for an image that two shards have."""
     folders: dict[str, Path] = {}
     for shard in shards:
+        if len(shard.records) != (images := shard.manifest["shard"]["images"]):
+            counts = f"{len(shard.records)} of {images} images"
+            message = f"shard {shard.index}/{shard.count} has {counts}: {shard.folder}"
+            raise RefusedError(message, "Continue it with the command that started it.")
         for row in shard.records:
+            if row["status"] == "ok" and row["image"] and not (shard.folder / row["image"]).is_file():
+                message = f"{shard.folder}: the picture {row['image']} is missing"
+                raise RefusedError(message, "Restore it, or repair the run.")
             if (other := folders.setdefault(row["record_key"], shard.folder)) != shard.folder:
                 message = f"{other} and {shard.folder} both have the image {row['record_key']} of {row['cell_id']}"
                 raise RefusedError(message, "Their shards overlap: make one of them again.")

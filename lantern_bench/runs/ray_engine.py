@@ -206,7 +206,7 @@ class Worker:
                 cores = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
                 torch.set_num_threads(settings.threads or max(1, int(cores)))
             if settings.threads is None:
-                runner.prepare_models(request.plan, self.models, (), _ignore)
+                runner.prepare_models(request.plan, self.models, (), lambda _event: None)
                 if (calibrated := runner.fastest_for(request.plan.tasks, self.models)) is not None:
                     torch.set_num_threads(calibrated.threads)
                     notes += calibrated.notes()
@@ -229,7 +229,7 @@ class Worker:
         if self.compute.device.type == "cpu":
             torch.set_num_threads(threads)
         try:
-            prepare_seconds = prepare_models(shard, self.models, (), _ignore)
+            prepare_seconds = prepare_models(shard, self.models, (), lambda _event: None)
         except LanternError as error:
             yield error
             return
@@ -244,10 +244,6 @@ class Worker:
         yield self.decoder.session
 
 
-def _ignore(_event: object) -> None:
-    """The progress of captions on another machine is not shown."""
-
-
 # ---- The driver
 
 
@@ -258,11 +254,6 @@ class Shard:
     plan: Plan
     missing: frozenset[int]  # the `order_index` of the images that must be decoded
     losses: int = 0  # how often it has lost its worker
-
-    @property
-    def prompts(self) -> int:
-        """How many images of a cell it has."""
-        return len({task.image_index for task in self.plan.tasks})
 
 
 def shards_of(plan: Plan, is_done: Callable[[ImageTask], bool], prompts: int, *, timed: bool) -> list[Shard]:
@@ -339,28 +330,23 @@ class RayDriver:
         usable = Counter({slot: count for slot, count in slots.items() if self._failed_starts[slot] < _LOSSES})
         if self._workers:
             self._last_worker = now()
-        elif not usable:
-            self._check_patience(slots)
+        elif slots and not usable:
+            advice = "See the logs of the Ray nodes, /tmp/ray/session_latest/logs."
+            raise RecordsFailedError(f"no worker could be started: {self._last_loss}", advice)
+        elif not slots and self._store is None:
+            kind = "GPU" if self._settings.device == "cuda" else "CPU"
+            resources = self._ray.cluster_resources() or "nothing"
+            message = f"the Ray cluster has no {kind} for a worker: it has {resources}"
+            raise RefusedError(message, "Start nodes that have one, or give another --device or fewer --threads.")
+        elif not slots and now() - self._last_worker > _PATIENCE:
+            count = len(done_images(self._request.folder))
+            message = f"the Ray cluster has no device left; {count} images are kept in {self._request.folder}"
+            raise RefusedError(message, _RESUME)
         free = usable - Counter(worker.slot for worker in self._workers)
         waiting = len(self._shards) if self._store is not None else max(1, len(self._request.plan.tasks))
         waiting -= sum(worker.shard is None for worker in self._workers)
         for slot in sorted(free.elements(), key=lambda slot: (-slot.cpus, str(slot.node)))[: max(0, waiting)]:
             self._start(slot)
-
-    def _check_patience(self, slots: Counter[DeviceSlot]) -> None:
-        """Raise the error for a cluster without a device: at once before the first image, later after a while."""
-        if slots:
-            advice = "See the logs of the Ray nodes, /tmp/ray/session_latest/logs."
-            raise RecordsFailedError(f"no worker could be started: {self._last_loss}", advice)
-        if self._store is None:
-            kind = "GPU" if self._settings.device == "cuda" else "CPU"
-            resources = self._ray.cluster_resources() or "nothing"
-            message = f"the Ray cluster has no {kind} for a worker: it has {resources}"
-            raise RefusedError(message, "Start nodes that have one, or give another --device or fewer --threads.")
-        if now() - self._last_worker > _PATIENCE:
-            count = len(done_images(self._request.folder))
-            message = f"the Ray cluster has no device left; {count} images are kept in {self._request.folder}"
-            raise RefusedError(message, _RESUME)
 
     def _start(self, slot: DeviceSlot) -> None:
         options: dict[str, Any] = {"num_cpus": slot.cpus, "num_gpus": slot.gpus}
@@ -384,8 +370,10 @@ class RayDriver:
             self._fail(shard, f"lost {losses} workers: {self._last_loss}", worker.session["process"])
         name = f"worker {worker.session['process']}" if worker.session else "a worker"
         device = worker.ready.device["device"] if worker.ready else "a device"
-        again = f"{shard.prompts if shard else 0} prompts start again"
-        self._emit(Note(f"{name} on {device} is lost, {again}: {self._last_loss}", level="warning"))
+        prompts = len({task.image_index for task in shard.plan.tasks}) if shard else 0
+        self._emit(
+            Note(f"{name} on {device} is lost, {prompts} prompts start again: {self._last_loss}", level="warning")
+        )
 
     def _remove(self, worker: WorkerHandle, **end: Any) -> None:
         """End a worker and its session."""

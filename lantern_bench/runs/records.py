@@ -204,8 +204,11 @@ def frame_of(rows: Iterable[Mapping[str, Any]], table: str = "records") -> pd.Da
 
 def rows_of(frame: pd.DataFrame) -> list[Row]:
     """Return the rows of a DataFrame as dictionaries of Python values, None where a value is missing."""
+    import pandas as pd
+
     names = list(map(str, frame))
-    values = (frame[name].astype(object).where(frame[name].notna(), None).tolist() for name in names)
+    # A missing value is None, NA, or NaN, which differs from itself.
+    values = ([None if x is pd.NA or x != x else x for x in frame[name].tolist()] for name in names)
     return [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]
 
 
@@ -220,12 +223,12 @@ def _frame(rows: Iterator[tuple[Any, ...]], table: str, names: Sequence[str]) ->
     import pandas as pd
 
     dtypes = {column.name: column.dtype for column in columns(table)}
-    parts: dict[str, list[Any]] = {name: [_array((), dtypes[name], {})] for name in names}
+    chunks: dict[str, list[Any]] = {name: [_array((), dtypes[name], {})] for name in names}
     texts: dict[Any, Any] = {}
     while chunk := list(islice(rows, _CHUNK)):
         for name, values in zip(names, zip(*chunk, strict=True), strict=True):
-            parts[name].append(_array(values, dtypes[name], texts if name not in _DISTINCT else None))
-    arrays = {name: pd.concat(map(pd.Series, parts.pop(name)), ignore_index=True) for name in names}
+            chunks[name].append(_array(values, dtypes[name], texts if name not in _DISTINCT else None))
+    arrays = {name: pd.concat(map(pd.Series, chunks.pop(name)), ignore_index=True) for name in names}
     return pd.DataFrame(arrays, copy=False)
 
 

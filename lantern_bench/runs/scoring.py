@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-from typing import Protocol as Protocol_
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -39,12 +38,10 @@ from lantern_bench.metrics.reference_sets import (
 from lantern_bench.metrics.spread import ar_spread
 from lantern_bench.runs.devices import choose_compute
 from lantern_bench.runs.events import Emit, Share
+from lantern_bench.runs.records import Row
 from lantern_bench.runs.request import Request, default_protocol
 from lantern_bench.runs.store import ScoreStore, read_manifest, read_scores
 from lantern_bench.schema import CELL_COLUMNS, SCHEMA_VERSION
-
-Row = dict[str, Any]
-OnCell = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -91,155 +88,7 @@ def load_scorers(
     return Scorers(protocol, images, extractor, find_extractor(manifold) if manifold else None, device)
 
 
-def score_run(
-    store: ScoreStore,
-    scorers: Scorers,
-    reference: Reference | None = None,
-    on_cell: OnCell | None = None,
-    *,
-    cache: Path | None = None,
-    infinity: bool = False,
-    again: bool = False,
-    measure: Measure | None = None,
-) -> int:
-    """Score the cells of a run that these scorers have not scored; return the number of rows written.
-
-    A cell is scored again when it has new images, when the reference, the protocol's version or a scorer's weights
-    changed, when `infinity` is asked for and missing, and always with `again`; sets of ar images with different seeds
-    are scored again together. Other arguments as `score_records`.
-    """
-    cells, protocol = _by_cell(store.records()), scorers.protocol
-    wanted = (protocol.name, protocol.version)
-    kept = [row for row in read_scores(store.folder) if (row["protocol"], row["protocol_version"] or 1) == wanted]
-    name = reference.label if reference is not None else ""
-    left = [cell for cell in cells if again or not _is_scored(cell, cells[cell], kept, scorers, name, infinity)]
-    banded = {row["cell_id"] for row in kept if row["level"] == "band"}
-    for family in _ar_families(cells):
-        if set(left) & set(family) or (scorers.extractor and family[0] not in banded):
-            left += family
-    pending = [row for cell in dict.fromkeys(left) for row in cells[cell]]
-    if not pending:
-        return 0
-    store.update_manifest(protocols=store.manifest.get("protocols", {}) | {protocol.name: protocol.to_dict()})
-    written = 0
-    found = score_records(
-        pending, store.folder, scorers, reference, on_cell, cache=cache, infinity=infinity, measure=measure
-    )
-    for row in found:
-        store.append_score(row)
-        written += 1
-    return written
-
-
-def _is_scored(
-    cell_id: str, records: Sequence[Row], kept: Sequence[Row], scorers: Scorers, reference: str, infinity: bool
-) -> bool:
-    """Whether the kept rows have these scorers' scores of all images of the cell."""
-    mine = [row for row in kept if row["cell_id"] == cell_id]
-    images = {row["record_key"] for row in mine if row["level"] == "image" and row["clip_model"] == scorers.label}
-    if not images.issuperset(record["record_key"] for record in records):
-        return False
-    if scorers.extractor is None:
-        return True
-    whole = next((row for row in reversed(mine) if row["level"] == "cell"), None)
-    return (
-        whole is not None
-        and whole["n"] == len(records)
-        and whole["extractor"] == scorers.extractor.label
-        and str(whole["reference"] or "").startswith(reference)
-        and not (infinity and whole["fid_infinity"] is None)
-    )
-
-
-def score_records(
-    records: Iterable[Row],
-    folder: Path,
-    scorers: Scorers,
-    reference: Reference | None = None,
-    on_cell: OnCell | None = None,
-    *,
-    cache: Path | None = None,
-    infinity: bool = False,
-    measure: Measure | None = None,
-) -> Iterator[Row]:
-    """Score the images of a run: for each cell one row of level `image` per picture, then one of level `cell`.
-
-    Sets of ar images with different seeds give one row of level `band` more, the last.
-
-    `records` are rows of records.jsonl (the last of equal keys counts, failed ones are skipped); their `image` is
-    relative to `folder`. Rows have columns of the `schema` table `scores`. Without a `reference`,
-    fidelity is empty with a note. `cache` keeps the features of references; `infinity` adds the
-    extrapolated FID. `on_cell(cell_id, done, total)` is called after each cell. `measure` replaces the work on single
-    pictures (`measure_pictures`), for example by one on several machines.
-    """
-    cells, protocol = _by_cell(records), scorers.protocol
-    # The features of the reference under the protocol's extractors: the first for FID, the last for the manifold.
-    against: list[FeatureSet] = []
-    if scorers.extractor is not None and reference is not None and cells:
-        used = [scorers.extractor]
-        if scorers.manifold is not None and reference.pictures is not None:
-            used.append(scorers.manifold)
-        prepare = partial(reference_features, reference, device=scorers.device, cache=cache)
-        against = [prepare(extractor, protocol.preparation) for extractor in used]
-    families = _ar_families(cells)
-    sets: dict[str, _Features] = {}
-    for done, (cell_id, rows) in enumerate(cells.items(), start=1):
-        there = [record for record in rows if (folder / record["image"]).is_file()]
-        measured = (measure or measure_pictures)(there, folder, scorers, manifold=len(against) > 1)
-        common = {"schema_version": SCHEMA_VERSION, "protocol": protocol.name}
-        common |= {"protocol_version": protocol.version, "cell_id": cell_id}
-        images, whole = measured.rows, []
-        if scorers.extractor is not None:
-            row: Row = {"level": "cell", "n": len(there), "extractor": scorers.extractor.label}
-            row["reference"] = None if reference is None else reference.label
-            notes = (
-                [f"{missing} images are missing in the run directory"] if (missing := len(rows) - len(there)) else []
-            )
-            if against:
-                features = _features_of(there, measured)
-                notes += _measure_fidelity(row, images, features, scorers, scorers.extractor, against, infinity)
-                if any(cell_id in family for family in families):
-                    sets[cell_id] = features
-            else:
-                notes.append(f"no reference: {listed(OF_SETS)} need one (--reference)")
-            whole = [row | {"note": "; ".join(notes) or None}]
-        yield from (common | row for row in (*images, *whole))
-        for family in families:
-            if family[-1] == cell_id and scorers.extractor is not None and against:
-                row = _band_row([sets[one] for one in family], scorers, scorers.extractor, against)
-                row |= {"extractor": scorers.extractor.label, "reference": whole[0]["reference"]}
-                yield common | row | {"cell_id": family[0]}
-        if on_cell is not None:
-            on_cell(cell_id, done, len(cells))
-
-
-def _ar_families(cells: Mapping[str, Sequence[Row]]) -> list[list[str]]:
-    """The ar cells that differ in nothing but their seeds, where there are several: lists of cell ids."""
-    settings = [column.name for column in CELL_COLUMNS if column.name not in ("cell_id", "seed_set")]
-    families: dict[tuple[Any, ...], list[str]] = {}
-    for cell_id, rows in cells.items():
-        if rows[0].get("mode") == "ar":
-            families.setdefault(tuple(rows[0].get(name) for name in settings), []).append(cell_id)
-    return [family for family in families.values() if len(family) > 1]
-
-
-def _by_cell(records: Iterable[Row]) -> dict[str, list[Row]]:
-    """Finished records that have a picture, by cell, in the order they first appear."""
-    cells: dict[str, list[Row]] = {}
-    for record in {record["record_key"]: record for record in records}.values():
-        if record["status"] == "ok" and record["image"]:
-            cells.setdefault(record["cell_id"], []).append(record)
-    return cells
-
-
-def _image_rows(records: Sequence[Row], pictures: Sequence[Tensor], scorers: Scorers) -> Iterator[Row]:
-    if not records:
-        return
-    prompts = [record["prompt"] for record in records]
-    scores = {name: scorer(pictures, prompts) for name, scorer in scorers.images.items()}
-    for number, record in enumerate(records):
-        row = {"level": "image", "record_key": record["record_key"], "clip_model": scorers.label}
-        yield row | dict.fromkeys(OF_IMAGES) | {name: values[number] for name, values in scores.items()}
+# ---- Single pictures
 
 
 class Measured(NamedTuple):
@@ -250,21 +99,27 @@ class Measured(NamedTuple):
     manifold: Tensor | None  # those for precision and recall, where they have another extractor
 
 
-class Measure(Protocol_):
-    """What measures single pictures, in their order: `measure_pictures`, or the same in parts elsewhere."""
-
-    def __call__(self, records: Sequence[Row], folder: Path, scorers: Scorers, *, manifold: bool) -> Measured:
-        """Measure the pictures of records, which lie in `folder`; with `manifold` also by the manifold's extractor."""
-        ...
+Measure: TypeAlias = Callable[..., Measured]
+"""What measures single pictures, in their order: `measure_pictures`, or the same on several machines."""
 
 
 def measure_pictures(records: Sequence[Row], folder: Path, scorers: Scorers, *, manifold: bool) -> Measured:
-    """Score the pictures of records one by one, and extract their features; `manifold`: also those of its extractor."""
+    """Score the pictures of records, which are in `folder`, and extract their features.
+
+    With `manifold` also by the extractor of precision and recall.
+    """
     preparation = scorers.protocol.preparation
     pictures = [preprocess(read_picture(folder / record["image"]), preparation) for record in records]
     extract = partial(features_of, pictures, preparation=preparation, device=scorers.device)
+    rows: list[Row] = []
+    if records:
+        prompts = [record["prompt"] for record in records]
+        scores = {name: scorer(pictures, prompts) for name, scorer in scorers.images.items()}
+        for number, record in enumerate(records):
+            row = {"level": "image", "record_key": record["record_key"], "clip_model": scorers.label}
+            rows.append(row | dict.fromkeys(OF_IMAGES) | {name: values[number] for name, values in scores.items()})
     return Measured(
-        list(_image_rows(records, pictures, scorers)),
+        rows,
         None if scorers.extractor is None else extract(scorers.extractor),
         extract(scorers.manifold) if manifold and scorers.manifold is not None else None,
     )
@@ -278,18 +133,107 @@ def joined(measured: Sequence[Measured]) -> Measured:
     return Measured(rows, torch.cat(features) if features else None, torch.cat(manifolds) if manifolds else None)
 
 
-class _Features(NamedTuple):
-    """Features of the pictures of a cell, and the prompt and repeat of each."""
+# ---- The cells of a run
+
+
+def score_records(
+    records: Iterable[Row],
+    folder: Path,
+    scorers: Scorers,
+    reference: Reference | None = None,
+    emit: Emit | None = None,
+    *,
+    cache: Path | None = None,
+    infinity: bool = False,
+    measure: Measure = measure_pictures,
+) -> Iterator[Row]:
+    """Score the pictures of a run: for each cell one row of level `image` per picture, then one of level `cell`.
+
+    Sets of ar images with different seeds give one more row, of level `band`, the last.
+
+    Args:
+        records: rows of records.jsonl; the last of equal keys counts, failed ones are skipped.
+        folder: the run directory, with the pictures.
+        scorers: of a protocol.
+        reference: without it the figures against a reference are empty, with a note.
+        emit: gets a `Share` after each cell.
+        cache: folder for the features of references.
+        infinity: also extrapolate FID to infinitely many pictures.
+        measure: measures the pictures of a cell.
+
+    Yields:
+        rows with columns of the `schema` table `scores`.
+    """
+    cells, protocol = _by_cell(records), scorers.protocol
+    against = _reference_sets(scorers, reference, cache) if cells else []
+    families = _ar_families(cells)
+    seeds: dict[str, _Pictures] = {}
+    for done, (cell_id, rows) in enumerate(cells.items(), start=1):
+        existing = [record for record in rows if (folder / record["image"]).is_file()]
+        measured = measure(existing, folder, scorers, manifold=len(against) > 1)
+        common = {"schema_version": SCHEMA_VERSION, "protocol": protocol.name}
+        common |= {"protocol_version": protocol.version, "cell_id": cell_id}
+        if scorers.extractor is None:
+            yield from (common | row for row in measured.rows)
+        else:
+            used = {"extractor": scorers.extractor.label, "reference": None if reference is None else reference.label}
+            missing = len(rows) - len(existing)
+            notes = [f"{missing} images are missing in the run directory"] if missing else []
+            row: Row = {"level": "cell", "n": len(existing), **used}
+            if against:
+                row, of_sets = _measure_cell(row, measured, scorers, against, infinity)
+                notes += of_sets
+                seeds[cell_id] = _Pictures([(record["prompt"], record["repeat"]) for record in existing], measured)
+            else:
+                notes.append(f"no reference: {listed(OF_SETS)} need one (--reference)")
+            yield from (common | image for image in measured.rows)
+            yield common | row | {"note": "; ".join(notes) or None}
+            for family in families if against else ():
+                if family[-1] == cell_id:
+                    band = _spread_row([seeds[member] for member in family], scorers, against)
+                    yield common | band | used | {"cell_id": family[0]}
+        if emit is not None:
+            emit(Share("scoring", done, len(cells)))
+
+
+class _Pictures(NamedTuple):
+    """The pictures of a cell: prompt and repeat of each, and what is measured of them."""
 
     images: list[tuple[str, int]]
-    features: Tensor  # [n, width]
-    manifold: Tensor | None  # under the extractor of precision and recall, where it is another
+    measured: Measured
 
 
-def _features_of(records: Sequence[Row], measured: Measured) -> _Features:
-    assert measured.features is not None
-    images = [(str(record["prompt"]), int(record["repeat"])) for record in records]
-    return _Features(images, measured.features, measured.manifold)
+def _by_cell(records: Iterable[Row]) -> dict[str, list[Row]]:
+    """Return the finished records that have a picture, by cell, in the order in which they first appear."""
+    cells: dict[str, list[Row]] = {}
+    for record in {record["record_key"]: record for record in records}.values():
+        if record["status"] == "ok" and record["image"]:
+            cells.setdefault(record["cell_id"], []).append(record)
+    return cells
+
+
+def _ar_families(cells: Mapping[str, Sequence[Row]]) -> list[list[str]]:
+    """Return the ids of the ar cells that differ only in their seeds, where there are several."""
+    settings = [column.name for column in CELL_COLUMNS if column.name not in ("cell_id", "seed_set")]
+    families: dict[tuple[Any, ...], list[str]] = {}
+    for cell_id, rows in cells.items():
+        if rows[0].get("mode") == "ar":
+            families.setdefault(tuple(rows[0].get(name) for name in settings), []).append(cell_id)
+    return [family for family in families.values() if len(family) > 1]
+
+
+def _reference_sets(scorers: Scorers, reference: Reference | None, cache: Path | None) -> list[FeatureSet]:
+    """Return the features of the reference by the protocol's extractors: first that of FID, last that of recall."""
+    if scorers.extractor is None or reference is None:
+        return []
+    extractors = [scorers.extractor]
+    if scorers.manifold is not None and reference.pictures is not None:
+        extractors.append(scorers.manifold)
+    preparation = scorers.protocol.preparation
+    return [
+        reference_features(reference, extractor, preparation, device=scorers.device, cache=cache)
+        for extractor in extractors
+    ]
 
 
 def _sets(
@@ -301,49 +245,107 @@ def _sets(
     return FeatureSets(features, against[0], neighbours), others
 
 
-def _measure_fidelity(
-    row: Row,
-    images: Sequence[Row],
-    cell: _Features,
-    scorers: Scorers,
-    extractor: Extractor,
-    against: Sequence[FeatureSet],
-    infinity: bool,
-) -> list[str]:
-    """Put the fidelity of a cell's pictures into its row and those of its images; return what cannot be measured."""
-    sets, manifold = _sets(cell.features, cell.manifold, against, scorers)
-    measured = measure_sets(sets, extractor, manifold)
-    row |= measured.columns
-    for name, figures in measured.of_images.items():
-        for image, figure in zip(images, figures.tolist(), strict=False):
-            image[name] = figure
-    notes = list(measured.notes)
+def _measure_cell(
+    row: Row, measured: Measured, scorers: Scorers, against: Sequence[FeatureSet], infinity: bool
+) -> tuple[Row, list[str]]:
+    """Return the row of a cell with its figures against the reference, and notes about what cannot be measured.
+
+    The figures of single pictures are put into the rows of `measured`.
+    """
+    assert measured.features is not None and scorers.extractor is not None
+    sets, manifold = _sets(measured.features, measured.manifold, against, scorers)
+    figures = measure_sets(sets, scorers.extractor, manifold)
+    for name, values in figures.of_images.items():
+        for image, value in zip(measured.rows, values.tolist(), strict=False):
+            image[name] = value
+    row, notes = row | figures.columns, list(figures.notes)
     if infinity:
-        far = fid_infinity(cell.features, against[0], np.random.default_rng(2020))
-        row |= {"fid_infinity": far.value, "fid_infinity_low": far.low, "fid_infinity_high": far.high}
-        notes.append(far.note)
-    return [note for note in notes if note]
+        limit = fid_infinity(measured.features, against[0], np.random.default_rng(2020))
+        row |= {"fid_infinity": limit.value, "fid_infinity_low": limit.low, "fid_infinity_high": limit.high}
+        notes.append(limit.note)
+    return row, [note for note in notes if note]
 
 
-def _band_row(cells: Sequence[_Features], scorers: Scorers, extractor: Extractor, against: Sequence[FeatureSet]) -> Row:
-    """The spread of ar between sets of images with the same prompts and different seeds."""
-    rows_of = [{image: row for row, image in enumerate(cell.images)} for cell in cells]
-    shared = [image for image in rows_of[0] if all(image in other for other in rows_of)]
+def _spread_row(cells: Sequence[_Pictures], scorers: Scorers, against: Sequence[FeatureSet]) -> Row:
+    """Return the spread of ar between sets of images with the same prompts and different seeds."""
+    assert scorers.extractor is not None
+    row_of = [{image: row for row, image in enumerate(cell.images)} for cell in cells]
+    shared = [image for image in row_of[0] if all(image in other for other in row_of)]
     n, reference = len(shared), against[0]
-    names, notes = measurable(n if reference.n is None else min(n, reference.n), reference, extractor)
+    names, notes = measurable(n if reference.n is None else min(n, reference.n), reference, scorers.extractor)
     row: Row = {"level": "band", "n": n, "band_sets": len(cells), "n_reference": reference.n}
     if names:
-        starts = np.cumsum([0, *(len(cell.features) for cell in cells[:-1])])
-        rows = np.array([[start + of[image] for image in shared] for start, of in zip(starts, rows_of, strict=True)])
-        manifolds = [cell.manifold for cell in cells if cell.manifold is not None]
-        features, manifold = torch.cat([cell.features for cell in cells]), torch.cat(manifolds) if manifolds else None
-        figures = figures_of(names, *_sets(features, manifold, against, scorers))
+        pictures = joined([cell.measured for cell in cells])
+        assert pictures.features is not None
+        starts = np.cumsum([0, *(len(cell.images) for cell in cells[:-1])])
+        rows = np.array([[start + of[image] for image in shared] for start, of in zip(starts, row_of, strict=True)])
+        figures = figures_of(names, *_sets(pictures.features, pictures.manifold, against, scorers))
         for name, (centre, low, high) in ar_spread(figures, rows).items():
             row |= {name: centre, f"{name}_low": low, f"{name}_high": high}
     return row | {"note": "; ".join(notes) or None}
 
 
 # ---- Scoring a run directory
+
+
+def score_run(
+    store: ScoreStore,
+    scorers: Scorers,
+    reference: Reference | None = None,
+    emit: Emit | None = None,
+    *,
+    infinity: bool = False,
+    again: bool = False,
+    **options: Any,
+) -> int:
+    """Score the cells of a run that these scorers have not scored; return the number of rows written.
+
+    A cell is scored again when it has new images, when the reference, the protocol's version or a scorer's weights
+    changed, when `infinity` is asked for and missing, and always with `again`; sets of ar images with different seeds
+    are scored again together. `options` as in `score_records`.
+    """
+    cells, protocol = _by_cell(store.records()), scorers.protocol
+    version = (protocol.name, protocol.version)
+    scores = [row for row in read_scores(store.folder) if (row["protocol"], row["protocol_version"] or 1) == version]
+    label = reference.label if reference is not None else ""
+    pending = [
+        cell_id
+        for cell_id, records in cells.items()
+        if again or not _is_scored(cell_id, records, scores, scorers, label, infinity)
+    ]
+    with_spread = {row["cell_id"] for row in scores if row["level"] == "band"}
+    for family in _ar_families(cells):
+        if set(pending) & set(family) or (scorers.extractor and family[0] not in with_spread):
+            pending += family
+    if not pending:
+        return 0
+    store.update_manifest(protocols=store.manifest.get("protocols", {}) | {protocol.name: protocol.to_dict()})
+    records = [record for cell_id in dict.fromkeys(pending) for record in cells[cell_id]]
+    count = 0
+    for row in score_records(records, store.folder, scorers, reference, emit, infinity=infinity, **options):
+        store.append_score(row)
+        count += 1
+    return count
+
+
+def _is_scored(
+    cell_id: str, records: Sequence[Row], scores: Sequence[Row], scorers: Scorers, reference: str, infinity: bool
+) -> bool:
+    """Return whether the rows have these scorers' scores of all images of the cell."""
+    rows = [row for row in scores if row["cell_id"] == cell_id]
+    images = {row["record_key"] for row in rows if row["level"] == "image" and row["clip_model"] == scorers.label}
+    if not images.issuperset(record["record_key"] for record in records):
+        return False
+    if scorers.extractor is None:
+        return True
+    latest = next((row for row in reversed(rows) if row["level"] == "cell"), None)
+    return (
+        latest is not None
+        and latest["n"] == len(records)
+        and latest["extractor"] == scorers.extractor.label
+        and str(latest["reference"] or "").startswith(reference)
+        and not (infinity and latest["fid_infinity"] is None)
+    )
 
 
 def score_run_directory(
@@ -389,9 +391,5 @@ def load_scorers_of(request: Request, device: str) -> tuple[Scorers, Reference |
 
 def score_folder(folder: Path, scorers: Scorers, reference: Reference | None, emit: Emit, **options: Any) -> int:
     """Score what these scorers have not scored in a run; `options` as in `score_run`. Returns the number of rows."""
-
-    def on_cell(_cell_id: str, done: int, total: int) -> None:
-        emit(Share("scoring", done, total))
-
     with ScoreStore(folder) as store:
-        return score_run(store, scorers, reference, on_cell, cache=cache_folder(), **options)
+        return score_run(store, scorers, reference, emit, cache=cache_folder(), **options)

@@ -18,23 +18,19 @@ if TYPE_CHECKING:
     from lantern_bench.config.decoding import Decoding
     from lantern_bench.models.loaded_model import LoadedModel
 
-# A variable of GNU OpenMP: a waiting thread spins so often (some microseconds), then sleeps.
-_SPINS = ("GOMP_SPINCOUNT", "1000")
-# Work is timed in so many blocks of so many seconds for each number of threads, or until all has taken so long.
-_ROUNDS, _BLOCK, _LONGEST = 15, 0.02, 3.0
-# Where there is one core, nothing is to be chosen: so many blocks say how much of it others take.
-_ROUNDS_OF_ONE = 3
-# Fewer threads are chosen when more are not faster by this share.
-_TIE = 0.05
-# Tokens of an image that are decoded at a time.
-_TOKENS = 12
+_SPINS = ("GOMP_SPINCOUNT", "1000")  # of GNU OpenMP: a waiting thread spins so often (microseconds), then sleeps
+_ROUNDS, _BLOCK = 15, 0.02  # blocks timed for each number of threads, and their seconds
+_LONGEST = 3.0  # seconds after which no further block is timed
+_ROUNDS_OF_ONE = 3  # with one number of threads nothing is chosen: blocks that say how much of a core others take
+_TIE = 0.05  # fewer threads are chosen when more are not faster by this share
+_TOKENS = 12  # tokens of an image that are decoded at a time
 
 
 def prepare_environment() -> None:
     """Set what torch reads when it is loaded: how long threads spin, and where compiled code is kept.
 
     By default a thread that waits at the end of a loop spins for milliseconds. Beside other programs it then holds the
-    core that the thread it waits for needs. Compiled code belongs to the kept programs, not into a temporary folder.
+    core that the thread it waits for needs. Compiled code belongs into the cache, not into a temporary folder.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(*_SPINS)
@@ -80,7 +76,8 @@ class Calibrated(NamedTuple):
 def fastest_threads(model: LoadedModel, prompt: str, decodings: Iterable[Decoding]) -> Calibrated | None:
     """Try several numbers of threads on some steps of these decodings; None where the CPU does not decode.
 
-    The choice is kept with the model's compiled programs, and tried alone the next time. Raises what decoding raises.
+    The choice is stored with the model's compiled programs, which another number would compile again, and tried alone
+    the next time. Raises what decoding raises.
     """
     import torch
 
@@ -92,19 +89,34 @@ def fastest_threads(model: LoadedModel, prompt: str, decodings: Iterable[Decodin
         kinds.setdefault(decoding.drafts, decoding)
     with torch.inference_mode():
         condition = model.condition([prompt])
-    kept = KeptThreads(model.engine.folder, kinds)
-    known = kept.read()
-    found = calibrate(step_work(model, condition, kinds.values()), known)
+    most = torch.get_num_threads()
+    timed = " and ".join("drafting" if drafts else "autoregressive" for drafts in sorted(kinds))
+    file, key = model.engine.folder and model.engine.folder / "threads.json", f"{timed}, at most {most}"
+    choices = _read_choices(file)
+    recorded = choices.get(key)
+    if not (isinstance(recorded, int) and 1 <= recorded <= most):
+        recorded = None
+    calibrated = calibrate(step_work(model, condition, kinds.values()), recorded)
     # What was chosen on a busy machine does not count for the next run.
-    if known is None and found.lost_share <= DISTURBED:
-        kept.write(found.threads)
-    return found
+    if file is not None and recorded is None and calibrated.lost_share <= DISTURBED:
+        with contextlib.suppress(OSError):  # the next run times threads again
+            write_atomically(file, json.dumps(choices | {key: calibrated.threads}, indent=1).encode() + b"\n")
+    return calibrated
 
 
-def calibrate(work: Callable[[], object], known: int | None = None) -> Calibrated:
+def _read_choices(file: Path | None) -> dict[str, Any]:
+    """The numbers of threads chosen before, by the kinds of cells that were timed and the most threads."""
+    try:
+        content = json.loads(file.read_bytes()) if file is not None else {}
+    except (OSError, ValueError):  # there is none, or it is damaged: threads are timed again
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibrated:
     """Time work on all threads, a quarter of them, and so on to one, in turns, and choose by the medians.
 
-    A number of threads that is `known` is timed alone, briefly, for the share of time it loses. Afterwards threads are
+    A `recorded` number of threads is timed alone, briefly, for the share of time it loses. Afterwards threads are
     as before.
     """
     import torch
@@ -112,7 +124,7 @@ def calibrate(work: Callable[[], object], known: int | None = None) -> Calibrate
     from lantern_bench.clock import now, usage
 
     most = torch.get_num_threads()
-    counts = [known] if known else sorted({max(1, most // 4**power) for power in range(most.bit_length())})
+    counts = [recorded] if recorded else sorted({max(1, most // 4**power) for power in range(most.bit_length())})
     waking = torch.zeros(1 << 18)
     blocks: dict[int, list[float]] = defaultdict(list)
     torch.set_num_threads(counts[-1])
@@ -136,40 +148,6 @@ def calibrate(work: Callable[[], object], known: int | None = None) -> Calibrate
     milliseconds = {threads: 1e3 * median(blocks[threads]) / repeats for threads in counts}
     chosen = next(count for count in counts if milliseconds[count] * (1 - _TIE) <= min(milliseconds.values()))
     return Calibrated(chosen, milliseconds, lost / sum(map(sum, blocks.values())))
-
-
-class KeptThreads:
-    """The number of threads chosen before, kept with compiled programs: those of another number would be compiled anew.
-
-    The folder is that of one model's programs. `drafts` says which kinds of cells were timed: that draft, that do not.
-    Without a folder nothing is kept.
-    """
-
-    def __init__(self, folder: Path | None, drafts: Iterable[bool]) -> None:
-        import torch
-
-        self._path = folder and folder / "threads.json"
-        kinds = " and ".join("drafting" if one else "autoregressive" for one in sorted(drafts))
-        self._most, self._key = torch.get_num_threads(), f"{kinds}, at most {torch.get_num_threads()}"
-
-    def read(self) -> int | None:
-        """Return the kept number; None without one that this process can use."""
-        threads = self._content().get(self._key)
-        return threads if isinstance(threads, int) and 1 <= threads <= self._most else None
-
-    def write(self, threads: int) -> None:
-        """Keep a number, where the folder can be written."""
-        if self._path is None:
-            return
-        with contextlib.suppress(OSError):  # the next run times threads again
-            write_atomically(self._path, json.dumps(self._content() | {self._key: threads}, indent=1).encode() + b"\n")
-
-    def _content(self) -> dict[str, Any]:
-        try:
-            content = json.loads(self._path.read_bytes()) if self._path is not None else {}
-        except (OSError, ValueError):  # there is none, or it is damaged: threads are timed again
-            return {}
-        return content if isinstance(content, dict) else {}
 
 
 def step_work(model: LoadedModel, condition: Any, decodings: Iterable[Decoding]) -> Callable[[], object]:

@@ -57,8 +57,8 @@ class Bench:
     def start(self, *arguments: str, largest_file: int | None = None, **environment: str) -> Command:
         self._count += 1
         output = self.folder / f"output-{self._count}.txt"
-        given = (list(arguments), str(self.folder), str(output), environment, largest_file)
-        command = Command(self._context.Process(target=child.run, args=given), output)
+        call = (list(arguments), str(self.folder), str(output), environment, largest_file)
+        command = Command(self._context.Process(target=child.run, args=call), output)
         self._running.append(command)
         return command
 
@@ -82,8 +82,8 @@ class Bench:
     def problems(self, out: str) -> list[str]:
         """What `verify` finds, as lines of CSV."""
         _code, output = self.run("verify", out, "--format", "json")
-        found = output[output.find("[") : output.rfind("]") + 1]
-        return [f"{row['file']}: {row['problem']}" for row in json.loads(found or "[]")]
+        listed = output[output.find("[") : output.rfind("]") + 1]
+        return [f"{row['file']}: {row['problem']}" for row in json.loads(listed or "[]")]
 
     def close(self) -> None:
         for command in self._running:
@@ -96,20 +96,20 @@ SWEEP = ("sweep", "tiny.yaml", "--threads", "1", "--out")
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
-    yield made
-    made.close()
+    bench = Bench(tmp_path)
+    yield bench
+    bench.close()
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The tokens of a run that nothing happens to."""
-    made = Bench(tmp_path_factory.mktemp("whole"))
-    code, output = made.sweep("run")
+    bench = Bench(tmp_path_factory.mktemp("whole"))
+    code, output = bench.sweep("run")
     assert code == 0, output
-    assert made.run("verify", "run")[0] == 0
-    tokens = made.tokens("run")
-    assert len(tokens) == 18
+    assert bench.run("verify", "run")[0] == 0
+    tokens = bench.tokens("run")
+    assert len(tokens) == child.IMAGES
     return tokens
 
 

@@ -37,54 +37,54 @@ class Spoiled(nn.Module):
         return self.head(features) + self.wrong
 
 
-def spoiled(model_name: str) -> tuple[Small, Spoiled]:
+def spoiled(network: str) -> tuple[Small, Spoiled]:
     model = Small()
     head = Spoiled(model.target.transformer.output)
-    if model_name == "target":
+    if network == "target":
         model.target.transformer.output = head
     else:
         model.drafter.use_head(head)
     return model, head
 
 
-def fail(model: Small, head: Spoiled, decoding: Decoding, engine: Engine, value: float, at: int = AT) -> str:
-    """Decode two images, the second with wrong logits from step `at`; return the error and check that it came there."""
+def fail(model: Small, head: Spoiled, decoding: Decoding, engine: Engine, value: float, step: int = AT) -> str:
+    """Decode two images, the second with wrong logits from `step` on; return the error and check its step."""
     steps = 0
 
     def spoil() -> None:
         nonlocal steps
         steps += 1
-        if steps == at:
+        if steps == step:
             head.wrong[7] = value
 
-    head.wrong[7] = value if at == 0 else 0.0
+    head.wrong[7] = value if step == 0 else 0.0
     with stopping.on_check(spoil), pytest.raises(LogitsError) as raised:
         decoded(model, decoding, 2, engine)
-    last = model.target.image_tokens - 1 if not decoding.drafts else max(at, 1)
+    last = model.target.image_tokens - 1 if not decoding.drafts else max(step, 1)
     assert steps == last, "the loop went on"
     head.wrong.zero_()
     return str(raised.value)
 
 
-@pytest.mark.parametrize("at", [0, AT])
+@pytest.mark.parametrize("step", [0, AT])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("cell", MODES)
 def test_broken_logits_of_the_target(
-    cell: str, value: float, at: int, record_property: Callable[[str, object], None]
+    cell: str, value: float, step: int, record_property: Callable[[str, object], None]
 ) -> None:
     """NaN or +inf in a target's logits"""
     decoding = Decoding(**MODES[cell])
     (model, head), engine = spoiled("target"), Engine()
     wanted = decoded(model, decoding, 2, engine)
-    message = fail(model, head, decoding, engine, value, at)
-    assert message.startswith("the target gave NaN or infinite logits behind ")
-    behind = int(message.split("behind ")[1].split()[0])
-    assert behind == (0 if at == 0 else behind) and (at == 0 or behind >= at)
+    output = fail(model, head, decoding, engine, value, step)
+    assert output.startswith("the target gave NaN or infinite logits behind ")
+    behind = int(output.split("behind ")[1].split()[0])
+    assert behind == (0 if step == 0 else behind) and (step == 0 or behind >= step)
     if cell == "ar":
-        assert behind == at
+        assert behind == step
     # Nothing of it is left in caches: the same images come out as before.
     same(decoded(model, decoding, 2, engine), wanted)
-    record_property("outcome", f"image failed: {message}")
+    record_property("outcome", f"image failed: {output}")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -94,10 +94,10 @@ def test_broken_logits_of_the_drafter(cell: str, value: float, record_property: 
     decoding = Decoding(**MODES[cell])
     (model, head), engine = spoiled("drafter"), Engine()
     wanted = decoded(model, decoding, 2, engine)
-    message = fail(model, head, decoding, engine, value)
-    assert message.startswith("the drafter gave NaN or infinite logits behind ")
+    output = fail(model, head, decoding, engine, value)
+    assert output.startswith("the drafter gave NaN or infinite logits behind ")
     same(decoded(model, decoding, 2, engine), wanted)
-    record_property("outcome", f"image failed: {message}")
+    record_property("outcome", f"image failed: {output}")
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
@@ -107,17 +107,17 @@ def test_compiled_steps_find_broken_logits(backend: str, record_property: Callab
     (model, head), engine = spoiled("target"), Engine(compile=True, backend=backend)
     wanted = decoded(model, decoding, 2, engine)
     for value in (math.nan, math.inf):
-        message = fail(model, head, decoding, engine, value)
+        output = fail(model, head, decoding, engine, value)
         same(decoded(model, decoding, 2, engine), wanted)
-    record_property("outcome", f"image failed: {message}")
+    record_property("outcome", f"image failed: {output}")
 
 
 def test_impossible_tokens_are_no_fault() -> None:
     model, head = spoiled("target")
     head.wrong[7] = -math.inf
     for cell in ("ar", "greedy"):
-        (image,) = decoded(model, Decoding(**MODES[cell] | {"cfg_scale": 1.0}), 1)
-        assert 7 not in image.tokens
+        images = decoded(model, Decoding(**MODES[cell] | {"cfg_scale": 1.0}), 1)
+        assert 7 not in images[0].tokens
 
 
 def test_a_step_copies_once_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,9 +125,9 @@ def test_a_step_copies_once_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None
     counts = dict.fromkeys(("tolist", "item", "steps"), 0)
     commit = Progress.commit
 
-    def counted(kind: str, plain: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
+    def counted(name: str, plain: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
         def count(tensor: Tensor) -> object:
-            counts[kind] += counts["steps"] > 0
+            counts[name] += counts["steps"] > 0
             return plain(tensor)
 
         return count

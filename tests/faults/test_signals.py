@@ -12,6 +12,7 @@ import pytest
 
 from lantern_bench import stopping
 from lantern_bench.runs.store import read_manifest
+from tests.faults.child import IMAGES
 from tests.faults.conftest import SWEEP, Bench, Command, Outcome
 from tests.tiny_model import PROMPTS
 
@@ -24,7 +25,9 @@ def children(command: Command) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, "1"), (signal.SIGTERM, "2")])
-def test_signals(bench: Bench, whole: dict[str, str], outcome: Outcome, number: signal.Signals, processes: str) -> None:
+def test_signals(
+    bench: Bench, expected: dict[str, str], outcome: Outcome, number: signal.Signals, processes: str
+) -> None:
     """SIGINT or SIGTERM in a sweep of one process, and in one of workers"""
     command = bench.start(*SWEEP, "run", "--processes", processes, **SLOW)
     command.until(lambda: bench.lines("run") >= 2)
@@ -33,22 +36,22 @@ def test_signals(bench: Bench, whole: dict[str, str], outcome: Outcome, number: 
     code, output, finished = command.end(), command.output, bench.lines("run")
     assert code == 128 + number and "Traceback" not in output, output
     assert (
-        f"interrupted: {finished} of 18 images are done and kept" in output and "The same command continues." in output
+        f"interrupted: {finished} of 9 images are done and kept" in output and "The same command continues." in output
     )
-    assert 2 <= finished < 18 and len(bench.tokens("run")) == finished
+    assert 2 <= finished < IMAGES and len(bench.tokens("run")) == finished
     assert read_manifest(bench.folder / "run")["sessions"][0]["ended"] is not None
     assert len(workers) == (processes == "2") and not any(worker.is_running() for worker in workers)
     code_again, output = bench.sweep("run", "--processes", processes)
-    assert code_again == 0 and f"{finished} images kept" in output and bench.tokens("run") == whole
+    assert code_again == 0 and f"{finished} images kept" in output and bench.tokens("run") == expected
     outcome(f"{NAMES[number]}: exit {code}, the manifest closed, finished images kept, resumed to the same tokens")
 
 
-def test_swallowed_interrupt(bench: Bench, whole: dict[str, str], outcome: Outcome) -> None:
+def test_swallowed_interrupt(bench: Bench, expected: dict[str, str], outcome: Outcome) -> None:
     """SIGINT in a finalizer, where Python prints an exception and goes on"""
     code, output = bench.sweep("run", TINY_SWALLOW="2")
     assert "Exception ignored in" in output and "Stopped" in output, output
     assert code == 130 and "interrupted before the first image" in output
-    assert bench.sweep("run")[0] == 0 and bench.tokens("run") == whole
+    assert bench.sweep("run")[0] == 0 and bench.tokens("run") == expected
     outcome(f"exit {code}: the next step or event stops")
 
 
@@ -66,7 +69,7 @@ def test_second_signal(bench: Bench, outcome: Outcome) -> None:
     outcome(f"exit {code} at once")
 
 
-def test_hanging_worker(bench: Bench, whole: dict[str, str], outcome: Outcome) -> None:
+def test_hanging_worker(bench: Bench, expected: dict[str, str], outcome: Outcome) -> None:
     """A worker process that hangs"""
     # Long enough for its start on a busy machine.
     command = bench.start(*SWEEP, "run", "--processes", "2", "--worker-timeout", "12", TINY_HANG=PROMPTS[1])
@@ -74,11 +77,11 @@ def test_hanging_worker(bench: Bench, whole: dict[str, str], outcome: Outcome) -
     line = next(line for line in output.splitlines() if "hangs" in line)
     assert code == 4 and "error: worker process " in line and " of 2 hangs: no sign of life in 12 s after " in line
     assert "--worker-timeout" in output and "Traceback" not in output
-    assert bench.sweep("run", "--processes", "2")[0] == 0 and bench.tokens("run") == whole
+    assert bench.sweep("run", "--processes", "2")[0] == 0 and bench.tokens("run") == expected
     outcome(f"exit {code}: {line.removeprefix('error: ')}")
 
 
-def test_a_worker_ends_with_its_parent(bench: Bench, whole: dict[str, str], outcome: Outcome) -> None:
+def test_a_worker_ends_with_its_parent(bench: Bench, expected: dict[str, str], outcome: Outcome) -> None:
     """SIGKILL of the parent of a worker process"""
     command = bench.start(*SWEEP, "run", "--processes", "2", **SLOW)
     command.until(lambda: bench.lines("run") >= 1)
@@ -86,8 +89,8 @@ def test_a_worker_ends_with_its_parent(bench: Bench, whole: dict[str, str], outc
     os.kill(command.pid, signal.SIGKILL)
     command.end()
     worker.wait(30)
-    assert bench.lines("run") < 18
-    assert bench.sweep("run")[0] == 0 and bench.tokens("run") == whole
+    assert bench.lines("run") < IMAGES
+    assert bench.sweep("run")[0] == 0 and bench.tokens("run") == expected
     outcome("the worker stops at its next step and leaves the run directory free")
 
 

@@ -4,27 +4,29 @@ from docs.make_reliability import PAGE, TESTS, Fault, Outcomes, Result, faults, 
 
 
 def test_the_page_has_a_row_for_every_fault() -> None:
-    found = rows(PAGE.read_text(encoding="utf-8"))
-    assert [fault for fault, _, _ in found] == [one.fault for one in faults()], "run: python -m docs.make_reliability"
-    assert len(found) >= 20
-    for fault, happens, passed in found:
+    listed = rows(PAGE.read_text(encoding="utf-8"))
+    assert [fault for fault, _, _ in listed] == [fault.fault for fault in faults()], (
+        "run: python -m docs.make_reliability"
+    )
+    assert len(listed) >= 20
+    for fault, happens, passed in listed:
         assert happens, fault
         count, cases = passed.split(" of ")
         assert count == cases and int(count) > 0, fault
 
 
 def test_every_fault_says_what_happened() -> None:
-    for one in faults():
-        source = (TESTS / one.file).read_text(encoding="utf-8")
-        body = source.partition(f"def {one.test}(")[2].partition("\n\n\n")[0]
-        assert "outcome(" in body or 'record_property("outcome"' in body, one.node
+    for fault in faults():
+        source = (TESTS / fault.file).read_text(encoding="utf-8")
+        body = source.partition(f"def {fault.test}(")[2].partition("\n\n\n")[0]
+        assert "outcome(" in body or 'record_property("outcome"' in body, fault.node
 
 
 def test_the_table_is_rendered_from_results() -> None:
-    results = {one.node: Result(["a | b"], 1, 2) for one in faults()}
-    made = render("before\n" + "<!-- Below: python -m docs.make_reliability -->\nstale row\n", results)
-    assert made.startswith("before\n") and "stale row" not in made
-    assert rows(made)[0] == (faults()[0].fault, "a \\| b", "1 of 2")
+    results = {fault.node: Result(["a | b"], 1, 2) for fault in faults()}
+    page = render("before\n" + "<!-- Below: python -m docs.make_reliability -->\nstale row\n", results)
+    assert page.startswith("before\n") and "stale row" not in page
+    assert rows(page)[0] == (faults()[0].fault, "a \\| b", "1 of 2")
 
 
 def test_a_failed_case_counts() -> None:

@@ -19,7 +19,7 @@ from tests.tiny_model import EXPERIMENT, TinyModel
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole run and its three shards."""
     folder = tmp_path_factory.mktemp("shards")
     (folder / "tiny.yaml").write_text(EXPERIMENT)
@@ -34,26 +34,30 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def shards(made: Path, tmp_path: Path) -> list[Path]:
+def shards(folder: Path, tmp_path: Path) -> list[Path]:
     """Copies of the shards."""
-    return [shutil.copytree(made / f"run-shard{i}of3", tmp_path / f"run-shard{i}of3") for i in (1, 2, 3)]
+    return [shutil.copytree(folder / f"run-shard{i}of3", tmp_path / f"run-shard{i}of3") for i in (1, 2, 3)]
 
 
 def without_time(row: dict[str, Any]) -> dict[str, Any]:
-    kept = ("record_key", "cell_id", "prompt_id", "repeat", "order_index", "tokens_sha256", "image_sha256", "image")
-    return {name: row[name] for name in kept}
+    columns = ("record_key", "cell_id", "prompt_id", "repeat", "order_index", "tokens_sha256", "image_sha256", "image")
+    return {name: row[name] for name in columns}
 
 
-def test_merged_shards_are_the_whole_run(made: Path, shards: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_merged_shards_are_the_whole_run(folder: Path, shards: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["merge", *map(str, shards[::-1]), "--format", "csv"]) == 0
     merged = shards[0].with_name("run")
     assert "18 images of 3 shards, 0 failed" in capsys.readouterr().err
-    rows, whole = read_records(merged), read_records(made / "whole")
-    assert list(map(without_time, rows)) == list(map(without_time, whole))
-    assert all((merged / row["image"]).read_bytes() == (made / "whole" / row["image"]).read_bytes() for row in rows)
+    rows, expected = read_records(merged), read_records(folder / "whole")
+    assert list(map(without_time, rows)) == list(map(without_time, expected))
+    assert all((merged / row["image"]).read_bytes() == (folder / "whole" / row["image"]).read_bytes() for row in rows)
     manifest = read_manifest(merged)
-    assert [one["process"] for one in manifest["sessions"]] == [0, 1, 2] == sorted({row["process"] for row in rows})
-    assert manifest["key"] == read_manifest(made / "whole")["key"]
+    assert (
+        [session["process"] for session in manifest["sessions"]]
+        == [0, 1, 2]
+        == sorted({row["process"] for row in rows})
+    )
+    assert manifest["key"] == read_manifest(folder / "whole")["key"]
     assert manifest["shard"] is None and manifest["merged_shards"] == 3 and manifest["run"] == "run"
     assert (merged / "summary.csv").is_file()
 
@@ -64,8 +68,8 @@ def manifest_with(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def refused(folders: list[Path], error: type[LanternError], said: str) -> None:
-    with pytest.raises(error, match=said):
+def refused(folders: list[Path], error: type[LanternError], message: str) -> None:
+    with pytest.raises(error, match=message):
         merge_runs(folders)
     assert not folders[0].with_name("run").exists()
 
@@ -90,16 +94,16 @@ def test_a_missing_picture_is_refused(shards: list[Path]) -> None:
 
 def test_the_same_image_in_two_shards_is_refused(shards: list[Path]) -> None:
     for name in ("records.jsonl", "images"):
-        there, here = shards[0] / name, shards[1] / name
-        if there.is_dir():
-            shutil.copytree(there, here, dirs_exist_ok=True)
+        source, target = shards[0] / name, shards[1] / name
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
         else:
-            shutil.copy(there, here)
+            shutil.copy(source, target)
     refused(shards, RefusedError, "both have the image")
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda m: m["experiment"].update(seed=7), "seed differs"),
         (lambda m: m["experiment"].update(images=9), "images differs"),
@@ -108,13 +112,13 @@ def test_the_same_image_in_two_shards_is_refused(shards: list[Path]) -> None:
         (lambda m: m["shard"].update(count=4), "is a shard of 3, .* of 4"),
     ],
 )
-def test_shards_of_different_runs_are_refused(shards: list[Path], change: Any, said: str) -> None:
+def test_shards_of_different_runs_are_refused(shards: list[Path], change: Any, message: str) -> None:
     manifest_with(shards[1], change)
-    refused(shards, RefusedError, said)
+    refused(shards, RefusedError, message)
 
 
-def test_a_run_that_is_no_shard_and_a_folder_that_exists_are_refused(made: Path, shards: list[Path]) -> None:
+def test_a_run_that_is_no_shard_and_a_folder_that_exists_are_refused(folder: Path, shards: list[Path]) -> None:
     with pytest.raises(UserError, match="whole is not a shard of a run"):
-        merge_runs([made / "whole"])
+        merge_runs([folder / "whole"])
     with pytest.raises(UserError, match="exists already"):
-        merge_runs(shards, made / "whole")
+        merge_runs(shards, folder / "whole")

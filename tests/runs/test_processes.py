@@ -21,23 +21,23 @@ from tests.tiny_model import EXPERIMENT, PROMPTS
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    made = Bench(tmp_path_factory.mktemp("processes"))
-    yield made
-    made.close()
+    bench = Bench(tmp_path_factory.mktemp("processes"))
+    yield bench
+    bench.close()
 
 
 @pytest.fixture(scope="module")
-def whole(bench: Bench) -> dict[str, str]:
+def expected(bench: Bench) -> dict[str, str]:
     """The tokens of the run by one process."""
-    code, said = bench.sweep("whole")
-    assert code == 0, said
+    code, output = bench.sweep("whole")
+    assert code == 0, output
     return bench.tokens("whole")
 
 
-def test_processes_make_the_images_of_one_process(bench: Bench, whole: dict[str, str]) -> None:
-    code, said = bench.sweep("dealt", "--processes", "2")
-    assert code == 0, said
-    assert bench.tokens("dealt") == whole
+def test_processes_make_the_images_of_one_process(bench: Bench, expected: dict[str, str]) -> None:
+    code, output = bench.sweep("dealt", "--processes", "2")
+    assert code == 0, output
+    assert bench.tokens("dealt") == expected
     rows = read_records(bench.folder / "dealt")
     assert {row["process"] for row in rows} == {0, 1}
     by_prompt = {row["prompt_id"]: set[int]() for row in rows}
@@ -45,40 +45,40 @@ def test_processes_make_the_images_of_one_process(bench: Bench, whole: dict[str,
         by_prompt[row["prompt_id"]].add(row["process"])
     assert all(len(processes) == 1 for processes in by_prompt.values())
     sessions = read_manifest(bench.folder / "dealt")["sessions"]
-    assert [one["process"] for one in sessions] == [0, 1] and all(one["complete"] for one in sessions)
+    assert [session["process"] for session in sessions] == [0, 1] and all(session["complete"] for session in sessions)
     assert sessions[0]["ended"] <= sessions[1]["started"]
 
 
-def test_a_resumed_run_continues_with_new_processes(bench: Bench, whole: dict[str, str]) -> None:
+def test_a_resumed_run_continues_with_new_processes(bench: Bench, expected: dict[str, str]) -> None:
     assert bench.sweep("grown", "--images", "1")[0] == 0
-    code, said = bench.sweep("grown", "--processes", "2")
-    assert code == 0 and "6 images kept, 12 to do" in said
+    code, output = bench.sweep("grown", "--processes", "2")
+    assert code == 0 and "3 images kept, 6 to do" in output
     assert sorted({row["process"] for row in read_records(bench.folder / "grown")}) == [0, 1, 2]
-    assert bench.tokens("grown") == whole
+    assert bench.tokens("grown") == expected
 
 
-def test_a_worker_that_dies_is_named_and_the_run_resumed(bench: Bench, whole: dict[str, str]) -> None:
-    code, said = bench.sweep("died", "--processes", "2", TINY_DIE=PROMPTS[1])
-    assert code == 4 and "error: worker process" in said and "of 2 ended with code 9" in said
-    assert "The same command continues." in said
-    code, said = bench.sweep("died", "--processes", "2")
-    assert code == 0 and bench.tokens("died") == whole, said
+def test_a_worker_that_dies_is_named_and_the_run_resumed(bench: Bench, expected: dict[str, str]) -> None:
+    code, output = bench.sweep("died", "--processes", "2", TINY_DIE=PROMPTS[1])
+    assert code == 4 and "error: worker process" in output and "of 2 ended with code 9" in output
+    assert "The same command continues." in output
+    code, output = bench.sweep("died", "--processes", "2")
+    assert code == 0 and bench.tokens("died") == expected, output
 
 
 def test_an_error_of_a_worker_is_the_error_of_the_command(bench: Bench) -> None:
     assert bench.sweep("refused", "--images", "1")[0] == 0
-    code, said = bench.sweep("refused", "--processes", "2", "--set", "neighbour_space=normalised")
-    assert code == 3 and "cannot resume refused" in said and "Traceback" not in said
+    code, output = bench.sweep("refused", "--processes", "2", "--set", "neighbour_space=normalised")
+    assert code == 3 and "cannot resume refused" in output and "Traceback" not in output
 
 
 def test_prompts_are_dealt_in_equal_shuffled_shares(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, 10)
-    parts = plan.deal(plan, 3, seed=0)
-    shares = [list(dict.fromkeys(task.image_index for task in part.tasks)) for part in parts]
+    plans = plan.deal(plan, 3, seed=0)
+    shares = [list(dict.fromkeys(task.image_index for task in share.tasks)) for share in plans]
     assert sorted(map(len, shares)) == [3, 3, 4] and sorted(chain(*shares)) == list(range(10))
     assert shares[0] != [0, 3, 6, 9]
-    assert all([u.order_index for u in part.tasks] == sorted(u.order_index for u in part.tasks) for part in parts)
-    assert parts == plan.deal(plan, 3, seed=0) != plan.deal(plan, 3, seed=1)
+    assert all([u.order_index for u in share.tasks] == sorted(u.order_index for u in share.tasks) for share in plans)
+    assert plans == plan.deal(plan, 3, seed=0) != plan.deal(plan, 3, seed=1)
 
 
 def plan_of(folder: Path, count: int, **flags: Any) -> Plan:

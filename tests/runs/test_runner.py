@@ -19,12 +19,11 @@ from lantern_bench.clock import Usage
 from lantern_bench.config.experiment import ResolvedExperiment, load_experiment
 from lantern_bench.config.plan import Plan, Prompt, make_plan
 from lantern_bench.config.values import Overrides
-from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.tables import PARAMETERS
-from lantern_bench.runs import runner, threads
+from lantern_bench.runs import runner
 from lantern_bench.runs.devices import Compute, choose_compute, key_fields
 from lantern_bench.runs.events import ImageDone, Note, Started
 from lantern_bench.runs.images import DecodedImage
@@ -32,7 +31,6 @@ from lantern_bench.runs.request import check_folder
 from lantern_bench.runs.runner import calibrate_threads, decode_batch, run_plan
 from lantern_bench.runs.store import RunStore, read_manifest, read_records, seconds_per_image
 from lantern_bench.runs.sweep import disturbance
-from lantern_bench.runs.threads import Calibrated
 from lantern_bench.schema import columns
 from tests.tiny_model import EXPERIMENT, PROMPTS, TOKENS, TinyModel
 
@@ -53,9 +51,9 @@ def tiny(tmp_path: Path) -> Any:
     return make
 
 
-def run(folder: Path, made: tuple[ResolvedExperiment, Plan], most: int | None = None) -> list[Any]:
+def run(folder: Path, planned: tuple[ResolvedExperiment, Plan], most: int | None = None) -> list[Any]:
     """Run a plan, or its first `most` images; return the events."""
-    experiment, plan = made
+    experiment, plan = planned
     events: list[Any] = []
 
     def emit(event: Any) -> None:
@@ -80,10 +78,10 @@ def tokens_by_key(folder: Path) -> dict[str, str]:
 
 
 def test_every_image_has_a_complete_record_and_picture(tmp_path: Path, tiny: Any) -> None:
-    made = tiny()
-    run(tmp_path / "run", made)
+    planned = tiny()
+    run(tmp_path / "run", planned)
     rows = read_records(tmp_path / "run")
-    assert len(rows) == len(made[1].tasks) == 18
+    assert len(rows) == len(planned[1].tasks) == 18
     # These prompts are of no set, so nobody calls them anything.
     may_be_empty = PARAMETERS.keys() - {"mode", "drafting", "rule", *SAMPLING}
     may_be_empty |= {"error", "peak_memory_bytes", "prompt_source", "driver", "clock_mhz", "clock_max_mhz"}
@@ -129,16 +127,16 @@ def test_warm_up_is_recorded_only_in_the_manifest(tmp_path: Path, tiny: Any) -> 
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_resumed_run_makes_the_same_tokens(tmp_path: Path, tiny: Any, batch: int) -> None:
-    made = tiny(batch=batch)
-    run(tmp_path / "whole", made)
-    run(tmp_path / "cut", made, most=7)
+    planned = tiny(batch=batch)
+    run(tmp_path / "whole", planned)
+    run(tmp_path / "cut", planned, most=7)
     assert len(read_records(tmp_path / "cut")) == 7
     assert not read_manifest(tmp_path / "cut")["sessions"][0]["complete"]
-    second = run(tmp_path / "cut", made)
+    second = run(tmp_path / "cut", planned)
     assert second[0].finished == 7 and sum(second[0].to_do.values()) == 11
     assert tokens_by_key(tmp_path / "cut") == tokens_by_key(tmp_path / "whole")
     assert [row["process"] for row in read_records(tmp_path / "cut")] == [0] * 7 + [1] * 11
-    third = run(tmp_path / "cut", made)
+    third = run(tmp_path / "cut", planned)
     assert third[0].finished == 18 and len(third) == 1
 
 
@@ -147,22 +145,22 @@ def test_shards_together_equal_the_whole_run(tmp_path: Path, tiny: Any) -> None:
 
     experiment, plan = tiny()
     run(tmp_path / "whole", (experiment, plan))
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for index in (1, 2):
         run(tmp_path / f"part{index}", (experiment, plan.shard(Shard(index, 2))))
-        found |= tokens_by_key(tmp_path / f"part{index}")
-    assert found == tokens_by_key(tmp_path / "whole")
+        digests |= tokens_by_key(tmp_path / f"part{index}")
+    assert digests == tokens_by_key(tmp_path / "whole")
 
 
 def test_one_image_that_fails_does_not_stop_the_others(tmp_path: Path, tiny: Any) -> None:
-    made = tiny(("one red lantern", "broken", "two blue lanterns"))
-    events = run(tmp_path / "run", made)
+    planned = tiny(("one red lantern", "broken", "two blue lanterns"))
+    events = run(tmp_path / "run", planned)
     failed = [event for event in events if isinstance(event, ImageDone) and event.failed]
     assert len(failed) == 6 and {event.task.prompt.text for event in failed} == {"broken"}
     rows = [row for row in read_records(tmp_path / "run") if row["status"] != "ok"]
     assert {row["error"] for row in rows} == {"RuntimeError: no memory left"}
     assert all(row["tokens_sha256"] is None and row["image"] is None for row in rows)
-    again = run(tmp_path / "run", made)
+    again = run(tmp_path / "run", planned)
     assert again[0].finished == 12 and sum(again[0].to_do.values()) == 6
 
 
@@ -195,10 +193,10 @@ def test_a_disturbed_image_is_decoded_again(
     experiment, plan = tiny(images=1)
     monkeypatch.setattr(runner, "decode_batch", decoded_images(lost, [7, 7, 7]))
     monkeypatch.setattr(runner, "_AGAIN", 100.0)
-    one = replace(plan, tasks=plan.tasks[:1])
+    first_image = replace(plan, tasks=plan.tasks[:1])
     with RunStore(tmp_path / "run", experiment, key_fields({"tiny": MODEL}, experiment.settings, CPU)) as store:
         monkeypatch.setattr(runner.Decoder, "warm_up", lambda *_: [])
-        run_plan(store, one, {"tiny": MODEL}, CPU, ignore, again=True)
+        run_plan(store, first_image, {"tiny": MODEL}, CPU, ignore, again=True)
     (row,) = read_records(tmp_path / "run")
     assert (row["attempts"], row["seconds"], row["disturbed"]) == (attempts, seconds, disturbed)
 
@@ -207,9 +205,9 @@ def test_other_tokens_at_a_second_attempt_are_an_error(monkeypatch: Any, tiny: A
     experiment, plan = tiny(images=1)
     monkeypatch.setattr(runner, "decode_batch", decoded_images([0.5, 0.0], [7, 8]))
     monkeypatch.setattr(runner.Decoder, "warm_up", lambda *_: [])
-    one = replace(plan, tasks=plan.tasks[:1])
+    first_image = replace(plan, tasks=plan.tasks[:1])
     with RunStore(tmp_path / "run", experiment, key_fields({"tiny": MODEL}, experiment.settings, CPU)) as store:
-        run_plan(store, one, {"tiny": MODEL}, CPU, ignore, again=True)
+        run_plan(store, first_image, {"tiny": MODEL}, CPU, ignore, again=True)
     (row,) = read_records(tmp_path / "run")
     assert row["status"] == "failed" and "gave other tokens" in row["error"]
 
@@ -225,8 +223,8 @@ def test_a_busy_machine_adds_a_bounded_time(monkeypatch: Any, tiny: Any, tmp_pat
     more = sum(row["attempts"] for row in rows) - len(rows)
     assert all(row["disturbed"] for row in rows)
     assert 1 <= more <= 0.25 * len(rows) + 1 if again else more == 0
-    said = disturbance(tmp_path / "run")
-    assert said is not None and said.startswith("speed cannot be measured now: 18 of 18 images")
+    message = disturbance(tmp_path / "run")
+    assert message is not None and message.startswith("speed cannot be measured now: 18 of 18 images")
 
 
 def test_threads_stay_as_the_finished_images_had_them(tiny: Any, tmp_path: Path) -> None:
@@ -243,23 +241,6 @@ def test_threads_stay_as_the_finished_images_had_them(tiny: Any, tmp_path: Path)
             assert f"--threads {before + 1}" in str(refused.value.advice)
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("busy", [False, True])
-def test_threads_chosen_on_a_quiet_machine_are_kept(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: bool
-) -> None:
-    known = list[int | None]()
-
-    def calibrate(_work: object, kept: int | None) -> Calibrated:
-        known.append(kept)
-        return Calibrated(1, {1: 4.0}, 0.5 if busy else 0.0)
-
-    monkeypatch.setattr(threads, "calibrate", calibrate)
-    model = replace(MODEL, engine=Engine(compile=True, folder=tmp_path))
-    for _process in range(2):
-        runner.fastest_for(tiny()[1].tasks, {"tiny": model})
-    assert known == [None, None if busy else 1]
 
 
 def test_all_cells_share_the_seed_of_an_image(tiny: Any) -> None:

@@ -34,6 +34,7 @@ from lantern_bench.models.lanterns.captions import HELD_OUT
 from lantern_bench.models.lanterns.classifier import AttributeClassifier, predict
 from lantern_bench.models.lanterns.model import write_weights
 from lantern_bench.runs import scoring
+from lantern_bench.runs.events import Share
 from lantern_bench.runs.keys import KeyFields
 from lantern_bench.runs.store import RunStore, ScoreStore, read_scores
 from lantern_bench.schema import TABLES
@@ -180,10 +181,10 @@ def test_missing_scorers_leave_their_columns_empty(run: tuple[Path, list[dict[st
 
 
 def test_scoring_reports_progress_by_cell(run: tuple[Path, list[dict[str, Any]]]) -> None:
-    told: list[tuple[str, int, int]] = []
+    events: list[object] = []
     folder, records = run
-    list(scoring.score_records(records, folder, scoring.Scorers(NOTHING), None, lambda *event: told.append(event)))
-    assert told == [("ar-none-none-t1", 1, 2), ("speculative-static-small-7-t1", 2, 2)]
+    list(scoring.score_records(records, folder, scoring.Scorers(NOTHING), None, events.append))
+    assert events == [Share("scoring", 1, 2), Share("scoring", 2, 2)]
 
 
 def test_no_records_give_no_rows(tmp_path: Path, scorers: scoring.Scorers) -> None:
@@ -247,10 +248,10 @@ def test_other_scorer_or_reference_scores_again(
 def test_only_cells_with_new_images_are_scored_again(
     store: RunStore, scorers: scoring.Scorers, reference: Reference
 ) -> None:
-    first, *kept = store.records()
-    store.records = lambda: kept  # type: ignore[method-assign]
+    first, *others = store.records()
+    store.records = lambda: others  # type: ignore[method-assign]
     scoring.score_run(store, scorers, reference)
-    store.records = lambda: [*kept, first]  # type: ignore[method-assign]
+    store.records = lambda: [*others, first]  # type: ignore[method-assign]
     assert scoring.score_run(store, scorers, reference) == 6
 
 
@@ -267,12 +268,12 @@ def test_a_finished_run_is_scored_without_decoding(
     folder = store.folder
     store.close()
     before = (folder / "records.jsonl").read_bytes()
-    with ScoreStore(folder) as book:
-        assert scoring.score_run(book, scorers, reference) == 12
+    with ScoreStore(folder) as opened:
+        assert scoring.score_run(opened, scorers, reference) == 12
         with pytest.raises(RefusedError, match="in use"):
             ScoreStore(folder)
-        assert scoring.score_run(book, scorers, reference) == 0
-        assert scoring.score_run(book, scorers, reference, again=True) == 12
+        assert scoring.score_run(opened, scorers, reference) == 0
+        assert scoring.score_run(opened, scorers, reference, again=True) == 12
     assert (folder / "records.jsonl").read_bytes() == before
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["protocols"]["embedded"] == json.loads(json.dumps(EMBEDDED.to_dict()))

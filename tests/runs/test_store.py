@@ -192,7 +192,7 @@ def test_a_key_is_a_hash_of_the_sorted_json_of_all_that_it_covers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said", "typed"),
+    ("changes", "message", "typed"),
     [
         ({"torch_version": "2.16.0"}, "torch_version changed\n  recorded  2.15.0\n  now       2.16.0", "--no-resume"),
         ({"dtype": "bfloat16"}, "dtype changed\n  recorded  float32\n  now       bfloat16", "--dtype float32"),
@@ -205,12 +205,12 @@ def test_a_key_is_a_hash_of_the_sorted_json_of_all_that_it_covers() -> None:
         ),
     ],
 )
-def test_another_key_is_refused(tmp_path: Path, changes: dict[str, Any], said: str, typed: str) -> None:
+def test_another_key_is_refused(tmp_path: Path, changes: dict[str, Any], message: str, typed: str) -> None:
     fill(tmp_path / "run", 2)
     before = (tmp_path / "run" / "manifest.json").read_bytes()
     with pytest.raises(RefusedError) as caught:
         RunStore(tmp_path / "run", EXPERIMENT, key(**changes))
-    assert caught.value.message.startswith(f"cannot resume run: {said}\n2 finished images")
+    assert caught.value.message.startswith(f"cannot resume run: {message}\n2 finished images")
     assert typed in str(caught.value.advice)
     assert (tmp_path / "run" / "manifest.json").read_bytes() == before
     fill(tmp_path / "run")  # the lock was let go, and the run goes on as recorded
@@ -324,7 +324,7 @@ def foreign_record(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("break_it", "error", "said"),
+    ("break_it", "error", "message"),
     [
         (damage_manifest, UserError, "damaged, not JSON"),
         (age_manifest, RefusedError, "schema version 0, and this program reads 1"),
@@ -332,12 +332,12 @@ def foreign_record(folder: Path) -> None:
         (foreign_record, UserError, "records.jsonl line 1: not a record"),
     ],
 )
-def test_damaged_files_are_named(tmp_path: Path, break_it: Callable[[Path], None], error: type, said: str) -> None:
+def test_damaged_files_are_named(tmp_path: Path, break_it: Callable[[Path], None], error: type, message: str) -> None:
     fill(tmp_path / "run", 2)
     break_it(tmp_path / "run")
     with pytest.raises(error) as caught:
         RunStore(tmp_path / "run", EXPERIMENT, KEY)
-    assert said in caught.value.message
+    assert message in caught.value.message
 
 
 def test_runs_are_found_by_path_name_and_prefix(tmp_path: Path) -> None:
@@ -353,18 +353,18 @@ def test_runs_are_found_by_path_name_and_prefix(tmp_path: Path) -> None:
         find_run("other", tmp_path)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.data())
 def test_run_cut_at_any_byte_resumes_to_the_same_records(tmp_path: Path, data: st.DataObject) -> None:
-    whole = tmp_path / "whole"
-    if not whole.exists():
-        fill(whole)
-    content = (whole / "records.jsonl").read_bytes()
-    kept = data.draw(st.integers(0, len(content)))
+    complete = tmp_path / "whole"
+    if not complete.exists():
+        fill(complete)
+    content = (complete / "records.jsonl").read_bytes()
+    length = data.draw(st.integers(0, len(content)))
     cut = tmp_path / "cut"
     shutil.rmtree(cut, ignore_errors=True)
-    shutil.copytree(whole, cut)
-    (cut / "records.jsonl").write_bytes(content[:kept])
-    assert len(read_records(cut)) == content[:kept].count(b"\n")
+    shutil.copytree(complete, cut)
+    (cut / "records.jsonl").write_bytes(content[:length])
+    assert len(read_records(cut)) == content[:length].count(b"\n")
     fill(cut)
     assert (cut / "records.jsonl").read_bytes() == content

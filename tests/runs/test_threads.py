@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from lantern_bench import clock
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.models.random_model import random_model_of_size, read_size
-from lantern_bench.runs.threads import KeptThreads, calibrate, prepare_environment, step_work
+from lantern_bench.runs import threads
+from lantern_bench.runs.threads import Calibrated, calibrate, fastest_threads, prepare_environment, step_work
 
 
 @pytest.mark.parametrize(
@@ -31,9 +34,9 @@ def test_fewest_threads_that_are_about_fastest(
     monkeypatch.setattr(torch, "get_num_threads", lambda: state["threads"])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: state.update(threads=count))
     monkeypatch.setattr(clock, "now", lambda: state["now"])
-    found = calibrate(lambda: state.update(now=state["now"] + seconds[int(state["threads"])]))
-    assert found.threads == chosen and state["threads"] == 16
-    assert found.milliseconds == pytest.approx({count: 1e3 * one for count, one in seconds.items()})
+    calibrated = calibrate(lambda: state.update(now=state["now"] + seconds[int(state["threads"])]))
+    assert calibrated.threads == chosen and state["threads"] == 16
+    assert calibrated.milliseconds == pytest.approx({count: 1e3 * time for count, time in seconds.items()})
 
 
 def test_one_thread_is_tried_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,44 +44,59 @@ def test_one_thread_is_tried_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(clock, "now", lambda: state["now"])
-    found = calibrate(lambda: state.update(now=state["now"] + 0.1, calls=state["calls"] + 1))
-    assert found.threads == 1 and found.milliseconds == pytest.approx({1: 100.0})
+    calibrated = calibrate(lambda: state.update(now=state["now"] + 0.1, calls=state["calls"] + 1))
+    assert calibrated.threads == 1 and calibrated.milliseconds == pytest.approx({1: 100.0})
     assert state["calls"] <= 8
 
 
 def test_known_threads_are_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     tried, before = list[int](), torch.get_num_threads()
     monkeypatch.setattr(torch, "set_num_threads", tried.append)
-    found = calibrate(lambda: None, known=3)
-    assert found.threads == 3 and list(found.milliseconds) == [3] and set(tried) == {3, before}
+    calibrated = calibrate(lambda: None, recorded=3)
+    assert calibrated.threads == 3 and list(calibrated.milliseconds) == [3] and set(tried) == {3, before}
 
 
-def test_threads_are_kept_with_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number chosen by other kinds of cells or among other numbers, or a damaged file, is none."""
+def test_the_choice_is_stored_with_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not read for other kinds of cells or numbers, from a busy machine, or from a damaged file."""
+    recorded, lost_share = list[int | None](), 0.0
+
+    def choose(_work: object, number: int | None) -> Calibrated:
+        recorded.append(number)
+        return Calibrated(1, {1: 4.0}, lost_share)
+
+    monkeypatch.setattr(threads, "calibrate", choose)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    kept = KeptThreads(tmp_path, [True, False])
-    assert kept.read() is None
-    kept.write(1)
-    KeptThreads(tmp_path, [True]).write(4)
-    assert KeptThreads(tmp_path, [False, True]).read() == 1 and KeptThreads(tmp_path, [True]).read() == 4
-    assert KeptThreads(tmp_path, [False]).read() is None
+    target = SimpleNamespace(device=torch.device("cpu"))
+    model: Any = SimpleNamespace(target=target, engine=SimpleNamespace(folder=tmp_path), condition=lambda texts: texts)
+    ar, drafting = Decoding("ar"), Decoding("speculative", tree="chain-3")
+
+    def chosen(*decodings: Decoding) -> int | None:
+        fastest_threads(model, "a lantern", decodings)
+        return recorded[-1]
+
+    lost_share = 0.5
+    assert chosen(ar, drafting) is None is chosen(ar, drafting)
+    lost_share = 0.0
+    assert chosen(ar, drafting) is None and chosen(drafting, ar) == 1
+    assert chosen(drafting) is None and chosen(drafting) == 1
+    assert chosen(ar) is None
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert KeptThreads(tmp_path, [True]).read() is None
+    assert chosen(ar, drafting) is None
     for damaged in (b"", b"[1]", b"{"):
         (tmp_path / "threads.json").write_bytes(damaged)
-        assert kept.read() is None
-    KeptThreads(None, [True]).write(1)
-    assert KeptThreads(None, [True]).read() is None
+        assert chosen(ar, drafting) is None
+    model.engine.folder = None
+    assert chosen(drafting) is None is chosen(drafting)
 
 
 def test_compiled_steps_are_compiled_for_every_number_of_threads() -> None:
     model = random_model_of_size(
         read_size("2x64x128x4"), torch.device("cpu"), torch.float32, torch.Generator().manual_seed(0)
     )
-    made = list[int]()
+    compiled_with = list[int]()
 
     def backend(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., object]:
-        made.append(torch.get_num_threads())
+        compiled_with.append(torch.get_num_threads())
         return graph.forward
 
     model.engine = Engine(compile=True, backend=backend)
@@ -91,17 +109,19 @@ def test_compiled_steps_are_compiled_for_every_number_of_threads() -> None:
     finally:
         torch.set_num_threads(before)
     # An autoregressive step; draft, score and settle.
-    assert made == [1] * 4 + [2] * 4
+    assert compiled_with == [1] * 4 + [2] * 4
 
 
 @pytest.mark.parametrize(
-    ("given", "spins"),
+    ("variables", "spins"),
     [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
 )
-def test_the_users_wait_policy_wins(monkeypatch: pytest.MonkeyPatch, given: dict[str, str], spins: str | None) -> None:
+def test_the_users_wait_policy_wins(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], spins: str | None
+) -> None:
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     prepare_environment()
     assert os.environ.get("GOMP_SPINCOUNT") == spins
