@@ -38,7 +38,7 @@ def written(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("count", [0, 1, 5, 4_500])  # 4,500: more than two chunks
+@pytest.mark.parametrize("count", [0, 1, 5, 2_500])  # 2,500: more than one chunk
 def test_rows_read_back_as_they_were_written(tmp_path: Path, count: int) -> None:
     rows = many(count)
     path = written(tmp_path / "r.jsonl", rows)
@@ -137,7 +137,7 @@ def test_a_line_that_is_not_ended_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_record_takes_about_a_kilobyte(tmp_path: Path) -> None:
-    path = written(tmp_path / "r.jsonl", [row | {"start_per_step": []} for row in many(12_000)[::2]])
+    path = written(tmp_path / "r.jsonl", [row | {"start_per_step": []} for row in many(4_000)[::2]])
     tracemalloc.start()
     read = read_frame(path, "records")
     used, _peak = tracemalloc.get_traced_memory()
