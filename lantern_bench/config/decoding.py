@@ -138,8 +138,8 @@ class Decoding:
         """Check the values, by the names of an experiment file (`lambda_` for `lambda`; None: not given).
 
         The others are the defaults of the model, and of mode, drafting and rule. Greedy decoding (temperature 0) uses
-        no filters and no residual (docs/algorithms.md, section 3): they get their defaults, and a rule is replaced by
-        its greedy counterpart. Raises `ParameterError` for what cannot be.
+        no filters and no residual (docs/algorithms.md, section 3): they get their defaults, and rule and drafting
+        are replaced by their greedy counterparts. Raises `ParameterError` for what cannot be.
         """
         values = {key.removesuffix("_"): value for key, value in values.items() if value is not None}
         for key in values:
@@ -159,7 +159,7 @@ class Decoding:
         _check_together(values, mode, drafting, rule)
         if values["temperature"] == 0:
             values |= {key: PARAMETERS[key].default for key in values if PARAMETERS[key].sampled_only}
-            rule = RULES[rule].greedy_rule
+            drafting, rule = DRAFTINGS[drafting].published_form_of or drafting, RULES[rule].greedy_rule
             values = {key: value for key, value in values.items() if has_parameter(key, drafting, rule)}
         topology = None
         if not isinstance(values.get("tree"), str | None):
@@ -211,11 +211,6 @@ class Decoding:
     def drafts(self) -> bool:
         """Whether there is a draft; otherwise decoding is autoregressive."""
         return self.drafting_row.drafts
-
-    @property
-    def needs_drafter(self) -> bool:
-        """Whether drafts come from the model's drafter."""
-        return self.drafting_row.needs_drafter
 
     @property
     def greedy(self) -> bool:
@@ -288,8 +283,6 @@ def _check_together(values: Mapping[str, Any], mode: str, drafting: str, rule: s
                 f"mode {mode} has the rule {rule} and needs {key}; "
                 f"write {key}: {example} in the cell, or type --{key.replace('_', '-')} {example}"
             )
-    if not row.lossless and not row.allows(values[row.bound]):
-        raise ParameterError(row.allowed, row.bound)
     paths = STATIC_TREES[tree] if isinstance(tree, str) else tree or ()
     if problem := chain_problem(rule, drafting, paths, "it"):
         raise ParameterError(problem, "tree" if tree is not None else "rule")

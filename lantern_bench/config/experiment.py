@@ -16,8 +16,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import yaml
-
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.expand_grid import Grid, Layers
 from lantern_bench.config.parse_experiment import BASELINE, CellEntry, ExperimentReader
@@ -91,10 +89,6 @@ class ResolvedExperiment:
         else:
             values["cells"] = [cell.decoding.settings() for cell in cells]
         return values
-
-    def to_yaml(self) -> str:
-        """Return `to_dict` as YAML."""
-        return str(yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=120))
 
     @cached_property
     def hash8(self) -> str:

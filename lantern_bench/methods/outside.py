@@ -118,8 +118,6 @@ def _rule_fault(rule: Rule, draftings: Collection[str]) -> str | None:
         return f"its drafting {rule.drafting!r} must be one of {', '.join(draftings)}"
     if sum(code is not None for code in (rule.limit, rule.chance, rule.accept)) > 1:
         return "it has more than one of `limit`, `chance` and `accept`"
-    if not rule.lossless and not rule.allows(rule.example):
-        return f"its example {rule.example:g} {rule.allowed}"
     if not rule.lossless and rule.neighbours is not None and rule.neighbours < 1:
         return f"its neighbours {rule.neighbours} must be at least 1"
     return None

@@ -54,7 +54,6 @@ def word(*choices: str) -> Kind:
 
 
 COUNT, NATURAL, SEVERAL = whole_number(1), whole_number(0), whole_number(2)
-ANY_NUMBER = number("be a number")
 NOT_NEGATIVE = number("be a number of at least 0", ge=0)
 ABOVE_0 = number("be a number above 0", gt=0)
 ABOVE_1 = number("be a number above 1", gt=1)
@@ -156,7 +155,7 @@ NEIGHBOUR_METRIC = Parameter(
     omit_default=True,
     rare=True,
 )
-BOUND = Parameter("bound", ANY_NUMBER, "Bound of an external rule.", symbol="bound")
+BOUND = Parameter("bound", ABOVE_0, "Bound of an external rule.", symbol="bound")
 RESIDUAL = Parameter(
     "residual",
     word("exact", "official"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -14,7 +14,6 @@ from lantern_bench.methods.parameters import (
     NOT_NEGATIVE,
     SEVERAL,
     Parameter,
-    Values,
 )
 
 
@@ -26,34 +25,31 @@ class Rule:
     """
 
     name: str
+    about: str = "a rule from another package"
     # -> the most neighbour mass m(x) [...] that a draft x may take; neighbours are taken in order while their mass is
     # at most that (docs/algorithms.md, section 4)
     limit: Code | None = None
-    low: float = 0.0  # the bound lies strictly between `low` and `high`
-    high: float = float("inf")
-    example: float = 0.1  # a bound to begin with
-    neighbours: int | None = None  # the default k; None: `chance` reads no neighbours, `limit` has 10
-    drafting: str = "static"  # of the mode that a rule from another package brings
-    label: str | None = None  # in legends
-    colour: str | None = None
-    about: str = "a rule from another package"
-    bound: str = "bound"  # the parameter that every cell must give
-    tensor_bound: bool = False  # the functions take tensors for its float parameters: one program serves all values
-    accept: Code | None = None  # decides on whole trees, as `accept_children` of decoding/acceptance/children.py
-    chains: bool = False  # decides only on chains of sampled drafts
-    needs_fresh_drafts: bool = False  # what is behind a draft decides on it too (docs/algorithms.md, section 8.1)
-    tree: str | None = None  # the default tree of a rule for chains
-    in_id: bool = True  # cell ids name the rule where the mode does not imply it
-    source: str = ""  # arXiv number of the paper
     # -> f [n, V], the probability that a draft is accepted, for every token that it could have been; values outside 0
     # to 1 are clamped (docs/algorithms.md, section 8.4)
     chance: Code | None = None
+    accept: Code | None = None  # decides on whole trees, as `accept_children` of decoding/acceptance/children.py
+    bound: str = "bound"  # the parameter that every cell must give
+    example: float = 0.1  # a bound to begin with
     parameters: tuple[Parameter, ...] = ()  # its own; the bound first, unless it is a shipped parameter
-    defaults: Values = field(default_factory=dict)  # of parameters whose row has none
+    neighbours: int | None = None  # the default k; None: `chance` reads no neighbours, `limit` has 10
     codebook: bool = False  # reads `codebook` or `distances`
+    tensor_bound: bool = False  # the functions take tensors for its float parameters: one program serves all values
     # What replaces p after a rejection under `residual: official`, of a rule with `chance`: max(p - q f, 0) ("exact";
     # then cells have no `residual`), max(p - q, 0) ("plain") or p itself ("none").
     published: Literal["exact", "plain", "none"] = "exact"
+    chains: bool = False  # decides only on chains of sampled drafts
+    tree: str | None = None  # the default tree of a rule for chains
+    needs_fresh_drafts: bool = False  # what is behind a draft decides on it too (docs/algorithms.md, section 8.1)
+    in_id: bool = True  # cell ids name the rule where the mode does not imply it
+    source: str = ""  # arXiv number of the paper
+    drafting: str = "static"  # of the mode that a rule from another package brings
+    label: str | None = None  # of that mode, in legends
+    colour: str | None = None
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.neighbours is None:
@@ -81,24 +77,6 @@ class Rule:
         neighbours = () if self.neighbours is None else ("neighbours", "neighbour_metric")
         two_residuals = self.limit is not None or (self.chance is not None and self.published != "exact")
         return (*neighbours, *self.value_names, *(("residual",) if two_residuals else ()))
-
-    @property
-    def default_values(self) -> Values:
-        """Default values by name; a bound has none."""
-        values = {} if self.neighbours is None else {"neighbours": self.neighbours}
-        values |= {parameter.name: parameter.default for parameter in self.parameters if parameter.default is not None}
-        return values | dict(self.defaults)
-
-    @property
-    def allowed(self) -> str:
-        """What the bound may be; completes "bound 2: "."""
-        if self.high == float("inf"):
-            return f"must be a number above {self.low:g}"
-        return f"must lie strictly between {self.low:g} and {self.high:g} for the rule {self.name}"
-
-    def allows(self, bound: float) -> bool:
-        """Whether the bound may have this value."""
-        return self.low < bound < self.high
 
     def fingerprint(self) -> str:
         """16 hex digits that change when the file of its code changes: a run never mixes pictures of two versions."""
@@ -138,8 +116,6 @@ SHIPPED_RULES = (
                 symbol="δ",
             ),
         ),
-        low=0.0,
-        high=1.0,
         example=0.02,
         tensor_bound=True,
         neighbours=20,
@@ -158,7 +134,6 @@ SHIPPED_RULES = (
                 symbol="λ",
             ),
         ),
-        low=1.0,
         example=2.0,
         tensor_bound=True,
         neighbours=10,
@@ -219,7 +194,6 @@ SHIPPED_RULES = (
                 rare=True,
             ),
         ),
-        low=1.0,
         example=14,
         codebook=True,
         published="plain",
@@ -239,7 +213,6 @@ SHIPPED_RULES = (
                 symbol="η",
             ),
         ),
-        high=1.0,
         example=0.1,
         tensor_bound=True,
         neighbours=20,
@@ -265,7 +238,6 @@ SHIPPED_RULES = (
                 rare=True,
             ),
         ),
-        high=1.0,
         example=0.09,
         tensor_bound=True,
         published="none",

@@ -162,7 +162,8 @@ def defaults_for(drafting: str, rule: str, mode: str, of_model: Values | None = 
         if parameter.default is not None and has_parameter(key, drafting, rule)
     }
     values.update(DRAFTINGS[drafting].defaults)
-    values.update(RULES[rule].default_values)
+    if RULES[rule].neighbours is not None:
+        values["neighbours"] = RULES[rule].neighbours
     values.update({key: value for key, value in (of_model or {}).items() if value is not None})
     values.update({key: value for key, value in MODES[mode].defaults.items() if has_parameter(key, drafting, rule)})
     tree = values.get("tree")

@@ -28,7 +28,7 @@ def rule_named(
     """The rule of a row with these values, also those that an experiment refuses."""
     row, official = RULES[name], residual == "official"
     functions = {key: load_code(code) for key in ("limit", "chance", "accept") if (code := getattr(row, key))}
-    defaults = {key: value for key, value in row.default_values.items() if key in row.value_names}
+    defaults = {parameter.name: parameter.default for parameter in row.parameters}
     return AcceptanceRule(
         name=name,
         values={} if row.lossless else {**defaults, row.bound: bound, **values},
