@@ -128,13 +128,7 @@ def can_save_programs() -> bool:
 
 
 def compile_function(function: Callable[..., T], device: torch.device, backend: Any = "inductor") -> Callable[..., T]:
-    """Return `function` compiled for a device."""
-    options = _CPU_OPTIONS if backend == "inductor" and device.type == "cpu" else {}
-    return compile_alone(function, backend, **options)
-
-
-def compile_alone(function: Callable[..., T], backend: Any, **options: Any) -> Callable[..., T]:
-    """Return `function` compiled whole, without guards, with a code object of its own."""
+    """Return `function` compiled whole for a device, without guards."""
 
     def run(*arguments: Any) -> T:
         return function(*arguments)
@@ -143,7 +137,9 @@ def compile_alone(function: Callable[..., T], backend: Any, **options: Any) -> C
     # (some microseconds per weight) that tell programs of one code object apart.
     code = run.__code__.replace(co_name=f"program_{next(_numbers)}")
     alone = FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
-    options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
+    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    if backend == "inductor" and device.type == "cpu":
+        options |= _CPU_OPTIONS
     compiled: Callable[..., T] = torch.compile(alone, backend=backend, dynamic=False, fullgraph=True, options=options)
     return compiled
 

@@ -43,20 +43,17 @@ class Decoded:
     logits: Tensor | None = None  # guided [N, V], when asked for
 
 
-def drafter_of(model: Model, decoding: Decoding) -> Drafter | None:
-    """Return the drafter that a configuration asks; raises `RefusedError` for a model that has none."""
-    if not decoding.drafting_row.needs_drafter:
-        return None
-    if model.drafter is None:
+def drafter_and_rule(model: Model, decoding: Decoding) -> tuple[Drafter | None, AcceptanceRule]:
+    """Return what a speculative configuration needs of a model besides its target.
+
+    Raises `RefusedError` for a drafter that the model does not have, and as `rule_of`.
+    """
+    needs_drafter = decoding.drafting_row.needs_drafter
+    if model.drafter is None and needs_drafter:
         raise RefusedError(
             f"mode {decoding.mode} needs a drafter, and this model has none", "Use --modes ar, or add a drafter."
         )
-    return model.drafter
-
-
-def drafter_and_rule(model: Model, decoding: Decoding) -> tuple[Drafter | None, AcceptanceRule]:
-    """Return what a speculative configuration needs of a model besides its target; raises as the two functions."""
-    return drafter_of(model, decoding), rule_of(decoding, model)
+    return model.drafter if needs_drafter else None, rule_of(decoding, model)
 
 
 @torch.inference_mode()
@@ -170,10 +167,17 @@ def speculative(
     batch: _Batch, condition: Any, rule: AcceptanceRule | None, drafting: DraftMethod | None
 ) -> list[Decoded]:
     """Draft a tree, score it in one forward, walk it, commit what was accepted; until every image is complete."""
-    speculation, rule = _speculation(batch, rule, drafting)
+    engine, decoding = batch.engine, batch.decoding
+    drafter, own_rule = drafter_and_rule(batch.model, decoding)
+    values = (batch.model.target, drafter, decoding, rule or own_rule, batch.size, engine, batch.keep_logits)
+    if rule is None and drafting is None:
+        key = ("speculation", batch.size, sampling_key(decoding), batch.keep_logits)
+        speculation = engine.cached(key, lambda: Speculation(*values))
+    else:
+        speculation = Speculation(*values, drafting, compiled=False)
     batch.phases.start()
     prefix, first = batch.prefill(speculation.session, condition)
-    speculation.start_images(rule, condition, prefix, first, batch.tokens_wanted)
+    speculation.start_images(rule or own_rule, condition, prefix, first, batch.tokens_wanted)
     batch.phases.mark("prefill")
     paths: list[tuple[list[int], Tensor]] = []
     positions, steps = [1] * batch.size, 0
@@ -199,19 +203,6 @@ def speculative(
     progress, forwards = speculation.progress, speculation.drafting.forwards
     traces = progress.recorder.finish(batch.tokens_wanted, steps, forwards, batch.times("verify"))
     return batch.decoded(progress.out, traces, _join(batch, first.logits, paths) if batch.keep_logits else None)
-
-
-def _speculation(
-    batch: _Batch, rule: AcceptanceRule | None, drafting: DraftMethod | None
-) -> tuple[Speculation, AcceptanceRule]:
-    """Return the programs of a batch and its rule; a rule or drafting that is given runs eagerly and is not cached."""
-    model, decoding, engine = batch.model, batch.decoding, batch.engine
-    drafter, own_rule = drafter_of(model, decoding), rule_of(decoding, model) if rule is None else rule
-    arguments = (model.target, drafter, decoding, own_rule, batch.size, engine, batch.keep_logits)
-    if rule is not None or drafting is not None:
-        return Speculation(*arguments, drafting, compiled=False), own_rule
-    key = ("speculation", batch.size, sampling_key(decoding), batch.keep_logits)
-    return engine.cached(key, lambda: Speculation(*arguments)), own_rule
 
 
 def _refuse_step(batch: _Batch, speculation: Speculation, broken: list[int], positions: list[int]) -> None:

@@ -111,9 +111,9 @@ def draw_without_replacement(probs: Tensor, count: int, noise: Tensor) -> tuple[
     renormalised. Tokens of probability 0 are never drawn: where a row has fewer than `count` others the rest is
     token 0 with valid False. `probs` [..., V] need not be normalised; `noise` [..., V] ~ Exp(1).
     """
-    kept = min(count, probs.shape[-1])
+    drawn = min(count, probs.shape[-1])
     # The compiler finds one token where it makes the quotients, and calls a kernel for more.
-    tokens = sample(probs, noise)[..., None] if kept == 1 else (probs / noise).topk(kept, dim=-1).indices
+    tokens = sample(probs, noise)[..., None] if drawn == 1 else (probs / noise).topk(drawn, dim=-1).indices
     return _padded(tokens, probs.gather(-1, tokens) > 0, count)
 
 
@@ -124,11 +124,10 @@ def most_probable(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     with mass. docs/algorithms.md, section 2.
     """
     vocabulary = probs.shape[-1]
-    kept = min(count, vocabulary)
     # Bits of non-negative floats order like the floats: one integer key holds value and index, so ties are settled.
     rank = torch.arange(vocabulary - 1, -1, -1, device=probs.device)
     key = (probs.float().contiguous().view(torch.int32).long() << 32) | rank
-    tokens = key.topk(kept, dim=-1).indices
+    tokens = key.topk(min(count, vocabulary), dim=-1).indices
     return _padded(tokens, probs.gather(-1, tokens) > 0, count)
 
 

@@ -1,4 +1,4 @@
-"""Jacobi drafts with siblings: lossless by enumeration and in the loop; the published samplers are seen not to be.
+"""Jacobi drafts with siblings: lossless by enumeration; the published samplers are seen not to be.
 
 The harness is that of test_jacobi.py: whole images, step after step, through the package's own `draft`, `verify` and
 `learn` (docs/algorithms.md, sections 8.2, 8.3 and 8.6).
@@ -14,11 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.certify.broken import Mistake, strict_without_residual
 from lantern_bench.certify.tabular import TabularModel
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.acceptance.walk import accept_tree, verify
-from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.drafting import drafting_of, pac
 from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
@@ -26,17 +24,11 @@ from lantern_bench.decoding.drafting.pac import PacDrafting
 from lantern_bench.decoding.drafting.published import PublishedSjdPac
 from lantern_bench.decoding.tree import DraftTree
 from tests.decoding.rules import STRICT
-from tests.decoding.test_engine import Small, decoded, same
 from tests.decoding.test_jacobi import (
-    LENGTH,
-    VOCABULARY,
     WITHOUT_RESIDUAL,
     Exact,
-    FlatTarget,
     Particles,
     _double,  # noqa: F401  # a fixture
-    g_test,
-    images_of,
     load,
 )
 
@@ -225,7 +217,7 @@ def test_first_candidates_of_the_published_form_are_no_draws_from_r(drafting: st
 
 
 def test_the_published_form_ends_a_whole_window_with_a_uniform_token() -> None:
-    drafting = PublishedSjdPac(published(window=2), FlatTarget(4, 8), 1)
+    drafting = PublishedSjdPac(published(window=2), TabularModel(4, 8, 0), 1)
     drafting.start_images(torch.full((1, 4), 0.25))
     drafted = drafting.draft(DraftInputs(torch.zeros(1, dtype=torch.int64), torch.rand(1, drafting.noises, 4), P))
     tree = drafting.tree(drafted)
@@ -235,114 +227,6 @@ def test_the_published_form_ends_a_whole_window_with_a_uniform_token() -> None:
     assert found.next_probs.tolist() == [[0.25] * 4]
     plain = verify(tree, p, STRICT, torch.zeros(tree.children.shape), torch.ones(1, 4))
     assert plain.next_probs.tolist() == [pytest.approx(P.tolist())]
-
-
-# ---- in the loop
-
-
-CELLS: list[dict[str, Any]] = [
-    {"window": 4},
-    {"window": 4, "coupling": "none", "initial": "left"},
-    {"window": 8, "coupling": "gumbel", "candidates": 2},  # wider than the image
-    {"window": 3, "branching": 9, "temperature": 0.9, "top_k": 2},
-    {"window": 1},
-]
-
-
-def named(values: dict[str, Any]) -> str:
-    return "-".join(map(str, values.values()))
-
-
-@pytest.mark.parametrize("values", CELLS, ids=named)
-def test_images_follow_the_target(values: dict[str, Any]) -> None:
-    p = g_test(pac_decoding(**values), 5_000)
-    print(f"G-test, {values}: p = {p:.3f}")
-    assert p > 1e-3
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("values", CELLS, ids=named)
-def test_200_000_images_follow_the_target(values: dict[str, Any]) -> None:
-    p = g_test(pac_decoding(**values), 200_000)
-    print(f"G-test, 200,000 images, {values}: p = {p:.3f}")
-    assert p > 1e-3
-
-
-def test_a_missing_residual_is_rejected() -> None:
-    p = g_test(pac_decoding(window=2), 20_000, Mistake("residual", strict_without_residual), spread=1.5)
-    print(f"broken, residual left out: p = {p:.1e}")
-    assert p < 1e-6
-
-
-@pytest.mark.parametrize("window", [2, 4])
-def test_the_published_pac_is_rejected(window: int) -> None:
-    values = {"window": window, "candidates": 2, "drafting": "sjd-pac-published"}
-    p = g_test(pac_decoding(**values), 30_000, spread=1.5)
-    print(f"published {values}: p = {p:.1e}")
-    assert p < 1e-6
-
-
-@pytest.mark.parametrize("coupling", ["none", "maximal", "gumbel"])
-def test_every_reused_first_candidate_of_a_target_without_context_is_accepted(coupling: str) -> None:
-    window, length, seen = 4, 9, 0
-    for item in images_of(FlatTarget(3, length), pac_decoding(window=window, coupling=coupling, candidates=2), 250):
-        trace, before = item.trace, window
-        for start, ranks, uncut in zip(trace.start, trace.child_rank, trace.uncut, strict=True):
-            reused = min(window - before, length - 1 - start)
-            assert ranks[:reused] == [0] * reused
-            seen += reused
-            before = uncut - 1
-    assert seen > 400
-
-
-def test_siblings_shorten_the_decode() -> None:
-    def steps_of(**values: Any) -> int:
-        made = images_of(TabularModel(VOCABULARY, LENGTH, 2), Decoding(**values), 400)
-        return sum(len(one.trace.start) for one in made)
-
-    assert steps_of(mode="sjd-pac", window=4) < 0.95 * steps_of(mode="scd", window=4)
-
-
-def test_greedy_drafting_equals_greedy_decoding() -> None:
-    greedy = {"temperature": 0.0, "cfg_scale": 1.5}
-    plain = decoded(Small(), Decoding(mode="ar", **greedy), 3)
-    for window in (1, 6, 30):
-        drafted = decoded(Small(), pac_decoding(window=window, **greedy), 3)
-        assert all(a.tokens.equal(b.tokens) for a, b in zip(plain, drafted, strict=True))
-    assert sum(one.trace.target_forwards for one in drafted) < sum(one.trace.target_forwards for one in plain)
-
-
-ENGINES: dict[str, dict[str, Any]] = {
-    "maximal": {"window": 5, "cfg_scale": 1.5, "top_k": 30},
-    "gumbel, above": {"window": 6, "coupling": "gumbel", "initial": "above"},
-    "published": {"window": 5, "drafting": "sjd-pac-published"},
-    "greedy": {"window": 5, "temperature": 0.0},
-}
-
-
-@pytest.mark.parametrize(("cell", "images"), list(zip(ENGINES, (3, 1, 3, 1), strict=True)))
-def test_captured_programs_give_the_same_tokens(cell: str, images: int) -> None:
-    model, decoding = Small(), pac_decoding(**ENGINES[cell])
-    engine = Engine(compile=True, backend="aot_eager")
-    wanted = decoded(model, decoding, images)
-    for _again in range(2):
-        same(decoded(model, decoding, images, engine), wanted)
-
-
-@pytest.mark.long  # the programs of test_jacobi.py and test_engine.py run through inductor every time
-def test_inductor_gives_the_same_tokens() -> None:
-    model, decoding = Small(), pac_decoding(**ENGINES["maximal"])
-    same(decoded(model, decoding, 1, Engine(compile=True)), decoded(model, decoding, 1))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("images", [1, 3])
-@pytest.mark.parametrize("cell", ENGINES)
-def test_graphs_give_the_same_tokens(cell: str, images: int) -> None:
-    model, decoding, engine = Small(device="cuda"), pac_decoding(**ENGINES[cell]), Engine(compile=True)
-    wanted = decoded(model, decoding, images)
-    for _again in range(2):
-        same(decoded(model, decoding, images, engine), wanted)
 
 
 # ---- values

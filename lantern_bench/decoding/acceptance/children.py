@@ -111,20 +111,20 @@ class _Remaining:
 
     def drafts(self, x: Tensor, p_x: Tensor, q_x: Tensor) -> DraftView:
         """Return the view of the children x [n, 1]."""
-        n, position = len(x), self._children.position
-        q = None if self.q is None else q_x.squeeze(1)
-        depth, position = self._children.depth[:n], None if position is None else position[:n]
-        return DraftView(self.rule, x.squeeze(1), p_x.squeeze(1), q, self.p[:n], self._sum_of_p(n), depth, position)
+        return self._view(x.squeeze(1), p_x.squeeze(1), None if self.q is None else q_x.squeeze(1), slice(len(x)))
 
     def every_token(self, n: int) -> DraftView:
         """Return the view of every token that the next children of n nodes could have been."""
-        p, p_sum, position = self.p[:n], self._sum_of_p(n), self._children.position
+        p, p_sum = self.p[:n], self._sum_of_p(n)
         q = None if self.q is None else self.q[:n] / self._q_sum[:n]
-        depth, position = self._children.depth[:n, None], None if position is None else position[:n, None]
         vocabulary = torch.arange(p.shape[1], device=p.device)
-        if p_sum is None:
-            return DraftView(self.rule, vocabulary, p, q, p[:, None], None, depth, position)
-        return DraftView(self.rule, vocabulary, p / p_sum, q, p[:, None], p_sum[:, None], depth, position)
+        return self._view(vocabulary, p if p_sum is None else p / p_sum, q, (slice(n), None))
+
+    def _view(self, token: Tensor, p_x: Tensor, q_x: Tensor | None, nodes: slice | tuple[slice, None]) -> DraftView:
+        children, p_sum = self._children, self._sum_of_p(len(self.p))
+        p_sum, position = None if p_sum is None else p_sum[nodes], children.position
+        position = None if position is None else position[nodes]
+        return DraftView(self.rule, token, p_x, q_x, self.p[nodes], p_sum, children.depth[nodes], position)
 
     def reject_sampled(
         self, x: Tensor, tried: Tensor, neighbours: Tensor | None, taken: Tensor | None, f: Tensor | None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.acceptance.walk import Verdict, verify
 from lantern_bench.decoding.protocol import DrafterLogits, DrafterSession
 from lantern_bench.decoding.sampling import decoding_probabilities, guide, is_broken
@@ -77,6 +77,7 @@ class DraftMethod:
     noises = 0  # vectors of Exp(1) noise over the vocabulary that a step takes
     fanout = 1  # the most children of a node
     learns = False  # whether `after_step` reads what a step found
+    verify: Callable[..., Verdict] = staticmethod(verify)  # the walk down its trees at temperatures above 0
 
     def draft(self, inputs: DraftInputs) -> Drafted:
         """Draft below the roots."""
@@ -90,19 +91,6 @@ class DraftMethod:
     def tree(self, drafted: Drafted) -> DraftTree:
         """The tree that verification walks."""
         raise NotImplementedError
-
-    def verify(
-        self,
-        tree: DraftTree,
-        target_probs: Tensor,
-        rule: AcceptanceRule,
-        uniforms: Tensor,
-        noise: Tensor,
-        depth_limit: Tensor | None = None,
-        position: Tensor | None = None,
-    ) -> Verdict:
-        """Walk the tree at temperatures above 0, as `verify` of acceptance/walk.py."""
-        return verify(tree, target_probs, rule, uniforms, noise, depth_limit, position)
 
     def start_images(self, p: Tensor) -> None:
         """New images start; `p` float32 [B, V] is the distribution of their first token."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
+from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, couple
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import sample
@@ -23,20 +23,12 @@ class HybridDrafting(JacobiDrafting):
     q is the drafter's distribution below the drafts before it, r the row of the position; fresh positions have q alone.
     """
 
+    reads_last_drafts = True
+
     def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:
         super().__init__(decoding, target, batch)
         self._share = decoding.value("share")
         self.forwards = min(decoding.value("drafted"), self.depth)
-        if self._coupling == "maximal":  # the last drafts [B, W] and their rows
-            self._old_q, self._old = torch.zeros_like(self._q), torch.zeros_like(self._q[:, :, 0], dtype=torch.int64)
-
-    def after_step(self, step: LastStep) -> None:
-        """Also move the old rows and drafts to their new positions in the window."""
-        if self._coupling == "maximal":
-            ahead = self._further(step.accepted + 1, self.depth - 1)
-            self._old_q.copy_(self._q[ahead])
-            self._old.copy_(step.tree.tokens[:, 1:][ahead])
-        super().after_step(step)
 
     def draft(self, inputs: DraftInputs) -> Drafted:
         """Draft a Jacobi window, then its first drafts anew, one forward of the drafter for each."""

@@ -37,6 +37,7 @@ class JacobiDrafting(DraftMethod):
     """A chain of W = `window` drafts below the root; draft i belongs to the position `position` + i of the image."""
 
     learns = True
+    reads_last_drafts = False  # with maximal coupling: whether the drafts of the last step and their rows are needed
 
     def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:
         window, vocabulary, device = decoding.value("window"), target.vocab_size, target.device
@@ -59,6 +60,9 @@ class JacobiDrafting(DraftMethod):
         self._moved, self._position = (torch.zeros(batch, dtype=torch.int64, device=device) for _ in range(2))
         if self._coupling == "maximal":
             self._coupled_q = torch.zeros_like(self._q)  # what the next drafts are drawn from, given the last ones
+        if self._coupling == "maximal" and self.reads_last_drafts:
+            # The drafts of the last step [B, W] and their rows [B, W, V].
+            self._old, self._old_q = torch.zeros_like(self._q[:, :, 0], dtype=torch.int64), torch.zeros_like(self._q)
         if self._coupling == "gumbel":
             self._clocks = torch.ones_like(self._q)  # the noise of each position
         if self._initial in ("left", "above"):
@@ -81,6 +85,10 @@ class JacobiDrafting(DraftMethod):
         if self._coupling == "maximal":
             coupled = couple(step.p[:, :-1], self._q, step.tree.tokens[:, 1:])
             self._coupled_q.copy_(torch.cat([coupled, step.p[:, -1:]], dim=1)[ahead])
+            if self.reads_last_drafts:
+                moved_old = self._further(moved, self.depth - 1)
+                self._old_q.copy_(self._q[moved_old])
+                self._old.copy_(step.tree.tokens[:, 1:][moved_old])
         self._q.copy_(step.p[ahead])
         self._moved.copy_(moved)
         self._position.copy_(step.position)

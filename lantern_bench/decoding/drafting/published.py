@@ -31,17 +31,7 @@ from lantern_bench.decoding.tree import DraftTree
 class PublishedScd(JacobiDrafting):
     """Maximal coupling in which a draft that stays keeps its old q; a fresh draft has q = 1."""
 
-    def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:
-        super().__init__(decoding, target, batch)
-        # The drafts of the last step [B, W] and their rows [B, W, V].
-        self._old_q, self._old = torch.zeros_like(self._q), torch.zeros_like(self._q[:, :, 0], dtype=torch.int64)
-
-    def after_step(self, step: LastStep) -> None:
-        """Also move the old rows and drafts to their new positions in the window."""
-        ahead = self._further(step.accepted + 1, self.depth - 1)
-        self._old_q.copy_(self._q[ahead])
-        self._old.copy_(step.tree.tokens[:, 1:][ahead])
-        super().after_step(step)
+    reads_last_drafts = True
 
     def draft(self, inputs: DraftInputs) -> Drafted:
         """Draft with the right probabilities, and verify with the old rows where a draft comes out as before."""
@@ -61,11 +51,12 @@ class PublishedSjdPac(PacDrafting):
     reused. One thing differs from the authors' code: a sibling never equals the first candidate.
     """
 
+    reads_last_drafts = True
+
     def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:
         super().__init__(decoding, target, batch)
-        # [B, branching, V], what siblings of drafts that stay come from; [B, W], the last drafts.
+        # [B, branching, V], what siblings of drafts that stay come from.
         self._stayed_q = torch.zeros_like(self._q[:, : self._branching])
-        self._old = torch.zeros_like(self._q[:, :, 0], dtype=torch.int64)
 
     def after_step(self, step: LastStep) -> None:
         """Also keep what the first candidates and their siblings will be drawn from."""
@@ -81,7 +72,6 @@ class PublishedSjdPac(PacDrafting):
         super().after_step(step)
         self._coupled_q.copy_(coupled[images, columns])
         self._stayed_q.copy_(alone[images, columns[:, :branching]])
-        self._old.copy_(x[images, columns])
         self._moved.add_(1)  # one row less is reused
 
     def _sibling_q(self, first: Tensor) -> Tensor:
