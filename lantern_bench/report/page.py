@@ -12,12 +12,11 @@ import gzip
 import json
 import math
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lantern_bench import __version__
 from lantern_bench.config.paper import read_paper
@@ -30,8 +29,8 @@ from lantern_bench.report.curves import SPEEDS, Tables
 from lantern_bench.report.format_tables import format_figure, readable
 from lantern_bench.report.labels import BOUNDS, CELL, GROUPINGS, CellKey, cell_key, is_given, labels
 from lantern_bench.report.records import CellRecords, Row, load_runs, run_cells
-from lantern_bench.report.reproduction import comparability, reproduction_rows
-from lantern_bench.report.tables import ENDS, sort_scores
+from lantern_bench.report.reproduction import comparability, reproduction_rows, side_by_side
+from lantern_bench.report.tables import frame, sort_scores
 from lantern_bench.report.thumbnails import Thumbnails
 from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import RunData
@@ -179,48 +178,44 @@ def _pictures(
     scores = {name: list(sort_scores(run.scores).values()) for name, run in runs.items()}
     sides = {grid_side(cell.good) for cell in records.values() if len(cell.good)}
     grid = sides.pop() if len(sides) == 1 else None
-    drawn, left_out = _drawn(records)
+    shown, left_out = _shown_prompts(records.values())
+    drawn = [
+        (key, row)
+        for key, cell in records.items()
+        for row in rows_of(cell.good[cell.good["image"].notna() & cell.good["prompt"].isin(shown)])
+    ]
     for key, row in sorted(drawn, key=lambda pair: pair[1].get("order_index") or 0):
         file = runs[key[0]].folder / str(row["image"])
         steps = row.get("committed_per_step") or ()
-        length = sum(steps) / len(steps) if steps else None
-        scored = [one.images.get(str(row["record_key"]), {}) for one in scores[key[0]]]
+        scored = [protocol.images.get(str(row["record_key"]), {}) for protocol in scores[key[0]]]
         # Under the first protocol that has a score of the image.
-        figures = {name: next((one[name] for one in scored if one.get(name) is not None), None) for name in OF_IMAGES}
-        maps = "".join(_DIGITS[min(length, len(_DIGITS) - 1)] for length in step_lengths(row))
+        figures = {name: [score[name] for score in scored if score.get(name) is not None] for name in OF_IMAGES}
+        digits = "".join(_DIGITS[min(length, len(_DIGITS) - 1)] for length in step_lengths(row))
         pictures.append(
             {
                 "cell": numbers[key], "prompt": prompts.setdefault(str(row["prompt"]), len(prompts)),
                 "repeat": int(row["repeat"]), "thumb": thumbnails.place(file), "file": _link(file, home),
-                "seconds": _plain(row.get("seconds")), "length": _plain(length), "steps": len(steps),
-                **{name: _plain(value) for name, value in figures.items() if value is not None},
-                "runs": maps if grid and row.get("drafting") != "none" else None,
+                "seconds": _plain(row.get("seconds")), "length": _plain(sum(steps) / len(steps) if steps else None),
+                "steps": len(steps), **{name: _plain(values[0]) for name, values in figures.items() if values},
+                "runs": digits if grid and row.get("drafting") != "none" else None,
             }
         )  # fmt: skip
-    shown = {"prompts": list(prompts), "pictures": pictures, "thumbs": thumbnails.encoded(), "grid": grid}
-    return shown | {"left_out": left_out}
+    return {
+        "prompts": list(prompts), "pictures": pictures, "thumbs": thumbnails.encoded(), "grid": grid,
+        "left_out": left_out,
+    }  # fmt: skip
 
 
-def _drawn(records: Mapping[CellKey, CellRecords]) -> tuple[list[tuple[CellKey, Row]], int]:
-    """The records whose pictures a page shows, with the keys of their cells, and the number of prompts left out."""
-    first: dict[str, float] = {}
-    pictures: Counter[str] = Counter()
-    for cell in records.values():
-        drawn = cell.good[cell.good["image"].notna()]
-        for prompt, order_index in zip(drawn["prompt"], drawn["order_index"].fillna(0), strict=True):
-            first[prompt] = min(order_index, first.get(prompt, order_index))
-            pictures[prompt] += 1
-    total, shown = 0, set[str]()
-    for prompt in sorted(first, key=first.__getitem__):
-        total += pictures[prompt]
-        if total > PICTURES and shown:
-            break
-        shown.add(prompt)
-    chosen: list[tuple[CellKey, Row]] = []
-    for key, cell in records.items():
-        mine = cell.good[cell.good["image"].notna() & cell.good["prompt"].isin(shown)]
-        chosen += [(key, row) for row in rows_of(mine)]
-    return chosen, len(first) - len(shown)
+def _shown_prompts(cells: Iterable[CellRecords]) -> tuple[list[str], int]:
+    """The prompts whose pictures a page shows, and the number of those left out."""
+    import pandas as pd
+
+    drawn = [cell.good.loc[cell.good["image"].notna(), ["prompt", "order_index"]] for cell in cells]
+    prompts = pd.concat(drawn).fillna({"order_index": 0}).groupby("prompt")["order_index"].agg(["min", "count"])
+    prompts = prompts.sort_values("min", kind="stable")
+    within = prompts.index[prompts["count"].cumsum() <= PICTURES]
+    shown = list(within if len(within) else prompts.index[:1])
+    return shown, len(prompts) - len(shown)
 
 
 def step_lengths(row: Row) -> list[int]:
@@ -263,58 +258,66 @@ def _link(file: Path, home: Path) -> str | None:
 
 # ---- The tables of the page: the summary, published figures, settings, machine
 
-# Column, head, meaning, and which end is the good one (`up`, `down` or neither).
-_COLUMNS = (
-    ("images", "images", "images behind the means of the row", ""),
-    ("failed", "failed", "images that failed; they take no part in any mean", ""),
-    ("speedup", "speedup", "seconds of AR over seconds of the cell, same prompts, same run", "up"),
-    ("speedup_over_lossless", "over lossless", "the same over the run's fastest lossless cell, same sampling", "up"),
-    ("mean_accepted_length", "MAL", "tokens a step commits, the target's own token included; AR has 1", "up"),
-    ("acceptance_rate", "acceptance", "depths accepted over depths offered", "up"),
-    *((name, row.heading, row.meaning, "down" if row.better == "lower" else "up") for name, row in METRICS.items()),
+
+class _Head(NamedTuple):
+    """A column of the summary."""
+
+    key: str
+    text: str
+    meaning: str
+    good: str = "up"  # the good end: up, down or neither
+
+
+_HEADS = (
+    _Head("images", "images", "images behind the means of the row", ""),
+    _Head("failed", "failed", "images that failed; they take no part in any mean", ""),
+    _Head("speedup", "speedup", "seconds of AR over seconds of the cell, same prompts, same run"),
+    _Head("speedup_over_lossless", "over lossless", "the same over the run's fastest lossless cell, same sampling"),
+    _Head("mean_accepted_length", "MAL", "tokens a step commits, the target's own token included; AR has 1"),
+    _Head("acceptance_rate", "acceptance", "depths accepted over depths offered"),
+    *(
+        _Head(name, metric.heading, metric.meaning, "down" if metric.better == "lower" else "up")
+        for name, metric in METRICS.items()
+    ),
 )
-
-
-_LOWER_IS_BETTER = {name for name, row in METRICS.items() if row.better == "lower"}
 
 
 def summary(tables: Mapping[str, Tables], numbers: Numbers) -> Plain:
     """Return the summary of all runs, a row for each cell and protocol that scored it.
 
-    heads: dicts of key, text, meaning, good; rows: (number of the cell, protocol, entries); notes: sentences below.
+    heads: `_Head`s; rows: (number of the cell, protocol, entries); notes: sentences below.
     """
     table = curves.stack_cells(tables)
-    shown = [column for column in _COLUMNS if column[0] in SPEEDS or _says_something(table, column[0])]
-    columns = [_entries(table, key, good) for key, _, _, good in shown]
-    several = table["protocol"].nunique() > 1
+    heads = [head for head in _HEADS if head.key in SPEEDS or _says_something(table, head.key)]
+    columns = [_entries(table, head) for head in heads]
+    names_protocol = table["protocol"].nunique() > 1
     rows = [
-        (numbers[cell_key(row)], str(row["protocol"]) if several and is_given(row["protocol"]) else "", entries)
+        (numbers[cell_key(row)], row["protocol"] if names_protocol and is_given(row["protocol"]) else "", entries)
         for (_, row), *entries in zip(table.iterrows(), *columns, strict=True)
     ]
     notes = [note for of_run in tables.values() for note in readable(of_run["summary"], "summary").notes]
-    heads = [dict(zip(("key", "text", "meaning", "good"), column, strict=True)) for column in shown]
     return {"heads": heads, "rows": rows, "notes": list(dict.fromkeys(notes))}
 
 
 def highlights(tables: Mapping[str, Tables], numbers: Numbers, names: Sequence[str]) -> list[Plain]:
     """Return the best cell for speedup, accepted length and the first available quality figure, and how sure that is.
 
-    Dicts of what, value, interval, cell (its number), name, remark.
+    Dicts of title, value, interval, cell (its number), name, remark.
     """
     table = curves.stack_cells(tables)
     quality = [name for name in reversed(ON_CURVES) if _says_something(table, name)][:1]
     tiles = []
-    for name in (*SPEEDS, *quality):
-        if not _says_something(table, name):
-            continue
-        known = table[table[name].notna()]
-        values = known[name].astype(float)
-        best = known.iloc[int(values.argmin() if name in _LOWER_IS_BETTER else values.argmax())]
-        what = {"speedup": "fastest", "mean_accepted_length": "longest steps"}.get(name)
+    for name in (name for name in (*SPEEDS, *quality) if _says_something(table, name)):
+        measured = table[table[name].notna()]
+        values = measured[name].astype(float)
+        is_lower_better = name in METRICS and METRICS[name].better == "lower"
+        best = measured.iloc[int(values.argmin() if is_lower_better else values.argmax())]
+        titles = {"speedup": "fastest", "mean_accepted_length": "longest steps"}
+        title = titles.get(name) or f"best pictures by {METRICS[name].heading}"
+        number = numbers[cell_key(best)]
         tiles.append(
             _figure(name, float(best[name]), best.get(f"{name}_low"), best.get(f"{name}_high"))
-            | {"what": what or f"best pictures by {METRICS[name].heading}", "remark": _how_sure(table, best, name)}
-            | {"cell": numbers[cell_key(best)], "name": names[numbers[cell_key(best)]]}
+            | {"title": title, "remark": _how_sure(table, best, name), "cell": number, "name": names[number]}
         )
     return tiles
 
@@ -345,26 +348,25 @@ def _says_something(table: pd.DataFrame, name: str) -> bool:
     return bool(table[name].notna().any() and (name != "failed" or (table[name] > 0).any()))
 
 
-def _entries(table: pd.DataFrame, name: str, good: str) -> list[Plain]:
+def _entries(table: pd.DataFrame, head: _Head) -> list[Plain]:
     """The column's entries: dicts of value and interval as text, what they sort by, their bar, and whether it is best.
 
     bar: left end, right end and value as shares of the column's width, on one scale; None without an interval.
     """
-    ends = table.reindex(columns=[name, f"{name}_low", f"{name}_high"]).astype(float)
-    low, high = float(ends.min().min()), float(ends.max().max())
-    known = ends[name].dropna()
-    best = (known.min() if good == "down" else known.max()) if good and known.nunique() > 1 else None
+    name = head.key
+    figures = table.reindex(columns=[name, f"{name}_low", f"{name}_high"]).astype(float)
+    lowest, highest = float(figures.min().min()), float(figures.max().max())
+    values = figures[name].dropna()
+    best = (values.min() if head.good == "down" else values.max()) if head.good and values.nunique() > 1 else None
     entries = []
-    for value, *own in ends.itertuples(index=False):
+    for value, low, high in figures.itertuples(index=False):
         if not is_given(value):
             entries.append({"value": "", "interval": "", "order": None, "bar": None, "best": False})
             continue
-        if own[0] == own[1] == value:  # by definition, or of one prompt many times: nothing is uncertain
-            own = [None, None]
-        bar = None
-        if all(map(is_given, own)) and high > low:
-            bar = [(place - low) / (high - low) for place in (*own, value)]
-        text = _figure(name, int(value) if name in ("images", "failed") else value, *own)
+        # By definition, or of one prompt many times, nothing is uncertain.
+        ends = [] if not is_given(low) or not is_given(high) or low == high == value else [low, high]
+        bar = [(end - lowest) / (highest - lowest) for end in (*ends, value)] if ends and highest > lowest else None
+        text = _figure(name, int(value) if name in ("images", "failed") else value, *(ends or (None, None)))
         entries.append(text | {"order": value, "bar": bar, "best": value == best})
     return entries
 
@@ -378,7 +380,7 @@ def _figure(name: str, value: float, low: Any, high: Any) -> Plain:
 def run_facts(name: str, data: RunData, tables: Tables) -> Plain:
     """Return the facts behind a run, from its manifest; what was not recorded is left out.
 
-    machine, settings, weights: lists of (name, value); published: dicts of text; published_notes: sentences.
+    machine, settings, weights: lists of (name, value); published: a table as text, or None; published_notes: sentences.
     """
     manifest = data.manifest
     experiment = dict(manifest.get("experiment") or {})
@@ -388,47 +390,27 @@ def run_facts(name: str, data: RunData, tables: Tables) -> Plain:
     if manifest.get("started"):
         facts |= {"started": manifest["started"], "ended": manifest.get("ended") or "not ended"}
         facts["sessions"] = len(manifest.get("sessions") or ())
-    # A figure that is not available is worth a row only in the table of all figures.
-    published: list[dict[str, str]] = []
-    for row in (row for row in reproduction_rows(tables, paper) if row.get("published") is not None):
-        figure, ours = str(row["figure"]), [row.get(f"ours{end}") for end in ENDS]
-        published.append({
-            "row": str(row.get("paper_row") or ""),
-            "figure": figure.replace("_", " "),
-            "published": format_figure(figure, float(row["published"])),
-            "ours": format_figure(figure, *(None if value is None else float(value) for value in ours)),
-            "difference": "" if row.get("difference") is None else f"{row['difference']:+.3g}",
-            "cell": " ".join(str(row[name]) for name in ("method", "parameters") if row.get(name)),
-            "source": f"{row.get('source')} ({row.get('confidence')})",
-            "note": str(row.get("note") or ""),
-        })  # fmt: skip
+    rows = (row for row in reproduction_rows(tables, paper) if row.get("published") is not None)
+    published = side_by_side(frame("reproduction", rows)) if paper else None
+    weights = (manifest.get("key") or {}).get("weights") or {}
     return {
         "name": name,
         "title": str(experiment.get("description") or experiment.get("name") or name),
-        "machine": _machine(manifest),
-        "settings": [(name, ", ".join(map(str, v)) if isinstance(v, list) else str(v)) for name, v in facts.items()],
-        "weights": [(part, str(digest)) for part, digest in ((manifest.get("key") or {}).get("weights") or {}).items()],
+        "machine": list(_flat({name: manifest.get(name) for name in ("device", "threads", "dtype", "machine")})),
+        "settings": list(_flat(facts)),
+        "weights": list(weights.items()),
         "experiment": json.dumps(experiment, indent=2, ensure_ascii=False),
-        "published": published,
+        "published": None if published is None or not len(published) else published,
         "published_title": paper.title if paper else "",
         "published_notes": comparability(tables, paper, manifest) if paper else [],
     }
 
 
-def _machine(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
-    machine = manifest.get("machine") or {}
-    cpu = machine.get("cpu") or {}
-    system = [str(machine.get(name)) for name in ("system", "release", "architecture")]
-    facts = {
-        "device": manifest.get("device"),
-        "processor": cpu.get("model") and f"{cpu['model']}, {cpu.get('cores')} cores, {cpu.get('clock_mhz')} MHz",
-        "GPU": ", ".join(str(gpu.get("name", gpu)) for gpu in machine.get("gpus") or ()),
-        "memory": machine.get("memory_bytes") and f"{machine['memory_bytes'] / 1e9:.1f} GB",
-        "threads": manifest.get("threads"),
-        "dtype": manifest.get("dtype"),
-        "system": machine.get("system") and " ".join(system),
-        "Python": machine.get("python"),
-        **(machine.get("versions") or {}),
-        "commit": (machine.get("git") or {}).get("commit"),
-    }
-    return [(str(name), str(value)) for name, value in facts.items() if value not in (None, "")]
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The values of nested mappings with their names, as text; nothing for a missing value."""
+    for name, value in facts.items():
+        words = f"{prefix} {name.replace('_', ' ')}".strip()
+        if isinstance(value, Mapping):
+            yield from _flat(value, "" if name in ("machine", "versions") else words)
+        elif value not in (None, "", [], ()):
+            yield words, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
