@@ -17,8 +17,7 @@ from lantern_bench.schema import CELL_COLUMNS, TABLES
 if TYPE_CHECKING:
     import pandas as pd
 
-# Number format and unit of a figure. Other figures have four digits and the unit of the schema.
-_FORMATS = {
+FORMATS = {
     **dict.fromkeys(("speedup", "speedup_over_lossless", "speedup_published", "speedup_measured"), ("{:.2f}", "x")),
     "speedup_error": ("{:+.1%}", ""),
     "speedup_difference": ("{:+.2f}", "x"),
@@ -36,6 +35,8 @@ _FORMATS = {
     **dict.fromkeys(("p_first", "p_joint", "p_later", "p_images", "p_holm", "power_p"), ("{:.2g}", "")),
     "table_tv": ("{:.3f}", ""),
 }
+"""Number format and unit of a figure. Other figures have four digits and the unit of the schema."""
+
 _HEADS = {
     **{metric.name: metric.heading for metric in METRICS.values()},
     "mean_accepted_length": "MAL", "mal_uncut": "MAL uncut", "fid_infinity": "FID-infinity", "kid_std": "KID std",
@@ -49,7 +50,7 @@ _HEADS = {
 _SCORED_BY = {name: METRICS[name].scored_by for name in ON_CURVES if METRICS[name].scored_by != "protocol"}
 # The cell's id holds the other settings; `parameters` holds them in the summary.
 _IN_ID = {column.name for column in CELL_COLUMNS} - {"cell_id", "model"}
-_SAID_ONCE = (
+_OFTEN_SHARED = (
     "model", "images", "fid_features", "clip_model", "reference", "n_reference", "protocol", "protocol_version",
     "kid_subset", "device", "stack",
 )  # fmt: skip
@@ -58,10 +59,10 @@ _HEADLINE = ("speedup", "mean_accepted_length", *(name for name in IN_SUMMARY if
 
 
 class Readable(NamedTuple):
-    """A table as text, and the notes that belong below it."""
+    """A table formatted for people."""
 
-    frame: pd.DataFrame
-    notes: tuple[str, ...]
+    frame: pd.DataFrame  # texts
+    notes: tuple[str, ...]  # sentences below it
 
 
 def with_interval(value: float, low: float | None, high: float | None, form: str = "{:.2f}", unit: str = "") -> str:
@@ -81,8 +82,8 @@ def format_figure(column: str, value: Any, low: Any = None, high: Any = None, *,
         return ""
     if not isinstance(value, float):
         return str(value)
-    form, mark = _FORMATS.get(column, ("{:.4g}", f" {unit}" if unit else ""))
-    return with_interval(value, None if pd.isna(low) else low, None if pd.isna(high) else high, form, mark)
+    form, unit = FORMATS.get(column, ("{:.4g}", f" {unit}" if unit else ""))
+    return with_interval(value, None if pd.isna(low) else low, None if pd.isna(high) else high, form, unit)
 
 
 def readable(table: pd.DataFrame, name: str | None = None) -> Readable:
@@ -121,14 +122,14 @@ def _worth_showing(table: pd.DataFrame, column: str, name: str) -> bool:
         return name == "summary" and column in _HEADLINE
     if column in ("failed", "disturbed", "held_up"):
         return bool((table[column] > 0).any())
-    return column not in _SAID_ONCE or table[column].nunique(dropna=False) > 1
+    return column not in _OFTEN_SHARED or table[column].nunique(dropna=False) > 1
 
 
 def _notes(table: pd.DataFrame, name: str) -> list[str]:
     """The notes below a table: values that all rows share, how to read it, and the notes of its rows."""
     notes = [
         f"{column.replace('_', ' ')}: {table[column].iloc[0]}"
-        for column in _SAID_ONCE
+        for column in _OFTEN_SHARED
         if column in table and table[column].nunique(dropna=False) == 1 and table[column].notna().all()
     ]
     if "mean_accepted_length" in table:
@@ -141,8 +142,8 @@ def _notes(table: pd.DataFrame, name: str) -> list[str]:
     notes += _against_ar(table)
     if name == "acceptance":
         notes.append("Rates by depth of the tree; those by position in the image are in acceptance.csv.")
-    said = table["note"].dropna().str.split(NOTE_SEPARATOR, regex=False).explode()
-    for note, rows in said[said != ""].groupby(said, sort=False).groups.items():
+    of_rows = table["note"].dropna().str.split(NOTE_SEPARATOR, regex=False).explode()
+    for note, rows in of_rows[of_rows != ""].groupby(of_rows, sort=False).groups.items():
         cells = table.loc[rows, "cell_id"]
         about = ", ".join(cells.unique()) if len(cells) <= 3 else f"{len(cells)} of {len(table)} rows"
         notes.append(str(note) if len(cells) == len(table) else f"{about}: {note}")
@@ -153,28 +154,29 @@ def _against_ar(table: pd.DataFrame) -> list[str]:
     """Which cells' figures lie outside ar's own spread, in words."""
     if "cell_id" not in table:
         return []
-    said = table.set_index("cell_id").filter(regex="_verdict$").dropna(how="all", axis=1).dropna(how="all")
-    if said.empty:
+    verdicts = table.set_index("cell_id").filter(regex="_verdict$").dropna(how="all", axis=1).dropna(how="all")
+    if verdicts.empty:
         return []
-    outside = {
-        cell: [str(name).removesuffix("_verdict") for name, word in row.items() if word == OUTSIDE]
-        for cell, row in said.iterrows()
-    }
-    named = [f"{cell} ({', '.join(figures)})" for cell, figures in outside.items() if figures]
-    what = ", ".join(str(name).removesuffix("_verdict") for name in said)
-    found = f"outside are {', '.join(named)}; all others are within it" if named else "all cells are within it"
+    verdicts.columns = verdicts.columns.str.removesuffix("_verdict")
+    is_outside = (verdicts == OUTSIDE).fillna(value=False)
+    cells = [f"{cell} ({', '.join(row.index[row])})" for cell, row in is_outside.iterrows() if row.any()]
+    result = f"outside are {', '.join(cells)}; all others are within it" if cells else "all cells are within it"
     return [
-        f"{what} against AR's own spread (same prompts, other seeds): {found}. Outside is drift, also where the figure "
-        "gains; by chance one in 20 figures of a lossless cell is outside."
+        f"{', '.join(map(str, verdicts))} against AR's own spread (same prompts, other seeds): {result}. Outside is drift, also "
+        "where the figure gains; by chance one in 20 figures of a lossless cell is outside."
     ]
 
 
-def _head(table: pd.DataFrame, column: str) -> str:
-    """The column's name in words; the head of an FID names its features, that of a CLIP score its model."""
-    scorer = _SCORED_BY.get(column)
-    scored_by = set(table[scorer][table[column].notna()].dropna()) if scorer in table else set()
-    if len(scored_by) == 1:
-        return f"{_HEADS[column]} ({str(*scored_by).partition('@')[0]})"  # the notes hold the hash of the weights
+def head_of(column: str) -> str:
+    """Return the name of a column in words."""
     figure = next((name for name in _HEADS if column.startswith(f"{name}_") and column not in _HEADS), "")
     words = f"{_HEADS[figure]}{column.removeprefix(figure)}" if figure else _HEADS.get(column, column)
     return words.replace("_", " ")
+
+
+def _head(table: pd.DataFrame, column: str) -> str:
+    """The name of a column, and for a quality figure that of its scorer, where it is one for all rows."""
+    scorer = _SCORED_BY.get(column)
+    scored_by = set(table[scorer][table[column].notna()].dropna()) if scorer in table else set()
+    # The notes hold the hash of the weights.
+    return f"{_HEADS[column]} ({str(*scored_by).partition('@')[0]})" if len(scored_by) == 1 else head_of(column)

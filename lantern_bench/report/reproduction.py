@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_bench.config.paper import Paper, PaperRow
 from lantern_bench.methods.tables import IN_SUMMARY, METRICS
-from lantern_bench.report.format_tables import with_interval
+from lantern_bench.report.format_tables import FORMATS, head_of, with_interval
 from lantern_bench.report.labels import BOUNDS, parameters
 from lantern_bench.report.records import Row, join_notes
 from lantern_bench.report.tables import cells_of
@@ -43,26 +43,25 @@ def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -
         cell = by_cell.setdefault((row["model"], row["cell_id"]), {})
         cell |= {name: value for name, value in row.items() if cell.get(name) is None}
     cells = list(by_cell.values())
-    published_rows = paper.rows if paper else ()
+    paper_rows = paper.rows if paper else ()
     columns = tuple(paper.columns) if paper else _FROM_SPEED
     rows: list[dict[str, Any]] = []
-    seen: set[str] = set()
+    matched: set[str] = set()
     for cell in cells:
-        beside: list[PaperRow | None] = [row for row in published_rows if _is_beside(row, cell, cells)]
-        seen |= {row.name for row in beside if row}
         about = {name: cell[name] for name in ("cell_id", "model", "images", "failed")}
         about |= {"method": cell["mode"], "residual": cell.get("residual") if cell.get("temperature") else None}
         about["parameters"] = parameters({**cell, "residual": None}, cells)
-        for published in beside or [None]:
-            rows += [about | _figure_row(cell, published, name, paper) for name in columns]
+        matching: list[PaperRow | None] = [row for row in paper_rows if _is_beside(row, cell, cells)]
+        matched |= {row.name for row in matching if row}
+        for paper_row in matching or [None]:
+            rows += [about | _figure_row(cell, paper_row, name, paper) for name in columns]
         rows += [about | _figure_row(cell, None, name, None) for name in _OURS if cell.get(name) is not None]
-    for paper_row in published_rows:
-        if paper_row.name not in seen:
-            why = "no mode of ours covers" if paper_row.match is None else "no cell of this run stands for"
-            for name in (name for name in columns if name in paper_row.figures or not paper_row.figures):
-                figure = _published(paper_row, name)
-                notes = (f"{why} this row", paper_row.note, "" if "published" in figure else NOT_HAD)
-                rows.append(figure | {"note": join_notes(note for note in notes if note)})
+    for paper_row in (row for row in paper_rows if row.name not in matched):
+        reason = "no mode of ours covers" if paper_row.match is None else "no cell of this run stands for"
+        for name in (name for name in columns if name in paper_row.figures or not paper_row.figures):
+            figure = _published(paper_row, name)
+            notes = (f"{reason} this row", paper_row.note, "" if "published" in figure else NOT_HAD)
+            rows.append(figure | {"note": join_notes(note for note in notes if note)})
     return rows
 
 
@@ -70,17 +69,16 @@ def trends(tables: Mapping[str, pd.DataFrame]) -> list[str]:
     """Return a sentence on each relaxed rule: in how many series of cells MAL rises (or stays) with the bound."""
     sentences = []
     speed = tables["speed"][tables["speed"]["mean_accepted_length"].notna()]
-    for bound in BOUNDS:
-        rows = speed[speed[bound].notna()] if bound in speed else speed[:0]
-        series = [name for name in _SERIES if name in rows]
-        sorted_rows = rows.sort_values([bound, "mean_accepted_length"]) if len(rows) else rows
-        lengths = [part["mean_accepted_length"] for _, part in sorted_rows.groupby(series, dropna=False)]
-        if runs := [run for run in lengths if len(run) > 1]:
-            rising = sum(run.is_monotonic_increasing for run in runs)
-            ends = sum(run.iloc[-1] > run.iloc[0] for run in runs)
+    for bound in (name for name in BOUNDS if name in speed):
+        rows = speed[speed[bound].notna()].sort_values([bound, "mean_accepted_length"])
+        grouped = rows.groupby([name for name in _SERIES if name in rows], dropna=False)["mean_accepted_length"]
+        series = [lengths for _, lengths in grouped if len(lengths) > 1]
+        if series:
+            rising = sum(lengths.is_monotonic_increasing for lengths in series)
+            ends = sum(lengths.iloc[-1] > lengths.iloc[0] for lengths in series)
             sentences.append(
-                f"MAL rises with every step of {bound} in {rising} of {len(runs)} series, "
-                f"and from the smallest {bound} to the largest in {ends} of {len(runs)}."
+                f"MAL rises with every step of {bound} in {rising} of {len(series)} series, "
+                f"and from the smallest {bound} to the largest in {ends} of {len(series)}."
             )
     return sentences
 
@@ -100,8 +98,8 @@ def comparability(tables: Mapping[str, pd.DataFrame], paper: Paper | None, manif
     compared += [("extractor", paper.fid_features, features, fidelity)] if "fid" in paper.columns else []
     compared += [("CLIP model", paper.clip_model, clips, "")] if "clip_score" in paper.columns else []
     notes = [
-        f"Not comparable, {what}: published {theirs or 'not stated'}; ours {ours}.{more}"
-        for what, theirs, ours, more in compared
+        f"Not comparable, {subject}: published {theirs or 'not stated'}; ours {ours}.{advice}"
+        for subject, theirs, ours, advice in compared
     ]
     notes = [f"published: {paper.title}.", *notes, paper.missing or "", *paper.notes]
     return [" ".join(note.split()) for note in notes if note]
@@ -142,11 +140,10 @@ def _figure_row(cell: Row, published: PaperRow | None, name: str, paper: Paper |
 
 def _published(row: PaperRow | None, name: str) -> dict[str, Any]:
     """The published columns of a figure."""
-    figures = {str(key): figure for key, figure in row.figures.items()} if row else {}
-    found: dict[str, Any] = {"figure": name, "paper_row": row.name if row else None}
-    if figure := figures.get(name):
-        found |= {"published": figure.value, "source": figure.source, "confidence": figure.confidence}
-    return found
+    columns: dict[str, Any] = {"figure": name, "paper_row": row.name if row else None}
+    if row and (figure := row.figures.get(name)):
+        columns |= {"published": figure.value, "source": figure.source, "confidence": figure.confidence}
+    return columns
 
 
 def _listed(values: Iterable[Any]) -> str:
@@ -164,46 +161,38 @@ def device_in_words(manifest: Mapping[str, Any]) -> str:
 
 # ---- The comparison formatted for people: one line a cell and published row
 
-# Head, number format and unit of a figure.
-_FORMS = {
-    "speedup": ("speedup", "{:.2f}", "x"), "step_compression": ("step compr.", "{:.2f}", "x"),
-    "mean_accepted_length": ("MAL", "{:.2f}", ""),
-    **{name: (metric.heading, metric.form, "") for name, metric in METRICS.items()},
-}  # fmt: skip
-
 
 def side_by_side(table: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of `reproduction.csv` as text, in their order."""
     import pandas as pd
 
-    own = table["paper_row"].isna() & table["figure"].isin(_OURS)
+    is_ours_alone = table["paper_row"].isna() & table["figure"].isin(_OURS)
     lines: dict[tuple[str, str], dict[str, str]] = {}
-    for row in rows_of(table[~own]):
+    for row in rows_of(table[~is_ours_alone]):
         about = {"method": row["method"] or "(not ours)", "published row": row["paper_row"]}
         about |= {name: row[name] for name in ("parameters", "residual")}
         key = (row["cell_id"] or "", row["paper_row"] or "")
         line = lines.setdefault(key, {name: str(value or "") for name, value in about.items()})
         sources = [line.get("source"), None if row["published"] is None else f"{row['source']} ({row['confidence']})"]
-        line |= _cells(row) | {"source": "; ".join(dict.fromkeys(source for source in sources if source))}
-    for row in rows_of(table[own]):
-        for (cell_id, _), line in lines.items():
-            if cell_id == row["cell_id"]:
-                line |= _cells(row)
-    shown = pd.DataFrame(list(lines.values())).fillna("")
-    front = ["method", "parameters", "residual", "published row"]
-    heads = [f"{head}{end}" for head, _, _ in _FORMS.values() for end in ("", " published", " diff.")]
-    filled = [name for name in (*heads, "source") if name in shown and (shown[name] != "").any()]
-    return shown[[*front, *filled]]
+        line |= _texts(row) | {"source": "; ".join(dict.fromkeys(source for source in sources if source))}
+    for row in rows_of(table[is_ours_alone]):
+        for line in (line for (cell_id, _), line in lines.items() if cell_id == row["cell_id"]):
+            line |= _texts(row)
+    text = pd.DataFrame(list(lines.values())).fillna("")
+    heads = [f"{head_of(name)}{end}" for name in (*_FROM_SPEED, *METRICS) for end in ("", " published", " diff.")]
+    filled = [name for name in (*heads, "source") if name in text and (text[name] != "").any()]
+    return text[["method", "parameters", "residual", "published row", *filled]]
 
 
-def _cells(row: Row) -> dict[str, str]:
+def _texts(row: Row) -> dict[str, str]:
     """Ours with its interval, the published figure and the difference, as text."""
-    head, form, unit = _FORMS[row["figure"]]
-    line: dict[str, str] = {}
+    name = row["figure"]
+    head, (form, unit) = head_of(name), FORMATS[name]
+    texts: dict[str, str] = {}
     if row["ours"] is not None:
-        line[head] = with_interval(row["ours"], row["ours_low"], row["ours_high"], form, unit)
+        texts[head] = with_interval(row["ours"], row["ours_low"], row["ours_high"], form, unit)
     if row["published"] is not None:
-        line[f"{head} published"] = form.format(row["published"]) + unit
+        texts[f"{head} published"] = form.format(row["published"]) + unit
     if row["difference"] is not None:
-        line[f"{head} diff."] = form.replace("{:", "{:+").format(row["difference"]) + unit
-    return line
+        texts[f"{head} diff."] = form.replace("{:", "{:+").format(row["difference"]) + unit
+    return texts
