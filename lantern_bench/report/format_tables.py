@@ -162,8 +162,8 @@ def _against_ar(table: pd.DataFrame) -> list[str]:
     cells = [f"{cell} ({', '.join(row.index[row])})" for cell, row in is_outside.iterrows() if row.any()]
     result = f"outside are {', '.join(cells)}; all others are within it" if cells else "all cells are within it"
     return [
-        f"{', '.join(map(str, verdicts))} against AR's own spread (same prompts, other seeds): {result}. Outside is drift, also "
-        "where the figure gains; by chance one in 20 figures of a lossless cell is outside."
+        f"{', '.join(map(str, verdicts))} against AR's own spread (same prompts, other seeds): {result}. "
+        "Outside is drift, also where the figure gains; by chance one in 20 figures of a lossless cell is outside."
     ]
 
 
