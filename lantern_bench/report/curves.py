@@ -92,10 +92,10 @@ def length_points(runs: Mapping[str, Tables]) -> pd.DataFrame:
 def bound_points(runs: Mapping[str, Tables], parameter: str) -> pd.DataFrame:
     """Return the mean accepted length of the cells that have `parameter`, by its value, with intervals."""
     table = stack_runs(runs, "speed")
-    known = table[table[parameter].notna() & table["mean_accepted_length"].notna() & (table["drafting"] != "none")]
-    kept = [name for name in (*FAMILY, "cell_id", "images") if name in known]
-    chosen = known[[*kept, *(f"mean_accepted_length{end}" for end in ENDS)]]
-    return _labelled(chosen.sort_values([parameter, "run"], kind="stable").reset_index(drop=True))
+    rows = table[table[parameter].notna() & table["mean_accepted_length"].notna() & (table["drafting"] != "none")]
+    names = [name for name in (*FAMILY, "cell_id", "images") if name in rows]
+    points = rows[[*names, *(f"mean_accepted_length{end}" for end in ENDS)]]
+    return _labelled(points.sort_values([parameter, "run"], kind="stable").reset_index(drop=True))
 
 
 def speed_quality_points(runs: Mapping[str, Tables]) -> pd.DataFrame:
@@ -155,14 +155,14 @@ def is_dominated(points: pd.DataFrame, speed: str, quality: str, less_is_better:
 
     By the figures alone: intervals that overlap may still be dominated.
     """
-    places = points[["run", "model"]].assign(fast=points[speed], good=points[quality] * (-1 if less_is_better else 1))
+    cells = points[["run", "model"]].assign(fast=points[speed], good=points[quality] * (-1 if less_is_better else 1))
 
-    def beaten(own: Any) -> bool:
-        rivals = places[(places["run"] == own.run) & (places["model"] == own.model)]
-        no_worse = rivals[(rivals["fast"] >= own.fast) & (rivals["good"] >= own.good)]
-        return bool(((no_worse["fast"] > own.fast) | (no_worse["good"] > own.good)).any())
+    def is_beaten(cell: Any) -> bool:
+        rivals = cells[(cells["run"] == cell.run) & (cells["model"] == cell.model)]
+        no_worse = rivals[(rivals["fast"] >= cell.fast) & (rivals["good"] >= cell.good)]
+        return bool(((no_worse["fast"] > cell.fast) | (no_worse["good"] > cell.good)).any())
 
-    return [beaten(own) for own in places.itertuples()]
+    return [is_beaten(cell) for cell in cells.itertuples()]
 
 
 def stack_runs(runs: Mapping[str, Tables], name: str) -> pd.DataFrame:

@@ -132,8 +132,8 @@ def _bootstrap(sums: Sequence[Array], statistic: Callable[..., Array], seed: int
     for method in ("BCa", "percentile"):
         with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
             warnings.simplefilter("ignore")  # A method that fails warns and returns nan; the loop tries the next one.
-            found = bootstrap(tuple(sums), statistic, method=method, rng=np.random.default_rng(seed), **options)
-            low, high = found.confidence_interval
+            result = bootstrap(tuple(sums), statistic, method=method, rng=np.random.default_rng(seed), **options)
+            low, high = result.confidence_interval
         if math.isfinite(low) and math.isfinite(high):
             break
     return float(low), float(high)
@@ -221,7 +221,7 @@ def _group_sums(parts: Array, groups: Any) -> Array:
     return np.array([np.bincount(places, weights=row) for row in parts])
 
 
-def repeat_interval(found: Timing) -> Interval:
+def repeat_interval(measured: Timing) -> Interval:
     """Return the figure with the interval in which 95 % of repeated runs have theirs.
 
     A repeat has as many processes and as many other prompts: its figure differs by sqrt(2) times the standard error of
@@ -230,15 +230,15 @@ def repeat_interval(found: Timing) -> Interval:
     """
     from scipy.stats import t
 
-    if found.influence.size < 2:
-        return Interval(found.value, note="no interval: fewer than 2 prompts")
+    if measured.influence.size < 2:
+        return Interval(measured.value, note="no interval: fewer than 2 prompts")
     upper = (1.0 + _LEVEL) / 2.0
-    half = t.ppf(upper, found.influence.size - 1) ** 2 * found.of_prompts
-    if found.of_processes is not None:
-        half += t.ppf(upper, found.freedom) ** 2 * found.of_processes
+    half = t.ppf(upper, measured.influence.size - 1) ** 2 * measured.of_prompts
+    if measured.of_processes is not None:
+        half += t.ppf(upper, measured.freedom) ** 2 * measured.of_processes
     factor = math.exp(math.sqrt(2.0 * half))
-    note = WITHIN_ONE if found.of_processes is None else None
-    return Interval(found.value, found.value / factor, found.value * factor, note)
+    note = WITHIN_ONE if measured.of_processes is None else None
+    return Interval(measured.value, measured.value / factor, measured.value * factor, note)
 
 
 def compare_timings(a: Timing, b: Timing) -> Interval:
