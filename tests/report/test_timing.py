@@ -66,12 +66,14 @@ def covers(interval, value):
     return interval.low <= value <= interval.high
 
 
-@pytest.mark.parametrize("processes", [3, 5])
-def test_intervals_cover_a_repeat_and_false_verdicts_are_rare(processes):
+@pytest.mark.parametrize(
+    ("processes", "count"), [(3, 20), *(pytest.param(n, 80, marks=pytest.mark.long) for n in (3, 5))]
+)
+def test_intervals_cover_a_repeat_and_false_verdicts_are_rare(processes, count):
     generator = np.random.default_rng(7)
-    pairs = [[speedup(run) for run in make_repeats(generator, processes=processes)] for _ in range(80)]
-    found = [[repeat_interval(run) for run in pair] for pair in pairs]
-    assert np.mean([[covers(a, b.value), covers(b, a.value)] for a, b in found]) >= 0.9
+    pairs = [[speedup(run) for run in make_repeats(generator, processes=processes)] for _ in range(count)]
+    intervals = [[repeat_interval(run) for run in pair] for pair in pairs]
+    assert np.mean([[covers(a, b.value), covers(b, a.value)] for a, b in intervals]) >= 0.9
     assert np.mean([compare_timings(*pair).p_value < 0.05 for pair in pairs]) <= 0.1
 
 
@@ -79,17 +81,17 @@ def test_interval_over_prompts_does_not_cover_a_repeat():
     """Not even without held-up images: prompts know nothing of processes."""
     for held_up in (0.0, 0.05):
         generator = np.random.default_rng(8)
-        pairs = [make_repeats(generator, held_up=held_up) for _ in range(30)]
-        found = [[ratio_over_prompts(run) for run in pair] for pair in pairs]
-        assert np.mean([[covers(a, b.value), covers(b, a.value)] for a, b in found]) < 0.85
+        pairs = [make_repeats(generator, held_up=held_up) for _ in range(12)]
+        intervals = [[ratio_over_prompts(run) for run in pair] for pair in pairs]
+        assert np.mean([[covers(a, b.value), covers(b, a.value)] for a, b in intervals]) < 0.85
 
 
 def test_interval_within_one_process_says_so():
     generator = np.random.default_rng(9)
-    pairs = [make_repeats(generator, processes=1, process_sd=0.1, held_up=0.0) for _ in range(30)]
-    found = [[repeat_interval(speedup(run)) for run in pair] for pair in pairs]
-    assert found[0][0].note == WITHIN_ONE
-    assert np.mean([covers(a, b.value) for a, b in found]) < 0.7
+    pairs = [make_repeats(generator, processes=1, process_sd=0.1, held_up=0.0) for _ in range(12)]
+    intervals = [[repeat_interval(speedup(run)) for run in pair] for pair in pairs]
+    assert intervals[0][0].note == WITHIN_ONE
+    assert np.mean([covers(a, b.value) for a, b in intervals]) < 0.7
 
 
 def test_a_real_change_is_found():
@@ -99,8 +101,8 @@ def test_a_real_change_is_found():
         timing(timed_images(slow[1], slow[0])),
         timing(timed_images(fast[1], fast[0]).assign(over=lambda x: 2 * x.over)),
     )
-    found = compare_timings(a, b)
-    assert found.p_value < 0.001 and covers(found, 2.0)
+    effect = compare_timings(a, b)
+    assert effect.p_value < 0.001 and covers(effect, 2.0)
 
 
 def frame(over, processes, prompts=None, steps=None):
@@ -112,9 +114,9 @@ def frame(over, processes, prompts=None, steps=None):
 def test_equal_steps_leave_welchs_test_over_processes():
     """But for the effect, which is of arithmetic means."""
     a, b = [1.0, 1.1, 1.25], [1.4, 1.3, 1.7, 1.5]
-    both = (frame(np.repeat(one, 4), np.repeat(range(len(one)), 4), list("pqrs") * len(one)) for one in (a, b))
-    found = compare_timings(*map(timing, both))
-    assert found.p_value == pytest.approx(ttest_ind(np.log(a), np.log(b), equal_var=False).pvalue, rel=0.05)
+    both = (frame(np.repeat(x, 4), np.repeat(range(len(x)), 4), list("pqrs") * len(x)) for x in (a, b))
+    effect = compare_timings(*map(timing, both))
+    assert effect.p_value == pytest.approx(ttest_ind(np.log(a), np.log(b), equal_var=False).pvalue, rel=0.05)
 
 
 def test_an_image_of_another_process_is_not_a_second_process():
@@ -124,9 +126,9 @@ def test_an_image_of_another_process_is_not_a_second_process():
 
 def test_steps_of_prompts_and_pace_of_processes_are_told_apart():
     """Twice the steps take twice as long: with the same pace everywhere all spread is one of prompts."""
-    found = timing(frame([1.0, 2.0, 3.0, 5.0], [0, 0, 1, 1], steps=[10.0, 20.0, 30.0, 50.0]))
-    assert found.of_processes == pytest.approx(0.0, abs=1e-20)
-    assert found.of_prompts == pytest.approx(np.var([1, 2, 3, 5], ddof=1) / 4 / 2.75**2)
+    measured = timing(frame([1.0, 2.0, 3.0, 5.0], [0, 0, 1, 1], steps=[10.0, 20.0, 30.0, 50.0]))
+    assert measured.of_processes == pytest.approx(0.0, abs=1e-20)
+    assert measured.of_prompts == pytest.approx(np.var([1, 2, 3, 5], ddof=1) / 4 / 2.75**2)
 
 
 def speed_of(seconds, **changes):
