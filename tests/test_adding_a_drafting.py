@@ -13,7 +13,7 @@ import torch
 from scipy.stats import power_divergence
 
 from lantern_bench.certify.tabular import TabularModel
-from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import decoding_probabilities
@@ -56,12 +56,6 @@ def test_an_outside_drafting_is_swept_and_certified(tmp_path: Path) -> None:
     assert "echo w3" in certificate
 
 
-def test_a_length_out_of_range_is_one_usage_error(tmp_path: Path) -> None:
-    refused = run(tmp_path, ["sweep", str(EXAMPLE / "echo.yaml"), "--model", "tiny", "--length", "0"], path=EXAMPLE)
-    assert refused.returncode == 2
-    assert "--length 0: must be a whole number of at least 1" in refused.stderr
-
-
 @pytest.fixture
 def echo(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drafting]:
     monkeypatch.syspath_prepend(str(EXAMPLE))
@@ -93,13 +87,15 @@ def g_test(model: TabularModel, decoding: Decoding, engine: Engine | None = None
     return float(power_divergence(observed[possible], expected, lambda_="log-likelihood").pvalue)
 
 
-def decoding_with(**values: Any) -> Decoding:
-    return Decoding(**{"mode": "echo", **values})
+def test_a_length_out_of_range_is_refused(echo: Drafting) -> None:
+    assert Decoding("echo", length=2).cell_id == "echo-echo-w2-t1"
+    with pytest.raises(ParameterError, match="length must be a whole number of at least 1"):
+        Decoding("echo", length=0)
 
 
 @pytest.mark.parametrize("values", [{"length": 2}, {"length": 3, "temperature": 0.9, "top_k": 2}])
 def test_it_is_lossless_without_a_drafter(echo: Drafting, values: dict[str, Any]) -> None:
-    p = g_test(TabularModel(VOCABULARY, LENGTH, seed=2), decoding_with(**values))
+    p = g_test(TabularModel(VOCABULARY, LENGTH, seed=2), Decoding("echo", **values))
     print(f"G-test echo {values}: p = {p:.3f}")
     assert p > 1e-3
 
@@ -113,7 +109,7 @@ def test_a_stale_q_is_rejected(echo: Drafting, monkeypatch: pytest.MonkeyPatch) 
         return self.chain.draft(tokens, torch.full_like(q, 1 / VOCABULARY), valid)
 
     monkeypatch.setattr(echo_drafting.method.Echo, "tree", tree)
-    p = g_test(TabularModel(VOCABULARY, LENGTH, seed=2), decoding_with(length=2))
+    p = g_test(TabularModel(VOCABULARY, LENGTH, seed=2), Decoding("echo", length=2))
     print(f"broken, another q: p = {p:.1e}")
     assert p < 1e-6
 
@@ -123,5 +119,5 @@ def test_greedy_equals_autoregressive_decoding(echo: Drafting) -> None:
     model.drafter = None
     generator = [torch.Generator().manual_seed(0)]
     plain = decode(model, [""], Decoding(mode="ar", temperature=0), generator)
-    drafted = decode(model, [""], decoding_with(length=3, temperature=0), generator)
+    drafted = decode(model, [""], Decoding("echo", length=3, temperature=0), generator)
     assert drafted[0].tokens.tolist() == plain[0].tokens.tolist()
