@@ -10,6 +10,7 @@ import csv
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -98,13 +99,7 @@ def test_a_rule_from_outside_is_swept_shown_drawn_and_measured(tmp_path: Path) -
 
 
 def test_an_edited_rule_does_not_continue_a_run(tmp_path: Path) -> None:
-    package = tmp_path / "package"
-    package.mkdir()
-    for path in EXAMPLE.rglob("*"):
-        if path.is_file() and path.suffix != ".pyc":
-            copy = package / path.relative_to(EXAMPLE)
-            copy.parent.mkdir(exist_ok=True)
-            copy.write_bytes(path.read_bytes())
+    package = shutil.copytree(EXAMPLE, tmp_path / "package", ignore=shutil.ignore_patterns("*.pyc"))
     sweep = ["sweep", str(package / "distance.yaml"), "--model", "tiny", "--neighbours", "3", "--metrics", "speed"]
     sweep += ["--modes", "by-distance", "--images", "1", "--no-compile", "--out", "run"]
     assert run(tmp_path, sweep, sweep, path=package).returncode == 0

@@ -99,13 +99,15 @@ def experiments(ctx: typer.Context, format: FormatOption = None) -> None:
     """List the experiments that come with the package."""
     import pandas as pd
 
-    from lantern_bench.config.experiment import load_experiment, shipped_experiments
-    from lantern_bench.models.registry import defaults_of
+    from lantern_bench.config.experiment import shipped_experiments
+    from lantern_bench.config.parse_experiment import ExperimentReader
+    from lantern_bench.config.values import Overrides
+    from lantern_bench.config.yaml_source import read_source
 
     console: Console = ctx.obj
     rows = []
     for name, path in shipped_experiments().items():
-        settings = load_experiment(path, defaults_of).settings
+        settings = ExperimentReader(read_source(path), Overrides()).settings()
         about = " ".join((settings.description or "").split())
         rows.append({"experiment": name, "model": ", ".join(settings.model), "images": settings.images, "about": about})
     console.table(pd.DataFrame(rows), format=format)

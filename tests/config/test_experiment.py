@@ -95,11 +95,6 @@ def test_cells_that_come_twice_run_once(tmp_path: Path) -> None:
     ]
 
 
-def test_modes_are_presets(tmp_path: Path) -> None:
-    experiment = resolved(tmp_path, cells("{mode: lantern, drafting: static, rule: multiplicative, lambda: 2}"))
-    assert ids(experiment) == ["lantern-static-small-7-k10-lambda2-t1"]
-
-
 def test_layers_cell_then_model_then_top_then_model_default(tmp_path: Path) -> None:
     text = """
     models: {lanterns: {neighbours: 7, delta: 0.3}, big: {}}

@@ -18,7 +18,7 @@ from lantern_bench.methods.draftings import Drafting
 from lantern_bench.methods.outside import find_rows
 from lantern_bench.methods.parameters import ABOVE_0, Parameter
 from lantern_bench.methods.rules import Rule
-from lantern_bench.methods.tables import DRAFTINGS, MODES, OUTSIDE_RULES, RULES
+from lantern_bench.methods.tables import DRAFTINGS, MODES, RULES
 
 
 class Entry(NamedTuple):
@@ -118,6 +118,7 @@ def test_parameters_of_a_rule_are_in_ids_columns_and_settings() -> None:
         (COOL | {"strength": 0}, "must be a number above 0"),
         (COOL | {"cluster": 3}, "cluster does not belong here: it is for the rule gsd"),
         (COOL | {"epsilon": 0.1}, "does not belong here"),
+        ({"mode": "lantern", "delta": 0.1, "bound": 0.1}, "bound does not belong here"),
         ({"mode": "lantern", "delta": 0.1, "decay": 0.3}, "decay does not belong here"),
         ({"mode": "gsd", "cluster": 1}, "must be a whole number of at least 2"),
         ({"mode": "typical", "epsilon": 1}, "must lie strictly between 0 and 1"),
@@ -149,10 +150,3 @@ def test_a_fingerprint_is_of_the_file_that_the_code_stands_in(tmp_path: Path) ->
         prints.add(some(limit=space["limit"]).fingerprint())
     assert len(prints) == 2
     assert all(len(digits) == 16 for digits in [*prints, some(limit=None).fingerprint()])
-
-
-def test_without_packages_there_are_the_shipped_rules_only() -> None:
-    assert {"none", "strict", "block", "additive", "multiplicative"} <= set(RULES) - set(OUTSIDE_RULES)
-    assert {name for name, rule in RULES.items() if not rule.lossless} >= {"additive", "multiplicative"}
-    with pytest.raises(ValueError, match="bound does not belong here"):
-        Decoding(mode="lantern", delta=0.1, bound=0.1)
