@@ -140,18 +140,6 @@ def test_resumed_run_makes_the_same_tokens(tmp_path: Path, tiny: Any, batch: int
     assert third[0].finished == 18 and len(third) == 1
 
 
-def test_shards_together_equal_the_whole_run(tmp_path: Path, tiny: Any) -> None:
-    from lantern_bench.config.plan import Shard
-
-    experiment, plan = tiny()
-    run(tmp_path / "whole", (experiment, plan))
-    digests: dict[str, str] = {}
-    for index in (1, 2):
-        run(tmp_path / f"part{index}", (experiment, plan.shard(Shard(index, 2))))
-        digests |= tokens_by_key(tmp_path / f"part{index}")
-    assert digests == tokens_by_key(tmp_path / "whole")
-
-
 def test_one_image_that_fails_does_not_stop_the_others(tmp_path: Path, tiny: Any) -> None:
     planned = tiny(("one red lantern", "broken", "two blue lanterns"))
     events = run(tmp_path / "run", planned)
@@ -241,14 +229,6 @@ def test_threads_stay_as_the_finished_images_had_them(tiny: Any, tmp_path: Path)
             assert f"--threads {before + 1}" in str(refused.value.advice)
     finally:
         torch.set_num_threads(before)
-
-
-def test_all_cells_share_the_seed_of_an_image(tiny: Any) -> None:
-    _, plan = tiny()
-    by_prompt: dict[str, set[int]] = {}
-    for task in plan.tasks:
-        by_prompt.setdefault(task.prompt.id, set()).add(task.seed)
-    assert all(len(seeds) == 1 for seeds in by_prompt.values())
 
 
 def test_narrow_neighbour_table_is_a_prefix_of_a_wider_one() -> None:

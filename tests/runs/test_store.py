@@ -117,16 +117,6 @@ def test_manifest_experiment_resolves_to_the_same_run(tmp_path: Path) -> None:
     assert str(tmp_path) not in json.dumps(manifest)
 
 
-def test_records_of_older_runs_are_of_process_0(tmp_path: Path) -> None:
-    fill(tmp_path / "run", 1)
-    path = tmp_path / "run" / "records.jsonl"
-    newer = ("process", "attempts", "disturbed", "checksum")
-    old = {k: v for k, v in json.loads(path.read_text()).items() if k not in newer}
-    path.write_text(json.dumps(old) + "\n")
-    (row,) = read_records(tmp_path / "run")
-    assert (row["process"], row["attempts"], row["disturbed"]) == (0, None, None)
-
-
 def test_finished_images_are_not_made_again(tmp_path: Path) -> None:
     fill(tmp_path / "run", 3)
     with RunStore(tmp_path / "run", EXPERIMENT, KEY) as store:
@@ -232,12 +222,6 @@ def test_resume_refuses_other_settings_but_not_more_images(tmp_path: Path) -> No
     more = experiment(images=4, metrics="speed")
     with RunStore(tmp_path / "run", more, KEY) as store:
         assert len(to_do(store, make_plan(more, PROMPTS).tasks)) == 4 * 4 - 2
-
-
-def test_a_locked_run_is_refused(tmp_path: Path) -> None:
-    with RunStore(tmp_path / "run", EXPERIMENT, KEY), pytest.raises(RefusedError, match="is in use"):
-        RunStore(tmp_path / "run", EXPERIMENT, KEY)
-    fill(tmp_path / "run", 1)
 
 
 def test_a_run_locked_by_another_process_is_refused(tmp_path: Path) -> None:
