@@ -221,11 +221,10 @@ def test_a_step_emits_what_emitted_tv_says(name: str, bound: float, tree: str) -
     assert max(abs(walked.get((x,), 0.0) - float(found[x])) for x in range(4)) < 1e-9
 
 
-@pytest.mark.parametrize("residual", ["exact", "official"])
 @pytest.mark.parametrize("name", BOUNDS)
-def test_the_estimate_of_emitted_tv_is_near_the_enumeration(name: str, residual: str) -> None:
+def test_the_estimate_of_emitted_tv_is_near_the_enumeration(name: str) -> None:
     noise = torch.Generator().manual_seed(5)
-    rule, (p, q) = rule_of(name, BOUNDS[name][-1], residual, 10), dirichlet(noise, 2, 10)
+    rule, (p, q) = rule_of(name, BOUNDS[name][-1], "official", 10), dirichlet(noise, 2, 10)
     drafts = torch.tensor(list(itertools.permutations(range(10), 2)))
     likely = q[drafts[:, 0]] * q[drafts[:, 1]] / (1 - q[drafts[:, 0]])
     truth = float(total_variation(p, likely @ of_drafts(p, q, drafts, rule)))

@@ -386,14 +386,3 @@ def test_rules_that_look_ahead_are_refused_with_coupled_drafts() -> None:
     with pytest.raises(ParameterError, match="draws anew, each by itself; not so jacobi w16-maximal"):
         jacobi_decoding(rule="block", coupling="maximal")
     assert jacobi_decoding(rule="block", coupling="maximal", temperature=0).rule == "strict"
-
-
-def test_modes_have_their_defaults() -> None:
-    sjd, scd = Decoding(mode="sjd"), Decoding(mode="scd")
-    assert (sjd.cell_id, sjd.value("coupling")) == ("sjd-jacobi-w16-t1", "none")
-    assert (scd.cell_id, scd.value("coupling")) == ("scd-jacobi-w16-maximal-t1", "maximal")
-    assert Decoding(mode="scd", coupling="gumbel").cell_id == "scd-jacobi-w16-gumbel-t1"
-    assert Decoding(mode="scd", temperature=0).value("coupling") == "none"
-    assert Decoding(mode="scd", drafting="static").value("coupling") is None
-    with pytest.raises(ParameterError, match="coupling does not belong here"):
-        Decoding(mode="speculative", coupling="none")

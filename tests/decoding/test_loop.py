@@ -150,24 +150,3 @@ def test_kept_logits_are_those_the_tokens_came_from(mode: str) -> None:
             wanted = guide(model.p[0, state], model.p[1, state], 1.5)
             assert torch.allclose(item.logits[place], wanted, atol=1e-5)
             state = model.state_after(state, token)
-
-
-def test_a_block_is_accepted_as_one() -> None:
-    """Lossless the strict rule is as well: what tells them apart is how much is accepted of a drafter's chains."""
-    chain = {"drafting": "static", "tree": [[0], [0, 0], [0, 0, 0]]}
-    accepted = []
-    for rule in ("strict", "block"):
-        model = TabularModel(VOCABULARY, 5, seed=4)
-        made = decode(model, None, Decoding(mode="speculative", rule=rule, **chain), generators(4000, 1))
-        accepted.append(sum(item.trace.accepted[0] for item in made))
-    print(f"accepted in the first step of 4000 images: {accepted}")
-    assert accepted[1] > 1.03 * accepted[0]
-
-
-def test_relaxation_with_k_0_gives_the_tokens_of_strict() -> None:
-    strict = Decoding(mode="speculative", **DRAFTINGS["static"])
-    for residual in ("exact", "official"):
-        relaxed = Decoding(mode="lantern++", **DRAFTINGS["static"], neighbours=0, residual=residual, **{"lambda": 2.0})
-        _model, first = run(strict, images=64, batch=64)
-        _model, second = run(relaxed, images=64, batch=64)
-        assert all(a.tokens.equal(b.tokens) for a, b in zip(first, second, strict=True))
