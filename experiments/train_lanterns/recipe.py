@@ -27,15 +27,14 @@ from lantern_bench.clock import OnProgress, no_progress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
 from lantern_bench.models.eagle import EagleDrafter, untrained_drafter
-from lantern_bench.models.io.files import write_atomically
+from lantern_bench.models.io.files import file_sha256, write_atomically
 from lantern_bench.models.lanterns import FILES, GUIDANCE
 from lantern_bench.models.lanterns.captions import HELD_OUT, TRAIN
 from lantern_bench.models.lanterns.model import (
     TOKENIZER_CONFIG,
     build_target,
-    fill,
     load_tokenizer,
-    part_hash,
+    read_weights,
     write_weights,
 )
 from lantern_bench.models.target import Condition, TransformerTarget
@@ -144,7 +143,7 @@ def train_part(
         torch.manual_seed(settings.seed)  # noqa: TID251  # layers draw from the global stream; this forks it
         task = _task(part, data)
     if settings.init_from is not None:
-        fill(task.module, settings.init_from / FILES[part])
+        read_weights(task.module, settings.init_from / FILES[part])
     report = train(task, _loop_settings(part, folder, work, settings), device, on_event)
     if part == "clip":
         tasks.save_clip(task.module, folder / "clip")
@@ -156,8 +155,8 @@ def train_part(
         "data": {"scenes": settings.scenes, "held_out": settings.held_out},
         "started_from_weights": settings.init_from is not None,
         "parameters": sum(parameter.numel() for parameter in task.module.parameters()),
-        "weights_sha256": part_hash(folder / FILES[part]),
-        "rests_on": {needed: part_hash(folder / FILES[needed]) for needed in PARTS[part].needs},
+        "weights_sha256": file_sha256(folder / FILES[part]),
+        "rests_on": {needed: file_sha256(folder / FILES[needed]) for needed in PARTS[part].needs},
         "device": device.type,
         "versions": {"lantern-bench": __version__, **{name: metadata.version(name) for name in _LIBRARIES}},
     }
@@ -228,7 +227,7 @@ class _Data:
     def _kept(self, name: str, held_out: bool, make: Callable[[], Tensor]) -> Tensor:
         """Read a tensor that depends on the tokenizer from its file, or make it and write the file."""
         count = self.settings.held_out if held_out else self.settings.scenes
-        path = self.work / f"{name}-{count}-{part_hash(self.folder / FILES['tokenizer'])[:8]}.safetensors"
+        path = self.work / f"{name}-{count}-{file_sha256(self.folder / FILES['tokenizer'])[:8]}.safetensors"
         if not path.exists():
             write_atomically(path, save({"kept": make().contiguous()}))
         return load_file(path)["kept"]
@@ -258,7 +257,7 @@ def _task(part: str, data: _Data) -> Task:
         target.transformer.compile()
     if part == "target":
         return tasks.TargetTask(target, sequences, held_out)
-    fill(target, data.folder / FILES["target"])
+    read_weights(target, data.folder / FILES["target"])
     target.to(data.device).eval().requires_grad_(False)
     drafter = untrained_drafter(target)
     if compiled:
@@ -298,9 +297,9 @@ def _loop_settings(part: str, folder: Path, work: Path, settings: RecipeSettings
     minutes = settings.minutes if settings.minutes is not None or settings.steps is not None else chosen.minutes
     changed: dict[str, Any] = {"minutes": minutes, "steps": settings.steps, "seed": settings.seed}
     changed |= settings.model_dump(include={"log_every", "checkpoint_every"}, exclude_none=True)
-    rests_on = [part_hash(folder / FILES[needed])[:8] for needed in chosen.needs]
+    rests_on = [file_sha256(folder / FILES[needed])[:8] for needed in chosen.needs]
     if settings.init_from is not None:
-        rests_on.append("from-" + part_hash(settings.init_from / FILES[part])[:8])
+        rests_on.append("from-" + file_sha256(settings.init_from / FILES[part])[:8])
     name = "-".join([part, str(settings.scenes), *rests_on])
     changed |= {"checkpoint": work / f"{name}.ckpt", "resume": settings.resume}
     return chosen.settings.model_copy(update=changed)

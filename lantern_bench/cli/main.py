@@ -39,7 +39,7 @@ REMOVED = {
     "neighbours": "A table of nearest codes is computed when a command first needs it.",
     "size": "`lantern-bench predict RUN --prompts N --devices N` has hours and device-hours; --device predicts them.",
     "train lanterns": "In a clone: python -m experiments.train_lanterns",
-    "weights check": f"Files are compared with their SHA-256 when they are loaded. {_MODELS}",
+    "weights check": f"huggingface_hub checks what it downloads; records hold the SHA-256 of the files. {_MODELS}",
     "weights where": _MODELS,
     "--address": "`--ray ADDRESS` decodes on a Ray cluster.",
     "--ambiguity": "The experiment token-ambiguity shows how often exact drafts are accepted, by temperature.",

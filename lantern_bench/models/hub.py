@@ -19,6 +19,11 @@ from lantern_bench.models.io.files import cache_folder
 WEIGHTS_VARIABLE = "LANTERN_BENCH_WEIGHTS"
 """Names the folder of the weights, with a folder for each repository."""
 
+# Folders of a repository: as the hub names it, and as the authors' instructions do (LlamaGen:
+# pretrained_models/t5-ckpt/flan-t5-xl; LANTERN: t5/, trained_drafters/, chameleon/tokenizer/). A single file may also
+# lie in the folder of the weights itself.
+_FOLDERS = ("{repo}", "{name}", "t5/{name}", "t5-ckpt/{name}", "trained_drafters/{name}", "chameleon", "")
+
 
 class Licence(NamedTuple):
     """A licence by its name in the repository, and what to know before downloading."""
@@ -71,8 +76,10 @@ class Source(NamedTuple):
         """Return the file or folder: below the folder of the weights, else in the cache of huggingface_hub."""
         # Files were downloaded to the second one before huggingface_hub's cache was used.
         for root in (weights_folder(), cache_folder() / "weights"):
-            if root is not None and (path := self.found_in(root / self.repo)) is not None:
-                return path
+            for folder in _FOLDERS if self.path != "." else _FOLDERS[:-1]:
+                folder = folder.format(repo=self.repo, name=self.repo.split("/")[-1])
+                if root is not None and (path := self.found_in(root / folder)) is not None:
+                    return path
         # huggingface_hub is slow to import and rarely needed here.
         if not (_hub_cache() / f"models--{self.repo.replace('/', '--')}").is_dir():
             return None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lantern_bench.errors import UserError
 from lantern_bench.models import hub
 from lantern_bench.models.model import CheckpointModel, Published, class_number, some_classes
-from lantern_bench.models.transformer_config import TransformerConfig, heads_problem, llama_sizes
+from lantern_bench.models.transformer_config import TransformerConfig, heads_problem, llama_sizes, read_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -96,8 +96,7 @@ class LlamaGen(CheckpointModel):
         for name in (self.file and self.file.target.config) or ():
             if name not in _KEYS and (near := difflib.get_close_matches(str(name), _KEYS, n=1, cutoff=0.82)):
                 raise self.wrong(str(name), f"unknown; did you mean {near[0]}?")
-        config = {"vocab_size": 16384, "cls_token_num": self.positions, **self.config}
-        sizes = llama_sizes({**config, "model_type": None}, self.wrong)
+        sizes = {"text_vocab_size": 16384, **llama_sizes(self.config, self.wrong)}
         for field, key in {"dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}.items():
             if field not in sizes:
                 advice = "State it in target: {config: {...}}, or name the published model: family: llamagen-c2i-B-256."
@@ -105,16 +104,24 @@ class LlamaGen(CheckpointModel):
         problem = heads_problem(sizes["dim"], sizes["heads"], sizes.get("kv_heads"), "grid")
         if problem is not None:
             raise self.wrong(*problem)
-        ffn_dim = int(8 * sizes["dim"] / 3 * (config.get("ffn_dim_multiplier") or 1))
-        multiple = config.get("multiple_of") or 256
+        ffn_dim, multiple = int(8 * sizes["dim"] / 3), self.numbers["multiple_of"]
+        ffn_dim = int(self.numbers["ffn_dim_multiplier"] * ffn_dim)
         sizes.setdefault("ffn_dim", -(-ffn_dim // multiple) * multiple)
-        vocab_size = sizes.pop("text_vocab_size")
-        return TransformerConfig(vocab_size, prefix=config["cls_token_num"], grid=self._grid(), **sizes)
+        vocab_size, prefix = sizes.pop("text_vocab_size"), self.numbers["cls_token_num"]
+        return TransformerConfig(vocab_size, prefix=prefix, grid=self._grid(), **sizes)
+
+    @cached_property
+    def numbers(self) -> Mapping[str, Any]:
+        """What only LlamaGen's config states, or the published values; raises `UserError` for impossible ones."""
+        usual = {"cls_token_num": self.positions, "num_classes": 1000, "caption_dim": 2048}
+        usual |= {"multiple_of": 256, "ffn_dim_multiplier": 1, "block_size": 0}
+        return usual | read_sizes(self.config, {key: (key,) for key in usual}, self.wrong, ("ffn_dim_multiplier",))
 
     def _grid(self) -> tuple[int, int]:
         """The grid of the model file, of the named model, or of a square picture."""
-        side = math.isqrt(int(self.config.get("block_size") or 0))
-        square = (side, side) if side and side * side == self.config["block_size"] else None
+        block = self.numbers["block_size"]
+        side = math.isqrt(block)
+        square = (side, side) if side and side * side == block else None
         grid = (self.file and self.file.grid) or self.row.grid or square
         if grid is None:
             problem, advice = "missing: the weights do not tell it", "Give grid: [rows, columns] of tokens."
@@ -150,7 +157,6 @@ class LlamaGen(CheckpointModel):
 
     def _check_stage(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint for another grid: stages have tensors of the same shapes."""
-        advice = "Give the grid the checkpoint was trained for, or the checkpoint of this grid."
         for tokens, sign in self._signs_of_stage(checkpoint):
             if tokens != self.tokens:
                 side = math.isqrt(max(tokens, 0))
@@ -159,23 +165,12 @@ class LlamaGen(CheckpointModel):
                 raise UserError(
                     f"{checkpoint.path}: is of another stage: {sign} is for {square}, "
                     f"and this model's grid is {rows}x{columns} ({self.tokens} tokens)",
-                    advice,
+                    "Give the grid the checkpoint was trained for, or the checkpoint of this grid.",
                 )
-        for name in self._position_tables(checkpoint):
-            import torch
-
-            from lantern_bench.models.transformer import grid_rotary
-
-            # Another base, or rows and columns exchanged, are other positions: the table must rotate as ours does.
-            ours = grid_rotary(self.sizes)[self.sizes.prefix :][: self.tokens]
-            theirs = checkpoint[name].float()[self.sizes.prefix :][: self.tokens]
-            if theirs.shape != ours.shape or not torch.allclose(theirs, ours, atol=2e-2):
-                text = f"{checkpoint.path}: its position table is of another grid, number of heads or rope_theta"
-                raise UserError(text, advice)
 
     def _signs_of_stage(self, checkpoint: Checkpoint) -> Iterator[tuple[int, str]]:
         """The number of a picture's tokens that something states, and what states it."""
-        for name in self._position_tables(checkpoint):
+        for name in filter(checkpoint.__contains__, ("freqs_cis", "model.freqs_cis")):
             rows = checkpoint.shape(name)[0]
             tokens = rows - self.sizes.prefix
             squares = [count for count in (tokens, tokens - _MARGIN) if count > 0 and math.isqrt(count) ** 2 == count]
@@ -186,12 +181,8 @@ class LlamaGen(CheckpointModel):
         if isinstance(size := settings.get("image_size"), int):
             side = size // int(settings.get("downsample_size") or 16)
             yield side * side, f"the training it records (image_size {size})"
-        if isinstance(block := self.config.get("block_size"), int):
+        if block := self.numbers["block_size"]:
             yield block, f"its config (block_size {block})"
-
-    @staticmethod
-    def _position_tables(checkpoint: Checkpoint) -> list[str]:
-        return [name for name in ("freqs_cis", "model.freqs_cis") if name in checkpoint]
 
     def load_tokenizer(self, path: Path, device: torch.device) -> VQModel:
         """Load VQ-16."""
@@ -217,7 +208,8 @@ class TextToImage(LlamaGen):
     @property
     def width(self) -> int:
         """The numbers of a caption feature."""
-        return int(self.config.get("caption_dim") or 2048)
+        width: int = self.numbers["caption_dim"]
+        return width
 
     def new_target(self) -> TransformerTarget:
         """Return a target with fresh weights."""
@@ -271,7 +263,8 @@ class ClassToImage(LlamaGen):
             if self.config.get(key) == 0:
                 text = "0: the model was trained without a null class, and guidance needs one"
                 raise self.wrong(key, text, "Its last class would be taken for the null class.")
-        return int(self.config.get("num_classes") or 1000)
+        classes: int = self.numbers["num_classes"]
+        return classes
 
     @cached_property
     def prompt_sets(self) -> Mapping[str, Sequence[str]]:  # type: ignore[override]  # mypy takes it for read-only

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.neighbours import Space, in_space, nearest_codes
@@ -22,20 +22,6 @@ from lantern_bench.methods.parameters import NeighbourMetric
 from lantern_bench.models.io.neighbour_cache import neighbour_table
 from lantern_bench.models.target import TransformerTarget, with_line_ends, without_line_ends
 from lantern_bench.models.vq import VQModel
-
-
-@runtime_checkable
-class ReadsPictures(Protocol):
-    """A pixel decoder that also turns pictures into tokens."""
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Height and width of the pictures, in pixels."""
-        ...
-
-    def tokens(self, pictures: Tensor) -> Tensor:
-        """Pictures uint8 RGB [B, H, W, 3] of that size -> tokens int64 [B, N] on the CPU."""
-        ...
 
 
 class VQPixels:
@@ -168,17 +154,6 @@ class LoadedModel:
         return self._tables[metric]
 
 
-class Parts(NamedTuple):
-    """Target, drafter and tokenizer; `TransformerTarget`, `EagleDrafter` and `VQModel` or their like, None if absent.
-
-    The drafter must be built with the target's own output head.
-    """
-
-    target: nn.Module
-    drafter: nn.Module | None
-    tokenizer: nn.Module | None
-
-
 class Prompts(NamedTuple):
     """How a model takes prompts: fields of `LoadedModel`, and the hash of its text encoder, if it has one."""
 
@@ -189,7 +164,9 @@ class Prompts(NamedTuple):
 
 def assemble(
     name: str,
-    parts: Parts,
+    target: Any,
+    drafter: Any,
+    tokenizer: VQModel | None,
     prompts: Prompts,
     weights: Mapping[str, str],
     *,
@@ -197,25 +174,27 @@ def assemble(
     table: Tensor | None = None,
     table_folder: Path | None = None,
 ) -> LoadedModel:
-    """Make a model of parts that have their weights; `space`, `table` and `table_folder` as in `LoadedModel`.
+    """Return a model of modules that have their weights; `space`, `table` and `table_folder` as in `LoadedModel`.
 
-    A model without a tokenizer, or with one of another number of codes, gives tokens and no pictures.
+    The drafter uses the target's own output head. A model without a tokenizer, or with one of another number of codes,
+    gives tokens and no pictures.
     """
-    target: Any = parts.target
-    drafter: Any = parts.drafter
-    tokenizer: Any = parts.tokenizer
     codes = tokenizer.config.codes if tokenizer is not None else 0
-    fits, grid = codes == target.n_codes, target.config.grid
     reason = f"the tokenizer has {codes} codes, the target {target.n_codes}" if codes else "it has no tokenizer"
+    pixels: PixelDecoder = NoPixels(name, reason)
+    codebook = None
+    if tokenizer is not None and codes == target.n_codes:
+        pixels = VQPixels(tokenizer, target.config.grid, target.config.line_ends)
+        codebook = tokenizer.codebook()
     return LoadedModel(
         name=name,
         target=target,
         drafter=drafter,
-        pixels=VQPixels(tokenizer, grid, target.config.line_ends) if fits else NoPixels(name, reason),
-        codebook=tokenizer.codebook() if fits else None,
+        pixels=pixels,
+        codebook=codebook,
         condition=prompts.condition,
         weights=dict(weights) | ({} if prompts.sha256 is None else {"text_encoder": prompts.sha256}),
-        grid=grid,
+        grid=target.config.grid,
         neighbour_space=space,
         table_folder=table_folder,
         prepare=prompts.prepare,

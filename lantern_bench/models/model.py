@@ -255,7 +255,7 @@ class CheckpointModel(Model):
         from lantern_bench.models.eagle import load_drafter
         from lantern_bench.models.io.checkpoint import open_checkpoint
         from lantern_bench.models.io.neighbour_cache import read_own_table
-        from lantern_bench.models.loaded_model import Parts, assemble
+        from lantern_bench.models.loaded_model import assemble
 
         paths = self.paths
         target, files = self.load_target(device, dtype)
@@ -277,7 +277,9 @@ class CheckpointModel(Model):
             hashes["neighbour_table"] = hash_of((paths["neighbours"],))
         return assemble(
             self.name,
-            Parts(target, drafter, tokenizer),
+            target,
+            drafter,
+            tokenizer,
             self.prompts(target),
             hashes,
             space=self.neighbour_space,
@@ -290,13 +292,13 @@ class CheckpointModel(Model):
         import torch
 
         from lantern_bench.models.eagle import build_drafter
-        from lantern_bench.models.loaded_model import Parts, assemble
+        from lantern_bench.models.loaded_model import assemble
 
         with torch.device("meta"):
             target = self.new_target()
             drafter = build_drafter(target.config, target) if self.has_drafter else None
-            parts = Parts(target, drafter, self.new_tokenizer())
-            return assemble(self.name, parts, self.random_prompts(), {}, space=self.neighbour_space)
+            tokenizer, prompts = self.new_tokenizer(), self.random_prompts()
+            return assemble(self.name, target, drafter, tokenizer, prompts, {}, space=self.neighbour_space)
 
     def new_tokenizer(self) -> VQModel:
         """Return the published image tokenizer with fresh weights."""

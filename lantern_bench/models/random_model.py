@@ -102,8 +102,8 @@ def read_size(text: str) -> TransformerConfig:
             f"--size {text}: must be LAYERSxWIDTH[xVOCABULARY[xSIDE]]",
             "For example 36x1280x16384x16, LlamaGen-XL at 256 pixels.",
         )
-    given = [int(part) for part in text.split("x")]
-    layers, width, vocabulary, side = given + [16384, 16][len(given) - 2 :]
+    numbers = [int(number) for number in text.split("x")]
+    layers, width, vocabulary, side = numbers + [16384, 16][len(numbers) - 2 :]
     if min(layers, vocabulary, side) < 1 or width < 64 or width % 64:
         raise UserError(f"--size {text}: the width must be a multiple of 64, the rest at least 1")
     ffn = -(-8 * width // 3 // 256) * 256

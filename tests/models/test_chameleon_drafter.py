@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import functional
 
 from lantern_bench.errors import UserError
 from lantern_bench.models.eagle import EagleDrafter, drafter_key_map, load_drafter
 from lantern_bench.models.io.state_dict import export
 from lantern_bench.models.target import TransformerTarget, prompt_condition
 from tests.models import tiny_chameleon as tiny
+from tests.models import tiny_lumina2
 
 PROMPTS = [[0, 80, 81, 82, 70, 68], [0, 83, 70, 68]]
 CPU: Any = {"dtype": torch.float32, "device": torch.device("cpu")}
@@ -36,33 +36,9 @@ def loaded(folder: Path) -> tuple[TransformerTarget, EagleDrafter]:
 
 def written_out(state: dict[str, Tensor], words: Tensor, features: Tensor) -> Tensor:
     """The published drafter, step by step, on one sequence: words int64 [n], features [n, dim] -> [n, dim]."""
-    n, head = len(words), tiny.DIM // tiny.HEADS
-
-    def rms(x: Tensor, weight: Tensor) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
-
-    def turned(x: Tensor) -> Tensor:
-        angles = torch.arange(n)[:, None] / 10000 ** (torch.arange(0, head, 2) / head)
-        cosine, sine = (torch.cat([part, part], dim=-1)[:, None] for part in (angles.cos(), angles.sin()))
-        return x * cosine + torch.cat([-x[..., head // 2 :], x[..., : head // 2]], dim=-1) * sine
-
-    def heads(x: Tensor, part: str) -> Tensor:
-        y = (x @ state[f"layers.0.self_attn.{part}_proj.weight"].T).reshape(n, tiny.HEADS, head)
-        if part == "v":
-            return y
-        norm = f"layers.0.self_attn.{part}_norm."
-        y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
-        return turned(y * state[norm + "weight"] + state[norm + "bias"])
-
     x = torch.cat([state["embed_tokens.weight"][words], features], dim=-1) @ state["fc.weight"].T + state["fc.bias"]
-    y = rms(x, state["layers.0.input_layernorm.weight"])
-    scores = torch.einsum("qhd,khd->hqk", heads(y, "q"), heads(y, "k")) / head**0.5
-    seen = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
-    mixed = torch.einsum("hqk,khd->qhd", seen, heads(y, "v")).reshape(n, -1)
-    x = x + mixed @ state["layers.0.self_attn.o_proj.weight"].T
-    y = rms(x, state["layers.0.post_attention_layernorm.weight"])
-    gate = functional.silu(y @ state["layers.0.mlp.gate_proj.weight"].T)
-    return x + (gate * (y @ state["layers.0.mlp.up_proj.weight"].T)) @ state["layers.0.mlp.down_proj.weight"].T
+    shape = tiny_lumina2.Shape(dim=tiny.DIM, heads=tiny.HEADS, kv_heads=tiny.HEADS, parts=tiny.HEADS)
+    return tiny_lumina2.layer(state, "layers.0.", shape, x)
 
 
 @torch.no_grad()

@@ -93,9 +93,11 @@ def test_pickle_with_code_is_not_run(
         path.write_bytes(pickle.dumps({"model": code}))
     else:
         saved(path, {"model": code, **STATE}, _use_new_zipfile_serialization=how == "zip")
-    with pytest.raises(UserError, match="a pickle with code in it") as caught:
+    # Torch names the function only where the pickle has its own format.
+    said = "cannot be read as a checkpoint" if how == "pickle" else f"a pickle with code in it .*{name}"
+    with pytest.raises(UserError, match=said) as caught:
         open_checkpoint(path)
-    assert name in caught.value.message and caught.value.exit_code == 2
+    assert caught.value.exit_code == 2 and "\n" not in caught.value.message
     assert not (tmp_path / "ran").exists()
 
 
@@ -179,7 +181,14 @@ print((after - before) * 1024 / path.stat().st_size)
 """
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("pt", "float32"), ("pt", "bfloat16"), ("safetensors", "float32")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("pt", "float32"),
+        pytest.param("pt", "bfloat16", marks=pytest.mark.long),
+        pytest.param("safetensors", "float32", marks=pytest.mark.long),
+    ],
+)
 def test_loading_needs_little_more_memory_than_the_file(kind: str, dtype: str, tmp_path: Path) -> None:
     """Peak resident memory of a process of its own, over what it had before, per byte of a file of 302 MB."""
     state = {f"{number}.{part}": torch.ones(1024, 2048) for number in range(12) for part in "qkv"}

@@ -9,7 +9,7 @@ import torch
 
 from lantern_bench.errors import UserError
 from lantern_bench.models.eagle import load_drafter
-from lantern_bench.models.loaded_model import ReadsPictures, transformer_of
+from lantern_bench.models.loaded_model import VQPixels, transformer_of
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.target import with_line_ends, without_line_ends
 from tests.models import golden_models, tiny_chameleon
@@ -75,7 +75,7 @@ def test_images_are_encoded_to_tokens_with_line_ends(tmp_path: Path) -> None:
     path = tiny_chameleon.write_model_file(tmp_path / "lumina", "lumina-mgpt-7b-768", (4, 4))
     model = model_of(str(path)).load(CPU, torch.float32)
     reader = model.pixels
-    assert isinstance(reader, ReadsPictures) and reader.size == (8, 8)
+    assert isinstance(reader, VQPixels) and reader.size == (8, 8)
     pictures = torch.randint(256, (2, 8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     tokens = reader.tokens(pictures)
     assert tokens.shape == (2, 20) and (tokens[:, 4::5] == model.target.vocab_size - 1).all()
@@ -86,7 +86,7 @@ def test_images_are_encoded_to_tokens_with_line_ends(tmp_path: Path) -> None:
 def test_encoding_a_decoded_image_returns_nearly_the_same_image() -> None:
     model = model_of("lanterns").load(CPU, torch.float32)
     reader = model.pixels
-    assert isinstance(reader, ReadsPictures) and reader.size == (64, 64)
+    assert isinstance(reader, VQPixels) and reader.size == (64, 64)
     tokens = torch.randint(2048, (2, 256), generator=torch.Generator().manual_seed(1))
     drawn = reader.pixels(tokens)  # type: ignore[attr-defined]
     again = reader.pixels(reader.tokens(drawn))  # type: ignore[attr-defined]

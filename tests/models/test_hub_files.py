@@ -220,6 +220,14 @@ def test_any_source_of_a_part_is_found_below_the_named_folder(tmp_path, monkeypa
     assert local_path(target) is None
 
 
+@pytest.mark.parametrize("folder", ["toys", "t5/toys", "t5-ckpt/toys", "trained_drafters/toys", "chameleon", "."])
+def test_files_are_found_in_the_authors_folders(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv(hub.WEIGHTS_VARIABLE, str(tmp_path))
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    (tmp_path / folder / "vq.pt").write_bytes(b"")
+    assert local_path(hub.PARTS["toy"]["tokenizer"]) == tmp_path / folder / "vq.pt"
+
+
 def test_missing_part_is_one_line_with_the_command(tmp_path):
     with pytest.raises(RefusedError) as caught:
         local_paths("toy")

@@ -17,11 +17,12 @@ from lantern_bench.models.model import Published
 from lantern_bench.models.random_model import meta_model, random_model, sizes_of
 
 SMALL = {"dim": 32, "n_layer": 2, "n_head": 2, "intermediate_size": 64, "cls_token_num": 6, "caption_dim": 8}
-SMALL_VQ = {"channels": 32, "z_channels": 32, "channel_mult": (1, 1), "res_blocks": 1}
+SMALL |= {"vocab_size": 64}
+SMALL_VQ = {"codes": 64, "channels": 32, "z_channels": 32, "channel_mult": (1, 1), "res_blocks": 1}
 
 
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the published model have small sizes, but all its codes."""
+    """Let the published model have small sizes."""
     row = Published("small", SMALL, SMALL_VQ, (2, 2))
     described = TextToImage("llamagen-t2i-stage1", row)
     monkeypatch.setattr(registry, "models", lambda: {described.name: described})
@@ -61,7 +62,7 @@ def test_random_weights_depend_only_on_the_seed(tmp_path: Path, monkeypatch: pyt
         "transformer.output.weight"
     }  # logits are float32
     drafter: Any = made[0].drafter
-    assert drafter.head(torch.ones(1, 32)).shape == (1, 16384)
+    assert drafter.head(torch.ones(1, 32)).shape == (1, 64)
     condition = made[0].condition(["a lamp"])
     assert torch.equal(condition.values, made[1].condition(["a lamp"]).values)
     assert not torch.equal(condition.values, made[0].condition(["another"]).values)

@@ -103,11 +103,9 @@ def test_caches_are_separate_by_encoder_dtype_and_length(t5, tmp_path):
     cache = tmp_path / "cache"
     kinds = [source(t5, cache), source(other, cache), source(t5, cache, dtype=torch.bfloat16)]
     kinds.append(source(t5, cache, positions=30))
-    for kind in kinds:
-        kind(CAPTIONS[:1])
-    assert len({kind.sha256 for kind in kinds}) == 4
-    assert len(list(cache.glob("*/encoder.json"))) == 4
+    assert len({kind.sha256 for kind in kinds}) == len({kind.cache.folder for kind in kinds}) == 4
     assert kinds[2](CAPTIONS[:1]).values.dtype == torch.bfloat16
+    assert len(list(cache.glob("*/encoder.json"))) == 1
 
 
 def test_cached_features_need_no_encoder(t5, tmp_path):

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from lantern_bench.errors import UserError
 from lantern_bench.models.io.checkpoint import open_checkpoint
 from lantern_bench.models.vq import VQModel, load_vq, taming_names
 from tests.models import tiny_chameleon as tiny
+from tests.models import tiny_lumina2
 
 
 def load_vqgan(path: Path) -> VQModel:
@@ -24,41 +23,6 @@ def checkpoint(tmp_path: Path) -> Path:
     return tiny.write_vqgan(tmp_path / "vq")
 
 
-def decoded(state: dict[str, Tensor], codes: Tensor) -> Tensor:
-    """The published decoder on one picture's codes [h, w], by the names in the file."""
-
-    def conv(x: Tensor, name: str) -> Tensor:
-        weight = state[f"{name}.weight"]
-        return functional.conv2d(x, weight, state[f"{name}.bias"], padding=weight.shape[-1] // 2)
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return functional.group_norm(x, 32, state[f"{name}.weight"], state[f"{name}.bias"], eps=1e-6)
-
-    def swish(x: Tensor) -> Tensor:
-        return x * x.sigmoid()
-
-    def block(x: Tensor, name: str) -> Tensor:
-        h = conv(swish(norm(x, f"{name}.norm1")), f"{name}.conv1")
-        h = conv(swish(norm(h, f"{name}.norm2")), f"{name}.conv2")
-        return h + (conv(x, f"{name}.nin_shortcut") if f"{name}.nin_shortcut.weight" in state else x)
-
-    def attention(x: Tensor, name: str) -> Tensor:
-        q, k, v = (conv(norm(x, f"{name}.norm"), f"{name}.{part}").flatten(2)[0] for part in "qkv")
-        mixed = v @ ((q.T @ k) / len(q) ** 0.5).softmax(-1).T
-        return x + conv(mixed.reshape(x.shape), f"{name}.proj_out")
-
-    # The row of a code goes into the decoder as it is stored.
-    x = conv(state["quantize.embedding.weight"][codes].permute(2, 0, 1)[None], "post_quant_conv")
-    x = block(conv(x, "decoder.conv_in"), "decoder.mid.block_1")
-    x = block(attention(x, "decoder.mid.attn_1"), "decoder.mid.block_2")
-    for level in (1, 0):
-        for number in (0, 1):
-            x = block(x, f"decoder.up.{level}.block.{number}")
-        if level:
-            x = conv(functional.interpolate(x, scale_factor=2.0, mode="nearest"), "decoder.up.1.upsample.conv")
-    return conv(swish(norm(x, "decoder.norm_out")), "decoder.conv_out")
-
-
 @torch.no_grad()
 def test_decoder_equals_a_written_out_one(checkpoint: Path) -> None:
     model = load_vqgan(checkpoint)
@@ -66,7 +30,8 @@ def test_decoder_equals_a_written_out_one(checkpoint: Path) -> None:
     codes = torch.randint(tiny.CODES, (4, 3), generator=torch.Generator().manual_seed(2))
     pixels = model.decode_tokens(codes.reshape(1, -1), (4, 3))
     assert pixels.shape == (1, 3, 8, 6)
-    assert (pixels - decoded(state, codes)).abs().max() < 2e-4
+    shape = tiny_lumina2.Shape(grid=(4, 3), mult=(2, 1))
+    assert (pixels - tiny_lumina2.pixels(state, shape, codes.flatten())).abs().max() < 2e-4
 
 
 @torch.no_grad()

@@ -186,50 +186,51 @@ def _words(around: list[str], caption: list[str]) -> list[str | None]:
     return [*around[:4], None, *around[4:], None, *caption]
 
 
-@torch.no_grad()
-def logits(state: dict[str, Tensor], shape: Shape, words: Tensor) -> Tensor:
-    """The logits of all words behind each of `words` int64 [n]: [n, words]."""
-    n, head = len(words), shape.dim // shape.heads
+def layer(state: dict[str, Tensor], at: str, shape: Shape, x: Tensor) -> Tensor:
+    """One decoder layer, whose names begin with `at`, on a whole sequence [n, dim]."""
+    n, head = len(x), shape.dim // shape.heads
 
-    def rms(x: Tensor, name: str) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * state[f"model.{name}.weight"]
-
-    def heads(x: Tensor, at: str, part: str, count: int) -> Tensor:
-        y = (x @ state[f"{at}self_attn.{part}_proj.weight"].T).reshape(n, count, head)
-        if part == "v":
+    def heads(y: Tensor, letter: str, count: int) -> Tensor:
+        y = (y @ state[f"{at}self_attn.{letter}_proj.weight"].T).reshape(n, count, head)
+        if letter == "v":
             return y
         y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
-        weight, bias = (state[f"{at}self_attn.{part}_norm.{kind}"] for kind in ("weight", "bias"))
+        weight, bias = (state[f"{at}self_attn.{letter}_norm.{kind}"] for kind in ("weight", "bias"))
         y = y * weight.repeat_interleave(count // shape.parts, 0) + bias.repeat_interleave(count // shape.parts, 0)
         angles = torch.arange(n)[:, None] / shape.theta ** (torch.arange(0, head, 2) / head)
-        cosine, sine = (torch.cat([part, part], dim=-1)[:, None] for part in (angles.cos(), angles.sin()))
+        cosine, sine = (torch.cat([half, half], dim=-1)[:, None] for half in (angles.cos(), angles.sin()))
         return y * cosine + torch.cat([-y[..., head // 2 :], y[..., : head // 2]], dim=-1) * sine
 
-    def attention(x: Tensor, at: str) -> Tensor:
-        q = heads(x, at, "q", shape.heads)
-        k, v = (heads(x, at, part, shape.kv_heads).repeat_interleave(shape.heads // shape.kv_heads, 1) for part in "kv")
+    def attention(y: Tensor) -> Tensor:
+        q, (k, v) = heads(y, "q", shape.heads), (heads(y, letter, shape.kv_heads) for letter in "kv")
+        k, v = (rows.repeat_interleave(shape.heads // shape.kv_heads, 1) for rows in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / head**0.5
         seen = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", seen, v).reshape(n, -1) @ state[f"{at}self_attn.o_proj.weight"].T
 
-    def mlp(x: Tensor, at: str) -> Tensor:
-        gate = functional.silu(x @ state[f"{at}mlp.gate_proj.weight"].T)
-        return (gate * (x @ state[f"{at}mlp.up_proj.weight"].T)) @ state[f"{at}mlp.down_proj.weight"].T
+    def mlp(y: Tensor) -> Tensor:
+        gate = functional.silu(y @ state[f"{at}mlp.gate_proj.weight"].T)
+        return (gate * (y @ state[f"{at}mlp.up_proj.weight"].T)) @ state[f"{at}mlp.down_proj.weight"].T
 
+    first, second = (state[f"{at}{name}_layernorm.weight"] for name in ("input", "post_attention"))
+    if shape.swin:
+        x = x + rms(attention(x), first)
+        return x + rms(mlp(x), second)
+    x = x + attention(rms(x, first))
+    return x + mlp(rms(x, second))
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+@torch.no_grad()
+def logits(state: dict[str, Tensor], shape: Shape, words: Tensor) -> Tensor:
+    """The logits of all words behind each of `words` int64 [n]: [n, words]."""
     x = state["model.embed_tokens.weight"][words]
     for number in range(shape.layers):
-        at, before, after = (
-            f"model.layers.{number}.",
-            f"layers.{number}.input_layernorm",
-            f"layers.{number}.post_attention_layernorm",
-        )
-        if shape.swin:
-            x = x + rms(attention(x, at), before)
-            x = x + rms(mlp(x, at), after)
-        else:
-            x = x + attention(rms(x, before), at)
-            x = x + mlp(rms(x, after), at)
-    return rms(x, "norm") @ state["lm_head.weight"].T
+        x = layer(state, f"model.layers.{number}.", shape, x)
+    return rms(x, state["model.norm.weight"]) @ state["lm_head.weight"].T
 
 
 def greedy(state: dict[str, Tensor], shape: Shape, caption: list[str], scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -264,6 +265,8 @@ def pixels(state: dict[str, Tensor], shape: Shape, codes: Tensor) -> Tensor:
 
     def norm(x: Tensor, name: str) -> Tensor:
         at = f"decoder.{name}"
+        if f"{at}.weight" in state:  # a VQGAN, whose norms know no codes
+            return functional.group_norm(x, 32, state[f"{at}.weight"], state[f"{at}.bias"], eps=1e-6)
         inner = [state[f"{at}.norm_layer.{kind}"] for kind in ("weight", "bias")]
         spread = functional.interpolate(zq, size=x.shape[-2:], mode="nearest")
         return functional.group_norm(x, 32, *inner, eps=1e-6) * conv(spread, f"{at}.conv_y") + conv(

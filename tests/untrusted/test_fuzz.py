@@ -20,7 +20,7 @@ from lantern_bench.runs.store import done_images, read_records, read_scores
 from lantern_bench.schema import columns
 from tests.made_up_run import make_records, make_scores
 
-COUNTS = [500, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
+COUNTS = [200, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
 ANY_PROMPT: Any = SimpleNamespace(check_prompt=lambda text: None, prompt_sets={})
 # What has meaning in YAML, JSON or CSV, and what breaks programs.
 SIGNS = [b"\0", b"\n", b"\t", b"\r", b'"', b"'", b"[", b"]", b"{", b"}", b":", b",", b"&a ", b"*a", b"- ", b"!!", b"#"]

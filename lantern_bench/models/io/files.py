@@ -72,15 +72,15 @@ def remembered_sha256(path: Path) -> str:
     index = cache_folder() / "hashes.json"
     key = f"{path.resolve()}|{state.st_size}|{state.st_mtime_ns}"
     try:
-        known: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8")))
+        hashes: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
-        known = {}
-    if key not in known:
-        known[key] = file_sha256(path)
+        hashes = {}
+    if key not in hashes:
+        hashes[key] = file_sha256(path)
         # A cache that cannot be written is computed again the next time.
         with contextlib.suppress(OSError):
-            write_atomically(index, json.dumps(known, indent=1).encode())
-    return known[key]
+            write_atomically(index, json.dumps(hashes, indent=1).encode())
+    return hashes[key]
 
 
 def hash_of(paths: Sequence[Path]) -> str:

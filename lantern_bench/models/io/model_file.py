@@ -171,14 +171,13 @@ def read_model_file(path: Path) -> ModelFile | ExternalDrafter | PythonModel:
     Raises one `UserError` with every problem of the file, by line.
     """
     if not path.is_file():
-        what = "is a folder, not a file" if path.is_dir() else "no such file"
-        raise UserError(f"--model {path}: {what}", "Give a model's name, or a YAML file that describes one.")
+        problem = "is a folder, not a file" if path.is_dir() else "no such file"
+        raise UserError(f"--model {path}: {problem}", "Give a model's name, or a YAML file that describes one.")
     source = read_source(path, "Start with: family and target.")
-    named = "python" if "python" in source.data else "model" if "model" in source.data else "family"
-    kind = _KINDS[named]
+    kind = next((kind for key, kind in _KINDS.items() if key in source.data), ModelFile)
     problems = Problems(str(path))
-    for twice in source.twice:
-        problems.add(_place(source, twice), "is written twice")
+    for key_path in source.twice:
+        problems.add(_location(source, key_path), "is written twice")
     written = source.data.get("defaults") or {}
     defaults = _defaults(written, source, problems) if isinstance(written, Mapping) else written
     try:
@@ -191,13 +190,13 @@ def read_model_file(path: Path) -> ModelFile | ExternalDrafter | PythonModel:
 
 
 _KINDS: dict[str, type[ModelFile] | type[ExternalDrafter] | type[PythonModel]] = {
-    "family": ModelFile,
-    "model": ExternalDrafter,
     "python": PythonModel,
+    "model": ExternalDrafter,
+    "family": ModelFile,
 }
 
 
-def _place(source: Source, path: tuple[str | int, ...]) -> Location:
+def _location(source: Source, path: tuple[str | int, ...]) -> Location:
     return Location(".".join(map(str, path)), source.line(path))
 
 
@@ -205,13 +204,13 @@ def _defaults(written: Mapping[str, Any], source: Source, problems: Problems) ->
     """The decoding values that the model suggests, checked as an experiment's are."""
     values: dict[str, Any] = {}
     for key, raw in written.items():
-        place = _place(source, ("defaults", key))
+        location = _location(source, ("defaults", key))
         if key not in PARAMETERS or key == "mode":
-            problems.add(place, f"unknown value{did_you_mean(key, PARAMETERS)}")
+            problems.add(location, f"unknown value{did_you_mean(key, PARAMETERS)}")
             continue
-        checked = read_values(key, raw, place, problems, source.folder)
+        checked = read_values(key, raw, location, problems, source.folder)
         if len(checked) > 1:
-            problems.add(place, "must be one value")
+            problems.add(location, "must be one value")
         if checked:
             values[key] = checked[0]
     return values

@@ -121,8 +121,8 @@ def _raise_if_unfit(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ..
     problems = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
     if lines := [f"\n  {len(keys)} {problem}: {', '.join(keys)}" for problem, keys in problems.items() if keys]:
         kind = what_is(checkpoint) if len(missing) * 2 > len(expected) else None
-        told = f": it is {kind}" if kind is not None else ""
-        raise UserError(f"{checkpoint.path}: does not hold {wanted}{told}{''.join(lines)}")
+        actual = f": it is {kind}" if kind is not None else ""
+        raise UserError(f"{checkpoint.path}: does not hold {wanted}{actual}{''.join(lines)}")
 
 
 def _shape_text(shape: Iterable[int]) -> str:

@@ -78,21 +78,21 @@ def words(caption: str) -> list[int]:
     Raises `UserError` for an empty caption, one of more than `MAX_WORDS` words, and a word outside the vocabulary.
     """
     tokens = caption.lower().replace(",", " ").rstrip(". ").split()
-    known = {word: number for number, word in enumerate(VOCABULARY) if number}
-    unknown = [word for word in tokens if word not in known]
+    numbers = {word: number for number, word in enumerate(VOCABULARY) if number}
+    unknown = [word for word in tokens if word not in numbers]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], known, n=1)
+        near = difflib.get_close_matches(unknown[0], numbers, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise UserError(
             f"caption {caption!r}: the bundled model does not know the word {unknown[0]!r}{hint}",
-            f"it knows only: {' '.join(sorted(known))}; e.g. {ALL_ATTRIBUTES[0].caption()!r}",
+            f"it knows only: {' '.join(sorted(numbers))}; e.g. {ALL_ATTRIBUTES[0].caption()!r}",
         )
     if not 0 < len(tokens) <= MAX_WORDS:
         raise UserError(
             f"caption {caption!r} has {len(tokens)} words; the bundled model takes 1 to {MAX_WORDS}",
             f"for example: {ALL_ATTRIBUTES[0].caption()!r}",
         )
-    return [known[word] for word in tokens]
+    return [numbers[word] for word in tokens]
 
 
 def attributes_of(captions: Sequence[str]) -> list[Attributes | None]:

@@ -47,13 +47,13 @@ class Lanterns(Model):
         from lantern_bench.models.eagle import untrained_drafter
         from lantern_bench.models.io.files import file_sha256
         from lantern_bench.models.lanterns.model import build_target, caption_condition, load_part, load_tokenizer
-        from lantern_bench.models.loaded_model import Parts, Prompts, assemble
+        from lantern_bench.models.loaded_model import Prompts, assemble
 
         files = self.files()
         # The drafter uses the target's head, so the target moves to its device first.
         target = load_part(build_target(), "target", files["target"], device, dtype)
         drafter = load_part(untrained_drafter(target), "drafter", files["drafter"], device, dtype)
-        parts = Parts(target, drafter, load_tokenizer(self.folder, device))
+        tokenizer = load_tokenizer(self.folder, device)
         hashes = {part: file_sha256(path) for part, path in files.items()}
         # Rows have unit length when they are looked up (docs/algorithms.md, section 9, C1).
-        return assemble(self.name, parts, Prompts(caption_condition), hashes, space="normalised")
+        return assemble(self.name, target, drafter, tokenizer, Prompts(caption_condition), hashes, space="normalised")

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models.io.files import file_sha256
 from lantern_bench.models.io.state_dict import compute_buffers
 from lantern_bench.models.lanterns import FILES, TARGET_CONFIG, WEIGHTS_FOLDER
 from lantern_bench.models.lanterns.captions import MAX_WORDS, VOCABULARY, words
@@ -48,11 +47,6 @@ def caption_condition(captions: Sequence[str]) -> Condition:
     return Condition(values, values > 0)
 
 
-def part_hash(path: Path) -> str:
-    """The SHA-256 of a file of weights, in hex."""
-    return file_sha256(path)
-
-
 def write_weights(state: dict[str, Tensor], path: Path) -> None:
     """Write weights as float16 safetensors; an existing file is replaced when the new one is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,8 +56,8 @@ def write_weights(state: dict[str, Tensor], path: Path) -> None:
     os.replace(part, path)
 
 
-def fill(module: nn.Module, path: Path) -> None:
-    """Load a file of weights into a float32 module; raises `UserError` for a damaged file or another model's."""
+def read_weights(module: nn.Module, path: Path) -> None:
+    """Read a file of weights into a float32 module; raises `UserError` for a damaged file or another model's."""
     try:
         state = load_file(path)
         module.load_state_dict({name: v.float() if v.is_floating_point() else v for name, v in state.items()})
@@ -78,13 +72,13 @@ def fill(module: nn.Module, path: Path) -> None:
 def load_part(
     module: M, part: str, path: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> M:
-    """Fill a module with the weights of a part, for decoding; raises `RefusedError` when the file is missing."""
+    """Read the weights of a part, for decoding; raises `RefusedError` when the file is missing."""
     if not path.is_file():
         raise RefusedError(
             f"the bundled model's {part} is missing: {path.name}",
             f"Install lantern-bench again; or, in its repository: python -m experiments.train_lanterns --part {part}",
         )
-    fill(module, path)
+    read_weights(module, path)
     module.to(device=device, dtype=dtype).eval().requires_grad_(False)
     # Position tables stay float32.
     compute_buffers(module, torch.device(device))

@@ -26,7 +26,7 @@ from lantern_bench.config.plan import Prompt, record_seed
 from lantern_bench.decoding.loop import decode
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import write_atomically
-from lantern_bench.models.loaded_model import LoadedModel, NoPixels, ReadsPictures
+from lantern_bench.models.loaded_model import LoadedModel, VQPixels
 
 _BATCH = 32
 
@@ -68,7 +68,7 @@ def make_tokens(
         folder, sample = _folder(work, "samples", key), _sampler(data, model, decoding, seed)
         return _in_files(folder, len(data), _BATCH, sample, "sampling from the target", on_progress)
     reader, pictures, tokens = model.pixels, data.pictures, []
-    if isinstance(reader, NoPixels) or not isinstance(reader, ReadsPictures):
+    if not isinstance(reader, VQPixels):
         raise UserError(
             f"--data: pictures need the tokenizer of {model.name}, and it has none",
             "Name the tokenizer in the model's file; or give captions alone, and the target samples from them.",
@@ -138,7 +138,7 @@ def _picture(path: Path, size: tuple[int, int]) -> np.ndarray:
     return np.asarray(picture, dtype=np.uint8)
 
 
-def _encoder(pictures: Sequence[Path], reader: ReadsPictures, mirrored: bool) -> Callable[[int, int], Tensor]:
+def _encoder(pictures: Sequence[Path], reader: VQPixels, mirrored: bool) -> Callable[[int, int], Tensor]:
     def encode(start: int, stop: int) -> Tensor:
         pixels = torch.from_numpy(np.stack([_picture(path, reader.size) for path in pictures[start:stop]]))
         batches = (pixels.flip(2) if mirrored else pixels).split(_BATCH)
