@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import yaml
 
-from lantern_bench.models.io.checkpoint import open_checkpoint
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.registry import model_of
 
@@ -91,8 +90,3 @@ def steps_to(tokens: int, accepted: Sequence[int]) -> int:
 def load(path: Path) -> LoadedModel:
     """Load a model file as a command would, in float32 on the CPU."""
     return model_of(str(path)).load(torch.device("cpu"), torch.float32)
-
-
-def names_in(path: Path) -> list[str]:
-    """The names in a checkpoint."""
-    return list(open_checkpoint(path))
