@@ -65,9 +65,9 @@ def test_full_size_weights_are_found_in_the_named_folder(tmp_path: Path, monkeyp
     monkeypatch.setenv("LANTERN_BENCH_WEIGHTS", str(tmp_path))
     path = tmp_path / "weights-inception-2015-12-05-6726825d.pth"
     torch.save({"Mixed_7c.branch_pool.conv.weight": torch.zeros(3)}, path)
-    found = find_extractor("inception-v3-compat")
-    assert found.weights == path
-    assert found.label.startswith("inception-v3-compat-2048@")
+    extractor_of_folder = find_extractor("inception-v3-compat")
+    assert extractor_of_folder.weights == path
+    assert extractor_of_folder.label.startswith("inception-v3-compat-2048@")
 
 
 def test_a_given_path_that_is_no_file(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def clean_fid(x: torch.Tensor, y: torch.Tensor) -> float:
 def test_fid_agrees_with_clean_fid_and_torch_fidelity(n: int, m: int, width: int) -> None:
     pictures, reference = draw(n, 2, width=width), draw(m, 3, 0.2, width)
     fid = FrechetDistance(FeatureSet.of(reference))(pictures)
-    statistics = [{"mu": one.mean, "sigma": one.covariance} for one in map(FeatureSet.of, (pictures, reference))]
+    statistics = [{"mu": each.mean, "sigma": each.covariance} for each in map(FeatureSet.of, (pictures, reference))]
     by_library = metric_fid.fid_statistics_to_metric(*statistics, verbose=False)[metric_fid.KEY_METRIC_FID]
     assert fid == pytest.approx(by_library, rel=1e-6) and fid > 0.1
     assert fid == pytest.approx(clean_fid(pictures, reference), rel=1e-3)

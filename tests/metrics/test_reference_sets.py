@@ -79,18 +79,18 @@ def test_folder_reference_reads_pictures_by_name(tmp_path: Path) -> None:
         reference_sets.folder_reference(tmp_path)
     for name, size in (("b.png", 16), ("a.png", 20)):
         Image.new("RGB", (size, size), (200 if name == "a.png" else 10, 0, 0)).save(tmp_path / name)
-    found = reference_sets.find_reference(str(tmp_path), EMBEDDED)
-    assert found is not None and found.pictures is not None
-    assert [int(features.read_picture(path)[0, 0, 0]) for path in found.pictures] == [200, 10]
-    assert f"{tmp_path.name}, n=2, sha256=" in found.label
+    reference = reference_sets.find_reference(str(tmp_path), EMBEDDED)
+    assert reference is not None and reference.pictures is not None
+    assert [int(features.read_picture(path)[0, 0, 0]) for path in reference.pictures] == [200, 10]
+    assert f"{tmp_path.name}, n=2, sha256=" in reference.label
 
 
 def test_reference_digest_ignores_file_names(tmp_path: Path) -> None:
-    one, other = paint(tmp_path / "one"), tmp_path / "other"
+    first_folder, other = paint(tmp_path / "one"), tmp_path / "other"
     other.mkdir()
-    for file in one.iterdir():
+    for file in first_folder.iterdir():
         shutil.copy(file, other / f"picture-{file.name}")
-    first, second = (reference_sets.folder_reference(folder) for folder in (one, other))
+    first, second = (reference_sets.folder_reference(folder) for folder in (first_folder, other))
     assert first.digest == second.digest
     Image.new("RGB", (64, 64)).save(other / "one-more.png")
     assert reference_sets.folder_reference(other).digest != first.digest
@@ -100,14 +100,14 @@ def test_a_coco_annotation_lists_the_pictures(tmp_path: Path) -> None:
     folder = paint(tmp_path / "val")
     listed = {"images": [{"id": 1, "file_name": "b.png"}, {"id": 2, "file_name": "d.png"}], "annotations": []}
     (tmp_path / "val.json").write_text(json.dumps(listed))
-    for given in (f"{tmp_path / 'val.json'}", f"{tmp_path / 'val.json'}={folder}"):
-        found = reference_sets.find_reference(given, EMBEDDED)
-        assert found is not None and found.pictures is not None and len(found.pictures) == 2
-        assert found.pictures[1] == folder / "d.png"
+    for name in (f"{tmp_path / 'val.json'}", f"{tmp_path / 'val.json'}={folder}"):
+        reference = reference_sets.find_reference(name, EMBEDDED)
+        assert reference is not None and reference.pictures is not None and len(reference.pictures) == 2
+        assert reference.pictures[1] == folder / "d.png"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "problem"),
     [
         ('{"images": [{"file_name": "z.png"}]}', "1 of 1 pictures are not in"),
         ('{"images": []}', "lists no pictures"),
@@ -115,19 +115,23 @@ def test_a_coco_annotation_lists_the_pictures(tmp_path: Path) -> None:
         ("[", "not a COCO annotation file"),
     ],
 )
-def test_annotations_that_are_wrong(tmp_path: Path, text: str, said: str) -> None:
+def test_annotations_that_are_wrong(tmp_path: Path, text: str, problem: str) -> None:
     paint(tmp_path / "val")
     (tmp_path / "val.json").write_text(text)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=problem):
         reference_sets.find_reference(str(tmp_path / "val.json"), EMBEDDED)
 
 
 def test_statistics_from_a_file(tmp_path: Path, extractor: features.Extractor) -> None:
     path = tmp_path / "coco.npz"
     np.savez(path, mu=np.zeros(64), sigma=np.eye(64), n=np.int64(5000))
-    found = reference_sets.find_reference(str(path), EMBEDDED)
-    assert found is not None and found.statistics is not None and found.label.startswith("coco (statistics), n=5000")
-    assert reference_sets.reference_features(found, extractor, PLAIN).n == 5000
+    reference = reference_sets.find_reference(str(path), EMBEDDED)
+    assert (
+        reference is not None
+        and reference.statistics is not None
+        and reference.label.startswith("coco (statistics), n=5000")
+    )
+    assert reference_sets.reference_features(reference, extractor, PLAIN).n == 5000
     np.savez(path, mu=np.zeros(10), sigma=np.eye(10))
     narrow = reference_sets.find_reference(str(path), EMBEDDED)
     assert narrow is not None
@@ -162,36 +166,36 @@ def test_cache_key_is_content_extractor_and_preprocessing(
     monkeypatch.setattr(reference_sets, "features_of", counted)
     cache, folder = tmp_path / "cache", paint(tmp_path / "set")
 
-    def known(preparation: Preparation = PLAIN) -> features.FeatureSet:
-        found = reference_sets.folder_reference(folder)
-        return reference_sets.reference_features(found, extractor, preparation, cache=cache)
+    def measured(preparation: Preparation = PLAIN) -> features.FeatureSet:
+        reference = reference_sets.folder_reference(folder)
+        return reference_sets.reference_features(reference, extractor, preparation, cache=cache)
 
-    first, second = known(), known()
+    first, second = measured(), measured()
     assert passes == [6] and first.features is not None and second.features is not None
     assert torch.equal(first.features, second.features) and np.array_equal(first.mean, second.mean)
     folder = folder.rename(tmp_path / "renamed")
-    known()
+    measured()
     assert passes == [6]
-    known(CROPPED)
+    measured(CROPPED)
     paint(folder, "g")
-    known()
+    measured()
     assert passes == [6, 6, 7]
-    (kept,) = [path for path in (cache / "references").iterdir() if load_file(path)["features"].shape[0] == 7]
-    kept.write_bytes(b"damaged")
-    known()
+    (cached,) = [path for path in (cache / "references").iterdir() if load_file(path)["features"].shape[0] == 7]
+    cached.write_bytes(b"damaged")
+    measured()
     assert passes == [6, 6, 7, 7]
 
 
 def test_unwritable_cache_is_not_used(tmp_path: Path, extractor: features.Extractor) -> None:
     (tmp_path / "file").write_text("")
-    found = reference_sets.folder_reference(paint(tmp_path / "set"))
-    assert reference_sets.reference_features(found, extractor, PLAIN, cache=tmp_path / "file").n == 6
+    reference = reference_sets.folder_reference(paint(tmp_path / "set"))
+    assert reference_sets.reference_features(reference, extractor, PLAIN, cache=tmp_path / "file").n == 6
 
 
 def test_reference_sizes_must_agree_unless_resized(tmp_path: Path, extractor: features.Extractor) -> None:
     folder = paint(tmp_path / "set")
     paint(folder, "z", (90, 70))
-    found = reference_sets.folder_reference(folder)
+    reference = reference_sets.folder_reference(folder)
     with pytest.raises(UserError, match="differ in size"):
-        reference_sets.reference_features(found, extractor, PLAIN)
-    assert reference_sets.reference_features(found, extractor, CROPPED).n == 7
+        reference_sets.reference_features(reference, extractor, PLAIN)
+    assert reference_sets.reference_features(reference, extractor, CROPPED).n == 7

@@ -30,10 +30,10 @@ PAPER = {
 def write_page_run(folder: Path, prompts: int = 4, side: int = 64, cells: Any = (AR, STRICT, LOOSE)) -> Path:
     """A run folder with a picture for each record, and a published figure."""
     records = [
-        make_record(cell, prompt, STEPS.get(cell, [[0, 0]] * 5), (1.0, 0.5, 0.3)[min(2, place)] + 0.01 * prompt)
-        | {"order_index": prompt * len(cells) + place, "prompt": f"{'red' if prompt % 2 else 'blue'} lantern {prompt}"}
+        make_record(cell, prompt, STEPS.get(cell, [[0, 0]] * 5), (1.0, 0.5, 0.3)[min(2, path)] + 0.01 * prompt)
+        | {"order_index": prompt * len(cells) + path, "prompt": f"{'red' if prompt % 2 else 'blue'} lantern {prompt}"}
         for prompt in range(prompts)
-        for place, cell in enumerate(cells)
+        for path, cell in enumerate(cells)
     ]
     write_run(folder, records, make_scores(records), {"name": "made-up", "description": "Made up", "paper": PAPER})
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -41,9 +41,9 @@ def write_page_run(folder: Path, prompts: int = 4, side: int = 64, cells: Any = 
     (folder / "manifest.json").write_text(json.dumps(manifest))
     generator = np.random.default_rng(0)
     for record in records:
-        place = folder / record["image"]
-        place.parent.mkdir(parents=True, exist_ok=True)
-        _picture(side, generator).save(place, compress_level=1)
+        path = folder / record["image"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _picture(side, generator).save(path, compress_level=1)
     return folder
 
 

@@ -35,17 +35,17 @@ def make_run(prompts=16, factor=1.0, cells=(AR, STRICT, LOOSE), manifest=None, s
     return RunData(Path("run"), MANIFEST | (manifest or {}), frame_of(records), scores(records))
 
 
-def verdicts(found):
-    said = found.table[found.table["verdict"].notna()]
-    return {(row["cell_id"].split("-")[0], row["quantity"]): row["verdict"] for _, row in said.iterrows()}
+def verdicts(comparison):
+    tested = comparison.table[comparison.table["verdict"].notna()]
+    return {(row["cell_id"].split("-")[0], row["quantity"]): row["verdict"] for _, row in tested.iterrows()}
 
 
 def test_only_the_faster_cell_is_better():
-    found = compare_runs(make_run(factor=1.0), make_run(factor=0.8))
-    said = verdicts(found)
-    assert said.pop(("speculative", "speedup")) == BETTER
-    assert set(said.values()) == {SAME}
-    row = found.table.set_index(["cell_id", "quantity"]).loc[(STRICT.cell_id, "latency_s")]
+    comparison = compare_runs(make_run(factor=1.0), make_run(factor=0.8))
+    tested = verdicts(comparison)
+    assert tested.pop(("speculative", "speedup")) == BETTER
+    assert set(tested.values()) == {SAME}
+    row = comparison.table.set_index(["cell_id", "quantity"]).loc[(STRICT.cell_id, "latency_s")]
     assert row["effect"] == pytest.approx(1.25, rel=0.02) and row["effect_low"] < row["effect"] < row["effect_high"]
     assert row["a"] > row["b"] and row["kind"] == "ratio" and row["pairs"] == row["prompts"] == 16
 
@@ -70,33 +70,33 @@ def test_speedup_of_one_process_gets_no_verdict():
 
 
 def test_a_run_is_not_distinguishable_from_itself():
-    found = compare_runs(make_run(), make_run())
-    assert set(verdicts(found).values()) == {SAME}
-    ratios = found.table[found.table["kind"] == "ratio"]
+    comparison = compare_runs(make_run(), make_run())
+    assert set(verdicts(comparison).values()) == {SAME}
+    ratios = comparison.table[comparison.table["kind"] == "ratio"]
     assert (ratios["effect"] == 1.0).all() and (ratios["effect_low"] <= 1.0).all()
 
 
 def test_distances_get_no_verdict():
-    found = compare_runs(make_run(), make_run())
-    kid = found.table[found.table["quantity"] == "kid"]
+    comparison = compare_runs(make_run(), make_run())
+    kid = comparison.table[comparison.table["quantity"] == "kid"]
     assert len(kid) == 3 and kid["verdict"].isna().all() and kid["note"].str.contains("not tested").all()
-    assert not (found.table["quantity"] == "fid").any()  # empty in both
+    assert not (comparison.table["quantity"] == "fid").any()  # empty in both
 
 
 def test_many_comparisons_are_corrected_by_holm():
-    found = compare_runs(make_run(prompts=4), make_run(prompts=4))
-    assert set(verdicts(found).values()) == {SAME}
-    assert any("Holm" in note for note in found.notes)
-    assert any("4 prompts cannot tell" in note for note in found.notes)
-    tested = found.table[found.table["p_value"].notna()]
+    comparison = compare_runs(make_run(prompts=4), make_run(prompts=4))
+    assert set(verdicts(comparison).values()) == {SAME}
+    assert any("Holm" in note for note in comparison.notes)
+    assert any("4 prompts cannot tell" in note for note in comparison.notes)
+    tested = comparison.table[comparison.table["p_value"].notna()]
     assert (tested["p_holm"] >= tested["p_value"]).all()
 
 
 def test_only_shared_cells_and_prompts_are_compared():
-    found = compare_runs(make_run(prompts=6), make_run(prompts=9, cells=(AR, LOOSE)))
-    assert found.only_a == (STRICT.cell_id,) and found.only_b == ()
-    assert set(found.table["cell_id"]) == {AR.cell_id, LOOSE.cell_id}
-    assert set(found.table["pairs"].dropna()) == {6}
+    comparison = compare_runs(make_run(prompts=6), make_run(prompts=9, cells=(AR, LOOSE)))
+    assert comparison.only_a == (STRICT.cell_id,) and comparison.only_b == ()
+    assert set(comparison.table["cell_id"]) == {AR.cell_id, LOOSE.cell_id}
+    assert set(comparison.table["pairs"].dropna()) == {6}
 
 
 def test_runs_without_a_common_prompt_have_no_row():
@@ -120,17 +120,17 @@ def other(**changes):
     ],
 )
 def test_incomparable_runs_are_refused_unless_allowed(kind, b):
-    found = differences(make_run(), b)
+    unlike = differences(make_run(), b)
     with pytest.raises(RefusedError, match=f"differ in {kind}") as refusal:
-        check_comparability(found, [])
+        check_comparability(unlike, [])
     assert f"--across {kind}" in refusal.value.advice
-    check_comparability(found, [kind])
+    check_comparability(unlike, [kind])
 
 
-def test_differing_settings_do_not_forbid_a_comparison():
-    found = differences(make_run(), other(key=MANIFEST["key"] | {"dtype": "bfloat16"}))
-    assert [str(one) for one in found] == ["dtype: float32 in the first, bfloat16 in the second"]
-    check_comparability(found, [])
+def test_differing_settings_do_not_forbid_a_unlike():
+    unlike = differences(make_run(), other(key=MANIFEST["key"] | {"dtype": "bfloat16"}))
+    assert [str(difference) for difference in unlike] == ["dtype: float32 in the first, bfloat16 in the second"]
+    check_comparability(unlike, [])
     assert differences(make_run(), make_run()) == []
 
 

@@ -193,10 +193,10 @@ def test_labels_tell_one_rule_on_two_draftings_apart():
     chain = {"drafting": "static", "tree": "chain-4"}
     multiplicative = rule | {"mode": "lantern++", "lambda": 5, "tree": "chain-4"}
     del multiplicative["delta"]
-    cells = [Decoding(**one) for one in (rule | chain, rule, multiplicative)]
+    cells = [Decoding(**values) for values in (rule | chain, rule, multiplicative)]
     records = [make_record(cell, n, WALKS, 1.0) for cell in cells for n in range(2)]
-    found = tables_from(records, make_scores(records))
-    assert list(speed_quality_points({"run": found})["label"]) == [
+    of_run = tables_from(records, make_scores(records))
+    assert list(speed_quality_points({"run": of_run})["label"]) == [
         "LANTERN δ=0.1 dynamic 58n5d10b",
         "LANTERN δ=0.1 static chain-4",
         "LANTERN++ λ=5 chain-4",
@@ -207,8 +207,8 @@ def test_labels_name_a_lossless_rule_once():
     block = Decoding(**{**STRICT.settings(), "rule": "block", "tree": "chain-4"})
     window = Decoding(mode="sjd", rule="block", window=8)
     records = [make_record(cell, n, WALKS, 1.0) for cell in (block, STRICT, window) for n in range(2)]
-    found = tables_from(records, make_scores(records))
-    labels = set(speed_quality_points({"run": found})["label"])
+    of_run = tables_from(records, make_scores(records))
+    labels = set(speed_quality_points({"run": of_run})["label"])
     assert labels == {"speculative (strict) small-7", "speculative (block) chain-4", "SJD (block) w8"}
 
 

@@ -31,8 +31,8 @@ OTHER = ("H100", "c")
 
 def speedup(rows: list[Row], pool: bool = False) -> tuple[float | None, str]:
     table = build_tables(rows, pool_devices=pool)["speed"].set_index("mode")
-    found = table.loc["speculative"]
-    return found["speedup"], str(found["note"])
+    row = table.loc["speculative"]
+    return row["speedup"], str(row["note"])
 
 
 def test_seconds_of_two_devices_are_never_divided() -> None:
@@ -66,10 +66,10 @@ def test_the_experiment_of_a_run_says_whether_to_pool(tmp_path: Path) -> None:
 
 
 def test_compare_makes_no_speedup_of_several_kinds(tmp_path: Path) -> None:
-    one, mixed = [SLOW] * 4, [SLOW, OTHER, SLOW, OTHER]
+    alike, mixed = [SLOW] * 4, [SLOW, OTHER, SLOW, OTHER]
     runs = [
-        read_run(write_run(tmp_path / str(number), records({"ar": at, "speculative": at}), []))
-        for number, at in enumerate((one, mixed))
+        read_run(write_run(tmp_path / str(number), records({"ar": devices, "speculative": devices}), []))
+        for number, devices in enumerate((alike, mixed))
     ]
     table = compare_runs(*runs).table.set_index(["quantity", "cell_id"])
     row = table.loc["speedup", STRICT.cell_id]

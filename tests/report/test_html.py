@@ -106,7 +106,7 @@ def test_eight_cells_of_64_pictures_stay_under_8_megabytes(tmp_path):
     loose = [
         {"mode": "lantern++", "lambda": 2 + n, "neighbours": 10, "cfg_scale": 2, "cfg_default": 2} for n in range(5)
     ]
-    cells = (AR, STRICT, LOOSE, *(Decoding(**one | {"tree": "chain-5"}) for one in loose))
+    cells = (AR, STRICT, LOOSE, *(Decoding(**values | {"tree": "chain-5"}) for values in loose))
     folder = write_page_run(tmp_path / "run", prompts=64, side=128, cells=cells)
     out = write_report([folder], folder / "report.html")
     assert len(data_of(out.read_text(encoding="utf-8"))["thumbs"]) == 512

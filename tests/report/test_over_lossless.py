@@ -11,14 +11,13 @@ import pytest
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.report.compare import compare_runs
-from lantern_bench.report.curves import speed_quality_points
 from lantern_bench.report.format_tables import readable
 from lantern_bench.report.records import group_records, timed_images
 from lantern_bench.report.stats import repeat_interval, timing
 from lantern_bench.report.tables import build_tables
 from lantern_bench.runs.records import frame_of
 from lantern_bench.runs.store import RunData
-from tests.made_up_run import AR, LOOSE, STRICT, WALKS, make_record, make_scores
+from tests.made_up_run import AR, LOOSE, STRICT, WALKS, make_record
 
 BLOCK = Decoding(mode="speculative", rule="block", tree="chain-5", cfg_scale=2, cfg_default=2)
 PROMPTS = 6
@@ -29,11 +28,11 @@ def varied(prompt: int) -> float:
     return 1.0 + 0.1 * prompt
 
 
-def made(seconds: dict[Decoding, float], **changes: Any) -> list[dict[str, Any]]:
+def timed_records(seconds: dict[Decoding, float], **changes: Any) -> list[dict[str, Any]]:
     """Records of cells whose images take so many seconds, times what their prompt takes."""
     return [
-        make_record(cell, prompt, [[]] * 6 if cell.mode == "ar" else WALKS, one * varied(prompt), **changes)
-        for cell, one in seconds.items()
+        make_record(cell, prompt, [[]] * 6 if cell.mode == "ar" else WALKS, mean_seconds * varied(prompt), **changes)
+        for cell, mean_seconds in seconds.items()
         for prompt in range(PROMPTS)
     ]
 
@@ -43,21 +42,21 @@ def over_lossless(records: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def test_known_ratios_over_the_fastest_lossless_cell() -> None:
-    found = over_lossless(made({AR: 2.4, STRICT: 1.6, BLOCK: 1.2, LOOSE: 0.8}))
+    speed = over_lossless(timed_records({AR: 2.4, STRICT: 1.6, BLOCK: 1.2, LOOSE: 0.8}))
     expected = {AR: 0.5, STRICT: 0.75, BLOCK: 1.0, LOOSE: 1.5}
     for cell, ratio in expected.items():
-        row = found.loc[cell.cell_id]
+        row = speed.loc[cell.cell_id]
         assert row["lossless_cell"] == BLOCK.cell_id
         assert row["speedup_over_lossless"] == pytest.approx(ratio)
         # Paired: prompts that take long take long in both cells, and no process differs.
         assert row["speedup_over_lossless_low"] == pytest.approx(ratio) == row["speedup_over_lossless_high"]
-    assert found.loc[BLOCK.cell_id, "speedup_over_lossless"] == 1.0
+    assert speed.loc[BLOCK.cell_id, "speedup_over_lossless"] == 1.0
 
 
 def test_ar_is_the_fastest_lossless_cell_where_drafting_does_not_pay() -> None:
-    found = over_lossless(made({AR: 1.0, STRICT: 1.25, LOOSE: 0.8}))
-    assert set(found["lossless_cell"]) == {AR.cell_id}
-    assert found.loc[LOOSE.cell_id, "speedup_over_lossless"] == found.loc[LOOSE.cell_id, "speedup"] == 1.25
+    speed = over_lossless(timed_records({AR: 1.0, STRICT: 1.25, LOOSE: 0.8}))
+    assert set(speed["lossless_cell"]) == {AR.cell_id}
+    assert speed.loc[LOOSE.cell_id, "speedup_over_lossless"] == speed.loc[LOOSE.cell_id, "speedup"] == 1.25
 
 
 @pytest.mark.parametrize("change", [{"temperature": 0.5}, {"top_k": 3}, {"cfg_scale": 3}, {"seed_set": 1}])
@@ -65,39 +64,39 @@ def test_a_lossless_cell_of_other_sampling_does_not_count(change: dict[str, Any]
     """Nor one of another model or batch size; without a lossless cell there is no figure, and the note says so."""
     settings = BLOCK.settings() | {"cfg_default": 2} | change
     fast = Decoding(**settings)
-    found = over_lossless(made({AR: 2.0, STRICT: 1.6, fast: 0.4, LOOSE: 0.8}))
-    assert found.loc[LOOSE.cell_id, "lossless_cell"] == STRICT.cell_id
-    assert found.loc[LOOSE.cell_id, "speedup_over_lossless"] == pytest.approx(2.0)
-    alone = over_lossless(made({fast: 0.4, LOOSE: 0.8})).loc[LOOSE.cell_id]
+    speed = over_lossless(timed_records({AR: 2.0, STRICT: 1.6, fast: 0.4, LOOSE: 0.8}))
+    assert speed.loc[LOOSE.cell_id, "lossless_cell"] == STRICT.cell_id
+    assert speed.loc[LOOSE.cell_id, "speedup_over_lossless"] == pytest.approx(2.0)
+    alone = over_lossless(timed_records({fast: 0.4, LOOSE: 0.8})).loc[LOOSE.cell_id]
     assert math.isnan(alone["speedup_over_lossless"]) and pd.isna(alone["lossless_cell"])
     assert "no speedup: no lossless cell to compare with in this run" in alone["note"]
 
 
 @pytest.mark.parametrize("change", [{"model": "another"}, {"batch": 4}])
 def test_a_lossless_cell_of_another_model_or_batch_does_not_count(change: dict[str, Any]) -> None:
-    others = [row | change | {"cell_id": "other"} for row in made({BLOCK: 0.1}, batch=1)]
-    found = over_lossless([*others, *made({AR: 2.0, STRICT: 1.6, LOOSE: 0.8}, batch=1)])
-    assert found.loc[LOOSE.cell_id, "lossless_cell"] == STRICT.cell_id
+    others = [row | change | {"cell_id": "other"} for row in timed_records({BLOCK: 0.1}, batch=1)]
+    speed = over_lossless([*others, *timed_records({AR: 2.0, STRICT: 1.6, LOOSE: 0.8}, batch=1)])
+    assert speed.loc[LOOSE.cell_id, "lossless_cell"] == STRICT.cell_id
 
 
 def test_relaxed_cells_and_unknown_rules_are_no_reference() -> None:
-    unknown = [row | {"rule": "gone", "cell_id": "gone"} for row in made({BLOCK: 0.1})]
-    found = over_lossless([*unknown, *made({AR: 2.0, STRICT: 1.6, LOOSE: 0.8})])
-    assert set(found["lossless_cell"]) == {STRICT.cell_id}
-    assert found.loc["gone", "speedup_over_lossless"] == pytest.approx(16.0)
+    unknown = [row | {"rule": "gone", "cell_id": "gone"} for row in timed_records({BLOCK: 0.1})]
+    speed = over_lossless([*unknown, *timed_records({AR: 2.0, STRICT: 1.6, LOOSE: 0.8})])
+    assert set(speed["lossless_cell"]) == {STRICT.cell_id}
+    assert speed.loc["gone", "speedup_over_lossless"] == pytest.approx(16.0)
 
 
 def test_a_form_as_published_is_no_reference() -> None:
     exact = Decoding(mode="scd", cfg_scale=2, cfg_default=2)
     published = exact.changed(drafting="scd-published")
     assert exact.lossless and not published.lossless
-    found = over_lossless(made({AR: 2.0, exact: 1.0, published: 0.5}))
-    assert set(found["lossless_cell"]) == {exact.cell_id}
-    assert found.loc[published.cell_id, "speedup_over_lossless"] == pytest.approx(2.0)
+    speed = over_lossless(timed_records({AR: 2.0, exact: 1.0, published: 0.5}))
+    assert set(speed["lossless_cell"]) == {exact.cell_id}
+    assert speed.loc[published.cell_id, "speedup_over_lossless"] == pytest.approx(2.0)
 
 
 def test_images_that_both_have_are_paired_and_the_estimator_is_that_of_the_speedup() -> None:
-    records = made({AR: 2.0, LOOSE: 0.8}, process=0) + [
+    records = timed_records({AR: 2.0, LOOSE: 0.8}, process=0) + [
         make_record(STRICT, prompt, WALKS, (1.6 + 0.1 * (prompt % 3)) * varied(prompt), process=prompt % 2)
         for prompt in range(PROMPTS)
     ]
@@ -107,19 +106,19 @@ def test_images_that_both_have_are_paired_and_the_estimator_is_that_of_the_speed
     cells = {cell.cell_id: cell for cell in group_records(records)}
     expected = repeat_interval(timing(timed_images(cells[LOOSE.cell_id], cells[STRICT.cell_id])))
     assert row["speedup_over_lossless"] == pytest.approx(expected.value)
-    found = [row[f"speedup_over_lossless_{end}"] for end in ("low", "high")]
-    assert found == pytest.approx([expected.low, expected.high]) and found[0] < expected.value < found[1]
+    speed = [row[f"speedup_over_lossless_{end}"] for end in ("low", "high")]
+    assert speed == pytest.approx([expected.low, expected.high]) and speed[0] < expected.value < speed[1]
     assert "speedup over the 5 of 6 images that lossless_cell has too" in row["note"]
 
 
 def test_a_run_without_times_has_no_figure() -> None:
-    untimed = [row | {"seconds": None} for row in made({AR: 2.0, STRICT: 1.6, LOOSE: 0.8})]
-    found = over_lossless(untimed)
-    assert found["speedup_over_lossless"].isna().all() and found["lossless_cell"].isna().all()
+    untimed = [row | {"seconds": None} for row in timed_records({AR: 2.0, STRICT: 1.6, LOOSE: 0.8})]
+    speed = over_lossless(untimed)
+    assert speed["speedup_over_lossless"].isna().all() and speed["lossless_cell"].isna().all()
 
 
 def test_the_terminal_shows_it_and_names_the_cell() -> None:
-    summary = build_tables(made({AR: 2.4, STRICT: 1.6, LOOSE: 0.8}))["summary"]
+    summary = build_tables(timed_records({AR: 2.4, STRICT: 1.6, LOOSE: 0.8}))["summary"]
     shown, notes = readable(summary, "summary")
     assert list(shown["over lossless"]) == ["0.67x [0.67, 0.67]", "1.00x [1.00, 1.00]", "2.00x [2.00, 2.00]"]
     assert (
@@ -128,17 +127,11 @@ def test_the_terminal_shows_it_and_names_the_cell() -> None:
     assert "lossless cell" not in shown
 
 
-def test_curve_points_have_it() -> None:
-    records = made({AR: 2.4, STRICT: 1.6, LOOSE: 0.8})
-    tables = build_tables(records, make_scores(records))
-    points = speed_quality_points({"run": tables}).set_index("cell_id")
-    assert points.loc[LOOSE.cell_id, "speedup_over_lossless"] == pytest.approx(2.0)
-
-
 def test_compare_shows_it_for_relaxed_cells_without_a_verdict() -> None:
     """Each run has a fastest lossless cell of its own."""
     runs = [
-        RunData(Path("run"), {}, frame_of(made({AR: 2.4, STRICT: strict, LOOSE: 0.8})), []) for strict in (1.6, 1.2)
+        RunData(Path("run"), {}, frame_of(timed_records({AR: 2.4, STRICT: strict, LOOSE: 0.8})), [])
+        for strict in (1.6, 1.2)
     ]
     table = compare_runs(*runs).table
     (row,) = table[table["quantity"] == "speedup_over_lossless"].to_dict("records")

@@ -36,12 +36,12 @@ def compared(tables: dict[str, pd.DataFrame], *rows: dict[str, Any], **more: Any
 
 def test_a_difference_is_ours_minus_published(tables: dict[str, pd.DataFrame]) -> None:
     row = {"name": "its rule", "match": {"mode": "lantern++"}, "figures": {"speedup": FIGURE | {"value": 2.0}}}
-    found = compared(tables, row)
-    (mine,) = found[(found["paper_row"] == "its rule") & (found["figure"] == "speedup")].to_dict("records")
+    beside = compared(tables, row)
+    (match,) = beside[(beside["paper_row"] == "its rule") & (beside["figure"] == "speedup")].to_dict("records")
     ours = tables["speed"].set_index("cell_id").loc[LOOSE.cell_id, "speedup"]
-    assert mine["ours"] == ours and mine["difference"] == pytest.approx(ours - 2.0)
-    assert mine["source"] == "a note" and mine["images"] == 3 and mine["failed"] == 1
-    rest = found[(found["paper_row"] == "its rule") & (found["figure"] != "speedup")]
+    assert match["ours"] == ours and match["difference"] == pytest.approx(ours - 2.0)
+    assert match["source"] == "a note" and match["images"] == 3 and match["failed"] == 1
+    rest = beside[(beside["paper_row"] == "its rule") & (beside["figure"] != "speedup")]
     assert rest["published"].isna().all() and rest["note"].str.contains(NOT_HAD).all()
 
 
@@ -50,11 +50,11 @@ def test_figures_of_other_networks_have_no_difference(tables: dict[str, pd.DataF
     other = compared(tables, row, clip_model="ViT-B-32")
     same = compared(tables, row, clip_model="tiny-clip")
     unknown = compared(tables, row)
-    for found, expected in ((other, None), (same, True), (unknown, None)):
-        (mine,) = found[(found["paper_row"] == "ar") & (found["figure"] == "clip_score")].to_dict("records")
-        assert mine["published"] == 0.32 and mine["measured_by"] == "tiny-clip@1234"
-        assert pd.isna(mine["difference"]) == (expected is None)
-        assert ("no difference: measured by another network" in str(mine["note"])) == (expected is None)
+    for beside, expected in ((other, None), (same, True), (unknown, None)):
+        (match,) = beside[(beside["paper_row"] == "ar") & (beside["figure"] == "clip_score")].to_dict("records")
+        assert match["published"] == 0.32 and match["measured_by"] == "tiny-clip@1234"
+        assert pd.isna(match["difference"]) == (expected is None)
+        assert ("no difference: measured by another network" in str(match["note"])) == (expected is None)
 
 
 def test_every_published_row_is_shown_and_every_cell(tables: dict[str, pd.DataFrame]) -> None:
@@ -65,11 +65,11 @@ def test_every_published_row_is_shown_and_every_cell(tables: dict[str, pd.DataFr
         {"name": "no mode", "figures": {"fid": FIGURE | {"value": 20.0}}, "note": "a method of its own"},
         {"name": "unread", "match": {"mode": "lantern"}},
     ]
-    found = compared(tables, *rows)
-    assert set(found["paper_row"].dropna()) == {row["name"] for row in rows}
-    assert found[found["figure"] == "speedup"]["published"].dropna().tolist() == [1.0, 1.1, 3.0]
-    assert set(found["cell_id"].dropna()) == set(tables["speed"]["cell_id"])
-    alone = found[found["cell_id"].isna()].set_index("paper_row")
+    beside = compared(tables, *rows)
+    assert set(beside["paper_row"].dropna()) == {row["name"] for row in rows}
+    assert beside[beside["figure"] == "speedup"]["published"].dropna().tolist() == [1.0, 1.1, 3.0]
+    assert set(beside["cell_id"].dropna()) == set(tables["speed"]["cell_id"])
+    alone = beside[beside["cell_id"].isna()].set_index("paper_row")
     assert alone.loc["no cell", "note"] == "no cell of this run stands for this row"
     assert alone.loc["no mode", "note"] == "no mode of ours covers this row | a method of its own"
     assert alone.loc["unread", "note"].str.contains(NOT_HAD).all() and len(alone.loc["unread"]) == len(COLUMNS)
@@ -81,8 +81,8 @@ def test_best_published_figure_matches_our_best_cell() -> None:
         cell = Decoding(**{"mode": "lantern++", "tree": "small-7", "lambda": bound})
         records += [make_record(cell, prompt, walks, 1.0) for prompt in range(3)]
     row = {"name": "best", "match": {"mode": "lantern++"}, "best": True}
-    found = compared(build_tables(records), row | {"figures": {"mean_accepted_length": FIGURE | {"value": 3.6}}})
-    assert found[found["paper_row"] == "best"]["parameters"].unique().tolist() == ["small-7 k=10 lambda=5"]
+    beside = compared(build_tables(records), row | {"figures": {"mean_accepted_length": FIGURE | {"value": 3.6}}})
+    assert beside[beside["paper_row"] == "best"]["parameters"].unique().tolist() == ["small-7 k=10 lambda=5"]
 
 
 @pytest.mark.parametrize(("lengths", "steps", "ends"), [((1, 2, 3), 1, 1), ((2, 1, 3), 0, 1), ((3, 2, 1), 0, 0)])
@@ -91,17 +91,17 @@ def test_trends_count_the_series_that_rise(lengths: tuple[int, ...], steps: int,
     for bound, length in zip((0.01, 0.1, 0.4), lengths, strict=True):
         cell = Decoding(mode="lantern", delta=bound)
         records += [make_record(cell, prompt, [[0] * length], 1.0) for prompt in range(3)]
-    (said,) = trends(build_tables(records))
-    assert f"every step of delta in {steps} of 1 series" in said and f"the largest in {ends} of 1" in said
+    (sentences,) = trends(build_tables(records))
+    assert f"every step of delta in {steps} of 1 series" in sentences and f"the largest in {ends} of 1" in sentences
 
 
 def test_sentences_say_what_is_not_comparable(tables: dict[str, pd.DataFrame]) -> None:
     block = paper(model="Big", hardware="A40", images=5000, missing="The rest.")
-    said = comparability(tables, block, {"device": "cpu"})
-    text = " ".join(said)
+    sentences = comparability(tables, block, {"device": "cpu"})
+    text = " ".join(sentences)
     assert "published Big; ours lanterns" in text and "published A40; ours a CPU" in text
     assert "published 5000 images; ours 3, 4 a cell" in text
-    assert "published not stated; ours lanterns-features-64@abcd" in text and said[-1] == "The rest."
+    assert "published not stated; ours lanterns-features-64@abcd" in text and sentences[-1] == "The rest."
     assert comparability(tables, None, {}) == ["This experiment names no published table: only our figures are shown."]
 
 
@@ -121,7 +121,7 @@ def test_side_by_side_has_a_line_for_each_cell_and_row(tables: dict[str, pd.Data
 
 def test_missing_figure_ignores_notes_on_other_figures(tables: dict[str, pd.DataFrame]) -> None:
     noted = tables["quality"].assign(fid=None, note="fid needs 128 images, twice its features; there are 3")
-    found = frame("reproduction", reproduction_rows({**tables, "quality": noted}, paper(columns=["fid", "hpsv2"])))
-    why = found[found["cell_id"] == AR.cell_id].set_index("figure")["note"]
+    beside = frame("reproduction", reproduction_rows({**tables, "quality": noted}, paper(columns=["fid", "hpsv2"])))
+    why = beside[beside["cell_id"] == AR.cell_id].set_index("figure")["note"]
     assert why["fid"].endswith("fid needs 128 images, twice its features; there are 3")
     assert why["hpsv2"].endswith("not measured")

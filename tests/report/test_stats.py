@@ -60,9 +60,9 @@ def test_sums_of_prompts_are_rounded_once(repeats):
     prompts = noise.permutation(np.repeat([f"p{number}" for number in range(30)], repeats)).tolist()
     over, under = 10.0 ** noise.uniform(-9, 9, (2, len(prompts)))
     sums = sums_per_prompt(over, under, iter(prompts))
-    for place, name in enumerate(sorted(set(prompts))):
-        mine = [at for at, prompt in enumerate(prompts) if prompt == name]
-        assert (sums.over[place], sums.under[place]) == (math.fsum(over[mine]), math.fsum(under[mine]))
+    for number, name in enumerate(sorted(set(prompts))):
+        images = [image for image, prompt in enumerate(prompts) if prompt == name]
+        assert (sums.over[number], sums.under[number]) == (math.fsum(over[images]), math.fsum(under[images]))
 
 
 def test_order_of_images_does_not_matter():
@@ -75,14 +75,14 @@ def test_order_of_images_does_not_matter():
 @pytest.mark.parametrize("values", [[0.3] * 5, [1.0, 2.0, 3.0], [0.1, 0.2, 0.7]])
 def test_constant_ratio_has_an_interval_of_no_width(values):
     thrice = [3 * value for value in values]
-    found = ratio_of_sums(thrice, values, [str(number) for number in range(len(values))])
-    assert found.value == pytest.approx(3.0)
-    assert found.low == found.high == found.value
+    interval = ratio_of_sums(thrice, values, [str(number) for number in range(len(values))])
+    assert interval.value == pytest.approx(3.0)
+    assert interval.low == interval.high == interval.value
 
 
 def test_all_zero_is_constant_too():
-    found = ratio_of_sums([0.0] * 4, [1.0] * 4, list("abcd"))
-    assert (found.value, found.low, found.high) == (0.0, 0.0, 0.0)
+    interval = ratio_of_sums([0.0] * 4, [1.0] * 4, list("abcd"))
+    assert (interval.value, interval.low, interval.high) == (0.0, 0.0, 0.0)
 
 
 def test_too_little_data_has_no_interval():
@@ -96,9 +96,11 @@ def test_too_little_data_has_no_interval():
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1e3), st.floats(1e-3, 1e3)), min_size=2, max_size=6))
 def test_intervals_are_never_nan(pairs):
-    found = ratio_of_sums([a for a, _ in pairs], [b for _, b in pairs], [str(number) for number in range(len(pairs))])
-    assert all(part is not None and math.isfinite(part) for part in (found.value, found.low, found.high))
-    assert found.low <= found.high
+    interval = ratio_of_sums(
+        [a for a, _ in pairs], [b for _, b in pairs], [str(number) for number in range(len(pairs))]
+    )
+    assert all(end is not None and math.isfinite(end) for end in (interval.value, interval.low, interval.high))
+    assert interval.low <= interval.high
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 10), (10, 10), (3, 10), (650, 1000)])
@@ -106,10 +108,10 @@ def test_proportion_equals_wilsons_formula(successes, trials):
     z, share = 1.959963984540054, successes / trials
     centre = (share + z**2 / (2 * trials)) / (1 + z**2 / trials)
     half = z / (1 + z**2 / trials) * math.sqrt(share * (1 - share) / trials + z**2 / (4 * trials**2))
-    found = proportion(successes, trials)
-    assert found.value == share
-    assert found.low == pytest.approx(max(0.0, centre - half), abs=1e-9)
-    assert found.high == pytest.approx(min(1.0, centre + half), abs=1e-9)
+    interval = proportion(successes, trials)
+    assert interval.value == share
+    assert interval.low == pytest.approx(max(0.0, centre - half), abs=1e-9)
+    assert interval.high == pytest.approx(min(1.0, centre + half), abs=1e-9)
 
 
 def test_no_trials_have_no_rate():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import subprocess
@@ -185,8 +184,8 @@ def test_a_figure_is_within_or_outside_the_spread_of_ar():
     quality = tables["quality"]
     assert [_row(quality, cell)["fid_verdict"] for cell in (STRICT, LOOSE)] == ["within", "outside"]
     assert _row(tables["summary"], LOOSE)["fid_verdict"] == "outside", "a gain is drift too"
-    said = " ".join(readable(tables["summary"], "summary").notes)
-    assert f"fid against AR's own spread (same prompts, other seeds): outside are {LOOSE.cell_id} (fid); all" in said
+    notes = " ".join(readable(tables["summary"], "summary").notes)
+    assert f"fid against AR's own spread (same prompts, other seeds): outside are {LOOSE.cell_id} (fid); all" in notes
     assert (_row(quality, LOOSE)["fid_band_low"], _row(quality, LOOSE)["band_sets"]) == (9.0, 3)
     assert quality["fid_verdict"].isna().sum() == 1 and quality["kid_verdict"].isna().all()
 
@@ -289,15 +288,15 @@ def test_order_is_fixed():
 def test_files_do_not_depend_on_the_order_of_records(tmp_path):
     records = make_records()
     scores = make_scores(records)
-    one = write_run(tmp_path / "one", records, scores)
+    ordered = write_run(tmp_path / "one", records, scores)
     shuffled = records[:]
     random.Random(2).shuffle(shuffled)
-    two = write_run(tmp_path / "two", shuffled, scores[::-1])
-    write_tables(one)
-    write_tables(two)
+    shuffled_run = write_run(tmp_path / "two", shuffled, scores[::-1])
+    write_tables(ordered)
+    write_tables(shuffled_run)
     for name in NAMES:
-        content = (one / f"{name}.csv").read_bytes()
-        assert content == (two / f"{name}.csv").read_bytes()
+        content = (ordered / f"{name}.csv").read_bytes()
+        assert content == (shuffled_run / f"{name}.csv").read_bytes()
         assert b"nan" not in content and b"inf" not in content.replace(b"info", b"").replace(b"fid_infinity", b"")
         assert content.decode().splitlines()[0].split(",") == [column.name for column in columns(name)]
 
@@ -320,13 +319,6 @@ def test_a_run_without_records_is_refused(tmp_path):
         read_tables(run)
     with pytest.raises(UserError, match="not a run"):
         read_tables(tmp_path)
-
-
-def test_truncated_last_line_is_ignored(tmp_path):
-    run = write_run(tmp_path / "run", make_records(), [])
-    with (run / "records.jsonl").open("a") as file:
-        file.write(json.dumps(make_record(STRICT, 9, WALKS, 1.0))[:100])
-    assert _row(read_tables(run)["speed"], STRICT)["images"] == 4
 
 
 def test_unwritable_file_is_refused(tmp_path):
