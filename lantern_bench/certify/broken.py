@@ -1,6 +1,6 @@
-"""Rules and draftings that are broken on purpose: the mistakes that a certificate and an audit must reject.
+"""Acceptance rules that are broken on purpose: what a certificate and an audit must reject to have power.
 
-A rule of another package gets the mistakes that any rule can have. docs/algorithms.md, sections 3 and 8.2.
+A rule of another package gets the mistakes that any rule can have. docs/algorithms.md, section 6.1.
 """
 
 from __future__ import annotations
@@ -8,92 +8,51 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
-from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
 from lantern_bench.decoding.acceptance.relaxed_rules import multiplicative_limit
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule, rule_of
 from lantern_bench.decoding.acceptance.traversal import accept_traversal
-from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, DraftMethod, LastStep
-from lantern_bench.decoding.drafting.hybrid import HybridDrafting
-from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
-from lantern_bench.decoding.protocol import Target
 from lantern_bench.models.loaded_model import LoadedModel
+
+Accept: TypeAlias = Callable[[Children, AcceptanceRule], Acceptance]
 
 TOO_OFTEN, LAMBDA = 0.02, 2.0
 """What a draft's acceptance probability is raised by, and the bound of the relaxed rule among the broken ones."""
 
 
-Accept: TypeAlias = Callable[[Children, AcceptanceRule], Acceptance]
-
-
-class Mistake(NamedTuple):
-    """What is wrong, and the rule, the drafting, or both, that are wrong so."""
-
-    name: str
-    accept: Accept | None = None
-    make: Callable[[Decoding, Target, int], DraftMethod] | None = None
-
-    def arguments(self, decoding: Decoding, target: Target, batch: int) -> dict[str, Any]:
-        """Return the arguments of `decode` that make this mistake with `batch` images."""
-        arguments: dict[str, Any] = {}
-        if self.make is not None:
-            arguments["drafting"] = self.make(decoding, target, batch)
-        if self.accept is not None:
-            arguments["rule"] = AcceptanceRule(self.name, accept=self.accept)
-        return arguments
-
-
-def rule_mistakes(decoding: Decoding, model: LoadedModel) -> list[Mistake]:
-    """Return the mistakes of a decoding's rule that show without siblings; none where nothing is drafted."""
+def broken_rules(decoding: Decoding, model: LoadedModel) -> list[AcceptanceRule]:
+    """Return a decoding's rule with the mistakes that show without siblings, by name; none where nothing is drafted."""
     if not decoding.drafts:
         return []
-    rule = rule_of(decoding, model).accept or accept_children
-    mistakes = [
-        Mistake("residual left out", strict_without_residual if rule is accept_children else without_residual(rule)),
-        Mistake("a draft accepted once too often in 50", accepted_too_often(rule)),
+    accept = rule_of(decoding, model).accept or accept_children
+    rules = [
+        AcceptanceRule("residual left out", accept=partial(without_residual, accept=accept)),
+        AcceptanceRule("a draft accepted once too often in 50", accept=partial(accepted_too_often, accept=accept)),
     ]
-    if rule is accept_traversal:
+    if accept is accept_traversal:
         stale = partial(accept_traversal, update=lambda share, _sum: share)
-        mistakes.append(Mistake("share not updated after a rejection", stale))
-    if rule is accept_children and model.codebook is not None:
+        rules.append(AcceptanceRule("share not updated after a rejection", accept=stale))
+    if accept is accept_children:
+        rules[0] = AcceptanceRule("residual left out", accept=strict_without_residual)
+    if accept is accept_children and model.codebook is not None:
         k = min(100, len(model.codebook) // 4)
-        mistakes.append(Mistake(f"relaxed: lambda {LAMBDA:g}, k {k}", relaxed(k, model.table(k))))
-    return mistakes
+        name, values = f"relaxed: lambda {LAMBDA:g}, k {k}", {"lambda": LAMBDA}
+        limit, nearest_codes = multiplicative_limit, model.table(k)
+        rules.append(AcceptanceRule(name, values, limit=limit, neighbours=k, nearest_codes=nearest_codes))
+    return rules
 
 
-def sibling_mistakes(decoding: Decoding) -> list[Mistake]:
-    """Return the mistakes of the strict rule with siblings, which are small unless few tokens are possible."""
+def broken_sibling_rules(decoding: Decoding) -> list[AcceptanceRule]:
+    """Return the strict rule with a mistake with siblings, which is small unless few tokens are possible."""
     has_siblings = decoding.branches or not decoding.drafting_row.sampled
     if decoding.rule != "strict" or not has_siblings:
         return []
-    return [Mistake("not renormalised after a rejected sibling", siblings_not_renormalised)]
-
-
-def drafting_mistakes(decoding: Decoding) -> list[Mistake]:
-    """Return the mistakes of a Jacobi or hybrid drafting between two steps, those that its coupling can have."""
-    if decoding.drafting not in ("jacobi", "hybrid"):
-        return []
-    coupling, mistakes = decoding.value("coupling"), []
-    is_hybrid = decoding.drafting == "hybrid"
-    if coupling != "none":
-        mistakes.append(Mistake("old q kept with a draft", make=_HybridOldQ if is_hybrid else _OldQ))
-    if is_hybrid and decoding.value("share") != 1:
-        mistakes.append(Mistake("verified with the drafter's q", make=_DrafterQ))
-    if not is_hybrid and coupling == "none":
-        mistakes.append(Mistake("draft kept, with the new q", make=_KeptDraft))
-    if not is_hybrid and coupling == "maximal":
-        mistakes.append(_uniform_number_used_again())
-    if not is_hybrid and coupling == "gumbel":
-        mistakes.append(Mistake("noise kept by place in the window", make=_SlotNoise))
-    return mistakes
-
-
-# ---- rules
+    return [AcceptanceRule("not renormalised after a rejected sibling", accept=siblings_not_renormalised)]
 
 
 def strict_without_residual(children: Children, _rule: AcceptanceRule) -> Acceptance:
@@ -114,34 +73,18 @@ def strict_without_residual(children: Children, _rule: AcceptanceRule) -> Accept
     return Acceptance(accept, torch.zeros_like(accept), p, torch.zeros_like(children.offered[:, 0]))
 
 
-def without_residual(rule: Accept) -> Accept:
-    """Return `rule` with the bonus token drawn from the node's own p also after a rejection."""
-
-    def broken(children: Children, parameters: AcceptanceRule) -> Acceptance:
-        p = children.p.clone()
-        return replace(rule(children, parameters), residual=p, exhausted=torch.zeros_like(children.offered[:, 0]))
-
-    return broken
+def without_residual(children: Children, rule: AcceptanceRule, accept: Accept) -> Acceptance:
+    """Decide as `accept`, and draw the bonus token from the node's own p also after a rejection."""
+    p = children.p.clone()
+    return replace(accept(children, rule), residual=p, exhausted=torch.zeros_like(children.offered[:, 0]))
 
 
-def accepted_too_often(rule: Accept) -> Accept:
-    """Return `rule` with acceptance probabilities raised by `TOO_OFTEN`, to at most 1, of drafts that it can accept."""
-
-    def broken(children: Children, parameters: AcceptanceRule) -> Acceptance:
-        acceptance = rule(children, parameters)
-        raised = (acceptance.accept + TOO_OFTEN).clamp(max=1.0)
-        possible = children.offered & (acceptance.accept > 0)
-        return replace(acceptance, accept=torch.where(possible, raised, 0.0))
-
-    return broken
-
-
-def relaxed(neighbours: int, table: Tensor) -> Accept:
-    """Return the multiplicative rule in place of the strict one, with the bound `LAMBDA`."""
-    rule = AcceptanceRule(
-        "relaxed", {"lambda": LAMBDA}, limit=multiplicative_limit, neighbours=neighbours, nearest_codes=table
-    )
-    return lambda children, _rule: accept_children(children, rule)
+def accepted_too_often(children: Children, rule: AcceptanceRule, accept: Accept) -> Acceptance:
+    """Decide as `accept`, with probabilities raised by `TOO_OFTEN`, to at most 1, of drafts that it can accept."""
+    acceptance = accept(children, rule)
+    raised = (acceptance.accept + TOO_OFTEN).clamp(max=1.0)
+    can_be_accepted = children.offered & (acceptance.accept > 0)
+    return replace(acceptance, accept=torch.where(can_be_accepted, raised, 0.0))
 
 
 def siblings_not_renormalised(children: Children, _rule: AcceptanceRule) -> Acceptance:
@@ -162,114 +105,3 @@ def siblings_not_renormalised(children: Children, _rule: AcceptanceRule) -> Acce
             p.copy_(torch.where(tried & (residual_sum > 0), residual / residual_sum, p))
             q.scatter_(1, x, torch.where(tried, 0.0, q_x))
     return Acceptance(accept, torch.zeros_like(accept), p, torch.zeros_like(children.offered[:, 0]))
-
-
-# ---- Jacobi draftings
-
-
-class _Remembering(JacobiDrafting):
-    """A Jacobi drafting that remembers the last draft of each position and its q; `remembers` says where."""
-
-    def start_images(self, p: Tensor) -> None:
-        super().start_images(p)
-        batch, window, _ = self._q.shape
-        self.last, self.last_q = torch.zeros(batch, window, dtype=torch.int64), torch.zeros_like(self._q)
-        self.remembers = torch.zeros(batch, window, dtype=torch.bool)
-
-    def after_step(self, step: LastStep) -> None:
-        images, places = self._further(step.accepted + 1, self.depth)
-        self.remembers = places < self.depth
-        places = places.clamp_max(self.depth - 1)
-        self.last, self.last_q = step.tree.tokens[:, 1:][images, places], self._q[images, places]
-        super().after_step(step)
-
-
-class _OldQ(_Remembering):
-    """A draft that stays the same is verified with the q of the step before."""
-
-    def draft(self, inputs: DraftInputs) -> Drafted:
-        drafted = super().draft(inputs)
-        stays = self.remembers & (drafted[0][:, 1:] == self.last)
-        self._q.copy_(torch.where(stays[:, :, None], self.last_q, self._q))
-        return drafted
-
-
-class _HybridOldQ(_OldQ, HybridDrafting):
-    """The same mistake in a hybrid window."""
-
-
-class _DrafterQ(HybridDrafting):
-    """Drafts of a mixture are verified as if the drafter alone had drawn them."""
-
-    def draft(self, inputs: DraftInputs) -> Drafted:
-        proposer: Any = inputs.proposer
-        answers = [proposer.root_q]
-
-        class Listener:
-            root_q = proposer.root_q
-
-            def extend(self, *nodes: Any) -> Any:
-                answers.append(proposer.extend(*nodes))
-                return answers[-1]
-
-        listener: Any = Listener()
-        drafted = super().draft(inputs._replace(proposer=listener))
-        for depth, q in enumerate(answers):
-            self._q[:, depth] = q[:, 0]
-        return drafted
-
-
-class _KeptDraft(_Remembering):
-    """The last drafts are kept, and verified with the new q as if they had been drawn from it."""
-
-    def draft(self, inputs: DraftInputs) -> Drafted:
-        tokens = super().draft(inputs)[0]
-        return (torch.cat([tokens[:, :1], torch.where(self.remembers, self.last, tokens[:, 1:])], dim=1),)
-
-
-class _SlotNoise(JacobiDrafting):
-    """The noise of Gumbel coupling belongs to a place of the window, not to a position of the image."""
-
-    def start_images(self, p: Tensor) -> None:
-        super().start_images(p)
-        self.has_noise = False
-
-    def _noise(self, noise: Tensor) -> Tensor:
-        if not self.has_noise:
-            self._clocks.copy_(noise)
-        self.has_noise = True
-        return self._clocks
-
-
-class _UniformNumbers(_Remembering):
-    """Draws the uniform number of each draft after the fact: if the draft stays, it was below the chance to stay."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._generator = torch.Generator().manual_seed(0)
-
-    def draft(self, inputs: DraftInputs) -> Drafted:
-        drafted = super().draft(inputs)
-        chance = torch.where(self.remembers, self._coupled_q.gather(2, self.last[:, :, None]).squeeze(2), 1.0)
-        uniform = torch.rand(chance.shape, generator=self._generator)
-        stays = ~self.remembers | (drafted[0][:, 1:] == self.last)
-        self.uniforms = torch.where(stays, uniform * chance, chance + uniform * (1.0 - chance))
-        return drafted
-
-
-def _uniform_number_used_again() -> Mistake:
-    """The uniform number that decides whether a draft is kept also decides whether it is accepted."""
-    draftings: dict[int, _UniformNumbers] = {}  # by the size of their batch
-
-    def make(decoding: Decoding, target: Target, batch: int) -> _UniformNumbers:
-        draftings[batch] = _UniformNumbers(decoding, target, batch)
-        return draftings[batch]
-
-    def accept(children: Children, rule: AcceptanceRule) -> Acceptance:
-        acceptance = accept_children(children, rule)
-        assert children.layout is not None
-        images = len(children.tokens) // len(children.layout.nodes)
-        accepted = draftings[images].uniforms.T.reshape(-1, 1) < acceptance.accept
-        return replace(acceptance, accept=accepted.to(acceptance.accept.dtype))
-
-    return Mistake("uniform number used again", accept, make)

@@ -100,10 +100,10 @@ class CostSettings:
     batch: int = 16
 
 
-class _Place(NamedTuple):
+class _Sample(NamedTuple):
     """One position in each of B images: tokens committed before it [B], and the target's guided logits there [B, V]."""
 
-    made: Contexts
+    contexts: Contexts
     positions: Tensor
     logits: Tensor
 
@@ -138,13 +138,13 @@ def emitted_tv_rows(
     for cell in from_drafter:
         groups.setdefault(autoregressive(cell.decoding), []).append(cell)
     for sampling, members in groups.items():
-        left, images = settings.positions, -(-settings.positions // settings.per_image)
-        for made in sampled_contexts(model, prompts, images, sampling, seed=settings.seed, batch=settings.batch):
-            for place in _places(made, sampling, settings.per_image):
-                if left > 0:
-                    yield from _measured(model, place, members, settings, left)
-                left -= len(made.prompts)
-                on_progress(f"emitted TV of {len(members)} modes", 1 - max(0, left) / settings.positions)
+        remaining, images = settings.positions, -(-settings.positions // settings.per_image)
+        for contexts in sampled_contexts(model, prompts, images, sampling, seed=settings.seed, batch=settings.batch):
+            for sample in _samples(contexts, sampling, settings.per_image):
+                if remaining > 0:
+                    yield from _measured(model, sample, members, settings, remaining)
+                remaining -= len(contexts.prompts)
+                on_progress(f"emitted TV of {len(members)} modes", 1 - max(0, remaining) / settings.positions)
 
 
 def _from_drafter_alone(decoding: Decoding) -> bool:
@@ -153,37 +153,38 @@ def _from_drafter_alone(decoding: Decoding) -> bool:
     return row.needs_drafter and (bool(decoding.paths) or not row.sampled)
 
 
-def _places(made: Contexts, sampling: Decoding, per_image: int) -> Iterator[_Place]:
+def _samples(contexts: Contexts, sampling: Decoding, per_image: int) -> Iterator[_Sample]:
     """Positions of each image, drawn without replacement from those where a step can start."""
-    tokens = made.forced.tokens
+    tokens = contexts.forced.tokens
     possible = tokens.shape[1] - _FIRST - _FREE + 1
     drawn = []
-    for seed in made.seeds:
+    for seed in contexts.seeds:
         generator = torch.Generator().manual_seed(record_seed(seed, "places", 0))
         drawn.append(torch.randperm(possible, generator=generator)[:per_image].sort().values + _FIRST)
     rows = torch.arange(len(tokens), device=tokens.device)
-    scores = made.forced.logits
+    scores = contexts.forced.logits
     for positions in torch.stack(drawn, dim=1).to(tokens.device):
         uncond = None if scores.uncond is None else scores.uncond[rows, positions]
-        yield _Place(made, positions, guide(scores.cond[rows, positions], uncond, sampling.cfg_scale))
+        yield _Sample(contexts, positions, guide(scores.cond[rows, positions], uncond, sampling.cfg_scale))
 
 
 def _measured(
-    model: LoadedModel, place: _Place, cells: Sequence[Cell], settings: CostSettings, most: int
+    model: LoadedModel, sample: _Sample, cells: Sequence[Cell], settings: CostSettings, most: int
 ) -> Iterator[Row]:
     """The rows of all cells at one position of the first `most` images; cells with the same drafting share drafts."""
     alike: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
-        one = cell.decoding
-        alike.setdefault((one.drafting, one.paths, one.nodes, one.depth, one.beam), []).append(cell)
+        decoding = cell.decoding
+        key = (decoding.drafting, decoding.paths, decoding.nodes, decoding.depth, decoding.beam)
+        alike.setdefault(key, []).append(cell)
     for members in alike.values():
         decoding, rules = members[0].decoding, _rules(model, members)
         if decoding.drafting_row.sampled:
-            measured = _sampled(model, place, decoding, rules, settings.draws)
+            measured = _sampled(model, sample, decoding, rules, settings.draws)
         else:
-            measured = _deterministic(model, place, decoding, rules)
-        slots = list(zip(place.made.prompts, place.made.repeats, strict=True))
-        yield from _rows(members, slots[:most], place.positions, measured)
+            measured = _deterministic(model, sample, decoding, rules)
+        slots = list(zip(sample.contexts.prompts, sample.contexts.repeats, strict=True))
+        yield from _rows(members, slots[:most], sample.positions, measured)
 
 
 def _rules(model: LoadedModel, cells: Sequence[Cell]) -> _Rules:
@@ -201,14 +202,14 @@ def _rows(
 
 
 def _sampled(
-    model: LoadedModel, place: _Place, decoding: Decoding, rules: _Rules, count: int
+    model: LoadedModel, sample: _Sample, decoding: Decoding, rules: _Rules, count: int
 ) -> Iterator[dict[str, Tensor]]:
     """Estimates from `count` sampled drafts, one per rule."""
     assert model.drafter is not None
-    proposer = proposer_at(model.drafter, place.made.forced, place.positions, 1, decoding)
-    p = decoding_probabilities(place.logits, decoding)
+    proposer = proposer_at(model.drafter, sample.contexts.forced, sample.positions, 1, decoding)
+    p = decoding_probabilities(sample.logits, decoding)
     children = StaticTree.of(decoding.paths).levels[0].fanout
-    return _estimates(model, place.made.seeds, place.positions, p, proposer.root_q[:, 0], children, rules, count)
+    return _estimates(model, sample.contexts.seeds, sample.positions, p, proposer.root_q[:, 0], children, rules, count)
 
 
 def _estimates(
@@ -219,25 +220,27 @@ def _estimates(
     pairs = zip(seeds, positions.tolist(), strict=True)
     draws = Draws(generators(model, [record_seed(seed, str(position), 0) for seed, position in pairs]), p.device)
     noise = partial(draws.exponential, p.shape[1])
-    for found in emitted_tv_sampled(p, q, children, count, rules, noise, positions):
-        yield {"emitted_tv": found.tv, "emitted_tv_crossed": found.crossed}
+    for estimate in emitted_tv_sampled(p, q, children, count, rules, noise, positions):
+        yield {"emitted_tv": estimate.tv, "emitted_tv_crossed": estimate.crossed}
 
 
-def _deterministic(model: LoadedModel, place: _Place, decoding: Decoding, rules: _Rules) -> Iterator[dict[str, Tensor]]:
+def _deterministic(
+    model: LoadedModel, sample: _Sample, decoding: Decoding, rules: _Rules
+) -> Iterator[dict[str, Tensor]]:
     """Exact values of deterministic drafts, one per rule."""
     assert model.drafter is not None
     drafting = drafting_of(decoding, model.target)
-    proposer = proposer_at(model.drafter, place.made.forced, place.positions, drafting.nodes, decoding)
-    rows = torch.arange(len(place.positions), device=place.positions.device)
-    root = place.made.forced.tokens[rows, place.positions - 1]
-    limit = (model.target.image_tokens - 1 - place.positions).clamp_max(drafting.depth)
+    proposer = proposer_at(model.drafter, sample.contexts.forced, sample.positions, drafting.nodes, decoding)
+    rows = torch.arange(len(sample.positions), device=sample.positions.device)
+    root = sample.contexts.forced.tokens[rows, sample.positions - 1]
+    limit = (model.target.image_tokens - 1 - sample.positions).clamp_max(drafting.depth)
     nothing = torch.empty(len(rows), 0, device=rows.device)  # dynamic drafting uses no noise
     tree = drafting.tree(drafting.draft(DraftInputs(root, nothing, limit, proposer)))
     children = tree.children[:, 0]
     tokens = tree.tokens.gather(1, children.clamp_min(0))
-    p = decoding_probabilities(place.logits, decoding)
+    p = decoding_probabilities(sample.logits, decoding)
     for rule in rules:
-        emission = emitted(p, None, tokens, children >= 0, rule, place.positions)
+        emission = emitted(p, None, tokens, children >= 0, rule, sample.positions)
         yield {"emitted_tv": total_variation(p, emission.distribution), "moved_mass": emission.neighbour_mass}
 
 
@@ -294,7 +297,7 @@ def _along_steps(
     on_progress: OnProgress,
 ) -> Iterator[Row]:
     """The rows of cells at starts of steps that `strict` makes, `per_image` in each image."""
-    left, images = settings.positions, -(-settings.positions // settings.per_image)
+    remaining, images = settings.positions, -(-settings.positions // settings.per_image)
     children, rules = drafting_of(strict, model.target).fanout, _rules(model, cells)
     every = [(prompts[number % len(prompts)], number // len(prompts)) for number in range(images)]
     for start in range(0, images, settings.batch):
@@ -312,9 +315,9 @@ def _along_steps(
             places.append(steps[drawn[: settings.per_image].to(steps.device)])
         images_here = torch.arange(len(slots), device=roots.position.device)
         for steps in torch.stack(places, dim=1):
-            at = _Root(*(column[steps, images_here] for column in roots))
-            if left > 0:
-                estimates = _estimates(model, seeds, at.position, at.p, at.q, children, rules, settings.draws)
-                yield from _rows(cells, slots[:left], at.position, estimates)
-            left -= len(slots)
-            on_progress(f"emitted TV of {len(cells)} modes", 1 - max(0, left) / settings.positions)
+            root = _Root(*(column[steps, images_here] for column in roots))
+            if remaining > 0:
+                estimates = _estimates(model, seeds, root.position, root.p, root.q, children, rules, settings.draws)
+                yield from _rows(cells, slots[:remaining], root.position, estimates)
+            remaining -= len(slots)
+            on_progress(f"emitted TV of {len(cells)} modes", 1 - max(0, remaining) / settings.positions)

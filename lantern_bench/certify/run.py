@@ -111,14 +111,14 @@ class Certification:
 
     def _run_on_tables(self, trial: Trial, on_progress: OnProgress) -> tables.TrialResult:
         on_progress(trial.name, 0.0)
-        tests = g_tests(table_model(), trial.decoding, trial.images, trial.mistake)
-        mistake, tokens = trial.mistake and trial.mistake.name, tests.images * TOKENS
-        tv = (tests.low, tests.high)
-        return tables.TrialResult(trial.setting, mistake, tests.p_values, tests.images, tokens, tv=tv)
+        tests = g_tests(table_model(), trial.decoding, trial.images, trial.broken_rule)
+        broken = trial.broken_rule.name if trial.broken_rule else None
+        tokens, tv = tests.images * TOKENS, (tests.low, tests.high)
+        return tables.TrialResult(trial.setting, broken, tests.p_values, tests.images, tokens, tv=tv)
 
     def _run_with_model(self, trial: Trial, on_progress: OnProgress) -> tables.TrialResult:
-        """Test whole images; with a mistake only until a p-value falls below the trial's level."""
-        decoding, mistake = trial.decoding, trial.mistake
+        """Test whole images; of a broken rule only until a p-value falls below the trial's level."""
+        decoding, broken_rule = trial.decoding, trial.broken_rule
         model = self.loaded if trial.dtype == self.compute.dtype_name else self.exact
         depth = drafting_of(decoding, model.target).depth if decoding.drafts else 0
         batches, images = [], 0
@@ -129,17 +129,17 @@ class Certification:
             trial.images,
             tolerance=edge_tolerance(trial.dtype, decoding),
             seed=self.resolved.settings.seed,
-            mistake=mistake,
+            rule=broken_rule,
         ):
             batches.append(batch)
             images += len(batch.starts)
             on_progress(f"whole images, {trial.name}", min(1.0, images / trial.images))
-            if mistake and min(p_values(batches, depth).values()) < trial.level:
+            if broken_rule and min(p_values(batches, depth).values()) < trial.level:
                 break
         edge, impossible = (sum(int(getattr(batch, key).sum()) for batch in batches) for key in ("edge", "impossible"))
         tokens = sum(batch.starts.size for batch in batches)
-        name = mistake.name if mistake else None
-        return tables.TrialResult(trial.setting, name, p_values(batches, depth), images, tokens, edge, impossible)
+        broken = broken_rule.name if broken_rule else None
+        return tables.TrialResult(trial.setting, broken, p_values(batches, depth), images, tokens, edge, impossible)
 
     def _greedy(self, on_progress: OnProgress) -> list[dict[str, Any]]:
         """Whether each drafting at temperature 0 gives the tokens of greedy decoding."""

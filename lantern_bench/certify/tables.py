@@ -73,7 +73,7 @@ class TrialResult:
     """The p-values of a trial, and how much its tests saw."""
 
     setting: str
-    mistake: str | None  # what is broken on purpose
+    broken: str | None  # what is broken on purpose
     p_values: Mapping[str, float]  # by test
     images: int
     tokens: int
@@ -99,17 +99,17 @@ def whole_image_rows(model: str, results: Sequence[TrialResult]) -> tuple[list[d
     the strictest level of that correction; one that is not is `weak`, and says nothing against the model. So is a right
     rule of which rounding leaves less than half of the tokens to be tested.
     """
-    family = [(result, test) for result in results if result.mistake is None for test in result.p_values]
+    family = [(result, test) for result in results if result.broken is None for test in result.p_values]
     adjusted = holm([result.p_values[test] for result, test in family])
     p_holm = {(result.setting, test): p for (result, test), p in zip(family, adjusted, strict=True)}
     checks, tests = [], []
     for result in results:
         corrected = {
-            test: p_holm[result.setting, test] if result.mistake is None else min(1.0, p * len(family))
+            test: p_holm[result.setting, test] if result.broken is None else min(1.0, p * len(family))
             for test, p in result.p_values.items()
         }
         for test, p in result.p_values.items():
-            row = {"model": model, "setting": result.setting, "broken": result.mistake, "test": test, "p_value": p}
+            row = {"model": model, "setting": result.setting, "broken": result.broken, "test": test, "p_value": p}
             row |= {"p_holm": corrected[test], "images": result.images, "tokens": result.tokens}
             tests.append(row | {"edge_tokens": result.edge})
         checks.append(_whole_image_check(model, result, corrected, len(family)))
@@ -123,7 +123,7 @@ def _whole_image_check(model: str, result: TrialResult, corrected: Mapping[str, 
     notes = [f"{lowest}: p = {result.p_values[lowest]:.2g}"]
     for tokens, reason in ((result.edge, _EDGE), (result.impossible, _OUTSIDE)):
         notes += [f"{tokens} tokens {reason}"] if tokens else []
-    if result.mistake is None:
+    if result.broken is None:
         figure = f"smallest of {len(corrected)} p-values, corrected for {count}"
         row = _row(model, "whole images follow the target", result.setting, figure, p, result.images)
         row |= _verdict(f"> {LEVEL:g}", p > LEVEL)
@@ -131,7 +131,7 @@ def _whole_image_check(model: str, result: TrialResult, corrected: Mapping[str, 
             row["passed"] = "weak"
             notes.append("too few tokens are tested: give --dtype float32")
     else:
-        setting = f"{result.setting}: {result.mistake}"
+        setting = f"{result.setting}: {result.broken}"
         row = _row(model, "broken rule rejected", setting, "the same", p, result.images)
         row |= {"wanted": f"< {LEVEL:g}", "passed": "yes" if p < LEVEL else "weak"}
         notes += [] if p < LEVEL else ["the tests are too weak to see it: give more --samples"]
@@ -175,8 +175,8 @@ _VERDICTS = {
 
 def _audit_row(claim: Claim, results: Sequence[TrialResult], lowest: Mapping[str, float], model: str) -> dict[str, Any]:
     """The row of a claim; `lowest` has the smallest corrected p-value by setting."""
-    right = [result for result in results if result.mistake is None]
-    broken = [result for result in results if result.mistake is not None]
+    right = [result for result in results if result.broken is None]
+    broken = [result for result in results if result.broken is not None]
     on_tables, p = right[0], min(lowest[result.setting] for result in right)
     follows_target = p > LEVEL
     tv = None if follows_target else on_tables.tv
@@ -189,7 +189,7 @@ def _audit_row(claim: Claim, results: Sequence[TrialResult], lowest: Mapping[str
     row |= {"images": right[1].images, "p_images": right[1].smallest} if right[1:] else {}
     row |= {"passed": passed if claim.is_lossless and claim.is_ours else None}
     row |= (Interval(sum(tv) / 2, *tv) if tv else Interval(None)).columns("table_tv")
-    shown = [f"{result.mistake} {result.smallest:.1g}" + ("" if result.tv else f" ({model})") for result in broken]
+    shown = [f"{result.broken} {result.smallest:.1g}" + ("" if result.tv else f" ({model})") for result in broken]
     return row | {"broken": "; ".join(shown) or None}
 
 

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lantern_bench.certify.broken import Mistake
 from lantern_bench.certify.relaxation import generators
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.protocol import Drafter, DrafterLogits, DrafterSession, Logits, Target, TargetSession
@@ -155,9 +155,9 @@ class GTests(NamedTuple):
 
 
 def g_tests(
-    model: LoadedModel, decoding: Decoding, images: int, mistake: Mistake | None = None, seed: int = 0
+    model: LoadedModel, decoding: Decoding, images: int, rule: AcceptanceRule | None = None, seed: int = 0
 ) -> GTests:
-    """Test `images` images of the `table_model`, decoded right or with a mistake.
+    """Test `images` images of the `table_model`, decoded with `rule` in place of the decoding's.
 
     The tests: the first two tokens, of which a step decides the second; the first three; and every later three, the
     smallest p-value times their number: drafts there come from rows that earlier steps verified.
@@ -165,8 +165,7 @@ def g_tests(
     engine, tokens = Engine(), []
     for start in range(0, images, _BATCH):
         seeds = [record_seed(seed, "tables", image) for image in range(start, min(start + _BATCH, images))]
-        broken = mistake.arguments(decoding, model.target, len(seeds)) if mistake else {}
-        decoded = decode(model, None, decoding, generators(model, seeds), engine=engine, **broken)
+        decoded = decode(model, None, decoding, generators(model, seeds), engine=engine, rule=rule)
         tokens.append(torch.stack([image.tokens for image in decoded]).long())
     return _tested(_joint(model.target, decoding), torch.cat(tokens))
 

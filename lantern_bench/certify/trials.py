@@ -1,4 +1,4 @@
-"""The trials of a certificate and of an audit: which decodings are tested, where, and with which mistakes."""
+"""The trials of a certificate and of an audit: which decodings are tested, where, and with which broken rules."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lantern_bench.certify.broken import Mistake, drafting_mistakes, rule_mistakes, sibling_mistakes
+from lantern_bench.certify.broken import broken_rules, broken_sibling_rules
 from lantern_bench.certify.plan import Claim
-from lantern_bench.certify.tables import BROKEN, LEVEL
+from lantern_bench.certify.tables import LEVEL
 from lantern_bench.certify.tabular import table_model
 from lantern_bench.certify.whole_image import TESTS
 from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.methods.rules import Rule
 from lantern_bench.methods.tables import DRAFTINGS, RULES, can_decide, defaults_for, fresh_drafts_problem
 from lantern_bench.methods.trees import STATIC_TREES, check_topology, is_chain
@@ -37,13 +38,13 @@ class Trial:
     images: int
     on_tables: bool = False  # tested on the tables, by G-tests; else with the model, by tests of whole images
     dtype: str = ""  # of the model
-    mistake: Mistake | None = None  # what is broken on purpose: the test must reject it
-    level: float = 0.0  # with a mistake: the p-value at which no more images are decoded
+    broken_rule: AcceptanceRule | None = None  # in place of the decoding's: the test must reject it
+    level: float = 0.0  # with a broken rule: the p-value at which no more images are decoded
 
     @property
     def name(self) -> str:
-        """The setting, and the mistake."""
-        return f"{self.setting}: {self.mistake.name}" if self.mistake else self.setting
+        """The setting, and what is broken."""
+        return f"{self.setting}: {self.broken_rule.name}" if self.broken_rule else self.setting
 
 
 def certificate_trials(
@@ -52,7 +53,7 @@ def certificate_trials(
     """Return the trials of every lossless decoding under three filters, each followed by those of its broken rules.
 
     `run` gives temperature, guidance and filters, `tree` the model's own tree; `samples` is the most images of a
-    trial without a mistake.
+    trial without a broken rule.
     """
     common = {"temperature": run.temperature, "filter_order": run.filter_order, "cfg_scale": run.cfg_scale}
     run_filters: dict[str, Any] = {"top_k": run.top_k, "top_p": run.top_p}
@@ -60,47 +61,40 @@ def certificate_trials(
     for filters in ({}, *([run_filters] if run.top_k or run.top_p < 1 else []), _NARROW):
         words = "".join(f", {key.replace('_', '-')} {value:g}" for key, value in filters.items())
         for setting, decoding in lossless_decodings(tree, cfg_default, **common, **filters).items():
-            # A chain has the rule of a branching tree, which shows more mistakes: the broken rules run on that, and
+            # A chain has the rule of a branching tree, which shows more: the broken rules run on that, and
             # those of a rule for chains on a static chain.
-            mistakes: Sequence[Mistake] = ()
+            broken: Sequence[AcceptanceRule] = ()
             if filters != run_filters and (decoding.branches or (decoding.rule_row.chains and bool(decoding.paths))):
-                mistakes = sibling_mistakes(decoding) if filters == _NARROW else rule_mistakes(decoding, model)
-            has_all_images = bool(mistakes) and decoding.drafting_row.sampled
+                broken = broken_sibling_rules(decoding) if filters == _NARROW else broken_rules(decoding, model)
+            has_all_images = bool(broken) and decoding.drafting_row.sampled
             trial = Trial(
                 setting + words,
                 decoding,
                 samples if has_all_images else -(-samples // _FEWER),
                 dtype="float32" if filters == _NARROW else dtype,
             )
-            cases.append((trial, mistakes))
+            cases.append((trial, broken))
     level = LEVEL / (TESTS * len(cases))  # the strictest of Holm's correction
     trials = []
-    for trial, mistakes in cases:
-        broken = replace(trial, images=_MORE * trial.images, level=level)
-        trials += [trial, *(replace(broken, mistake=mistake) for mistake in mistakes)]
+    for trial, broken in cases:
+        images = _MORE * trial.images
+        trials += [trial, *(replace(trial, broken_rule=rule, images=images, level=level) for rule in broken)]
     return trials
 
 
 def audit_trials(claim: Claim, model: LoadedModel, dtype: str, samples: int) -> list[Trial]:
-    """Return the trials of a claim: on the tables, with the model if it says lossless, and those of its mistakes.
+    """Return the trials of a claim: on the tables, and with the model if it says lossless.
 
-    The mistakes are tested where the claim says lossless and is ours.
+    A claim that says lossless and is ours is also tested on the tables without its residual: the mistake that any way
+    to draft can have.
     """
     decoding, small = claim.cell.decoding, table_decoding(claim.cell.decoding)
-    on_tables = Trial(f"{claim.cell.cell_id}, tables", small, TABLE_IMAGES * samples, on_tables=True)
-    with_model = Trial(f"{claim.cell.cell_id}, {model.name}", decoding, samples, dtype=dtype, level=BROKEN)
-    if not claim.is_lossless:
-        return [on_tables]
-    if not claim.is_ours:
-        return [on_tables, with_model]
-    # The missing residual is the mistake that any way to draft can have.
-    mistakes = [*rule_mistakes(small, table_model())[:1], *drafting_mistakes(small)]
-    return [
-        on_tables,
-        with_model,
-        *(replace(on_tables, mistake=mistake) for mistake in mistakes),
-        *(replace(with_model, mistake=mistake) for mistake in drafting_mistakes(decoding)),
-    ]
+    trials = [Trial(f"{claim.cell.cell_id}, tables", small, TABLE_IMAGES * samples, on_tables=True)]
+    if claim.is_lossless:
+        trials.append(Trial(f"{claim.cell.cell_id}, {model.name}", decoding, samples, dtype=dtype))
+    if claim.is_lossless and claim.is_ours:
+        trials += [replace(trials[0], broken_rule=rule) for rule in broken_rules(small, table_model())[:1]]
+    return trials
 
 
 def lossless_decodings(tree: Any, cfg_default: float, **values: Any) -> dict[str, Decoding]:

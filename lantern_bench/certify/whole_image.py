@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lantern_bench.certify.broken import Mistake
 from lantern_bench.certify.relaxation import generators
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt, record_seed
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide, is_broken
 from lantern_bench.decoding.teacher_forcing import drafts_along, teacher_forced
@@ -153,11 +153,12 @@ def decoded_evidence(
     *,
     tolerance: float,
     seed: int = 0,
-    mistake: Mistake | None = None,
+    rule: AcceptanceRule | None = None,
 ) -> Iterator[Evidence]:
     """Decode at least `images` images, cycling through the prompts, and yield the evidence of each batch.
 
-    All batches are equally large, so that a compiled engine compiles once. `mistake`: what is broken on purpose.
+    All batches are equally large, so that a compiled engine compiles once. `rule` takes the place of
+    the decoding's.
     """
     target = model.target
     batch = max(1, min(images, _VALUES // (target.image_tokens * target.vocab_size)))
@@ -166,16 +167,15 @@ def decoded_evidence(
         slots = [(prompts[at % len(prompts)], at // len(prompts)) for at in range(start, start + batch)]
         streams = generators(model, [record_seed(seed, prompt.id, repeat) for prompt, repeat in slots])
         condition = model.condition([prompt.text for prompt, _ in slots])
-        broken = mistake.arguments(decoding, target, batch) if mistake else {}
-        made = decode(model, condition, decoding, streams, engine=model.engine, **broken)
-        tokens = torch.stack([image.tokens for image in made]).long().to(target.device)
+        decoded = decode(model, condition, decoding, streams, engine=model.engine, rule=rule)
+        tokens = torch.stack([image.tokens for image in decoded]).long().to(target.device)
         forced = teacher_forced(target, condition, tokens, decoding.cfg_scale != 1)
         logits, q = guide(forced.logits.cond, forced.logits.uncond, decoding.cfg_scale), None
         if model.drafter is not None:
             drafts = [guide(one.cond, one.uncond, decoding.cfg_scale) for one in drafts_along(model.drafter, forced)]
             q = decoding_probabilities(torch.cat(drafts, dim=1), decoding)
         places = torch.rand(2, *tokens.shape, generator=noise, dtype=torch.float64).to(target.device)
-        yield evidence(logits, q, tokens, [image.trace.start for image in made], decoding, places, tolerance)
+        yield evidence(logits, q, tokens, [image.trace.start for image in decoded], decoding, places, tolerance)
 
 
 def p_values(batches: Sequence[Evidence], depth: int) -> dict[str, float]:

@@ -11,7 +11,7 @@ import torch
 from scipy.stats import kstest, power_divergence
 
 from lantern_bench.certify import plan, tabular, trials
-from lantern_bench.certify.broken import Mistake, drafting_mistakes, strict_without_residual
+from lantern_bench.certify.broken import strict_without_residual
 from lantern_bench.certify.plan import Claim, audited_cells, claim_of
 from lantern_bench.certify.tables import BROKEN, LEVEL, TrialResult, audit_rows
 from lantern_bench.certify.tabular import g_tests, table_model
@@ -19,6 +19,7 @@ from lantern_bench.cli import main as cli
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
 from lantern_bench.decoding.acceptance import walk
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.methods import tables as method_tables
 from lantern_bench.methods.modes import Mode
 from lantern_bench.models import registry
@@ -79,25 +80,11 @@ def test_p_values_of_a_lossless_decoding_are_uniform() -> None:
 
 def test_a_missing_residual_is_rejected_and_its_tv_estimated() -> None:
     right = g_tests(table_model(), STATIC, 10_000)
-    broken = g_tests(table_model(), STATIC, 10_000, Mistake("residual left out", strict_without_residual))
+    broken = g_tests(table_model(), STATIC, 10_000, AcceptanceRule("residual left out", accept=strict_without_residual))
     print(f"right {right}, broken {broken}")
     assert min(right.p_values.values()) > LEVEL
     assert max(broken.p_values.values()) < BROKEN
     assert broken.low > 3 * right.high / 2 > 0
-
-
-@pytest.mark.parametrize(
-    ("mode", "values"),
-    [("sjd", {}), ("scd", {}), ("scd", {"coupling": "gumbel"}), ("hybrid", {}), ("hybrid", {"coupling": "gumbel"})],
-)
-def test_mistakes_of_draftings_are_rejected_on_the_tables(mode: str, values: dict[str, str]) -> None:
-    decoding = trials.table_decoding(Decoding(**{"mode": mode, **values}))
-    mistakes = drafting_mistakes(decoding)
-    assert len(mistakes) == (1 if mode == "sjd" else 2)
-    for mistake in mistakes:
-        p_values = g_tests(table_model(), decoding, 6000, mistake).p_values
-        print(f"{mode} {values}, {mistake.name}: {p_values}")
-        assert min(p_values.values()) < BROKEN
 
 
 def test_estimates_of_tv_enclose_the_truth() -> None:

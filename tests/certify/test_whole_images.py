@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from lantern_bench.certify.broken import rule_mistakes, sibling_mistakes
+from lantern_bench.certify.broken import broken_rules, broken_sibling_rules
 from lantern_bench.certify.tables import LEVEL, TrialResult, whole_image_rows
 from lantern_bench.certify.whole_image import (
     TESTS,
@@ -221,22 +221,22 @@ def test_each_broken_rule_is_rejected(model: LoadedModel, cell: str, siblings: b
     # Few tokens leave a sibling little else; sampled siblings of a flat q hardly depend on each other.
     filters = {"top_k": 3} if siblings else {}
     broken = decoding(cell, **filters)
-    mistakes = sibling_mistakes(broken) if siblings else rule_mistakes(broken, model)
-    assert bool(mistakes) == (not siblings or cell != "block")
-    for mistake in mistakes:
+    rules = broken_sibling_rules(broken) if siblings else broken_rules(broken, model)
+    assert bool(rules) == (not siblings or cell != "block")
+    for rule in rules:
         tests, batches = {"none": 1.0}, []
         while min(tests.values()) >= LEVEL / (TESTS * 8) and len(batches) < 9:
-            batches += decoded_evidence(model, ALL, broken, 1000, tolerance=1e-3, seed=len(batches), mistake=mistake)
+            batches += decoded_evidence(model, ALL, broken, 1000, tolerance=1e-3, seed=len(batches), rule=rule)
             tests = p_values(batches, CELLS[cell][0])
         test = min(tests, key=lambda test: tests[test])
-        print(f"{cell}, {mistake.name}: {test} p = {tests[test]:.1e}, {len(batches)},000 images")
+        print(f"{cell}, {rule.name}: {test} p = {tests[test]:.1e}, {len(batches)},000 images")
         assert tests[test] < LEVEL / (TESTS * 8)
 
 
-def test_block_names_its_own_mistake_and_outside_rules_get_the_general_ones(model: LoadedModel) -> None:
-    assert rule_mistakes(decoding("block"), model)[-1].name == "share not updated after a rejection"
-    alone = rule_mistakes(decoding("branching"), replace(model, codebook=None))
-    assert [mistake.name for mistake in alone] == ["residual left out", "a draft accepted once too often in 50"]
+def test_block_names_its_mistake_and_outside_rules_get_the_general_ones(model: LoadedModel) -> None:
+    assert broken_rules(decoding("block"), model)[-1].name == "share not updated after a rejection"
+    alone = broken_rules(decoding("branching"), replace(model, codebook=None))
+    assert [rule.name for rule in alone] == ["residual left out", "a draft accepted once too often in 50"]
 
 
 def test_a_model_without_a_drafter_is_tested_by_its_tokens(model: LoadedModel) -> None:

@@ -12,12 +12,13 @@ import pytest
 import torch
 from scipy.stats import power_divergence
 
-from lantern_bench.certify.broken import Mistake, drafting_mistakes, strict_without_residual
+from lantern_bench.certify.broken import strict_without_residual
 from lantern_bench.certify.tabular import TabularModel
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.decoding.sampling import decoding_probabilities
+from tests.decoding.broken_drafts import Mistake, drafting_mistakes
 from tests.decoding.test_engine import Small, decoded, same
 
 VOCABULARY, LENGTH, WINDOW = 3, 5, 4
@@ -90,6 +91,7 @@ def test_images_follow_the_target(values: dict[str, Any], images: int) -> None:
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"mode": "sjd", "window": WINDOW, "coupling": "none"}, "draft kept, with the new q"),
     ({"mode": "sjd", "window": WINDOW, "coupling": "maximal"}, "uniform number used again"),
+    ({"mode": "sjd", "window": WINDOW, "coupling": "maximal"}, "old q kept with a draft"),
     ({"mode": "sjd", "window": WINDOW, "coupling": "gumbel"}, "noise kept by place in the window"),
     ({"mode": "hybrid", "window": WINDOW}, "old q kept with a draft"),
     ({"mode": "hybrid", "window": WINDOW}, "verified with the drafter's q"),
