@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from lantern_bench.certify.relaxation import autoregressive, generators
+from lantern_bench.certify.relaxation import generators
 from lantern_bench.clock import OnProgress, no_progress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt
@@ -36,7 +36,7 @@ def greedy_differences(
         chosen = prompts[start : start + batch]
         condition, seeds = model.condition([prompt.text for prompt in chosen]), [0] * len(chosen)
         decode_all = partial(decode, model, condition, engine=model.engine)
-        greedy = decode_all(autoregressive(decodings[0]), generators(model, seeds), keep_logits=True)
+        greedy = decode_all(decodings[0].autoregressive(), generators(model, seeds), keep_logits=True)
         for number, decoding in enumerate(decodings):
             drafted = decode_all(decoding, generators(model, seeds))
             differences[decoding] += map(_difference, greedy, drafted)

@@ -47,12 +47,6 @@ class Contexts(NamedTuple):
     forced: Forced
 
 
-def autoregressive(decoding: Decoding) -> Decoding:
-    """Return the autoregressive decoding with the sampling settings of `decoding`."""
-    sampling = ("temperature", "top_k", "top_p", "filter_order", "cfg_scale", "cfg_default")
-    return Decoding(mode="ar", **{key: getattr(decoding, key) for key in sampling})
-
-
 def generators(model: LoadedModel, seeds: Sequence[int]) -> list[torch.Generator]:
     """Return one seeded generator per image, on the model's device."""
     return [torch.Generator(model.target.device).manual_seed(seed) for seed in seeds]
@@ -78,7 +72,7 @@ def sampled_contexts(
         chosen, repeats = map(list, zip(*slots[start : start + batch], strict=True))
         seeds = [record_seed(seed, prompt.id, repeat) for prompt, repeat in zip(chosen, repeats, strict=True)]
         condition = model.condition([prompt.text for prompt in chosen])
-        decoded = decode(model, condition, autoregressive(decoding), generators(model, seeds), engine=model.engine)
+        decoded = decode(model, condition, decoding.autoregressive(), generators(model, seeds), engine=model.engine)
         tokens = torch.stack([image.tokens for image in decoded]).long().to(model.target.device)
         forced = teacher_forced(model.target, condition, tokens, decoding.cfg_scale != 1)
         yield Contexts(chosen, repeats, seeds, forced)
@@ -136,7 +130,7 @@ def emitted_tv_rows(
         yield from _along_steps(model, strict, members, prompts, settings, on_progress)
     groups = {}
     for cell in from_drafter:
-        groups.setdefault(autoregressive(cell.decoding), []).append(cell)
+        groups.setdefault(cell.decoding.autoregressive(), []).append(cell)
     for sampling, members in groups.items():
         remaining, images = settings.positions, -(-settings.positions // settings.per_image)
         for contexts in sampled_contexts(model, prompts, images, sampling, seed=settings.seed, batch=settings.batch):

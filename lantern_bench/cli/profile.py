@@ -82,7 +82,6 @@ def profile(
         raise UserError(f"profile measures one mode and rule at a time, and these are {len(decodings)}: {cells}")
 
     from lantern_bench.profile.run import load_profiled_model, save_device, step_of
-    from lantern_bench.profile.tree_search import autoregressive
     from lantern_bench.runs.devices import choose_compute
 
     trees = {} if search else {name: step_of(name, decodings[0]) for name in split_words(tree or [_TREES])}
@@ -95,7 +94,7 @@ def profile(
     if compile:
         compile_steps([profiled.model], compute, console)
     decoding = decodings[0].changed(cfg_scale=profiled.cfg_scale)
-    steps = {"ar": autoregressive(decoding)}
+    steps = {"ar": decoding.autoregressive()}
     steps |= {name: step.changed(cfg_scale=profiled.cfg_scale) for name, step in trees.items()}
     if threads is None:
         kinds = [*steps.values(), decoding][:2]

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from lantern_bench.config.yaml_source import load_yaml
 from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.draftings import Drafting
+from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.rules import Rule
 from lantern_bench.methods.tables import (
     DRAFTINGS,
@@ -191,6 +192,10 @@ class Decoding:
     def changed(self, **values: Any) -> Decoding:
         """Return this decoding with other values; raises as the constructor."""
         return Decoding(**{**self.settings(), **values}, cfg_default=self.cfg_default)
+
+    def autoregressive(self) -> Decoding:
+        """Return autoregressive decoding with the same sampling."""
+        return Decoding("ar", cfg_default=self.cfg_default, **{key: self.value(key) for key in SAMPLING})
 
     @property
     def drafting_row(self) -> Drafting:

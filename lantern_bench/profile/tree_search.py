@@ -15,7 +15,7 @@ import numpy as np
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.errors import UserError
-from lantern_bench.methods.parameters import SAMPLING, Values
+from lantern_bench.methods.parameters import Values
 from lantern_bench.methods.tables import (
     DRAFTINGS,
     MODES,
@@ -128,7 +128,7 @@ def search_trees(
         raise UserError(text, "Give more images.")
     condition = model.condition(prompts[:1])
     forwards = [forward_ms(model, condition, nodes, decoding.cfg_scale, 100) for nodes in _FORWARDS]
-    plain = autoregressive(decoding)
+    plain = decoding.autoregressive()
     costs: dict[Candidate, tuple[StepCost, StepCost]] = {}
 
     def measure(candidate: Candidate) -> None:
@@ -162,11 +162,6 @@ def with_drafting(decoding: Decoding, values: Values) -> Decoding:
     of_draftings = {key for row in DRAFTINGS.values() for key in row.parameter_names}
     others = {key: value for key, value in decoding.settings().items() if key not in of_draftings}
     return Decoding(**others | {"cfg_default": decoding.cfg_default} | dict(values))
-
-
-def autoregressive(decoding: Decoding) -> Decoding:
-    """Return autoregressive decoding with the same sampling."""
-    return Decoding(**{"mode": "ar"} | {key: decoding.value(key) for key in SAMPLING})
 
 
 def describe(decoding: Decoding) -> str:
