@@ -141,8 +141,9 @@ def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
 
 def check_neighbours(experiment: ResolvedExperiment) -> None:
     """Raise `UserError` for a cell that asks for more neighbours than its model has other codes."""
+    n_codes = {name: model_of(name).codes for name in experiment.settings.model}
     for cell in experiment.cells:
-        codes, neighbours = model_of(cell.model).codes, cell.decoding.neighbours
+        codes, neighbours = n_codes[cell.model], cell.decoding.neighbours
         if codes is not None and neighbours is not None and neighbours >= codes:
             message = f"--neighbours {neighbours}: the model {cell.model} has {codes} codes"
             raise UserError(message, f"At most {codes - 1}.")
