@@ -172,8 +172,9 @@ def decoded_evidence(
         forced = teacher_forced(target, condition, tokens, decoding.cfg_scale != 1)
         logits, q = guide(forced.logits.cond, forced.logits.uncond, decoding.cfg_scale), None
         if model.drafter is not None:
-            drafts = [guide(one.cond, one.uncond, decoding.cfg_scale) for one in drafts_along(model.drafter, forced)]
-            q = decoding_probabilities(torch.cat(drafts, dim=1), decoding)
+            scale, drafts = decoding.cfg_scale, drafts_along(model.drafter, forced)
+            draft_logits = torch.cat([guide(draft.cond, draft.uncond, scale) for draft in drafts], dim=1)
+            q = decoding_probabilities(draft_logits, decoding)
         places = torch.rand(2, *tokens.shape, generator=noise, dtype=torch.float64).to(target.device)
         yield evidence(logits, q, tokens, [image.trace.start for image in decoded], decoding, places, tolerance)
 

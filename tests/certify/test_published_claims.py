@@ -22,25 +22,25 @@ def law(*parts: int) -> Law:
     return [Fraction(part, sum(parts)) for part in parts]
 
 
-def rest(p: Law, q: Law) -> Law:
-    """norm(max(p - q, 0)); p itself where nothing is left."""
-    left = [max(a - b, Fraction(0)) for a, b in zip(p, q, strict=True)]
-    return [one / sum(left) for one in left] if sum(left) else p
+def residual(p: Law, q: Law) -> Law:
+    """norm(max(p - q, 0)); p itself where nothing remains."""
+    remains = [max(a - b, Fraction(0)) for a, b in zip(p, q, strict=True)]
+    return [mass / sum(remains) for mass in remains] if sum(remains) else p
 
 
 def without(q: Law, x: int) -> Law:
-    left = [Fraction(0) if token == x else chance for token, chance in enumerate(q)]
-    return [one / sum(left) for one in left] if sum(left) else left
+    remains = [Fraction(0) if token == x else chance for token, chance in enumerate(q)]
+    return [mass / sum(remains) for mass in remains] if sum(remains) else remains
 
 
 def accept(p: Law, q: Law, x: int) -> Fraction:
     return min(Fraction(1), p[x] / q[x]) if q[x] else Fraction(0)
 
 
-def close(found: Tensor, wanted: Law) -> bool:
+def close(measured: Tensor, wanted: Law) -> bool:
     """Whether shares of `IMAGES` images are within five standard deviations."""
-    exact = torch.tensor([float(one) for one in wanted])
-    return bool(((found - exact).abs() <= 5 * (exact * (1 - exact) / IMAGES).sqrt() + 1e-9).all())
+    exact = torch.tensor([float(chance) for chance in wanted])
+    return bool(((measured - exact).abs() <= 5 * (exact * (1 - exact) / IMAGES).sqrt() + 1e-9).all())
 
 
 def shares(tokens: Tensor, vocabulary: int) -> Tensor:
@@ -53,12 +53,12 @@ def test_an_old_q_kept_with_a_draft() -> None:
     for x, drawn in enumerate(q):
         keeps = accept(r, q, x)
         drafts = [(x, q, drawn * keeps)] + [
-            (token, r, drawn * (1 - keeps) * chance) for token, chance in enumerate(rest(r, q))
+            (token, r, drawn * (1 - keeps) * chance) for token, chance in enumerate(residual(r, q))
         ]
         for draft, believed, weight in drafts:
             taken = accept(p, believed, draft)
             emitted[draft] += weight * taken
-            for token, chance in enumerate(rest(p, believed)):
+            for token, chance in enumerate(residual(p, believed)):
                 emitted[token] += weight * (1 - taken) * chance
     assert emitted == [Fraction(2, 3), Fraction(1, 3)]
     assert close(_second_draft("scd", {"drafting": "scd-published"}, q, r, p), emitted)
@@ -75,8 +75,8 @@ def _second_draft(mode: str, values: dict[str, Any], q: Law, r: Law, p: Law) -> 
     def exponential(*shape: int) -> Tensor:
         return torch.empty(IMAGES, *shape).exponential_(generator=noise)
 
-    def rows(given: Law) -> Tensor:
-        return torch.tensor([float(one) for one in given]).expand(IMAGES, method.nodes, -1).contiguous()
+    def rows(distribution: Law) -> Tensor:
+        return torch.tensor([float(chance) for chance in distribution]).expand(IMAGES, method.nodes, -1).contiguous()
 
     root, limit = torch.zeros(IMAGES, dtype=torch.int64), torch.full((IMAGES,), 2)
     method.start_images(rows(q)[:, 0])
@@ -91,5 +91,5 @@ def _second_draft(mode: str, values: dict[str, Any], q: Law, r: Law, p: Law) -> 
     method.after_step(LastStep(tree, rows(r), path, nothing, path, nothing + 2, nothing == 0))
     tree = method.tree(method.draft(DraftInputs(root, exponential(method.noises, len(p)), limit)))
     uniforms = torch.rand(IMAGES, method.nodes, method.fanout, generator=noise)
-    found = method.verify(tree, rows(p), AcceptanceRule(), uniforms, exponential(len(p)), limit)
-    return shares(found.tokens[:, 0], len(p))
+    verdict = method.verify(tree, rows(p), AcceptanceRule(), uniforms, exponential(len(p)), limit)
+    return shares(verdict.tokens[:, 0], len(p))

@@ -42,12 +42,12 @@ def model() -> LoadedModel:
 
 def test_all_cells_share_the_positions(model: LoadedModel) -> None:
     rows = list(emitted_tv_rows(model, RELAXED, ALL, CostSettings(positions=14, per_image=4, draws=4)))
-    places = {one.cell_id: [] for one in RELAXED}
+    places = {cell.cell_id: [] for cell in RELAXED}
     for row in rows:
         places[row["cell_id"]].append((row["prompt_id"], row["repeat"], row["position"]))
     first = places[RELAXED[0].cell_id]
     assert len(first) == len(set(first)) == 14
-    assert all(found == first for found in places.values())
+    assert all(of_cell == first for of_cell in places.values())
     assert {position for *_, position in first} <= set(range(1, TOKENS - 1))
 
 
@@ -56,8 +56,8 @@ def test_dynamic_emitted_tv_is_exact(model: LoadedModel) -> None:
     settings, images_needed = CostSettings(positions=6, per_image=2, draws=4), 3
     rows = [row for row in emitted_tv_rows(model, RELAXED[:1], ALL, settings)]
     images = {}
-    for made in sampled_contexts(model, ALL, images_needed, RELAXED[0].decoding):
-        for prompt, repeat, tokens in zip(made.prompts, made.repeats, made.forced.tokens, strict=True):
+    for contexts in sampled_contexts(model, ALL, images_needed, RELAXED[0].decoding):
+        for prompt, repeat, tokens in zip(contexts.prompts, contexts.repeats, contexts.forced.tokens, strict=True):
             images[prompt.id, repeat] = tokens
     target, drafter = model.target, model.drafter
     rule = rule_of(RELAXED[0].decoding, model)
@@ -81,10 +81,10 @@ def test_strict_rule_has_zero_tv_and_batch_size_is_irrelevant(model: LoadedModel
     def by_place(rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], float]:
         return {(r["cell_id"], r["prompt_id"], r["repeat"], r["position"]): r["emitted_tv"] for r in rows}
 
-    found, again = by_place(together), by_place(alone)
-    assert found.keys() == again.keys()
-    assert all(again[key] == pytest.approx(value, abs=1e-6) for key, value in found.items())
-    assert max(found.values()) > 0.01
+    in_batches, by_themselves = by_place(together), by_place(alone)
+    assert in_batches.keys() == by_themselves.keys()
+    assert all(by_themselves[key] == pytest.approx(value, abs=1e-6) for key, value in in_batches.items())
+    assert max(in_batches.values()) > 0.01
 
 
 def test_undefined_emitted_tv_is_refused(model: LoadedModel) -> None:

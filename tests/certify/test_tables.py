@@ -99,11 +99,11 @@ def test_note_says_when_more_draws_are_needed() -> None:
 
 
 def test_only_breaking_the_proved_bound_fails() -> None:
-    kept = places("lantern", [("a", 0.3, None, 0.31), ("b", 0.38, None, 0.4)], delta=0.2)
+    bounded = places("lantern", [("a", 0.3, None, 0.31), ("b", 0.38, None, 0.4)], delta=0.2)
     broken = places("lantern", [("a", 0.3, None, 0.1), ("b", 0.4, None, 0.6)], delta=0.3)
     official = places("lantern", [("a", 0.9, None, 0.1), ("b", 0.4, None, 0.6)], delta=0.3, residual="official")
     sampled = places("lantern++", [("a", 0.9, 0.9, None), ("b", 0.4, 0.4, None)], **{"lambda": 2})
-    everything = [*kept, *broken, *official, *sampled]
+    everything = [*bounded, *broken, *official, *sampled]
     rows = cost_check_rows(list(cost_rows(everything)), everything)
     assert [row.get("passed") for row in rows] == ["yes", "NO", None, None]
     assert rows[0]["note"] == "1.7 times delta 0.2, above it at 100% of places"

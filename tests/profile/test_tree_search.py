@@ -70,7 +70,7 @@ def test_fastest_has_a_candidate_of_each_size() -> None:
 def test_line_of_an_experiment_gives_the_cell_again(values: dict[str, object], line: str, tmp_path: Path) -> None:
     decoding = Decoding(**values | {"cfg_scale": 2.0, "cfg_default": 2.0})
     assert experiment_line(decoding) == line
-    path = tmp_path / "one.yaml"
+    path = tmp_path / "line.yaml"
     path.write_text(f"model: lanterns\nbaseline: false\ncells:\n  {line}\n")
     (cell,) = load_experiment(path, {"lanterns": {"cfg_scale": 2.0, "tree": "chain-4"}}, Overrides()).cells
     assert cell.decoding == decoding
@@ -91,5 +91,5 @@ def test_decodings_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> Non
     assert order == [False, True] + [False, True] * 3  # a warm-up of each, then in turns
     assert shares[-1] == 1.0 and [len(cost.traces) for cost in costs] == [3, 3]
     for cost in costs:
-        seconds = sum(one.seconds - one.phases["prefill"] for one in cost.traces)
-        assert cost.total == pytest.approx(1e3 * seconds / sum(len(one.committed) for one in cost.traces))
+        seconds = sum(trace.seconds - trace.phases["prefill"] for trace in cost.traces)
+        assert cost.total == pytest.approx(1e3 * seconds / sum(len(trace.committed) for trace in cost.traces))
