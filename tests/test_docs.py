@@ -143,6 +143,17 @@ def test_architecture_has_a_place_for_every_module() -> None:
     assert folders - {"lantern_bench/"} <= paths
 
 
+@pytest.mark.parametrize(
+    ("heading", "most"), [("The path of `lantern-bench sweep`", 35), ("The path of `--delta 0.1`", 8)]
+)
+def test_paths_through_the_code_are_short(heading: str, most: int) -> None:
+    """Each step of a path enters one file, and none twice."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.split(f"## The path of `{heading}`")[1].split("\n## ")[0]
+    files = re.findall(r"^(?:\| \d+ \| |\d+\. )`(lantern_bench/[\w/]+\.py)`", section, flags=re.MULTILINE)
+    assert 5 < len(files) <= most and len(set(files)) == len(files)
+
+
 def test_contributing_lists_the_layers_of_the_import_contract() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
         "contracts"
