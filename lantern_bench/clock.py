@@ -70,18 +70,13 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 
 class Usage(NamedTuple):
-    """What the processor did: a state of its counters, or their change over a window; None where not told.
+    """Counters of the processor, or their change over a window; None where the system does not report one."""
 
-    `cpu_seconds` of all threads of this process. `waited_seconds` in which threads of this process could run and got no
-    core, added up over threads (Linux). `steal_seconds` that the hypervisor took from the usable cores (Linux).
-    `busy_seconds`: CPU seconds of all programs on the usable cores.
-    """
-
-    cpu_seconds: float
-    waited_seconds: float | None
+    cpu_seconds: float  # of all threads of this process
+    waited_seconds: float | None  # threads of this process could run and got no core, added up (Linux)
     involuntary_switches: int | None
-    steal_seconds: float | None
-    busy_seconds: float
+    steal_seconds: float | None  # the hypervisor took them from the usable cores (Linux)
+    busy_seconds: float  # CPU seconds of all programs on the usable cores
 
     def since(self, before: Usage) -> Usage:
         """Return the change from `before`."""
@@ -133,11 +128,10 @@ def _waited_seconds() -> float | None:
 
 
 class Phases:
-    """Seconds spent in named phases between `start` and `stop`.
+    """Seconds spent in named phases between `start` and `stop`, and the processor's `usage` between them.
 
-    `mark(name)` ends the phase that began at the last mark (or at `start`) and books it under `name`. Names may repeat;
-    their times add up. `stop` waits for the device; `total` is the whole window, so that what no mark covered can be
-    reported as well. `usage` is what the processor did between `start` and `stop`.
+    `mark(name)` ends the phase that began at the last mark (or at `start`) and adds it to `name`. `total` is the time
+    from start to stop, so that what no mark covers can be reported as well.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -187,19 +181,14 @@ class Phases:
         """Seconds of each phase by name."""
         out: dict[str, float] = {}
         last = self._begin
-        for name, at in self._marks:
-            out[name] = out.get(name, 0.0) + self._seconds(last, at)
-            last = at
+        for name, mark in self._marks:
+            out[name] = out.get(name, 0.0) + self._seconds(last, mark)
+            last = mark
         return out
 
-    def ends(self, *names: str) -> list[float]:
-        """Seconds from `start` to each end of a phase with one of these names, in order of time."""
-        return [self._seconds(self._begin, at) for name, at in self._marks if name in names]
+
+OnProgress: TypeAlias = Callable[[str, float], None]  # a description of the work, and the share that is done
 
 
-OnProgress: TypeAlias = Callable[[str, float], None]
-"""Progress callback: a description of the work, and the share that is done."""
-
-
-def no_progress(_what: str, _done: float) -> None:
+def no_progress(_description: str, _done: float) -> None:
     """Ignore progress: the default callback."""

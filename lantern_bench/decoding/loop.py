@@ -114,11 +114,10 @@ class _Batch:
         token, broken = _next_token(logits, self.decoding, self.noise())
         return prefix, First(token, logits, broken)
 
-    def times(self, last: str) -> Times:
-        """Return the times of the batch, whose steps end with the phase `last`."""
+    def times(self) -> Times:
+        """Return the times of the batch, divided by its images."""
         phases = {name: value / self.size for name, value in self.phases.seconds().items()}
-        ends = self.phases.ends("prefill", last)
-        return Times(self.phases.total() / self.size, phases, self.phases.usage, ends)
+        return Times(self.phases.total() / self.size, phases, self.phases.usage)
 
     def refuse(self, whose: str, position: int, *sessions: TargetSession | DrafterSession | None) -> NoReturn:
         """Raise `LogitsError` for the logits behind `position` tokens, and clear the caches, which hold NaN."""
@@ -158,7 +157,7 @@ def autoregressive(batch: _Batch, condition: Any) -> list[Decoded]:
     batch.phases.stop()
     if position := int(steps.broken):
         batch.refuse("target", max(position, 0), steps.session)
-    trace = image_trace(wanted, [[position, 0, 0] for position in range(1, wanted)], [], 0, batch.times("target"))
+    trace = image_trace(wanted, [[position, 0, 0] for position in range(1, wanted)], [], 0, batch.times())
     logits_of_images = torch.stack(every_logits, dim=1) if batch.keep_logits else None
     return batch.decoded(steps.out, [trace] * batch.size, logits_of_images)
 
@@ -201,7 +200,7 @@ def speculative(
     if steps == 0:
         _refuse_step(batch, speculation, speculation.progress.host_view[1].tolist(), positions)
     progress, forwards = speculation.progress, speculation.drafting.forwards
-    traces = progress.recorder.finish(batch.tokens_wanted, steps, forwards, batch.times("verify"))
+    traces = progress.recorder.finish(batch.tokens_wanted, steps, forwards, batch.times())
     return batch.decoded(progress.out, traces, _join(batch, first.logits, paths) if batch.keep_logits else None)
 
 

@@ -24,7 +24,6 @@ class Times(NamedTuple):
     seconds: float
     phases: Mapping[str, float]
     usage: Usage | None
-    ends: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,6 @@ class ImageTrace:
     seconds: float = 0.0  # of the batch, divided by its images
     phases: Mapping[str, float] = field(default_factory=dict)  # the same for each phase
     usage: Usage | None = None  # of the processor, for the whole batch
-    # Of the whole batch: seconds from the begin of decoding to the first token, then to the end of each step; on mps,
-    # which runs behind the host, to the end of the calls.
-    ends: Sequence[float] = ()
 
     @property
     def mean_accepted_length(self) -> float | None:
@@ -121,5 +117,4 @@ def image_trace(
         seconds=times.seconds,
         phases=times.phases,
         usage=times.usage,
-        ends=times.ends[: len(rows) + 1],
     )
