@@ -143,9 +143,7 @@ def test_architecture_has_a_place_for_every_module() -> None:
     assert folders - {"lantern_bench/"} <= paths
 
 
-@pytest.mark.parametrize(
-    ("heading", "most"), [("The path of `lantern-bench sweep`", 35), ("The path of `--delta 0.1`", 8)]
-)
+@pytest.mark.parametrize(("heading", "most"), [("lantern-bench sweep", 35), ("--delta 0.1", 8)])
 def test_paths_through_the_code_are_short(heading: str, most: int) -> None:
     """Each step of a path enters one file, and none twice."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

@@ -115,10 +115,6 @@ def test_every_count_is_a_sum_over_the_trace(drafting: str) -> None:
             assert offered == min(2, LENGTH - start - 1)
             assert len(ranks) <= offered
         assert [sum(rank >= 0 for rank in ranks) for ranks in trace.child_rank] == trace.accepted
-        # The first token, then every step of this image.
-        assert len(trace.ends) == 1 + len(trace.committed) and trace.ends == sorted(trace.ends)
-    assert max(item.trace.ends[-1] for item in made) == pytest.approx(sum(made[0].trace.phases.values()) * 60)
-    assert len({len(item.trace.ends) for item in made}) > 1
 
 
 def test_fewer_tokens_are_cut_and_also_counted_uncut() -> None:
@@ -135,8 +131,6 @@ def test_ar_counts_one_token_a_step_and_compresses_nothing() -> None:
     trace = decode(model, None, Decoding(mode="ar"), generators(1, 0))[0].trace
     assert trace.mean_accepted_length == 1.0
     assert trace.step_compression == 1.0
-    assert len(trace.ends) == trace.tokens and trace.ends == sorted(trace.ends)
-    assert trace.ends[-1] == pytest.approx(sum(trace.phases.values())) and trace.ends[-1] <= trace.seconds
 
 
 @pytest.mark.parametrize("mode", ["ar", "speculative"])
