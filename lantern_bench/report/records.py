@@ -112,7 +112,7 @@ class CellRecords:
     def images(self) -> pd.DataFrame:
         """The figures of each completed image as floats, indexed by (prompt_id, repeat); nan where not recorded.
 
-        Besides recorded columns: `one` is 1, `device_id` a text (empty where not recorded); `steps`, `committed` and
+        Besides recorded columns: `count` is 1, `device_id` a text (empty where not recorded); `steps`, `committed` and
         `accepted` count over the steps, `uncut` is the tokens with the last step uncut, `*_ms` are milliseconds.
         Seconds and milliseconds are those of `_usual_share`.
         """
@@ -124,7 +124,7 @@ class CellRecords:
         for name in ("committed", "accepted"):
             figures[name] = [sum(counts or ()) for counts in good[f"{name}_per_step"]]
         figures["steps"] = [len(counts or ()) for counts in good["committed_per_step"]]
-        images = pd.DataFrame(figures, index=index).astype(float).assign(one=1.0)
+        images = pd.DataFrame(figures, index=index).astype(float).assign(count=1.0)
         images["uncut"] = images["mal_uncut"] * images["steps"]
         images["process"] = images["process"].fillna(0.0)  # not recorded: one process
         images["kept_share"] = _usual_share(images)

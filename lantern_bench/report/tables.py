@@ -78,8 +78,8 @@ _RATIOS = {
     "tokens_per_s": ("tokens", "seconds"),
     "mal_uncut": ("uncut", "steps"),
     "accepted_drafts": ("accepted", "steps"),
-    "target_forwards": ("target_forwards", "one"),
-    "drafter_forwards": ("drafter_forwards", "one"),
+    "target_forwards": ("target_forwards", "count"),
+    "drafter_forwards": ("drafter_forwards", "count"),
     **{name: (name, "steps") for name in ("draft_ms", "target_ms", "verify_ms", "other_ms")},
 }
 
