@@ -29,8 +29,8 @@ class Janus(HostedModel):
         """The unconditional prompt has padding words, which are read, where the other has the caption's."""
         words = self.tokenizer
         text = words(f"<|User|>: {caption}\n\n<|Assistant|>:<begin_of_image>").input_ids
-        kept = {words.bos_token_id, words.convert_tokens_to_ids("<begin_of_image>")}
-        return text, [word if word in kept else words.pad_token_id for word in text]
+        special = {words.bos_token_id, words.convert_tokens_to_ids("<begin_of_image>")}
+        return text, [word if word in special else words.pad_token_id for word in text]
 
     def embed_words(self, words: Tensor) -> Tensor:
         """Words of prompts -> [rows, n, dim]."""
