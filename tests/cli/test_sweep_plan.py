@@ -247,3 +247,14 @@ def test_models_are_listed_with_their_licence(capsys):
     published = listed[listed["files"].notna()]
     assert {"llamagen-t2i-stage1", "llamagen-c2i-3B-384", "anole-7b", "lumina-mgpt-7b-768"} <= set(published["model"])
     assert (published["missing"].isna() | published["get"].str.startswith("lantern-bench weights get")).all()
+
+
+def test_one_model_is_shown_with_its_parts_and_memory(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("LANTERN_BENCH_WEIGHTS", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert cli.main(["models", "llamagen-t2i-stage1"]) == 0
+    written = capsys.readouterr()
+    listed = pd.read_csv(io.StringIO(written.out))
+    assert set(listed["part"]) == {"target", "tokenizer", "drafter", "text_encoder"} and not listed["found"].any()
+    assert "missing: target, " in written.err and "lantern-bench weights get llamagen-t2i-stage1" in written.err
+    assert "memory needed: " in written.err and "free here: " in written.err
