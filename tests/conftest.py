@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from lantern_bench.decoding.loop import Decoded
@@ -22,6 +23,10 @@ CAPTION = "a red lantern"
 
 # All test processes and all later runs of the tests find what inductor has compiled; `make clean` removes it.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "inductor"))
+
+# No test fails because the machine is busy.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

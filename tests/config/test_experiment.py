@@ -266,7 +266,7 @@ MAPPINGS = st.fixed_dictionaries(
 DEFAULTS = {"delta": [0.1, 0.2], "lambda": 2, "neighbours": 4, "residual": "official", "tree": [[[0], [1]], "deep-25"]}
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(MAPPINGS, min_size=1, max_size=3), st.sampled_from([["lanterns"], ["lanterns", "big"]]))
 def test_a_resolved_experiment_resolves_to_itself(tmp_path: Path, entries: list[Any], models: list[str]) -> None:
     first = resolved(tmp_path, yaml.safe_dump({"model": models, "cells": entries, **DEFAULTS}))
@@ -280,7 +280,7 @@ def test_a_resolved_experiment_resolves_to_itself(tmp_path: Path, entries: list[
     assert ids(load_experiment(path, other_defaults)) == ids(first)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     # Rounded: values that a name cannot tell apart are refused, which is another test's matter.
     st.lists(st.floats(1e-3, 0.9).map(lambda delta: round(delta, 4)), min_size=1, max_size=4),

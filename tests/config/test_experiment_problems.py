@@ -242,7 +242,7 @@ FILES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(FILES, BLOCKS, st.dictionaries(KEYS, st.lists(SCALARS, min_size=1, max_size=2), max_size=2))
 def test_whatever_is_written_is_understood_or_refused(
     tmp_path: Path, data: dict[str, Any], more: dict[str, Any], flags: dict[str, Any]

@@ -115,7 +115,7 @@ def test_no_number_of_images_is_every_prompt_once(tmp_path: Path) -> None:
     assert len(make_plan(load_experiment(path, MODELS), PROMPTS).tasks) == 3
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 12), st.integers(1, 5), st.lists(st.integers(1, 4), min_size=1, max_size=3, unique=True))
 def test_shards_share_the_work_and_keep_cells_of_a_prompt_together(images: int, count: int, batch: list[int]) -> None:
     plan = plan_of(images=images, batch=batch)

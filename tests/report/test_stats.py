@@ -93,7 +93,7 @@ def test_too_little_data_has_no_interval():
     assert ratio_of_sums([1.0], [0.0], ["a"]).value is None
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.floats(0, 1e3), st.floats(1e-3, 1e3)), min_size=2, max_size=6))
 def test_intervals_are_never_nan(pairs):
     interval = ratio_of_sums(
