@@ -164,6 +164,7 @@ def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan
     if not unique:
         raise UserError(f"prompts {settings.prompts}: holds no prompt", "Give a file with one prompt a line.")
     slots = _slots(unique, settings.images or len(unique), settings.repeats)
+    seed_sets = {cell.cell_id: cell.decoding.seed_set for cell in experiment.cells}
     tasks: list[ImageTask] = []
     # The largest batch decides how many images of one cell follow each other: all cells see a prompt at about one time.
     together = max(settings.batch)
@@ -171,7 +172,7 @@ def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan
         for cell in _order(experiment.cells, settings.seed, *slots[start]):
             for image_index in range(start, min(start + together, len(slots))):
                 prompt, repeat = slots[image_index]
-                seed = record_seed(settings.seed, prompt.id, repeat, cell.decoding.seed_set)
+                seed = record_seed(settings.seed, prompt.id, repeat, seed_sets[cell.cell_id])
                 tasks.append(ImageTask(cell, prompt, repeat, seed, image_index, len(tasks)))
     return Plan(experiment.cells, tuple(tasks), together)
 
