@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lantern_bench.report.records import count_offers, group_records
 from lantern_bench.report.tables import acceptance_rows
-from lantern_bench.runs.records import frame_of
 from tests.made_up_run import AR, STRICT, WALKS, make_record
 
 
 def by(axis, records, name="offered"):
     """The counts of `name` along `axis`, without zeros."""
-    counts = count_offers(frame_of(records)).groupby(axis)[name].sum()
+    counts = count_offers(pd.DataFrame(records)).groupby(axis)[name].sum()
     return counts[counts > 0].to_dict()
 
 
