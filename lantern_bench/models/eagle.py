@@ -31,7 +31,7 @@ from lantern_bench.models.target import (
     prompt_rows,
 )
 from lantern_bench.models.transformer import Block, TokenEmbedding, attend_cached, attend_plain, rotary_table
-from lantern_bench.models.transformer_config import TransformerConfig, heads_problem, llama_sizes, read_sizes
+from lantern_bench.models.transformer_config import TransformerConfig, llama_sizes, read_sizes
 
 
 class EagleDrafter(nn.Module, Drafter):
@@ -244,16 +244,6 @@ def load_drafter(folder: Path, target: TransformerTarget, *, dtype: torch.dtype,
     return drafter
 
 
-_NAMES = {
-    "dim": ("hidden_size",),
-    "text_vocab_size": ("vocab_size",),
-    "layers": ("num_hidden_layers",),
-    "heads": ("num_attention_heads",),
-    "kv_heads": ("num_key_value_heads",),
-    "ffn_dim": ("intermediate_size",),
-    "norm_eps": ("rms_norm_eps",),
-    "rope_base": ("rope_base",),
-}
 _ROPE_BASE = 10000.0  # of the published code, whatever the target's is and the file says
 _SIDES = {"c2i": 24, "t2i": 16, "t2i2": 32}  # the published code's grid for each `input_type`
 
@@ -265,11 +255,16 @@ def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder:
         return UserError(f"{folder / 'config.json'}: {key}: {text}", advice)
 
     chameleon = target.qk_norm
-    sizes = llama_sizes(stated, wrong) if chameleon else read_sizes(stated, _NAMES, wrong, ("norm_eps", "rope_base"))
-    for name, needed in {"dim": target.dim, "text_vocab_size": target.embedded_tokens}.items():
-        if (size := sizes.pop(name, needed)) != needed:
-            text = f"is {size}, and this target needs {needed}"
-            raise wrong(_NAMES[name][0], text, "It was trained for another model.")
+    needed = {"hidden_size": target.dim, "vocab_size": target.embedded_tokens}
+    config: dict[str, Any] = {"num_attention_heads": target.heads, "intermediate_size": target.ffn_dim, **needed}
+    config |= {key: value for key, value in stated.items() if value is not None}
+    for key, size in read_sizes(config, {key: (key,) for key in needed}, wrong).items():
+        if size != needed[key]:
+            raise wrong(key, f"is {size}, and this target needs {needed[key]}", "It was trained for another model.")
+    if not chameleon:  # drafters trained here state `mask_padding`, and rotate as they say or as their target
+        config["rope_theta"] = stated.get("rope_base", target.rope_base) if "mask_padding" in stated else _ROPE_BASE
+    sizes = llama_sizes(config, wrong, target.positions)
+    del sizes["dim"], sizes["text_vocab_size"]
     if (layers := sizes.pop("layers", 1)) != 1:
         raise wrong("num_hidden_layers", f"is {layers}: only drafters of one layer are supported")
     side = _SIDES.get(str(stated.get("input_type")))
@@ -279,14 +274,6 @@ def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder:
             f"grid, and this model's grid is {target.grid[0]}x{target.grid[1]}",
             "Give the drafter that was trained for this model.",
         )
-    usual = {"heads": target.heads, "ffn_dim": target.ffn_dim, "norm_eps": 1e-6, "rope_base": target.rope_base}
-    if chameleon:
-        usual["norm_eps"] = target.norm_eps
-    sizes = usual | sizes
-    if not chameleon and "mask_padding" not in stated:  # it was not trained here
-        sizes["rope_base"] = _ROPE_BASE
     sizes.setdefault("kv_heads", sizes["heads"])
-    problem = heads_problem(target.dim, sizes["heads"], sizes["kv_heads"], target.positions)
-    if problem is not None:
-        raise wrong(*problem)
+    sizes.setdefault("norm_eps", target.norm_eps if chameleon else 1e-6)
     return replace(target, layers=1, **sizes)

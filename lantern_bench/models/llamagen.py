@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lantern_bench.errors import UserError
 from lantern_bench.models import hub
 from lantern_bench.models.model import CheckpointModel, Published, class_number, some_classes
-from lantern_bench.models.transformer_config import TransformerConfig, heads_problem, llama_sizes, read_sizes
+from lantern_bench.models.transformer_config import TransformerConfig, llama_sizes, read_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -96,14 +96,11 @@ class LlamaGen(CheckpointModel):
         for name in (self.file and self.file.target.config) or ():
             if name not in _KEYS and (near := difflib.get_close_matches(str(name), _KEYS, n=1, cutoff=0.82)):
                 raise self.wrong(str(name), f"unknown; did you mean {near[0]}?")
-        sizes = {"text_vocab_size": 16384, **llama_sizes(self.config, self.wrong)}
+        sizes = {"text_vocab_size": 16384, **llama_sizes(self.config, self.wrong, "grid")}
         for field, key in {"dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}.items():
             if field not in sizes:
                 advice = "State it in target: {config: {...}}, or name the published model: family: llamagen-c2i-B-256."
                 raise self.wrong(key, "missing: no checkpoint states it", advice)
-        problem = heads_problem(sizes["dim"], sizes["heads"], sizes.get("kv_heads"), "grid")
-        if problem is not None:
-            raise self.wrong(*problem)
         ffn_dim, multiple = int(8 * sizes["dim"] / 3), self.numbers["multiple_of"]
         ffn_dim = int(self.numbers["ffn_dim_multiplier"] * ffn_dim)
         sizes.setdefault("ffn_dim", -(-ffn_dim // multiple) * multiple)

@@ -194,12 +194,9 @@ def positions_of(valid: Tensor, length: int, config: TransformerConfig) -> Tenso
 
 
 class CachedTarget(nn.Module, Target):
-    """A target whose sessions use this package's cache; `transformer` may be another library's.
+    """A target whose sessions use this package's cache; `transformer` may be another library's."""
 
-    `linear_head` says whether logits are linear in features, so that a session may guide features.
-    """
-
-    linear_head = True
+    linear_head = True  # logits are linear in features, so that a session may guide features
 
     def __init__(self, config: TransformerConfig, transformer: Any, condition: Any) -> None:
         super().__init__()
@@ -346,9 +343,9 @@ class TransformerSession(CachedSession, TargetSession):
         self, tokens: Tensor, depths: Tensor, attention: Tensor, cfg_scale: float
     ) -> tuple[Tensor, Tensor]:
         """As `TargetSession.score_guided`: a linear head multiplies guided features, half the rows."""
-        features, positions = self._features(tokens, depths, attention)
         if not self._target.linear_head:
-            return guide(*self._split(self._head(features, positions)), cfg_scale), features
+            return super().score_guided(tokens, depths, attention, cfg_scale)
+        features, positions = self._features(tokens, depths, attention)
         guided = guide(features[: self._batch], features[self._batch :], cfg_scale)
         return self._head(guided, positions), features
 

@@ -90,21 +90,6 @@ def read_sizes(
     return sizes
 
 
-def heads_problem(dim: int, heads: int, kv_heads: int | None, positions: str) -> tuple[str, str] | None:
-    """Return why so many heads are impossible, as a key of config.json and a text; None where they are possible.
-
-    Rotation on a grid takes half the pairs of a head for the row and half for the column (`positions` "grid").
-    """
-    if dim % heads:
-        return "num_attention_heads", f"{heads}: does not divide the width {dim}"
-    if dim // heads % (step := 4 if positions == "grid" else 2):
-        text = f"{heads}: gives heads of {dim // heads} numbers, and rotary positions need a multiple of {step}"
-        return "num_attention_heads", text
-    if kv_heads is not None and heads % kv_heads:
-        return "num_key_value_heads", f"{kv_heads}: does not divide the {heads} heads"
-    return None
-
-
 _LLAMA_NAMES: dict[str, tuple[str, ...]] = {
     "text_vocab_size": ("vocab_size",),
     "dim": ("hidden_size",),
@@ -123,10 +108,11 @@ _LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-def llama_sizes(config: Mapping[str, Any], wrong: Wrong) -> dict[str, Any]:
+def llama_sizes(config: Mapping[str, Any], wrong: Wrong, positions: str = "sequence") -> dict[str, Any]:
     """Return the sizes that a config.json of transformers' Llama and its kin states, by the names of the fields.
 
-    Raises what `wrong(key, text)` returns for impossible values, and for options that this transformer lacks.
+    `positions` as in `TransformerConfig`: rotation on a grid takes half the pairs of a head for the row and half for
+    the column. Raises what `wrong(key, text)` returns for impossible values and for options that are not supported.
     """
     for key, allowed in _LLAMA_ONLY.items():
         if config.get(key) not in allowed:
@@ -136,7 +122,16 @@ def llama_sizes(config: Mapping[str, Any], wrong: Wrong) -> dict[str, Any]:
         if (kind := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
             raise wrong(key, f"is of the type {kind}, and only rotary positions without scaling are supported")
     sizes = read_sizes({"rope_theta": rope.get("rope_theta"), **config}, _LLAMA_NAMES, wrong, ("norm_eps", "rope_base"))
-    head_dim = config.get("head_dim")
-    if {"dim", "heads"} <= sizes.keys() and head_dim not in (None, sizes["dim"] // sizes["heads"]):
-        raise wrong("head_dim", f"is {head_dim}, and only hidden_size / num_attention_heads is supported")
+    if not {"dim", "heads"} <= sizes.keys():
+        return sizes
+    dim, heads, kv_heads = sizes["dim"], sizes["heads"], sizes.get("kv_heads")
+    if dim % heads:
+        raise wrong("num_attention_heads", f"{heads}: does not divide the width {dim}")
+    if config.get("head_dim") not in (None, dim // heads):
+        raise wrong("head_dim", f"is {config['head_dim']}, and only hidden_size / num_attention_heads is supported")
+    if dim // heads % (step := 4 if positions == "grid" else 2):
+        text = f"{heads}: gives heads of {dim // heads} numbers, and rotary positions need a multiple of {step}"
+        raise wrong("num_attention_heads", text)
+    if kv_heads is not None and heads % kv_heads:
+        raise wrong("num_key_value_heads", f"{kv_heads}: does not divide the {heads} heads")
     return sizes

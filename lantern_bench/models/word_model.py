@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.model import CheckpointModel
-from lantern_bench.models.transformer_config import TransformerConfig, heads_problem, llama_sizes
+from lantern_bench.models.transformer_config import TransformerConfig, llama_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -118,9 +118,6 @@ class WordModel(CheckpointModel):
             return self.wrong(f"{section}.{key}" if section else key, text)
 
         sizes = llama_sizes(self.section(section) if section else self.config, wrong)
-        problem = heads_problem(sizes["dim"], sizes["heads"], sizes.get("kv_heads"), "sequence")
-        if problem is not None:
-            raise wrong(*problem)
         grid = (self.file and self.file.grid) or fields.pop("grid", None) or self.row.grid
         sizes |= {"prefix": self.longest_prompt, "grid": grid, "positions": "sequence", "pairs": "halves"}
         return TransformerConfig(vocab_size, **sizes, **fields)
