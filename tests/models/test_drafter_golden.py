@@ -6,6 +6,8 @@ Reads the folder named by LANTERN_BENCH_GOLDEN (default tests/golden), sections 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.drafting import static
+from lantern_bench.decoding.drafting.draft_method import DraftInputs, Proposer
 from lantern_bench.decoding.drafting.dynamic import Growth
+from lantern_bench.decoding.drafting.static import StaticDrafting
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.protocol import DrafterLogits
 from lantern_bench.decoding.sampling import guide, probabilities
-from lantern_bench.methods.trees import STATIC_TREES
 from lantern_bench.models import target as target_module
 from lantern_bench.models.eagle import EagleDrafter, load_drafter
 from lantern_bench.models.loaded_model import LoadedModel
@@ -119,12 +123,18 @@ def test_dynamic_trees_equal_the_recorded_ones(key: str, drafter: EagleDrafter, 
     assert (log_q - recorded[key + "cum_logprob"].flatten()).abs().max() < 1e-3
 
 
+def draft(decoding: Decoding, drafts: DrafterLogits, extend: Callable[..., DrafterLogits], root: Tensor) -> None:
+    """Draft a static tree by a session that has observed the root already."""
+    session: Any = SimpleNamespace(observe=lambda *_: drafts, extend=extend)
+    target: Any = SimpleNamespace(device=root.device)
+    drafting = StaticDrafting(decoding, target, 1)
+    noise, proposer = torch.empty(1, drafting.noises), Proposer(session, decoding, root, root, root)
+    drafting.draft(DraftInputs(root, noise, torch.tensor([64]), proposer))
+
+
 @pytest.mark.parametrize("key", [key for key in keys_of("static") if ".greedy." in key])
 @torch.no_grad()
 def test_static_levels_equal_the_recorded_ones(key: str, drafter: EagleDrafter, recorded: dict[str, Tensor]) -> None:
-    from lantern_bench.decoding.drafting.static import StaticDrafting
-    from lantern_bench.decoding.tree import StaticTree
-
     name = TREES[key.split(".")[1]]
     session, drafts, root = states(drafter, recorded, state_in(key))
     seen: list[Tensor] = [guide(drafts.cond, drafts.uncond, SCALE)]
@@ -135,10 +145,7 @@ def test_static_levels_equal_the_recorded_ones(key: str, drafter: EagleDrafter, 
         seen.append(guide(answer.cond, answer.uncond, SCALE))
         return answer
 
-    session.extend = listen
-    decoding = Decoding(mode="speculative", tree=name, temperature=0, cfg_scale=SCALE)
-    drafting = StaticDrafting(StaticTree.of(STATIC_TREES[name]), decoding)
-    drafting.draft(session, drafts, root, torch.empty(1, 0), torch.tensor([64]))
+    draft(Decoding(mode="speculative", tree=name, temperature=0, cfg_scale=SCALE), drafts, listen, root)
     logits = torch.cat(seen, dim=1)[0]
     best = logits.topk(10, dim=-1)
     assert best.indices.tolist() == recorded[key + "group_tokens"].tolist()
@@ -152,9 +159,6 @@ def test_distributions_equal_the_recorded_ones(
     key: str, drafter: EagleDrafter, recorded: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drawing is random: the recorded draws are fed, level by level, and what they are drawn from is compared."""
-    from lantern_bench.decoding.drafting import static as module
-    from lantern_bench.decoding.tree import StaticTree
-
     name = TREES[key.split(".")[1]]
     session, drafts, root = states(drafter, recorded, state_in(key))
     drawn, rows = recorded[key + "group_tokens"].long(), []
@@ -164,10 +168,9 @@ def test_distributions_equal_the_recorded_ones(
         fed = drawn[None, len(rows) - q.shape[1] : len(rows), :fanout]
         return fed, torch.ones_like(fed, dtype=torch.bool)
 
-    monkeypatch.setattr(module, "draw_without_replacement", feed)
+    monkeypatch.setattr(static, "draw_without_replacement", feed)
     decoding = Decoding(mode="speculative", tree=name, cfg_scale=SCALE, **INFO[key]["processor"])
-    drafting = module.StaticDrafting(StaticTree.of(STATIC_TREES[name]), decoding)
-    drafting.draft(session, drafts, root, torch.empty(1, drafting.noises), torch.tensor([64]))
+    draft(decoding, drafts, session.extend, root)
     assert len(rows) == len(drawn)
     # Guidance multiplies what float32 rounds.
     assert (torch.stack(rows) - recorded[key + "group_draft_dist"]).abs().max() < 1e-5 * (1 + SCALE)
