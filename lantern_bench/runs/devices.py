@@ -27,7 +27,7 @@ from lantern_bench.runs.events import Note
 from lantern_bench.runs.keys import KeyFields
 from lantern_bench.schema import SCHEMA_VERSION
 
-ENGINE_VERSION = "9"
+ENGINE_VERSION = "10"
 """Incremented when the tokens at a seed or the timing change; a run never mixes two versions."""
 
 
