@@ -126,8 +126,8 @@ def key_fields(
 ) -> KeyFields:
     """Return the fields of the record key that hold for the whole run (`runs/keys.py`)."""
     used = [cell.decoding for cell in cells]
-    rules = OUTSIDE_RULES.keys() & {one.rule for one in used}
-    draftings = OUTSIDE_DRAFTINGS.keys() & {one.drafting for one in used}
+    rules = OUTSIDE_RULES.keys() & {decoding.rule for decoding in used}
+    draftings = OUTSIDE_DRAFTINGS.keys() & {decoding.drafting for decoding in used}
     parts = {f"{name}/{part}": digest for name, model in models.items() for part, digest in model.weights.items()}
     if settings.neighbour_space is not None:
         parts |= {f"{name}/neighbours": settings.neighbour_space for name in models}

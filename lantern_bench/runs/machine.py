@@ -97,18 +97,18 @@ def _gpu_state(uuid: str) -> dict[str, str | None]:
     query = ",".join(_GPU_FIELDS.values())
     answer = _output(["nvidia-smi", f"--id={uuid}", f"--query-gpu={query}", "--format=csv,noheader,nounits"])
     values = [value.strip() for value in answer.split(",")] if answer else []
-    known = len(values) == len(_GPU_FIELDS)
-    return dict(zip(_GPU_FIELDS, values, strict=True)) if known else dict.fromkeys(_GPU_FIELDS)
+    complete = len(values) == len(_GPU_FIELDS)
+    return dict(zip(_GPU_FIELDS, values, strict=True)) if complete else dict.fromkeys(_GPU_FIELDS)
 
 
-class _Seen(NamedTuple):
+class _Reading(NamedTuple):
     """The columns of a device, and when they were read."""
 
-    at: float
+    time: float
     columns: dict[str, Any]
 
 
-_seen: dict[str, _Seen] = {}
+_readings: dict[str, _Reading] = {}
 _STATE_SECONDS = 10.0
 """Clocks are read again after so long: nvidia-smi takes a tenth of a second."""
 
@@ -119,24 +119,25 @@ def device_columns(device: torch.device) -> dict[str, Any]:
     They are read between images, so the clock is that of just after decoding. `device_id` tells devices of one name
     apart and names no host.
     """
-    kept = _seen.get(str(device))
-    if kept is None or now() - kept.at > _STATE_SECONDS:
-        kept = _seen[str(device)] = _Seen(now(), _cuda_columns(device) if device.type == "cuda" else _cpu_columns())
-    return dict(kept.columns)
+    reading = _readings.get(str(device))
+    if reading is None or now() - reading.time > _STATE_SECONDS:
+        reading = _Reading(now(), _cuda_columns(device) if device.type == "cuda" else _cpu_columns())
+        _readings[str(device)] = reading
+    return dict(reading.columns)
 
 
 def _cuda_columns(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
     state = _gpu_state(f"GPU-{properties.uuid}")
-    found = {"device": properties.name, "device_id": _short_hash(str(properties.uuid)), "driver": state["driver"]}
+    columns = {"device": properties.name, "device_id": _short_hash(str(properties.uuid)), "driver": state["driver"]}
     clocks = {"clock_mhz": state["clock_sm_mhz"], "clock_max_mhz": state["clock_sm_max_mhz"]}
-    return found | {name: int(value) if value and value.isdigit() else None for name, value in clocks.items()}
+    return columns | {name: int(value) if value and value.isdigit() else None for name, value in clocks.items()}
 
 
 def _cpu_columns() -> dict[str, Any]:
     cpu = _cpu_block()
-    found = {"device": cpu["model"], "device_id": _short_hash(f"{platform.node()} {uuid.getnode()}"), "driver": None}
-    return found | {name: cpu[name] for name in ("clock_mhz", "clock_max_mhz")}
+    columns = {"device": cpu["model"], "device_id": _short_hash(f"{platform.node()} {uuid.getnode()}"), "driver": None}
+    return columns | {name: cpu[name] for name in ("clock_mhz", "clock_max_mhz")}
 
 
 def _short_hash(text: str) -> str:
