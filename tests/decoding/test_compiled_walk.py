@@ -24,7 +24,7 @@ NODES, FANOUT, DEPTH, VOCABULARY = 59, 10, 5, 50
 ROUNDS, BATCH = 50, 50
 CODES = torch.randn(VOCABULARY, 3, generator=torch.Generator().manual_seed(1))
 KINDS: dict[str, dict[str, Any]] = {
-    "dynamic": {"name": "additive", "neighbours": 12, "bound": 0.2, "residual": "official"},
+    "dynamic": {"name": "additive", "neighbours": 12, "bound": 0.4, "residual": "official"},
     "static": {"name": "multiplicative", "neighbours": 12, "bound": 2.0},
     "static, strict": {"name": "strict"},
     "block": {"name": "block"},
