@@ -38,7 +38,7 @@ class RefusedError(LanternError):
 
 
 class RecordsFailedError(LanternError):
-    """The run finished, but some images failed."""
+    """Some images failed, or the process that decoded them ended."""
 
     exit_code = 4
 

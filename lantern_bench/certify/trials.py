@@ -22,11 +22,11 @@ from lantern_bench.models.loaded_model import LoadedModel
 TABLE_IMAGES = 256
 """How many images of the tables are decoded for each image of the model."""
 _BRANCHING = {"tree": "small-7"}  # tested beside the model's own tree: its siblings are sampled
-# Where few tokens are possible and every step tries siblings, one that is not taken out of q or p shows.
+# With three possible tokens and siblings at every step, a rule that leaves a rejected draft in p or q is seen.
 _NARROW: dict[str, Any] = {"top_k": 3}
 _SIBLINGS = {"tree": ((0,), (1,), (2,))}
-_MORE = 4  # so many times the images may be decoded until a broken rule is rejected
-_FEWER = 4  # filtered cells, deterministic drafts and chains get one image in so many
+_BROKEN_RULE_FACTOR = 4  # until a broken rule is rejected, at most this many times the images are decoded
+_REDUCED_DIVISOR = 4  # filtered cells, deterministic drafts and chains get this part of the images
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ def certificate_trials(
             trial = Trial(
                 setting + words,
                 decoding,
-                samples if has_all_images else -(-samples // _FEWER),
+                samples if has_all_images else -(-samples // _REDUCED_DIVISOR),
                 dtype="float32" if filters == _NARROW else dtype,
             )
             cases.append((trial, broken))
     level = LEVEL / (TESTS * len(cases))  # the strictest of Holm's correction
     trials = []
     for trial, broken in cases:
-        images = _MORE * trial.images
+        images = _BROKEN_RULE_FACTOR * trial.images
         trials += [trial, *(replace(trial, broken_rule=rule, images=images, level=level) for rule in broken)]
     return trials
 

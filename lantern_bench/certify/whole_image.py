@@ -20,7 +20,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt, record_seed
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.loop import decode
-from lantern_bench.decoding.sampling import decoding_probabilities, guide, is_broken
+from lantern_bench.decoding.sampling import broken_distributions, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import drafts_along, teacher_forced
 from lantern_bench.errors import LogitsError
 from lantern_bench.models.loaded_model import LoadedModel
@@ -90,7 +90,7 @@ def _of_image(
 ) -> tuple[Tensor, ...]:
     """The columns [N] of `Evidence` but the last, of one image."""
     p, x = decoding_probabilities(logits, decoding).double(), tokens[:, None]
-    if bool(is_broken(p).any()) or (q is not None and bool(is_broken(q).any())):
+    if bool(broken_distributions(p).any()) or (q is not None and bool(broken_distributions(q).any())):
         raise LogitsError("a forward over finished images gives logits that are no numbers")
     passes, fails = _sure(logits, p, decoding, tolerance)
     wide = (logits.double() / decoding.temperature).masked_fill(fails, -torch.inf).softmax(dim=-1)

@@ -140,7 +140,7 @@ class Decoding:
 
         The others are the defaults of the model, and of mode, drafting and rule. Greedy decoding (temperature 0) uses
         no filters and no residual (docs/algorithms.md, section 3): they get their defaults, and rule and drafting
-        are replaced by their greedy counterparts. Raises `ParameterError` for what cannot be.
+        are replaced by their greedy counterparts. Raises `ParameterError` for values that do not fit together.
         """
         values = {key.removesuffix("_"): value for key, value in values.items() if value is not None}
         for key in values:

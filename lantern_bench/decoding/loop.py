@@ -22,11 +22,11 @@ from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.protocol import Drafter, DrafterSession, Logits, Model, Target, TargetSession
 from lantern_bench.decoding.sampling import (
     Draws,
+    broken_distributions,
+    broken_logits,
     decoding_probabilities,
     exponential,
     guide,
-    has_broken,
-    is_broken,
     sample,
 )
 from lantern_bench.decoding.step import DRAFTER, PREFILL, First, Speculation, sampling_key
@@ -240,7 +240,7 @@ class _PlainSteps:
         self._itself = torch.ones(batch, 1, 1, dtype=torch.bool, device=device)
 
     def start_images(self, first: First) -> None:
-        """The first tokens are drawn."""
+        """Reset to the state after the prefill, and store the first tokens."""
         self._position.fill_(1)
         self.broken[0] = -first.broken.any().long()
         self._token[:, 0] = self.out[:, 0] = first.tokens
@@ -262,6 +262,6 @@ class _PlainSteps:
 def _next_token(logits: Tensor, decoding: Decoding, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Draw a token [B] from guided logits [B, V] with bits of noise; also return which logits are broken, bool [B]."""
     if decoding.greedy:
-        return logits.argmax(dim=-1), has_broken(logits)
+        return logits.argmax(dim=-1), broken_logits(logits)
     p = decoding_probabilities(logits, decoding)
-    return sample(p, exponential(noise)), is_broken(p)
+    return sample(p, exponential(noise)), broken_distributions(p)

@@ -63,7 +63,7 @@ def greedy_probabilities(logits: Tensor) -> Tensor:
     return torch.softmax(logits.float(), dim=-1)
 
 
-def is_broken(probs: Tensor) -> Tensor:
+def broken_distributions(probs: Tensor) -> Tensor:
     """Return bool [...]: which distributions [..., V] come of logits with a NaN, with +inf, or with -inf alone.
 
     Softmax and both filters make every probability of such a row NaN, so one of them tells. A -inf among finite logits
@@ -72,8 +72,8 @@ def is_broken(probs: Tensor) -> Tensor:
     return probs[..., 0].isnan()
 
 
-def has_broken(logits: Tensor) -> Tensor:
-    """Return bool [...]: which logits [..., V] `is_broken` would find, where no distribution is made of them."""
+def broken_logits(logits: Tensor) -> Tensor:
+    """Return bool [...]: which logits [..., V] have a NaN, +inf, or -inf alone."""
     return ~logits.amax(dim=-1).isfinite()
 
 

@@ -23,11 +23,11 @@ from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, D
 from lantern_bench.decoding.protocol import Drafter, Logits, Target, TargetSession
 from lantern_bench.decoding.sampling import (
     Draws,
+    broken_distributions,
+    broken_logits,
     decoding_probabilities,
     exponential,
     guide,
-    has_broken,
-    is_broken,
     uniform,
 )
 from lantern_bench.decoding.trace import StepRecorder
@@ -100,7 +100,7 @@ class Progress:
 
         self.out = numbers(batch, image_tokens + depth + 1)  # the tokens so far, then filler
         self.position = numbers(batch)  # how many tokens of each image count
-        self.limit = numbers(batch)  # the depth that may still be drafted
+        self.depth_limit = numbers(batch)  # the depth that may still be drafted
         # Of the last step: its tokens, their features, how many count, and the last of them.
         self.tokens, self.counts, self.root = numbers(batch, depth + 1), numbers(batch), numbers(batch)
         self.features = torch.zeros(rows, depth + 1, width, dtype=prefix_features.dtype, device=device)
@@ -111,11 +111,11 @@ class Progress:
         self._ahead = torch.arange(depth + 1, device=device)
 
     def start_images(self, tokens_wanted: int, prefix_features: Tensor, first: First) -> None:
-        """The prefill is done and the first tokens are drawn."""
+        """Reset to the state after the prefill, and store the first tokens."""
         self.recorder.start_images()
         self.tokens_wanted.fill_(tokens_wanted)
         self.position.fill_(1)
-        self.limit.fill_(min(self._depth, self._image_tokens - 2))
+        self.depth_limit.fill_(min(self._depth, self._image_tokens - 2))
         self.counts.fill_(1)
         self.drafter_broken.zero_()
         self.host_view[0], self.host_view[1] = 1, first.broken * PREFILL
@@ -126,7 +126,7 @@ class Progress:
 
     def commit(self, verdict: Verdict, features: Tensor, broken: Tensor) -> None:
         """Append what a verdict accepts; complete images stay as they are. `broken` bool [B]: the target's logits."""
-        self.recorder.add(self.position, verdict, self.limit)
+        self.recorder.add(self.position, verdict, self.depth_limit)
         active = self.position < self.tokens_wanted
         counts = torch.where(active, verdict.accepted + 1, 0)
         # Filler behind the tokens that count is overwritten by the next step or cut off at the end.
@@ -136,7 +136,7 @@ class Progress:
         self.root.copy_(torch.where(active, last, self.root))
         self.position.add_(counts)
         self.counts.copy_(counts)
-        self.limit.copy_((self._image_tokens - 1 - self.position).clamp_max(self._depth))
+        self.depth_limit.copy_((self._image_tokens - 1 - self.position).clamp_max(self._depth))
         whose = torch.where(broken, TARGET, self.drafter_broken * DRAFTER)
         whose = torch.where(active & (self.host_view[1] == 0), whose, self.host_view[1])
         self.host_view.copy_(torch.stack([self.position, whose]))
@@ -214,7 +214,7 @@ class Speculation:
         progress, session, proposer = self.progress, self.drafter_session, None
         if session is not None:
             proposer = Proposer(session, self._decoding, progress.tokens, progress.features, progress.counts)
-        drafted = self.drafting.draft(DraftInputs(progress.root, exponential(noise), progress.limit, proposer))
+        drafted = self.drafting.draft(DraftInputs(progress.root, exponential(noise), progress.depth_limit, proposer))
         if proposer is not None:
             progress.drafter_broken.copy_(proposer.broken)
         return drafted
@@ -234,12 +234,14 @@ class Speculation:
         if drafting.learns or not decoding.greedy:
             p = decoding_probabilities(logits, decoding)
         if decoding.greedy:
-            broken = has_broken(logits)
-            verdict = verify_greedy(tree, logits, self._rule, progress.limit, progress.position)
+            broken = broken_logits(logits)
+            verdict = verify_greedy(tree, logits, self._rule, progress.depth_limit, progress.position)
         else:
-            broken = is_broken(p)
+            broken = broken_distributions(p)
             bonus = exponential(noise)
-            verdict = drafting.verify(tree, p, self._rule, uniform(uniforms), bonus, progress.limit, progress.position)
+            verdict = drafting.verify(
+                tree, p, self._rule, uniform(uniforms), bonus, progress.depth_limit, progress.position
+            )
         active = progress.position < progress.tokens_wanted
         progress.commit(verdict, scored.features, broken.any(dim=1))
         if drafting.learns:

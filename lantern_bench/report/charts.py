@@ -25,7 +25,7 @@ INTERVAL = "95 % interval"
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart. Of `x` and `y` the points may have `_low` and `_high`, the ends of intervals."""
+    """A chart. `points` may also hold `<x>_low`, `<x>_high`, `<y>_low` and `<y>_high`: ends of intervals."""
 
     name: str  # of its files
     points: pd.DataFrame  # with `run`, `model`, `cell_id`, `label`; `dominated` where another cell beats a point

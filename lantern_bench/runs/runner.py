@@ -34,8 +34,8 @@ from lantern_bench.runs.threads import DISTURBED, Calibrated, fastest_threads, s
 
 Batch: TypeAlias = tuple[ImageTask, ...]
 
-# A disturbed batch is decoded up to so often, and all repetitions may add this share to the time of a session.
-_ATTEMPTS, _AGAIN = 3, 0.25
+_MAX_ATTEMPTS = 3  # how often a disturbed batch is decoded at most
+_MAX_REPEAT_SHARE = 0.25  # what repetitions may add to the decoding time of a session
 
 
 def decode_missing(request: Request, emit: Emit) -> int:
@@ -72,7 +72,7 @@ def load_to_decode(experiment: ResolvedExperiment, emit: Emit) -> tuple[Compute,
 
 
 def prepare_models(plan: Plan, models: Mapping[str, LoadedModel], done: Collection[ImageKey], emit: Emit) -> float:
-    """Compute what the images of `plan` that are not `done` need before: neighbour tables and encoded captions.
+    """Compute what decoding needs first, for images not `done`: neighbour tables and encoded captions.
 
     Returns the seconds it took. Raises `RefusedError` for a missing drafter, text encoder or codebook and for a damaged
     table or feature, and `UserError` for files that are malformed or ask for what their model lacks.
@@ -143,8 +143,8 @@ def run_plan(
     """Decode the images of `plan` that `store` lacks; return how many failed.
 
     `prepare_seconds`, the time of `prepare_models`, goes into the manifest. With `again`, disturbed batches are decoded
-    again, within bounds (`_ATTEMPTS`, `_AGAIN`). An image that raises gets a record with status `failed` and the run
-    continues. An interrupted run keeps everything up to the last image.
+    again, within bounds (`_MAX_ATTEMPTS`, `_MAX_REPEAT_SHARE`). An image whose decoding fails gets a record with status
+    `failed`, and the run continues. An interrupted run keeps everything up to the last image.
     """
     batches = [batch for batch in plan.batches() if not all(map(store.is_done, batch))]
     to_do = Counter(task.cell.cell_id for task in plan.tasks if not store.is_done(task))
@@ -249,9 +249,9 @@ class Decoder:
         session = self.session
         while not attempts or (
             self._again
-            and len(attempts) < _ATTEMPTS
+            and len(attempts) < _MAX_ATTEMPTS
             and attempts[-1][0].lost_share(len(batch)) > DISTURBED
-            and session["again_seconds"] <= _AGAIN * session["first_seconds"]
+            and session["again_seconds"] <= _MAX_REPEAT_SHARE * session["first_seconds"]
         ):
             images = decode_batch(model, batch, self._compute)
             if attempts and any(not torch.equal(a.tokens, b.tokens) for a, b in zip(attempts[0], images, strict=True)):

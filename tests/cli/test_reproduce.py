@@ -69,7 +69,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
         patch.chdir(folder)
         patch.setenv(RESULTS_VARIABLE, str(folder / "results"))
         (folder / "table.yaml").write_text(TABLE)
-        patch.setattr("lantern_bench.runs.runner._ATTEMPTS", 1)  # not again for images that a busy machine disturbed
+        patch.setattr(
+            "lantern_bench.runs.runner._MAX_ATTEMPTS", 1
+        )  # not again for images that a busy machine disturbed
         out, err = io.StringIO(), io.StringIO()
         with redirect_stdout(out), redirect_stderr(err):
             code = cli.main(["reproduce", "table.yaml", "--out", str(folder / "run")])

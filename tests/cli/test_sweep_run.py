@@ -100,7 +100,7 @@ def test_interruption_reports_finished_images(tiny, capsys, monkeypatch) -> None
         return decode_batch(*arguments, **keywords)
 
     monkeypatch.setattr(runner, "decode_batch", interrupted)
-    monkeypatch.setattr(runner, "_ATTEMPTS", 1)  # a call is an image, also on a busy machine
+    monkeypatch.setattr(runner, "_MAX_ATTEMPTS", 1)  # a call is an image, also on a busy machine
     assert cli.main([*SWEEP, "--out", "run"]) == 130
     written = capsys.readouterr()
     assert "interrupted: 4 of 18 images are done and kept in run" in written.err

@@ -180,7 +180,7 @@ def test_a_disturbed_image_is_decoded_again(
 ) -> None:
     experiment, plan = tiny(images=1)
     monkeypatch.setattr(runner, "decode_batch", decoded_images(lost, [7, 7, 7]))
-    monkeypatch.setattr(runner, "_AGAIN", 100.0)
+    monkeypatch.setattr(runner, "_MAX_REPEAT_SHARE", 100.0)
     first_image = replace(plan, tasks=plan.tasks[:1])
     with RunStore(tmp_path / "run", experiment, key_fields({"tiny": MODEL}, experiment.settings, CPU)) as store:
         monkeypatch.setattr(runner.Decoder, "warm_up", lambda *_: [])

@@ -131,7 +131,8 @@ class _Remaining:
     ) -> None:
         """Replace p by its residual max(p - q, 0) where x is tried, and take x out of q.
 
-        At x itself that is 0, as p - q is: a rejected x has p(x) + m(x) < q(x).
+        The residual is 0 at x: a rejected x has p(x) <= p(x) + m(x) < q(x). Under a rule with `chance`, q f is removed
+        in place of q.
         """
         assert self.q is not None
         p, q = self.p[: len(x)], self.q[: len(x)]

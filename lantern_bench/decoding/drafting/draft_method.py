@@ -10,7 +10,7 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.walk import Verdict, verify
 from lantern_bench.decoding.protocol import DrafterLogits, DrafterSession
-from lantern_bench.decoding.sampling import decoding_probabilities, guide, is_broken
+from lantern_bench.decoding.sampling import broken_distributions, decoding_probabilities, guide
 from lantern_bench.decoding.tree import DraftTree
 
 Drafted: TypeAlias = tuple[Any, ...]
@@ -29,12 +29,13 @@ class Proposer:
         """Show the drafter committed tokens, as `DrafterSession.observe`."""
         self._session, self._decoding = session, decoding
         self.root_q = draft_probabilities(session.observe(tokens, features, counts), decoding)  # [B, 1, V]
-        self.broken = is_broken(self.root_q).any(dim=1)  # bool [B], the images with NaN or infinite logits so far
+        # bool [B]: the images with NaN or infinite logits so far
+        self.broken = broken_distributions(self.root_q).any(dim=1)
 
     def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Tensor:
         """Expand n nodes one level deeper and return the q [B, n, V] of their children, as `DrafterSession.extend`."""
         q = draft_probabilities(self._session.extend(tokens, origin, seen), self._decoding)
-        self.broken = self.broken | is_broken(q).any(dim=1)
+        self.broken = self.broken | broken_distributions(q).any(dim=1)
         return q
 
 
