@@ -97,7 +97,7 @@ class Grid:
                     self.problems.add(locations[key], text, "none")
                 elif can_decide(rule, drafting):
                     yield Method(mode, drafting, rule)
-                elif drafting_is_typed:  # then the file's rule gives way
+                elif drafting_is_typed:  # the rule of the file is replaced
                     yield Method(mode, drafting, RULES[rule].greedy_rule)
                 else:
                     text = chain_problem(rule, drafting, (), f"the drafting {drafting}") or ""
@@ -130,7 +130,7 @@ class Grid:
                 self.missing.append((entry.location, error.text))
             except ParameterError as error:
                 if error.key == "tree" and stated["tree"] is self.layers.flags is not stated.get("rule"):
-                    # The tree was typed: a rule for chains that the file states gives way.
+                    # The flag names the tree: it replaces a rule of the file that needs a chain.
                     values["rule"] = RULES[method.rule].greedy_rule
                     yield Decoding(method.mode, **values, model_defaults=self.model_defaults, cfg_default=cfg_default)
                     continue

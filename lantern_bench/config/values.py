@@ -1,4 +1,4 @@
-"""Where a value stands, the problems of a file with their locations, and the flags that lie over a file.
+"""Where a value stands, the problems of a file with their locations, and the flags that override a file.
 
 A message names the flag, or the key and its line, and all problems of a file are raised as one error.
 """
@@ -91,7 +91,7 @@ def read_values(
 
 @dataclass(frozen=True)
 class Overrides:
-    """The flags that lie over an experiment file."""
+    """The flags that override an experiment file."""
 
     values: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # by key of the file; several are a grid
     modes: Sequence[str] = ()  # the modes to keep; empty: all
