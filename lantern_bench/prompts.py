@@ -163,11 +163,12 @@ def _read_imagenet(path: Path | None, flag: str) -> Iterator[Item]:
     elif path.suffix.lower() == ".json":
         data = _parse_json(path, flag)
         rows = [data.get(str(number)) for number in range(len(data))] if isinstance(data, dict) else data
-        names = [row[-1] if isinstance(row, list) and row else row for row in rows] if isinstance(rows, list) else []
+        last = [row[-1] if isinstance(row, list) and row else row for row in rows] if isinstance(rows, list) else []
+        names = [name if isinstance(name, str) else "" for name in last]
     else:
         names = path.read_text(encoding="utf-8-sig").splitlines()
     for number, name in enumerate(names):
-        if path is not None and not (isinstance(name, str) and name.strip()):
+        if path is not None and not name.strip():
             raise UserError(f"{flag} line {number + 1}: has no name for class {number}")
     if len(names) != _IMAGENET_CLASSES:
         raise UserError(f"{flag}: names {len(names)} classes, must name {_IMAGENET_CLASSES}")

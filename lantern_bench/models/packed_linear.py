@@ -191,8 +191,8 @@ def pack_for_decoding(target: object, drafter: object) -> None:
     if isinstance(drafter, EagleDrafter):
         head = drafter.head_module
         if isinstance(head, nn.Linear) and head.weight.dtype != drafter.dtype:
-            bias = None if head.bias is None else head.bias.to(drafter.dtype)
-            drafter.use_head(linear_of(head.weight.to(drafter.dtype), bias))
+            weights = {name: weight.to(drafter.dtype) for name, weight in head.state_dict().items()}
+            drafter.use_head(linear_of(weights["weight"], weights.get("bias")))
         _pack_below(drafter)
         drafter.use_head(_packed(drafter.head_module))
         drafter.attention_kernel = _has_kernels(drafter)

@@ -286,7 +286,7 @@ def write_drafter(drafter: EagleDrafter, folder: Path, target: str, weights: Map
         kind = _INPUT_TYPES.get((config.grid, config.prefix))
         described |= {} if kind is None else {"input_type": kind}
         described |= {"mask_padding": drafter.mask_padding, "rope_base": config.rope_base}
-        described |= {} if drafter.fc.bias is not None else {"bias": False}
+        described |= {} if "bias" in drafter.fc.state_dict() else {"bias": False}
     described["trained_for"] = weights.get("target", "")
     write_atomically(folder / "config.json", json.dumps(described, indent=1).encode() + b"\n")
     name = os.path.relpath(target, folder) if target.lower().endswith((".yaml", ".yml")) else target
