@@ -207,7 +207,7 @@ def decode(
     import torch
 
     from lantern_bench.runs.devices import Compute
-    from lantern_bench.runs.generation import decode_tasks, tasks_of
+    from lantern_bench.runs.runner import decode_tasks, tasks_of
 
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     overrides = _overrides(parameters | {"model": [model.name], "seed": seed}, None)

@@ -16,9 +16,8 @@ from PIL import Image
 
 from lantern_bench.methods import tables
 from lantern_bench.methods.metrics import Metric
-from lantern_bench.methods.outside import find_metrics
-from lantern_bench.methods.tables import METRICS
-from lantern_bench.metrics import figures, spread
+from lantern_bench.methods.tables import METRICS, find_metrics
+from lantern_bench.metrics import figures
 from lantern_bench.metrics.features import Extractor, FeatureSet
 from lantern_bench.metrics.figures import FeatureSets, measure_sets
 from tests.test_adding_a_rule import ROOT, rows, run
@@ -108,7 +107,7 @@ def test_rows_that_cannot_be_used(row: object, problem: str) -> None:
 def test_a_metric_of_sets_is_measured_with_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """The distance of the means, which FID has as one of its terms."""
 
-    def shift(sets: FeatureSets) -> spread.Figure:
+    def shift(sets: FeatureSets) -> figures.Figure:
         return lambda rows: float(
             np.linalg.norm(sets.pictures[torch.from_numpy(rows)].numpy().mean(0) - sets.reference.mean)
         )

@@ -14,12 +14,11 @@ from typing import Any, TypeAlias
 import torch
 
 from lantern_bench.certify import tables
-from lantern_bench.certify.greedy_identity import NEAR_TIE, greedy_differences
 from lantern_bench.certify.plan import Plan
 from lantern_bench.certify.relaxation import CostSettings, emitted_tv_rows
 from lantern_bench.certify.tabular import TOKENS, g_tests, table_model
 from lantern_bench.certify.trials import Trial, audit_trials, certificate_trials, lossless_decodings
-from lantern_bench.certify.whole_image import decoded_evidence, edge_tolerance, p_values
+from lantern_bench.certify.whole_image import NEAR_TIE, decoded_evidence, edge_tolerance, greedy_differences, p_values
 from lantern_bench.clock import OnProgress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
@@ -28,8 +27,7 @@ from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.registry import model_of
 from lantern_bench.report.tables import frame, write_csv
-from lantern_bench.runs.devices import Compute, choose_compute, load_models
-from lantern_bench.runs.machine import package_versions
+from lantern_bench.runs.devices import Compute, choose_compute, load_models, package_versions
 
 Tables: TypeAlias = dict[str, list[dict[str, Any]]]
 

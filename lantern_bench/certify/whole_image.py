@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,10 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lantern_bench.certify.relaxation import generators
+from lantern_bench.clock import OnProgress, no_progress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt, record_seed
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
-from lantern_bench.decoding.loop import decode
+from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.decoding.sampling import broken_distributions, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import drafts_along, teacher_forced
 from lantern_bench.errors import LogitsError
@@ -232,3 +234,45 @@ def _wager(ratios: NDArray[np.float64]) -> float:
 
     won = [float(np.log1p(stake * (ratios - 1.0)).sum()) for stake in _STAKES]
     return float(np.exp(min(0.0, np.log(len(won)) - logsumexp(won))))
+
+
+# ---- Greedy identity: speculative greedy decoding gives the tokens of greedy decoding, or differs at a near-tie
+
+NEAR_TIE = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.1}
+"""By dtype: top-1 minus top-2 guided logit below which rounding may choose either (docs/algorithms.md, section 6)."""
+
+
+def greedy_differences(
+    model: LoadedModel,
+    prompts: Sequence[Prompt],
+    decodings: Sequence[Decoding],
+    *,
+    batch: int = 8,
+    on_progress: OnProgress = no_progress,
+) -> dict[Decoding, list[tuple[int, float] | None]]:
+    """Compare every decoding (temperature 0, one guidance scale) with greedy decoding, of every prompt.
+
+    Returns position and margin of the first token that differs, or None. The margin is top-1 minus top-2 of the logits
+    of greedy decoding there.
+    """
+    differences: dict[Decoding, list[tuple[int, float] | None]] = {decoding: [] for decoding in decodings}
+    for start in range(0, len(prompts), batch):
+        chosen = prompts[start : start + batch]
+        condition, seeds = model.condition([prompt.text for prompt in chosen]), [0] * len(chosen)
+        decode_all = partial(decode, model, condition, engine=model.engine)
+        greedy = decode_all(decodings[0].autoregressive(), generators(model, seeds), keep_logits=True)
+        for number, decoding in enumerate(decodings):
+            drafted = decode_all(decoding, generators(model, seeds))
+            differences[decoding] += map(_difference, greedy, drafted)
+            done = start + len(chosen) * (number + 1) / len(decodings)
+            on_progress("greedy decoding", done / len(prompts))
+    return differences
+
+
+def _difference(greedy: Decoded, drafted: Decoded) -> tuple[int, float] | None:
+    positions = (greedy.tokens != drafted.tokens).nonzero()
+    if not len(positions):
+        return None
+    assert greedy.logits is not None
+    first, second = torch.topk(greedy.logits[int(positions[0])], 2).values.tolist()
+    return int(positions[0]), first - second

@@ -66,7 +66,7 @@ def generate(
 
     from lantern_bench.models.io.files import write_atomically
     from lantern_bench.models.loaded_model import NoPixels
-    from lantern_bench.runs import generation
+    from lantern_bench.runs import runner
     from lantern_bench.runs.devices import choose_compute
 
     set_threads(resolved.settings.threads)
@@ -76,23 +76,23 @@ def generate(
         raise loaded.pixels.problem
     cells = resolved.cells
     if "all" in split_words(modes):
-        cells, reasons = generation.runnable(loaded, cells)
+        cells, reasons = runner.runnable(loaded, cells)
         for reason in reasons:
             console.say(reason)
     if resolved.settings.compile:
         compile_steps([loaded], compute, console)
-    tasks = generation.tasks_of(cells, resolved.settings.seed, [prompt], images)
+    tasks = runner.tasks_of(cells, resolved.settings.seed, [prompt], images)
     decoded = []
     with console.progress() as progress:
         progress.start(len(tasks), "images")
-        for image in generation.decode_tasks(loaded, compute, tasks):
+        for image in runner.decode_tasks(loaded, compute, tasks):
             decoded.append(image)
             progress.advance()
     try:
-        write_atomically(out, generation.picture_png(decoded, len(cells)))
+        write_atomically(out, runner.picture_png(decoded, len(cells)))
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror}") from error
-    console.table(generation.numbers_table(tasks, decoded), title=prompt, format=format)
+    console.table(runner.numbers_table(tasks, decoded), title=prompt, format=format)
     console.say(f"picture: {out}")
 
 
@@ -151,7 +151,7 @@ def _load(resolved: ResolvedExperiment, compute: Compute, random: bool, console:
 def _show_memory(resolved: ResolvedExperiment, console: Console, format: str | None) -> None:
     """Print the memory that the model needs, by part, and what is free."""
     from lantern_bench.runs.devices import choose_compute
-    from lantern_bench.runs.generation import memory_table
+    from lantern_bench.runs.runner import memory_table
 
     compute = choose_compute(resolved.settings.device, resolved.settings.dtype)
     table, total = memory_table(resolved, compute)

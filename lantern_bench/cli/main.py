@@ -17,8 +17,7 @@ import typer
 from typer.main import get_command
 
 from lantern_bench import __version__, stopping
-from lantern_bench.cli.certify import certify
-from lantern_bench.cli.checks import check_model, doctor, verify
+from lantern_bench.cli.checks import certify, check_model, doctor, verify
 from lantern_bench.cli.generate import generate
 from lantern_bench.cli.models import experiments, models, weights
 from lantern_bench.cli.options import command_group

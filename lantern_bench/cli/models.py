@@ -84,7 +84,7 @@ def _parts(model: Model) -> list[dict[str, Any]]:
 def _say_memory(model: Model, console: Console) -> None:
     """Say how much memory the model needs in its default mode, where its architecture is known without files."""
     from lantern_bench.runs.devices import choose_compute
-    from lantern_bench.runs.generation import memory_table
+    from lantern_bench.runs.runner import memory_table
 
     resolved = resolve_flags("models", {"model": [model.name]}, [model.mode])
     compute = choose_compute()

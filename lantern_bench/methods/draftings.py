@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from lantern_bench.methods.code import Code, fingerprint_of
-from lantern_bench.methods.parameters import COUNT, FROM_0_TO_1, Kind, Parameter, Values, word
+from lantern_bench.methods.parameters import COUNT, FROM_0_TO_1, Code, Kind, Parameter, Values, fingerprint_of, word
 from lantern_bench.methods.trees import STATIC_TREES
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
 
-from lantern_bench.methods.code import Code, fingerprint_of, load_code
+from lantern_bench.methods.parameters import Code, fingerprint_of, load_code
 
 
 @dataclass(frozen=True)

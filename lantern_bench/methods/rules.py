@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from lantern_bench.methods.code import Code, fingerprint_of
 from lantern_bench.methods.parameters import (
     ABOVE_0,
     ABOVE_1,
     BETWEEN_0_AND_1,
     NOT_NEGATIVE,
     SEVERAL,
+    Code,
     Parameter,
+    fingerprint_of,
 )
 
 

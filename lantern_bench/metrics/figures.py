@@ -1,14 +1,15 @@
 """Figures of a set of pictures against a reference: FID, KID, precision, recall, and FID-infinity.
 
 Each metric is a function of the features of both sets. It returns a figure: a function of any subset of the pictures,
-so that intervals (`metrics/spread.py`) measure subsets without computing anything of the reference again. A figure may
+so that intervals measure subsets without computing anything of the reference again. A figure may
 have `of_images` [n], the figures of single pictures, and `extras()`, further columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from torch_fidelity import metric_kid
 from lantern_bench.methods.metrics import listed
 from lantern_bench.methods.tables import METRICS, OF_SETS
 from lantern_bench.metrics.features import Extractor, FeatureSet
-from lantern_bench.metrics.spread import Figure, Rows, clipped, jackknife
 
 
 class FeatureSets(NamedTuple):
@@ -170,9 +170,9 @@ class Measured(NamedTuple):
 def measure_sets(sets: FeatureSets, extractor: Extractor, manifold: FeatureSets | None = None) -> Measured:
     """Measure pictures against a reference with all metrics of sets.
 
-    Intervals are those of `metrics/spread.py`, and None for too few pictures. KID of two sets of the same kind is about
-    0 only when their pictures are drawn independently: prompts taken in turn leave a set without pairs of one caption,
-    which shifts KID below 0 by the same amount in every cell.
+    Intervals are by jackknife, and None for too few pictures. KID of two sets of the same kind is about 0 only when
+    their pictures are drawn independently: prompts taken in turn leave a set without pairs of one caption, which shifts
+    KID below 0 by the same amount in every cell.
     """
     n, reference = len(sets.pictures), sets.reference
     names, notes = measurable(n if reference.n is None else min(n, reference.n), reference, extractor)
@@ -222,3 +222,55 @@ def fid_infinity(features: Tensor, reference: FeatureSet, rng: np.random.Generat
     reach = float(stats.t.ppf((1 + 0.95) / 2, len(sizes) - 2) * line.intercept_stderr)
     value = float(line.intercept)
     return Extrapolated(value, value - reach, value + reach)
+
+
+# ---- How much figures vary: intervals by jackknife, and the spread of autoregressive decoding
+
+Rows: TypeAlias = NDArray[np.int64]
+
+Figure: TypeAlias = Callable[[Rows], float]
+"""The figure of any subset of the pictures, by their rows."""
+
+_LEVEL = 0.95
+# Groups of pictures that the jackknife leaves out, and mixed sets that the spread of ar is estimated from.
+_GROUPS, _MIXED = 50, 200
+
+
+def jackknife(figures: Mapping[str, Figure], n: int) -> dict[str, float]:
+    """Return half the width of the 95 % interval of each figure of n pictures; empty for fewer than two groups of two.
+
+    Random groups of pictures are left out in turn. For recall it errs towards wide intervals (Efron and Stein 1981).
+    """
+    groups = min(_GROUPS, n // 2)
+    if groups < 2:
+        return {}
+    group_of = np.random.default_rng(0).permutation(n) % groups
+    remaining = [np.flatnonzero(group_of != group) for group in range(groups)]
+    reach = float(stats.t.ppf((1 + _LEVEL) / 2, groups - 1)) * math.sqrt(groups - 1)
+    return {name: reach * float(np.std([figure(rows) for rows in remaining])) for name, figure in figures.items()}
+
+
+def ar_spread(figures: Mapping[str, Figure], sets: Rows) -> dict[str, tuple[float, float, float]]:
+    """Return centre and ends between which 95 % of further sets of ar lie: the same prompts, other seeds.
+
+    `sets` [R, n] are rows of the pictures: R sets of the same n prompts, R >= 2. Mixed sets take each prompt's picture
+    from a random one of the R, so they have n different pictures. They vary by (R - 1) / R of the variance between
+    sets; their mean is as uncertain as that of R sets.
+    """
+    repeats, prompts = sets.shape
+    rng = np.random.default_rng(0)
+    mixed = [sets[rng.integers(0, repeats, prompts), np.arange(prompts)] for _ in range(_MIXED)]
+    reach = float(stats.norm.ppf((1 + _LEVEL) / 2))
+    ends = {}
+    for name, figure in figures.items():
+        values = [figure(rows) for rows in mixed]
+        centre, between = float(np.mean(values)), float(np.var(values, ddof=1)) * repeats / (repeats - 1)
+        width = reach * math.sqrt(between * (1 + 1 / repeats))
+        ends[name] = centre, clipped(name, centre - width), clipped(name, centre + width)
+    return ends
+
+
+def clipped(name: str, end: float) -> float:
+    """Return the end of an interval within the bounds of its metric: precision and recall are shares."""
+    low, high = METRICS[name].bounds
+    return min(max(end, low), high)

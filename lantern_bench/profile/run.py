@@ -28,8 +28,7 @@ from lantern_bench.report.charts import save_figure
 from lantern_bench.report.cost_model import Setting, StepTimes, fit_device, named_draft, step_samples
 from lantern_bench.report.reproduction import device_in_words
 from lantern_bench.report.tables import write_csv
-from lantern_bench.runs.devices import Compute
-from lantern_bench.runs.machine import machine_block
+from lantern_bench.runs.devices import Compute, machine_block
 from lantern_bench.runs.runner import compute_block
 
 if TYPE_CHECKING:

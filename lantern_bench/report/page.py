@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import io
 import json
 import math
 import os
@@ -31,7 +32,6 @@ from lantern_bench.report.labels import BOUNDS, CELL, GROUPINGS, CellKey, cell_k
 from lantern_bench.report.records import CellRecords, Row, load_runs, run_cells
 from lantern_bench.report.reproduction import comparability, reproduction_rows, side_by_side
 from lantern_bench.report.tables import frame, sort_scores
-from lantern_bench.report.thumbnails import Thumbnails
 from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import RunData
 
@@ -414,3 +414,47 @@ def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
             yield from _flat(value, "" if name in ("machine", "versions") else words)
         elif value not in (None, "", [], ()):
             yield words, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+# ---- Thumbnails
+
+SIDE = 128
+"""Longest side of a thumbnail in pixels."""
+
+BUDGET = 5_000_000
+"""Limit for all thumbnails of a page together, as base64 text, in bytes."""
+
+
+class Thumbnails:
+    """The WebP thumbnails of a page, each once, in order of first use."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[tuple[int, int], bytes], int] = {}
+
+    def place(self, picture: Path) -> int | None:
+        """Return the place of a picture's thumbnail; None when the file is missing or no picture."""
+        from PIL import Image, UnidentifiedImageError
+
+        try:
+            with Image.open(picture) as opened:
+                small = opened.convert("RGB")
+                small.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
+        except (OSError, UnidentifiedImageError):
+            return None
+        return self._places.setdefault((small.size, small.tobytes()), len(self._places))
+
+    def encoded(self, budget: int = BUDGET) -> list[str]:
+        """Return the thumbnails as base64 of WebP files, within `budget` where the lowest quality allows it."""
+        from PIL import Image
+
+        def encode(size: tuple[int, int], pixels: bytes, quality: int) -> str:
+            written = io.BytesIO()
+            Image.frombytes("RGB", size, pixels).save(written, "WEBP", quality=quality, method=4)
+            return base64.b64encode(written.getvalue()).decode("ascii")
+
+        texts: list[str] = []
+        for quality in (90, 82, 70, 55, 40, 25):
+            texts = [encode(*picture, quality) for picture in self._places]
+            if sum(map(len, texts)) <= budget:
+                break
+        return texts

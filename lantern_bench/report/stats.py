@@ -4,7 +4,7 @@ Figures of tokens and pictures depend on prompts alone. All modes see the same p
 images of a prompt (its repeats) enter and leave a resample together, and in a ratio of two modes so do both modes'
 images of that prompt. Seconds also depend on the process that measured them (addresses, clocks, neighbours on the
 machine), so their intervals come from the spread between processes (docs/results-format.md, "Intervals").
-Those of FID, KID, precision and recall: `metrics/spread.py`.
+Those of FID, KID, precision and recall: `metrics/figures.py`.
 """
 
 from __future__ import annotations

@@ -186,8 +186,7 @@ def _torch() -> Iterator[Finding]:
 def _device(device: str) -> Iterator[Finding]:
     import torch
 
-    from lantern_bench.runs.devices import choose_compute
-    from lantern_bench.runs.machine import machine_block
+    from lantern_bench.runs.devices import choose_compute, machine_block
 
     machine = machine_block()
     cpu = machine["cpu"]

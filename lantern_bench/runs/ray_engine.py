@@ -196,8 +196,7 @@ class Worker:
         import torch
 
         from lantern_bench.runs import runner
-        from lantern_bench.runs.devices import key_fields
-        from lantern_bench.runs.machine import device_columns, machine_block
+        from lantern_bench.runs.devices import device_columns, key_fields, machine_block
 
         settings, notes = request.experiment.settings, list[Event]()
         try:

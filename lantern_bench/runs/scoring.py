@@ -28,14 +28,13 @@ from lantern_bench.metrics.features import (
     preprocess,
     read_picture,
 )
-from lantern_bench.metrics.figures import FeatureSets, fid_infinity, figures_of, measurable, measure_sets
+from lantern_bench.metrics.figures import FeatureSets, ar_spread, fid_infinity, figures_of, measurable, measure_sets
 from lantern_bench.metrics.reference_sets import (
     Reference,
     cache_folder,
     find_reference,
     reference_features,
 )
-from lantern_bench.metrics.spread import ar_spread
 from lantern_bench.runs.devices import choose_compute
 from lantern_bench.runs.events import Emit, Share
 from lantern_bench.runs.records import Row

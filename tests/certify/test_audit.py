@@ -11,10 +11,10 @@ import torch
 from scipy.stats import kstest, power_divergence
 
 from lantern_bench.certify import plan, tabular, trials
-from lantern_bench.certify.broken import strict_without_residual
 from lantern_bench.certify.plan import Claim, audited_cells, claim_of
 from lantern_bench.certify.tables import BROKEN, LEVEL, TrialResult, audit_rows
 from lantern_bench.certify.tabular import g_tests, table_model
+from lantern_bench.certify.trials import strict_without_residual
 from lantern_bench.cli import main as cli
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell

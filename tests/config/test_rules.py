@@ -15,10 +15,9 @@ from lantern_bench.config.yaml_source import Source
 from lantern_bench.errors import RefusedError
 from lantern_bench.methods import tables as method_tables
 from lantern_bench.methods.draftings import Drafting
-from lantern_bench.methods.outside import find_rows
 from lantern_bench.methods.parameters import ABOVE_0, Parameter
 from lantern_bench.methods.rules import Rule
-from lantern_bench.methods.tables import DRAFTINGS, MODES, RULES
+from lantern_bench.methods.tables import DRAFTINGS, MODES, RULES, find_rows
 
 
 class Entry(NamedTuple):

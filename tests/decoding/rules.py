@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule, DraftView
-from lantern_bench.methods.code import load_code
+from lantern_bench.methods.parameters import load_code
 from lantern_bench.methods.tables import RULES
 
 STRICT = AcceptanceRule()

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lantern_bench.metrics.features import FeatureSet
-from lantern_bench.metrics.figures import FeatureSets, figures_of
-from lantern_bench.metrics.spread import Figure, ar_spread, jackknife
+from lantern_bench.metrics.figures import FeatureSets, Figure, ar_spread, figures_of, jackknife
 
 WIDTH = 8
 

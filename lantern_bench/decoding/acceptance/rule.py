@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.protocol import Model
-from lantern_bench.methods.code import load_code
+from lantern_bench.methods.parameters import load_code
 
 _OFFICIAL_SHARES = {"exact": None, "plain": 1.0, "none": 0.0}  # by `Rule.published`
 

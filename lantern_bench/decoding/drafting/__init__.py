@@ -9,7 +9,7 @@ from __future__ import annotations
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.protocol import Target
-from lantern_bench.methods.code import load_code
+from lantern_bench.methods.parameters import load_code
 
 __all__ = ["drafting_of"]
 
