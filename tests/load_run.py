@@ -15,8 +15,7 @@ from lantern_bench.config.values import Overrides
 from lantern_bench.models import registry
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.runs.devices import choose_compute, key_fields, load_models
-from lantern_bench.runs.keys import RecordKeys
-from lantern_bench.runs.records import line_of
+from lantern_bench.runs.records import RecordKeys, line_of
 from lantern_bench.runs.request import Request, prepare
 from lantern_bench.runs.store import MANIFEST, RECORDS, done_images, read_records
 from lantern_bench.runs.sweep import run

@@ -30,7 +30,7 @@ from lantern_bench.report.stats import proportion, ratio_of_sums
 from lantern_bench.runs.devices import choose_compute
 from lantern_bench.runs.store import results_root
 from lantern_bench.training.loop import TrainEvent
-from lantern_bench.training.settings import checked, flag_of
+from lantern_bench.training.recipe import checked, flag_of
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -32,7 +32,7 @@ from lantern_bench.models.lanterns.family import Lanterns
 from lantern_bench.models.lanterns.model import load_tokenizer
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.vq import VQModel
-from lantern_bench.training.drafter.run import Observations
+from lantern_bench.training.run import Observations
 
 _SCENES = 500
 _TEACHER_FORCED, _AT_ONCE = 64, 8

@@ -1,6 +1,6 @@
 """The recipe of the bundled models: five parts, their data, their settings, and what is written of each.
 
-The losses are in `tasks` and in `lantern_bench/training/drafter/task.py`; `quality_gates` decides whether the result is
+The losses are in `tasks` and in `lantern_bench/training/task.py`; `quality_gates` decides whether the result is
 good enough.
 """
 
@@ -39,10 +39,9 @@ from lantern_bench.models.lanterns.model import (
 )
 from lantern_bench.models.target import Condition, TransformerTarget
 from lantern_bench.models.vq import VQModel
-from lantern_bench.training.drafter.recipe import RECIPES
-from lantern_bench.training.drafter.task import DrafterTask, Sequences
 from lantern_bench.training.loop import OnEvent, Task, TrainReport, train
-from lantern_bench.training.settings import (
+from lantern_bench.training.recipe import (
+    RECIPES,
     Count,
     Device,
     Natural,
@@ -51,6 +50,7 @@ from lantern_bench.training.settings import (
     Settings,
     TrainSettings,
 )
+from lantern_bench.training.task import DrafterTask, Sequences
 
 REPORT = "training_report.json"
 TRAIN_SEED, HELD_OUT_SEED = 1, 2

@@ -32,8 +32,8 @@ from lantern_bench.models.lanterns.model import caption_condition
 from lantern_bench.models.packed_linear import has_bfloat16
 from lantern_bench.models.target import Condition, TransformerTarget
 from lantern_bench.models.vq import VQModel
-from lantern_bench.training.drafter.task import target_features
 from lantern_bench.training.loop import Task
+from lantern_bench.training.task import target_features
 
 Reconstruct = Callable[[Tensor], Tensor]
 

@@ -22,16 +22,15 @@ from lantern_bench.cli.options import (
 from lantern_bench.console import Console, duration
 from lantern_bench.errors import CheckFailedError, UserError
 from lantern_bench.runs.store import results_root
-from lantern_bench.training.drafter.recipe import DrafterFlags
-from lantern_bench.training.settings import checked, flag_of
+from lantern_bench.training.recipe import DrafterFlags, checked, flag_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from lantern_bench.console import Progress
-    from lantern_bench.training.drafter.job import DrafterJob
-    from lantern_bench.training.drafter.run import Evaluated
+    from lantern_bench.training.data import DrafterJob
     from lantern_bench.training.loop import TrainEvent
+    from lantern_bench.training.run import Evaluated
 
 train = command_group(name="train", help="Train a drafter for any target.")
 
@@ -69,7 +68,7 @@ def drafter(
     typed = {key: value for key, value in flags.items() if value is not None}
     checked_flags = checked(DrafterFlags, {"target": target, "data": data, **typed})
 
-    from lantern_bench.training.drafter.job import make_job, plan_rows
+    from lantern_bench.training.data import make_job, plan_rows
 
     job = make_job(checked_flags, results_root() / "drafters")
     if not dry_run:
@@ -86,8 +85,8 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
     from lantern_bench.decoding.compile import compiler_problem
     from lantern_bench.models.registry import model_of
     from lantern_bench.runs.devices import choose_compute
-    from lantern_bench.training.drafter.run import train_drafter
     from lantern_bench.training.loop import is_distributed, join_processes
+    from lantern_bench.training.run import train_drafter
 
     flags = job.flags
     if is_distributed() and flags.minutes is not None:

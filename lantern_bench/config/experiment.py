@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from lantern_bench.config.decoding import STRUCTURE, Decoding, MissingValueError, ParameterError
-from lantern_bench.config.parse_experiment import BASELINE, CellEntry, ExperimentReader
-from lantern_bench.config.settings import Settings
+from lantern_bench.config.parse_experiment import BASELINE, CellEntry, ExperimentReader, Settings
 from lantern_bench.config.values import Layer, Location, Overrides, Problems
 from lantern_bench.config.yaml_source import Source, read_source
 from lantern_bench.errors import RefusedError, UserError, did_you_mean

@@ -22,7 +22,7 @@ import torch
 
 from lantern_bench.clock import now
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
-from lantern_bench.config.settings import Settings
+from lantern_bench.config.parse_experiment import Settings
 from lantern_bench.decoding.compile import Engine, compiler_problem
 from lantern_bench.decoding.neighbours import Space
 from lantern_bench.errors import RefusedError, UserError
@@ -32,7 +32,7 @@ from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.packed_linear import has_bfloat16, lower_packed_products, pack_for_decoding
 from lantern_bench.models.registry import model_of
 from lantern_bench.runs.events import Note
-from lantern_bench.runs.keys import KeyFields
+from lantern_bench.runs.records import KeyFields
 from lantern_bench.schema import SCHEMA_VERSION
 
 ENGINE_VERSION = "10"
@@ -132,7 +132,7 @@ def processor() -> tuple[str, ...]:
 def key_fields(
     models: Mapping[str, LoadedModel], settings: Settings, compute: Compute, cells: Iterable[Cell] = ()
 ) -> KeyFields:
-    """Return the fields of the record key that hold for the whole run (`runs/keys.py`)."""
+    """Return the fields of the record key that hold for the whole run (`runs/records.py`)."""
     used = [cell.decoding for cell in cells]
     rules = OUTSIDE_RULES.keys() & {decoding.rule for decoding in used}
     draftings = OUTSIDE_DRAFTINGS.keys() & {decoding.drafting for decoding in used}

@@ -32,8 +32,8 @@ from lantern_bench.clock import now, settle_garbage, stamp
 from lantern_bench.config.plan import ImageTask, Plan
 from lantern_bench.errors import LanternError, RecordsFailedError, RefusedError
 from lantern_bench.runs.events import Emit, Event, Note, Started
-from lantern_bench.runs.keys import KeyFields, check_same_key
 from lantern_bench.runs.processes import WorkerEndedError, events_of
+from lantern_bench.runs.records import KeyFields, check_same_key
 from lantern_bench.runs.request import DEFAULT_CLUSTER, Request
 from lantern_bench.runs.store import RunStore, done_images
 from lantern_bench.runs.threads import prepare_environment

@@ -20,7 +20,7 @@ from lantern_bench.config.values import Overrides
 from lantern_bench.errors import UserError
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts import describe_prompts, load_prompts
-from lantern_bench.runs.keys import check_same_experiment, check_same_threads
+from lantern_bench.runs.records import check_same_experiment, check_same_threads
 from lantern_bench.runs.store import (
     LOCK,
     MANIFEST,

@@ -37,7 +37,7 @@ from lantern_bench.runs.devices import (
 )
 from lantern_bench.runs.events import Emit, ImageDone, Note, Share, Started
 from lantern_bench.runs.images import DecodedImage, png_bytes
-from lantern_bench.runs.keys import check_same_threads
+from lantern_bench.runs.records import check_same_threads
 from lantern_bench.runs.request import Request
 from lantern_bench.runs.store import RunStore, done_images
 from lantern_bench.runs.threads import DISTURBED, Calibrated, fastest_threads, set_threads

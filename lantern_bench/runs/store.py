@@ -24,8 +24,17 @@ from lantern_bench.config.experiment import ResolvedExperiment
 from lantern_bench.config.plan import ImageKey, ImageTask
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import draft_of, write_atomically
-from lantern_bench.runs.keys import KeyFields, RecordKeys, check_same_experiment, check_same_key
-from lantern_bench.runs.records import Row, RowFile, no_room, read_frame, read_rows
+from lantern_bench.runs.records import (
+    KeyFields,
+    RecordKeys,
+    Row,
+    RowFile,
+    check_same_experiment,
+    check_same_key,
+    no_room,
+    read_frame,
+    read_rows,
+)
 from lantern_bench.schema import READABLE, SCHEMA_VERSION
 
 if TYPE_CHECKING:

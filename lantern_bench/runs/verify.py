@@ -16,8 +16,7 @@ from lantern_bench.errors import LanternError
 from lantern_bench.models.io.files import file_sha256, write_atomically
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts import load_prompts
-from lantern_bench.runs.keys import RecordKeys
-from lantern_bench.runs.records import end_of_lines, read_lines
+from lantern_bench.runs.records import RecordKeys, end_of_lines, read_lines
 from lantern_bench.runs.store import RECORDS, SCORES, cannot_write, lock_run, read_manifest
 
 _FILES = {"records": RECORDS, "scores": SCORES}

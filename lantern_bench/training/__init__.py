@@ -1,1 +1,1 @@
-"""Training: one loop for everything that is trained here. What is trained is a task, kept where its model lives."""
+"""Training: one loop, and what is trained with it: an EAGLE drafter for any target."""

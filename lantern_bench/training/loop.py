@@ -22,7 +22,7 @@ from torch import Tensor, distributed, nn
 from lantern_bench.clock import now
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.packed_linear import has_bfloat16
-from lantern_bench.training.settings import TrainSettings
+from lantern_bench.training.recipe import TrainSettings
 
 
 @dataclass(frozen=True)

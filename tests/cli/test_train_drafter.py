@@ -21,10 +21,10 @@ from lantern_bench.cli.main import main
 from lantern_bench.models import registry
 from lantern_bench.models.registry import model_of
 from lantern_bench.runs.store import RESULTS_VARIABLE, read_records
-from lantern_bench.training.drafter import run as drafter_run
-from lantern_bench.training.drafter.recipe import DrafterFlags
-from lantern_bench.training.drafter.run import COLUMNS
+from lantern_bench.training import run as drafter_run
 from lantern_bench.training.loop import TrainEvent, TrainReport, train
+from lantern_bench.training.recipe import DrafterFlags
+from lantern_bench.training.run import COLUMNS
 from tests.models import golden_models, tiny_chameleon
 from tests.training.tiny_target import CAPTIONS, TinyModel, tiny_model, write_pictures
 

@@ -20,7 +20,7 @@ from lantern_bench.models.io.checkpoint import open_checkpoint
 from lantern_bench.models.lanterns import FILES, WEIGHTS_FOLDER
 from lantern_bench.models.lanterns.family import Lanterns
 from lantern_bench.runs.devices import Compute, key_fields
-from lantern_bench.runs.keys import KeyFields
+from lantern_bench.runs.records import KeyFields
 from lantern_bench.runs.store import RunStore, read_manifest, read_records
 from tests.faults.child import IMAGES, SMALL
 from tests.faults.conftest import Bench, Outcome

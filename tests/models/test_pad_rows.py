@@ -9,7 +9,7 @@ from torch import Tensor
 from lantern_bench.models.eagle import build_drafter, untrained_drafter
 from lantern_bench.models.target import CaptionFeatures, Condition, TransformerTarget, prefix_mask, prefix_seen
 from lantern_bench.models.transformer_config import TransformerConfig
-from lantern_bench.training.drafter.task import target_features
+from lantern_bench.training.task import target_features
 
 PREFIX, DIM = 7, 32
 VALID = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1], [1] * PREFIX], dtype=torch.bool)

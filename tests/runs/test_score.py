@@ -35,7 +35,7 @@ from lantern_bench.models.lanterns.classifier import AttributeClassifier, predic
 from lantern_bench.models.lanterns.model import write_weights
 from lantern_bench.runs import scoring
 from lantern_bench.runs.events import Share
-from lantern_bench.runs.keys import KeyFields
+from lantern_bench.runs.records import KeyFields
 from lantern_bench.runs.store import RunStore, ScoreStore, read_scores
 from lantern_bench.schema import TABLES
 

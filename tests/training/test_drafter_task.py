@@ -17,9 +17,10 @@ from lantern_bench.decoding.teacher_forcing import drafts_along, teacher_forced
 from lantern_bench.models import registry
 from lantern_bench.models.eagle import load_drafter, untrained_drafter
 from lantern_bench.models.target import Condition, TransformerTarget, force_line_ends
-from lantern_bench.training.drafter.recipe import RECIPES, DrafterRecipe
-from lantern_bench.training.drafter.run import write_drafter
-from lantern_bench.training.drafter.task import (
+from lantern_bench.training.loop import SINGLE, Processes
+from lantern_bench.training.recipe import RECIPES, DrafterRecipe
+from lantern_bench.training.run import write_drafter
+from lantern_bench.training.task import (
     DrafterTask,
     Order,
     Sequences,
@@ -28,7 +29,6 @@ from lantern_bench.training.drafter.task import (
     target_features,
     unroll,
 )
-from lantern_bench.training.loop import SINGLE, Processes
 from tests.models import golden_models, tiny_chameleon
 from tests.training.tiny_target import CAPTIONS, CONFIG, caption_condition, tiny_target
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lantern_bench.errors import RefusedError
-from lantern_bench.training.drafter import data
-from lantern_bench.training.drafter.run import TrainingLog
+from lantern_bench.training import data
+from lantern_bench.training.run import TrainingLog
 
 
 def silent(_label: str, _done: float) -> None:

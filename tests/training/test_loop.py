@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.training import loop
 from lantern_bench.training.loop import Task, TrainEvent, TrainReport, train
-from lantern_bench.training.settings import TrainSettings
+from lantern_bench.training.recipe import TrainSettings
 
 CPU = torch.device("cpu")
 PLAIN = TrainSettings(steps=40, lr=0.05, warmup=10, autocast=False, log_every=5, checkpoint_every=10)

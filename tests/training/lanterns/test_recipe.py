@@ -24,8 +24,8 @@ from lantern_bench.models.io.files import file_sha256
 from lantern_bench.models.lanterns import FILES, GUIDANCE, model
 from lantern_bench.models.lanterns.captions import HELD_OUT
 from lantern_bench.models.vq import VQConfig
-from lantern_bench.training.drafter.run import Observations
 from lantern_bench.training.loop import TrainEvent, TrainReport
+from lantern_bench.training.run import Observations
 
 CPU = torch.device("cpu")
 TINY = RecipeSettings(steps=3, scenes=12, held_out=8, log_every=1, checkpoint_every=1, compiled=False)

@@ -13,7 +13,7 @@ from experiments.train_lanterns.tasks import TokenizerTask
 from lantern_bench.models.lanterns.captions import TRAIN
 from lantern_bench.models.vq import VQConfig, VQModel
 from lantern_bench.training.loop import TrainReport, train
-from lantern_bench.training.settings import TrainSettings
+from lantern_bench.training.recipe import TrainSettings
 
 CONFIG = VQConfig(codes=1024, code_dim=4, z_channels=32, channels=32, channel_mult=(1, 1, 1), res_blocks=1)
 SETTINGS = TrainSettings(steps=7, log_every=1, checkpoint_every=4, autocast=False)

@@ -29,8 +29,8 @@ from lantern_bench.models.target import (
     prompt_rows,
     visible_rows,
 )
-from lantern_bench.training.drafter.recipe import DrafterRecipe
 from lantern_bench.training.loop import SINGLE, Processes, Task
+from lantern_bench.training.recipe import DrafterRecipe
 
 
 class TargetFeatures(NamedTuple):

@@ -30,10 +30,9 @@ from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.io.state_dict import export
 from lantern_bench.models.loaded_model import LoadedModel, transformer_of
 from lantern_bench.models.target import TransformerTarget
-from lantern_bench.training.drafter.data import make_tokens, split
-from lantern_bench.training.drafter.job import DrafterJob
-from lantern_bench.training.drafter.task import DrafterTask, Sequences, drafter_like
+from lantern_bench.training.data import DrafterJob, make_tokens, split
 from lantern_bench.training.loop import OnEvent, Processes, TrainEvent, TrainReport, read_checkpoint, train
+from lantern_bench.training.task import DrafterTask, Sequences, drafter_like
 
 # The published code's name for each grid of LlamaGen; the number of condition positions tells t2i from c2i.
 _INPUT_TYPES = {((16, 16), 120): "t2i", ((32, 32), 120): "t2i2", ((24, 24), 1): "c2i"}

@@ -1,1 +1,0 @@
-"""Train an EAGLE drafter for any target."""
