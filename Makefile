@@ -53,16 +53,16 @@ predict-here: $(PLAIN) ## profile this machine, sweep compiled, and predict the 
 	$(BIN)/lantern-bench predict build/predict/run --device build/predict/here.yaml
 
 compare-plain: $(DEV) ## milliseconds a step: a plain implementation, and this one (ARGS: --images N --cells ...)
-	$(BIN)/python -m tests.plain.compare $(ARGS)
+	$(BIN)/python -m experiments.bench.plain_compare $(ARGS)
 
 aa: $(DEV) ## pairs of equal runs: do intervals cover, is compare silent? (ARGS: --pairs N --images N --processes N ...)
-	$(BIN)/python -m tests.aa $(ARGS)
+	$(BIN)/python -m experiments.bench.aa $(ARGS)
 
 bench-load: $(DEV) ## 1,000,000 records: seconds and memory of tables, resuming and the report (ARGS: --new --prompts N ...)
-	$(BIN)/python -m tests.load $(ARGS)
+	$(BIN)/python -m experiments.bench.load $(ARGS)
 
 ray-overhead: $(DEV) ## one Ray worker against a local run, in pairs (ARGS: --pairs N --images N)
-	$(BIN)/python -m tests.ray_overhead $(ARGS)
+	$(BIN)/python -m experiments.bench.ray_overhead $(ARGS)
 
 screenshots: check ## photograph the report page into docs/pictures (RUN: a run directory; default: a new default sweep)
 	$(if $(RUN),,$(BIN)/lantern-bench sweep --out build/screenshots > /dev/null)

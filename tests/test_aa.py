@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests import aa
+from experiments.bench import aa
 from tests.made_up_run import AR, LOOSE, STRICT, WALKS, make_record, write_run
 
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from experiments.bench.plain_network import PlainDrafter, PlainTarget
 from lantern_bench.clock import now
 from lantern_bench.models.target import Condition
-from tests.plain.network import PlainDrafter, PlainTarget
 
 Path = tuple[int, ...]
 

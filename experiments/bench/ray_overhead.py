@@ -53,7 +53,7 @@ def main() -> None:
         for pair in range(flags.pairs):
             figures = {}
             for engine in ("local", "ray")[:: 1 if pair % 2 else -1]:
-                command = [sys.executable, "-m", "tests.ray_overhead", "--images", str(flags.images)]
+                command = [sys.executable, "-m", "experiments.bench.ray_overhead", "--images", str(flags.images)]
                 command += ["--run", engine, str(Path(folder) / f"{engine}-{pair}")]
                 output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
                 figures[engine] = json.loads(output.splitlines()[-1])

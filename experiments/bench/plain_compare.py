@@ -16,6 +16,8 @@ from typing import Any
 import pandas as pd
 import torch
 
+from experiments.bench.plain_decoding import Plain
+from experiments.bench.plain_network import PlainDrafter, PlainTarget
 from lantern_bench.clock import settle_garbage
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.console import Console
@@ -29,8 +31,6 @@ from lantern_bench.models.random_model import random_model_of_size, read_size
 from lantern_bench.profile.steps import forward_ms
 from lantern_bench.runs.devices import choose_compute, compile_models
 from lantern_bench.runs.threads import set_threads
-from tests.plain.decoding import Plain
-from tests.plain.network import PlainDrafter, PlainTarget
 
 # (mode, settings of ours, settings of the plain one, nodes, step over bare forward of the published code)
 CELLS: dict[str, tuple[dict[str, Any], dict[str, Any], int, float | None]] = {

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.bench.plain_decoding import Plain, shape_of
+from experiments.bench.plain_network import PlainDrafter, PlainTarget
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.tree import StaticTree
@@ -15,8 +17,6 @@ from lantern_bench.models.lanterns import GUIDANCE
 from lantern_bench.models.lanterns.captions import HELD_OUT
 from lantern_bench.models.lanterns.family import Lanterns
 from lantern_bench.models.loaded_model import LoadedModel
-from tests.plain.decoding import Plain, shape_of
-from tests.plain.network import PlainDrafter, PlainTarget
 
 TOKENS = 40
 CAPTION = HELD_OUT[1].caption()

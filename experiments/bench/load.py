@@ -1,8 +1,8 @@
 """`make bench-load`: a run of 200 cells and 5,000 prompts. Its tables, the resume of it, and its report.
 
-A sweep decodes a few images of every cell, with a model of one token an image. `tests/load_run.py` repeats their
-records for the other prompts, with the keys, seeds and places of the run's own plan and other seconds. What is measured
-is the package's own code, each part in a new process. Use a machine with nothing else to do.
+A sweep decodes a few images of every cell, with a model of one token an image. `load_run.py` repeats their records for
+the other prompts, with the keys, seeds and places of the run's own plan and other seconds. What is measured is the
+package's own code, each part in a new process. Use a machine with nothing else to do.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def _resume_scan(folder: Path) -> dict[str, Any]:
 
 def _resume(folder: Path) -> dict[str, Any]:
     """The command of the run, which is complete: plan, checks, scan of the records, nothing to decode."""
+    from experiments.bench.load_run import request_of, use_family
     from lantern_bench.runs.events import Started
     from lantern_bench.runs.sweep import run
-    from tests.load_run import request_of, use_family
 
     use_family()
     started: list[Started] = []
@@ -79,7 +79,7 @@ STAGES = {
 
 def measure(stage: str, folder: Path) -> dict[str, Any]:
     """Run a stage in a new process; return its figures, its seconds, its CPU seconds and the peak of its memory."""
-    command = [sys.executable, "-m", "tests.load", "--stage", stage, "--out", str(folder)]
+    command = [sys.executable, "-m", "experiments.bench.load", "--stage", stage, "--out", str(folder)]
     finished_process = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     figures: dict[str, Any] = json.loads(finished_process.stdout.splitlines()[-1])
     limit = STAGES[stage][1]
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--stage", choices=STAGES, help="measure one stage in this process")
     flags = parser.parse_args(arguments)
     if flags.build:
-        from tests.load_run import build
+        from experiments.bench.load_run import build
 
         build(flags.out, flags.cells, flags.prompts)
         return 0
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.rmtree(flags.out, ignore_errors=True)
     if not (flags.out / RECORDS).exists():
         # In a process of its own: the peak of its memory would count as that of the stages.
-        command = [sys.executable, "-m", "tests.load", "--build", "--out", str(flags.out)]
+        command = [sys.executable, "-m", "experiments.bench.load", "--build", "--out", str(flags.out)]
         began = now()
         subprocess.run([*command, "--cells", str(flags.cells), "--prompts", str(flags.prompts)], check=True)
         console.say(f"the run is built, in {now() - began:.0f} s")
