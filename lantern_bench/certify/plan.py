@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Measurement:
     """The certificate of one model, or with `claims` its audit."""
 
     model: str
@@ -42,7 +42,7 @@ class Plan:
 
 def plan_certificate(
     experiment: str, flags: dict[str, Any], modes: list[str] | None, settings: list[str], sizes: Sizes
-) -> Plan:
+) -> Measurement:
     """Resolve the relaxed cells and the prompts of an experiment; raises `UserError`, imports no torch."""
     model = model_of(flags["model"][0])
     flags = flags | {"model": [model.name], "prompts": flags["prompts"] or next(iter(model.prompt_sets))}
@@ -54,10 +54,10 @@ def plan_certificate(
     if not relaxed:
         raise UserError(f"{experiment}: has no relaxed cell", "Give another --experiment, or other --modes.")
     prompts = load_prompts(resolved.settings.prompts, model)
-    return Plan(model.name, resolved, relaxed, prompts, sizes)
+    return Measurement(model.name, resolved, relaxed, prompts, sizes)
 
 
-def plan_audit(resolved: ResolvedExperiment, sizes: Sizes) -> Plan:
+def plan_audit(resolved: ResolvedExperiment, sizes: Sizes) -> Measurement:
     """Plan the audit of cells that `audited_cells` lists; raises `UserError`, imports no torch."""
     for cell in resolved.cells:
         if cell.decoding.greedy:
@@ -67,7 +67,7 @@ def plan_audit(resolved: ResolvedExperiment, sizes: Sizes) -> Plan:
     relaxed = tuple(claim.cell for claim in claims if not claim.is_lossless)
     model = model_of(resolved.settings.model[0])
     prompts = load_prompts(resolved.settings.prompts, model)
-    return Plan(model.name, resolved, relaxed, prompts, sizes, claims)
+    return Measurement(model.name, resolved, relaxed, prompts, sizes, claims)
 
 
 def check_cells(cells: Sequence[Cell]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lantern_bench.certify import tables
-from lantern_bench.certify.plan import Plan
+from lantern_bench.certify.plan import Measurement
 from lantern_bench.certify.relaxation import CostSettings, emitted_tv_rows
 from lantern_bench.certify.tabular import TOKENS, g_tests, table_model
 from lantern_bench.certify.trials import Trial, audit_trials, certificate_trials, lossless_decodings
@@ -37,7 +37,7 @@ _SMALL_TREE = {"mode": "speculative", "drafting": "dynamic", "nodes": 10, "depth
 class Certification:
     """The measurements of one plan."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Measurement) -> None:
         self.plan, self.model, self.resolved = plan, plan.model, plan.resolved
         self.tree = model_of(plan.model).defaults.get("tree")
         settings = plan.resolved.settings

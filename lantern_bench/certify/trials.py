@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -65,18 +65,20 @@ def certificate_trials(
     cases = []
     for filters in ({}, *([run_filters] if run.top_k or run.top_p < 1 else []), _NARROW):
         words = "".join(f", {key.replace('_', '-')} {value:g}" for key, value in filters.items())
-        for setting, decoding in lossless_decodings(tree, cfg_default, **common, **filters).items():
+        is_narrow = filters is _NARROW
+        lossless = lossless_decodings(tree, cfg_default, siblings=is_narrow, **common, **filters)
+        for setting, decoding in lossless.items():
             # A chain has the rule of a branching tree, which shows more: the broken rules run on that, and
             # those of a rule for chains on a static chain.
             broken: Sequence[AcceptanceRule] = ()
             if filters != run_filters and (decoding.branches or (decoding.rule_row.chains and bool(decoding.paths))):
-                broken = broken_sibling_rules(decoding) if filters == _NARROW else broken_rules(decoding, model)
+                broken = broken_sibling_rules(decoding) if is_narrow else broken_rules(decoding, model)
             has_all_images = bool(broken) and decoding.drafting_row.sampled
             trial = Trial(
                 setting + words,
                 decoding,
                 samples if has_all_images else -(-samples // _REDUCED_DIVISOR),
-                dtype="float32" if filters == _NARROW else dtype,
+                dtype="float32" if is_narrow else dtype,
             )
             cases.append((trial, broken))
     level = LEVEL / (TESTS * len(cases))  # the strictest of Holm's correction
@@ -102,8 +104,11 @@ def audit_trials(claim: Claim, model: LoadedModel, dtype: str, samples: int) -> 
     return trials
 
 
-def lossless_decodings(tree: Any, cfg_default: float, **values: Any) -> dict[str, Decoding]:
-    """Return every lossless rule with every drafting that it can decide on, in small, by their labels."""
+def lossless_decodings(tree: Any, cfg_default: float, *, siblings: bool = False, **values: Any) -> dict[str, Decoding]:
+    """Return every lossless rule with every drafting that it can decide on, in small, by their labels.
+
+    With `siblings` each rule for trees also decides on three siblings, whatever the model's own tree.
+    """
     named: dict[str, Decoding] = {}
     for rule, drafting in itertools.product(RULES.values(), DRAFTINGS.values()):
         decides = rule.lossless and drafting.lossless and drafting.drafts and can_decide(rule.name, drafting.name)
@@ -113,7 +118,7 @@ def lossless_decodings(tree: Any, cfg_default: float, **values: Any) -> dict[str
             continue
         common = {"mode": "speculative", "cfg_scale": cfg_default, "cfg_default": cfg_default, **values}
         common |= {"drafting": drafting.name, "rule": rule.name}
-        for small in _trees(rule, tree, values) if "tree" in drafting.defaults else [drafting.small]:
+        for small in _trees(rule, tree, siblings) if "tree" in drafting.defaults else [drafting.small]:
             decoding = Decoding(**{**common, **small})
             if decoding.rule == rule.name:  # greedy decoding has no rule for chains
                 suffix = "" if rule.name == "strict" else f", {rule.name}"
@@ -121,14 +126,15 @@ def lossless_decodings(tree: Any, cfg_default: float, **values: Any) -> dict[str
     return named
 
 
-def _trees(rule: Rule, tree: Any, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _trees(rule: Rule, tree: Any, siblings: bool) -> list[dict[str, Any]]:
     """The static trees that a rule is tested on: the model's own or the rule's, and one that branches."""
-    branching = _SIBLINGS if values.get("top_k") == _NARROW["top_k"] else _BRANCHING
     model_tree = tree or DRAFTINGS["static"].defaults["tree"]
     paths = STATIC_TREES[model_tree] if isinstance(model_tree, str) else check_topology(model_tree)
     if rule.chains:
         return [{"tree": paths} if is_chain(paths) else {"tree": rule.tree}]
-    return [{"tree": paths}, *([branching] if is_chain(paths) or branching is _SIBLINGS else [])]
+    if siblings:
+        return [{"tree": paths}, _SIBLINGS]
+    return [{"tree": paths}, *([_BRANCHING] if is_chain(paths) else [])]
 
 
 def table_decoding(decoding: Decoding) -> Decoding:

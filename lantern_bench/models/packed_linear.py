@@ -145,14 +145,14 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] of any type -> [..., out] of the weight's."""
         x = x.to(self.dtype)
-        made: Tensor
+        product: Tensor
         if not self._in_panels:
-            made = torch.ops.lantern_bench.packed_linear(x, self._packed, self._bias)
-            return made
+            product = torch.ops.lantern_bench.packed_linear(x, self._packed, self._bias)
+            return product
         rows = x.to(self._factors).reshape(-1, x.shape[-1]).contiguous()
-        made = torch.ops.lantern_bench.panel_linear(rows, self._packed)
-        made = made[:, : self._outputs].view(*x.shape[:-1], -1)
-        return (made if self._bias is None else made + self._bias).to(self.dtype)
+        product = torch.ops.lantern_bench.panel_linear(rows, self._packed)
+        product = product[:, : self._outputs].view(*x.shape[:-1], -1)
+        return (product if self._bias is None else product + self._bias).to(self.dtype)
 
 
 def _multiplies_pairs() -> bool:
@@ -164,7 +164,7 @@ def _multiplies_pairs() -> bool:
 def _narrowest(weight: Tensor) -> Tensor:
     """A float32 weight in the first type that holds every number of it; checkpoints often hold 16-bit numbers."""
     narrow = (weight.to(dtype) for dtype in (torch.float16, torch.bfloat16))
-    return next((one for one in narrow if torch.equal(one.float(), weight)), weight)
+    return next((rounded for rounded in narrow if torch.equal(rounded.float(), weight)), weight)
 
 
 def weight_bytes(module: nn.Module) -> int:
@@ -175,7 +175,7 @@ def weight_bytes(module: nn.Module) -> int:
 
 def weight_count(module: nn.Module) -> int:
     """The number of weights of a module, packed ones included."""
-    return sum(part.numel for part in _packed_parts(module)) + sum(one.numel() for one in module.parameters())
+    return sum(part.numel for part in _packed_parts(module)) + sum(weight.numel() for weight in module.parameters())
 
 
 def _packed_parts(module: nn.Module) -> Iterator[PackedLinear]:

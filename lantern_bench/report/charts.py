@@ -39,16 +39,16 @@ class Chart:
     bars: bool = False  # bars in place of markers
     joined: bool = True  # whether the points of a line are joined; otherwise those that nothing dominates
     y_range: tuple[float, float] | None = None
-    whole_x: bool = False  # whether x counts something
-    less_is_better: bool = False
-    mark: float | None = None  # a vertical line
+    x_is_count: bool = False  # whether x counts something
+    less_is_better: bool = False  # the page turns the axis of y over, so that up is better
+    vertical_line: float | None = None  # at this x
     mean: Callable[[pd.DataFrame], float] | None = None  # of a line, for the title of its panel
 
     def groups(self) -> list[pd.DataFrame]:
         """Return the points of each line."""
         return [rows for _, rows in self.points.groupby(list(self.lines), sort=False, dropna=False)]
 
-    def places(self, rows: pd.DataFrame) -> list[Any]:
+    def x_values(self, rows: pd.DataFrame) -> list[Any]:
         """Return x of these points: numbers, or words."""
         values = rows[self.x]
         if self.x_end:
@@ -94,7 +94,7 @@ def to_matplotlib(chart: Chart, styles: Styles) -> Figure:
         _draw_line(panels[number if chart.panels else 0], chart, rows, styles[cell_key(rows.iloc[-1])])
         if chart.panels and not chart.bars:
             for other in groups:
-                panels[number].plot(chart.places(other), other[chart.y], color="#CFCFCF", linewidth=0.6, zorder=1)
+                panels[number].plot(chart.x_values(other), other[chart.y], color="#CFCFCF", linewidth=0.6, zorder=1)
     _draw_background(panels[0], chart)
     if chart.panels:
         figure.supxlabel(chart.x_title, fontsize="medium")
@@ -112,7 +112,7 @@ def to_matplotlib(chart: Chart, styles: Styles) -> Figure:
 def _draw_line(axes: Axes, chart: Chart, rows: pd.DataFrame, style: Style) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    x, y, label = chart.places(rows), rows[chart.y].astype(float), line_label(rows)
+    x, y, label = chart.x_values(rows), rows[chart.y].astype(float), line_label(rows)
     ends: Any = {"xerr": whiskers(rows, chart.x), "yerr": whiskers(rows, chart.y)}
     if chart.bars:
         axes.bar(x, y, width=0.78, color=style.colour, alpha=0.85)
@@ -135,16 +135,16 @@ def _draw_line(axes: Axes, chart: Chart, rows: pd.DataFrame, style: Style) -> No
         axes.axvline(chart.mean(rows), color="#222222", linestyle="--", linewidth=0.9)
     if chart.y_range is not None:
         axes.set_ylim(*chart.y_range)
-    if chart.whole_x:
+    if chart.x_is_count:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _draw_background(axes: Axes, chart: Chart) -> None:
-    """The front, the mark, and the spread of ar as a grey band."""
+    """The front, the vertical line, and the spread of ar as a grey band."""
     for x, y in _fronts(chart):
         axes.plot(x, y, color="#888888", linewidth=1, zorder=1)
-    if chart.mark is not None:
-        axes.axvline(chart.mark, color="#BBBBBB", linewidth=0.8, linestyle=":", zorder=0)
+    if chart.vertical_line is not None:
+        axes.axvline(chart.vertical_line, color="#BBBBBB", linewidth=0.8, linestyle=":", zorder=0)
     ends = [f"{chart.y}_band_low", f"{chart.y}_band_high"]
     for low, high in chart.points.reindex(columns=ends).dropna().drop_duplicates().itertuples(index=False):
         axes.axhspan(low, high, color="#EEEEEE", zorder=0, label="95 % of further sets of AR images")
@@ -193,12 +193,12 @@ def to_plotly(chart: Chart, styles: Styles, numbers: Mapping[CellKey, int]) -> d
         {"x": x, "y": y, "customdata": [], "mode": "lines", "hoverinfo": "skip"} for x, y in _fronts(chart)
     ]
     groups = chart.groups()
-    order = sorted(range(len(groups)), key=lambda number: chart.places(groups[number])[0])
+    order = sorted(range(len(groups)), key=lambda number: chart.x_values(groups[number])[0])
     for number, rows in enumerate(groups):
         symbols = [symbol_of(styles[cell_key(row)])[0] for _, row in rows.iterrows()]
         is_hollow = "dominated" in rows and bool(rows["dominated"].iloc[0])
         trace: dict[str, Any] = {
-            "name": line_label(rows), "x": chart.places(rows), "y": rows[chart.y].astype(float).tolist(),
+            "name": line_label(rows), "x": chart.x_values(rows), "y": rows[chart.y].astype(float).tolist(),
             "customdata": [numbers[cell_key(row)] for _, row in rows.iterrows()],
             "hovertext": [_hover(chart, row) for _, row in rows.iterrows()],
             "hovertemplate": "%{hovertext}<extra></extra>",
@@ -216,14 +216,14 @@ def to_plotly(chart: Chart, styles: Styles, numbers: Mapping[CellKey, int]) -> d
             if (lengths := whiskers(rows, name)) is not None and not (chart.panels and not chart.bars):
                 trace[f"error_{axis}"] = {"type": "data", "arrayminus": lengths[0], "array": lengths[1]}
         traces.append(trace)
-    x_axis: dict[str, Any] = {"title": {"text": chart.x_title}} | ({"dtick": 1} if chart.whole_x else {})
+    x_axis: dict[str, Any] = {"title": {"text": chart.x_title}} | ({"dtick": 1} if chart.x_is_count else {})
     y_axis: dict[str, Any] = {"title": {"text": chart.y_title.replace("\n", "<br>")}}
     y_axis |= {"autorange": "reversed"} if chart.less_is_better else {}
     y_axis |= {"range": chart.y_range} if chart.y_range else {}
     layout: dict[str, Any] = {"xaxis": x_axis, "yaxis": y_axis}
-    if chart.mark is not None:
-        mark = {"type": "line", "x0": chart.mark, "x1": chart.mark, "yref": "paper", "y0": 0, "y1": 1}
-        layout["shapes"] = [mark | {"line": {"dash": "dot", "width": 1, "color": "#888888"}}]
+    if (x := chart.vertical_line) is not None:
+        line = {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
+        layout["shapes"] = [line | {"line": {"dash": "dot", "width": 1, "color": "#888888"}}]
     title = f"{chart.y_title} against {chart.x_title}".replace("\n", " ").replace(f" ({INTERVAL})", "")
     return {"name": chart.name, "title": title, "data": traces, "layout": layout}
 

@@ -146,7 +146,7 @@ def fronts(runs: Mapping[str, Tables]) -> Iterator[Chart]:
                     f"{metric.heading}, {metric.better} is better\n({scored_by})",
                     joined=False,
                     less_is_better=metric.better == "lower",
-                    mark=1.0 if speed == "speedup" else None,
+                    vertical_line=1.0 if speed == "speedup" else None,
                 )
 
 
@@ -197,7 +197,7 @@ def charts(runs: Mapping[str, Tables], parameters: Sequence[str] = tuple(BOUNDS)
     if len(depths := acceptance_points(runs)):
         yield Chart(
             "acceptance-by-depth", depths, "index", "rate", "depth of the draft tree", _RATE, y_range=(0, 1.02),
-            whole_x=True,
+            x_is_count=True,
         )  # fmt: skip
     if len(positions := acceptance_points(runs, "position")):
         yield Chart(
@@ -208,7 +208,7 @@ def charts(runs: Mapping[str, Tables], parameters: Sequence[str] = tuple(BOUNDS)
     if len(lengths := length_points(runs)):
         yield Chart(
             "accepted-lengths", lengths, "length", "share", "tokens committed by a step (bonus token included)",
-            "share of steps", panels=True, bars=True, whole_x=True,
+            "share of steps", panels=True, bars=True, x_is_count=True,
             mean=lambda rows: float((rows["length"] * rows["share"]).sum()),
         )  # fmt: skip
     yield from fronts(runs)

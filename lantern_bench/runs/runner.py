@@ -307,13 +307,9 @@ def decode_batch(
             synchronize(compute.device)
             seconds = (now() - began) / len(batch)
     return [
-        DecodedImage(prompt, image.tokens, image.trace, picture, seconds, peak, _on_cpu(image.logits))
+        DecodedImage(prompt, image.tokens, image.trace, picture, seconds, peak, image.logits)
         for prompt, image, picture in zip(prompts, decoded, pixels, strict=True)
     ]
-
-
-def _on_cpu(logits: torch.Tensor | None) -> torch.Tensor | None:
-    return None if logits is None else logits.float().cpu()
 
 
 def _start_session(

@@ -93,7 +93,7 @@ class DraftView:
     unnormalised_p: Tensor  # [n, V], or [n, 1, V] for every token
     p_sum: Tensor | None  # its sum [n, 1] or [n, 1, 1]; None: 1
     depth: Tensor  # of x in the draft tree, from 1
-    position_or_none: Tensor | None = None  # as `position`, where it is known
+    known_position: Tensor | None = None  # how many tokens come before x; None where that is not known
 
     @property
     def p(self) -> Tensor:
@@ -132,10 +132,10 @@ class DraftView:
 
     @property
     def position(self) -> Tensor:
-        """Position of x in the image, int64: how many tokens come before it; ValueError where it is not known."""
-        if self.position_or_none is None:
+        """How many tokens of the image come before x, int64; raises `ValueError` where that is not known."""
+        if self.known_position is None:
             raise ValueError("the position in the image is not known here")
-        return self.position_or_none
+        return self.known_position
 
 
 def neighbour_mass(drafts: DraftView) -> tuple[Tensor, Tensor]:
