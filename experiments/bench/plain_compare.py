@@ -85,36 +85,36 @@ def main() -> None:
             courses[kind] = _bind(model, decoding)
             ours(model, decoding, HELD_OUT[0].caption(), 0, 24)  # compiled before it is timed
         settle_garbage()
-        found: dict[str, list[float]] = defaultdict(list)
+        times: dict[str, list[float]] = defaultdict(list)
         for seed in range(chosen.images):
             for kind, course in courses.items():
-                found[kind].append(course(HELD_OUT[seed].caption(), seed))
-            found["bare"].append(forward_ms(eager, bare, nodes, GUIDANCE, repeats=20))
-            found["bare_default"].append(forward_ms(models["default"], bare, nodes, GUIDANCE, repeats=20))
-        ms = {kind: median(values) for kind, values in found.items()}
+                times[kind].append(course(HELD_OUT[seed].caption(), seed))
+            times["bare"].append(forward_ms(eager, bare, nodes, GUIDANCE, repeats=20))
+            times["bare_default"].append(forward_ms(models["default"], bare, nodes, GUIDANCE, repeats=20))
+        ms = {kind: median(values) for kind, values in times.items()}
         row = {"cell": name, "nodes": nodes, "plain_ms": ms["plain"], "bare_float32_ms": ms["bare"]}
-        row |= {"plain_over_bare": _ratio(found, "plain", "bare"), "published_over_bare": published}
+        row |= {"plain_over_bare": _ratio(times, "plain", "bare"), "published_over_bare": published}
         row |= {"equal_dtype_ms": ms["equal"], "default_ms": ms["default"], "default_bare_ms": ms["bare_default"]}
-        row |= {"default_over_bare": _ratio(found, "default", "bare_default")}
-        row |= {f"ratio_{kind}": _ratio(found, "plain", kind) for kind in models}
+        row |= {"default_over_bare": _ratio(times, "default", "bare_default")}
+        row |= {f"ratio_{kind}": _ratio(times, "plain", kind) for kind in models}
         rows.append(row)
         console.say(f"{name}: plain {ms['plain']:.2f}, equal {ms['equal']:.2f}, default {ms['default']:.2f} ms a step")
     title = f"{chosen.size or 'embedded model'}, {compute.dtype_name} by default, {torch.get_num_threads()} threads"
     console.table(pd.DataFrame(rows).round(3), title=title)
 
 
-def _ratio(found: Mapping[str, Sequence[float]], one: str, other: str) -> float:
-    return median(above / below for above, below in zip(found[one], found[other], strict=True))
+def _ratio(times: Mapping[str, Sequence[float]], above: str, below: str) -> float:
+    return median(above / below for above, below in zip(times[above], times[below], strict=True))
 
 
 def _plain(plain: Plain, settings: dict[str, Any], model: LoadedModel) -> Callable[[str, int], float]:
     def course(caption: str, seed: int) -> float:
         condition, noise = model.condition([caption]), torch.Generator().manual_seed(seed)
         if settings:
-            made = plain.speculative(condition, noise, plain.grid, **settings)
+            result = plain.speculative(condition, noise, plain.grid, **settings)
         else:
-            made = plain.autoregressive(condition, noise, plain.grid)
-        return 1e3 * made.seconds / len(made.committed)
+            result = plain.autoregressive(condition, noise, plain.grid)
+        return 1e3 * result.seconds / len(result.committed)
 
     return course
 

@@ -180,12 +180,12 @@ class Plain:
             positions = torch.full((beam,), start + depth - 2)
             logits, out = self.drafter.forward(frontier, features, positions, seen)
             top = probabilities(logits, self.scale).topk(beam, dim=-1)
-            made = reach[:, None] + top.values.log()
+            reached = reach[:, None] + top.values.log()
             tokens.append(top.indices.flatten())
-            scores.append(made.flatten())
+            scores.append(reached.flatten())
             parents.append(numbers[:, None].expand(-1, beam).flatten())
             depths.append(torch.full((beam * beam,), depth))
-            chosen = made.flatten().topk(beam)
+            chosen = reached.flatten().topk(beam)
             first = sum(len(part) for part in tokens[:-1])
             slots = chosen.indices // beam
             numbers, reach = first + chosen.indices, chosen.values
@@ -194,10 +194,10 @@ class Plain:
         if limit < 1:
             return Tree([token], [-1], [0], [[]])
         flat = [torch.cat(part) for part in (tokens, scores, parents, depths)]
-        kept = flat[1].topk(min(nodes, len(flat[1]))).indices.sort().values.tolist()
-        place = {candidate: node + 1 for node, candidate in enumerate(kept)} | {-1: 0}
-        tree = Tree([token], [-1], [0], [[] for _ in range(len(kept) + 1)])
-        for candidate in kept:
+        selected = flat[1].topk(min(nodes, len(flat[1]))).indices.sort().values.tolist()
+        place = {candidate: node + 1 for node, candidate in enumerate(selected)} | {-1: 0}
+        tree = Tree([token], [-1], [0], [[] for _ in range(len(selected) + 1)])
+        for candidate in selected:
             node = place[candidate]
             parent = place[int(flat[2][candidate])]
             tree.tokens.append(int(flat[0][candidate]))

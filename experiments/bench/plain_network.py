@@ -101,8 +101,8 @@ class PlainTarget:
         turn, mask = self.turns[positions], additive(allowed[None], x.dtype)
         grown: Past = []
         for number, block in enumerate(self.net.layers):
-            x, kept = layer(block, x, turn, self.past[number] if self.past else None, mask)
-            grown.append(kept)
+            x, cache = layer(block, x, turn, self.past[number] if self.past else None, mask)
+            grown.append(cache)
         self.past = grown
         features = norm(self.net.norm, x)
         return self.net.output(features).float(), features

@@ -135,7 +135,7 @@ def train_part(
     check_part(part, folder, init_from=settings.init_from)
     path = folder / REPORT
     try:  # before the training, so that a broken file costs no training time
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        entries_before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as JSON: {error}", "Move it away; a new one is written.") from error
     data = _Data(folder, work, settings, device, on_progress)
@@ -160,7 +160,7 @@ def train_part(
         "device": device.type,
         "versions": {"lantern-bench": __version__, **{name: metadata.version(name) for name in _LIBRARIES}},
     }
-    entries = (found if isinstance(found, dict) else {}) | {part: entry}
+    entries = (entries_before if isinstance(entries_before, dict) else {}) | {part: entry}
     ordered = {name: entries[name] for name in PARTS if name in entries}
     write_atomically(path, json.dumps(ordered, indent=1).encode() + b"\n")
     return report

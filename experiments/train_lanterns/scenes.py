@@ -173,9 +173,9 @@ def _paint_lanterns(
         alike = np.flatnonzero(index[:, 0] == count)
         for first in range(0, len(alike), _IN_CACHE):
             rows = alike[first : first + _IN_CACHE]
-            found = _with_lanterns(index[rows], canvas[rows], horizon[rows], lanterns[rows, : count + 1])
+            painting = _with_lanterns(index[rows], canvas[rows], horizon[rows], lanterns[rows, : count + 1])
             # Pictures stay, to the bit, what they were when a scene of fewer lanterns had absent ones painted too.
-            painted[rows] = found if count == 2 else found.astype(np.float32)
+            painted[rows] = painting if count == 2 else painting.astype(np.float32)
     return painted
 
 
@@ -275,9 +275,9 @@ def scene_set(
     `on_chunk(done, n)` is called after each chunk.
     """
     if cache is not None and cache.exists():
-        with np.load(cache) as kept:
-            if len(kept["pixels"]) >= n and int(kept["seed"]) == seed and int(kept["among"]) == len(among):
-                return SceneSet(kept["pixels"][:n], kept["attributes"][:n])
+        with np.load(cache) as scenes:
+            if len(scenes["pixels"]) >= n and int(scenes["seed"]) == seed and int(scenes["among"]) == len(among):
+                return SceneSet(scenes["pixels"][:n], scenes["attributes"][:n])
     pixels = np.empty((n, SIZE, SIZE, 3), dtype=np.uint8)
     attributes = np.empty((n, 5), dtype=np.int64)
     for start in range(0, n, _CHUNK):

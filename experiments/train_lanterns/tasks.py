@@ -323,7 +323,7 @@ class ClipTask(Task):
         captions = torch.tensor(list(self._of_caption))
         chosen = captions[torch.randperm(len(captions), generator=generator)[: self._batch]]
         choices = [self._of_caption[int(caption)] for caption in chosen]
-        rows = torch.stack([one[torch.randint(len(one), (), generator=generator)] for one in choices])
+        rows = torch.stack([choice[torch.randint(len(choice), (), generator=generator)] for choice in choices])
         pixels = _degraded(self._pool.pixels[rows], generator, device) * 2 - 1
         # The fused attention kernel's backward pass is slow on CPUs; written out, a step takes two thirds of the time.
         fused = [] if device.type == "cpu" else [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]

@@ -147,13 +147,13 @@ def walk_greedy(
     """Section 3, last paragraph: (winning path without its rejected end, next token). `paths` in path order."""
     best: list[int] = [0]
     for path in paths:
-        kept = [0]
+        accepted = [0]
         for node in path[1:]:
             p = p_of[parents[node]]
             mass, taken = merge(p, tokens[node], rules)
             if int(relax(p, tokens[node], mass, taken).argmax()) != tokens[node]:
                 break
-            kept.append(node)
-        if len(kept) > len(best):
-            best = kept
+            accepted.append(node)
+        if len(accepted) > len(best):
+            best = accepted
     return best, int(p_of[best[-1]].argmax())

@@ -71,9 +71,9 @@ class Tabular:
         distribution: dict[Prefix, float] = {(): 1.0}
         for _ in range(length):
             distribution = {
-                (*made, token): weight * p
-                for made, weight in distribution.items()
-                for token, p in enumerate(self.p((*prefix, *made)).tolist())
+                (*tokens, token): weight * p
+                for tokens, weight in distribution.items()
+                for token, p in enumerate(self.p((*prefix, *tokens)).tolist())
                 if p > 0
             }
         return distribution
@@ -145,12 +145,12 @@ def _with(tokens: list[int], kids: Sequence[int], drawn: Sequence[int]) -> list[
 
 
 def _prefix(node: int, tokens: Sequence[int], parents: Sequence[int]) -> Prefix:
-    found: list[int] = []
+    prefix: list[int] = []
     while parents[node] >= 0:
         # Below a token that could not be drawn nothing is ever reached: any prefix will do.
-        found.append(max(tokens[node], 0))
+        prefix.append(max(tokens[node], 0))
         node = parents[node]
-    return tuple(reversed(found))
+    return tuple(reversed(prefix))
 
 
 def _orders(q: Tensor, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
@@ -222,9 +222,9 @@ def distribution_of_step(
     committed: dict[Prefix, float] = {}
     for weights, tokens, lengths, last in zip(*outcomes, strict=True):
         rows = zip((drafts * weights).tolist(), tokens.tolist(), lengths.tolist(), last.tolist(), strict=True)
-        for weight, path, kept, probs in rows:
+        for weight, path, accepted, probs in rows:
             for token, p in enumerate(probs):
-                _add(committed, (*path[:kept], token), weight * p)
+                _add(committed, (*path[:accepted], token), weight * p)
     distribution: dict[Prefix, float] = {}
     for prefix, weight in committed.items():
         for rest, chance in model.distribution_after(prefix, length - len(prefix)).items():

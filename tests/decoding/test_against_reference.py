@@ -132,13 +132,13 @@ def test_batches_change_no_image_and_inputs_are_not_written() -> None:
             alone = {
                 name: value[image : image + 1] for name, value in vars(tree).items() if isinstance(value, torch.Tensor)
             }
-            one = slice(image, image + 1)
-            limit = None if draft.depth_limit is None else draft.depth_limit[one]
+            row = slice(image, image + 1)
+            limit = None if draft.depth_limit is None else draft.depth_limit[row]
             verdict = verify(
-                replace(tree, **alone), probs[one], draft.rule,
-                draft.uniforms[one], draft.noise[one], limit,
+                replace(tree, **alone), probs[row], draft.rule,
+                draft.uniforms[row], draft.noise[row], limit,
             )  # fmt: skip
             for name, value in vars(verdict).items():
-                assert torch.equal(value, getattr(whole, name)[one]), (seed, name)
+                assert torch.equal(value, getattr(whole, name)[row]), (seed, name)
             compared += 1
     assert compared > 30

@@ -48,27 +48,27 @@ def rule_of(name: str, bound: float, residual: str = "exact", vocabulary: int = 
 
 
 def entropy(p: Vector) -> float:
-    return -sum(one * math.log(one) for one in p if one > 0)
+    return -sum(mass * math.log(mass) for mass in p if mass > 0)
 
 
 def chance(name: str, bound: float, p: Vector, q: Vector | None, depth: int = 1) -> Vector:
     """f of every token with q > 0, written from section 8.4; 0 elsewhere."""
-    others, found = OTHERS[name], np.zeros_like(p)
+    others, accept = OTHERS[name], np.zeros_like(p)
     order = sorted(range(len(p)), key=lambda token: (-p[token], token))
     for x in range(len(p)):
         if q is not None and q[x] == 0:
             continue
         if name == "cool-sd":
-            found[x] = bound * math.exp(-others["decay"] * (depth - 1)) * p[x] / (1 if q is None else q[x])
+            accept[x] = bound * math.exp(-others["decay"] * (depth - 1)) * p[x] / (1 if q is None else q[x])
         elif name == "typical":
-            found[x] = float(p[x] > min(bound, others["alpha"] * math.exp(-entropy(p))))
+            accept[x] = float(p[x] > min(bound, others["alpha"] * math.exp(-entropy(p))))
         else:
             at = order.index(x)
             near = order[max(0, at - (int(bound) - 1) // 2) : at + int(bound) // 2 + 1]
-            near = [one for one in near if abs(p[one] - p[x]) < others["probability_gap"]]
-            near = [one for one in near if float((CODES[one] - CODES[x]).square().sum()) < others["code_gap"]]
-            found[x] = sum(p[one] for one in near) / (1 if q is None else sum(q[one] for one in near))
-    return np.minimum(found, 1.0)
+            near = [code for code in near if abs(p[code] - p[x]) < others["probability_gap"]]
+            near = [code for code in near if float((CODES[code] - CODES[x]).square().sum()) < others["code_gap"]]
+            accept[x] = sum(p[code] for code in near) / (1 if q is None else sum(q[code] for code in near))
+    return np.minimum(accept, 1.0)
 
 
 def expected(
@@ -113,8 +113,8 @@ def test_the_exact_residual_reaches_the_smallest_tv_of_one_draft(name: str, boun
     for p, q in pairs(1, 30, 12):
         every, f = torch.arange(12)[:, None], torch.tensor(chance(name, bound, p.numpy(), q.numpy()))
         least = float((q * f - p).clamp_min(0).sum())
-        found = total_variation(p, q @ of_drafts(p, q, every, rule_of(name, bound)))
-        worst = max(worst, abs(float(found) - least))
+        tv = total_variation(p, q @ of_drafts(p, q, every, rule_of(name, bound)))
+        worst = max(worst, abs(float(tv) - least))
         if name == "cool-sd":
             formula = torch.minimum((q - p).clamp_min(0), max(bound - 1, 0) * p).sum()
             assert least == pytest.approx(float(formula), abs=1e-12)
@@ -149,10 +149,10 @@ def test_siblings_are_judged_by_the_residual(name: str, bound: float, residual: 
     rule = rule_of(name, bound, residual, vocabulary=6)
     worst = 0.0
     for p, q in pairs(3, 6, 6):
-        drafts = [one for one in itertools.permutations(range(6), 3) if all(q[x] > 0 for x in one)]
+        drafts = [tokens for tokens in itertools.permutations(range(6), 3) if all(q[x] > 0 for x in tokens)]
         for drawn in (q, None):
-            found = of_drafts(p, drawn, torch.tensor(drafts), rule)
-            for row, children in zip(found, drafts, strict=True):
+            first_tokens_of_drafts = of_drafts(p, drawn, torch.tensor(drafts), rule)
+            for row, children in zip(first_tokens_of_drafts, drafts, strict=True):
                 numbers = None if drawn is None else drawn.numpy()
                 wanted, _ = expected(p.numpy(), numbers, children, name, bound, residual)
                 worst = max(worst, float((row - torch.tensor(wanted)).abs().max()))
@@ -194,11 +194,11 @@ def test_the_strength_falls_with_depth() -> None:
         weights, tree = model.static_drafts(StaticTree.of(SHAPES[tree_of]))
         for decay, holds in ((math.log(1.5), True), (0.0, False)):
             rule = rule_named("cool-sd", 0, 1.5, decay=decay)
-            found = distribution_of_step(model, weights, tree, partial(verify_step, rule=rule), 2)
-            first = first_tokens(found)
-            product = {(x, y): first[(x,)] * float(model.p((x,))[y]) for x, y in found}
+            joint = distribution_of_step(model, weights, tree, partial(verify_step, rule=rule), 2)
+            first = first_tokens(joint)
+            product = {(x, y): first[(x,)] * float(model.p((x,))[y]) for x, y in joint}
             assert error_of(first, first_tokens(model.distribution_after((), 2))) > 1e-2
-            assert (error_of(found, product) < 1e-9) == holds
+            assert (error_of(joint, product) < 1e-9) == holds
 
 
 @pytest.mark.parametrize("tree", ["chain", "small", "dynamic"])
@@ -217,8 +217,8 @@ def test_a_step_emits_what_emitted_tv_says(name: str, bound: float, tree: str) -
     tokens = drafts.tokens.gather(1, children.clamp_min(0))
     p = model.p(()).expand(len(tokens), -1)
     q = None if drafts.q is None else drafts.q[:, 0]
-    found = weights @ emitted(p, q, tokens, children >= 0, rule).distribution
-    assert max(abs(walked.get((x,), 0.0) - float(found[x])) for x in range(4)) < 1e-9
+    emitted_tokens = weights @ emitted(p, q, tokens, children >= 0, rule).distribution
+    assert max(abs(walked.get((x,), 0.0) - float(emitted_tokens[x])) for x in range(4)) < 1e-9
 
 
 @pytest.mark.parametrize("name", BOUNDS)
@@ -232,8 +232,8 @@ def test_the_estimate_of_emitted_tv_is_near_the_enumeration(name: str) -> None:
     def exponential() -> Tensor:
         return torch.empty(1, 10, dtype=torch.float64).exponential_(generator=noise)
 
-    (found,) = emitted_tv_sampled(p[None], q[None], 2, 1000, [rule], exponential)
-    assert float(found.tv) == pytest.approx(truth, abs=0.015)
+    (estimate,) = emitted_tv_sampled(p[None], q[None], 2, 1000, [rule], exponential)
+    assert float(estimate.tv) == pytest.approx(truth, abs=0.015)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -324,19 +324,19 @@ def test_depth_and_place_are_those_of_the_draft_in_the_loop(watching: Callable[.
     try:
         values = {"mode": "watching", "bound": 1.0, "neighbours": 2, "tree": "chain-5"}
         model = TabularModel(3, 9, seed=1)
-        made = decode(model, None, Decoding(**values), [torch.Generator().manual_seed(0)])[0]
+        image = decode(model, None, Decoding(**values), [torch.Generator().manual_seed(0)])[0]
     finally:
         del method_tables.MODES["watching"]
     # Steps start at 1; a draft at a multiple of 4, and the third of a step, are rejected.
-    assert made.trace.start == [1, 4, 5, 8]
-    assert made.trace.accepted[:3] == [2, 0, 2]
+    assert image.trace.start == [1, 4, 5, 8]
+    assert image.trace.accepted[:3] == [2, 0, 2]
 
 
 def test_a_broken_number_of_a_token_that_cannot_be_drawn_is_ignored(watching: Callable[..., AcceptanceRule]) -> None:
     p, q = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.0, 1.0, 0.0]])
     rule = watching(lambda draft, values: draft.strict_ratio)
-    found = accept(p, q, torch.tensor([[1]]), rule)
-    assert found.accept.tolist() == [[0.5]] and found.residual.tolist() == [[1.0, 0.0, 0.0]]
+    acceptance = accept(p, q, torch.tensor([[1]]), rule)
+    assert acceptance.accept.tolist() == [[0.5]] and acceptance.residual.tolist() == [[1.0, 0.0, 0.0]]
 
 
 DRAFTED: dict[str, dict[str, Any]] = {
@@ -372,4 +372,4 @@ def test_every_rule_decodes_every_draft_alike_in_a_batch(rule: str, drafted: str
     _, alone = run(decoding, images=12, batch=1)
     pairs_of = list(zip(together, alone, strict=True))
     assert all(a.tokens.equal(b.tokens) and a.trace.committed == b.trace.committed for a, b in pairs_of)
-    assert sum(one.trace.neighbour_mass_tried for one in together) > 0
+    assert sum(image.trace.neighbour_mass_tried for image in together) > 0

@@ -78,14 +78,14 @@ def test_compiled_walks_are_the_same(kind: str) -> None:
             tree = random_static(rng, noise, (0.5 * p + 0.5 * sharp(noise, BATCH, nodes)), shape, filled=False)
         uniforms = torch.rand(tree.children.shape, generator=noise)
         ends = torch.empty(BATCH, VOCABULARY).exponential_(generator=noise)
-        found, wanted = compiled(tree, p, uniforms, ends), decided(tree, p, uniforms, ends)
+        verdict, wanted = compiled(tree, p, uniforms, ends), decided(tree, p, uniforms, ends)
         # A rounding may turn a decision that stands within 1e-6 of its threshold: once in a million of them.
-        same = (found.path == wanted.path).all(1) & (found.tokens == wanted.tokens).all(1)
-        same &= (found.child_rank == wanted.child_rank).all(1)
+        same = (verdict.path == wanted.path).all(1) & (verdict.tokens == wanted.tokens).all(1)
+        same &= (verdict.child_rank == wanted.child_rank).all(1)
         at_fault += int((~same).sum())
-        torch.testing.assert_close(found.next_probs[same], wanted.next_probs[same], atol=1e-4, rtol=0)
+        torch.testing.assert_close(verdict.next_probs[same], wanted.next_probs[same], atol=1e-4, rtol=0)
         torch.testing.assert_close(
-            found.neighbour_mass_tried[same], wanted.neighbour_mass_tried[same], atol=1e-4, rtol=0
+            verdict.neighbour_mass_tried[same], wanted.neighbour_mass_tried[same], atol=1e-4, rtol=0
         )
         accepted += int(wanted.accepted.sum())
     assert at_fault <= 1 and accepted > ROUNDS * BATCH / 4
@@ -93,5 +93,5 @@ def test_compiled_walks_are_the_same(kind: str) -> None:
 
 
 def test_the_first_true() -> None:
-    found = first_true(torch.tensor([[False, True, True], [True, False, False], [False, False, False]]))
-    assert found.tolist() == [1, 0, 2]
+    ranks = first_true(torch.tensor([[False, True, True], [True, False, False], [False, False, False]]))
+    assert ranks.tolist() == [1, 0, 2]

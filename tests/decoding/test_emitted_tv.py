@@ -80,8 +80,8 @@ def test_one_sampled_draft_costs_what_the_formula_says() -> None:
         for rule in rules("exact", table):
             mass, _ = neighbour_mass(view_of(p.expand(32, -1), torch.arange(32), rule))
             expected = torch.minimum((q - p).clamp_min(0), mass).sum()
-            found = total_variation(p, mean_distribution_of_one_draw(p, q, rule))
-            worst = max(worst, float((found - expected).abs()))
+            tv = total_variation(p, mean_distribution_of_one_draw(p, q, rule))
+            worst = max(worst, float((tv - expected).abs()))
             checked += 1
     print(f"emitted TV of one sampled draft against the formula: {checked} cases, largest difference {worst:.1e}")
     assert worst < 1e-12
@@ -114,10 +114,10 @@ def test_deterministic_emitted_tv_is_within_its_neighbour_mass(children: int) ->
             rejected = (1 - decided.accept).cumprod(dim=1)
             reach = torch.cat([torch.ones(8, 1, dtype=p.dtype), rejected[:, :-1]], dim=1)
             bound = (reach * decided.mass).sum(dim=1)
-            found = deterministic_tv(p, tokens, valid, rule)
-            assert (found <= bound + 1e-12).all()
+            tv = deterministic_tv(p, tokens, valid, rule)
+            assert (tv <= bound + 1e-12).all()
             if children == 1:
-                torch.testing.assert_close(found, bound)
+                torch.testing.assert_close(tv, bound)
 
 
 @pytest.mark.parametrize("sampled", [True, False])
@@ -158,11 +158,11 @@ def test_the_truth_lies_between_the_two_estimates_on_average(residual: str) -> N
 
         gaps = {}
         for draws in (4, 32):
-            found = emitted_tv_sampled(*many, 3, draws, some, exponential)
-            for estimate, truth in zip(found, truths, strict=True):
+            estimates = emitted_tv_sampled(*many, 3, draws, some, exponential)
+            for estimate, truth in zip(estimates, truths, strict=True):
                 margin = 3 * float(estimate.tv.std() + estimate.crossed.std()) / 600**0.5 + 1e-12
                 assert float(estimate.crossed.mean()) - margin <= truth <= float(estimate.tv.mean()) + margin
-            gaps[draws] = sum(float((one.tv - one.crossed).mean()) for one in found)
+            gaps[draws] = sum(float((estimate.tv - estimate.crossed).mean()) for estimate in estimates)
         print(f"{residual}: the estimates are apart by {gaps} in all, truths {[round(t, 4) for t in truths]}")
         assert gaps[32] < 0.6 * gaps[4]
 
@@ -185,10 +185,10 @@ def test_the_interval_of_few_draws_holds_the_truth(residual: str) -> None:
         def exponential() -> Tensor:
             return torch.empty(400, 8, dtype=torch.float64).exponential_(generator=noise)
 
-        (found,) = emitted_tv_sampled(p.expand(400, -1), q.expand(400, -1), 3, 4, [rule], exponential)
+        (estimate,) = emitted_tv_sampled(p.expand(400, -1), q.expand(400, -1), 3, 4, [rule], exponential)
         places = [
             {**cell, "prompt_id": str(number), "emitted_tv": tv, "emitted_tv_crossed": crossed}
-            for number, (tv, crossed) in enumerate(zip(found.tv.tolist(), found.crossed.tolist(), strict=True))
+            for number, (tv, crossed) in enumerate(zip(estimate.tv.tolist(), estimate.crossed.tolist(), strict=True))
         ]
         (row,) = cost_rows(places)
         assert row["emitted_tv_low"] <= truth <= row["emitted_tv_high"]

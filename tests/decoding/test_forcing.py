@@ -27,11 +27,11 @@ def test_forced_logits_and_drafts_are_those_of_decoding(model: LoadedModel) -> N
     decoding = Decoding(mode="ar", cfg_scale=1.5)
     streams = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
     condition = model.condition(CAPTIONS)
-    made = decode(model, condition, decoding, streams, tokens=LENGTH, keep_logits=True)
-    tokens = torch.stack([one.tokens for one in made]).long()
+    images = decode(model, condition, decoding, streams, tokens=LENGTH, keep_logits=True)
+    tokens = torch.stack([image.tokens for image in images]).long()
     forced = teacher_forced(model.target, condition, tokens, guided=True)
-    found = guide(forced.logits.cond, forced.logits.uncond, 1.5)
-    torch.testing.assert_close(found, torch.stack([one.logits for one in made]), atol=1e-3, rtol=0)
+    logits = guide(forced.logits.cond, forced.logits.uncond, 1.5)
+    torch.testing.assert_close(logits, torch.stack([image.logits for image in images]), atol=1e-3, rtol=0)
 
     along = [guide(drafts.cond, drafts.uncond, 1.5)[:, 0].clone() for drafts in drafts_along(model.drafter, forced)]
     assert len(along) == LENGTH - 1

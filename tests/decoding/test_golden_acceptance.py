@@ -52,7 +52,7 @@ def wrong_in(case: Case) -> list[str]:
 
 def test_every_recorded_case_replays() -> None:
     cases = acceptance_cases()
-    wrong = {case.info["id"]: found for case in cases if (found := wrong_in(case))}
+    wrong = {case.info["id"]: differences for case in cases if (differences := wrong_in(case))}
     print(f"golden acceptance: {len(cases) - len(wrong)} of {len(cases)}")
     assert not wrong
     assert len(cases) > 0

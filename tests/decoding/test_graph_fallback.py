@@ -106,18 +106,18 @@ def test_capture_replays_with_new_inputs_on_the_programs_device(cuda: Any) -> No
 def test_failed_capture_runs_without_graphs_and_warns_once(cuda: Any) -> None:
     state, engine = cuda(fails=True), Engine(compile=True)
     programs = [GraphedProgram(lambda x: double(x), double, DEVICE, engine) for _ in range(3)]
-    with pytest.warns(RuntimeWarning, match="capture fails on this GPU, steps run without CUDA graphs") as told:
+    with pytest.warns(RuntimeWarning, match="capture fails on this GPU, steps run without CUDA graphs") as warned:
         assert [results(program) for program in programs] == [WANTED] * 3
-    assert len(told) == 1 and state.captures == 1 and state.current == "usual"
+    assert len(warned) == 1 and state.captures == 1 and state.current == "usual"
     assert list(engine.fallbacks) == ["capture"] and not engine.graphs
 
 
 def test_failed_compilation_runs_uncompiled_and_warns_once(cuda: Any) -> None:
     state, engine = cuda(), Engine(compile=True)
     programs = [GraphedProgram(failing(InternalTorchDynamoError("no")), double, DEVICE, engine) for _ in range(2)]
-    with pytest.warns(RuntimeWarning, match="compiling fails on this GPU, steps run uncompiled") as told:
+    with pytest.warns(RuntimeWarning, match="compiling fails on this GPU, steps run uncompiled") as warned:
         assert [results(program) for program in programs] == [WANTED] * 2
-    assert len(told) == 1 and state.captures == 0
+    assert len(warned) == 1 and state.captures == 0
 
 
 def test_lack_of_memory_is_no_reason_to_fall_back(cuda: Any) -> None:
@@ -149,9 +149,9 @@ def test_gpu_recovers_from_a_failed_capture() -> None:
     def run(program: Any) -> list[float]:
         return [float(program(torch.full((3,), float(value), device=device)).sum()) for value in range(4)]
 
-    with pytest.warns(RuntimeWarning, match="capture fails") as told:
+    with pytest.warns(RuntimeWarning, match="capture fails") as warned:
         assert run(GraphedProgram(lambda x: reads_the_host(x), reads_the_host, device, engine)) == WANTED
-    assert len(told) == 1
+    assert len(warned) == 1
     later = Engine(compile=True)
     assert run(GraphedProgram(lambda x: double(x), double, device, later)) == WANTED
     assert not later.fallbacks

@@ -22,15 +22,15 @@ def plain_tree(q: Distribution, nodes: int, rounds: int, beam: int) -> tuple[lis
         best = sorted(range(len(distribution)), key=lambda token: (-float(distribution[token]), token))[:beam]
         return [(reach + distribution[token].log(), (*prefix, token)) for token in best if distribution[token] > 0]
 
-    made = children((), torch.zeros(()))
-    every = list(made)
+    generation = children((), torch.zeros(()))
+    every = list(generation)
     for _ in range(rounds - 1):
-        frontier = sorted(made, key=lambda item: -float(item[0]))[:beam]
-        made = [child for reach, prefix in frontier for child in children(prefix, reach)]
-        every += made
+        frontier = sorted(generation, key=lambda item: -float(item[0]))[:beam]
+        generation = [child for reach, prefix in frontier for child in children(prefix, reach)]
+        every += generation
     ranked = sorted(range(len(every)), key=lambda place: (-float(every[place][0]), len(every[place][1]), place))
-    kept = [every[place] for place in sorted(ranked[:nodes])]
-    return [prefix for _, prefix in kept], [float(reach) for reach, _ in kept]
+    selected = [every[place] for place in sorted(ranked[:nodes])]
+    return [prefix for _, prefix in selected], [float(reach) for reach, _ in selected]
 
 
 def grow(distributions: list[Distribution], rounds: int, beam: int) -> Growth:
@@ -86,7 +86,7 @@ def test_growth_equals_a_plain_implementation(kind: str, nodes: int, rounds: int
     distributions = [random_distribution(seed, 6, kind) for seed in range(4)]
     growth = grow(distributions, rounds, beam)
     root = torch.tensor([3, 1, 4, 0])
-    kept, valid, _ = growth.select(nodes)
+    selected, valid, _ = growth.select(nodes)
     log_q = torch.cat(growth.log_q, dim=1)
     tree = growth.tree(root, nodes)
     assert tree.max_depth == rounds
@@ -94,19 +94,19 @@ def test_growth_equals_a_plain_implementation(kind: str, nodes: int, rounds: int
         prefixes, reach = plain_tree(distribution, nodes, rounds, beam)
         count = len(prefixes) + 1
         assert valid[image].tolist() == [place < count - 1 for place in range(valid.shape[1])]
-        found = [
+        drafted = [
             tuple(tree.tokens[image, seen.nonzero().flatten()[1:]].tolist()) for seen in tree.attention[image, :count]
         ]
-        assert found == [(), *prefixes]
-        torch.testing.assert_close(log_q[image, kept[image, : count - 1]], torch.tensor(reach))
-        numbers = {prefix: place for place, prefix in enumerate(found)}
+        assert drafted == [(), *prefixes]
+        torch.testing.assert_close(log_q[image, selected[image, : count - 1]], torch.tensor(reach))
+        numbers = {prefix: place for place, prefix in enumerate(drafted)}
         assert tree.parents[image, 1:count].tolist() == [numbers[prefix[:-1]] for prefix in prefixes]
-        assert tree.depths[image, :count].tolist() == [len(prefix) for prefix in found]
-        for place, prefix in enumerate(found):
+        assert tree.depths[image, :count].tolist() == [len(prefix) for prefix in drafted]
+        for place, prefix in enumerate(drafted):
             below = [numbers[other] for other in prefixes if other[:-1] == prefix]
             assert tree.children[image, place].tolist() == below + [-1] * (beam - len(below))
             leaves = [
-                numbers[p] for p in found if p[: len(prefix)] == prefix and not any(o[:-1] == p for o in prefixes)
+                numbers[p] for p in drafted if p[: len(prefix)] == prefix and not any(o[:-1] == p for o in prefixes)
             ]
             assert tree.path_order[image, place] == min(leaves)
         assert int(tree.tokens[image, 0]) == int(root[image])
@@ -121,11 +121,11 @@ def test_a_depth_limit_selects_what_fewer_rounds_would() -> None:
     tree = growth.tree(torch.zeros(5, dtype=torch.int64), 9, torch.tensor(limits))
     for image, limit in enumerate(limits):
         expected = plain_tree(distributions[image], 9, limit, 3)[0] if limit > 0 else []
-        found = [
+        drafted = [
             tuple(tree.tokens[image, seen.nonzero().flatten()[1:]].tolist())
             for seen in tree.attention[image, 1 : len(expected) + 1]
         ]
-        assert found == expected
+        assert drafted == expected
         assert int((tree.children[image] >= 0).sum()) == len(expected)
 
 
@@ -140,5 +140,5 @@ def test_a_child_as_probable_as_its_parent_does_not_displace_it(certain: float) 
     growth = grow([distribution], 3, 2)
     for nodes, expected in ((1, [(0,)]), (2, [(0,), (0, 1)]), (4, [(0,), (1,), (0, 1), (0, 1, 1)])):
         tree = growth.tree(torch.zeros(1, dtype=torch.int64), nodes)
-        found = [tuple(tree.tokens[0, seen.nonzero().flatten()[1:]].tolist()) for seen in tree.attention[0, 1:]]
-        assert found == expected
+        drafted = [tuple(tree.tokens[0, seen.nonzero().flatten()[1:]].tolist()) for seen in tree.attention[0, 1:]]
+        assert drafted == expected

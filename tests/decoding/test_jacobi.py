@@ -55,13 +55,13 @@ class Particles(NamedTuple):
     high: Tensor
 
     def repeated(self, times: int) -> Particles:
-        tensors = (one.repeat_interleave(times, dim=0) for one in (self.weight, self.tokens, self.low, self.high))
+        tensors = (tensor.repeat_interleave(times, dim=0) for tensor in (self.weight, self.tokens, self.low, self.high))
         weight, tokens, low, high = tensors
-        state = {name: one.repeat_interleave(times, dim=0) for name, one in self.state.items()}
+        state = {name: tensor.repeat_interleave(times, dim=0) for name, tensor in self.state.items()}
         return Particles(weight, tokens, state, low, high)
 
-    def kept(self, rows: Tensor) -> Particles:
-        state = {name: one[rows] for name, one in self.state.items()}
+    def selected(self, rows: Tensor) -> Particles:
+        state = {name: tensor[rows] for name, tensor in self.state.items()}
         return Particles(self.weight[rows], self.tokens[rows], state, self.low[rows], self.high[rows])
 
 
@@ -79,13 +79,13 @@ def merged(groups: list[Particles]) -> Particles:
     tensors = [torch.cat(parts) for parts in zip(*(group[:2] for group in groups), strict=True)]
     state = {name: torch.cat([group.state[name] for group in groups]) for name in groups[0].state}
     low, high = (torch.cat([getattr(group, name) for group in groups]) for name in ("low", "high"))
-    columns = [tensors[1], *(one for name, one in state.items() if name != "_clocks"), low, high]
-    key = torch.cat([one.reshape(len(low), -1).double() for one in columns], dim=1)
+    columns = [tensors[1], *(column for name, column in state.items() if name != "_clocks"), low, high]
+    key = torch.cat([column.reshape(len(low), -1).double() for column in columns], dim=1)
     _, place = torch.unique((key * 1e10).round(), dim=0, return_inverse=True)
     weight = torch.zeros(int(place.max()) + 1).index_add_(0, place, tensors[0])
     first = torch.zeros_like(weight, dtype=torch.int64).scatter_(0, place, torch.arange(len(place)))
-    found = Particles(tensors[0], tensors[1], state, low, high).kept(first)
-    return found._replace(weight=weight)
+    particles = Particles(tensors[0], tensors[1], state, low, high).selected(first)
+    return particles._replace(weight=weight)
 
 
 class Rows(Target):
@@ -120,9 +120,9 @@ class Exact:
 
     def error(self) -> float:
         """The total variation between the images' distribution and the target's."""
-        found = self.distribution()
+        decoded = self.distribution()
         truth = self.model.distribution_after((), self.length)
-        return 0.5 * sum(abs(found.get(key, 0.0) - truth.get(key, 0.0)) for key in found.keys() | truth.keys())
+        return 0.5 * sum(abs(decoded.get(key, 0.0) - truth.get(key, 0.0)) for key in decoded.keys() | truth.keys())
 
     def distribution(self) -> dict[Prefix, float]:
         first = self.model.p(())
@@ -162,11 +162,11 @@ class Exact:
                 for length in accepted.unique().tolist():
                     rows = torch.nonzero((weight > 0) & (accepted == length)).flatten()
                     if len(rows):
-                        made = torch.cat(
+                        tokens = torch.cat(
                             [particles.tokens, path[:, :length], torch.full_like(path[:, :1], token)], dim=1
                         )
-                        outcome = Particles(weight, made, step, particles.low, particles.high)
-                        groups[committed + length + 1].append(self.trimmed(outcome.kept(rows)))
+                        outcome = Particles(weight, tokens, step, particles.low, particles.high)
+                        groups[committed + length + 1].append(self.trimmed(outcome.selected(rows)))
 
     def drafts(self, limit: int) -> Tensor:
         """All drafts [n, W], of which `limit` tokens differ."""
@@ -179,8 +179,8 @@ class Exact:
     ) -> Iterator[tuple[Tensor, ...]]:
         """How a step can end: chances [n], path [n, D + 1], its tokens [n, D], accepted [n], what comes next [n, V]."""
         del drafting
-        found = verify_step(tree, p, limit, self.rule)
-        for node, (stop, path, accepted, after) in enumerate(zip(*found, strict=True)):
+        ends = verify_step(tree, p, limit, self.rule)
+        for node, (stop, path, accepted, after) in enumerate(zip(*ends, strict=True)):
             way = tree.attention[0, node].nonzero().flatten()
             yield stop, torch.nn.functional.pad(way, (0, self.window + 1 - len(way)), value=-1), path, accepted, after
 
@@ -230,9 +230,9 @@ class Exact:
             return chances[:, :limit].prod(dim=1), drafting.tree(drafted), drafting, particles
         copied = (torch.arange(self.window) + moved[:, None] > self.window) & (drafting._q.amax(dim=2) == 1)
         at = torch.arange(self.window) + moved[:, None]
-        held, at = at < self.window, at.clamp_max(self.window - 1)
-        low = torch.where(held, particles.low.gather(1, at), 0.0)
-        high = torch.where(held, particles.high.gather(1, at), 1.0)
+        in_window, at = at < self.window, at.clamp_max(self.window - 1)
+        low = torch.where(in_window, particles.low.gather(1, at), 0.0)
+        high = torch.where(in_window, particles.high.gather(1, at), 1.0)
         first = (law[:, :, 0] / law.sum(dim=2)).clamp(low, high)  # token 0 is drawn where the number is below this
         lower, upper = torch.where(wanted == 0, low, first), torch.where(wanted == 0, first, high)
         lower, upper = torch.where(copied, low, lower), torch.where(copied, high, upper)
@@ -240,16 +240,16 @@ class Exact:
         chances = torch.where(copied, (wanted == 0) * 1.0, (upper - lower) / (high - low))
         chance = torch.where(counts, chances, 1.0).prod(dim=1)
         possible = chance > 0
-        particles = particles.kept(possible)._replace(
+        particles = particles.selected(possible)._replace(
             low=torch.where(counts, lower, 0.0)[possible], high=torch.where(counts, upper, 1.0)[possible]
         )
-        held, at, wanted, copied = held[possible], at[possible], wanted[possible], copied[possible]
+        in_window, at, wanted, copied = in_window[possible], at[possible], wanted[possible], copied[possible]
         middle = (particles.low + particles.high) / 2
         clocks = torch.stack([middle, 1.0 - middle], dim=2)
         # Where a position has its noise, new noise that says the opposite must not be looked at.
-        noise = torch.where((held & counts)[:, :, None], clocks.flip(2), clocks)
+        noise = torch.where((in_window & counts)[:, :, None], clocks.flip(2), clocks)
         state = particles.state["_clocks"]
-        state[torch.arange(len(held))[:, None].expand_as(at)[held], at[held]] = clocks[held]
+        state[torch.arange(len(in_window))[:, None].expand_as(at)[in_window], at[in_window]] = clocks[in_window]
         drafting = load(self.drafting(len(wanted)), particles)
         drafted = drafting.draft(DraftInputs(particles.tokens[:, -1], noise, torch.tensor(0)))
         assert ((drafted[0][:, 1:] == wanted) | copied | ~counts).all()
@@ -310,9 +310,9 @@ class KeptDraft(JacobiDrafting):
 
     def after_step(self, step: LastStep) -> None:
         super().after_step(step)
-        kept = torch.nn.functional.one_hot(step.tree.tokens[:, 1:], self._q.shape[2]).to(self._q)
+        one_hot_drafts = torch.nn.functional.one_hot(step.tree.tokens[:, 1:], self._q.shape[2]).to(self._q)
         images, at = self._further(step.accepted + 1, self.depth)
-        self._coupled_q.copy_(torch.cat([kept, step.p[:, -1:]], dim=1)[images, at])
+        self._coupled_q.copy_(torch.cat([one_hot_drafts, step.p[:, -1:]], dim=1)[images, at])
 
 
 class CalledUniform(JacobiDrafting):
@@ -353,8 +353,8 @@ def test_maximal_coupling_keeps_the_most_and_has_the_new_distribution(seed: int)
     law = couple(p.expand(9, 9), q.expand(9, 9), torch.arange(9))
     possible = q > 0
     assert torch.allclose((q[:, None] * law)[possible].sum(dim=0), p, atol=1e-12)
-    kept = float((q * law.diagonal())[possible].sum())
-    assert kept == pytest.approx(1.0 - 0.5 * float((p - q).abs().sum()))
+    chance_to_stay = float((q * law.diagonal())[possible].sum())
+    assert chance_to_stay == pytest.approx(1.0 - 0.5 * float((p - q).abs().sum()))
     same_row = couple(q.expand(9, 9), q.expand(9, 9), torch.arange(9))[possible]
     assert same_row.equal(torch.eye(9, dtype=same_row.dtype)[possible])
 

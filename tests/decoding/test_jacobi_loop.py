@@ -53,9 +53,9 @@ def g_test(decoding: Decoding, images: int, mistake: Mistake | None = None, spre
     observed = np.bincount(place.numpy(), minlength=len(distribution))
     if observed[distribution == 0].any():
         return 0.0
-    kept = distribution > 0
-    expected = distribution[kept] / distribution[kept].sum() * images
-    return float(power_divergence(observed[kept], expected, lambda_="log-likelihood").pvalue)
+    possible = distribution > 0
+    expected = distribution[possible] / distribution[possible].sum() * images
+    return float(power_divergence(observed[possible], expected, lambda_="log-likelihood").pvalue)
 
 
 CHAINS: list[dict[str, Any]] = [
@@ -185,12 +185,12 @@ def test_nothing_is_drafted_behind_the_image(values: dict[str, Any]) -> None:
             assert len(ranks) <= offered
 
 
-@pytest.mark.parametrize("values", [one for one in CHAINS if one["window"] > 1], ids=named)
+@pytest.mark.parametrize("values", [values for values in CHAINS if values["window"] > 1], ids=named)
 def test_images_of_a_batch_accept_different_numbers(values: dict[str, Any]) -> None:
     decoding = Decoding(**values)
     model = TabularModel(VOCABULARY, LENGTH, seed=2)
     together = images_of(model, decoding, 30)
-    accepted = [one.trace.accepted[0] for one in together]
+    accepted = [image.trace.accepted[0] for image in together]
     assert len(set(accepted)) > 2
     for seed, item in enumerate(together):
         alone = decode(model, [""], decoding, [torch.Generator().manual_seed(seed)])[0]
@@ -200,15 +200,15 @@ def test_images_of_a_batch_accept_different_numbers(values: dict[str, Any]) -> N
 
 def test_a_whole_window_is_accepted_and_the_next_one_is_fresh() -> None:
     decoding = Decoding("sjd", window=2, initial="row")
-    traces = [one.trace for one in images_of(FlatTarget(2, 12), decoding, 80)]
-    whole = sum(one.accepted[step] == 2 for one in traces for step in range(len(one.accepted) - 2))
+    traces = [image.trace for image in images_of(FlatTarget(2, 12), decoding, 80)]
+    whole = sum(trace.accepted[step] == 2 for trace in traces for step in range(len(trace.accepted) - 2))
     assert whole > 20
 
 
 def test_siblings_shorten_the_decode() -> None:
     def steps_of(**values: Any) -> int:
-        made = images_of(TabularModel(VOCABULARY, LENGTH, 2), Decoding(**values), 400)
-        return sum(len(one.trace.start) for one in made)
+        images = images_of(TabularModel(VOCABULARY, LENGTH, 2), Decoding(**values), 400)
+        return sum(len(image.trace.start) for image in images)
 
     assert steps_of(mode="sjd-pac", window=4) < 0.95 * steps_of(mode="scd", window=4)
 
@@ -264,8 +264,8 @@ def test_graphs_give_the_same_tokens(cell: str, images: int) -> None:
 @pytest.mark.parametrize("rule", [{"rule": "additive", "delta": 0.2}, {"rule": "multiplicative", "lambda": 3.0}])
 def test_relaxed_rules_accept_more_jacobi_drafts(rule: dict[str, Any], residual: str) -> None:
     def steps_of(**values: Any) -> int:
-        made = decoded(Small(), Decoding("sjd", window=5, coupling="maximal", **values), 3)
-        return sum(len(one.trace.start) for one in made)
+        images = decoded(Small(), Decoding("sjd", window=5, coupling="maximal", **values), 3)
+        return sum(len(image.trace.start) for image in images)
 
     relaxed = {**rule, "residual": residual}
     assert steps_of(**relaxed, neighbours=0) == steps_of()

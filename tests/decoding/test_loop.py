@@ -37,26 +37,26 @@ def run(
     decoding: Decoding, images: int = IMAGES, seed: int = 1, batch: int = 1000, rule: AcceptanceRule | None = None
 ) -> tuple[TabularModel, list[Decoded]]:
     model = TabularModel(VOCABULARY, LENGTH, seed=4)
-    made: list[Decoded] = []
+    decoded_images: list[Decoded] = []
     streams = generators(images, seed)
     for start in range(0, images, batch):
-        made += decode(model, None, decoding, streams[start : start + batch], rule=rule)
-    return model, made
+        decoded_images += decode(model, None, decoding, streams[start : start + batch], rule=rule)
+    return model, decoded_images
 
 
-def p_value(model: TabularModel, made: list[Decoded], decoding: Decoding) -> float:
+def p_value(model: TabularModel, decoded_images: list[Decoded], decoding: Decoding) -> float:
     def p(cond: Tensor, uncond: Tensor) -> Tensor:
         logits = guide(cond, uncond if decoding.cfg_scale != 1 else None, decoding.cfg_scale)
         return decoding_probabilities(logits, decoding)
 
     distribution = model.distribution(p).numpy()
-    tokens = torch.stack([item.tokens for item in made]).long()
+    tokens = torch.stack([item.tokens for item in decoded_images]).long()
     place = (tokens * VOCABULARY ** torch.arange(LENGTH - 1, -1, -1)).sum(dim=1)
     observed = np.bincount(place.numpy(), minlength=len(distribution))
     possible = distribution > 0
     if observed[~possible].any():
         return 0.0
-    expected = distribution[possible] / distribution[possible].sum() * len(made)
+    expected = distribution[possible] / distribution[possible].sum() * len(decoded_images)
     return float(power_divergence(observed[possible], expected, lambda_="log-likelihood").pvalue)
 
 
@@ -64,8 +64,8 @@ def p_value(model: TabularModel, made: list[Decoded], decoding: Decoding) -> flo
 @pytest.mark.parametrize("drafting", DRAFTINGS)
 def test_the_loop_is_lossless(drafting: str, setting: str) -> None:
     decoding = Decoding(mode="speculative", **DRAFTINGS[drafting], **SETTINGS[setting])
-    model, made = run(decoding)
-    value = p_value(model, made, decoding)
+    model, decoded_images = run(decoding)
+    value = p_value(model, decoded_images, decoding)
     print(f"loop, {drafting}, {setting}: G-test over {IMAGES} images p = {value:.3f}")
     assert value > 1e-3
 
@@ -73,8 +73,8 @@ def test_the_loop_is_lossless(drafting: str, setting: str) -> None:
 @pytest.mark.parametrize("drafting", DRAFTINGS)
 def test_without_the_residual_the_loop_is_rejected(drafting: str) -> None:
     decoding = Decoding(mode="speculative", **DRAFTINGS[drafting], **SETTINGS["plain"])
-    model, made = run(decoding, rule=AcceptanceRule(accept=strict_without_residual))
-    value = p_value(model, made, decoding)
+    model, decoded_images = run(decoding, rule=AcceptanceRule(accept=strict_without_residual))
+    value = p_value(model, decoded_images, decoding)
     print(f"loop, residual left out, {drafting}: p = {value:.1e}")
     assert value < 1e-6
 
@@ -103,8 +103,8 @@ def test_a_batch_gives_each_image_what_it_gets_alone() -> None:
 @pytest.mark.parametrize("drafting", DRAFTINGS)
 def test_every_count_is_a_sum_over_the_trace(drafting: str) -> None:
     decoding = Decoding(mode="speculative", **DRAFTINGS[drafting], **SETTINGS["plain"])
-    _model, made = run(decoding, images=60, batch=60)
-    for item in made:
+    _model, decoded_images = run(decoding, images=60, batch=60)
+    for item in decoded_images:
         trace = item.trace
         assert trace.tokens == LENGTH == 1 + sum(trace.committed)
         assert trace.start == [1 + sum(trace.committed[:step]) for step in range(len(trace.start))]
@@ -120,10 +120,10 @@ def test_every_count_is_a_sum_over_the_trace(drafting: str) -> None:
 def test_fewer_tokens_are_cut_and_also_counted_uncut() -> None:
     model = TabularModel(VOCABULARY, 5, seed=3)
     decoding = Decoding(mode="speculative", **DRAFTINGS["static"])
-    made = decode(model, None, decoding, generators(200, 2), tokens=2)
-    assert all(len(item.tokens) == 2 == item.trace.tokens for item in made)
-    assert all(item.trace.committed == [1] for item in made)
-    assert max(item.trace.uncut[-1] for item in made) > 1
+    decoded_images = decode(model, None, decoding, generators(200, 2), tokens=2)
+    assert all(len(item.tokens) == 2 == item.trace.tokens for item in decoded_images)
+    assert all(item.trace.committed == [1] for item in decoded_images)
+    assert max(item.trace.uncut[-1] for item in decoded_images) > 1
 
 
 def test_ar_counts_one_token_a_step_and_compresses_nothing() -> None:

@@ -82,11 +82,11 @@ def test_dynamic_drafting_is_lossless(setting: str, nodes: int, rounds: int, bea
 def test_a_depth_limit_is_lossless(limit: int, drafting: str) -> None:
     step = partial(verify_step, depth_limit=limit)
     if drafting == "static":
-        found = static_error(SETTINGS["guided"], "small", step)
+        error = static_error(SETTINGS["guided"], "small", step)
     else:
         model = Tabular(5, SETTINGS["guided"], seed=3)
-        found = dynamic_error(SETTINGS["guided"], model.dynamic_draft(6, 3, 2), model, step)
-    assert max(found) < 1e-5
+        error = dynamic_error(SETTINGS["guided"], model.dynamic_draft(6, 3, 2), model, step)
+    assert max(error) < 1e-5
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -170,10 +170,10 @@ def test_a_deterministic_draft_taken_for_a_sampled_one_is_seen() -> None:
     shape = StaticTree.of(SHAPES["small"])
     fixed = model.dynamic_shape(shape)
     q = torch.stack([model.q(prefix) for prefix in prefixes_of(fixed)])[None]
-    found = errors(model, torch.ones(1, dtype=torch.float64), shape.draft(fixed.tokens, q), verify_step)
-    print(f"broken: deterministic draft taken for a sampled one: first {found[0]:.3f}, joint {found[1]:.4f}")
-    assert found[0] > 1e-2
-    assert found[1] > 1e-3
+    error = errors(model, torch.ones(1, dtype=torch.float64), shape.draft(fixed.tokens, q), verify_step)
+    print(f"broken: deterministic draft taken for a sampled one: first {error[0]:.3f}, joint {error[1]:.4f}")
+    assert error[0] > 1e-2
+    assert error[1] > 1e-3
     assert max(errors(model, torch.ones(1, dtype=torch.float64), fixed, verify_step)) < 1e-5
 
 
@@ -194,8 +194,8 @@ def test_sampled_drafts_with_q_1_are_lossless_but_accepted_less() -> None:
     target = model.target_at(tree)
     lengths = {}
     for name, drafted in (("q", tree), ("q = 1", without_q(tree))):
-        stops, _, kept, _ = verify_step(drafted, target)
-        lengths[name] = float((stops * weights * kept).sum())
+        stops, _, accepted, _ = verify_step(drafted, target)
+        lengths[name] = float((stops * weights * accepted).sum())
     print(f"accepted drafts a step: {lengths}")
     assert lengths["q"] > 1.3 * lengths["q = 1"]
 

@@ -73,8 +73,8 @@ class ExactPac(Exact):
             for token in others.view(*laws.shape[:2], -1)[:, depth].unbind(1):
                 share = left.gather(1, token[:, None]).squeeze(1) / left.sum(dim=1)
                 # Where nothing is left there is no candidate: one of all that are asked for counts.
-                one = token == (first[:, depth] == 0).long()
-                chance = chance * torch.where(left.sum(dim=1) > 0, share.nan_to_num(), one * 1.0)
+                counts = token == (first[:, depth] == 0).long()
+                chance = chance * torch.where(left.sum(dim=1) > 0, share.nan_to_num(), counts * 1.0)
                 left = left.scatter(1, token[:, None], 0.0)
         return chance, drafting.tree(drafted), drafting, particles
 
@@ -158,7 +158,7 @@ def test_the_longest_path_is_no_lossless_choice(drafting: str, wanted: list[floa
     decoding = pac_decoding(drafting=drafting, candidates=2, window=2)
     method = drafting_of(decoding, TabularModel(2, 4, 0))
     method._q.copy_(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
-    found = torch.zeros(2)
+    distribution = torch.zeros(2)
     for first in (0, 1):
         tokens = torch.tensor([[0, first, 1 - first, 0, 0, 0, 0]])
         tree = method.tree((tokens, torch.tensor([[True, True, True, True, False, True, False]])))
@@ -166,8 +166,8 @@ def test_the_longest_path_is_no_lossless_choice(drafting: str, wanted: list[floa
         outcomes = ExactPac((2, 4, 2), VALUES).outcomes(method, tree, p, 2)
         for chance, _, path, accepted, after in outcomes:
             token = torch.eye(2)[path[0, 0]] if int(accepted) else after[0]
-            found += 0.5 * chance * token
-    assert found.tolist() == pytest.approx(wanted, abs=1e-6)
+            distribution += 0.5 * chance * token
+    assert distribution.tolist() == pytest.approx(wanted, abs=1e-6)
 
 
 R, P = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.tensor([0.1, 0.1, 0.4, 0.4])
@@ -205,8 +205,8 @@ def test_siblings_of_the_published_form_are_no_draws_from_r(drafting: str, wante
     p = P.expand(*tree.tokens.shape, 4)
     uniforms = torch.rand(tree.children.shape, generator=noise)
     ends = torch.empty(len(p), 4).exponential_(generator=noise)
-    found = method.verify(tree, p, STRICT, uniforms, ends, torch.ones(len(p)))
-    assert shares_of(found.tokens[:, 0]) == pytest.approx(wanted, abs=0.005)
+    verdict = method.verify(tree, p, STRICT, uniforms, ends, torch.ones(len(p)))
+    assert shares_of(verdict.tokens[:, 0]) == pytest.approx(wanted, abs=0.005)
 
 
 @pytest.mark.parametrize(("drafting", "wanted"), [("pac", R.tolist()), ("sjd-pac-published", [0.45, 0.25, 0.2, 0.1])])
@@ -222,9 +222,9 @@ def test_the_published_form_ends_a_whole_window_with_a_uniform_token() -> None:
     drafted = drafting.draft(DraftInputs(torch.zeros(1, dtype=torch.int64), torch.rand(1, drafting.noises, 4), P))
     tree = drafting.tree(drafted)
     p = torch.cat([drafting._q, P.expand(1, drafting.nodes, 4)], dim=1)[:, tree.depths[0]]
-    found = drafting.verify(tree, p, STRICT, torch.zeros(tree.children.shape), torch.ones(1, 4))
-    assert int(found.accepted) == 2
-    assert found.next_probs.tolist() == [[0.25] * 4]
+    verdict = drafting.verify(tree, p, STRICT, torch.zeros(tree.children.shape), torch.ones(1, 4))
+    assert int(verdict.accepted) == 2
+    assert verdict.next_probs.tolist() == [[0.25] * 4]
     plain = verify(tree, p, STRICT, torch.zeros(tree.children.shape), torch.ones(1, 4))
     assert plain.next_probs.tolist() == [pytest.approx(P.tolist())]
 

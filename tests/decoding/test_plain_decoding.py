@@ -50,10 +50,10 @@ def test_the_buffers_of_a_static_tree_are_the_packages(name: str) -> None:
 
 def test_greedy_tokens_are_equal(model: LoadedModel, plain: Plain) -> None:
     condition = model.condition([CAPTION])
-    made = decode(
+    images = decode(
         model, condition, Decoding(mode="ar", temperature=0, cfg_scale=GUIDANCE), [torch.Generator()], tokens=TOKENS
     )
-    wanted = made[0].tokens.tolist()
+    wanted = images[0].tokens.tolist()
     assert plain.autoregressive(condition, torch.Generator(), TOKENS, greedy=True).tokens == wanted
     for ours, theirs in DRAFTINGS.values():
         course = plain.speculative(condition, torch.Generator(), TOKENS, greedy=True, **theirs)

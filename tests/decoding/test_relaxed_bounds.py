@@ -95,12 +95,12 @@ def test_vanishing_bounds_are_not_the_strict_rule_under_official() -> None:
     p = torch.tensor([[0.5, 0.0, 0.3, 0.2]])
     table = torch.tensor([[1, 2, 3], [0, 2, 3], [3, 1, 0], [2, 1, 0]])
     child = torch.tensor([[0]])
-    found = {
+    distributions = {
         residual: first_token(p, None, child, child == 0, rule_named("additive", 1, 1e-30, residual, table))[0]
         for residual in RESIDUALS
     }
-    torch.testing.assert_close(found["exact"], p[0])
-    torch.testing.assert_close(found["official"], torch.tensor([0.5, 0.0, 0.0, 0.5]))
+    torch.testing.assert_close(distributions["exact"], p[0])
+    torch.testing.assert_close(distributions["official"], torch.tensor([0.5, 0.0, 0.0, 0.5]))
 
 
 def emitted(p: list[float], tokens: list[int], table: dict[int, list[int]], **rule) -> torch.Tensor:

@@ -56,8 +56,8 @@ def test_filters_match_their_definitions(logits: list[int], temperature: float, 
     plain = torch.softmax(rows / temperature, dim=-1)
     by_k = probabilities(rows, temperature=temperature, top_k=top_k)
     kth = sorted(logits, reverse=True)[top_k - 1] if 0 < top_k < len(logits) else min(logits)
-    kept = rows >= kth
-    torch.testing.assert_close(by_k, torch.where(kept, plain, 0.0) / plain[kept].sum())
+    above = rows >= kth
+    torch.testing.assert_close(by_k, torch.where(above, plain, 0.0) / plain[above].sum())
     by_p = probabilities(rows, temperature=temperature, top_p=top_p)
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     mass, smallest = 0.0, []

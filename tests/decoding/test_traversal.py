@@ -111,11 +111,11 @@ def test_the_example_in_which_fewer_drafts_are_accepted() -> None:
     shape = StaticTree.of([(0,), (0, 0), (0, 1)])
     q = torch.tensor([[1.0, 0, 0, 0], [0.75, 0.125, 0.125, 0], [1, 0, 0, 0], [1, 0, 0, 0]]).double()
     p = torch.tensor([[0.75, 0.25, 0, 0], [0, 0.125, 0.5, 0.375], [0.25] * 4, [0.25] * 4]).double()
-    pairs = torch.tensor([(one, two) for one in range(3) for two in range(3) if one != two])
+    pairs = torch.tensor([(first, second) for first in range(3) for second in range(3) if first != second])
     weights = q[1, pairs[:, 0]] * q[1, pairs[:, 1]] / (1.0 - q[1, pairs[:, 0]])
     tree = shape.draft(torch.nn.functional.pad(pairs, (2, 0)), q.expand(len(pairs), 4, 4))
-    found = [accepted(weights, tree, p.expand(len(pairs), 4, 4), rule) for rule in (TRAVERSAL, STRICT)]
-    assert found == pytest.approx([1.2132, 1.2188], abs=1e-4)
+    lengths = [accepted(weights, tree, p.expand(len(pairs), 4, 4), rule) for rule in (TRAVERSAL, STRICT)]
+    assert lengths == pytest.approx([1.2132, 1.2188], abs=1e-4)
 
 
 def test_with_the_target_as_drafter_the_first_path_is_accepted() -> None:
@@ -136,12 +136,12 @@ def visited(tree: DraftTree, image: int, p: Vector, mistake: str = "") -> tuple[
 
     def visit(node: int, share: float) -> Vector:
         own, law, entered = p[node], tree.q[image, node].numpy().astype(p.dtype), share
-        found, missed = np.zeros(len(p)), 1.0
+        ends, missed = np.zeros(len(p)), 1.0
         for child in children[node]:
             if child < 0 or law[tokens[child]] <= 0:
                 continue
             inside = visit(child, min(1.0, share * own[tokens[child]] / law[tokens[child]]))
-            found, missed = found + missed * inside, missed * (1.0 - inside.sum())
+            ends, missed = ends + missed * inside, missed * (1.0 - inside.sum())
             rest = np.maximum(share * own - law, 0.0)
             if rest.sum() > 0:
                 own = rest / rest.sum()
@@ -150,9 +150,9 @@ def visited(tree: DraftTree, image: int, p: Vector, mistake: str = "") -> tuple[
                 share = rest.sum() / spare if spare > 0 else 1.0
             law = np.where(np.arange(len(law)) == tokens[child], 0.0, law)
             law = law if mistake == "q not renormalised" or law.sum() <= 0 else law / law.sum()
-        found[node] += missed * (entered if mistake == "ends with the share it was entered with" else share)
+        ends[node] += missed * (entered if mistake == "ends with the share it was entered with" else share)
         after[node] = own
-        return found
+        return ends
 
     return visit(0, 1.0), after
 
@@ -194,16 +194,16 @@ def test_random_trees_are_accepted_as_they_are_visited() -> None:
         shape = StaticTree.of(random_topology(rng, int(rng.integers(1, 14)), int(rng.integers(1, 5)), 5))
         nodes = len(shape.parents)
         q, p = (random_probs(rng, noise, filters, batch, nodes, vocabulary)[1].double() for _ in range(2))
-        q, p = (one / one.sum(dim=-1, keepdim=True) for one in (q, p))
+        q, p = (rows / rows.sum(dim=-1, keepdim=True) for rows in (q, p))
         tree = random_static(rng, noise, q, shape)
         _, acceptance = accept_tree(tree, p, TRAVERSAL)
         accept = torch.zeros(batch, nodes, tree.children.shape[2], dtype=p.dtype)
         accept[:, tree.layout.nodes] = acceptance.accept.view(-1, batch, accept.shape[2]).transpose(0, 1)
         assert accept.isfinite().all()
-        found, forced = force_stops(tree, accept)
+        ends, forced = force_stops(tree, accept)
         for image in range(batch):
             wanted, after = visited(tree, image, p[image].numpy())
-            assert_allclose(found[:, image].numpy(), wanted, atol=1e-12)
+            assert_allclose(ends[:, image].numpy(), wanted, atol=1e-12)
             for end in np.flatnonzero(wanted > 1e-9):
                 ended = verify(tree, p, TRAVERSAL, forced[end], torch.ones(batch, vocabulary))
                 assert int(ended.path[image].max()) == end
@@ -226,11 +226,11 @@ def test_a_block_accepts_at_least_as_much_as_its_drafts_alone(setting: str) -> N
     for seed in range(8):
         model = Tabular(4, SETTINGS[setting], seed)
         weights, tree = model.static_drafts(chain(3))
-        kept = []
+        accepted_drafts = []
         for rule in (STRICT, BLOCK):
             stops, _, lengths, _ = verify_step(tree, model.target_at(tree), rule=rule)
-            kept.append(float((stops * weights * lengths).sum()))
-        gains.append(kept[1] - kept[0])
+            accepted_drafts.append(float((stops * weights * lengths).sum()))
+        gains.append(accepted_drafts[1] - accepted_drafts[0])
     print(f"{setting}: {sum(gains) / len(gains):.3f} more accepted drafts a step")
     assert min(gains) > -1e-9
     assert max(gains) > 0.05
@@ -308,17 +308,17 @@ def test_random_blocks_are_accepted_as_published() -> None:
         batch, levels, vocabulary = int(rng.integers(1, 4)), int(rng.integers(1, 6)), int(rng.integers(3, 20))
         filters, shape = FILTERS[rng.integers(len(FILTERS))], chain(levels)
         q, p = (random_probs(rng, noise, filters, batch, levels + 1, vocabulary)[1].double() for _ in range(2))
-        q, p = (one / one.sum(dim=-1, keepdim=True) for one in (q, p))
+        q, p = (rows / rows.sum(dim=-1, keepdim=True) for rows in (q, p))
         tree = random_static(rng, noise, q, shape)
         _, acceptance = accept_tree(tree, p, BLOCK)
         accept = acceptance.accept.view(levels, batch, 1).transpose(0, 1)
         assert accept.isfinite().all()
         filled = torch.nn.functional.pad(accept, (0, 0, 0, 1))
-        found, forced = force_stops(tree, filled)
+        ends, forced = force_stops(tree, filled)
         for image in range(batch):
             chances, after = published(p[image].numpy(), q[image, :-1].numpy(), tree.tokens[image, 1:].tolist())
             wanted = distribution_of_ends(chances)
-            assert_allclose(found[:, image].numpy(), wanted, atol=1e-12)
+            assert_allclose(ends[:, image].numpy(), wanted, atol=1e-12)
             for end in np.flatnonzero(wanted > 1e-9):
                 ended = verify(tree, p, BLOCK, forced[end], torch.ones(batch, vocabulary))
                 assert int(ended.accepted[image]) == end
