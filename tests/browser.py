@@ -18,8 +18,8 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 def executable() -> str | None:
     """The program to start, or None where there is none."""
     for name in NAMES:
-        if found := shutil.which(name):
-            return found
+        if path := shutil.which(name):
+            return path
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:

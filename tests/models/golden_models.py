@@ -44,7 +44,7 @@ def write_model(folder: Path, **parts: Any) -> Path:
 
     def relative(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: relative(one) for key, one in value.items()}
+            return {key: relative(item) for key, item in value.items()}
         return os.path.relpath(value, folder) if isinstance(value, Path) else value
 
     path = folder / "model.yaml"

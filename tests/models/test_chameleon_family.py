@@ -61,9 +61,9 @@ def test_model_files_decode_in_every_mode(described: Path) -> None:
     rows, columns = model.grid
     for mode, shape in MODES.items():
         decoding = Decoding(mode=mode, cfg_scale=3.0, **shape)
-        made = decode(model, condition, decoding, [torch.Generator().manual_seed(1)])[0]
-        assert len(made.tokens) == card.tokens == model.target.image_tokens
-        assert model.pixels.pixels(made.tokens[None]).shape == (1, 2 * rows, 2 * columns, 3)
+        image = decode(model, condition, decoding, [torch.Generator().manual_seed(1)])[0]
+        assert len(image.tokens) == card.tokens == model.target.image_tokens
+        assert model.pixels.pixels(image.tokens[None]).shape == (1, 2 * rows, 2 * columns, 3)
     assert set(model.weights) == {"target", "sizes", "drafter", "tokenizer"}
 
 
@@ -73,11 +73,11 @@ def test_batched_prompts_equal_single_prompts(described: Path) -> None:
     prompts = ["red", "an image of the lantern over a lantern"]
     decoding = Decoding(mode="ar", temperature=0, cfg_scale=2.0)
     together = decode(model, model.condition(prompts), decoding, [torch.Generator()] * 2, keep_logits=True)
-    for prompt, made in zip(prompts, together, strict=True):
+    for prompt, image in zip(prompts, together, strict=True):
         alone = decode(model, model.condition([prompt]), decoding, [torch.Generator()], keep_logits=True)[0]
-        assert alone.logits is not None and made.logits is not None
-        assert (alone.logits - made.logits).abs().max() < 2e-4
-        assert alone.tokens.equal(made.tokens)
+        assert alone.logits is not None and image.logits is not None
+        assert (alone.logits - image.logits).abs().max() < 2e-4
+        assert alone.tokens.equal(image.tokens)
 
 
 def test_head_holds_only_the_rows_of_codes(anole: Path) -> None:
@@ -109,9 +109,9 @@ def test_mismatched_checkpoints_give_one_error(anole: Path) -> None:
     shard = anole.parent / "target" / "model-00002-of-00002.safetensors"
     state = load_file(shard)
     save_file({"model.norm.weight": state["model.norm.weight"][:8].clone(), "model.rope": torch.zeros(1)}, shard)
-    told = refused(str(anole))
+    message = refused(str(anole))
     for part in ("lm_head.weight", "1 unexpected: model.rope", "model.norm.weight is 8, not 32"):
-        assert part in told
+        assert part in message
     (anole.parent / "target" / "model-00001-of-00002.safetensors").unlink()
     assert "model-00001-of-00002.safetensors" in refused(str(anole))
 
@@ -125,15 +125,19 @@ def test_head_of_another_vocabulary_is_refused(anole: Path) -> None:
 
 def test_other_families_are_refused_in_one_line(anole: Path) -> None:
     save_file({"cls_embedding.uncond_embedding": torch.zeros(4, 4)}, anole.parent / "other.safetensors")
-    told = refused(rewritten(anole, "checkpoint: target,", "checkpoint: other.safetensors,"))
-    assert "is not a Chameleon model in the HF layout: it is LlamaGen, text-conditional" in told and "\n" not in told
+    message = refused(rewritten(anole, "checkpoint: target,", "checkpoint: other.safetensors,"))
+    assert (
+        "is not a Chameleon model in the HF layout: it is LlamaGen, text-conditional" in message and "\n" not in message
+    )
     (anole.parent / "config.json").write_text(json.dumps(tiny.config()))
-    told = refused(str(anole))
-    assert "is not a Chameleon model in the HF layout: it is LlamaGen, text-conditional" in told and "\n" not in told
+    message = refused(str(anole))
+    assert (
+        "is not a Chameleon model in the HF layout: it is LlamaGen, text-conditional" in message and "\n" not in message
+    )
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "message"),
     [
         ("layout: hf", "layout: official", "target.layout: official: a Chameleon model in the HF layout is read in"),
         ("layout: hf", "config: {hidden_act: gelu}", "target.config.hidden_act: is gelu"),
@@ -142,8 +146,8 @@ def test_other_families_are_refused_in_one_line(anole: Path) -> None:
         ("vq/vqgan.ckpt", "target/config.json", "config.json"),
     ],
 )
-def test_wrong_model_files_are_refused(anole: Path, old: str, new: str, told: str) -> None:
-    assert told in refused(rewritten(anole, old, new))
+def test_wrong_model_files_are_refused(anole: Path, old: str, new: str, message: str) -> None:
+    assert message in refused(rewritten(anole, old, new))
 
 
 def test_tokenizer_of_another_size_draws_nothing(anole: Path) -> None:

@@ -107,10 +107,10 @@ def test_greedy_decoding_takes_the_best_recorded_token(expected: dict[str, Tenso
     decoding = Decoding(mode="ar", temperature=0, cfg_scale=1)
     model = Alone(target_of(False, ids))
     condition = prompt_condition([(row, [row[0], row[-1]])])
-    made = decode(model, condition, decoding, [torch.Generator()], keep_logits=True)[0]
-    assert made.logits is not None
-    assert (made.logits[0] - expected["swin0.logits_unmasked"][0, -1, ids]).abs().max() < 2e-4
-    for token, logits in zip(made.tokens.tolist(), made.logits, strict=True):
+    image = decode(model, condition, decoding, [torch.Generator()], keep_logits=True)[0]
+    assert image.logits is not None
+    assert (image.logits[0] - expected["swin0.logits_unmasked"][0, -1, ids]).abs().max() < 2e-4
+    for token, logits in zip(image.tokens.tolist(), image.logits, strict=True):
         prompt = torch.tensor([row])
         features = whole.session(1, guided=False, nodes=1).prefill(prompts(prompt, torch.ones_like(prompt))).features
         wanted = whole.transformer.output(features)[0, -1, ids]

@@ -57,16 +57,16 @@ def test_the_published_size_is_seven_billion() -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "told"),
+    ("numbers", "message"),
     [
         ({"<s>": 0}, "no image codes"),
         ({tiny.code_name(0): 4, tiny.code_name(2): 6}, "no image code 1, and others above it"),
     ],
 )
-def test_vocabulary_without_codes_is_refused(numbers: dict[str, int], told: str) -> None:
+def test_vocabulary_without_codes_is_refused(numbers: dict[str, int], message: str) -> None:
     anole = Chameleon("anole", ANOLE.row)
     anole.vocabulary = Vocabulary(numbers, "a file", "a Chameleon model")
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         anole.image_words()
     with pytest.raises(UserError, match="a file: the vocabulary has no <racm3:break>"):
         _ = anole.vocabulary["<racm3:break>"]
@@ -78,7 +78,7 @@ def test_odd_grids_are_refused_in_sized_prompts(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"model_type": "llama"}, "model_type: is llama"),
         ({"hidden_act": "gelu"}, "hidden_act: is gelu"),
@@ -90,12 +90,12 @@ def test_odd_grids_are_refused_in_sized_prompts(folder: Path) -> None:
         ({"num_attention_heads": 3}, "num_attention_heads: 3: does not divide the width 32"),
     ],
 )
-def test_impossible_configs_are_refused(changes: dict[str, object], told: str, folder: Path) -> None:
+def test_impossible_configs_are_refused(changes: dict[str, object], message: str, folder: Path) -> None:
     anole = tiny.anole(folder)
     anole.config = tiny.config(**changes)
     with pytest.raises(UserError) as caught:
         _ = anole.sizes
-    assert told in caught.value.message
+    assert message in caught.value.message
 
 
 def test_newer_config_keys_are_read() -> None:

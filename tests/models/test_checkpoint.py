@@ -94,16 +94,16 @@ def test_pickle_with_code_is_not_run(
     else:
         saved(path, {"model": code, **STATE}, _use_new_zipfile_serialization=how == "zip")
     # Torch names the function only where the pickle has its own format.
-    said = "cannot be read as a checkpoint" if how == "pickle" else f"a pickle with code in it .*{name}"
-    with pytest.raises(UserError, match=said) as caught:
+    message = "cannot be read as a checkpoint" if how == "pickle" else f"a pickle with code in it .*{name}"
+    with pytest.raises(UserError, match=message) as caught:
         open_checkpoint(path)
     assert caught.value.exit_code == 2 and "\n" not in caught.value.message
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("kept", [0.3, 0.9, 0.999])
+@pytest.mark.parametrize("share", [0.3, 0.9, 0.999])
 @pytest.mark.parametrize("kind", ["zip", "legacy", "safetensors"])
-def test_truncated_file_is_a_one_line_error(kind: str, kept: float, tmp_path: Path) -> None:
+def test_truncated_file_is_a_one_line_error(kind: str, share: float, tmp_path: Path) -> None:
     state = {"a.weight": torch.randn(64, 64)}
     path = tmp_path / ("file.safetensors" if kind == "safetensors" else "file.pt")
     if kind == "safetensors":
@@ -111,33 +111,33 @@ def test_truncated_file_is_a_one_line_error(kind: str, kept: float, tmp_path: Pa
     else:
         saved(path, state, _use_new_zipfile_serialization=kind == "zip")
     content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * kept)])
+    path.write_bytes(content[: int(len(content) * share)])
     with pytest.raises(UserError, match="truncated") as caught:
         open_checkpoint(path)
     assert "\n" not in caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"", "is empty"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "Git LFS pointer"),
         (b"<html>404</html>" * 20, "truncated or no checkpoint|cannot be read as a checkpoint"),
     ],
 )
-def test_file_without_checkpoint_is_refused(content: bytes, said: str, tmp_path: Path) -> None:
+def test_file_without_checkpoint_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         open_checkpoint(path)
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "message"),
     [([1, 2], "holds a list"), ({}, "holds nothing"), ({"a": torch.ones(1), "b": 3}, "not a tensor: b")],
 )
-def test_file_without_tensors_is_refused(state: Any, said: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=said):
+def test_file_without_tensors_is_refused(state: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
         open_checkpoint(saved(tmp_path / "file.pt", state))
 
 

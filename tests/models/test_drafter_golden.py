@@ -113,13 +113,13 @@ def test_dynamic_trees_equal_the_recorded_ones(key: str, drafter: EagleDrafter, 
     for _ in range(info["params"]["depth"]):
         growth.grow(q(session.extend(*growth.frontier)))
     nodes = info["params"]["total"] - 1
-    kept, _, _ = growth.select(nodes)
+    selected, _, _ = growth.select(nodes)
     tree = growth.tree(root, nodes)
     assert tree.tokens[0].tolist() == recorded[key + "tokens"].flatten().tolist()
     assert tree.parents[0].tolist() == recorded[key + "parents"].flatten().tolist()
     assert tree.depths[0].tolist() == recorded[key + "depth"].flatten().tolist()
     assert tree.attention[0].equal(recorded[key + "tree_mask"].reshape(tree.attention[0].shape).bool())
-    log_q = torch.nn.functional.pad(torch.cat(growth.log_q, dim=1).gather(1, kept)[0], (1, 0))
+    log_q = torch.nn.functional.pad(torch.cat(growth.log_q, dim=1).gather(1, selected)[0], (1, 0))
     assert (log_q - recorded[key + "cum_logprob"].flatten()).abs().max() < 1e-3
 
 
@@ -210,13 +210,13 @@ def test_greedy_decoding_equals_the_recorded_one(run: str, whole: LoadedModel) -
     expected, prompt = load_file(GOLDEN / "end_to_end" / "e2e_expected.safetensors"), run.split(".")[0]
     condition = Condition(expected[f"{prompt}.caption_embs"], expected[f"{prompt}.emb_masks"].bool())
     wanted = expected[f"{run}.tokens"].flatten().tolist()
-    made = decode(whole, condition, decoding_of(run), [torch.Generator()], tokens=len(wanted))[0]
-    assert made.tokens.tolist() == wanted
+    image = decode(whole, condition, decoding_of(run), [torch.Generator()], tokens=len(wanted))[0]
+    assert image.tokens.tolist() == wanted
     if run.endswith("_off"):
-        assert made.tokens.tolist() == expected[f"{prompt}.ar_greedy_tokens"].flatten().tolist()
+        assert image.tokens.tolist() == expected[f"{prompt}.ar_greedy_tokens"].flatten().tolist()
     if prompt == "full":
         lengths = expected[f"{run}.accept_lengths"].flatten().tolist()
-        assert [count - 1 for count in made.trace.uncut] == lengths[: golden_models.steps_to(len(wanted), lengths)]
+        assert [count - 1 for count in image.trace.uncut] == lengths[: golden_models.steps_to(len(wanted), lengths)]
 
 
 def test_recorded_runs_may_have_two_steps_more() -> None:
@@ -245,9 +245,9 @@ def test_drafters_read_pad_rows_by_a_published_rule(
 
     def equal(run: str) -> bool:
         wanted, lengths = (expected[f"{run}.{name}"].flatten().tolist() for name in ("tokens", "accept_lengths"))
-        made = decode(whole, condition, decoding_of(run), [torch.Generator()], tokens=len(wanted))[0]
-        ours = [count - 1 for count in made.trace.uncut]
-        return made.tokens.tolist() == wanted and ours == lengths[: golden_models.steps_to(len(wanted), lengths)]
+        image = decode(whole, condition, decoding_of(run), [torch.Generator()], tokens=len(wanted))[0]
+        ours = [count - 1 for count in image.trace.uncut]
+        return image.tokens.tolist() == wanted and ours == lengths[: golden_models.steps_to(len(wanted), lengths)]
 
     runs = [run for run in E2E["runs"] if run.startswith(f"{prompt}.")]
     in_half = [run for run in runs if equal(run)]

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("model: lanterns\n", "drafter: missing; give drafter: {dir: FOLDER}"),
         ("model: lanterns\ndrafter: {dir: none}\n", "drafter.dir none: must be an existing folder"),
@@ -30,12 +30,12 @@ CPU = torch.device("cpu")
         ("model: lanterns\ndrafter: {dir: .}\ndefaults: {trees: a}\n", "defaults.trees: unknown value"),
     ],
 )
-def test_problem_in_an_external_drafter_file_names_its_key(text: str, said: str, tmp_path: Path) -> None:
+def test_problem_in_an_external_drafter_file_names_its_key(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     path.write_text(text)
     with pytest.raises(UserError) as caught:
         model_of(str(path))
-    assert said in caught.value.message and "m.yaml" in caught.value.message
+    assert message in caught.value.message and "m.yaml" in caught.value.message
 
 
 def test_external_drafter_file_overrides_the_model_defaults(tmp_path: Path) -> None:
@@ -55,11 +55,11 @@ def test_external_drafter_equals_the_same_drafter_in_a_model_file(tmp_path: Path
     whole = golden_models.end_to_end(tmp_path / "whole")
     (tmp_path / "own").mkdir()
     path = golden_models.write_model(tmp_path / "own", model=whole, drafter={"dir": GOLDEN / "end_to_end"})
-    one, other = golden_models.load(whole), golden_models.load(path)
-    assert other.name == str(path) and not other.drafter.mask_padding  # type: ignore[union-attr]
-    for name, tensor in one.drafter.state_dict().items():  # type: ignore[union-attr]
-        assert torch.equal(tensor, other.drafter.state_dict()[name])  # type: ignore[union-attr]
-    assert one.weights == other.weights
+    inside, outside = golden_models.load(whole), golden_models.load(path)
+    assert outside.name == str(path) and not outside.drafter.mask_padding  # type: ignore[union-attr]
+    for name, tensor in inside.drafter.state_dict().items():  # type: ignore[union-attr]
+        assert torch.equal(tensor, outside.drafter.state_dict()[name])  # type: ignore[union-attr]
+    assert inside.weights == outside.weights
 
 
 def test_drafter_of_another_family_is_refused(tmp_path: Path) -> None:

@@ -85,11 +85,11 @@ def check(tokens: Tensor) -> None:
 def test_every_mode_ends_every_row(model: Model, way: str, more: dict[str, Any]) -> None:
     """Images of a batch have prompts of different lengths and reach their ends at different steps."""
     generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
-    for made in decode(model, condition(3), decoding(way, **more), generators, keep_logits=True):
-        assert len(made.tokens) == ROWS * LINE
-        check(made.tokens)
-        assert made.logits is not None and bool(made.logits.isfinite().all())
-        assert made.trace.tokens == ROWS * LINE
+    for image in decode(model, condition(3), decoding(way, **more), generators, keep_logits=True):
+        assert len(image.tokens) == ROWS * LINE
+        check(image.tokens)
+        assert image.logits is not None and bool(image.logits.isfinite().all())
+        assert image.trace.tokens == ROWS * LINE
 
 
 @pytest.mark.parametrize("way", ["static", "chain", "dynamic", "jacobi uniform", "jacobi left", "jacobi above"])
@@ -97,7 +97,7 @@ def test_greedy_speculation_equals_greedy_decoding(model: Model, way: str) -> No
     generators = [torch.Generator(), torch.Generator()]
     plain = decode(model, condition(2), decoding("ar", temperature=0.0), generators)
     drafted = decode(model, condition(2), decoding(way, temperature=0.0), generators)
-    assert [made.tokens.tolist() for made in plain] == [made.tokens.tolist() for made in drafted]
+    assert [image.tokens.tolist() for image in plain] == [image.tokens.tolist() for image in drafted]
 
 
 @pytest.mark.parametrize("way", ["official dynamic", "jacobi row"])
@@ -109,17 +109,17 @@ def test_compiled_steps_end_every_row(model: Model, way: str) -> None:
             decode(model, condition(2), decoding(way), [torch.Generator().manual_seed(n) for n in (5, 6)], engine=run)
             for run in (None, engine)
         )
-        assert [made.tokens.tolist() for made in plain] == [made.tokens.tolist() for made in compiled]
-        for made in compiled:
-            check(made.tokens)
+        assert [image.tokens.tolist() for image in plain] == [image.tokens.tolist() for image in compiled]
+        for image in compiled:
+            check(image.tokens)
 
 
 @pytest.mark.parametrize("way", ["static", "dynamic", *(way for way in WAYS if way.startswith("jacobi"))])
 def test_drafted_forced_tokens_are_always_accepted(model: Model, way: str) -> None:
     """A step whose first draft is the end of a row accepts it; Jacobi drafts of all depths are always right there."""
     for seed in range(4):
-        made = decode(model, condition(1), decoding(way), [torch.Generator().manual_seed(seed)])[0]
-        steps = zip(made.trace.start, made.trace.child_rank, strict=True)
+        image = decode(model, condition(1), decoding(way), [torch.Generator().manual_seed(seed)])[0]
+        steps = zip(image.trace.start, image.trace.child_rank, strict=True)
         for start, ranks in steps:
             known = ranks if way.startswith("jacobi") else ranks[:1]
             assert all(rank == 0 for at, rank in enumerate(known, start + 1) if at % LINE == 0)

@@ -118,11 +118,11 @@ def typed(*words):
 def test_get_shows_licences_and_downloads_the_files(tmp_path, fake_hub, capsys):
     root = tmp_path / "w"
     assert typed("get", "toy", "--dir", root) == 0
-    said = capsys.readouterr().err
-    assert said.index("Other: maker/toys, other/toy-drafter") < said.index("big.pt")
-    assert "read this first" in said and "MIT: maker/toys" in said
-    assert "maker/toys (unpinned, moves with its repository): " in said and "maker/toys (c0ffeec0ffee): " in said
-    assert f"export LANTERN_BENCH_WEIGHTS={root}" in said
+    output = capsys.readouterr().err
+    assert output.index("Other: maker/toys, other/toy-drafter") < output.index("big.pt")
+    assert "read this first" in output and "MIT: maker/toys" in output
+    assert "maker/toys (unpinned, moves with its repository): " in output and "maker/toys (c0ffeec0ffee): " in output
+    assert f"export LANTERN_BENCH_WEIGHTS={root}" in output
     assert (root / "maker/toys/big.pt").read_bytes() == CONTENT["big.pt"]
     asked = ["maker/toys/big.pt", "maker/toys/vq.pt", "other/toy-drafter/config.json"]
     assert sorted(fake_hub.asked) == asked
@@ -147,9 +147,9 @@ def test_get_again_downloads_nothing_and_works_offline(tmp_path, fake_hub, capsy
 def test_get_resumes_after_a_failed_download(tmp_path, fake_hub, capsys):
     fake_hub.refused["vq.pt"] = 400
     assert typed("get", "toy", "--dir", tmp_path) == 3
-    said = capsys.readouterr().err
-    assert "maker/toys: cannot be downloaded" in said and "the same command continues" in said
-    assert "Traceback" not in said
+    output = capsys.readouterr().err
+    assert "maker/toys: cannot be downloaded" in output and "the same command continues" in output
+    assert "Traceback" not in output
     fake_hub.refused.clear()
     assert typed("get", "toy", "--dir", tmp_path) == 0
     assert fake_hub.asked.count("maker/toys/big.pt") == fake_hub.asked.count("maker/toys/vq.pt") == 1
@@ -171,18 +171,18 @@ def test_shards_are_found_by_their_index(tmp_path, fake_hub):
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "said"),
+    ("status", "code", "output"),
     [
         (403, "GatedRepo", "gated repository: accept its licence first"),
         (404, "RepoNotFound", "the hub no longer has this repository or revision"),
         (400, "", "cannot be downloaded"),
     ],
 )
-def test_refusal_of_the_hub_is_one_line_with_advice(tmp_path, fake_hub, capsys, status, code, said):
+def test_refusal_of_the_hub_is_one_line_with_advice(tmp_path, fake_hub, capsys, status, code, output):
     fake_hub.refused["toys"] = (status, code)
     assert typed("get", "toy", "--dir", tmp_path) == 3
     written = capsys.readouterr().err
-    assert f"maker/toys: {said}" in written and "Traceback" not in written and not fake_hub.asked
+    assert f"maker/toys: {output}" in written and "Traceback" not in written and not fake_hub.asked
 
 
 def test_file_missing_from_its_repository_is_refused(tmp_path, fake_hub, capsys):
@@ -194,8 +194,8 @@ def test_file_missing_from_its_repository_is_refused(tmp_path, fake_hub, capsys)
 def test_offline_error_names_the_variable_and_sends_nothing(tmp_path, fake_hub, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert typed("get", "toy", "--dir", tmp_path) == 3
-    said = capsys.readouterr().err
-    assert "HF_HUB_OFFLINE forbids" in said and "LANTERN_BENCH_WEIGHTS" in said
+    output = capsys.readouterr().err
+    assert "HF_HUB_OFFLINE forbids" in output and "LANTERN_BENCH_WEIGHTS" in output
     assert fake_hub.requests == 0 and not any(tmp_path.rglob("*.pt"))
 
 
@@ -203,8 +203,8 @@ def test_unreachable_hub_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert typed("get", "toy", "--dir", tmp_path) == 3
-    said = capsys.readouterr().err
-    assert "maker/toys: cannot be downloaded: " in said and "Traceback" not in said
+    output = capsys.readouterr().err
+    assert "maker/toys: cannot be downloaded: " in output and "Traceback" not in output
 
 
 def test_any_source_of_a_part_is_found_below_the_named_folder(tmp_path, monkeypatch):

@@ -33,12 +33,12 @@ C2I = tiny_llamagen.llamagen("c2i", (4, 4), n_kv_head=1)
 @pytest.fixture(scope="session")
 def official() -> Callable[[LlamaGen], dict[str, Tensor]]:
     """The official state dict of a model, made once; tests change copies."""
-    made: dict[int, dict[str, Tensor]] = {}
+    states: dict[int, dict[str, Tensor]] = {}
 
     def state_of(model: LlamaGen) -> dict[str, Tensor]:
-        if id(model) not in made:
-            made[id(model)] = tiny_llamagen.official_state(model)
-        return {name: tensor.clone() for name, tensor in made[id(model)].items()}
+        if id(model) not in states:
+            states[id(model)] = tiny_llamagen.official_state(model)
+        return {name: tensor.clone() for name, tensor in states[id(model)].items()}
 
     return state_of
 
@@ -103,7 +103,7 @@ def test_every_mismatched_key_is_listed(official: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "value", "said"),
+    ("dtype", "value", "message"),
     [
         (torch.int64, None, "tok_embeddings.weight has the unsupported type int64"),
         (torch.float8_e4m3fn, None, "the unsupported type float8_e4m3fn"),
@@ -113,7 +113,7 @@ def test_every_mismatched_key_is_listed(official: Any, tmp_path: Path) -> None:
     ],
 )
 def test_invalid_weight_values_are_refused(
-    dtype: torch.dtype, value: float | None, said: str | None, official: Any, tmp_path: Path
+    dtype: torch.dtype, value: float | None, message: str | None, official: Any, tmp_path: Path
 ) -> None:
     state = {name: tensor.to(dtype) for name, tensor in official(C2I).items()}
     if value is not None:
@@ -121,10 +121,10 @@ def test_invalid_weight_values_are_refused(
     save_file(state, tmp_path / "target.safetensors")
     target = {"checkpoint": tmp_path / "target.safetensors", "config": C2I.row.config}
     model = golden_models.write_model(tmp_path, family="llamagen-c2i", target=target, grid=[4, 4])
-    if said is None:
+    if message is None:
         assert golden_models.load(model).grid == (4, 4)
         return
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         golden_models.load(model)
     assert "\n" not in caught.value.message
 
@@ -141,14 +141,14 @@ def stage_signs() -> dict[str, Any]:
 
 @pytest.mark.parametrize("sign", ["freqs_cis", "with margin", "args"])
 def test_checkpoints_of_another_stage_are_refused(sign: str, official: Any, tmp_path: Path) -> None:
-    made = stage_signs()[sign](official(C2I))
-    wrong = model_of(tmp_path / "wrong", made, C2I)
+    state = stage_signs()[sign](official(C2I))
+    wrong = model_of(tmp_path / "wrong", state, C2I)
     with pytest.raises(UserError) as caught:
         golden_models.load(wrong)
-    for said in ("is of another stage", "6x6 grid (36 tokens)", "4x4"):
-        assert said in caught.value.message
+    for message in ("is of another stage", "6x6 grid (36 tokens)", "4x4"):
+        assert message in caught.value.message
     assert caught.value.exit_code == 2 and "\n" not in caught.value.message
-    right = model_of(tmp_path / "right", made, C2I, grid=[6, 6])
+    right = model_of(tmp_path / "right", state, C2I, grid=[6, 6])
     assert golden_models.load(right).grid == (6, 6)
 
 
@@ -160,7 +160,7 @@ def test_block_size_must_match_the_grid(official: Any, tmp_path: Path) -> None:
 
 
 def test_other_kinds_of_checkpoint_are_named(official: Any, tmp_path: Path) -> None:
-    for number, (state, model, said) in enumerate(
+    for number, (state, model, message) in enumerate(
         [
             (official(C2I), T2I, "it is LlamaGen, class-conditional, in the official layout"),
             (official(T2I), C2I, "it is LlamaGen, text-conditional, in the official layout"),
@@ -170,7 +170,7 @@ def test_other_kinds_of_checkpoint_are_named(official: Any, tmp_path: Path) -> N
             ({"what": torch.ones(2)}, T2I, "it has no cls_embedding.uncond_embedding"),
         ]
     ):
-        with pytest.raises(UserError, match=said) as caught:
+        with pytest.raises(UserError, match=message) as caught:
             golden_models.load(model_of(tmp_path / str(number), state, model))
         assert "\n" not in caught.value.message
     target = {"checkpoint": tmp_path / "0" / "target.pt", "layout": "hf", "config": C2I.row.config}
@@ -182,12 +182,12 @@ def test_other_kinds_of_checkpoint_are_named(official: Any, tmp_path: Path) -> N
 def test_sizes_without_a_source_must_be_stated(official: Any, tmp_path: Path) -> None:
     bare = {"checkpoint": tmp_path / "target.pt"}
     state = official(C2I)
-    for target, grid, said in (
+    for target, grid, message in (
         (bare, [4, 4], r"target\.config\.hidden_size: missing: no checkpoint states it"),
         (bare | {"config": {**C2I.row.config, "n_head": 5}}, [4, 4], "does not divide the width 48"),
         (bare | {"config": C2I.row.config}, None, "grid: missing"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             golden_models.load(model_of(tmp_path, state, C2I, target=target, grid=grid))
 
 
@@ -200,7 +200,7 @@ def test_a_named_model_has_the_published_sizes(tmp_path: Path, official: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("stated", "said"),
+    ("stated", "message"),
     [
         ({}, None),
         ({"input_type": "t2i2"}, "is a drafter of another stage: its input_type t2i2 is for a 32x32 grid"),
@@ -220,15 +220,15 @@ def test_a_named_model_has_the_published_sizes(tmp_path: Path, official: Any) ->
         ({"bias": False}, "1 unexpected: fc.bias"),
     ],
 )
-def test_drafter_must_fit_target(stated: dict[str, Any], said: str | None, official: Any, tmp_path: Path) -> None:
+def test_drafter_must_fit_target(stated: dict[str, Any], message: str | None, official: Any, tmp_path: Path) -> None:
     folder = tiny_llamagen.write_drafter(tmp_path / "drafter", T2I, **stated)
     model = model_of(tmp_path / "model", official(T2I), T2I, drafter={"dir": folder})
-    if said is None:
+    if message is None:
         assert golden_models.load(model).drafter is not None
         return
     with pytest.raises(UserError) as caught:
         golden_models.load(model)
-    assert said in caught.value.message
+    assert message in caught.value.message
 
 
 def test_drafter_without_bias_loads(official: Any, tmp_path: Path) -> None:
@@ -278,9 +278,9 @@ def test_heads_that_rotary_positions_cannot_turn_are_refused(
     model = model_of(tmp_path, official(C2I), C2I, {"n_head": heads, "n_kv_head": heads})
     typed = ["generate", "--class", "1", "--model", str(model), "--mode", "ar"]
     assert cli.main([*typed, "--out", str(tmp_path / "picture.png")]) == 2
-    said = capsys.readouterr().err
-    assert f"target.config.n_head: {heads}: gives heads of {48 // heads} numbers" in said
-    assert "internal" not in said and not (tmp_path / "picture.png").exists()
+    message = capsys.readouterr().err
+    assert f"target.config.n_head: {heads}: gives heads of {48 // heads} numbers" in message
+    assert "internal" not in message and not (tmp_path / "picture.png").exists()
 
 
 @pytest.mark.parametrize("name", ["class_dropout_prob", "class_dropout_p"])
@@ -299,7 +299,7 @@ def test_tokenizer_must_be_a_vq_tokenizer(official: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("typed", "said"),
+    ("typed", "message"),
     [
         (["--class", "3"], "no picture can be drawn: it has no tokenizer"),
         (["--class", "7"], "--class 7: "),
@@ -309,12 +309,12 @@ def test_tokenizer_must_be_a_vq_tokenizer(official: Any, tmp_path: Path) -> None
     ],
 )
 def test_usage_errors_write_nothing(
-    typed: list[str], said: str, official: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    typed: list[str], message: str, official: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = model_of(tmp_path / "model", official(C2I), C2I)
     out = tmp_path / "picture.png"
     assert cli.main(["generate", *typed, "--model", str(model), "--mode", "ar", "--out", str(out)]) == 2
-    assert said in capsys.readouterr().err and not out.exists()
+    assert message in capsys.readouterr().err and not out.exists()
 
 
 def test_relaxed_rules_need_a_codebook(official: Any, tmp_path: Path) -> None:

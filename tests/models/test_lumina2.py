@@ -68,8 +68,8 @@ def test_check_model_passes_and_neighbours_are_of_its_own_codebook(tmp_path: Pat
     model = model_of(str(path)).load(CPU, torch.float32)
     draws = torch.Generator().manual_seed(0)
     captions = ["red lantern", "image over the lantern"]
-    found = check_model(model, captions, tolerance=TOLERANCE["float32"], generator=draws)
-    assert {one.check: one.result for one in found if one.result != "pass"} == {"logits": "none"}
+    checks = check_model(model, captions, tolerance=TOLERANCE["float32"], generator=draws)
+    assert {check.check: check.result for check in checks if check.result != "pass"} == {"logits": "none"}
     rows = torch.load(path.parent / "movqgan_270M.ckpt", weights_only=True)["quantize.embedding.weight"]
     assert model.codebook is not None and torch.equal(model.codebook, rows)
     distance = torch.cdist(rows, rows).fill_diagonal_(torch.inf)
@@ -119,19 +119,19 @@ def test_prompt_is_the_authors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("grid: [4, 4]", "grid: [4, 6]", "this model's pictures have a multiple of 4 of each"),
         ("first_code: 70", "first_code: -1", "target.config.first_code: -1: must be a whole number"),
         ("codes: 40", "codes: many", "target.config.codes: many: must be a whole number"),
     ],
 )
-def test_model_files_that_cannot_be_are_refused(old: str, new: str, said: str, tmp_path: Path) -> None:
+def test_model_files_that_cannot_be_are_refused(old: str, new: str, message: str, tmp_path: Path) -> None:
     path = tiny.write(tmp_path / "model", SHAPES["plain"])
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(UserError) as caught:
         model_of(str(path)).load(CPU, torch.float32).condition(["red lantern"])
-    assert said in caught.value.message and "\n" not in caught.value.message
+    assert message in caught.value.message and "\n" not in caught.value.message
 
 
 def test_other_tokenizers_are_refused(tmp_path: Path) -> None:

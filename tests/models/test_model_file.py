@@ -68,7 +68,7 @@ defaults: {cfg_scale: -1, tre: small-7}
         read_model_file(write(folder, text))
     message = caught.value.message
     assert message.startswith(f"{folder / 'model.yaml'}: 8 problems")
-    for said in (
+    for words in (
         "line 2: target.checkpoint weights/none.pt: no such file",
         "line 2: target.layout offical: must be one of official, hf; did you mean official?",
         "line 2: target.conifg: unknown key; did you mean config?",
@@ -78,11 +78,11 @@ defaults: {cfg_scale: -1, tre: small-7}
         "line 6: defaults.cfg_scale -1: must be a number of at least 0",
         "line 6: defaults.tre: unknown value; did you mean tree?",
     ):
-        assert said in message
+        assert words in message
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "words"),
     [
         ("family: llamagen-c2i", "target: missing"),
         ("target: {checkpoint: weights/target.pt}", "family: missing"),
@@ -100,11 +100,11 @@ defaults: {cfg_scale: -1, tre: small-7}
         (WHOLE.replace("n_head: 2, ", ""), "target.config.num_attention_heads: missing: no checkpoint states it"),
     ],
 )
-def test_invalid_model_file_is_refused(text: str, said: str, folder: Path) -> None:
+def test_invalid_model_file_is_refused(text: str, words: str, folder: Path) -> None:
     path = write(folder, text)
     with pytest.raises(UserError) as caught:
         model_of(str(path))
-    assert said in caught.value.message and str(path) in caught.value.message
+    assert words in caught.value.message and str(path) in caught.value.message
 
 
 def test_config_may_be_a_json_file(folder: Path) -> None:

@@ -87,22 +87,22 @@ def test_distances_are_computed_in_blocks(monkeypatch):
 
 
 def test_table_is_computed_once_and_widened_when_needed(tmp_path, monkeypatch):
-    made = []
+    widths = []
     real = neighbour_cache.nearest_codes
     monkeypatch.setattr(
-        neighbour_cache, "nearest_codes", lambda *args, **more: made.append(args[1]) or real(*args, **more)
+        neighbour_cache, "nearest_codes", lambda *args, **more: widths.append(args[1]) or real(*args, **more)
     )
     monkeypatch.setattr(neighbour_cache, "_WIDTH", 20)
     codes = codebook()
     first = neighbour_table(codes, "raw", 5, tmp_path)
     again = neighbour_table(codes, "raw", 20, tmp_path)
-    assert made == [20] and torch.equal(first, again)
+    assert widths == [20] and torch.equal(first, again)
     wider = neighbour_table(codes, "raw", 30, tmp_path)
-    assert made == [20, 30] and torch.equal(wider[:, :20], first)
-    assert neighbour_table(codes, "raw", 5, tmp_path).shape == (50, 30) and made == [20, 30]
+    assert widths == [20, 30] and torch.equal(wider[:, :20], first)
+    assert neighbour_table(codes, "raw", 5, tmp_path).shape == (50, 30) and widths == [20, 30]
     neighbour_table(codes, "normalised", 5, tmp_path)
     neighbour_table(codebook(seed=1), "raw", 5, tmp_path)
-    assert made == [20, 30, 20, 20] and len(list(tmp_path.iterdir())) == 3
+    assert widths == [20, 30, 20, 20] and len(list(tmp_path.iterdir())) == 3
     # Without a folder nothing is kept, and no more is made than is asked.
     assert neighbour_table(codes, "raw", 3).shape == (50, 3)
 

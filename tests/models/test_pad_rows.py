@@ -54,9 +54,9 @@ def test_prefix_features_equal_those_under_the_published_mask(target: Transforme
 def test_training_features_follow_the_same_rule(target: TransformerTarget) -> None:
     tokens = torch.randint(19, (len(VALID), 12), generator=torch.Generator().manual_seed(4))
     for dropped in (True, False):
-        made = target_features(target, condition(), tokens, torch.full((len(VALID),), dropped))
+        target_output = target_features(target, condition(), tokens, torch.full((len(VALID),), dropped))
         rows = target.session(len(VALID), guided=True, nodes=1).prefill(condition()).features.chunk(2)[dropped]
-        assert (made.hidden[:, :PREFIX] - rows).abs().max() < 1e-5
+        assert (target_output.hidden[:, :PREFIX] - rows).abs().max() < 1e-5
     assert prefix_mask(VALID, PREFIX + 2)[0, 0, -1].tolist() == [-torch.inf] * 4 + [0.0] * 5
 
 
@@ -68,12 +68,12 @@ def test_only_drafters_that_read_padding_depend_on_it(target: TransformerTarget)
     assert not published.mask_padding and ours.mask_padding
     features = target.session(len(VALID), guided=True, nodes=1).prefill(condition()).features
     moved = torch.where(torch.cat([VALID, VALID])[..., None], features, features + 1)
-    root, one = torch.zeros(len(VALID), 1, dtype=torch.int64), torch.ones(len(VALID), dtype=torch.int64)
+    root, ones = torch.zeros(len(VALID), 1, dtype=torch.int64), torch.ones(len(VALID), dtype=torch.int64)
     for drafter, reads in ((published, True), (ours, False)):
         logits = []
-        for given in (features, moved):
+        for tokens_so_far in (features, moved):
             session = drafter.session(len(VALID), guided=True, nodes=2)
             with torch.no_grad():
-                session.prefill(condition(), given)
-                logits.append(session.observe(root, given[:, -1:], one).cond[0])
+                session.prefill(condition(), tokens_so_far)
+                logits.append(session.observe(root, tokens_so_far[:, -1:], ones).cond[0])
         assert ((logits[0] - logits[1]).abs().max() > 1e-3) == reads

@@ -52,20 +52,20 @@ def test_dry_run_prints_sizes_and_writes_nothing(tmp_path: Path, capsys: pytest.
 
 def test_random_weights_depend_only_on_the_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small(monkeypatch)
-    made = [
+    models = [
         random_model("llamagen-t2i-stage1", torch.device("cpu"), dtype, torch.Generator().manual_seed(3))
         for dtype in (torch.float32, torch.float32, torch.bfloat16)
     ]
-    first, second, half = (dict(model.target.named_parameters()) for model in made)  # type: ignore[attr-defined]
+    first, second, half = (dict(model.target.named_parameters()) for model in models)  # type: ignore[attr-defined]
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert {name for name, value in half.items() if value.dtype != torch.bfloat16} == {
         "transformer.output.weight"
     }  # logits are float32
-    drafter: Any = made[0].drafter
+    drafter: Any = models[0].drafter
     assert drafter.head(torch.ones(1, 32)).shape == (1, 64)
-    condition = made[0].condition(["a lamp"])
-    assert torch.equal(condition.values, made[1].condition(["a lamp"]).values)
-    assert not torch.equal(condition.values, made[0].condition(["another"]).values)
+    condition = models[0].condition(["a lamp"])
+    assert torch.equal(condition.values, models[1].condition(["a lamp"]).values)
+    assert not torch.equal(condition.values, models[0].condition(["another"]).values)
 
 
 def test_generate_warns_that_the_weights_are_random(

@@ -176,11 +176,11 @@ def test_other_folders_are_refused_in_one_line(t5, tmp_path):
 def test_damaged_feature_files_are_refused(t5, tmp_path):
     features = source(t5, tmp_path)
     features(CAPTIONS)
-    one, two = (features.cache.path(caption) for caption in CAPTIONS)
-    one.write_bytes(two.read_bytes())
+    first, second = (features.cache.path(caption) for caption in CAPTIONS)
+    first.write_bytes(second.read_bytes())
     with pytest.raises(RefusedError, match="of another caption"):
         features(CAPTIONS)
-    one.write_bytes(b"no tensors")
+    first.write_bytes(b"no tensors")
     with pytest.raises(RefusedError, match="damaged"):
         features(CAPTIONS)
 

@@ -72,14 +72,14 @@ def test_hosted_models_decode_in_every_drafter_free_mode(family: str, tmp_path: 
     _, model = written(tmp_path, family, SHAPES["grouped-query"])
     condition = model.condition(["a red lantern", "the lake at dusk over the lake"])
     shapes: list[dict[str, Any]] = [{"mode": "ar"}, {"mode": "sjd", "window": 5}, {"mode": "sjd-pac", "window": 5}]
-    made = []
+    images = []
     for shape in shapes:
         greedy = Decoding(temperature=0, cfg_scale=SCALE, **shape)
-        made.append([one.tokens.tolist() for one in decode(model, condition, greedy, [torch.Generator()] * 2)])
-    assert made[0] == made[1] == made[2]
+        images.append([image.tokens.tolist() for image in decode(model, condition, greedy, [torch.Generator()] * 2)])
+    assert images[0] == images[1] == images[2]
     forced = model.target.forced(torch.arange(model.target.image_tokens))
     assert int((forced >= 0).sum()) == (model.grid[0] if family == "emu3" else 0)
-    assert all(made[0][0][place] == token for place, token in enumerate(forced.tolist()) if token >= 0)
+    assert all(images[0][0][place] == token for place, token in enumerate(forced.tolist()) if token >= 0)
     relaxed = Decoding(mode="lantern++", drafting="jacobi", neighbours=8, **{"lambda": 3.0})
     assert len(decode(model, condition, relaxed, [torch.Generator()] * 2)[0].tokens) == model.target.image_tokens
 
@@ -93,15 +93,15 @@ def test_pictures_become_the_codes_that_transformers_finds(family: str, tmp_path
     pixels = pictures.permute(0, 3, 1, 2).float() / 127.5 - 1
     with torch.no_grad():
         if family == "emu3":
-            found = theirs.model.vqmodel.encode(pixels, torch.tensor([[height, width]] * 2)).image_tokens
-            wanted = torch.stack([codes.flatten() for codes in found])
+            official = theirs.model.vqmodel.encode(pixels, torch.tensor([[height, width]] * 2)).image_tokens
+            wanted = torch.stack([codes.flatten() for codes in official])
         else:
             # Transformers' encoder does not scale latents and codes to unit length, as its decoder and the authors do.
             latents = theirs.model.vqmodel.quant_conv(theirs.model.vqmodel.encoder(pixels)).permute(0, 2, 3, 1)
             rows = torch.nn.functional.normalize(theirs.model.vqmodel.quantize.embedding.weight, dim=-1)
             wanted = torch.cdist(torch.nn.functional.normalize(latents, dim=-1).flatten(1, 2), rows).argmin(-1)
-    made = model.pixels.tokens(pictures)
-    codes = made.reshape(2, model.grid[0], -1)[:, :, : model.grid[1]].flatten(1)
+    tokens = model.pixels.tokens(pictures)
+    codes = tokens.reshape(2, model.grid[0], -1)[:, :, : model.grid[1]].flatten(1)
     assert codes.tolist() == wanted.tolist() and len(set(codes.flatten().tolist())) > 2
 
 
@@ -154,7 +154,7 @@ def test_both_namings_of_emu3_files_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "told"),
+    ("family", "changes", "message"),
     [
         ("janus", {"vq_config": {"num_embeddings": 0}}, "vq_config.num_embeddings: 0: must be a whole number above 0"),
         ("janus", {"text_config": {"hidden_act": "gelu"}}, "text_config.hidden_act: is gelu"),
@@ -169,7 +169,7 @@ def test_both_namings_of_emu3_files_are_read(tmp_path: Path) -> None:
         ("emu3", {"text_config": 7}, "text_config: must be a mapping"),
     ],
 )
-def test_impossible_configs_are_refused(family: str, changes: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_impossible_configs_are_refused(family: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     import json
 
     WRITERS[family][0](tmp_path / "weights", SHAPES["plain"])
@@ -181,7 +181,7 @@ def test_impossible_configs_are_refused(family: str, changes: dict[str, Any], to
     (tmp_path / "model.yaml").write_text(f"family: {family}\ntarget: {{checkpoint: weights}}\n")
     with pytest.raises(UserError) as caught:
         model_of(str(tmp_path / "model.yaml")).load(CPU, FLOAT)
-    assert told in caught.value.message and "\n" not in caught.value.message
+    assert message in caught.value.message and "\n" not in caught.value.message
 
 
 @pytest.mark.parametrize("family", WRITERS)
@@ -202,17 +202,17 @@ def test_missing_tensors_are_named(family: str, tmp_path: Path) -> None:
 
 
 def test_cards_say_what_is_published() -> None:
-    found = {name: model for name, model in models().items() if model.family in WRITERS}
-    assert {name: card.tokens for name, card in found.items()} == {
+    published = {name: model for name, model in models().items() if model.family in WRITERS}
+    assert {name: card.tokens for name, card in published.items()} == {
         "janus-pro-1b": 576,
         "janus-pro-7b": 576,
         "emu3-gen": 90 * 91,
     }
-    assert {name: card.codes for name, card in found.items()}["emu3-gen"] == 32768
-    assert all(card.mode == "scd" for card in found.values())
-    assert "720x720 px" in found["emu3-gen"].description and "384x384 px" in found["janus-pro-1b"].description
+    assert {name: card.codes for name, card in published.items()}["emu3-gen"] == 32768
+    assert all(card.mode == "scd" for card in published.values())
+    assert "720x720 px" in published["emu3-gen"].description and "384x384 px" in published["janus-pro-1b"].description
     # Parameters of the modules that are built, counted on the meta device.
-    for name in found:
+    for name in published:
         parts = meta_model(name)
-        assert sum(one.numel() for one in parts.target.parameters()) == found[name].parameters
+        assert sum(weight.numel() for weight in parts.target.parameters()) == published[name].parameters
         assert parts.drafter is None

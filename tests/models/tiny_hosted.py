@@ -111,8 +111,8 @@ def expect_janus(model: Any, prompt: Tensor, null: Tensor, grid: tuple[int, int]
     tokens = model.generate(
         ids, attention_mask=torch.ones_like(ids), generation_mode="image", do_sample=False, guidance_scale=scale
     )
-    kept = (ids == config.bos_token_id) | (ids == config.generation_kwargs["boi_token_id"])
-    both = torch.cat([ids, torch.where(kept, ids, config.pad_token_id)])
+    special = (ids == config.bos_token_id) | (ids == config.generation_kwargs["boi_token_id"])
+    both = torch.cat([ids, torch.where(special, ids, config.pad_token_id)])
     embedded = model.get_input_embeddings()(both)
     drawn = model.prepare_embeddings_for_image_generation(tokens[:, :-1]).expand(2, -1, -1)
     hidden = model.model.language_model(inputs_embeds=torch.cat([embedded, drawn], dim=1)).last_hidden_state
@@ -164,7 +164,7 @@ def expect_emu3(model: Any, prompt: Tensor, null: Tensor, grid: tuple[int, int],
         return [words["<|extra_200|>"]] if row_ends else codes
 
     length, given, bare = rows * (columns + 1), prompt[None], null[None]
-    made = model.generate(
+    generated = model.generate(
         given,
         attention_mask=torch.ones_like(given),
         negative_prompt_ids=bare,
@@ -177,13 +177,13 @@ def expect_emu3(model: Any, prompt: Tensor, null: Tensor, grid: tuple[int, int],
     )[:, len(prompt) :]
     numbers = [*codes, words["<|extra_200|>"]]
     logits = [
-        model(input_ids=torch.cat([start, made[:, :-1]], dim=1)).logits[0, start.shape[1] - 1 :, numbers]
+        model(input_ids=torch.cat([start, generated[:, :-1]], dim=1)).logits[0, start.shape[1] - 1 :, numbers]
         for start in (given, bare)
     ]
-    tokens = torch.tensor([numbers.index(word) for word in made[0].tolist()])
+    tokens = torch.tensor([numbers.index(word) for word in generated[0].tolist()])
     # Three tokens follow the last row there: end of file, of image, of text.
     picture = model.decode_image_tokens(
-        image_tokens=torch.cat([made, made[:, -3:]], dim=1), height=rows, width=columns
+        image_tokens=torch.cat([generated, generated[:, -3:]], dim=1), height=rows, width=columns
     )[0]
     return Expected(torch.stack(logits), tokens, to_bytes(picture.permute(1, 2, 0)))
 

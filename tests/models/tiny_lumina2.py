@@ -116,7 +116,7 @@ def _drawn(name: str, size: tuple[int, ...], draws: torch.Generator) -> Tensor:
 
 def movqgan_state(shape: Shape, draws: torch.Generator) -> dict[str, Tensor]:
     """The tokenizer's weights by their names in the published file, with some of its training's."""
-    z, widths = shape.code_dim, [shape.channels * one for one in shape.mult]
+    z, widths = shape.code_dim, [shape.channels * multiple for multiple in shape.mult]
     last, shapes = len(widths) - 1, dict[str, tuple[int, ...]]()
 
     def conv(name: str, inside: int, outside: int, side: int) -> None:
@@ -240,17 +240,19 @@ def greedy(state: dict[str, Tensor], shape: Shape, caption: list[str], scale: fl
     """
     with_prompt, without = prompts(caption, shape)
     rows, columns = shape.grid
-    made, kept = list[int](), list[tuple[Tensor, Tensor]]()
+    generated, pairs = list[int](), list[tuple[Tensor, Tensor]]()
     codes = slice(FIRST_CODE, FIRST_CODE + shape.codes)
     for place in range(rows * (columns + 1)):
-        cond, uncond = (logits(state, shape, torch.tensor([*prompt, *made]))[-1] for prompt in (with_prompt, without))
-        kept.append((cond[codes], uncond[codes]))
+        cond, uncond = (
+            logits(state, shape, torch.tensor([*prompt, *generated]))[-1] for prompt in (with_prompt, without)
+        )
+        pairs.append((cond[codes], uncond[codes]))
         end = (place + 1) % (columns + 1) == 0
         guided = scale * (cond - uncond) + uncond
-        made.append(vocabulary()["<reserved08799>"] if end else FIRST_CODE + int(guided[codes].argmax()))
-    ends = torch.tensor(made) == vocabulary()["<reserved08799>"]
-    tokens = torch.where(ends, shape.codes, torch.tensor(made) - FIRST_CODE)
-    cond, uncond = (torch.stack(column) for column in zip(*kept, strict=True))
+        generated.append(vocabulary()["<reserved08799>"] if end else FIRST_CODE + int(guided[codes].argmax()))
+    ends = torch.tensor(generated) == vocabulary()["<reserved08799>"]
+    tokens = torch.where(ends, shape.codes, torch.tensor(generated) - FIRST_CODE)
+    cond, uncond = (torch.stack(column) for column in zip(*pairs, strict=True))
     return tokens, cond, uncond
 
 

@@ -60,11 +60,11 @@ def test_kernels_of_a_step_are_as_computed_by_hand():
 
 def test_the_prefill_is_eager_where_the_device_says_what_that_costs():
     device, compiled = devices()["h100"], STACKS["compiled"]
-    found = prefill_seconds(device, compiled, AT)
+    seconds = prefill_seconds(device, compiled, AT)
     # So small a forward waits for the host: 49 kernels a layer and 18 besides, of 13 us each.
-    assert found == pytest.approx(13e-6 * (49 * SIZES.layers + 18))
+    assert seconds == pytest.approx(13e-6 * (49 * SIZES.layers + 18))
     quiet = device.model_copy(update={"eager_kernel_us": None})
-    assert prefill_seconds(quiet, compiled, AT) < found / 5
+    assert prefill_seconds(quiet, compiled, AT) < seconds / 5
 
 
 def test_programs_overlap_as_the_device_does():
@@ -120,7 +120,9 @@ def test_fit_recovers_a_device_from_its_own_times(kind: str):
         draft = named_draft(name)
         assert draft is not None
         whole = sum(draft_work(at, draft, 1, 2, stack), Work(0, 0, 0))
-        samples.append(Sample("draft", whole, sum(seconds_of(one, truth, stack).total for one in _works(at, draft))))
+        samples.append(
+            Sample("draft", whole, sum(seconds_of(piece, truth, stack).total for piece in _works(at, draft)))
+        )
         verify = verify_work(at, draft, 1, stack)
         samples.append(Sample("verify", verify, seconds_of(verify, truth, stack).total))
     fitted = fit_device(samples, name="fitted", kind=kind, step_us=truth.step_us)
@@ -137,9 +139,9 @@ def test_device_file_is_read_back(tmp_path: Path):
     device = CPU.model_copy(update={"target_factors": {1: 1.1, 8: 0.9}, "sources": ("measured",)})
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(device.model_dump(mode="json")))
-    found = find_device(str(path))
-    assert found == device
-    assert found.target_factor(4.5) == pytest.approx(1.0) and found.target_factor(64) == 0.9
+    loaded = find_device(str(path))
+    assert loaded == device
+    assert loaded.target_factor(4.5) == pytest.approx(1.0) and loaded.target_factor(64) == 0.9
 
 
 def test_unknown_device_names_the_devices():

@@ -53,13 +53,13 @@ def test_error_is_only_of_a_run_with_the_same_device_and_code(run: RunData, abou
     device = A100.model_copy(update={"name": "mine", "about": about or "Some CPU, 1 threads"})
     same = about == "Some CPU, 1 threads"
     assert predict_run(there, device, "compiled")["speedup_error"].notna().all() == same
-    said = measured_elsewhere(there, device, "compiled")
-    assert (said is None) is same
+    warning = measured_elsewhere(there, device, "compiled")
+    assert (warning is None) is same
     other = measured_elsewhere(there, device, "compiled", "llamagen-t2i-stage1")
     assert other is not None and "measured on lanterns on Some CPU" in other
     eager = device.model_copy(update={"code": "eager", "about": "Some CPU, 1 threads"})
     assert (measured_elsewhere(there, eager, "compiled") is None) is not compiled
-    assert same or f"Some CPU, 1 threads, {'compiled' if compiled else 'eager'}; predicted" in str(said)
+    assert same or f"Some CPU, 1 threads, {'compiled' if compiled else 'eager'}; predicted" in str(warning)
 
 
 def test_speedup_is_accepted_length_over_relative_cost_of_a_step(run: RunData):

@@ -98,16 +98,16 @@ def test_eager_kernels_are_those_of_the_plain_implementation(label: str | None):
     noise, draft = torch.Generator().manual_seed(0), None if label is None else named_draft(label)
     with count:
         if draft is None:
-            made = plain.autoregressive(condition, noise, 48)
+            result = plain.autoregressive(condition, noise, 48)
         elif label == "58n5d10b":
-            made = plain.speculative(condition, noise, 48, dynamic=(58, 5, 10))
+            result = plain.speculative(condition, noise, 48, dynamic=(58, 5, 10))
         else:
-            made = plain.speculative(condition, noise, 48, paths=_paths(label))
-    steps = len(made.committed)
+            result = plain.speculative(condition, noise, 48, paths=_paths(label))
+    steps = len(result.committed)
     at, stack = Setting(target.config, 1, True, 100), STACKS["eager"]
     ours = target_work(at, 1, 2, stack).kernels
     if draft is not None:
-        length = sum(made.committed) / steps
+        length = sum(result.committed) / steps
         ours += sum(work.kernels for work in draft_work(at, draft, length, 2, stack))
         ours += verify_work(at, draft, length, stack).kernels
     counted = sum(number for name, number in count.counts.items() if name != "prefill") / steps

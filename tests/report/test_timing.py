@@ -133,7 +133,8 @@ def test_steps_of_prompts_and_pace_of_processes_are_told_apart():
 
 def speed_of(seconds, **changes):
     records = [
-        make_record(STRICT, n, [[]] * 10, one, **{k: v[n] for k, v in changes.items()}) for n, one in enumerate(seconds)
+        make_record(STRICT, n, [[]] * 10, duration, **{k: v[n] for k, v in changes.items()})
+        for n, duration in enumerate(seconds)
     ]
     return build_tables(records)["speed"].iloc[0]
 

@@ -158,7 +158,7 @@ def test_guided_batches_compare_guided_distributions() -> None:
     assert float(parts["one_minus_tv"]) == pytest.approx(task.evaluate()["one_minus_tv"], abs=1e-6)
     alone = task_of(sequences, recipe=recipe.model_copy(update={"dropped": 1.0}))
     plain = task_of(sequences, recipe=recipe.model_copy(update={"guided": False}))
-    losses = [one.loss(torch.Generator().manual_seed(0)) for one in (alone, plain)]
+    losses = [variant.loss(torch.Generator().manual_seed(0)) for variant in (alone, plain)]
     assert float(losses[0][1]["soft"]) == pytest.approx(float(losses[1][1]["soft"]), abs=1e-6)
     assert float(losses[0][1]["one_minus_tv"]) != pytest.approx(float(parts["one_minus_tv"]), abs=1e-4)
 

@@ -30,9 +30,9 @@ def test_token_files_continue_where_they_were_interrupted(tmp_path: Path) -> Non
     folder = data._folder(tmp_path, "rows", {"a": 1})
     with pytest.raises(KeyboardInterrupt):
         data._in_files(folder, 11, 4, tokens, "rows", silent)
-    made = data._in_files(folder, 11, 4, tokens, "rows", silent)
-    assert made[:, 0].tolist() == list(range(11)) and calls == [(8, 11)]
-    assert torch.equal(data._in_files(folder, 11, 4, tokens, "rows", silent), made) and len(calls) == 1
+    rows = data._in_files(folder, 11, 4, tokens, "rows", silent)
+    assert rows[:, 0].tolist() == list(range(11)) and calls == [(8, 11)]
+    assert torch.equal(data._in_files(folder, 11, 4, tokens, "rows", silent), rows) and len(calls) == 1
     assert data._folder(tmp_path, "rows", {"a": 2}) != folder == data._folder(tmp_path, "rows", {"a": 1})
     (folder / "00000.safetensors").write_bytes(b"short")
     with pytest.raises(RefusedError, match="damaged"):

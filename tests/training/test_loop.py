@@ -97,8 +97,8 @@ def test_resumed_training_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     resumed, report, _ = run(settings)
     assert resumed.steps[0] == 21
     assert report.losses == whole_report.losses and report.steps == 40
-    for kept, expected in zip(resumed.module.parameters(), whole.module.parameters(), strict=True):
-        assert torch.equal(kept, expected)
+    for parameter, expected in zip(resumed.module.parameters(), whole.module.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
 
 
 def test_no_resume_starts_again(tmp_path: Path) -> None:

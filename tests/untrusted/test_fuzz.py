@@ -135,8 +135,8 @@ def test_records_and_scores(count: int, tmp_path: Path) -> None:
     def read(content: bytes) -> None:
         for table in whole:
             (tmp_path / f"{table}.jsonl").write_bytes(content)
-        found = [*read_records(tmp_path), *read_scores(tmp_path)]
-        assert all(isinstance(row, dict) for row in found)
+        rows = [*read_records(tmp_path), *read_scores(tmp_path)]
+        assert all(isinstance(row, dict) for row in rows)
         done_images(tmp_path)
 
     fuzz(count, [whole["records"]], read)

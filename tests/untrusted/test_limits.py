@@ -37,7 +37,7 @@ LAUGHS = "a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (deep(DEEPEST), f"nested deeper than {DEEPEST} levels"),
         (deep(50_000), "not valid YAML"),
@@ -50,11 +50,11 @@ LAUGHS = "a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
         (f"a: {'x' * MOST_BYTES}", "more than 1000000 characters"),
     ],
 )
-def test_yaml_that_is_refused(text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yaml_that_is_refused(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="mine") as raised:
         parse_source(text, "mine", tmp_path)
-    assert said in raised.value.message and len(raised.value.message) < 400
+    assert message in raised.value.message and len(raised.value.message) < 400
     assert not Path("made").exists()
 
 
