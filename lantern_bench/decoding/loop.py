@@ -184,9 +184,9 @@ def speculative(
         stopping.check()
         draft_bits, uniform_bits, bonus_bits = speculation.noise(batch.draws)
         batch.phases.mark("noise")
-        drafted = speculation.draft(draft_bits)
+        drafted, tree = speculation.draft(draft_bits)
         batch.phases.mark("draft")
-        scored = speculation.score(drafted)
+        scored = speculation.score(*tree)
         batch.phases.mark("target")
         path_logits = speculation.settle(drafted, scored, uniform_bits, bonus_bits)
         if path_logits is not None:

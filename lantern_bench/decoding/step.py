@@ -173,7 +173,7 @@ class Speculation:
         else:
             self.drafting, self.draft = drafting, self._draft
         nodes = self.drafting.nodes
-        self.session, self._score = scoring(target, batch, nodes, scale, engine)
+        self.session, self.score = scoring(target, batch, nodes, scale, engine)
         self.drafter_session = None if drafter is None else drafter.session(batch, scale != 1, nodes)
         # One program serves all values of a bound: it reads them from tensors, of one element each.
         exact = torch.float32 if device.type == "mps" else torch.float64
@@ -209,19 +209,19 @@ class Speculation:
         uniforms = uniforms.view(self._batch, drafting.nodes, drafting.fanout)
         return draft.view(self._batch, drafting.noises, vocabulary), uniforms, bonus
 
-    def _draft(self, noise: Tensor) -> Drafted:
-        """Show the drafter what was committed and draft below it; `noise` [B, noises, V], bits."""
+    def _draft(self, noise: Tensor) -> tuple[Drafted, tuple[Tensor, Tensor, Tensor]]:
+        """Show the drafter what was committed and draft below it; `noise` [B, noises, V], bits.
+
+        Also returns what the target scores: tokens, depths [B, M] and attention [B, M, M].
+        """
         progress, session, proposer = self.progress, self.drafter_session, None
         if session is not None:
             proposer = Proposer(session, self._decoding, progress.tokens, progress.features, progress.counts)
         drafted = self.drafting.draft(DraftInputs(progress.root, exponential(noise), progress.depth_limit, proposer))
         if proposer is not None:
             progress.drafter_broken.copy_(proposer.broken)
-        return drafted
-
-    def score(self, drafted: Drafted) -> Scored:
-        """One forward of the target over the tree."""
-        return self._score(*self.drafting.to_score(drafted))
+        tree = self.drafting.tree(drafted)
+        return drafted, (tree.tokens, tree.depths, tree.attention)
 
     def _settle(self, drafted: Drafted, scored: Scored, uniforms: Tensor, noise: Tensor) -> Tensor | None:
         """Verify, commit and record the step.

@@ -84,11 +84,6 @@ class DraftMethod:
         """Draft below the roots."""
         raise NotImplementedError
 
-    def to_score(self, drafted: Drafted) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the target scores: tokens, depths [B, M] and attention [B, M, M]."""
-        tree = self.tree(drafted)
-        return tree.tokens, tree.depths, tree.attention
-
     def tree(self, drafted: Drafted) -> DraftTree:
         """The tree that verification walks."""
         raise NotImplementedError

@@ -117,10 +117,6 @@ class JacobiDrafting(DraftMethod):
         self._remember(drafted)
         return (drafted,)
 
-    def to_score(self, drafted: Drafted) -> tuple[Tensor, Tensor, Tensor]:
-        """Depths and attention are a chain's."""
-        return self._chain.to_score(drafted[0])
-
     def tree(self, drafted: Drafted) -> DraftTree:
         """The chain of the drafts, with the rows that they were drawn from."""
         return self._chain.draft(drafted[0], None if self._greedy else self._q)
