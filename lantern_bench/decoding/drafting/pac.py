@@ -61,10 +61,9 @@ class PacDrafting(JacobiDrafting):
         q = self._sibling_q(x).scatter(2, x[:, :, None], 0.0)
         if self._greedy:
             others, able = most_probable(q, self.fanout - 1)
-        elif self._coupling == "gumbel":
-            others, able = draw_without_replacement(q, self.fanout - 1, self._clocks[:, : self._branching])
         else:
-            others, able = draw_without_replacement(q, self.fanout - 1, inputs.noise[:, self.depth :])
+            noise = self._clocks[:, : self._branching] if self._coupling == "gumbel" else inputs.noise[:, self.depth :]
+            others, able = draw_without_replacement(q, self.fanout - 1, noise)
         tokens = torch.cat([first, others.flatten(1)], dim=1)[:, self._column]
         valid = torch.cat([torch.ones_like(first, dtype=torch.bool), able.flatten(1)], dim=1)[:, self._column]
         return tokens, valid
