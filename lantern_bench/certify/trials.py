@@ -16,8 +16,7 @@ from lantern_bench.certify.tabular import table_model
 from lantern_bench.certify.whole_image import TESTS
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
-from lantern_bench.decoding.acceptance.relaxed_rules import multiplicative_limit
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule, rule_of
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule, multiplicative_limit, rule_of
 from lantern_bench.decoding.acceptance.traversal import accept_traversal
 from lantern_bench.methods.rules import Rule
 from lantern_bench.methods.tables import DRAFTINGS, RULES, can_decide, defaults_for, fresh_drafts_problem

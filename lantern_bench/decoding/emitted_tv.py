@@ -41,7 +41,7 @@ def total_variation(p: Tensor, other: Tensor) -> Tensor:
 
 
 def emitted(
-    p: Tensor, q: Tensor | None, tokens: Tensor, valid: Tensor, rule: AcceptanceRule, position: Tensor | None = None
+    p: Tensor, q: Tensor | None, tokens: Tensor, valid: Tensor, rule: AcceptanceRule, position: Tensor
 ) -> Emission:
     """Return the exact distribution of a step's first token, given the root's children; inputs stay unchanged.
 
@@ -65,7 +65,7 @@ def emitted_tv_sampled(
     draws: int,
     rules: Sequence[AcceptanceRule],
     exponential: Callable[[], Tensor],
-    position: Tensor | None = None,
+    position: Tensor,
 ) -> list[SampledTV]:
     """Estimate the emitted TV of sampled drafts under several rules at once.
 
@@ -79,7 +79,7 @@ def emitted_tv_sampled(
     sums = p.new_zeros(len(rules), 2, *p.shape)
     for number in range(draws):
         tokens, valid = draw_without_replacement(q, children, exponential())
-        strict = emitted(p, q, tokens, valid, AcceptanceRule())
+        strict = emitted(p, q, tokens, valid, AcceptanceRule(), position)
         for rule, halves in zip(rules, sums, strict=True):
             relaxed = emitted(p, q, tokens, valid, rule, position)
             error = relaxed.distribution - strict.distribution
@@ -94,20 +94,17 @@ def emitted_tv_sampled(
     return estimates
 
 
-def _first_child(p: Tensor, q: Tensor, rule: AcceptanceRule, position: Tensor | None) -> Tensor:
+def _first_child(p: Tensor, q: Tensor, rule: AcceptanceRule, position: Tensor) -> Tensor:
     """Return the exact chance [N, V] that each token is drawn as the first child and accepted."""
     if rule.chance is not None:
-        return q * acceptance_chance(_every_token(p, q, rule, position))
+        return q * acceptance_chance(_every_token(p, q, position, rule))
     if not rule.uses_neighbours:
         return torch.minimum(p, q)
-    masses = []
-    for row in range(len(p)):  # one at a time: [V, k] is large enough
-        start = None if position is None else position[row : row + 1]
-        masses.append(neighbour_mass(_every_token(p[row : row + 1], q[row : row + 1], rule, start))[0])
+    rows = [slice(row, row + 1) for row in range(len(p))]  # one at a time: [V, k] is large enough
+    masses = [neighbour_mass(_every_token(p[row], q[row], position[row], rule))[0] for row in rows]
     return torch.minimum(q, p + torch.cat(masses))
 
 
-def _every_token(p: Tensor, q: Tensor, rule: AcceptanceRule, position: Tensor | None) -> DraftView:
-    vocabulary, depth = torch.arange(p.shape[1], device=p.device), torch.ones(len(p), 1, dtype=torch.int64)
-    start = None if position is None else position[:, None]
-    return DraftView(rule, vocabulary, p, q, p[:, None], None, depth.to(p.device), start)
+def _every_token(p: Tensor, q: Tensor, position: Tensor, rule: AcceptanceRule) -> DraftView:
+    vocabulary, position = torch.arange(p.shape[1], device=p.device), position[:, None]
+    return DraftView(rule, vocabulary, p, q, p[:, None], 1.0, torch.ones_like(position), position)

@@ -7,7 +7,7 @@ images are; an autoregressive step has none.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -29,8 +29,8 @@ from lantern_bench.decoding.sampling import (
     guide,
     sample,
 )
-from lantern_bench.decoding.step import DRAFTER, PREFILL, First, Speculation, sampling_key
-from lantern_bench.decoding.trace import ImageTrace, Times, image_trace
+from lantern_bench.decoding.step import DRAFTER, First, Speculation, sampling_key
+from lantern_bench.decoding.trace import ImageTrace, image_trace
 from lantern_bench.errors import LogitsError, RefusedError
 
 
@@ -79,32 +79,34 @@ def decode(
     """
     image_tokens = model.target.image_tokens
     wanted = image_tokens if tokens is None else min(tokens, image_tokens)
-    batch = _Batch(model, decoding, generators, wanted, keep_logits, Engine() if engine is None else engine)
+    device = model.target.device
+    batch = _Batch(model, decoding, wanted, keep_logits, engine or Engine(), Draws(generators, device), Phases(device))
     if decoding.drafts:
         return speculative(batch, condition, rule, drafting)
     return autoregressive(batch, condition)
 
 
+@dataclass(frozen=True)
 class _Batch:
     """What stays the same from step to step of one batch of images."""
 
-    def __init__(
-        self,
-        model: Model,
-        decoding: Decoding,
-        generators: Sequence[torch.Generator],
-        tokens_wanted: int,
-        keep_logits: bool,
-        engine: Engine,
-    ) -> None:
-        self.model, self.decoding, self.tokens_wanted, self.engine = model, decoding, tokens_wanted, engine
-        self.size, self.device, self.keep_logits = len(generators), model.target.device, keep_logits
-        self.draws, self.phases = Draws(generators, self.device), Phases(self.device)
+    model: Model
+    decoding: Decoding
+    tokens_wanted: int
+    keep_logits: bool
+    engine: Engine
+    draws: Draws
+    phases: Phases
+
+    @property
+    def size(self) -> int:
+        """How many images there are."""
+        return len(self.draws.generators)
 
     def noise(self) -> Tensor:
         """Random bits [B, V] for one token of each image, or nothing for greedy decoding."""
         if self.decoding.greedy:
-            return torch.empty(self.size, 0, dtype=torch.int32, device=self.device)
+            return torch.empty(self.size, 0, dtype=torch.int32, device=self.draws.device)
         return self.draws.bits(self.model.target.vocab_size)
 
     def prefill(self, session: TargetSession, condition: Any) -> tuple[Logits, First]:
@@ -113,11 +115,6 @@ class _Batch:
         logits = guide(prefix.cond, prefix.uncond, self.decoding.cfg_scale)[:, -1]
         token, broken = _next_token(logits, self.decoding, self.noise())
         return prefix, First(token, logits, broken)
-
-    def times(self) -> Times:
-        """Return the times of the batch, divided by its images."""
-        phases = {name: value / self.size for name, value in self.phases.seconds().items()}
-        return Times(self.phases.total() / self.size, phases, self.phases.usage)
 
     def refuse(self, whose: str, position: int, *sessions: TargetSession | DrafterSession | None) -> NoReturn:
         """Raise `LogitsError` for the logits behind `position` tokens, and clear the caches, which hold NaN."""
@@ -129,10 +126,13 @@ class _Batch:
         raise LogitsError(message, "Check its weights; a smaller type can overflow: --dtype float32.")
 
     def decoded(self, out: Tensor, traces: list[ImageTrace], logits: Tensor | None) -> list[Decoded]:
-        """Copy the tokens [B, >= N] and logits to the host."""
+        """Copy the tokens [B, >= N] and logits to the host, and give each image its share of the times."""
         tokens = out[:, : self.tokens_wanted].to(torch.int32).cpu()
         of_images: Iterable[Tensor | None] = [None] * self.size if logits is None else logits.float().cpu()
-        return [Decoded(*image) for image in zip(tokens, traces, of_images, strict=True)]
+        seconds, usage = self.phases.total() / self.size, self.phases.usage
+        phases = {name: value / self.size for name, value in self.phases.seconds().items()}
+        timed = [replace(trace, seconds=seconds, phases=phases, usage=usage) for trace in traces]
+        return [Decoded(*image) for image in zip(tokens, timed, of_images, strict=True)]
 
 
 def autoregressive(batch: _Batch, condition: Any) -> list[Decoded]:
@@ -140,7 +140,7 @@ def autoregressive(batch: _Batch, condition: Any) -> list[Decoded]:
     target, decoding, wanted = batch.model.target, batch.decoding, batch.tokens_wanted
     key = ("plain", (batch.size, sampling_key(decoding)))
     steps = batch.engine.cached(key, lambda: _PlainSteps(target, decoding, batch.size))
-    step = batch.engine.program(key, steps.step, batch.device)
+    step = batch.engine.program(key, steps.step, target.device)
     batch.phases.start()
     _, first = batch.prefill(steps.session, condition)
     every_logits = [first.logits]
@@ -157,7 +157,7 @@ def autoregressive(batch: _Batch, condition: Any) -> list[Decoded]:
     batch.phases.stop()
     if position := int(steps.broken):
         batch.refuse("target", max(position, 0), steps.session)
-    trace = image_trace(wanted, [[position, 0, 0] for position in range(1, wanted)], [], 0, batch.times())
+    trace = image_trace(wanted, [[position, 0, 0] for position in range(1, wanted)], [], 0)
     logits_of_images = torch.stack(every_logits, dim=1) if batch.keep_logits else None
     return batch.decoded(steps.out, [trace] * batch.size, logits_of_images)
 
@@ -179,14 +179,15 @@ def speculative(
     speculation.start_images(rule or own_rule, condition, prefix, first, batch.tokens_wanted)
     batch.phases.mark("prefill")
     paths: list[tuple[list[int], Tensor]] = []
-    positions, steps = [1] * batch.size, 0
-    while any(position < batch.tokens_wanted for position in positions):
+    steps, before = 0, [0] * batch.size
+    positions, broken = speculation.progress.host_view.tolist()
+    while any(position < batch.tokens_wanted for position in positions) and not any(broken):
         stopping.check()
         draft_bits, uniform_bits, bonus_bits = speculation.noise(batch.draws)
         batch.phases.mark("noise")
-        drafted = speculation.draft(draft_bits)
+        drafted, tree = speculation.draft(draft_bits)
         batch.phases.mark("draft")
-        scored = speculation.score(drafted)
+        scored = speculation.score(*tree)
         batch.phases.mark("target")
         path_logits = speculation.settle(drafted, scored, uniform_bits, bonus_bits)
         if path_logits is not None:
@@ -194,23 +195,14 @@ def speculative(
         before, (positions, broken) = positions, speculation.progress.host_view.tolist()  # the one copy of a step
         batch.phases.mark("verify")
         steps += 1
-        if any(broken):
-            _refuse_step(batch, speculation, broken, before)
     batch.phases.stop()
-    if steps == 0:
-        _refuse_step(batch, speculation, speculation.progress.host_view[1].tolist(), positions)
-    progress, forwards = speculation.progress, speculation.drafting.forwards
-    traces = progress.recorder.finish(batch.tokens_wanted, steps, forwards, batch.times())
-    return batch.decoded(progress.out, traces, _join(batch, first.logits, paths) if batch.keep_logits else None)
-
-
-def _refuse_step(batch: _Batch, speculation: Speculation, broken: list[int], positions: list[int]) -> None:
-    """Raise `LogitsError` for the first image whose logits were `broken`; its tokens before: `positions`."""
-    for whose, position in zip(broken, positions, strict=True):
+    for whose, position in zip(broken, before, strict=True):
         if whose:
             model = "drafter" if whose == DRAFTER else "target"
-            sessions = (speculation.session, speculation.drafter_session)
-            batch.refuse(model, 0 if whose == PREFILL else position, *sessions)
+            batch.refuse(model, position, speculation.session, speculation.drafter_session)
+    progress = speculation.progress
+    traces = progress.traces(batch.tokens_wanted, steps, speculation.drafting.forwards)
+    return batch.decoded(progress.out, traces, _join(batch, first.logits, paths) if batch.keep_logits else None)
 
 
 def _join(batch: _Batch, first: Tensor, paths: list[tuple[list[int], Tensor]]) -> Tensor:

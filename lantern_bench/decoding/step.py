@@ -30,13 +30,13 @@ from lantern_bench.decoding.sampling import (
     guide,
     uniform,
 )
-from lantern_bench.decoding.trace import StepRecorder
+from lantern_bench.decoding.trace import ImageTrace, image_trace
 from lantern_bench.methods.tables import RULES, tensor_parameters
 
 # The keys that drafting does not depend on.
 _ACCEPTANCE = {"mode", "rule", *(key for rule in RULES.values() for key in rule.parameter_names)}
 
-TARGET, DRAFTER, PREFILL = 1, 2, 3
+TARGET, DRAFTER = 1, 2
 """Whose logits are broken: in `Progress.host_view`, where 0 is for finite logits."""
 
 
@@ -107,18 +107,21 @@ class Progress:
         self.drafter_broken = torch.zeros(batch, dtype=torch.bool, device=device)  # in the draft of the running step
         self.tokens_wanted = numbers()
         self.host_view = numbers(2, batch)  # read by the host: positions, and whose logits were broken first
-        self.recorder = StepRecorder(batch, image_tokens, depth, device)
+        self._step = numbers(1)
+        # Of each step and image: position, accepted drafts, depth offered, and the accepted rank at each depth.
+        self._counts = numbers(image_tokens, batch, 3 + depth)
+        self._masses = torch.zeros(image_tokens, batch, 2, device=device)
         self._ahead = torch.arange(depth + 1, device=device)
 
     def start_images(self, tokens_wanted: int, prefix_features: Tensor, first: First) -> None:
         """Reset to the state after the prefill, and store the first tokens."""
-        self.recorder.start_images()
+        self._step.zero_()
         self.tokens_wanted.fill_(tokens_wanted)
         self.position.fill_(1)
         self.depth_limit.fill_(min(self._depth, self._image_tokens - 2))
         self.counts.fill_(1)
         self.drafter_broken.zero_()
-        self.host_view[0], self.host_view[1] = 1, first.broken * PREFILL
+        self.host_view[0], self.host_view[1] = 1, first.broken * TARGET
         self.root.copy_(first.tokens)
         self.out[:, 0] = self.tokens[:, 0] = first.tokens
         self.features.zero_()  # filler is computed with too, and a NaN of the images before would spread
@@ -126,7 +129,11 @@ class Progress:
 
     def commit(self, verdict: Verdict, features: Tensor, broken: Tensor) -> None:
         """Append what a verdict accepts; complete images stay as they are. `broken` bool [B]: the target's logits."""
-        self.recorder.add(self.position, verdict, self.depth_limit)
+        heads = torch.stack([self.position, verdict.accepted, self.depth_limit], dim=1)
+        self._counts.index_copy_(0, self._step, torch.cat([heads, verdict.child_rank], dim=1)[None])
+        masses = torch.stack([verdict.neighbour_mass, verdict.neighbour_mass_tried], dim=1)
+        self._masses.index_copy_(0, self._step, masses[None])
+        self._step.add_(1)
         active = self.position < self.tokens_wanted
         counts = torch.where(active, verdict.accepted + 1, 0)
         # Filler behind the tokens that count is overwritten by the next step or cut off at the end.
@@ -143,6 +150,12 @@ class Progress:
         self.tokens.copy_(verdict.tokens)
         index = verdict.path.clamp_min(0).repeat(len(features) // len(active), 1)
         self.features.copy_(features.gather(1, index[:, :, None].expand(-1, -1, features.shape[-1])))
+
+    def traces(self, tokens_wanted: int, steps: int, forwards: int) -> list[ImageTrace]:
+        """Return the `image_trace` of each image after `steps` steps of `forwards` drafter forwards each."""
+        counts, masses = (values[:steps].transpose(0, 1).tolist() for values in (self._counts, self._masses))
+        images = zip(counts, masses, strict=True)
+        return [image_trace(tokens_wanted, rows, pairs, forwards) for rows, pairs in images]
 
 
 class Speculation:
@@ -173,7 +186,7 @@ class Speculation:
         else:
             self.drafting, self.draft = drafting, self._draft
         nodes = self.drafting.nodes
-        self.session, self._score = scoring(target, batch, nodes, scale, engine)
+        self.session, self.score = scoring(target, batch, nodes, scale, engine)
         self.drafter_session = None if drafter is None else drafter.session(batch, scale != 1, nodes)
         # One program serves all values of a bound: it reads them from tensors, of one element each.
         exact = torch.float32 if device.type == "mps" else torch.float64
@@ -209,19 +222,19 @@ class Speculation:
         uniforms = uniforms.view(self._batch, drafting.nodes, drafting.fanout)
         return draft.view(self._batch, drafting.noises, vocabulary), uniforms, bonus
 
-    def _draft(self, noise: Tensor) -> Drafted:
-        """Show the drafter what was committed and draft below it; `noise` [B, noises, V], bits."""
+    def _draft(self, noise: Tensor) -> tuple[Drafted, tuple[Tensor, Tensor, Tensor]]:
+        """Show the drafter what was committed and draft below it; `noise` [B, noises, V], bits.
+
+        Also returns what the target scores: tokens, depths [B, M] and attention [B, M, M].
+        """
         progress, session, proposer = self.progress, self.drafter_session, None
         if session is not None:
             proposer = Proposer(session, self._decoding, progress.tokens, progress.features, progress.counts)
         drafted = self.drafting.draft(DraftInputs(progress.root, exponential(noise), progress.depth_limit, proposer))
         if proposer is not None:
             progress.drafter_broken.copy_(proposer.broken)
-        return drafted
-
-    def score(self, drafted: Drafted) -> Scored:
-        """One forward of the target over the tree."""
-        return self._score(*self.drafting.to_score(drafted))
+        tree = self.drafting.tree(drafted)
+        return drafted, (tree.tokens, tree.depths, tree.attention)
 
     def _settle(self, drafted: Drafted, scored: Scored, uniforms: Tensor, noise: Tensor) -> Tensor | None:
         """Verify, commit and record the step.

@@ -6,13 +6,16 @@ form that verification sees; `link_nodes` makes one when every image has a shape
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from lantern_bench.methods.trees import check_topology
+
+_Lists: TypeAlias = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,6 @@ class DraftTree:
     """The drafts of one step for B images, M nodes each, node 0 the root (the last committed token)."""
 
     tokens: Tensor  # int64 [B, M]
-    parents: Tensor  # int64 [B, M], -1 for the root
     depths: Tensor  # int64 [B, M], 0 for the root
     children: Tensor  # int64 [B, M, C], node numbers in the order of trial, -1 where there is none
     attention: Tensor  # bool [B, M, M], node (row) sees node (column): its ancestors and itself
@@ -68,20 +70,24 @@ class DraftTree:
         nodes, images = self.layout.nodes, torch.arange(len(values), device=values.device)
         return values[images.repeat(len(nodes)), nodes.repeat_interleave(len(values))]
 
+    def by_node(self, rows: Tensor) -> Tensor:
+        """Return [B, M, ...] of `rows` [I * B, ...] that belong to the nodes that can have children; else 0."""
+        nodes, (images, count) = self.layout.nodes, self.tokens.shape
+        of_nodes = rows.new_zeros(images, count, *rows.shape[1:])
+        of_nodes[:, nodes] = rows.view(len(nodes), images, *rows.shape[1:]).transpose(0, 1)
+        return of_nodes
+
 
 @dataclass(frozen=True)
 class Level:
     """One drafting round of a static tree: which nodes of one depth are expanded, and into which nodes."""
 
     nodes: Tensor  # int64 [n], the nodes of this depth that have children
-    children: Tensor  # int64 [m], all nodes one deeper
-    slot: Tensor  # int64 [m], the index of each child's parent in `nodes`
-    rank: Tensor  # int64 [m], which draw of its parent each child is
+    slot: Tensor  # int64 [m], for each node one deeper the index of its parent in `nodes`
+    rank: Tensor  # int64 [m], which draw of its parent it is
     fanout: int  # the most children any of the nodes has
-    expanded: slice  # the indices of `nodes` among the expanded nodes of all levels
-    within: Tensor  # int64 [n], the index of `nodes` among all nodes of their depth
     origin: Tensor  # int64 [n], the slot of their parents in the level above
-    seen: Tensor  # bool [n, expanded.stop - 1], who sees whom of the nodes expanded so far, the root left out
+    seen: Tensor  # bool [n, e], who sees whom of the nodes expanded so far, the root left out
 
 
 @dataclass(frozen=True)
@@ -99,38 +105,32 @@ class StaticTree:
     @classmethod
     def of(cls, paths: Iterable[Sequence[int]], device: torch.device | str = "cpu") -> StaticTree:
         """Build the tree of root-to-node child-rank paths; UserError where `check_topology` refuses them."""
-        topology = check_topology(paths)
-        nodes = [(), *topology]
-        number = {path: index for index, path in enumerate(nodes)}
-        kids = [[number[child] for child in topology if child[:-1] == path] for path in nodes]
-        parents = [-1, *(number[path[:-1]] for path in topology)]
-        attention = torch.tensor([[path[: len(above)] == above for above in nodes] for path in nodes])
-        width = max(map(len, kids))
+        nodes = [(), *check_topology(paths)]
+        number = {path: node for node, path in enumerate(nodes)}
+        parents = [-1, *(number[path[:-1]] for path in nodes[1:])]
+        kids: list[list[int]] = [[] for _ in nodes]
+        for node, parent in enumerate(parents[1:], 1):
+            kids[parent].append(node)
         internal = sorted((node for node, below in enumerate(kids) if below), key=lambda node: -len(kids[node]))
-        slots = [internal.index(node) if below else -1 for node, below in enumerate(kids)]
-        children = torch.tensor([[*below, *[-1] * (width - len(below))] for below in kids])
-        layout = Layout(
-            nodes=torch.tensor(internal, device=device),
-            slots=torch.tensor(slots, device=device),
-            active=tuple(sum(len(below) > rank for below in kids) for rank in range(width)),
-            children=children[internal].to(device),
-            levels=len(topology[-1]),
-            turns=_turns(nodes, internal, children, device),
-        )
-        return cls(
-            parents=torch.tensor(parents, device=device),
-            depths=torch.tensor([len(path) for path in nodes], device=device),
-            children=children.to(device),
-            attention=attention.to(device),
-            layout=layout,
-            levels=_levels(nodes, parents, kids, attention, device),
-            max_depth=len(topology[-1]),
-        )
-
-    def to_score(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the target scores of drafts `tokens` [B, M]: them, their depths and attention."""
-        batch = len(tokens)
-        return tokens, self.depths.expand(batch, -1), self.attention.expand(batch, -1, -1)
+        with torch.device(device):
+            attention = torch.tensor([[path[: len(above)] == above for above in nodes] for path in nodes])
+            layout = Layout(
+                nodes=torch.tensor(internal),
+                active=_active(kids),
+                children=_padded([kids[node] for node in internal]),
+                slots=torch.tensor([internal.index(node) if below else -1 for node, below in enumerate(kids)]),
+                levels=len(nodes[-1]),
+                turns=tuple(_turns(nodes, internal, kids)),
+            )
+            return cls(
+                parents=torch.tensor(parents),
+                depths=torch.tensor([len(path) for path in nodes]),
+                children=_padded(kids),
+                attention=attention,
+                layout=layout,
+                levels=tuple(_levels(nodes, parents, kids, attention)),
+                max_depth=len(nodes[-1]),
+            )
 
     def draft(self, tokens: Tensor, q: Tensor | None, valid: Tensor | None = None) -> DraftTree:
         """Return the DraftTree of `tokens` int64 [B, M] in this shape, without copying the shape.
@@ -145,7 +145,6 @@ class StaticTree:
             children = children.masked_fill(~drawn, -1)
         return DraftTree(
             tokens=tokens,
-            parents=self.parents.expand(batch, -1),
             depths=self.depths.expand(batch, -1),
             children=children,
             attention=self.attention.expand(batch, -1, -1),
@@ -157,54 +156,39 @@ class StaticTree:
         )
 
 
-def _turns(
-    nodes: Sequence[tuple[int, ...]], internal: Sequence[int], children: Tensor, device: torch.device | str
-) -> tuple[Turn, ...]:
-    turns = list[Turn]()
+def _padded(kids: _Lists) -> Tensor:
+    width = max(map(len, kids))
+    return torch.tensor([[*below, *[-1] * (width - len(below))] for below in kids])
+
+
+def _active(kids: _Lists) -> tuple[int, ...]:
+    return tuple(sum(len(below) > rank for below in kids) for rank in range(max(map(len, kids))))
+
+
+def _turns(nodes: _Lists, internal: Sequence[int], kids: _Lists) -> Iterator[Turn]:
     for ranks in sorted({sum(nodes[node]) for node in internal}):
         parents = [node for node in internal if sum(nodes[node]) == ranks]
-        active = tuple(filter(None, (children[parents] >= 0).sum(dim=0).tolist()))
-        turn = Turn(
-            nodes=torch.tensor(parents, device=device),
-            slots=torch.tensor([internal.index(node) for node in parents], device=device),
-            children=children[parents, : len(active)].to(device),
-            levels=len({len(nodes[node]) for node in parents}),
-            active=active,
-        )
-        turns.append(turn)
-    return tuple(turns)
+        below = [kids[node] for node in parents]
+        slots = torch.tensor([internal.index(node) for node in parents])
+        levels = len({len(nodes[node]) for node in parents})
+        yield Turn(torch.tensor(parents), slots, _padded(below), levels, _active(below))
 
 
-def _levels(
-    nodes: Sequence[tuple[int, ...]],
-    parents: Sequence[int],
-    kids: Sequence[Sequence[int]],
-    attention: Tensor,
-    device: torch.device | str,
-) -> tuple[Level, ...]:
-    def tensor(values: Iterable[int]) -> Tensor:
-        return torch.tensor(list(values), device=device)
-
-    levels, above, expanded = list[Level](), [-1], list[int]()
+def _levels(nodes: _Lists, parents: Sequence[int], kids: _Lists, attention: Tensor) -> Iterator[Level]:
+    above, expanded = [-1], list[int]()
     for depth in range(len(nodes[-1])):
-        of_depth = [node for node, path in enumerate(nodes) if len(path) == depth]
-        expanding = [node for node in of_depth if kids[node]]
-        children = [node for node, path in enumerate(nodes) if len(path) == depth + 1]
+        expanding = [node for node, path in enumerate(nodes) if len(path) == depth and kids[node]]
+        children = [child for node in expanding for child in kids[node]]
         expanded += expanding
-        level = Level(
-            nodes=tensor(expanding),
-            children=tensor(children),
-            slot=tensor(expanding.index(parents[child]) for child in children),
-            rank=tensor(nodes[child][-1] for child in children),
+        yield Level(
+            nodes=torch.tensor(expanding),
+            slot=torch.tensor([expanding.index(parents[child]) for child in children]),
+            rank=torch.tensor([nodes[child][-1] for child in children]),
             fanout=max(len(kids[node]) for node in expanding),
-            expanded=slice(len(expanded) - len(expanding), len(expanded)),
-            within=tensor(of_depth.index(node) for node in expanding),
-            origin=tensor(above.index(parents[node]) for node in expanding),
-            seen=attention[expanding][:, expanded[1:]].to(device),
+            origin=torch.tensor([above.index(parents[node]) for node in expanding]),
+            seen=attention[expanding][:, expanded[1:]],
         )
-        levels.append(level)
         above = expanding
-    return tuple(levels)
 
 
 def link_nodes(
@@ -235,7 +219,6 @@ def link_nodes(
     below = torch.where(leaf[:, :, None] & attention, number[:, :, None], nodes)
     return DraftTree(
         tokens=torch.where(exists, tokens, 0),
-        parents=parents,
         depths=torch.where(exists, depths, 1),
         children=children,
         attention=attention,

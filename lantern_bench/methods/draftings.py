@@ -189,7 +189,7 @@ SHIPPED_DRAFTINGS = (
     ),
     Drafting(
         "hybrid",
-        make="lantern_bench.decoding.drafting.hybrid:HybridDrafting",
+        make="lantern_bench.decoding.drafting.jacobi:HybridDrafting",
         about="Jacobi drafts, the first with a drafter",
         parameters=(
             WINDOW,

@@ -107,7 +107,7 @@ SHIPPED_RULES = (
     Rule(
         "additive",
         about="neighbour mass of at most delta",
-        limit=f"{_ACCEPTANCE}.relaxed_rules:additive_limit",
+        limit=f"{_ACCEPTANCE}.rule:additive_limit",
         bound="delta",
         parameters=(
             Parameter(
@@ -125,7 +125,7 @@ SHIPPED_RULES = (
     Rule(
         "multiplicative",
         about="probability of at most lambda times the draft's own",
-        limit=f"{_ACCEPTANCE}.relaxed_rules:multiplicative_limit",
+        limit=f"{_ACCEPTANCE}.rule:multiplicative_limit",
         bound="lambda",
         parameters=(
             Parameter(
@@ -143,7 +143,7 @@ SHIPPED_RULES = (
     Rule(
         "cool-sd",
         about="accepts with w p / q, w falls with depth",
-        chance=f"{_ACCEPTANCE}.relaxed_rules:annealed_chance",
+        chance=f"{_ACCEPTANCE}.rule:annealed_chance",
         bound="strength",
         parameters=(
             Parameter(
@@ -168,7 +168,7 @@ SHIPPED_RULES = (
     Rule(
         "gsd",
         about="accepts with p / q of the draft's cluster of codes",
-        chance=f"{_ACCEPTANCE}.relaxed_rules:grouped_chance",
+        chance=f"{_ACCEPTANCE}.rule:grouped_chance",
         bound="cluster",
         parameters=(
             Parameter(
@@ -203,7 +203,7 @@ SHIPPED_RULES = (
     Rule(
         "entropy",
         about="neighbour mass that grows with the entropy of p",
-        limit=f"{_ACCEPTANCE}.relaxed_rules:entropy_limit",
+        limit=f"{_ACCEPTANCE}.rule:entropy_limit",
         bound="entropy_scale",
         parameters=(
             Parameter(
@@ -221,7 +221,7 @@ SHIPPED_RULES = (
     Rule(
         "typical",
         about="accepts what is not improbable for the entropy of p",
-        chance=f"{_ACCEPTANCE}.relaxed_rules:typical_chance",
+        chance=f"{_ACCEPTANCE}.rule:typical_chance",
         bound="epsilon",
         parameters=(
             Parameter(

@@ -18,6 +18,7 @@ from lantern_bench.decoding.emitted_tv import emitted, total_variation
 from lantern_bench.decoding.sampling import guide, most_probable
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.loaded_model import LoadedModel
+from tests.decoding.rules import at_start
 from tests.tiny_model import PROMPTS, TOKENS, TinyModel
 
 ALL = [Prompt(text) for text in PROMPTS]
@@ -65,7 +66,7 @@ def test_dynamic_emitted_tv_is_exact(model: LoadedModel) -> None:
         last = images[row["prompt_id"], row["repeat"]][row["position"] - 1]
         p, q = (guide(part.cond[last], part.uncond[last], 2.0).softmax(-1)[None] for part in (target, drafter))  # type: ignore[union-attr]
         tokens, valid = most_probable(q, 3)
-        emission = emitted(p, None, tokens, valid, rule)
+        emission = emitted(p, None, tokens, valid, rule, at_start(p))
         expected = total_variation(p, emission.distribution)
         assert row["emitted_tv"] == pytest.approx(float(expected), abs=1e-6)
         assert row["emitted_tv"] <= row["moved_mass"] + 1e-6

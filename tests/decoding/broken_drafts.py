@@ -16,8 +16,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, DraftMethod, LastStep
-from lantern_bench.decoding.drafting.hybrid import HybridDrafting
-from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
+from lantern_bench.decoding.drafting.jacobi import HybridDrafting, JacobiDrafting
 from lantern_bench.decoding.protocol import Target
 
 

@@ -101,8 +101,9 @@ def random_static(
     for level in shape.levels:
         clocks = torch.empty(batch, len(level.nodes), q.shape[2]).exponential_(generator=noise)
         drawn, able = draw_without_replacement(q[:, level.nodes], level.fanout, clocks)
-        tokens[:, level.children] = drawn[:, level.slot, level.rank]
-        valid[:, level.children] = able[:, level.slot, level.rank]
+        children = shape.children[level.nodes[level.slot], level.rank]
+        tokens[:, children] = drawn[:, level.slot, level.rank]
+        valid[:, children] = able[:, level.slot, level.rank]
     # Leaving q = 0 children in the table must give the same walk: they are skipped.
     return shape.draft(tokens, q, valid if (rng.integers(2) if filled is None else not filled) else None)
 
@@ -141,7 +142,7 @@ def random_draft(seed: int, dtype: torch.dtype = torch.float32) -> Draft:
     filters = FILTERS[rng.integers(len(FILTERS))]
     if rng.integers(2):
         shape = StaticTree.of(random_topology(rng, int(rng.integers(1, 14)), int(rng.integers(1, 5)), 4))
-        _, q = random_probs(rng, noise, filters, batch, len(shape.parents), vocabulary)
+        _, q = random_probs(rng, noise, filters, batch, len(shape.depths), vocabulary)
         tree = random_static(rng, noise, q.to(dtype), shape)
     else:
         tree = random_dynamic(rng, batch, int(rng.integers(2, 14)), vocabulary)

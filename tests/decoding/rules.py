@@ -47,11 +47,23 @@ def accept(
     """Accept the children `tokens` [N, C] of N roots; those that are -1 are not offered."""
     depth, nodes_per_rank = torch.ones(len(p), dtype=torch.int64), [len(p)] * tokens.shape[1]
     offered = tokens >= 0 if offered is None else offered
-    children = Children(p.clone(), None if q is None else q.clone(), tokens, offered, nodes_per_rank, depth)
+    q = None if q is None else q.clone()
+    children = Children(p.clone(), q, tokens, offered, nodes_per_rank, depth, torch.zeros_like(depth))
     return accept_children(children, rule)
+
+
+def at_start(p: Tensor) -> Tensor:
+    """Positions [N] of children at the start of an image, for `p` [N, V]."""
+    return torch.zeros(len(p), dtype=torch.int64)
 
 
 def view_of(p: Tensor, tokens: Tensor, rule: AcceptanceRule) -> DraftView:
     """Deterministic drafts `tokens` [n] of n roots with the distributions `p` [n, V], as a rule sees them."""
     p_x = p.gather(1, tokens[:, None]).squeeze(1)
-    return DraftView(rule, tokens, p_x, None, p, None, torch.ones_like(tokens))
+    return DraftView(rule, tokens, p_x, None, p, 1.0, torch.ones_like(tokens), torch.zeros_like(tokens))
+
+
+def parents_of(attention: Tensor) -> Tensor:
+    """The parent [..., M] of each node of a tree with this `attention` [..., M, M]; -1 for the root."""
+    numbers = torch.arange(attention.shape[-1])
+    return torch.where(attention & (numbers != numbers[:, None]), numbers, -1).amax(dim=-1)

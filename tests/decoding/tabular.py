@@ -19,6 +19,7 @@ from lantern_bench.decoding.drafting.dynamic import Growth
 from lantern_bench.decoding.sampling import guide, most_probable, probabilities
 from lantern_bench.decoding.tree import DraftTree, StaticTree, link_nodes
 from lantern_bench.methods.parameters import FilterOrder
+from tests.decoding.rules import parents_of
 
 Prefix = tuple[int, ...]
 # (drafts [B, M] and their tree, p [B, M, V]) -> (weights [S, B], path tokens [S, B, D], lengths [S, B], last [S, B, V])
@@ -112,8 +113,8 @@ class Tabular:
 
     def dynamic_shape(self, shape: StaticTree) -> DraftTree:
         """A deterministic draft of a given shape: the most probable tokens of q below every node."""
-        tokens = [0] * len(shape.parents)
-        valid = [True] * len(shape.parents)
+        tokens = [0] * len(shape.depths)
+        valid = [True] * len(shape.depths)
         parents, children = shape.parents.tolist(), shape.children.tolist()
         ranks = [0] * len(tokens)
         for node, below in enumerate(children):
@@ -128,7 +129,7 @@ class Tabular:
 
     def target_at(self, tree: DraftTree) -> Tensor:
         """p [B, M, V] at every node."""
-        rows = zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)
+        rows = zip(tree.tokens.tolist(), parents_of(tree.attention).tolist(), strict=True)
         return torch.stack(
             [
                 torch.stack([self.p(_prefix(n, tokens, parents)) for n in range(len(parents))])
@@ -179,10 +180,7 @@ def verify_step(
     batch, nodes, _ = p.shape
     limit, rule = None if depth_limit is None else torch.full((batch,), depth_limit), rule or AcceptanceRule()
     _, acceptance = accept_tree(tree, p, rule, limit)
-    slots = len(tree.layout.nodes)
-    accept = torch.zeros(batch, nodes, tree.children.shape[2], dtype=p.dtype)
-    accept[:, tree.layout.nodes] = acceptance.accept.view(slots, batch, -1).transpose(0, 1)
-    weights, forced = force_stops(tree, accept)
+    weights, forced = force_stops(tree, tree.by_node(acceptance.accept))
     drafts, lengths, last = [], [], []
     for stop in range(nodes):
         verdict = verify(tree, p, rule, forced[stop], torch.ones(batch, p.shape[2], dtype=p.dtype), limit)

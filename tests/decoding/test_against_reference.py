@@ -17,6 +17,7 @@ from lantern_bench.decoding.acceptance.walk import verify, verify_greedy
 from lantern_bench.decoding.sampling import greedy_probabilities
 from tests.decoding.random_trees import Draft, random_draft
 from tests.decoding.reference_walk import merge, walk, walk_greedy
+from tests.decoding.rules import parents_of
 
 TREES = int(os.environ.get("LANTERN_BENCH_RANDOM_TREES", "400"))
 
@@ -92,7 +93,7 @@ def test_greedy_walks_equal_the_oracle() -> None:
             probs = list(greedy_probabilities(logits[image]).numpy())
             tokens = tree.tokens[image].tolist()
             path, token = walk_greedy(
-                tree.parents[image].tolist(), paths_in_order(draft, image), tokens, probs, draft.rules
+                parents_of(tree.attention)[image].tolist(), paths_in_order(draft, image), tokens, probs, draft.rules
             )
             length = len(path) - 1
             message = f"seed {seed}, image {image}, {draft.rule}"

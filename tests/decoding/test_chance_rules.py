@@ -29,7 +29,7 @@ from lantern_bench.decoding.tree import DraftTree, StaticTree
 from lantern_bench.methods import tables as method_tables
 from lantern_bench.methods.rules import Rule
 from tests.decoding.random_trees import random_draft
-from tests.decoding.rules import STRICT, accept, rule_named, view_of
+from tests.decoding.rules import STRICT, accept, at_start, rule_named, view_of
 from tests.decoding.tabular import Setting, Tabular, distribution_of_step, error_of, first_tokens, verify_step
 from tests.decoding.test_emitted_tv import dirichlet
 from tests.decoding.test_loop import p_value, run
@@ -104,7 +104,7 @@ def of_drafts(p: Tensor, q: Tensor | None, drafts: Tensor, rule: AcceptanceRule)
     many = len(drafts)
     rows = (p.expand(many, -1), None if q is None else q.expand(many, -1))
     valid = torch.ones_like(drafts, dtype=torch.bool) if q is None else q[drafts] > 0
-    return emitted(*rows, drafts, valid, rule).distribution
+    return emitted(*rows, drafts, valid, rule, at_start(drafts)).distribution
 
 
 @pytest.mark.parametrize(("name", "bound"), CASES)
@@ -217,7 +217,7 @@ def test_a_step_emits_what_emitted_tv_says(name: str, bound: float, tree: str) -
     tokens = drafts.tokens.gather(1, children.clamp_min(0))
     p = model.p(()).expand(len(tokens), -1)
     q = None if drafts.q is None else drafts.q[:, 0]
-    emitted_tokens = weights @ emitted(p, q, tokens, children >= 0, rule).distribution
+    emitted_tokens = weights @ emitted(p, q, tokens, children >= 0, rule, at_start(p)).distribution
     assert max(abs(walked.get((x,), 0.0) - float(emitted_tokens[x])) for x in range(4)) < 1e-9
 
 
@@ -232,7 +232,7 @@ def test_the_estimate_of_emitted_tv_is_near_the_enumeration(name: str) -> None:
     def exponential() -> Tensor:
         return torch.empty(1, 10, dtype=torch.float64).exponential_(generator=noise)
 
-    (estimate,) = emitted_tv_sampled(p[None], q[None], 2, 1000, [rule], exponential)
+    (estimate,) = emitted_tv_sampled(p[None], q[None], 2, 1000, [rule], exponential, at_start(p[None]))
     assert float(estimate.tv) == pytest.approx(truth, abs=0.015)
 
 

@@ -15,7 +15,7 @@ from lantern_bench.decoding.acceptance.rule import AcceptanceRule, neighbour_mas
 from lantern_bench.decoding.emitted_tv import emitted, emitted_tv_sampled, total_variation
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.sampling import most_probable
-from tests.decoding.rules import STRICT, accept, rule_named, view_of
+from tests.decoding.rules import STRICT, accept, at_start, rule_named, view_of
 
 
 def dirichlet(noise: torch.Generator, *shape: int) -> Tensor:
@@ -31,7 +31,7 @@ def rules(residual: str, table: Tensor, neighbours: int = 10) -> list[Acceptance
 
 def first_token(p: Tensor, *arguments) -> Tensor:
     """The exact distribution [N, V] of a step's first token; arguments as of `emitted`."""
-    return emitted(p, *arguments).distribution
+    return emitted(p, *arguments, at_start(p)).distribution
 
 
 def deterministic_tv(p: Tensor, *arguments) -> Tensor:
@@ -46,7 +46,7 @@ def sampled_tv(p: Tensor, q: Tensor, children: int, draws: int, *rule_and_noise)
     def exponential() -> Tensor:
         return torch.empty_like(p).exponential_(generator=noise)
 
-    return emitted_tv_sampled(p, q, children, draws, [rule], exponential)[0].tv
+    return emitted_tv_sampled(p, q, children, draws, [rule], exponential, at_start(p))[0].tv
 
 
 def mean_distribution_of_one_draw(p: Tensor, q: Tensor, rule: AcceptanceRule) -> Tensor:
@@ -158,7 +158,7 @@ def test_the_truth_lies_between_the_two_estimates_on_average(residual: str) -> N
 
         gaps = {}
         for draws in (4, 32):
-            estimates = emitted_tv_sampled(*many, 3, draws, some, exponential)
+            estimates = emitted_tv_sampled(*many, 3, draws, some, exponential, at_start(many[0]))
             for estimate, truth in zip(estimates, truths, strict=True):
                 margin = 3 * float(estimate.tv.std() + estimate.crossed.std()) / 600**0.5 + 1e-12
                 assert float(estimate.crossed.mean()) - margin <= truth <= float(estimate.tv.mean()) + margin
@@ -185,7 +185,8 @@ def test_the_interval_of_few_draws_holds_the_truth(residual: str) -> None:
         def exponential() -> Tensor:
             return torch.empty(400, 8, dtype=torch.float64).exponential_(generator=noise)
 
-        (estimate,) = emitted_tv_sampled(p.expand(400, -1), q.expand(400, -1), 3, 4, [rule], exponential)
+        many = (p.expand(400, -1), q.expand(400, -1))
+        (estimate,) = emitted_tv_sampled(*many, 3, 4, [rule], exponential, at_start(many[0]))
         places = [
             {**cell, "prompt_id": str(number), "emitted_tv": tv, "emitted_tv_crossed": crossed}
             for number, (tv, crossed) in enumerate(zip(estimate.tv.tolist(), estimate.crossed.tolist(), strict=True))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.decoding.drafting.dynamic import Growth
+from tests.decoding.rules import parents_of
 
 Prefix = tuple[int, ...]
 Distribution = Callable[[Prefix], Tensor]
@@ -100,7 +101,7 @@ def test_growth_equals_a_plain_implementation(kind: str, nodes: int, rounds: int
         assert drafted == [(), *prefixes]
         torch.testing.assert_close(log_q[image, selected[image, : count - 1]], torch.tensor(reach))
         numbers = {prefix: place for place, prefix in enumerate(drafted)}
-        assert tree.parents[image, 1:count].tolist() == [numbers[prefix[:-1]] for prefix in prefixes]
+        assert parents_of(tree.attention)[image, 1:count].tolist() == [numbers[prefix[:-1]] for prefix in prefixes]
         assert tree.depths[image, :count].tolist() == [len(prefix) for prefix in drafted]
         for place, prefix in enumerate(drafted):
             below = [numbers[other] for other in prefixes if other[:-1] == prefix]

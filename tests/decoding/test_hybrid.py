@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.drafting import hybrid
 from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
-from lantern_bench.decoding.drafting.hybrid import HybridDrafting
-from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
+from lantern_bench.decoding.drafting.jacobi import HybridDrafting
 from tests.decoding.tabular import Setting, Tabular
 from tests.decoding.test_jacobi import SIZES, Exact, Particles, _double  # noqa: F401  # a fixture
 
@@ -95,19 +93,6 @@ class ExactHybrid(Exact):
         self.table_kind: Any = type(kind.__name__, (kind,), {"model": model})
         super().__init__(size, {"mode": "hybrid", **values}, seed, self.table_kind)
         self.model = model
-
-    def draw(self, drafting: JacobiDrafting, root: Tensor, wanted: Tensor) -> tuple[Drafted, Tensor]:
-        """As in `Exact`; the drafter's places are drawn one after the other."""
-        head: list[Tensor] = []
-
-        def sample(law: Tensor, noise: Tensor) -> Tensor:
-            head.append(law)
-            return wanted[:, len(head) - 1]
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hybrid, "sample", sample)
-            drafted, law = super().draw(drafting, root, wanted)
-        return drafted, torch.cat([torch.stack(head, dim=1), law[:, len(head) :]], dim=1)
 
     def trimmed(self, particles: Particles) -> Particles:
         particles.state["_image"][:, particles.tokens.shape[1] - 1 :] = 0

@@ -256,18 +256,22 @@ class Exact:
         return chance[possible], drafting.tree(drafted), drafting, particles
 
     def draw(self, drafting: JacobiDrafting, root: Tensor, wanted: Tensor) -> tuple[Drafted, Tensor]:
-        """Draft with the draws `wanted`, and return what they are drawn from [n, W, V]."""
+        """Draft with the draws `wanted`, and return what they are drawn from [n, W, V].
+
+        The drafter's places of a hybrid window are drawn after the whole window, one after the other.
+        """
         seen: list[Tensor] = []
 
         def sample(law: Tensor, noise: Tensor) -> Tensor:
             seen.append(law)
-            return wanted
+            return wanted if law.dim() == 3 else wanted[:, len(seen) - 2]
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(jacobi, "sample", sample)
             noise = torch.ones(*wanted.shape, self.vocabulary)
             drafted = drafting.draft(DraftInputs(root, noise, torch.tensor(0)))
-        return drafted, seen[0]
+        law, *head = seen
+        return drafted, torch.cat([torch.stack(head, dim=1), law[:, len(head) :]], dim=1) if head else law
 
     def target_at(self, committed: Tensor, tree: DraftTree, limit: int) -> Tensor:
         """p [n, M, V] at the nodes of at most the depth `limit`."""

@@ -32,7 +32,7 @@ def numbers(*shape: int) -> torch.Tensor:
 
 def static_draft() -> DraftTree:
     shape = StaticTree.of(STATIC_TREES["eagle1-25"], device="meta")
-    nodes = len(shape.parents)
+    nodes = len(shape.depths)
     tokens, _ = draw_without_replacement(numbers(BATCH, VOCABULARY), nodes, numbers(BATCH, VOCABULARY))
     valid = torch.ones(BATCH, nodes, dtype=torch.bool, device="meta")
     return shape.draft(tokens, numbers(BATCH, nodes, VOCABULARY), valid)

@@ -89,11 +89,10 @@ def published_outcomes(
     drafting: PublishedSjdPac, tree: DraftTree, p: Tensor, limit: int
 ) -> Iterator[tuple[Tensor, ...]]:
     """As `Exact.outcomes`, of a walk in which every candidate counts: all of them accepted or not in every way."""
-    batch, nodes, vocabulary = p.shape
+    batch, _, vocabulary = p.shape
     limits, layout = torch.full((batch,), limit), tree.layout
     _, acceptance = accept_tree(tree, p, STRICT, limits)
-    accept = p.new_zeros(batch, nodes, tree.children.shape[2])
-    accept[:, layout.nodes] = acceptance.accept.view(len(layout.nodes), batch, -1).transpose(0, 1)
+    accept = tree.by_node(acceptance.accept)
     drafts = [(node, rank) for node in layout.nodes.tolist() for rank in range(accept.shape[2])]
     drafts = [(node, rank) for node, rank in drafts if accept[:, node, rank].any()]
     for pattern in itertools.product((False, True), repeat=len(drafts)):

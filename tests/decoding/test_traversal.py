@@ -192,7 +192,7 @@ def test_random_trees_are_accepted_as_they_are_visited() -> None:
         batch, vocabulary = int(rng.integers(1, 4)), int(rng.integers(3, 20))
         filters = FILTERS[rng.integers(len(FILTERS))]
         shape = StaticTree.of(random_topology(rng, int(rng.integers(1, 14)), int(rng.integers(1, 5)), 5))
-        nodes = len(shape.parents)
+        nodes = len(shape.depths)
         q, p = (random_probs(rng, noise, filters, batch, nodes, vocabulary)[1].double() for _ in range(2))
         q, p = (rows / rows.sum(dim=-1, keepdim=True) for rows in (q, p))
         tree = random_static(rng, noise, q, shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lantern_bench.decoding.tree import StaticTree, link_nodes
+from tests.decoding.rules import parents_of
 
 
 def test_linked_nodes_with_nodes_that_only_fill_up() -> None:
@@ -19,7 +20,7 @@ def test_linked_nodes_with_nodes_that_only_fill_up() -> None:
         max_depth=2,
     )
     assert tree.tokens.tolist() == [[9, 5, 6, 7], [9, 5, 0, 0]]
-    assert tree.parents.tolist() == [[-1, 0, 0, 1], [-1, 0, 0, 0]]
+    assert parents_of(tree.attention).tolist() == [[-1, 0, 0, 1], [-1, 0, 0, 0]]
     assert tree.depths.tolist() == [[0, 1, 1, 2], [0, 1, 1, 1]]
     assert tree.children.tolist() == [
         [[1, 2], [3, -1], [-1, -1], [-1, -1]],

@@ -60,7 +60,7 @@ def fail(model: Small, head: Spoiled, decoding: Decoding, engine: Engine, value:
     head.wrong[7] = value if step == 0 else 0.0
     with stopping.on_check(spoil), pytest.raises(LogitsError) as raised:
         decoded(model, decoding, 2, engine)
-    last = model.target.image_tokens - 1 if not decoding.drafts else max(step, 1)
+    last = step if decoding.drafts else model.target.image_tokens - 1
     assert steps == last, "the loop went on"
     head.wrong.zero_()
     return str(raised.value)

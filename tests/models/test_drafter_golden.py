@@ -29,6 +29,7 @@ from lantern_bench.models.eagle import EagleDrafter, load_drafter
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.target import CaptionFeatures, Condition, TransformerTarget
 from lantern_bench.models.transformer_config import TransformerConfig
+from tests.decoding.rules import parents_of
 from tests.models import golden_models
 from tests.models.golden_models import GOLDEN, SIDES, TREES
 
@@ -116,7 +117,7 @@ def test_dynamic_trees_equal_the_recorded_ones(key: str, drafter: EagleDrafter, 
     selected, _, _ = growth.select(nodes)
     tree = growth.tree(root, nodes)
     assert tree.tokens[0].tolist() == recorded[key + "tokens"].flatten().tolist()
-    assert tree.parents[0].tolist() == recorded[key + "parents"].flatten().tolist()
+    assert parents_of(tree.attention)[0].tolist() == recorded[key + "parents"].flatten().tolist()
     assert tree.depths[0].tolist() == recorded[key + "depth"].flatten().tolist()
     assert tree.attention[0].equal(recorded[key + "tree_mask"].reshape(tree.attention[0].shape).bool())
     log_q = torch.nn.functional.pad(torch.cat(growth.log_q, dim=1).gather(1, selected)[0], (1, 0))

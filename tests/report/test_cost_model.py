@@ -98,8 +98,8 @@ def test_more_work_never_costs_less(device: Device, stack: Stack):
 def test_draft_has_the_forwards_of_the_drafting(name: str):
     tree, draft = StaticTree.of(STATIC_TREES[name], torch.device("cpu")), named_draft(name)
     assert draft is not None and draft.levels is not None
-    assert (draft.nodes, draft.depth, 1 + len(draft.levels)) == (len(tree.parents), tree.max_depth, len(tree.levels))
-    assert draft.levels == tuple(len(level.within) for level in tree.levels[1:])
+    assert (draft.nodes, draft.depth, 1 + len(draft.levels)) == (len(tree.depths), tree.max_depth, len(tree.levels))
+    assert draft.levels == tuple(len(level.nodes) for level in tree.levels[1:])
     assert draft.fanout == max(level.fanout for level in tree.levels)
 
 

@@ -37,7 +37,7 @@ class Children:
     offered: Tensor  # bool [N, C], which children exist
     nodes_per_rank: Sequence[int]  # how many leading nodes have a child of each rank
     depth: Tensor  # int64 [N], of the children in the tree
-    position: Tensor | None = None  # int64 [N], of the children in the image
+    position: Tensor  # int64 [N], of the children in the image
     layout: Layout | None = None  # of the trees of B images: row `slot * B + image` is the node `layout.nodes[slot]`
 
 
@@ -97,16 +97,15 @@ class _Remaining:
 
     def __init__(self, children: Children, rule: AcceptanceRule) -> None:
         self.p, self.q, self.rule, self._children = children.p, children.q, rule, children
-        self._p_sum = self.p.sum(dim=1, keepdim=True, dtype=torch.float64) if self.q is None else None
-        self._q_sum = self.p.new_ones(len(self.p), 1)
-        self.exhausted = torch.zeros(len(self.p), 1, dtype=torch.bool, device=self.p.device)
+        ones = torch.ones(len(self.p), 1, dtype=torch.float64, device=self.p.device)
+        self._p_sum = ones if self.q is not None else self.p.sum(dim=1, keepdim=True, dtype=torch.float64)
+        self._q_sum = torch.ones_like(self.p[:, :1])
+        self.exhausted = torch.zeros_like(ones, dtype=torch.bool)
 
     def probabilities(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return p(x) and q(x) [n, 1] of the children x [n, 1]."""
         n = len(x)
-        p_x, p_sum = self.p[:n].gather(1, x), self._sum_of_p(n)
-        if p_sum is not None:
-            p_x = p_x / p_sum
+        p_x = self.p[:n].gather(1, x) / self._sum_of_p(n)
         return p_x, torch.ones_like(p_x) if self.q is None else self.q[:n].gather(1, x) / self._q_sum[:n]
 
     def drafts(self, x: Tensor, p_x: Tensor, q_x: Tensor) -> DraftView:
@@ -115,16 +114,14 @@ class _Remaining:
 
     def every_token(self, n: int) -> DraftView:
         """Return the view of every token that the next children of n nodes could have been."""
-        p, p_sum = self.p[:n], self._sum_of_p(n)
-        q = None if self.q is None else self.q[:n] / self._q_sum[:n]
-        vocabulary = torch.arange(p.shape[1], device=p.device)
-        return self._view(vocabulary, p if p_sum is None else p / p_sum, q, (slice(n), None))
+        p, q = self.p[:n] / self._sum_of_p(n), None if self.q is None else self.q[:n] / self._q_sum[:n]
+        return self._view(torch.arange(p.shape[1], device=p.device), p, q, (slice(n), None))
 
     def _view(self, token: Tensor, p_x: Tensor, q_x: Tensor | None, nodes: slice | tuple[slice, None]) -> DraftView:
-        children, p_sum = self._children, self._sum_of_p(len(self.p))
-        p_sum, position = None if p_sum is None else p_sum[nodes], children.position
-        position = None if position is None else position[nodes]
-        return DraftView(self.rule, token, p_x, q_x, self.p[nodes], p_sum, children.depth[nodes], position)
+        children, p_sum = self._children, self._sum_of_p(len(self.p))[nodes]
+        return DraftView(
+            self.rule, token, p_x, q_x, self.p[nodes], p_sum, children.depth[nodes], children.position[nodes]
+        )
 
     def reject_sampled(
         self, x: Tensor, tried: Tensor, neighbours: Tensor | None, taken: Tensor | None, f: Tensor | None
@@ -153,7 +150,6 @@ class _Remaining:
         self, x: Tensor, tried: Tensor, neighbours: Tensor | None, taken: Tensor | None, f: Tensor | None
     ) -> None:
         """Take x and the neighbours whose mass it took out of p; under a rule with `chance` only what f used of x."""
-        assert self._p_sum is not None
         p, p_sum = self.p[: len(x)], self._p_sum[: len(x)]
         if neighbours is not None and taken is not None:
             lent = p.gather(1, neighbours)
@@ -172,8 +168,8 @@ class _Remaining:
             p_sum = torch.where(empty, 1.0, p_sum)
         self._p_sum[: len(x)] = torch.where(tried, p_sum, self._p_sum[: len(x)])
 
-    def _sum_of_p(self, n: int) -> Tensor | None:
-        return None if self._p_sum is None else self._p_sum[:n].to(self.p.dtype)
+    def _sum_of_p(self, n: int) -> Tensor:
+        return self._p_sum[:n].to(self.p.dtype)
 
     def _handle_empty(self, empty: Tensor) -> None:
         """Where nothing is left of p: no more children; the authors' code goes on with a uniform distribution."""

@@ -1,13 +1,20 @@
-"""An acceptance rule with its parameter values, and the view of draft tokens that relaxed rules decide on."""
+"""An acceptance rule with its parameter values, the view of drafts that relaxed rules decide on, and those rules.
+
+A relaxed rule is one function of the drafts and of its parameter values. A limit says how much neighbour mass m(x) a
+draft may take; a chance is the probability f(x) to accept each token that a draft could have been.
+docs/algorithms.md, sections 4 and 8.4.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.protocol import Model
@@ -44,13 +51,9 @@ class AcceptanceRule:
 
     def nearest(self, tokens: Tensor, extra: int = 0) -> Tensor:
         """Return the `neighbours + extra` nearest codes int64 [..., k] of `tokens` [...], at most V - 1."""
-        if self.neighbours == 0:
-            return tokens.new_empty(*tokens.shape, 0)
         if self.nearest_codes is None:
             raise ValueError(f"the {self.name} rule needs a table of nearest codes")
         columns = min(self.neighbours + extra, len(self.nearest_codes) - 1)
-        if self.nearest_codes.shape[1] < columns:
-            raise ValueError(f"the table has {self.nearest_codes.shape[1]} neighbours, the rule reads {columns}")
         return self.nearest_codes[tokens, :columns].long()
 
 
@@ -91,14 +94,14 @@ class DraftView:
     p_x: Tensor  # p(x)
     q_x: Tensor | None  # q(x); None: deterministic draft, q(x) = 1
     unnormalised_p: Tensor  # [n, V], or [n, 1, V] for every token
-    p_sum: Tensor | None  # its sum [n, 1] or [n, 1, 1]; None: 1
+    p_sum: Tensor | float  # its sum [n, 1] or [n, 1, 1]
     depth: Tensor  # of x in the draft tree, from 1
-    known_position: Tensor | None = None  # how many tokens come before x; None where that is not known
+    position: Tensor  # how many tokens of the image come before x, int64
 
     @property
     def p(self) -> Tensor:
         """The target distribution p [..., V]."""
-        return self.unnormalised_p if self.p_sum is None else self.unnormalised_p / self.p_sum
+        return self.unnormalised_p / self.p_sum
 
     @property
     def strict_ratio(self) -> Tensor:
@@ -114,8 +117,7 @@ class DraftView:
     def neighbour_p(self) -> Tensor:
         """Their probabilities under p [..., k]."""
         shape = self.p_x.shape
-        neighbour_p = self.unnormalised_p.expand(*shape, -1).gather(-1, self.neighbour_tokens.expand(*shape, -1))
-        return neighbour_p if self.p_sum is None else neighbour_p / self.p_sum
+        return self.unnormalised_p.expand(*shape, -1).gather(-1, self.neighbour_tokens.expand(*shape, -1)) / self.p_sum
 
     @property
     def distances(self) -> Tensor:
@@ -129,13 +131,6 @@ class DraftView:
         if self.rule.codebook is None:
             raise ValueError(f"the row of the rule {self.rule.name} does not say that it reads the codebook")
         return self.rule.codebook
-
-    @property
-    def position(self) -> Tensor:
-        """How many tokens of the image come before x, int64; raises `ValueError` where that is not known."""
-        if self.known_position is None:
-            raise ValueError("the position in the image is not known here")
-        return self.known_position
 
 
 def neighbour_mass(drafts: DraftView) -> tuple[Tensor, Tensor]:
@@ -176,3 +171,69 @@ def as_number(value: Any, like: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(like.dtype)
     return torch.as_tensor(value, dtype=like.dtype, device=like.device)
+
+
+# ---- The relaxed rules that ship
+
+
+def additive_limit(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
+    """LANTERN: m(x) <= delta (arXiv 2410.03355)."""
+    return as_number(values["delta"], draft.p_x).expand_as(draft.p_x)
+
+
+def multiplicative_limit(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
+    """LANTERN++: m(x) <= (lambda - 1) p(x) (arXiv 2502.06352)."""
+    return draft.p_x * as_number(values["lambda"] - 1.0, draft.p_x)
+
+
+def entropy_limit(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
+    """m(x) <= entropy_scale H(p) / log V: nothing where the target is certain."""
+    p = draft.p
+    return entropy(p) * as_number(values["entropy_scale"] / math.log(p.shape[-1]), p)
+
+
+def annealed_chance(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
+    """Cool-SD: f = min(1, w p(x) / q(x)), w = strength exp(-decay (depth - 1)) (arXiv 2601.09212)."""
+    ratio = draft.strict_ratio
+    strength, decay = as_number(values["strength"], ratio), as_number(values["decay"], ratio)
+    w = strength * torch.exp(-decay * (draft.depth - 1).to(ratio.dtype))
+    return w * ratio
+
+
+def typical_chance(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
+    """Medusa: f = 1 where p(x) > min(epsilon, alpha exp(-H(p))), else 0 (arXiv 2401.10774, section 2.3.1)."""
+    p = draft.p
+    epsilon, alpha = as_number(values["epsilon"], p), as_number(values["alpha"], p)
+    return (draft.p_x > torch.minimum(epsilon, alpha * torch.exp(-entropy(p)))).to(p.dtype)
+
+
+def grouped_chance(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
+    """GSD: f = min(1, p(C) / q(C)), sums over the cluster C of x (arXiv 2508.07747).
+
+    C holds the tokens whose rank in descending order of p is at most `cluster` // 2 behind that of x or
+    (`cluster` - 1) // 2 before it, without those whose p differs by `probability_gap` or more, or whose code is
+    `code_gap` or more away (squared Euclidean; 0: any distance). A deterministic draft has q(C) = 1.
+    """
+    behind, before = values["cluster"] // 2, (values["cluster"] - 1) // 2
+    p, order = torch.sort(draft.p_x, dim=-1, descending=True, stable=True)
+    q = torch.ones_like(p) if draft.q_x is None else draft.q_x.gather(-1, order)
+
+    def windows(values: Tensor, outside: float) -> Tensor:
+        """Show the `cluster` values around each rank, [..., V, cluster]."""
+        return pad(values, (before, behind), value=outside).unfold(-1, before + behind + 1, 1)
+
+    # One operation over all ranks of a cluster: a loop would give compiled programs a part for each of them.
+    other_p = windows(p, torch.inf)  # infinitely far from every p, so never in a cluster
+    inside = (other_p - p[..., None]).abs() < values["probability_gap"]
+    if values["code_gap"] > 0:
+        codes = draft.codebook[order].movedim(-1, 0)
+        inside &= (windows(codes, 0.0) - codes[..., None]).square().sum(dim=0) < values["code_gap"]
+    cluster_p = torch.where(inside, other_p, 0.0).sum(dim=-1)
+    cluster_q = torch.where(inside, windows(q, 0.0), 0.0).sum(dim=-1)
+    ratio = cluster_p if draft.q_x is None else cluster_p / cluster_q
+    return torch.empty_like(ratio).scatter_(-1, order, ratio)
+
+
+def entropy(p: Tensor) -> Tensor:
+    """Return H(p) [...] in nats of distributions [..., V]."""
+    return -(p * p.clamp_min(1e-30).log()).sum(dim=-1)

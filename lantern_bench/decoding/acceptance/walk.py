@@ -1,8 +1,8 @@
-"""Verification: walk down draft trees, by sampling or greedily (docs/algorithms.md, section 3).
+"""Verification: which path of a draft tree a step commits, by sampling or greedily (docs/algorithms.md, section 3).
 
-`verify` accepts children with the probabilities of the rule and samples the bonus token where the walk ends.
-`verify_greedy` accepts each child alone, and the longest path of accepted drafts wins; it has no residuals and no
-random numbers.
+`verify` takes children with the probabilities of the rule and samples the bonus token where the path ends.
+`verify_greedy` takes each child alone; it has no residuals and no random numbers. Both then commit the longest path of
+children that are taken.
 """
 
 from __future__ import annotations
@@ -38,30 +38,32 @@ def accept_tree(
     depth_limit: Tensor | None = None,
     position: Tensor | None = None,
 ) -> tuple[Tensor, Acceptance]:
-    """Return the children int64 [N, C] of all nodes of B trees (-1: none within the depth limit) and their acceptance.
+    """Return which children [B, M, C] are `offered_children`, and the acceptance of those of `tree.rows`.
 
-    Row `slot * B + image` is the node `tree.layout.nodes[slot]`. Arguments as of `verify`.
+    Arguments as of `verify`.
     """
-    numbers = offered_children(tree, depth_limit)
-    tokens = tree.rows(tree.tokens.gather(1, numbers.clamp_min(0).flatten(1)).view_as(numbers))
-    numbers, images = tree.rows(numbers), len(tree.tokens)
+    offered, images = offered_children(tree, depth_limit), len(tree.tokens)
     depth = tree.rows(tree.depths) + 1
     children = Children(
         p=tree.rows(target_probs),
         q=None if tree.q is None else tree.rows(tree.q),
-        tokens=tokens,
-        offered=numbers >= 0,
+        tokens=tree.rows(_tokens_of(tree, offered)),
+        offered=tree.rows(offered) >= 0,
         nodes_per_rank=[nodes * images for nodes in tree.layout.active],
         depth=depth,
-        position=None if position is None else _positions(position, depth),
+        position=_positions(position, depth),
         layout=tree.layout,
     )
-    return numbers, (rule.accept or accept_children)(children, rule)
+    return offered, (rule.accept or accept_children)(children, rule)
 
 
-def _positions(start: Tensor, depth: Tensor) -> Tensor:
+def _tokens_of(tree: DraftTree, children: Tensor) -> Tensor:
+    return tree.tokens.gather(1, children.clamp_min(0).flatten(1)).view_as(children)
+
+
+def _positions(start: Tensor | None, depth: Tensor) -> Tensor:
     """Return the positions in the image [N] of children at `depth` [N], `start` [B] that of the root's children."""
-    return start.repeat(len(depth) // len(start)) + depth - 1
+    return depth - 1 if start is None else start.repeat(len(depth) // len(start)) + depth - 1
 
 
 def offered_children(tree: DraftTree, depth_limit: Tensor | None) -> Tensor:
@@ -88,52 +90,67 @@ def verify(
     less drafts nothing. `position` int64 [B], the tokens committed so far, is for rules that read it.
     docs/algorithms.md, sections 3 and 4.
     """
-    children, acceptance = accept_tree(tree, target_probs, rule, depth_limit, position)
+    offered, acceptance = accept_tree(tree, target_probs, rule, depth_limit, position)
     hit = tree.rows(uniforms) < acceptance.accept
-    first, moves = first_true(hit), hit.any(dim=1)
-    tried = (torch.arange(hit.shape[1], device=hit.device) <= first[:, None]) | ~moves[:, None]
-    # Where a walk goes from each row, with what masses; ranks are -1 or -2 as in Verdict where it ends.
-    rank_of_row = torch.where(moves, first, (children >= 0).any(dim=1).long() - 2)
-    child_of_row = children.gather(1, first[:, None]).squeeze(1)
-    mass_of_row = torch.where(moves, acceptance.mass.gather(1, first[:, None]).squeeze(1), 0.0)
-    tried_mass_of_row = torch.where(tried, acceptance.mass, 0.0).sum(dim=1)
-
-    images = torch.arange(len(tree.tokens), device=tree.tokens.device)
-    node, moving = torch.zeros_like(images), torch.ones_like(images, dtype=torch.bool)
-    mass, mass_tried = noise.new_zeros(len(images)), noise.new_zeros(len(images))
-    nodes, ranks = [node], []
-    for _ in range(tree.max_depth):
-        row, internal = _row_of(tree, node, images)
-        visited = moving & internal
-        rank = torch.where(visited, rank_of_row[row], -2)
-        moving = rank >= 0
-        mass = mass + torch.where(visited, mass_of_row[row], 0.0)
-        mass_tried = mass_tried + torch.where(visited, tried_mass_of_row[row], 0.0)
-        node = torch.where(moving, child_of_row[row], node)
-        nodes.append(torch.where(moving, node, -1))
-        ranks.append(rank)
-    row, internal = _row_of(tree, node, images)
-    p = target_probs[images, node]
-    rejected = internal & (rank_of_row[row] == -1)
-    next_probs = torch.where(rejected[:, None], acceptance.bonus_distribution(row, p), p)
-    path = torch.stack(nodes, dim=1)
-    accepted, tokens = committed_tokens(tree, path, sample(next_probs, noise))
-    return Verdict(path, accepted, tokens, torch.stack(ranks, dim=1), mass, mass_tried, next_probs)
+    rank, first = torch.arange(hit.shape[1], device=hit.device), first_true(hit)[:, None]
+    end, path = longest_path(tree, offered, tree.by_node(hit & (rank == first)))
+    next_probs = bonus_distribution(tree, offered, acceptance, target_probs, end)
+    mass_tried = tree.by_node(torch.where(rank <= first, acceptance.mass, 0.0))
+    return verdict_of(tree, offered, path, mass_tried, next_probs, sample(next_probs, noise))
 
 
-def _row_of(tree: DraftTree, node: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the row [B] of `accept_tree` of the nodes [B], and whether they have one."""
-    slot = tree.layout.slots[node]
-    return slot.clamp_min(0) * len(images) + images, slot >= 0
+def longest_path(tree: DraftTree, children: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the last node [B] of the longest path of `taken` children, the first such path, and the path itself.
+
+    `children` int64 and `taken` bool [B, M, C]; the path as in `Verdict`.
+    """
+    reached = torch.zeros_like(tree.tokens, dtype=torch.bool)
+    # Slots without a child that is taken write to the root, which counts as accepted anyway.
+    reached.scatter_(1, torch.where(taken, children, 0).flatten(1), True)
+    reached[:, 0] = True
+    connected = ~(tree.attention & ~reached[:, None, :]).any(dim=-1)
+    length = torch.where(connected, tree.depths, -1)
+    longest = length == length.amax(dim=1, keepdim=True)
+    end = torch.where(longest, tree.path_order, tree.path_order.amax() + 1).argmin(dim=1)
+    images, nodes = torch.arange(len(end), device=end.device), torch.arange(reached.shape[1], device=end.device)
+    depth_on_path = torch.where(tree.attention[images, end], tree.depths, tree.max_depth + 1)
+    path = torch.full((len(end), tree.max_depth + 2), -1, dtype=torch.int64, device=end.device)
+    return end, path.scatter_(1, depth_on_path, nodes.expand_as(depth_on_path))[:, :-1]
 
 
-def committed_tokens(tree: DraftTree, path: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (accepted [B], tokens [B, D + 1]) of a `path` [B, D + 1] and the bonus token `last` [B]."""
-    drafts, on_path = path[:, 1:], path[:, 1:] >= 0
-    accepted = on_path.sum(dim=1)
+def bonus_distribution(
+    tree: DraftTree, offered: Tensor, acceptance: Acceptance, target_probs: Tensor, end: Tensor
+) -> Tensor:
+    """Return the residual [B, V] at the nodes `end` [B] where they offer children, else p."""
+    images = torch.arange(len(end), device=end.device)
+    p, rejected = target_probs[images, end], (offered[images, end] >= 0).any(dim=1)
+    rows = tree.layout.slots[end].clamp_min(0) * len(end) + images
+    return torch.where(rejected[:, None], acceptance.bonus_distribution(rows, p), p)
+
+
+def verdict_of(
+    tree: DraftTree, offered: Tensor, path: Tensor, mass_tried: Tensor, next_probs: Tensor, bonus: Tensor
+) -> Verdict:
+    """Return the verdict on a path [B, D + 1]; `mass_tried` [B, M, C] is m(x) of the children tried, `bonus` [B]."""
+    parents, drafts = path[:, :-1], path[:, 1:]
+    goes_on = drafts >= 0
+    accepted = goes_on.sum(dim=1)
     tokens = torch.zeros_like(path)
-    tokens[:, :-1] = torch.where(on_path, tree.tokens.gather(1, drafts.clamp_min(0)), 0)
-    return accepted, tokens.scatter_(1, accepted[:, None], last[:, None])
+    tokens[:, :-1] = torch.where(goes_on, tree.tokens.gather(1, drafts.clamp_min(0)), 0)
+    rows = parents.clamp_min(0)[:, :, None].expand(-1, -1, offered.shape[2])
+    children, mass = offered.gather(1, rows), torch.where(parents[:, :, None] >= 0, mass_tried.gather(1, rows), 0.0)
+    ended = torch.where(parents >= 0, (children >= 0).any(dim=2).long() - 2, -2)
+    rank = torch.where(goes_on, first_true(children == drafts[:, :, None]), ended)
+    accepted_mass = torch.where(goes_on, mass.gather(2, rank.clamp_min(0)[:, :, None]).squeeze(2), 0.0)
+    return Verdict(
+        path=path,
+        accepted=accepted,
+        tokens=tokens.scatter_(1, accepted[:, None], bonus[:, None]),
+        child_rank=rank,
+        neighbour_mass=accepted_mass.sum(dim=1),
+        neighbour_mass_tried=mass.sum(dim=(1, 2)),
+        next_probs=next_probs,
+    )
 
 
 def verify_greedy(
@@ -150,72 +167,32 @@ def verify_greedy(
     bonus token is the argmax of the unrelaxed p at its end. `neighbour_mass_tried` of the Verdict counts the children
     of all nodes on the winning path. docs/algorithms.md, section 3.
     """
-    children = offered_children(tree, depth_limit)
+    offered = offered_children(tree, depth_limit)
     # The argmax of the logits is that of p, without the ties that rounding in the softmax makes.
     best = guided_logits.argmax(dim=-1)
-    agreed, mass = _accept_alone(tree, children, guided_logits, best, rule, position)
-    winner, on_path, path = longest_path(tree, children, agreed)
-    images = torch.arange(len(winner), device=winner.device)
-    accepted, tokens = committed_tokens(tree, path, best[images, winner])
-    child_rank, accepted_mass = along_path(tree, children, mass, on_path, path)
-    mass_tried = torch.where(on_path, mass.sum(dim=-1), 0.0).sum(dim=1)
-    next_probs = greedy_probabilities(guided_logits[images, winner])
-    return Verdict(path, accepted, tokens, child_rank, accepted_mass, mass_tried, next_probs)
-
-
-def longest_path(tree: DraftTree, children: Tensor, agreed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the last node [B] of the first of the longest paths of agreed `children`, who is on it, and the path.
-
-    `agreed` bool and `children` [B, M, C]; who is on it bool [B, M]; the path as in `Verdict`.
-    """
-    reached = torch.zeros_like(tree.tokens, dtype=torch.bool)
-    # Slots without an agreed child write to the root, which counts as accepted anyway.
-    reached.scatter_(1, torch.where(agreed, children, 0).flatten(1), True)
-    reached[:, 0] = True
-    connected = ~(tree.attention & ~reached[:, None, :]).any(dim=-1)
-    length = torch.where(connected, tree.depths, -1)
-    longest = length == length.amax(dim=1, keepdim=True)
-    winner = torch.where(longest, tree.path_order, tree.path_order.amax() + 1).argmin(dim=1)  # the path's last node
-    on_path = tree.attention[torch.arange(len(winner), device=winner.device), winner]
-    path = _by_depth(tree, on_path, torch.arange(on_path.shape[1], device=winner.device).expand_as(on_path))
-    return winner, on_path, path
-
-
-def _accept_alone(
-    tree: DraftTree, children: Tensor, logits: Tensor, best: Tensor, rule: AcceptanceRule, position: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return (agreed bool [B, M, C], m(x) float32 [B, M, C]), both empty where nothing is offered."""
-    tokens = tree.tokens.gather(1, children.clamp_min(0).flatten(1)).view_as(children)
-    agreed = tokens == best[:, :, None]
+    tokens = _tokens_of(tree, offered)
+    taken = tokens == best[:, :, None]
     mass = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
     if rule.uses_neighbours:
-        rows, depth = tree.rows(tokens), tree.rows(tree.depths) + 1
-        positions = None if position is None else _positions(position, depth)
-        every_p = greedy_probabilities(tree.rows(logits))
-        for rank, nodes in enumerate(tree.layout.active):
-            n, parents = nodes * len(tokens), tree.layout.nodes[:nodes]
-            x, p = rows[:n, rank], every_p[:n]
-            p_x = p.gather(1, x[:, None]).squeeze(1)
-            positions_n = None if positions is None else positions[:n]
-            relaxed, m = relaxed_distribution(DraftView(rule, x, p_x, None, p, None, depth[:n], positions_n))
-            agreed[:, parents, rank] |= (relaxed.argmax(dim=-1) == x).view(nodes, -1).T
-            mass[:, parents, rank] = m.view(nodes, -1).T
-    return agreed & (children >= 0), torch.where(children >= 0, mass, 0.0)
+        relaxed, mass = _relaxed_argmax(tree, tokens, guided_logits, rule, position)
+        taken |= relaxed
+    end, path = longest_path(tree, offered, taken & (offered >= 0))
+    images = torch.arange(len(end), device=end.device)
+    next_probs = greedy_probabilities(guided_logits[images, end])
+    return verdict_of(tree, offered, path, torch.where(offered >= 0, mass, 0.0), next_probs, best[images, end])
 
 
-def _by_depth(tree: DraftTree, on_path: Tensor, values: Tensor) -> Tensor:
-    """Return [B, D + 1]: the values [B, M] of the nodes on the path at their depths, -1 behind its end."""
-    by_depth = torch.full((len(values), tree.max_depth + 2), -1, dtype=torch.int64, device=values.device)
-    return by_depth.scatter_(1, torch.where(on_path, tree.depths, tree.max_depth + 1), values)[:, :-1]
-
-
-def along_path(tree: DraftTree, children: Tensor, mass: Tensor, on_path: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
-    """Return child_rank [B, D] along the winning path, as in Verdict, and the masses of its children summed [B]."""
-    parents, goes_on = path[:, :-1], path[:, 1:] >= 0
-    offered = (children >= 0).any(dim=-1)
-    # -1 where a node of the path offers children, -2 elsewhere; then the rank where the path goes on.
-    ended = torch.where(parents >= 0, _by_depth(tree, on_path, offered.long() - 2)[:, :-1], -2)
-    rows = parents.clamp_min(0)[:, :, None].expand(-1, -1, children.shape[2])
-    rank = torch.where(goes_on, first_true(children.gather(1, rows) == path[:, 1:, None]), ended)
-    accepted_mass = mass.gather(1, rows).gather(2, rank.clamp_min(0)[:, :, None]).squeeze(2)
-    return rank, torch.where(rank >= 0, accepted_mass, 0.0).sum(dim=1)
+def _relaxed_argmax(
+    tree: DraftTree, tokens: Tensor, logits: Tensor, rule: AcceptanceRule, position: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return which children `tokens` [B, M, C] are the argmax of their own p~, and their m(x); False and 0 for none."""
+    rows, depth = tree.rows(tokens), tree.rows(tree.depths) + 1
+    every_p, positions = greedy_probabilities(tree.rows(logits)), _positions(position, depth)
+    agreed, mass = torch.zeros_like(rows, dtype=torch.bool), torch.zeros_like(rows, dtype=torch.float32)
+    for rank, nodes in enumerate(tree.layout.active):
+        n = nodes * len(tokens)
+        x, p = rows[:n, rank], every_p[:n]
+        p_x = p.gather(1, x[:, None]).squeeze(1)
+        relaxed, mass[:n, rank] = relaxed_distribution(DraftView(rule, x, p_x, None, p, 1.0, depth[:n], positions[:n]))
+        agreed[:n, rank] = relaxed.argmax(dim=-1) == x
+    return tree.by_node(agreed), tree.by_node(mass)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
@@ -28,20 +29,18 @@ class Proposer:
     ) -> None:
         """Show the drafter committed tokens, as `DrafterSession.observe`."""
         self._session, self._decoding = session, decoding
-        self.root_q = draft_probabilities(session.observe(tokens, features, counts), decoding)  # [B, 1, V]
-        # bool [B]: the images with NaN or infinite logits so far
-        self.broken = broken_distributions(self.root_q).any(dim=1)
+        self.broken = torch.zeros_like(counts, dtype=torch.bool)  # [B], the images with NaN or infinite logits so far
+        self.root_q = self._distributions(session.observe(tokens, features, counts))  # [B, 1, V]
 
     def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Tensor:
         """Expand n nodes one level deeper and return the q [B, n, V] of their children, as `DrafterSession.extend`."""
-        q = draft_probabilities(self._session.extend(tokens, origin, seen), self._decoding)
+        return self._distributions(self._session.extend(tokens, origin, seen))
+
+    def _distributions(self, logits: DrafterLogits) -> Tensor:
+        guided = guide(logits.cond, logits.uncond, self._decoding.cfg_scale)
+        q = decoding_probabilities(guided, self._decoding)
         self.broken = self.broken | broken_distributions(q).any(dim=1)
         return q
-
-
-def draft_probabilities(logits: DrafterLogits, decoding: Decoding) -> Tensor:
-    """Return q [B, n, V], made as p is; greedy: the unfiltered softmax at temperature 1."""
-    return decoding_probabilities(guide(logits.cond, logits.uncond, decoding.cfg_scale), decoding)
 
 
 class DraftInputs(NamedTuple):
@@ -83,11 +82,6 @@ class DraftMethod:
     def draft(self, inputs: DraftInputs) -> Drafted:
         """Draft below the roots."""
         raise NotImplementedError
-
-    def to_score(self, drafted: Drafted) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the target scores: tokens, depths [B, M] and attention [B, M, M]."""
-        tree = self.tree(drafted)
-        return tree.tokens, tree.depths, tree.attention
 
     def tree(self, drafted: Drafted) -> DraftTree:
         """The tree that verification walks."""

@@ -122,14 +122,10 @@ class DynamicDrafting(DraftMethod):
         for _ in range(self.depth - 1):
             growth.grow(inputs.proposer.extend(*growth.frontier))
         tree = growth.tree(inputs.root, self.nodes - 1, inputs.depth_limit)
-        return tree.tokens, tree.parents, tree.depths, tree.children, tree.attention, tree.path_order
-
-    def to_score(self, drafted: Drafted) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, depths and attention, as `draft` computed them."""
-        return drafted[0], drafted[2], drafted[4]
+        return tree.tokens, tree.depths, tree.children, tree.attention, tree.path_order
 
     def tree(self, drafted: Drafted) -> DraftTree:
         """The tree that grew; any of its nodes can have children."""
-        tokens, parents, depths, children, attention, path_order = drafted
+        tokens, depths, children, attention, path_order = drafted
         layout = full_layout(self.nodes, self.fanout, tokens.device)
-        return DraftTree(tokens, parents, depths, children, attention, path_order, layout, self.depth)
+        return DraftTree(tokens, depths, children, attention, path_order, layout, self.depth)

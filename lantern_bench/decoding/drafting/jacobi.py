@@ -2,6 +2,10 @@
 
 What a step scored at a position is what the next step drafts there, so no drafter is asked. SJD: arXiv 2410.01699,
 SCD: arXiv 2510.24211; docs/algorithms.md, sections 8.1 and 8.2, which also say why this is lossless.
+
+The target's last answer for the first position of a window was computed below a token that has just been rejected, and
+a drafter knows the right one; further on the target's answers are better. So the first positions of a hybrid window
+draft from a mixture of both (section 8.7).
 """
 
 from __future__ import annotations
@@ -51,7 +55,9 @@ class JacobiDrafting(DraftMethod):
         self._line_length = target.line_length
         if self._initial == "above" and not self._line_length:
             raise RefusedError("initial above: this model does not say how long a row of its grid is", "Use left.")
-        self._forcing = target if target.n_codes < vocabulary else None
+        self._forced = target.forced  # the forced tokens at positions int64 [...], -1 where none is
+        self._copies = self._initial in ("left", "above")
+        self._has_certain = self._copies or target.n_codes < vocabulary
         self._codes, self._ahead = torch.arange(vocabulary, device=device), torch.arange(window + 1, device=device)
         self._uniform = (self._codes < target.n_codes) / target.n_codes
         # [B, W, V], what each draft was drawn from; between two steps what the next one has to come out as.
@@ -65,7 +71,7 @@ class JacobiDrafting(DraftMethod):
             self._old, self._old_q = torch.zeros_like(self._q[:, :, 0], dtype=torch.int64), torch.zeros_like(self._q)
         if self._coupling == "gumbel":
             self._clocks = torch.ones_like(self._q)  # the noise of each position
-        if self._initial in ("left", "above"):
+        if self._copies:
             # [B, N + W + 1], the image's tokens, committed and drafted, that copies are read from.
             columns = target.image_tokens + window + 1
             self._line = torch.zeros(batch, columns, dtype=torch.int64, device=device)
@@ -106,20 +112,16 @@ class JacobiDrafting(DraftMethod):
             drawn_from = torch.where(renewed[:, :, None], self._uniform, self._coupled_q)
         tokens = drawn_from.argmax(dim=-1) if self._greedy else sample(drawn_from, self._noise(inputs.noise))
         certain = self._forced(position)
-        if self._initial in ("left", "above"):
+        if self._copies:
             certain = torch.where(certain >= 0, certain, self._copied(inputs.root, tokens, position, last))
         certain = torch.where(fresh, certain, -1)
-        if self._forcing is not None or self._initial in ("left", "above"):
+        if self._has_certain:
             tokens = torch.where(certain >= 0, certain, tokens)
             q = torch.where((certain >= 0)[:, :, None], (self._codes == certain[:, :, None]).float(), q)
         self._q.copy_(q)
         drafted = torch.cat([inputs.root[:, None], tokens], dim=1)
         self._remember(drafted)
         return (drafted,)
-
-    def to_score(self, drafted: Drafted) -> tuple[Tensor, Tensor, Tensor]:
-        """Depths and attention are a chain's."""
-        return self._chain.to_score(drafted[0])
 
     def tree(self, drafted: Drafted) -> DraftTree:
         """The chain of the drafts, with the rows that they were drawn from."""
@@ -139,13 +141,9 @@ class JacobiDrafting(DraftMethod):
         self._clocks.copy_(torch.where(stays[:, :, None], moved, noise))
         return self._clocks
 
-    def _forced(self, positions: Tensor) -> Tensor:
-        """Return the forced tokens at positions int64 [...], -1 where none is."""
-        return torch.full_like(positions, -1) if self._forcing is None else self._forcing.forced(positions)
-
     def _remember(self, tokens: Tensor) -> None:
         """Write the root and the drafts [B, W + 1] to the line that copies are read from."""
-        if self._initial in ("left", "above"):
+        if self._copies:
             self._line.scatter_(1, self._position[:, None] - 1 + self._ahead, tokens)
 
     def _copied(self, root: Tensor, tokens: Tensor, position: Tensor, last: Tensor) -> Tensor:
@@ -160,3 +158,41 @@ class JacobiDrafting(DraftMethod):
         else:
             source = position + (last - position) // self._line_length * self._line_length
         return torch.where(source >= 0, self._line.gather(1, source.clamp_min(0)), -1)
+
+
+class HybridDrafting(JacobiDrafting):
+    """A Jacobi window whose first `drafted` drafts are drawn from `share` q + (1 - `share`) r.
+
+    q is the drafter's distribution below the drafts before it, r the row of the position; fresh positions have q alone.
+    """
+
+    reads_last_drafts = True
+
+    def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:
+        super().__init__(decoding, target, batch)
+        self._share = decoding.value("share")
+        self.forwards = min(decoding.value("drafted"), self.depth)
+
+    def draft(self, inputs: DraftInputs) -> Drafted:
+        """Draft a Jacobi window, then its first drafts anew, one forward of the drafter for each."""
+        proposer, root = inputs.proposer, inputs.root
+        assert proposer is not None
+        (tokens,) = super().draft(inputs)
+        noise = self._clocks if self._coupling == "gumbel" else inputs.noise
+        head, last, drafter_q = [root], self._moved + self._ahead[:, None], proposer.root_q
+        for depth in range(self.forwards):
+            if depth:
+                seen = torch.ones(len(root), 1, depth, dtype=torch.bool, device=root.device)
+                drafter_q = proposer.extend(head[-1][:, None], torch.zeros_like(root)[:, None], seen)
+            q, row = drafter_q[:, 0], self._q[:, depth]
+            fresh, has_old = last[depth] > self.depth, last[depth] < self.depth
+            q = torch.where(fresh[:, None], q, self._share * q + (1.0 - self._share) * row)
+            drawn_from = q
+            if self._coupling == "maximal":
+                coupled = couple(q, self._old_q[:, depth], self._old[:, depth])
+                drawn_from = torch.where(has_old[:, None], coupled, q)
+            self._q[:, depth] = q
+            head.append(q.argmax(dim=-1) if self._greedy else sample(drawn_from, noise[:, depth]))
+        tokens = torch.cat([torch.stack(head, dim=1), tokens[:, self.forwards + 1 :]], dim=1)
+        self._remember(tokens)
+        return (tokens,)

@@ -33,7 +33,7 @@ class PacDrafting(JacobiDrafting):
         depths = range(1, self._branching + 1)
         paths = chain.union(*(itertools.product(range(width), repeat=depth) for depth in depths))
         self._shape = StaticTree.of(paths, device)
-        self.nodes, self.fanout = len(self._shape.parents), width
+        self.nodes, self.fanout = len(self._shape.depths), width
         if not decoding.greedy and self._coupling != "gumbel":
             self.noises += self._branching
         nodes = [(), *sorted(paths, key=lambda path: (len(path), path))]
@@ -61,17 +61,12 @@ class PacDrafting(JacobiDrafting):
         q = self._sibling_q(x).scatter(2, x[:, :, None], 0.0)
         if self._greedy:
             others, able = most_probable(q, self.fanout - 1)
-        elif self._coupling == "gumbel":
-            others, able = draw_without_replacement(q, self.fanout - 1, self._clocks[:, : self._branching])
         else:
-            others, able = draw_without_replacement(q, self.fanout - 1, inputs.noise[:, self.depth :])
+            noise = self._clocks[:, : self._branching] if self._coupling == "gumbel" else inputs.noise[:, self.depth :]
+            others, able = draw_without_replacement(q, self.fanout - 1, noise)
         tokens = torch.cat([first, others.flatten(1)], dim=1)[:, self._column]
         valid = torch.cat([torch.ones_like(first, dtype=torch.bool), able.flatten(1)], dim=1)[:, self._column]
         return tokens, valid
-
-    def to_score(self, drafted: Drafted) -> tuple[Tensor, Tensor, Tensor]:
-        """Depths and attention are the shape's."""
-        return self._shape.to_score(drafted[0])
 
     def tree(self, drafted: Drafted) -> DraftTree:
         """The candidates; those of a depth have the same row, whatever their parent."""

@@ -15,10 +15,9 @@ from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.acceptance.walk import (
     Verdict,
     accept_tree,
-    along_path,
-    committed_tokens,
+    bonus_distribution,
     longest_path,
-    offered_children,
+    verdict_of,
 )
 from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, couple
@@ -93,19 +92,9 @@ class PublishedSjdPac(PacDrafting):
         position: Tensor | None = None,
     ) -> Verdict:
         """Accept each candidate by itself; arguments as of `verify` in acceptance/walk.py."""
-        _, acceptance = accept_tree(tree, target_probs, rule, depth_limit, position)
-        batch, offered, layout = len(tree.tokens), offered_children(tree, depth_limit), tree.layout
-        hit = (tree.rows(uniforms) < acceptance.accept).view(len(layout.nodes), batch, -1).transpose(0, 1)
-        agreed = torch.zeros_like(offered, dtype=torch.bool)
-        agreed[:, layout.nodes] = hit
-        winner, on_path, path = longest_path(tree, offered, agreed)
-        images = torch.arange(batch, device=winner.device)
-        p, rejected = target_probs[images, winner], (offered[images, winner] >= 0).any(dim=1)
-        residual = acceptance.bonus_distribution(layout.slots[winner].clamp_min(0) * batch + images, p)
-        next_probs = torch.where(rejected[:, None], residual, p)
-        complete = path[:, -1:] >= 0
-        next_probs = torch.where(complete, self._uniform, next_probs)
-        accepted, tokens = committed_tokens(tree, path, sample(next_probs, noise))
+        offered, acceptance = accept_tree(tree, target_probs, rule, depth_limit, position)
+        end, path = longest_path(tree, offered, tree.by_node(tree.rows(uniforms) < acceptance.accept))
+        next_probs = bonus_distribution(tree, offered, acceptance, target_probs, end)
+        next_probs = torch.where(path[:, -1:] >= 0, self._uniform, next_probs)
         no_mass = torch.zeros_like(offered, dtype=noise.dtype)
-        child_rank, mass = along_path(tree, offered, no_mass, on_path, path)
-        return Verdict(path, accepted, tokens, child_rank, mass, mass, next_probs)
+        return verdict_of(tree, offered, path, no_mass, next_probs, sample(next_probs, noise))

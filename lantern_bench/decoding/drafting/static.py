@@ -21,40 +21,35 @@ class StaticDrafting(DraftMethod):
     def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:  # noqa: ARG002  # keeps no state
         shape = StaticTree.of(decoding.paths, target.device)
         self._shape, self._greedy = shape, decoding.greedy
-        self.nodes, self.depth, self.forwards = len(shape.parents), shape.max_depth, len(shape.levels)
-        self.noises = 0 if decoding.greedy else shape.levels[-1].expanded.stop
+        self.nodes, self.depth, self.forwards = len(shape.depths), shape.max_depth, len(shape.levels)
         self.fanout = max(level.fanout for level in shape.levels)
+        expanded = torch.cat([level.nodes for level in shape.levels])
+        self.noises = 0 if decoding.greedy else len(expanded)
         # The row of each node among the expanded ones. The q of leaves is never read: any row will do.
-        self._q_row = shape.layout.slots.new_zeros(self.nodes)
-        for level in shape.levels:
-            rows = torch.arange(level.expanded.start, level.expanded.stop, device=self._q_row.device)
-            self._q_row[level.nodes] = rows
+        self._q_row = torch.zeros_like(shape.depths)
+        self._q_row[expanded] = torch.arange(len(expanded), device=expanded.device)
 
     def draft(self, inputs: DraftInputs) -> Drafted:
         """Draw level by level; every node below the root that has children is one row of a drafter forward."""
-        root, noise, proposer = inputs.root, inputs.noise, inputs.proposer
+        proposer, batch = inputs.proposer, len(inputs.root)
         assert proposer is not None
-        tokens, valid = [root[:, None]], [torch.ones_like(root, dtype=torch.bool)[:, None]]
+        tokens = inputs.root[:, None]
+        valid = torch.ones_like(tokens, dtype=torch.bool)
         q = proposer.root_q
         every_q: list[Tensor] = []
-        for level in self._shape.levels:
-            if len(tokens) > 1:
-                nodes = tokens[-1][:, level.within]
-                seen = level.seen[None].expand(len(root), -1, -1)
-                q = proposer.extend(nodes, level.origin.expand(len(root), -1), seen)
+        for depth, level in enumerate(self._shape.levels):
+            if depth > 0:
+                origin, seen = level.origin.expand(batch, -1), level.seen.expand(batch, -1, -1)
+                q = proposer.extend(tokens[:, level.nodes], origin, seen)
             if self._greedy:
                 drawn, able = most_probable(q, level.fanout)
             else:
+                first = sum(rows.shape[1] for rows in every_q)
+                drawn, able = draw_without_replacement(q, level.fanout, inputs.noise[:, first : first + q.shape[1]])
                 every_q.append(q)
-                drawn, able = draw_without_replacement(q, level.fanout, noise[:, level.expanded])
-            tokens.append(drawn[:, level.slot, level.rank])
-            valid.append(able[:, level.slot, level.rank])
-        q_of_nodes = None if self._greedy else torch.cat(every_q, dim=1)[:, self._q_row]
-        return torch.cat(tokens, dim=1), q_of_nodes, torch.cat(valid, dim=1)
-
-    def to_score(self, drafted: Drafted) -> tuple[Tensor, Tensor, Tensor]:
-        """Depths and attention are the topology's."""
-        return self._shape.to_score(drafted[0])
+            tokens = torch.cat([tokens, drawn[:, level.slot, level.rank]], dim=1)
+            valid = torch.cat([valid, able[:, level.slot, level.rank]], dim=1)
+        return tokens, None if self._greedy else torch.cat(every_q, dim=1)[:, self._q_row], valid
 
     def tree(self, drafted: Drafted) -> DraftTree:
         """The topology with the tokens that were drawn."""

@@ -33,9 +33,6 @@ class Echo(DraftMethod):
         valid = torch.nn.functional.pad(able.squeeze(2), (1, 0), value=True)
         return tokens, None if self.greedy else torch.nn.functional.pad(q, (0, 0, 0, 1)), valid
 
-    def to_score(self, drafted):
-        return self.chain.to_score(drafted[0])
-
     def tree(self, drafted):
         tokens, q, valid = drafted
         return self.chain.draft(tokens, q, valid)
