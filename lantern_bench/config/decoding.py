@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from lantern_bench.config.yaml_source import load_yaml
+from lantern_bench.config.yaml_source import Location, Problems, load_yaml
 from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.draftings import Drafting
 from lantern_bench.methods.parameters import SAMPLING
@@ -70,14 +70,31 @@ def check_value(key: str, value: object, folder: Path = Path()) -> Any:
         return value
     if choices:
         raise_if_refused(value)
-        if (key, value) == ("drafting", "chain"):  # a word of earlier versions
-            raise ParameterError("no drafting has this name; write tree: chain-5, or type --tree chain-5", key)
         noun, hint = "mode" if key == "mode" else "value", did_you_mean(value, choices)
         raise ParameterError(f"unknown {noun}{hint} ({parameter.allowed} {', '.join(choices)})", key)
     try:
         return _adapter(key).validate_python(value)
     except ValidationError as error:
         raise ParameterError(parameter.allowed, key) from error
+
+
+def read_values(
+    key: str, written: object, location: Location, problems: Problems, folder: Path = Path()
+) -> tuple[Any, ...]:
+    """Return the checked values of one decoding parameter; a list is a grid. Wrong values go to `problems`.
+
+    Raises `RefusedError` for an installed mode, rule or drafting that cannot be used.
+    """
+    values = written if isinstance(written, list) and not (key == "tree" and is_tree(written)) else [written]
+    if not values:
+        problems.add(location, "an empty list; give at least one value")
+    checked = []
+    for value in values:
+        try:
+            checked.append(check_value(key, value, folder))
+        except ParameterError as error:
+            problems.add(location, error.text, "(empty)" if value is None else value)
+    return tuple(checked)
 
 
 def is_tree(value: object) -> bool:
@@ -149,8 +166,11 @@ class Decoding:
         mode = check_value("mode", mode)
         drafting = check_value("drafting", values.pop("drafting", MODES[mode].drafting))
         rule = check_value("rule", values.pop("rule", MODES[mode].rule))
-        if len({drafting == "none", rule == "none", mode == "ar"}) > 1:
-            raise ParameterError(f"mode {mode} cannot have the drafting {drafting} with the rule {rule}")
+        for key, value in (("drafting", drafting), ("rule", rule)):
+            if mode == "ar" and value != "none":
+                raise ParameterError(f"mode ar drafts nothing and has no {key}; leave it out", key)
+            if mode != "ar" and value == "none":
+                raise ParameterError(f"mode {mode} needs a {key}; without drafting write mode: ar", key)
         for key in values:
             if not has_parameter(key, drafting, rule):
                 raise ParameterError(f"does not belong here: it is for {owners_of(key)}", key)
@@ -281,6 +301,9 @@ class Decoding:
 def _check_together(values: Mapping[str, Any], mode: str, drafting: str, rule: str) -> None:
     """Raise `ParameterError` for values of a cell that do not go together, or for a missing one."""
     row, tree = RULES[rule], values.get("tree")
+    paths = STATIC_TREES[tree] if isinstance(tree, str) else tree or ()
+    if problem := chain_problem(rule, drafting, paths, f"the drafting {drafting}" if tree is None else "it"):
+        raise ParameterError(problem, "rule" if tree is None else "tree")
     for key in PARAMETERS:
         if key not in STRUCTURE and key not in values and has_parameter(key, drafting, rule):
             example = f"{row.example:g}" if key == row.bound else "VALUE"
@@ -288,9 +311,6 @@ def _check_together(values: Mapping[str, Any], mode: str, drafting: str, rule: s
                 f"mode {mode} has the rule {rule} and needs {key}; "
                 f"write {key}: {example} in the cell, or type --{key.replace('_', '-')} {example}"
             )
-    paths = STATIC_TREES[tree] if isinstance(tree, str) else tree or ()
-    if problem := chain_problem(rule, drafting, paths, "it"):
-        raise ParameterError(problem, "tree" if tree is not None else "rule")
     if values["temperature"] and (problem := fresh_drafts_problem(rule, drafting, values)):
         raise ParameterError(problem)
     if clash := DRAFTINGS[drafting].problem(values):
