@@ -15,6 +15,7 @@ from lantern_bench.methods.parameters import (
     Code,
     Parameter,
     fingerprint_of,
+    rare,
 )
 
 
@@ -152,13 +153,11 @@ SHIPPED_RULES = (
                 "w of the first draft in Cool-SD, which accepts with w p / q: 1 is strict.",
                 symbol="w",
             ),
-            Parameter(
+            rare(
                 "decay",
                 NOT_NEGATIVE,
                 "How fast Cool-SD's w falls: by the factor exp(-decay) with each depth.",
                 default=0.7,
-                in_id="changed",
-                rare=True,
             ),
         ),
         example=1.1,
@@ -178,21 +177,17 @@ SHIPPED_RULES = (
                 symbol="G",
                 unit="tokens",
             ),
-            Parameter(
+            rare(
                 "probability_gap",
                 ABOVE_0,
                 "GSD: tokens whose probability differs by this much or more are in no cluster with the draft.",
                 default=0.15,
-                in_id="changed",
-                rare=True,
             ),
-            Parameter(
+            rare(
                 "code_gap",
                 NOT_NEGATIVE,
                 "GSD: so are codes at this squared Euclidean distance or more; 0: at any.",
                 default=0.5,
-                in_id="changed",
-                rare=True,
             ),
         ),
         example=14,
@@ -230,13 +225,11 @@ SHIPPED_RULES = (
                 "Typical acceptance: a draft of at least this probability is accepted; between 0 and 1.",
                 symbol="ε",
             ),
-            Parameter(
+            rare(
                 "alpha",
                 ABOVE_0,
                 "Typical acceptance: so is one above alpha * exp(-entropy); delta in Medusa's paper.",
                 default=0.3,
-                in_id="changed",
-                rare=True,
             ),
         ),
         example=0.09,
