@@ -5,7 +5,7 @@ All problems are collected in one `Problems`; `experiment.py` makes the cells.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
@@ -17,7 +17,7 @@ from lantern_bench.config.paper import read_paper
 from lantern_bench.config.yaml_source import KeyPath, Location, Problems, Source, load_yaml, problems_of
 from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.parameters import COUNT, NATURAL, Count, Natural
-from lantern_bench.methods.tables import MODES, PARAMETERS, raise_if_refused
+from lantern_bench.methods.tables import MODES, PARAMETERS
 
 Metric = Literal["speed", "quality"]
 METRICS: tuple[Metric, ...] = ("speed", "quality")
@@ -194,29 +194,42 @@ class ExperimentReader:
         self.problems = Problems(source.name)
         for path in source.twice:
             self._note(path, "is written twice")
+        self.blocks = self._blocks("models")
 
     def _note(self, path: KeyPath, text: str, value: object = None) -> None:
         self.problems.add(self.source.location(path), text, value)
 
+    def _blocks(self, name: str) -> dict[str, dict[str, Any]]:
+        """Return the block of each model under a key of the file."""
+        blocks = self._mapping(self.data.get(name, {}), (name,), "a mapping of model names to values")
+        return {
+            model: self._mapping({} if block is None else block, (name, model), "a mapping of keys to values")
+            for model, block in blocks.items()
+        }
+
     def settings(self) -> Settings:
-        """Read the run-wide settings: of the file, of the blocks of its models, of the flags."""
-        stated: dict[str, tuple[Any, Location]] = {}
-        if isinstance(self.data.get("models"), dict) and "model" not in self.data:
-            stated["model"] = [str(name) for name in self.data["models"]], Location("model")
-        for key in ALLOWED:
-            if key in self.data:
-                stated[key] = self.data[key], self.source.location((key,))
-        for path, value in self._settings_of_models(stated.get("model", ((),))[0]):
-            stated[str(path[-1])] = value, self.source.location(path)
-        for key in ALLOWED:
-            if key in self.overrides.values:
-                typed, location = list(self.overrides.values[key]), self.overrides.location(key)
-                if key in _LISTS:
-                    stated[key] = typed, location
-                elif len(typed) == 1:
-                    stated[key] = typed[0], location
-                else:
-                    self.problems.add(location, "takes one value", ",".join(map(str, typed)))
+        """Read the run-wide settings: of the file, of the blocks of its models, which must agree, of the flags."""
+        typed = self.overrides.values
+        stated = {key: (self.data[key], self.source.location((key,))) for key in ALLOWED if key in self.data}
+        if self.blocks:
+            stated.setdefault("model", (list(self.blocks), Location("model")))
+        models = typed.get("model") or stated.get("model", [()])[0]
+        of_blocks: dict[str, Any] = {}
+        for name in map(str, models if isinstance(models, list | tuple) else [models]):
+            for key, value in self.blocks.get(name, {}).items():
+                if key in _SETTINGS_OF_MODEL and key not in typed:
+                    if of_blocks.setdefault(key, value) != value:
+                        text = "differs from another model's; run one of them, with --model"
+                        self._note(("models", name, key), text, value)
+                    stated[key] = value, self.source.location(("models", name, key))
+        for key in ALLOWED & typed.keys():
+            values, location = list(typed[key]), self.overrides.location(key)
+            if key in _LISTS:
+                stated[key] = values, location
+            elif len(values) == 1:
+                stated[key] = values[0], location
+            else:
+                self.problems.add(location, "takes one value", ",".join(map(str, values)))
         settings = self._checked_settings(stated)
         try:
             read_paper(settings.paper)
@@ -239,35 +252,22 @@ class ExperimentReader:
                 values.pop(key, None)
             return Settings.model_validate({"name": UNNAMED, "model": UNNAMED} | values)
 
-    def _settings_of_models(self, models: Any) -> Iterator[tuple[KeyPath, Any]]:
-        """Yield path and value of the run-wide settings in the blocks of the run's models, which must agree."""
-        models = self.overrides.values.get("model") or models or ()
-        blocks = self.data.get("models")
-        first: dict[str, Any] = {}
-        for name in map(str, models if isinstance(models, list | tuple) else [models]):
-            block = blocks.get(name) if isinstance(blocks, dict) else None
-            if not isinstance(block, dict):
-                continue
-            for key in _SETTINGS_OF_MODEL:
-                if key not in block or key in self.overrides.values:
-                    continue
-                path = ("models", name, key)
-                if first.setdefault(key, block[key]) != block[key]:
-                    self._note(path, "differs from another model's; run one of them, with --model", block[key])
-                yield path, block[key]
-
     def top(self) -> Layer:
         """Read the parameters at the top level."""
         return self._layer(self.data, (), _PARAMETERS, (*ALLOWED, *_BLOCKS))
 
     def models(self) -> dict[str, Layer]:
-        """Read the block `models`: a layer for each model."""
-        return self._layers_by_model("models", _SETTINGS_OF_MODEL)
+        """Read the parameters of each model's block."""
+        blocks = self.blocks.items()
+        return {name: self._layer(block, ("models", name), _PARAMETERS, _SETTINGS_OF_MODEL) for name, block in blocks}
 
     def model_defaults(self) -> dict[str, dict[str, Any]]:
         """Read the block `model_defaults` that a resolved experiment records: values by model."""
-        layers = self._layers_by_model("model_defaults")
-        return {model: {key: stated.values[0] for key, stated in layer.items()} for model, layer in layers.items()}
+        defaults = {}
+        for name, block in self._blocks("model_defaults").items():
+            layer = self._layer(block, ("model_defaults", name), _PARAMETERS, ())
+            defaults[name] = {key: stated.values[0] for key, stated in layer.items()}
+        return defaults
 
     def flags(self) -> Layer:
         """Read the parameters given as flags."""
@@ -290,9 +290,8 @@ class ExperimentReader:
         """Read `cells` and keep those of `--modes`; `ar` stays unless `--no-baseline` excludes it."""
         written = self.data.get("cells")
         if not isinstance(written, list) or not written:
-            self._note(
-                ("cells",), "must be a list of cells, for example: cells: [{mode: ar}, {mode: lantern, delta: 0.1}]"
-            )
+            example = "cells: [{mode: ar}, {mode: lantern, delta: 0.1}]"
+            self._note(("cells",), f"must be a list of cells, for example: {example}")
             return []
         entries = [self._entry(block, ("cells", number)) for number, block in enumerate(written)]
         modes = dict.fromkeys(mode for entry in entries for mode in entry.modes)
@@ -312,14 +311,11 @@ class ExperimentReader:
     def _wanted_modes(self, modes: Collection[str], baseline: bool) -> set[str]:
         """Return the modes to keep of those of the file."""
         location, typed = Location("--modes"), self.overrides.modes
-        for mode in typed:
-            if mode not in MODES:
-                raise_if_refused(mode)
-                text = f"unknown mode{did_you_mean(mode, MODES)} (the modes are {', '.join(MODES)})"
-                self.problems.add(location, text, mode)
-            elif mode not in modes and not (mode == "ar" and baseline) and modes:
+        known = read_values("mode", list(typed), location, self.problems) if typed else ()
+        for mode in known:
+            if modes and mode not in modes and not (mode == "ar" and baseline):
                 self.problems.add(location, f"no cell has this mode; the modes here are {', '.join(modes)}", mode)
-        wanted = set(typed) & set(MODES) or set(MODES)
+        wanted = set(known or MODES)
         if baseline:
             wanted.add("ar")
         elif "baseline" in self.overrides.values and "ar" not in typed:
@@ -338,15 +334,6 @@ class ExperimentReader:
             self._note((*path, "model"), ALLOWED["model"], shown)
             models = ()
         return CellEntry(layer, self.source.location(path), models)
-
-    def _layers_by_model(self, name: str, other_keys: tuple[str, ...] = ()) -> dict[str, Layer]:
-        layers = {}
-        blocks = self._mapping(self.data.get(name, {}), (name,), "a mapping of model names to values")
-        for model, block in blocks.items():
-            path = (name, model)
-            mapping = self._mapping({} if block is None else block, path, "a mapping of keys to values")
-            layers[model] = self._layer(mapping, path, _PARAMETERS, other_keys)
-        return layers
 
     def _mapping(self, block: object, path: KeyPath, expected: str) -> dict[str, Any]:
         if isinstance(block, dict):
@@ -386,12 +373,9 @@ class ExperimentReader:
                 self.problems.add(location, text, name)
         if typed:
             return
-        blocks = self.data.get("models")
-        names = [str(name) for name in blocks] if isinstance(blocks, dict) else []
-        suspects = [
-            (name, self.source.location(("models", name))) for name in names if did_you_mean(name, settings.model)
-        ]
-        suspects += [(name, entry.location) for entry in entries for name in entry.models if name not in names]
+        misspelt = [name for name in self.blocks if did_you_mean(name, settings.model)]
+        suspects = [(name, self.source.location(("models", name))) for name in misspelt]
+        suspects += [(name, entry.location) for entry in entries for name in entry.models if name not in self.blocks]
         for name, location in suspects:
             if name not in settings.model:
                 names_here = ", ".join(settings.model)

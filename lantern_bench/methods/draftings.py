@@ -35,7 +35,6 @@ class Drafting:
     problem: Callable[[Values], tuple[str, str] | None] = lambda _values: None  # key and sentence of values that clash
     small: Values = field(default_factory=dict)  # values of a draft that is small enough for exact checks
     legend: str | None = None  # of the mode that a drafting from another package brings
-    colour: str | None = None
 
     @property
     def drafts(self) -> bool:

@@ -91,11 +91,6 @@ class Parameter:
         return f"{self.kind.allowed} ({self.remark})" if self.remark else self.kind.allowed
 
     @property
-    def choices(self) -> tuple[str, ...]:
-        """The words that it may be; empty for a number."""
-        return self.kind.choices
-
-    @property
     def column(self) -> tuple[str, str] | None:
         """The type and the unit of its column, or None; structure has the columns mode, drafting, rule and tree."""
         return None if self.unit is None or self.in_id == "structure" else (self.kind.dtype, self.unit)

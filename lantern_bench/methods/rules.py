@@ -51,7 +51,6 @@ class Rule:
     source: str = ""  # arXiv number of the paper
     drafting: str = "static"  # of the mode that a rule from another package brings
     label: str | None = None  # of that mode, in legends
-    colour: str | None = None
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.neighbours is None:
@@ -138,7 +137,6 @@ SHIPPED_RULES = (
         ),
         example=2.0,
         tensor_bound=True,
-        neighbours=10,
         in_id=False,
     ),
     Rule(
@@ -209,7 +207,6 @@ SHIPPED_RULES = (
                 symbol="η",
             ),
         ),
-        example=0.1,
         tensor_bound=True,
         neighbours=20,
     ),

@@ -180,10 +180,8 @@ REFUSED: dict[str, RefusedError] = _refused_draftings | _refused_rules
 RULES: dict[str, Rule] = {row.name: row for row in SHIPPED_RULES} | OUTSIDE_RULES
 
 MODES: dict[str, Mode] = {row.name: row for row in SHIPPED_MODES}
-MODES |= {
-    name: Mode(name, rule.drafting, name, rule.label or name, rule.colour) for name, rule in OUTSIDE_RULES.items()
-}
-MODES |= {name: Mode(name, name, "strict", row.legend or name, row.colour) for name, row in OUTSIDE_DRAFTINGS.items()}
+MODES |= {name: Mode(name, rule.drafting, name, rule.label or name) for name, rule in OUTSIDE_RULES.items()}
+MODES |= {name: Mode(name, name, "strict", row.legend or name) for name, row in OUTSIDE_DRAFTINGS.items()}
 
 _OWN_METRICS = {metric.name: metric for metric in SHIPPED_METRICS}
 _OUTSIDE_METRICS, REFUSED_METRICS = find_rows("lantern_bench.metrics", Metric, _OWN_METRICS)

@@ -130,7 +130,7 @@ def test_a_top_level_that_is_wrong(tmp_path: Path, line: str, expected: str) -> 
         ({"model": "lantens"}, {}, "--model lantens: unknown model; did you mean lanterns? (the models are lanterns)"),
         ({"filter-order": "k"}, {}, "--filter-order k: unknown value (must be one of top_k_first, top_p_first)"),
         ({}, {"modes": "lantern+"}, "--modes lantern+: unknown mode; did you mean lantern++? "
-         f"(the modes are {ALL_MODES})"),
+         f"(must be one of {ALL_MODES})"),
         ({"delta": 0.1}, {"modes": "speculative"}, "--delta 0.1: reaches no cell: it belongs to the rule additive, "
          "and the modes here are ar, speculative"),
         ({}, {"settings": ["beam=0"]}, "--set beam=0: must be a whole number of at least 1"),
