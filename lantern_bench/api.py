@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lantern_bench.config.experiment import load_experiment
-from lantern_bench.config.values import Overrides
+from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models import registry
 from lantern_bench.report.format_tables import readable

@@ -19,7 +19,7 @@ from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import decoding_probabilities
 from lantern_bench.methods import tables as method_tables
 from lantern_bench.methods.draftings import Drafting
-from lantern_bench.methods.modes import Mode
+from lantern_bench.methods.tables import Mode
 from tests.test_adding_a_rule import ROOT, rows, run
 
 EXAMPLE = ROOT / "tests" / "examples" / "echo_drafting"

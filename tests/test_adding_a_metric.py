@@ -16,7 +16,7 @@ from PIL import Image
 
 from lantern_bench.methods import tables
 from lantern_bench.methods.metrics import Metric
-from lantern_bench.methods.tables import METRICS, find_metrics
+from lantern_bench.methods.tables import METRICS, find_rows
 from lantern_bench.metrics import figures
 from lantern_bench.metrics.features import Extractor, FeatureSet
 from lantern_bench.metrics.figures import FeatureSets, measure_sets
@@ -100,7 +100,7 @@ class Entry:
     ],
 )
 def test_rows_that_cannot_be_used(row: object, problem: str) -> None:
-    usable, refused = find_metrics(METRICS, [Entry("x", row), Entry("y", Metric("fine", "m", "a:b"))])  # type: ignore[list-item]
+    usable, refused = find_rows("", Metric, METRICS, (), [Entry("x", row), Entry("y", Metric("fine", "m", "a:b"))])
     assert list(usable) == ["fine"] and problem in str(refused["x"])
 
 

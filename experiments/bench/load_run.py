@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import ImageTask
-from lantern_bench.config.values import Overrides
 from lantern_bench.models import registry
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.runs.devices import choose_compute, key_fields, load_models

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from lantern_bench.config.experiment import Cell, ResolvedExperiment, load_experiment
+from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import Prompt
-from lantern_bench.config.values import Overrides
 from lantern_bench.errors import UserError
 from lantern_bench.methods.tables import MODES, RULES
 from lantern_bench.models.registry import defaults_of, model_of

@@ -100,8 +100,7 @@ def experiments(ctx: typer.Context, format: FormatOption = None) -> None:
     import pandas as pd
 
     from lantern_bench.config.experiment import shipped_experiments
-    from lantern_bench.config.parse_experiment import ExperimentReader
-    from lantern_bench.config.values import Overrides
+    from lantern_bench.config.parse_experiment import ExperimentReader, Overrides
     from lantern_bench.config.yaml_source import read_source
 
     console: Console = ctx.obj

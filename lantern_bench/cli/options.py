@@ -151,7 +151,7 @@ def resolve_cells(
 ) -> ResolvedExperiment:
     """Resolve the flags of a command with these cells; otherwise as `resolve_flags`."""
     from lantern_bench.config.experiment import load_experiment
-    from lantern_bench.config.values import Overrides
+    from lantern_bench.config.parse_experiment import Overrides
     from lantern_bench.config.yaml_source import Source
     from lantern_bench.models.registry import defaults_of, model_of
     from lantern_bench.runs.request import check_neighbours

@@ -19,8 +19,8 @@ from lantern_bench.cli.options import (
     experiment_flags,
     locate,
 )
+from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.protocols import PROTOCOLS
-from lantern_bench.config.values import Overrides
 from lantern_bench.console import Console, Progress, duration
 from lantern_bench.runs.events import Event, ImageDone, Note, Share, Started
 from lantern_bench.runs.request import WORKER_TIMEOUT, Request, plan_table, prepare

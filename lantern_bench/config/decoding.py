@@ -1,13 +1,12 @@
 """One decoding configuration with every value decided, and the name that it gives a cell.
 
-`Decoding` is what the decode loop gets and what a record's key covers. Which parameters a cell has, and what values
-they may have, are rows of `lantern_bench/methods`. `experiment.py` decides where values come from.
+Which parameters a cell has, and what values they may have, are rows of `lantern_bench/methods`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from lantern_bench.config.yaml_source import load_yaml
+from lantern_bench.config.yaml_source import Location, Problems, load_yaml
 from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.draftings import Drafting
 from lantern_bench.methods.parameters import SAMPLING
@@ -65,30 +64,44 @@ def check_value(key: str, value: object, folder: Path = Path()) -> Any:
     if key == "tree":
         return _check_tree(value, folder)
     parameter = PARAMETERS[key]
-    choices = _ROWS.get(key, parameter.choices)
+    choices = _ROWS.get(key, parameter.kind.choices)
     if isinstance(value, str) and value in choices:
         return value
     if choices:
         raise_if_refused(value)
-        if (key, value) == ("drafting", "chain"):  # a word of earlier versions
-            raise ParameterError("no drafting has this name; write tree: chain-5, or type --tree chain-5", key)
         noun, hint = "mode" if key == "mode" else "value", did_you_mean(value, choices)
-        raise ParameterError(f"unknown {noun}{hint} ({parameter.allowed} {', '.join(choices)})", key)
+        raise ParameterError(f"unknown {noun}{hint} (must be one of {', '.join(choices)})", key)
     try:
         return _adapter(key).validate_python(value)
     except ValidationError as error:
         raise ParameterError(parameter.allowed, key) from error
 
 
+def read_values(
+    key: str, written: object, location: Location, problems: Problems, folder: Path = Path()
+) -> tuple[Any, ...]:
+    """Return the checked values of one decoding parameter; a list is a grid. Wrong values go to `problems`.
+
+    Raises `RefusedError` for an installed mode, rule or drafting that cannot be used.
+    """
+    values = written if isinstance(written, list) and not (key == "tree" and is_tree(written)) else [written]
+    if not values:
+        problems.add(location, "an empty list; give at least one value")
+    checked = []
+    for value in values:
+        try:
+            checked.append(check_value(key, value, folder))
+        except ParameterError as error:
+            problems.add(location, error.text, "(empty)" if value is None else value)
+    return tuple(checked)
+
+
 def is_tree(value: object) -> bool:
     """Whether a value is one tree (a list of paths), and not a name or a grid of trees."""
-    if not isinstance(value, list | tuple) or not value:
+    if not isinstance(value, list | tuple) or not all(isinstance(path, list | tuple) for path in value):
         return False
-    return all(isinstance(path, list | tuple) and not _has_lists(path) for path in value)
-
-
-def _has_lists(values: Iterable[object]) -> bool:
-    return any(isinstance(value, list | tuple) for value in values)
+    ranks = [rank for path in value for rank in path]
+    return bool(value) and not any(isinstance(rank, list | tuple) for rank in ranks)
 
 
 def _check_tree(value: object, folder: Path) -> str | Topology:
@@ -125,7 +138,7 @@ class Decoding:
     drafting: str
     rule: str
     parameters: tuple[tuple[str, Any], ...]  # name and value, in the order of `PARAMETERS`
-    topology: Topology | None  # the paths of a tree without a name
+    paths: Topology  # root-to-node paths of child ranks of a static tree, sorted by (depth, path); empty without one
     cfg_default: float  # the model's own guidance scale: the cell id gives the scale only if it differs
 
     def __init__(
@@ -138,9 +151,7 @@ class Decoding:
     ) -> None:
         """Check the values, by the names of an experiment file (`lambda_` for `lambda`; None: not given).
 
-        The others are the defaults of the model, and of mode, drafting and rule. Greedy decoding (temperature 0) uses
-        no filters and no residual (docs/algorithms.md, section 3): they get their defaults, and rule and drafting
-        are replaced by their greedy counterparts. Raises `ParameterError` for values that do not fit together.
+        The others are the defaults of the model, and of mode, drafting and rule. Raises `ParameterError`.
         """
         values = {key.removesuffix("_"): value for key, value in values.items() if value is not None}
         for key in values:
@@ -149,27 +160,29 @@ class Decoding:
         mode = check_value("mode", mode)
         drafting = check_value("drafting", values.pop("drafting", MODES[mode].drafting))
         rule = check_value("rule", values.pop("rule", MODES[mode].rule))
-        if len({drafting == "none", rule == "none", mode == "ar"}) > 1:
-            raise ParameterError(f"mode {mode} cannot have the drafting {drafting} with the rule {rule}")
+        for key, value in (("drafting", drafting), ("rule", rule)):
+            if mode == "ar" and value != "none":
+                raise ParameterError(f"mode ar drafts nothing and has no {key}; leave it out", key)
+            if mode != "ar" and value == "none":
+                raise ParameterError(f"mode {mode} needs a {key}; without drafting write mode: ar", key)
         for key in values:
             if not has_parameter(key, drafting, rule):
                 raise ParameterError(f"does not belong here: it is for {owners_of(key)}", key)
         values = {key: check_value(key, value) for key, value in values.items()}
         defaults = DRAFTINGS[drafting].adapt(defaults_for(drafting, rule, mode, model_defaults), values)
         values = {key: value for key, value in defaults.items() if has_parameter(key, drafting, rule)} | values
-        _check_together(values, mode, drafting, rule)
-        if values["temperature"] == 0:
+        paths: Topology = ()
+        if (tree := values.get("tree")) is not None:
+            paths = STATIC_TREES[tree] if isinstance(tree, str) else check_topology(tree)
+            values["tree"] = topology_name(paths)
+        _check_together(values, mode, drafting, rule, paths)
+        if values["temperature"] == 0:  # it uses no filters and no residual (docs/algorithms.md, section 3)
             values |= {key: PARAMETERS[key].default for key in values if PARAMETERS[key].sampled_only}
             drafting, rule = DRAFTINGS[drafting].published_form_of or drafting, RULES[rule].greedy_rule
             values = {key: value for key, value in values.items() if has_parameter(key, drafting, rule)}
-        topology = None
-        if not isinstance(values.get("tree"), str | None):
-            topology = check_topology(values["tree"])
-            values["tree"] = topology_name(topology)
         ordered = tuple((key, values[key]) for key in PARAMETERS if key in values)
-        fields = (mode, drafting, rule, ordered, topology, cfg_default)
-        for name, value in zip(self.__dataclass_fields__, fields, strict=True):
-            object.__setattr__(self, name, value)  # as the __init__ of a frozen dataclass does
+        fields = (mode, drafting, rule, ordered, paths, cfg_default)
+        self.__dict__.update(zip(self.__dataclass_fields__, fields, strict=True))  # it is frozen
 
     def __getattr__(self, name: str) -> Any:
         key = name.removesuffix("_")  # `lambda` is a keyword of Python
@@ -185,12 +198,8 @@ class Decoding:
         """Return the value of a parameter by its name in an experiment file, or None if the cell lacks it."""
         return self._values.get(key)
 
-    def has(self, key: str) -> bool:
-        """Whether the cell has the parameter."""
-        return has_parameter(key, self.drafting, self.rule)
-
     def changed(self, **values: Any) -> Decoding:
-        """Return this decoding with other values; raises as the constructor."""
+        """Return this decoding with other values."""
         return Decoding(**{**self.settings(), **values}, cfg_default=self.cfg_default)
 
     def autoregressive(self) -> Decoding:
@@ -223,19 +232,10 @@ class Decoding:
         return bool(self.value("temperature") == 0)
 
     @property
-    def paths(self) -> Topology:
-        """The static tree as root-to-node paths of child ranks, sorted by (depth, path); empty without a tree."""
-        if self.topology is not None:
-            return self.topology
-        tree = self.value("tree")
-        return STATIC_TREES[tree] if tree is not None else ()
-
-    @property
     def branches(self) -> bool:
         """Whether a node of the draft may have several children; false without a draft."""
-        if not self.drafts:
-            return False
-        return not (self.drafting_row.chain or (self.paths and is_chain(self.paths)))
+        is_tree_a_chain = bool(self.paths) and is_chain(self.paths)
+        return self.drafts and not self.drafting_row.chain and not is_tree_a_chain
 
     @property
     def tree_label(self) -> str | None:
@@ -263,24 +263,25 @@ class Decoding:
     def columns(self) -> dict[str, Any]:
         """Return the cell columns of `schema.py` without the model; None if the cell lacks the parameter."""
         values = {"cell_id": self.cell_id, "mode": self.mode, "drafting": self.drafting, "tree": self.tree_label}
-        with_column = [key for key, parameter in PARAMETERS.items() if parameter.column]
-        return values | {"rule": self.rule} | {key: self.value(key) for key in with_column}
+        parameters = {key: self.value(key) for key, parameter in PARAMETERS.items() if parameter.column}
+        return values | {"rule": self.rule} | parameters
 
     def settings(self) -> dict[str, Any]:
         """Return the cell as an experiment file writes it: every parameter that it has, and no other."""
-        values = {}
-        for key, value in self._values.items():
-            omitted = PARAMETERS[key].omit_default and value == PARAMETERS[key].default
-            if self.has(key) and not omitted:
-                values[key] = value
-        if self.topology is not None:
-            values["tree"] = [list(path) for path in self.topology]
+        values = dict(self._values) if self.drafts else {"mode": self.mode, **dict(self.parameters)}
+        for key, value in self.parameters:
+            if PARAMETERS[key].omit_default and value == PARAMETERS[key].default:
+                del values[key]
+        if self.paths and values["tree"] not in STATIC_TREES:
+            values["tree"] = [list(path) for path in self.paths]
         return values
 
 
-def _check_together(values: Mapping[str, Any], mode: str, drafting: str, rule: str) -> None:
+def _check_together(values: Mapping[str, Any], mode: str, drafting: str, rule: str, paths: Topology) -> None:
     """Raise `ParameterError` for values of a cell that do not go together, or for a missing one."""
-    row, tree = RULES[rule], values.get("tree")
+    if problem := chain_problem(rule, drafting, paths, "it" if paths else f"the drafting {drafting}"):
+        raise ParameterError(problem, "tree" if paths else "rule")
+    row = RULES[rule]
     for key in PARAMETERS:
         if key not in STRUCTURE and key not in values and has_parameter(key, drafting, rule):
             example = f"{row.example:g}" if key == row.bound else "VALUE"
@@ -288,9 +289,6 @@ def _check_together(values: Mapping[str, Any], mode: str, drafting: str, rule: s
                 f"mode {mode} has the rule {rule} and needs {key}; "
                 f"write {key}: {example} in the cell, or type --{key.replace('_', '-')} {example}"
             )
-    paths = STATIC_TREES[tree] if isinstance(tree, str) else tree or ()
-    if problem := chain_problem(rule, drafting, paths, "it"):
-        raise ParameterError(problem, "tree" if tree is not None else "rule")
     if values["temperature"] and (problem := fresh_drafts_problem(rule, drafting, values)):
         raise ParameterError(problem)
     if clash := DRAFTINGS[drafting].problem(values):

@@ -1,7 +1,7 @@
 """From an experiment file and flags to cells with every value decided.
 
 A resolved experiment writes itself as an experiment file that resolves to the same cells. The keys of an experiment
-file are in `settings.py` and `lantern_bench/methods`; `plan.py` puts the cells in order.
+file are in `parse_experiment.py` and `lantern_bench/methods`; `plan.py` puts the cells in order.
 """
 
 from __future__ import annotations
@@ -12,27 +12,17 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from lantern_bench.config.decoding import STRUCTURE, Decoding, MissingValueError, ParameterError
-from lantern_bench.config.parse_experiment import BASELINE, CellEntry, ExperimentReader, Settings
-from lantern_bench.config.values import Layer, Location, Overrides, Problems
-from lantern_bench.config.yaml_source import Source, read_source
+from lantern_bench.config.parse_experiment import CellEntry, ExperimentReader, Layer, Overrides, Settings, Stated
+from lantern_bench.config.yaml_source import Location, Source, read_source
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
-from lantern_bench.methods.tables import (
-    DRAFTINGS,
-    MODES,
-    PARAMETERS,
-    RULES,
-    can_decide,
-    chain_problem,
-    has_parameter,
-    owners_of,
-)
+from lantern_bench.methods.tables import MODES, PARAMETERS, RULES, has_parameter, owners_of
 
 ModelDefaults: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The decoding values that models suggest, by the model's name."""
@@ -138,15 +128,13 @@ def load_experiment(
         source = Source("experiment", Path(), dict(source))
     reader = ExperimentReader(source, overrides)
     settings = reader.settings()
-    layers = Layers(reader.flags(), reader.models(), reader.top())
     entries = reader.cells(settings)
     suggested = models(settings.model) if callable(models) else models
     defaults = {name: dict(values) for name, values in suggested.items()}
     for name, recorded in reader.model_defaults().items():
         defaults[name] = defaults.get(name, {}) | recorded
     reader.check_models(settings, defaults, entries)
-    most = None if overrides.many else MOST_CELLS
-    cells = _expand(settings, layers, entries, defaults, reader.problems, most)
+    cells = Grid(reader, settings, entries, defaults).cells()
     reader.problems.raise_all()
     cfg_defaults = {model: float(defaults[model].get("cfg_scale") or 1.0) for model in settings.model}
     return ResolvedExperiment(settings, tuple(cells), cfg_defaults)
@@ -154,188 +142,129 @@ def load_experiment(
 
 def _find(source: str | Path) -> Path:
     path = Path(source)
+    shipped = shipped_experiments()
+    if isinstance(source, str) and source in shipped:
+        return shipped[source]
+    if path.is_file():
+        return path
     if isinstance(source, str) and not path.suffix and path.name == source:
-        shipped = shipped_experiments()
-        if source in shipped:
-            return shipped[source]
-        if not path.is_file():
-            names = ", ".join(shipped) or "none"
-            raise UserError(
-                f"no experiment is named '{source}'{did_you_mean(source, shipped)}",
-                f"The experiments are: {names}. A file is named with its ending, for example mine.yaml.",
-            )
-    if not path.is_file():
-        raise UserError(f"{source}: no such experiment file", "Give a YAML file, or the name of a shipped experiment.")
-    return path
+        raise UserError(
+            f"no experiment is named '{source}'{did_you_mean(source, shipped)}",
+            f"The experiments are: {', '.join(shipped) or 'none'}. "
+            "A file is named with its ending, for example mine.yaml.",
+        )
+    raise UserError(f"{source}: no such experiment file", "Give a YAML file, or the name of a shipped experiment.")
 
 
-def _expand(
-    settings: Settings,
-    layers: Layers,
-    entries: Sequence[CellEntry],
-    defaults: Mapping[str, Mapping[str, Any]],
-    problems: Problems,
-    most: int | None,
-) -> list[Cell]:
-    """Return the cells of all models; what is wrong goes to `problems`."""
-    batches = [(batch, f"-batch{batch}" if len(settings.batch) > 1 else "") for batch in settings.batch]
-    most = most and most // (len(settings.model) * len(batches))
-    used_flags: set[str] = set()
-    missing: list[tuple[Location, str]] = []
-    cells: dict[Cell, None] = {}
-    for model in settings.model:
-        grid = Grid(layers, model, defaults.get(model, {}), problems, used_flags, missing, most)
-        prefix = re.sub(r"[^A-Za-z0-9.+_-]", "_", model) + "-" if len(settings.model) > 1 else ""
-        of_model = [entry for entry in entries if not entry.models or model in entry.models]
-        if settings.baseline and not any("ar" in entry.modes for entry in of_model):
-            of_model.insert(0, BASELINE)
-        for entry in of_model:
-            for decoding in grid.expand(entry):
-                cells |= dict.fromkeys(Cell(model, decoding, prefix, *batch) for batch in batches)
-    _note_idle_flags(layers.flags, used_flags, entries, problems)
-    if problems.entries:  # a value may be missing because it was wrong
-        return []
-    for location, text in missing:
-        problems.add(location, text)
-    for cell_id, times in Counter(cell.cell_id for cell in cells).items():
-        if times > 1:
-            text = f"two cells differ too little to be told apart by name: {cell_id}"
-            problems.add(Location("cells"), text)
-    return list(cells)
-
-
-def _note_idle_flags(
-    flags: Layer, used_flags: Collection[str], entries: Sequence[CellEntry], problems: Problems
-) -> None:
-    """Note the flags that no cell of the experiment uses, unless a cell without a mode may be the reason."""
-    if not all(entry.modes for entry in entries):
-        return
-    modes = ", ".join(dict.fromkeys(mode for entry in entries for mode in entry.modes)) or "ar"
-    for key, values in flags.values.items():
-        if key not in used_flags:
-            text = f"reaches no cell: it belongs to {owners_of(key)}, and the modes here are {modes}"
-            problems.add(flags.location(key), text, values[0])
-
-
-# ---- Layers to cells
-
-
-class Method(NamedTuple):
-    """What decides which parameters a cell has."""
-
-    mode: str
-    drafting: str
-    rule: str
-
-    def has(self, key: str) -> bool:
-        """Whether a cell of this method has the parameter."""
-        return has_parameter(key, self.drafting, self.rule)
-
-
-class Layers(NamedTuple):
-    """The values beside those of the cells, from the strongest."""
-
-    flags: Layer
-    models: Mapping[str, Layer]  # of the blocks of `models`
-    top: Layer  # of the top level of the file
-
-
-_EMPTY = Layer({}, lambda _key: Location(""))
-
-
-@dataclass
 class Grid:
-    """Expands the cells of one model."""
+    """Expands the entries of `cells` to the cells of all models; what is wrong goes to the reader's problems.
 
-    layers: Layers
-    model: str
-    model_defaults: Mapping[str, Any]  # the model's own
-    problems: Problems
-    used_flags: set[str]  # collects the flags that reached a cell
-    missing: list[tuple[Location, str]]  # collects what cells lack
-    most: int | None = None  # a larger grid is refused
-    _count: int = field(default=0, init=False)
+    Of a value that stands in several places the flag's wins, then the cell's, that of the model's block, of the top.
+    """
 
-    def expand(self, entry: CellEntry) -> Iterator[Decoding]:
-        """Yield the decodings of one entry of `cells`, in fixed order, without those that have problems."""
-        methods = list(self._methods(entry))
-        for method in methods:
-            yield from self._decodings(method, entry)
-        self._note_unused(entry.layer, methods)
+    def __init__(
+        self,
+        reader: ExperimentReader,
+        settings: Settings,
+        entries: Sequence[CellEntry],
+        defaults: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        self.settings, self.entries, self.defaults, self.problems = settings, entries, defaults, reader.problems
+        self.flags, self.models, self.top = reader.flags(), reader.models(), reader.top()
+        self.used_flags: set[str] = set()
+        self.missing: list[tuple[Location, str]] = []  # values that cells lack
+        self.most = None if reader.overrides.many else MOST_CELLS // (len(settings.model) * len(settings.batch))
+        self.count = 0  # of one model
 
-    def _layer_of(self, key: str, cell: Layer) -> Layer | None:
-        of_model = self.layers.models.get(self.model, _EMPTY)
-        layers = (self.layers.flags, cell, of_model, self.layers.top)
-        return next((layer for layer in layers if key in layer.values), None)
+    def cells(self) -> list[Cell]:
+        """Return the cells in fixed order, without those that have problems."""
+        batches = [(batch, f"-batch{batch}" if len(self.settings.batch) > 1 else "") for batch in self.settings.batch]
+        cells: dict[Cell, None] = {}
+        for model in self.settings.model:
+            self.count = 0
+            prefix = re.sub(r"[^A-Za-z0-9.+_-]", "_", model) + "-" if len(self.settings.model) > 1 else ""
+            of_model = [entry for entry in self.entries if not entry.models or model in entry.models]
+            if self.settings.baseline and not any("ar" in entry.modes for entry in of_model):
+                of_model.insert(0, CellEntry({"mode": Stated(("ar",), Location("baseline"))}, Location("baseline")))
+            for entry in of_model:
+                for decoding in self._decodings(entry, model):
+                    cells |= dict.fromkeys(Cell(model, decoding, prefix, *batch) for batch in batches)
+        self._note_idle_flags()
+        if self.problems.entries:  # a value may be missing because it was wrong
+            return []
+        for location, text in self.missing:
+            self.problems.add(location, text)
+        for cell_id, times in Counter(cell.cell_id for cell in cells).items():
+            if times > 1:
+                text = f"two cells differ too little to be told apart by name: {cell_id}"
+                self.problems.add(Location("cells"), text)
+        return list(cells)
 
-    def _methods(self, entry: CellEntry) -> Iterator[Method]:
+    def _note_idle_flags(self) -> None:
+        """Note the flags that no cell of the experiment uses, unless a cell without a mode may be the reason."""
+        if not all(entry.modes for entry in self.entries):
+            return
+        modes = ", ".join(dict.fromkeys(mode for entry in self.entries for mode in entry.modes)) or "ar"
+        for key, stated in self.flags.items():
+            if key not in self.used_flags:
+                text = f"reaches no cell: it belongs to {owners_of(key)}, and the modes here are {modes}"
+                self.problems.add(stated.location, text, stated.values[0])
+
+    def _decodings(self, entry: CellEntry, model: str) -> Iterator[Decoding]:
+        """Yield the decodings of one entry, without those that have problems."""
+        stated = {**self.top, **self.models.get(model, {}), **entry.layer, **self.flags}
+        methods = []
         for mode in entry.modes:
-            row = MODES[mode]
-            if not DRAFTINGS[row.drafting].drafts:
-                self._note_drafting_without_drafts(entry)
-                yield Method(mode, row.drafting, row.rule)
-                continue
-            stated = {key: self._layer_of(key, entry.layer) for key in ("drafting", "rule")}
-            self.used_flags.update(key for key, layer in stated.items() if layer is self.layers.flags)
-            draftings = stated["drafting"].values["drafting"] if stated["drafting"] else (row.drafting,)
-            rules = stated["rule"].values["rule"] if stated["rule"] else (row.rule,)
-            locations = {key: layer.location(key) if layer else entry.location for key, layer in stated.items()}
-            drafting_is_typed = stated["drafting"] is self.layers.flags is not stated["rule"]
+            layer = stated
+            if mode == "ar":  # a drafting or rule of other cells is not for it, which drafts nothing
+                own = entry.layer if len(entry.modes) == 1 else {}
+                layer = {key: row for key, row in stated.items() if key not in STRUCTURE or own.get(key) is row}
+            draftings = layer["drafting"].values if "drafting" in layer else (MODES[mode].drafting,)
+            rules = layer["rule"].values if "rule" in layer else (MODES[mode].rule,)
             for drafting, rule in itertools.product(draftings, rules):
-                if "none" in (drafting, rule):
-                    key = "drafting" if drafting == "none" else "rule"
-                    text = f"mode {mode} drafts and needs a rule; without drafting write mode: ar"
-                    self.problems.add(locations[key], text, "none")
-                elif can_decide(rule, drafting):
-                    yield Method(mode, drafting, rule)
-                elif drafting_is_typed:  # the rule of the file is replaced
-                    yield Method(mode, drafting, RULES[rule].greedy_rule)
-                else:
-                    text = chain_problem(rule, drafting, (), f"the drafting {drafting}") or ""
-                    self.problems.add(locations["rule"], text, rule)
+                methods.append((mode, drafting, rule))
+                yield from self._of_method(mode, drafting, rule, layer, entry.location, self.defaults.get(model, {}))
+        if methods and not {"drafting", "rule"} & self.flags.keys():
+            self._note_unused(entry.layer, methods)
 
-    def _note_drafting_without_drafts(self, entry: CellEntry) -> None:
-        for key in ("drafting", "rule"):
-            for value in entry.layer.values.get(key, ()):
-                if value != "none" and len(entry.modes) == 1:
-                    text = f"mode ar drafts nothing and has no {key}; leave it out"
-                    self.problems.add(entry.layer.location(key), text, value)
-
-    def _decodings(self, method: Method, entry: CellEntry) -> Iterator[Decoding]:
-        stated = {key: layer for key in PARAMETERS if (layer := self._layer_of(key, entry.layer)) is not None}
-        axes = {key: layer.values[key] for key, layer in stated.items() if key not in STRUCTURE and method.has(key)}
-        self.used_flags.update(key for key in axes if stated[key] is self.layers.flags)
-        self._count += math.prod(map(len, axes.values()))
-        if self.most is not None and self._count > self.most:
+    def _of_method(
+        self, mode: str, drafting: str, rule: str, layer: Layer, location: Location, model_defaults: Mapping[str, Any]
+    ) -> Iterator[Decoding]:
+        stated = [key for key in PARAMETERS if key in layer]
+        reached = [key for key in stated if key in STRUCTURE or has_parameter(key, drafting, rule)]
+        self.used_flags.update(reached)
+        axes = {key: layer[key].values for key in reached if key not in STRUCTURE}
+        self.count += math.prod(map(len, axes.values()))
+        if self.most is not None and self.count > self.most:
             raise RefusedError(
-                f"the grid has {self._count} cells or more for one model, and a sweep at most {self.most}",
+                f"the grid has {self.count} cells or more for one model, and a sweep at most {self.most}",
                 "Give fewer values; or, if this is meant, add --yes.",
             )
-        cfg_default = float(self.model_defaults.get("cfg_scale") or 1.0)
+        cfg_default = float(model_defaults.get("cfg_scale") or 1.0)
+        make = partial(Decoding, mode, model_defaults=model_defaults, cfg_default=cfg_default)
         for combination in itertools.product(*axes.values()):
-            values = dict(zip(axes, combination, strict=True))
-            values |= {"drafting": method.drafting, "rule": method.rule}
+            values = dict(zip(axes, combination, strict=True)) | {"drafting": drafting, "rule": rule}
             try:
-                yield Decoding(method.mode, **values, model_defaults=self.model_defaults, cfg_default=cfg_default)
+                try:
+                    decoding = make(**values)
+                except ParameterError as error:
+                    # A flag that names other drafts replaces a rule of the file that cannot decide on them.
+                    by_flag = {"tree": "tree", "rule": "drafting"}.get(error.key or "") in self.flags
+                    if not by_flag or "rule" in self.flags:
+                        raise
+                    decoding = make(**values | {"rule": RULES[rule].greedy_rule})
+                yield decoding
             except MissingValueError as error:
-                self.missing.append((entry.location, error.text))
+                self.missing.append((location, error.text))
             except ParameterError as error:
-                if error.key == "tree" and stated["tree"] is self.layers.flags is not stated.get("rule"):
-                    # The flag names the tree: it replaces a rule of the file that needs a chain.
-                    values["rule"] = RULES[method.rule].greedy_rule
-                    yield Decoding(method.mode, **values, model_defaults=self.model_defaults, cfg_default=cfg_default)
-                    continue
-                layer = stated.get(error.key or "")
-                location = entry.location if layer is None else layer.location(str(error.key))
+                given = layer.get(error.key or "")
                 value = values.get(error.key or "")
-                self.problems.add(location, error.text, None if isinstance(value, tuple) else value)
+                self.problems.add(given.location if given else location, error.text, value)
 
-    def _note_unused(self, cell: Layer, methods: list[Method]) -> None:
-        """Note values of a cell that none of its methods has."""
-        if not methods or "drafting" in self.layers.flags.values or "rule" in self.layers.flags.values:
-            return
+    def _note_unused(self, cell: Layer, methods: Sequence[tuple[str, str, str]]) -> None:
+        """Note values of a cell that none of its methods (mode, drafting, rule) has."""
         mode, drafting, rule = methods[0]
-        for key, values in cell.values.items():
-            if key not in STRUCTURE and not any(method.has(key) for method in methods):
+        for key, stated in cell.items():
+            if key not in STRUCTURE and not any(has_parameter(key, *method[1:]) for method in methods):
                 text = f"mode {mode} has the drafting {drafting} and the rule {rule}; {key} belongs to {owners_of(key)}"
-                self.problems.add(cell.location(key), text, values[0])
+                self.problems.add(stated.location, text, stated.values[0])

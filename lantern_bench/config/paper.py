@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from lantern_bench.methods.tables import METRICS, PARAMETERS
 
@@ -27,7 +27,6 @@ def _check_figure(name: str) -> str:
 FigureName: TypeAlias = Annotated[str, AfterValidator(_check_figure)]
 
 _STRICT = ConfigDict(frozen=True, extra="forbid")
-_MEMORY = "memory"
 
 
 class Figure(BaseModel):
@@ -41,13 +40,6 @@ class Figure(BaseModel):
     value: float
     source: str = Field(min_length=1)
     confidence: Literal["paper", "secondary", "derived", "definition", "user"]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_memory(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and data.get("confidence") == _MEMORY:
-            raise ValueError("a figure from memory is not used; leave it out, or give the source it was read in")
-        return data
 
 
 class PaperRow(BaseModel):
@@ -75,7 +67,7 @@ class PaperRow(BaseModel):
         if self.match is None:
             return False
         wanted = self.match | self.models.get(str(cell["model"]), {})
-        return all(_same(cell.get(key), value) for key, value in wanted.items())
+        return all(cell.get(key) == value for key, value in wanted.items())
 
 
 class Paper(BaseModel):
@@ -101,23 +93,3 @@ class Paper(BaseModel):
 def read_paper(block: Mapping[str, Any] | None) -> Paper | None:
     """Return the checked block of an experiment, None without one; raises pydantic's `ValidationError`."""
     return Paper.model_validate(dict(block)) if block and "title" in block else None
-
-
-def paper_problems(block: Mapping[str, Any] | None) -> list[tuple[tuple[str | int, ...], str]]:
-    """Return the problems of a block: places below `paper` and sentences."""
-    try:
-        read_paper(block)
-    except ValidationError as error:
-        return [(item["loc"], _sentence(item["msg"])) for item in error.errors()]
-    return []
-
-
-def _sentence(message: str) -> str:
-    text = message.removeprefix("Value error, ")
-    return text[:1].lower() + text[1:]
-
-
-def _same(ours: object, wanted: object) -> bool:
-    if isinstance(ours, int | float) and isinstance(wanted, int | float):
-        return abs(ours - wanted) <= 1e-9 * max(1.0, abs(wanted))
-    return ours == wanted

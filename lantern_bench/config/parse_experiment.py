@@ -1,22 +1,23 @@
-"""Read an experiment file and the flags over it: run-wide settings, and layers of decoding parameters.
+"""Read an experiment file and the flags over it: run-wide settings, and decoding parameters with their locations.
 
-All problems are collected in one `Problems`; nothing is raised here. `experiment.py` makes the cells.
+All problems are collected in one `Problems`; `experiment.py` makes the cells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from lantern_bench.config.paper import paper_problems
-from lantern_bench.config.values import Layer, Location, Overrides, Problems, read_values
-from lantern_bench.config.yaml_source import KeyPath, Source, problems_of
-from lantern_bench.errors import did_you_mean
+from lantern_bench.config.decoding import is_tree, read_values
+from lantern_bench.config.paper import read_paper
+from lantern_bench.config.yaml_source import KeyPath, Location, Problems, Source, load_yaml, problems_of
+from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.parameters import COUNT, NATURAL, Count, Natural
-from lantern_bench.methods.tables import MODES, PARAMETERS, raise_if_refused
+from lantern_bench.methods.tables import MODES, PARAMETERS
 
 Metric = Literal["speed", "quality"]
 METRICS: tuple[Metric, ...] = ("speed", "quality")
@@ -87,7 +88,64 @@ ALLOWED = {key: str(field.description) for key, field in Settings.model_fields.i
 """What each setting may be, by key."""
 
 
-# ---- From a file and flags
+# ---- The flags
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """The flags that override an experiment file."""
+
+    values: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # by key of the file; several are a grid
+    modes: Sequence[str] = ()  # the modes to keep; empty: all
+    from_set: frozenset[str] = frozenset()  # the keys that were given by `--set`, for the messages
+    many: bool = False  # allow any number of cells
+
+    @classmethod
+    def from_flags(
+        cls,
+        flags: Mapping[str, Any],
+        *,
+        modes: str | Sequence[str] | None = None,
+        settings: Sequence[str] = (),
+    ) -> Overrides:
+        """Return the overrides given by flags (by key; None: not given), `--modes` and `--set`.
+
+        Texts are split at commas; one that starts with `[` is read as YAML. Raises `UserError` for a `--set`
+        without `=` and for invalid YAML.
+        """
+        values = {key.replace("-", "_"): _split(value, f"--{key}") for key, value in flags.items() if value is not None}
+        from_set = set()
+        for setting in settings:
+            key, equals, text = setting.partition("=")
+            key = key.strip().replace("-", "_")
+            if not equals or not key or not text.strip():
+                raise UserError(f"--set {setting}: must have the form key=value", "For example: --set temperature=0.9")
+            values[key] = _split(text, f"--set {key}=")
+            from_set.add(key)
+        return cls(values, tuple(_split(modes, "--modes")) if modes is not None else (), frozenset(from_set))
+
+    def location(self, key: str) -> Location:
+        """Return the flag of a key."""
+        return Location(f"--set {key}=" if key in self.from_set else f"--{key.replace('_', '-')}")
+
+
+def _split(value: Any, flag: str) -> list[Any]:
+    """Return the values of a flag: of a text those between commas, or those of a YAML list."""
+    if isinstance(value, list | tuple):
+        return [item for element in value for item in _split(element, flag)]
+    if not isinstance(value, str):
+        return [value]
+    if value.strip().startswith("["):
+        try:
+            parsed = load_yaml(value, "")[0]
+        except UserError as error:
+            problem = error.message.partition("not valid YAML: ")[2] or error.message
+            raise UserError(f"{flag} {value[:200]}: not a valid list: {problem}") from error
+        return [parsed] if is_tree(parsed) else list(parsed)
+    return [text.strip() for text in value.split(",") if text.strip()]
+
+
+# ---- The file
 
 UNNAMED = "unnamed"
 """Stands for the experiment's or the model's name where that is wrong, so that reading continues."""
@@ -99,6 +157,17 @@ _LISTS = ("model", "metrics", "batch")
 _SETTINGS_OF_MODEL = ("prompts", "images", "protocol", "reference")
 
 
+class Stated(NamedTuple):
+    """The checked values of a parameter, several of which are a grid, and where they stand."""
+
+    values: tuple[Any, ...]
+    location: Location
+
+
+Layer: TypeAlias = Mapping[str, Stated]
+"""The parameters of one block of a file, or of the flags."""
+
+
 class CellEntry(NamedTuple):
     """One entry of `cells`."""
 
@@ -108,12 +177,8 @@ class CellEntry(NamedTuple):
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """The modes of the entry."""
-        return self.layer.values.get("mode", ())
-
-
-BASELINE = CellEntry(Layer({"mode": ("ar",)}, lambda _key: Location("baseline")), Location("baseline"))
-"""The cell that is added if the experiment has no `ar` and wants a baseline."""
+        """The modes of the entry; none if they were wrong."""
+        return self.layer["mode"].values if "mode" in self.layer else ()
 
 
 class ExperimentReader:
@@ -128,92 +193,90 @@ class ExperimentReader:
         self.overrides = overrides
         self.problems = Problems(source.name)
         for path in source.twice:
-            self.problems.add(self.location(path), "is written twice")
+            self._note(path, "is written twice")
+        self.blocks = self._blocks("models")
 
-    def location(self, path: KeyPath) -> Location:
-        """Return where a value of the file stands: its key and line."""
-        text = ""
-        for key in path:
-            text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key
-        return Location(text, self.source.line(path))
+    def _note(self, path: KeyPath, text: str, value: object = None) -> None:
+        self.problems.add(self.source.location(path), text, value)
+
+    def _blocks(self, name: str) -> dict[str, dict[str, Any]]:
+        """Return the block of each model under a key of the file."""
+        blocks = self._mapping(self.data.get(name, {}), (name,), "a mapping of model names to values")
+        return {
+            model: self._mapping({} if block is None else block, (name, model), "a mapping of keys to values")
+            for model, block in blocks.items()
+        }
 
     def settings(self) -> Settings:
-        """Read the run-wide settings: of the file, of the blocks of its models, of the flags."""
-        values: dict[str, Any] = {"name": Path(self.source.name).stem}
-        locations: dict[str, Location] = {}
-        if isinstance(self.data.get("models"), dict) and "model" not in self.data:
-            values["model"] = [str(name) for name in self.data["models"]]
-        for key in ALLOWED:
-            if key in self.data:
-                values[key], locations[key] = self.data[key], self.location((key,))
-        for path, value in self._settings_of_models(values.get("model")):
-            key = str(path[-1])
-            values[key], locations[key] = value, self.location(path)
-        for key in ALLOWED:
-            if key not in self.overrides.values:
-                continue
-            typed, location = list(self.overrides.values[key]), self.overrides.location(key)
-            if len(typed) != 1 and key not in _LISTS:
-                self.problems.add(location, "takes one value", ",".join(map(str, typed)))
+        """Read the run-wide settings: of the file, of the blocks of its models, which must agree, of the flags."""
+        typed = self.overrides.values
+        stated = {key: (self.data[key], self.source.location((key,))) for key in ALLOWED if key in self.data}
+        if self.blocks:
+            stated.setdefault("model", (list(self.blocks), Location("model")))
+        models = typed.get("model") or stated.get("model", [()])[0]
+        of_blocks: dict[str, Any] = {}
+        for name in map(str, models if isinstance(models, list | tuple) else [models]):
+            for key, value in self.blocks.get(name, {}).items():
+                if key in _SETTINGS_OF_MODEL and key not in typed:
+                    if of_blocks.setdefault(key, value) != value:
+                        text = "differs from another model's; run one of them, with --model"
+                        self._note(("models", name, key), text, value)
+                    stated[key] = value, self.source.location(("models", name, key))
+        for key in ALLOWED & typed.keys():
+            values, location = list(typed[key]), self.overrides.location(key)
+            if key in _LISTS:
+                stated[key] = values, location
+            elif len(values) == 1:
+                stated[key] = values[0], location
             else:
-                values[key], locations[key] = typed if key in _LISTS else typed[0], location
-        settings = self._checked_settings(values, locations)
-        for path, text in paper_problems(settings.paper):
-            self.problems.add(self.location(("paper", *path)), text)
+                self.problems.add(location, "takes one value", ",".join(map(str, values)))
+        settings = self._checked_settings(stated)
+        try:
+            read_paper(settings.paper)
+        except ValidationError as error:
+            for item in error.errors():
+                text = item["msg"].removeprefix("Value error, ")
+                self._note(("paper", *item["loc"]), text[:1].lower() + text[1:])
         return settings
 
-    def _checked_settings(self, values: dict[str, Any], locations: Mapping[str, Location]) -> Settings:
+    def _checked_settings(self, stated: Mapping[str, tuple[Any, Location]]) -> Settings:
         """Check the values; wrong ones get their default, so that reading continues."""
+        values = {"name": Path(self.source.name).stem} | {key: value for key, (value, _) in stated.items()}
         try:
             return Settings.model_validate(values)
         except ValidationError as error:
-            problems = problems_of(error, Source("", Path(), values), Settings)
-            for problem, item in zip(problems, error.errors(), strict=True):
+            for problem in problems_of(error, Source("", Path(), values), Settings):
                 key = problem.key.partition(".")[0]
-                shown = "(empty)" if item["input"] is None else item["input"]
-                location = locations.get(key, Location(key))
-                self.problems.add(location, problem.text, None if item["type"] == "missing" else shown)
-                values = {name: value for name, value in values.items() if name != key}
+                shown = "(empty)" if problem.value is None and key in stated else problem.value
+                self.problems.add(stated[key][1] if key in stated else Location(key), problem.text, shown)
+                values.pop(key, None)
             return Settings.model_validate({"name": UNNAMED, "model": UNNAMED} | values)
-
-    def _settings_of_models(self, models: Any) -> Iterator[tuple[KeyPath, Any]]:
-        """Yield path and value of the run-wide settings in the blocks of the run's models, which must agree."""
-        models = self.overrides.values.get("model") or models or ()
-        blocks = self.data.get("models")
-        first: dict[str, Any] = {}
-        for name in map(str, models if isinstance(models, list | tuple) else [models]):
-            block = blocks.get(name) if isinstance(blocks, dict) else None
-            if not isinstance(block, dict):
-                continue
-            for key in _SETTINGS_OF_MODEL:
-                if key not in block or key in self.overrides.values:
-                    continue
-                path = ("models", name, key)
-                if first.setdefault(key, block[key]) != block[key]:
-                    text = "differs from another model's; run one of them, with --model"
-                    self.problems.add(self.location(path), text, block[key])
-                yield path, block[key]
 
     def top(self) -> Layer:
         """Read the parameters at the top level."""
         return self._layer(self.data, (), _PARAMETERS, (*ALLOWED, *_BLOCKS))
 
     def models(self) -> dict[str, Layer]:
-        """Read the block `models`: a layer for each model."""
-        return self._layers_by_model("models", _SETTINGS_OF_MODEL)
+        """Read the parameters of each model's block."""
+        blocks = self.blocks.items()
+        return {name: self._layer(block, ("models", name), _PARAMETERS, _SETTINGS_OF_MODEL) for name, block in blocks}
 
     def model_defaults(self) -> dict[str, dict[str, Any]]:
         """Read the block `model_defaults` that a resolved experiment records: values by model."""
-        layers = self._layers_by_model("model_defaults")
-        return {model: {key: values[0] for key, values in layer.values.items()} for model, layer in layers.items()}
+        defaults = {}
+        for name, block in self._blocks("model_defaults").items():
+            layer = self._layer(block, ("model_defaults", name), _PARAMETERS, ())
+            defaults[name] = {key: stated.values[0] for key, stated in layer.items()}
+        return defaults
 
     def flags(self) -> Layer:
         """Read the parameters given as flags."""
-        typed: dict[str, tuple[Any, ...]] = {}
-        for key, values in self.overrides.values.items():
+        layer = {}
+        for key, typed in self.overrides.values.items():
             location = self.overrides.location(key)
             if key in _PARAMETERS:
-                typed[key] = read_values(key, list(values), location, self.problems)
+                if values := read_values(key, list(typed), location, self.problems):
+                    layer[key] = Stated(values, location)
             elif key not in ALLOWED:
                 text = "unknown key" + did_you_mean(key, (*_PARAMETERS, *ALLOWED))
                 if key == "mode":
@@ -221,14 +284,14 @@ class ExperimentReader:
                 elif "." in key:
                     text = "a flag cannot reach one cell or one model; write the value into the experiment file"
                 self.problems.add(Location(location.text.rstrip("=")), text)
-        return Layer({key: values for key, values in typed.items() if values}, self.overrides.location)
+        return layer
 
     def cells(self, settings: Settings) -> list[CellEntry]:
         """Read `cells` and keep those of `--modes`; `ar` stays unless `--no-baseline` excludes it."""
         written = self.data.get("cells")
         if not isinstance(written, list) or not written:
-            text = "must be a list of cells, for example: cells: [{mode: ar}, {mode: lantern, delta: 0.1}]"
-            self.problems.add(self.location(("cells",)), text)
+            example = "cells: [{mode: ar}, {mode: lantern, delta: 0.1}]"
+            self._note(("cells",), f"must be a list of cells, for example: {example}")
             return []
         entries = [self._entry(block, ("cells", number)) for number, block in enumerate(written)]
         modes = dict.fromkeys(mode for entry in entries for mode in entry.modes)
@@ -237,9 +300,9 @@ class ExperimentReader:
         for entry in entries:
             modes_here = tuple(mode for mode in entry.modes if mode in wanted)
             if modes_here:
-                layer = Layer({**entry.layer.values, "mode": modes_here}, entry.layer.location)
-                remaining.append(entry._replace(layer=layer))
-            elif not entry.modes:  # a problem was noted
+                stated = entry.layer["mode"]._replace(values=modes_here)
+                remaining.append(entry._replace(layer={**entry.layer, "mode": stated}))
+            elif not entry.modes:
                 remaining.append(entry)
         if modes and not remaining and not settings.baseline:
             self.problems.add(Location("--no-baseline"), "leaves no cell to run")
@@ -248,14 +311,11 @@ class ExperimentReader:
     def _wanted_modes(self, modes: Collection[str], baseline: bool) -> set[str]:
         """Return the modes to keep of those of the file."""
         location, typed = Location("--modes"), self.overrides.modes
-        for mode in typed:
-            if mode not in MODES:
-                raise_if_refused(mode)
-                text = f"unknown mode{did_you_mean(mode, MODES)} (the modes are {', '.join(MODES)})"
-                self.problems.add(location, text, mode)
-            elif mode not in modes and not (mode == "ar" and baseline) and modes:
+        known = read_values("mode", list(typed), location, self.problems) if typed else ()
+        for mode in known:
+            if modes and mode not in modes and not (mode == "ar" and baseline):
                 self.problems.add(location, f"no cell has this mode; the modes here are {', '.join(modes)}", mode)
-        wanted = set(typed) & set(MODES) or set(MODES)
+        wanted = set(known or MODES)
         if baseline:
             wanted.add("ar")
         elif "baseline" in self.overrides.values and "ar" not in typed:
@@ -266,58 +326,39 @@ class ExperimentReader:
         mapping = self._mapping(block, path, "a cell such as {mode: lantern, delta: 0.1}")
         layer = self._layer(mapping, path, tuple(PARAMETERS), ("model",))
         if mapping and "mode" not in mapping:
-            self.problems.add(self.location(path), f"has no mode; the modes are {', '.join(MODES)}")
-        return CellEntry(layer, self.location(path), self._models_of_entry(mapping, path))
-
-    def _models_of_entry(self, block: Mapping[str, Any], path: KeyPath) -> tuple[str, ...]:
-        written = block.get("model", ())
-        names = written if isinstance(written, list | tuple) else [written]
-        if not all(isinstance(name, str) for name in names) or written == []:
-            shown = "(empty)" if written is None else written
-            self.problems.add(self.location((*path, "model")), ALLOWED["model"], shown)
-            return ()
-        return tuple(names)
-
-    def _layers_by_model(self, name: str, other_keys: tuple[str, ...] = ()) -> dict[str, Layer]:
-        layers = {}
-        blocks = self._mapping(self.data.get(name, {}), (name,), "a mapping of model names to values")
-        for model, block in blocks.items():
-            path = (name, model)
-            mapping = self._mapping({} if block is None else block, path, "a mapping of keys to values")
-            layers[model] = self._layer(mapping, path, _PARAMETERS, other_keys)
-        return layers
+            self._note(path, f"has no mode; the modes are {', '.join(MODES)}")
+        models = mapping.get("model", ())
+        models = tuple(models) if isinstance(models, list | tuple) else (models,)
+        if not all(isinstance(name, str) for name in models) or mapping.get("model") == []:
+            shown = "(empty)" if mapping["model"] is None else mapping["model"]
+            self._note((*path, "model"), ALLOWED["model"], shown)
+            models = ()
+        return CellEntry(layer, self.source.location(path), models)
 
     def _mapping(self, block: object, path: KeyPath, expected: str) -> dict[str, Any]:
         if isinstance(block, dict):
             return {str(key): value for key, value in block.items()}
-        self.problems.add(self.location(path), f"must be {expected}", "(empty)" if block is None else block)
+        self._note(path, f"must be {expected}", "(empty)" if block is None else block)
         return {}
 
     def _layer(
         self, block: Mapping[str, Any], path: KeyPath, parameters: tuple[str, ...], other_keys: tuple[str, ...]
     ) -> Layer:
         """Read the parameters of a block; a key that is neither a parameter nor among `other_keys` is a problem."""
-        layer: dict[str, tuple[Any, ...]] = {}
+        layer = {}
         for key, written in block.items():
+            location = self.source.location((*path, key))
             if key in parameters:
-                values = read_values(key, written, self.location((*path, key)), self.problems, self.source.folder)
-                if values:
-                    layer[key] = values
+                if values := read_values(key, written, location, self.problems, self.source.folder):
+                    layer[key] = Stated(values, location)
             elif key not in other_keys and (key, written) != ("form", "exact"):  # which earlier versions recorded
-                self._note_unknown_key(key, path, (*parameters, *other_keys))
-        return Layer(layer, lambda key: self.location((*path, key)))
-
-    def _note_unknown_key(self, key: str, path: KeyPath, allowed: Collection[str]) -> None:
-        location = self.location((*path, key))
-        if key == "form":  # of earlier versions
-            text = "removed; what published code does is a drafting: scd-published or sjd-pac-published"
-            self.problems.add(location, text)
-        elif path and (key in ALLOWED or key in _BLOCKS):
-            self.problems.add(location, "belongs at the top level of the file, not here")
-        elif key == "mode":
-            self.problems.add(location, "belongs in cells, for example: cells: [{mode: lantern}]")
-        else:
-            self.problems.add(location, "unknown key" + did_you_mean(key, allowed))
+                text = "unknown key" + did_you_mean(key, (*parameters, *other_keys))
+                if path and (key in ALLOWED or key in _BLOCKS):
+                    text = "belongs at the top level of the file, not here"
+                elif key == "mode":
+                    text = "belongs in cells, for example: cells: [{mode: lantern}]"
+                self.problems.add(location, text)
+        return layer
 
     def check_models(self, settings: Settings, models: Collection[str], entries: list[CellEntry]) -> None:
         """Note unknown models, cells of models that the experiment does not name, and blocks of misspelt ones.
@@ -325,17 +366,16 @@ class ExperimentReader:
         Blocks of other models are allowed: `model` and `--model` select some of them.
         """
         typed = "model" in self.overrides.values
-        location = self.overrides.location("model") if typed else self.location(("model",))
+        location = self.overrides.location("model") if typed else self.source.location(("model",))
         for name in settings.model:
             if name not in models and name != UNNAMED:
                 text = f"unknown model{did_you_mean(name, models)} (the models are {', '.join(models)})"
                 self.problems.add(location, text, name)
         if typed:
             return
-        blocks = self.data.get("models")
-        names = [str(name) for name in blocks] if isinstance(blocks, dict) else []
-        suspects = [(name, self.location(("models", name))) for name in names if did_you_mean(name, settings.model)]
-        suspects += [(name, entry.location) for entry in entries for name in entry.models if name not in names]
+        misspelt = [name for name in self.blocks if did_you_mean(name, settings.model)]
+        suspects = [(name, self.source.location(("models", name))) for name in misspelt]
+        suspects += [(name, entry.location) for entry in entries for name in entry.models if name not in self.blocks]
         for name, location in suspects:
             if name not in settings.model:
                 names_here = ", ".join(settings.model)

@@ -1,8 +1,7 @@
 """The plan: which image is made in which cell, from which prompt and seed, and in which order.
 
 Cells are interleaved: for each prompt all cells run in a seeded random order, so that a machine that slows down slows
-all of them (docs/results-format.md). A plan is pure data, the same on every machine. `runs/store.py` knows which of its
-images exist, and earlier seconds per image give an estimate of its time.
+all of them (docs/results-format.md). A plan is the same on every machine.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import TypeAlias
 
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
@@ -24,10 +25,7 @@ def record_seed(run_seed: int, prompt_id: str, repeat: int, seed_set: int = 0) -
 
 
 def order_key(run_seed: int, prompt_id: str, repeat: int, cell_id: str) -> int:
-    """Return a cell's sort key among the cells of one prompt: sorting by it is a seeded random order.
-
-    It needs no generator, so the order of two cells does not depend on which others run beside them.
-    """
+    """Return a cell's sort key among the cells of one prompt; the order of two does not depend on the others."""
     return _hash63(f"order:{run_seed}:{prompt_id}:{repeat}:{cell_id}")
 
 
@@ -111,10 +109,7 @@ class Plan:
         return replace(self, tasks=tuple(mine))
 
     def deal(self, missing: Plan, count: int, seed: int) -> list[Plan]:
-        """Deal the tasks of `missing`, a part of this plan, to `count` plans: prompts in random order, in equal shares.
-
-        All cells of a prompt stay together.
-        """
+        """Deal `missing`, a part of this plan, to `count` plans: prompts, with all their cells, in random order."""
         groups = {task.image_index // self.together for task in missing.tasks}
         order = sorted(groups, key=lambda group: _hash63(f"deal:{seed}:{group}"))
         share_of = {group: number % count for number, group in enumerate(order)}
@@ -126,14 +121,9 @@ class Plan:
 
     def batches(self) -> Iterator[tuple[ImageTask, ...]]:
         """Yield the tasks that are decoded at once: as many images of a cell as its batch size, or the rest."""
-        group: list[ImageTask] = []
-        for task in self.tasks:
-            if group and (task.cell != group[0].cell or len(group) == task.cell.batch):
-                yield tuple(group)
-                group = []
-            group.append(task)
-        if group:
-            yield tuple(group)
+        for cell, tasks in groupby(self.tasks, key=lambda task: task.cell):
+            while group := tuple(islice(tasks, cell.batch)):
+                yield group
 
     def estimate(
         self, seconds_per_image: Mapping[str, float] | None = None, done: Collection[ImageKey] = ()
@@ -155,10 +145,7 @@ def parse_shard(text: str) -> Shard:
 
 
 def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan:
-    """Make the plan of an experiment over prompts, in their order; a repeated prompt counts once.
-
-    Raises `UserError` when there is no prompt.
-    """
+    """Make the plan of an experiment over prompts, in their order; a repeated prompt counts once."""
     settings = experiment.settings
     unique = list(dict.fromkeys(prompts))
     if not unique:
@@ -169,16 +156,14 @@ def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan
     # The largest batch decides how many images of one cell follow each other: all cells see a prompt at about one time.
     together = max(settings.batch)
     for start in range(0, len(slots), together):
-        for cell in _order(experiment.cells, settings.seed, *slots[start]):
+        prompt, repeat = slots[start]
+        order = [(order_key(settings.seed, prompt.id, repeat, cell.cell_id), cell) for cell in experiment.cells]
+        for _, cell in sorted(order, key=itemgetter(0)):
             for image_index in range(start, min(start + together, len(slots))):
                 prompt, repeat = slots[image_index]
                 seed = record_seed(settings.seed, prompt.id, repeat, seed_sets[cell.cell_id])
                 tasks.append(ImageTask(cell, prompt, repeat, seed, image_index, len(tasks)))
     return Plan(experiment.cells, tuple(tasks), together)
-
-
-def _order(cells: tuple[Cell, ...], seed: int, prompt: Prompt, repeat: int) -> list[Cell]:
-    return sorted(cells, key=lambda cell: order_key(seed, prompt.id, repeat, cell.cell_id))
 
 
 def _slots(prompts: list[Prompt], images: int, repeats: int) -> list[tuple[Prompt, int]]:

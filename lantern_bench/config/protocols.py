@@ -1,15 +1,12 @@
 """Quality protocols: how pictures are scored. Each has a name and a version that are recorded with its figures.
 
-A figure can be compared only under one protocol, so a protocol holds everything that can change a figure: the
-preprocessing, the network of the features, the CLIP model and the words before the caption. Every change is a new
-version. `runs/scoring.py` makes scorers from a protocol; where weights are is not part of it.
+A figure can be compared only under one protocol, so a protocol holds everything that can change a figure, and every
+change is a new version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
 from typing import Any
 
 from lantern_bench.errors import UserError, did_you_mean
@@ -84,11 +81,11 @@ _OF_METRICS = tuple(
     Protocol(name.replace("_", "-"), 1, METRICS[name].meaning, (name,)) for name in OF_IMAGES if name not in _MEASURED
 )
 
-PROTOCOLS: Mapping[str, Protocol] = MappingProxyType({protocol.name: protocol for protocol in (*_ALL, *_OF_METRICS)})
+PROTOCOLS = {protocol.name: protocol for protocol in (*_ALL, *_OF_METRICS)}
 
 
 def protocol_of(name: str) -> Protocol:
-    """Return the protocol of a name; raises `UserError` with the names there are, and what refused a metric."""
+    """Return the protocol of a name; raises the error of an installed metric of this name that cannot be used."""
     if (metric := name.replace("-", "_")) in REFUSED_METRICS:
         raise REFUSED_METRICS[metric]
     if name not in PROTOCOLS:

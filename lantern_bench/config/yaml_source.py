@@ -1,8 +1,4 @@
-"""YAML with the line of every value, and pydantic's errors as sentences with those lines.
-
-Experiment files are written by hand, so an error names the key and the line. This file knows YAML and nothing of
-what an experiment may contain: that is `values.py` and `parse_experiment.py`.
-"""
+"""YAML with the line of every value, and the problems of a file as one error that names their lines."""
 
 from __future__ import annotations
 
@@ -14,13 +10,26 @@ from typing import Any, NamedTuple, TypeAlias, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from lantern_bench.errors import UserError, did_you_mean
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 
 # More than any file here needs.
-MOST_BYTES, DEEPEST = 1_000_000, 32
+MOST_CHARACTERS, DEEPEST = 1_000_000, 32
+
+
+class Location(NamedTuple):
+    """Where a value stands: the path of a key in a file with its line, or a flag (line None)."""
+
+    text: str
+    line: int | None = None
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether the value came from a flag."""
+        return self.text.startswith("--")
 
 
 @dataclass(frozen=True)
@@ -39,39 +48,36 @@ class Source:
             path = path[:-1]
         return self.lines[path] if path else None
 
+    def location(self, path: KeyPath) -> Location:
+        """Return where a value stands: its key, such as `cells[0].mode`, and its line."""
+        text = ""
+        for key in path:
+            text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key
+        return Location(text, self.line(path))
 
-_BEGINNING = "Start with: name, model, prompts and cells."
 
-
-def read_source(path: Path, beginning: str = _BEGINNING) -> Source:
+def read_source(path: Path, beginning: str = "Start with: name, model, prompts and cells.") -> Source:
     """Read a YAML file; raises `UserError` if it cannot be read or is no mapping, with line and column.
 
     `beginning` says what to write into an empty one.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        text = content.decode("utf-8") if len(content) <= MOST_BYTES else None
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MOST_CHARACTERS + 1)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a text file in UTF-8") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    if text is None:
-        raise UserError(f"{path}: has more than {MOST_BYTES} bytes, the most of a YAML file here")
-    return parse_source(text, str(path), path.parent, beginning)
-
-
-def parse_source(text: str, name: str, folder: Path, beginning: str = _BEGINNING) -> Source:
-    """Parse the text of a YAML mapping; raises `UserError` as `read_source` does."""
-    data, node = load_yaml(text, name)
+    data, node = load_yaml(text, str(path))
     if node is None:
-        raise UserError(f"{name}: the file is empty", beginning)
+        raise UserError(f"{path}: the file is empty", beginning)
     if not isinstance(data, dict):
-        raise UserError(f"{name}: must be a mapping of keys to values, not {_kind(data)}")
+        kind = "a list" if isinstance(data, list) else f"'{data}'"
+        raise UserError(f"{path}: must be a mapping of keys to values, not {kind}")
     lines: dict[KeyPath, int] = {}
     twice: list[KeyPath] = []
     _note_lines(node, (), lines, twice)
-    return Source(name, folder, data, lines, tuple(twice))
+    return Source(str(path), path.parent, data, lines, tuple(twice))
 
 
 def load_yaml(text: str, name: str) -> tuple[Any, yaml.Node | None]:
@@ -79,8 +85,8 @@ def load_yaml(text: str, name: str) -> tuple[Any, yaml.Node | None]:
 
     Raises `UserError`, with `name`, for what is not YAML, is too deep or too large, or has an alias.
     """
-    if len(text) > MOST_BYTES:
-        raise UserError(f"{name[:200]}: has more than {MOST_BYTES} characters, the most of a YAML text here")
+    if len(text) > MOST_CHARACTERS:
+        raise UserError(f"{name[:200]}: has more than {MOST_CHARACTERS} characters, the most of a YAML text here")
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -101,13 +107,12 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
-        problem = None
+        mark = event.start_mark
         if isinstance(event, yaml.AliasEvent):
-            problem = f"the alias *{event.anchor} cannot be used here; write the value again"
-        elif self._depth >= DEEPEST:
-            problem = f"nested deeper than {DEEPEST} levels"
-        if problem is not None:
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+            text = f"the alias *{event.anchor} cannot be used here; write the value again"
+            raise yaml.MarkedYAMLError(problem=text, problem_mark=mark)
+        if self._depth >= DEEPEST:
+            raise yaml.MarkedYAMLError(problem=f"nested deeper than {DEEPEST} levels", problem_mark=mark)
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
@@ -128,8 +133,40 @@ def _note_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], twice
             lines[inner] = key.start_mark.line + 1
 
 
-def _kind(data: object) -> str:
-    return "a list" if isinstance(data, list) else f"'{data}'"
+@dataclass
+class Problems:
+    """The problems of one file."""
+
+    name: str  # of the file, for the messages
+    entries: list[tuple[Location, str]] = field(default_factory=list)
+
+    def add(self, location: Location, text: str, value: object = None) -> None:
+        """Add one problem; `value` is shown beside its location unless it is None."""
+        shown = "" if value is None else f"{'' if location.text.endswith('=') else ' '}{show(value)}"
+        problem = (location, f"{location.text}{shown}: {text}")
+        if problem not in self.entries:
+            self.entries.append(problem)
+
+    def raise_all(self) -> None:
+        """Raise one `UserError` with every problem, by line, flags last; return if there are none."""
+        if not self.entries:
+            return
+        in_order = sorted(self.entries, key=lambda problem: (problem[0].is_flag, problem[0].line or 0))
+        lines = [f"line {location.line}: {text}" if location.line else text for location, text in in_order]
+        if len(lines) > 1:
+            raise UserError(f"{self.name}: {len(lines)} problems\n  " + "\n  ".join(lines))
+        location = in_order[0][0]
+        if location.is_flag:
+            raise UserError(lines[0])
+        raise UserError(f"{self.name}{' ' if location.line else ': '}{lines[0]}")
+
+
+def show(value: object) -> str:
+    """Return a value as YAML would show it, at most 60 characters."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = "(empty)" if value is None or value == "" else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class Problem(NamedTuple):
@@ -171,29 +208,33 @@ def _problem(item: Mapping[str, Any], source: Source, model: type[BaseModel]) ->
         path = (*path, key)
         if isinstance(key, int):
             continue
-        fields = {field.alias or name: field for name, field in inside.model_fields.items()}
+        fields = _fields(inside)
         keys = list(fields)
         if key not in fields:
             break
         about, inside = fields[key].description or "", _model_in(fields[key].annotation)
     value = _value_at(source.data, path)
+    words = re.findall(r"'([^']*)'", item["ctx"]["expected"]) if kind == "literal_error" else []
     if kind in ("extra_forbidden", "invalid_key"):
         text, value = f"unknown key{did_you_mean(path[-1], keys)} (the keys are {', '.join(keys)})", None
     elif kind == "missing":
         text = f"missing; {about}"
     elif about.startswith("must"):
-        words = re.findall(r"'([^']*)'", item["ctx"]["expected"]) if kind == "literal_error" else ()
-        text = about + did_you_mean(item["input"], words)
-    elif kind == "literal_error":
-        allowed = re.findall(r"'([^']*)'", item["ctx"]["expected"])
-        text = f"must be one of {', '.join(allowed)}{did_you_mean(value, allowed)}"
+        value = item["input"]
+        text = about + did_you_mean(value, words)
+    elif words:
+        text = f"must be one of {', '.join(words)}{did_you_mean(value, words)}"
     elif kind in ("model_type", "model_attributes_type") and inside is not None:
-        text = f"must be a mapping with {', '.join(field.alias or name for name, field in inside.model_fields.items())}"
+        text = f"must be a mapping with {', '.join(_fields(inside))}"
     elif kind in _SENTENCES:
         text = _SENTENCES[kind]
     else:
         text = str(item.get("ctx", {}).get("error") or item["msg"])
     return Problem(source.line(path), ".".join(map(str, path)), text, value)
+
+
+def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
@@ -206,7 +247,8 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 def _value_at(data: Any, path: KeyPath) -> Any:
     for key in path:
-        if not isinstance(data, Mapping | list) or (isinstance(data, Mapping) and key not in data):
+        try:
+            data = data[key]
+        except (KeyError, TypeError):
             return None
-        data = data[key]  # type: ignore[index]
     return data

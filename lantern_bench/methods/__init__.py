@@ -6,10 +6,10 @@ docs/adding-a-metric.md).
 
 from lantern_bench.methods.draftings import Drafting as Drafting
 from lantern_bench.methods.metrics import Metric as Metric
-from lantern_bench.methods.modes import Mode as Mode
 from lantern_bench.methods.parameters import Kind as Kind
 from lantern_bench.methods.parameters import Parameter as Parameter
 from lantern_bench.methods.parameters import number as number
 from lantern_bench.methods.parameters import whole_number as whole_number
 from lantern_bench.methods.parameters import word as word
 from lantern_bench.methods.rules import Rule as Rule
+from lantern_bench.methods.tables import Mode as Mode

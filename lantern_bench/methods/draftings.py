@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -35,7 +35,6 @@ class Drafting:
     problem: Callable[[Values], tuple[str, str] | None] = lambda _values: None  # key and sentence of values that clash
     small: Values = field(default_factory=dict)  # values of a draft that is small enough for exact checks
     legend: str | None = None  # of the mode that a drafting from another package brings
-    colour: str | None = None
 
     @property
     def drafts(self) -> bool:
@@ -57,32 +56,25 @@ class Drafting:
         return fingerprint_of(self.make)
 
 
-def tree_label(nodes: int, depth: int, beam: int) -> str:
-    """Return how ids and tables write a dynamic tree: `58n5d10b`."""
-    return f"{nodes}n{depth}d{beam}b"
-
-
-def most_nodes(depth: int, beam: int) -> int:
+def _most_nodes(values: Values) -> int:
     """Return how many candidates the rounds of a dynamic tree make: `beam`, then `beam` squared in each round."""
-    return beam + (depth - 1) * beam * beam
+    return int(values["beam"] + (values["depth"] - 1) * values["beam"] ** 2)
 
 
 def _dynamic_problem(values: Values) -> tuple[str, str] | None:
-    depth, beam = values["depth"], values["beam"]
-    if values["nodes"] <= most_nodes(depth, beam):
+    if values["nodes"] <= _most_nodes(values):
         return None
-    return "nodes", f"depth {depth} and beam {beam} make only {most_nodes(depth, beam)} candidates"
+    return "nodes", f"depth {values['depth']} and beam {values['beam']} make only {_most_nodes(values)} candidates"
 
 
 def _enough_nodes(defaults: Values, typed: Values) -> Values:
     """Return the default number of nodes, or all candidates if depth and beam make fewer."""
-    depth, beam = (int(typed.get(key) or defaults[key]) for key in ("depth", "beam"))
-    return {**defaults, "nodes": min(defaults["nodes"], most_nodes(depth, beam))}
+    return {**defaults, "nodes": min(defaults["nodes"], _most_nodes({**defaults, **typed}))}
 
 
 def _jacobi_label(values: Values) -> str:
     """Return `w16` and what is not the default: `w16-left-maximal`; with candidates `w16x3x2-maximal`."""
-    sizes = (values[key] for key in ("window", "candidates", "branching") if values.get(key) is not None)
+    sizes = (values[key] for key in ("window", "candidates", "branching") if key in values)
     words = [setting for setting in (values["initial"], values["coupling"]) if setting not in ("uniform", "none")]
     return "-".join(["w" + "x".join(map(str, sizes)), *words])
 
@@ -120,6 +112,29 @@ COUPLING = _structure(
 CANDIDATES = _structure("candidates", COUNT, "Candidates of a position in the drafting pac.", rare=True)
 BRANCHING = _structure("branching", COUNT, "At how many depths the drafting pac has several candidates.", rare=True)
 
+_JACOBI = Drafting(
+    "jacobi",
+    make="lantern_bench.decoding.drafting.jacobi:JacobiDrafting",
+    about="the target's own last answers",
+    parameters=(WINDOW, INITIAL, COUPLING),
+    defaults={"window": 16},
+    small={"window": 4},
+    needs_drafter=False,
+    chain=True,
+    fresh_every_step=lambda values: values["coupling"] == "none",
+    label=_jacobi_label,
+)
+_PAC = Drafting(
+    "pac",
+    make="lantern_bench.decoding.drafting.pac:PacDrafting",
+    about="Jacobi drafts with siblings",
+    parameters=(WINDOW, INITIAL, COUPLING, CANDIDATES, BRANCHING),
+    defaults={"window": 16, "coupling": "maximal", "candidates": 3, "branching": 2},
+    small={"window": 4, "candidates": 2},
+    needs_drafter=False,
+    fresh_every_step=lambda _values: False,
+    label=_jacobi_label,
+)
 SHIPPED_DRAFTINGS = (
     Drafting("none", make="", about="no drafts", needs_drafter=False, sampled=False),
     Drafting(
@@ -137,54 +152,23 @@ SHIPPED_DRAFTINGS = (
         small={"tree": "small-7"},
         label=lambda values: values.get("tree"),
     ),
-    Drafting(
-        "jacobi",
-        make="lantern_bench.decoding.drafting.jacobi:JacobiDrafting",
-        about="the target's own last answers",
-        parameters=(WINDOW, INITIAL, COUPLING),
-        defaults={"window": 16},
-        small={"window": 4},
-        needs_drafter=False,
-        chain=True,
-        fresh_every_step=lambda values: values["coupling"] == "none",
-        label=_jacobi_label,
-    ),
-    Drafting(
-        "scd-published",
+    _JACOBI,
+    replace(
+        _JACOBI,
+        name="scd-published",
         make="lantern_bench.decoding.drafting.published:PublishedScd",
         about="as SCD's authors coded it, not lossless",
-        parameters=(WINDOW, INITIAL, COUPLING),
         defaults={"window": 16, "coupling": "maximal"},
-        small={"window": 4},
         published_form_of="jacobi",
-        needs_drafter=False,
-        chain=True,
-        fresh_every_step=lambda _values: False,
-        label=_jacobi_label,
         problem=_published_problem,
     ),
-    Drafting(
-        "pac",
-        make="lantern_bench.decoding.drafting.pac:PacDrafting",
-        about="Jacobi drafts with siblings",
-        parameters=(WINDOW, INITIAL, COUPLING, CANDIDATES, BRANCHING),
-        defaults={"window": 16, "coupling": "maximal", "candidates": 3, "branching": 2},
-        small={"window": 4, "candidates": 2},
-        needs_drafter=False,
-        fresh_every_step=lambda _values: False,
-        label=_jacobi_label,
-    ),
-    Drafting(
-        "sjd-pac-published",
+    _PAC,
+    replace(
+        _PAC,
+        name="sjd-pac-published",
         make="lantern_bench.decoding.drafting.published:PublishedSjdPac",
         about="as SJD-PAC's authors coded it, not lossless",
-        parameters=(WINDOW, INITIAL, COUPLING, CANDIDATES, BRANCHING),
-        defaults={"window": 16, "coupling": "maximal", "candidates": 3, "branching": 2},
-        small={"window": 4, "candidates": 2},
         published_form_of="pac",
-        needs_drafter=False,
-        fresh_every_step=lambda _values: False,
-        label=_jacobi_label,
         problem=_published_problem,
     ),
     Drafting(
@@ -224,7 +208,7 @@ SHIPPED_DRAFTINGS = (
         defaults={"nodes": 58, "depth": 5, "beam": 10},
         small={"nodes": 10, "depth": 2, "beam": 5},
         sampled=False,
-        label=lambda values: tree_label(values["nodes"], values["depth"], values["beam"]),
+        label=lambda values: "{nodes}n{depth}d{beam}b".format_map(values),
         adapt=_enough_nodes,
         problem=_dynamic_problem,
     ),

@@ -1,13 +1,10 @@
-"""The quality metrics, one row each: scores, tables, curves, comparisons and the report page read these rows.
-
-A new metric is a row here and a function (docs/adding-a-metric.md); a package brings the same row through the entry
-point group `lantern_bench.metrics`. Torch is not imported: a row names its function by module.
-"""
+"""The quality metrics, one row each; a row names its function by module (docs/adding-a-metric.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any, Literal
 
@@ -73,18 +70,16 @@ class Metric:
         return fingerprint_of(self.load)[:8]
 
 
+_of_sets = partial(Metric, level="set", against_ar="spread", scored_by="fid_features")
 _SHARE = (0.0, 1.0)
 SHIPPED_METRICS = (
-    Metric(
+    _of_sets(
         "fid",
         "Frechet distance to the reference, with the features of fid_features",
         "lantern_bench.metrics.figures:fid",
-        level="set",
         label="FID",
         digits=".2f",
         better="lower",
-        against_ar="spread",
-        scored_by="fid_features",
         in_summary=True,
         bounds=(0.0, inf),
         min_images_per_feature=2,  # with fewer, most of the covariance is noise
@@ -95,16 +90,13 @@ SHIPPED_METRICS = (
             ("fid_infinity_high", "float", "", "upper end of the 95 % interval of fid_infinity"),
         ),
     ),
-    Metric(
+    _of_sets(
         "kid",
         "kernel distance to the reference, over all pictures",
         "lantern_bench.metrics.figures:Kid",
-        level="set",
         label="KID",
         digits=".4g",
         better="lower",
-        against_ar="spread",
-        scored_by="fid_features",
         on_curves=False,
         min_images=5,
         extras=(
@@ -129,29 +121,24 @@ SHIPPED_METRICS = (
         image_meaning="1 when all attributes of the caption are seen, else 0",
         scored_by="protocol",
     ),
-    Metric(
+    _of_sets(
         "precision",
         "share of pictures inside the reference's manifold; depends on n_reference",
         "lantern_bench.metrics.figures:Precision",
-        level="set",
         digits=".3f",
         against_ar="both",
         image_meaning="1 where the picture is inside the reference's manifold, else 0",
-        scored_by="fid_features",
         in_summary=True,
         on_curves=False,
         bounds=_SHARE,
         min_images=256,  # docs/quality.md has the measurement
         is_manifold=True,
     ),
-    Metric(
+    _of_sets(
         "recall",
         "share of the reference inside the pictures' manifold; depends on images and n_reference",
         "lantern_bench.metrics.figures:recall",
-        level="set",
         digits=".3f",
-        against_ar="spread",
-        scored_by="fid_features",
         in_summary=True,
         on_curves=False,
         bounds=_SHARE,

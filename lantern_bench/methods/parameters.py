@@ -10,6 +10,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -90,15 +91,13 @@ class Parameter:
         return f"{self.kind.allowed} ({self.remark})" if self.remark else self.kind.allowed
 
     @property
-    def choices(self) -> tuple[str, ...]:
-        """The words that it may be; empty for a number."""
-        return self.kind.choices
-
-    @property
     def column(self) -> tuple[str, str] | None:
         """The type and the unit of its column, or None; structure has the columns mode, drafting, rule and tree."""
         return None if self.unit is None or self.in_id == "structure" else (self.kind.dtype, self.unit)
 
+
+rare = partial(Parameter, in_id="changed", rare=True)
+"""An option of one method: its default is right for most runs."""
 
 SAMPLING_PARAMETERS = (
     Parameter(
@@ -123,25 +122,21 @@ SAMPLING_PARAMETERS = (
         in_id="changed",
         sampled_only=True,
     ),
-    Parameter(
+    rare(
         "filter_order",
         word(*get_args(FilterOrder)),
         "top_k_first or top_p_first.",
         default="top_k_first",
-        in_id="changed",
         unit=None,
         sampled_only=True,
-        rare=True,
     ),
     Parameter("cfg_scale", NOT_NEGATIVE, "Guidance scale; 1 is off.", default=1.0, remark="1 is off", in_id="changed"),
-    Parameter(
+    rare(
         "seed_set",
         NATURAL,
         "Which seeds the images have: other sets make the same prompts again, to see how far figures vary.",
         default=0,
-        in_id="changed",
         omit_default=True,
-        rare=True,
     ),
 )
 SAMPLING = tuple(parameter.name for parameter in SAMPLING_PARAMETERS)
@@ -150,14 +145,12 @@ SAMPLING = tuple(parameter.name for parameter in SAMPLING_PARAMETERS)
 NEIGHBOURS = Parameter(
     "neighbours", NATURAL, "Number k of nearest codes that add to the neighbour mass.", short="k", unit="codes"
 )
-NEIGHBOUR_METRIC = Parameter(
+NEIGHBOUR_METRIC = rare(
     "neighbour_metric",
     word(*get_args(NeighbourMetric)),
     "Distance between codes: l2, cosine or random.",
     default="l2",
-    in_id="changed",
     omit_default=True,
-    rare=True,
 )
 BOUND = Parameter("bound", ABOVE_0, "Bound of an external rule.", symbol="bound")
 RESIDUAL = Parameter(

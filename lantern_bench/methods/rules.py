@@ -15,6 +15,7 @@ from lantern_bench.methods.parameters import (
     Code,
     Parameter,
     fingerprint_of,
+    rare,
 )
 
 
@@ -50,7 +51,6 @@ class Rule:
     source: str = ""  # arXiv number of the paper
     drafting: str = "static"  # of the mode that a rule from another package brings
     label: str | None = None  # of that mode, in legends
-    colour: str | None = None
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.neighbours is None:
@@ -137,7 +137,6 @@ SHIPPED_RULES = (
         ),
         example=2.0,
         tensor_bound=True,
-        neighbours=10,
         in_id=False,
     ),
     Rule(
@@ -152,13 +151,11 @@ SHIPPED_RULES = (
                 "w of the first draft in Cool-SD, which accepts with w p / q: 1 is strict.",
                 symbol="w",
             ),
-            Parameter(
+            rare(
                 "decay",
                 NOT_NEGATIVE,
                 "How fast Cool-SD's w falls: by the factor exp(-decay) with each depth.",
                 default=0.7,
-                in_id="changed",
-                rare=True,
             ),
         ),
         example=1.1,
@@ -178,21 +175,17 @@ SHIPPED_RULES = (
                 symbol="G",
                 unit="tokens",
             ),
-            Parameter(
+            rare(
                 "probability_gap",
                 ABOVE_0,
                 "GSD: tokens whose probability differs by this much or more are in no cluster with the draft.",
                 default=0.15,
-                in_id="changed",
-                rare=True,
             ),
-            Parameter(
+            rare(
                 "code_gap",
                 NOT_NEGATIVE,
                 "GSD: so are codes at this squared Euclidean distance or more; 0: at any.",
                 default=0.5,
-                in_id="changed",
-                rare=True,
             ),
         ),
         example=14,
@@ -214,7 +207,6 @@ SHIPPED_RULES = (
                 symbol="η",
             ),
         ),
-        example=0.1,
         tensor_bound=True,
         neighbours=20,
     ),
@@ -230,13 +222,11 @@ SHIPPED_RULES = (
                 "Typical acceptance: a draft of at least this probability is accepted; between 0 and 1.",
                 symbol="ε",
             ),
-            Parameter(
+            rare(
                 "alpha",
                 ABOVE_0,
                 "Typical acceptance: so is one above alpha * exp(-entropy); delta in Medusa's paper.",
                 default=0.3,
-                in_id="changed",
-                rare=True,
             ),
         ),
         example=0.09,

@@ -1,4 +1,4 @@
-"""The tables of methods by name, with the rows that other packages bring, and which of them go together.
+"""The modes, and the tables of all methods by name: the shipped rows, those of other packages, and what goes together.
 
 Flags, validation, grids, cell ids, columns, legends, and the checks of `certify` read these tables.
 """
@@ -6,15 +6,15 @@ Flags, validation, grids, cell ids, columns, legends, and the checks of `certify
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from lantern_bench.errors import RefusedError
 from lantern_bench.methods.draftings import SHIPPED_DRAFTINGS, Drafting
-from lantern_bench.methods.metrics import SHIPPED_METRICS, Metric
-from lantern_bench.methods.modes import SHIPPED_MODES, Mode
+from lantern_bench.methods.metrics import SHIPPED_METRICS, Metric, listed
 from lantern_bench.methods.parameters import (
     BOUND,
     NEIGHBOUR_METRIC,
@@ -29,33 +29,87 @@ from lantern_bench.methods.parameters import (
 from lantern_bench.methods.rules import SHIPPED_RULES, Rule
 from lantern_bench.methods.trees import STATIC_TREES, Topology, is_chain
 
+# ---- Modes
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A name for a drafting and a rule; an experiment may override both."""
+
+    name: str
+    drafting: str
+    rule: str
+    label: str  # in legends
+    colour: str | None = None
+    defaults: Values = field(default_factory=dict)  # replace those of drafting and rule, if a cell has the parameter
+    source: str = ""  # arXiv number of their paper; empty: the rule's
+    variants: tuple[Values, ...] = ()  # further values that `certify --modes` (certify/trials.py) tests
+    # Values that make the form of the authors' code where ours differs: the claim that is tested is theirs alone.
+    published: tuple[Values, ...] = ()
+
+
+SHIPPED_MODES = (
+    Mode("ar", "none", "none", "AR", "#000000"),
+    Mode("speculative", "static", "strict", "speculative (strict)", "#0072B2", source="2401.15077"),
+    Mode("lantern", "dynamic", "additive", "LANTERN", "#D55E00", source="2410.03355"),
+    Mode("lantern++", "static", "multiplicative", "LANTERN++", "#009E73", source="2502.06352"),
+    Mode(
+        "sjd",
+        "jacobi",
+        "strict",
+        "SJD",
+        "#332288",
+        source="2410.01699",
+        variants=({"initial": "left"}, {"initial": "row"}),
+    ),
+    Mode(
+        "scd",
+        "jacobi",
+        "strict",
+        "SCD",
+        "#882255",
+        {"coupling": "maximal"},
+        source="2510.24211",
+        variants=({"coupling": "gumbel"},),
+        published=({"drafting": "scd-published"},),
+    ),
+    Mode(
+        "sjd-pac",
+        "pac",
+        "strict",
+        "SJD-PAC",
+        "#44AA99",
+        source="2603.18599",
+        variants=({"coupling": "gumbel"},),
+        published=({"drafting": "sjd-pac-published"},),
+    ),
+    Mode("hybrid", "hybrid", "strict", "hybrid", "#999933", variants=({"coupling": "none"}, {"coupling": "gumbel"})),
+    Mode("cool-sd", "static", "cool-sd", "Cool-SD", "#56B4E9"),
+    Mode("gsd", "static", "gsd", "GSD", "#E69F00", variants=({"drafting": "jacobi"},)),
+    Mode("entropy", "static", "entropy", "by entropy", "#CC79A7"),
+    Mode("typical", "static", "typical", "typical", "#F0E442", variants=({"drafting": "jacobi"}, {"alpha": 0.1})),
+)
+
 # ---- Rows of other packages, through entry points
 
-RULE_GROUP, DRAFTING_GROUP = "lantern_bench.rules", "lantern_bench.draftings"
-METRIC_GROUP = "lantern_bench.metrics"
 _NAME, _KEY = r"[a-z][a-z0-9_-]*", r"[a-z][a-z0-9_]*"
 _SHIPPED_PARAMETERS = [parameter for row in (*SHIPPED_DRAFTINGS, *SHIPPED_RULES) for parameter in row.parameters]
+_Row = TypeVar("_Row", Rule, Drafting, Metric)
 
 
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-_Row = TypeVar("_Row", bound=_Named)
-_MethodRow = TypeVar("_MethodRow", Rule, Drafting)
-
-
-def load_rows(
+def find_rows(
     group: str,
     row_class: type[_Row],
-    fault: Callable[[_Row], str | None],
+    taken: Iterable[str],
+    draftings: Collection[str] = (),
     entry_points: Iterable[metadata.EntryPoint] | None = None,
 ) -> tuple[dict[str, _Row], dict[str, RefusedError]]:
     """Return the usable rows of other packages by name, and an error for each row that cannot be used, by its name.
 
-    `fault` says why a row cannot be used. `entry_points` are by default the installed ones of the group.
+    `taken` are names that neither a row nor its parameters may have, `draftings` those that a rule may name.
+    `entry_points` are by default the installed ones of the group.
     """
+    taken = set(taken)
     rows: dict[str, _Row] = {}
     refused: dict[str, RefusedError] = {}
     for entry_point in sorted(entry_points or metadata.entry_points(group=group), key=lambda entry: entry.name):
@@ -64,11 +118,10 @@ def load_rows(
         row: Any = None
         try:
             row = entry_point.load()
-            if isinstance(row, row_class):
-                reason = fault(row) or (f"the name {row.name} is taken" if row.name in rows else None)
-            else:
-                reason = f"its entry point is no lantern_bench.methods.{row_class.__name__} but {type(row).__name__}"
-            problem = reason and f"{title} cannot be used: {reason}"
+            fault = _fault(row, row_class, taken)
+            if isinstance(row, Rule):
+                fault = fault or _rule_fault(row, draftings)
+            problem = fault and f"{title} cannot be used: {fault}"
         except Exception as error:  # whatever another package raises when it is imported or read
             problem = f"{title} cannot be loaded: {type(error).__name__}: {error}"
         if problem:
@@ -76,59 +129,26 @@ def load_rows(
             refused |= dict.fromkeys({entry_point.name, str(getattr(row, "name", entry_point.name))}, refusal)
         else:
             rows[row.name] = row
+            taken.update([row.name, *(parameter.name for parameter in getattr(row, "parameters", ()))])
     return rows, refused
 
 
-def find_metrics(
-    taken: Collection[str], entry_points: Iterable[metadata.EntryPoint] | None = None
-) -> tuple[dict[str, Metric], dict[str, RefusedError]]:
-    """Return the metrics of other packages, as `load_rows`; `taken` are names that they may not have."""
-
-    def fault(row: Metric) -> str | None:
-        if not re.fullmatch(_KEY, row.name):
-            return f"its name {row.name!r} must be lower-case letters, digits and _"
-        return f"the name {row.name} is taken" if row.name in taken else None
-
-    return load_rows(METRIC_GROUP, Metric, fault, entry_points)
-
-
-def find_rows(
-    group: str,
-    row_class: type[_MethodRow],
-    taken: Collection[str],
-    draftings: Collection[str] = (),
-    entry_points: Iterable[metadata.EntryPoint] | None = None,
-) -> tuple[dict[str, _MethodRow], dict[str, RefusedError]]:
-    """Return the rules or draftings of other packages, as `load_rows`.
-
-    `taken` are names that neither a row nor its parameters may have, `draftings` those that a rule may name.
-    """
-    taken = set(taken)
-
-    def fault(row: _MethodRow) -> str | None:
-        reason = _fault(row, taken, draftings)
-        if reason is None:
-            taken.update([row.name, *(parameter.name for parameter in row.parameters)])
-        return reason
-
-    return load_rows(group, row_class, fault, entry_points)
-
-
-def _fault(row: Rule | Drafting, taken: Collection[str], draftings: Collection[str]) -> str | None:
+def _fault(row: Any, row_class: type[_Row], taken: Collection[str]) -> str | None:
     """Return why a row cannot be used, or None."""
-    if not re.fullmatch(_NAME, row.name):
-        return f"its name {row.name!r} must be lower-case letters, digits, _ and -"
+    if not isinstance(row, row_class):
+        return f"its entry point is no lantern_bench.methods.{row_class.__name__} but {type(row).__name__}"
+    pattern, signs = (_KEY, "digits and _") if row_class is Metric else (_NAME, "digits, _ and -")
+    if not re.fullmatch(pattern, row.name):
+        return f"its name {row.name!r} must be lower-case letters, {signs}"
     if row.name in taken:
         return f"the name {row.name} is taken"
-    for parameter in row.parameters:
+    for parameter in getattr(row, "parameters", ()):
         if not re.fullmatch(_KEY, parameter.name):
             return f"its parameter {parameter.name!r} must be lower-case letters, digits and _"
         if parameter.name in taken and parameter not in _SHIPPED_PARAMETERS:
             return f"the name of its parameter {parameter.name} is taken"
         if any(type(text) is not str for text in (parameter.kind.allowed, parameter.help)):
             return f"its parameter {parameter.name} needs texts for what is allowed and for `help`"
-    if isinstance(row, Rule):
-        return _rule_fault(row, draftings)
     return None
 
 
@@ -144,29 +164,27 @@ def _rule_fault(rule: Rule, draftings: Collection[str]) -> str | None:
 
 # ---- The tables
 
-_SHIPPED = (*SHIPPED_DRAFTINGS, *SHIPPED_RULES)
 _TAKEN = {"all", "mode", "drafting", "rule", "bound", *SAMPLING, *(row.name for row in SHIPPED_MODES)}
-_TAKEN |= {name for row in _SHIPPED for name in (row.name, *row.parameter_names)}
-OUTSIDE_DRAFTINGS, _refused_draftings = find_rows(DRAFTING_GROUP, Drafting, _TAKEN)
+for _row in (*SHIPPED_DRAFTINGS, *SHIPPED_RULES):
+    _TAKEN.update([_row.name, *_row.parameter_names])
+OUTSIDE_DRAFTINGS, _refused_draftings = find_rows("lantern_bench.draftings", Drafting, _TAKEN)
 """Draftings that other packages bring, by name."""
 DRAFTINGS: dict[str, Drafting] = {row.name: row for row in SHIPPED_DRAFTINGS} | OUTSIDE_DRAFTINGS
 
 _DRAFTS = [name for name, row in DRAFTINGS.items() if row.drafts]
 _TAKEN |= {name for row in OUTSIDE_DRAFTINGS.values() for name in (row.name, *row.parameter_names)}
-OUTSIDE_RULES, _refused_rules = find_rows(RULE_GROUP, Rule, _TAKEN, _DRAFTS)
+OUTSIDE_RULES, _refused_rules = find_rows("lantern_bench.rules", Rule, _TAKEN, _DRAFTS)
 """Rules that other packages bring, by name."""
 REFUSED: dict[str, RefusedError] = _refused_draftings | _refused_rules
 """Errors of installed rows that cannot be used, by name: an experiment that names one raises its error."""
 RULES: dict[str, Rule] = {row.name: row for row in SHIPPED_RULES} | OUTSIDE_RULES
 
 MODES: dict[str, Mode] = {row.name: row for row in SHIPPED_MODES}
-MODES |= {
-    name: Mode(name, rule.drafting, name, rule.label or name, rule.colour) for name, rule in OUTSIDE_RULES.items()
-}
-MODES |= {name: Mode(name, name, "strict", row.legend or name, row.colour) for name, row in OUTSIDE_DRAFTINGS.items()}
+MODES |= {name: Mode(name, rule.drafting, name, rule.label or name) for name, rule in OUTSIDE_RULES.items()}
+MODES |= {name: Mode(name, name, "strict", row.legend or name) for name, row in OUTSIDE_DRAFTINGS.items()}
 
 _OWN_METRICS = {metric.name: metric for metric in SHIPPED_METRICS}
-_OUTSIDE_METRICS, REFUSED_METRICS = find_metrics(_OWN_METRICS)
+_OUTSIDE_METRICS, REFUSED_METRICS = find_rows("lantern_bench.metrics", Metric, _OWN_METRICS)
 METRICS: dict[str, Metric] = _OWN_METRICS | _OUTSIDE_METRICS
 """All quality metrics by name, in the order of the tables."""
 OF_IMAGES = tuple(name for name, metric in METRICS.items() if metric.level == "image")
@@ -228,12 +246,11 @@ def owners_of(key: str) -> str:
         return "modes that draft"
     draftings = [name for name, row in DRAFTINGS.items() if key in row.parameter_names]
     rules = [name for name, row in RULES.items() if key in row.parameter_names]
-    phrases = []
-    for noun, names in (("drafting", draftings), ("rule", rules)):
-        if len(names) > 1:
-            phrases.append(f"the {noun}s {', '.join(names[:-1])} and {names[-1]}")
-        elif names:
-            phrases.append(f"the {noun} {names[0]}")
+    phrases = [
+        f"the {noun}{'s' if len(names) > 1 else ''} {listed(names)}"
+        for noun, names in (("drafting", draftings), ("rule", rules))
+        if names
+    ]
     return " and ".join(phrases) or "rules from other packages (none is installed)"
 
 

@@ -1,8 +1,7 @@
 """The named static draft trees, and the check of a user's own tree.
 
 A topology is a set of root-to-node paths of child ranks: `(0, 1)` is the second child of the first child of the root.
-The root itself has no entry. The names and their published counterparts are in docs/algorithms.md, section 2. This file
-holds shapes only: the index tensors made from them belong to `decoding/tree.py`.
+The root itself has no entry. The names and their published counterparts are in docs/algorithms.md, section 2.
 """
 
 from __future__ import annotations
@@ -20,11 +19,7 @@ Topology: TypeAlias = tuple[Path, ...]
 def _paths(text: str) -> Topology:
     """Read paths written as words of one digit a level: `00 01` is (0, 0) and (0, 1)."""
     paths = [tuple(int(digit) for digit in word) for word in text.split()]
-    return tuple(sorted(paths, key=_depth_first_by_level))
-
-
-def _depth_first_by_level(path: Path) -> tuple[int, Path]:
-    return len(path), path
+    return tuple(sorted(paths, key=lambda path: (len(path), path)))
 
 
 STATIC_TREES: dict[str, Topology] = {
@@ -54,9 +49,7 @@ STATIC_TREES: dict[str, Topology] = {
 def check_topology(paths: Iterable[Sequence[int]]) -> Topology:
     """Return the paths sorted by (depth, path), or raise `UserError` for a tree that cannot be drafted.
 
-    Refused are an empty tree, the root written as a path of its own, negative ranks, paths written twice, nodes
-    without their parent, and gaps in the ranks of siblings (a gap read literally is not lossless: docs/algorithms.md,
-    section 2).
+    A gap in the ranks of siblings is refused: read literally it is not lossless (docs/algorithms.md, section 2).
     """
     listed = [tuple(path) for path in paths]
     if not listed:
@@ -67,24 +60,20 @@ def check_topology(paths: Iterable[Sequence[int]]) -> Topology:
             raise UserError(f"the path {list(path)} has a child rank that is not a whole number of at least 0")
     unique = set(listed)
     for path in listed:
-        _check_path(path, unique)
+        if not path:
+            raise UserError("the tree has an empty path", "The root is there by itself; write only paths below it.")
+        *parent, rank = path
+        if parent and tuple(parent) not in unique:
+            raise UserError(f"the path {list(path)} has no parent", f"Add {parent}.")
+        if rank > 0 and (*parent, rank - 1) not in unique:
+            raise UserError(
+                f"the path {list(path)} leaves a gap: its sibling {[*parent, rank - 1]} is missing",
+                "Number the children of a node 0, 1, 2, ... without gaps.",
+            )
     if len(unique) != len(listed):
         twice = next(path for path in listed if listed.count(path) > 1)
         raise UserError(f"the path {list(twice)} is written twice", "Write every path once.")
-    return tuple(sorted(unique, key=_depth_first_by_level))
-
-
-def _check_path(path: Path, paths: set[Path]) -> None:
-    if not path:
-        raise UserError("the tree has an empty path", "The root is there by itself; write only paths below it.")
-    parent, rank = path[:-1], path[-1]
-    if parent and parent not in paths:
-        raise UserError(f"the path {list(path)} has no parent", f"Add {list(parent)}.")
-    if rank > 0 and (*parent, rank - 1) not in paths:
-        raise UserError(
-            f"the path {list(path)} leaves a gap: its sibling {[*parent, rank - 1]} is missing",
-            "Number the children of a node 0, 1, 2, ... without gaps.",
-        )
+    return tuple(sorted(unique, key=lambda path: (len(path), path)))
 
 
 def is_chain(topology: Topology) -> bool:

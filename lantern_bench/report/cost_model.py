@@ -18,8 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lantern_bench.config.values import Location, Problems
-from lantern_bench.config.yaml_source import problems_of, read_source
+from lantern_bench.config.yaml_source import Location, Problems, problems_of, read_source
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
 from lantern_bench.methods.trees import STATIC_TREES
 

@@ -21,7 +21,7 @@ from lantern_bench.config.experiment import Cell
 from lantern_bench.decoding.acceptance import walk
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.methods import tables as method_tables
-from lantern_bench.methods.modes import Mode
+from lantern_bench.methods.tables import Mode
 from lantern_bench.models import registry
 from tests.tiny_model import TinyModel
 

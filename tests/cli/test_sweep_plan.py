@@ -117,7 +117,6 @@ def test_plan_counts_finished_images_and_estimates_time(capsys, here):
         (["--delta", "0.1,x", "--lambda", "0.5"], ["2 problems", "--delta x:", "--lambda 0.5:"]),
         (["--temperature", "-1"], ["--temperature -1: must be a number of at least 0"]),
         (["--tree", "small-8"], ["--tree small-8: unknown tree; did you mean small-7?"]),
-        (["--drafting", "chain"], ["--drafting chain: no drafting has this name", "--tree chain-5"]),
         (["--drafting", "statc"], ["--drafting statc", "did you mean static?"]),
         (["--images", "0"], ["--images 0: must be a whole number of at least 1"]),
         (["--images", "many"], ["--images many: must be a whole number of at least 1"]),

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lantern_bench.config.experiment import ResolvedExperiment, load_experiment, shipped_experiments
-from lantern_bench.config.values import Overrides
+from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.errors import UserError
 from lantern_bench.models import registry
 

@@ -80,7 +80,7 @@ def test_figures_bear_the_names_of_our_columns() -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"figures": {"speedup": {"value": 1, "source": "recall", "confidence": "memory"}}}, "from memory is not used"),
+        ({"figures": {"speedup": {"value": 1, "source": "recall", "confidence": "memory"}}}, "'paper', 'secondary'"),
         ({"figures": {"speedup": {"value": 1, "source": "", "confidence": "paper"}}}, "at least 1 character"),
         ({"figures": {"speedup": {"value": 1, "source": "x", "confidence": "sure"}}}, "secondary"),
         ({"figures": {"speed": {"value": 1, "source": "x", "confidence": "paper"}}}, "speedup"),

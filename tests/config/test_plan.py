@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lantern_bench.config.experiment import load_experiment
+from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import ImageTask, Plan, Prompt, Shard, make_plan, order_key, parse_shard, record_seed
-from lantern_bench.config.values import Overrides
 from lantern_bench.errors import UserError
 
 PROMPTS = [Prompt("one red lantern"), Prompt("two"), Prompt("three")]

@@ -83,7 +83,7 @@ def test_prompts_are_dealt_in_equal_shuffled_shares(tmp_path: Path) -> None:
 
 def plan_of(folder: Path, count: int, **flags: Any) -> Plan:
     from lantern_bench.config.experiment import load_experiment
-    from lantern_bench.config.values import Overrides
+    from lantern_bench.config.parse_experiment import Overrides
 
     (folder / "tiny.yaml").write_text(EXPERIMENT)
     return make_plan(

@@ -23,9 +23,9 @@ import pytest
 import torch
 
 from lantern_bench.config.experiment import load_experiment
+from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import Plan, Prompt, make_plan
 from lantern_bench.config.protocols import protocol_of
-from lantern_bench.config.values import Overrides
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models import registry
 from lantern_bench.runs import ray_engine

@@ -17,8 +17,8 @@ import torch
 
 from lantern_bench.clock import Usage
 from lantern_bench.config.experiment import ResolvedExperiment, load_experiment
+from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import Plan, Prompt, make_plan
-from lantern_bench.config.values import Overrides
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.parameters import SAMPLING

@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lantern_bench.config.experiment import ResolvedExperiment, load_experiment
+from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import ImageTask, Plan, Prompt, make_plan
-from lantern_bench.config.values import Overrides
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.runs.records import KeyFields, RecordKeys, rows_of
 from lantern_bench.runs.store import (

@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 
 from lantern_bench.config.experiment import MOST_CELLS, load_experiment
+from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import Prompt, make_plan
-from lantern_bench.config.values import Overrides
-from lantern_bench.config.yaml_source import DEEPEST, MOST_BYTES, parse_source, read_source
+from lantern_bench.config.yaml_source import DEEPEST, MOST_CHARACTERS, read_source
 from lantern_bench.console import Console
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.model_file import read_model_file
@@ -25,6 +25,12 @@ from tests.made_up_run import AR, make_record, write_run
 
 DEFAULTS = {"lanterns": {"cfg_scale": 3.0, "tree": "small-7"}}
 ANY_PROMPT: Any = SimpleNamespace(check_prompt=lambda text: None, prompt_sets={})
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "mine.yaml"
+    path.write_text(text)
+    return path
 
 
 def deep(levels: int) -> str:
@@ -47,13 +53,13 @@ LAUGHS = "a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
         ("a: !!python/object/apply:os.mkdir [made]", "could not determine a constructor"),
         ("a: " + "9" * 5000, "not valid YAML"),
         ("a: 2026-99-99", "not valid YAML"),
-        (f"a: {'x' * MOST_BYTES}", "more than 1000000 characters"),
+        (f"a: {'x' * MOST_CHARACTERS}", "more than 1000000 characters"),
     ],
 )
 def test_yaml_that_is_refused(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="mine") as raised:
-        parse_source(text, "mine", tmp_path)
+        read_source(written(tmp_path, text))
     assert message in raised.value.message and len(raised.value.message) < 400
     assert not Path("made").exists()
 
@@ -67,14 +73,14 @@ def test_a_path_that_is_too_long_is_named_by_line(part: str, tmp_path: Path) -> 
 
 
 def test_yaml_within_the_limits_is_read(tmp_path: Path) -> None:
-    assert parse_source(deep(DEEPEST - 1), "mine", tmp_path).data
+    assert read_source(written(tmp_path, deep(DEEPEST - 1))).data
 
 
 def test_a_file_without_end_is_not_read_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "large.yaml"
     with path.open("wb") as file:
         file.truncate(50 * 10**9)  # a sparse file: it takes no room, and reading it would take minutes
-    with pytest.raises(UserError, match="more than 1000000 bytes"):
+    with pytest.raises(UserError, match="more than 1000000 characters"):
         read_source(path)
 
 

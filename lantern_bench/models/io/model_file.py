@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, DirectoryPath, Field, FilePath, ValidationError, ValidationInfo
 
-from lantern_bench.config.values import Location, Problems, read_values, show
-from lantern_bench.config.yaml_source import Source, problems_of, read_source
+from lantern_bench.config.decoding import read_values
+from lantern_bench.config.yaml_source import Location, Problems, Source, problems_of, read_source, show
 from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.tables import PARAMETERS
 
