@@ -20,7 +20,7 @@ from lantern_bench.config.values import Overrides
 from lantern_bench.errors import UserError
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts import describe_prompts, load_prompts
-from lantern_bench.runs.records import check_same_experiment, check_same_threads
+from lantern_bench.runs.records import check_same_run
 from lantern_bench.runs.store import (
     LOCK,
     MANIFEST,
@@ -131,12 +131,12 @@ def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
     if not folder.is_dir():
         return
     if (folder / LOCK).exists():
-        lock_run(folder).release()
+        with lock_run(folder):
+            pass
     check_is_run(folder)
     if (folder / MANIFEST).exists() and (finished := len(done_images(folder))):
-        manifest = read_manifest(folder)
-        check_same_experiment(folder.name, manifest.get("experiment", {}), experiment.to_dict(), finished)
-        check_same_threads(folder.name, manifest.get("threads"), experiment.settings.threads, finished)
+        manifest, threads = read_manifest(folder), experiment.settings.threads
+        check_same_run(folder.name, manifest, finished, experiment=experiment.to_dict(), threads=threads)
 
 
 def check_neighbours(experiment: ResolvedExperiment) -> None:

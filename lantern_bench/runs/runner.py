@@ -37,7 +37,6 @@ from lantern_bench.runs.devices import (
 )
 from lantern_bench.runs.events import Emit, ImageDone, Note, Share, Started
 from lantern_bench.runs.images import DecodedImage, png_bytes
-from lantern_bench.runs.records import check_same_threads
 from lantern_bench.runs.request import Request
 from lantern_bench.runs.store import RunStore, done_images
 from lantern_bench.runs.threads import DISTURBED, Calibrated, fastest_threads, set_threads
@@ -106,23 +105,13 @@ def prepare_models(plan: Plan, models: Mapping[str, LoadedModel], done: Collecti
 def calibrate_threads(
     store: RunStore, plan: Plan, models: Mapping[str, LoadedModel], threads: int | None, emit: Emit
 ) -> None:
-    """Set the number of threads: that of the run's finished images, else `threads`, else the fastest.
-
-    Raises `RefusedError` when `threads` differs from the number that finished images were decoded with.
-    """
-    set_threads(chosen := recorded_threads(store, threads))
+    """Set the number of threads: that of the run's finished images, else `threads`, else the fastest."""
+    set_threads(chosen := store.threads or threads)
     missing = [task for task in plan.tasks if not store.is_done(task)]
     if chosen is None and (calibrated := fastest_for(missing, models)) is not None:
         set_threads(calibrated.threads)
         for note in calibrated.notes():
             emit(note)
-
-
-def recorded_threads(store: RunStore, threads: int | None) -> int | None:
-    """Return the threads of the run's finished images, else `threads`; raises as `calibrate_threads`."""
-    recorded = store.manifest.get("threads") if store.finished else None
-    check_same_threads(store.folder.name, recorded, threads, store.finished)
-    return recorded or threads
 
 
 def fastest_for(tasks: Sequence[ImageTask], models: Mapping[str, LoadedModel]) -> Calibrated | None:
@@ -158,7 +147,10 @@ def run_plan(
     """
     batches = [batch for batch in plan.batches() if not all(map(store.is_done, batch))]
     to_do = Counter(task.cell.cell_id for task in plan.tasks if not store.is_done(task))
-    session = _start_session(store, models, compute, prepare_seconds)
+    session = open_session(store, prepare_seconds=prepare_seconds)
+    started = store.manifest.get("started", session["started"])
+    described = compute_block(compute, store.key["compile"]) | {"machine": machine_block()}
+    store.update_manifest(started=started, ended=None, **described)
     decoder = Decoder(models, compute, session, again)
     try:
         emit(Started(len(plan.tasks) - to_do.total(), to_do))
@@ -189,16 +181,18 @@ class Result(NamedTuple):
 def store_result(store: RunStore, result: Result) -> ImageDone:
     """Write the picture and the record of an image."""
     with stopping.delayed():
-        # The picture is written first, so that every record has its picture.
-        picture = {} if result.png is None else {"image": store.write_image(result.task, result.png)}
-        return ImageDone(result.task, store.append(result.task, {**result.columns, **picture}))
+        return ImageDone(result.task, store.append(*result))
 
 
-def new_session(process: int, prepare_seconds: float = 0.0) -> dict[str, Any]:
-    """Return the manifest's entry of a process that begins to decode images."""
+def open_session(store: RunStore, **entries: Any) -> dict[str, Any]:
+    """Add the session of a process that begins to decode images to the manifest; what is returned is part of it."""
+    sessions = store.manifest.get("sessions", [])
+    process = 1 + max((session.get("process", 0) for session in sessions), default=-1)
     session: dict[str, Any] = {"started": stamp(), "ended": None, "complete": False, "images": 0, "failed": 0}
-    session |= {"first_seconds": 0.0, "again_seconds": 0.0}
-    return session | {"process": process, "prepare_seconds": prepare_seconds, "warm_up": []}
+    session |= {"first_seconds": 0.0, "again_seconds": 0.0, "process": process, "prepare_seconds": 0.0, "warm_up": []}
+    session |= entries
+    store.update_manifest(sessions=[*sessions, session])
+    return session
 
 
 class Decoder:
@@ -310,21 +304,6 @@ def decode_batch(
         DecodedImage(prompt, image.tokens, image.trace, picture, seconds, peak, image.logits)
         for prompt, image, picture in zip(prompts, decoded, pixels, strict=True)
     ]
-
-
-def _start_session(
-    store: RunStore, models: Mapping[str, LoadedModel], compute: Compute, prepare_seconds: float
-) -> dict[str, Any]:
-    """Add a session to the manifest; the returned dictionary is part of it."""
-    session = new_session(store.next_process(), prepare_seconds)
-    store.update_manifest(
-        started=store.manifest.get("started", session["started"]),
-        ended=None,
-        **compute_block(compute, any(model.engine.compile for model in models.values())),
-        machine=machine_block(),
-        sessions=[*store.manifest.get("sessions", []), session],
-    )
-    return session
 
 
 def compute_block(compute: Compute, compiled: bool) -> dict[str, Any]:

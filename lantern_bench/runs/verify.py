@@ -16,8 +16,8 @@ from lantern_bench.errors import LanternError
 from lantern_bench.models.io.files import file_sha256, write_atomically
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts import load_prompts
-from lantern_bench.runs.records import RecordKeys, end_of_lines, read_lines
-from lantern_bench.runs.store import RECORDS, SCORES, cannot_write, lock_run, read_manifest
+from lantern_bench.runs.records import end_of_lines, read_lines, record_key
+from lantern_bench.runs.store import RECORDS, SCORES, lock_run, read_manifest
 
 _FILES = {"records": RECORDS, "scores": SCORES}
 
@@ -105,7 +105,7 @@ def _experiment_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def _compare(plan: Plan, manifest: Mapping[str, Any], records: Iterable[Any]) -> Iterator[Problem]:
     """Yield what is missing of each cell, and what is in the records and not in the plan."""
     recorded = {(row.cell_id, row.prompt_id, row.repeat): row for row in records}
-    keys, by_cell = RecordKeys(manifest["key"]), dict[str, list[ImageTask]]()
+    by_cell: dict[str, list[ImageTask]] = {}
     for task in plan.tasks:
         by_cell.setdefault(task.cell.cell_id, []).append(task)
     for cell_id, tasks in by_cell.items():
@@ -115,7 +115,7 @@ def _compare(plan: Plan, manifest: Mapping[str, Any], records: Iterable[Any]) ->
         if failed := sum(row is not None and row.status != "ok" for row in rows):
             yield Problem(RECORDS, f"{cell_id}: {failed} of {len(tasks)} images failed")
         for task, row in zip(tasks, rows, strict=True):
-            if row is not None and row.record_key != (key := keys.key_of(task)):
+            if row is not None and row.record_key != (key := record_key(task, manifest["key"])):
                 problem = f"{task.image}: its record key {row.record_key} is not that of its settings, {key}"
                 yield Problem(RECORDS, problem, again=False)
     if recorded:
@@ -127,11 +127,8 @@ def repair(folder: Path, checked: Checked) -> int:
 
     The command that started the run then makes their images and scores again. Raises as `lock_run`.
     """
-    lock = lock_run(folder)
-    try:
+    with lock_run(folder):
         return sum(_drop(folder / name, table, checked.broken) for table, name in _FILES.items())
-    finally:
-        lock.release()
 
 
 def _drop(path: Path, table: str, keys: Collection[str]) -> int:
@@ -140,8 +137,5 @@ def _drop(path: Path, table: str, keys: Collection[str]) -> int:
     dropped = keys if table == "records" else ()
     remaining = [line.content for line in lines if line.row is not None and line.row.record_key not in dropped]
     if len(remaining) < len(lines):
-        try:
-            write_atomically(path, remaining)
-        except OSError as error:
-            raise cannot_write(path.parent, error) from error
+        write_atomically(path, remaining)
     return len(lines) - len(remaining)

@@ -29,7 +29,7 @@ from lantern_bench.config.values import Overrides
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models import registry
 from lantern_bench.runs import ray_engine
-from lantern_bench.runs.ray_engine import DeviceSlot, RayMeasure, shards_of, slots_of
+from lantern_bench.runs.ray_engine import DeviceSlot, measure_on_cluster, shards_of, slots_of
 from lantern_bench.runs.request import prepare
 from lantern_bench.runs.store import read_manifest, read_records
 from tests.tiny_model import EXPERIMENT, PROMPTS, TinyModel
@@ -367,7 +367,7 @@ def test_scores_in_parts_are_those_of_one_pass(
     request.experiment.settings = load_experiment(home / "tiny.yaml", {"tiny": TinyModel.defaults}).settings
     scorers = load_scorers(request.protocol)
     expected = measure_pictures(records, tmp_path, scorers, manifold=False)
-    in_tasks = RayMeasure(ray, request)(records, tmp_path, scorers, manifold=False)
+    in_tasks = measure_on_cluster(ray, request, records, tmp_path, scorers, manifold=False)
     assert expected.features is not None and in_tasks.features is not None and len(in_tasks.features) == 70
     assert [row["record_key"] for row in in_tasks.rows] == [row["record_key"] for row in records]
     assert [row["prompt_accuracy"] for row in in_tasks.rows] == [row["prompt_accuracy"] for row in expected.rows]
