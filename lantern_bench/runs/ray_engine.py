@@ -203,9 +203,7 @@ class Worker:
             torch.set_num_threads(settings.threads or max(1, int(cores)))
         if settings.threads is None:
             runner.prepare_models(request.plan, self.models, (), lambda _event: None)
-            if (calibrated := runner.fastest_for(request.plan.tasks, self.models)) is not None:
-                torch.set_num_threads(calibrated.threads)
-                notes += calibrated.notes()
+            runner.set_fastest_threads(request.plan.tasks, self.models, notes.append)
         self.again = "speed" in settings.metrics
         key = key_fields(self.models, settings, self.compute, request.plan.cells)
         session = {"device": device_columns(self.compute.device), "machine": machine_block()}

@@ -15,7 +15,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -67,10 +67,7 @@ class Line(NamedTuple):
 
 
 def read_lines(path: Path, table: str, wanted: Collection[str] | None = None) -> Iterator[Line]:
-    """Yield the lines of a file, or nothing without a file; `wanted` leaves out the columns that are not in it.
-
-    Columns that the version of a row lacks are None.
-    """
+    """Yield the lines of a file, or nothing without a file; `wanted` leaves out the columns that are not in it."""
     declared = {column.name: column.dtype for column in columns(table)}
     needed, names = _NEEDED[table], _names(table, wanted)
     optional = {name: _KINDS.get(declared[name], list | None) for name in names}
@@ -122,7 +119,10 @@ class RowFile:
         self._path, self._names, self._table = path, [column.name for column in columns(table)], table
         # Without a buffer, because what the disk has no room for must not be written later.
         self._file = path.open("ab+", buffering=0)
-        self._file.truncate(end_of_lines(self._file))
+        if path.stat().st_size:
+            with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                end = content.rfind(b"\n") + 1
+            self._file.truncate(end)
 
     def append(self, values: Mapping[str, Any]) -> Row:
         """Write one row with every column and wait until it is on the disk; return it.
@@ -149,14 +149,6 @@ class RowFile:
     def close(self) -> None:
         """Close the file; closing twice does no harm."""
         self._file.close()
-
-
-def end_of_lines(file: BinaryIO) -> int:
-    """Return the bytes of a file up to its last line break."""
-    if file.seek(0, os.SEEK_END) == 0:
-        return 0
-    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return content.rfind(b"\n") + 1
 
 
 def no_room(path: Path, error: OSError) -> RefusedError:

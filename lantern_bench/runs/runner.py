@@ -39,7 +39,7 @@ from lantern_bench.runs.events import Emit, ImageDone, Note, Share, Started
 from lantern_bench.runs.images import DecodedImage, png_bytes
 from lantern_bench.runs.request import Request
 from lantern_bench.runs.store import RunStore, done_images
-from lantern_bench.runs.threads import DISTURBED, Calibrated, fastest_threads, set_threads
+from lantern_bench.runs.threads import DISTURBED, fastest_threads, set_threads
 
 Batch: TypeAlias = tuple[ImageTask, ...]
 
@@ -107,23 +107,24 @@ def calibrate_threads(
 ) -> None:
     """Set the number of threads: that of the run's finished images, else `threads`, else the fastest."""
     set_threads(chosen := store.threads or threads)
-    missing = [task for task in plan.tasks if not store.is_done(task)]
-    if chosen is None and (calibrated := fastest_for(missing, models)) is not None:
-        set_threads(calibrated.threads)
-        for note in calibrated.notes():
-            emit(note)
+    if chosen is None:
+        set_fastest_threads([task for task in plan.tasks if not store.is_done(task)], models, emit)
 
 
-def fastest_for(tasks: Sequence[ImageTask], models: Mapping[str, LoadedModel]) -> Calibrated | None:
-    """Try several numbers of threads on these images; None where the CPU does not decode, or where decoding fails."""
+def set_fastest_threads(tasks: Sequence[ImageTask], models: Mapping[str, LoadedModel], emit: Emit) -> None:
+    """Try several numbers of threads on these images and set the fastest, where the CPU decodes."""
     if not tasks:
-        return None
+        return
     name = tasks[0].cell.model
     decodings = (task.cell.decoding for task in tasks if task.cell.model == name)
     try:
-        return fastest_threads(models[name], tasks[0].prompt.text, decodings)
+        calibrated = fastest_threads(models[name], tasks[0].prompt.text, decodings)
     except (RuntimeError, MemoryError):
-        return None  # the images fail the same way and record it
+        return  # the images fail the same way and record it
+    if calibrated is not None:
+        set_threads(calibrated.threads)
+        for note in calibrated.notes():
+            emit(note)
 
 
 # ---- Running a plan

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 MANIFEST, RECORDS, SCORES, LOCK, WRITER = "manifest.json", "records.jsonl", "scores.jsonl", ".lock", ".writer.json"
 # What a resumed run needs of its records.
-_SCANNED = ("cell_id", "prompt_id", "repeat", "process", "seconds", "pixel_seconds", "disturbed")
+_SCANNED = ("cell_id", "prompt_id", "repeat", "seconds", "pixel_seconds", "disturbed")
 RESULTS_VARIABLE = "LANTERN_BENCH_RESULTS"
 
 # ---- Finding and reading runs
@@ -86,10 +86,7 @@ def run_folder(experiment: ResolvedExperiment, root: Path, out: Path | None = No
 
 
 def read_run(folder: Path, wanted: Collection[str] | None = None) -> RunData:
-    """Return the contents of a run directory; raises as `read_manifest` and `read_rows`.
-
-    `wanted` leaves out the columns of records that are not in it.
-    """
+    """Return the contents of a run directory; `wanted` leaves out the columns of records that are not in it."""
     return RunData(folder, read_manifest(folder), _latest(folder, wanted), read_scores(folder))
 
 
@@ -129,30 +126,20 @@ def _latest(folder: Path, wanted: Collection[str] | None) -> pd.DataFrame:
 
 
 @functools.lru_cache(maxsize=1)
-def _scanned(folder: Path, _state: tuple[int, int, int]) -> pd.DataFrame:
-    return _latest(folder, _SCANNED)
-
-
-def scan_records(folder: Path) -> pd.DataFrame:
-    """Return what a resumed run needs of its records; a file that has not changed is not read again.
-
-    Columns `_SCANNED`, record_key and status; raises as `read_rows`.
-    """
-    path = folder / RECORDS
-    state = path.stat() if path.is_file() else None
-    return _scanned(folder.absolute(), (state.st_ino, state.st_size, state.st_mtime_ns) if state else (0, 0, 0))
-
-
-def finished_records(folder: Path) -> pd.DataFrame:
-    """Return the records of `scan_records` with status `ok`."""
-    records = scan_records(folder)
+def _finished(folder: Path, _state: tuple[int, int, int]) -> pd.DataFrame:
+    records = _latest(folder, _SCANNED)
     return records[records["status"] == "ok"]
 
 
+def finished_records(folder: Path) -> pd.DataFrame:
+    """Return what a resumed run needs of its records with status `ok`; an unchanged file is not read again."""
+    path = folder / RECORDS
+    state = path.stat() if path.is_file() else None
+    return _finished(folder.absolute(), (state.st_ino, state.st_size, state.st_mtime_ns) if state else (0, 0, 0))
+
+
 def done_images(folder: Path) -> set[ImageKey]:
-    """Return the key of every image with status `ok`; needs no torch."""
-    if not (folder / RECORDS).is_file():
-        return set()
+    """Return the key of every image with status `ok`."""
     finished = finished_records(folder)
     return set(zip(finished["cell_id"], finished["prompt_id"], finished["repeat"], strict=True))
 
@@ -190,7 +177,7 @@ class ScoreStore:
         self._scores = opened.enter_context(closing(RowFile(self.folder / SCORES, "scores")))
 
     def append_score(self, score: Mapping[str, Any]) -> Row:
-        """Append a score and return it; raises `ValueError` for a column that `schema.py` does not declare."""
+        """Append a score and return it complete."""
         return self._scores.append({"schema_version": SCHEMA_VERSION, **score})
 
     def update_manifest(self, **entries: Any) -> None:
@@ -257,7 +244,7 @@ class RunStore(ScoreStore):
         """Write the picture of an image, then its record; return the record complete.
 
         The task gives key, cell, prompt, repeat, seed and order; other columns that `record` lacks are None; `status`
-        is `ok` unless `record` has another. Raises `ValueError` for a column that `schema.py` does not declare.
+        is `ok` unless `record` has another.
         """
         if png is not None:
             self._write(task.image, png)
@@ -286,9 +273,8 @@ class RunStore(ScoreStore):
 def lock_run(folder: Path) -> Iterator[None]:
     """Lock a run directory, creating it if needed; the kernel frees the lock when its process ends, however that ends.
 
-    Beside it `.writer.json` names the process that writes. What a killed process leaves there refuses nothing. On file
-    systems without such locks filelock takes one that is stale when its process is gone. Raises `UserError` for a
-    folder that has other contents or cannot be written, `RefusedError` for one in use.
+    Beside it `.writer.json` names the process that writes; what a killed process leaves there refuses nothing. Raises
+    `UserError` for a folder that has other contents or cannot be written, `RefusedError` for one in use.
     """
     check_is_run(folder)
     writer, lock = folder / WRITER, FileLock(folder / LOCK)
