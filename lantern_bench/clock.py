@@ -127,10 +127,7 @@ def _waited_seconds() -> float | None:
 
 
 class Phases:
-    """Seconds spent in named phases between `start` and `stop`, and the processor's `usage` between them.
-
-    `mark(name)` ends the phase that began at the last mark (or at `start`) and adds it to `name`.
-    """
+    """Seconds spent in named phases between `start` and `stop`, and the processor's `usage` between them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

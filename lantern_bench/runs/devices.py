@@ -77,10 +77,7 @@ def load_models(experiment: ResolvedExperiment, compute: Compute) -> dict[str, L
 
 
 def set_space(model: LoadedModel, space: Space | None) -> None:
-    """Set the space of a model's neighbours; None keeps the published one.
-
-    Raises `UserError` for a model that has a neighbour table of its own.
-    """
+    """Set the space of neighbours, None: the published one; raises `UserError` for a model with its own table."""
     if space is not None and model.given_table is not None:
         what = f"--neighbour-space {space}: {model.name} has its own neighbour table"
         raise UserError(what, "Leave one of them out.")
@@ -88,11 +85,7 @@ def set_space(model: LoadedModel, space: Space | None) -> None:
 
 
 def compile_models(models: Iterable[LoadedModel], compute: Compute) -> Note | None:
-    """Compile the models' decode steps at their first use, and pack their weights for that.
-
-    Where nothing can be compiled the models stay unchanged; returns a warning that says why. Programs of a CPU are kept
-    in the user's cache for the next process. Models whose code cannot be compiled stay as they are.
-    """
+    """Compile the models' decode steps at their first use and pack their weights; else return why not."""
     on_cpu = compute.device.type == "cpu"
     folders = [(model, program_folder(model, compute) if on_cpu else None) for model in models if model.compiles]
     # Where programs were saved, the compiler worked.
@@ -248,11 +241,7 @@ _STATE_SECONDS = 10.0
 
 
 def device_columns(device: torch.device) -> dict[str, Any]:
-    """Return the columns of records that say which device made an image, its clocks and its driver.
-
-    They are read between images, so the clock is that of just after decoding. `device_id` tells devices of one name
-    apart and names no host.
-    """
+    """Return the columns of records that say which device made an image; `device_id` names no host."""
     return _device_columns(device, int(now() / _STATE_SECONDS))
 
 

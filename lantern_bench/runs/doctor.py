@@ -1,7 +1,6 @@
 """Checks of an installation and a machine: what `lantern-bench doctor` prints, and a user pastes into a bug report.
 
-Every check is guarded: an exception becomes its result. Nothing is contacted. torch is imported inside the checks,
-because a broken torch is one of the things they look for.
+torch is imported inside the checks, because a broken torch is one of the things they look for.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,8 @@ class Merged(NamedTuple):
     scored: bool  # whether quality was measured
 
 
-class _Shard(NamedTuple):
+@dataclass(frozen=True)
+class _Shard:
     """A shard of a run."""
 
     folder: Path
@@ -45,11 +47,7 @@ class _Shard(NamedTuple):
 
 
 def merge_runs(folders: Sequence[Path], out: Path | None = None) -> Merged:
-    """Merge shards into the run directory `out`; by default the name of the first without `-shardIofN`.
-
-    Raises `RefusedError` for shards that do not belong together, that are missing, double or not finished, and
-    `UserError` for a run that is no shard and for an `out` that exists.
-    """
+    """Merge shards into `out`, by default the name of the first without `-shardIofN`; raises what is wrong."""
     shards = sorted(map(_read, folders), key=lambda shard: shard.index)
     _check_division(shards)
     _check_images(shards)

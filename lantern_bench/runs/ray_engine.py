@@ -53,11 +53,7 @@ _RESUME = "Start or join a cluster; the same command continues."
 
 
 def run_on_ray(request: Request, emit: Emit) -> int:
-    """Decode and score a request on a Ray cluster; return how many images failed. Raises as `sweep.run`.
-
-    Raises `RefusedError` when Ray is not installed, the cluster cannot be reached, has no device of the wanted kind, or
-    loses its head.
-    """
+    """Decode and score a request on a Ray cluster; return how many images failed."""
     try:
         import ray  # noqa: F401
     except ImportError as error:
@@ -79,7 +75,7 @@ def _head_lost(request: Request, reason: str) -> RefusedError:
 
 
 def drive(request: Request, emit: Emit) -> None:
-    """Decode and score a request as a driver of Ray. Raises as `run_on_ray`."""
+    """Decode and score a request as a driver of Ray."""
     import ray
 
     from lantern_bench.runs import scoring
@@ -127,10 +123,7 @@ def slots_of(nodes: Iterable[dict[str, Any]], device: str, threads: int | None) 
 
 
 def connect(address: str | None) -> None:
-    """Join the cluster at `address`; `DEFAULT_CLUSTER`: that of `RAY_ADDRESS`, else a new one on this machine.
-
-    Raises `RefusedError` for a cluster that cannot be reached, or that runs another version of Ray or Python.
-    """
+    """Join the cluster at `address`; `DEFAULT_CLUSTER`: that of `RAY_ADDRESS`, else a new one on this machine."""
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -244,32 +237,18 @@ def answer_of(ray: Any, reference: Any) -> Any:
 # ---- The driver
 
 
-@dataclass
-class Shard:
-    """A block of prompts with all their cells."""
-
-    plan: Plan
-    missing: frozenset[int]  # the `order_index` of the images that must be decoded
-    losses: int = 0  # how often it has lost its worker
-
-
-def shards_of(plan: Plan, is_done: Callable[[ImageTask], bool], prompts: int, *, timed: bool) -> list[Shard]:
-    """Divide the images that are not done into shards of `prompts` prompts, in the plan's order.
-
-    A `timed` shard with a missing image decodes all of its images again, so that they are timed together.
-    """
+def shards_of(plan: Plan, is_done: Callable[[ImageTask], bool], prompts: int) -> list[Plan]:
+    """Divide a plan into shards, blocks of `prompts` prompts with all their cells; leave out what is done."""
     size = max(1, prompts // plan.together) * plan.together
     blocks: dict[int, list[ImageTask]] = {}
     for task in plan.tasks:
         blocks.setdefault(task.image_index // size, []).append(task)
-    return [
-        Shard(
-            replace(plan, tasks=tuple(tasks)),
-            frozenset(task.order_index for task in tasks if timed or not is_done(task)),
-        )
-        for tasks in blocks.values()
-        if not all(map(is_done, tasks))
-    ]
+    return [replace(plan, tasks=tuple(tasks)) for tasks in blocks.values() if not all(map(is_done, tasks))]
+
+
+def missing_of(shard: Plan, is_done: Callable[[ImageTask], bool], *, timed: bool) -> frozenset[int]:
+    """Return the `order_index` of the images to decode: all of a `timed` shard, so that they are timed together."""
+    return frozenset(task.order_index for task in shard.tasks if timed or not is_done(task))
 
 
 @dataclass
@@ -279,7 +258,7 @@ class WorkerHandle:
     slot: DeviceSlot
     actor: Any
     answer: Any  # the reference or the generator of the answer to its last call; None while it has nothing to do
-    shard: Shard | None = None
+    shard: Plan | None = None
     session: dict[str, Any] = field(default_factory=dict)  # its entry in the manifest; empty while it loads the models
     finished: int = 0  # shards
     last_answer: float = 0.0  # when
@@ -293,9 +272,11 @@ class RayDriver:
     def __init__(self, ray: Any, request: Request, emit: Emit) -> None:
         self._ray, self._request, self._emit = ray, request, emit
         self._settings = request.experiment.settings
+        self._timed = "speed" in self._settings.metrics
         self._actor = ray.remote(max_restarts=0)(Worker)
         self._workers: list[WorkerHandle] = []
-        self._shards: deque[Shard] = deque()
+        self._shards: deque[Plan] = deque()
+        self._losses: Counter[ImageTask] = Counter()  # of workers, by the first image of the shard
         self._is_open = False  # the store: its key comes from the first worker
         self._threads = self._settings.threads
         self._share = math.inf  # shards of a worker, where `--processes` asks for several workers a device
@@ -357,19 +338,20 @@ class RayDriver:
         """Put the shard of a lost worker at the front of the queue; one that lost too many workers fails."""
         shard, self._last_loss = worker.shard, reason_of(error)
         self._remove(worker, lost=self._last_loss)
-        if shard is None:
-            self._failed_starts[worker.slot] += not worker.finished
-        elif shard.losses + 1 < _LOSSES:
-            self._shards.appendleft(replace(shard, losses=shard.losses + 1))
-        else:
-            columns = {"status": "failed", "error": f"lost {_LOSSES} workers: {self._last_loss}"}
-            for task in shard.plan.tasks:
-                if task.order_index in shard.missing:
-                    self._save(task, columns | {"process": worker.session["process"]}, None)
-        name = "a worker on a device"
+        name, prompts = "a worker on a device", 0
         if worker.session:
             name = f"worker {worker.session['process']} on {worker.session['device']['device']}"
-        prompts = len({task.image_index for task in shard.plan.tasks}) if shard else 0
+        if shard is None:
+            self._failed_starts[worker.slot] += not worker.finished
+        else:
+            prompts, first = len({task.image_index for task in shard.tasks}), shard.tasks[0]
+            self._losses[first] += 1
+            if self._losses[first] < _LOSSES:
+                self._shards.appendleft(shard)
+            else:
+                columns = {"status": "failed", "error": f"lost {_LOSSES} workers: {self._last_loss}"}
+                for task in shard.tasks:
+                    self._save(task, columns | {"process": worker.session["process"]}, None)
         text = f"{name} is lost, {prompts} prompts start again: {self._last_loss}"
         self._emit(Note(text, level="warning"))
 
@@ -456,8 +438,7 @@ class RayDriver:
         store.update_manifest(**entries, started=started, ended=None)
         workers = slots_of(self._ray.nodes(), self._settings.device, self._threads).total() or 1
         prompts = max(len({task.image_index for task in tasks}) // (_SHARDS * workers), 1)
-        timed = "speed" in self._settings.metrics
-        self._shards = deque(shards_of(request.plan, store.is_done, min(prompts, _PROMPTS), timed=timed))
+        self._shards = deque(shards_of(request.plan, store.is_done, min(prompts, _PROMPTS)))
         if self._settings.processes > 1:
             self._share = math.ceil(len(self._shards) / self._settings.processes)
         for note in ready.notes:
@@ -465,9 +446,10 @@ class RayDriver:
         to_do = Counter(task.cell.cell_id for task in tasks if not store.is_done(task))
         self._emit(Started(len(tasks) - to_do.total(), to_do))
 
-    def _give(self, worker: WorkerHandle, shard: Shard) -> None:
+    def _give(self, worker: WorkerHandle, shard: Plan) -> None:
+        missing = missing_of(shard, self._store.is_done, timed=self._timed)
         decode = worker.actor.decode.options(num_returns="streaming")
-        worker.answer = decode.remote(shard.plan, shard.missing, worker.session, self._threads)
+        worker.answer = decode.remote(shard, missing, worker.session, self._threads)
         worker.shard, worker.last_answer = shard, now()
 
     def _save(self, task: ImageTask, columns: Mapping[str, Any], png: bytes | None) -> None:
@@ -497,10 +479,7 @@ def _scorers(protocol: Protocol, device: str) -> Scorers:
 def score_pictures(
     protocol: Protocol, device: str, records: Sequence[dict[str, Any]], pictures: Sequence[bytes], manifold: bool
 ) -> tuple[Measured, tuple[str | None, ...]]:
-    """Score pictures (PNG files) of these records: a task, which needs no file system in common with the driver.
-
-    Returns the scores and the labels of the scorers.
-    """
+    """Score pictures (PNG files) of these records as a task; return the scores and the labels of the scorers."""
     prepare_environment()
     from lantern_bench.runs.scoring import measure_pictures
 
@@ -515,10 +494,7 @@ def score_pictures(
 def measure_on_cluster(
     ray: Any, request: Request, records: Sequence[dict[str, Any]], folder: Path, scorers: Scorers, *, manifold: bool
 ) -> Measured:
-    """Measure the pictures of records in tasks of the cluster.
-
-    Raises `RefusedError` where a node has other scorers than the driver.
-    """
+    """Measure the pictures of records in tasks of the cluster, which need no file system in common with the driver."""
     from lantern_bench.runs.scoring import joined, measure_pictures
 
     if not records:

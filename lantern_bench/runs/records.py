@@ -127,8 +127,7 @@ class RowFile:
     def append(self, values: Mapping[str, Any]) -> Row:
         """Write one row with every column and wait until it is on the disk; return it.
 
-        Raises `ValueError` for a column that `schema.py` does not declare, and for NaN and infinity; `RefusedError`
-        where the disk is full.
+        Raises `ValueError` for an undeclared column, NaN and infinity, `RefusedError` where the disk is full.
         """
         unknown = set(values) - set(self._names)
         if unknown:

@@ -78,12 +78,10 @@ def prepare(
     both_residuals: bool = False,
     worker_timeout: float = WORKER_TIMEOUT,
 ) -> Request:
-    """Check a sweep and return it as a request.
+    """Check a sweep and return it as a request; `source` is a shipped experiment, a YAML file, or the content of one.
 
-    `source` is the name of a shipped experiment, a YAML file, or the content of one as a mapping. With
-    `both_residuals`, a relaxed experiment runs with both residuals unless the overrides name one. Raises `UserError`
-    for everything wrong with the experiment, flags or prompts, `RefusedError` for a run directory in use or of other
-    settings.
+    With `both_residuals`, a relaxed experiment runs with both residuals unless the overrides name one. Raises
+    `UserError` for everything wrong with the experiment, flags or prompts.
     """
     if not worker_timeout > 0:
         raise UserError(f"--worker-timeout {worker_timeout:g}: must be more than 0 seconds")

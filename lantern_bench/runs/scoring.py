@@ -64,10 +64,7 @@ def load_scorers(
     features_weights: Path | None = None,
     device: torch.device | str = "cpu",
 ) -> Scorers:
-    """Load the scorers of a protocol.
-
-    Raises `RefusedError` for weights that are not on this machine, `UserError` for weights of another model.
-    """
+    """Load the scorers of a protocol; raises `RefusedError` where weights are missing."""
     extractor = find_extractor(protocol.features, features_weights) if protocol.features else None
     manifold = protocol.manifold if protocol.manifold != protocol.features else None
     weights = {"clip_score": clip_weights}
@@ -87,10 +84,7 @@ class Measured(NamedTuple):
 
 
 def measure_pictures(records: Sequence[Row], folder: Path, scorers: Scorers, *, manifold: bool) -> Measured:
-    """Score the pictures of records, which are in `folder`, and extract their features.
-
-    With `manifold` also by the extractor of precision and recall.
-    """
+    """Score the pictures of records in `folder` and extract features, with `manifold` those of both extractors."""
     preparation = scorers.protocol.preparation
     pictures = [preprocess(read_picture(folder / record["image"]), preparation) for record in records]
     extract = partial(features_of, pictures, preparation=preparation, device=scorers.device)
@@ -132,10 +126,9 @@ def score_records(
 ) -> Iterator[Row]:
     """Score the pictures of a run in `folder`: for each cell one row of level `image` per picture, one of level `cell`.
 
-    Sets of ar images with different seeds give one more row, of level `band`, the last. Of records the last of equal
-    keys counts, failed ones are skipped. Without a reference the figures against one are empty, with a note; `cache`
-    holds the features of references. `infinity` also extrapolates FID to infinitely many pictures. `measure` measures
-    the pictures of a cell. `emit` gets a `Share` after each cell.
+    Sets of ar images with different seeds give one more row, of level `band`, the last. Without a reference the figures
+    against one are empty, with a note; `cache` holds the features of references. `infinity` also extrapolates FID to
+    infinitely many pictures. `measure` measures the pictures of a cell.
     """
     cells, protocol = _by_cell(records), scorers.protocol
     against = _reference_sets(scorers, reference, cache) if cells else []
@@ -210,10 +203,7 @@ def _sets(
 def _measure_cell(
     measured: Measured, scorers: Scorers, against: Sequence[FeatureSet], infinity: bool, notes: list[str]
 ) -> Row:
-    """Return the figures of a cell against the reference; what cannot be measured is added to `notes`.
-
-    The figures of single pictures are put into the rows of `measured`.
-    """
+    """Return the figures of a cell; those of pictures go into the rows of `measured`, what is missing into `notes`."""
     assert measured.features is not None and scorers.extractor is not None
     sets, manifold = _sets(measured.features, measured.manifold, against, scorers)
     figures = measure_sets(sets, scorers.extractor, manifold)
@@ -265,7 +255,7 @@ def score_run(
 
     A cell is scored again when it has new images, when the reference, the protocol's version or a scorer's weights
     changed, when `infinity` is asked for and missing, and always with `again`; sets of ar images with different seeds
-    are scored again together. `options` as in `score_records`.
+    are scored again together.
     """
     cells, protocol = _by_cell(read_records(store.folder)), scorers.protocol
     version = (protocol.name, protocol.version)
@@ -320,10 +310,7 @@ def score_run_directory(
     infinity: bool = False,
     again: bool = False,
 ) -> tuple[Protocol, int]:
-    """Score the pictures of a run by a quality protocol, by default the run's; nothing is decoded.
-
-    Returns the protocol and the number of rows written. Raises as `load_scorers`, `find_reference` and `ScoreStore`.
-    """
+    """Score the pictures of a run, by default by its own protocol; return the protocol and how many rows it wrote."""
     recorded = read_manifest(folder).get("experiment", {})
     name = protocol or recorded.get("protocol") or default_protocol(recorded.get("model") or [])
     rules = protocol_of(name)
@@ -335,10 +322,7 @@ def score_run_directory(
 
 
 def load_scorers_of(request: Request, device: str) -> tuple[Scorers, Reference | None]:
-    """Load the scorers and the reference of the run's protocol.
-
-    Raises `RefusedError` for missing weights, `UserError` for a malformed reference.
-    """
+    """Load the scorers and the reference of the run's protocol."""
     compute = choose_compute(device)
     try:
         # The reference first: it is found quickly, and scorers are large.

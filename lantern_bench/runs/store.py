@@ -1,8 +1,7 @@
 """A run directory: manifest, records, scores and images, and which images of a plan are done.
 
 Every record is on the disk before the next image starts, so an interrupted run loses no finished image and the same
-command resumes it. One process at a time writes to a run directory (a lock); reading needs no lock. `report/` writes
-the CSV files, which can be rebuilt at any time.
+command resumes it. One process at a time writes to a run directory (a lock); reading needs no lock.
 """
 
 from __future__ import annotations
@@ -241,11 +240,7 @@ class RunStore(ScoreStore):
         return self.manifest.get("threads") if self.finished else None
 
     def append(self, task: ImageTask, record: Mapping[str, Any], png: bytes | None = None) -> Row:
-        """Write the picture of an image, then its record; return the record complete.
-
-        The task gives key, cell, prompt, repeat, seed and order; other columns that `record` lacks are None; `status`
-        is `ok` unless `record` has another.
-        """
+        """Write the picture of an image, then its record, by default of status `ok`; return the record complete."""
         if png is not None:
             self._write(task.image, png)
         planned = {
@@ -273,8 +268,7 @@ class RunStore(ScoreStore):
 def lock_run(folder: Path) -> Iterator[None]:
     """Lock a run directory, creating it if needed; the kernel frees the lock when its process ends, however that ends.
 
-    Beside it `.writer.json` names the process that writes; what a killed process leaves there refuses nothing. Raises
-    `UserError` for a folder that has other contents or cannot be written, `RefusedError` for one in use.
+    Beside it `.writer.json` names the process that writes; what a killed process leaves there refuses nothing.
     """
     check_is_run(folder)
     writer, lock = folder / WRITER, FileLock(folder / LOCK)

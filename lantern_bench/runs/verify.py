@@ -1,7 +1,4 @@
-"""Check a run directory: every line, hash, key and count; and drop what is damaged, so that it is made again.
-
-The CSV tables, which `report/` rebuilds from the records at any time, are left to the caller.
-"""
+"""Check a run directory: every line, hash, key and count; and drop what is damaged, so that it is made again."""
 
 from __future__ import annotations
 
@@ -113,10 +110,7 @@ def _compare(plan: Plan, manifest: Mapping[str, Any], records: Iterable[Any]) ->
 
 
 def repair(folder: Path, checked: Checked) -> int:
-    """Drop damaged lines, and the records of damaged pictures; return how many lines were dropped.
-
-    The command that started the run then makes their images and scores again.
-    """
+    """Drop damaged lines, and the records of damaged pictures; return how many lines were dropped."""
     count = 0
     with lock_run(folder):
         for table, name in _FILES.items():
