@@ -1,7 +1,4 @@
-"""Lines that other libraries print and that mean nothing here, each silenced by its own text.
-
-Anything else that these libraries print is shown.
-"""
+"""Lines that other libraries print and that mean nothing here, each silenced by its own text; others are shown."""
 
 from __future__ import annotations
 

@@ -10,9 +10,12 @@ import atexit
 import contextlib
 import gc
 import os
+import resource
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -100,11 +103,7 @@ def usage() -> Usage:
     if len(cores) > max(mine := usable_cores()):  # not so where a container shows fewer cores than there are
         cores = [cores[core] for core in mine]
     idle = sum(core.idle + getattr(core, "iowait", 0.0) for core in cores)
-    switches = None
-    with contextlib.suppress(ImportError):  # Windows does not have it
-        import resource
-
-        switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
     steal = sum(core.steal for core in cores) if hasattr(cores[0], "steal") else None
     busy = sum(sum(core) for core in cores) - idle
     return Usage(time.process_time(), _waited_seconds(), switches, steal, busy)
@@ -128,45 +127,35 @@ def _waited_seconds() -> float | None:
 
 
 class Phases:
-    """Seconds spent in named phases between `start` and `stop`, and the processor's `usage` between them.
-
-    `mark(name)` ends the phase that began at the last mark (or at `start`) and adds it to `name`. `total` is the time
-    from start to stop, so that what no mark covers can be reported as well.
-    """
+    """Seconds spent in named phases between `start` and `stop`, and the processor's `usage` between them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[tuple[str, Any]] = []
-        self._begin: Any = None
-        self._end: Any = None
-        self._before: Usage | None = None
         self.usage: Usage | None = None
-
-    def _tick(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        import torch
-
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
 
     def start(self) -> None:
         """Open the window; the device is idle when it opens."""
         synchronize(self._device)
-        self._marks.clear()
         self._before = usage()
-        self._begin = self._tick()
+        self.mark("start")
 
     def mark(self, name: str) -> None:
         """End the running phase and add its seconds to `name`."""
-        self._marks.append((name, self._tick()))
+        if self._device.type != "cuda":
+            self._marks.append((name, time.perf_counter()))
+            return
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._marks.append((name, event))
 
     def stop(self) -> None:
         """Close the window and wait for the device."""
-        self._end = self._tick()
+        self.mark("other")
         synchronize(self._device)
-        self.usage = usage().since(self._before) if self._before is not None else None
+        self.usage = usage().since(self._before)
 
     def _seconds(self, first: Any, second: Any) -> float:
         if self._device.type != "cuda":
@@ -175,16 +164,14 @@ class Phases:
 
     def total(self) -> float:
         """Seconds from `start` to `stop`."""
-        return self._seconds(self._begin, self._end)
+        return self._seconds(self._marks[0][1], self._marks[-1][1])
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase by name."""
-        out: dict[str, float] = {}
-        last = self._begin
-        for name, mark in self._marks:
-            out[name] = out.get(name, 0.0) + self._seconds(last, mark)
-            last = mark
-        return out
+        """Seconds of each phase by name; `other` follows the last mark."""
+        seconds: dict[str, float] = defaultdict(float)
+        for (_, first), (name, second) in pairwise(self._marks):
+            seconds[name] += self._seconds(first, second)
+        return seconds
 
 
 OnProgress: TypeAlias = Callable[[str, float], None]  # a description of the work, and the share that is done

@@ -1,8 +1,7 @@
 """Stopping on SIGINT (Ctrl-C) and SIGTERM at moments when nothing is half done.
 
-Python raises an interrupt wherever it happens to be. Within a finalizer or a library's callback it is only printed, and
-the program goes on. So the handler also records the signal, and `check`, which every decode step and every event of a
-sweep calls, raises it again. A process has one set of signal handlers, so this module keeps its state in the module.
+What Python raises within a finalizer or a library's callback is only printed, and the program goes on. So the handler
+also records the signal, and `check`, which every decode step and every event of a sweep calls, raises it again.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import pandas as pd
 
 from lantern_bench.clock import now
 from lantern_bench.console import Console
-from lantern_bench.runs.store import RECORDS, finished_records, scan_records
+from lantern_bench.runs.store import RECORDS, finished_records
 
 CELLS, PROMPTS = 200, 5_000
 
@@ -65,7 +65,7 @@ def _report(folder: Path) -> dict[str, Any]:
     page = write_report([folder], folder / "report.html")
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text("utf-8"), re.DOTALL)
     shown = json.loads(data[1])  # type: ignore[index]
-    assert shown["left_out"] + len(shown["prompts"]) == scan_records(folder)["prompt_id"].nunique()
+    assert shown["left_out"] + len(shown["prompts"]) == finished_records(folder)["prompt_id"].nunique()
     return {"rows": len(shown["cells"]), "file_mb": page.stat().st_size / 1e6}
 
 

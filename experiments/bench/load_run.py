@@ -15,7 +15,7 @@ from lantern_bench.config.plan import ImageTask
 from lantern_bench.models import registry
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.runs.devices import choose_compute, key_fields, load_models
-from lantern_bench.runs.records import RecordKeys, line_of
+from lantern_bench.runs.records import line_of, record_key
 from lantern_bench.runs.request import Request, prepare
 from lantern_bench.runs.store import MANIFEST, RECORDS, done_images, read_records
 from lantern_bench.runs.sweep import run
@@ -89,11 +89,10 @@ def build(folder: Path, cells: int, prompts: int) -> int:
     key = key_fields(load_models(request.experiment, compute), settings, compute, request.plan.cells)
     assert key == json.loads((folder / MANIFEST).read_text())["key"]
     noise, finished = np.random.default_rng(1), done_images(folder)
-    keys = RecordKeys(key)
 
     def record(task: ImageTask) -> dict[str, Any]:
         copied = real[task.cell.cell_id][task.image_index % REAL]
-        key_of_task = keys.key_of(task)
+        key_of_task = record_key(task, key)
         values = {"record_key": key_of_task, "prompt_id": task.prompt.id, "prompt": task.prompt.text, "seed": task.seed}
         values |= {"prompt_source": task.prompt.source or None, "repeat": task.repeat, "order_index": task.order_index}
         slower = float(noise.lognormal(0.0, 0.05))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import platform
@@ -76,10 +77,7 @@ def load_models(experiment: ResolvedExperiment, compute: Compute) -> dict[str, L
 
 
 def set_space(model: LoadedModel, space: Space | None) -> None:
-    """Set the space of a model's neighbours; None keeps the published one.
-
-    Raises `UserError` for a model that has a neighbour table of its own.
-    """
+    """Set the space of neighbours, None: the published one; raises `UserError` for a model with its own table."""
     if space is not None and model.given_table is not None:
         what = f"--neighbour-space {space}: {model.name} has its own neighbour table"
         raise UserError(what, "Leave one of them out.")
@@ -87,11 +85,7 @@ def set_space(model: LoadedModel, space: Space | None) -> None:
 
 
 def compile_models(models: Iterable[LoadedModel], compute: Compute) -> Note | None:
-    """Compile the models' decode steps at their first use, and pack their weights for that.
-
-    Where nothing can be compiled the models stay unchanged; returns a warning that says why. Programs of a CPU are kept
-    in the user's cache for the next process. Models whose code cannot be compiled stay as they are.
-    """
+    """Compile the models' decode steps at their first use and pack their weights; else return why not."""
     on_cpu = compute.device.type == "cpu"
     folders = [(model, program_folder(model, compute) if on_cpu else None) for model in models if model.compiles]
     # Where programs were saved, the compiler worked.
@@ -123,19 +117,24 @@ def program_folder(model: LoadedModel, compute: Compute) -> Path:
 
 def processor() -> tuple[str, ...]:
     """What compiled code depends on in a CPU: its architecture, model and instructions."""
-    listing = Path("/proc/cpuinfo")
-    text = listing.read_text(encoding="utf-8", errors="replace") if listing.is_file() else platform.processor()
-    kinds = {line for line in text.splitlines() if line.startswith(("model name", "flags", "Features", "CPU part"))}
+    lines = _cpu_listing().splitlines() or [platform.processor()]
+    kinds = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
     return platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(kinds)
+
+
+def _cpu_listing() -> str:
+    listing = Path("/proc/cpuinfo")
+    return listing.read_text(encoding="utf-8", errors="replace") if listing.is_file() else ""
 
 
 def key_fields(
     models: Mapping[str, LoadedModel], settings: Settings, compute: Compute, cells: Iterable[Cell] = ()
 ) -> KeyFields:
-    """Return the fields of the record key that hold for the whole run (`runs/records.py`)."""
-    used = [cell.decoding for cell in cells]
-    rules = OUTSIDE_RULES.keys() & {decoding.rule for decoding in used}
-    draftings = OUTSIDE_DRAFTINGS.keys() & {decoding.drafting for decoding in used}
+    """Return the fields of the record key that hold for the whole run.
+
+    `weights` maps `model/part` to the SHA-256 of its file; `rules` and `draftings` map those of other packages that the
+    run uses to the fingerprint of their code, and are absent without any.
+    """
     parts = {f"{name}/{part}": digest for name, model in models.items() for part, digest in model.weights.items()}
     if settings.neighbour_space is not None:
         parts |= {f"{name}/neighbours": settings.neighbour_space for name in models}
@@ -148,6 +147,9 @@ def key_fields(
         "compile": any(model.engine.compile for model in models.values()),
         "weights": parts,
     }
+    decodings = [cell.decoding for cell in cells]
+    rules = {decoding.rule for decoding in decodings} & OUTSIDE_RULES.keys()
+    draftings = {decoding.drafting for decoding in decodings} & OUTSIDE_DRAFTINGS.keys()
     if rules:
         fields["rules"] = {name: OUTSIDE_RULES[name].fingerprint() for name in sorted(rules)}
     if draftings:
@@ -194,9 +196,7 @@ def machine_block() -> dict[str, Any]:
 def _cpu_block() -> dict[str, Any]:
     frequency = psutil.cpu_freq()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    listing = Path("/proc/cpuinfo")
-    text = listing.read_text(encoding="utf-8", errors="replace") if listing.is_file() else ""
-    named = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
+    named = re.search(r"^model name\s*:\s*(.+)$", _cpu_listing(), flags=re.MULTILINE)
     model = named[1].strip() if named else _output(["sysctl", "-n", "machdep.cpu.brand_string"])
     return {
         "model": model or platform.processor() or platform.machine(),
@@ -236,47 +236,31 @@ def _gpu_state(uuid: str) -> dict[str, str | None]:
     return dict(zip(_GPU_FIELDS, values, strict=True)) if complete else dict.fromkeys(_GPU_FIELDS)
 
 
-class _Reading(NamedTuple):
-    """The columns of a device, and when they were read."""
-
-    time: float
-    columns: dict[str, Any]
-
-
-_readings: dict[str, _Reading] = {}
 _STATE_SECONDS = 10.0
 """Clocks are read again after so long: nvidia-smi takes a tenth of a second."""
 
 
 def device_columns(device: torch.device) -> dict[str, Any]:
-    """Return the columns of records that say which device made an image, its clocks and its driver.
-
-    They are read between images, so the clock is that of just after decoding. `device_id` tells devices of one name
-    apart and names no host.
-    """
-    reading = _readings.get(str(device))
-    if reading is None or now() - reading.time > _STATE_SECONDS:
-        reading = _Reading(now(), _cuda_columns(device) if device.type == "cuda" else _cpu_columns())
-        _readings[str(device)] = reading
-    return dict(reading.columns)
+    """Return the columns of records that say which device made an image; `device_id` names no host."""
+    return _device_columns(device, int(now() / _STATE_SECONDS))
 
 
-def _cuda_columns(device: torch.device) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(device)
-    state = _gpu_state(f"GPU-{properties.uuid}")
-    columns = {"device": properties.name, "device_id": _short_hash(str(properties.uuid)), "driver": state["driver"]}
-    clocks = {"clock_mhz": state["clock_sm_mhz"], "clock_max_mhz": state["clock_sm_max_mhz"]}
-    return columns | {name: int(value) if value and value.isdigit() else None for name, value in clocks.items()}
-
-
-def _cpu_columns() -> dict[str, Any]:
-    cpu = _cpu_block()
-    columns = {"device": cpu["model"], "device_id": _short_hash(f"{platform.node()} {uuid.getnode()}"), "driver": None}
-    return columns | {name: cpu[name] for name in ("clock_mhz", "clock_max_mhz")}
-
-
-def _short_hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+@functools.lru_cache(maxsize=1)
+def _device_columns(device: torch.device, _period: int) -> dict[str, Any]:
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, identity, state = properties.name, str(properties.uuid), _gpu_state(f"GPU-{properties.uuid}")
+        clocks = {"clock_mhz": state["clock_sm_mhz"], "clock_max_mhz": state["clock_sm_max_mhz"]}
+        driver, read = (
+            state["driver"],
+            {key: int(mhz) if mhz and mhz.isdigit() else None for key, mhz in clocks.items()},
+        )
+    else:
+        cpu = _cpu_block()
+        name, identity, driver = cpu["model"], f"{platform.node()} {uuid.getnode()}", None
+        read = {key: cpu[key] for key in ("clock_mhz", "clock_max_mhz")}
+    device_id = hashlib.sha256(identity.encode()).hexdigest()[:8]
+    return {"device": name, "device_id": device_id, "driver": driver, **read}
 
 
 def package_versions() -> dict[str, str | None]:

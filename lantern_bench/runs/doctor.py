@@ -1,7 +1,6 @@
 """Checks of an installation and a machine: what `lantern-bench doctor` prints, and a user pastes into a bug report.
 
-Every check is guarded: an exception becomes its result. Nothing is contacted. torch is imported inside the checks,
-because a broken torch is one of the things they look for.
+torch is imported inside the checks, because a broken torch is one of the things they look for.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import psutil
 
@@ -34,13 +33,10 @@ if TYPE_CHECKING:
 
 State: TypeAlias = Literal["ok", "warning", "fail"]
 _GB = 1e9
-_ENOUGH = {"memory": 2 * _GB, "disk": 1 * _GB}  # less is a warning, less than a tenth of it a failure
 _BUSY_SHARE = 0.15  # of this process's cores, used by other programs
 _SLOWED = 0x8 | 0x20 | 0x40 | 0x80  # nvidia-smi's bits for hardware slowdown, too hot (software, hardware), power brake
 _ROUNDINGS = 16  # half precision: logits of eager and compiled steps may differ by so many roundings of the largest one
-_BUG = "Not expected: report it with this list."
 _WRONG = "Do not trust compiled runs on this machine: pass --no-compile, and report it with this list."
-_FALLBACK = "Runs continue without it, more slowly: update the driver and torch, or report it with this list."
 
 
 class Finding(NamedTuple):
@@ -78,7 +74,7 @@ def _guarded(check: str, findings: Callable[[], Iterable[Finding]]) -> Iterator[
     except LanternError as error:
         yield Finding(check, "fail", error.message, error.advice or "")
     except Exception as error:  # a broken installation raises errors of all kinds
-        yield Finding(check, "fail", one_line(error), _BUG)
+        yield Finding(check, "fail", one_line(error), "Not expected: report it with this list.")
 
 
 # ---- Without torch
@@ -102,11 +98,9 @@ def _load() -> Iterator[Finding]:
     result = f"{others:.0%} of {cores} cores busy with other programs, load average {psutil.getloadavg()[0]:.2f}"
     if spent.steal_seconds:
         result += f", {spent.steal_seconds / (now() - start) / cores:.0%} taken by the hypervisor"
-    if others > _BUSY_SHARE:
-        fix = "Timings are too long and marked disturbed: stop other programs, or measure later."
-        yield Finding("load", "warning", result, fix)
-    else:
-        yield Finding("load", "ok", result)
+    fix = "Timings are too long and marked disturbed: stop other programs, or measure later."
+    busy = others > _BUSY_SHARE
+    yield Finding("load", "warning" if busy else "ok", result, fix if busy else "")
 
 
 def _memory() -> Iterator[Finding]:
@@ -117,7 +111,7 @@ def _memory() -> Iterator[Finding]:
     if text.isdigit() and int(text) < memory.total:
         container_free = int(text) - int((limit.parent / "memory.current").read_text())
         free, result = min(free, container_free), f"{result}; {container_free / _GB:.1f} GB free in this container"
-    yield _by_size("memory", free, "memory", result, "Stop other programs.")
+    yield _by_size("memory", free, 2 * _GB, result, "Stop other programs.")
 
 
 def _disk() -> Iterator[Finding]:
@@ -138,13 +132,14 @@ def _disk() -> Iterator[Finding]:
             result = f"{_without_user(folder)}: cannot be written: {error.strerror}"
             yield Finding(check, state, result, f"Choose another: {variable}.")
             continue
-        yield _by_size(check, free, "disk", result, f"Make room, or choose another: {variable}.")
+        yield _by_size(check, free, 1 * _GB, result, f"Make room, or choose another: {variable}.")
 
 
-def _by_size(check: str, free: float, kind: str, result: str, fix: str) -> Finding:
-    if free >= _ENOUGH[kind]:
+def _by_size(check: str, free: float, enough: float, result: str, fix: str) -> Finding:
+    """Less than enough is a warning, less than a tenth of it a failure."""
+    if free >= enough:
         return Finding(check, "ok", result)
-    return Finding(check, "warning" if free >= _ENOUGH[kind] / 10 else "fail", result, fix)
+    return Finding(check, "warning" if free >= enough / 10 else "fail", result, fix)
 
 
 def _without_user(path: Path) -> str:
@@ -193,28 +188,21 @@ def _device(device: str) -> Iterator[Finding]:
     result = f"{cpu['model']}, {cpu['usable_cores']} of {cpu['logical_cores']} cores usable, {cpu['capability']}"
     yield Finding("CPU", "ok", f"{result}, torch uses {cpu['torch_threads']} threads")
     for number, gpu in enumerate(machine["gpus"]):
-        yield _gpu(number, gpu)
+        free, total = torch.cuda.mem_get_info(number)
+        result = f"{gpu['name']}, compute capability {gpu['compute_capability']}, driver {gpu['driver'] or 'unknown'}, "
+        result += f"{free / _GB:.1f} of {total / _GB:.1f} GB free, SM clock {gpu['clock_sm_mhz'] or '?'} MHz"
+        reasons, fix = gpu["throttle_reasons"] or "", ""
+        if reasons.startswith("0x") and int(reasons, 16) & _SLOWED:
+            result, fix = f"{result}, slowed down ({reasons})", "Cool it, or check its power."
+        elif free < total / 2:
+            fix = "Another program uses its memory: `nvidia-smi` lists them."
+        yield Finding(f"GPU {number}", "warning" if fix else "ok", result, fix)
     if not machine["gpus"] and shutil.which("nvidia-smi"):
         # nvidia-smi is on every machine that is made for a GPU, also where none is attached.
         built = "update the driver, or attach a GPU" if torch.version.cuda else "install a torch that is built for CUDA"
         yield Finding("GPU", "warning", "nvidia-smi is installed, and torch finds no GPU", f"To use a GPU: {built}.")
     compute = choose_compute(device)
     yield Finding("device", "ok", f"--device {device} is {compute.device}, with --dtype auto {compute.dtype_name}")
-
-
-def _gpu(number: int, gpu: Mapping[str, Any]) -> Finding:
-    import torch
-
-    free, total = torch.cuda.mem_get_info(number)
-    result = f"{gpu['name']}, compute capability {gpu['compute_capability']}, driver {gpu['driver'] or 'unknown'}, "
-    result += f"{free / _GB:.1f} of {total / _GB:.1f} GB free, SM clock {gpu['clock_sm_mhz'] or '?'} MHz"
-    reasons = gpu["throttle_reasons"] or ""
-    if reasons.startswith("0x") and int(reasons, 16) & _SLOWED:
-        return Finding(f"GPU {number}", "warning", f"{result}, slowed down ({reasons})", "Cool it, or check its power.")
-    if free < total / 2:
-        fix = "Another program uses its memory: `nvidia-smi` lists them."
-        return Finding(f"GPU {number}", "warning", result, fix)
-    return Finding(f"GPU {number}", "ok", result)
 
 
 def _compiler(device: torch.device) -> Iterator[Finding]:
@@ -252,11 +240,7 @@ def _bundled(device: torch.device) -> Iterator[Finding]:
 
 
 def _decode(device: torch.device, dtype: str) -> Iterator[Finding]:
-    """Decode a small image of a random model eagerly, compiled, and on CUDA as graphs.
-
-    In float32 all tokens are the same. In half precision compiled code rounds in other places: as far as tokens are the
-    same, logits are close, and graphs give the tokens of the compiled programs that they were captured from.
-    """
+    """Decode a small image of a random model eagerly, compiled, and on CUDA as graphs."""
     import torch
 
     from lantern_bench.decoding.compile import Engine, compiler_problem
@@ -278,36 +262,38 @@ def _decode(device: torch.device, dtype: str) -> Iterator[Finding]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # it becomes a finding
         for name, engine in engines.items():
-            # Sweeps decode many images: from the second on all programs are replayed.
-            first, images[name] = (_tiny_decode(model, engine) for _ in range(2))
+            _tiny_decode(model, engine)
+            images[name] = _tiny_decode(model, engine)  # sweeps decode many images: now all programs are replayed
             fallbacks |= engine.fallbacks
-            if not first.tokens.equal(images[name].tokens):
-                yield Finding(check, "fail", f"{name}: a second decode gives other tokens than the first", _WRONG)
-                return
     yield _compared(check, images, fallbacks, getattr(torch, dtype))
 
 
 def _compared(check: str, images: Mapping[str, Decoded], fallbacks: Mapping[str, str], dtype: torch.dtype) -> Finding:
-    """The finding of decodes of one image, the first of them eager."""
+    """The finding of decodes of one image, the first of them eager.
+
+    In float32 all tokens are the same. In half precision compiled code rounds in other places: as far as tokens are the
+    same, logits are close, and graphs give the tokens of the compiled programs that they were captured from.
+    """
     import torch
 
     names, (eager, compiled, *graphs) = list(images), images.values()
     if any(not compiled.tokens.equal(image.tokens) for image in graphs):
         return Finding(check, "fail", f"{names[-1]} give other tokens than {names[1]}", _WRONG)
-    same = int((eager.tokens == compiled.tokens).long().cumprod(0).sum())
-    result, total = " = ".join(names), len(eager.tokens)
+    same, total = int((eager.tokens == compiled.tokens).long().cumprod(0).sum()), len(eager.tokens)
     if same < total:
         assert eager.logits is not None and compiled.logits is not None
-        a, b = (image.logits[: same + 1].float() for image in (eager, compiled))  # type: ignore[index]
+        a, b = eager.logits[: same + 1].float(), compiled.logits[: same + 1].float()
         apart = float((a - b).abs().max() / a.abs().max())
         result = f"{' = '.join(names[1:])} = eager to token {same} of {total}, logits {apart:.1e} apart"
         if dtype == torch.float32 or not apart < _ROUNDINGS * torch.finfo(dtype).eps:
             return Finding(check, "fail", result, _WRONG)
         return Finding(check, "ok", f"{result}: rounding")
+    result = f"{' = '.join(names)}, {total} of {total} tokens"
     if fallbacks:
         why = "; ".join(f"{stage} fails: {reason}" for stage, reason in fallbacks.items())
-        return Finding(check, "warning", f"{result}, {total} of {total} tokens; {why}", _FALLBACK)
-    return Finding(check, "ok", f"{result}, {total} of {total} tokens")
+        fix = "Runs continue without it, more slowly: update the driver and torch, or report it with this list."
+        return Finding(check, "warning", f"{result}; {why}", fix)
+    return Finding(check, "ok", result)
 
 
 def _tiny_decode(model: LoadedModel, engine: Engine) -> Decoded:

@@ -64,7 +64,7 @@ class DecodedImage:
 
     def columns(self, batch: int) -> dict[str, Any]:
         """Return the columns of its record that say how it was decoded, in a batch of so many images."""
-        trace, phases = self.trace, self.trace.phases
+        trace, phases, usage = self.trace, self.trace.phases, self.trace.usage
         measured = sum(phases.get(name, 0.0) for name in ("draft", "target", "verify", "prefill"))
         return {
             "tokens": trace.tokens,
@@ -84,24 +84,15 @@ class DecodedImage:
             "verify_seconds": phases.get("verify", 0.0),
             "other_seconds": max(0.0, trace.seconds - measured),
             "pixel_seconds": self.pixel_seconds,
-            **self._usage(batch),
+            "cpu_seconds": usage and usage.cpu_seconds / batch,
+            "waited_seconds": usage and usage.waited_seconds and usage.waited_seconds / batch,
+            "steal_seconds": usage and usage.steal_seconds and usage.steal_seconds / batch,
+            "involuntary_switches": usage and usage.involuntary_switches,
+            "disturbed": usage and self.lost_share(batch) > DISTURBED,
             "peak_memory_bytes": self.peak_memory,
             "moved_mass": trace.neighbour_mass,
             "moved_mass_tried": trace.neighbour_mass_tried,
             "tokens_sha256": hashlib.sha256(self.tokens.numpy().astype("<i4").tobytes()).hexdigest(),
-        }
-
-    def _usage(self, batch: int) -> dict[str, Any]:
-        """The columns that tell whether the threads of its batch got the processor."""
-        usage = self.trace.usage
-        if usage is None:
-            return {}
-        return {
-            "cpu_seconds": _share(usage.cpu_seconds, batch),
-            "waited_seconds": _share(usage.waited_seconds, batch),
-            "steal_seconds": _share(usage.steal_seconds, batch),
-            "involuntary_switches": usage.involuntary_switches,
-            "disturbed": self.lost_share(batch) > DISTURBED,
         }
 
 
@@ -116,7 +107,3 @@ def _picture(pixels: Tensor) -> Image:
     from PIL import Image
 
     return Image.fromarray(pixels.cpu().numpy())
-
-
-def _share(seconds: float | None, images: int) -> float | None:
-    return None if seconds is None else seconds / images

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import write_atomically
@@ -26,8 +26,7 @@ _MAY_DIFFER = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Merged:
+class Merged(NamedTuple):
     """A merged run."""
 
     folder: Path
@@ -48,15 +47,9 @@ class _Shard:
 
 
 def merge_runs(folders: Sequence[Path], out: Path | None = None) -> Merged:
-    """Merge shards into the run directory `out`; by default the name of the first without `-shardIofN`.
-
-    Raises `RefusedError` for shards that do not belong together, that are missing, double or not finished, and
-    `UserError` for a run that is no shard and for an `out` that exists.
-    """
+    """Merge shards into `out`, by default the name of the first without `-shardIofN`; raises what is wrong."""
     shards = sorted(map(_read, folders), key=lambda shard: shard.index)
     _check_division(shards)
-    for shard in shards[1:]:
-        _check_same_run(shards[0], shard)
     _check_images(shards)
     folder = out or folders[0].with_name(re.sub(r"-shard\d+of\d+$", "", folders[0].name))
     if folder.exists():
@@ -65,8 +58,7 @@ def merge_runs(folders: Sequence[Path], out: Path | None = None) -> Merged:
     draft = folder.with_name(f"{folder.name}.merging")
     shutil.rmtree(draft, ignore_errors=True)
     scores = [row for shard in shards for row in read_scores(shard.folder)]
-    images = [row for row in scores if row["level"] == "image"]
-    _write(shards, images, draft, folder.name)
+    _write(shards, [row for row in scores if row["level"] == "image"], draft, folder.name)
     draft.rename(folder)
     records = [row for shard in shards for row in shard.records]
     return Merged(folder, len(records), sum(row["status"] != "ok" for row in records), bool(scores))
@@ -80,7 +72,7 @@ def _read(folder: Path) -> _Shard:
 
 
 def _check_division(shards: Sequence[_Shard]) -> None:
-    """Raise `RefusedError` unless these are all shards of one division, each once."""
+    """Raise `RefusedError` unless these are all shards of one division of one run, each once."""
     first, folders = shards[0], dict[int, Path]()
     for shard in shards:
         if shard.count != first.count:
@@ -90,18 +82,14 @@ def _check_division(shards: Sequence[_Shard]) -> None:
             message = f"shard {shard.index}/{shard.count} is given twice: {folders[shard.index]} and {shard.folder}"
             raise RefusedError(message, "Leave one of them out.")
         folders[shard.index] = shard.folder
+        settings, others = _settings(first.manifest), _settings(shard.manifest)
+        for name in dict.fromkeys([*settings, *others]):
+            a, b = (json.dumps(values.get(name), sort_keys=True)[:300] for values in (settings, others))
+            if settings.get(name) != others.get(name):
+                message = f"{first.folder} and {shard.folder} are shards of different runs: {name} differs"
+                raise RefusedError(f"{message}\n  first   {a}\n  second  {b}", "Merge shards of one run.")
     if missing := [f"{index}/{first.count}" for index in range(1, first.count + 1) if index not in folders]:
         raise RefusedError(f"shards are missing: {', '.join(missing)}", "Give all shards of the run.")
-
-
-def _check_same_run(first: _Shard, other: _Shard) -> None:
-    """Raise `RefusedError` naming the first setting in which two shards differ."""
-    settings, others = _settings(first.manifest), _settings(other.manifest)
-    for name in dict.fromkeys([*settings, *others]):
-        a, b = (json.dumps(values.get(name), sort_keys=True) for values in (settings, others))
-        if a != b:
-            message = f"{first.folder} and {other.folder} are shards of different runs: {name} differs"
-            raise RefusedError(f"{message}\n  first   {a[:300]}\n  second  {b[:300]}", "Merge shards of one run.")
 
 
 def _settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +111,7 @@ def _check_images(shards: Sequence[_Shard]) -> None:
             message = f"shard {shard.index}/{shard.count} has {counts}: {shard.folder}"
             raise RefusedError(message, "Continue it with the command that started it.")
         for row in shard.records:
-            if row["status"] == "ok" and row["image"] and not (shard.folder / row["image"]).is_file():
+            if row["image"] and not (shard.folder / row["image"]).is_file():
                 message = f"{shard.folder}: the picture {row['image']} is missing"
                 raise RefusedError(message, "Restore it, or repair the run.")
             if (other := folders.setdefault(row["record_key"], shard.folder)) != shard.folder:
@@ -138,10 +126,9 @@ def _write(shards: Sequence[_Shard], scores: Sequence[Row], folder: Path, name: 
     for shard in shards:
         # Processes of different shards are different processes.
         first = 1 + max((entry["process"] for entry in [*sessions, *records]), default=-1)
-        records += [row | {"process": first + row["process"]} for row in shard.records]
-        for session in shard.manifest.get("sessions", []):
-            sessions.append(session | {"process": first + session["process"]})
+        sessions += [row | {"process": first + row["process"]} for row in shard.manifest.get("sessions", [])]
         for row in shard.records:
+            records.append(row | {"process": first + row["process"]})
             if row["image"]:
                 _link(shard.folder / row["image"], folder / row["image"])
     records.sort(key=lambda row: int(row["order_index"]))

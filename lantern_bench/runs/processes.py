@@ -43,10 +43,7 @@ class WorkerEndedError(RecordsFailedError):
 
 
 def decode_in_processes(request: Request, emit: Emit) -> int:
-    """Decode the missing images in `processes` new processes, one at a time; return how many images failed.
-
-    Raises the error that a worker raises, and `RecordsFailedError` for a worker that dies or hangs.
-    """
+    """Decode the missing images in `processes` new processes, one at a time; return how many images failed."""
     done, settings = done_images(request.folder), request.experiment.settings
     missing = replace(request.plan, tasks=tuple(task for task in request.plan.tasks if task.key not in done))
     # Without anything to do one worker still checks that the run can be continued.
@@ -79,9 +76,8 @@ def _decode_missing(request: Request, emit: Emit) -> int:
 def events_of(work: Work, request: Request, name: str, *, stderr: IO[bytes] | None = None) -> Iterator[Event]:
     """Start a worker that calls `work(request, emit)` and yield its events; at the end it is ended and waited for.
 
-    What it writes to its standard error goes to `stderr`, by default to that of this process. Raises the error that the
-    worker raises, `WorkerEndedError` for one that dies, and `RecordsFailedError` for one that gives no sign of life for
-    `request.worker_timeout` seconds.
+    `stderr` gets what it writes there. Raises the error that the worker raises, `WorkerEndedError` for one that dies,
+    and `RecordsFailedError` for one that gives no sign of life for `request.worker_timeout` seconds.
     """
     parent_end, worker_end = Pipe()
     command = [sys.executable, "-m", __spec__.name, str(worker_end.fileno())]

@@ -19,9 +19,9 @@ import socket
 import tempfile
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,16 +31,16 @@ from lantern_bench import stopping
 from lantern_bench.clock import now, settle_garbage, stamp
 from lantern_bench.config.plan import ImageTask, Plan
 from lantern_bench.errors import LanternError, RecordsFailedError, RefusedError
-from lantern_bench.runs.events import Emit, Event, Note, Started
+from lantern_bench.runs.events import Emit, Note, Started
 from lantern_bench.runs.processes import WorkerEndedError, events_of
-from lantern_bench.runs.records import KeyFields, check_same_key
+from lantern_bench.runs.records import KeyFields, check_same_run
 from lantern_bench.runs.request import DEFAULT_CLUSTER, Request
 from lantern_bench.runs.store import RunStore, done_images
 from lantern_bench.runs.threads import prepare_environment
 
 if TYPE_CHECKING:
     from lantern_bench.config.protocols import Protocol
-    from lantern_bench.runs.runner import Result
+    from lantern_bench.runs.runner import Decoder, Result
     from lantern_bench.runs.scoring import Measured, Scorers
 
 _PROMPTS = 16  # prompts of a shard at most: each shard encodes its captions at once, and a lost worker costs a shard
@@ -53,11 +53,7 @@ _RESUME = "Start or join a cluster; the same command continues."
 
 
 def run_on_ray(request: Request, emit: Emit) -> int:
-    """Decode and score a request on a Ray cluster; return how many images failed. Raises as `sweep.run`.
-
-    Raises `RefusedError` when Ray is not installed, the cluster cannot be reached, has no device of the wanted kind, or
-    loses its head.
-    """
+    """Decode and score a request on a Ray cluster; return how many images failed."""
     try:
         import ray  # noqa: F401
     except ImportError as error:
@@ -79,7 +75,7 @@ def _head_lost(request: Request, reason: str) -> RefusedError:
 
 
 def drive(request: Request, emit: Emit) -> None:
-    """Decode and score a request as a driver of Ray. Raises as `run_on_ray`."""
+    """Decode and score a request as a driver of Ray."""
     import ray
 
     from lantern_bench.runs import scoring
@@ -91,7 +87,8 @@ def drive(request: Request, emit: Emit) -> None:
     try:
         RayDriver(ray, request, emit).run()
         if quality is not None and done_images(request.folder):
-            scoring.score_folder(request.folder, *quality, emit, measure=RayMeasure(ray, request))
+            measure = partial(measure_on_cluster, ray, request)
+            scoring.score_folder(request.folder, *quality, emit, measure=measure)
     except (ConnectionError, ray.exceptions.RpcError) as error:
         raise _head_lost(request, reason_of(error)) from error
     ray.shutdown()
@@ -126,10 +123,7 @@ def slots_of(nodes: Iterable[dict[str, Any]], device: str, threads: int | None) 
 
 
 def connect(address: str | None) -> None:
-    """Join the cluster at `address`; `DEFAULT_CLUSTER`: that of `RAY_ADDRESS`, else a new one on this machine.
-
-    Raises `RefusedError` for a cluster that cannot be reached, or that runs another version of Ray or Python.
-    """
+    """Join the cluster at `address`; `DEFAULT_CLUSTER`: that of `RAY_ADDRESS`, else a new one on this machine."""
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -174,23 +168,20 @@ def reason_of(error: Exception) -> str:
 class Ready(NamedTuple):
     """What a worker says once its models are loaded."""
 
-    notes: list[Event]
+    notes: list[Note]
     key: KeyFields  # the fields of the record key that hold on this device
-    machine: dict[str, Any]  # the machine block of the manifest
-    device: dict[str, Any]  # the columns of records that name the device
+    session: dict[str, Any]  # its device and machine, for its entry in the manifest
     block: dict[str, Any]  # what the manifest says of how the worker decodes
 
 
 class Worker:
-    """The actor: the models of a run on one device.
-
-    Errors that a user can act on are returned or yielded, not raised, since Ray would wrap them.
-    """
+    """The actor: the models of a run on one device."""
 
     def __init__(self) -> None:
         prepare_environment()
+        self.decoder: Decoder | None = None
 
-    def load(self, request: Request) -> Ready | LanternError:
+    def load(self, request: Request) -> Ready:
         """Load the models of a request; its plan has some images to calibrate the threads with."""
         import ray
         import torch
@@ -198,43 +189,33 @@ class Worker:
         from lantern_bench.runs import runner
         from lantern_bench.runs.devices import device_columns, key_fields, machine_block
 
-        settings, notes = request.experiment.settings, list[Event]()
-        try:
-            self.compute, self.models = runner.load_to_decode(request.experiment, notes.append)
-            if self.compute.device.type == "cpu":
-                cores = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
-                torch.set_num_threads(settings.threads or max(1, int(cores)))
-            if settings.threads is None:
-                runner.prepare_models(request.plan, self.models, (), lambda _event: None)
-                if (calibrated := runner.fastest_for(request.plan.tasks, self.models)) is not None:
-                    torch.set_num_threads(calibrated.threads)
-                    notes += calibrated.notes()
-        except LanternError as error:
-            return error
-        self.decoder: runner.Decoder | None = None
+        settings, notes = request.experiment.settings, list[Any]()
+        self.compute, self.models = runner.load_to_decode(request.experiment, notes.append)
+        if self.compute.device.type == "cpu":
+            cores = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
+            torch.set_num_threads(settings.threads or max(1, int(cores)))
+        if settings.threads is None:
+            runner.prepare_models(request.plan, self.models, (), lambda _event: None)
+            runner.set_fastest_threads(request.plan.tasks, self.models, notes.append)
         self.again = "speed" in settings.metrics
-        block = runner.compute_block(self.compute, any(model.engine.compile for model in self.models.values()))
         key = key_fields(self.models, settings, self.compute, request.plan.cells)
-        return Ready(notes, key, machine_block(), device_columns(self.compute.device), block)
+        session = {"device": device_columns(self.compute.device), "machine": machine_block()}
+        return Ready(notes, key, session, runner.compute_block(self.compute, key["compile"]))
 
     def decode(
-        self, shard: Plan, missing: frozenset[int], process: int, threads: int
-    ) -> Iterator[Note | Result | dict[str, Any] | LanternError]:
+        self, shard: Plan, missing: frozenset[int], session: dict[str, Any], threads: int
+    ) -> Iterator[Note | Result | dict[str, Any]]:
         """Yield the images of a shard whose `order_index` is in `missing`, then the session of this worker."""
         import torch
 
-        from lantern_bench.runs.runner import Decoder, new_session, prepare_models
+        from lantern_bench.runs.runner import Decoder, prepare_models
 
         if self.compute.device.type == "cpu":
             torch.set_num_threads(threads)
-        try:
-            prepare_seconds = prepare_models(shard, self.models, (), lambda _event: None)
-        except LanternError as error:
-            yield error
-            return
+        prepare_seconds = prepare_models(shard, self.models, (), lambda _event: None)
         batches = [batch for batch in shard.batches() if any(task.order_index in missing for task in batch)]
         if self.decoder is None:
-            self.decoder = Decoder(self.models, self.compute, new_session(process), self.again)
+            self.decoder = Decoder(self.models, self.compute, session, self.again)
             yield from self.decoder.warm_up(batches)
             settle_garbage()
         self.decoder.session["prepare_seconds"] += prepare_seconds
@@ -243,35 +224,31 @@ class Worker:
         yield self.decoder.session
 
 
+def answer_of(ray: Any, reference: Any) -> Any:
+    """Return what a worker or a task answers; an error that a user can act on is raised as it was there."""
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, LanternError):
+            raise error.cause from error
+        raise
+
+
 # ---- The driver
 
 
-@dataclass
-class Shard:
-    """A block of prompts with all their cells."""
-
-    plan: Plan
-    missing: frozenset[int]  # the `order_index` of the images that must be decoded
-    losses: int = 0  # how often it has lost its worker
-
-
-def shards_of(plan: Plan, is_done: Callable[[ImageTask], bool], prompts: int, *, timed: bool) -> list[Shard]:
-    """Divide the images that are not done into shards of `prompts` prompts, in the plan's order.
-
-    A `timed` shard with a missing image decodes all of its images again, so that they are timed together.
-    """
+def shards_of(plan: Plan, is_done: Callable[[ImageTask], bool], prompts: int) -> list[Plan]:
+    """Divide a plan into shards, blocks of `prompts` prompts with all their cells; leave out what is done."""
     size = max(1, prompts // plan.together) * plan.together
     blocks: dict[int, list[ImageTask]] = {}
     for task in plan.tasks:
         blocks.setdefault(task.image_index // size, []).append(task)
-    return [
-        Shard(
-            replace(plan, tasks=tuple(tasks)),
-            frozenset(task.order_index for task in tasks if timed or not is_done(task)),
-        )
-        for tasks in blocks.values()
-        if not all(map(is_done, tasks))
-    ]
+    return [replace(plan, tasks=tuple(tasks)) for tasks in blocks.values() if not all(map(is_done, tasks))]
+
+
+def missing_of(shard: Plan, is_done: Callable[[ImageTask], bool], *, timed: bool) -> frozenset[int]:
+    """Return the `order_index` of the images to decode: all of a `timed` shard, so that they are timed together."""
+    return frozenset(task.order_index for task in shard.tasks if timed or not is_done(task))
 
 
 @dataclass
@@ -281,15 +258,16 @@ class WorkerHandle:
     slot: DeviceSlot
     actor: Any
     answer: Any  # the reference or the generator of the answer to its last call; None while it has nothing to do
-    ready: Ready | None = None
-    shard: Shard | None = None
+    shard: Plan | None = None
+    session: dict[str, Any] = field(default_factory=dict)  # its entry in the manifest; empty while it loads the models
     finished: int = 0  # shards
-    session: dict[str, Any] = field(default_factory=dict)  # its entry in the manifest
     last_answer: float = 0.0  # when
 
 
 class RayDriver:
     """Gives shards to the workers of a run, stores what they decode, and replaces those that are lost."""
+
+    _store: RunStore
 
     def __init__(self, ray: Any, request: Request, emit: Emit) -> None:
         self._ray, self._request, self._emit = ray, request, emit
@@ -297,11 +275,11 @@ class RayDriver:
         self._timed = "speed" in self._settings.metrics
         self._actor = ray.remote(max_restarts=0)(Worker)
         self._workers: list[WorkerHandle] = []
-        self._shards: deque[Shard] = deque()
-        self._store: RunStore | None = None
+        self._shards: deque[Plan] = deque()
+        self._losses: Counter[ImageTask] = Counter()  # of workers, by the first image of the shard
+        self._is_open = False  # the store: its key comes from the first worker
         self._threads = self._settings.threads
         self._share = math.inf  # shards of a worker, where `--processes` asks for several workers a device
-        self._reported: set[str] = set()
         self._failed_starts: Counter[DeviceSlot] = Counter()
         self._last_loss = ""
         self._last_look, self._last_worker = -math.inf, now()
@@ -309,13 +287,13 @@ class RayDriver:
     def run(self) -> None:
         """Decode the missing images."""
         try:
-            while self._store is None or self._shards or any(worker.shard for worker in self._workers):
+            while not self._is_open or self._shards or any(worker.shard for worker in self._workers):
                 stopping.check()
                 if now() - self._last_look > _LOOK:
                     self._start_workers()
                 self._receive()
                 for worker in self._workers:
-                    if worker.ready and worker.shard is None and self._shards:
+                    if worker.session and worker.shard is None and self._shards:
                         self._give(worker, self._shards.popleft())
         finally:
             self._close()
@@ -332,17 +310,16 @@ class RayDriver:
         elif slots and not usable:
             advice = "See the logs of the Ray nodes, /tmp/ray/session_latest/logs."
             raise RecordsFailedError(f"no worker could be started: {self._last_loss}", advice)
-        elif not slots and self._store is None:
+        elif not slots and not self._is_open:
             kind = "GPU" if self._settings.device == "cuda" else "CPU"
             resources = self._ray.cluster_resources() or "nothing"
             message = f"the Ray cluster has no {kind} for a worker: it has {resources}"
             raise RefusedError(message, "Start nodes that have one, or give another --device or fewer --threads.")
         elif not slots and now() - self._last_worker > _PATIENCE:
-            count = len(done_images(self._request.folder))
-            message = f"the Ray cluster has no device left; {count} images are kept in {self._request.folder}"
-            raise RefusedError(message, _RESUME)
+            kept = f"{len(done_images(self._request.folder))} images are kept in {self._request.folder}"
+            raise RefusedError(f"the Ray cluster has no device left; {kept}", _RESUME)
         free = usable - Counter(worker.slot for worker in self._workers)
-        waiting = len(self._shards) if self._store is not None else max(1, len(self._request.plan.tasks))
+        waiting = len(self._shards) if self._is_open else max(1, len(self._request.plan.tasks))
         waiting -= sum(worker.shard is None for worker in self._workers)
         for slot in sorted(free.elements(), key=lambda slot: (-slot.cpus, str(slot.node)))[: max(0, waiting)]:
             self._start(slot)
@@ -359,38 +336,33 @@ class RayDriver:
 
     def _lose(self, worker: WorkerHandle, error: Exception) -> None:
         """Put the shard of a lost worker at the front of the queue; one that lost too many workers fails."""
-        self._remove(worker, lost=reason_of(error))
         shard, self._last_loss = worker.shard, reason_of(error)
+        self._remove(worker, lost=self._last_loss)
+        name, prompts = "a worker on a device", 0
+        if worker.session:
+            name = f"worker {worker.session['process']} on {worker.session['device']['device']}"
         if shard is None:
             self._failed_starts[worker.slot] += not worker.finished
-        elif (losses := shard.losses + 1) < _LOSSES:
-            self._shards.appendleft(replace(shard, losses=losses))
         else:
-            self._fail(shard, f"lost {losses} workers: {self._last_loss}", worker.session["process"])
-        name = f"worker {worker.session['process']}" if worker.session else "a worker"
-        device = worker.ready.device["device"] if worker.ready else "a device"
-        prompts = len({task.image_index for task in shard.plan.tasks}) if shard else 0
-        self._emit(
-            Note(f"{name} on {device} is lost, {prompts} prompts start again: {self._last_loss}", level="warning")
-        )
+            prompts, first = len({task.image_index for task in shard.tasks}), shard.tasks[0]
+            self._losses[first] += 1
+            if self._losses[first] < _LOSSES:
+                self._shards.appendleft(shard)
+            else:
+                columns = {"status": "failed", "error": f"lost {_LOSSES} workers: {self._last_loss}"}
+                for task in shard.tasks:
+                    self._save(task, columns | {"process": worker.session["process"]}, None)
+        text = f"{name} is lost, {prompts} prompts start again: {self._last_loss}"
+        self._emit(Note(text, level="warning"))
 
     def _remove(self, worker: WorkerHandle, **end: Any) -> None:
         """End a worker and its session."""
         self._workers.remove(worker)
         self._ray.kill(worker.actor)
         self._last_look = -math.inf
-        if self._store is not None and worker.session:
+        if worker.session:
             worker.session |= {"ended": stamp(), **end}
             self._store.update_manifest()
-
-    def _fail(self, shard: Shard, error: str, process: int) -> None:
-        """Record the images of a shard that are not finished as failed."""
-        from lantern_bench.runs.runner import Result
-
-        assert self._store is not None
-        for task in shard.plan.tasks:
-            if task.order_index in shard.missing and not self._store.is_done(task):
-                self._save(Result(task, {"status": "failed", "error": error, "process": process}, None))
 
     def _close(self) -> None:
         """Close the sessions and the store, and free the devices."""
@@ -398,7 +370,7 @@ class RayDriver:
         for worker in self._workers:
             if worker.session:
                 worker.session |= {"ended": stamp(), "complete": complete}
-        if self._store is not None:
+        if self._is_open:
             self._store.update_manifest(ended=stamp())
             self._store.close()
         for worker in self._workers:
@@ -408,16 +380,17 @@ class RayDriver:
 
     def _receive(self) -> None:
         """Wait a moment for an answer of a worker, and deal with it."""
-        from lantern_bench.runs.runner import Result
-
         waiting = {worker.answer: worker for worker in self._workers if worker.answer is not None}
         answered, _ = self._ray.wait(list(waiting), timeout=1.0) if waiting else ([], [])
         for reference in answered:
             worker = waiting[reference]
             try:
-                answer = self._ray.get(reference if worker.ready is None else next(reference))
-            except StopIteration:
-                self._finish_shard(worker)
+                answer = answer_of(self._ray, next(reference) if worker.session else reference)
+            except StopIteration:  # it has decoded its shard; after its share of the run a new one takes its device
+                worker.answer = worker.shard = None
+                worker.finished += 1
+                if worker.finished >= self._share:
+                    self._remove(worker, complete=True)
                 continue
             except self._ray.exceptions.RayTaskError:
                 raise  # a fault of the code: it would come again
@@ -425,102 +398,69 @@ class RayDriver:
                 self._lose(worker, error)
                 continue
             worker.last_answer = now()
-            match answer:
-                case LanternError():
-                    raise answer
-                case Ready():
-                    self._admit(worker, answer)
-                case Note():
-                    if worker.session["process"] == self._sessions[0]["process"]:
-                        self._emit(answer)
-                case Result():
-                    self._save(answer)
-                case dict():
-                    counted = ("images", "failed", "first_seconds", "again_seconds", "warm_up", "prepare_seconds")
-                    worker.session |= {name: answer[name] for name in counted}
+            if isinstance(answer, Ready):
+                self._admit(worker, answer)
+            elif isinstance(answer, dict):
+                worker.session |= answer
+            elif not isinstance(answer, Note):
+                self._save(*answer)
+            elif worker is self._workers[0]:
+                self._emit(answer)
         for worker in list(self._workers):
             if worker.shard and now() - worker.last_answer > self._request.worker_timeout:
                 silence = f"no answer in {self._request.worker_timeout:g} s (--worker-timeout)"
                 self._lose(worker, TimeoutError(silence))
 
     def _admit(self, worker: WorkerHandle, ready: Ready) -> None:
-        """A worker has loaded the models: open the store for the first, compare the key of the others with it."""
-        worker.ready, worker.answer = ready, None
-        if self._store is None:
+        """Open the session of a worker that has loaded the models, and the store for the first of them."""
+        from lantern_bench.runs.runner import open_session
+
+        if not self._is_open:
             self._open(ready)
-        else:
-            name = f"{self._request.folder.name} on {ready.device['device']}"
-            check_same_key(name, self._store.key, ready.key, self._store.finished)
-
-    def _open(self, ready: Ready) -> None:
-        """Open the store, divide the missing images into shards, and say what there is to do."""
-        from lantern_bench.runs.runner import recorded_threads
-
-        request = self._request
-        self._store = store = RunStore(request.folder, request.experiment, ready.key)
-        self._threads = recorded_threads(store, self._settings.threads) or ready.block["threads"]
-        started = store.manifest.get("started", stamp())
-        entries = request.manifest_entries() | ready.block | {"threads": self._threads, "machine": ready.machine}
-        store.update_manifest(**entries, started=started, ended=None, load_before=round(psutil.getloadavg()[0], 2))
-        workers = slots_of(self._ray.nodes(), self._settings.device, self._threads).total() or 1
-        prompts = max(len({task.image_index for task in request.plan.tasks}) // (_SHARDS * workers), 1)
-        shards = shards_of(request.plan, store.is_done, min(prompts, _PROMPTS), timed=self._timed)
-        self._shards = deque(shards)
-        if self._settings.processes > 1:
-            self._share = math.ceil(len(shards) / self._settings.processes)
-        done = [task for task in request.plan.tasks if store.is_done(task)]
-        self._reported = {store.key_of(task) for task in done}
-        for note in ready.notes:
-            self._emit(note)
-        to_do = Counter(task.cell.cell_id for task in request.plan.tasks)
-        to_do.subtract(task.cell.cell_id for task in done)
-        self._emit(Started(len(done), +to_do))
-
-    @property
-    def _sessions(self) -> list[dict[str, Any]]:
-        assert self._store is not None
-        return list(self._store.manifest.get("sessions", []))
-
-    def _give(self, worker: WorkerHandle, shard: Shard) -> None:
-        """Give a worker its next shard; its first opens its session."""
-        if not worker.session:
-            self._open_session(worker)
-        decode = worker.actor.decode.options(num_returns="streaming")
-        worker.answer = decode.remote(shard.plan, shard.missing, worker.session["process"], self._threads)
-        worker.shard, worker.last_answer = shard, now()
-
-    def _open_session(self, worker: WorkerHandle) -> None:
-        from lantern_bench.runs.runner import new_session
-
-        assert self._store is not None and worker.ready is not None
-        sessions = self._sessions
-        process = max(self._store.next_process(), *(session["process"] + 1 for session in sessions), 0)
-        worker.session = new_session(process) | {"device": worker.ready.device, "machine": worker.ready.machine}
-        self._store.update_manifest(sessions=[*sessions, worker.session])
-        device = worker.ready.device["device"]
-        self._emit(Note(f"worker {process} on {device}", level="detail"))
-        devices = {session["device"]["device"] for session in self._sessions if "device" in session}
+        store, device = self._store, ready.session["device"]["device"]
+        check_same_run(f"{store.folder.name} on {device}", {"key": store.key}, store.finished, key=ready.key)
+        worker.session, worker.answer = open_session(store, **ready.session), None
+        self._emit(Note(f"worker {worker.session['process']} on {device}", level="detail"))
+        devices = {entry["device"]["device"] for entry in store.manifest["sessions"] if "device" in entry}
         if len(devices) > 1:
             text = f"images of {len(devices)} kinds of device: no speedup over all of them"
             self._emit(Note(text, "--pool-devices gives one.", level="warning"))
 
-    def _finish_shard(self, worker: WorkerHandle) -> None:
-        """A worker has decoded a shard; after its share of the run it ends, and a new one takes its device."""
-        worker.answer = worker.shard = None
-        worker.finished += 1
-        if worker.finished >= self._share:
-            self._remove(worker, complete=True)
+    def _open(self, ready: Ready) -> None:
+        """Open the store, divide the missing images into shards, and say what there is to do."""
+        request, tasks = self._request, self._request.plan.tasks
+        self._store = store = RunStore(request.folder, request.experiment, ready.key)
+        self._is_open = True
+        self._threads = store.threads or self._settings.threads or ready.block["threads"]
+        started = store.manifest.get("started", stamp())
+        entries = request.manifest_entries() | ready.block | {"threads": self._threads}
+        entries |= {"machine": ready.session["machine"], "load_before": round(psutil.getloadavg()[0], 2)}
+        store.update_manifest(**entries, started=started, ended=None)
+        workers = slots_of(self._ray.nodes(), self._settings.device, self._threads).total() or 1
+        prompts = max(len({task.image_index for task in tasks}) // (_SHARDS * workers), 1)
+        self._shards = deque(shards_of(request.plan, store.is_done, min(prompts, _PROMPTS)))
+        if self._settings.processes > 1:
+            self._share = math.ceil(len(self._shards) / self._settings.processes)
+        for note in ready.notes:
+            self._emit(note)
+        to_do = Counter(task.cell.cell_id for task in tasks if not store.is_done(task))
+        self._emit(Started(len(tasks) - to_do.total(), to_do))
 
-    def _save(self, result: Result) -> None:
-        """Store an image, and report it once, however often its shard was decoded."""
-        from lantern_bench.runs.runner import store_result
+    def _give(self, worker: WorkerHandle, shard: Plan) -> None:
+        missing = missing_of(shard, self._store.is_done, timed=self._timed)
+        decode = worker.actor.decode.options(num_returns="streaming")
+        worker.answer = decode.remote(shard, missing, worker.session, self._threads)
+        worker.shard, worker.last_answer = shard, now()
 
-        assert self._store is not None
-        if result.png is None and self._store.is_done(result.task):
+    def _save(self, task: ImageTask, columns: Mapping[str, Any], png: bytes | None) -> None:
+        """Store an image, and report it unless it was finished before, in a shard that is decoded again."""
+        from lantern_bench.runs.runner import Result, store_result
+
+        was_done = self._store.is_done(task)
+        if png is None and was_done:
             return  # a failed image never replaces a finished one
-        done = store_result(self._store, result)
-        if (key := str(done.record["record_key"])) not in self._reported:
-            self._reported.add(key)
+        done = store_result(self._store, Result(task, columns, png))
+        if not was_done:
             self._emit(done)
 
 
@@ -538,18 +478,12 @@ def _scorers(protocol: Protocol, device: str) -> Scorers:
 
 def score_pictures(
     protocol: Protocol, device: str, records: Sequence[dict[str, Any]], pictures: Sequence[bytes], manifold: bool
-) -> tuple[Measured, tuple[str | None, ...]] | LanternError:
-    """Score pictures (PNG files) of these records: a task, which needs no file system in common with the driver.
-
-    Returns the scores and the labels of the scorers; the error that a user can act on is returned, not raised.
-    """
+) -> tuple[Measured, tuple[str | None, ...]]:
+    """Score pictures (PNG files) of these records as a task; return the scores and the labels of the scorers."""
     prepare_environment()
     from lantern_bench.runs.scoring import measure_pictures
 
-    try:
-        scorers = _scorers(protocol, device)
-    except LanternError as error:
-        return error
+    scorers = _scorers(protocol, device)
     with tempfile.TemporaryDirectory() as folder:
         local = [record | {"image": f"{number}.png"} for number, record in enumerate(records)]
         for record, png in zip(local, pictures, strict=True):
@@ -557,46 +491,32 @@ def score_pictures(
         return measure_pictures(local, Path(folder), scorers, manifold=manifold), scorers.labels
 
 
-class RayMeasure:
-    """Measures the pictures of a cell as tasks of the cluster; see `scoring.Measure`."""
+def measure_on_cluster(
+    ray: Any, request: Request, records: Sequence[dict[str, Any]], folder: Path, scorers: Scorers, *, manifold: bool
+) -> Measured:
+    """Measure the pictures of records in tasks of the cluster, which need no file system in common with the driver."""
+    from lantern_bench.runs.scoring import joined, measure_pictures
 
-    def __init__(self, ray: Any, request: Request) -> None:
-        self._ray, self._protocol = ray, request.protocol
-        total = ray.cluster_resources()
-        gpus = int(total.get("GPU", 0)) if request.experiment.settings.device in ("auto", "cuda") else 0
-        self._device = "cuda" if gpus else "cpu"
-        self._ahead = 2 + (gpus or int(total.get("CPU", 1)))  # tasks at once: their pictures are in memory
-        resources = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
-        self._task = ray.remote(**resources, retry_exceptions=False)(score_pictures)
-
-    def __call__(
-        self, records: Sequence[dict[str, Any]], folder: Path, scorers: Scorers, *, manifold: bool
-    ) -> Measured:
-        """Measure the pictures of records; raises `RefusedError` where a node has other scorers than the driver."""
-        from lantern_bench.runs.scoring import joined, measure_pictures
-
-        if not records:
-            return measure_pictures(records, folder, scorers, manifold=manifold)
-        waiting: deque[Any] = deque()
-        measured: list[Measured] = []
-        for start in range(0, len(records), _PICTURES):
-            rows = records[start : start + _PICTURES]
-            pictures = [(folder / row["image"]).read_bytes() for row in rows]
-            waiting.append(self._task.remote(self._protocol, self._device, rows, pictures, manifold))
-            if len(waiting) >= self._ahead:
-                measured.append(self._wait(waiting.popleft(), scorers))
-        measured += [self._wait(reference, scorers) for reference in waiting]
-        return joined(measured)
-
-    def _wait(self, reference: Any, scorers: Scorers) -> Measured:
-        while not self._ray.wait([reference], timeout=1.0)[0]:
-            stopping.check()
-        answer = self._ray.get(reference)
-        if isinstance(answer, LanternError):
-            raise answer
-        measured: Measured
-        measured, labels = answer
-        if labels != scorers.labels:
-            message = f"a node of the cluster scores with {labels}, and this one with {scorers.labels}"
-            raise RefusedError(message, "Give all nodes the same weights.")
-        return measured
+    if not records:
+        return measure_pictures(records, folder, scorers, manifold=manifold)
+    total = ray.cluster_resources()
+    gpus = int(total.get("GPU", 0)) if request.experiment.settings.device in ("auto", "cuda") else 0
+    at_once = 2 + (gpus or int(total.get("CPU", 1)))  # the pictures of so many tasks are in memory
+    resources = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
+    task = ray.remote(**resources, retry_exceptions=False)(score_pictures)
+    waiting: deque[Any] = deque()
+    parts: list[Measured] = []
+    for start in range(0, len(records), _PICTURES):
+        rows = records[start : start + _PICTURES]
+        pictures = [(folder / row["image"]).read_bytes() for row in rows]
+        waiting.append(task.remote(request.protocol, "cuda" if gpus else "cpu", rows, pictures, manifold))
+        last = start + _PICTURES >= len(records)
+        while waiting and (last or len(waiting) >= at_once):
+            while not ray.wait([waiting[0]], timeout=1.0)[0]:
+                stopping.check()
+            measured, labels = answer_of(ray, waiting.popleft())
+            if labels != scorers.labels:
+                message = f"a node of the cluster scores with {labels}, and this one with {scorers.labels}"
+                raise RefusedError(message, "Give all nodes the same weights.")
+            parts.append(measured)
+    return joined(parts)

@@ -10,11 +10,12 @@ import gc
 import hashlib
 import io
 import json
+import mmap
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, NotRequired, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -32,29 +33,19 @@ _CHECKSUM, _CLOSE = b', "checksum": "', b'"}\n'
 _END = len(_CHECKSUM) + 16 + len(_CLOSE)
 
 _KINDS: dict[str, Any] = {"string": str | None, "int": int | None, "float": float | None, "bool": bool | None}
-# Which columns of a table every row has.
 _ABSENT = {"process": 0}  # runs without this column are of one process
-_NEEDED = {"records": ("record_key", "status"), "scores": ()}
-# Texts that hardly repeat.
-_DISTINCT = frozenset({"record_key", "image", "image_sha256", "tokens_sha256", "checksum"})
+_NEEDED = {"records": ("record_key", "status"), "scores": ()}  # the columns that every row of a table has
 _CHUNK, _BUFFER = 2_000, 1 << 20
-_NO_STEPS: list[Any] = []
 
 
 def line_of(row: Mapping[str, Any]) -> bytes:
     """Return a row as a line with its checksum behind all other columns; raises `ValueError` for NaN and infinity."""
     others = {name: value for name, value in row.items() if name != "checksum"}
-    line = json.dumps(others, ensure_ascii=False, allow_nan=False).encode()[:-1]
-    return line + _CHECKSUM + _checksum(line) + _CLOSE
+    return _with_checksum(json.dumps(others, ensure_ascii=False, allow_nan=False).encode()[:-1])
 
 
-def _checksum(line: bytes) -> bytes:
-    return hashlib.sha256(line).hexdigest()[:16].encode()
-
-
-def _has_checksum(line: bytes) -> bool:
-    """Return whether a line is undamaged: it ends with the checksum of the bytes before."""
-    return line[-_END:] == _CHECKSUM + _checksum(line[:-_END]) + _CLOSE
+def _with_checksum(line: bytes) -> bytes:
+    return line + _CHECKSUM + hashlib.sha256(line).hexdigest()[:16].encode() + _CLOSE
 
 
 def _is_older(row: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -76,10 +67,7 @@ class Line(NamedTuple):
 
 
 def read_lines(path: Path, table: str, wanted: Collection[str] | None = None) -> Iterator[Line]:
-    """Yield the lines of a file, or nothing without a file; `wanted` leaves out the columns that are not in it.
-
-    Columns that the version of a row lacks are None.
-    """
+    """Yield the lines of a file, or nothing without a file; `wanted` leaves out the columns that are not in it."""
     declared = {column.name: column.dtype for column in columns(table)}
     needed, names = _NEEDED[table], _names(table, wanted)
     optional = {name: _KINDS.get(declared[name], list | None) for name in names}
@@ -91,7 +79,7 @@ def read_lines(path: Path, table: str, wanted: Collection[str] | None = None) ->
             if not content.endswith(b"\n"):  # being written, or cut off: opening the file for writing removes it
                 return
             try:
-                if _has_checksum(content):
+                if content == _with_checksum(content[:-_END]):
                     row = decode(content)
                 elif _is_older(values := msgspec.json.decode(content, type=dict[str, Any]), declared):
                     row = msgspec.convert(values, row_type)
@@ -131,13 +119,15 @@ class RowFile:
         self._path, self._names, self._table = path, [column.name for column in columns(table)], table
         # Without a buffer, because what the disk has no room for must not be written later.
         self._file = path.open("ab+", buffering=0)
-        self._file.truncate(end_of_lines(self._file))
+        if path.stat().st_size:
+            with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                end = content.rfind(b"\n") + 1
+            self._file.truncate(end)
 
     def append(self, values: Mapping[str, Any]) -> Row:
         """Write one row with every column and wait until it is on the disk; return it.
 
-        Raises `ValueError` for a column that `schema.py` does not declare, and for NaN and infinity; `RefusedError`
-        where the disk is full.
+        Raises `ValueError` for an undeclared column, NaN and infinity, `RefusedError` where the disk is full.
         """
         unknown = set(values) - set(self._names)
         if unknown:
@@ -158,18 +148,6 @@ class RowFile:
     def close(self) -> None:
         """Close the file; closing twice does no harm."""
         self._file.close()
-
-
-def end_of_lines(file: BinaryIO) -> int:
-    """Return the bytes of a file up to its last line break."""
-    end = file.seek(0, os.SEEK_END)
-    while end > 0:
-        start = max(0, end - (1 << 16))
-        file.seek(start)
-        if (position := file.read(end - start).rfind(b"\n")) >= 0:
-            return start + position + 1
-        end = start
-    return 0
 
 
 def no_room(path: Path, error: OSError) -> RefusedError:
@@ -224,101 +202,83 @@ def _frame(rows: Iterator[tuple[Any, ...]], table: str, names: Sequence[str]) ->
     import pandas as pd
 
     dtypes = {column.name: column.dtype for column in columns(table)}
-    chunks: dict[str, list[Any]] = {name: [_array((), dtypes[name], {})] for name in names}
-    texts: dict[Any, Any] = {}
+    chunks: dict[str, list[Any]] = {name: [_array((), dtypes[name])] for name in names}
     while chunk := list(islice(rows, _CHUNK)):
         for name, values in zip(names, zip(*chunk, strict=True), strict=True):
-            chunks[name].append(_array(values, dtypes[name], texts if name not in _DISTINCT else None))
+            chunks[name].append(_array(values, dtypes[name]))
     arrays = {name: pd.concat(map(pd.Series, chunks.pop(name)), ignore_index=True) for name in names}
     return pd.DataFrame(arrays, copy=False)
 
 
-def _array(values: Sequence[Any], dtype: str, texts: dict[Any, Any] | None) -> Any:
-    """Return the values of a column as an array; equal texts become one object of `texts`, empty lists one list."""
+def _array(values: Sequence[Any], dtype: str) -> Any:
+    """Return the values of a column as an array; equal texts of a chunk become one object."""
     import numpy as np
     import pandas as pd
 
     if dtype == "float":
         return np.array(values, dtype=np.float64)
     if dtype in ("int", "bool"):
-        missing = np.zeros(len(values), dtype=bool)
-        if None in values:
-            missing = np.array([value is None for value in values], dtype=bool)
-            values = [value or 0 for value in values]
-        numbers = np.array(values, dtype=np.int64 if dtype == "int" else bool)
-        return (pd.arrays.IntegerArray if dtype == "int" else pd.arrays.BooleanArray)(numbers, missing)
+        return pd.array(values, dtype="Int64" if dtype == "int" else "boolean")
     if dtype == "string":
-        shared = values if texts is None else [texts.setdefault(value, value) for value in values]
-    else:
-        shared = [value if value or value is None else _NO_STEPS for value in values]
-    return np.fromiter(shared, dtype=object, count=len(values))
+        texts: dict[Any, Any] = {}
+        values = [texts.setdefault(value, value) for value in values]
+    return np.fromiter(values, dtype=object, count=len(values))
 
 
 # ---- Record keys: what makes two images the same, and which runs may be continued
 
 
-class KeyFields(TypedDict):
-    """The fields of a key that hold for the whole run; `weights` maps `model/part` to the SHA-256 of its file.
-
-    `rules` and `draftings` map those of other packages that the run uses to the fingerprint of their code; absent
-    without any.
-    """
-
-    schema_version: int
-    engine_version: str
-    torch_version: str
-    dtype: str
-    device_type: str
-    compile: bool
-    weights: dict[str, str]
-    rules: NotRequired[dict[str, str]]
-    draftings: NotRequired[dict[str, str]]
-
+KeyFields: TypeAlias = dict[str, Any]
+"""The fields of a key that hold for the whole run (`devices.key_fields`)."""
 
 # The flag that restores the recorded value; other fields have no flag.
 _FLAGS = {name: f"--{name} {{}}" for name in ("dtype", "batch", "seed", "prompts", "threads")}
 _FLAGS |= {"device_type": "--device {}", "compile": "--set compile={}"}
 
 
-class RecordKeys:
-    """Computes the record keys of a run; what many keys share is written as JSON once."""
-
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        self._run, self._cells = json.dumps(fields, sort_keys=True), dict[str, Any]()
-
-    def key_of(self, task: ImageTask) -> str:
-        """Return the record key of an image, 16 hex digits of a SHA-256.
-
-        It covers the JSON object of the cell's settings, the prompt's id, the repeat, the fields of the run and the
-        seed, with sorted keys.
-        """
-        cell = task.cell
-        if (begun := self._cells.get(cell.cell_id)) is None:
-            settings = json.dumps(cell.settings(), sort_keys=True)
-            begun = self._cells[cell.cell_id] = hashlib.sha256(f'{{"cell": {settings}, '.encode())
-        digest = begun.copy()
-        image = f'"prompt_id": {json.dumps(task.prompt.id)}, "repeat": {task.repeat}'
-        digest.update(f'{image}, "run": {self._run}, "seed": {task.seed}}}'.encode())
-        key: str = digest.hexdigest()[:16]
-        return key
+def record_key(task: ImageTask, fields: KeyFields) -> str:
+    """Return the record key of an image, 16 hex digits of a SHA-256 of all that its tokens and its time depend on."""
+    covered = {"cell": task.cell.settings(), "prompt_id": task.prompt.id, "repeat": task.repeat, "seed": task.seed}
+    text = json.dumps(covered | {"run": fields}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def check_same_key(folder: str, recorded: Mapping[str, Any], now: KeyFields, finished: int) -> None:
-    """Raise `RefusedError` naming the first field in which a run's key differs from the current one."""
-    _check_same(folder, _flat(recorded), _flat(now), finished)
+def check_same_run(
+    folder: str,
+    manifest: Mapping[str, Any],
+    finished: int,
+    *,
+    key: KeyFields | None = None,
+    experiment: Mapping[str, Any] | None = None,
+    threads: int | None = None,
+) -> None:
+    """Raise `RefusedError` naming the first of these settings that differs from that of a run with finished images.
 
-
-def check_same_experiment(folder: str, recorded: Mapping[str, Any], now: Mapping[str, Any], finished: int) -> None:
-    """Raise `RefusedError` when a run directory has another experiment; images and metrics may differ."""
-    compared = ("model", "prompts", "seed", "batch", "model_defaults", "cells")
-    before, after = ({key: values.get(key) for key in compared} for values in (recorded, now))
-    _check_same(folder, before, after, finished)
-
-
-def check_same_threads(folder: str, recorded: int | None, asked: int | None, finished: int) -> None:
-    """Raise `RefusedError` when a run is to be continued on another number of threads: sums would round differently."""
-    if recorded is not None and asked is not None:
-        _check_same(folder, {"threads": recorded}, {"threads": asked}, finished)
+    Other numbers of images and other metrics continue a run; sums on another number of threads would round differently.
+    """
+    recorded, now = dict[str, Any](), dict[str, Any]()
+    if key is not None:
+        recorded, now = _flat(manifest.get("key") or {}), _flat(key)
+    if experiment is not None:
+        before = manifest.get("experiment") or {}
+        for name in ("model", "prompts", "seed", "batch", "model_defaults", "cells"):
+            recorded[name], now[name] = before.get(name), experiment.get(name)
+    if threads is not None and manifest.get("threads") is not None:
+        recorded["threads"], now["threads"] = manifest["threads"], threads
+    for name in dict.fromkeys([*recorded, *now]):
+        before, after = recorded.get(name), now.get(name)
+        if before == after:
+            continue
+        if isinstance(before, list) and isinstance(after, list):
+            before, after = [x for x in before if x not in after], [x for x in after if x not in before]
+        advice = "Start a new run beside it with --no-resume, or elsewhere with --out FOLDER."
+        if name in _FLAGS:
+            advice += f" Or resume with {_FLAGS[name].format(_show(before))}"
+        raise RefusedError(
+            f"cannot resume {folder}: {name} changed\n  recorded  {_show(before)}\n  now       {_show(after)}\n"
+            f"{finished} finished images were made with the recorded value; new images would not be comparable.",
+            advice,
+        )
 
 
 def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -327,26 +287,6 @@ def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
     for key, text in named.items():
         flat |= {text.format(name): value for name, value in dict(fields.get(key) or {}).items()}
     return flat
-
-
-def _check_same(folder: str, recorded: Mapping[str, Any], now: Mapping[str, Any], finished: int) -> None:
-    for key in dict.fromkeys([*recorded, *now]):
-        before, after = recorded.get(key), now.get(key)
-        if before == after:
-            continue
-        if isinstance(before, list) and isinstance(after, list):
-            before, after = (
-                [cell for cell in before if cell not in after],
-                [cell for cell in after if cell not in before],
-            )
-        advice = "Start a new run beside it with --no-resume, or elsewhere with --out FOLDER."
-        if key in _FLAGS:
-            advice += f" Or resume with {_FLAGS[key].format(_show(before))}"
-        raise RefusedError(
-            f"cannot resume {folder}: {key} changed\n  recorded  {_show(before)}\n  now       {_show(after)}\n"
-            f"{finished} finished images were made with the recorded value; new images would not be comparable.",
-            advice,
-        )
 
 
 def _show(value: object) -> str:

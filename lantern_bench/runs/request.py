@@ -20,7 +20,7 @@ from lantern_bench.config.protocols import EMBEDDED, LANTERN_COCO, Protocol, pro
 from lantern_bench.errors import UserError
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts import describe_prompts, load_prompts
-from lantern_bench.runs.records import check_same_experiment, check_same_threads
+from lantern_bench.runs.records import check_same_run
 from lantern_bench.runs.store import (
     LOCK,
     MANIFEST,
@@ -78,12 +78,10 @@ def prepare(
     both_residuals: bool = False,
     worker_timeout: float = WORKER_TIMEOUT,
 ) -> Request:
-    """Check a sweep and return it as a request.
+    """Check a sweep and return it as a request; `source` is a shipped experiment, a YAML file, or the content of one.
 
-    `source` is the name of a shipped experiment, a YAML file, or the content of one as a mapping. With
-    `both_residuals`, a relaxed experiment runs with both residuals unless the overrides name one. Raises `UserError`
-    for everything wrong with the experiment, flags or prompts, `RefusedError` for a run directory in use or of other
-    settings.
+    With `both_residuals`, a relaxed experiment runs with both residuals unless the overrides name one. Raises
+    `UserError` for everything wrong with the experiment, flags or prompts.
     """
     if not worker_timeout > 0:
         raise UserError(f"--worker-timeout {worker_timeout:g}: must be more than 0 seconds")
@@ -131,12 +129,12 @@ def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
     if not folder.is_dir():
         return
     if (folder / LOCK).exists():
-        lock_run(folder).release()
+        with lock_run(folder):
+            pass
     check_is_run(folder)
     if (folder / MANIFEST).exists() and (finished := len(done_images(folder))):
-        manifest = read_manifest(folder)
-        check_same_experiment(folder.name, manifest.get("experiment", {}), experiment.to_dict(), finished)
-        check_same_threads(folder.name, manifest.get("threads"), experiment.settings.threads, finished)
+        manifest, threads = read_manifest(folder), experiment.settings.threads
+        check_same_run(folder.name, manifest, finished, experiment=experiment.to_dict(), threads=threads)
 
 
 def check_neighbours(experiment: ResolvedExperiment) -> None:

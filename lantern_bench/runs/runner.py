@@ -1,8 +1,7 @@
 """The runner: decode every missing image of a plan, write its record and its picture, continue when one fails.
 
-Images are decoded in the order of the plan. The decode loop is timed; text encoding, pixels, PNG files and records are
-not. Warm-up images are decoded first, one batch for every kind of cell, and only the manifest records them. Scores and
-tables come afterwards.
+The decode loop is timed; text encoding, pixels, PNG files and records are not. Warm-up images are decoded first, one
+batch for every kind of cell, and only the manifest records them.
 """
 
 from __future__ import annotations
@@ -37,10 +36,9 @@ from lantern_bench.runs.devices import (
 )
 from lantern_bench.runs.events import Emit, ImageDone, Note, Share, Started
 from lantern_bench.runs.images import DecodedImage, png_bytes
-from lantern_bench.runs.records import check_same_threads
 from lantern_bench.runs.request import Request
 from lantern_bench.runs.store import RunStore, done_images
-from lantern_bench.runs.threads import DISTURBED, Calibrated, fastest_threads, set_threads
+from lantern_bench.runs.threads import DISTURBED, fastest_threads, set_threads
 
 Batch: TypeAlias = tuple[ImageTask, ...]
 
@@ -49,7 +47,7 @@ _MAX_REPEAT_SHARE = 0.25  # what repetitions may add to the decoding time of a s
 
 
 def decode_missing(request: Request, emit: Emit) -> int:
-    """Decode the missing images of a request in this process; return how many failed. Raises as `sweep.run`."""
+    """Decode the missing images of a request in this process; return how many failed."""
     load, settings = psutil.getloadavg()[0], request.experiment.settings
     compute, models = load_to_decode(request.experiment, emit)
     prepare_seconds = prepare_models(request.plan, models, done_images(request.folder), emit)
@@ -65,10 +63,7 @@ def decode_missing(request: Request, emit: Emit) -> int:
 
 
 def load_to_decode(experiment: ResolvedExperiment, emit: Emit) -> tuple[Compute, dict[str, LoadedModel]]:
-    """Load the models of an experiment, by name, and have their steps compiled if it asks for that.
-
-    Raises as `load_models`, and `RefusedError` for a model without an image tokenizer.
-    """
+    """Load the models of an experiment, by name, and have their steps compiled if it asks for that."""
     settings = experiment.settings
     compute = choose_compute(settings.device, settings.dtype, fast=True)
     models = load_models(experiment, compute)
@@ -82,11 +77,7 @@ def load_to_decode(experiment: ResolvedExperiment, emit: Emit) -> tuple[Compute,
 
 
 def prepare_models(plan: Plan, models: Mapping[str, LoadedModel], done: Collection[ImageKey], emit: Emit) -> float:
-    """Compute what decoding needs first, for images not `done`: neighbour tables and encoded captions.
-
-    Returns the seconds it took. Raises `RefusedError` for a missing drafter, text encoder or codebook and for a damaged
-    table or feature, and `UserError` for files that are malformed or ask for what their model lacks.
-    """
+    """Compute neighbour tables and encode captions for images that are not `done`; return the seconds it took."""
     began = now()
     batches = [batch for batch in plan.batches() if any(task.key not in done for task in batch)]
     for cell in dict.fromkeys(batch[0].cell for batch in batches):
@@ -106,35 +97,26 @@ def prepare_models(plan: Plan, models: Mapping[str, LoadedModel], done: Collecti
 def calibrate_threads(
     store: RunStore, plan: Plan, models: Mapping[str, LoadedModel], threads: int | None, emit: Emit
 ) -> None:
-    """Set the number of threads: that of the run's finished images, else `threads`, else the fastest.
-
-    Raises `RefusedError` when `threads` differs from the number that finished images were decoded with.
-    """
-    set_threads(chosen := recorded_threads(store, threads))
-    missing = [task for task in plan.tasks if not store.is_done(task)]
-    if chosen is None and (calibrated := fastest_for(missing, models)) is not None:
-        set_threads(calibrated.threads)
-        for note in calibrated.notes():
-            emit(note)
+    """Set the number of threads: that of the run's finished images, else `threads`, else the fastest."""
+    set_threads(chosen := store.threads or threads)
+    if chosen is None:
+        set_fastest_threads([task for task in plan.tasks if not store.is_done(task)], models, emit)
 
 
-def recorded_threads(store: RunStore, threads: int | None) -> int | None:
-    """Return the threads of the run's finished images, else `threads`; raises as `calibrate_threads`."""
-    recorded = store.manifest.get("threads") if store.finished else None
-    check_same_threads(store.folder.name, recorded, threads, store.finished)
-    return recorded or threads
-
-
-def fastest_for(tasks: Sequence[ImageTask], models: Mapping[str, LoadedModel]) -> Calibrated | None:
-    """Try several numbers of threads on these images; None where the CPU does not decode, or where decoding fails."""
+def set_fastest_threads(tasks: Sequence[ImageTask], models: Mapping[str, LoadedModel], emit: Emit) -> None:
+    """Try several numbers of threads on these images and set the fastest, where the CPU decodes."""
     if not tasks:
-        return None
+        return
     name = tasks[0].cell.model
     decodings = (task.cell.decoding for task in tasks if task.cell.model == name)
     try:
-        return fastest_threads(models[name], tasks[0].prompt.text, decodings)
+        calibrated = fastest_threads(models[name], tasks[0].prompt.text, decodings)
     except (RuntimeError, MemoryError):
-        return None  # the images fail the same way and record it
+        return  # the images fail the same way and record it
+    if calibrated is not None:
+        set_threads(calibrated.threads)
+        for note in calibrated.notes():
+            emit(note)
 
 
 # ---- Running a plan
@@ -150,15 +132,16 @@ def run_plan(
     prepare_seconds: float = 0.0,
     again: bool = False,
 ) -> int:
-    """Decode the images of `plan` that `store` lacks; return how many failed.
+    """Decode the images of `plan` that `store` lacks, with `again` disturbed ones again; return how many failed.
 
-    `prepare_seconds`, the time of `prepare_models`, goes into the manifest. With `again`, disturbed batches are decoded
-    again, within bounds (`_MAX_ATTEMPTS`, `_MAX_REPEAT_SHARE`). An image whose decoding fails gets a record with status
-    `failed`, and the run continues. An interrupted run keeps everything up to the last image.
+    `prepare_seconds`, the time of `prepare_models`, goes into the manifest.
     """
     batches = [batch for batch in plan.batches() if not all(map(store.is_done, batch))]
     to_do = Counter(task.cell.cell_id for task in plan.tasks if not store.is_done(task))
-    session = _start_session(store, models, compute, prepare_seconds)
+    session = open_session(store, prepare_seconds=prepare_seconds)
+    started = store.manifest.get("started", session["started"])
+    described = compute_block(compute, store.key["compile"]) | {"machine": machine_block()}
+    store.update_manifest(started=started, ended=None, **described)
     decoder = Decoder(models, compute, session, again)
     try:
         emit(Started(len(plan.tasks) - to_do.total(), to_do))
@@ -189,16 +172,18 @@ class Result(NamedTuple):
 def store_result(store: RunStore, result: Result) -> ImageDone:
     """Write the picture and the record of an image."""
     with stopping.delayed():
-        # The picture is written first, so that every record has its picture.
-        picture = {} if result.png is None else {"image": store.write_image(result.task, result.png)}
-        return ImageDone(result.task, store.append(result.task, {**result.columns, **picture}))
+        return ImageDone(result.task, store.append(*result))
 
 
-def new_session(process: int, prepare_seconds: float = 0.0) -> dict[str, Any]:
-    """Return the manifest's entry of a process that begins to decode images."""
+def open_session(store: RunStore, **entries: Any) -> dict[str, Any]:
+    """Add the session of a process that begins to decode images to the manifest; what is returned is part of it."""
+    sessions = store.manifest.get("sessions", [])
+    process = 1 + max((session.get("process", 0) for session in sessions), default=-1)
     session: dict[str, Any] = {"started": stamp(), "ended": None, "complete": False, "images": 0, "failed": 0}
-    session |= {"first_seconds": 0.0, "again_seconds": 0.0}
-    return session | {"process": process, "prepare_seconds": prepare_seconds, "warm_up": []}
+    session |= {"first_seconds": 0.0, "again_seconds": 0.0, "process": process, "prepare_seconds": 0.0, "warm_up": []}
+    session |= entries
+    store.update_manifest(sessions=[*sessions, session])
+    return session
 
 
 class Decoder:
@@ -214,21 +199,20 @@ class Decoder:
         """Compile and decode once, untimed, what these batches run; yield a note about each kind of cell."""
         for batch in kinds_of(batches):
             stopping.check()
-            yield self._warm_up(self._models[batch[0].cell.model], batch)
-
-    def _warm_up(self, model: LoadedModel, batch: Batch) -> Note:
-        # Steps are compiled here, never in a timed window: the warm-up is a quarter of an image, of the same shapes.
-        # Without compiling, a few steps load the code and touch the caches.
-        compiled = model.engine.compile
-        cell_id, tokens = batch[0].cell.cell_id, max(1, model.target.image_tokens // (4 if compiled else 16))
-        row: dict[str, Any] = {"cell_id": cell_id, "batch": len(batch), "tokens": tokens, "seconds": None}
-        try:
-            row["seconds"] = sum(image.seconds for image in decode_batch(model, batch, self._compute, tokens=tokens))
-        except (RuntimeError, MemoryError) as error:
-            row["error"] = one_line(error, most=2000)  # the images of the cell fail the same way and record it
-        self.session["warm_up"].append(row)
-        text = f"{'compiled' if compiled else 'warm-up of'} {cell_id}: {row['seconds'] or 0.0:.1f} s"
-        return Note(text, level="info" if compiled else "detail")
+            # Steps are compiled here, never in a timed window: the warm-up is a quarter of an image, of the same
+            # shapes. Without compiling, a few steps load the code and touch the caches.
+            cell, model = batch[0].cell, self._models[batch[0].cell.model]
+            compiled = model.engine.compile
+            tokens = max(1, model.target.image_tokens // (4 if compiled else 16))
+            row: dict[str, Any] = {"cell_id": cell.cell_id, "batch": len(batch), "tokens": tokens, "seconds": None}
+            try:
+                images = decode_batch(model, batch, self._compute, tokens=tokens)
+                row["seconds"] = sum(image.seconds for image in images)
+            except (RuntimeError, MemoryError) as error:
+                row["error"] = one_line(error, most=2000)  # the images of the cell fail the same way and record it
+            self.session["warm_up"].append(row)
+            text = f"{'compiled' if compiled else 'warm-up of'} {cell.cell_id}: {row['seconds'] or 0.0:.1f} s"
+            yield Note(text, level="info" if compiled else "detail")
 
     def decode(self, batch: Batch, missing: Sequence[ImageTask]) -> Iterator[Result]:
         """Decode a batch and yield the results of `missing`; the whole batch is decoded: the arithmetic is the same."""
@@ -285,10 +269,7 @@ def kinds_of(batches: Iterable[Batch]) -> list[Batch]:
 def decode_batch(
     model: LoadedModel, batch: Sequence[ImageTask], compute: Compute, *, tokens: int | None = None, logits: bool = False
 ) -> list[DecodedImage]:
-    """Decode images of one cell as one batch, then their pixels; writes nothing.
-
-    `tokens` ends the images early; they then have no pixels. With `logits` the images keep their guided logits.
-    """
+    """Decode images of one cell as one batch, then their pixels; those that `tokens` ends early have none."""
     decoding, prompts = batch[0].cell.decoding, [task.prompt.text for task in batch]
     generators = [torch.Generator(compute.device).manual_seed(task.seed) for task in batch]
     with torch.inference_mode():
@@ -310,21 +291,6 @@ def decode_batch(
         DecodedImage(prompt, image.tokens, image.trace, picture, seconds, peak, image.logits)
         for prompt, image, picture in zip(prompts, decoded, pixels, strict=True)
     ]
-
-
-def _start_session(
-    store: RunStore, models: Mapping[str, LoadedModel], compute: Compute, prepare_seconds: float
-) -> dict[str, Any]:
-    """Add a session to the manifest; the returned dictionary is part of it."""
-    session = new_session(store.next_process(), prepare_seconds)
-    store.update_manifest(
-        started=store.manifest.get("started", session["started"]),
-        ended=None,
-        **compute_block(compute, any(model.engine.compile for model in models.values())),
-        machine=machine_block(),
-        sessions=[*store.manifest.get("sessions", []), session],
-    )
-    return session
 
 
 def compute_block(compute: Compute, compiled: bool) -> dict[str, Any]:
@@ -349,10 +315,7 @@ def tasks_of(cells: Sequence[Cell], seed: int, prompts: Sequence[str], images: i
 def decode_tasks(
     model: LoadedModel, compute: Compute, tasks: Sequence[ImageTask], *, logits: bool = False
 ) -> Iterator[DecodedImage]:
-    """Yield the images one by one, without pixels if the model has no tokenizer; raises `RecordsFailedError`.
-
-    Every cell of a compiled model decodes a part of an image first.
-    """
+    """Yield the images one by one, without pixels if the model has no tokenizer."""
     tokens = model.target.image_tokens if isinstance(model.pixels, NoPixels) else None
     # A quarter of an image runs every program of a step more than once.
     warm_up_tokens = max(16, model.target.image_tokens // 4)
@@ -389,14 +352,12 @@ def picture_png(decoded: Sequence[DecodedImage], columns: int) -> bytes:
 
 def numbers_table(tasks: Sequence[ImageTask], decoded: Sequence[DecodedImage]) -> pd.DataFrame:
     """Return how each image was decoded, one row per image."""
-    rows = []
-    for task, image in zip(tasks, decoded, strict=True):
-        trace = image.trace
-        row = {"cell_id": task.cell.cell_id, "image": task.image_index, "tokens": trace.tokens}
-        row |= {"target_forwards": trace.target_forwards, "mean_accepted_length": trace.mean_accepted_length}
-        row |= {"step_compression": trace.step_compression, "seconds": trace.seconds}
-        rows.append(row | {"pixel_seconds": image.pixel_seconds})
-    return pd.DataFrame(rows)
+    names = ("tokens", "target_forwards", "mean_accepted_length", "step_compression", "seconds", "pixel_seconds")
+    columns = [image.columns(1) for image in decoded]
+    table = pd.DataFrame([[image[name] for name in names] for image in columns], columns=names)
+    table.insert(0, "cell_id", [task.cell.cell_id for task in tasks])
+    table.insert(1, "image", [task.image_index for task in tasks])
+    return table
 
 
 def memory_table(resolved: ResolvedExperiment, compute: Compute) -> tuple[pd.DataFrame, int]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,26 +20,14 @@ from lantern_bench.config.protocols import Protocol, protocol_of
 from lantern_bench.errors import RefusedError
 from lantern_bench.methods.metrics import listed
 from lantern_bench.methods.tables import METRICS, OF_IMAGES, OF_SETS
-from lantern_bench.metrics.features import (
-    Extractor,
-    FeatureSet,
-    features_of,
-    find_extractor,
-    preprocess,
-    read_picture,
-)
+from lantern_bench.metrics.features import Extractor, FeatureSet, features_of, find_extractor, preprocess, read_picture
 from lantern_bench.metrics.figures import FeatureSets, ar_spread, fid_infinity, figures_of, measurable, measure_sets
-from lantern_bench.metrics.reference_sets import (
-    Reference,
-    cache_folder,
-    find_reference,
-    reference_features,
-)
+from lantern_bench.metrics.reference_sets import Reference, cache_folder, find_reference, reference_features
 from lantern_bench.runs.devices import choose_compute
 from lantern_bench.runs.events import Emit, Share
 from lantern_bench.runs.records import Row
 from lantern_bench.runs.request import Request, default_protocol
-from lantern_bench.runs.store import ScoreStore, read_manifest, read_scores
+from lantern_bench.runs.store import ScoreStore, read_manifest, read_records, read_scores
 from lantern_bench.schema import CELL_COLUMNS, SCHEMA_VERSION
 
 
@@ -76,10 +64,7 @@ def load_scorers(
     features_weights: Path | None = None,
     device: torch.device | str = "cpu",
 ) -> Scorers:
-    """Load the scorers of a protocol.
-
-    Raises `RefusedError` for weights that are not on this machine, `UserError` for weights of another model.
-    """
+    """Load the scorers of a protocol; raises `RefusedError` where weights are missing."""
     extractor = find_extractor(protocol.features, features_weights) if protocol.features else None
     manifold = protocol.manifold if protocol.manifold != protocol.features else None
     weights = {"clip_score": clip_weights}
@@ -98,15 +83,8 @@ class Measured(NamedTuple):
     manifold: Tensor | None  # those for precision and recall, where they have another extractor
 
 
-Measure: TypeAlias = Callable[..., Measured]
-"""What measures single pictures, in their order: `measure_pictures`, or the same on several machines."""
-
-
 def measure_pictures(records: Sequence[Row], folder: Path, scorers: Scorers, *, manifold: bool) -> Measured:
-    """Score the pictures of records, which are in `folder`, and extract their features.
-
-    With `manifold` also by the extractor of precision and recall.
-    """
+    """Score the pictures of records in `folder` and extract features, with `manifold` those of both extractors."""
     preparation = scorers.protocol.preparation
     pictures = [preprocess(read_picture(folder / record["image"]), preparation) for record in records]
     extract = partial(features_of, pictures, preparation=preparation, device=scorers.device)
@@ -144,62 +122,40 @@ def score_records(
     *,
     cache: Path | None = None,
     infinity: bool = False,
-    measure: Measure = measure_pictures,
+    measure: Callable[..., Measured] = measure_pictures,
 ) -> Iterator[Row]:
-    """Score the pictures of a run: for each cell one row of level `image` per picture, then one of level `cell`.
+    """Score the pictures of a run in `folder`: for each cell one row of level `image` per picture, one of level `cell`.
 
-    Sets of ar images with different seeds give one more row, of level `band`, the last.
-
-    Args:
-        records: rows of records.jsonl; the last of equal keys counts, failed ones are skipped.
-        folder: the run directory, with the pictures.
-        scorers: of a protocol.
-        reference: without it the figures against a reference are empty, with a note.
-        emit: gets a `Share` after each cell.
-        cache: folder for the features of references.
-        infinity: also extrapolate FID to infinitely many pictures.
-        measure: measures the pictures of a cell.
-
-    Yields:
-        rows with columns of the `schema` table `scores`.
+    Sets of ar images with different seeds give one more row, of level `band`, the last. Without a reference the figures
+    against one are empty, with a note; `cache` holds the features of references. `infinity` also extrapolates FID to
+    infinitely many pictures. `measure` measures the pictures of a cell.
     """
     cells, protocol = _by_cell(records), scorers.protocol
     against = _reference_sets(scorers, reference, cache) if cells else []
-    families = _ar_families(cells)
-    seeds: dict[str, _Pictures] = {}
+    families = _ar_families(cells) if against else []
+    common: Row = {"schema_version": SCHEMA_VERSION, "protocol": protocol.name, "protocol_version": protocol.version}
+    used = {"extractor": scorers.extractor and scorers.extractor.label, "reference": reference and reference.label}
+    of_seeds: dict[str, tuple[list[Row], Measured]] = {}
     for done, (cell_id, rows) in enumerate(cells.items(), start=1):
         existing = [record for record in rows if (folder / record["image"]).is_file()]
         measured = measure(existing, folder, scorers, manifold=len(against) > 1)
-        common = {"schema_version": SCHEMA_VERSION, "protocol": protocol.name}
-        common |= {"protocol_version": protocol.version, "cell_id": cell_id}
-        if scorers.extractor is None:
-            yield from (common | row for row in measured.rows)
+        cell: Row = {"cell_id": cell_id, "level": "cell", "n": len(existing)}
+        missing = len(rows) - len(existing)
+        notes = [f"{missing} images are missing in the run directory"] if missing else []
+        if against:
+            cell |= _measure_cell(measured, scorers, against, infinity, notes)
         else:
-            used = {"extractor": scorers.extractor.label, "reference": None if reference is None else reference.label}
-            missing = len(rows) - len(existing)
-            notes = [f"{missing} images are missing in the run directory"] if missing else []
-            row: Row = {"level": "cell", "n": len(existing), **used}
-            if against:
-                row, of_sets = _measure_cell(row, measured, scorers, against, infinity)
-                notes += of_sets
-                seeds[cell_id] = _Pictures([(record["prompt"], record["repeat"]) for record in existing], measured)
-            else:
-                notes.append(f"no reference: {listed(OF_SETS)} need one (--reference)")
-            yield from (common | image for image in measured.rows)
-            yield common | row | {"note": "; ".join(notes) or None}
-            for family in families if against else ():
-                if family[-1] == cell_id:
-                    band = _spread_row([seeds[member] for member in family], scorers, against)
-                    yield common | band | used | {"cell_id": family[0]}
+            notes.append(f"no reference: {listed(OF_SETS)} need one (--reference)")
+        yield from (common | {"cell_id": cell_id} | image for image in measured.rows)
+        if scorers.extractor is not None:
+            yield common | used | cell | {"note": "; ".join(notes) or None}
+        if any(cell_id in family for family in families):
+            of_seeds[cell_id] = existing, measured
         if emit is not None:
             emit(Share("scoring", done, len(cells)))
-
-
-class _Pictures(NamedTuple):
-    """The pictures of a cell: prompt and repeat of each, and what is measured of them."""
-
-    images: list[tuple[str, int]]
-    measured: Measured
+    for family in families:
+        band = _spread_row([of_seeds[cell_id] for cell_id in family], scorers, against)
+        yield common | used | {"cell_id": family[0]} | band
 
 
 def _by_cell(records: Iterable[Row]) -> dict[str, list[Row]]:
@@ -245,38 +201,36 @@ def _sets(
 
 
 def _measure_cell(
-    row: Row, measured: Measured, scorers: Scorers, against: Sequence[FeatureSet], infinity: bool
-) -> tuple[Row, list[str]]:
-    """Return the row of a cell with its figures against the reference, and notes about what cannot be measured.
-
-    The figures of single pictures are put into the rows of `measured`.
-    """
+    measured: Measured, scorers: Scorers, against: Sequence[FeatureSet], infinity: bool, notes: list[str]
+) -> Row:
+    """Return the figures of a cell; those of pictures go into the rows of `measured`, what is missing into `notes`."""
     assert measured.features is not None and scorers.extractor is not None
     sets, manifold = _sets(measured.features, measured.manifold, against, scorers)
     figures = measure_sets(sets, scorers.extractor, manifold)
     for name, values in figures.of_images.items():
         for image, value in zip(measured.rows, values.tolist(), strict=False):
             image[name] = value
-    row, notes = row | figures.columns, list(figures.notes)
+    row = dict(figures.columns)
+    notes += figures.notes
     if infinity:
         limit = fid_infinity(measured.features, against[0], np.random.default_rng(2020))
         row |= {"fid_infinity": limit.value, "fid_infinity_low": limit.low, "fid_infinity_high": limit.high}
-        notes.append(limit.note)
-    return row, [note for note in notes if note]
+        notes += [limit.note] if limit.note else []
+    return row
 
 
-def _spread_row(cells: Sequence[_Pictures], scorers: Scorers, against: Sequence[FeatureSet]) -> Row:
+def _spread_row(cells: Sequence[tuple[list[Row], Measured]], scorers: Scorers, against: Sequence[FeatureSet]) -> Row:
     """Return the spread of ar between sets of images with the same prompts and different seeds."""
     assert scorers.extractor is not None
-    row_of = [{image: row for row, image in enumerate(cell.images)} for cell in cells]
+    row_of = [{(record["prompt"], record["repeat"]): row for row, record in enumerate(rows)} for rows, _ in cells]
     shared = [image for image in row_of[0] if all(image in other for other in row_of)]
     n, reference = len(shared), against[0]
     names, notes = measurable(n if reference.n is None else min(n, reference.n), reference, scorers.extractor)
     row: Row = {"level": "band", "n": n, "band_sets": len(cells), "n_reference": reference.n}
     if names:
-        pictures = joined([cell.measured for cell in cells])
+        pictures = joined([measured for _, measured in cells])
         assert pictures.features is not None
-        starts = np.cumsum([0, *(len(cell.images) for cell in cells[:-1])])
+        starts = np.cumsum([0, *(len(rows) for rows, _ in cells[:-1])])
         rows = np.array([[start + of[image] for image in shared] for start, of in zip(starts, row_of, strict=True)])
         figures = figures_of(names, *_sets(pictures.features, pictures.manifold, against, scorers))
         for name, (centre, low, high) in ar_spread(figures, rows).items():
@@ -301,9 +255,9 @@ def score_run(
 
     A cell is scored again when it has new images, when the reference, the protocol's version or a scorer's weights
     changed, when `infinity` is asked for and missing, and always with `again`; sets of ar images with different seeds
-    are scored again together. `options` as in `score_records`.
+    are scored again together.
     """
-    cells, protocol = _by_cell(store.records()), scorers.protocol
+    cells, protocol = _by_cell(read_records(store.folder)), scorers.protocol
     version = (protocol.name, protocol.version)
     scores = [row for row in read_scores(store.folder) if (row["protocol"], row["protocol_version"] or 1) == version]
     label = reference.label if reference is not None else ""
@@ -320,11 +274,8 @@ def score_run(
         return 0
     store.update_manifest(protocols=store.manifest.get("protocols", {}) | {protocol.name: protocol.to_dict()})
     records = [record for cell_id in dict.fromkeys(pending) for record in cells[cell_id]]
-    count = 0
-    for row in score_records(records, store.folder, scorers, reference, emit, infinity=infinity, **options):
-        store.append_score(row)
-        count += 1
-    return count
+    rows = score_records(records, store.folder, scorers, reference, emit, infinity=infinity, **options)
+    return len([store.append_score(row) for row in rows])
 
 
 def _is_scored(
@@ -359,10 +310,7 @@ def score_run_directory(
     infinity: bool = False,
     again: bool = False,
 ) -> tuple[Protocol, int]:
-    """Score the pictures of a run by a quality protocol, by default the run's; nothing is decoded.
-
-    Returns the protocol and the number of rows written. Raises as `load_scorers`, `find_reference` and `ScoreStore`.
-    """
+    """Score the pictures of a run, by default by its own protocol; return the protocol and how many rows it wrote."""
     recorded = read_manifest(folder).get("experiment", {})
     name = protocol or recorded.get("protocol") or default_protocol(recorded.get("model") or [])
     rules = protocol_of(name)
@@ -374,10 +322,7 @@ def score_run_directory(
 
 
 def load_scorers_of(request: Request, device: str) -> tuple[Scorers, Reference | None]:
-    """Load the scorers and the reference of the run's protocol.
-
-    Raises `RefusedError` for missing weights, `UserError` for a malformed reference.
-    """
+    """Load the scorers and the reference of the run's protocol."""
     compute = choose_compute(device)
     try:
         # The reference first: it is found quickly, and scorers are large.

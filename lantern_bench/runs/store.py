@@ -1,8 +1,7 @@
 """A run directory: manifest, records, scores and images, and which images of a plan are done.
 
 Every record is on the disk before the next image starts, so an interrupted run loses no finished image and the same
-command resumes it. One process at a time writes to a run directory (a lock); reading needs no lock. `report/` writes
-the CSV files, which can be rebuilt at any time.
+command resumes it. One process at a time writes to a run directory (a lock); reading needs no lock.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ import functools
 import json
 import os
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -26,14 +26,13 @@ from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import draft_of, write_atomically
 from lantern_bench.runs.records import (
     KeyFields,
-    RecordKeys,
     Row,
     RowFile,
-    check_same_experiment,
-    check_same_key,
+    check_same_run,
     no_room,
     read_frame,
     read_rows,
+    record_key,
 )
 from lantern_bench.schema import READABLE, SCHEMA_VERSION
 
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 MANIFEST, RECORDS, SCORES, LOCK, WRITER = "manifest.json", "records.jsonl", "scores.jsonl", ".lock", ".writer.json"
 # What a resumed run needs of its records.
-_SCANNED = ("cell_id", "prompt_id", "repeat", "process", "seconds", "pixel_seconds", "disturbed")
+_SCANNED = ("cell_id", "prompt_id", "repeat", "seconds", "pixel_seconds", "disturbed")
 RESULTS_VARIABLE = "LANTERN_BENCH_RESULTS"
 
 # ---- Finding and reading runs
@@ -86,10 +85,7 @@ def run_folder(experiment: ResolvedExperiment, root: Path, out: Path | None = No
 
 
 def read_run(folder: Path, wanted: Collection[str] | None = None) -> RunData:
-    """Return the contents of a run directory; raises as `read_manifest` and `read_rows`.
-
-    `wanted` leaves out the columns of records that are not in it.
-    """
+    """Return the contents of a run directory; `wanted` leaves out the columns of records that are not in it."""
     return RunData(folder, read_manifest(folder), _latest(folder, wanted), read_scores(folder))
 
 
@@ -129,30 +125,20 @@ def _latest(folder: Path, wanted: Collection[str] | None) -> pd.DataFrame:
 
 
 @functools.lru_cache(maxsize=1)
-def _scanned(folder: Path, _state: tuple[int, int, int]) -> pd.DataFrame:
-    return _latest(folder, _SCANNED)
-
-
-def scan_records(folder: Path) -> pd.DataFrame:
-    """Return what a resumed run needs of its records; a file that has not changed is not read again.
-
-    Columns `_SCANNED`, record_key and status; raises as `read_rows`.
-    """
-    path = folder / RECORDS
-    state = path.stat() if path.is_file() else None
-    return _scanned(folder.absolute(), (state.st_ino, state.st_size, state.st_mtime_ns) if state else (0, 0, 0))
-
-
-def finished_records(folder: Path) -> pd.DataFrame:
-    """Return the records of `scan_records` with status `ok`."""
-    records = scan_records(folder)
+def _finished(folder: Path, _state: tuple[int, int, int]) -> pd.DataFrame:
+    records = _latest(folder, _SCANNED)
     return records[records["status"] == "ok"]
 
 
+def finished_records(folder: Path) -> pd.DataFrame:
+    """Return what a resumed run needs of its records with status `ok`; an unchanged file is not read again."""
+    path = folder / RECORDS
+    state = path.stat() if path.is_file() else None
+    return _finished(folder.absolute(), (state.st_ino, state.st_size, state.st_mtime_ns) if state else (0, 0, 0))
+
+
 def done_images(folder: Path) -> set[ImageKey]:
-    """Return the key of every image with status `ok`; needs no torch."""
-    if not (folder / RECORDS).is_file():
-        return set()
+    """Return the key of every image with status `ok`."""
     finished = finished_records(folder)
     return set(zip(finished["cell_id"], finished["prompt_id"], finished["repeat"], strict=True))
 
@@ -175,44 +161,39 @@ class ScoreStore:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.manifest = read_manifest(folder)
-        self._acquire(folder)
+        self.folder, self.manifest = folder, dict[str, Any]()
+        with ExitStack() as opened:
+            opened.enter_context(lock_run(folder))
+            self._open(opened)
+            self._opened = opened.pop_all()
 
-    def _acquire(self, folder: Path) -> None:
-        self.folder, self._lock = folder, lock_run(folder)
-        try:
-            self._open()
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def _open(self) -> None:
-        if not len(finished_records(self.folder)):
+    def _open(self, opened: ExitStack) -> None:
+        """Read what is there and open the files; `opened` closes them."""
+        self.manifest = read_manifest(self.folder)
+        if not done_images(self.folder):
             message = f"{self.folder} has no images to score"
             raise RefusedError(message, "Resume the run with the command that started it.")
-        self._scores = RowFile(self.folder / SCORES, "scores")
+        self._scores = opened.enter_context(closing(RowFile(self.folder / SCORES, "scores")))
 
-    def records(self) -> list[Row]:
-        """Return the last record of every image, failed ones included."""
-        return read_records(self.folder)
-
-    def append_score(self, score: Mapping[str, Any]) -> None:
-        """Append a score; raises `ValueError` for a column that `schema.py` does not declare."""
-        self._scores.append({"schema_version": SCHEMA_VERSION, **score})
+    def append_score(self, score: Mapping[str, Any]) -> Row:
+        """Append a score and return it complete."""
+        return self._scores.append({"schema_version": SCHEMA_VERSION, **score})
 
     def update_manifest(self, **entries: Any) -> None:
         """Set entries of the manifest and write it as a whole."""
         self.manifest |= entries
-        text = json.dumps(_as_json(self.manifest), indent=2, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(self.manifest, indent=2, ensure_ascii=False, allow_nan=False, default=str)
+        self._write(MANIFEST, text.encode() + b"\n")
+
+    def _write(self, name: str, content: bytes) -> None:
         try:
-            write_atomically(self.folder / MANIFEST, text.encode() + b"\n")
+            write_atomically(self.folder / name, content)
         except OSError as error:
-            raise no_room(self.folder / MANIFEST, error) from error
+            raise no_room(self.folder / name, error) from error
 
     def close(self) -> None:
         """Close the files and release the lock; closing twice does no harm."""
-        self._scores.close()
-        self._lock.release()
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -229,54 +210,42 @@ class RunStore(ScoreStore):
     """
 
     def __init__(self, folder: Path, experiment: ResolvedExperiment, key: KeyFields) -> None:
-        self.manifest: dict[str, Any] = {}
-        self.key, self._keys, self._experiment = key, RecordKeys(key), _as_json(experiment.to_dict())
-        self._acquire(folder)
+        self.key, self._experiment, self._threads = key, experiment.to_dict(), experiment.settings.threads
+        super().__init__(folder)
 
-    def _open(self) -> None:
-        self._done = set(finished_records(self.folder)["record_key"])
-        processes = scan_records(self.folder)["process"]
-        self._next_process = 1 + int(processes.max()) if len(processes.dropna()) else 0
+    def _open(self, opened: ExitStack) -> None:
+        self._done = done_images(self.folder)
         if (self.folder / MANIFEST).exists():
             self.manifest = read_manifest(self.folder)
-            if self.finished:
-                name, recorded = self.folder.name, self.manifest.get("experiment", {})
-                check_same_key(name, self.manifest.get("key", {}), self.key, self.finished)
-                check_same_experiment(name, recorded, self._experiment, self.finished)
-        try:
-            self._records = RowFile(self.folder / RECORDS, "records")
-            self._scores = RowFile(self.folder / SCORES, "scores")
-            described = {"schema_version": SCHEMA_VERSION, "run": self.folder.name}
-            self.update_manifest(**described, experiment=self._experiment, key=self.key)
-        except OSError as error:
-            raise cannot_write(self.folder, error) from error
-
-    def key_of(self, task: ImageTask) -> str:
-        """Return the record key of a planned image under this run's settings."""
-        return self._keys.key_of(task)
+        if self.finished:
+            wanted: dict[str, Any] = {"key": self.key, "experiment": self._experiment, "threads": self._threads}
+            check_same_run(self.folder.name, self.manifest, self.finished, **wanted)
+        self._records = opened.enter_context(closing(RowFile(self.folder / RECORDS, "records")))
+        self._scores = opened.enter_context(closing(RowFile(self.folder / SCORES, "scores")))
+        described = {"schema_version": SCHEMA_VERSION, "run": self.folder.name}
+        self.update_manifest(**described, experiment=self._experiment, key=self.key)
 
     def is_done(self, task: ImageTask) -> bool:
         """Return whether the image has a record with status `ok`; the runner retries failed images."""
-        return self.key_of(task) in self._done
+        return task.key in self._done
 
     @property
     def finished(self) -> int:
         """How many images are finished."""
         return len(self._done)
 
-    def next_process(self) -> int:
-        """Return the number of a process that begins to decode images now: the first that no record has."""
-        return self._next_process
+    @property
+    def threads(self) -> int | None:
+        """The number of threads that the finished images were decoded with; None without any."""
+        return self.manifest.get("threads") if self.finished else None
 
-    def append(self, task: ImageTask, record: Mapping[str, Any]) -> Row:
-        """Append the record of one image and return it complete.
-
-        The task gives key, cell, prompt, repeat, seed and order; other columns that `record` lacks are None; `status`
-        is `ok` unless `record` has another. Raises `ValueError` for a column that `schema.py` does not declare.
-        """
+    def append(self, task: ImageTask, record: Mapping[str, Any], png: bytes | None = None) -> Row:
+        """Write the picture of an image, then its record, by default of status `ok`; return the record complete."""
+        if png is not None:
+            self._write(task.image, png)
         planned = {
             "schema_version": SCHEMA_VERSION,
-            "record_key": self.key_of(task),
+            "record_key": record_key(task, self.key),
             **task.cell.columns(),
             "prompt_id": task.prompt.id,
             "prompt": task.prompt.text,
@@ -285,75 +254,46 @@ class RunStore(ScoreStore):
             "seed": task.seed,
             "order_index": task.order_index,
             "status": "ok",
+            "image": None if png is None else task.image,
         }
         row = self._records.append(planned | dict(record))
-        (self._done.add if row["status"] == "ok" else self._done.discard)(row["record_key"])
-        self._next_process = max(self._next_process, 1 + (row["process"] or 0))
+        (self._done.add if row["status"] == "ok" else self._done.discard)(task.key)
         return row
-
-    def write_image(self, task: ImageTask, png: bytes) -> str:
-        """Write an image's PNG file; return its path relative to the run directory, for the record's `image`."""
-        try:
-            write_atomically(self.folder / task.image, png)
-        except OSError as error:
-            raise no_room(self.folder / task.image, error) from error
-        return task.image
-
-    def close(self) -> None:
-        """Close the files and release the lock; closing twice does no harm."""
-        self._records.close()
-        super().close()
 
 
 # ---- The lock of a run directory
 
 
-class RunLock:
-    """The lock of a run directory: of the kernel, which frees it when its process ends, however that ends.
+@contextmanager
+def lock_run(folder: Path) -> Iterator[None]:
+    """Lock a run directory, creating it if needed; the kernel frees the lock when its process ends, however that ends.
 
-    Beside it `.writer.json` names the process that writes. What a killed process leaves there refuses nothing. On file
-    systems without such locks filelock takes one that is stale when its process is gone.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._writer, self._lock = folder / WRITER, FileLock(folder / LOCK)
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout as error:
-            message = f"{folder} is in use: {self._holder()} is writing to it"
-            raise RefusedError(message, "Wait until it ends, or give another --out.") from error
-        try:
-            process = {"pid": os.getpid(), "host": socket.gethostname()}
-            write_atomically(self._writer, json.dumps(process).encode() + b"\n")
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def _holder(self) -> str:
-        try:
-            process = json.loads(self._writer.read_text(encoding="utf-8"))
-            return f"process {process['pid']} on {process['host']}"
-        except (OSError, ValueError, TypeError, KeyError):  # it has only just begun, or is of an older version
-            return "another process"
-
-    def release(self) -> None:
-        """Release the lock; releasing twice does no harm."""
-        if self._lock.is_locked:
-            self._writer.unlink(missing_ok=True)
-            self._lock.release()
-
-
-def lock_run(folder: Path) -> RunLock:
-    """Lock a run directory, creating it if needed.
-
-    Raises `UserError` for a folder that has other contents or cannot be written, `RefusedError` for one in use.
+    Beside it `.writer.json` names the process that writes; what a killed process leaves there refuses nothing.
     """
     check_is_run(folder)
+    writer, lock = folder / WRITER, FileLock(folder / LOCK)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return RunLock(folder)
+        with lock.acquire(timeout=0):
+            try:
+                process = {"pid": os.getpid(), "host": socket.gethostname()}
+                write_atomically(writer, json.dumps(process).encode() + b"\n")
+                yield
+            finally:
+                writer.unlink(missing_ok=True)
+    except Timeout as error:
+        message = f"{folder} is in use: {_process_of(writer)} is writing to it"
+        raise RefusedError(message, "Wait until it ends, or give another --out.") from error
     except OSError as error:
         raise cannot_write(folder, error) from error
+
+
+def _process_of(writer: Path) -> str:
+    try:
+        process = json.loads(writer.read_text(encoding="utf-8"))
+        return f"process {process['pid']} on {process['host']}"
+    except (OSError, ValueError, TypeError, KeyError):  # it has only just begun, or is of an older version
+        return "another process"
 
 
 def check_is_run(folder: Path) -> None:
@@ -371,8 +311,3 @@ def cannot_write(folder: Path, error: OSError | None = None) -> UserError:
     """Return the error for a folder that cannot be written."""
     reason = f": {error.strerror or error}" if error is not None else ""
     return UserError(f"--out {folder}: cannot be written{reason}", "Give a folder that you may write to.")
-
-
-def _as_json(value: Any) -> Any:
-    """Return the value as JSON returns it, so that it compares equal to what is read (dates become text)."""
-    return json.loads(json.dumps(value, default=str))

@@ -1,7 +1,4 @@
-"""Run a request: decode the missing images, here, in worker processes or on a Ray cluster, and score them.
-
-Shared by the command line and the Python API. Progress goes to a callback as events (`runs/events.py`).
-"""
+"""Run a request: decode the missing images, here, in worker processes or on a Ray cluster, and score them."""
 
 from __future__ import annotations
 

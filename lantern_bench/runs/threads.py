@@ -76,8 +76,7 @@ class Calibrated(NamedTuple):
 def fastest_threads(model: LoadedModel, prompt: str, decodings: Iterable[Decoding]) -> Calibrated | None:
     """Try several numbers of threads on some steps of these decodings; None where the CPU does not decode.
 
-    The choice is stored with the model's compiled programs, which another number would compile again, and tried alone
-    the next time. Raises what decoding raises.
+    The choice is stored with the model's compiled programs, which another number would compile again.
     """
     import torch
 
@@ -116,8 +115,7 @@ def _read_choices(file: Path | None) -> dict[str, Any]:
 def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibrated:
     """Time work on all threads, a quarter of them, and so on to one, in turns, and choose by the medians.
 
-    A `recorded` number of threads is timed alone, briefly, for the share of time it loses. Afterwards threads are
-    as before.
+    A `recorded` number of threads is timed alone, briefly, for the share of time it loses.
     """
     import torch
 
@@ -153,8 +151,7 @@ def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibr
 def step_work(model: LoadedModel, condition: Any, decodings: Iterable[Decoding]) -> Callable[[], object]:
     """Return the work that `calibrate` times: some steps of each of `decodings`, compiled if the model's are.
 
-    `condition` is of one prompt. Compiled code is compiled once for each number of threads. The products of a step
-    alone would mislead: called from Python they wait for each other, and their threads sleep.
+    The products of a step alone would mislead: called from Python they wait for each other, and their threads sleep.
     """
     import torch
 

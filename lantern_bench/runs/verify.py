@@ -1,11 +1,8 @@
-"""Check a run directory: every line, hash, key and count; and drop what is damaged, so that it is made again.
-
-The CSV tables, which `report/` rebuilds from the records at any time, are left to the caller.
-"""
+"""Check a run directory: every line, hash, key and count; and drop what is damaged, so that it is made again."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +13,8 @@ from lantern_bench.errors import LanternError
 from lantern_bench.models.io.files import file_sha256, write_atomically
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts import load_prompts
-from lantern_bench.runs.records import RecordKeys, end_of_lines, read_lines
-from lantern_bench.runs.store import RECORDS, SCORES, cannot_write, lock_run, read_manifest
+from lantern_bench.runs.records import read_lines, record_key
+from lantern_bench.runs.store import RECORDS, SCORES, lock_run, read_manifest
 
 _FILES = {"records": RECORDS, "scores": SCORES}
 
@@ -43,16 +40,19 @@ class Checked:
 
 
 def verify(folder: Path) -> Checked:
-    """Check a run directory; writes nothing and needs no lock. Raises as `read_manifest`."""
+    """Check a run directory; writes nothing and needs no lock."""
     manifest, problems = read_manifest(folder), list[Problem]()
     rows: dict[str, list[Any]] = {table: [] for table in _FILES}
     for table, name in _FILES.items():
-        for line in read_lines(folder / name, table):
+        path, size = folder / name, 0
+        for line in read_lines(path, table):
+            size += len(line.content)
             if line.row is None:
                 problems.append(Problem(name, f"line {line.number}: {line.problem}"))
             else:
                 rows[table].append(line.row)
-        problems += _cut_off(folder / name)
+        if path.is_file() and (rest := path.stat().st_size - size):
+            problems.append(Problem(name, f"ends in the middle of a line, {rest} bytes"))
     lines_are_undamaged = not problems
     records = {row.record_key: row for row in rows["records"]}
     finished = [row for row in records.values() if row.status == "ok"]
@@ -60,23 +60,13 @@ def verify(folder: Path) -> Checked:
     broken = {key: problem for key, problem in pictures.items() if problem is not None}
     problems += broken.values()
     try:
-        plan = _plan_of(manifest)
+        problems += _compare(_plan_of(manifest), manifest, records.values())
     except LanternError as error:
         problems.append(Problem("manifest.json", f"its images cannot be counted: {error.message}", again=False))
-    else:
-        problems += _compare(plan, manifest, records.values())
     orphans = sum(row.record_key not in records for row in rows["scores"] if row.level == "image")
     if orphans:
         problems.append(Problem(SCORES, f"{orphans} rows score images that have no record", again=False))
     return Checked(len(records), len(pictures), len(rows["scores"]), problems, frozenset(broken), lines_are_undamaged)
-
-
-def _cut_off(path: Path) -> Iterator[Problem]:
-    if path.is_file():
-        with path.open("rb") as file:
-            rest = path.stat().st_size - end_of_lines(file)
-        if rest:
-            yield Problem(path.name, f"ends in the middle of a line, {rest} bytes")
 
 
 def _picture_problem(folder: Path, row: Any) -> Problem | None:
@@ -90,22 +80,19 @@ def _picture_problem(folder: Path, row: Any) -> Problem | None:
 
 
 def _plan_of(manifest: Mapping[str, Any]) -> Plan:
-    """Return the images that the run's experiment asks for; raises as `load_experiment` and `load_prompts`."""
-    experiment = load_experiment(_experiment_of(manifest), defaults_of)
+    """Return the images that the run's experiment asks for."""
+    # Runs of earlier versions have a key `lossless`, which changes no image.
+    recorded = {key: value for key, value in manifest["experiment"].items() if key != "lossless"}
+    experiment = load_experiment(recorded, defaults_of)
     prompts = load_prompts(experiment.settings.prompts, model_of(experiment.settings.model[0]))
     plan, shard = make_plan(experiment, prompts), manifest.get("shard")
     return plan if shard is None else plan.shard(Shard(shard["index"], shard["count"]))
 
 
-def _experiment_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the experiment of a run; runs of earlier versions have a key `lossless`, which changes no image."""
-    return {key: value for key, value in manifest["experiment"].items() if key != "lossless"}
-
-
 def _compare(plan: Plan, manifest: Mapping[str, Any], records: Iterable[Any]) -> Iterator[Problem]:
     """Yield what is missing of each cell, and what is in the records and not in the plan."""
     recorded = {(row.cell_id, row.prompt_id, row.repeat): row for row in records}
-    keys, by_cell = RecordKeys(manifest["key"]), dict[str, list[ImageTask]]()
+    by_cell: dict[str, list[ImageTask]] = {}
     for task in plan.tasks:
         by_cell.setdefault(task.cell.cell_id, []).append(task)
     for cell_id, tasks in by_cell.items():
@@ -115,7 +102,7 @@ def _compare(plan: Plan, manifest: Mapping[str, Any], records: Iterable[Any]) ->
         if failed := sum(row is not None and row.status != "ok" for row in rows):
             yield Problem(RECORDS, f"{cell_id}: {failed} of {len(tasks)} images failed")
         for task, row in zip(tasks, rows, strict=True):
-            if row is not None and row.record_key != (key := keys.key_of(task)):
+            if row is not None and row.record_key != (key := record_key(task, manifest["key"])):
                 problem = f"{task.image}: its record key {row.record_key} is not that of its settings, {key}"
                 yield Problem(RECORDS, problem, again=False)
     if recorded:
@@ -123,25 +110,14 @@ def _compare(plan: Plan, manifest: Mapping[str, Any], records: Iterable[Any]) ->
 
 
 def repair(folder: Path, checked: Checked) -> int:
-    """Drop damaged lines, and the records of damaged pictures; return how many lines were dropped.
-
-    The command that started the run then makes their images and scores again. Raises as `lock_run`.
-    """
-    lock = lock_run(folder)
-    try:
-        return sum(_drop(folder / name, table, checked.broken) for table, name in _FILES.items())
-    finally:
-        lock.release()
-
-
-def _drop(path: Path, table: str, keys: Collection[str]) -> int:
-    """Leave damaged lines and the records `keys` out of a file; it is replaced as a whole. Returns their number."""
-    lines = list(read_lines(path, table))
-    dropped = keys if table == "records" else ()
-    remaining = [line.content for line in lines if line.row is not None and line.row.record_key not in dropped]
-    if len(remaining) < len(lines):
-        try:
-            write_atomically(path, remaining)
-        except OSError as error:
-            raise cannot_write(path.parent, error) from error
-    return len(lines) - len(remaining)
+    """Drop damaged lines, and the records of damaged pictures; return how many lines were dropped."""
+    count = 0
+    with lock_run(folder):
+        for table, name in _FILES.items():
+            lines = list(read_lines(folder / name, table))
+            dropped = checked.broken if table == "records" else ()
+            remaining = [line.content for line in lines if line.row is not None and line.row.record_key not in dropped]
+            if len(remaining) < len(lines):
+                write_atomically(folder / name, remaining)
+            count += len(lines) - len(remaining)
+    return count

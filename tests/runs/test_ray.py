@@ -29,7 +29,7 @@ from lantern_bench.config.protocols import protocol_of
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models import registry
 from lantern_bench.runs import ray_engine
-from lantern_bench.runs.ray_engine import DeviceSlot, RayMeasure, shards_of, slots_of
+from lantern_bench.runs.ray_engine import DeviceSlot, measure_on_cluster, missing_of, shards_of, slots_of
 from lantern_bench.runs.request import prepare
 from lantern_bench.runs.store import read_manifest, read_records
 from tests.tiny_model import EXPERIMENT, PROMPTS, TinyModel
@@ -321,18 +321,19 @@ def tiny_plan(home: Path, **flags: str) -> Plan:
 
 def test_a_shard_has_all_cells_of_its_prompts(home: Path) -> None:
     plan = tiny_plan(home, images="9", batch="2")
-    shards = shards_of(plan, lambda _task: False, 4, timed=True)
-    assert [len({task.image_index for task in shard.plan.tasks}) for shard in shards] == [4, 4, 1]
-    assert [task for shard in shards for task in shard.plan.tasks] == list(plan.tasks)
-    assert [batch for shard in shards for batch in shard.plan.batches()] == list(plan.batches())
+    shards = shards_of(plan, lambda _task: False, 4)
+    assert [len({task.image_index for task in shard.tasks}) for shard in shards] == [4, 4, 1]
+    assert [task for shard in shards for task in shard.tasks] == list(plan.tasks)
+    assert [batch for shard in shards for batch in shard.batches()] == list(plan.batches())
 
 
 def test_a_timed_shard_is_decoded_again_and_an_untimed_one_completed(home: Path) -> None:
     plan = tiny_plan(home, images="3")
     done = {plan.tasks[0], *(task for task in plan.tasks if task.image_index == 2)}
-    (timed, other), untimed = (shards_of(plan, done.__contains__, 1, timed=timed) for timed in (True, False))
-    assert len(timed.missing) == CELLS == len(timed.plan.tasks) == len(other.plan.tasks)
-    assert [len(shard.missing) for shard in untimed] == [CELLS - 1, CELLS]
+    shards = shards_of(plan, done.__contains__, 1)
+    assert [len(shard.tasks) for shard in shards] == [CELLS, CELLS]
+    assert [len(missing_of(shard, done.__contains__, timed=True)) for shard in shards] == [CELLS, CELLS]
+    assert [len(missing_of(shard, done.__contains__, timed=False)) for shard in shards] == [CELLS - 1, CELLS]
 
 
 def test_a_device_of_this_machine_is_refused_on_a_cluster(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +368,7 @@ def test_scores_in_parts_are_those_of_one_pass(
     request.experiment.settings = load_experiment(home / "tiny.yaml", {"tiny": TinyModel.defaults}).settings
     scorers = load_scorers(request.protocol)
     expected = measure_pictures(records, tmp_path, scorers, manifold=False)
-    in_tasks = RayMeasure(ray, request)(records, tmp_path, scorers, manifold=False)
+    in_tasks = measure_on_cluster(ray, request, records, tmp_path, scorers, manifold=False)
     assert expected.features is not None and in_tasks.features is not None and len(in_tasks.features) == 70
     assert [row["record_key"] for row in in_tasks.rows] == [row["record_key"] for row in records]
     assert [row["prompt_accuracy"] for row in in_tasks.rows] == [row["prompt_accuracy"] for row in expected.rows]

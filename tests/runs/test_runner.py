@@ -224,9 +224,10 @@ def test_threads_stay_as_the_finished_images_had_them(tiny: Any, tmp_path: Path)
             store.update_manifest(threads=before + 1)
             calibrate_threads(store, plan, {"tiny": MODEL}, None, events.append)
             assert torch.get_num_threads() == before + 1 and not events
-            with pytest.raises(RefusedError, match=rf"threads changed\n  recorded  {before + 1}\n") as refused:
-                calibrate_threads(store, plan, {"tiny": MODEL}, before, events.append)
-            assert f"--threads {before + 1}" in str(refused.value.advice)
+        other, _plan = tiny(threads=before)
+        with pytest.raises(RefusedError, match=rf"threads changed\n  recorded  {before + 1}\n") as refused:
+            RunStore(tmp_path / "run", other, key_fields({"tiny": MODEL}, other.settings, CPU))
+        assert f"--threads {before + 1}" in str(refused.value.advice)
     finally:
         torch.set_num_threads(before)
 
