@@ -84,10 +84,10 @@ def generate(
     tasks = runner.tasks_of(cells, resolved.settings.seed, [prompt], images)
     decoded = []
     with console.progress() as progress:
-        progress.start(len(tasks), "images")
+        progress.share("images", 0, len(tasks))
         for image in runner.decode_tasks(loaded, compute, tasks):
             decoded.append(image)
-            progress.advance()
+            progress.share("images", len(decoded), len(tasks))
     try:
         write_atomically(out, runner.picture_png(decoded, len(cells)))
     except OSError as error:
