@@ -16,7 +16,6 @@ from lantern_bench.cli.options import (
     SettingsOption,
     compile_steps,
     experiment_flags,
-    locate,
     resolve_cells,
 )
 from lantern_bench.errors import CheckFailedError, UserError
@@ -115,21 +114,20 @@ def verify(
     from lantern_bench.runs import verify as runs_verify
 
     console: Console = ctx.obj
-    folder = locate(run)
-    checked = _check_run(folder)
+    checked = _check_run(run)
     if not checked.problems:
         console.say(f"{checked.records} records, {checked.pictures} pictures and {checked.scores} scores are undamaged")
         return
     _show_problems(checked, console, format)
     again = sum(problem.again for problem in checked.problems)
     if repair and again:
-        dropped = runs_verify.repair(folder, checked)
-        if _check_run(folder).records:
-            write_tables(folder)
+        dropped = runs_verify.repair(run, checked)
+        if _check_run(run).records:
+            write_tables(run)
         console.say(f"{dropped} lines dropped, tables written; the command that started the run makes the rest again")
     if not repair or again < len(checked.problems):
-        advice = f"`lantern-bench verify {folder} --repair` and the same sweep make {again} of them again."
-        message = f"{folder}: {len(checked.problems)} problems"
+        advice = f"`lantern-bench verify {run} --repair` and the same sweep make {again} of them again."
+        message = f"{run}: {len(checked.problems)} problems"
         raise CheckFailedError(message, None if repair or not again else advice)
 
 

@@ -24,15 +24,25 @@ if TYPE_CHECKING:
 PROMPTS_HELP = "Prompt set, file, coco:FILE, parti:FILE or imagenet; append #100 to take one hundred of them."
 RUN_HELP = "Run directory, or the name (or a prefix of it) of a run under results/."
 DEVICE_HELP = "auto, cpu, mps, cuda or cuda:N."
-QUIET_ADVICE = "Close other programs. Figures of tokens and quality hold; those of seconds may not."
 
 # ---- Flags whose values a command uses itself: type aliases. `hidden` flags are shown by --help-all only.
 
 
+def check_choice(flag: str, value: str, choices: Collection[str]) -> None:
+    """Raise `UserError` for a value that is none of the choices."""
+    if value not in choices:
+        raise UserError(f"{flag} {value}: unknown", f"One of {', '.join(choices)}.")
+
+
 def _checked_format(value: str | None) -> str | None:
-    if value is not None and value not in FORMATS:
-        raise UserError(f"--format {value}: must be one of {', '.join(FORMATS)}")
+    if value is not None:
+        check_choice("--format", value, FORMATS)
     return value
+
+
+def find(run: str) -> Path:
+    """Return a run directory by path or name; raises `UserError` that lists the existing runs."""
+    return find_run(run, results_root())
 
 
 FormatOption: TypeAlias = Annotated[
@@ -49,10 +59,10 @@ SettingsOption: TypeAlias = Annotated[
     list[str] | None, typer.Option("--set", help="key=value; sets any key of the experiment file.")
 ]
 DeviceOption: TypeAlias = Annotated[str, typer.Option("--device", help=DEVICE_HELP)]
-RunArgument: TypeAlias = Annotated[str, typer.Argument(help=RUN_HELP)]
+RunArgument: TypeAlias = Annotated[Path, typer.Argument(parser=find, metavar="RUN", help=RUN_HELP)]
+RunsArgument: TypeAlias = Annotated[list[Path], typer.Argument(parser=find, metavar="RUN", help=RUN_HELP)]
 
 # ---- Flags that are keys of an experiment: one table. The values are text, which `config` reads and checks.
-
 
 _WORD, _SWITCH = str | None, bool | None
 _LIST = list[str] | None  # several values, by commas or by repeating the flag, make a grid
@@ -94,7 +104,7 @@ RULE_PARAMETERS = tuple(key for key in PARAMETERS if key != "mode" and key not i
 
 
 def experiment_flags(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add flags that are keys of an experiment to a command, as `with_flags`."""
+    """Add flags that are keys of an experiment to a command."""
     return with_flags({key: EXPERIMENT_FLAGS[key] for key in keys})
 
 
@@ -171,26 +181,10 @@ def resolve_cells(
 # ---- Helpers of several commands
 
 
-def check_choice(flag: str, value: str, choices: Collection[str]) -> None:
-    """Raise `UserError` for a value that is none of the choices."""
-    if value not in choices:
-        raise UserError(f"{flag} {value}: unknown", f"One of {', '.join(choices)}.")
-
-
 def command_group(**settings: Any) -> typer.Typer:
     """A group of commands with plain help: Rich markup draws boxes and cuts messages at the terminal's width."""
     names = {"help_option_names": ["-h", "--help"]}
     return typer.Typer(**settings, no_args_is_help=True, rich_markup_mode=None, context_settings=names)
-
-
-def locate(run: str) -> Path:
-    """Return a run directory by path or name; raises `UserError` that lists the existing runs."""
-    return find_run(run, results_root())
-
-
-def locate_all(runs: Sequence[str]) -> list[Path]:
-    """Return the directories of several runs without duplicates; raises as `locate`."""
-    return list(dict.fromkeys(locate(run) for run in runs))
 
 
 def compile_steps(models: Iterable[LoadedModel], compute: Compute, console: Console) -> None:

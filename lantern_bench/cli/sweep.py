@@ -16,9 +16,9 @@ from lantern_bench.cli.options import (
     FormatOption,
     ModesOption,
     RunArgument,
+    RunsArgument,
     SettingsOption,
     experiment_flags,
-    locate,
 )
 from lantern_bench.config.protocols import PROTOCOLS
 from lantern_bench.config.values import Overrides
@@ -109,10 +109,9 @@ def score(
     from lantern_bench.runs.scoring import score_run_directory
 
     console: Console = ctx.obj
-    folder = locate(run)
     with console.progress() as progress:
         scored_by, count = score_run_directory(
-            folder,
+            run,
             show_events(console, progress),
             protocol=protocol,
             reference=reference,
@@ -123,17 +122,17 @@ def score(
 
     from lantern_bench.report.tables import write_tables
 
-    quality = write_tables(folder)["quality"]
+    quality = write_tables(run)["quality"]
     rows = quality[quality["protocol"] == scored_by.name].reset_index(drop=True)
-    title = f"{folder.name}: {scored_by.name}, version {scored_by.version}"
+    title = f"{run.name}: {scored_by.name}, version {scored_by.version}"
     console.table(rows, "quality", title=title, format=format)
     message = f"{count} scores added" if count else "nothing to add: these scorers have scored everything (--again)"
-    console.say(f"{message}; {folder / 'scores.jsonl'}")
+    console.say(f"{message}; {run / 'scores.jsonl'}")
 
 
 def merge(
     ctx: typer.Context,
-    runs: Annotated[list[str], typer.Argument(help="The run directories of all shards.")],
+    runs: RunsArgument,
     out: Annotated[
         Path | None, typer.Option(help="The merged run directory; by default the first's name without -shardIofN.")
     ] = None,
@@ -143,7 +142,7 @@ def merge(
     from lantern_bench.runs.merge import merge_runs
 
     console: Console = ctx.obj
-    merged = merge_runs([locate(run) for run in runs], out)
+    merged = merge_runs(runs, out)
     console.say(f"{merged.images} images of {len(runs)} shards, {merged.failed} failed: {merged.folder}")
     if merged.scored:
         console.say(f"quality of whole cells: lantern-bench score {merged.folder}")

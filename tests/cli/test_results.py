@@ -75,7 +75,6 @@ def test_report_writes_one_html_file(results, capsys):
         (["compare", "first", "second", "--fail-if", "slow"], "--fail-if slow"),
         (["compare", "first", "second", "--format", "yaml"], "--format yaml"),
         (["curves", "first", "--by", "colour"], "--by colour"),
-        (["curves", "first", "--terminal"], "--terminal: removed\n  `lantern-bench show RUN`"),
         (["curves", "first", "second"], "--out is missing"),
         (["report", "first", "second"], "--out is missing"),
         (["report", "first", "--out", "."], "is a directory"),

@@ -221,8 +221,6 @@ def test_other_experiment_in_the_run_directory_exits_3(capsys, here):
         ([CAPTION, "--neighbours", "5000"], "--neighbours 5000", 2),
         ([CAPTION, "--out", "nothere/a.png"], "--out nothere/a.png: cannot be written", 2),
         ([CAPTION, "--out", "a.jpg"], "--out a.jpg: must end with .png", 2),
-        ([CAPTION, "--animate", "race.gif"], "--animate: removed\n  `lantern-bench report RUN`", 2),
-        ([CAPTION, "--save-tokens=a.npz"], "--save-tokens: removed\n  From Python, `lantern_bench.decode`", 2),
         ([CAPTION, "--images", "0"], "--images", 2),
         ([CAPTION, "--out", "there.png"], "there.png: is there already", 3),
     ],
