@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -15,18 +15,13 @@ from lantern_bench.cli.options import (
     compile_steps,
     experiment_flags,
     resolve_flags,
-    say_memory,
+    show_memory,
     split_words,
 )
+from lantern_bench.console import Console
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.tables import MODES
 from lantern_bench.runs.threads import set_threads
-
-if TYPE_CHECKING:
-    from lantern_bench.config.experiment import ResolvedExperiment
-    from lantern_bench.console import Console
-    from lantern_bench.models.loaded_model import LoadedModel
-    from lantern_bench.runs.devices import Compute
 
 
 @experiment_flags(*DECODING)
@@ -59,19 +54,28 @@ def generate(
     # Not compiled by default: compiling takes longer than an image.
     resolved = resolve_flags("generate", flags | {"model": [model]}, modes, settings or [], compile=False)
     if dry_run:
-        _show_memory(resolved, console, format)
+        table = show_memory(resolved, console)
+        console.table(table, title=resolved.settings.model[0], format=format)
         return
     prompt = _prompt(caption, label, random_weights, model)
     _check_file(out, force)
+    set_threads(resolved.settings.threads)
+
+    import torch
 
     from lantern_bench.models.io.files import write_atomically
     from lantern_bench.models.loaded_model import NoPixels
+    from lantern_bench.models.random_model import random_model
     from lantern_bench.runs import runner
-    from lantern_bench.runs.devices import choose_compute
+    from lantern_bench.runs.devices import choose_compute, load_models
 
-    set_threads(resolved.settings.threads)
-    compute = choose_compute(resolved.settings.device, resolved.settings.dtype)
-    loaded = _load(resolved, compute, random_weights, console)
+    compute, seed = choose_compute(resolved.settings.device, resolved.settings.dtype), resolved.settings.seed
+    if random_weights:
+        weights = f"the weights of {model} are random (seed {seed}, {compute.dtype_name})"
+        console.warn(f"{weights}, and so are its caption features: the picture means nothing")
+        loaded = random_model(model, *compute, torch.Generator(compute.device).manual_seed(seed))
+    else:
+        (loaded,) = load_models(resolved, compute).values()
     if isinstance(loaded.pixels, NoPixels):
         raise loaded.pixels.problem
     cells = resolved.cells
@@ -81,7 +85,7 @@ def generate(
             console.say(reason)
     if resolved.settings.compile:
         compile_steps([loaded], compute, console)
-    tasks = runner.tasks_of(cells, resolved.settings.seed, [prompt], images)
+    tasks = runner.tasks_of(cells, seed, [prompt], images)
     decoded = []
     with console.progress() as progress:
         progress.share("images", 0, len(tasks))
@@ -97,24 +101,19 @@ def generate(
 
 
 def _prompt(caption: str | None, label: int | None, random: bool, model: str) -> str:
-    """Return the prompt; with random weights and none typed, the first default prompt.
-
-    Raises `UserError` for no prompt, two of them, and one that the model does not accept.
-    """
+    """Return the prompt; with random weights and none typed, the first default prompt."""
     from lantern_bench.models.model import class_prompt
     from lantern_bench.models.registry import model_of
 
+    described = model_of(model)
     if caption is not None and label is not None:
         raise UserError("a caption and --class: are mutually exclusive", "Give one of them.")
-    if caption is None and label is None and not random:
-        raise UserError("the prompt is missing", "Give a caption or --class N.")
-    described = model_of(model)
-    classes = described.classes
-    if label is not None and classes is None:
-        raise UserError(f"--class {label}: {model} takes no classes", "Give a caption.")
-    if label is not None and classes is not None and label >= classes:
-        raise UserError(f"--class {label}: {model} has {classes} classes", f"At most {classes - 1}.")
+    if label is not None and label >= (described.classes or 0):
+        classes = f"has {described.classes or 'no'} classes"
+        raise UserError(f"--class {label}: {model} {classes}", "Give a smaller number, or a caption.")
     text = class_prompt(label) if label is not None else caption
+    if text is None and not random:
+        raise UserError("the prompt is missing", "Give a caption or --class N.")
     if text is None:
         text = next((prompts[0] for prompts in described.prompt_sets.values() if prompts), "anything")
     described.check_prompt(text)
@@ -122,7 +121,6 @@ def _prompt(caption: str | None, label: int | None, random: bool, model: str) ->
 
 
 def _check_file(path: Path, force: bool) -> None:
-    """Refuse a file that is no PNG, one that exists, and one that cannot be written."""
     folder = path.absolute().parent
     if path.suffix.lower() != ".png":
         raise UserError(f"--out {path}: must end with .png", f"For example {path.stem or 'picture'}.png.")
@@ -130,30 +128,3 @@ def _check_file(path: Path, force: bool) -> None:
         raise UserError(f"--out {path}: cannot be written", "Give a file in an existing folder that you may write to.")
     if path.exists() and not force:
         raise RefusedError(f"--out {path}: is there already", "Give another name, or --force to overwrite it.")
-
-
-def _load(resolved: ResolvedExperiment, compute: Compute, random: bool, console: Console) -> LoadedModel:
-    """Load the model from its files, or make it with random weights."""
-    from lantern_bench.runs.devices import load_models
-
-    name, seed = resolved.settings.model[0], resolved.settings.seed
-    if not random:
-        return load_models(resolved, compute)[name]
-    import torch
-
-    from lantern_bench.models.random_model import random_model
-
-    weights = f"the weights of {name} are random (seed {seed}, {compute.dtype_name}), and so are its caption features"
-    console.warn(f"{weights}: the picture means nothing")
-    return random_model(name, *compute, torch.Generator(compute.device).manual_seed(seed))
-
-
-def _show_memory(resolved: ResolvedExperiment, console: Console, format: str | None) -> None:
-    """Print the memory that the model needs, by part, and what is free."""
-    from lantern_bench.runs.devices import choose_compute
-    from lantern_bench.runs.runner import memory_table
-
-    compute = choose_compute(resolved.settings.device, resolved.settings.dtype)
-    table, total = memory_table(resolved, compute)
-    say_memory(total, compute.device.type, console)
-    console.table(table, title=resolved.settings.model[0], format=format)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lantern_bench.cli.options import FormatOption, command_group, resolve_flags, say_memory
+from lantern_bench.cli.options import FormatOption, command_group, resolve_flags, show_memory
 from lantern_bench.console import Console
-from lantern_bench.errors import UserError, did_you_mean
+from lantern_bench.errors import UserError
 from lantern_bench.models import hub
 from lantern_bench.models.io.model_file import is_model_file
 from lantern_bench.models.registry import model_of
@@ -41,7 +42,9 @@ def models(
     if missing:
         get = f": lantern-bench weights get {described.name}" if described.name in hub.PARTS else ""
         console.say(f"missing: {', '.join(missing)}{get}")
-    _say_memory(described, console)
+    # Only its files may tell the architecture.
+    with contextlib.suppress(UserError):
+        show_memory(resolve_flags("models", {"model": [described.name]}, [described.mode]), console)
 
 
 def _row(model: Model) -> dict[str, Any]:
@@ -81,20 +84,6 @@ def _parts(model: Model) -> list[dict[str, Any]]:
     return rows
 
 
-def _say_memory(model: Model, console: Console) -> None:
-    """Say how much memory the model needs in its default mode, where its architecture is known without files."""
-    from lantern_bench.runs.devices import choose_compute
-    from lantern_bench.runs.runner import memory_table
-
-    resolved = resolve_flags("models", {"model": [model.name]}, [model.mode])
-    compute = choose_compute()
-    try:
-        _, total = memory_table(resolved, compute)
-    except UserError:
-        return
-    say_memory(total, compute.device.type, console)
-
-
 def experiments(ctx: typer.Context, format: FormatOption = None) -> None:
     """List the experiments that come with the package."""
     import pandas as pd
@@ -122,12 +111,10 @@ weights = command_group(name="weights", help="Fetch the files of the published m
 def get(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="A published model; see `lantern-bench models`.")],
-    dir: Annotated[Path | None, typer.Option("--dir", help="Default: LANTERN_BENCH_WEIGHTS.")] = None,
+    dir: Annotated[Path | None, typer.Option(file_okay=False, help="Default: LANTERN_BENCH_WEIGHTS.")] = None,
 ) -> None:
     """Fetch the missing files of a model; repeat the command to resume an interrupted download."""
     console: Console = ctx.obj
-    if dir is not None and dir.exists() and not dir.is_dir():
-        raise UserError(f"--dir {dir}: is a file, not a folder", "Give a folder; it is created if missing.")
     missing = hub.missing_sources(_published(model), dir)
     if not missing:
         console.say(f"{model}: every file is here")
@@ -147,11 +134,8 @@ def get(
 
 def _published(model: str) -> str:
     """Return the name of a published model, also by an alias; raises `UserError` for any other model."""
-    advice = f"Published models: {', '.join(hub.PARTS)}."
-    try:
-        name = model if model in hub.PARTS else model_of(model).name
-    except UserError as error:
-        raise UserError(f"{model}: unknown model{did_you_mean(model, hub.PARTS)}", advice) from error
-    if name not in hub.PARTS:
-        raise UserError(f"{model}: has no files to fetch", advice)
-    return name
+    if model not in hub.PARTS:
+        model = model_of(model).name
+    if model not in hub.PARTS:
+        raise UserError(f"{model}: has no files to fetch", f"Published models: {', '.join(hub.PARTS)}.")
+    return model

@@ -17,6 +17,8 @@ from lantern_bench.methods.tables import DRAFTINGS, MODES, OUTSIDE_RULES, PARAME
 from lantern_bench.runs.store import find_run, results_root
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from lantern_bench.config.experiment import ResolvedExperiment
     from lantern_bench.models.loaded_model import LoadedModel
     from lantern_bench.runs.devices import Compute
@@ -195,14 +197,20 @@ def compile_steps(models: Iterable[LoadedModel], compute: Compute, console: Cons
         console.note(*note)
 
 
-def say_memory(total: int, device: str, console: Console) -> None:
-    """Say how much memory a model needs, and how much is free on a CPU."""
+def show_memory(resolved: ResolvedExperiment, console: Console) -> pd.DataFrame:
+    """Say how much memory the model of an experiment needs, and how much is free on a CPU; return it by part."""
     import psutil
 
-    console.say(f"memory needed: {total / 1e9:.2f} GB on {device}, without the activations of a forward")
-    if device == "cpu":
+    from lantern_bench.runs.devices import choose_compute
+    from lantern_bench.runs.runner import memory_table
+
+    compute = choose_compute(resolved.settings.device, resolved.settings.dtype)
+    table, total = memory_table(resolved, compute)
+    console.say(f"memory needed: {total / 1e9:.2f} GB on {compute.device.type}, without the activations of a forward")
+    if compute.device.type == "cpu":
         free = psutil.virtual_memory().available
         console.say(f"free here: {free / 1e9:.2f} GB" + ("" if free > total else ": not enough"))
+    return table
 
 
 def writable(folder: Path, flag: str) -> None:

@@ -132,7 +132,7 @@ def test_plan_counts_finished_images_and_estimates_time(capsys, here):
         (["--set", "delta"], ["--set delta: must have the form key=value"]),
         (["--set", "detla=0.1"], ["--set detla: unknown key; did you mean delta?"]),
         (["--shard", "3/2"], ["--shard 3/2: must be i/n"]),
-        (["--format", "yaml"], ["--format yaml: must be one of table, csv"]),
+        (["--format", "yaml"], ["--format yaml: unknown", "One of table, csv"]),
         (["--modes", "ar", "--delta", "0.1"], ["--delta 0.1: reaches no cell"]),
         (["nothere"], ["no experiment is named 'nothere'", "lanterns"]),
         (["nothere.yaml"], ["nothere.yaml: no such experiment file"]),
