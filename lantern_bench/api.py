@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.values import Overrides
-from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.errors import UserError
 from lantern_bench.models import registry
 from lantern_bench.report.format_tables import readable
+from lantern_bench.report.records import load_runs
 from lantern_bench.report.tables import tables_of, write_tables
 from lantern_bench.runs.events import Event
 from lantern_bench.runs.images import DecodedImage as DecodedImage  # a name of this API
 from lantern_bench.runs.request import prepare
-from lantern_bench.runs.store import RunData, find_run, read_run, results_root
+from lantern_bench.runs.store import RunData, find_run, results_root
 from lantern_bench.runs.sweep import check_failed, run
 
 if TYPE_CHECKING:
@@ -129,9 +130,7 @@ def load_run(path: str | Path) -> Run:
 
     Raises `UserError` for a path that is not a run directory or is damaged, `RefusedError` for a run without records.
     """
-    data = read_run(find_run(path, results_root()))
-    if not len(data.records):
-        raise RefusedError(f"{data.folder} has no records yet", "Resume it with the command that started it.")
+    (data,) = load_runs([find_run(path, results_root())]).values()
     return Run(data)
 
 

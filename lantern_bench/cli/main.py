@@ -17,8 +17,7 @@ from typer.main import get_command
 
 from lantern_bench import __version__, stopping
 from lantern_bench.cli.checks import certify, check_model, doctor, verify
-from lantern_bench.cli.generate import generate
-from lantern_bench.cli.models import experiments, models, weights
+from lantern_bench.cli.models import experiments, generate, models, weights
 from lantern_bench.cli.options import command_group
 from lantern_bench.cli.profile import profile
 from lantern_bench.cli.results import compare, curves, predict, report, show

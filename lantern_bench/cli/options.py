@@ -17,8 +17,6 @@ from lantern_bench.methods.tables import DRAFTINGS, MODES, OUTSIDE_RULES, PARAME
 from lantern_bench.runs.store import find_run, results_root
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from lantern_bench.config.experiment import ResolvedExperiment
     from lantern_bench.models.loaded_model import LoadedModel
     from lantern_bench.runs.devices import Compute
@@ -70,33 +68,34 @@ _WORD, _SWITCH = str | None, bool | None
 _LIST = list[str] | None  # several values, by commas or by repeating the flag, make a grid
 
 
-def _flag(key: str, kind: Any, help: str, rare: bool = False) -> tuple[str, Any]:
+def flag(key: str, kind: Any, help: str, rare: bool = False) -> tuple[str, Any]:
+    """Return a key and its option: `--pool-devices/--no-pool-devices` for a switch; a rare one is hidden."""
     name = f"--{key.replace('_', '-')}"
     names = f"{name}/--no-{name[2:]}" if kind == _SWITCH else name
     return key, Annotated[kind, typer.Option(names, help=help, hidden=rare)]
 
 
 _BEFORE_PARAMETERS = (
-    _flag("model", _LIST, "One or several models; by default the experiment's."),
-    _flag("prompts", _WORD, PROMPTS_HELP),
-    _flag("images", _WORD, "Images per cell; published tables use 1,000 to 5,000."),
-    _flag("metrics", _LIST, "speed, quality, or both."),
-    _flag("protocol", _WORD, "The quality protocol; see `lantern-bench score`."),
-    _flag("reference", _WORD, "What fidelity is measured against; see `lantern-bench score`."),
-    _flag("processes", _WORD, "New processes that share the prompts, in turn; intervals then cover runs."),
-    _flag("repeats", _WORD, "Repeat the images this many times, with new seeds."),
-    _flag("batch", _WORD, "Images decoded at once, or a list; published: 1."),
-    _flag("baseline", _SWITCH, "Add an ar cell if there is none."),
-    _flag("pool_devices", _SWITCH, "Give one speedup over several kinds of device.", rare=True),
+    flag("model", _LIST, "One or several models; by default the experiment's."),
+    flag("prompts", _WORD, PROMPTS_HELP),
+    flag("images", _WORD, "Images per cell; published tables use 1,000 to 5,000."),
+    flag("metrics", _LIST, "speed, quality, or both."),
+    flag("protocol", _WORD, "The quality protocol; see `lantern-bench score`."),
+    flag("reference", _WORD, "What fidelity is measured against; see `lantern-bench score`."),
+    flag("processes", _WORD, "New processes that share the prompts, in turn; intervals then cover runs."),
+    flag("repeats", _WORD, "Repeat the images this many times, with new seeds."),
+    flag("batch", _WORD, "Images decoded at once, or a list; published: 1."),
+    flag("baseline", _SWITCH, "Add an ar cell if there is none."),
+    flag("pool_devices", _SWITCH, "Give one speedup over several kinds of device.", rare=True),
 )
-_PARAMETERS = tuple(_flag(key, _LIST, row.help, rare=row.rare) for key, row in PARAMETERS.items() if key != "mode")
+_PARAMETERS = tuple(flag(key, _LIST, row.help, rare=row.rare) for key, row in PARAMETERS.items() if key != "mode")
 _AFTER_PARAMETERS = (
-    _flag("seed", _WORD, "Random seed."),
-    _flag("device", _WORD, DEVICE_HELP),
-    _flag("dtype", _WORD, "auto, float32, bfloat16 or float16. auto: bfloat16 on CUDA and, in sweeps, fast CPUs."),
-    _flag("compile", _SWITCH, "Compile the decode steps."),
-    _flag("threads", _WORD, "Threads on a CPU. Default: sweeps keep the fastest number; others use all cores."),
-    _flag("neighbour_space", _WORD, "Space of code distances: raw or normalised. Default: as published.", rare=True),
+    flag("seed", _WORD, "Random seed."),
+    flag("device", _WORD, DEVICE_HELP),
+    flag("dtype", _WORD, "auto, float32, bfloat16 or float16. auto: bfloat16 on CUDA and, in sweeps, fast CPUs."),
+    flag("compile", _SWITCH, "Compile the decode steps."),
+    flag("threads", _WORD, "Threads on a CPU. Default: sweeps keep the fastest number; others use all cores."),
+    flag("neighbour_space", _WORD, "Space of code distances: raw or normalised. Default: as published.", rare=True),
 )
 EXPERIMENT_FLAGS: dict[str, Any] = dict((*_BEFORE_PARAMETERS, *_PARAMETERS, *_AFTER_PARAMETERS))
 DECODING = tuple(key for key, _ in (*_PARAMETERS, *_AFTER_PARAMETERS))
@@ -195,22 +194,6 @@ def compile_steps(models: Iterable[LoadedModel], compute: Compute, console: Cons
 
     if (note := compile_models(models, compute)) is not None:
         console.note(*note)
-
-
-def show_memory(resolved: ResolvedExperiment, console: Console) -> pd.DataFrame:
-    """Say how much memory the model of an experiment needs, and how much is free on a CPU; return it by part."""
-    import psutil
-
-    from lantern_bench.runs.devices import choose_compute
-    from lantern_bench.runs.runner import memory_table
-
-    compute = choose_compute(resolved.settings.device, resolved.settings.dtype)
-    table, total = memory_table(resolved, compute)
-    console.say(f"memory needed: {total / 1e9:.2f} GB on {compute.device.type}, without the activations of a forward")
-    if compute.device.type == "cpu":
-        free = psutil.virtual_memory().available
-        console.say(f"free here: {free / 1e9:.2f} GB" + ("" if free > total else ": not enough"))
-    return table
 
 
 def writable(folder: Path, flag: str) -> None:

@@ -17,13 +17,12 @@ from lantern_bench.cli.options import (
     find,
     split_words,
 )
-from lantern_bench.errors import CheckFailedError, RefusedError, UserError
+from lantern_bench.errors import RefusedError, UserError
 
 if TYPE_CHECKING:
     from lantern_bench.console import Console
 
 _TABLES = ("summary", "speed", "quality", "acceptance")
-_FAIL_IF = ("worse", "different")
 
 
 def show(
@@ -82,21 +81,16 @@ def compare(
     across: Annotated[
         list[str] | None, typer.Option(help="Compare although these differ: weights, protocol, machine.")
     ] = None,
-    fail_if: Annotated[
-        str | None, typer.Option(help="Exit with 5 if a verdict is worse, or if any is different.")
-    ] = None,
     format: FormatOption = None,
 ) -> None:
     """Compare two runs cell by cell, paired by prompt: ratio or difference, 95 % interval, verdict."""
-    from lantern_bench.report.compare import ACROSS, SAME, WORSE, check_comparability, compare_runs, differences
+    from lantern_bench.report.compare import ACROSS, check_comparability, compare_runs, differences
     from lantern_bench.report.records import load_runs
 
     console: Console = ctx.obj
     allowed = split_words(across)
     for kind in allowed:
         check_choice("--across", kind, ACROSS)
-    if fail_if is not None:
-        check_choice("--fail-if", fail_if, _FAIL_IF)
     if run_a.resolve() == run_b.resolve():
         raise UserError(f"{run_b}: is the same run as {run_a}", "Give two runs.")
     names, (a, b) = zip(*load_runs([run_a, run_b]).items(), strict=True)
@@ -114,10 +108,6 @@ def compare(
     console.table(comparison.table, "comparison", title=f"a: {names[0]}   b: {names[1]}", format=format)
     for note in comparison.notes:
         console.say(note)
-    verdicts = comparison.table["verdict"].dropna()
-    failed = verdicts == WORSE if fail_if == "worse" else verdicts != SAME
-    if fail_if is not None and failed.any():
-        raise CheckFailedError(f"--fail-if {fail_if}: true of {int(failed.sum())} of {len(verdicts)} verdicts")
 
 
 def predict(

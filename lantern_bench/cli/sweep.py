@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from lantern_bench.cli.options import (
-    DECODING,
+    EXPERIMENT_FLAGS,
     DeviceOption,
     FormatOption,
     ModesOption,
@@ -28,15 +28,13 @@ from lantern_bench.runs.request import WORKER_TIMEOUT, Request, plan_table, prep
 from lantern_bench.runs.sweep import check_failed, disturbance, run
 from lantern_bench.runs.threads import QUIET_ADVICE
 
-_EXPERIMENT = ("model", "prompts", "images", "metrics", "protocol", "reference")
-_REPETITION = ("processes", "repeats", "batch", "baseline", "pool_devices")
 _Out = Annotated[Path | None, typer.Option(help="The run directory; by default results/<name>-<hash>.")]
 _Resume = Annotated[bool, typer.Option(help="Resume the run, or start a new one beside it.")]
 _Yes = Annotated[bool, typer.Option("--yes", help="Run a grid of any number of cells.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and decode nothing.")]
 
 
-@experiment_flags(*_EXPERIMENT, *_REPETITION, *DECODING)
+@experiment_flags(*EXPERIMENT_FLAGS)
 def sweep(
     ctx: typer.Context,
     experiment: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped experiment.")] = "lanterns",
@@ -70,7 +68,7 @@ def sweep(
     _run(request, ctx.obj, dry_run, format, _show_summary)
 
 
-@experiment_flags(*_EXPERIMENT, *DECODING)
+@experiment_flags(*EXPERIMENT_FLAGS)
 def reproduce(
     ctx: typer.Context,
     experiment: Annotated[str, typer.Argument(help="A shipped experiment with published figures, or a YAML file.")],

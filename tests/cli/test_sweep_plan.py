@@ -219,7 +219,7 @@ def test_other_experiment_in_the_run_directory_exits_3(capsys, here):
         ([CAPTION, "--delta", "0.1"], "--delta 0.1: reaches no cell", 2),
         ([CAPTION, "--lambda", "1"], "--lambda 1: must be a number above 1", 2),
         ([CAPTION, "--neighbours", "5000"], "--neighbours 5000", 2),
-        ([CAPTION, "--out", "nothere/a.png"], "--out nothere/a.png: cannot be written", 2),
+        ([CAPTION, "--out", "there.png/a.png"], "there.png is a file, not a folder", 2),
         ([CAPTION, "--out", "a.jpg"], "--out a.jpg: must end with .png", 2),
         ([CAPTION, "--images", "0"], "--images", 2),
         ([CAPTION, "--out", "there.png"], "there.png: is there already", 3),
