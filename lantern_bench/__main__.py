@@ -1,7 +1,4 @@
-"""`python -m lantern_bench`: the command line without its console script.
-
-Holds nothing of its own; `lantern_bench.cli.main` is the entry point of both.
-"""
+"""`python -m lantern_bench`: the command line without its console script."""
 
 from __future__ import annotations
 

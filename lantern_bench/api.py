@@ -1,8 +1,7 @@
 """The Python API: run sweeps, read runs as DataFrames, load models and decode prompts (docs/python-api.md).
 
 The names here are also attributes of `lantern_bench`. The command line calls the same functions of `runs/` and
-`report/`, so both give the same records and figures. Errors are those of `lantern_bench.errors`; their messages name a
-parameter by its flag, for example `--delta 1.5`.
+`report/`, so both give the same records and figures, and errors name a parameter by its flag (`--delta 1.5`).
 """
 
 from __future__ import annotations
@@ -15,14 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.parse_experiment import Overrides
-from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.errors import UserError
 from lantern_bench.models import registry
 from lantern_bench.report.format_tables import readable
+from lantern_bench.report.records import load_runs
 from lantern_bench.report.tables import tables_of, write_tables
 from lantern_bench.runs.events import Event
 from lantern_bench.runs.images import DecodedImage as DecodedImage  # a name of this API
 from lantern_bench.runs.request import prepare
-from lantern_bench.runs.store import RunData, find_run, read_run, results_root
+from lantern_bench.runs.store import RunData, find_run, results_root
 from lantern_bench.runs.sweep import check_failed, run
 
 if TYPE_CHECKING:
@@ -37,51 +37,39 @@ class Run:
 
     def __init__(self, data: RunData) -> None:
         self._data = data
-
-    @property
-    def path(self) -> Path:
-        """The run directory."""
-        return self._data.folder
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        """The content of `manifest.json`: experiment, record key fields, machine, sessions."""
-        return self._data.manifest
-
-    @cached_property
-    def cells(self) -> list[str]:
-        """The ids of the cells, in the order of the tables."""
-        return [str(cell) for cell in self.speed["cell_id"]]
-
-    @property
-    def records(self) -> pd.DataFrame:
-        """One row an image, the last of each record key; columns as `schema.columns("records")`, lists in cells."""
-        return self._data.records
+        self.path = data.folder
+        self.manifest = data.manifest
+        self.records = data.records  # one row an image, the last of each record key; lists in cells
 
     @cached_property
     def tables(self) -> dict[str, pd.DataFrame]:
-        """The tables `speed`, `quality`, `acceptance` and `summary`, built from the records."""
+        """The tables `speed`, `quality`, `acceptance` and `summary` of the CSV files, not rounded."""
         return tables_of(self._data)
 
     @property
     def speed(self) -> pd.DataFrame:
-        """Speed by cell; the same values as `speed.csv`, which has 6 significant digits."""
+        """Speed by cell."""
         return self.tables["speed"]
 
     @property
     def quality(self) -> pd.DataFrame:
-        """Quality by cell and protocol; the same values as `quality.csv`."""
+        """Quality by cell and protocol."""
         return self.tables["quality"]
 
     @property
     def acceptance(self) -> pd.DataFrame:
-        """Acceptance by cell, depth, child rank and image position; the same values as `acceptance.csv`."""
+        """Acceptance by cell, depth, child rank and image position."""
         return self.tables["acceptance"]
 
     @property
     def summary(self) -> pd.DataFrame:
-        """One row a cell, as the papers' tables; the same values as `summary.csv`."""
+        """One row a cell, as the papers' tables."""
         return self.tables["summary"]
+
+    @property
+    def cells(self) -> list[str]:
+        """The ids of the cells, in the order of the tables."""
+        return self.speed["cell_id"].astype(str).tolist()
 
     def pictures(self, cell: str) -> list[Image.Image]:
         """Open the pictures of a cell in the order of its images; PIL reads each file when its pixels are first used.
@@ -120,21 +108,14 @@ def sweep(
 ) -> Run:
     """Run an experiment and return the run: decode and score every missing image, write the tables.
 
-    Args:
-        experiment: the name of a shipped experiment, a YAML file, or the content of one as a mapping.
-        out: the run directory; by default `results/<name>-<hash>`.
-        resume: continue the run directory, or start a new one beside it.
-        modes: keep only the cells of these modes.
-        ray: decode on a Ray cluster (docs/scale.md): its address, or "default" for that of `RAY_ADDRESS`, else a new
-            one on this machine.
-        progress: called with every event (`lantern_bench.runs.events`), for example `ImageDone`.
-        overrides: keys of an experiment, as the flags of `lantern-bench sweep`; a list makes a grid. Write `lambda_`
-            for `lambda`.
+    `experiment` is the name of a shipped experiment, a YAML file, or the content of one as a mapping; `overrides` are
+    keys of one, as the flags of `lantern-bench sweep`, where a list makes a grid and `lambda_` stands for `lambda`.
+    `out`, `resume`, `modes` and `ray` are as there, `ray` with "default" for a flag without an address. `progress` is
+    called with every event (`lantern_bench.runs.events`).
 
-    Raises:
-        UserError: for everything wrong with the experiment, the overrides or the prompts, in one message.
-        RefusedError: for missing weights, and for a run directory in use or made with other settings.
-        RecordsFailedError: when images failed; the run is written, and `load_run` returns it.
+    Raises `UserError` for everything wrong with the experiment, the overrides or the prompts, `RefusedError` for
+    missing weights and for a run directory in use or made with other settings, and `RecordsFailedError` when images
+    failed; then the run is written, and `load_run` returns it.
     """
     folder = Path(out) if out is not None else None
     request = prepare(experiment, _overrides(overrides, modes), out=folder, resume=resume, ray=ray)
@@ -149,9 +130,7 @@ def load_run(path: str | Path) -> Run:
 
     Raises `UserError` for a path that is not a run directory or is damaged, `RefusedError` for a run without records.
     """
-    data = read_run(find_run(path, results_root()))
-    if not len(data.records):
-        raise RefusedError(f"{data.folder} has no records yet", "Resume it with the command that started it.")
+    (data,) = load_runs([find_run(path, results_root())]).values()
     return Run(data)
 
 
@@ -185,24 +164,15 @@ def decode(
     conditions: Sequence[Any] | None = None,
     **parameters: Any,
 ) -> list[DecodedImage]:
-    """Decode prompts one at a time.
+    """Decode prompts one at a time, with the tokens of an uncompiled sweep of this seed and these parameters.
 
-    The tokens are those of an uncompiled sweep with this seed, these parameters and the model's dtype.
+    `parameters` are decoding parameters with one value each, such as `tree="chain-7"`, `delta=0.1`, `lambda_=5`; the
+    others are the model's defaults, and relaxed modes need their bound. With `logits` the images carry the guided
+    logits. `conditions` are for each prompt what `model.condition([prompt])` would return, for example features of
+    another text encoder; the prompts are then only names, which must differ.
 
-    Args:
-        model: from `load_model`.
-        prompts: one prompt or several.
-        mode: a mode, such as lantern++.
-        seed: the random seed.
-        logits: also return the guided logits.
-        conditions: for each prompt what `model.condition([prompt])` would return, for example features of another text
-            encoder; the prompts are then only names, which must differ.
-        parameters: decoding parameters with one value each, such as `tree="chain-7"`, `neighbours=100`, `delta=0.1`,
-            `lambda_=5`, `temperature=0`; the others are the model's defaults, and relaxed modes need their bound.
-
-    Raises:
-        UserError: for a wrong parameter or prompt and for a list of values.
-        RefusedError: for a missing drafter or text encoder.
+    Raises `UserError` for a wrong parameter or prompt and for a list of values, `RefusedError` for a missing drafter or
+    text encoder.
     """
     import torch
 
@@ -216,28 +186,17 @@ def decode(
     if len(resolved.cells) != 1:
         raise UserError(f"decode takes one value per parameter; these make {len(resolved.cells)} cells", "Use sweep.")
     if conditions is None:
-        _prepare(model, texts)
+        for text in texts:
+            registry.model_of(model.name).check_prompt(text)
+        for _ in model.prepare(list(dict.fromkeys(texts))):
+            pass
     else:
-        model = _with_conditions(model, texts, conditions)
+        by_text = dict(zip(texts, conditions, strict=True))
+        if len(by_text) != len(texts):
+            raise UserError("prompts with conditions must differ", "Give each of them a name of its own.")
+        model = replace(model, condition=lambda names: by_text[names[0]])
     compute = Compute(model.target.device, torch.get_default_dtype())
     return list(decode_tasks(model, compute, tasks_of(resolved.cells, seed, texts, 1), logits=logits))
-
-
-def _prepare(model: LoadedModel, texts: Sequence[str]) -> None:
-    """Check prompts and encode them; raises `UserError` for one that the model cannot take."""
-    described = registry.model_of(model.name)
-    for text in texts:
-        described.check_prompt(text)
-    for _ in model.prepare(list(dict.fromkeys(texts))):
-        pass
-
-
-def _with_conditions(model: LoadedModel, texts: Sequence[str], conditions: Sequence[Any]) -> LoadedModel:
-    """Return the model with these conditions of its prompts."""
-    by_text = dict(zip(texts, conditions, strict=True))
-    if len(by_text) != len(texts):
-        raise UserError("prompts with conditions must differ", "Give each of them a name of its own.")
-    return replace(model, condition=lambda names: by_text[names[0]])
 
 
 def _overrides(values: Mapping[str, Any], modes: str | Sequence[str] | None) -> Overrides:

@@ -1,8 +1,7 @@
 """The errors shown to users, each with its exit code.
 
-Everything that goes wrong for a reason outside this program is raised as one of these, with a message that says
-what was wrong, what is allowed, and what to type. Anything else that escapes is our own fault and exits with 1.
-The codes are listed in the README; they are part of the interface.
+Everything that goes wrong for a reason outside this program is raised as one of these. Anything else that escapes is
+our own fault and exits with 1.
 """
 
 from __future__ import annotations
@@ -12,17 +11,13 @@ from collections.abc import Iterable
 
 
 class LanternError(Exception):
-    """Base of all errors that are shown without a traceback.
-
-    `message` says what is wrong; `advice`, when given, says what to do about it.
-    """
+    """Base of all errors that are shown without a traceback: what is wrong, and what to do about it."""
 
     exit_code = 1
 
     def __init__(self, message: str, advice: str | None = None) -> None:
         super().__init__(message)
-        self.message = message
-        self.advice = advice
+        self.message, self.advice = message, advice
 
 
 class UserError(LanternError):

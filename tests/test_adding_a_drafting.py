@@ -37,7 +37,7 @@ def test_the_page_shows_the_example() -> None:
 def test_an_outside_drafting_is_swept_and_certified(tmp_path: Path) -> None:
     tiny = ["--model", "tiny", "--neighbours", "3"]
     sweep = ["sweep", str(EXAMPLE / "echo.yaml"), *tiny, "--images", "4", "--metrics", "speed", "--no-compile"]
-    small = ["--samples", "100", "--greedy", "2", "--positions", "4", "--draws", "4"]
+    small = ["--samples", "100", "--positions", "4", "--draws", "4"]
     done = run(
         tmp_path,
         [*sweep, "--out", "run"],

@@ -16,7 +16,6 @@ from lantern_bench.cli.options import (
     SettingsOption,
     compile_steps,
     experiment_flags,
-    locate,
     resolve_cells,
 )
 from lantern_bench.errors import CheckFailedError, UserError
@@ -34,17 +33,14 @@ def doctor(ctx: typer.Context, device: DeviceOption = "auto", format: FormatOpti
     from lantern_bench.runs.doctor import examine
 
     console: Console = ctx.obj
-    # Piped lines are written at once: a check that crashes the process leaves those before it.
-    as_lines, findings = format is None and console.format != "table", []
-    with console.progress() as progress:
-        for finding in examine(device):
-            findings.append(finding)
-            if as_lines:
-                fix = f"\n{'':8}{'':22}fix: {finding.fix}" if finding.fix else ""
-                console.data(f"{finding.state:8}{finding.check:22}{finding.result}{fix}")
-            else:
-                progress.share(f"checked {finding.check}", 1.0)
-    if not as_lines:
+    findings = []
+    for finding in examine(device):
+        findings.append(finding)
+        # Lines are written at once: a check that crashes the process leaves those before it.
+        if format is None:
+            fix = f"\n{'':8}{'':22}fix: {finding.fix}" if finding.fix else ""
+            console.data(f"{finding.state:8}{finding.check:22}{finding.result}{fix}")
+    if format is not None:
         import pandas as pd
 
         console.table(pd.DataFrame(findings), format=format)
@@ -65,15 +61,13 @@ def check_model(
     tokens: Annotated[int | None, typer.Option(min=2, help="Tokens of an image to check. Default: two rows.")] = None,
     seed: Annotated[int, typer.Option(help="Random seed of the tokens.")] = 0,
     device: DeviceOption = "cpu",
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16 or float16; rounding hides small mistakes.")
-    ] = "float32",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; rounding hides mistakes.")] = "float32",
     format: FormatOption = None,
 ) -> None:
     """Check that a model keeps the protocol of decoding: cache, trees, forced tokens, guidance, codebook, logits.
 
-    Random tokens are scored in several ways that must agree. Mistakes that all ways share show only against a reference
-    (--reference, or the model's own). Exit code 5 if a check fails.
+    Random tokens are scored in several ways that must agree; what all ways do wrong shows only against a reference.
+    Exit code 5 if a check fails.
     """
     import pandas as pd
     import torch
@@ -111,25 +105,27 @@ def verify(
     format: FormatOption = None,
 ) -> None:
     """Check the lines, hashes and counts of a run, and name what is missing or damaged."""
+    import pandas as pd
+
     from lantern_bench.report.tables import write_tables
     from lantern_bench.runs import verify as runs_verify
 
     console: Console = ctx.obj
-    folder = locate(run)
-    checked = _check_run(folder)
+    checked = _check_run(run)
     if not checked.problems:
         console.say(f"{checked.records} records, {checked.pictures} pictures and {checked.scores} scores are undamaged")
         return
-    _show_problems(checked, console, format)
+    rows = [(problem.file, problem.problem, "yes" if problem.again else "no") for problem in checked.problems]
+    console.table(pd.DataFrame(rows, columns=["file", "problem", "made_again_by_repair"]), format=format)
     again = sum(problem.again for problem in checked.problems)
     if repair and again:
-        dropped = runs_verify.repair(folder, checked)
-        if _check_run(folder).records:
-            write_tables(folder)
+        dropped = runs_verify.repair(run, checked)
+        if _check_run(run).records:
+            write_tables(run)
         console.say(f"{dropped} lines dropped, tables written; the command that started the run makes the rest again")
     if not repair or again < len(checked.problems):
-        advice = f"`lantern-bench verify {folder} --repair` and the same sweep make {again} of them again."
-        message = f"{folder}: {len(checked.problems)} problems"
+        advice = f"`lantern-bench verify {run} --repair` and the same sweep make {again} of them again."
+        message = f"{run}: {len(checked.problems)} problems"
         raise CheckFailedError(message, None if repair or not again else advice)
 
 
@@ -140,27 +136,17 @@ def _check_run(folder: Path) -> Checked:
 
     checked = runs_verify.verify(folder)
     if checked.lines_are_undamaged and checked.records:
-        for name in stale_tables(folder):
-            checked.problems.append(runs_verify.Problem(name, "not what the records give"))
+        stale = stale_tables(folder)
+        checked.problems.extend(runs_verify.Problem(name, "not what the records give") for name in stale)
     return checked
-
-
-def _show_problems(checked: Checked, console: Console, format: str | None) -> None:
-    import pandas as pd
-
-    rows = [(problem.file, problem.problem, "yes" if problem.again else "no") for problem in checked.problems]
-    console.table(pd.DataFrame(rows, columns=["file", "problem", "made_again_by_repair"]), format=format)
 
 
 # ---- certify
 
-# Default sample sizes of emitted TV: in a certificate, and with --emitted-tv.
-_QUICK, _FULL = {"positions": 48, "draws": 128}, {"positions": 200, "draws": 512}
-# Columns of the CSV file that are not shown on a screen; the notes warn about them.
-_FILE_ONLY = ["prompts", "emitted_tv_crossed", "emitted_tv_median", "moved_mass"]
-# Columns of an audit that are shown on a screen.
+# Columns of an audit that are shown on a screen, and those of the other tables that are not.
 _AUDIT = ["mode", "form", "claim", "source", "table_images", "images", "p_holm", "power_p", "table_tv", "table_tv_low"]
 _AUDIT += ["table_tv_high", "emitted_tv", "emitted_tv_low", "emitted_tv_high", "verdict"]
+_FILE_ONLY = ["model", "prompts", "emitted_tv_crossed", "emitted_tv_median", "moved_mass"]
 
 
 @experiment_flags(*DECODING)
@@ -169,27 +155,21 @@ def certify(
     model: Annotated[str, typer.Argument(help="The model.")] = "lanterns",
     emitted_tv: Annotated[bool, typer.Option("--emitted-tv", help="Only measure what relaxation costs.")] = False,
     experiment: Annotated[
-        str | None,
-        typer.Option(help="Experiment with the relaxed cells. Default: certify, or relaxation-cost with --emitted-tv."),
+        str | None, typer.Option(help="With the relaxed cells. Default: certify; with --emitted-tv relaxation-cost.")
     ] = None,
     modes: Annotated[
-        list[str] | None,
-        typer.Option("--modes", help="Keep only cells of these modes; all: audit the claims of every mode."),
+        list[str] | None, typer.Option(help="Keep only cells of these modes; all: audit the claims of every mode.")
     ] = None,
     prompts: PromptsOption = None,
     positions: Annotated[
-        int | None,
-        typer.Option(min=1, help="Positions of emitted TV. Default: 48; with --emitted-tv 200."),
+        int | None, typer.Option(min=1, help="Positions of emitted TV. Default: 48; with --emitted-tv 200.")
     ] = None,
     draws: Annotated[
-        int | None,
-        typer.Option(min=2, help="Sampled drafts per position. Default: 128; with --emitted-tv 512."),
+        int | None, typer.Option(min=2, help="Sampled drafts per position. Default: 128; with --emitted-tv 512.")
     ] = None,
     samples: Annotated[int, typer.Option(min=8, help="Images of each lossless check.")] = 192,
-    greedy: Annotated[int, typer.Option(min=1, help="Prompts of the greedy identity check.", hidden=True)] = 8,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Directory of the CSV files. Default: results/certify-MODEL, or results/audit-MODEL."),
+        Path | None, typer.Option(help="Directory of the CSV files. Default: results/certify-MODEL or audit-MODEL.")
     ] = None,
     settings: SettingsOption = None,
     format: FormatOption = None,
@@ -204,19 +184,20 @@ def certify(
     from lantern_bench.certify.plan import Sizes, audited_cells, plan_audit, plan_certificate
 
     console: Console = ctx.obj
-    defaults = _FULL if emitted_tv else _QUICK
-    sizes = Sizes(positions or defaults["positions"], draws or defaults["draws"], samples, greedy)
+    least = (200, 512) if emitted_tv else (48, 128)
+    sizes = Sizes(positions or least[0], draws or least[1], samples, greedy=8)
     flags |= {"model": [model], "prompts": prompts}
-    if modes == ["all"]:
-        for name, value in (("--emitted-tv", emitted_tv), ("--experiment", experiment)):
-            if value:
-                raise UserError(f"{name}: is not for the audit of all modes", f"Leave out {name}, or --modes all.")
+    is_audit = modes == ["all"]
+    if is_audit and (emitted_tv or experiment):
+        flag = "--emitted-tv" if emitted_tv else "--experiment"
+        raise UserError(f"{flag}: is not for the audit of all modes", f"Leave out {flag}, or --modes all.")
+    if is_audit:
         # An audit decodes a few images in each of many cells: compiling them would take longer.
         plan = plan_audit(resolve_cells("audit", flags, audited_cells(), settings or [], compile=False), sizes)
     else:
         source = experiment or ("relaxation-cost" if emitted_tv else "certify")
         plan = plan_certificate(source, flags, modes or None, settings or [], sizes)
-    folder = out or results_root() / f"{'audit' if modes == ['all'] else 'certify'}-{Path(model).name}"
+    folder = out or results_root() / f"{'audit' if is_audit else 'certify'}-{Path(model).name}"
     check_writable(folder)
     set_threads(plan.resolved.settings.threads)
 
@@ -231,24 +212,21 @@ def certify(
         tables = certification.measure(emitted_tv, progress.share)
     certification.write(folder, tables)
 
-    as_data = (format or console.format) in ("csv", "json")
-    if "audit" in tables:
-        table = frame("audit", tables["audit"])
-        table = table if as_data else table[_AUDIT].dropna(axis=1, how="all")
-        console.table(table, title=f"audit of all modes with {plan.model}", format=format)
-        console.say(f"a lossless claim that is true fails with a chance of at most {LEVEL:g} (all tests together)")
-    if "certificate" in tables:
-        table = frame("certificate", tables["certificate"])
-        table = table if as_data else table.drop(columns="model")
-        console.table(table, title=f"certificate of {plan.model}", format=format)
-        console.say(f"a correct model fails this certificate with a chance of at most {LEVEL:g} (all tests together)")
-    if emitted_tv:
-        table = frame("emitted_tv", tables["emitted_tv"])
-        table = table if as_data else table.drop(columns=_FILE_ONLY)
-        title = f"what relaxation costs: {sizes.positions} positions of sampled images"
-        console.table(table, "emitted_tv", title=title, format=format)
+    titles = {
+        "audit": f"audit of all modes with {plan.model}",
+        "certificate": f"certificate of {plan.model}",
+        "emitted_tv": f"what relaxation costs {plan.model}, at {sizes.positions} positions of sampled images",
+    }
+    name = next(name for name in titles if name in tables)
+    table = frame(name, tables[name])
+    if (format or console.format) not in ("csv", "json"):
+        table = table[_AUDIT] if is_audit else table.drop(columns=_FILE_ONLY, errors="ignore")
+        table = table.dropna(axis=1, how="all")
+    console.table(table, "emitted_tv" if emitted_tv else None, title=titles[name], format=format)
+    if not emitted_tv:
+        console.say(f"a correct model fails with a chance of at most {LEVEL:g} (all tests together)")
     console.say(f"tables: {folder}")
-    checked = tables.get("certificate") or tables.get("audit", [])
+    checked = [] if emitted_tv else tables[name]
     if weak := failures(checked, "weak"):
         message = f"{len(weak)} checks show too little: {'; '.join(weak)}"
         console.warn(message, "Give more --samples, or --dtype float32.")

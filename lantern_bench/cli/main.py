@@ -1,7 +1,6 @@
 """The `lantern-bench` program: its commands, global flags and exit codes.
 
-Commands import heavy packages inside their functions, so that `--help` is fast. A command gets its `Console` as
-`ctx.obj`. `LanternError`s are printed without a traceback and set the exit code; any other exception exits with 1.
+Commands import heavy packages inside their functions, so that `--help` is fast, and get their `Console` as `ctx.obj`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import errno
 import functools
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -18,8 +17,7 @@ from typer.main import get_command
 
 from lantern_bench import __version__, stopping
 from lantern_bench.cli.checks import certify, check_model, doctor, verify
-from lantern_bench.cli.generate import generate
-from lantern_bench.cli.models import experiments, models, weights
+from lantern_bench.cli.models import experiments, generate, models, weights
 from lantern_bench.cli.options import command_group
 from lantern_bench.cli.profile import profile
 from lantern_bench.cli.results import compare, curves, predict, report, show
@@ -30,37 +28,10 @@ from lantern_bench.errors import LanternError, UserError
 from lantern_bench.runs.request import DEFAULT_CLUSTER
 from lantern_bench.runs.threads import prepare_environment
 
-# Commands and flags of earlier versions, and what to do instead.
-_DECODE = "From Python, `lantern_bench.decode` gives tokens and logits, and takes conditions (docs/python-api.md)."
-_MODELS = "`lantern-bench models NAME` lists its parts, their paths, what is missing, and memory."
-_LOSSLESS = "Every cell is compared with the fastest lossless cell of the run: name one in the experiment."
-REMOVED = {
-    "neighbours": "A table of nearest codes is computed when a command first needs it.",
-    "size": "`lantern-bench predict RUN --prompts N --devices N` has hours and device-hours; --device predicts them.",
-    "train lanterns": "In a clone: python -m experiments.train_lanterns",
-    "weights check": f"huggingface_hub checks what it downloads; records hold the SHA-256 of the files. {_MODELS}",
-    "weights where": _MODELS,
-    "--address": "`--ray ADDRESS` decodes on a Ray cluster.",
-    "--ambiguity": "The experiment token-ambiguity shows how often exact drafts are accepted, by temperature.",
-    "--animate": "`lantern-bench report RUN` shows how each mode decodes a prompt.",
-    "--condition": _DECODE,
-    "--features": "The target computes features at each step.",
-    "--engine": "`--ray` decodes on a Ray cluster, `--ray ADDRESS` on the one at this address.",
-    "--form": "`--drafting scd-published` and `--drafting sjd-pac-published` decode as published code does.",
-    "--lossless": _LOSSLESS,
-    "--no-lossless": _LOSSLESS,
-    "--online": "`lantern-bench weights get MODEL` says whether the hub can be reached.",
-    "--per-device": "`--batch` fills a GPU.",
-    "--save-logits": _DECODE,
-    "--save-tokens": _DECODE,
-    "--throughput": "`--batch` fills a GPU.",
-    "--terminal": "`lantern-bench show RUN` prints the figures, `lantern-bench report RUN` draws them.",
-}
 _EPILOG = (
     "Exit codes: 0 success; 1 internal error; 2 usage error; 3 refused (locked, mismatched, missing weights); "
     "4 some images failed; 5 a check failed; 130 interrupted; 143 terminated."
 )
-_RARE_FLAGS_EPILOG = "Flags that are rarely used: --help-all."
 # These flags work before and after the command name.
 _GLOBAL = {"-q", "--quiet", "-v", "--verbose", "--debug"}
 
@@ -95,21 +66,14 @@ def _flags(
 @functools.cache
 def _program(all_flags: bool = False) -> Any:
     """Build the commands and their hundreds of flags once, for a process that runs many; help shows `all_flags`."""
-    program = get_command(app)
-    for command in _commands_of(program):
+    program: Any = get_command(app)
+    for command in program.commands.values():
         rare_flags = [parameter for parameter in command.params if getattr(parameter, "hidden", False)]
         for parameter in rare_flags:
             parameter.hidden = not all_flags
         if rare_flags and not all_flags:
-            command.epilog = _RARE_FLAGS_EPILOG
+            command.epilog = "Flags that are rarely used: --help-all."
     return program
-
-
-def _commands_of(program: Any) -> Iterator[Any]:
-    """Yield the program and all its commands."""
-    yield program
-    for command in getattr(program, "commands", {}).values():
-        yield from _commands_of(command)
 
 
 def run() -> None:
@@ -118,10 +82,7 @@ def run() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line with these arguments and return the exit code; never raises.
-
-    SIGINT and SIGTERM stop it where nothing is half done, a second one at once.
-    """
+    """Run the command line with these arguments and return the exit code; never raises."""
     try:
         with stopping.signals_noted():
             code = _run(arguments)
@@ -137,7 +98,6 @@ def _run(arguments: Sequence[str]) -> int:
     words = _with_cluster([word for word in arguments[:end] if word not in _GLOBAL])
     debug = "--debug" in flags
     try:
-        _refuse_removed(words)
         program = _program(all_flags="--help-all" in words)
         words = ["--help" if word == "--help-all" else word for word in words]
         program(args=[*flags, *words, *arguments[end:]], prog_name="lantern-bench")
@@ -158,14 +118,6 @@ def _run(arguments: Sequence[str]) -> int:
         Console().error(error)
         return error.exit_code
     return 0
-
-
-def _refuse_removed(words: Sequence[str]) -> None:
-    """Raise `UserError` for a command or a flag that an earlier version had."""
-    command = " ".join([word for word in words if not word.startswith("-")][:2])
-    for name in (command, command.split(" ")[0], *(word.partition("=")[0] for word in words if word.startswith("--"))):
-        if name in REMOVED:
-            raise UserError(f"{name}: removed", REMOVED[name])
 
 
 def _with_cluster(words: Sequence[str]) -> list[str]:

@@ -1,23 +1,39 @@
-"""Commands about what can be decoded: `models`, `experiments` and `weights get`."""
+"""Commands about what can be decoded: `models`, `generate`, `experiments` and `weights get`."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lantern_bench.cli.options import FormatOption, command_group, resolve_flags, say_memory
+from lantern_bench.cli.options import (
+    DECODING,
+    FormatOption,
+    SettingsOption,
+    command_group,
+    compile_steps,
+    experiment_flags,
+    resolve_flags,
+    split_words,
+)
 from lantern_bench.console import Console
-from lantern_bench.errors import UserError, did_you_mean
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.methods.tables import MODES
 from lantern_bench.models import hub
 from lantern_bench.models.io.model_file import is_model_file
+from lantern_bench.models.model import Model, class_prompt
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.registry import models as all_models
+from lantern_bench.runs.request import check_writable
+from lantern_bench.runs.threads import set_threads
 
 if TYPE_CHECKING:
-    from lantern_bench.models.model import Model
+    import pandas as pd
+
+    from lantern_bench.config.experiment import ResolvedExperiment
 
 
 def models(
@@ -41,7 +57,9 @@ def models(
     if missing:
         get = f": lantern-bench weights get {described.name}" if described.name in hub.PARTS else ""
         console.say(f"missing: {', '.join(missing)}{get}")
-    _say_memory(described, console)
+    # Only its files may tell the architecture.
+    with contextlib.suppress(UserError):
+        _show_memory(resolve_flags("models", {"model": [described.name]}, [described.mode]), console)
 
 
 def _row(model: Model) -> dict[str, Any]:
@@ -81,18 +99,118 @@ def _parts(model: Model) -> list[dict[str, Any]]:
     return rows
 
 
-def _say_memory(model: Model, console: Console) -> None:
-    """Say how much memory the model needs in its default mode, where its architecture is known without files."""
+def _show_memory(resolved: ResolvedExperiment, console: Console) -> pd.DataFrame:
+    """Say how much memory the model of an experiment needs, and how much is free on a CPU; return it by part."""
+    import psutil
+
     from lantern_bench.runs.devices import choose_compute
     from lantern_bench.runs.runner import memory_table
 
-    resolved = resolve_flags("models", {"model": [model.name]}, [model.mode])
-    compute = choose_compute()
-    try:
-        _, total = memory_table(resolved, compute)
-    except UserError:
+    compute = choose_compute(resolved.settings.device, resolved.settings.dtype)
+    table, total = memory_table(resolved, compute)
+    console.say(f"memory needed: {total / 1e9:.2f} GB on {compute.device.type}, without the activations of a forward")
+    if compute.device.type == "cpu":
+        free = psutil.virtual_memory().available
+        console.say(f"free here: {free / 1e9:.2f} GB" + ("" if free > total else ": not enough"))
+    return table
+
+
+# ---- Pictures of one prompt
+
+
+@experiment_flags(*DECODING)
+def generate(
+    ctx: typer.Context,
+    caption: Annotated[str | None, typer.Argument(help="The caption.")] = None,
+    model: Annotated[str, typer.Option(help="The model, or the YAML file that describes one.")] = "lanterns",
+    label: Annotated[int | None, typer.Option("--class", min=0, help="A class instead of a caption.")] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Use random weights and random caption features.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show sizes and memory only.")] = False,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(MODES)}, or all. Default: lantern++, or scd for a model without a drafter."),
+    ] = None,
+    images: Annotated[int, typer.Option(min=1, help="Images per mode, one below the other.")] = 1,
+    out: Annotated[Path, typer.Option(help="The PNG file.")] = Path("picture.png"),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    settings: SettingsOption = None,
+    format: FormatOption = None,
+    *,
+    flags: dict[str, Any],
+) -> None:
+    """Make pictures of a caption or a class and show how they were decoded."""
+    console: Console = ctx.obj
+    modes = mode or [model_of(model).mode]
+    # Not compiled by default: compiling takes longer than an image.
+    resolved = resolve_flags("generate", flags | {"model": [model]}, modes, settings or [], compile=False)
+    if dry_run:
+        table = _show_memory(resolved, console)
+        console.table(table, title=resolved.settings.model[0], format=format)
         return
-    say_memory(total, compute.device.type, console)
+    prompt = _prompt(caption, label, random_weights, model)
+    if out.suffix.lower() != ".png":
+        raise UserError(f"--out {out}: must end with .png", f"For example {out.stem or 'picture'}.png.")
+    if out.exists() and not force:
+        raise RefusedError(f"--out {out}: is there already", "Give another name, or --force to overwrite it.")
+    check_writable(out.absolute().parent)
+    set_threads(resolved.settings.threads)
+
+    import torch
+
+    from lantern_bench.models.io.files import write_atomically
+    from lantern_bench.models.loaded_model import NoPixels
+    from lantern_bench.models.random_model import random_model
+    from lantern_bench.runs import runner
+    from lantern_bench.runs.devices import choose_compute, load_models
+
+    compute, seed = choose_compute(resolved.settings.device, resolved.settings.dtype), resolved.settings.seed
+    if random_weights:
+        weights = f"the weights of {model} are random (seed {seed}, {compute.dtype_name})"
+        console.warn(f"{weights}, and so are its caption features: the picture means nothing")
+        loaded = random_model(model, *compute, torch.Generator(compute.device).manual_seed(seed))
+    else:
+        (loaded,) = load_models(resolved, compute).values()
+    if isinstance(loaded.pixels, NoPixels):
+        raise loaded.pixels.problem
+    cells = resolved.cells
+    if "all" in split_words(modes):
+        cells, reasons = runner.runnable(loaded, cells)
+        for reason in reasons:
+            console.say(reason)
+    if resolved.settings.compile:
+        compile_steps([loaded], compute, console)
+    tasks = runner.tasks_of(cells, seed, [prompt], images)
+    decoded = []
+    with console.progress() as progress:
+        progress.share("images", 0, len(tasks))
+        for image in runner.decode_tasks(loaded, compute, tasks):
+            decoded.append(image)
+            progress.share("images", len(decoded), len(tasks))
+    try:
+        write_atomically(out, runner.picture_png(decoded, len(cells)))
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from error
+    console.table(runner.numbers_table(tasks, decoded), title=prompt, format=format)
+    console.say(f"picture: {out}")
+
+
+def _prompt(caption: str | None, label: int | None, random: bool, model: str) -> str:
+    """Return the prompt; with random weights and none typed, the first default prompt."""
+    described = model_of(model)
+    if caption is not None and label is not None:
+        raise UserError("a caption and --class: are mutually exclusive", "Give one of them.")
+    if label is not None and label >= (described.classes or 0):
+        classes = f"has {described.classes or 'no'} classes"
+        raise UserError(f"--class {label}: {model} {classes}", "Give a smaller number, or a caption.")
+    text = class_prompt(label) if label is not None else caption
+    if text is None and not random:
+        raise UserError("the prompt is missing", "Give a caption or --class N.")
+    if text is None:
+        text = next((prompts[0] for prompts in described.prompt_sets.values() if prompts), "anything")
+    described.check_prompt(text)
+    return text
 
 
 def experiments(ctx: typer.Context, format: FormatOption = None) -> None:
@@ -121,12 +239,10 @@ weights = command_group(name="weights", help="Fetch the files of the published m
 def get(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="A published model; see `lantern-bench models`.")],
-    dir: Annotated[Path | None, typer.Option("--dir", help="Default: LANTERN_BENCH_WEIGHTS.")] = None,
+    dir: Annotated[Path | None, typer.Option(file_okay=False, help="Default: LANTERN_BENCH_WEIGHTS.")] = None,
 ) -> None:
     """Fetch the missing files of a model; repeat the command to resume an interrupted download."""
     console: Console = ctx.obj
-    if dir is not None and dir.exists() and not dir.is_dir():
-        raise UserError(f"--dir {dir}: is a file, not a folder", "Give a folder; it is created if missing.")
     missing = hub.missing_sources(_published(model), dir)
     if not missing:
         console.say(f"{model}: every file is here")
@@ -146,11 +262,8 @@ def get(
 
 def _published(model: str) -> str:
     """Return the name of a published model, also by an alias; raises `UserError` for any other model."""
-    advice = f"Published models: {', '.join(hub.PARTS)}."
-    try:
-        name = model if model in hub.PARTS else model_of(model).name
-    except UserError as error:
-        raise UserError(f"{model}: unknown model{did_you_mean(model, hub.PARTS)}", advice) from error
-    if name not in hub.PARTS:
-        raise UserError(f"{model}: has no files to fetch", advice)
-    return name
+    if model not in hub.PARTS:
+        model = model_of(model).name
+    if model not in hub.PARTS:
+        raise UserError(f"{model}: has no files to fetch", f"Published models: {', '.join(hub.PARTS)}.")
+    return model

@@ -24,15 +24,25 @@ if TYPE_CHECKING:
 PROMPTS_HELP = "Prompt set, file, coco:FILE, parti:FILE or imagenet; append #100 to take one hundred of them."
 RUN_HELP = "Run directory, or the name (or a prefix of it) of a run under results/."
 DEVICE_HELP = "auto, cpu, mps, cuda or cuda:N."
-QUIET_ADVICE = "Close other programs. Figures of tokens and quality hold; those of seconds may not."
 
 # ---- Flags whose values a command uses itself: type aliases. `hidden` flags are shown by --help-all only.
 
 
+def check_choice(flag: str, value: str, choices: Collection[str]) -> None:
+    """Raise `UserError` for a value that is none of the choices."""
+    if value not in choices:
+        raise UserError(f"{flag} {value}: unknown", f"One of {', '.join(choices)}.")
+
+
 def _checked_format(value: str | None) -> str | None:
-    if value is not None and value not in FORMATS:
-        raise UserError(f"--format {value}: must be one of {', '.join(FORMATS)}")
+    if value is not None:
+        check_choice("--format", value, FORMATS)
     return value
+
+
+def find(run: str) -> Path:
+    """Return a run directory by path or name; raises `UserError` that lists the existing runs."""
+    return find_run(run, results_root())
 
 
 FormatOption: TypeAlias = Annotated[
@@ -49,42 +59,43 @@ SettingsOption: TypeAlias = Annotated[
     list[str] | None, typer.Option("--set", help="key=value; sets any key of the experiment file.")
 ]
 DeviceOption: TypeAlias = Annotated[str, typer.Option("--device", help=DEVICE_HELP)]
-RunArgument: TypeAlias = Annotated[str, typer.Argument(help=RUN_HELP)]
+RunArgument: TypeAlias = Annotated[Path, typer.Argument(parser=find, metavar="RUN", help=RUN_HELP)]
+RunsArgument: TypeAlias = Annotated[list[Path], typer.Argument(parser=find, metavar="RUN", help=RUN_HELP)]
 
 # ---- Flags that are keys of an experiment: one table. The values are text, which `config` reads and checks.
-
 
 _WORD, _SWITCH = str | None, bool | None
 _LIST = list[str] | None  # several values, by commas or by repeating the flag, make a grid
 
 
-def _flag(key: str, kind: Any, help: str, rare: bool = False) -> tuple[str, Any]:
+def flag(key: str, kind: Any, help: str, rare: bool = False) -> tuple[str, Any]:
+    """Return a key and its option: `--pool-devices/--no-pool-devices` for a switch; a rare one is hidden."""
     name = f"--{key.replace('_', '-')}"
     names = f"{name}/--no-{name[2:]}" if kind == _SWITCH else name
     return key, Annotated[kind, typer.Option(names, help=help, hidden=rare)]
 
 
 _BEFORE_PARAMETERS = (
-    _flag("model", _LIST, "One or several models; by default the experiment's."),
-    _flag("prompts", _WORD, PROMPTS_HELP),
-    _flag("images", _WORD, "Images per cell; published tables use 1,000 to 5,000."),
-    _flag("metrics", _LIST, "speed, quality, or both."),
-    _flag("protocol", _WORD, "The quality protocol; see `lantern-bench score`."),
-    _flag("reference", _WORD, "What fidelity is measured against; see `lantern-bench score`."),
-    _flag("processes", _WORD, "New processes that share the prompts, in turn; intervals then cover runs."),
-    _flag("repeats", _WORD, "Repeat the images this many times, with new seeds."),
-    _flag("batch", _WORD, "Images decoded at once, or a list; published: 1."),
-    _flag("baseline", _SWITCH, "Add an ar cell if there is none."),
-    _flag("pool_devices", _SWITCH, "Give one speedup over several kinds of device.", rare=True),
+    flag("model", _LIST, "One or several models; by default the experiment's."),
+    flag("prompts", _WORD, PROMPTS_HELP),
+    flag("images", _WORD, "Images per cell; published tables use 1,000 to 5,000."),
+    flag("metrics", _LIST, "speed, quality, or both."),
+    flag("protocol", _WORD, "The quality protocol; see `lantern-bench score`."),
+    flag("reference", _WORD, "What fidelity is measured against; see `lantern-bench score`."),
+    flag("processes", _WORD, "New processes that share the prompts, in turn; intervals then cover runs."),
+    flag("repeats", _WORD, "Repeat the images this many times, with new seeds."),
+    flag("batch", _WORD, "Images decoded at once, or a list; published: 1."),
+    flag("baseline", _SWITCH, "Add an ar cell if there is none."),
+    flag("pool_devices", _SWITCH, "Give one speedup over several kinds of device.", rare=True),
 )
-_PARAMETERS = tuple(_flag(key, _LIST, row.help, rare=row.rare) for key, row in PARAMETERS.items() if key != "mode")
+_PARAMETERS = tuple(flag(key, _LIST, row.help, rare=row.rare) for key, row in PARAMETERS.items() if key != "mode")
 _AFTER_PARAMETERS = (
-    _flag("seed", _WORD, "Random seed."),
-    _flag("device", _WORD, DEVICE_HELP),
-    _flag("dtype", _WORD, "auto, float32, bfloat16 or float16. auto: bfloat16 on CUDA and, in sweeps, fast CPUs."),
-    _flag("compile", _SWITCH, "Compile the decode steps."),
-    _flag("threads", _WORD, "Threads on a CPU. Default: sweeps keep the fastest number; others use all cores."),
-    _flag("neighbour_space", _WORD, "Space of code distances: raw or normalised. Default: as published.", rare=True),
+    flag("seed", _WORD, "Random seed."),
+    flag("device", _WORD, DEVICE_HELP),
+    flag("dtype", _WORD, "auto, float32, bfloat16 or float16. auto: bfloat16 on CUDA and, in sweeps, fast CPUs."),
+    flag("compile", _SWITCH, "Compile the decode steps."),
+    flag("threads", _WORD, "Threads on a CPU. Default: sweeps keep the fastest number; others use all cores."),
+    flag("neighbour_space", _WORD, "Space of code distances: raw or normalised. Default: as published.", rare=True),
 )
 EXPERIMENT_FLAGS: dict[str, Any] = dict((*_BEFORE_PARAMETERS, *_PARAMETERS, *_AFTER_PARAMETERS))
 DECODING = tuple(key for key, _ in (*_PARAMETERS, *_AFTER_PARAMETERS))
@@ -94,7 +105,7 @@ RULE_PARAMETERS = tuple(key for key in PARAMETERS if key != "mode" and key not i
 
 
 def experiment_flags(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add flags that are keys of an experiment to a command, as `with_flags`."""
+    """Add flags that are keys of an experiment to a command."""
     return with_flags({key: EXPERIMENT_FLAGS[key] for key in keys})
 
 
@@ -171,26 +182,10 @@ def resolve_cells(
 # ---- Helpers of several commands
 
 
-def check_choice(flag: str, value: str, choices: Collection[str]) -> None:
-    """Raise `UserError` for a value that is none of the choices."""
-    if value not in choices:
-        raise UserError(f"{flag} {value}: unknown", f"One of {', '.join(choices)}.")
-
-
 def command_group(**settings: Any) -> typer.Typer:
     """A group of commands with plain help: Rich markup draws boxes and cuts messages at the terminal's width."""
     names = {"help_option_names": ["-h", "--help"]}
     return typer.Typer(**settings, no_args_is_help=True, rich_markup_mode=None, context_settings=names)
-
-
-def locate(run: str) -> Path:
-    """Return a run directory by path or name; raises `UserError` that lists the existing runs."""
-    return find_run(run, results_root())
-
-
-def locate_all(runs: Sequence[str]) -> list[Path]:
-    """Return the directories of several runs without duplicates; raises as `locate`."""
-    return list(dict.fromkeys(locate(run) for run in runs))
 
 
 def compile_steps(models: Iterable[LoadedModel], compute: Compute, console: Console) -> None:
@@ -199,16 +194,6 @@ def compile_steps(models: Iterable[LoadedModel], compute: Compute, console: Cons
 
     if (note := compile_models(models, compute)) is not None:
         console.note(*note)
-
-
-def say_memory(total: int, device: str, console: Console) -> None:
-    """Say how much memory a model needs, and how much is free on a CPU."""
-    import psutil
-
-    console.say(f"memory needed: {total / 1e9:.2f} GB on {device}, without the activations of a forward")
-    if device == "cpu":
-        free = psutil.virtual_memory().available
-        console.say(f"free here: {free / 1e9:.2f} GB" + ("" if free > total else ": not enough"))
 
 
 def writable(folder: Path, flag: str) -> None:

@@ -37,28 +37,20 @@ def profile(
     size: Annotated[
         str | None, typer.Option(help="Use a random model of this size: LAYERSxWIDTH[xVOCABULARY[xSIDE]].")
     ] = None,
-    random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Use the model's architecture with random weights.")
-    ] = False,
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="Use random weights.")] = False,
     tree: Annotated[
         list[str] | None, typer.Option(help=f"Trees: static names, or NnDdBb for dynamic. Default: {_TREES}.")
     ] = None,
     mode: Annotated[
-        list[str] | None,
-        typer.Option(help="Mode, several with --search. Default: speculative; with --search all that is lossless."),
+        list[str] | None, typer.Option(help="A mode; with --search several, by default all lossless ones.")
     ] = None,
     images: Annotated[int, typer.Option(min=1, help="Images decoded for each kind of step.")] = 4,
     tokens: Annotated[int | None, typer.Option(min=2, help="Decode only this many tokens per image.")] = None,
     device: DeviceOption = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads on a CPU. Default: as many as decode fastest.")
-    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads on a CPU. Default: the fastest number.")] = None,
     compile: Annotated[bool, typer.Option(help="Compile the decode steps.")] = True,
-    search: Annotated[
-        bool,
-        typer.Option("--search", help="Search for the fastest tree of each mode, rule and drafting instead."),
-    ] = False,
+    search: Annotated[bool, typer.Option("--search", help="Search for the fastest trees instead.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Directory for profile.csv and profile.png.")] = None,
     save_to: Annotated[
@@ -69,9 +61,10 @@ def profile(
     flags: dict[str, Any],
 ) -> None:
     """Measure what decode steps cost, and compare it with what the device allows; or search for the fastest tree."""
-    if search:
-        _refuse_with_search("it chooses its own trees", tree=tree, tokens=tokens, out=out, save_device=save_to)
-        _refuse_with_search("it needs a trained model", size=size, random_weights=random_weights or None)
+    table_only = {"tree": tree, "tokens": tokens, "out": out, "save-device": save_to, "size": size}
+    for flag, value in (table_only | {"random-weights": random_weights or None}).items():
+        if search and value is not None:
+            raise UserError(f"--{flag}: not with --search, which takes a trained model and finds the trees")
     if save_to is not None and save_to.suffix not in (".yaml", ".yml"):
         raise UserError(f"--save-device {save_to}: must end in .yaml")
     decodings = _decodings(flags | {"model": [model]}, mode, search)
@@ -89,15 +82,12 @@ def profile(
     set_threads(threads)
     compute = choose_compute(device, dtype, fast=True)
     profiled = load_profiled_model(model, size, random_weights, compute, images, seed, tokens)
-    if flags["cfg_scale"] is not None:
-        profiled = profiled._replace(cfg_scale=decodings[0].cfg_scale)
+    profiled = profiled._replace(cfg_scale=decodings[0].cfg_scale)
     if compile:
         compile_steps([profiled.model], compute, console)
-    decoding = decodings[0].changed(cfg_scale=profiled.cfg_scale)
-    steps = {"ar": decoding.autoregressive()}
-    steps |= {name: step.changed(cfg_scale=profiled.cfg_scale) for name, step in trees.items()}
+    steps = {"ar": decodings[0].autoregressive(), **trees}
     if threads is None:
-        kinds = [*steps.values(), decoding][:2]
+        kinds = [*steps.values(), decodings[0]][:2]
         if (calibrated := fastest_threads(profiled.model, profiled.prompts[0], kinds)) is not None:
             set_threads(calibrated.threads)
             for note in calibrated.notes():
@@ -121,13 +111,6 @@ def _decodings(flags: dict[str, Any], mode: list[str] | None, search: bool) -> l
         chosen = [([name], {"drafting": [drafting], "rule": [rule]}) for name, drafting, rule in methods]
     resolved = [resolve_flags("profile", flags | values, modes).cells for modes, values in chosen]
     return list(dict.fromkeys(cell.decoding for cells in resolved for cell in cells))
-
-
-def _refuse_with_search(reason: str, **flags: object) -> None:
-    """Refuse the flags that belong to the table of step costs."""
-    for key, value in flags.items():
-        if value is not None:
-            raise UserError(f"--{key.replace('_', '-')}: not with --search, because {reason}")
 
 
 def _profile(

@@ -5,41 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from statistics import fmean
+from typing import Annotated, Any
 
 import typer
 
 from lantern_bench.cli.options import (
-    DECODING,
+    EXPERIMENT_FLAGS,
     DeviceOption,
     FormatOption,
     ModesOption,
     RunArgument,
+    RunsArgument,
     SettingsOption,
     experiment_flags,
-    locate,
 )
 from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.protocols import PROTOCOLS
 from lantern_bench.console import Console, Progress, duration
-from lantern_bench.runs.events import Event, ImageDone, Note, Share, Started
+from lantern_bench.runs.events import Emit, Event, ImageDone, Note, Share, Started
 from lantern_bench.runs.request import WORKER_TIMEOUT, Request, plan_table, prepare
 from lantern_bench.runs.sweep import check_failed, disturbance, run
 from lantern_bench.runs.threads import QUIET_ADVICE
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-
-_EXPERIMENT = ("model", "prompts", "images", "metrics", "protocol", "reference")
-_REPETITION = ("processes", "repeats", "batch", "baseline", "pool_devices")
 _Out = Annotated[Path | None, typer.Option(help="The run directory; by default results/<name>-<hash>.")]
 _Resume = Annotated[bool, typer.Option(help="Resume the run, or start a new one beside it.")]
 _Yes = Annotated[bool, typer.Option("--yes", help="Run a grid of any number of cells.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and decode nothing.")]
 
 
-@experiment_flags(*_EXPERIMENT, *_REPETITION, *DECODING)
+@experiment_flags(*EXPERIMENT_FLAGS)
 def sweep(
     ctx: typer.Context,
     experiment: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped experiment.")] = "lanterns",
@@ -73,7 +68,7 @@ def sweep(
     _run(request, ctx.obj, dry_run, format, _show_summary)
 
 
-@experiment_flags(*_EXPERIMENT, *DECODING)
+@experiment_flags(*EXPERIMENT_FLAGS)
 def reproduce(
     ctx: typer.Context,
     experiment: Annotated[str, typer.Argument(help="A shipped experiment with published figures, or a YAML file.")],
@@ -105,12 +100,6 @@ def score(
         bool, typer.Option("--fid-infinity", help="Also extrapolate FID to infinitely many pictures.", hidden=True)
     ] = False,
     again: Annotated[bool, typer.Option("--again", help="Score again what these scorers have scored.")] = False,
-    clip_weights: Annotated[
-        Path | None, typer.Option(help="Checkpoint of the protocol's CLIP model.", hidden=True)
-    ] = None,
-    features_weights: Annotated[
-        Path | None, typer.Option(help="Weights of the protocol's extractor.", hidden=True)
-    ] = None,
     device: DeviceOption = "auto",
     format: FormatOption = None,
 ) -> None:
@@ -118,33 +107,30 @@ def score(
     from lantern_bench.runs.scoring import score_run_directory
 
     console: Console = ctx.obj
-    folder = locate(run)
     with console.progress() as progress:
         scored_by, count = score_run_directory(
-            folder,
-            Renderer(console, progress).show,
+            run,
+            show_events(console, progress),
             protocol=protocol,
             reference=reference,
             device=device,
-            clip_weights=clip_weights,
-            features_weights=features_weights,
             infinity=fid_infinity,
             again=again,
         )
 
     from lantern_bench.report.tables import write_tables
 
-    quality = write_tables(folder)["quality"]
+    quality = write_tables(run)["quality"]
     rows = quality[quality["protocol"] == scored_by.name].reset_index(drop=True)
-    title = f"{folder.name}: {scored_by.name}, version {scored_by.version}"
+    title = f"{run.name}: {scored_by.name}, version {scored_by.version}"
     console.table(rows, "quality", title=title, format=format)
     message = f"{count} scores added" if count else "nothing to add: these scorers have scored everything (--again)"
-    console.say(f"{message}; {folder / 'scores.jsonl'}")
+    console.say(f"{message}; {run / 'scores.jsonl'}")
 
 
 def merge(
     ctx: typer.Context,
-    runs: Annotated[list[str], typer.Argument(help="The run directories of all shards.")],
+    runs: RunsArgument,
     out: Annotated[
         Path | None, typer.Option(help="The merged run directory; by default the first's name without -shardIofN.")
     ] = None,
@@ -154,45 +140,42 @@ def merge(
     from lantern_bench.runs.merge import merge_runs
 
     console: Console = ctx.obj
-    merged = merge_runs([locate(run) for run in runs], out)
+    merged = merge_runs(runs, out)
     console.say(f"{merged.images} images of {len(runs)} shards, {merged.failed} failed: {merged.folder}")
     if merged.scored:
         console.say(f"quality of whole cells: lantern-bench score {merged.folder}")
     _show_summary(merged.folder, console, format)
 
 
-class Renderer:
-    """Draws the events of a sweep: progress bars with live figures, and lines for what happens once."""
+def show_events(console: Console, progress: Progress) -> Emit:
+    """Return what shows the events of a sweep: progress with live means, and lines for what happens once."""
+    images = done = 0
+    figures: dict[str, list[float]] = {"mal": [], "s_per_image": []}
 
-    def __init__(self, console: Console, progress: Progress) -> None:
-        self._console, self._progress = console, progress
-        self._lengths: list[float] = []
-        self._seconds: list[float] = []
-
-    def show(self, event: Event) -> None:
-        """Draw one event."""
+    def show(event: Event) -> None:
+        nonlocal images, done
         match event:
             case Note():
-                self._console.note(event.text, event.advice, event.level)
-            case Share(label, done, total):
-                self._progress.share(label, done, total)
+                console.note(event.text, event.advice, event.level)
+            case Share(label, share, total):
+                progress.share(label, share, total)
             case Started(finished, to_do):
                 images = sum(to_do.values())
-                self._progress.finish()
                 if finished:
-                    self._console.say(f"{finished} images kept, {images} to do")
+                    console.say(f"{finished} images kept, {images} to do")
                 if images:
-                    self._progress.start(images, "images", to_do)
+                    progress.share("images", 0, images)
             case ImageDone(task, record):
+                done += 1
                 if event.failed:
-                    self._console.warn(f"{task.image} failed: {record['error']}")
+                    console.warn(f"{task.image} failed: {record['error']}")
                 else:
-                    self._seconds.append(record["seconds"])
+                    figures["s_per_image"].append(record["seconds"])
                     if task.cell.decoding.mode != "ar" and record["mean_accepted_length"]:
-                        self._lengths.append(record["mean_accepted_length"])
-                figures = {"mal": self._lengths, "s_per_image": self._seconds}
-                means = {name: sum(values) / len(values) for name, values in figures.items() if values}
-                self._progress.advance(cell=task.cell.cell_id, **means)
+                        figures["mal"].append(record["mean_accepted_length"])
+                progress.share("images", done, images, **{key: fmean(row) for key, row in figures.items() if row})
+
+    return show
 
 
 def _run(
@@ -212,7 +195,7 @@ def _run(
         console.table(table, title=str(request.folder), format=format)
         return
     with console.progress() as progress:
-        failed = run(request, Renderer(console, progress).show)
+        failed = run(request, show_events(console, progress))
     if "speed" in request.experiment.settings.metrics and (text := disturbance(request.folder)):
         console.warn(f"{text}. {QUIET_ADVICE}")
     show(request.folder, console, format)
@@ -237,7 +220,7 @@ def _show_reproduction(folder: Path, console: Console, format: str | None) -> No
     manifest = read_manifest(folder)
     paper = read_paper(manifest["experiment"].get("paper"))
     tables = write_tables(folder)
-    table: pd.DataFrame = frame("reproduction", reproduction_rows(tables, paper))
+    table = frame("reproduction", reproduction_rows(tables, paper))
     write_csv(table, folder / "reproduction.csv")
     notes = [*trends(tables), *comparability(tables, paper, manifest)]
     if (format or console.format) in ("csv", "json"):

@@ -1,33 +1,21 @@
-"""`lantern-bench train drafter`: train a drafter for any target.
-
-Flags and data are checked before a model is loaded. Events of a training become progress, figures become tables with
-intervals.
-"""
+"""The command `train drafter`: flags and data are checked before a model is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
 import typer
 
-from lantern_bench.cli.options import (
-    PROMPTS_HELP,
-    FormatOption,
-    command_group,
-    with_flags,
-    writable,
-)
+from lantern_bench.cli.options import PROMPTS_HELP, FormatOption, command_group, flag, with_flags, writable
 from lantern_bench.console import Console, duration
 from lantern_bench.errors import CheckFailedError, UserError
 from lantern_bench.runs.store import results_root
-from lantern_bench.training.recipe import DrafterFlags, checked, flag_of
+from lantern_bench.training.recipe import DrafterFlags, checked
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from lantern_bench.console import Progress
     from lantern_bench.training.data import DrafterJob
     from lantern_bench.training.loop import TrainEvent
     from lantern_bench.training.run import Evaluated
@@ -35,28 +23,21 @@ if TYPE_CHECKING:
 train = command_group(name="train", help="Train a drafter for any target.")
 
 
-def _drafter_flags() -> dict[str, Any]:
-    flags = {}
+def _drafter_flags() -> Iterator[tuple[str, Any]]:
     for key, field in DrafterFlags.model_fields.items():
         if field.title is not None:
             kind: Any = str if get_origin(field.annotation) is Literal else field.annotation
-            name = flag_of(key)
-            names = f"{name}/--no-{name[2:]}" if kind is bool else name
             default = "" if field.default is None or kind is bool else f"  [default: {field.default}]"
-            flags[key] = Annotated[kind | None, typer.Option(names, help=field.title + default)]
-    return flags
+            yield flag(key, kind | None, field.title + default)
 
 
 @train.command()
-@with_flags(_drafter_flags())
+@with_flags(dict(_drafter_flags()))
 def drafter(
     ctx: typer.Context,
     target: Annotated[str, typer.Option(help="The model to train a drafter for, or the YAML file that describes it.")],
     data: Annotated[
-        str,
-        typer.Option(
-            help=f"A folder of pictures with captions; or captions, from which the target samples: {PROMPTS_HELP}"
-        ),
+        str, typer.Option(help=f"A folder of pictures with captions; or captions to sample from: {PROMPTS_HELP}")
     ],
     flags: dict[str, Any],
     min_mal: Annotated[float | None, typer.Option(help="Exit with 5 if the drafter's MAL ends below this.")] = None,
@@ -75,8 +56,7 @@ def drafter(
         return _run(job, min_mal, console, format)
     import pandas as pd
 
-    rows = plan_rows(job)
-    table = pd.DataFrame(rows, columns=["what", "how much"])
+    table = pd.DataFrame(plan_rows(job), columns=["what", "how much"])
     console.table(table, title=f"drafter for {job.flags.target}", format=format)
     console.say(f"would be written to {job.out}; nothing was made")
 
@@ -91,10 +71,8 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
     flags = job.flags
     if is_distributed() and flags.minutes is not None:
         raise UserError("--minutes: clocks of several processes differ", "Give --steps or --epochs.")
-    if flags.compile:
-        problem = compiler_problem(choose_compute(flags.device, flags.dtype).device)
-        if problem is not None:
-            raise UserError(f"--compile: {problem}", "Leave it out.")
+    if flags.compile and (problem := compiler_problem(choose_compute(flags.device, flags.dtype).device)):
+        raise UserError(f"--compile: {problem}", "Leave it out.")
     writable(job.out, "--out")
     writable(job.work, "--work")
     distributed = join_processes(cpu=flags.device == "cpu")
@@ -104,7 +82,12 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
     before = (job.out / "model.safetensors").is_file()
     try:
         with shown.progress() as progress:
-            on_event = partial(_show_event, progress)
+
+            def on_event(event: TrainEvent) -> None:
+                progress.share(
+                    "training the drafter", event.fraction, step=str(event.step), loss=event.loss, **event.figures
+                )
+
             report, evaluated = train_drafter(job, model, on_event, progress.share, distributed)
     except KeyboardInterrupt:
         shown.say(f"stopped; the same command continues from what is in {job.work}")
@@ -120,29 +103,23 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
         raise CheckFailedError(f"--min-mal {min_mal:g}: the drafter's MAL is {mal}", "Train longer or on more data.")
 
 
-def _show_event(progress: Progress, event: TrainEvent) -> None:
-    """Show an event of a training as progress; the bar starts again after an evaluation."""
-    progress.share("training the drafter", event.fraction, step=str(event.step), loss=event.loss, **event.figures)
-
-
 def _drafter_table(evaluated: Sequence[Evaluated], tree: str | None) -> pd.DataFrame:
     """Return one row a drafter; the last columns compare with the model's own, paired by prompt."""
     import pandas as pd
 
     from lantern_bench.report.stats import ratio_of_sums
 
-    rows = []
-    models_own = evaluated[1].accepted if len(evaluated) > 1 else None
+    rows: list[dict[str, Any]] = []
+    own = evaluated[1].accepted if len(evaluated) > 1 else None
     for drafter in evaluated:
         accepted = drafter.accepted
-        row: dict[str, Any] = {"drafter": drafter.name, "one_minus_tv": drafter.one_minus_tv, "tree": tree}
-        row |= {"images": len(accepted.over) if accepted else 0}
+        row = {"drafter": drafter.name, "one_minus_tv": drafter.one_minus_tv, "tree": tree, "images": 0}
         if accepted is not None:
             mal = ratio_of_sums(*accepted)
-            row |= {"mal": mal.value, "mal_low": mal.low, "mal_high": mal.high}
-            if models_own is not None:
-                # Both commit the same number of tokens, so the ratio of their lengths is that of their steps.
-                ratio = ratio_of_sums(models_own.under, accepted.under, accepted.prompts)
-                row |= {"over_own": ratio.value, "over_own_low": ratio.low, "over_own_high": ratio.high}
+            row |= {"images": len(accepted.over), "mal": mal.value, "mal_low": mal.low, "mal_high": mal.high}
+        if accepted is not None and own is not None:
+            # Both commit the same number of tokens, so the ratio of their lengths is that of their steps.
+            ratio = ratio_of_sums(own.under, accepted.under, accepted.prompts)
+            row |= {"over_own": ratio.value, "over_own_low": ratio.low, "over_own_high": ratio.high}
         rows.append(row)
     return pd.DataFrame(rows)

@@ -15,7 +15,7 @@ from lantern_bench.decoding.acceptance import walk
 from tests.tiny_model import TinyModel
 
 pytestmark = pytest.mark.usefixtures("tiny")
-SMALL = ["--dtype", "float32", "--no-compile", "--threads", "1", "--neighbours", "3", "--greedy", "3"]
+SMALL = ["--dtype", "float32", "--no-compile", "--threads", "1", "--neighbours", "3"]
 SMALL += ["--positions", "9", "--draws", "8", "--samples", "64"]
 
 
@@ -92,7 +92,7 @@ def test_default_tree_may_be_a_list_of_paths(
     tree: list[list[int]], settings: list[str], tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiny, "defaults", {**tiny.defaults, "tree": tree})
-    assert cli.main(["certify", "tiny", *SMALL, "--positions", "3", "--samples", "16", "--greedy", "1"]) == 0
+    assert cli.main(["certify", "tiny", *SMALL, "--positions", "3", "--samples", "16"]) == 0
     certificate = rows("results/certify-tiny/certificate.csv")
     tested = [row["setting"] for row in certificate if row["check"].startswith("whole")]
     static = [setting for setting in tested if setting.startswith("static") and "top-k" not in setting]

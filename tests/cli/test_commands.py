@@ -33,10 +33,10 @@ def failing(monkeypatch):
     """Make `show` raise a given error."""
 
     def arrange(error: BaseException) -> None:
-        def find(_run: str) -> None:
+        def find(_run: str, _root: Path) -> None:
             raise error
 
-        monkeypatch.setattr("lantern_bench.cli.results.locate", find)
+        monkeypatch.setattr("lantern_bench.cli.options.find_run", find)
 
     return arrange
 
@@ -201,14 +201,6 @@ def test_rarely_used_flags_are_accepted_and_shown_by_help_all(run, capsys):
     assert cli.main(["sweep", "--neighbour-space", "cosine", "--dry-run"]) == 2
     assert "--neighbour-space cosine: must be raw or normalised" in capsys.readouterr().err
     assert flags_shown(capsys, "show", "--help") == flags_shown(capsys, "show", "--help-all")
-
-
-@pytest.mark.parametrize("name", cli.REMOVED)
-def test_removed_commands_and_flags_say_what_to_do_instead(capsys, name):
-    typed = ["generate", "a caption", f"{name}=x"] if name.startswith("-") else [*name.split(), "lanterns"]
-    assert cli.main(typed) == 2
-    written = capsys.readouterr()
-    assert written.err == f"error: {name}: removed\n  {cli.REMOVED[name]}\n" and written.out == ""
 
 
 def test_results_variable_sets_the_directory(monkeypatch):

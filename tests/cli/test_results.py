@@ -49,13 +49,6 @@ def test_compare_needs_across_for_other_weights(results, capsys):
     assert "warning: the runs differ in weights of lanterns/target" in capsys.readouterr().err
 
 
-def test_compare_fail_if_exits_5(results, capsys, monkeypatch):
-    monkeypatch.setattr("lantern_bench.report.compare._LEVEL", 2.0)  # so that four prompts suffice
-    assert cli.main(["compare", "second", "first", "--fail-if", "worse"]) == 5
-    assert "--fail-if worse" in capsys.readouterr().err
-    assert cli.main(["compare", "second", "first"]) == 0
-
-
 def test_report_writes_one_html_file(results, capsys):
     assert cli.main(["report", "first"]) == 0
     written = capsys.readouterr()
@@ -72,10 +65,8 @@ def test_report_writes_one_html_file(results, capsys):
         (["compare", "first", "nope"], "nope"),
         (["compare", "first", "first"], "same run"),
         (["compare", "first", "second", "--across", "all"], "--across all"),
-        (["compare", "first", "second", "--fail-if", "slow"], "--fail-if slow"),
         (["compare", "first", "second", "--format", "yaml"], "--format yaml"),
         (["curves", "first", "--by", "colour"], "--by colour"),
-        (["curves", "first", "--terminal"], "--terminal: removed\n  `lantern-bench show RUN`"),
         (["curves", "first", "second"], "--out is missing"),
         (["report", "first", "second"], "--out is missing"),
         (["report", "first", "--out", "."], "is a directory"),

@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 from lantern_bench.cli import main as cli
-from lantern_bench.cli.sweep import Renderer
+from lantern_bench.cli.sweep import show_events
 from lantern_bench.console import Console
 from lantern_bench.errors import RefusedError
 from lantern_bench.methods.tables import DRAFTINGS, MODES
@@ -37,7 +37,7 @@ def test_a_busy_processor_is_named_before_the_first_image(capsys, lost: float, w
     console = Console()
     with console.progress() as progress:
         for note in Calibrated(1, {1: 4.0, 2: 5.0}, lost).notes():
-            Renderer(console, progress).show(note)
+            show_events(console, progress)(note)
     written = capsys.readouterr().err
     assert written.startswith(warning) and bool(written) == bool(warning)
 

@@ -231,7 +231,6 @@ def test_published_target_is_planned_without_its_files(capsys: pytest.CaptureFix
         (["--data", "all", "--init", "nowhere"], 2, "--init nowhere: no such folder"),
         (["--data", "all", "--init", "shipped"], 2, "--init shipped: tiny has no drafter"),
         (["--data", "all", "--init", "empty"], 2, "empty/config.json: no such file"),
-        (["--data", "all", "--features", "shards"], 2, "--features: removed"),
         (["--data", "all", "--tree", "oak"], 2, "--tree oak: unknown tree"),
         (["--data", "all", "--cfg-scale", "-1"], 2, "--cfg-scale -1.0: must be a number of at least 0"),
         (["--data", "all", "--device", "gpu"], 2, "--device gpu: must be auto, cpu, mps, cuda or cuda:N"),

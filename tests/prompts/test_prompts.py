@@ -36,7 +36,7 @@ def test_files_of_all_kinds(tmp_path: Path, column: str) -> None:
     [
         ("a.txt", b"\n \n", "contains no prompt"),
         ("a.txt", b"\xff\xfe\x00", "cannot be read"),
-        ("a.csv", b"id,text\n1,one\n", "no column prompt or caption"),
+        ("a.csv", b"id,text\n1,one\n", "line 2: has no text under prompt or caption"),
         ("a.jsonl", b'{"prompt": "one"}\n{oops\n', "line 2: not JSON"),
         ("a.jsonl", b'{"prompt": 3}\n', "line 1: has no text"),
         ("a.jsonl", b"[1]\n", "line 1: has no text"),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lantern_bench.config.experiment import load_experiment, shipped_experiments
 from lantern_bench.errors import LanternError
 from lantern_bench.models.io.model_file import read_model_file
-from lantern_bench.prompts import READERS, load_prompts
+from lantern_bench.prompts import SUFFIXES, load_prompts
 from lantern_bench.runs.store import done_images, read_records, read_scores
 from lantern_bench.schema import columns
 from tests.made_up_run import make_records, make_scores
@@ -108,7 +108,7 @@ COCO = b'{"annotations": [{"image_id": 3, "caption": "a lantern"}, {"image_id": 
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("suffix", [*READERS, "coco"])
+@pytest.mark.parametrize("suffix", [*SUFFIXES, "coco"])
 def test_prompt_files(suffix: str, count: int, tmp_path: Path) -> None:
     path = tmp_path / ("annotations.json" if suffix == "coco" else f"prompts{suffix}")
     source = f"coco:{path}" if suffix == "coco" else str(path)
