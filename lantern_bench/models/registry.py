@@ -23,7 +23,7 @@ from lantern_bench.models.io.model_file import (
     read_model_file,
 )
 from lantern_bench.models.janus import Janus
-from lantern_bench.models.lanterns.family import Lanterns
+from lantern_bench.models.lanterns import Lanterns
 from lantern_bench.models.llamagen import ClassToImage, TextToImage
 from lantern_bench.models.model import CheckpointModel, Model
 
