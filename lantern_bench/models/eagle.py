@@ -244,6 +244,11 @@ def load_drafter(folder: Path, target: TransformerTarget, *, dtype: torch.dtype,
     return drafter
 
 
+def drafter_files(folder: Path) -> tuple[Path, ...]:
+    """Return the files that decide what a published drafter computes."""
+    return (*open_checkpoint(folder).paths, folder / "config.json")
+
+
 _ROPE_BASE = 10000.0  # of the published code, whatever the target's is and the file says
 _SIDES = {"c2i": 24, "t2i": 16, "t2i2": 32}  # the published code's grid for each `input_type`
 

@@ -169,37 +169,24 @@ def assemble(
     tokenizer: VQModel | None,
     prompts: Prompts,
     weights: Mapping[str, str],
-    *,
-    space: Space = "raw",
-    table: Tensor | None = None,
-    table_folder: Path | None = None,
+    **more: Any,
 ) -> LoadedModel:
-    """Return a model of modules that have their weights; `space`, `table` and `table_folder` as in `LoadedModel`.
+    """Return a model of modules that have their weights; `more` are other fields of `LoadedModel`.
 
     The drafter uses the target's own output head. A model without a tokenizer, or with one of another number of codes,
     gives tokens and no pictures.
     """
-    codes = tokenizer.config.codes if tokenizer is not None else 0
-    reason = f"the tokenizer has {codes} codes, the target {target.n_codes}" if codes else "it has no tokenizer"
-    pixels: PixelDecoder = NoPixels(name, reason)
+    pixels: PixelDecoder = NoPixels(name, "it has no tokenizer")
     codebook = None
-    if tokenizer is not None and codes == target.n_codes:
+    if tokenizer is not None and tokenizer.config.codes == target.n_codes:
         pixels = VQPixels(tokenizer, target.config.grid, target.config.line_ends)
         codebook = tokenizer.codebook()
-    return LoadedModel(
-        name=name,
-        target=target,
-        drafter=drafter,
-        pixels=pixels,
-        codebook=codebook,
-        condition=prompts.condition,
-        weights=dict(weights) | ({} if prompts.sha256 is None else {"text_encoder": prompts.sha256}),
-        grid=target.config.grid,
-        neighbour_space=space,
-        table_folder=table_folder,
-        prepare=prompts.prepare,
-        given_table=table,
-    )
+    elif tokenizer is not None:
+        pixels = NoPixels(name, f"the tokenizer has {tokenizer.config.codes} codes, the target {target.n_codes}")
+    if prompts.sha256 is not None:
+        weights = {**weights, "text_encoder": prompts.sha256}
+    condition, prepare, grid = prompts.condition, prompts.prepare, target.config.grid
+    return LoadedModel(name, target, drafter, pixels, codebook, condition, weights, grid, prepare=prepare, **more)
 
 
 def transformer_of(model: LoadedModel) -> TransformerTarget:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
 from lantern_bench.models.chameleon import Chameleon, Lumina, Lumina2
-from lantern_bench.models.emu3 import Emu3
 from lantern_bench.models.io.model_file import (
     ExternalDrafter,
     ModelFile,
@@ -22,7 +21,7 @@ from lantern_bench.models.io.model_file import (
     is_model_file,
     read_model_file,
 )
-from lantern_bench.models.janus import Janus
+from lantern_bench.models.janus_and_emu3 import Emu3, Janus
 from lantern_bench.models.lanterns import Lanterns
 from lantern_bench.models.llamagen import ClassToImage, TextToImage
 from lantern_bench.models.model import CheckpointModel, Model
@@ -142,8 +141,7 @@ class _WithDrafter(Model):
         return {**self.model.files(), "drafter": self.file.drafter.path}
 
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-        from lantern_bench.models.eagle import load_drafter
-        from lantern_bench.models.io.checkpoint import open_checkpoint
+        from lantern_bench.models.eagle import drafter_files, load_drafter
         from lantern_bench.models.io.files import hash_of
         from lantern_bench.models.loaded_model import transformer_of
 
@@ -151,6 +149,5 @@ class _WithDrafter(Model):
         target = transformer_of(loaded)
         loaded.name = self.name
         loaded.drafter = load_drafter(folder, target, dtype=target.dtype, device=target.device)
-        paths = (*open_checkpoint(folder).paths, folder / "config.json")
-        loaded.weights = {**loaded.weights, "drafter": hash_of(paths)}
+        loaded.weights = {**loaded.weights, "drafter": hash_of(drafter_files(folder))}
         return loaded

@@ -316,10 +316,9 @@ def load_t5(folder: Path, width: int, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def caption_prompts(
-    model: str, folder: Path | None, shape: tuple[int, int], device: torch.device, dtype: torch.dtype
+    model: str, folder: Path | None, positions: int, width: int, device: torch.device, dtype: torch.dtype
 ) -> Prompts:
-    """Return captions as features [positions, width] = `shape`, through the encoder in `folder`."""
-    positions, width = shape
+    """Return captions as features [positions, width], through the encoder in `folder`."""
     cache = cache_folder() / "features"
     encoder = CaptionEncoder(folder, cache, positions=positions, width=width, device=device, dtype=dtype, model=model)
     try:

@@ -163,4 +163,6 @@ class Lanterns(Model):
         tokenizer = load_tokenizer(self.folder, device)
         hashes = {part: file_sha256(path) for part, path in files.items()}
         # Rows have unit length when they are looked up (docs/algorithms.md, section 9, C1).
-        return assemble(self.name, target, drafter, tokenizer, Prompts(caption_condition), hashes, space="normalised")
+        return assemble(
+            self.name, target, drafter, tokenizer, Prompts(caption_condition), hashes, neighbour_space="normalised"
+        )
