@@ -212,8 +212,7 @@ class ClassToImage(LlamaGen):
             if self.config.get(key) == 0:
                 text = "0: the model was trained without a null class, and guidance needs one"
                 raise self.wrong(key, text, "Its last class would be taken for the null class.")
-        classes: int = self.numbers["num_classes"]
-        return classes
+        return self.numbers["num_classes"]
 
     @cached_property
     def prompt_sets(self) -> Mapping[str, Sequence[str]]:  # type: ignore[override]  # mypy takes it for read-only

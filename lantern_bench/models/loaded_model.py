@@ -1,7 +1,4 @@
-"""A loaded model, and how its target, drafter and tokenizer become one.
-
-Every family returns a `LoadedModel`; what its target, drafter and pixel decoder must do is in `decoding/protocol.py`.
-"""
+"""A loaded model; what its target, drafter and pixel decoder must do is in `decoding/protocol.py`."""
 
 from __future__ import annotations
 
@@ -24,6 +21,11 @@ from lantern_bench.models.target import TransformerTarget, with_line_ends, witho
 from lantern_bench.models.vq import VQModel
 
 
+def to_bytes(pixels: Tensor) -> Tensor:
+    """Pixels [B, H, W, 3] from -1 to 1, in any type -> uint8 on the CPU."""
+    return ((pixels.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).contiguous().cpu()
+
+
 class VQPixels:
     """A VQ tokenizer for pictures of `grid` (rows, columns) codes; with `line_ends` a forced token ends each row."""
 
@@ -35,9 +37,7 @@ class VQPixels:
         """Tokens int [B, N] -> uint8 RGB [B, H, W, 3] on the CPU."""
         codes = without_line_ends(tokens, self._grid) if self._line_ends else tokens
         weight = self.model.quantize.embedding.weight
-        decoded = self.model.decode_tokens(codes.to(weight.device), self._grid).float()
-        scaled = (decoded.clamp(-1, 1) + 1) * 127.5
-        return scaled.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu()
+        return to_bytes(self.model.decode_tokens(codes.to(weight.device), self._grid).permute(0, 2, 3, 1))
 
     @property
     def size(self) -> tuple[int, int]:
@@ -173,8 +173,7 @@ def assemble(
 ) -> LoadedModel:
     """Return a model of modules that have their weights; `more` are other fields of `LoadedModel`.
 
-    The drafter uses the target's own output head. A model without a tokenizer, or with one of another number of codes,
-    gives tokens and no pictures.
+    Without a tokenizer, or with one of another number of codes, it gives tokens and no pictures.
     """
     pixels: PixelDecoder = NoPixels(name, "it has no tokenizer")
     codebook = None

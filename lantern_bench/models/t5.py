@@ -166,8 +166,7 @@ class CaptionEncoder:
         padding = {"max_length": self.positions, "padding": "max_length", "truncation": True}
         words = tokenizer([text], **padding, return_tensors="pt").to(self.device)
         hidden = encoder(input_ids=words["input_ids"], attention_mask=words["attention_mask"]).last_hidden_state
-        features: Tensor = hidden[0, words["attention_mask"][0].bool()].cpu()
-        return features
+        return hidden[0, words["attention_mask"][0].bool()].cpu()
 
     def __call__(self, captions: Sequence[str]) -> Condition:
         """Return the features of captions; those that are not cached are encoded now."""

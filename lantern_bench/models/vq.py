@@ -81,8 +81,7 @@ class _ResBlock(nn.Module):
 
     def forward(self, x: Tensor, codes: Tensor | None = None) -> Tensor:
         h = self.conv1(functional.silu(self.norm1(x, codes)))
-        out: Tensor = self.nin_shortcut(x) + self.conv2(functional.silu(self.norm2(h, codes)))
-        return out
+        return self.nin_shortcut(x) + self.conv2(functional.silu(self.norm2(h, codes)))
 
 
 class _AttnBlock(nn.Module):
@@ -100,8 +99,7 @@ class _AttnBlock(nn.Module):
         h = self.norm(x, codes)
         q, k, v = (part(h).flatten(2).transpose(1, 2) for part in (self.q, self.k, self.v))
         mixed = functional.scaled_dot_product_attention(q, k, v)
-        out: Tensor = x + self.proj_out(mixed.transpose(1, 2).reshape(x.shape))
-        return out
+        return x + self.proj_out(mixed.transpose(1, 2).reshape(x.shape))
 
 
 class _Resample(nn.Module):
@@ -115,8 +113,7 @@ class _Resample(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # Going down, the published model pads right and bottom only.
         x = functional.interpolate(x, scale_factor=2.0, mode="nearest") if self.up else functional.pad(x, (0, 1, 0, 1))
-        out: Tensor = self.conv(x)
-        return out
+        return self.conv(x)
 
 
 class _Level(nn.Module):
@@ -135,8 +132,7 @@ class _Level(nn.Module):
             x = block(x, codes)
             if len(self.attn):
                 x = self.attn[number](x, codes)
-        out: Tensor = self.upsample(self.downsample(x))
-        return out
+        return self.upsample(self.downsample(x))
 
 
 def _code_dim(config: VQConfig, up: bool) -> int | None:
@@ -180,8 +176,7 @@ class _Coder(nn.Module):
         x = self.conv_in(x)
         for block in (*self.mid, *self.conv_blocks) if self.up else (*self.conv_blocks, *self.mid):
             x = block(x, codes)
-        out: Tensor = self.conv_out(functional.silu(self.norm_out(x, codes)))
-        return out
+        return self.conv_out(functional.silu(self.norm_out(x, codes)))
 
 
 class _Codebook(nn.Module):
@@ -218,8 +213,7 @@ class VQModel(nn.Module):
 
     def latents(self, pixels: Tensor) -> Tensor:
         """Latents before quantisation, not normalised: [B, 3, H, W] -> [B, d, h, w]."""
-        out: Tensor = self.quant_conv(self.encoder(pixels))
-        return out
+        return self.quant_conv(self.encoder(pixels))
 
     def encode(self, pixels: Tensor) -> Encoded:
         """Encode pixels [B, 3, H, W] to the nearest code at each position."""
@@ -231,8 +225,7 @@ class VQModel(nn.Module):
     def decode(self, quantised: Tensor) -> Tensor:
         """Decode code vectors [B, d, h, w] to pixels [B, 3, H, W], not clamped."""
         codes = quantised if self.config.code_norms else None
-        out: Tensor = self.decoder(self.post_quant_conv(quantised), codes)
-        return out
+        return self.decoder(self.post_quant_conv(quantised), codes)
 
     def decode_tokens(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         """Decode token numbers [B, h*w] (row-major) to pixels [B, 3, H, W], not clamped."""
@@ -285,8 +278,7 @@ class _TimeResBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.conv1(functional.silu(self.norm1(x)))
-        out: Tensor = x + self.conv2(functional.silu(self.norm2(h)))
-        return out
+        return x + self.conv2(functional.silu(self.norm2(h)))
 
 
 class _VideoVQ(VQModel):
@@ -306,16 +298,14 @@ class _VideoVQ(VQModel):
         video = self.encoder(pixels)[:, :, None].expand(-1, -1, self.config.frames, -1, -1)
         for conv in self.time_down:
             video = functional.silu(conv(video))
-        out: Tensor = self.quant_conv(self.time_encoder(video))[:, :, 0]
-        return out
+        return self.quant_conv(self.time_encoder(video))[:, :, 0]
 
     def decode(self, quantised: Tensor) -> Tensor:
         # The codes go through the convolutions over time too, and into every norm.
         both = self.time_decoder(torch.cat([self.post_quant_conv(quantised), quantised]))
         for conv in self.time_up:
             both = functional.silu(conv(both))
-        out: Tensor = self.decoder(*both.chunk(2))
-        return out
+        return self.decoder(*both.chunk(2))
 
 
 def new_vq(config: VQConfig) -> VQModel:

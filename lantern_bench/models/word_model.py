@@ -206,8 +206,7 @@ class WordModel(CheckpointModel):
 
     def _encode(self, text: str) -> Sequence[int]:
         """The numbers of a text, without what a tokenizer adds around one."""
-        numbers: Sequence[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return numbers
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     @cached_property
     def _tokenizer(self) -> Any:
