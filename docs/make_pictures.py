@@ -18,7 +18,7 @@ from PIL import Image
 
 from experiments.train_lanterns.tasks import held_out_scenes, reconstruct
 from lantern_bench.methods.tables import MODES
-from lantern_bench.models.lanterns.model import load_tokenizer
+from lantern_bench.models.lanterns.modules import load_tokenizer
 from lantern_bench.runs.store import read_run
 
 PICTURES = Path(__file__).parent / "pictures"

@@ -25,11 +25,8 @@ from lantern_bench.decoding.sampling import guide
 from lantern_bench.decoding.teacher_forcing import Forced, drafts_along, teacher_forced
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.errors import RefusedError
-from lantern_bench.models.lanterns import FILES, GUIDANCE
-from lantern_bench.models.lanterns.captions import HELD_OUT, Attributes, attributes_of
-from lantern_bench.models.lanterns.classifier import AttributeClassifier, load_classifier, prompt_accuracy
-from lantern_bench.models.lanterns.family import Lanterns
-from lantern_bench.models.lanterns.model import load_tokenizer
+from lantern_bench.models.lanterns import FILES, GUIDANCE, HELD_OUT, Attributes, Lanterns, attributes_of
+from lantern_bench.models.lanterns.modules import AttributeClassifier, load_classifier, load_tokenizer, prompt_accuracy
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.vq import VQModel
 from lantern_bench.training.run import Observations

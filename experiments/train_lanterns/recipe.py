@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import metadata
@@ -28,14 +28,12 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
 from lantern_bench.models.eagle import EagleDrafter, untrained_drafter
 from lantern_bench.models.io.files import file_sha256, write_atomically
-from lantern_bench.models.lanterns import FILES, GUIDANCE
-from lantern_bench.models.lanterns.captions import HELD_OUT, TRAIN
-from lantern_bench.models.lanterns.model import (
+from lantern_bench.models.lanterns import FILES, GUIDANCE, HELD_OUT, TRAIN
+from lantern_bench.models.lanterns.modules import (
     TOKENIZER_CONFIG,
     build_target,
     load_tokenizer,
     read_weights,
-    write_weights,
 )
 from lantern_bench.models.target import Condition, TransformerTarget
 from lantern_bench.models.vq import VQModel
@@ -100,6 +98,12 @@ class RecipeSettings(Settings):
     log_every: OptionalCount = None
     checkpoint_every: OptionalCount = None
     compiled: bool = True
+
+
+def write_weights(state: Mapping[str, Tensor], path: Path) -> None:
+    """Write weights as float16 safetensors; an existing file is replaced when the new one is complete."""
+    half = {name: value.detach().half() if value.is_floating_point() else value for name, value in state.items()}
+    write_atomically(path, save({name: value.cpu().contiguous() for name, value in half.items()}))
 
 
 def check_part(part: str, folder: Path, among: Sequence[str] = (), init_from: Path | None = None) -> None:

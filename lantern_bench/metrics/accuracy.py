@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.protocols import Protocol
-from lantern_bench.models.lanterns.captions import attributes_of
-from lantern_bench.models.lanterns.classifier import AttributeClassifier, load_classifier
-from lantern_bench.models.lanterns.classifier import prompt_accuracy as shows_all
+from lantern_bench.models.lanterns import attributes_of
+from lantern_bench.models.lanterns.modules import AttributeClassifier, load_classifier
+from lantern_bench.models.lanterns.modules import prompt_accuracy as shows_all
 
 
 class PromptAccuracy:

@@ -26,7 +26,7 @@ from lantern_bench.config.protocols import Preparation
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.hub import WEIGHTS_VARIABLE
 from lantern_bench.models.io.files import remembered_sha256
-from lantern_bench.models.lanterns import classifier
+from lantern_bench.models.lanterns import modules as classifier
 
 # ---- The weights of a scorer: finding them on this machine, naming them in results
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lantern_bench.errors import UserError
@@ -22,12 +21,9 @@ from lantern_bench.models.transformer_config import TransformerConfig
 from lantern_bench.models.word_model import Wording, WordModel
 
 if TYPE_CHECKING:
-    import torch
-
     from lantern_bench.models.io.checkpoint import Checkpoint
     from lantern_bench.models.io.state_dict import KeyMap
     from lantern_bench.models.target import TransformerTarget
-    from lantern_bench.models.vq import VQModel
 
 # Chameleon 7B, which Anole and Lumina-mGPT were trained from.
 _SIZES: dict[str, Any] = {"vocab_size": 65536, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -54,6 +50,7 @@ class Chameleon(WordModel):
     any_model: ClassVar[Published | None] = published["anole-7b"]
     kind = ("model.layers.0.self_attn.q_norm.weight", "a Chameleon model in the HF layout")
     ignored = r"model\.vqmodel\.|.*\.rotary_emb\.inv_freq$"
+    vq_layout = "chameleon"
     words = (9000, 65535)
     line_ends: ClassVar[bool] = False
 
@@ -107,13 +104,6 @@ class Chameleon(WordModel):
                     keys[name] = (norm._replace(prepare=repeat, file_shape=(rows, width)),)
         return {**keys, "transformer.output.weight": (rows_of_tokens("lm_head.weight", target.config),)}
 
-    def load_tokenizer(self, path: Path, device: torch.device) -> VQModel:
-        """Load Chameleon's vqgan.ckpt."""
-        from lantern_bench.models.io.checkpoint import open_checkpoint
-        from lantern_bench.models.vq import load_vq, taming_names
-
-        return load_vq(open_checkpoint(path), taming_names, device, ignored=r"loss\.")
-
 
 class Lumina(Chameleon):
     """Lumina-mGPT: the prompt states the picture's size, and a token ends each row."""
@@ -158,15 +148,12 @@ class Lumina2(Lumina):
         )
     }
     words = (0, 151642)
-    pixels = 8
+    vq_layout, pixels = "movqgan", 8
 
     def image_words(self) -> Sequence[int]:
         """Return the words: code n is word `first_code` + n, as in the authors' code."""
-        for key in ("first_code", "codes"):
-            if type(value := self.config[key]) is not int or value < 0:
-                raise self.wrong(key, f"{value}: must be a whole number, 0 or more")
-        first = self.config["first_code"]
-        return (*range(first, first + self.config["codes"]), self.vocabulary[_ROW_END])
+        first, codes = self.whole_number("first_code"), self.whole_number("codes")
+        return (*range(first, first + codes), self.vocabulary[_ROW_END])
 
     def published_numbers(self) -> Mapping[str, int]:
         """Return the numbers: start and end of an image are published, the others invented, as no file was seen."""
@@ -180,12 +167,3 @@ class Lumina2(Lumina):
         stated = read_json(path) if path is not None and path.is_file() else {}
         token = stated.get("bos_token") or stated.get("eos_token") or "<|endoftext|>"
         return str(token["content"] if isinstance(token, dict) else token)
-
-    def load_tokenizer(self, path: Path, device: torch.device) -> VQModel:
-        """Load MoVQGAN 270M."""
-        from lantern_bench.models.io.checkpoint import open_checkpoint
-        from lantern_bench.models.vq import load_vq, moving_names
-
-        checkpoint = open_checkpoint(path)
-        checkpoint.require("decoder.norm_out.conv_y.weight", "a MoVQGAN")
-        return load_vq(checkpoint, moving_names, device, ignored=r"loss\.|ema_")

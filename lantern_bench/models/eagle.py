@@ -54,7 +54,7 @@ class EagleDrafter(nn.Module, Drafter):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config = config = replace(config, layers=1)
         self.mask_padding = mask_padding
         self.embed_tokens = TokenEmbedding(config)
         self.embed_tokens.weight.requires_grad_(False)
@@ -78,8 +78,7 @@ class EagleDrafter(nn.Module, Drafter):
 
     def fuse(self, embedded: Tensor, features: Tensor) -> Tensor:
         """Embedded tokens and the features that predicted them -> layer input, all [rows, n, dim]."""
-        out: Tensor = self.fc(torch.cat([embedded.to(features.dtype), features], dim=-1))
-        return out
+        return self.fc(torch.cat([embedded.to(features.dtype), features], dim=-1))
 
     def forward(
         self,
@@ -100,8 +99,7 @@ class EagleDrafter(nn.Module, Drafter):
         if prompts is not None:
             embedded = torch.cat([self.embed_tokens.of_text(prompts), embedded], dim=1)
         rotary = self.rotary[None, : features.shape[1]] if positions is None else self.rotary[positions]
-        out: Tensor = self.layer(self.fuse(embedded, features), rotary, attend_plain(mask, earlier))
-        return out
+        return self.layer(self.fuse(embedded, features), rotary, attend_plain(mask, earlier))
 
     @property
     def device(self) -> torch.device:
@@ -124,13 +122,12 @@ class EagleDrafter(nn.Module, Drafter):
 
     def head(self, features: Tensor) -> Tensor:
         """Return logits of predicted features, through the target's head and with no norm between."""
-        out: Tensor = self._head[0](features)
-        return out
+        return self._head[0](features)
 
 
 class _Session(CachedSession, DrafterSession):
     def __init__(self, drafter: EagleDrafter, *shape: Any) -> None:
-        super().__init__(drafter, 1, shape, spare=3)
+        super().__init__(drafter, 3, *shape)
         self._drafter = drafter
         self._rows = torch.arange(self._groups * self._batch, device=drafter.device)[:, None]
         self._level = 0  # of the tree, below the root
@@ -176,8 +173,7 @@ class _Session(CachedSession, DrafterSession):
         slots = self.cache.slots(seen.shape[2] - seen.shape[1], x.shape[1])
         rotary = drafter.rotary[self._rotary_positions(positions).clamp_max(len(drafter.rotary) - 1)]
         attend = attend_cached(self.cache, 0, slots, mask, drafter.attention_kernel)
-        out: Tensor = drafter.layer(x, rotary, attend)
-        return out
+        return drafter.layer(x, rotary, attend)
 
     def _logits(self, out: Tensor, positions: Tensor) -> DrafterLogits:
         """Return the drafts behind `positions` [B, n]; the prefix's last position holds the image's first token."""
@@ -187,7 +183,6 @@ class _Session(CachedSession, DrafterSession):
 
 def build_drafter(config: TransformerConfig, target: TransformerTarget, bias: bool = True) -> EagleDrafter:
     """Return a drafter as published: LlamaGen's reads padding, Chameleon's hides it and its layer norms its input."""
-    config = replace(config, layers=1)
     return EagleDrafter(config, target.transformer.output, config.qk_norm, config.qk_norm, bias)
 
 
@@ -244,6 +239,11 @@ def load_drafter(folder: Path, target: TransformerTarget, *, dtype: torch.dtype,
     return drafter
 
 
+def drafter_files(folder: Path) -> tuple[Path, ...]:
+    """Return the files that decide what a published drafter computes."""
+    return (*open_checkpoint(folder).paths, folder / "config.json")
+
+
 _ROPE_BASE = 10000.0  # of the published code, whatever the target's is and the file says
 _SIDES = {"c2i": 24, "t2i": 16, "t2i2": 32}  # the published code's grid for each `input_type`
 
@@ -276,4 +276,4 @@ def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder:
         )
     sizes.setdefault("kv_heads", sizes["heads"])
     sizes.setdefault("norm_eps", target.norm_eps if chameleon else 1e-6)
-    return replace(target, layers=1, **sizes)
+    return replace(target, **sizes)

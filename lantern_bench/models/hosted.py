@@ -21,7 +21,7 @@ from lantern_bench.decoding.neighbours import Space
 from lantern_bench.errors import UserError
 from lantern_bench.models.io.files import file_sha256, hash_of
 from lantern_bench.models.io.model_file import PythonModel
-from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.models.loaded_model import LoadedModel, to_bytes
 from lantern_bench.models.target import (
     CachedTarget,
     Condition,
@@ -32,6 +32,8 @@ from lantern_bench.models.target import (
 )
 from lantern_bench.models.transformer import KVCache
 from lantern_bench.models.transformer_config import TransformerConfig
+
+_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json", ".yaml", ".model")
 
 
 class HostedModel(ABC):
@@ -81,31 +83,23 @@ class _Decoder(nn.Module):
 
     def __init__(self, hosted: HostedModel) -> None:
         super().__init__()
-        self.decoder = hosted.decoder
+        self.decoder, self.tok_embeddings = hosted.decoder, hosted.embed_codes
         self._hosted = (hosted,)  # in a tuple, so that only the decoder is a submodule
         self.norm = SimpleNamespace(weight=next(hosted.decoder.parameters()))
 
     def rows(self, values: Tensor, guided: bool) -> Tensor:
-        """Return prefix embeddings [rows, P, dim] of prompts int64 [B, 2, P], conditional rows first."""
         return self._hosted[0].embed_words(prompt_rows(values, 1 + guided))
 
-    def tok_embeddings(self, tokens: Tensor) -> Tensor:
-        """Return embeddings [rows, n, dim] of tokens int64 [rows, n]."""
-        return self._hosted[0].embed_codes(tokens)
-
     def output(self, features: Tensor) -> Tensor:
-        """Features [rows, n, dim] -> float32 logits [rows, n, V]."""
         return self._hosted[0].logits(features).float()
 
     def step(self, x: Tensor, positions: Tensor, cache: KVCache, slots: Tensor, mask: Tensor) -> Tensor:
-        """As `Transformer.step`."""
         positions = positions.expand(len(x), -1)
         layers: Any = _SharedCache(cache, slots, mask.shape[-1])
         output = self.decoder(
             inputs_embeds=x, position_ids=positions, attention_mask=mask, past_key_values=layers, use_cache=True
         )
-        features: Tensor = output.last_hidden_state
-        return features
+        return output.last_hidden_state
 
 
 class _SharedCache:
@@ -115,13 +109,12 @@ class _SharedCache:
         self._cache, self._slots, self._columns = cache, slots, columns
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write keys and values [rows, heads, n, head_dim]; return those of all columns in use."""
-        stored = self._cache.write(layer, self._slots, keys.transpose(1, 2), values.transpose(1, 2))
-        return stored[0][:, :, : self._columns], stored[1][:, :, : self._columns]
+        keys, values = self._cache.write(layer, self._slots, keys.transpose(1, 2), values.transpose(1, 2))
+        return keys[:, :, : self._columns], values[:, :, : self._columns]
 
 
-class HostedTarget(CachedTarget):
-    """A hosted model as the target of the decode loop."""
+class _HostedTarget(CachedTarget):
+    """A hosted model as the target of the decode loop and as its pixel decoder."""
 
     linear_head = False  # its head may be more than one matrix
 
@@ -146,8 +139,13 @@ class HostedTarget(CachedTarget):
         self._hosted = hosted
 
     @torch.inference_mode()
+    def pixels(self, tokens: Tensor) -> Tensor:
+        codes = without_line_ends(tokens, self.config.grid) if self.config.line_ends else tokens
+        return to_bytes(self._hosted.pixels(codes.long().to(self.device)))
+
+    @torch.inference_mode()
     def logits_without_cache(self, condition: Condition, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None]:
-        """As `Target.logits_without_cache`: the decoder's own forward of each row, with its mask and positions."""
+        # The decoder's own forward of each row, with its mask and positions.
         batch, rows = len(tokens), []
         prompts, valid = (prompt_rows(values.to(self.device), 1 + guided) for values in condition)
         for row in range(len(prompts)):
@@ -158,22 +156,6 @@ class HostedTarget(CachedTarget):
         positions = torch.arange(tokens.shape[1], device=self.device).expand(batch, -1)
         logits = force_line_ends(torch.cat(rows), positions, self.config)
         return logits[:batch], logits[batch:] if guided else None
-
-
-class _Pixels:
-    """The pixel decoder of a hosted model."""
-
-    def __init__(self, hosted: HostedModel) -> None:
-        self._hosted = hosted
-
-    @torch.inference_mode()
-    def pixels(self, tokens: Tensor) -> Tensor:
-        """Tokens int [B, N] -> uint8 RGB [B, H, W, 3] on the CPU."""
-        hosted = self._hosted
-        codes = without_line_ends(tokens, hosted.grid) if hosted.line_ends else tokens
-        device = next(hosted.decoder.parameters()).device
-        drawn = hosted.pixels(codes.long().to(device)).float()
-        return ((drawn.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).contiguous().cpu()
 
 
 def load_class(file: PythonModel) -> type[HostedModel]:
@@ -202,7 +184,7 @@ def load_hosted(file: PythonModel, device: torch.device, dtype: torch.dtype) -> 
         raise file.wrong("python", f"{cls.__name__} lacks {', '.join(missing)}")
     hosted = cls(file.checkpoint, device, dtype)
     hosted.decoder.requires_grad_(False).eval()
-    target = HostedTarget(hosted)
+    target = _HostedTarget(hosted)
 
     def condition(captions: Sequence[str]) -> Condition:
         prompts = prompt_condition([hosted.prompts(caption) for caption in captions])
@@ -211,23 +193,18 @@ def load_hosted(file: PythonModel, device: torch.device, dtype: torch.dtype) -> 
             raise UserError(f"{file.path}: caption: {most}", "Say it in fewer words.")
         return prompts
 
+    # What a folder has of weights, configuration and tokenizer; none where the checkpoint is a file.
+    files = sorted(path for path in file.checkpoint.rglob("*") if path.suffix in _ENDINGS)
     return LoadedModel(
         name=str(file.path),
         target=target,
         drafter=None,
-        pixels=_Pixels(hosted),
+        pixels=target,
         codebook=hosted.codebook(),
         condition=condition,
-        weights={"target": _hash(file.checkpoint), "code": file_sha256(file.python)},
+        weights={"target": hash_of(files or [file.checkpoint]), "code": file_sha256(file.python)},
         grid=hosted.grid,
         neighbour_space=hosted.neighbour_space,
         reference=target.logits_without_cache,
         compiles=False,
     )
-
-
-def _hash(checkpoint: Path) -> str:
-    """Return the SHA-256 of a checkpoint: a file, or what a folder has of weights, configuration and tokenizer."""
-    endings = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json", ".yaml", ".model")
-    files = sorted(path for path in checkpoint.rglob("*") if path.suffix in endings) if checkpoint.is_dir() else []
-    return hash_of(tuple(files) or (checkpoint,))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -61,37 +60,34 @@ class Source(NamedTuple):
     """A repository that has a part of a model."""
 
     repo: str
-    path: str  # the file that is read; "." for a folder
-    patterns: tuple[str, ...]  # of all files that are downloaded
     licence: Licence
+    file: str | None = None  # None: the folder with its JSON files and weights
     revision: str = "main"
+    ending: str = "safetensors"  # of a folder's weights
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Patterns of all files that are downloaded."""
+        return ("*.json", f"*.{self.ending}") if self.file is None else (self.file,)
 
     def found_in(self, folder: Path) -> Path | None:
         """Return the file or the folder of this part below the repository's folder; None where a file is missing."""
-        path = folder / self.path
-        complete = path.is_file() if self.path != "." else all(_complete(path, pattern) for pattern in self.patterns)
-        return path if complete else None
+        if self.file is not None:
+            return folder / self.file if (folder / self.file).is_file() else None
+        return folder if all(_complete(folder, pattern) for pattern in self.patterns) else None
 
     def local_path(self) -> Path | None:
         """Return the file or folder: below the folder of the weights, else in the cache of huggingface_hub."""
-        # Files were downloaded to the second one before huggingface_hub's cache was used.
-        for root in (weights_folder(), cache_folder() / "weights"):
-            for folder in _FOLDERS if self.path != "." else _FOLDERS[:-1]:
+        if (root := weights_folder()) is not None:
+            for folder in _FOLDERS if self.file is not None else _FOLDERS[:-1]:
                 folder = folder.format(repo=self.repo, name=self.repo.split("/")[-1])
-                if root is not None and (path := self.found_in(root / folder)) is not None:
+                if (path := self.found_in(root / folder)) is not None:
                     return path
-        # huggingface_hub is slow to import and rarely needed here.
-        if not (_hub_cache() / f"models--{self.repo.replace('/', '--')}").is_dir():
-            return None
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        where: dict[str, Any] = {"revision": self.revision, "allow_patterns": list(self.patterns)}
-        where["cache_dir"] = _hub_cache()
-        try:
-            return self.found_in(Path(snapshot_download(self.repo, local_files_only=True, **where)))
-        except (LocalEntryNotFoundError, OSError):
-            return None
+        # As huggingface_hub lays it out, which is slow to import.
+        cached = _hub_cache() / f"models--{self.repo.replace('/', '--')}"
+        newest = cached / "refs" / self.revision
+        commit = newest.read_text(encoding="utf-8").strip() if newest.is_file() else self.revision
+        return self.found_in(cached / "snapshots" / commit)
 
     def download(self, root: Path | None = None, bars: bool = True) -> Path:
         """Download the missing files into `root`, or the cache of huggingface_hub, and return the part's path.
@@ -99,18 +95,31 @@ class Source(NamedTuple):
         `bars` shows progress bars. The same call continues an interrupted download. Raises `RefusedError` for what the
         hub refuses.
         """
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import constants, errors, snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
         if not bars:
             disable_progress_bars()
         where: dict[str, Any] = {"local_dir": root / self.repo} if root is not None else {"cache_dir": _hub_cache()}
         where |= {"revision": self.revision, "allow_patterns": list(self.patterns)}
-        with _explained(self.repo):
+        try:
             folder = Path(snapshot_download(self.repo, **where))
-        if self.found_in(folder) is None:
-            raise RefusedError(f"{self.repo}: the repository no longer has {self.path} ({', '.join(self.patterns)})")
-        return folder / self.path
+        except errors.GatedRepoError as error:
+            advice = f"Accept it at https://huggingface.co/{self.repo}, then set HF_TOKEN or type `hf auth login`."
+            raise RefusedError(f"{self.repo}: gated repository: accept its licence first", advice) from error
+        except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+            raise RefusedError(f"{self.repo}: the hub no longer has this repository or revision") from error
+        except (errors.HfHubHTTPError, OSError, RuntimeError) as error:
+            problem = f"cannot be downloaded: {' '.join(str(error).split())[:200] or type(error).__name__}"
+            advice = "Files that arrived are kept; the same command continues."
+            if constants.HF_HUB_OFFLINE:
+                problem = "not on this machine, and HF_HUB_OFFLINE forbids the download"
+                advice = f"Unset it, or download it elsewhere and give its directory by --dir or {WEIGHTS_VARIABLE}."
+            raise RefusedError(f"{self.repo}: {problem}", advice) from error
+        if (path := self.found_in(folder)) is None:
+            files = ", ".join(self.patterns)
+            raise RefusedError(f"{self.repo}: the repository no longer has {files}")
+        return path
 
 
 def _complete(folder: Path, pattern: str) -> bool:
@@ -139,39 +148,31 @@ Part: TypeAlias = tuple[Source, ...]
 """The sources of a part: any that is here is used, the first is downloaded."""
 
 
-def _file(repo: str, path: str, licence: Licence, revision: str = "main") -> Source:
-    return Source(repo, path, (path,), licence, revision)
-
-
-def _folder(repo: str, licence: Licence, revision: str = "main", ending: str = "safetensors") -> Source:
-    return Source(repo, ".", ("*.json", f"*.{ending}"), licence, revision)
-
-
-_T5 = ("google/flan-t5-xl", APACHE, "7d6315df2c2fb742f0f5b556879d730926ca9001")
-_VQGAN = _file("GAIR/Anole-7b-v0.1", "tokenizer/vqgan.ckpt", CHAMELEON, "c5710623b72b402fd9ec0816e8d9b1a5c383f595")
+_T5 = "7d6315df2c2fb742f0f5b556879d730926ca9001"
+_VQGAN = Source("GAIR/Anole-7b-v0.1", CHAMELEON, "tokenizer/vqgan.ckpt", "c5710623b72b402fd9ec0816e8d9b1a5c383f595")
 
 
 def _t2i(checkpoint: str, converted: str, drafter: str) -> Mapping[str, Part]:
     """A text-conditional LlamaGen: the official checkpoint, or the LANTERN authors' conversion of it."""
-    official = _file("peizesun/llamagen_t2i", checkpoint, MIT)
+    official = "peizesun/llamagen_t2i"
+    t5 = [Source("google/flan-t5-xl", APACHE, None, _T5, ending) for ending in ("safetensors", "bin")]
     return {
-        "target": (official, _folder(f"jadohu/{converted}", UNKNOWN)),
-        "tokenizer": (_file("peizesun/llamagen_t2i", "vq_ds16_t2i.pt", MIT),),
-        "drafter": (_folder(f"jadohu/{drafter}", UNKNOWN, ending="bin"),),
-        "text_encoder": (_folder(*_T5), _folder(*_T5, ending="bin")),
+        "target": (Source(official, MIT, checkpoint), Source(f"jadohu/{converted}", UNKNOWN)),
+        "tokenizer": (Source(official, MIT, "vq_ds16_t2i.pt"),),
+        "drafter": (Source(f"jadohu/{drafter}", UNKNOWN, ending="bin"),),
+        "text_encoder": tuple(t5),
     }
 
 
 def _c2i(size: str) -> Mapping[str, Part]:
     """A class-conditional LlamaGen; no drafter was published for any of them."""
-    repo = "FoundationVision/LlamaGen"
-    target = _file(repo, f"c2i_{size.replace('-', '_')}.pt", MIT)
-    return {"target": (target,), "tokenizer": (_file(repo, "vq_ds16_c2i.pt", MIT),)}
+    repo, target = "FoundationVision/LlamaGen", f"c2i_{size.replace('-', '_')}.pt"
+    return {"target": (Source(repo, MIT, target),), "tokenizer": (Source(repo, MIT, "vq_ds16_c2i.pt"),)}
 
 
-def _one_folder(source: Source) -> Mapping[str, Part]:
+def _one_folder(repo: str, licence: Licence) -> Mapping[str, Part]:
     """A model whose image tokenizer is in the target's folder; no drafter was published for any."""
-    return {"target": (source,), "tokenizer": (source,)}
+    return {"target": (Source(repo, licence),), "tokenizer": (Source(repo, licence),)}
 
 
 PARTS: Mapping[str, Mapping[str, Part]] = {
@@ -179,22 +180,24 @@ PARTS: Mapping[str, Mapping[str, Part]] = {
     "llamagen-t2i-stage2": _t2i("t2i_XL_stage2_512.pt", "LlamaGen-T2I-2", "llamagen2_drafter"),
     **{f"llamagen-c2i-{s}": _c2i(s) for s in ("B-256", "B-384", "L-256", "L-384", "XL-384", "XXL-384", "3B-384")},
     "anole-7b": {
-        "target": (_folder("leloy/Anole-7b-v0.1-hf", ANOLE_HF, "4f2c679ff6eb0291e7813502467b30e7835bd199"),),
+        "target": (Source("leloy/Anole-7b-v0.1-hf", ANOLE_HF, None, "4f2c679ff6eb0291e7813502467b30e7835bd199"),),
         "tokenizer": (_VQGAN,),
-        "drafter": (_folder("jadohu/anole_drafter", APACHE, ending="bin"),),
+        "drafter": (Source("jadohu/anole_drafter", APACHE, ending="bin"),),
     },
     # The LANTERN authors have published no drafter for Lumina-mGPT.
     "lumina-mgpt-7b-768": {
-        "target": (_folder("Alpha-VLLM/Lumina-mGPT-7B-768", CHAMELEON, "9624463a82ea5ce814af9b561dcd08a31082c3af"),),
+        "target": (
+            Source("Alpha-VLLM/Lumina-mGPT-7B-768", CHAMELEON, None, "9624463a82ea5ce814af9b561dcd08a31082c3af"),
+        ),
         "tokenizer": (_VQGAN,),
     },
     "lumina-mgpt2-7b": {
-        "target": (_folder("Alpha-VLLM/Lumina-mGPT-2.0", APACHE),),
-        "tokenizer": (_file("ai-forever/MoVQGAN", "movqgan_270M.ckpt", NOT_STATED),),
+        "target": (Source("Alpha-VLLM/Lumina-mGPT-2.0", APACHE),),
+        "tokenizer": (Source("ai-forever/MoVQGAN", NOT_STATED, "movqgan_270M.ckpt"),),
     },
-    "janus-pro-1b": _one_folder(_folder("deepseek-community/Janus-Pro-1B", JANUS)),
-    "janus-pro-7b": _one_folder(_folder("deepseek-community/Janus-Pro-7B", JANUS)),
-    "emu3-gen": _one_folder(_folder("BAAI/Emu3-Gen-hf", APACHE)),
+    "janus-pro-1b": _one_folder("deepseek-community/Janus-Pro-1B", JANUS),
+    "janus-pro-7b": _one_folder("deepseek-community/Janus-Pro-7B", JANUS),
+    "emu3-gen": _one_folder("BAAI/Emu3-Gen-hf", APACHE),
 }
 """The parts of each published model, by its name in this package."""
 
@@ -206,7 +209,7 @@ def local_path(part: Part) -> Path | None:
 
 def expected_path(part: Part) -> Path:
     """Return the file or folder of a part: where it is, or below which folder a download puts it."""
-    return local_path(part) or (weights_folder() or _hub_cache()) / part[0].repo / part[0].path
+    return local_path(part) or (weights_folder() or _hub_cache()) / part[0].repo / (part[0].file or "")
 
 
 def local_paths(model: str) -> dict[str, Path]:
@@ -215,27 +218,20 @@ def local_paths(model: str) -> dict[str, Path]:
     Raises `UserError` for a model without published files, `RefusedError` with the command that downloads them where
     the target or the tokenizer is missing.
     """
-    parts = parts_of(model)
-    paths = {name: local_path(part) for name, part in parts.items()}
-    for name in ("target", "tokenizer"):
-        if paths[name] is None:
-            source = parts[name][0]
-            raise RefusedError(
-                f"the {name} of {model} is not on this machine: {source.repo} is neither in the folder that "
-                f"{WEIGHTS_VARIABLE} names nor in the Hugging Face cache",
-                f"Type `lantern-bench weights get {model}`, or set {WEIGHTS_VARIABLE} to the directory that has it.",
-            )
-    return {name: path for name, path in paths.items() if path is not None}
-
-
-def parts_of(model: str) -> Mapping[str, Part]:
-    """Return the parts of a published model; raises `UserError` for a model without published files."""
     if model not in PARTS:
         raise UserError(
             f"{model}: no published files of this model are known",
             f"The published models are {', '.join(PARTS)}; for your own files write a model.yaml.",
         )
-    return PARTS[model]
+    paths = {name: local_path(part) for name, part in PARTS[model].items()}
+    for name in ("target", "tokenizer"):
+        if paths[name] is None:
+            raise RefusedError(
+                f"the {name} of {model} is not on this machine: {PARTS[model][name][0].repo} is neither in the folder "
+                f"that {WEIGHTS_VARIABLE} names nor in the Hugging Face cache",
+                f"Type `lantern-bench weights get {model}`, or set {WEIGHTS_VARIABLE} to the directory that has it.",
+            )
+    return {name: path for name, path in paths.items() if path is not None}
 
 
 def missing_sources(model: str, root: Path | None = None) -> Sequence[Source]:
@@ -244,34 +240,4 @@ def missing_sources(model: str, root: Path | None = None) -> Sequence[Source]:
     def is_here(source: Source) -> bool:
         return (source.local_path() if root is None else source.found_in(root / source.repo)) is not None
 
-    parts = parts_of(model).values()
-    return list(dict.fromkeys(part[0] for part in parts if not any(map(is_here, part))))
-
-
-@contextmanager
-def _explained(repo: str) -> Iterator[None]:
-    """Turn what huggingface_hub raises into a `RefusedError` that says what to do."""
-    from huggingface_hub import constants, errors
-
-    try:
-        yield
-    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
-        if not constants.HF_HUB_OFFLINE:
-            raise _not_downloaded(repo, error) from error
-        problem = "not on this machine, and HF_HUB_OFFLINE forbids the download"
-        advice = f"Unset it, or download it elsewhere and give its directory by --dir or {WEIGHTS_VARIABLE}."
-        raise RefusedError(f"{repo}: {problem}", advice) from error
-    except errors.GatedRepoError as error:
-        advice = f"Accept it at https://huggingface.co/{repo}, then set HF_TOKEN or type `hf auth login`."
-        raise RefusedError(f"{repo}: gated repository: accept its licence first", advice) from error
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
-        raise RefusedError(f"{repo}: the hub no longer has this repository or revision") from error
-    except (errors.HfHubHTTPError, OSError, RuntimeError) as error:
-        raise _not_downloaded(repo, error) from error
-
-
-def _not_downloaded(repo: str, error: Exception) -> RefusedError:
-    problem = " ".join(str(error).split())[:200] or type(error).__name__
-    return RefusedError(
-        f"{repo}: cannot be downloaded: {problem}", "Files that arrived are kept; the same command continues."
-    )
+    return list(dict.fromkeys(part[0] for part in PARTS[model].values() if not any(map(is_here, part))))

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lantern_bench.errors import UserError
@@ -19,13 +18,10 @@ from lantern_bench.models.model import CheckpointModel, Published, class_number,
 from lantern_bench.models.transformer_config import TransformerConfig, llama_sizes, read_sizes
 
 if TYPE_CHECKING:
-    import torch
-
     from lantern_bench.models.io.checkpoint import Checkpoint
     from lantern_bench.models.io.state_dict import KeyMap
     from lantern_bench.models.loaded_model import Prompts
     from lantern_bench.models.target import Condition, TransformerTarget
-    from lantern_bench.models.vq import VQModel
 
 # Table 1: width, layers, heads, and parameters of the class-conditional model.
 _SCALES = {
@@ -45,18 +41,8 @@ _OFFICIAL = {
     "rope_base": "rope_theta",
 }
 _OTHERS = "vocab_size intermediate_size multiple_of ffn_dim_multiplier cls_token_num block_size num_classes caption_dim"
-_KEYS = (
-    *_OFFICIAL,
-    *_OFFICIAL.values(),
-    *_OTHERS.split(),
-    "class_dropout_prob",
-    "class_dropout_p",
-    "model_type",
-    "input_type",
-)
-# The HF conversion's table has ten rows of zeros behind the grid (docs/algorithms.md, section 9, B5).
-_MARGIN = 10
-_TABLES = r".*(freqs_cis|causal_mask|[kv]_cache|inv_freq)$"
+_KEYS = (*_OFFICIAL, *_OFFICIAL.values(), *_OTHERS.split(), "class_dropout_prob", "class_dropout_p")
+_KEYS += ("model_type", "input_type")
 
 
 def _scale(scale: str) -> Mapping[str, Any]:
@@ -77,8 +63,8 @@ class LlamaGen(CheckpointModel):
     """What both kinds of condition share."""
 
     licence = hub.MIT.name
-    # The end of the name of a tensor that only this kind has, and what the kind is called.
-    kind: ClassVar[tuple[str, str]]
+    ignored = r".*(freqs_cis|causal_mask|[kv]_cache|inv_freq)$"
+    vq_layout = "llamagen"
     positions: ClassVar[int]  # of the condition, where no file states them
 
     @cached_property
@@ -131,32 +117,30 @@ class LlamaGen(CheckpointModel):
         official = next((name for name, other in _OFFICIAL.items() if other == key and name in stated), key)
         return super().wrong(official, text, advice)
 
-    def load_target(self, device: torch.device, dtype: torch.dtype) -> tuple[TransformerTarget, tuple[Path, ...]]:
-        """Load the target in the official layout or in that of the HF conversion."""
-        import torch
+    def layout_of(self, checkpoint: Checkpoint) -> str:
+        """Return official, or hf: that of the HF conversion."""
+        return "hf" if any(name.startswith(("model.", "lm_head.")) for name in checkpoint) else "official"
 
-        from lantern_bench.models.io.checkpoint import open_checkpoint, what_is
-        from lantern_bench.models.io.state_dict import load_into
-
-        checkpoint, wanted = open_checkpoint(self.paths["target"]), f"LlamaGen, {self.kind[1]}"
-        checkpoint.require(self.kind[0], wanted)
-        layout = "hf" if any(name.startswith(("model.", "lm_head.")) for name in checkpoint) else "official"
-        if self.file is not None and self.file.target.layout not in (None, layout):
-            text = f"{checkpoint.path}: is not in the layout {self.file.target.layout}: it is {what_is(checkpoint)}"
-            raise UserError(text, f"Give layout: {layout}, or leave it out.")
+    def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
+        """Return the key map of the checkpoint's layout; raises `UserError` for a checkpoint for another grid."""
         self._check_stage(checkpoint)
-        with torch.device("meta"):
-            target = self.new_target()
-        keys = key_map(target, layout)
-        wanted = f"LlamaGen of {target.config.layers} layers of width {target.config.dim}"
-        load_into(target, checkpoint, keys, dtype=dtype, device=device, ignored=_TABLES, wanted=wanted)
-        return target, checkpoint.paths
+        return key_map(target, self.layout_of(checkpoint))
 
     def _check_stage(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint for another grid: stages have tensors of the same shapes."""
-        for tokens, sign in self._signs_of_stage(checkpoint):
+        signs: dict[str, int] = {}  # what states the number of a picture's tokens
+        for name in filter(checkpoint.__contains__, ("freqs_cis", "model.freqs_cis")):
+            # The rows of the prefix are zeros, and so is the HF conversion's margin behind the grid.
+            rows = int(checkpoint[name].flatten(1).any(dim=1).sum())
+            signs[f"its position table ({name})"] = rows
+        if isinstance(size := checkpoint.settings.get("image_size"), int):
+            side = size // int(checkpoint.settings.get("downsample_size") or 16)
+            signs[f"the training it records (image_size {size})"] = side * side
+        if block := self.numbers["block_size"]:
+            signs[f"its config (block_size {block})"] = block
+        for sign, tokens in signs.items():
             if tokens != self.tokens:
-                side = math.isqrt(max(tokens, 0))
+                side = math.isqrt(tokens)
                 square = f"a {side}x{side} grid ({tokens} tokens)" if side * side == tokens else f"{tokens} tokens"
                 rows, columns = self.sizes.grid
                 raise UserError(
@@ -164,29 +148,6 @@ class LlamaGen(CheckpointModel):
                     f"and this model's grid is {rows}x{columns} ({self.tokens} tokens)",
                     "Give the grid the checkpoint was trained for, or the checkpoint of this grid.",
                 )
-
-    def _signs_of_stage(self, checkpoint: Checkpoint) -> Iterator[tuple[int, str]]:
-        """The number of a picture's tokens that something states, and what states it."""
-        for name in filter(checkpoint.__contains__, ("freqs_cis", "model.freqs_cis")):
-            rows = checkpoint.shape(name)[0]
-            tokens = rows - self.sizes.prefix
-            squares = [count for count in (tokens, tokens - _MARGIN) if count > 0 and math.isqrt(count) ** 2 == count]
-            with_margin = tokens - self.tokens in (0, _MARGIN)
-            fitting = self.tokens if with_margin else (squares or [tokens])[0]
-            yield fitting, f"its position table ({name}, {rows} rows)"
-        settings = checkpoint.settings
-        if isinstance(size := settings.get("image_size"), int):
-            side = size // int(settings.get("downsample_size") or 16)
-            yield side * side, f"the training it records (image_size {size})"
-        if block := self.numbers["block_size"]:
-            yield block, f"its config (block_size {block})"
-
-    def load_tokenizer(self, path: Path, device: torch.device) -> VQModel:
-        """Load VQ-16."""
-        from lantern_bench.models.io.checkpoint import open_checkpoint
-        from lantern_bench.models.vq import load_vq, same_name
-
-        return load_vq(open_checkpoint(path), same_name, device, unit_codes=True, ignored="quantize.codebook_used$")
 
 
 class TextToImage(LlamaGen):
@@ -199,35 +160,26 @@ class TextToImage(LlamaGen):
         "llamagen-t2i-stage2": Published("text-conditional LlamaGen", _scale("XL"), {}, (32, 32), 777_923_840),
     }
     any_model = Published("text-conditional LlamaGen", {}, {}, None, aliases=("llamagen",))
-    kind = ("cls_embedding.uncond_embedding", "text-conditional")
+    kind = ("cls_embedding.uncond_embedding", "LlamaGen, text-conditional")
     positions = 120
-
-    @property
-    def width(self) -> int:
-        """The numbers of a caption feature."""
-        width: int = self.numbers["caption_dim"]
-        return width
 
     def new_target(self) -> TransformerTarget:
         """Return a target with fresh weights."""
         from lantern_bench.models.target import CaptionFeatures, TransformerTarget
 
         sizes = self.sizes
-        return TransformerTarget(sizes, CaptionFeatures(sizes.prefix, self.width, sizes.dim))
+        return TransformerTarget(sizes, CaptionFeatures(sizes.prefix, self.numbers["caption_dim"], sizes.dim))
 
-    def prompts(self, target: TransformerTarget) -> Prompts:
-        """Return captions through the text encoder."""
-        from lantern_bench.models.t5 import caption_prompts
-
-        shape = (self.sizes.prefix, self.width)
-        return caption_prompts(self.name, self.paths.get("text_encoder"), shape, target.device, target.dtype)
-
-    def random_prompts(self) -> Prompts:
-        """Return random features for a caption, the same for the same text."""
+    def prompts(self, target: TransformerTarget, invented: bool = False) -> Prompts:
+        """Return captions through the text encoder; invented features are the same for the same text."""
         from lantern_bench.models.loaded_model import Prompts
-        from lantern_bench.models.t5 import random_features
+        from lantern_bench.models.t5 import caption_prompts, random_features
 
-        return Prompts(random_features(self.sizes.prefix, self.width))
+        positions, width = self.sizes.prefix, self.numbers["caption_dim"]
+        if invented:
+            return Prompts(random_features(positions, width))
+        folder = self.paths.get("text_encoder")
+        return caption_prompts(self.name, folder, positions, width, target.device, target.dtype)
 
 
 class ClassToImage(LlamaGen):
@@ -250,7 +202,7 @@ class ClassToImage(LlamaGen):
         for side in (16, 24)
     }
     any_model = Published("class-conditional LlamaGen (ImageNet)", {}, {}, None)
-    kind = ("cls_embedding.embedding_table.weight", "class-conditional")
+    kind = ("cls_embedding.embedding_table.weight", "LlamaGen, class-conditional")
     positions = 1
 
     @cached_property
@@ -260,8 +212,7 @@ class ClassToImage(LlamaGen):
             if self.config.get(key) == 0:
                 text = "0: the model was trained without a null class, and guidance needs one"
                 raise self.wrong(key, text, "Its last class would be taken for the null class.")
-        classes: int = self.numbers["num_classes"]
-        return classes
+        return self.numbers["num_classes"]
 
     @cached_property
     def prompt_sets(self) -> Mapping[str, Sequence[str]]:  # type: ignore[override]  # mypy takes it for read-only
@@ -278,12 +229,8 @@ class ClassToImage(LlamaGen):
 
         return TransformerTarget(self.sizes, ClassLabel(self.classes, self.sizes.dim))
 
-    def prompts(self, target: TransformerTarget) -> Prompts:  # noqa: ARG002  # labels are embedded by the target
-        """Return classes as labels."""
-        return self.random_prompts()
-
-    def random_prompts(self) -> Prompts:
-        """Return the same: classes need no file."""
+    def prompts(self, target: TransformerTarget, invented: bool = False) -> Prompts:  # noqa: ARG002
+        """Return classes as labels, which the target embeds."""
         import torch
 
         from lantern_bench.models.loaded_model import Prompts

@@ -1,7 +1,4 @@
-"""A loaded model, and how its target, drafter and tokenizer become one.
-
-Every family returns a `LoadedModel`; what its target, drafter and pixel decoder must do is in `decoding/protocol.py`.
-"""
+"""A loaded model; what its target, drafter and pixel decoder must do is in `decoding/protocol.py`."""
 
 from __future__ import annotations
 
@@ -24,6 +21,11 @@ from lantern_bench.models.target import TransformerTarget, with_line_ends, witho
 from lantern_bench.models.vq import VQModel
 
 
+def to_bytes(pixels: Tensor) -> Tensor:
+    """Pixels [B, H, W, 3] from -1 to 1, in any type -> uint8 on the CPU."""
+    return ((pixels.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).contiguous().cpu()
+
+
 class VQPixels:
     """A VQ tokenizer for pictures of `grid` (rows, columns) codes; with `line_ends` a forced token ends each row."""
 
@@ -35,9 +37,7 @@ class VQPixels:
         """Tokens int [B, N] -> uint8 RGB [B, H, W, 3] on the CPU."""
         codes = without_line_ends(tokens, self._grid) if self._line_ends else tokens
         weight = self.model.quantize.embedding.weight
-        decoded = self.model.decode_tokens(codes.to(weight.device), self._grid).float()
-        scaled = (decoded.clamp(-1, 1) + 1) * 127.5
-        return scaled.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu()
+        return to_bytes(self.model.decode_tokens(codes.to(weight.device), self._grid).permute(0, 2, 3, 1))
 
     @property
     def size(self) -> tuple[int, int]:
@@ -169,37 +169,23 @@ def assemble(
     tokenizer: VQModel | None,
     prompts: Prompts,
     weights: Mapping[str, str],
-    *,
-    space: Space = "raw",
-    table: Tensor | None = None,
-    table_folder: Path | None = None,
+    **more: Any,
 ) -> LoadedModel:
-    """Return a model of modules that have their weights; `space`, `table` and `table_folder` as in `LoadedModel`.
+    """Return a model of modules that have their weights; `more` are other fields of `LoadedModel`.
 
-    The drafter uses the target's own output head. A model without a tokenizer, or with one of another number of codes,
-    gives tokens and no pictures.
+    Without a tokenizer, or with one of another number of codes, it gives tokens and no pictures.
     """
-    codes = tokenizer.config.codes if tokenizer is not None else 0
-    reason = f"the tokenizer has {codes} codes, the target {target.n_codes}" if codes else "it has no tokenizer"
-    pixels: PixelDecoder = NoPixels(name, reason)
+    pixels: PixelDecoder = NoPixels(name, "it has no tokenizer")
     codebook = None
-    if tokenizer is not None and codes == target.n_codes:
+    if tokenizer is not None and tokenizer.config.codes == target.n_codes:
         pixels = VQPixels(tokenizer, target.config.grid, target.config.line_ends)
         codebook = tokenizer.codebook()
-    return LoadedModel(
-        name=name,
-        target=target,
-        drafter=drafter,
-        pixels=pixels,
-        codebook=codebook,
-        condition=prompts.condition,
-        weights=dict(weights) | ({} if prompts.sha256 is None else {"text_encoder": prompts.sha256}),
-        grid=target.config.grid,
-        neighbour_space=space,
-        table_folder=table_folder,
-        prepare=prompts.prepare,
-        given_table=table,
-    )
+    elif tokenizer is not None:
+        pixels = NoPixels(name, f"the tokenizer has {tokenizer.config.codes} codes, the target {target.n_codes}")
+    if prompts.sha256 is not None:
+        weights = {**weights, "text_encoder": prompts.sha256}
+    condition, prepare, grid = prompts.condition, prompts.prepare, target.config.grid
+    return LoadedModel(name, target, drafter, pixels, codebook, condition, weights, grid, prepare=prepare, **more)
 
 
 def transformer_of(model: LoadedModel) -> TransformerTarget:

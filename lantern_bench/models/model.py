@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     import torch
 
     from lantern_bench.decoding.neighbours import Space
+    from lantern_bench.models.io.checkpoint import Checkpoint
+    from lantern_bench.models.io.state_dict import KeyMap
     from lantern_bench.models.loaded_model import LoadedModel, Prompts
     from lantern_bench.models.target import TransformerTarget
-    from lantern_bench.models.vq import VQModel
 
 CAPTIONS = (
     "a red paper lantern hanging over a wooden door at night",
@@ -125,6 +126,9 @@ class CheckpointModel(Model):
 
     published: ClassVar[Mapping[str, Published]]
     any_model: ClassVar[Published | None] = None  # for model files that name only the family
+    kind: ClassVar[tuple[str, str]]  # how the name of a tensor of every checkpoint ends; what the models are called
+    ignored: ClassVar[str]  # a regular expression of the target's tensors that no picture needs
+    vq_layout: ClassVar[str]  # of the tokenizer's file: a key of `vq.LAYOUTS`
     pixels: ClassVar[int] = 16  # that a code spans in each direction
     neighbour_space: ClassVar[Space] = "raw"  # in which published tables measure distances
     has_drafter: ClassVar[bool] = True  # whether models with random weights have one
@@ -167,20 +171,20 @@ class CheckpointModel(Model):
         """Return a target with fresh weights."""
 
     @abstractmethod
-    def load_target(self, device: torch.device, dtype: torch.dtype) -> tuple[TransformerTarget, tuple[Path, ...]]:
-        """Load the target; also return the files that decide what it computes."""
+    def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
+        """Return where the target's tensors are; raises `UserError` for the checkpoint of another model."""
 
     @abstractmethod
-    def load_tokenizer(self, path: Path, device: torch.device) -> VQModel:
-        """Load the image tokenizer."""
+    def prompts(self, target: TransformerTarget, invented: bool = False) -> Prompts:
+        """Return how prompts become conditions; `invented`: without any file, for random weights."""
 
-    @abstractmethod
-    def prompts(self, target: TransformerTarget) -> Prompts:
-        """Return how prompts become conditions."""
+    def layout_of(self, checkpoint: Checkpoint) -> str:  # noqa: ARG002  # for families with several
+        """Return the layout of a checkpoint."""
+        return "hf"
 
-    @abstractmethod
-    def random_prompts(self) -> Prompts:
-        """Return the same for random weights, without any file."""
+    def name_now(self, name: str) -> str:
+        """Return the name that a tensor of an older file has now."""
+        return name
 
     # ---- What follows
 
@@ -229,13 +233,6 @@ class CheckpointModel(Model):
         stated = read_json(path) if path.is_file() else {}
         return stated if isinstance(stated, dict) else {}
 
-    def section(self, key: str) -> Mapping[str, Any]:
-        """Return a section of the target's config; raises `UserError` for one that is no mapping."""
-        section = self.config.get(key, {})
-        if not isinstance(section, Mapping):
-            raise self.wrong(key, "must be a mapping")
-        return section
-
     def wrong(self, key: str, text: str, advice: str | None = None) -> UserError:
         """Return the error for a key of the target's config."""
         if self.file is not None:
@@ -248,14 +245,35 @@ class CheckpointModel(Model):
             return {part: path for part, path in self.paths.items() if part in ("target", "tokenizer", "drafter")}
         return {name: hub.expected_path(part) for name, part in hub.PARTS.get(self.name, {}).items()}
 
+    def load_target(self, device: torch.device, dtype: torch.dtype) -> tuple[TransformerTarget, tuple[Path, ...]]:
+        """Load the target; also return the files that decide what it computes."""
+        import torch
+
+        from lantern_bench.models.io.checkpoint import open_checkpoint, what_is
+        from lantern_bench.models.io.state_dict import load_into
+
+        checkpoint = open_checkpoint(self.paths["target"]).renamed(self.name_now)
+        checkpoint.require(*self.kind)
+        layout = self.layout_of(checkpoint)
+        if self.file is not None and self.file.target.layout not in (None, layout):
+            text = f"{checkpoint.path}: is not in the layout {self.file.target.layout}: it is {what_is(checkpoint)}"
+            raise UserError(text, f"Give layout: {layout}, or leave it out.")
+        with torch.device("meta"):
+            target = self.new_target()
+        wanted = f"{self.kind[1]}, {target.config.layers} layers of width {target.config.dim}"
+        keys = self.target_keys(target, checkpoint)
+        load_into(target, checkpoint, keys, dtype=dtype, device=device, ignored=self.ignored, wanted=wanted)
+        return target, checkpoint.paths
+
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         """Load the model; without a drafter it decodes with modes that need none."""
         if not self.paths:
             return type(self)(self.name, self.row, hub.local_paths(self.name)).load(device, dtype)
-        from lantern_bench.models.eagle import load_drafter
+        from lantern_bench.models.eagle import drafter_files, load_drafter
         from lantern_bench.models.io.checkpoint import open_checkpoint
         from lantern_bench.models.io.neighbour_cache import read_own_table
         from lantern_bench.models.loaded_model import assemble
+        from lantern_bench.models.vq import LAYOUTS, load_vq
 
         paths = self.paths
         target, files = self.load_target(device, dtype)
@@ -265,10 +283,11 @@ class CheckpointModel(Model):
         drafter = tokenizer = table = None
         if "drafter" in paths:
             drafter = load_drafter(paths["drafter"], target, dtype=dtype, device=device)
-            hashes["drafter"] = hash_of((*open_checkpoint(paths["drafter"]).paths, paths["drafter"] / "config.json"))
+            hashes["drafter"] = hash_of(drafter_files(paths["drafter"]))
         if "tokenizer" in paths:
-            tokenizer = self.load_tokenizer(paths["tokenizer"], device)
-            hashes["tokenizer"] = hash_of(open_checkpoint(paths["tokenizer"]).paths)
+            checkpoint = open_checkpoint(paths["tokenizer"]).renamed(self.name_now)
+            tokenizer = load_vq(checkpoint, LAYOUTS[self.vq_layout], device)
+            hashes["tokenizer"] = hash_of(checkpoint.paths)
         if self.file is not None and "neighbours" in paths:
             try:
                 table = read_own_table(paths["neighbours"], target.n_codes)
@@ -282,8 +301,8 @@ class CheckpointModel(Model):
             tokenizer,
             self.prompts(target),
             hashes,
-            space=self.neighbour_space,
-            table=table,
+            neighbour_space=self.neighbour_space,
+            given_table=table,
             table_folder=cache_folder() / "neighbours",
         )
 
@@ -293,15 +312,10 @@ class CheckpointModel(Model):
 
         from lantern_bench.models.eagle import build_drafter
         from lantern_bench.models.loaded_model import assemble
+        from lantern_bench.models.vq import VQConfig, new_vq
 
         with torch.device("meta"):
             target = self.new_target()
             drafter = build_drafter(target.config, target) if self.has_drafter else None
-            tokenizer, prompts = self.new_tokenizer(), self.random_prompts()
-            return assemble(self.name, target, drafter, tokenizer, prompts, {}, space=self.neighbour_space)
-
-    def new_tokenizer(self) -> VQModel:
-        """Return the published image tokenizer with fresh weights."""
-        from lantern_bench.models.vq import VQConfig, VQModel
-
-        return VQModel(VQConfig(**self.row.vq))
+            tokenizer, prompts = new_vq(VQConfig(**self.row.vq)), self.prompts(target, invented=True)
+            return assemble(self.name, target, drafter, tokenizer, prompts, {}, neighbour_space=self.neighbour_space)

@@ -16,8 +16,7 @@ from lantern_bench.errors import UserError
 from lantern_bench.models.eagle import EagleDrafter
 from lantern_bench.models.io.state_dict import compute_buffers
 from lantern_bench.models.loaded_model import LoadedModel, NoPixels, VQPixels
-from lantern_bench.models.model import Model
-from lantern_bench.models.registry import model_of, models
+from lantern_bench.models.registry import model_of
 from lantern_bench.models.target import ClassLabel, Condition, TransformerTarget
 from lantern_bench.models.transformer_config import TransformerConfig
 
@@ -52,11 +51,9 @@ def meta_model(name: str) -> LoadedModel:
     """Return a model on the meta device; raises `UserError` where only its files tell its architecture."""
     model = model_of(name).with_random_weights()
     if model is None:
-        unable = Model.with_random_weights
-        able = [other.name for other in models().values() if type(other).with_random_weights is not unable]
         raise UserError(
             f"{name}: --random-weights and --dry-run need a model whose architecture is known",
-            f"These models are {', '.join(able) or 'none'}.",
+            "Give a published model; `lantern-bench models` lists them.",
         )
     return model
 

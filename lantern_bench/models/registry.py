@@ -14,16 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
 from lantern_bench.models.chameleon import Chameleon, Lumina, Lumina2
-from lantern_bench.models.emu3 import Emu3
-from lantern_bench.models.io.model_file import (
-    ExternalDrafter,
-    ModelFile,
-    PythonModel,
-    is_model_file,
-    read_model_file,
-)
-from lantern_bench.models.janus import Janus
-from lantern_bench.models.lanterns.family import Lanterns
+from lantern_bench.models.io.model_file import ExternalDrafter, PythonModel, is_model_file, read_model_file
+from lantern_bench.models.janus_and_emu3 import Emu3, Janus
+from lantern_bench.models.lanterns import Lanterns
 from lantern_bench.models.llamagen import ClassToImage, TextToImage
 from lantern_bench.models.model import CheckpointModel, Model
 
@@ -40,21 +33,19 @@ _FAMILIES: tuple[type[CheckpointModel], ...] = (Chameleon, Lumina, Emu3, Janus, 
 def models() -> dict[str, Model]:
     """Return all models by name, this package's and those of entry points.
 
-    A model of another package cannot take the name of a shipped one. Raises `RefusedError` for an entry point that
-    cannot be imported.
+    The name of a shipped model stays its own. Raises `RefusedError` for an entry point that cannot be imported.
     """
-    shipped: dict[str, Model] = {"lanterns": Lanterns()}
+    models: dict[str, Model] = {"lanterns": Lanterns()}
     for family in _FAMILIES:
-        shipped |= {name: family(name, row) for name, row in family.published.items()}
-    external: dict[str, Model] = {}
+        models |= {name: family(name, row) for name, row in family.published.items()}
     for entry in sorted(metadata.entry_points(group=_GROUP), key=lambda entry: entry.name):
         try:
             model = entry.load()
         except (ImportError, AttributeError) as error:
             text = f"the model {entry.name} cannot be loaded: {error}"
             raise RefusedError(text, "Reinstall or remove its package.") from error
-        external[model.name] = model
-    return shipped | {name: model for name, model in external.items() if name not in shipped}
+        models.setdefault(model.name, model)
+    return models
 
 
 def model_of(name: str) -> Model:
@@ -82,16 +73,12 @@ def defaults_of(names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
 
 
 def _model_of_file(path: Path) -> Model:
+    """The model that a file describes; raises `UserError` for an unknown family and for impossible sizes."""
     file = read_model_file(path)
     if isinstance(file, PythonModel):
         return _Hosted(file)
     if isinstance(file, ExternalDrafter):
         return _WithDrafter(file)
-    return _described(file)
-
-
-def _described(file: ModelFile) -> Model:
-    """The model of a checkpoint; raises `UserError` for an unknown family and for impossible sizes."""
     for family in _FAMILIES:
         if (row := family.row_of(file.family)) is not None:
             model = family(str(file.path), row, file.paths(), file)
@@ -142,8 +129,7 @@ class _WithDrafter(Model):
         return {**self.model.files(), "drafter": self.file.drafter.path}
 
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-        from lantern_bench.models.eagle import load_drafter
-        from lantern_bench.models.io.checkpoint import open_checkpoint
+        from lantern_bench.models.eagle import drafter_files, load_drafter
         from lantern_bench.models.io.files import hash_of
         from lantern_bench.models.loaded_model import transformer_of
 
@@ -151,6 +137,5 @@ class _WithDrafter(Model):
         target = transformer_of(loaded)
         loaded.name = self.name
         loaded.drafter = load_drafter(folder, target, dtype=target.dtype, device=target.device)
-        paths = (*open_checkpoint(folder).paths, folder / "config.json")
-        loaded.weights = {**loaded.weights, "drafter": hash_of(paths)}
+        loaded.weights = {**loaded.weights, "drafter": hash_of(drafter_files(folder))}
         return loaded

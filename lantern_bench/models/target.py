@@ -1,8 +1,4 @@
-"""The transformer with a condition before the image, as the target of the decode loop; in reading order.
-
-Conditions (what stands before the image), forced tokens (the ends of an image's rows), masks and positions, targets,
-sessions on a cache.
-"""
+"""The transformer with a condition before the image, as the target of the decode loop, in reading order."""
 
 from __future__ import annotations
 
@@ -65,8 +61,7 @@ class ClassLabel(nn.Module):
     def rows(self, values: Tensor, guided: bool) -> Tensor:
         """Return prefix embeddings [rows, 1, dim] of labels int64 [B], conditional rows first."""
         labels = torch.cat([values, torch.full_like(values, self.classes)]) if guided else values
-        out: Tensor = self.embedding_table(labels)[:, None]
-        return out
+        return self.embedding_table(labels)[:, None]
 
 
 class CaptionFeatures(nn.Module):
@@ -87,8 +82,7 @@ class CaptionFeatures(nn.Module):
 
     def _project(self, values: Tensor) -> Tensor:
         first, second = self.cap_proj.values()
-        out: Tensor = second(functional.gelu(first(values.to(self.uncond_embedding.dtype)), approximate="tanh"))
-        return out
+        return second(functional.gelu(first(values.to(self.uncond_embedding.dtype)), approximate="tanh"))
 
 
 class WordCaption(nn.Module):
@@ -107,10 +101,7 @@ class WordCaption(nn.Module):
 
 
 class PromptTokens(nn.Module):
-    """Prompts in the model's own vocabulary (Chameleon), conditional and unconditional, embedded as image tokens are.
-
-    The embedding is the transformer's and not a parameter of this module.
-    """
+    """Prompts in the model's own vocabulary (Chameleon), with and without caption, embedded as image tokens are."""
 
     def __init__(self, embedding: TokenEmbedding) -> None:
         super().__init__()
@@ -125,13 +116,11 @@ class PromptTokens(nn.Module):
 
 
 def force_line_ends(logits: Tensor, positions: Tensor, config: TransformerConfig) -> Tensor:
-    """Force the ends of rows in logits [groups * B, n, V] of the tokens at `positions` int64 [B, n] of their images.
-
-    Both rows of guidance get the same values, so that no scale moves them. The lowest finite number stands for
-    impossible, because guidance makes NaN of two infinities.
-    """
+    """Force the ends of rows in logits [groups * B, n, V] of the tokens at `positions` int64 [B, n] of their images."""
     if not config.line_ends:
         return logits
+    # Both rows of guidance get the same values, so that no scale moves them. The lowest finite number stands for
+    # impossible, because guidance makes NaN of two infinities.
     ends = ((positions + 1) % config.line_length == 0).repeat(len(logits) // len(positions), 1)[:, :, None]
     is_end = torch.arange(logits.shape[-1], device=logits.device) == logits.shape[-1] - 1
     return logits.masked_fill(ends, 0.0).masked_fill(ends != is_end, torch.finfo(logits.dtype).min)
@@ -144,7 +133,7 @@ def without_line_ends(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def with_line_ends(codes: Tensor, grid: tuple[int, int], end: int) -> Tensor:
-    """Append the token `end` to each row: the inverse of `without_line_ends`."""
+    """Append the token `end` to each row."""
     lines = codes.reshape(len(codes), *grid)
     return torch.cat([lines, torch.full_like(lines[:, :, :1], end)], dim=2).flatten(1)
 
@@ -169,8 +158,7 @@ def prefix_seen(visible: Tensor, n: int) -> Tensor:
 
 def prefix_mask(valid: Tensor, length: int) -> Tensor:
     """Return the additive mask [B, 1, n, n] of whole sequences: causal; padding (`valid` bool [B, P]) sees padding."""
-    behind = valid.new_ones(len(valid), length - valid.shape[1])
-    allowed = prefix_seen(torch.cat([valid, behind], dim=1), length)
+    allowed = prefix_seen(functional.pad(valid, (0, length - valid.shape[1]), value=True), length)
     return torch.zeros(allowed.shape, device=valid.device).masked_fill_(~allowed, -torch.inf)[:, None]
 
 
@@ -205,7 +193,7 @@ class CachedTarget(nn.Module, Target):
         self.cls_embedding = condition
         self.vocab_size, self.image_tokens, self.n_codes = config.vocab_size, config.image_tokens, config.n_codes
         self.line_length = config.line_length
-        self._sessions: dict[tuple[int, bool, int], TransformerSession] = {}
+        self._sessions: dict[tuple[int, bool, int], _TransformerSession] = {}
 
     def forced(self, positions: Tensor) -> Tensor:
         """Return the tokens that are forced at `positions` int64 [...] of an image, -1 where none is."""
@@ -216,26 +204,23 @@ class CachedTarget(nn.Module, Target):
     @property
     def device(self) -> torch.device:  # type: ignore[override]  # others assign it
         """The device of the weights."""
-        device: torch.device = self.transformer.norm.weight.device
-        return device
+        return self.transformer.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of the weights, except the head's, which is float32."""
-        dtype: torch.dtype = self.transformer.norm.weight.dtype
-        return dtype
+        return self.transformer.norm.weight.dtype
 
-    def session(self, batch: int, guided: bool, nodes: int) -> TransformerSession:
-        """Return the session of this shape; its caches are made at the first call and reused."""
+    def session(self, batch: int, guided: bool, nodes: int) -> _TransformerSession:
+        """Return the session of this shape, made at the first call."""
         shape = (batch, guided, nodes)
         if shape not in self._sessions:
-            self._sessions[shape] = TransformerSession(self, *shape)
+            self._sessions[shape] = _TransformerSession(self, *shape)
         return self._sessions[shape]
 
     def prefix(self, condition: Condition, guided: bool) -> Tensor:
         """Return prefix embeddings [rows, P, dim], conditional rows first."""
-        rows: Tensor = self.cls_embedding.rows(condition.values.to(self.device), guided)
-        return rows
+        return self.cls_embedding.rows(condition.values.to(self.device), guided)
 
 
 class TransformerTarget(CachedTarget):
@@ -274,20 +259,15 @@ class TransformerTarget(CachedTarget):
 class CachedSession:
     """What decode sessions of targets and drafters share: cache, padding and positions."""
 
-    def __init__(self, model: Any, layers: int, shape: tuple[int, bool, int], spare: int) -> None:
-        """`model` has a config, a dtype and a device; `shape`: batch, guided, nodes of a tree.
-
-        `spare`: for how many trees there is room behind the image.
-        """
+    def __init__(self, model: Any, spare: int, batch: int, guided: bool, nodes: int) -> None:
+        """`model` has a config, a dtype and a device; there is room for `spare` trees of `nodes` behind the image."""
         config: TransformerConfig = model.config
-        self._config = config
-        self._batch, self._guided, nodes = shape
-        self._groups = 2 if self._guided else 1
-        capacity, heads = config.prefix + config.image_tokens + spare * nodes, config.kv_heads or config.heads
-        dtype, device = model.dtype, model.device
-        self.cache = KVCache(layers, self._groups, self._batch, capacity, heads, config.head_dim, dtype, device)
-        self._prefix = torch.zeros((), dtype=torch.int64, device=device)
-        self._padding = torch.zeros(self._groups * self._batch, 1, dtype=torch.int64, device=device)
+        self._config, self._batch, self._guided = config, batch, guided
+        self._groups = 1 + guided
+        capacity = config.prefix + config.image_tokens + spare * nodes
+        self.cache = KVCache(config, self._groups, batch, capacity, model.dtype, model.device)
+        self._prefix = torch.zeros((), dtype=torch.int64, device=model.device)
+        self._padding = torch.zeros(self._groups * batch, 1, dtype=torch.int64, device=model.device)
 
     def clear(self) -> None:
         """Fill the cache with zeros."""
@@ -316,16 +296,13 @@ class CachedSession:
         return (logits[: self._batch], logits[self._batch :]) if self._guided else (logits, None)
 
 
-class TransformerSession(CachedSession, TargetSession):
-    """A session of a target."""
-
+class _TransformerSession(CachedSession, TargetSession):
     def __init__(self, target: CachedTarget, *shape: Any) -> None:
         # A completed image of a batch stays behind its end until the others are complete: room for a second tree.
-        super().__init__(target, target.config.layers, shape, spare=2)
+        super().__init__(target, 2, *shape)
         self._target = target
 
     def prefill(self, condition: Condition) -> Logits:
-        """As `TargetSession.prefill`."""
         x = self._target.prefix(condition, self._guided)
         n = x.shape[1]
         visible = self._start(condition, n, x.device)
@@ -335,14 +312,12 @@ class TransformerSession(CachedSession, TargetSession):
         return Logits(*self._split(head), features)
 
     def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Logits:
-        """As `TargetSession.score`."""
         features, positions = self._features(tokens, depths, attention)
         return Logits(*self._split(self._head(features, positions)), features)
 
     def score_guided(
         self, tokens: Tensor, depths: Tensor, attention: Tensor, cfg_scale: float
     ) -> tuple[Tensor, Tensor]:
-        """As `TargetSession.score_guided`: a linear head multiplies guided features, half the rows."""
         if not self._target.linear_head:
             return super().score_guided(tokens, depths, attention, cfg_scale)
         features, positions = self._features(tokens, depths, attention)
@@ -350,7 +325,6 @@ class TransformerSession(CachedSession, TargetSession):
         return self._head(guided, positions), features
 
     def commit(self, path: Tensor, counts: Tensor) -> None:
-        """As `TargetSession.commit`."""
         if path.shape[1] == 1:
             self.cache.advance(counts)
         else:
@@ -366,8 +340,7 @@ class TransformerSession(CachedSession, TargetSession):
         mask = self.cache.mask(seen, x.dtype)
         slots = self.cache.slots(0, x.shape[1])
         positions = self._rotary_positions(positions)
-        features: Tensor = self._target.transformer.step(x, positions, self.cache, slots, mask)
-        return features
+        return self._target.transformer.step(x, positions, self.cache, slots, mask)
 
     def _head(self, features: Tensor, positions: Tensor) -> Tensor:
         """Return the logits of `features` [rows, n, dim], which predict the image tokens at `positions` [B, n]."""

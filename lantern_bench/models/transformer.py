@@ -44,10 +44,9 @@ def grid_rotary(config: TransformerConfig, prefix: int | None = None) -> Tensor:
 
 
 def rotary_table(config: TransformerConfig, prefix: int | None = None) -> Tensor:
-    """Return the factors of `rotate` at each position, [positions, 2, head_dim].
+    """Return the factors of `rotate` at each position, [positions, 2, head_dim]; `prefix` as in `grid_rotary`.
 
-    First the cosine of each number's pair, then the sine with the sign of its partner. `prefix` overrides the config's
-    for positions on a grid.
+    First the cosine of each number's pair, then the sine with the sign of its partner.
     """
     if config.positions == "grid":
         table = grid_rotary(config, prefix)
@@ -80,23 +79,22 @@ class KVCache:
     """Keys and values [layers, 2, rows, heads, capacity, head_dim] for B images and `groups` rows an image.
 
     `lengths` int64 [B] are the committed positions. Shapes and addresses are fixed and a mask hides the rest, so that a
-    step is compiled (or captured as a graph) once. On a CPU a forward reads only the columns in use, on average half of
-    them; on other devices the host does not know their number, and it reads the whole capacity.
+    step is compiled (or captured as a graph) once. On a CPU a forward reads only the columns in use; on other devices
+    the host does not know their number, and it reads the whole capacity.
     """
 
     def __init__(
         self,
-        layers: int,
+        config: TransformerConfig,
         groups: int,
         batch: int,
         capacity: int,
-        heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        rows = groups * batch
-        self._store = torch.zeros((layers, 2, rows, heads, capacity, head_dim), dtype=dtype, device=device)
+        rows, heads = groups * batch, config.kv_heads or config.heads
+        shape = (config.layers, 2, rows, heads, capacity, config.head_dim)
+        self._store = torch.zeros(shape, dtype=dtype, device=device)
         # Views of single layers: a compiled forward would copy a view of the whole store to write into it.
         self._layers = [(layer[0], layer[1]) for layer in self._store]
         self.groups, self.batch, self.capacity = groups, batch, capacity
@@ -203,8 +201,7 @@ def attend_cached(cache: KVCache, layer: int, slots: Tensor, mask: Tensor, kerne
         keys, values = (store[:, :, : mask.shape[-1]] for store in cache.write(layer, slots, k, v))
         if kernel and q.shape[1] <= _MAX_KERNEL_NODES and q.shape[3] % 16 == 0:
             by_column = mask[:, 0].mT.float().contiguous()
-            mixed: Tensor = torch.ops.lantern_bench.node_attention(q.float().contiguous(), keys, values, by_column)
-            return mixed.to(q.dtype)
+            return torch.ops.lantern_bench.node_attention(q.float().contiguous(), keys, values, by_column).to(q.dtype)
         return _scaled_dot_product(q, keys, values, mask)
 
     return attend
@@ -284,8 +281,7 @@ class _Attention(nn.Module):
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=2)
         q, k = rotate(qk, rotary, self.interleaved).split([self.heads, self.kv_heads], dim=2)
         mixed = attend(q, k, v)
-        out: Tensor = self.wo(mixed.reshape(rows, n, -1))
-        return out
+        return self.wo(mixed.reshape(rows, n, -1))
 
 
 def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
@@ -316,8 +312,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., dim] -> [..., dim]."""
         gate, up = (self.w1(x), self.w3(x)) if self.w13 is None else self.w13(x).chunk(2, dim=-1)
-        out: Tensor = self.w2(functional.silu(gate) * up)
-        return out
+        return self.w2(functional.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -333,14 +328,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
         """Map x [rows, n, dim] to the same shape; `rotary` as in `rotate`, attention is `attend`."""
-        out: Tensor
         if self.norm_after:
             x = x + self.attention_norm(self.attention(x, rotary, attend))
-            out = x + self.ffn_norm(self.feed_forward(x))
-        else:
-            x = x + self.attention(self.attention_norm(x), rotary, attend)
-            out = x + self.feed_forward(self.ffn_norm(x))
-        return out
+            return x + self.ffn_norm(self.feed_forward(x))
+        x = x + self.attention(self.attention_norm(x), rotary, attend)
+        return x + self.feed_forward(self.ffn_norm(x))
 
 
 class TokenEmbedding(nn.Embedding):
@@ -389,10 +381,7 @@ class Head(nn.Linear):
 
 
 class Transformer(nn.Module):
-    """Embedding, layers, final norm and output head over the image vocabulary.
-
-    The logits are linear in its features, so that guiding features guides logits.
-    """
+    """Embedding, layers, final norm and output head: logits are linear in features, so guided features guide logits."""
 
     rotary: Tensor
     attention_kernel = False  # set by `pack_for_decoding`, as in `attend_cached`
@@ -431,5 +420,5 @@ class Transformer(nn.Module):
 
     def _features(self, x: Tensor) -> Tensor:
         """Return what the output head multiplies: final-norm hidden states, or what `head_layer` makes of them."""
-        out: Tensor = self.norm(x)
-        return out if self.head_layer is None else functional.gelu(self.head_layer(out))
+        x = self.norm(x)
+        return x if self.head_layer is None else functional.gelu(self.head_layer(x))

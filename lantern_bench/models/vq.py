@@ -1,16 +1,17 @@
 """The VQ tokenizer of LlamaGen (arXiv 2406.06525, section 3.1): a convolutional autoencoder around a codebook.
 
-LlamaGen's tokenizers, Chameleon's and the bundled one differ only by `VQConfig`; the parameter names are those of
-LlamaGen's checkpoints, which `load_vq` reads. The training losses are in `experiments/train_lanterns/tasks.py`.
+The tokenizers of all families differ only by `VQConfig`, and Emu3's by convolutions over time; parameters have the
+names of LlamaGen's checkpoints. The training losses are in `experiments/train_lanterns/tasks.py`.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ class VQConfig:
     unit_codes: bool = True  # codes and latents are scaled to unit length
     attention: bool = True  # the blocks of the lowest resolution attend, as the middle ones always do
     code_norms: bool = False  # the codes scale and shift what the decoder's norms give (MoVQGAN)
+    frames: int = 1  # of a video that make one map of codes (Emu3)
 
     @property
     def downsampling(self) -> int:
@@ -79,8 +81,7 @@ class _ResBlock(nn.Module):
 
     def forward(self, x: Tensor, codes: Tensor | None = None) -> Tensor:
         h = self.conv1(functional.silu(self.norm1(x, codes)))
-        out: Tensor = self.nin_shortcut(x) + self.conv2(functional.silu(self.norm2(h, codes)))
-        return out
+        return self.nin_shortcut(x) + self.conv2(functional.silu(self.norm2(h, codes)))
 
 
 class _AttnBlock(nn.Module):
@@ -98,8 +99,7 @@ class _AttnBlock(nn.Module):
         h = self.norm(x, codes)
         q, k, v = (part(h).flatten(2).transpose(1, 2) for part in (self.q, self.k, self.v))
         mixed = functional.scaled_dot_product_attention(q, k, v)
-        out: Tensor = x + self.proj_out(mixed.transpose(1, 2).reshape(x.shape))
-        return out
+        return x + self.proj_out(mixed.transpose(1, 2).reshape(x.shape))
 
 
 class _Resample(nn.Module):
@@ -113,8 +113,7 @@ class _Resample(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # Going down, the published model pads right and bottom only.
         x = functional.interpolate(x, scale_factor=2.0, mode="nearest") if self.up else functional.pad(x, (0, 1, 0, 1))
-        out: Tensor = self.conv(x)
-        return out
+        return self.conv(x)
 
 
 class _Level(nn.Module):
@@ -133,8 +132,7 @@ class _Level(nn.Module):
             x = block(x, codes)
             if len(self.attn):
                 x = self.attn[number](x, codes)
-        out: Tensor = self.upsample(self.downsample(x))
-        return out
+        return self.upsample(self.downsample(x))
 
 
 def _code_dim(config: VQConfig, up: bool) -> int | None:
@@ -178,8 +176,7 @@ class _Coder(nn.Module):
         x = self.conv_in(x)
         for block in (*self.mid, *self.conv_blocks) if self.up else (*self.conv_blocks, *self.mid):
             x = block(x, codes)
-        out: Tensor = self.conv_out(functional.silu(self.norm_out(x, codes)))
-        return out
+        return self.conv_out(functional.silu(self.norm_out(x, codes)))
 
 
 class _Codebook(nn.Module):
@@ -216,8 +213,7 @@ class VQModel(nn.Module):
 
     def latents(self, pixels: Tensor) -> Tensor:
         """Latents before quantisation, not normalised: [B, 3, H, W] -> [B, d, h, w]."""
-        out: Tensor = self.quant_conv(self.encoder(pixels))
-        return out
+        return self.quant_conv(self.encoder(pixels))
 
     def encode(self, pixels: Tensor) -> Encoded:
         """Encode pixels [B, 3, H, W] to the nearest code at each position."""
@@ -229,8 +225,7 @@ class VQModel(nn.Module):
     def decode(self, quantised: Tensor) -> Tensor:
         """Decode code vectors [B, d, h, w] to pixels [B, 3, H, W], not clamped."""
         codes = quantised if self.config.code_norms else None
-        out: Tensor = self.decoder(self.post_quant_conv(quantised), codes)
-        return out
+        return self.decoder(self.post_quant_conv(quantised), codes)
 
     def decode_tokens(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         """Decode token numbers [B, h*w] (row-major) to pixels [B, 3, H, W], not clamped."""
@@ -244,72 +239,182 @@ class VQModel(nn.Module):
         return table.detach().float()
 
 
-# ---- Files. Shapes tell all sizes, so no config is read; a layout is a function from our names to the file's.
-
-Rename: TypeAlias = Callable[[str, int], str]
-"""(our name, number of resolutions) -> the name in a file."""
-
-
-def same_name(name: str, levels: int) -> str:  # noqa: ARG001  # a `Rename`
-    """Return the name in LlamaGen's layout, which is ours."""
-    return name
+# ---- Emu3's tokenizer of videos (arXiv 2409.18869, section 2.2), for single pictures
+#
+# Around the convolutions of a VQGAN it has convolutions over time, which see no later frame. A picture is decoded as
+# the first frame of a video: nothing is before it, so a kernel over time is its last slice, and the other frames that
+# the published decoder makes are never computed. A picture is encoded as frames that are all alike.
 
 
-def janus_names(name: str, levels: int) -> str:  # noqa: ARG001  # a `Rename`
-    """Return the name in transformers' Janus: taming-transformers', resolutions counted from the lowest one."""
+class _TimeConv(nn.Conv3d):
+    """A convolution over time and space that sees no later frame; a picture [B, C, H, W] is a first frame."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        around = self.kernel_size[1] // 2
+        if x.dim() == 4:
+            return functional.conv2d(x, self.weight[:, :, -1], self.bias, padding=around)
+        return super().forward(functional.pad(x, (around,) * 4 + (2, 0)))
+
+
+class _StillNorm(nn.Module):
+    """A batch norm with the statistics of its training."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        ones = torch.ones(channels)
+        self.weight, self.bias = nn.Parameter(ones), nn.Parameter(ones.clone())
+        self.running_mean, self.running_var = (nn.Parameter(ones.clone(), requires_grad=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, ...] of any number of axes."""
+        return functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+
+
+class _TimeResBlock(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = _StillNorm(channels), _StillNorm(channels)
+        self.conv1, self.conv2 = (_TimeConv(channels, channels, 3) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv1(functional.silu(self.norm1(x)))
+        return x + self.conv2(functional.silu(self.norm2(h)))
+
+
+class _VideoVQ(VQModel):
+    """A `VQModel` with convolutions over time, which halve frames to one and double them again."""
+
+    def __init__(self, config: VQConfig) -> None:
+        super().__init__(config)
+        width, halvings = config.z_channels, int(math.log2(config.frames))
+        self.time_down = nn.ModuleList(_TimeConv(width, width, (4, 3, 3), stride=(2, 1, 1)) for _ in range(halvings))
+        self.time_encoder = nn.Sequential(*(_TimeResBlock(width) for _ in range(config.res_blocks)))
+        self.time_decoder = nn.Sequential(*(_TimeResBlock(width) for _ in range(config.res_blocks)))
+        self.time_up = nn.ModuleList(_TimeConv(width, width, 3) for _ in range(halvings))
+        self.quant_conv = _TimeConv(width, config.code_dim, (3, 1, 1))
+        self.post_quant_conv = _TimeConv(config.code_dim, width, (3, 1, 1))
+
+    def latents(self, pixels: Tensor) -> Tensor:
+        video = self.encoder(pixels)[:, :, None].expand(-1, -1, self.config.frames, -1, -1)
+        for conv in self.time_down:
+            video = functional.silu(conv(video))
+        return self.quant_conv(self.time_encoder(video))[:, :, 0]
+
+    def decode(self, quantised: Tensor) -> Tensor:
+        # The codes go through the convolutions over time too, and into every norm.
+        both = self.time_decoder(torch.cat([self.post_quant_conv(quantised), quantised]))
+        for conv in self.time_up:
+            both = functional.silu(conv(both))
+        return self.decoder(*both.chunk(2))
+
+
+def new_vq(config: VQConfig) -> VQModel:
+    """Return a tokenizer with fresh weights."""
+    return VQModel(config) if config.frames == 1 else _VideoVQ(config)
+
+
+# ---- Files. Shapes tell all sizes, so no config is read.
+
+
+def _janus(name: str, _levels: int) -> str:
+    """Transformers' Janus: the names of taming-transformers, resolutions counted from the lowest one."""
     name = name.replace("encoder.conv_blocks.", "encoder.down.").replace("decoder.conv_blocks.", "decoder.up.")
     middle = ("block_1", "attn_1", "block_2")
     name = re.sub(r"\.mid\.(\d)\.", lambda match: f".mid.{middle[int(match[1])]}.", name)
     return name.replace(".res.", ".block.")
 
 
-def taming_names(name: str, levels: int) -> str:
-    """Return the name in taming-transformers (vqgan.ckpt), whose decoder counts resolutions from the highest one."""
-    name = janus_names(name, levels)
+def _taming(name: str, levels: int) -> str:
+    """Taming-transformers (vqgan.ckpt), whose decoder counts resolutions from the highest one."""
+    name = _janus(name, levels)
     return re.sub(r"^decoder\.up\.(\d+)", lambda match: f"decoder.up.{levels - 1 - int(match[1])}", name)
 
 
-def moving_names(name: str, levels: int) -> str:
-    """Return the name in MoVQGAN: taming-transformers', with the group norm inside each norm of the decoder."""
-    return re.sub(r"^(decoder\..*norm\w*)\.(weight|bias)$", r"\1.norm_layer.\2", taming_names(name, levels))
+def _moving(name: str, levels: int) -> str:
+    """MoVQGAN: taming-transformers', with the group norm inside each norm of the decoder."""
+    return re.sub(r"^(decoder\..*norm\w*)\.(weight|bias)$", r"\1.norm_layer.\2", _taming(name, levels))
 
 
-def load_vq(
-    checkpoint: Checkpoint,
-    names: Rename,
-    device: torch.device,
-    *,
-    unit_codes: bool = False,
-    make: Callable[[VQConfig], VQModel] = VQModel,
-    ignored: str = "$",
-) -> VQModel:
-    """Load a tokenizer in float32 into what `make` makes of its sizes.
+_EMU3_TIME = {
+    r"time_down\.(\d+)\.": r"encoder.time_conv.\1.conv.conv.",
+    r"time_up\.(\d+)\.": r"decoder.time_conv.\1.conv.conv.",
+    r"time_(en|de)coder\.(\d+)\.(norm\d)\.": r"\1coder.time_res_stack.\2.\3.",
+    r"time_(en|de)coder\.(\d+)\.(conv\d)\.": r"\1coder.time_res_stack.\2.\3.conv.",
+    r"(quant_conv|post_quant_conv)\.": r"\1.conv.",
+}
+_EMU3 = {
+    r"encoder\.conv_blocks\.": "encoder.down_block.down.",
+    r"\.res\.": ".block.",
+    r"\.attn\.(\d+)\.norm\.": r".attn_norms.\1.",
+    r"\.mid\.0\.": ".middle_block.block_1.",
+    r"\.mid\.1\.norm\.": ".middle_block.attn_norm.",
+    r"\.mid\.1\.": ".middle_block.attn_1.",
+    r"\.mid\.2\.": ".middle_block.block_2.",
+    r"(\.attn\.\d+|attn_1)\.(q|k|v)\.": r"\1.\2_proj.",
+    r"\.proj_out\.": ".out_proj.",
+    r"^(decoder\..*(?:norm1|norm2|norm_out|attn_norm|attn_norms\.\d+))\.(weight|bias)$": r"\1.norm_layer.\2",
+}
 
-    `ignored` is a regular expression of tensors that no picture needs. Raises `UserError` for another kind of file, and
-    for every key that does not fit.
-    """
-    config = _sizes_in(checkpoint, names, unit_codes)
+
+def _emu3(name: str, levels: int) -> str:
+    """Transformers' Emu3VQVAE."""
+    for ours, theirs in _EMU3_TIME.items():
+        if (match := re.match(ours, name)) is not None:
+            return match.expand(theirs) + name[match.end() :]
+    name = re.sub(
+        r"^decoder\.conv_blocks\.(\d+)", lambda match: f"decoder.up_block.up.{levels - 1 - int(match[1])}", name
+    )
+    for ours, theirs in _EMU3.items():
+        name = re.sub(ours, theirs, name)
+    return name
+
+
+class Layout(NamedTuple):
+    """A layout of a tokenizer's file."""
+
+    rename: Callable[[str, int], str]  # (our name, number of resolutions) -> the name in the file
+    inside: str = ""  # before all names, in a file that holds the target too
+    unit_codes: bool = False
+    ignored: str = "$"  # a regular expression of tensors that no picture needs
+
+
+LAYOUTS = {
+    "llamagen": Layout(lambda name, _levels: name, unit_codes=True, ignored="quantize.codebook_used$"),
+    "chameleon": Layout(_taming, ignored=r"loss\."),
+    "movqgan": Layout(_moving, ignored=r"loss\.|ema_"),
+    "janus": Layout(_janus, inside="model.vqmodel.", unit_codes=True),
+    # Batch norms count their batches, which changes no picture.
+    "emu3": Layout(_emu3, inside="model.vqmodel.", ignored=r".*\.num_batches_tracked$"),
+}
+
+
+def load_vq(checkpoint: Checkpoint, layout: Layout, device: torch.device) -> VQModel:
+    """Load a tokenizer in float32; raises `UserError` for another kind of file, and for every key that does not fit."""
+    checkpoint = checkpoint.inside(layout.inside)
+    config = _sizes_in(checkpoint, layout)
     with torch.device("meta"):
-        model = make(config)
-    keys = same_names(model, lambda name: names(name, len(config.channel_mult)))
+        model = new_vq(config)
+    keys = same_names(model, lambda name: layout.rename(name, len(config.channel_mult)))
     for name, tensor in model.state_dict().items():
         key = keys[name][0].key
         if tensor.shape[2:] == (1, 1) and key in checkpoint and len(checkpoint.shape(key)) == 2:
             # Matrices there, and convolutions of one pixel here.
             keys[name] = (Slice(key, prepare=lambda rows: rows[:, :, None, None], file_shape=tuple(tensor.shape[:2])),)
     wanted = f"a VQ tokenizer of {config.codes} codes"
-    load_into(model, checkpoint, keys, dtype=torch.float32, device=device, ignored=ignored, wanted=wanted)
+    load_into(model, checkpoint, keys, dtype=torch.float32, device=device, ignored=layout.ignored, wanted=wanted)
     return model
 
 
-def _sizes_in(checkpoint: Checkpoint, names: Rename, unit_codes: bool) -> VQConfig:
-    """The sizes of a tokenizer, from its shapes; raises `UserError` for another kind of file."""
+def _sizes_in(checkpoint: Checkpoint, layout: Layout) -> VQConfig:
 
     def shape(name: str) -> tuple[int, ...]:
-        return checkpoint.shape(names(name, 1))
+        return checkpoint.shape(layout.rename(name, 1))
+
+    def has(name: str) -> bool:
+        return layout.rename(name, 1) in checkpoint
 
     def count(name: str) -> int:
-        return next(n for n in itertools.count() if names(name.format(n), 1) not in checkpoint)
+        return next(n for n in itertools.count() if not has(name.format(n)))
 
     block = "encoder.conv_blocks.{}.res.{}.conv1.weight"
     try:
@@ -321,6 +426,15 @@ def _sizes_in(checkpoint: Checkpoint, names: Rename, unit_codes: bool) -> VQConf
         raise checkpoint.is_not("a VQ tokenizer of this family", f"it has no {error}") from error
     if not levels or not blocks or channels % _GROUPS:
         raise checkpoint.is_not("a VQ tokenizer of this family", f"it has {levels} resolutions, {channels} channels")
-    attention = names(f"encoder.conv_blocks.{levels - 1}.attn.0.q.weight", 1) in checkpoint
-    code_norms = names("decoder.norm_out.conv_y.weight", 1) in checkpoint
-    return VQConfig(codes, code_dim, z_channels, channels, channel_mult, blocks, unit_codes, attention, code_norms)
+    return VQConfig(
+        codes,
+        code_dim,
+        z_channels,
+        channels,
+        channel_mult,
+        blocks,
+        layout.unit_codes,
+        attention=has(f"encoder.conv_blocks.{levels - 1}.attn.0.q.weight"),
+        code_norms=has("decoder.norm_out.conv_y.weight"),
+        frames=2 ** count("time_down.{}.weight"),
+    )

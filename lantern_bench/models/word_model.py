@@ -24,8 +24,6 @@ from lantern_bench.models.transformer_config import TransformerConfig, llama_siz
 if TYPE_CHECKING:
     import torch
 
-    from lantern_bench.models.io.checkpoint import Checkpoint
-    from lantern_bench.models.io.state_dict import KeyMap
     from lantern_bench.models.loaded_model import Prompts
     from lantern_bench.models.target import Condition, TransformerTarget
 
@@ -81,8 +79,6 @@ class WordModel(CheckpointModel):
 
     mode = "scd"  # no drafter was published
     has_drafter = False
-    kind: ClassVar[tuple[str, str]]  # a tensor that every checkpoint has, and what the family's models are called
-    ignored: ClassVar[str]  # a regular expression of the tensors that no picture needs
     words: ClassVar[tuple[int, int]]  # the first and the last number of a word, for random weights
     longest_prompt: ClassVar[int] = 256
 
@@ -98,15 +94,14 @@ class WordModel(CheckpointModel):
     def wording(self) -> Wording:
         """Return what stands around a caption."""
 
-    @abstractmethod
-    def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
-        """Return the key map of the target."""
-
-    def name_now(self, name: str) -> str:
-        """Return the name that a tensor of an older file has now."""
-        return name
-
     # ---- What follows
+
+    def section(self, key: str) -> Mapping[str, Any]:
+        """Return a section of config.json ("": the whole); raises `UserError` for one that is no mapping."""
+        section = self.config.get(key, {}) if key else self.config
+        if not isinstance(section, Mapping):
+            raise self.wrong(key, "must be a mapping")
+        return section
 
     def llama_config(self, section: str, vocab_size: int, **fields: Any) -> TransformerConfig:
         """Return the sizes that a section of config.json ("": the whole) states of a Llama or its kin.
@@ -117,16 +112,17 @@ class WordModel(CheckpointModel):
         def wrong(key: str, text: str) -> UserError:
             return self.wrong(f"{section}.{key}" if section else key, text)
 
-        sizes = llama_sizes(self.section(section) if section else self.config, wrong)
+        sizes = llama_sizes(self.section(section), wrong)
         grid = (self.file and self.file.grid) or fields.pop("grid", None) or self.row.grid
         sizes |= {"prefix": self.longest_prompt, "grid": grid, "positions": "sequence", "pairs": "halves"}
         return TransformerConfig(vocab_size, **sizes, **fields)
 
-    def whole_number(self, section: str, key: str) -> int:
-        """Return a number that a section of config.json states ("": the whole); raises `UserError` for others."""
-        value = (self.section(section) if section else self.config).get(key)
+    def whole_number(self, key: str) -> int:
+        """Return a number that config.json states, by its dotted key; raises `UserError` for others."""
+        section, _, name = key.rpartition(".")
+        value = self.section(section).get(name)
         if type(value) is not int or value < 1:
-            raise self.wrong(f"{section}.{key}" if section else key, f"{value}: must be a whole number above 0")
+            raise self.wrong(key, f"{value}: must be a whole number above 0")
         return value
 
     @cached_property
@@ -171,43 +167,24 @@ class WordModel(CheckpointModel):
 
     def load_target(self, device: torch.device, dtype: torch.dtype) -> tuple[TransformerTarget, tuple[Path, ...]]:
         """Load the target; tokenizer.json decides which code a token is, so it is one of the files."""
-        import torch
+        target, files = super().load_target(device, dtype)
+        return target, (*files, *filter(Path.is_file, [self._tokenizer_json]))
 
-        from lantern_bench.models.io.checkpoint import open_checkpoint
-        from lantern_bench.models.io.state_dict import load_into
+    def prompts(self, target: TransformerTarget, invented: bool = False) -> Prompts:  # noqa: ARG002
+        """Return captions through the model's own tokenizer; of invented numbers, each is a hash of its word."""
+        from lantern_bench.models.loaded_model import Prompts
+        from lantern_bench.models.target import prompt_condition
 
-        if self.file is not None and self.file.target.layout == "official":
-            text = f"official: {self.kind[1]} is read in the layout hf"
-            raise self.file.wrong("target.layout", text, "Leave it out.")
-        checkpoint = open_checkpoint(self.paths["target"]).renamed(self.name_now)
-        checkpoint.require(*self.kind)
-        with torch.device("meta"):
-            target = self.new_target()
-        wanted = f"{self.kind[1]} of {target.config.layers} layers of width {target.config.dim}"
-        keys = self.target_keys(target, checkpoint)
-        load_into(target, checkpoint, keys, dtype=dtype, device=device, ignored=self.ignored, wanted=wanted)
-        return target, (*checkpoint.paths, *filter(Path.is_file, [self._tokenizer_json]))
-
-    def prompts(self, target: TransformerTarget) -> Prompts:  # noqa: ARG002  # the vocabulary tells all
-        """Return captions through the model's own tokenizer."""
-        return self._prompts(self._encode)
-
-    def random_prompts(self) -> Prompts:
-        """Return prompts of invented numbers: a hash maps each word to a number."""
         first, last = self.words
 
         def invent(text: str) -> Sequence[int]:
             digests = [hashlib.sha256(word.encode()).digest() for word in text.split()[: self.longest_prompt // 2]]
             return [first + int.from_bytes(digest[:8]) % (last + 1 - first) for digest in digests]
 
-        return self._prompts(invent, bare=True)
-
-    def _prompts(self, encode: Encode, bare: bool = False) -> Prompts:
-        from lantern_bench.models.loaded_model import Prompts
-        from lantern_bench.models.target import prompt_condition
+        encode = invent if invented else self._encode
 
         def condition(captions: Sequence[str]) -> Condition:
-            prompts = [self.prompt_tokens(caption, encode, bare) for caption in captions]
+            prompts = [self.prompt_tokens(caption, encode, bare=invented) for caption in captions]
             nulls = [self.wording().without_caption(prompt, self.vocabulary, encode) for prompt in prompts]
             return prompt_condition(list(zip(prompts, nulls, strict=True)))
 
@@ -229,8 +206,7 @@ class WordModel(CheckpointModel):
 
     def _encode(self, text: str) -> Sequence[int]:
         """The numbers of a text, without what a tokenizer adds around one."""
-        numbers: Sequence[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return numbers
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     @cached_property
     def _tokenizer(self) -> Any:

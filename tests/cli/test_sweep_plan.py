@@ -32,7 +32,7 @@ def here(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(RESULTS_VARIABLE, "results")
-    monkeypatch.setattr("lantern_bench.models.lanterns.family.Lanterns.load", refuse)
+    monkeypatch.setattr("lantern_bench.models.lanterns.Lanterns.load", refuse)
     return tmp_path
 
 
@@ -95,7 +95,7 @@ def test_plan_counts_finished_images_and_estimates_time(capsys, here):
     assert cli.main(["sweep", "--images", "1", "--modes", "ar", "--temperature", "1", "--dry-run", "--out", "run"]) == 0
     capsys.readouterr()
     from lantern_bench.config.plan import Prompt
-    from lantern_bench.models.lanterns.captions import HELD_OUT
+    from lantern_bench.models.lanterns import HELD_OUT
 
     key = {"prompt_id": Prompt(HELD_OUT[0].caption()).id, "repeat": 0}
     row = {"record_key": "1", "status": "ok", "cell_id": "ar-t1", "seconds": 1.5, "pixel_seconds": 0.5, **key}

@@ -9,8 +9,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import drafts_along, proposer_at, teacher_forced
-from lantern_bench.models.lanterns.captions import HELD_OUT
-from lantern_bench.models.lanterns.family import Lanterns
+from lantern_bench.models.lanterns import HELD_OUT, Lanterns
 from lantern_bench.models.loaded_model import LoadedModel
 
 CAPTIONS = [item.caption() for item in HELD_OUT[:2]]

@@ -17,8 +17,7 @@ from lantern_bench.config.plan import Prompt, make_plan
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models import registry
 from lantern_bench.models.io.checkpoint import open_checkpoint
-from lantern_bench.models.lanterns import FILES, WEIGHTS_FOLDER
-from lantern_bench.models.lanterns.family import Lanterns
+from lantern_bench.models.lanterns import FILES, WEIGHTS_FOLDER, Lanterns
 from lantern_bench.runs.devices import Compute, key_fields
 from lantern_bench.runs.records import KeyFields
 from lantern_bench.runs.store import RunStore, read_manifest, read_records

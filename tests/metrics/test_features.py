@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from experiments.train_lanterns.recipe import write_weights
 from lantern_bench.config.protocols import PROTOCOLS, Preparation
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.metrics.features import (
@@ -19,8 +20,7 @@ from lantern_bench.metrics.features import (
     preprocess,
     resize_for_features,
 )
-from lantern_bench.models.lanterns.classifier import AttributeClassifier, load_classifier
-from lantern_bench.models.lanterns.model import write_weights
+from lantern_bench.models.lanterns.modules import AttributeClassifier, load_classifier
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from experiments.train_lanterns.recipe import write_weights
 from experiments.train_lanterns.tasks import reference_scenes
 from lantern_bench.config.protocols import PROTOCOLS, Preparation
 from lantern_bench.errors import UserError
 from lantern_bench.metrics import features, reference_sets
-from lantern_bench.models.lanterns.classifier import AttributeClassifier
-from lantern_bench.models.lanterns.model import write_weights
+from lantern_bench.models.lanterns.modules import AttributeClassifier
 
 EMBEDDED = PROTOCOLS["embedded"]
 PLAIN = Preparation()

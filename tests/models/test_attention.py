@@ -7,12 +7,14 @@ import torch
 from torch.nn import functional
 
 from lantern_bench.models.transformer import KVCache, attend_cached
+from lantern_bench.models.transformer_config import TransformerConfig
 
 NODES, CAPACITY = 9, 100
 
 
 def filled_cache(lengths: list[int], dtype: torch.dtype, kv_heads: int) -> KVCache:
-    cache = KVCache(1, 2, len(lengths), CAPACITY, kv_heads, 8, dtype, torch.device("cpu"))
+    config = TransformerConfig(2, 8 * kv_heads, 1, kv_heads, 1, prefix=1, grid=(1, 1))
+    cache = KVCache(config, 2, len(lengths), CAPACITY, dtype, torch.device("cpu"))
     draws = torch.Generator().manual_seed(0)
     store = torch.randn(cache._store.shape, generator=draws).to(dtype)  # what earlier steps left
     cache._store.copy_(store)

@@ -139,7 +139,7 @@ def test_other_families_are_refused_in_one_line(anole: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("layout: hf", "layout: official", "target.layout: official: a Chameleon model in the HF layout is read in"),
+        ("layout: hf", "layout: official", "is not in the layout official: it is a Chameleon model"),
         ("layout: hf", "config: {hidden_act: gelu}", "target.config.hidden_act: is gelu"),
         ("family: anole", "family: anolé", "unknown family"),
         ("dir: drafter", "dir: target", "num_hidden_layers: is 2"),

@@ -175,7 +175,7 @@ def test_captions_need_the_tokenizers_package(folder: Path, monkeypatch: pytest.
 
 
 def test_invented_prompts_depend_on_words_alone() -> None:
-    condition = LUMINA.random_prompts().condition
+    condition = LUMINA.prompts(None, invented=True).condition
     red, blue = condition(["a red lantern"]), condition(["a blue lantern"])
     assert red.values.equal(condition(["a red lantern"]).values)
     assert (red.values == blue.values).flatten().tolist().count(False) == 1

@@ -32,11 +32,11 @@ def sha(content):
 @pytest.fixture(autouse=True)
 def published(tmp_path, monkeypatch):
     """Published models: `toy`, whose VQ is of a pinned revision, and `big`, in one folder; nothing is here."""
-    official = Source("maker/toys", "big.pt", ("big.pt",), Licence("MIT"))
-    converted = Source("other/toy-hf", ".", ("*.json", "*.safetensors"), OTHER)
-    vq = Source("maker/toys", "vq.pt", ("vq.pt",), OTHER, COMMIT)
-    drafter = Source("other/toy-drafter", "config.json", ("config.json",), OTHER)
-    folder = Source("maker/big", ".", ("*.json", "*.safetensors"), Licence("MIT"))
+    official = Source("maker/toys", Licence("MIT"), "big.pt")
+    converted = Source("other/toy-hf", OTHER)
+    vq = Source("maker/toys", OTHER, "vq.pt", COMMIT)
+    drafter = Source("other/toy-drafter", OTHER, "config.json")
+    folder = Source("maker/big", Licence("MIT"))
     toy = {"target": (official, converted), "tokenizer": (vq,), "drafter": (drafter,)}
     monkeypatch.setattr(hub, "PARTS", {"toy": toy, "big": {"target": (folder,), "tokenizer": (folder,)}})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

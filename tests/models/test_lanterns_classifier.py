@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiments.train_lanterns.recipe import write_weights
 from experiments.train_lanterns.tasks import held_out_scenes
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models.lanterns.captions import FIELDS, Attributes
-from lantern_bench.models.lanterns.classifier import AttributeClassifier, load_classifier, predict, prompt_accuracy
-from lantern_bench.models.lanterns.model import write_weights
+from lantern_bench.models.lanterns import FIELDS, Attributes
+from lantern_bench.models.lanterns.modules import AttributeClassifier, load_classifier, predict, prompt_accuracy
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lantern_bench.models.lanterns import GUIDANCE
-from lantern_bench.models.lanterns.captions import HELD_OUT
+from lantern_bench.models.lanterns import GUIDANCE, HELD_OUT
 
 CAPTIONS = [item.caption() for item in HELD_OUT[:2]]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "cfg_scale": GUIDANCE}

@@ -58,7 +58,10 @@ def logits(path: Path, model: LlamaGen) -> Tensor:
     valid = torch.ones(2, model.sizes.prefix, dtype=torch.bool)
     values = torch.tensor([1, 2])
     if isinstance(model, TextToImage):
-        values, valid[0, 0] = torch.randn(2, model.sizes.prefix, model.width, generator=generator), False
+        values, valid[0, 0] = (
+            torch.randn(2, model.sizes.prefix, model.numbers["caption_dim"], generator=generator),
+            False,
+        )
     session = target.session(2, True, 1)
     with torch.no_grad():
         return torch.cat(session.prefill(Condition(values, valid))[:2])

@@ -137,5 +137,5 @@ def test_model_files_that_cannot_be_are_refused(old: str, new: str, message: str
 def test_other_tokenizers_are_refused(tmp_path: Path) -> None:
     path = tiny.write(tmp_path / "model", SHAPES["plain"])
     torch.save({"quantize.embedding.weight": torch.ones(3, 2)}, path.parent / "movqgan_270M.ckpt")
-    with pytest.raises(UserError, match="is not a MoVQGAN: it"):
+    with pytest.raises(UserError, match="is not a VQ tokenizer of this family: it"):
         model_of(str(path)).load(CPU, torch.float32)

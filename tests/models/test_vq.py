@@ -11,15 +11,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lantern_bench.models.io.checkpoint import open_checkpoint
-from lantern_bench.models.vq import VQConfig, VQModel, load_vq, same_name
+from lantern_bench.models.vq import LAYOUTS, VQConfig, VQModel, load_vq
 
 GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden")) / "llamagen_vq"
 
 
 @pytest.fixture(scope="module")
 def model() -> VQModel:
-    checkpoint, device = open_checkpoint(GOLDEN / "vq.pt"), torch.device("cpu")
-    return load_vq(checkpoint, same_name, device, unit_codes=True, ignored="quantize.codebook_used")
+    return load_vq(open_checkpoint(GOLDEN / "vq.pt"), LAYOUTS["llamagen"], torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ import torch
 
 from lantern_bench.errors import UserError
 from lantern_bench.models.io.checkpoint import open_checkpoint
-from lantern_bench.models.vq import VQModel, load_vq, taming_names
+from lantern_bench.models.vq import LAYOUTS, VQModel, load_vq
 from tests.models import tiny_chameleon as tiny
 from tests.models import tiny_lumina2
 
 
 def load_vqgan(path: Path) -> VQModel:
-    return load_vq(open_checkpoint(path), taming_names, torch.device("cpu"), ignored=r"loss\.")
+    return load_vq(open_checkpoint(path), LAYOUTS["chameleon"], torch.device("cpu"))
 
 
 @pytest.fixture

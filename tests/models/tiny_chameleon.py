@@ -107,13 +107,13 @@ def write_drafter(folder: Path) -> Path:
 
 def write_vqgan(folder: Path) -> Path:
     """vqgan.ckpt with the names of taming-transformers; returns the checkpoint."""
-    from lantern_bench.models.vq import VQConfig, VQModel, taming_names
+    from lantern_bench.models.vq import LAYOUTS, VQConfig, VQModel
 
     folder.mkdir(parents=True)
     with torch.random.fork_rng():
         torch.manual_seed(3)  # fresh layers draw from torch's own stream
         model = VQModel(VQConfig(CODES, 8, 32, 32, (2, 1), 1, unit_codes=False, attention=False))
-    state = {taming_names(name, 2): tensor for name, tensor in model.state_dict().items()}
+    state = {LAYOUTS["chameleon"].rename(name, 2): tensor for name, tensor in model.state_dict().items()}
     torch.save({"state_dict": state | {"loss.logvar": torch.zeros(1)}}, folder / "vqgan.ckpt")
     return folder / "vqgan.ckpt"
 

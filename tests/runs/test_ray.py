@@ -354,7 +354,7 @@ def joined(cluster: Cluster) -> Iterator[None]:
 def test_scores_in_parts_are_those_of_one_pass(
     home: Path, joined: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lantern_bench.models.lanterns.captions import HELD_OUT
+    from lantern_bench.models.lanterns import HELD_OUT
     from lantern_bench.runs.images import png_bytes
     from lantern_bench.runs.scoring import load_scorers, measure_pictures
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
+from experiments.train_lanterns.recipe import write_weights
 from experiments.train_lanterns.scenes import render
 from experiments.train_lanterns.tasks import CLIP_CONFIG, save_clip
 from lantern_bench.config.experiment import load_experiment
@@ -29,10 +30,9 @@ from lantern_bench.metrics import clip, features
 from lantern_bench.metrics.accuracy import PromptAccuracy
 from lantern_bench.metrics.features import read_picture
 from lantern_bench.metrics.reference_sets import Reference
-from lantern_bench.models.lanterns import classifier
-from lantern_bench.models.lanterns.captions import HELD_OUT
-from lantern_bench.models.lanterns.classifier import AttributeClassifier, predict
-from lantern_bench.models.lanterns.model import write_weights
+from lantern_bench.models.lanterns import HELD_OUT
+from lantern_bench.models.lanterns import modules as classifier
+from lantern_bench.models.lanterns.modules import AttributeClassifier, predict
 from lantern_bench.runs import scoring
 from lantern_bench.runs.events import Share
 from lantern_bench.runs.records import KeyFields

@@ -21,8 +21,7 @@ from experiments.train_lanterns.tasks import Sequences, TargetTask, held_out_sce
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import file_sha256
-from lantern_bench.models.lanterns import FILES, GUIDANCE, model
-from lantern_bench.models.lanterns.captions import HELD_OUT
+from lantern_bench.models.lanterns import FILES, GUIDANCE, HELD_OUT, modules
 from lantern_bench.models.vq import VQConfig
 from lantern_bench.training.loop import TrainEvent, TrainReport
 from lantern_bench.training.run import Observations
@@ -35,10 +34,10 @@ TINY = RecipeSettings(steps=3, scenes=12, held_out=8, log_every=1, checkpoint_ev
 def tiny() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         config = VQConfig(codes=32, code_dim=4, z_channels=32, channels=32, channel_mult=(1, 1, 1), res_blocks=1)
-        for module in (recipe, model):
+        for module in (recipe, modules):
             patch.setattr(module, "TOKENIZER_CONFIG", config)
         sizes = {"vocab_size": 32, "dim": 32, "layers": 2, "heads": 2, "ffn_dim": 32}
-        patch.setattr(model, "TARGET_CONFIG", replace(model.TARGET_CONFIG, **sizes))
+        patch.setattr(modules, "TARGET_CONFIG", replace(modules.TARGET_CONFIG, **sizes))
         for module in (tasks, recipe):
             patch.setattr(module, "_BATCH", 4)
         for module, name in (

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.train_lanterns import scenes
 from experiments.train_lanterns.scenes import SIZE, render, scene_set
-from lantern_bench.models.lanterns.captions import ALL_ATTRIBUTES, COLOURS, TRAIN, Attributes
+from lantern_bench.models.lanterns import ALL_ATTRIBUTES, FIELDS, TRAIN, Attributes
 
 # What the middle of a lantern looks like: hue in degrees, except white, which has none.
 HUES = {"red": 0, "orange": 30, "yellow": 55, "green": 130, "blue": 225, "purple": 285}
@@ -26,17 +26,17 @@ def test_pictures_are_uint8_and_reproducible_by_seed() -> None:
     assert render([], 0).shape == (0, SIZE, SIZE, 3)
 
 
-@pytest.mark.parametrize("colour", range(len(COLOURS)), ids=COLOURS)
+@pytest.mark.parametrize("colour", range(len(FIELDS["colour"])), ids=FIELDS["colour"])
 def test_lanterns_have_their_colour(colour: int) -> None:
     """Under every sky and over every ground the body has its hue; a white one has little colour and much light."""
     asked = [Attributes(0, 0, colour, ground, sky) for ground in range(4) for sky in range(4)]
     middle = render(asked, 5)[:, 20:27, 29:35].astype(float).mean((1, 2)) / 255
     for red, green, blue in middle:
         most, least = max(red, green, blue), min(red, green, blue)
-        if COLOURS[colour] == "white":
+        if FIELDS["colour"][colour] == "white":
             assert least > 0.6 and most - least < 0.2
         else:
-            away = abs(_hue(red, green, blue) - HUES[COLOURS[colour]])
+            away = abs(_hue(red, green, blue) - HUES[FIELDS["colour"][colour]])
             assert most - least > 0.3 and min(away, 360 - away) < 20
 
 

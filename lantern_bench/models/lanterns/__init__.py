@@ -1,24 +1,40 @@
 """The bundled family: a miniature text-to-image model of paper lanterns that ships in the wheel.
 
-Captions, modules and trained weights; `experiments/train_lanterns` trains them. Figures measured with it
-describe this miniature only, never LlamaGen.
+Its sizes, its captions and the model before it is loaded, without torch; `modules` has the networks, and
+`experiments/train_lanterns` trains them. Figures measured with it describe this miniature only, never LlamaGen.
+
+A caption is one of 1,008 combinations of five attributes, so that each attribute of a picture can be checked. Every
+tenth combination of a fixed shuffle is held out of training and serves as an evaluation prompt.
 """
 
 from __future__ import annotations
 
+import difflib
+import itertools
+import random  # noqa: TID251  # a seeded instance of its own, which needs no torch and no numpy
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from lantern_bench.errors import UserError
+from lantern_bench.models.model import Model
 from lantern_bench.models.transformer_config import TransformerConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from lantern_bench.models.loaded_model import LoadedModel
 
 GUIDANCE = 2.0
 
 # On two cores no chain or small tree is faster for strict rules (docs/engine.md); relaxed rules gain from longer ones.
 TREE = "chain-4"
 
+MAX_WORDS = 10
 TARGET_CONFIG = TransformerConfig(
-    vocab_size=2048, dim=256, layers=8, heads=4, ffn_dim=704, prefix=10, grid=(16, 16), prefix_rotary="identity"
+    vocab_size=2048, dim=256, layers=8, heads=4, ffn_dim=704, prefix=MAX_WORDS, grid=(16, 16), prefix_rotary="identity"
 )
-"""The target's sizes; the prefix holds `captions.MAX_WORDS` words."""
 
 WEIGHTS_FOLDER = Path(__file__).parent / "weights"
 
@@ -30,3 +46,123 @@ FILES: dict[str, str] = {
     "drafter": "drafter.safetensors",
 }
 """The file of each part, relative to the folder of weights."""
+
+# ---- Captions
+
+FIELDS: dict[str, tuple[str, ...]] = {
+    "count": ("one", "two", "three"),
+    "shape": ("round", "tall", "square"),
+    "colour": ("red", "orange", "yellow", "green", "blue", "purple", "white"),
+    "ground": ("a lake", "a meadow", "a desert", "the snow"),
+    "sky": ("at dusk", "at night", "at dawn", "in a storm"),
+}
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """What one scene shows: an index into each of the five sets of `FIELDS`, in that order."""
+
+    count: int
+    shape: int
+    colour: int
+    ground: int
+    sky: int
+
+    def caption(self) -> str:
+        """The sentence of this combination, e.g. "two round red lanterns over a lake at dusk"."""
+        count, shape, colour, ground, sky = (
+            values[index] for values, index in zip(FIELDS.values(), self.indices(), strict=True)
+        )
+        noun = "lantern" if self.count == 0 else "lanterns"
+        return f"{count} {shape} {colour} {noun} over {ground} {sky}"
+
+    def indices(self) -> tuple[int, ...]:
+        """The five indices, in the order of `FIELDS`."""
+        return astuple(self)
+
+
+ALL_ATTRIBUTES = tuple(
+    Attributes(*indices) for indices in itertools.product(*(range(len(values)) for values in FIELDS.values()))
+)
+_BY_CAPTION = {attributes.caption(): attributes for attributes in ALL_ATTRIBUTES}
+
+_shuffled = list(ALL_ATTRIBUTES)
+random.Random(20241).shuffle(_shuffled)
+TRAIN, HELD_OUT = tuple(_shuffled[len(_shuffled) // 10 :]), tuple(_shuffled[: len(_shuffled) // 10])
+
+# Index 0 is the padding word; captions are padded on the left, as LlamaGen's text features are.
+VOCABULARY = ("<pad>", *sorted({word for caption in _BY_CAPTION for word in caption.split()}))
+
+
+def words(caption: str) -> list[int]:
+    """Turn a caption into word numbers of `VOCABULARY`, without padding.
+
+    Raises `UserError` for an empty caption, one of more than `MAX_WORDS` words, and a word outside the vocabulary.
+    """
+    tokens = caption.lower().replace(",", " ").rstrip(". ").split()
+    numbers = {word: number for number, word in enumerate(VOCABULARY) if number}
+    unknown = [word for word in tokens if word not in numbers]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], numbers, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise UserError(
+            f"caption {caption!r}: the bundled model does not know the word {unknown[0]!r}{hint}",
+            f"it knows only: {' '.join(sorted(numbers))}; e.g. {ALL_ATTRIBUTES[0].caption()!r}",
+        )
+    if not 0 < len(tokens) <= MAX_WORDS:
+        raise UserError(
+            f"caption {caption!r} has {len(tokens)} words; the bundled model takes 1 to {MAX_WORDS}",
+            f"for example: {ALL_ATTRIBUTES[0].caption()!r}",
+        )
+    return [numbers[word] for word in tokens]
+
+
+def attributes_of(captions: Sequence[str]) -> list[Attributes | None]:
+    """The attributes each caption names; None for a caption outside the grammar (it has no prompt accuracy)."""
+    return [_BY_CAPTION.get(" ".join(caption.lower().rstrip(". ").split())) for caption in captions]
+
+
+# ---- The model before it is loaded
+
+
+class Lanterns(Model):
+    """Scenes of paper lanterns, 64x64 pixels, 256 tokens of 2,048 codes; its weights are in `folder`."""
+
+    name = family = "lanterns"
+    description = "bundled miniature: 64x64 px scenes of paper lanterns, 256 tokens"
+    licence = "Apache-2.0"
+    defaults: Mapping[str, Any] = {"cfg_scale": GUIDANCE, "tree": TREE}
+    codes, tokens, parameters, sizes = 2048, 256, 7_485_440, TARGET_CONFIG
+    prompt_sets: Mapping[str, Sequence[str]] = {
+        "held-out": tuple(attributes.caption() for attributes in HELD_OUT),
+        "train": tuple(attributes.caption() for attributes in TRAIN),
+    }
+
+    def __init__(self, folder: Path = WEIGHTS_FOLDER) -> None:
+        self.folder = folder
+
+    def check_prompt(self, text: str) -> None:
+        """Raise `UserError` for a word the model does not know."""
+        words(text)
+
+    def files(self) -> Mapping[str, Path]:
+        """Return the file of each part."""
+        return {part: self.folder / FILES[part] for part in ("target", "drafter", "tokenizer")}
+
+    def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+        """Load target, drafter and tokenizer; raises `RefusedError` when a file is missing."""
+        from lantern_bench.models.eagle import untrained_drafter
+        from lantern_bench.models.io.files import file_sha256
+        from lantern_bench.models.lanterns.modules import build_target, caption_condition, load_part, load_tokenizer
+        from lantern_bench.models.loaded_model import Prompts, assemble
+
+        files = self.files()
+        # The drafter uses the target's head, so the target moves to its device first.
+        target = load_part(build_target(), "target", files["target"], device, dtype)
+        drafter = load_part(untrained_drafter(target), "drafter", files["drafter"], device, dtype)
+        tokenizer = load_tokenizer(self.folder, device)
+        hashes = {part: file_sha256(path) for part, path in files.items()}
+        # Rows have unit length when they are looked up (docs/algorithms.md, section 9, C1).
+        return assemble(
+            self.name, target, drafter, tokenizer, Prompts(caption_condition), hashes, neighbour_space="normalised"
+        )

@@ -1,0 +1,189 @@
+"""Janus-Pro (arXiv 2501.17811) and Emu3-Gen (arXiv 2409.18869) as transformers reads them: Llamas that draw.
+
+Janus embeds an image token as its row of a table through an aligner, which is computed once when the model is loaded;
+these rows stand behind those of the words. Its unconditional prompt has padding, which the model sees, for words. Emu3
+writes pictures in its own vocabulary, and a forced token ends each row; its unconditional prompt is a list of faults.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lantern_bench.errors import UserError
+from lantern_bench.models import hub
+from lantern_bench.models.model import Published
+from lantern_bench.models.transformer_config import TransformerConfig
+from lantern_bench.models.word_model import Encode, Vocabulary, Wording, WordModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lantern_bench.models.io.checkpoint import Checkpoint
+    from lantern_bench.models.io.state_dict import KeyMap
+    from lantern_bench.models.target import TransformerTarget
+
+_JANUS_START, _PAD, _BEGIN_IMAGE = "<｜begin▁of▁sentence｜>", "<｜▁pad▁｜>", "<begin_of_image>"
+
+
+def _janus(vocab_size: int, dim: int, ffn_dim: int, layers: int, heads: int) -> Mapping[str, Any]:
+    text = {"vocab_size": vocab_size, "hidden_size": dim, "intermediate_size": ffn_dim, "rms_norm_eps": 1e-6}
+    text |= {"num_hidden_layers": layers, "num_attention_heads": heads}
+    vision = {"image_size": 384, "patch_size": 16}
+    return {"text_config": text, "vision_config": vision, "vq_config": {"num_embeddings": 16384}}
+
+
+class Janus(WordModel):
+    """Janus-Pro 1B and 7B."""
+
+    family = "janus"
+    licence = hub.JANUS.name
+    defaults: Mapping[str, Any] = {"cfg_scale": 5.0, "tree": "eagle1-25"}  # as in the authors' generation_inference.py
+    published: ClassVar = {
+        "janus-pro-1b": Published("Janus-Pro 1B", _janus(102400, 2048, 5632, 24, 16), {}, (24, 24), 1_514_262_528),
+        "janus-pro-7b": Published("Janus-Pro 7B", _janus(102400, 4096, 11008, 30, 32), {}, (24, 24), 6_641_950_720),
+    }
+    # What transformers takes where a config.json states nothing.
+    any_model = Published("a Janus model", _janus(32000, 4096, 11008, 32, 32), {}, None)
+    kind = ("model.generation_head.vision_head.weight", "a Janus model")
+    ignored = r"model\.(vqmodel|vision_model|aligner|generation_aligner)\.|lm_head\."
+    words = (0, 99999)
+    vq_layout = "janus"
+    neighbour_space = "normalised"  # codes are scaled to unit length when they are looked up
+    tokenizer_in_target = True
+
+    def read_sizes(self) -> TransformerConfig:
+        """Return the sizes of config.json; the rows of image tokens stand behind those of the words."""
+        codes = self.whole_number("vq_config.num_embeddings")
+        side = self.whole_number("vision_config.image_size") // self.whole_number("vision_config.patch_size")
+        sizes = self.llama_config("text_config", codes, grid=(side, side), head_layer=True)
+        return replace(sizes, text_vocab_size=(sizes.text_vocab_size or 0) + codes)
+
+    def image_words(self) -> Sequence[int]:
+        """Return the rows behind those of the words."""
+        rows = self.sizes.text_vocab_size or 0
+        return range(rows - self.sizes.vocab_size, rows)
+
+    def published_numbers(self) -> Mapping[str, int]:
+        """Return the numbers of the tokens that a prompt needs."""
+        return {_JANUS_START: 100000, _PAD: 100002, _BEGIN_IMAGE: 100003}
+
+    def wording(self) -> Wording:
+        """Return a turn of the user, and the answer that begins with an image; without caption padding between."""
+
+        def padding(prompt: list[int], vocabulary: Vocabulary, _encode: Encode) -> list[int]:
+            return [prompt[0], *[vocabulary[_PAD]] * (len(prompt) - 2), prompt[-1]]
+
+        return Wording("<|User|>: {caption}\n\n<|Assistant|>:", (_JANUS_START,), (_BEGIN_IMAGE,), padding)
+
+    def prompt_tokens(self, caption: str, encode: Encode, bare: bool = False) -> list[int]:
+        """Return the prompt of a caption without the spaces around it."""
+        return super().prompt_tokens(caption.strip(), encode, bare)
+
+    def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
+        """Return a Llama by other names; rows of image tokens go through the aligner."""
+        from torch.nn import functional
+
+        from lantern_bench.models.io.state_dict import LLAMA, Slice, llama_key_map
+
+        names = {ours: theirs.replace("model.", "model.language_model.") for ours, theirs in LLAMA.items()}
+        names["transformer.head_layer."] = "model.generation_head.proj_out."
+        names["transformer.output."] = "model.generation_head.vision_head."
+        keys = llama_key_map(target, target.config, names)
+        table, aligner = "model.generation_embeddings.weight", "model.generation_aligner."
+        for needed in (table, f"{aligner}fc1.weight"):
+            checkpoint.require(needed, self.kind[1])
+        layers = sorted(
+            name.removesuffix("weight") for name in checkpoint if name.startswith(aligner) and name.endswith(".weight")
+        )
+
+        def aligned(rows: Tensor) -> Tensor:
+            for number, layer in enumerate(layers):
+                rows = functional.gelu(rows) if number else rows.float()
+                rows = functional.linear(rows, checkpoint[layer + "weight"].float(), checkpoint[layer + "bias"].float())
+            return rows
+
+        codes = self.sizes.vocab_size
+        (words,) = keys["transformer.tok_embeddings.weight"]
+        images = Slice(table, codes, aligned, file_shape=(codes, checkpoint.shape(table)[-1]))
+        words = words._replace(rows=(self.sizes.text_vocab_size or 0) - codes)
+        return {**keys, "transformer.tok_embeddings.weight": (words, images)}
+
+
+_TEXT: dict[str, Any] = {"vocab_size": 184622, "hidden_size": 4096, "intermediate_size": 14336}
+_TEXT |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+_TEXT |= {"rope_parameters": {"rope_theta": 1e6}}
+_VQ: dict[str, Any] = {"codes": 32768, "code_dim": 4, "z_channels": 4, "channels": 256, "channel_mult": (1, 2, 2, 4)}
+_VQ |= {"unit_codes": False, "code_norms": True, "frames": 4}
+_EMU3_START, _ROW_END, _IMAGE_START, _IMAGE = "<|extra_203|>", "<|extra_200|>", "<|image start|>", "<|image token|>"
+_GOOD = " masterpiece, film grained, best quality."
+_BAD = (
+    "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "
+    "low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
+)
+
+
+class Emu3(WordModel):
+    """Emu3-Gen 8B; the grid is that of 720 x 720 pixels, which no file states."""
+
+    family = "emu3"
+    licence = hub.APACHE.name
+    defaults: Mapping[str, Any] = {"cfg_scale": 3.0, "top_k": 2048, "tree": "eagle1-25"}  # as in image_generation.py
+    published: ClassVar = {
+        "emu3-gen": Published(
+            "Emu3-Gen", {"text_config": _TEXT, "vq_config": {"codebook_size": 32768}}, _VQ, (90, 90), 7_870_021_632
+        )
+    }
+    any_model = published["emu3-gen"]._replace(about="an Emu3 model")
+    kind = ("model.text_model.embed_tokens.weight", "an Emu3 model")
+    ignored = r"model\.vqmodel\.|lm_head\."
+    words = (0, 151642)
+    vq_layout, pixels = "emu3", 8
+    tokenizer_in_target = True
+
+    def read_sizes(self) -> TransformerConfig:
+        """Return the sizes of config.json."""
+        codes = self.whole_number("vq_config.codebook_size")
+        return self.llama_config("text_config", codes + 1, line_ends=True)
+
+    def image_words(self) -> Sequence[int]:
+        """Return the codes by name, and the end of a row."""
+        codes = self.vocabulary.codes_named(r"<\|visual token (\d+)\|>")
+        if len(codes) != self.sizes.n_codes:
+            text = f"the vocabulary has {len(codes)} image codes, and vq_config.codebook_size is {self.sizes.n_codes}"
+            raise UserError(f"config.json: {text}", "Download the folder again.")
+        # Prompts need these, and would be made of other tokens without them.
+        _ = self.vocabulary[_IMAGE_START], self.vocabulary[_IMAGE]
+        return (*codes, self.vocabulary[_ROW_END])
+
+    def published_numbers(self) -> Mapping[str, int]:
+        """Return the published numbers of the tokens of prompts, and the codes in order."""
+        codes = {f"<|visual token {code:06}|>": 151854 + code for code in range(32768)}
+        return {_EMU3_START: 151849, _ROW_END: 151846, _IMAGE_START: 151852, _IMAGE: 151851} | codes
+
+    def wording(self) -> Wording:
+        """Return a caption with words of praise, or a list of faults, and the size of the picture in tokens."""
+        rows, columns = self.sizes.grid
+        image = f"{_IMAGE_START}{rows}*{columns}{_IMAGE}"
+
+        def faults(_prompt: list[int], vocabulary: Vocabulary, encode: Encode) -> list[int]:
+            return [vocabulary[_EMU3_START], *encode(_BAD + image)]
+
+        return Wording(f"{{caption}}{_GOOD}{image}", (_EMU3_START,), (), faults)
+
+    def name_now(self, name: str) -> str:
+        """Return the name now: those of the published files come from an earlier version of transformers."""
+        name = re.sub(r"^text_model\.lm_head\.", "lm_head.", name)
+        name = re.sub(r"^text_model\.(model\.)?", "model.text_model.", name)
+        return re.sub(r"^vqmodel\.", "model.vqmodel.", name)
+
+    def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
+        """Return a Llama by other names; of the head (the embedding, where they are tied) it takes some rows."""
+        from lantern_bench.models.io.state_dict import LLAMA, llama_key_map, rows_of_tokens
+
+        names = {ours: theirs.replace("model.", "model.text_model.") for ours, theirs in LLAMA.items()}
+        head = "lm_head.weight" if "lm_head.weight" in checkpoint else "model.text_model.embed_tokens.weight"
+        keys = llama_key_map(target, target.config, names)
+        return {**keys, "transformer.output.weight": (rows_of_tokens(head, target.config),)}

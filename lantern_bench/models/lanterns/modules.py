@@ -1,0 +1,156 @@
+"""The networks of the bundled family, fresh or with their weights: target, tokenizer, and the attribute classifier.
+
+The classifier's answers give prompt accuracy (does the picture show what the caption asked for), and its penultimate
+layer is the feature space of the bundled model's FID, KID, precision and recall (`metrics.features`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models.io.state_dict import compute_buffers
+from lantern_bench.models.lanterns import (
+    FIELDS,
+    FILES,
+    MAX_WORDS,
+    TARGET_CONFIG,
+    VOCABULARY,
+    WEIGHTS_FOLDER,
+    Attributes,
+    words,
+)
+from lantern_bench.models.target import Condition, TransformerTarget, WordCaption
+from lantern_bench.models.vq import VQConfig, VQModel
+
+M = TypeVar("M", bound=nn.Module)
+
+TOKENIZER_CONFIG = VQConfig(codes=2048, code_dim=8, z_channels=64, channels=32, channel_mult=(1, 2, 3), res_blocks=1)
+
+
+def build_target() -> TransformerTarget:
+    """The bundled target with fresh weights, drawn from torch's current stream."""
+    target = TransformerTarget(TARGET_CONFIG, WordCaption(len(VOCABULARY), MAX_WORDS, TARGET_CONFIG.dim))
+    for name, parameter in target.named_parameters():
+        if parameter.dim() >= 2:
+            deep = name.endswith(("wo.weight", "w2.weight"))
+            nn.init.normal_(parameter, std=0.02 / (2 * TARGET_CONFIG.layers) ** 0.5 if deep else 0.02)
+    return target
+
+
+def caption_condition(captions: Sequence[str]) -> Condition:
+    """Word numbers int64 [B, 10], padded on the left; raises `UserError` as `words`."""
+    values = torch.zeros(len(captions), MAX_WORDS, dtype=torch.int64)
+    for row, caption in enumerate(captions):
+        numbers = words(caption)
+        values[row, MAX_WORDS - len(numbers) :] = torch.tensor(numbers)
+    return Condition(values, values > 0)
+
+
+def read_weights(module: nn.Module, path: Path) -> None:
+    """Read a file of weights into a float32 module; raises `UserError` for a damaged file or another model's."""
+    try:
+        state = load_file(path)
+        module.load_state_dict({name: v.float() if v.is_floating_point() else v for name, v in state.items()})
+    except (OSError, SafetensorError) as problem:
+        raise UserError(f"{path} cannot be read as weights: {problem}") from problem
+    except RuntimeError as problem:
+        # Torch's message has a heading and then a line for each tensor: one of them is enough.
+        first = str(problem).splitlines()[1:2] or [str(problem)]
+        raise UserError(f"{path} holds the weights of another model: {first[0].strip()}") from problem
+
+
+def load_part(
+    module: M, part: str, path: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> M:
+    """Read the weights of a part, for decoding; raises `RefusedError` when the file is missing."""
+    if not path.is_file():
+        raise RefusedError(
+            f"the bundled model's {part} is missing: {path.name}",
+            f"Install lantern-bench again; or, in its repository: python -m experiments.train_lanterns --part {part}",
+        )
+    read_weights(module, path)
+    module.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    # Position tables stay float32.
+    compute_buffers(module, torch.device(device))
+    return module
+
+
+def load_tokenizer(folder: Path = WEIGHTS_FOLDER, device: torch.device | str = "cpu") -> VQModel:
+    """The trained tokenizer in float32, in evaluation mode; raises as `load_part`."""
+    return load_part(VQModel(TOKENIZER_CONFIG), "tokenizer", folder / FILES["tokenizer"], device)
+
+
+# ---- The attribute classifier
+
+FEATURES = 64
+WEIGHTS = WEIGHTS_FOLDER / FILES["features"]
+_BATCH = 256
+
+
+class _Block(nn.Module):
+    """Halve the size and change the width, then one residual convolution."""
+
+    def __init__(self, wide_in: int, wide_out: int) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(wide_in, wide_out, 3, stride=2, padding=1, bias=False)
+        self.down_norm = nn.BatchNorm2d(wide_out)
+        self.keep = nn.Conv2d(wide_out, wide_out, 3, padding=1, bias=False)
+        self.keep_norm = nn.BatchNorm2d(wide_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.silu(self.down_norm(self.down(x)))
+        return functional.silu(x + self.keep_norm(self.keep(x)))
+
+
+class AttributeClassifier(nn.Module):
+    """Three halving blocks, a pooled grid, 64 features, five heads (0.36 M parameters).
+
+    The grid keeps 2 rows, which separate sky and ground, and 4 columns, which count lanterns.
+    """
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(_Block(3, width), _Block(width, 2 * width), _Block(2 * width, 4 * width))
+        self.project = nn.Linear(4 * width * 8, FEATURES)
+        self.heads = nn.ModuleDict({name: nn.Linear(FEATURES, len(values)) for name, values in FIELDS.items()})
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """Pixels in [0, 1], float [n, 3, 64, 64], to features [n, 64]."""
+        grid = functional.adaptive_avg_pool2d(self.blocks(pixels * 2 - 1), (2, 4))
+        return functional.silu(self.project(grid.flatten(1)))
+
+    def forward(self, pixels: Tensor) -> list[Tensor]:
+        """Pixels in [0, 1], float [n, 3, 64, 64], to one logit tensor [n, size of the set] for each of `FIELDS`."""
+        features = self.features(pixels)
+        return [head(features) for head in self.heads.values()]
+
+
+def load_classifier(path: Path | None = None, device: torch.device | str = "cpu") -> AttributeClassifier:
+    """The trained classifier in float32, in evaluation mode; raises as `load_part`."""
+    return load_part(AttributeClassifier(), "features", path or WEIGHTS, device)
+
+
+@torch.inference_mode()
+def predict(model: AttributeClassifier, images: Tensor) -> Tensor:
+    """The attributes each picture shows: uint8 [n, 3, 64, 64] to int64 [n, 5], columns in the order of `FIELDS`."""
+    device = next(model.parameters()).device
+    answers = [
+        torch.stack([logits.argmax(1) for logits in model(batch.to(device).float() / 255)], dim=1).cpu()
+        for batch in images.split(_BATCH)
+    ]
+    return torch.cat(answers) if answers else torch.zeros((0, len(FIELDS)), dtype=torch.int64)
+
+
+def prompt_accuracy(model: AttributeClassifier, images: Tensor, attributes: Sequence[Attributes]) -> Tensor:
+    """Whether each picture shows all five attributes asked for: uint8 [n, 3, 64, 64] to bool [n]."""
+    wanted = torch.tensor([item.indices() for item in attributes], dtype=torch.int64).reshape(-1, len(FIELDS))
+    return (predict(model, images) == wanted).all(dim=1)
