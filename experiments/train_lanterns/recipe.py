@@ -141,7 +141,7 @@ def train_part(
         tasks.save_clip(task.module, folder / "clip")
     else:
         write_weights(task.module.state_dict(), folder / FILES[part])
-    entry = {key: value for key, value in asdict(report).items() if key != "task"} | {
+    entry = asdict(report) | {
         "seconds": round(report.seconds, 1),
         "losses": [[step, round(loss, 5)] for step, loss in report.losses],
         "data": {"scenes": settings.scenes, "held_out": settings.held_out},

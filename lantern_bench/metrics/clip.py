@@ -46,18 +46,18 @@ class ClipScorer:
     prefix: str  # put before every caption
     device: torch.device
 
-    @torch.inference_mode()
     def images(self, pictures: Sequence[Image.Image]) -> Tensor:
         """Normalised embeddings of pictures: float32 [n, width], on the CPU."""
         batches = (torch.stack([self.preprocess(picture) for picture in batch]) for batch in _batches(pictures))
-        encode = self.model.encode_image
-        return torch.cat([encode(batch.to(self.device), normalize=True).float().cpu() for batch in batches])
+        return self._embedded(self.model.encode_image, batches)
 
-    @torch.inference_mode()
     def captions(self, captions: Sequence[str]) -> Tensor:
         """Normalised embeddings of captions: float32 [n, width], on the CPU."""
         batches = (self.tokenizer([self.prefix + caption for caption in batch]) for batch in _batches(captions))
-        encode = self.model.encode_text
+        return self._embedded(self.model.encode_text, batches)
+
+    @torch.inference_mode()
+    def _embedded(self, encode: Callable[..., Tensor], batches: Iterator[Tensor]) -> Tensor:
         return torch.cat([encode(batch.to(self.device), normalize=True).float().cpu() for batch in batches])
 
     def __call__(self, pictures: Sequence[Tensor], captions: Sequence[str]) -> list[float]:
@@ -138,7 +138,7 @@ def clip_score(protocol: Protocol, weights: Path | None, device: torch.device | 
 
 
 def hpsv2(_protocol: Protocol, weights: Path | None, device: torch.device | str) -> ClipScorer:
-    """Load HPSv2.1 (Wu et al. 2023), a CLIP model; raises `RefusedError` when its weights are missing."""
+    """Load HPSv2.1 (Wu et al. 2023), a CLIP model."""
     file = "HPS_v2.1_compressed.pt"
     advice = f"put {file} of the HPSv2 authors into the folder that LANTERN_BENCH_WEIGHTS names"
     path = features.find_weights("HPSv2", file, weights, advice)
@@ -146,7 +146,7 @@ def hpsv2(_protocol: Protocol, weights: Path | None, device: torch.device | str)
 
 
 def image_reward(_protocol: Protocol, weights: Path | None, device: torch.device | str) -> ImageReward:
-    """Load ImageReward 1.0 (Xu et al. 2023); raises `RefusedError` when its package or its weights are missing."""
+    """Load ImageReward 1.0 (Xu et al. 2023)."""
     if importlib.util.find_spec("ImageReward") is None:
         problem = "ImageReward is not installed: the protocol image-reward needs its package"
         raise RefusedError(problem, "Install the extra: pip install 'lantern-bench[image-reward]'")

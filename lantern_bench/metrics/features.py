@@ -36,10 +36,9 @@ from lantern_bench.models.lanterns import WEIGHTS_FOLDER, classifier
 
 
 def find_weights(scorer: str, file_name: str, weights: Path | None, advice: str) -> Path:
-    """Return the weights file of `scorer`: `weights`, or else the published file of that name on this machine.
+    """Return `weights`, or else the published file of that name on this machine.
 
-    It is searched in the folder that `LANTERN_BENCH_WEIGHTS` names, then in the cache of torch.hub. Raises `UserError`
-    for a path that is no file and `RefusedError` when no folder has it; both show `advice`.
+    Raises `UserError` for a path that is no file and `RefusedError` when no folder has it; both show `advice`.
     """
     if weights is not None:
         if not weights.is_file():
@@ -59,21 +58,17 @@ def find_weights(scorer: str, file_name: str, weights: Path | None, advice: str)
 BUNDLED = "lanterns-features"
 
 
-class ExtractorRow(NamedTuple):
-    """An extractor of torch-fidelity."""
-
-    layer: str  # its layer that all metrics use
-    width: int  # features of that layer
-    file_name: str  # the published file of its weights
-    key: str  # a parameter that other models' files lack
-
-
-EXTRACTORS: dict[str, ExtractorRow] = {
-    BUNDLED: ExtractorRow(str(classifier.FEATURES), classifier.FEATURES, classifier.WEIGHTS.name, "project.weight"),
-    "inception-v3-compat": ExtractorRow(
-        "2048", 2048, "weights-inception-2015-12-05-6726825d.pth", "Mixed_7c.branch_pool.conv.weight"
+# By name: the layer that all metrics use, how many features it has, the published file of the weights, and a parameter
+# that other models' files lack.
+EXTRACTORS: dict[str, tuple[str, int, str, str]] = {
+    BUNDLED: (str(classifier.FEATURES), classifier.FEATURES, classifier.WEIGHTS.name, "project.weight"),
+    "inception-v3-compat": (
+        "2048",
+        2048,
+        "weights-inception-2015-12-05-6726825d.pth",
+        "Mixed_7c.branch_pool.conv.weight",
     ),
-    "vgg16": ExtractorRow("fc2_relu", 4096, "vgg16-397923af.pth", "classifier.3.weight"),
+    "vgg16": ("fc2_relu", 4096, "vgg16-397923af.pth", "classifier.3.weight"),
 }
 
 
@@ -94,22 +89,21 @@ class Extractor:
 
 
 def find_extractor(name: str = BUNDLED, weights: Path | None = None) -> Extractor:
-    """Return the extractor called `name` (one of `EXTRACTORS`), with the given weights or those on this machine.
+    """Return an extractor with the given weights or those on this machine; they are never downloaded.
 
-    Raises `UserError` for an unknown name, a path that is no file or a file that is not plain weights, and
-    `RefusedError` for missing weights: they are never downloaded.
+    Raises `UserError` for an unknown name or wrong weights, and `RefusedError` for missing ones.
     """
-    row = EXTRACTORS.get(name)
-    if row is None:
+    if name not in EXTRACTORS:
         raise UserError(f"unknown feature extractor {name!r}", f"The extractors are {', '.join(EXTRACTORS)}.")
+    layer, width, file_name, key = EXTRACTORS[name]
     if name == BUNDLED:
         path = weights or classifier.WEIGHTS
         classifier.load_classifier(path)
     else:
-        advice = f"put {row.file_name} there, or give its path"
-        path = find_weights(f"the feature extractor {name}", row.file_name, weights, advice)
-        open_checkpoint(path).require(row.key, f"the weights of {name}")
-    return Extractor(name, row.layer, row.width, path)
+        advice = f"put {file_name} there, or give its path"
+        path = find_weights(f"the feature extractor {name}", file_name, weights, advice)
+        open_checkpoint(path).require(key, f"the weights of {name}")
+    return Extractor(name, layer, width, path)
 
 
 # ---- Features of a set
@@ -175,10 +169,8 @@ def features_of(
         batch = [resize_for_features(preprocess(picture, preparation), preparation) for picture in read]
         sizes.update(picture.shape[1:] for picture in batch)
         if len(sizes) > 1:
-            problem = (
-                f"the pictures differ in size: {', '.join(f'{width}x{height}' for height, width in sorted(sizes))}"
-            )
-            raise UserError(problem, "This protocol does not resize pictures; lantern-coco crops and resizes them.")
+            advice = "This protocol does not resize pictures; lantern-coco crops and resizes them."
+            raise UserError(f"the pictures differ in size: {sorted(map(tuple, sizes))[:3]}", advice)
         features.append(network(torch.stack(batch).to(device)).float().cpu())
     return torch.cat(features)
 
@@ -228,10 +220,7 @@ class Reference(NamedTuple):
 
 
 def find_reference(name: str | None, protocol: Protocol) -> Reference | None:
-    """Return the reference that --reference names, by default the protocol's own; None for a protocol without one.
-
-    Raises `UserError` for anything else than its message lists, and for `embedded` under another protocol.
-    """
+    """Return the reference that --reference names, by default the protocol's own; None for a protocol without one."""
     name = name or protocol.reference
     if name is None:
         return None
@@ -240,10 +229,10 @@ def find_reference(name: str | None, protocol: Protocol) -> Reference | None:
             return embedded_reference()
         problem = f"--reference {name}: the rendered scenes are not for the protocol {protocol.name}"
         raise UserError(problem, "Give a folder, a .json or a .npz, or --protocol embedded.")
-    file, equals, folder = name.partition("=")
+    file, _, folder = name.partition("=")
     path = Path(file)
     if path.suffix.lower() == ".json" and path.is_file():
-        return _annotated(path, Path(folder) if equals else path.with_suffix(""))
+        return _annotated(path, Path(folder) if folder else path.with_suffix(""))
     if path.suffix.lower() == ".npz" and path.is_file():
         return _statistics(path)
     if Path(name).is_dir():
@@ -256,10 +245,7 @@ def find_reference(name: str | None, protocol: Protocol) -> Reference | None:
 
 
 def embedded_reference() -> Reference:
-    """Return the features that ship with the bundled family: of 1,024 painted scenes of the held-out captions.
-
-    They are those of the bundled extractor alone. `write_embedded` made the file; no training uses the scenes.
-    """
+    """Return what ships with the bundled family: its extractor's features of 1,024 scenes that no training uses."""
     with safe_open(EMBEDDED_FEATURES, framework="pt") as file:
         metadata, features = file.metadata(), file.get_tensor("features")
     return Reference(None, metadata["label"], FeatureSet.of(features), extractor=metadata["extractor"])
@@ -281,19 +267,17 @@ def folder_reference(folder: Path) -> Reference:
 
 def _annotated(annotations: Path, folder: Path) -> Reference:
     """The pictures in `folder` that a COCO annotation file lists under `images`."""
-    flag, advice = f"--reference {annotations}", f"Write {annotations}=FOLDER."
+    flag = f"--reference {annotations}"
     try:
         names = sorted({str(entry["file_name"]) for entry in files.read_json(annotations)["images"]})
     except (UserError, KeyError, TypeError) as error:
         raise UserError(f"{flag}: not a COCO annotation file: it needs images, each with file_name") from error
-    if not folder.is_dir():
-        raise UserError(f"{flag}: no folder {folder}", advice)
     if not names:
         raise UserError(f"{flag}: lists no pictures")
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         problem = f"{len(missing)} of {len(names)} pictures are not in {folder}, the first is {missing[0]}"
-        raise UserError(f"{flag}: {problem}", advice)
+        raise UserError(f"{flag}: {problem}", f"Write {annotations}=FOLDER.")
     return _of_files(annotations.stem, [folder / name for name in names])
 
 
@@ -340,8 +324,18 @@ def reference_features(
 
     Raises `UserError` for statistics of another width or extractor.
     """
-    if reference.pictures is None:
-        return _checked_statistics(reference, extractor)
+    statistics = reference.statistics
+    if statistics is not None:
+        width = len(statistics.mean)
+        if width != extractor.width:
+            problem = f"the reference {reference.label} has {width} features, {extractor.name} has {extractor.width}"
+            raise UserError(problem, "Give statistics of the protocol's own extractor, or a folder of pictures.")
+        if reference.extractor not in ("", extractor.label):
+            problem = f"the reference {reference.label} has features of {reference.extractor}, not of {extractor.label}"
+            raise UserError(problem, "Give --reference a folder of pictures: it is measured by any extractor.")
+        return statistics
+    pictures = reference.pictures
+    assert pictures is not None
     steps = "-".join(f"{name}={value}" for name, value in asdict(preparation).items())
     covered = f"2|{reference.digest}|{extractor.label}|{steps}"
     path = None
@@ -350,24 +344,11 @@ def reference_features(
         # A missing or damaged file is computed again.
         with contextlib.suppress(OSError, SafetensorError, KeyError):
             features = load_file(path)["features"]
-            if features.shape == (len(reference.pictures), extractor.width):
+            if features.shape == (len(pictures), extractor.width):
                 return FeatureSet.of(features)
-    features = features_of(reference.pictures, extractor, preparation, device=device)
+    features = features_of(pictures, extractor, preparation, device=device)
     if path is not None:
         # The figures do not depend on the cache: a read-only home is no error.
         with contextlib.suppress(OSError):
             files.write_atomically(path, save({"features": features}))
     return FeatureSet.of(features)
-
-
-def _checked_statistics(reference: Reference, extractor: Extractor) -> FeatureSet:
-    """The statistics of a reference without pictures; raises `UserError` for those of another extractor."""
-    statistics = reference.statistics
-    width = 0 if statistics is None else len(statistics.mean)
-    if statistics is None or width != extractor.width:
-        problem = f"the reference {reference.label} has {width} features, {extractor.name} has {extractor.width}"
-        raise UserError(problem, "Give statistics of the protocol's own extractor, or a folder of pictures.")
-    if reference.extractor not in ("", extractor.label):
-        problem = f"the reference {reference.label} has features of {reference.extractor}, not of {extractor.label}"
-        raise UserError(problem, "Give --reference a folder of pictures: it is measured by any extractor.")
-    return statistics

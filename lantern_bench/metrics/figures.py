@@ -131,21 +131,20 @@ def measurable(n: int, reference: FeatureSet, extractor: Extractor) -> tuple[lis
     """
     names: list[str] = []
     too_few: dict[str, list[str]] = {}
-    needing = [name for name in OF_SETS if METRICS[name].needs_features]
+    without_features = [name for name in OF_SETS if reference.features is None and METRICS[name].needs_features]
     for name in OF_SETS:
-        metric = METRICS[name]
-        if reference.features is None and metric.needs_features:
+        times = METRICS[name].min_images_per_feature
+        needed = max(METRICS[name].min_images, times * extractor.width)
+        if name in without_features:
             continue
-        times = metric.min_images_per_feature
-        needed = max(metric.min_images, times * extractor.width)
         if n >= needed:
             names.append(name)
-            continue
-        reason = f", {'twice' if times == 2 else f'{times} times'} its features" if times else ""
-        too_few.setdefault(f"{needed} images{reason}; there are {n}", []).append(name)
+        else:
+            reason = f", {'twice' if times == 2 else f'{times} times'} its features" if times else ""
+            too_few.setdefault(f"{needed} images{reason}; there are {n}", []).append(name)
     notes = [f"{listed(few)} need{'s' if len(few) == 1 else ''} {reason}" for reason, few in too_few.items()]
-    if reference.features is None:
-        notes.append(f"the reference holds statistics only: no {listed(needing)}")
+    if without_features:
+        notes.append(f"the reference holds statistics only: no {listed(without_features)}")
     return names, notes
 
 
@@ -165,11 +164,10 @@ class Measured(NamedTuple):
 
 
 def measure_sets(sets: FeatureSets, extractor: Extractor, manifold: FeatureSets | None = None) -> Measured:
-    """Measure pictures against a reference with all metrics of sets.
+    """Measure pictures against a reference with all metrics of sets; intervals are by jackknife.
 
-    Intervals are by jackknife, and None for too few pictures. KID of two sets of the same kind is about 0 only when
-    their pictures are drawn independently: prompts taken in turn leave a set without pairs of one caption, which shifts
-    KID below 0 by the same amount in every cell.
+    KID of two sets of the same kind is about 0 only when their pictures are drawn independently: prompts taken in turn
+    leave a set without pairs of one caption, which shifts KID below 0 by the same amount in every cell.
     """
     n, reference = len(sets.pictures), sets.reference
     names, notes = measurable(n if reference.n is None else min(n, reference.n), reference, extractor)
@@ -193,7 +191,7 @@ def measure_sets(sets: FeatureSets, extractor: Extractor, manifold: FeatureSets 
 # ---- FID-infinity: extrapolated to infinitely many pictures, since FID of few pictures is biased upwards
 
 _LEVEL = 0.95
-_SIZES = 15
+_SIZES = 15  # of subsets
 
 
 class Extrapolated(NamedTuple):
@@ -208,7 +206,6 @@ class Extrapolated(NamedTuple):
 def fid_infinity(features: Tensor, reference: FeatureSet, rng: np.random.Generator) -> Extrapolated:
     """Extrapolate the FID of pictures with these features [n, width] (arXiv 1911.07023).
 
-    Fifteen sizes, evenly from n / 2 (and at least twice the width) to n; one subset each, drawn without replacement.
     The interval is that of the intercept of the least-squares line; it is too narrow, since subsets share pictures.
     """
     n, width = features.shape

@@ -1,7 +1,7 @@
 """How a drafter is trained: the settings of a recipe, the recipes by name, and the flags of `train drafter`. No torch.
 
 `published` is the default of the LANTERN authors' training code (arXiv 2410.03355, after EAGLE, 2401.15077). That code
-states no weight decay; torch's default .01 is taken. The file `lanterns.yaml` says what it changes.
+states no weight decay; torch's default .01 is taken.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 class Settings(BaseModel):
-    """Settings that cannot change and refuse names that they do not have."""
+    """Settings that refuse names that they do not have."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -147,7 +147,7 @@ class DrafterRecipe(Optimisation):
 
     def train_settings(self, sequences: int | None, **settings: Any) -> TrainSettings:
         """Return the loop's settings for that many sequences (None leaves the end open), changed by `settings`."""
-        shared = {name: getattr(self, name) for name in Optimisation.model_fields}
+        shared = self.model_dump(include=set(Optimisation.model_fields))
         if self.warmup is None:
             shared["warmup"] = round(self.warmup_share * self.steps_per_epoch(sequences or 0))
         shared["steps"] = None if sequences is None else self.total_steps(sequences)
@@ -203,10 +203,7 @@ class DrafterFlags(Settings):
 
 
 def read_recipe(source: str) -> DrafterRecipe:
-    """Return a recipe by name, or from a YAML file of its settings (and `base`, the recipe it starts from).
-
-    Raises `UserError` that names `--recipe`, the line, the setting, its value and what is allowed.
-    """
+    """Return a recipe by name, or from a YAML file of its settings (and `base`, the recipe it starts from)."""
     if source in RECIPES:
         return RECIPES[source]
     names = ", ".join(RECIPES)
@@ -226,7 +223,7 @@ def read_recipe(source: str) -> DrafterRecipe:
 
 
 def recipe_of(flags: DrafterFlags) -> DrafterRecipe:
-    """Return the recipe of `--recipe`, changed by `--set`, then by the flags of single settings; raises `UserError`."""
+    """Return the recipe of `--recipe`, changed by `--set`, then by the flags of single settings."""
     values: dict[str, Any] = {}
     for text in flags.set or ():
         key, equals, value = text.partition("=")

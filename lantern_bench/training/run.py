@@ -122,16 +122,16 @@ def _data(flags: DrafterFlags, model: Model) -> Data:
     """Read `--data`: a folder holds pictures with captions, anything else names captions."""
     source, images = flags.data, flags.images
     if Path(source).is_dir():
-        pictures = read_captioned(Path(source), flags.captions, model)
-        if images is not None and images > len(pictures):
-            raise UserError(f"--images {images}: --data {source} holds {len(pictures)} pictures")
-        sides = (False, True) if flags.mirror else (False,)
-        chosen = [(item, mirrored) for mirrored in sides for item in pictures[:images]]
-        data = Data([item.caption for item, _ in chosen], [(item.path, mirrored) for item, mirrored in chosen])
+        items = read_captioned(Path(source), flags.captions, model)
+        if images is not None and images > len(items):
+            raise UserError(f"--images {images}: --data {source} holds {len(items)} pictures")
+        pictures = [(item.path, False) for item in items[:images]]
+        mirrored = [(path, True) for path, _ in pictures] if flags.mirror else []
+        data = Data([item.caption for item in items[:images]] * (1 + flags.mirror), pictures + mirrored)
+    elif flags.captions is not None or flags.mirror:
+        flag = "--mirror" if flags.captions is None else "--captions"
+        raise UserError(f"{flag}: needs pictures, and --data {source} is not a folder", "Leave it out.")
     else:
-        if flags.captions is not None or flags.mirror:
-            flag = "--mirror" if flags.captions is None else "--captions"
-            raise UserError(f"{flag}: needs pictures, and --data {source} is not a folder", "Leave it out.")
         texts = _prompts(source, "--data", model)
         data = Data([texts[number % len(texts)] for number in range(images or len(texts))])
     if len(data.captions) < 2:
@@ -161,13 +161,13 @@ def plan_rows(job: DrafterJob) -> list[tuple[str, str]]:
     if not isinstance(target, TransformerTarget):
         raise UserError(f"--target {flags.target}: has no features to learn from", "Use a model that is a transformer.")
     steps, image_tokens = recipe.total_steps(job.sequences), target.config.image_tokens
-    label = "pictures encoded" if job.data.pictures is not None else "pictures sampled by the target"
+    source = "encoded" if job.data.pictures is not None else "sampled by the target"
     evaluations = steps // flags.eval_every if flags.eval_every else 0
-    timed = flags.minutes is not None
-    count = f"as many as {flags.minutes:g} minutes allow" if timed else f"{steps:,}"
-    epochs = "as many as the minutes allow" if timed else f"{steps / recipe.steps_per_epoch(job.sequences):.3g}"
+    count, epochs = f"{steps:,}", f"{steps / recipe.steps_per_epoch(job.sequences):.3g}"
+    if flags.minutes is not None:
+        count = epochs = f"as many as {flags.minutes:g} minutes allow"
     return [
-        (label, f"{total:,}" + (" with mirror images" if flags.mirror else "")),
+        (f"pictures {source}", f"{total:,}" + (" with mirror images" if flags.mirror else "")),
         ("tokens", f"{total * image_tokens:,} ({image_tokens:,} a picture)"),
         ("held out", f"{job.held_out:,} of {total:,}"),
         ("steps", f"{count} of {recipe.batch * recipe.accumulate} sequences"),
@@ -330,11 +330,10 @@ def _accepted(
 def _write_report(job: DrafterJob, report: TrainReport, evaluated: Sequence[Evaluated]) -> None:
     drafters = {}
     for name, one_minus_tv, accepted in evaluated:
-        mal, images = (accepted.value, len(accepted.over)) if accepted is not None else (None, 0)
-        drafters[name] = {"one_minus_tv": one_minus_tv, "mal": mal, "images": images}
-    target = job.flags.target
+        images = 0 if accepted is None else len(accepted.over)
+        drafters[name] = {"one_minus_tv": one_minus_tv, "mal": accepted and accepted.value, "images": images}
     content = {
-        "target": Path(target).name if is_model_file(target) else target,
+        "target": Path(job.flags.target).name,
         "init": job.init_name,
         "sequences": len(job.data.captions),
         "recipe": job.recipe.model_dump(mode="json"),
