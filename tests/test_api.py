@@ -70,7 +70,7 @@ def test_sweep_takes_a_name_a_path_or_a_mapping(tiny: TinyModel, experiment: obj
 
 def test_a_sweep_without_quality_imports_no_scorers(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """They take seconds to import."""
-    for name in ("runs.scoring", "metrics.reference_sets"):
+    for name in ("runs.scoring", "metrics.features"):
         monkeypatch.setitem(sys.modules, f"lantern_bench.{name}", None)
     assert len(lantern_bench.sweep("tiny.yaml", images=1, modes="ar").records) == 1
 

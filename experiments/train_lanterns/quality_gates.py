@@ -165,7 +165,8 @@ class Evaluation:
         for drafting, tree in (("static", "eagle1-25"), ("dynamic", None)):
             decoding = _decoding("speculative", drafting=drafting, tree=tree)
             _, traces = self._sampled(prompts, decoding, f"{drafting} drafting")
-            lengths[drafting] = Observations.of_lengths(traces, prompts)
+            committed = [float(sum(trace.committed)) for trace in traces]
+            lengths[drafting] = Observations(committed, [float(len(trace.committed)) for trace in traces], prompts)
         # Both commit the same tokens, so the ratio of their accepted lengths is that of their steps, prompt by prompt.
         ratio = Observations(lengths["static"].under, lengths["dynamic"].under, prompts)
         yield _observed("drafter", "lossless MAL, eagle1-25", lengths["static"], ((">=", 2.8),))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -38,16 +39,7 @@ from lantern_bench.models.lanterns.modules import (
 from lantern_bench.models.target import Condition, TransformerTarget
 from lantern_bench.models.vq import VQModel
 from lantern_bench.training.loop import OnEvent, Task, TrainReport, train
-from lantern_bench.training.recipe import (
-    RECIPES,
-    Count,
-    Device,
-    Natural,
-    OptionalCount,
-    OptionalPositive,
-    Settings,
-    TrainSettings,
-)
+from lantern_bench.training.recipe import RECIPES, Device, Settings, TrainSettings
 from lantern_bench.training.task import DrafterTask, Sequences
 
 REPORT = "training_report.json"
@@ -86,17 +78,17 @@ class RecipeSettings(Settings):
     tokenizer, target and drafter, where a compiler is installed. `images` are sampled with `--evaluate`.
     """
 
-    minutes: OptionalPositive = None
-    steps: OptionalCount = None
-    seed: Natural = 0
+    minutes: PositiveFloat | None = None
+    steps: PositiveInt | None = None
+    seed: NonNegativeInt = 0
     resume: bool = True
     init_from: Path | None = None
     device: Device = "auto"
-    images: Count = 500
-    scenes: Count = 16_000
-    held_out: Count = 500
-    log_every: OptionalCount = None
-    checkpoint_every: OptionalCount = None
+    images: PositiveInt = 500
+    scenes: PositiveInt = 16_000
+    held_out: PositiveInt = 500
+    log_every: PositiveInt | None = None
+    checkpoint_every: PositiveInt | None = None
     compiled: bool = True
 
 
@@ -153,7 +145,7 @@ def train_part(
         tasks.save_clip(task.module, folder / "clip")
     else:
         write_weights(task.module.state_dict(), folder / FILES[part])
-    entry = {key: value for key, value in asdict(report).items() if key != "task"} | {
+    entry = asdict(report) | {
         "seconds": round(report.seconds, 1),
         "losses": [[step, round(loss, 5)] for step, loss in report.losses],
         "data": {"scenes": settings.scenes, "held_out": settings.held_out},
@@ -287,11 +279,11 @@ def drafter_task(
             chosen = numbers[list(rows)]
             return Condition(conditions.values[chosen], conditions.valid[chosen])
 
-        return Sequences(target, scenes.tokens, condition, range(count))
+        return Sequences(target, scenes.tokens[:count], condition)
 
     decoding = Decoding(mode="ar", drafting="none", rule="none", cfg_scale=GUIDANCE)
     training = sequences_of(sequences, len(sequences.tokens))
-    evaluated = sequences_of(held_out, min(32, len(held_out.tokens)))
+    evaluated = sequences_of(held_out, 32)
     return DrafterTask(drafter, training, evaluated, recipe, decoding, seed)
 
 

@@ -16,9 +16,9 @@ from lantern_bench.training.recipe import DrafterFlags, checked
 if TYPE_CHECKING:
     import pandas as pd
 
-    from lantern_bench.training.data import DrafterJob
+    from lantern_bench.console import Progress
     from lantern_bench.training.loop import TrainEvent
-    from lantern_bench.training.run import Evaluated
+    from lantern_bench.training.run import DrafterJob, Evaluated
 
 train = command_group(name="train", help="Train a drafter for any target.")
 
@@ -49,7 +49,7 @@ def drafter(
     typed = {key: value for key, value in flags.items() if value is not None}
     checked_flags = checked(DrafterFlags, {"target": target, "data": data, **typed})
 
-    from lantern_bench.training.data import make_job, plan_rows
+    from lantern_bench.training.run import make_job, plan_rows
 
     job = make_job(checked_flags, results_root() / "drafters")
     if not dry_run:

@@ -93,7 +93,7 @@ SHIPPED_METRICS = (
     _of_sets(
         "kid",
         "kernel distance to the reference, over all pictures",
-        "lantern_bench.metrics.figures:Kid",
+        "lantern_bench.metrics.figures:kid",
         label="KID",
         digits=".4g",
         better="lower",
@@ -116,7 +116,7 @@ SHIPPED_METRICS = (
     Metric(
         "prompt_accuracy",
         "share of pictures that show all attributes of the caption",
-        "lantern_bench.metrics.accuracy:prompt_accuracy",
+        "lantern_bench.metrics.clip:prompt_accuracy",
         digits=".3f",
         image_meaning="1 when all attributes of the caption are seen, else 0",
         scored_by="protocol",
@@ -124,7 +124,7 @@ SHIPPED_METRICS = (
     _of_sets(
         "precision",
         "share of pictures inside the reference's manifold; depends on n_reference",
-        "lantern_bench.metrics.figures:Precision",
+        "lantern_bench.metrics.figures:precision",
         digits=".3f",
         against_ar="both",
         image_meaning="1 where the picture is inside the reference's manifold, else 0",

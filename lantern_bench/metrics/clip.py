@@ -1,8 +1,7 @@
-"""Scorers of pictures with captions: CLIP score by open_clip, and the human-preference scores HPSv2 and ImageReward.
+"""Scorers of pictures with captions: CLIP score by open_clip, prompt accuracy, HPSv2 and ImageReward.
 
 The CLIP score is the cosine of the two embeddings, not scaled by 100 and not clipped at 0: convert published figures
-before comparing. open_clip makes the model, preprocessing and tokenizer of the bundled model and of full-size
-ones. The weights are part of the figure (`label`). Nothing here downloads anything.
+before comparing. The weights are part of the figure (`label`). Nothing here downloads anything.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,13 +19,16 @@ import numpy as np
 import open_clip
 import torch
 from PIL import Image
-from safetensors import SafetensorError
 from torch import Tensor
 
 from lantern_bench.config.protocols import Protocol
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.metrics import features
-from lantern_bench.models.lanterns import WEIGHTS_FOLDER
+from lantern_bench.models.io.checkpoint import open_checkpoint
+from lantern_bench.models.io.files import read_json, remembered_sha256
+from lantern_bench.models.lanterns import WEIGHTS_FOLDER, classifier
+from lantern_bench.models.lanterns import attributes_of
+from lantern_bench.models.lanterns.modules import AttributeClassifier
 
 BUNDLED = "lanterns-clip"
 BUNDLED_FOLDER = WEIGHTS_FOLDER / "clip"
@@ -45,18 +46,18 @@ class ClipScorer:
     prefix: str  # put before every caption
     device: torch.device
 
-    @torch.inference_mode()
     def images(self, pictures: Sequence[Image.Image]) -> Tensor:
         """Normalised embeddings of pictures: float32 [n, width], on the CPU."""
         batches = (torch.stack([self.preprocess(picture) for picture in batch]) for batch in _batches(pictures))
-        encode = self.model.encode_image
-        return torch.cat([encode(batch.to(self.device), normalize=True).float().cpu() for batch in batches])
+        return self._embedded(self.model.encode_image, batches)
 
-    @torch.inference_mode()
     def captions(self, captions: Sequence[str]) -> Tensor:
         """Normalised embeddings of captions: float32 [n, width], on the CPU."""
         batches = (self.tokenizer([self.prefix + caption for caption in batch]) for batch in _batches(captions))
-        encode = self.model.encode_text
+        return self._embedded(self.model.encode_text, batches)
+
+    @torch.inference_mode()
+    def _embedded(self, encode: Callable[..., Tensor], batches: Iterator[Tensor]) -> Tensor:
         return torch.cat([encode(batch.to(self.device), normalize=True).float().cpu() for batch in batches])
 
     def __call__(self, pictures: Sequence[Tensor], captions: Sequence[str]) -> list[float]:
@@ -85,46 +86,43 @@ def load_clip(
 
     `name` is `lanterns-clip` (the bundled model), `local-dir:FOLDER` (a folder with `open_clip_config.json` and
     weights), or an architecture of open_clip such as `ViT-B-32`, whose checkpoint is `weights` or `NAME.safetensors` in
-    the weights folder (OpenAI's own weights need the `-quickgelu` architectures). `prefix` is put before every caption,
-    e.g. "a photo of "; `label` is the model's name in results, `name` by default. Raises `UserError` for a wrong name
-    or file, `RefusedError` for missing weights.
+    the weights folder. `prefix` is put before every caption, e.g. "a photo of "; `label` is the model's name in
+    results, `name` by default. Raises `UserError` for a wrong name or file, `RefusedError` for missing weights.
     """
     if name == BUNDLED or name.startswith(LOCAL_DIR):
         folder = BUNDLED_FOLDER if name == BUNDLED else Path(name.removeprefix(LOCAL_DIR))
         path, source, pretrained = _weights_in(folder, name), f"{LOCAL_DIR}{folder}", None
-        short_name = name if name == BUNDLED else folder.name
-    else:
-        if name not in open_clip.list_models():
-            advice = f"Give {BUNDLED}, {LOCAL_DIR}FOLDER, or an architecture of open_clip such as ViT-B-32, ViT-L-14."
-            raise UserError(f"unknown CLIP model {name!r}", advice)
+        label = label or (name if name == BUNDLED else folder.name)
+    elif name in open_clip.list_models():
         file_name = f"{name}.safetensors"
         advice = f"give the path of a checkpoint of {name}, or put it there as {file_name}"
         path = features.find_weights(f"the CLIP model {name}", file_name, weights, advice)
-        source, short_name, pretrained = name, name, str(path)
-    if path.suffix != ".safetensors":
-        features.check_plain_weights(path)
+        source, pretrained = name, str(path)
+    else:
+        advice = f"Give {BUNDLED}, {LOCAL_DIR}FOLDER, or an architecture of open_clip such as ViT-B-32, ViT-L-14."
+        raise UserError(f"unknown CLIP model {name!r}", advice)
+    open_checkpoint(path)  # refuses a pickle with code
     try:
         model, _, preprocess = open_clip.create_model_and_transforms(source, pretrained, device=device)
         tokenizer = open_clip.get_tokenizer(source)
-    except (RuntimeError, ValueError, SafetensorError) as problem:
+    except (RuntimeError, ValueError) as problem:
         advice = "Give the architecture of the checkpoint; OpenAI's weights need the -quickgelu ones."
         raise UserError(f"{path.name} does not fit the CLIP model {name}", advice) from problem
     model.eval().requires_grad_(False)
-    label = f"{label or short_name}@{features.fingerprint(path)}"
+    label = f"{label or name}@{remembered_sha256(path)[:8]}"
     return ClipScorer(model, preprocess, tokenizer, label, prefix, torch.device(device))
 
 
 def _weights_in(folder: Path, name: str) -> Path:
-    """The weights file that open_clip takes from a `local-dir:` folder, after checking that the folder is complete."""
+    """The weights file that open_clip takes from a folder, after checking that the folder is complete."""
     advice = "In the repository: python -m experiments.train_lanterns --part clip" if name == BUNDLED else None
     config = folder / "open_clip_config.json"
     if not config.is_file():
         kind = RefusedError if name == BUNDLED else UserError
         raise kind(f"the CLIP model {name} is missing: no {config.name} in its folder", advice)
-    try:
-        json.loads(config.read_text(encoding="utf-8"))["model_cfg"]
-    except (json.JSONDecodeError, KeyError, TypeError) as problem:
-        raise UserError(f"{config} is not an open_clip configuration (a JSON object with model_cfg)") from problem
+    stated = read_json(config)
+    if not isinstance(stated, dict) or "model_cfg" not in stated:
+        raise UserError(f"{config} is not an open_clip configuration (a JSON object with model_cfg)")
     checkpoint = open_clip.factory._find_checkpoint_in_dir(folder)
     if checkpoint is None:
         raise RefusedError(f"the weights of the CLIP model {name} are missing: none beside {config.name}", advice)
@@ -140,7 +138,7 @@ def clip_score(protocol: Protocol, weights: Path | None, device: torch.device | 
 
 
 def hpsv2(_protocol: Protocol, weights: Path | None, device: torch.device | str) -> ClipScorer:
-    """Load HPSv2.1 (Wu et al. 2023), a CLIP model; raises `RefusedError` when its weights are missing."""
+    """Load HPSv2.1 (Wu et al. 2023), a CLIP model."""
     file = "HPS_v2.1_compressed.pt"
     advice = f"put {file} of the HPSv2 authors into the folder that LANTERN_BENCH_WEIGHTS names"
     path = features.find_weights("HPSv2", file, weights, advice)
@@ -148,7 +146,7 @@ def hpsv2(_protocol: Protocol, weights: Path | None, device: torch.device | str)
 
 
 def image_reward(_protocol: Protocol, weights: Path | None, device: torch.device | str) -> ImageReward:
-    """Load ImageReward 1.0 (Xu et al. 2023); raises `RefusedError` when its package or its weights are missing."""
+    """Load ImageReward 1.0 (Xu et al. 2023)."""
     if importlib.util.find_spec("ImageReward") is None:
         problem = "ImageReward is not installed: the protocol image-reward needs its package"
         raise RefusedError(problem, "Install the extra: pip install 'lantern-bench[image-reward]'")
@@ -157,14 +155,14 @@ def image_reward(_protocol: Protocol, weights: Path | None, device: torch.device
     path = features.find_weights("ImageReward", file, weights, advice)
     if not (path.parent / config).is_file():
         raise RefusedError(f"ImageReward needs {config} beside {path.name}", advice)
-    features.check_plain_weights(path)
+    open_checkpoint(path)  # refuses a pickle with code
     import ImageReward as package
 
     # Its loader prints, and asks the network for files that are beside the weights.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with contextlib.redirect_stdout(io.StringIO()):
         model = package.load(str(path), device=device, download_root=str(path.parent))
-    return ImageReward(model, f"image-reward-1.0@{features.fingerprint(path)}")
+    return ImageReward(model, f"image-reward-1.0@{remembered_sha256(path)[:8]}")
 
 
 @dataclass(frozen=True)
@@ -179,3 +177,30 @@ class ImageReward:
         with torch.inference_mode():
             pairs = zip(_as_pil(pictures), captions, strict=True)
             return [float(self.model.score(caption, picture)) for picture, caption in pairs]
+
+
+# ---- Prompt accuracy of the bundled family
+
+
+@dataclass(frozen=True)
+class PromptAccuracy:
+    """Whether pictures show all that their captions ask for, by the attribute classifier."""
+
+    classifier: AttributeClassifier
+    label = None  # the protocol says which network it is
+
+    def __call__(self, pictures: Sequence[Tensor], prompts: Sequence[str]) -> list[float | None]:
+        """Return 1.0 or 0.0 for each picture; None where the prompt is no caption of the bundled family."""
+        wanted = {row: caption for row, caption in enumerate(attributes_of(prompts)) if caption is not None}
+        scores: list[float | None] = [None] * len(prompts)
+        if wanted:
+            captioned = torch.stack([pictures[row] for row in wanted])
+            correct = classifier.prompt_accuracy(self.classifier, captioned, list(wanted.values()))
+            for row, is_correct in zip(wanted, correct.tolist(), strict=True):
+                scores[row] = float(is_correct)
+        return scores
+
+
+def prompt_accuracy(_protocol: Protocol, _weights: Path | None, device: torch.device | str) -> PromptAccuracy:
+    """Load the scorer of the metric `prompt_accuracy`."""
+    return PromptAccuracy(classifier.load_classifier(device=device))

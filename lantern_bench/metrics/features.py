@@ -1,41 +1,45 @@
-"""Features of sets of pictures, by the extractors of torch-fidelity and that of the bundled family.
+"""Features of sets of pictures, by the extractors of torch-fidelity and that of the bundled family; reference sets.
 
 FID, KID, precision and recall need only the features (`metrics/figures.py`), so an extractor sees every set once. Sets
 may be larger than memory: pictures are read and preprocessed one at a time. The extractor is part of the figure:
-figures of different extractors are not comparable.
+figures of different extractors are not comparable. A pass of a large reference through Inception takes minutes, so its
+features are cached under a hash of the pictures' content, the extractor with its weights, and the preprocessing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
-import pickle
-import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
 from torch import Tensor
 from torch_fidelity.utils import create_feature_extractor
 
-from lantern_bench.config.protocols import Preparation
+from lantern_bench.config.protocols import EMBEDDED, Preparation, Protocol
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.hub import WEIGHTS_VARIABLE
-from lantern_bench.models.io.files import remembered_sha256
+from lantern_bench.models.io import files
+from lantern_bench.models.io.checkpoint import open_checkpoint
+from lantern_bench.models.lanterns import WEIGHTS_FOLDER
 from lantern_bench.models.lanterns import modules as classifier
 
-# ---- The weights of a scorer: finding them on this machine, naming them in results
+# ---- Feature extractors, and the weights of all scorers
 
 
 def find_weights(scorer: str, file_name: str, weights: Path | None, advice: str) -> Path:
-    """Return the weights file of `scorer`: `weights`, or else the published file of that name on this machine.
+    """Return `weights`, or else the published file of that name on this machine.
 
-    It is searched in the folder that `LANTERN_BENCH_WEIGHTS` names, then in the cache of torch.hub. Raises `UserError`
-    for a path that is no file and `RefusedError` when no folder has it; both show `advice`.
+    Raises `UserError` for a path that is no file and `RefusedError` when no folder has it; both show `advice`.
     """
     if weights is not None:
         if not weights.is_file():
@@ -52,47 +56,20 @@ def find_weights(scorer: str, file_name: str, weights: Path | None, advice: str)
     )
 
 
-def check_plain_weights(path: Path, with_key: str | None = None) -> None:
-    """Raise `UserError` for a checkpoint that is not a dictionary of tensors: a pickle may contain code.
-
-    `with_key`, when given, is a name that the dictionary of the right model has.
-    """
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile) as problem:
-        advice = "Give tensors saved with torch.save; pickles with code and scripted models are not loaded."
-        raise UserError(f"{path} cannot be read as plain weights", advice) from problem
-    if not isinstance(loaded, dict):
-        raise UserError(f"{path} contains a {type(loaded).__name__}, not a dictionary of tensors")
-    if with_key is not None and with_key not in loaded:
-        raise UserError(f"{path} has the weights of another model: it has no {with_key}")
-
-
-def fingerprint(path: Path) -> str:
-    """The first eight hex digits of the file's SHA-256."""
-    return remembered_sha256(path)[:8]
-
-
-# ---- Feature extractors
-
 BUNDLED = "lanterns-features"
 
 
-class ExtractorRow(NamedTuple):
-    """An extractor of torch-fidelity."""
-
-    layer: str  # its layer that all metrics use
-    width: int  # features of that layer
-    file_name: str  # the published file of its weights
-    key: str  # a parameter that other models' files lack
-
-
-EXTRACTORS: dict[str, ExtractorRow] = {
-    BUNDLED: ExtractorRow(str(classifier.FEATURES), classifier.FEATURES, classifier.WEIGHTS.name, "project.weight"),
-    "inception-v3-compat": ExtractorRow(
-        "2048", 2048, "weights-inception-2015-12-05-6726825d.pth", "Mixed_7c.branch_pool.conv.weight"
+# By name: the layer that all metrics use, how many features it has, the published file of the weights, and a parameter
+# that other models' files lack.
+EXTRACTORS: dict[str, tuple[str, int, str, str]] = {
+    BUNDLED: (str(classifier.FEATURES), classifier.FEATURES, classifier.WEIGHTS.name, "project.weight"),
+    "inception-v3-compat": (
+        "2048",
+        2048,
+        "weights-inception-2015-12-05-6726825d.pth",
+        "Mixed_7c.branch_pool.conv.weight",
     ),
-    "vgg16": ExtractorRow("fc2_relu", 4096, "vgg16-397923af.pth", "classifier.3.weight"),
+    "vgg16": ("fc2_relu", 4096, "vgg16-397923af.pth", "classifier.3.weight"),
 }
 
 
@@ -109,26 +86,25 @@ class Extractor:
     def label(self) -> str:
         """The name in results: `<extractor>-<layer>@<first digits of the weights' hash>`."""
         layer = "" if self.name.endswith(f"-{self.layer}") else f"-{self.layer}"
-        return f"{self.name}{layer}@{fingerprint(self.weights)}"
+        return f"{self.name}{layer}@{files.remembered_sha256(self.weights)[:8]}"
 
 
 def find_extractor(name: str = BUNDLED, weights: Path | None = None) -> Extractor:
-    """Return the extractor called `name` (one of `EXTRACTORS`), with the given weights or those on this machine.
+    """Return an extractor with the given weights or those on this machine; they are never downloaded.
 
-    Raises `UserError` for an unknown name, a path that is no file or a file that is not plain weights, and
-    `RefusedError` for missing weights: they are never downloaded.
+    Raises `UserError` for an unknown name or wrong weights, and `RefusedError` for missing ones.
     """
-    row = EXTRACTORS.get(name)
-    if row is None:
+    if name not in EXTRACTORS:
         raise UserError(f"unknown feature extractor {name!r}", f"The extractors are {', '.join(EXTRACTORS)}.")
+    layer, width, file_name, key = EXTRACTORS[name]
     if name == BUNDLED:
         path = weights or classifier.WEIGHTS
         classifier.load_classifier(path)
     else:
-        advice = f"put {row.file_name} there, or give its path"
-        path = find_weights(f"the feature extractor {name}", row.file_name, weights, advice)
-        check_plain_weights(path, row.key)
-    return Extractor(name, row.layer, row.width, path)
+        advice = f"put {file_name} there, or give its path"
+        path = find_weights(f"the feature extractor {name}", file_name, weights, advice)
+        open_checkpoint(path).require(key, f"the weights of {name}")
+    return Extractor(name, layer, width, path)
 
 
 # ---- Features of a set
@@ -144,7 +120,7 @@ def read_picture(path: Path) -> Tensor:
     try:
         with Image.open(path) as picture:
             return torch.from_numpy(np.ascontiguousarray(np.asarray(picture.convert("RGB")).transpose(2, 0, 1)))
-    except (OSError, UnidentifiedImageError) as error:
+    except OSError as error:
         raise UserError(f"{path}: cannot be read as a picture") from error
 
 
@@ -175,7 +151,10 @@ def features_of(
     *,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Return the features float32 [n, width] of pictures, on the CPU; after preprocessing they have one size."""
+    """Return the features float32 [n, width] of pictures, on the CPU.
+
+    Raises `UserError` for pictures that differ in size after preprocessing.
+    """
     if extractor.name == BUNDLED:
         classify = classifier.load_classifier(extractor.weights, device)
         network: Callable[[Tensor], Tensor] = lambda batch: classify.features(batch.float() / 255)  # noqa: E731
@@ -185,10 +164,14 @@ def features_of(
             extractor.name, [extractor.layer], cuda, verbose=False, feature_extractor_weights_path=weights
         )
         network = lambda batch: of_library(batch)[0]  # noqa: E731
-    features = [torch.zeros(0, extractor.width)]
+    features, sizes = [torch.zeros(0, extractor.width)], set[torch.Size]()
     for start in range(0, len(pictures), _BATCH):
         read = (item if isinstance(item, Tensor) else read_picture(item) for item in pictures[start : start + _BATCH])
         batch = [resize_for_features(preprocess(picture, preparation), preparation) for picture in read]
+        sizes.update(picture.shape[1:] for picture in batch)
+        if len(sizes) > 1:
+            advice = "This protocol does not resize pictures; lantern-coco crops and resizes them."
+            raise UserError(f"the pictures differ in size: {sorted(map(tuple, sizes))[:3]}", advice)
         features.append(network(torch.stack(batch).to(device)).float().cpu())
     return torch.cat(features)
 
@@ -218,3 +201,155 @@ def _resized(picture: Tensor, side: int | None, filter: Image.Resampling) -> Ten
     pixels = np.ascontiguousarray(picture.permute(1, 2, 0).numpy())
     resized = np.asarray(Image.fromarray(pixels).resize((side, side), filter))
     return torch.from_numpy(resized.transpose(2, 0, 1).copy())
+
+
+# ---- Reference sets
+
+EMBEDDED_FEATURES = WEIGHTS_FOLDER / "reference.safetensors"
+
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+
+
+class Reference(NamedTuple):
+    """What fidelity is measured against."""
+
+    pictures: Pictures | None  # None where there are only `statistics`
+    label: str  # its name in results
+    statistics: FeatureSet | None = None
+    digest: str = ""  # of the content, for the cache
+    extractor: str = ""  # label of the extractor behind `statistics`; empty where the file does not say
+
+
+def find_reference(name: str | None, protocol: Protocol) -> Reference | None:
+    """Return the reference that --reference names, by default the protocol's own; None for a protocol without one."""
+    name = name or protocol.reference
+    if name is None:
+        return None
+    if name == EMBEDDED:
+        if protocol.reference == EMBEDDED:
+            return embedded_reference()
+        problem = f"--reference {name}: the rendered scenes are not for the protocol {protocol.name}"
+        raise UserError(problem, "Give a folder, a .json or a .npz, or --protocol embedded.")
+    file, _, folder = name.partition("=")
+    path = Path(file)
+    if path.suffix.lower() == ".json" and path.is_file():
+        return _annotated(path, Path(folder) if folder else path.with_suffix(""))
+    if path.suffix.lower() == ".npz" and path.is_file():
+        return _statistics(path)
+    if Path(name).is_dir():
+        return folder_reference(Path(name))
+    raise UserError(
+        f"--reference {name}: no such folder or file",
+        "What fidelity is measured against: embedded (scenes of the bundled family), a folder of pictures, a COCO "
+        "annotation .json (its pictures in the folder of the same name, or FILE.json=FOLDER), or a .npz of mu, sigma.",
+    )
+
+
+def embedded_reference() -> Reference:
+    """Return what ships with the bundled family: its extractor's features of 1,024 scenes that no training uses."""
+    with safe_open(EMBEDDED_FEATURES, framework="pt") as file:
+        metadata, features = file.metadata(), file.get_tensor("features")
+    return Reference(None, metadata["label"], FeatureSet.of(features), extractor=metadata["extractor"])
+
+
+def write_embedded(path: Path, scenes: Tensor, extractor: Extractor, label: str) -> None:
+    """Write the features of painted scenes, uint8 [n, 3, 64, 64], with the extractor's fingerprint."""
+    metadata = {"label": label, "extractor": extractor.label}
+    files.write_atomically(path, save({"features": features_of(scenes, extractor)}, metadata))
+
+
+def folder_reference(folder: Path) -> Reference:
+    """All pictures of a folder, by name; raises `UserError` when there are none."""
+    paths = sorted(path for path in folder.glob("*") if path.suffix.lower() in _SUFFIXES)
+    if not paths:
+        raise UserError(f"no pictures in the reference folder {folder}", f"Allowed: {', '.join(_SUFFIXES)}")
+    return _of_files(folder.name, paths)
+
+
+def _annotated(annotations: Path, folder: Path) -> Reference:
+    """The pictures in `folder` that a COCO annotation file lists under `images`."""
+    flag = f"--reference {annotations}"
+    try:
+        names = sorted({str(entry["file_name"]) for entry in files.read_json(annotations)["images"]})
+    except (UserError, KeyError, TypeError) as error:
+        raise UserError(f"{flag}: not a COCO annotation file: it needs images, each with file_name") from error
+    if not names:
+        raise UserError(f"{flag}: lists no pictures")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        problem = f"{len(missing)} of {len(names)} pictures are not in {folder}, the first is {missing[0]}"
+        raise UserError(f"{flag}: {problem}", f"Write {annotations}=FOLDER.")
+    return _of_files(annotations.stem, [folder / name for name in names])
+
+
+def _statistics(path: Path) -> Reference:
+    """Mean and covariance under `mu` and `sigma`, as clean-fid and pytorch-fid write them; `n` if the file has it.
+
+    They must come from the extractor and preprocessing of the protocol: the file does not say which it used.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            mean, covariance = (np.asarray(file[name], dtype=np.float64) for name in ("mu", "sigma"))
+            n = int(file["n"]) if "n" in file else None
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--reference {path}: not a file of statistics: it needs the arrays mu and sigma") from error
+    if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
+        raise UserError(f"--reference {path}: the shapes of mu {mean.shape} and sigma {covariance.shape} do not match")
+    digest = hashlib.sha256(mean.tobytes() + covariance.tobytes()).hexdigest()
+    label = f"{path.stem} (statistics), {'n unknown' if n is None else f'n={n}'}, sha256={digest[:8]}"
+    return Reference(None, label, FeatureSet(mean, covariance, n), digest)
+
+
+def _of_files(name: str, paths: Sequence[Path]) -> Reference:
+    """A set of files; the digest covers their contents, not their names or order."""
+    hashes = sorted(files.file_sha256(path) for path in paths)
+    digest = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+    return Reference(paths, f"{name}, n={len(paths)}, sha256={digest[:8]}", digest=digest)
+
+
+def cache_folder() -> Path:
+    """The folder that `LANTERN_BENCH_CACHE` names, else lantern-bench in the user's cache."""
+    folder = os.environ.get("LANTERN_BENCH_CACHE")
+    return Path(folder) if folder else files.cache_folder()
+
+
+def reference_features(
+    reference: Reference,
+    extractor: Extractor,
+    preparation: Preparation,
+    *,
+    device: torch.device | str = "cpu",
+    cache: Path | None = None,
+) -> FeatureSet:
+    """Return the features of a reference under an extractor, from `cache` if there, else computed and cached.
+
+    Raises `UserError` for statistics of another width or extractor.
+    """
+    statistics = reference.statistics
+    if statistics is not None:
+        width = len(statistics.mean)
+        if width != extractor.width:
+            problem = f"the reference {reference.label} has {width} features, {extractor.name} has {extractor.width}"
+            raise UserError(problem, "Give statistics of the protocol's own extractor, or a folder of pictures.")
+        if reference.extractor not in ("", extractor.label):
+            problem = f"the reference {reference.label} has features of {reference.extractor}, not of {extractor.label}"
+            raise UserError(problem, "Give --reference a folder of pictures: it is measured by any extractor.")
+        return statistics
+    pictures = reference.pictures
+    assert pictures is not None
+    steps = "-".join(f"{name}={value}" for name, value in asdict(preparation).items())
+    covered = f"2|{reference.digest}|{extractor.label}|{steps}"
+    path = None
+    if cache is not None and reference.digest:
+        path = cache / "references" / f"{hashlib.sha256(covered.encode()).hexdigest()[:32]}.safetensors"
+        # A missing or damaged file is computed again.
+        with contextlib.suppress(OSError, SafetensorError, KeyError):
+            features = load_file(path)["features"]
+            if features.shape == (len(pictures), extractor.width):
+                return FeatureSet.of(features)
+    features = features_of(pictures, extractor, preparation, device=device)
+    if path is not None:
+        # The figures do not depend on the cache: a read-only home is no error.
+        with contextlib.suppress(OSError):
+            files.write_atomically(path, save({"features": features}))
+    return FeatureSet.of(features)

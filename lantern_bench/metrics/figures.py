@@ -1,8 +1,7 @@
 """Figures of a set of pictures against a reference: FID, KID, precision, recall, and FID-infinity.
 
 Each metric is a function of the features of both sets. It returns a figure: a function of any subset of the pictures,
-so that intervals measure subsets without computing anything of the reference again. A figure may
-have `of_images` [n], the figures of single pictures, and `extras()`, further columns.
+so that intervals measure subsets without computing anything of the reference again.
 """
 
 from __future__ import annotations
@@ -22,6 +21,11 @@ from lantern_bench.methods.metrics import listed
 from lantern_bench.methods.tables import METRICS, OF_SETS
 from lantern_bench.metrics.features import Extractor, FeatureSet
 
+Rows: TypeAlias = NDArray[np.int64]
+
+Figure: TypeAlias = Callable[[Rows], float]
+"""The figure of any subset of the pictures, by their rows."""
+
 
 class FeatureSets(NamedTuple):
     """What a metric of sets measures: two sets under one extractor."""
@@ -31,57 +35,56 @@ class FeatureSets(NamedTuple):
     neighbours: int = 3  # of the manifolds of precision and recall
 
 
-class FrechetDistance:
-    """The squared Frechet distance of Gaussians from a reference: |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2))."""
+def frechet_distance(reference: FeatureSet) -> Callable[[Tensor], float]:
+    """Return the squared Frechet distance of Gaussians: |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)).
 
-    def __init__(self, reference: FeatureSet) -> None:
-        self._mean, self._trace = reference.mean, np.trace(reference.covariance)
-        values, vectors = np.linalg.eigh(reference.covariance)
-        self._root = (vectors * np.sqrt(values.clip(0))) @ vectors.T
+    It is that of pictures with features [n, width] from the reference.
+    """
+    trace = np.trace(reference.covariance)
+    values, vectors = np.linalg.eigh(reference.covariance)
+    root = (vectors * np.sqrt(values.clip(0))) @ vectors.T
 
-    def __call__(self, features: Tensor) -> float:
-        """Return the distance of pictures with these features [n, width]."""
+    def distance(features: Tensor) -> float:
         pictures = FeatureSet.of(features)
         # The root of the product of both covariances has the trace of this symmetric matrix's root.
-        product = self._root @ pictures.covariance @ self._root
-        between = np.sqrt(np.linalg.eigvalsh(product).clip(0)).sum()
-        shift = ((pictures.mean - self._mean) ** 2).sum()
-        return float(shift + np.trace(pictures.covariance) + self._trace - 2 * between)
+        between = np.sqrt(np.linalg.eigvalsh(root @ pictures.covariance @ root).clip(0)).sum()
+        shift = ((pictures.mean - reference.mean) ** 2).sum()
+        return float(shift + np.trace(pictures.covariance) + trace - 2 * between)
+
+    return distance
 
 
 def fid(sets: FeatureSets) -> Figure:
     """The Frechet distance of the two sets (Heusel et al. 2017)."""
-    distance = FrechetDistance(sets.reference)
+    distance = frechet_distance(sets.reference)
     return lambda rows: distance(sets.pictures[torch.from_numpy(rows)])
 
 
-class Kid:
+def kid(sets: FeatureSets) -> Figure:
     """The kernel distance (Binkowski et al. 2018), over all pictures: what its mean over random subsets estimates."""
+    assert sets.reference.features is not None
+    reference, pictures = sets.reference.features.double().numpy(), sets.pictures.double().numpy()
+    among_reference = _mean_kernel(reference)
 
-    def __init__(self, sets: FeatureSets) -> None:
-        assert sets.reference.features is not None
-        self._sets, self._pictures = sets, sets.pictures.double().numpy()
-        self._reference = sets.reference.features.double().numpy()
-        self._among_reference = _mean_kernel(self._reference)
+    def distance(rows: Rows) -> float:
+        return _mean_kernel(pictures[rows]) + among_reference - 2 * _mean_kernel(pictures[rows], reference)
 
-    def __call__(self, rows: Rows) -> float:
-        """Return the figure of the pictures `rows`."""
-        pictures = self._pictures[rows]
-        between = _mean_kernel(pictures, self._reference)
-        return _mean_kernel(pictures) + self._among_reference - 2 * between
+    return distance
 
-    def extras(self) -> dict[str, Any]:
-        """The standard deviation over 100 random subsets, as torch-fidelity computes it, and their size."""
-        subset = min(1000, min(len(self._pictures), len(self._reference)) // 2)
-        spread = metric_kid.kid_features_to_metric(
-            self._sets.pictures,
-            self._sets.reference.features,
-            kid_subsets=100,
-            kid_subset_size=subset,
-            rng_seed=2020,
-            verbose=False,
-        )
-        return {"kid_subset": subset, "kid_std": spread[metric_kid.KEY_METRIC_KID_STD]}
+
+def _kid_spread(sets: FeatureSets) -> dict[str, Any]:
+    """The standard deviation of KID over 100 random subsets, as torch-fidelity computes it, and their size."""
+    assert sets.reference.features is not None
+    subset = min(1000, min(len(sets.pictures), len(sets.reference.features)) // 2)
+    spread = metric_kid.kid_features_to_metric(
+        sets.pictures,
+        sets.reference.features,
+        kid_subsets=100,
+        kid_subset_size=subset,
+        rng_seed=2020,
+        verbose=False,
+    )
+    return {"kid_subset": subset, "kid_std": spread[metric_kid.KEY_METRIC_KID_STD]}
 
 
 def _mean_kernel(x: NDArray[np.float64], y: NDArray[np.float64] | None = None) -> float:
@@ -96,17 +99,11 @@ def _mean_kernel(x: NDArray[np.float64], y: NDArray[np.float64] | None = None) -
     return (total - with_themselves) / (len(x) * (len(x) - 1))
 
 
-class Precision:
+def precision(sets: FeatureSets) -> Figure:
     """The share of pictures inside the reference's manifold of nearest neighbours (Kynkaanniemi et al. 2019)."""
-
-    def __init__(self, sets: FeatureSets) -> None:
-        assert sets.reference.features is not None
-        inside = _is_inside(sets.pictures, sets.reference.features, sets.neighbours)
-        self.of_images = inside.astype(np.float64)
-
-    def __call__(self, rows: Rows) -> float:
-        """Return the figure of the pictures `rows`."""
-        return float(self.of_images[rows].mean())
+    assert sets.reference.features is not None
+    inside = _is_inside(sets.pictures, sets.reference.features, sets.neighbours)
+    return lambda rows: float(inside[rows].mean())
 
 
 def recall(sets: FeatureSets) -> Figure:
@@ -134,21 +131,20 @@ def measurable(n: int, reference: FeatureSet, extractor: Extractor) -> tuple[lis
     """
     names: list[str] = []
     too_few: dict[str, list[str]] = {}
-    needing = [name for name in OF_SETS if METRICS[name].needs_features]
+    without_features = [name for name in OF_SETS if reference.features is None and METRICS[name].needs_features]
     for name in OF_SETS:
-        metric = METRICS[name]
-        if reference.features is None and metric.needs_features:
+        times = METRICS[name].min_images_per_feature
+        needed = max(METRICS[name].min_images, times * extractor.width)
+        if name in without_features:
             continue
-        times = metric.min_images_per_feature
-        needed = max(metric.min_images, times * extractor.width)
         if n >= needed:
             names.append(name)
-            continue
-        reason = f", {'twice' if times == 2 else f'{times} times'} its features" if times else ""
-        too_few.setdefault(f"{needed} images{reason}; there are {n}", []).append(name)
+        else:
+            reason = f", {'twice' if times == 2 else f'{times} times'} its features" if times else ""
+            too_few.setdefault(f"{needed} images{reason}; there are {n}", []).append(name)
     notes = [f"{listed(few)} need{'s' if len(few) == 1 else ''} {reason}" for reason, few in too_few.items()]
-    if reference.features is None:
-        notes.append(f"the reference holds statistics only: no {listed(needing)}")
+    if without_features:
+        notes.append(f"the reference holds statistics only: no {listed(without_features)}")
     return names, notes
 
 
@@ -168,11 +164,10 @@ class Measured(NamedTuple):
 
 
 def measure_sets(sets: FeatureSets, extractor: Extractor, manifold: FeatureSets | None = None) -> Measured:
-    """Measure pictures against a reference with all metrics of sets.
+    """Measure pictures against a reference with all metrics of sets; intervals are by jackknife.
 
-    Intervals are by jackknife, and None for too few pictures. KID of two sets of the same kind is about 0 only when
-    their pictures are drawn independently: prompts taken in turn leave a set without pairs of one caption, which shifts
-    KID below 0 by the same amount in every cell.
+    KID of two sets of the same kind is about 0 only when their pictures are drawn independently: prompts taken in turn
+    leave a set without pairs of one caption, which shifts KID below 0 by the same amount in every cell.
     """
     n, reference = len(sets.pictures), sets.reference
     names, notes = measurable(n if reference.n is None else min(n, reference.n), reference, extractor)
@@ -183,17 +178,20 @@ def measure_sets(sets: FeatureSets, extractor: Extractor, manifold: FeatureSets 
     for name, reach in jackknife(figures, n).items():
         columns[f"{name}_low"] = clipped(name, columns[name] - reach)
         columns[f"{name}_high"] = clipped(name, columns[name] + reach)
-    of_images: dict[str, NDArray[np.float64]] = {}
-    for name, figure in figures.items():
-        columns |= getattr(figure, "extras", dict)()
-        if METRICS[name].is_paired:
-            of_images[name] = getattr(figure, "of_images")  # noqa: B009  # a plain function has none
+    if "kid" in figures:
+        columns |= _kid_spread(sets)
+    of_images = {
+        name: np.array([figure(np.array([row])) for row in range(n)])
+        for name, figure in figures.items()
+        if METRICS[name].is_paired
+    }
     return Measured(columns, of_images, notes)
 
 
 # ---- FID-infinity: extrapolated to infinitely many pictures, since FID of few pictures is biased upwards
 
-_SIZES = 15
+_LEVEL = 0.95
+_SIZES = 15  # of subsets
 
 
 class Extrapolated(NamedTuple):
@@ -208,30 +206,23 @@ class Extrapolated(NamedTuple):
 def fid_infinity(features: Tensor, reference: FeatureSet, rng: np.random.Generator) -> Extrapolated:
     """Extrapolate the FID of pictures with these features [n, width] (arXiv 1911.07023).
 
-    Fifteen sizes, evenly from n / 2 (and at least twice the width) to n; one subset each, drawn without replacement.
     The interval is that of the intercept of the least-squares line; it is too narrow, since subsets share pictures.
     """
     n, width = features.shape
     smallest = max(n // 2, 2 * width)
     if n < 2 * width + _SIZES:
         return Extrapolated(None, note=f"fid_infinity needs {2 * width + _SIZES} images; there are {n}")
-    distance = FrechetDistance(reference)
+    distance = frechet_distance(reference)
     sizes = np.unique(np.linspace(smallest, n, _SIZES).round().astype(int))
     subsets = (torch.from_numpy(rng.choice(n, size=int(size), replace=False)) for size in sizes)
     line = stats.linregress(1 / sizes, [distance(features[rows]) for rows in subsets])
-    reach = float(stats.t.ppf((1 + 0.95) / 2, len(sizes) - 2) * line.intercept_stderr)
+    reach = float(stats.t.ppf((1 + _LEVEL) / 2, len(sizes) - 2) * line.intercept_stderr)
     value = float(line.intercept)
     return Extrapolated(value, value - reach, value + reach)
 
 
 # ---- How much figures vary: intervals by jackknife, and the spread of autoregressive decoding
 
-Rows: TypeAlias = NDArray[np.int64]
-
-Figure: TypeAlias = Callable[[Rows], float]
-"""The figure of any subset of the pictures, by their rows."""
-
-_LEVEL = 0.95
 # Groups of pictures that the jackknife leaves out, and mixed sets that the spread of ar is estimated from.
 _GROUPS, _MIXED = 50, 200
 

@@ -20,9 +20,19 @@ from lantern_bench.config.protocols import Protocol, protocol_of
 from lantern_bench.errors import RefusedError
 from lantern_bench.methods.metrics import listed
 from lantern_bench.methods.tables import METRICS, OF_IMAGES, OF_SETS
-from lantern_bench.metrics.features import Extractor, FeatureSet, features_of, find_extractor, preprocess, read_picture
+from lantern_bench.metrics.features import (
+    Extractor,
+    FeatureSet,
+    Reference,
+    cache_folder,
+    features_of,
+    find_extractor,
+    find_reference,
+    preprocess,
+    read_picture,
+    reference_features,
+)
 from lantern_bench.metrics.figures import FeatureSets, ar_spread, fid_infinity, figures_of, measurable, measure_sets
-from lantern_bench.metrics.reference_sets import Reference, cache_folder, find_reference, reference_features
 from lantern_bench.runs.devices import choose_compute
 from lantern_bench.runs.events import Emit, Share
 from lantern_bench.runs.records import Row

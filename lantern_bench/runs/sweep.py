@@ -14,7 +14,7 @@ from lantern_bench.runs.store import done_images, finished_records
 from lantern_bench.runs.threads import prepare_environment
 
 if TYPE_CHECKING:
-    from lantern_bench.metrics.reference_sets import Reference
+    from lantern_bench.metrics.features import Reference
     from lantern_bench.runs.scoring import Scorers
 
 

@@ -39,7 +39,7 @@ class Processes:
         return self.rank == 0
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by their means over all processes."""
+        """Replace tensors by their means over the processes."""
         for tensor in tensors if self.count > 1 else ():
             distributed.all_reduce(tensor)
             tensor /= self.count
@@ -78,9 +78,9 @@ def join_processes(cpu: bool = False) -> Processes:
 
 
 class Task(ABC):
-    """What the loop needs of a thing to train: its `name`, its `module` and the methods below."""
+    """What is trained: a module with its loss and its evaluation."""
 
-    name: str
+    name: str  # for messages
     module: nn.Module
 
     @abstractmethod
@@ -106,7 +106,6 @@ class Task(ABC):
 class TrainEvent:
     """Progress of a training."""
 
-    task: str
     step: int
     fraction: float  # from 0 to 1
     seconds: float  # so far
@@ -122,7 +121,6 @@ OnEvent = Callable[[TrainEvent], None]
 class TrainReport:
     """What is written beside the weights."""
 
-    task: str
     steps: int
     seconds: float
     settings: dict[str, Any]
@@ -147,14 +145,25 @@ def train(
     """
     if settings.steps is None and settings.minutes is None:
         raise UserError("training needs an end", "Give a number of steps or --minutes.")
-    run = _Run(task, settings, device, processes)
-    run.resume()
-    run.to_end(on_event)
+    run, since = _Run(task, settings, device, processes), list[dict[str, float]]()
+    while (done := run.fraction()) < 1.0:
+        start, rate = now(), run.learning_rate(done)
+        since.append(run.step(rate))
+        run.seconds += now() - start
+        fraction = min(1.0, run.fraction())
+        if run.steps % settings.log_every == 0 or fraction == 1.0:
+            means = {name: sum(figures[name] for figures in since) / len(since) for name in since[0]}
+            loss = means.pop("loss")
+            run.losses.append((run.steps, loss))
+            on_event(TrainEvent(run.steps, fraction, run.seconds, loss, rate, means))
+            since = []
+        if settings.checkpoint is not None and run.steps % settings.checkpoint_every == 0 and processes.first:
+            run.save(settings.checkpoint)
     task.module.eval()
     # Few batches, of other shapes and precision than in training: not worth compiling.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         figures = task.evaluate()
-    return TrainReport(task.name, run.steps, run.seconds, settings.described(), run.losses, figures)
+    return TrainReport(run.steps, run.seconds, settings.described(), run.losses, figures)
 
 
 def read_checkpoint(settings: TrainSettings) -> dict[str, Any] | None:
@@ -173,7 +182,7 @@ def read_checkpoint(settings: TrainSettings) -> dict[str, Any] | None:
 
 
 class _Run:
-    """The state of one training."""
+    """The state of one training, from its checkpoint if there is one."""
 
     def __init__(self, task: Task, settings: TrainSettings, device: torch.device, processes: Processes) -> None:
         self.task, self.settings, self.device, self.processes = task, settings, device, processes
@@ -186,25 +195,14 @@ class _Run:
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.autocast = settings.autocast and has_bfloat16(device)
         self.steps, self.seconds, self.losses = 0, 0.0, list[tuple[int, float]]()
-
-    def to_end(self, on_event: OnEvent) -> None:
-        """Step until the end, with events and checkpoints on the way."""
-        settings, sums, count = self.settings, dict[str, float](), 0
-        while (done := self.fraction()) < 1.0:
-            start, rate = now(), self.learning_rate(done)
-            for name, figure in self.step(rate).items():
-                sums[name] = sums.get(name, 0.0) + figure
-            count += 1
-            self.seconds += now() - start
-            fraction = min(1.0, self.fraction())
-            if self.steps % settings.log_every == 0 or fraction == 1.0:
-                means = {name: total / count for name, total in sums.items()}
-                loss = means.pop("loss")
-                self.losses.append((self.steps, loss))
-                on_event(TrainEvent(self.task.name, self.steps, fraction, self.seconds, loss, rate, means))
-                sums, count = {}, 0
-            if settings.checkpoint is not None and self.steps % settings.checkpoint_every == 0 and self.processes.first:
-                self.save(settings.checkpoint)
+        content = read_checkpoint(settings)
+        if content is not None:
+            module.load_state_dict(content["module"])
+            task.load_state_dict(content["task"])
+            self.optimiser.load_state_dict(content["optimiser"])
+            self.generator.set_state(content["generator"])
+            self.steps, self.seconds = content["progress"]["step"], content["progress"]["seconds"]
+            self.losses = [tuple(entry) for entry in content["progress"]["losses"]]
 
     def fraction(self) -> float:
         """Return the share of the training that is done; 1 or more at the end."""
@@ -261,16 +259,3 @@ class _Run:
         incomplete = path.with_suffix(".part")
         torch.save(content, incomplete)
         os.replace(incomplete, path)
-
-    def resume(self) -> None:
-        """Continue from the checkpoint, if there is one."""
-        content = read_checkpoint(self.settings)
-        if content is None:
-            return
-        self.task.module.load_state_dict(content["module"])
-        self.task.load_state_dict(content["task"])
-        self.optimiser.load_state_dict(content["optimiser"])
-        self.generator.set_state(content["generator"])
-        progress = content["progress"]
-        self.steps, self.seconds = progress["step"], progress["seconds"]
-        self.losses = [tuple(entry) for entry in progress["losses"]]

@@ -1,4 +1,4 @@
-"""One training of a drafter from start to end: sequences, the loop, evaluations, the exported folder.
+"""One training of a drafter from start to end: what it was asked for, the loop, evaluations, the exported folder.
 
 Tokens and checkpoints are in the work folder of the job, and an interrupted training continues there.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,20 +20,20 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lantern_bench.clock import OnProgress, no_progress
-from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.plan import Prompt, record_seed
-from lantern_bench.decoding.compile import Engine
-from lantern_bench.decoding.loop import decode
-from lantern_bench.decoding.trace import ImageTrace
+from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.eagle import EagleDrafter, drafter_key_map, load_drafter, untrained_drafter
 from lantern_bench.models.io.files import write_atomically
+from lantern_bench.models.io.model_file import is_model_file
 from lantern_bench.models.io.state_dict import export
 from lantern_bench.models.loaded_model import LoadedModel, transformer_of
+from lantern_bench.models.model import Model
+from lantern_bench.models.registry import model_of
 from lantern_bench.models.target import TransformerTarget
-from lantern_bench.training.data import DrafterJob, make_tokens, split
+from lantern_bench.prompts import load_prompts, read_captioned
 from lantern_bench.training.loop import OnEvent, Processes, TrainEvent, TrainReport, read_checkpoint, train
-from lantern_bench.training.task import DrafterTask, Sequences, drafter_like
+from lantern_bench.training.recipe import DrafterFlags, DrafterRecipe, Optimisation, TrainSettings, flag_of, recipe_of
+from lantern_bench.training.task import Data, DrafterTask, Sequences, decode_slots, drafter_like, make_tokens
 
 # The published code's name for each grid of LlamaGen; the number of condition positions tells t2i from c2i.
 _INPUT_TYPES = {((16, 16), 120): "t2i", ((32, 32), 120): "t2i2", ((24, 24), 1): "c2i"}
@@ -45,6 +46,137 @@ COLUMNS = (
     *("lr", "tokens_per_s", "one_minus_tv", "mal", "mal_images"),
 )
 """The columns of `log.csv`; figures that were not measured at a step are empty."""
+
+# ---- What was asked for, read and checked before a model is loaded, and its plan in numbers
+
+
+@dataclass(frozen=True)
+class DrafterJob:
+    """What to train and how."""
+
+    flags: DrafterFlags
+    data: Data
+    recipe: DrafterRecipe
+    # Mode `speculative` with its tree, guidance and filters measures accepted lengths; where the target samples the
+    # images, it uses the same guidance and filters.
+    decoding: Decoding
+    prompts: Sequence[str]  # of the measurement; empty: the held-out captions
+    out: Path
+    work: Path
+
+    @property
+    def init_name(self) -> str:
+        """Where the drafter starts from, without paths: `random`, `shipped` (the model's own drafter) or `folder`."""
+        return self.flags.init if self.flags.init in ("random", "shipped") else "folder"
+
+    @property
+    def held_out(self) -> int:
+        """The number of sequences that are held out: at least one, never all."""
+        count = len(self.data.captions)
+        return min(count - 1, max(1, round(self.recipe.held_out * count)))
+
+    @property
+    def sequences(self) -> int:
+        """The number of training sequences."""
+        return len(self.data.captions) - self.held_out
+
+    def settings(self, model: LoadedModel) -> TrainSettings:
+        """Return the settings of the loop."""
+        flags, recipe = self.flags, self.recipe
+        settings = flags.model_dump(include={"minutes", "seed", "log_every", "checkpoint_every", "resume"})
+        if flags.minutes is not None and recipe.steps is None:
+            settings["steps"] = None
+        depends_on = {"target weights": model.weights.get("target", ""), "data": self.data.sha256()[:16]}
+        depends_on |= {"init": self.init_name, **recipe.model_dump(mode="json", exclude=set(Optimisation.model_fields))}
+        checkpoint = self.work / "drafter.ckpt"
+        return recipe.train_settings(self.sequences, checkpoint=checkpoint, depends_on=depends_on, **settings)
+
+
+def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
+    """Read and check what the flags name; the default of `--out` is a folder in `drafters`.
+
+    Raises `UserError` that names the flag, its value and what is allowed.
+    """
+    recipe = recipe_of(flags)
+    try:
+        model = model_of(flags.target)
+    except UserError as error:
+        raise UserError(error.message.replace("--model", "--target"), error.advice) from error
+    data = _data(flags, model)
+    # Lossless speculative decoding with a static tree; guidance and filters default to the model's.
+    values = flags.model_dump(include={"cfg_scale", "temperature", "top_k", "tree"})
+    guidance = model.defaults.get("cfg_scale", 1.0)
+    try:
+        decoding = Decoding("speculative", cfg_default=guidance, model_defaults=model.defaults, **values)
+    except ParameterError as error:
+        raise UserError(f"{flag_of(error.key or 'tree')} {values[error.key or 'tree']}: {error.text}") from error
+    prompts = [] if flags.eval_prompts is None else _prompts(flags.eval_prompts, "--eval-prompts", model)
+    out = flags.out or drafters / Path(model.name).stem
+    job = DrafterJob(flags, data, recipe, decoding, prompts, out, flags.work or out / "work")
+    if job.init_name == "folder" and not Path(flags.init).is_dir():
+        raise UserError(f"--init {flags.init}: no such folder", "Use random or shipped, or give a drafter's folder.")
+    return job
+
+
+def _data(flags: DrafterFlags, model: Model) -> Data:
+    """Read `--data`: a folder holds pictures with captions, anything else names captions."""
+    source, images = flags.data, flags.images
+    if Path(source).is_dir():
+        items = read_captioned(Path(source), flags.captions, model)
+        if images is not None and images > len(items):
+            raise UserError(f"--images {images}: --data {source} holds {len(items)} pictures")
+        pictures = [(item.path, False) for item in items[:images]]
+        mirrored = [(path, True) for path, _ in pictures] if flags.mirror else []
+        data = Data([item.caption for item in items[:images]] * (1 + flags.mirror), pictures + mirrored)
+    elif flags.captions is not None or flags.mirror:
+        flag = "--mirror" if flags.captions is None else "--captions"
+        raise UserError(f"{flag}: needs pictures, and --data {source} is not a folder", "Leave it out.")
+    else:
+        texts = _prompts(source, "--data", model)
+        data = Data([texts[number % len(texts)] for number in range(images or len(texts))])
+    if len(data.captions) < 2:
+        raise UserError(f"--data {source}: one picture is too few", "Give at least two; some are held out.")
+    return data
+
+
+def _prompts(source: str, flag: str, model: Model) -> list[str]:
+    """Return the prompts of a set or a file; errors name `flag`."""
+    try:
+        return [prompt.text for prompt in load_prompts(source, model)]
+    except UserError as error:
+        advice = error.advice
+        if flag == "--data" and "no such file" in error.message:
+            advice = f"{advice or ''} Or a folder of pictures with captions.".strip()
+        raise UserError(error.message.replace("--prompts", flag), advice) from error
+
+
+def plan_rows(job: DrafterJob) -> list[tuple[str, str]]:
+    """Return what the training would make, and how much of it; a published target's files are not needed.
+
+    Raises `UserError` for a target that is not a transformer, and as `Model.load` where its own files are missing.
+    """
+    flags, recipe, total = job.flags, job.recipe, len(job.data.captions)
+    model = model_of(flags.target)
+    target = (model.with_random_weights() or model.load(torch.device("cpu"), torch.float32)).target
+    if not isinstance(target, TransformerTarget):
+        raise UserError(f"--target {flags.target}: has no features to learn from", "Use a model that is a transformer.")
+    steps, image_tokens = recipe.total_steps(job.sequences), target.config.image_tokens
+    source = "encoded" if job.data.pictures is not None else "sampled by the target"
+    evaluations = steps // flags.eval_every if flags.eval_every else 0
+    count, epochs = f"{steps:,}", f"{steps / recipe.steps_per_epoch(job.sequences):.3g}"
+    if flags.minutes is not None:
+        count = epochs = f"as many as {flags.minutes:g} minutes allow"
+    return [
+        (f"pictures {source}", f"{total:,}" + (" with mirror images" if flags.mirror else "")),
+        ("tokens", f"{total * image_tokens:,} ({image_tokens:,} a picture)"),
+        ("held out", f"{job.held_out:,} of {total:,}"),
+        ("steps", f"{count} of {recipe.batch * recipe.accumulate} sequences"),
+        ("epochs", epochs),
+        ("evaluations", f"{evaluations} of {flags.eval_images} images, one of {flags.final_images} at the end"),
+    ]
+
+
+# ---- The training
 
 
 class Observations(NamedTuple):
@@ -59,24 +191,13 @@ class Observations(NamedTuple):
         """Sum over sum."""
         return sum(self.over) / sum(self.under)
 
-    @classmethod
-    def of_lengths(cls, traces: Sequence[ImageTrace], prompts: Sequence[str]) -> Observations:
-        """Return accepted lengths: tokens committed by steps, and steps; the value is the mean accepted length."""
-        committed = [float(sum(trace.committed)) for trace in traces]
-        return cls(committed, [float(len(trace.committed)) for trace in traces], list(prompts))
-
 
 class Evaluated(NamedTuple):
     """A drafter at the end."""
 
     name: str
     one_minus_tv: float  # on held-out sequences
-    accepted: Observations | None  # accepted lengths, where images were decoded
-
-    def figures(self) -> dict[str, float | None]:
-        """Return the figures of the report."""
-        mal, images = (None, 0) if self.accepted is None else (self.accepted.value, len(self.accepted.over))
-        return {"one_minus_tv": self.one_minus_tv, "mal": mal, "images": images}
+    accepted: Observations | None  # tokens over steps of each image; the value is the mean accepted length
 
 
 def train_drafter(
@@ -87,185 +208,169 @@ def train_drafter(
     Raises `UserError` for a target without features or data that do not fit, `RefusedError` for a work folder of
     another training and a loss that diverges.
     """
-    if job.recipe.batch % processes.count:
-        raise UserError(f"--batch {job.recipe.batch}: must be a multiple of the {processes.count} processes")
-    run = _Run(job, model, processes, on_progress)
-    report = run.train(on_event)
+    flags, recipe, captions = job.flags, job.recipe, job.data.captions
+    if recipe.batch % processes.count:
+        raise UserError(f"--batch {recipe.batch}: must be a multiple of the {processes.count} processes")
+    target, settings = transformer_of(model), job.settings(model)
+    drafter = _initial_drafter(job, model, target)
+    read_checkpoint(settings)  # one of another training is refused before hours of sampling
+    tokens = _tokens(job, model, target.image_tokens, on_progress, processes)
+    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(flags.seed)).tolist()
+    held_out, training = order[: job.held_out], order[job.held_out :]
+
+    def sequences(numbers: list[int]) -> Sequences:
+        chosen = [captions[number] for number in numbers]
+        return Sequences(target, tokens[numbers], lambda rows: model.condition([chosen[row] for row in rows]))
+
+    examined = sequences(held_out[:_HELD_OUT_SEQUENCES])
+    task = DrafterTask(drafter, sequences(training), examined, recipe, job.decoding, flags.seed, processes)
+    prompts = list(job.prompts) or list(dict.fromkeys(captions[number] for number in held_out))
+    if flags.compile:
+        target.transformer.compile()
+        drafter.compile()
+    logged = _logged(job, model, task, prompts, on_event) if processes.first else lambda _event: None
+    report = train(task, settings, target.device, logged, processes)
     if not processes.first:
         return report, []
-    write_drafter(run.drafter, job.out, job.flags.target, model.weights)
-    evaluated = run.evaluate()
-    target = job.flags.target
+    write_drafter(drafter, job.out, flags.target, model.weights)
+    drafters = {"trained": load_drafter(job.out, target, dtype=target.dtype, device=target.device)}
+    if isinstance(model.drafter, EagleDrafter):
+        drafters["the model's own"] = model.drafter
+    evaluated = []
+    with torch.compiler.set_stance("force_eager"):
+        for name, written in drafters.items():
+            decoding = partial(on_progress, f"decoding, drafter: {name}")
+            accepted = _accepted(job, replace(model, drafter=written), prompts, flags.final_images, decoding)
+            evaluated.append(Evaluated(name, task.overlap(written), accepted))
+    _write_report(job, report, evaluated)
+    return report, evaluated
+
+
+def _tokens(job: DrafterJob, model: LoadedModel, needed: int, on_progress: OnProgress, processes: Processes) -> Tensor:
+    """Encode or sample the sequences and encode the captions; other processes read what the first one wrote."""
+    on_progress = on_progress if processes.first else no_progress
+    with processes.first_alone():
+        for done, total in model.prepare(list(dict.fromkeys([*job.data.captions, *job.prompts]))):
+            on_progress("encoding captions", done / total)
+        sampling = Decoding(mode="ar", **{name: getattr(job.decoding, name) for name in _SAMPLING})
+        tokens = make_tokens(job.data, model, sampling, job.flags.seed, job.work, on_progress)
+    if tokens.shape[1] != needed:
+        raise UserError(f"--data: the pictures have {tokens.shape[1]} tokens, and the target {needed}")
+    return tokens
+
+
+def _logged(
+    job: DrafterJob, model: LoadedModel, task: DrafterTask, prompts: Sequence[str], on_event: OnEvent
+) -> OnEvent:
+    """Return what adds a row to the log for each event, with held-out figures every `eval_every` steps."""
+    path, flags, target = job.out / "log.csv", job.flags, transformer_of(model)
+    sequences = job.recipe.batch * job.recipe.accumulate  # of a step
+    rows = read_log(path) if flags.resume else []
+
+    def log(event: TrainEvent) -> None:
+        # Rows of this step and later belong to an interrupted training.
+        rows[:] = [row for row in rows if row["step"] < event.step]
+        before, seconds = (rows[-1]["step"], rows[-1]["seconds"]) if rows else (0, 0.0)
+        tokens, elapsed = (event.step - before) * sequences * target.image_tokens, event.seconds - seconds
+        row: dict[str, Any] = {
+            "step": event.step,
+            "epoch": event.step * sequences / job.sequences,
+            "seconds": event.seconds,
+            "loss": event.loss,
+            "feature_loss": event.figures["feature"],
+            "soft_loss": event.figures["soft"],
+            "train_one_minus_tv": event.figures["one_minus_tv"],
+            "lr": event.lr,
+            "tokens_per_s": tokens / elapsed if elapsed > 0 else None,
+        }
+        if flags.eval_every and event.step // flags.eval_every != before // flags.eval_every:
+            with torch.compiler.set_stance("force_eager"):
+                drafter = drafter_like(task.drafter, target.dtype, target.device).eval()
+                accepted = _accepted(job, replace(model, drafter=drafter), prompts, flags.eval_images)
+                row |= {"one_minus_tv": task.overlap(task.drafter), "mal_images": flags.eval_images}
+            if accepted is not None:
+                row["mal"] = accepted.value
+                event = replace(event, figures={**event.figures, "mal": accepted.value})
+        rows.append(row)
+        table = pd.DataFrame(rows, columns=COLUMNS)
+        write_atomically(path, table.to_csv(index=False, float_format="%.6g").encode())
+        on_event(event)
+
+    return log
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of the log of a training; none where there is no file."""
+    if not path.is_file():
+        return []
+    table = pd.read_csv(path)
+    if tuple(table.columns) != COLUMNS:
+        raise RefusedError(f"{path}: is not the log of a training", "Move it away, or give another folder (--out).")
+    return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
+
+
+def _accepted(
+    job: DrafterJob,
+    model: LoadedModel,
+    prompts: Sequence[str],
+    images: int,
+    on_share: Callable[[float], None] = lambda _share: None,
+) -> Observations | None:
+    """Decode `images` images, repeating the prompts, and return their accepted lengths; None for no images."""
+    slots = [(prompts[number % len(prompts)], number // len(prompts)) for number in range(images)]
+    committed: list[Sequence[int]] = []
+    for start in range(0, images, _BATCH):
+        decoded = decode_slots(model, job.decoding, job.flags.seed, slots[start : start + _BATCH])
+        committed += [image.trace.committed for image in decoded]
+        on_share(len(committed) / images)
+    tokens, steps = [float(sum(counts)) for counts in committed], [float(len(counts)) for counts in committed]
+    return Observations(tokens, steps, [prompt for prompt, _ in slots]) if images else None
+
+
+def _write_report(job: DrafterJob, report: TrainReport, evaluated: Sequence[Evaluated]) -> None:
+    drafters = {}
+    for name, one_minus_tv, accepted in evaluated:
+        images = 0 if accepted is None else len(accepted.over)
+        drafters[name] = {"one_minus_tv": one_minus_tv, "mal": accepted and accepted.value, "images": images}
     content = {
-        "target": Path(target).name if target.endswith((".yaml", ".yml")) else target,
+        "target": Path(job.flags.target).name,
         "init": job.init_name,
-        "sequences": len(job.data),
+        "sequences": len(job.data.captions),
         "recipe": job.recipe.model_dump(mode="json"),
         "decoding": job.decoding.settings(),
         "steps": report.steps,
         "seconds": round(report.seconds, 1),
         "settings": report.settings,
-        "drafters": {drafter.name: drafter.figures() for drafter in evaluated},
+        "drafters": drafters,
     }
     write_atomically(job.out / "training_report.json", json.dumps(content, indent=1).encode() + b"\n")
-    return report, evaluated
-
-
-class _Run:
-    """A job with all that is made for it."""
-
-    def __init__(self, job: DrafterJob, model: LoadedModel, processes: Processes, on_progress: OnProgress) -> None:
-        self.job, self.model, self.processes, self.on_progress = job, model, processes, on_progress
-        self.target = transformer_of(model)
-        self.drafter = _initial_drafter(job, model, self.target)
-        self.settings = job.settings(model)
-        read_checkpoint(self.settings)  # one of another training is refused before hours of sampling
-        tokens, caption = self._tokens(), job.data.caption
-        training, held_out = split(len(tokens), job.recipe.held_out, job.flags.seed)
-
-        def sequences(rows: Sequence[int]) -> Sequences:
-            return Sequences(self.target, tokens, lambda rows: model.condition([caption(row) for row in rows]), rows)
-
-        evaluated = sequences(held_out[:_HELD_OUT_SEQUENCES])
-        options = (job.recipe, job.decoding, job.flags.seed, processes)
-        self.task = DrafterTask(self.drafter, sequences(training), evaluated, *options)
-        self.prompts = list(job.prompts) or list(dict.fromkeys(caption(row) for row in held_out))
-
-    def train(self, on_event: OnEvent) -> TrainReport:
-        """Run the loop, with a row of the log for each event."""
-        job, flags = self.job, self.job.flags
-        if flags.compile:
-            self.target.transformer.compile()
-            self.drafter.compile()
-        log = TrainingLog(job.out / "log.csv", flags.resume)
-        sequences = job.recipe.batch * job.recipe.accumulate
-
-        def log_event(event: TrainEvent) -> None:
-            if not self.processes.first:
-                return
-            step, seconds = log.before(event.step)
-            tokens, elapsed = (event.step - step) * sequences * self.target.image_tokens, event.seconds - seconds
-            row: dict[str, float | None] = {
-                "step": event.step,
-                "epoch": event.step * sequences / job.sequences,
-                "seconds": event.seconds,
-                "loss": event.loss,
-                "feature_loss": event.figures["feature"],
-                "soft_loss": event.figures["soft"],
-                "train_one_minus_tv": event.figures["one_minus_tv"],
-                "lr": event.lr,
-                "tokens_per_s": tokens / elapsed if elapsed > 0 else None,
-            }
-            mal = None
-            # Held-out figures, where this event is the first after a multiple of `eval_every`.
-            if flags.eval_every and event.step // flags.eval_every != step // flags.eval_every:
-                with torch.compiler.set_stance("force_eager"):
-                    row["one_minus_tv"] = self.task.overlap(self.drafter)
-                    drafter = drafter_like(self.drafter, self.target.dtype, self.target.device).eval()
-                    mal = self._accepted(drafter, flags.eval_images).value if flags.eval_images else None
-                row |= {"mal": mal, "mal_images": flags.eval_images}
-            log.add(row)
-            on_event(event if mal is None else replace(event, figures={**event.figures, "mal": mal}))
-
-        return train(self.task, self.settings, self.target.device, log_event, self.processes)
-
-    def evaluate(self) -> list[Evaluated]:
-        """Evaluate the drafter as it was written, read again, and the model's own."""
-        target = self.target
-        drafters = {"trained": load_drafter(self.job.out, target, dtype=target.dtype, device=target.device)}
-        if isinstance(self.model.drafter, EagleDrafter):
-            drafters["the model's own"] = self.model.drafter
-        evaluated, images = [], self.job.flags.final_images
-        with torch.compiler.set_stance("force_eager"):
-            for name, drafter in drafters.items():
-                overlap = self.task.overlap(drafter)
-                label = f"decoding, drafter: {name}"
-                accepted = self._accepted(drafter, images, label, self.on_progress) if images else None
-                evaluated.append(Evaluated(name, overlap, accepted))
-        return evaluated
-
-    def _tokens(self) -> Tensor:
-        """Encode or sample the sequences and encode the captions; other processes read what the first one wrote."""
-        job = self.job
-        on_progress = self.on_progress if self.processes.first else no_progress
-        with self.processes.first_alone():
-            for done, total in self.model.prepare(list(dict.fromkeys([*job.data.captions, *job.prompts]))):
-                on_progress("encoding captions", done / total)
-            sampling = Decoding(mode="ar", **{name: getattr(job.decoding, name) for name in _SAMPLING})
-            tokens = make_tokens(job.data, self.model, sampling, job.flags.seed, job.work, on_progress)
-        length, needed = int(tokens.shape[1]), self.target.image_tokens
-        if length != needed:
-            raise UserError(f"--data: the pictures have {length} tokens, and the target {needed}")
-        return tokens
-
-    def _accepted(
-        self, drafter: EagleDrafter, images: int, label: str = "", on_progress: OnProgress = no_progress
-    ) -> Observations:
-        """Decode `images` images with a drafter of the target's dtype, repeating the prompts."""
-        # A new engine: compiled programs of another drafter must not run.
-        model = replace(self.model, drafter=drafter, engine=Engine())
-        slots = [(self.prompts[n % len(self.prompts)], n // len(self.prompts)) for n in range(images)]
-        traces = list[ImageTrace]()
-        for start in range(0, images, _BATCH):
-            batch = slots[start : start + _BATCH]
-            texts = [text for text, _ in batch]
-            seeds = [record_seed(self.job.flags.seed, Prompt(text).id, repeat) for text, repeat in batch]
-            draws = [torch.Generator(model.target.device).manual_seed(seed) for seed in seeds]
-            traces += [image.trace for image in decode(model, model.condition(texts), self.job.decoding, draws)]
-            on_progress(label, (start + len(batch)) / images)
-        return Observations.of_lengths(traces, [text for text, _ in slots])
 
 
 def _initial_drafter(job: DrafterJob, model: LoadedModel, target: TransformerTarget) -> EagleDrafter:
     """Return the drafter to start from, float32, on the target's device."""
     target.requires_grad_(False).eval()
-    if job.init == "random":
+    if job.init_name == "random":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(job.flags.seed)  # noqa: TID251  # layers draw from the global stream; this forks it
             return untrained_drafter(target).to(target.device)
     drafter = model.drafter
-    if isinstance(job.init, Path):
-        drafter = load_drafter(job.init, target, dtype=torch.float32, device=target.device)
+    if job.init_name == "folder":
+        drafter = load_drafter(Path(job.flags.init), target, dtype=torch.float32, device=target.device)
     if not isinstance(drafter, EagleDrafter):
         raise UserError(f"--init shipped: {model.name} has no drafter", "Use --init random, or give a folder.")
     return drafter_like(drafter, torch.float32, target.device)
 
 
-class TrainingLog:
-    """The log of a training as a CSV file; with `resume` its rows stay."""
-
-    def __init__(self, path: Path, resume: bool) -> None:
-        self._path, self._rows = path, list[dict[str, Any]]()
-        if resume and path.is_file():
-            table = pd.read_csv(path)
-            if tuple(table.columns) != COLUMNS:
-                advice = "Move it away, or give another folder (--out)."
-                raise RefusedError(f"{path}: is not the log of a training", advice)
-            self._rows = [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
-
-    def before(self, step: int) -> tuple[int, float]:
-        """Return step and seconds of the last row before `step`; zeros without one."""
-        rows = [row for row in self._rows if row["step"] < step] or [{"step": 0, "seconds": 0.0}]
-        return rows[-1]["step"], rows[-1]["seconds"]
-
-    def add(self, row: Mapping[str, float | None]) -> None:
-        """Add a row; rows of its step and later belong to an interrupted training and are removed."""
-        self._rows = [*(earlier for earlier in self._rows if earlier["step"] < row["step"]), dict(row)]
-        table = pd.DataFrame(self._rows, columns=COLUMNS)
-        write_atomically(self._path, table.to_csv(index=False, float_format="%.6g").encode())
-
-
 def write_drafter(drafter: EagleDrafter, folder: Path, target: str, weights: Mapping[str, str]) -> None:
     """Write a drafter in the published layout, and a model file for it.
 
-    `target` is the model's name or the path of its file; `weights` are the hashes of that model. Each file is written
-    completely or not at all.
+    `target` is the model's name or the path of its file; `weights` are the hashes of that model.
     """
     state = {name: tensor.float() for name, tensor in export(drafter, drafter_key_map(drafter)).items()}
     write_atomically(folder / "model.safetensors", save(state, metadata={"format": "pt"}))
     config = drafter.config
     # The keys that the published code and this package read.
-    shared = {
+    described: dict[str, Any] = {
         "num_hidden_layers": 1,
         "hidden_size": config.dim,
         "intermediate_size": config.ffn_dim,
@@ -276,18 +381,18 @@ def write_drafter(drafter: EagleDrafter, folder: Path, target: str, weights: Map
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
+        "trained_for": weights.get("target", ""),
     }
-    described: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **shared}
     if config.qk_norm:
-        described = {"model_type": "chameleon", **shared, "rope_theta": config.rope_base}
-        described["swin_norm"] = config.norm_after
+        described |= {"model_type": "chameleon", "rope_theta": config.rope_base, "swin_norm": config.norm_after}
     else:
-        kind = _INPUT_TYPES.get((config.grid, config.prefix))
-        described |= {} if kind is None else {"input_type": kind}
+        described |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
         described |= {"mask_padding": drafter.mask_padding, "rope_base": config.rope_base}
-        described |= {} if "bias" in drafter.fc.state_dict() else {"bias": False}
-    described["trained_for"] = weights.get("target", "")
+        if (config.grid, config.prefix) in _INPUT_TYPES:
+            described["input_type"] = _INPUT_TYPES[config.grid, config.prefix]
+        if drafter.fc.bias is None:
+            described["bias"] = False
     write_atomically(folder / "config.json", json.dumps(described, indent=1).encode() + b"\n")
-    name = os.path.relpath(target, folder) if target.lower().endswith((".yaml", ".yml")) else target
+    name = os.path.relpath(target, folder) if is_model_file(target) else target
     model = yaml.safe_dump({"model": name, "drafter": {"dir": "."}}, sort_keys=False)
     write_atomically(folder / "model.yaml", model.encode())

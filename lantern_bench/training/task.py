@@ -1,25 +1,41 @@
-"""The task of training an EAGLE drafter for a frozen target (arXiv 2401.15077, section 4.2).
+"""Training an EAGLE drafter for a frozen target (arXiv 2401.15077, section 4.2): its sequences and its losses.
 
-The loss is SmoothL1 between predicted and true feature plus soft cross-entropy against the target's distribution, with
-uniform noise on the input features; a recipe can train several levels of a draft at once (HASS, arXiv 2408.15766). The
-token embedding is the target's input embedding, frozen; padding is masked. The target computes the features of a batch
-when it is drawn.
+A sequence is a picture as tokens of the target's tokenizer, or a sample of the target, with a caption. Tokens are made
+once; the target computes the features of a batch when it is drawn. The loss is SmoothL1 between predicted and true
+feature plus soft cross-entropy against the target's distribution, with uniform noise on the input features; a recipe
+can train several levels of a draft at once (HASS, arXiv 2408.15766). The token embedding is the target's input
+embedding, frozen; padding is masked.
 """
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
+import pandas as pd
 import torch
-from torch import Tensor, nn
+from PIL import Image, ImageOps
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
 from torch.nn import functional
 
+from lantern_bench.clock import OnProgress
 from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.plan import Prompt, record_seed
+from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
+from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.eagle import EagleDrafter
+from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.io.state_dict import compute_buffers
+from lantern_bench.models.loaded_model import LoadedModel, VQPixels
 from lantern_bench.models.target import (
     Condition,
     TransformerTarget,
@@ -31,6 +47,106 @@ from lantern_bench.models.target import (
 )
 from lantern_bench.training.loop import SINGLE, Processes, Task
 from lantern_bench.training.recipe import DrafterRecipe
+
+_BATCH = 32
+
+# ---- Tokens of pictures and samples
+
+
+@dataclass(frozen=True)
+class Data:
+    """A caption for each sequence, and its picture; without pictures the target samples them."""
+
+    captions: Sequence[str]
+    pictures: Sequence[tuple[Path, bool]] | None = None  # a file, and whether its mirror image is meant
+
+    def sha256(self) -> str:
+        """Return a hash of captions and of the pictures' names and sizes; reading all pictures would take too long."""
+        pictures = [[path.name, path.stat().st_size, mirrored] for path, mirrored in self.pictures or ()]
+        return hashlib.sha256(json.dumps([list(self.captions), pictures]).encode()).hexdigest()
+
+
+def make_tokens(
+    data: Data, model: LoadedModel, decoding: Decoding, seed: int, work: Path, on_progress: OnProgress
+) -> Tensor:
+    """Encode the pictures, or sample from the target with `decoding` (a mode `ar`): tokens int32 [n, N].
+
+    Rows in `work` are not made again. Raises `UserError` for a picture that cannot be read, and for a model without a
+    tokenizer.
+    """
+    key: dict[str, Any] = {"data": data.sha256(), "grid": list(model.grid)}
+    if data.pictures is None:
+        captions = pd.Series(data.captions)
+        slots = list(zip(data.captions, captions.groupby(captions).cumcount(), strict=True))
+
+        def sample(start: int, stop: int) -> Tensor:
+            return torch.stack([image.tokens for image in decode_slots(model, decoding, seed, slots[start:stop])])
+
+        key |= {"weights": dict(model.weights), "seed": seed}
+        key |= {"decoding": decoding.settings(), "dtype": str(getattr(model.target, "dtype", ""))}
+        return _in_files(_folder(work, "samples", key), len(slots), sample, "sampling from the target", on_progress)
+    reader, pictures = model.pixels, data.pictures
+    if not isinstance(reader, VQPixels):
+        raise UserError(
+            f"--data: pictures need the tokenizer of {model.name}, and it has none",
+            "Name the tokenizer in the model's file; or give captions alone, and the target samples from them.",
+        )
+
+    def encode(start: int, stop: int) -> Tensor:
+        pixels = [_picture(path, mirrored, reader.size) for path, mirrored in pictures[start:stop]]
+        return reader.tokens(torch.from_numpy(np.stack(pixels))).int()
+
+    key |= {"size": list(reader.size), "tokenizer": model.weights.get("tokenizer")}
+    return _in_files(_folder(work, "tokens", key), len(pictures), encode, "encoding pictures", on_progress)
+
+
+def decode_slots(model: LoadedModel, decoding: Decoding, seed: int, slots: Sequence[tuple[str, int]]) -> list[Decoded]:
+    """Decode an image for each pair of a prompt and a repeat, with the seed that a sweep gives it."""
+    seeds = [record_seed(seed, Prompt(text).id, repeat) for text, repeat in slots]
+    generators = [torch.Generator(model.target.device).manual_seed(seed) for seed in seeds]
+    return decode(model, model.condition([text for text, _ in slots]), decoding, generators)
+
+
+def _picture(path: Path, mirrored: bool, size: tuple[int, int]) -> np.ndarray:
+    """Read a picture as uint8 RGB [H, W, 3]: the short side scaled to `size`, the centre cropped."""
+    height, width = size
+    try:
+        with Image.open(path) as opened:
+            picture = ImageOps.fit(opened.convert("RGB"), (width, height), Image.Resampling.BICUBIC)
+    except (OSError, Image.DecompressionBombError, SyntaxError, ValueError) as error:
+        advice = "Remove it, or save it again."
+        raise UserError(f"--data: {path}: cannot be read as a picture: {error}", advice) from error
+    return np.asarray(ImageOps.mirror(picture) if mirrored else picture)
+
+
+def _folder(work: Path, name: str, key: Mapping[str, Any]) -> Path:
+    """Make the folder for tokens of `key` (plain data), with a manifest that states it."""
+    digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
+    folder = work / f"{name}-{digest[:12]}"
+    write_atomically(folder / "manifest.json", json.dumps({"key": key}, indent=1, sort_keys=True).encode() + b"\n")
+    return folder
+
+
+def _in_files(
+    folder: Path, total: int, make: Callable[[int, int], Tensor], label: str, on_progress: OnProgress
+) -> Tensor:
+    """Return all tokens, a batch of them a file; the files that are missing are written with `make(start, stop)`."""
+    tokens = []
+    for number, start in enumerate(range(0, total, _BATCH)):
+        path = folder / f"{number:05d}.safetensors"
+        if not path.is_file():
+            on_progress(label, start / total)
+            write_atomically(path, save({"tokens": make(start, min(total, start + _BATCH)).cpu().contiguous()}))
+        try:
+            tokens.append(load_file(path)["tokens"])
+        except (OSError, KeyError, SafetensorError) as error:
+            advice = f"Remove {folder}; the next training writes it again."
+            raise RefusedError(f"{path}: damaged: {error}", advice) from error
+    on_progress(label, 1.0)
+    return torch.cat(tokens)
+
+
+# ---- Features of sequences
 
 
 class TargetFeatures(NamedTuple):
@@ -62,42 +178,30 @@ def target_features(target: TransformerTarget, condition: Condition, tokens: Ten
 
 @dataclass(frozen=True)
 class Sequences:
-    """Token sequences of a target with their conditions: the numbers `rows` of `tokens`."""
+    """Token sequences of a target with their conditions."""
 
     target: TransformerTarget
     tokens: Tensor  # int [n, N]
     condition: Callable[[Sequence[int]], Condition]  # of the rows with these numbers
-    rows: Sequence[int]
 
     def __len__(self) -> int:
         """Number of sequences."""
-        return len(self.rows)
+        return len(self.tokens)
 
     @torch.no_grad()
-    def features(self, numbers: Sequence[int], dropped: Tensor) -> TargetFeatures:
+    def features(self, rows: Sequence[int], dropped: Tensor) -> TargetFeatures:
         """Return features of the sequences with these numbers; those of `dropped` bool [B] have no condition."""
-        rows = [self.rows[number] for number in numbers]
-        return target_features(self.target, self.condition(rows), self.tokens[torch.tensor(rows)].long(), dropped)
+        return target_features(self.target, self.condition(rows), self.tokens[list(rows)].long(), dropped)
 
 
-class Order:
-    """The numbers 0 to n - 1 in seeded orders, one after the other without an end; `drawn` of them were taken."""
-
-    def __init__(self, count: int, seed: int) -> None:
-        self._count, self._seed, self.drawn = count, seed, 0
-        self._epoch, self._order = -1, torch.empty(0)
-
-    def take(self, count: int) -> list[int]:
-        """Return the next numbers."""
-        numbers = []
-        for number in range(self.drawn, self.drawn + count):
-            epoch, index = divmod(number, self._count)
-            if epoch != self._epoch:
-                generator = torch.Generator().manual_seed(((self._seed << 20) + epoch) % 2**63)
-                self._epoch, self._order = epoch, torch.randperm(self._count, generator=generator)
-            numbers.append(int(self._order[index]))
-        self.drawn += count
-        return numbers
+def in_order(count: int, seed: int, drawn: int, wanted: int) -> list[int]:
+    """Return the next `wanted` numbers of 0 to count - 1 in seeded orders, one after the other; `drawn` were taken."""
+    numbers: list[int] = []
+    for epoch in range(drawn // count, (drawn + wanted - 1) // count + 1):
+        generator = torch.Generator().manual_seed(((seed << 20) + epoch) % 2**63)
+        numbers += torch.randperm(count, generator=generator).tolist()
+    first = drawn % count
+    return numbers[first : first + wanted]
 
 
 def unroll(drafter: EagleDrafter, target: TargetFeatures, features: Tensor, levels: int) -> list[Tensor]:
@@ -129,17 +233,15 @@ def unroll(drafter: EagleDrafter, target: TargetFeatures, features: Tensor, leve
 
 def drafter_like(drafter: EagleDrafter, dtype: torch.dtype, device: torch.device) -> EagleDrafter:
     """Return a copy in another dtype that shares only the head: float32 to train, the target's dtype to decode."""
-    input_norm = not isinstance(drafter.layer.attention_norm, nn.Identity)
-    config = replace(drafter.config, layers=1)
-    with torch.device("meta"):
-        bias = drafter.fc.bias is not None
-        copy = EagleDrafter(config, drafter.head_module, drafter.mask_padding, input_norm, bias)
-    state = {name: tensor.detach().to(device, dtype, copy=True) for name, tensor in drafter.state_dict().items()}
-    copy.load_state_dict(state, strict=True, assign=True)
-    copy.requires_grad_(True)
-    copy.embed_tokens.weight.requires_grad_(False)
-    compute_buffers(copy, device)
-    return copy
+    head = drafter.head_module
+    copied = copy.deepcopy(drafter, {id(head): head}).to(device, dtype)
+    copied.requires_grad_(True)
+    copied.embed_tokens.weight.requires_grad_(False)
+    compute_buffers(copied, device)
+    return copied
+
+
+# ---- The task
 
 
 class DrafterTask(Task):
@@ -164,18 +266,20 @@ class DrafterTask(Task):
         self.drafter = self.module = drafter
         self._training, self._held_out = training, held_out
         self._recipe, self._decoding, self._processes = recipe, decoding, processes
-        self._order = Order(len(training), seed)
+        self._seed, self._drawn = seed, 0
 
     def loss(self, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return feature and distribution loss of the next batch."""
         recipe = self._recipe
         target, seeds, dropped = self._draw(generator)
-        true = self._true(target.hidden)
+        # Features behind which tokens 1 to N - 1 of the image come.
+        count = self.drafter.config.image_tokens
+        true = target.hidden[:, 1 - count :]
         p = self._distribution(true, dropped).softmax(-1)
         total, figures = torch.zeros((), device=p.device), dict[str, Tensor]()
         levels = unroll(self.drafter, target, self._inputs(target.hidden, seeds), recipe.levels)
         for level, predicted in enumerate(levels):
-            drafted = self._drafted(predicted)
+            drafted = predicted[:, -count:-1]
             feature = functional.smooth_l1_loss(drafted[:, level:].float(), true[:, level:].float())
             log_q = self._distribution(drafted, dropped)[:, level:].log_softmax(-1)
             soft = -(p[:, level:] * log_q).sum(-1).mean()
@@ -187,12 +291,12 @@ class DrafterTask(Task):
         return total / sum(recipe.level_decay**level for level in range(recipe.levels)), figures
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return how many sequences were drawn from the order."""
-        return {"drawn": torch.tensor(self._order.drawn)}
+        """Return how many sequences were drawn."""
+        return {"drawn": torch.tensor(self._drawn)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue the order after the sequences that were drawn."""
-        self._order.drawn = int(state["drawn"])
+        """Continue after the sequences that were drawn."""
+        self._drawn = int(state["drawn"])
 
     def evaluate(self) -> dict[str, float]:
         """Return 1 - TV(p, q) at depth 1 on held-out sequences: the probability that a first draft is accepted."""
@@ -201,20 +305,20 @@ class DrafterTask(Task):
     @torch.no_grad()
     def overlap(self, drafter: EagleDrafter) -> float:
         """`evaluate` of any drafter of this target."""
-        total, count, numbers = 0.0, 0, range(len(self._held_out))
+        overlaps, numbers, count = list[Tensor](), range(len(self._held_out)), drafter.config.image_tokens
         dtype, scale = drafter.fc.weight.dtype, self._decoding.cfg_scale
-        for batch in (numbers[start : start + 8] for start in range(0, len(numbers), 8)):
+        for start in range(0, len(numbers), 8):
+            batch = numbers[start : start + 8]
             logits = []
             for dropped in (False, True):
                 target = self._held_out.features(batch, torch.full((len(batch),), dropped))
                 target = target._replace(hidden=target.hidden.to(dtype))
                 (predicted,) = unroll(drafter, target, target.hidden, 1)
-                logits.append([self._logits(f) for f in (self._true(target.hidden), self._drafted(predicted))])
+                logits.append([self._logits(target.hidden[:, 1 - count :]), self._logits(predicted[:, -count:-1])])
             guided = [guide(cond, null, scale) for cond, null in zip(*logits, strict=True)]
             p, q = (decoding_probabilities(values, self._decoding) for values in guided)
-            total += float(torch.minimum(p, q).sum(-1).mean(-1).sum())
-            count += len(p)
-        return total / count
+            overlaps.append(torch.minimum(p, q).sum(-1).mean(-1))
+        return float(torch.cat(overlaps).mean())
 
     def _draw(self, generator: torch.Generator) -> tuple[TargetFeatures, list[int], Tensor]:
         """Return this process's rows of the next batch, a seed for each, and which have no condition, bool [B].
@@ -223,7 +327,8 @@ class DrafterTask(Task):
         says which sequences are compared without guidance.
         """
         recipe = self._recipe
-        numbers = self._order.take(recipe.batch)
+        numbers = in_order(len(self._training), self._seed, self._drawn, recipe.batch)
+        self._drawn += recipe.batch
         dropped = torch.rand(recipe.batch, generator=generator) < recipe.dropped
         seeds = torch.randint(2**62, (recipe.batch,), generator=generator).tolist()
         rows = slice(self._processes.rank, None, self._processes.count)
@@ -234,14 +339,6 @@ class DrafterTask(Task):
         else:
             target = self._training.features(numbers, dropped)
         return target._replace(hidden=target.hidden.to(self.drafter.fc.weight.dtype)), seeds, dropped
-
-    def _true(self, hidden: Tensor) -> Tensor:
-        """Return the true features that predict tokens 1 to N - 1 of the image."""
-        return hidden[:, hidden.shape[1] - self.drafter.config.image_tokens + 1 :]
-
-    def _drafted(self, predicted: Tensor) -> Tensor:
-        """Return the drafter's features for the same tokens."""
-        return predicted[:, predicted.shape[1] - self.drafter.config.image_tokens : -1]
 
     def _distribution(self, features: Tensor, dropped: Tensor) -> Tensor:
         """Return the logits [B, N - 1, V] that the loss compares: guided where the recipe is."""
@@ -259,7 +356,7 @@ class DrafterTask(Task):
 
     @torch.no_grad()
     def _inputs(self, hidden: Tensor, seeds: list[int]) -> Tensor:
-        """Return true features with noise."""
+        """Return features with noise."""
         draws = [torch.Generator().manual_seed(seed) for seed in seeds * (len(hidden) // len(seeds))]
         noise = torch.stack([torch.rand(hidden.shape[1:], generator=draw) for draw in draws])
         width = self._recipe.noise * (512 / hidden.shape[1])

@@ -124,9 +124,8 @@ def test_pictures_with_captions_are_encoded_by_the_tokenizer(
     tokens = torch.cat([load_file(path)["tokens"] for path in sorted(Path("out/work").glob("tokens-*/*.safetensors"))])
     assert tokens.shape == (12, 16) and int(tokens.max()) < 32
     assert not torch.equal(tokens[:6], tokens[6:])
-    keys = [json.loads(path.read_text())["key"] for path in Path("out/work").glob("tokens-*/manifest.json")]
-    assert [key["tokenizer"] for key in keys] == ["b" * 64] * 2
-    assert sorted(key["mirrored"] for key in keys) == [False, True]
+    (manifest,) = Path("out/work").glob("tokens-*/manifest.json")
+    assert json.loads(manifest.read_text())["key"]["tokenizer"] == "b" * 64
 
 
 def stop_after(step: int) -> Callable[..., TrainReport]:
@@ -220,14 +219,14 @@ def test_published_target_is_planned_without_its_files(capsys: pytest.CaptureFix
         (
             ["--data", "all", "--recipe", "r.yaml"],
             2,
-            "r.yaml line 2: noise -1: must be a number of at least 0",
+            "r.yaml line 2: noise -1: must be greater than or equal to 0",
         ),
         (["--data", "all", "--set", "batches=3"], 2, "--set batches: unknown setting; did you mean batch?"),
-        (["--data", "all", "--set", "schedule=step"], 2, "--set schedule step: must be one of cosine, linear"),
+        (["--data", "all", "--set", "schedule=step"], 2, "--set schedule step: must be cosine or linear"),
         (["--data", "all", "--set", "lr"], 2, "--set lr: must be key=value"),
-        (["--data", "all", "--lr", "0"], 2, "--lr 0: must be a number above 0"),
-        (["--data", "all", "--steps", "0"], 2, "--steps 0: must be a whole number of at least 1"),
-        (["--data", "all", "--minutes", "0"], 2, "--minutes 0: must be a number above 0"),
+        (["--data", "all", "--lr", "0"], 2, "--lr 0: must be greater than 0"),
+        (["--data", "all", "--steps", "0"], 2, "--steps 0: must be greater than 0"),
+        (["--data", "all", "--minutes", "0"], 2, "--minutes 0: must be greater than 0"),
         (["--data", "all", "--init", "nowhere"], 2, "--init nowhere: no such folder"),
         (["--data", "all", "--init", "shipped"], 2, "--init shipped: tiny has no drafter"),
         (["--data", "all", "--init", "empty"], 2, "empty/config.json: no such file"),

@@ -16,7 +16,7 @@ from torch_fidelity import metric_fid, metric_kid, metric_prc
 
 from lantern_bench.methods.tables import OF_SETS
 from lantern_bench.metrics.features import Extractor, FeatureSet
-from lantern_bench.metrics.figures import FeatureSets, FrechetDistance, fid_infinity, figures_of, measure_sets
+from lantern_bench.metrics.figures import FeatureSets, fid_infinity, figures_of, frechet_distance, measure_sets
 
 WIDTH = 16
 EXTRACTOR = Extractor("a network", "last", WIDTH, Path("weights"))
@@ -45,7 +45,7 @@ def clean_fid(x: torch.Tensor, y: torch.Tensor) -> float:
 @pytest.mark.parametrize(("n", "m", "width"), [(300, 400, 64), (500, 300, 128), (129, 200, 64)])
 def test_fid_agrees_with_clean_fid_and_torch_fidelity(n: int, m: int, width: int) -> None:
     pictures, reference = draw(n, 2, width=width), draw(m, 3, 0.2, width)
-    fid = FrechetDistance(FeatureSet.of(reference))(pictures)
+    fid = frechet_distance(FeatureSet.of(reference))(pictures)
     statistics = [{"mu": each.mean, "sigma": each.covariance} for each in map(FeatureSet.of, (pictures, reference))]
     by_library = metric_fid.fid_statistics_to_metric(*statistics, verbose=False)[metric_fid.KEY_METRIC_FID]
     assert fid == pytest.approx(by_library, rel=1e-6) and fid > 0.1
@@ -59,7 +59,7 @@ def test_fid_of_known_gaussians() -> None:
     white = centred @ torch.linalg.inv(torch.linalg.cholesky(torch.cov(centred.T))).T
     mean = np.random.default_rng(0).normal(size=5)
     expected = float(mean @ mean) + 5 * (1 + 4 - 2 * 2)
-    assert FrechetDistance(FeatureSet(mean, 4 * np.eye(5), None))(white) == pytest.approx(expected, rel=1e-9)
+    assert frechet_distance(FeatureSet(mean, 4 * np.eye(5), None))(white) == pytest.approx(expected, rel=1e-9)
 
 
 def test_figures_are_those_of_torch_fidelity() -> None:
@@ -124,7 +124,7 @@ def test_fid_infinity_is_nearer_to_the_truth_than_fid() -> None:
     truth, features = FeatureSet.of(draw(60_000, 11)), draw(400, 12)
     far = fid_infinity(features, truth, np.random.default_rng(0))
     assert far.value is not None and far.low is not None and far.high is not None
-    assert abs(far.value) < 0.5 * FrechetDistance(truth)(features), "both sets are of one kind: the distance is 0"
+    assert abs(far.value) < 0.5 * frechet_distance(truth)(features), "both sets are of one kind: the distance is 0"
     assert far.low < far.value < far.high
     assert fid_infinity(features, truth, np.random.default_rng(0)) == far
 

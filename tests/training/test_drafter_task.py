@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,10 +20,10 @@ from lantern_bench.training.recipe import RECIPES, DrafterRecipe
 from lantern_bench.training.run import write_drafter
 from lantern_bench.training.task import (
     DrafterTask,
-    Order,
     Sequences,
     TargetFeatures,
     drafter_like,
+    in_order,
     target_features,
     unroll,
 )
@@ -40,11 +38,7 @@ CHAMELEON = ("a red lantern", "red", "a red lantern over a lantern")
 
 def tiny_sequences(count: int = 8) -> Sequences:
     tokens = torch.randint(CONFIG.vocab_size, (count, 16), generator=torch.Generator().manual_seed(1))
-    return sequences_of(tiny_target(), tokens, lambda rows: caption_condition([CAPTIONS[row % 4] for row in rows]))
-
-
-def sequences_of(target: TransformerTarget, tokens: Tensor, condition: Callable[[Rows[int]], Condition]) -> Sequences:
-    return Sequences(target, tokens, condition, range(len(tokens)))
+    return Sequences(tiny_target(), tokens, lambda rows: caption_condition([CAPTIONS[row % 4] for row in rows]))
 
 
 def task_of(sequences: Sequences, processes: Processes = SINGLE, recipe: DrafterRecipe = RECIPE) -> DrafterTask:
@@ -83,7 +77,7 @@ def llamagen(tmp_path_factory: pytest.TempPathFactory) -> Sequences:
     values = torch.randn(3, positions, width, generator=draws)
     valid = torch.arange(positions)[None] >= torch.tensor([0, positions - 9, positions - 1])[:, None]
     tokens = torch.randint(target.vocab_size, (3, target.image_tokens), generator=draws)
-    return sequences_of(target, tokens, lambda rows: Condition(values[list(rows)], valid[list(rows)]))
+    return Sequences(target, tokens, lambda rows: Condition(values[list(rows)], valid[list(rows)]))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +93,7 @@ def _loaded(path: Path) -> Sequences:
     lines = torch.randint(target.n_codes, (3, 4, target.config.line_length), generator=draws)
     if target.config.line_ends:
         lines[:, :, -1] = target.vocab_size - 1
-    return sequences_of(target, lines.flatten(1), lambda rows: loaded.condition([CHAMELEON[row] for row in rows]))
+    return Sequences(target, lines.flatten(1), lambda rows: loaded.condition([CHAMELEON[row] for row in rows]))
 
 
 @pytest.mark.parametrize("family", ["bundled", "llamagen", "anole", "lumina"])
@@ -115,7 +109,7 @@ def test_features_and_drafts_match_the_decode_sessions(family: str, request: pyt
     features = torch.cat([given.hidden, null.hidden])[:, -(count - 1) :]
     assert (features - forced.logits.features[:, :-1]).abs().max() < 1e-4
 
-    task = task_of(replace(sequences, rows=range(3)))
+    task = task_of(replace(sequences, tokens=sequences.tokens[:3]))
     p = guide(forced.logits.cond, forced.logits.uncond, 2.0).softmax(-1)
     q = [guide(drafts.cond, drafts.uncond, 2.0).softmax(-1)[:, 0] for drafts in drafts_along(task.drafter, forced)]
     overlap = torch.minimum(p[:, 1:], torch.stack(q, dim=1)).sum(-1).mean()
@@ -242,11 +236,9 @@ def test_two_processes_compute_the_gradient_of_one() -> None:
 
 
 def test_order_visits_every_row_once_per_epoch() -> None:
-    order, other = Order(7, seed=1), Order(7, seed=1)
-    drawn = order.take(5) + order.take(9)
+    drawn = in_order(7, 1, drawn=0, wanted=5) + in_order(7, 1, drawn=5, wanted=9)
     assert sorted(drawn[:7]) == sorted(drawn[7:]) == list(range(7)) and drawn[:7] != drawn[7:]
-    other.drawn = 5
-    assert other.take(9) == drawn[5:]
+    assert in_order(7, 1, drawn=0, wanted=14) == drawn
 
 
 def test_drafter_copy_shares_only_the_head() -> None:

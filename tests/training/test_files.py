@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 
 from lantern_bench.errors import RefusedError
-from lantern_bench.training import data
-from lantern_bench.training.run import TrainingLog
+from lantern_bench.training import task
+from lantern_bench.training.run import read_log
 
 
 def silent(_label: str, _done: float) -> None:
     """Ignore progress."""
 
 
-def test_token_files_continue_where_they_were_interrupted(tmp_path: Path) -> None:
+def test_token_files_continue_where_they_were_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int]] = []
+    monkeypatch.setattr(task, "_BATCH", 4)
 
     def tokens(start: int, stop: int) -> Tensor:
         if start == 8 and len(calls) == 2:
@@ -27,36 +28,21 @@ def test_token_files_continue_where_they_were_interrupted(tmp_path: Path) -> Non
         calls.append((start, stop))
         return torch.arange(start, stop)[:, None].expand(-1, 3).int()
 
-    folder = data._folder(tmp_path, "rows", {"a": 1})
+    folder = task._folder(tmp_path, "rows", {"a": 1})
     with pytest.raises(KeyboardInterrupt):
-        data._in_files(folder, 11, 4, tokens, "rows", silent)
-    rows = data._in_files(folder, 11, 4, tokens, "rows", silent)
+        task._in_files(folder, 11, tokens, "rows", silent)
+    rows = task._in_files(folder, 11, tokens, "rows", silent)
     assert rows[:, 0].tolist() == list(range(11)) and calls == [(8, 11)]
-    assert torch.equal(data._in_files(folder, 11, 4, tokens, "rows", silent), rows) and len(calls) == 1
-    assert data._folder(tmp_path, "rows", {"a": 2}) != folder == data._folder(tmp_path, "rows", {"a": 1})
+    assert torch.equal(task._in_files(folder, 11, tokens, "rows", silent), rows) and len(calls) == 1
+    assert task._folder(tmp_path, "rows", {"a": 2}) != folder == task._folder(tmp_path, "rows", {"a": 1})
     (folder / "00000.safetensors").write_bytes(b"short")
     with pytest.raises(RefusedError, match="damaged"):
-        data._in_files(folder, 11, 4, tokens, "rows", silent)
+        task._in_files(folder, 11, tokens, "rows", silent)
 
 
-def row(step: int, seconds: float) -> dict[str, float | None]:
-    return {"step": step, "seconds": seconds, "loss": 1 / 3, "mal": None}
-
-
-def test_log_drops_rows_after_the_checkpoint(tmp_path: Path) -> None:
+def test_another_file_is_no_log(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
-    log = TrainingLog(path, resume=True)
-    for step in (10, 20, 30):
-        log.add(row(step, step / 10))
-    again = TrainingLog(path, resume=True)
-    assert again.before(31) == (30, 3.0) and again.before(20) == (10, 1.0)
-    again.add(row(20, 5.0))
-    again.add(row(30, 6.0))
-    lines = path.read_text().splitlines()
-    assert [line.split(",")[0] for line in lines] == ["step", "10", "20", "30"]
-    assert lines[2].startswith("20,,5,0.333333,") and again.before(31) == (30, 6.0)
-    TrainingLog(path, resume=False).add(row(10, 1.0))
-    assert len(path.read_text().splitlines()) == 2
+    assert read_log(path) == []
     path.write_text("something else\n")
     with pytest.raises(RefusedError, match="is not the log of a training"):
-        TrainingLog(path, resume=True)
+        read_log(path)

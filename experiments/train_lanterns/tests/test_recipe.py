@@ -170,9 +170,9 @@ def test_broken_report_is_refused_before_training(tmp_path: Path) -> None:
     [
         (["--part", "tokeniser"], 2, "--part tokeniser: unknown part; did you mean tokenizer?"),
         (["--part", "drafter", "--out", "OUT"], 3, "--part drafter needs the tokenizer"),
-        (["--minutes", "0"], 2, "--minutes 0: must be a number above 0"),
-        (["--steps", "0"], 2, "--steps 0: must be a whole number"),
-        (["--images", "0", "--evaluate"], 2, "--images 0: must be a whole number"),
+        (["--minutes", "0"], 2, "--minutes 0: must be greater than 0"),
+        (["--steps", "0"], 2, "--steps 0: must be greater than 0"),
+        (["--images", "0", "--evaluate"], 2, "--images 0: must be greater than 0"),
         (["--device", "gpu"], 2, "--device gpu: must be auto, cpu, mps, cuda or cuda:N"),
         (["--init-from", "OUT/none"], 2, "OUT/none: there is no tokenizer.safetensors"),
         (["--evaluate", "--steps", "3"], 2, "--steps does not go with --evaluate"),

@@ -1,8 +1,8 @@
-"""Checkpoints on disk as mappings from names to tensors, opened without being read.
+"""Checkpoints on disk as mappings from names to tensors.
 
-Files are memory-mapped where their format allows, and touched pages are released while a model is loaded, so that
-loading needs little more memory than the model. A pickle is read by torch's weights-only unpickler, which runs no code.
-Which names a model needs is decided in `state_dict`.
+Files are memory-mapped where their format allows, so that loading a model needs little more memory than the model. A
+pickle is read by torch's weights-only unpickler, which runs no code. Which names a model needs is decided in
+`state_dict`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lantern_bench.errors import UserError
@@ -43,8 +43,6 @@ _KINDS: tuple[tuple[str, str], ...] = (
 _CONTAINERS = ("model", "module", "state_dict")
 _WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module)\.")
 _IN_FOLDER = [f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json")]
-# A memory map is closed and opened again after this many bytes: touched pages count as memory.
-_WINDOW = 16 << 20
 _ADVICE = "Download or copy it again."
 
 
@@ -54,30 +52,29 @@ def what_is(names: Iterable[str]) -> str | None:
     return next((kind for pattern, kind in _KINDS if re.search(rf"(^|\.){pattern}", text, re.MULTILINE)), None)
 
 
-class Checkpoint(Mapping[str, Tensor]):
-    """The tensors of one or several files, by name without the prefixes of wrappers; each is read when looked up."""
+class Checkpoint(dict[str, Tensor]):
+    """The tensors of one or several files, by name without the prefixes of wrappers; a mapped one is read when used."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[_File, str]]) -> None:
-        self.path, self._tensors = path, tensors
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The checkpoint's files, sorted."""
-        return tuple(sorted({file.path for file, _ in self._tensors.values()}))
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """The `args` that an official training script saved, else an empty mapping."""
-        return next((file.settings for file, _ in self._tensors.values() if file.settings), {})
+    def __init__(
+        self, path: Path, tensors: Mapping[str, Tensor], paths: Iterable[Path], settings: Mapping[str, Any]
+    ) -> None:
+        super().__init__(tensors)
+        self.path = path
+        self.paths = tuple(paths)  # its files, sorted
+        self.settings = settings  # the `args` that an official training script saved
 
     def renamed(self, rename: Callable[[str], str | None]) -> Checkpoint:
         """The same tensors by other names; those whose new name is None are left out."""
-        names = {name: rename(name) for name in self._tensors}
-        return Checkpoint(self.path, {new: self._tensors[old] for old, new in names.items() if new is not None})
+        tensors = {new: tensor for name, tensor in self.items() if (new := rename(name)) is not None}
+        return Checkpoint(self.path, tensors, self.paths, self.settings)
 
     def inside(self, prefix: str) -> Checkpoint:
         """The tensors whose names begin with a prefix, by their names without it."""
         return self.renamed(lambda name: name.removeprefix(prefix) if name.startswith(prefix) else None)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return tuple(self[name].shape)
 
     def require(self, ending: str, wanted: str) -> None:
         """Raise `UserError`, in one line, unless the name of a tensor ends like this; `wanted` says what it shows."""
@@ -90,42 +87,31 @@ class Checkpoint(Mapping[str, Tensor]):
         text = f"it is {kind}" if kind is not None and kind not in wanted else reason
         return UserError(f"{self.path}: is not {wanted}: {text}", "Give the checkpoint of this model.")
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
-        file, name = self._tensors[name]
-        return file.shapes[name]
-
-    def __getitem__(self, name: str) -> Tensor:
-        file, name = self._tensors[name]
-        return file.tensor(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors  # the inherited one would read the tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a checkpoint: a `.safetensors` file, a torch file, or a directory with one of them, sharded or not.
 
     Raises `UserError` for a file that is missing, truncated, no checkpoint, or a pickle with code.
     """
-    files: dict[str, _File] = {}
-    for file in map(_open, _files_of(path)):
-        for name in file.shapes:
-            if name in files:
-                raise UserError(f"{path}: {name} is in two of its files", _ADVICE)
-            files[name] = file
-    clean = {name: _WRAPPERS.sub("", name) for name in files}
-    if clean and all(name.startswith("module.") for name in clean.values()):
-        clean = {name: short.removeprefix("module.") for name, short in clean.items()}
-    if len(set(clean.values())) < len(clean):
+    tensors: dict[str, Tensor] = {}
+    settings: Mapping[str, Any] = {}
+    files = _files_of(path)
+    for file in files:
+        head = _head(file)
+        if file.suffix == ".safetensors" or head[8:9] == b"{":
+            tensors |= _read_safetensors(file)
+        else:
+            loaded = _unpickle(file, zipped=head.startswith(b"PK"))
+            tensors |= _state_dict(file, loaded)
+            args = loaded.get("args")
+            args = vars(args) if isinstance(args, argparse.Namespace) else args
+            settings = args if isinstance(args, Mapping) else settings
+    clean = {_WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
+    if clean and all(name.startswith("module.") for name in clean):
+        clean = {name.removeprefix("module."): tensor for name, tensor in clean.items()}
+    if len(clean) < len(tensors):
         raise UserError(f"{path}: holds the same weights under several prefixes")
-    return Checkpoint(path, {clean[name]: (file, name) for name, file in files.items()})
+    return Checkpoint(path, clean, files, settings)
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -150,7 +136,8 @@ def _files_of(path: Path) -> list[Path]:
     return [path.parent / name for name in shards]
 
 
-def _open(path: Path) -> _File:
+def _head(path: Path) -> bytes:
+    """The first bytes of a file; raises `UserError` for one that is certainly no checkpoint."""
     try:
         with path.open("rb") as file:
             head = file.read(64)
@@ -160,72 +147,35 @@ def _open(path: Path) -> _File:
         raise UserError(f"{path}: is empty", _ADVICE)
     if head.startswith(b"version https://git-lfs"):
         raise UserError(f"{path}: is a Git LFS pointer, not the weights themselves", "Fetch them with `git lfs pull`.")
-    if path.suffix == ".safetensors" or head[8:9] == b"{":
-        return _Safetensors(path)
-    return _Pickled(path, zipped=head.startswith(b"PK"))
+    return head
 
 
-class _Safetensors:
-    """A safetensors file; each read maps it anew, so that only the tensor that is read stays in memory."""
-
-    settings: Mapping[str, Any] = MappingProxyType({})
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            with safe_open(path, "pt") as file:
-                self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: is truncated or no safetensors file ({_short(error)})", _ADVICE) from error
-
-    def tensor(self, name: str) -> Tensor:
-        with safe_open(self.path, "pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
+def _read_safetensors(path: Path) -> Mapping[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
+        raise UserError(f"{path}: is truncated or no safetensors file ({_short(error)})", _ADVICE) from error
 
 
-class _Pickled:
-    """A file of `torch.save`: memory-mapped where it is a zip file; the legacy format is read as a whole."""
-
-    def __init__(self, path: Path, zipped: bool) -> None:
-        self.path, self._zipped, self._touched = path, zipped, 0
-        loaded = self._load()
-        args = loaded.get("args") if isinstance(loaded, Mapping) else None
-        args = vars(args) if isinstance(args, argparse.Namespace) else args
-        self.settings: Mapping[str, Any] = args if isinstance(args, Mapping) else {}
-        self._state: Mapping[str, Tensor] | None = _state_dict(path, loaded)
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._state.items()}
-
-    def tensor(self, name: str) -> Tensor:
-        if self._zipped and self._touched > _WINDOW:
-            self._state, self._touched = None, 0
-        if self._state is None:
-            self._state = _state_dict(self.path, self._load())
-        tensor = self._state[name]
-        self._touched += tensor.nbytes
-        return tensor
-
-    def _load(self) -> Any:
-        if self._zipped and not zipfile.is_zipfile(self.path):
-            raise UserError(f"{self.path}: is truncated: its end is missing", _ADVICE)
-        try:
-            # Official training scripts save their arguments beside the weights, in a namespace.
-            with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-                # Torch warns about how a pickle was written; the errors below say what is wrong with it.
-                warnings.simplefilter("ignore")
-                return torch.load(self.path, map_location="cpu", mmap=self._zipped or None, weights_only=True)
-        except pickle.UnpicklingError as error:
-            problem, advice = f"cannot be read as a checkpoint ({_short(error)})", _ADVICE
-            # Torch's message names the function that the pickle would call.
-            if code := re.search(r"GLOBAL `?([A-Za-z_][\w.]*)|(?:global:?|class) `?(\w+\.[\w.]+)", str(error)):
-                problem = f"is a pickle with code in it ({code[1] or code[2]}); such files are neither run nor loaded"
-                advice = "Save the state dict alone, or convert it to safetensors."
-            raise UserError(f"{self.path}: {problem}", advice) from error
-        except (RuntimeError, EOFError, ValueError, LookupError, AttributeError, OSError) as error:
-            raise UserError(f"{self.path}: is truncated or no checkpoint ({_short(error)})", _ADVICE) from error
-
-
-_File: TypeAlias = _Safetensors | _Pickled
+def _unpickle(path: Path, zipped: bool) -> Any:
+    """The content of a file of `torch.save`: memory-mapped where it is a zip file; the legacy format is read whole."""
+    if zipped and not zipfile.is_zipfile(path):
+        raise UserError(f"{path}: is truncated: its end is missing", _ADVICE)
+    try:
+        # Official training scripts save their arguments beside the weights, in a namespace.
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            # Torch warns about how a pickle was written; the errors below say what is wrong with it.
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", mmap=zipped or None, weights_only=True)
+    except pickle.UnpicklingError as error:
+        problem, advice = f"cannot be read as a checkpoint ({_short(error)})", _ADVICE
+        # Torch's message names the function that the pickle would call.
+        if code := re.search(r"GLOBAL `?([A-Za-z_][\w.]*)|(?:global:?|class) `?(\w+\.[\w.]+)", str(error)):
+            problem = f"is a pickle with code in it ({code[1] or code[2]}); such files are neither run nor loaded"
+            advice = "Save the state dict alone, or convert it to safetensors."
+        raise UserError(f"{path}: {problem}", advice) from error
+    except (RuntimeError, EOFError, ValueError, LookupError, AttributeError, OSError) as error:
+        raise UserError(f"{path}: is truncated or no checkpoint ({_short(error)})", _ADVICE) from error
 
 
 def _state_dict(path: Path, loaded: Any) -> Mapping[str, Tensor]:

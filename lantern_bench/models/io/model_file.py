@@ -1,8 +1,7 @@
 """Model files: a YAML file that describes a model, names its code, or gives a known model another drafter.
 
-Only what holds for every family is checked here: the keys, their types, and that the paths exist. A family checks
-`config` and the checkpoints themselves. No checkpoint is opened and no torch imported, so that a sweep can be planned
-without loading the model.
+Only the keys, their types and that the paths exist are checked here; a family checks `config` and the checkpoints. No
+torch is imported, so that a sweep can be planned without loading the model.
 """
 
 from __future__ import annotations
@@ -174,10 +173,14 @@ def read_model_file(path: Path) -> ModelFile | ExternalDrafter | PythonModel:
         problem = "is a folder, not a file" if path.is_dir() else "no such file"
         raise UserError(f"--model {path}: {problem}", "Give a model's name, or a YAML file that describes one.")
     source = read_source(path, "Start with: family and target.")
-    kind = next((kind for key, kind in _KINDS.items() if key in source.data), ModelFile)
+    kind: type[ModelFile | ExternalDrafter | PythonModel] = ModelFile
+    if "python" in source.data:
+        kind = PythonModel
+    elif "model" in source.data:
+        kind = ExternalDrafter
     problems = Problems(str(path))
     for key_path in source.twice:
-        problems.add(_location(source, key_path), "is written twice")
+        problems.add(Location(".".join(map(str, key_path)), source.line(key_path)), "is written twice")
     written = source.data.get("defaults") or {}
     defaults = _defaults(written, source, problems) if isinstance(written, Mapping) else written
     try:
@@ -189,22 +192,11 @@ def read_model_file(path: Path) -> ModelFile | ExternalDrafter | PythonModel:
     return file
 
 
-_KINDS: dict[str, type[ModelFile] | type[ExternalDrafter] | type[PythonModel]] = {
-    "python": PythonModel,
-    "model": ExternalDrafter,
-    "family": ModelFile,
-}
-
-
-def _location(source: Source, path: tuple[str | int, ...]) -> Location:
-    return Location(".".join(map(str, path)), source.line(path))
-
-
 def _defaults(written: Mapping[str, Any], source: Source, problems: Problems) -> dict[str, Any]:
     """The decoding values that the model suggests, checked as an experiment's are."""
     values: dict[str, Any] = {}
     for key, raw in written.items():
-        location = _location(source, ("defaults", key))
+        location = Location(f"defaults.{key}", source.line(("defaults", key)))
         if key not in PARAMETERS or key == "mode":
             problems.add(location, f"unknown value{did_you_mean(key, PARAMETERS)}")
             continue

@@ -1,7 +1,6 @@
-"""State dicts: key maps from a checkpoint's names to ours, loading with every error at once, and export.
+"""Key maps from a checkpoint's names to ours, loading with every error at once, and export.
 
-A key map says which tensors of a checkpoint make up each tensor of a module. `llama_key_map` is that of transformers'
-Llama, which LlamaGen's conversion, Chameleon and the published drafters use for their layers.
+A key map says which tensors of a checkpoint make up each tensor of a module.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ def load_into(
 ) -> None:
     """Load a checkpoint into a module on the meta device: in evaluation mode, on `device`, in `dtype`.
 
-    `ignored` is a regular expression of the file's tensors that are not read; `wanted` names the model in errors. Needs
-    the memory of the module and of one more tensor. Raises one `UserError` with every missing, unexpected and misshapen
-    key, and one for a tensor of an unsupported type or with values that are not finite.
+    `ignored` is a regular expression of the file's tensors that are not read; `wanted` names the model in errors.
+    Raises one `UserError` with every missing, unexpected and misshapen key, and one for a tensor of an unsupported type
+    or with values that are not finite.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     expected = {
@@ -152,10 +151,10 @@ _INSIDE_LAYERS = {
 def llama_key_map(
     module: nn.Module, config: TransformerConfig, prefixes: Mapping[str, str] = LLAMA
 ) -> dict[str, tuple[Slice, ...]]:
-    """Return the key map of a module with layers of `config`; `prefixes` maps our prefixes to the file's.
+    """Return the key map to the names of transformers' Llama; `prefixes` maps our prefixes to the file's.
 
-    Query, key and value are three matrices there and one here, their rows in the same order; `config.pairs` says which
-    rows the rotary embedding rotates together.
+    LlamaGen's conversion, Chameleon and the published drafters use these names for their layers too. Query, key and
+    value are three matrices there and one here, their rows in the same order.
     """
 
     def rename(name: str) -> str:
