@@ -6,10 +6,16 @@ Shared by the tests of tables, curves and commands; nothing is decoded.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from lantern_bench.config.decoding import Decoding
+from lantern_bench.report.tables import tables_of
+from lantern_bench.runs.records import frame_of
+from lantern_bench.runs.store import RunData
 
 Row = dict[str, Any]
 
@@ -97,3 +103,13 @@ def write_run(folder: Path, records: list[Row], scores: list[Row], experiment: R
     manifest = {"schema_version": 1, "run": folder.name, "experiment": experiment or {}}
     (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     return folder
+
+
+def run_of(records: Iterable[Row], scores: Iterable[Row] = (), **experiment: Any) -> RunData:
+    """The same as a loaded run."""
+    return RunData(Path("run"), {"experiment": experiment}, frame_of(records), list(scores))
+
+
+def build_tables(records: Iterable[Row], scores: Iterable[Row] = (), **experiment: Any) -> dict[str, pd.DataFrame]:
+    """The tables of such a run."""
+    return tables_of(run_of(records, scores, **experiment))

@@ -12,8 +12,7 @@ import pytest
 from lantern_bench.console import Console, duration
 from lantern_bench.errors import UserError
 from lantern_bench.report.format_tables import readable
-from lantern_bench.report.tables import build_tables
-from tests.made_up_run import make_records, make_scores
+from tests.made_up_run import build_tables, make_records, make_scores
 
 ESCAPE = "\x1b"
 

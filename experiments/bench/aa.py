@@ -24,7 +24,7 @@ from scipy.stats import t, trim_mean
 from lantern_bench.clock import now
 from lantern_bench.console import Console, duration
 from lantern_bench.report.compare import SAME, compare_runs
-from lantern_bench.report.records import CellRecords, baseline_of, group_records, timed_images
+from lantern_bench.report.records import CellRecords, baseline_of, run_cells, timed_images
 from lantern_bench.report.stats import Interval, ratio_of_sums, repeat_interval, timing
 from lantern_bench.runs.store import RunData, read_run
 
@@ -91,7 +91,7 @@ def run_pairs(chosen: argparse.Namespace, folder: Path, console: Console) -> lis
 
 def figures(run: RunData) -> Iterator[tuple[str, str, Interval]]:
     """Yield cell, method and speedup with its interval, for every method and every cell with a baseline."""
-    cells = group_records(run.records)
+    cells = run_cells(run)
     for cell in cells:
         base = baseline_of(cell, cells)
         if base is None or base is cell:

@@ -126,8 +126,9 @@ def predict(
     format: FormatOption = None,
 ) -> None:
     """Predict the speedup of every cell on another device, and hours of a large run."""
-    from lantern_bench.report.cost_model import STACKS, find_device
-    from lantern_bench.report.predict import (
+    from lantern_bench.report.cost_model import (
+        STACKS,
+        find_device,
         hours_in_words,
         measured_elsewhere,
         measured_times,

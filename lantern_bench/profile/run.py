@@ -24,8 +24,8 @@ from lantern_bench.models.random_model import random_model, random_model_of_size
 from lantern_bench.models.registry import model_of
 from lantern_bench.profile.steps import Rates, StepCost, decode_memory, forward_ms, forward_need, step_costs
 from lantern_bench.profile.tree_search import with_drafting
-from lantern_bench.report.charts import save_figure
 from lantern_bench.report.cost_model import Setting, StepTimes, fit_device, named_draft, step_samples
+from lantern_bench.report.curves import save_figure
 from lantern_bench.report.reproduction import device_in_words
 from lantern_bench.report.tables import write_csv
 from lantern_bench.runs.devices import Compute, machine_block

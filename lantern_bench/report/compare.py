@@ -11,32 +11,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import pandas as pd
 
 from lantern_bench.errors import RefusedError
 from lantern_bench.methods.tables import OF_IMAGES, OF_SETS
-from lantern_bench.report.records import (
-    CellRecords,
-    Row,
-    baseline_of,
-    fastest_lossless,
-    run_cells,
-    timed_images,
-)
-from lantern_bench.report.stats import (
-    Interval,
-    compare_sums,
-    compare_timings,
-    fewest_prompts,
-    holm,
-    timing,
-)
+from lantern_bench.report.records import CellRecords, baseline_of, fastest_lossless, run_cells, timed_images
+from lantern_bench.report.stats import Interval, compare_sums, compare_timings, fewest_prompts, holm, timing
 from lantern_bench.report.tables import Scores, frame, paired, scored_images, sort_scores
 from lantern_bench.runs.store import RunData
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 ACROSS = ("weights", "protocol", "machine")
 """Kinds of difference that forbid a comparison unless the caller allows them."""
@@ -67,19 +51,16 @@ def differences(a: RunData, b: RunData) -> list[Difference]:
     weights_a, weights_b = ((run.manifest.get("key") or {}).get("weights") or {} for run in (a, b))
     # A model that only one run has takes no part in the comparison.
     shared = {name.split("/")[0] for name in weights_a} & {name.split("/")[0] for name in weights_b}
-    pairs = [
-        Difference(
-            "weights", f"weights of {name}", *(str(side.get(name) or "none")[:12] for side in (weights_a, weights_b))
-        )
-        for name in sorted({*weights_a, *weights_b})
-        if name.split("/")[0] in shared
-    ]
-    scorers_a, scorers_b = _scorers(a.scores), _scorers(b.scores)
-    protocols = sorted(scorers_a.keys() & scorers_b.keys())
-    if scorers_a and scorers_b and not protocols:
-        pairs.append(Difference("protocol", "protocol", ", ".join(sorted(scorers_a)), ", ".join(sorted(scorers_b))))
+    pairs: list[Difference] = []
+    for name in (name for name in sorted({*weights_a, *weights_b}) if name.split("/")[0] in shared):
+        hashes = (str(weights.get(name) or "none")[:12] for weights in (weights_a, weights_b))
+        pairs.append(Difference("weights", f"weights of {name}", *hashes))
+    scorers_a, scorers_b = _scorers(a), _scorers(b)
+    protocols = scorers_a.index.intersection(scorers_b.index)
+    if len(scorers_a) and len(scorers_b) and not len(protocols):
+        pairs.append(Difference("protocol", "protocol", ", ".join(scorers_a.index), ", ".join(scorers_b.index)))
     for protocol, scorer in itertools.product(protocols, _SCORERS):
-        used_a, used_b = (", ".join(sorted(side[protocol][scorer])) for side in (scorers_a, scorers_b))
+        used_a, used_b = (str(side.loc[protocol, scorer]) for side in (scorers_a, scorers_b))
         if used_a and used_b:
             pairs.append(Difference("protocol", f"{scorer} of {protocol}", used_a, used_b))
     settings_b = _settings(b.manifest)
@@ -113,14 +94,15 @@ def _settings(manifest: Mapping[str, Any]) -> dict[tuple[str, str], str]:
     }
 
 
-def _scorers(scores: Collection[Row]) -> dict[str, dict[str, set[str]]]:
-    """The models and references that scored a run, by protocol and column; the last score of each cell counts."""
-    scorers: dict[str, dict[str, set[str]]] = {}
-    for row in {(row["protocol"], row["level"], row["cell_id"]): row for row in scores}.values():
-        of_protocol = scorers.setdefault(str(row["protocol"]), {name: set() for name in _SCORERS})
-        for name in _SCORERS:
-            of_protocol[name] |= {str(row[name])} if row.get(name) else set()
-    return scorers
+def _scorers(run: RunData) -> pd.DataFrame:
+    """The models and references that scored a run, as text, by protocol; the last score of each cell counts."""
+    scores = pd.DataFrame(run.scores, columns=["protocol", "level", "cell_id", *_SCORERS])
+    last = scores.drop_duplicates(["protocol", "level", "cell_id"], keep="last")
+    return last.groupby("protocol")[list(_SCORERS)].agg(_listed)
+
+
+def _listed(names: pd.Series[Any]) -> str:
+    return ", ".join(sorted(names.dropna().unique()))
 
 
 BETTER, WORSE, SAME = "better", "worse", "not distinguishable"
@@ -166,7 +148,14 @@ def _timed_rows(cells: Sequence[CellRecords], runs: Sequence[list[CellRecords]])
             yield {"quantity": quantity, "kind": "ratio", "note": "not compared: a run has several kinds of device"}
         elif all(bases) and (quantity == "speedup" or not cells[0].is_lossless):
             yield from _timed(quantity, [timed_images(cell, base) for cell, base in zip(cells, bases, strict=True)])
-    yield from _tested("mean_accepted_length", *(_measured(cell, "committed", "steps") for cell in cells))
+    steps = [cell.images[["committed", "steps"]].query("steps > 0") for cell in cells]
+    yield from _tested("mean_accepted_length", *steps)
+
+
+_UNTESTED = {
+    "latency_s": "not tested: seconds of two moments",
+    "speedup_over_lossless": "not tested: the fastest lossless cell of each run",
+}
 
 
 def _timed(quantity: str, seconds: Sequence[pd.DataFrame]) -> Iterator[dict[str, Any]]:
@@ -177,18 +166,29 @@ def _timed(quantity: str, seconds: Sequence[pd.DataFrame]) -> Iterator[dict[str,
     a, b = (timing(of_run.loc[images]) for of_run in seconds)
     # Less time is better.
     effect = compare_timings(b, a) if quantity == "latency_s" else compare_timings(a, b)
-    note = "not tested: fewer than 2 prompts or one process in a run" if effect.p_value is None else None
-    if quantity != "speedup":
-        moments = quantity == "latency_s"
-        note = f"not tested: {'seconds of two moments' if moments else 'the fastest lossless cell of each run'}"
-        effect = effect._replace(p_value=None)
-    row = {"quantity": quantity, "kind": "ratio", "a": a.value, "b": b.value, "note": note}
+    if quantity in _UNTESTED:
+        effect = effect._replace(p_value=None, note=_UNTESTED[quantity])
+    elif effect.p_value is None:
+        effect = effect._replace(note="not tested: fewer than 2 prompts or one process in a run")
+    yield {"quantity": quantity, "kind": "ratio", "a": a.value, "b": b.value} | _effect_columns(effect, images)
+
+
+def _tested(quantity: str, a: pd.DataFrame, b: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Yield the row of one quantity, none where the runs share no image that has it; arguments as `paired`."""
+    pair = paired(a, b)
+    if pair is None:
+        return
+    sums_a, sums_b, images = pair
+    effect = compare_sums(sums_a, sums_b)
+    if effect.p_value is None:
+        effect = effect._replace(note="not tested: fewer than 2 prompts")
+    row = {"quantity": quantity, "kind": "difference", "a": sums_a.value, "b": sums_b.value}
     yield row | _effect_columns(effect, images)
 
 
 def _effect_columns(effect: Interval, images: pd.Index) -> dict[str, Any]:
     counts = {"pairs": len(images), "prompts": images.get_level_values("prompt_id").nunique()}
-    return effect.columns("effect") | counts | {"p_value": effect.p_value}
+    return effect.columns("effect") | counts | {"p_value": effect.p_value, "note": effect.note}
 
 
 def _scored_rows(cells: Sequence[CellRecords], scores: Sequence[Mapping[str, Scores]]) -> Iterator[dict[str, Any]]:
@@ -206,24 +206,6 @@ def _scored_rows(cells: Sequence[CellRecords], scores: Sequence[Mapping[str, Sco
             if a is not None and b is not None:
                 row = {"quantity": metric, "a": a, "b": b, "kind": "difference", "effect": b - a}
                 yield row | about | {"note": "one value a run: not tested"}
-
-
-def _measured(cell: CellRecords, over: str, under: str) -> pd.DataFrame:
-    """Numerator and denominator of each image that has both."""
-    measured = cell.images[[over, under]].dropna()
-    return measured[measured[under] != 0]
-
-
-def _tested(quantity: str, a: pd.DataFrame, b: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield the row of one quantity, none where the runs share no image that has it; arguments as `paired`."""
-    pair = paired(a, b)
-    if pair is None:
-        return
-    sums_a, sums_b, images = pair
-    effect = compare_sums(sums_a, sums_b)
-    note = "not tested: fewer than 2 prompts" if effect.p_value is None else None
-    row = {"quantity": quantity, "kind": "difference", "a": sums_a.value, "b": sums_b.value, "note": note}
-    yield row | _effect_columns(effect, images)
 
 
 def _notes(tested: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -1,26 +1,36 @@
-"""What a decode step costs on a device, from sizes alone: bytes read, operations and kernels of each of its programs.
+"""What a decode step costs on a device, from sizes alone, and the speedup of every cell of a run on that device.
 
-A program takes `launch` + max(`read`, `multiply`) on a GPU that replays graphs, the larger of `launch` and of what the
-device does where the host launches every kernel (eager code), and the sum of all three on a CPU. docs/prediction.md has
-the formulas, the constants and how far published speedups are from them. Nothing here imports torch.
+Bytes read, operations and kernels of each program of a step give its seconds; docs/prediction.md has the formulas, the
+constants and how far published speedups are from them. Acceptance is the run's: which tokens a step commits does not
+depend on the device.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
+import pandas as pd
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lantern_bench.config.yaml_source import Location, Problems, problems_of, read_source
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
-from lantern_bench.methods.trees import STATIC_TREES
+from lantern_bench.methods.trees import STATIC_TREES, check_topology, topology_name
+from lantern_bench.models.registry import model_of
+from lantern_bench.report.records import CellRecords, Row, join_notes, run_cells
+from lantern_bench.report.reproduction import device_in_words
+from lantern_bench.report.tables import frame, tables_of
+from lantern_bench.runs.records import rows_of
+from lantern_bench.runs.store import RunData
+from lantern_bench.schema import CELL_COLUMNS
 
 # ---- Devices
 
@@ -60,8 +70,6 @@ class Device(BaseModel):
         """What the modelled seconds of a target forward over `nodes` are multiplied by."""
         if not self.target_factors:
             return 1.0
-        import numpy as np
-
         measured = sorted(self.target_factors)
         return float(np.interp(nodes, measured, [self.target_factors[count] for count in measured]))
 
@@ -85,14 +93,15 @@ def find_device(name: str) -> Device:
             f"--device {name}: unknown device{did_you_mean(name, devices())}",
             f"The devices are {', '.join(devices())}; {advice}",
         )
-    source, problems = read_source(Path(name), "Start with: name, kind, read_gb_s."), Problems(name)
+    source = read_source(Path(name), "Start with: name, kind, read_gb_s.")
     try:
         return Device.model_validate(source.data)
     except ValidationError as error:
+        problems = Problems(name)
         for line, key, text, value in problems_of(error, source, Device):
             problems.add(Location(key, line), text, value)
-    problems.raise_all()
-    raise AssertionError("a validation error has a problem")
+        problems.raise_all()
+        raise
 
 
 # ---- Software: how many kernels a program has
@@ -169,16 +178,16 @@ def forward_work(setting: Setting, layers: int, nodes: float, weight_bytes: int,
     return Work(layers * layer * weight_bytes + head * head_bytes + cache, operations, 0.0)
 
 
-def _logits(setting: Setting, rows: float, passes: float) -> Work:
-    """`passes` over float32 distributions of `rows` nodes of each image."""
-    return Work(4.0 * passes * setting.batch * rows * setting.sizes.vocab_size, 0.0, 0.0)
+def _logits(setting: Setting, rows: float, passes: float, kernels: float) -> Work:
+    """`passes` over float32 distributions of `rows` nodes of each image, and the kernels of the program."""
+    return Work(4.0 * passes * setting.batch * rows * setting.sizes.vocab_size, 0.0, kernels)
 
 
 def target_work(setting: Setting, nodes: float, weight_bytes: int, stack: Stack) -> Work:
     """A target forward over `nodes`; drawing an autoregressive token is part of it."""
     layers = setting.sizes.layers
-    kernels = Work(0.0, 0.0, stack.layer * layers + stack.forward)
-    return forward_work(setting, layers, nodes, weight_bytes, stack) + _logits(setting, nodes, 2) + kernels
+    forward = forward_work(setting, layers, nodes, weight_bytes, stack)
+    return forward + _logits(setting, nodes, 2, stack.layer * layers + stack.forward)
 
 
 def draft_work(setting: Setting, draft: Draft, committed: float, weight_bytes: int, stack: Stack) -> list[Work]:
@@ -192,11 +201,8 @@ def draft_work(setting: Setting, draft: Draft, committed: float, weight_bytes: i
         # The drafter's head has the type of its weights (docs/engine.md).
         extra = fuse * weight_bytes - setting.sizes.vocab_size * setting.sizes.dim * (4 - weight_bytes) * stack.fixed
         kernels = stack.drafter + stack.level + stack.node * (draft.nodes - 1) / (1 + len(draft.levels))
-        works.append(
-            forward
-            + Work(extra, 2.0 * setting.rows * nodes * fuse, kernels)
-            + _logits(setting, nodes if number else 1, 4)
-        )
+        fused = Work(extra, 2.0 * setting.rows * nodes * fuse, 0.0)
+        works.append(forward + fused + _logits(setting, nodes if number else 1, 4, kernels))
     return works
 
 
@@ -204,7 +210,7 @@ def verify_work(setting: Setting, draft: Draft, committed: float, stack: Stack) 
     """Acceptance of a tree, the bonus token, and the cache update."""
     walked = draft.depth + 1 if stack.fixed else committed
     kernels = stack.verify + stack.rank * draft.fanout + stack.walk * walked + stack.keep * setting.sizes.layers
-    return _logits(setting, draft.nodes if stack.fixed else walked, 4 + 2 * draft.fanout) + Work(0.0, 0.0, kernels)
+    return _logits(setting, draft.nodes if stack.fixed else walked, 4 + 2 * draft.fanout, kernels)
 
 
 # ---- Seconds
@@ -308,7 +314,6 @@ def fit_device(samples: Sequence[Sample], **fields: Any) -> Device:
     Least squares of relative errors without negative rates, as if nothing overlapped; then one factor a program
     (target: one a number of nodes), the median of measured over modelled.
     """
-    import numpy as np
     from scipy.optimize import nnls
 
     seconds = np.array([sample.seconds for sample in samples])
@@ -354,3 +359,154 @@ def named_draft(label: str) -> Draft | None:
         nodes, depth, beam = map(int, match.groups())
         return Draft(nodes + 1, (beam,) * (depth - 1), depth, beam)
     return tree_draft(STATIC_TREES[label]) if label in STATIC_TREES else None
+
+
+# ---- The predictions of a run
+
+_READ = ["committed_per_step", "start_per_step", "offered_depth_per_step", "tokens", "drafter_forwards"]
+
+
+def predict_run(run: RunData, device: Device, stack: str, model: str | None = None) -> pd.DataFrame:
+    """Return the table `prediction` of a run, with the speedups that it measured.
+
+    `model` replaces the run's sizes and not its acceptance. Raises `RefusedError` for a run without recorded steps and
+    for a model of unknown sizes, `UserError` for an unknown model.
+    """
+    table = frame("prediction", prediction_rows(run, device, stack, model))
+    table["speedup_measured"] = table["cell_id"].map(tables_of(run)["speed"].set_index("cell_id")["speedup"])
+    if measured_elsewhere(run, device, stack, model) is None:
+        table["speedup_error"] = table["speedup"] / table["speedup_measured"] - 1
+    return table
+
+
+def prediction_rows(run: RunData, device: Device, stack: str, model: str | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the rows of `predict_run` without what the run measured."""
+    cells, kernels = run_cells(run), STACKS[stack]
+    if not any(any(cell.good["committed_per_step"]) for cell in cells):
+        raise RefusedError(f"{run.folder}: no image has recorded steps", "Give a run with completed images.")
+    for cell in cells:
+        good = [row for row in rows_of(cell.good[_READ]) if row["committed_per_step"]]
+        if not good:
+            continue
+        own = str(cell.columns["model"])
+        name, notes = model or own, []
+        sizes = model_of(name).sizes
+        if sizes is None:
+            advice = "Give a published model with --model, such as llamagen-t2i-stage1."
+            raise RefusedError(f"the sizes of {name} are not known", advice)
+        counts = [count for row in good for count in row["committed_per_step"]]
+        length, tokens = sum(counts) / len(counts), sum(row["tokens"] for row in good) / len(good)
+        progress = sum(start for row in good for start in row["start_per_step"]) / len(counts) / tokens
+        if name != own:
+            tokens = sizes.image_tokens
+            notes.append(f"sizes of {name} at the acceptance of {own}: its own may differ")
+        batch, guided = int(cell.columns["batch"] or 1), cell.columns["cfg_scale"] != 1
+        setting = Setting(sizes, batch, guided, sizes.prefix + progress * tokens)
+        draft, assumed = _draft(cell, good, run.manifest)
+        if batch > 1 and draft is not None:
+            notes.append("images of a batch that end early are not counted as idle")
+        plain = step_seconds(device, kernels, setting._replace(context=sizes.prefix + tokens / 2), None, 1.0)
+        step = step_seconds(device, kernels, setting, draft, length)
+        programs = sum((step.draft, step.target, step.verify), NOTHING)
+        prefill = prefill_seconds(device, kernels, setting)
+        seconds = prefill + (tokens - 1) / length * step.total
+        yield {
+            **cell.columns,
+            "model": name,
+            "device": device.name,
+            "stack": stack,
+            "images": len(good),
+            "mean_accepted_length": length,
+            "nodes": 1 if draft is None else draft.nodes,
+            "drafter_forwards_per_step": 0 if draft is None or draft.levels is None else 1 + len(draft.levels),
+            "speedup": (prefill + (tokens - 1) * plain.total) / seconds,
+            "latency_s": seconds / batch,
+            "ar_ms": 1e3 * plain.total,
+            "step_ms": 1e3 * step.total,
+            "draft_ms": 1e3 * step.draft.total,
+            "target_ms": 1e3 * step.target.total,
+            "verify_ms": 1e3 * step.verify.total,
+            "other_ms": 1e3 * step.host,
+            "read_ms": 1e3 * programs.read,
+            "multiply_ms": 1e3 * programs.multiply,
+            "launch_ms": 1e3 * programs.launch,
+            "note": join_notes([*notes, assumed]),
+        }
+
+
+def _draft(cell: CellRecords, good: Sequence[Row], manifest: Mapping[str, Any]) -> tuple[Draft | None, str | None]:
+    """The draft of a cell, None for autoregressive decoding, and what is assumed about it."""
+    drafting, label = cell.columns["drafting"], str(cell.columns["tree"])
+    if drafting == "none" or (named := named_draft(label)) is not None:
+        return None if drafting == "none" else named, None
+    for settings in (manifest.get("experiment") or {}).get("cells") or ():
+        if isinstance(settings.get("tree"), list):
+            paths = check_topology(settings["tree"])
+            if topology_name(paths) == label:
+                return tree_draft(paths), None
+    depth = max(offered for row in good for offered in row["offered_depth_per_step"])
+    forwards = round(sum(row["drafter_forwards"] for row in good) / sum(len(row["start_per_step"]) for row in good))
+    levels = (1,) * (forwards - 1) if forwards else None
+    note = f"the nodes of {drafting} are not recorded: a chain of {depth} is assumed"
+    return Draft(depth + 1, levels, depth, 1), note
+
+
+def measured_elsewhere(run: RunData, device: Device, stack: str, model: str | None = None) -> str | None:
+    """Say with which model, device and code the run was measured; None where these are the predicted ones."""
+    measured = device_in_words(run.manifest), "compiled" if run.manifest.get("compile") else "eager"
+    predicted = device.about or device.name, _code(device, stack)
+    others = set(run.records["model"]) - {model} if model is not None else set()
+    if not others and measured == predicted:
+        return None
+    run_of = f"{', '.join(sorted(others))} on " if others else ""
+    return f"The run was measured on {run_of}{', '.join(measured)}; predicted is {', '.join(predicted)}."
+
+
+def _code(device: Device, stack: str) -> str:
+    """What is predicted: an own device stands for the code that it was fitted to."""
+    return device.code if stack == "compiled" else stack
+
+
+def terms_of(device: Device, stack: str) -> list[str]:
+    """Return the constants of a prediction as sentences, each with its source."""
+    shares = f"{device.read_gb_s:g} GB/s x {device.read_share:g}, {device.multiply_tflops:g} Tflop/s x "
+    kernel = device.kernel_us if stack == "compiled" else device.eager_kernel_us
+    return [
+        f"Predicted for {device.about or device.name}, not measured: read {shares}{device.multiply_share:g}; "
+        f"{kernel:g} us a kernel ({_code(device, stack)}), {device.step_us:g} us of host work a step.",
+        *device.sources,
+        "Acceptance is that of the run. Formulas, kernel counts, errors against published figures: docs/prediction.md.",
+    ]
+
+
+def measured_times(run: RunData) -> pd.DataFrame:
+    """Return the table `prediction` with what a run measured, to plan a larger one on its own device.
+
+    Raises `RefusedError` for a run without seconds.
+    """
+    speed = tables_of(run)["speed"]
+    timed = speed[speed["latency_s"].notna()]
+    if not len(timed):
+        raise RefusedError("the run has no seconds", "Give one that measured speed, or a --device to predict for.")
+    names = [column.name for column in CELL_COLUMNS] + ["images", "mean_accepted_length", "latency_s"]
+    rows = timed[names].assign(device=device_in_words(run.manifest), speedup_measured=timed["speedup"])
+    return frame("prediction", rows_of(rows))
+
+
+def with_hours(table: pd.DataFrame, prompts: int, devices: int) -> pd.DataFrame:
+    """Return the table `prediction` with the hours that each cell takes for so many prompts.
+
+    A prompt stays on one device with all its cells.
+    """
+    hours = math.ceil(prompts / devices) * table["latency_s"] / 3600
+    return table.assign(hours=hours, device_hours=hours * devices)
+
+
+def hours_in_words(table: pd.DataFrame, prompts: int, devices: int) -> str:
+    """Return a sentence on the hours of all cells together."""
+    hours, images = float(table["hours"].sum()), prompts * len(table)
+    return (
+        f"{prompts:,} prompts in all {len(table)} cells, {images:,} images: {hours:.3g} hours on {devices} "
+        f"device{'s' if devices > 1 else ''}, {devices * hours:.3g} device-hours. Loading, compiling, text encoding, "
+        "pixels and scoring are not counted."
+    )

@@ -6,23 +6,19 @@ front, and the mean accepted length against a bound. FID values of different fea
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import pandas as pd
+
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.tables import METRICS, ON_CURVES
-from lantern_bench.report.charts import INTERVAL, Chart, save_figure, to_matplotlib
-from lantern_bench.report.labels import (
-    BOUNDS,
-    PARAMETER_NAMES,
-    CellKey,
-    Style,
-    check_grouping,
-    labels,
-    styles,
-)
+from lantern_bench.models.io.files import write_atomically
+from lantern_bench.report.labels import BOUNDS, CELL, CellKey, Style, cell_key, labels, styles
 from lantern_bench.report.records import CellRecords, run_cells
 from lantern_bench.report.stats import proportion
 from lantern_bench.report.tables import ENDS, SPEEDUPS, cells_of, frame, tables_of, write_csv
@@ -30,32 +26,38 @@ from lantern_bench.runs.store import RunData
 from lantern_bench.schema import columns
 
 if TYPE_CHECKING:
-    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # ---- The data behind the curves
 
-Tables: TypeAlias = Mapping[str, "pd.DataFrame"]
+Tables: TypeAlias = Mapping[str, pd.DataFrame]
 """The tables of one run by name, as `curve_tables` returns them."""
 
+Styles: TypeAlias = Mapping[CellKey, Style]
 
 SPEEDS = {"speedup": "speedup over AR", "mean_accepted_length": "mean accepted length (incl. bonus token)"}
 """What a speed-quality curve has on its horizontal axis."""
 
-FAMILY = (
+INTERVAL = "95 % interval"
+"""In the titles of axes: what whiskers are."""
+
+# Columns that tell cells apart; without a parameter they name the family in which that parameter varies.
+_FAMILY = (
     "run", "model", "mode", "drafting", "rule", "tree", "neighbours", "neighbour_metric", "residual", *BOUNDS,
     "temperature", "cfg_scale", "top_k", "top_p", "batch", "seed_set",
 )  # fmt: skip
-"""Columns that tell cells apart; without a parameter they name the family in which that parameter varies."""
 
 
 def curve_tables(run: RunData) -> dict[str, pd.DataFrame]:
-    """Return the tables that curves are made from: those of `tables_of`, and `lengths`."""
-    lengths = (row for cell in run_cells(run) for row in length_rows(cell))
-    return {**tables_of(run), "lengths": frame("lengths", lengths)}
+    """Return the tables that curves are made from: those of `tables_of`, `cells` (as `cells_of`) and `lengths`."""
+    tables = tables_of(run)
+    lengths = frame("lengths", (row for cell in run_cells(run) for row in _length_rows(cell)))
+    return {**tables, "cells": cells_of(tables), "lengths": lengths}
 
 
-def length_rows(cell: CellRecords) -> Iterator[dict[str, Any]]:
-    """Yield the histogram of the tokens committed by a step, with Wilson intervals; empty for a cell without drafts."""
+def _length_rows(cell: CellRecords) -> Iterator[dict[str, Any]]:
+    """The histogram of the tokens committed by a step, with Wilson intervals; empty for a cell without drafts."""
     if cell.columns["drafting"] == "none":
         return
     steps = (length for counts in cell.good["committed_per_step"] for length in counts or ())
@@ -65,8 +67,19 @@ def length_rows(cell: CellRecords) -> Iterator[dict[str, Any]]:
         yield {**cell.columns, "length": length, "steps": counts[length], **share}
 
 
+def stack_runs(runs: Mapping[str, Tables], name: str) -> pd.DataFrame:
+    """Return one table of all runs, with the column `run`."""
+    return pd.concat([tables[name].assign(run=run) for run, tables in runs.items()], ignore_index=True)
+
+
+def _labelled(table: pd.DataFrame) -> pd.DataFrame:
+    """A table with the columns `run` and `label` in front."""
+    front = table.assign(label=labels(table))
+    return front[["run", "label", *(column for column in table if column != "run")]]
+
+
 def acceptance_points(runs: Mapping[str, Tables], axis: str = "depth") -> pd.DataFrame:
-    """Return the rows of `acceptance.csv` along `axis` of all runs, with the columns `run` and `label` in front.
+    """Return the rows of `acceptance.csv` along `axis` of all runs.
 
     Neighbouring positions of the image are pooled until a cell has at most 32 places; `index_end` is the last position
     of each, and the interval is that of the sums.
@@ -75,7 +88,7 @@ def acceptance_points(runs: Mapping[str, Tables], axis: str = "depth") -> pd.Dat
     table = table[table["axis"] == axis].reset_index(drop=True)
     if axis == "position":
         width = -(-(int(table["index"].max()) + 1) // 32) if len(table) else 1
-        cells = table.groupby(["run", "model", "cell_id", table["index"] // width], sort=False)
+        cells = table.groupby([*CELL, table["index"] // width], sort=False)
         sums = cells[["offered", "accepted"]].transform("sum")
         table = table.assign(index_end=cells["index"].transform("max"), **sums)[~cells.cumcount().astype(bool)]
         rates = [proportion(int(a), int(n)) for a, n in zip(table["accepted"], table["offered"], strict=True)]
@@ -84,16 +97,11 @@ def acceptance_points(runs: Mapping[str, Tables], axis: str = "depth") -> pd.Dat
     return _labelled(table)
 
 
-def length_points(runs: Mapping[str, Tables]) -> pd.DataFrame:
-    """Return the table `lengths` of all runs, with `run` and `label` in front."""
-    return _labelled(stack_runs(runs, "lengths"))
-
-
-def bound_points(runs: Mapping[str, Tables], parameter: str) -> pd.DataFrame:
-    """Return the mean accepted length of the cells that have `parameter`, by its value, with intervals."""
+def _bound_points(runs: Mapping[str, Tables], parameter: str) -> pd.DataFrame:
+    """The mean accepted length of the cells that have `parameter`, by its value, with intervals."""
     table = stack_runs(runs, "speed")
     rows = table[table[parameter].notna() & table["mean_accepted_length"].notna() & (table["drafting"] != "none")]
-    names = [name for name in (*FAMILY, "cell_id", "images") if name in rows]
+    names = [name for name in (*_FAMILY, "cell_id", "images") if name in rows]
     points = rows[[*names, *(f"mean_accepted_length{end}" for end in ENDS)]]
     return _labelled(points.sort_values([parameter, "run"], kind="stable").reset_index(drop=True))
 
@@ -104,19 +112,68 @@ def speed_quality_points(runs: Mapping[str, Tables]) -> pd.DataFrame:
     A run that was not timed (batched decoding) takes the speedups of the same cell from another of the runs, where it
     was measured; `speed_run` names that run. A cell without either figure is left out.
     """
-    table, cell = stack_cells(runs), ["model", "cell_id"]
-    speedup, length = (
-        [f"{name}{end}" for name in names for end in ENDS] for names in (SPEEDUPS, ("mean_accepted_length",))
-    )
-    table["speed_run"] = table["run"].where(table["speedup"].notna())
-    borrowed = [*speedup, "speed_run"]
-    timed = table.loc[table["speedup"].notna(), [*cell, *borrowed]].drop_duplicates(cell)
-    elsewhere = table[cell].merge(timed, on=cell, how="left")
-    table[borrowed] = table[borrowed].where(table["speedup"].notna(), elsewhere[borrowed])
+    table, cell = stack_runs(runs, "cells"), ["model", "cell_id"]
+    speedup = [f"{name}{end}" for name in SPEEDUPS for end in ENDS]
+    length = [f"mean_accepted_length{end}" for end in ENDS]
+    is_timed, borrowed = table["speedup"].notna(), [*speedup, "speed_run"]
+    table["speed_run"] = table["run"].where(is_timed)
+    elsewhere = table[cell].merge(table.loc[is_timed, [*cell, *borrowed]].drop_duplicates(cell), on=cell, how="left")
+    table[borrowed] = table[borrowed].where(is_timed, elsewhere[borrowed])
     table = table.assign(images=table["quality_images"], note=table["quality_note"])
-    names = [column.name for column in columns("quality")]
-    table = table[["run", *names, *speedup, *length, "speed_run"]]
+    table = table[["run", *(column.name for column in columns("quality")), *speedup, *length, "speed_run"]]
     return _labelled(table[table[list(SPEEDS)].notna().any(axis=1)].reset_index(drop=True))
+
+
+def is_dominated(points: pd.DataFrame, speed: str, quality: str, less_is_better: bool) -> list[bool]:
+    """Return for each point whether another of the same run and model beats it: no worse in both, better in one.
+
+    By the figures alone: intervals that overlap may still be dominated.
+    """
+    fast, good = points[speed].to_numpy(), points[quality].to_numpy() * (-1 if less_is_better else 1)
+    group = points.groupby(["run", "model"]).ngroup().to_numpy()
+    no_worse = (fast >= fast[:, None]) & (good >= good[:, None]) & (group == group[:, None])
+    better = (fast > fast[:, None]) | (good > good[:, None])
+    return (no_worse & better).any(axis=1).tolist()
+
+
+# ---- The charts
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart. `points` may also hold `<x>_low`, `<x>_high`, `<y>_low` and `<y>_high`: ends of intervals."""
+
+    name: str  # of its files
+    points: pd.DataFrame  # with `run`, `model`, `cell_id`, `label`; `dominated` where another cell beats a point
+    x: str  # where the column `index_end` is, a point stands for several places
+    y: str
+    x_title: str
+    y_title: str  # a second line names the scorer
+    lines: Sequence[str] = tuple(CELL)  # columns that tell lines apart
+    panels: bool = False  # a panel for each line
+    x_is_count: bool = False  # whether x counts something
+
+    @property
+    def joined(self) -> bool:
+        """Whether the points of a line are joined; on a front those are that nothing dominates."""
+        return "dominated" not in self.points and self.x != "tree"
+
+    def groups(self) -> list[pd.DataFrame]:
+        """Return the points of each line."""
+        return [rows for _, rows in self.points.groupby(list(self.lines), sort=False, dropna=False)]
+
+    def x_values(self, rows: pd.DataFrame) -> list[Any]:
+        """Return x of these points: numbers, or words."""
+        if self.x == "tree":
+            return list(rows[self.x])
+        return rows[[name for name in (self.x, "index_end") if name in rows]].astype(float).mean(axis=1).tolist()
+
+    def front_lines(self) -> Iterator[tuple[list[float], list[float]]]:
+        """Yield x and y of the points of each run and model that nothing dominates, by x."""
+        if "dominated" in self.points:
+            for _, best in self.points[~self.points["dominated"]].groupby(["run", "model"], sort=False):
+                ordered = best.sort_values(self.x)
+                yield ordered[self.x].astype(float).tolist(), ordered[self.y].astype(float).tolist()
 
 
 def fronts(runs: Mapping[str, Tables]) -> Iterator[Chart]:
@@ -137,98 +194,68 @@ def fronts(runs: Mapping[str, Tables]) -> Iterator[Chart]:
                 points = rows.drop(columns=others, errors="ignore").reset_index(drop=True)
                 points["label"] = labels(points)  # they name what differs in this chart, not between all runs
                 points["dominated"] = is_dominated(points, speed, figure, metric.better == "lower")
-                yield Chart(
-                    f"{prefix}-quality-{figure}{suffix}",
-                    points,
-                    speed,
-                    figure,
-                    f"{SPEEDS[speed]} ({INTERVAL})",
-                    f"{metric.heading}, {metric.better} is better\n({scored_by})",
-                    joined=False,
-                    less_is_better=metric.better == "lower",
-                    vertical_line=1.0 if speed == "speedup" else None,
-                )
-
-
-def is_dominated(points: pd.DataFrame, speed: str, quality: str, less_is_better: bool) -> list[bool]:
-    """Return for each point whether another of the same run and model beats it: no worse in both, better in one.
-
-    By the figures alone: intervals that overlap may still be dominated.
-    """
-    cells = points[["run", "model"]].assign(fast=points[speed], good=points[quality] * (-1 if less_is_better else 1))
-
-    def is_beaten(cell: Any) -> bool:
-        rivals = cells[(cells["run"] == cell.run) & (cells["model"] == cell.model)]
-        no_worse = rivals[(rivals["fast"] >= cell.fast) & (rivals["good"] >= cell.good)]
-        return bool(((no_worse["fast"] > cell.fast) | (no_worse["good"] > cell.good)).any())
-
-    return [is_beaten(cell) for cell in cells.itertuples()]
-
-
-def stack_runs(runs: Mapping[str, Tables], name: str) -> pd.DataFrame:
-    """Return one table of all runs, with the column `run`."""
-    import pandas as pd
-
-    return pd.concat([tables[name].assign(run=run) for run, tables in runs.items()], ignore_index=True)
-
-
-def stack_cells(runs: Mapping[str, Tables]) -> pd.DataFrame:
-    """Return `cells_of` of all runs, with the column `run`."""
-    import pandas as pd
-
-    return pd.concat([cells_of(tables).assign(run=run) for run, tables in runs.items()], ignore_index=True)
-
-
-def _labelled(table: pd.DataFrame) -> pd.DataFrame:
-    front = table.assign(label=labels(table))
-    return front[["run", "label", *(column for column in table.columns if column != "run")]]
-
-
-# ---- The charts, and their files
-
-KINDS = ("png", "svg", "csv")
-"""The files of a chart."""
-
-_RATE = f"acceptance rate ({INTERVAL})"
+                name, x_title = f"{prefix}-quality-{figure}{suffix}", f"{SPEEDS[speed]} ({INTERVAL})"
+                y_title = f"{metric.heading}, {metric.better} is better\n({scored_by})"
+                yield Chart(name, points, speed, figure, x_title, y_title)
 
 
 def charts(runs: Mapping[str, Tables], parameters: Sequence[str] = tuple(BOUNDS)) -> Iterator[Chart]:
     """Yield the charts that the runs have data for; the mean accepted length is drawn against `parameters`."""
+    rate = f"acceptance rate ({INTERVAL})"
     if len(depths := acceptance_points(runs)):
-        yield Chart(
-            "acceptance-by-depth", depths, "index", "rate", "depth of the draft tree", _RATE, y_range=(0, 1.02),
-            x_is_count=True,
-        )  # fmt: skip
+        yield Chart("acceptance-by-depth", depths, "index", "rate", "depth of the draft tree", rate, x_is_count=True)
     if len(positions := acceptance_points(runs, "position")):
-        yield Chart(
-            "acceptance-by-position", positions, "index", "rate", "position in the image (tokens, row by row)", _RATE,
-            x_end="index_end", panels=True, y_range=(0, 1.02),
-            mean=lambda rows: float(rows["accepted"].sum() / rows["offered"].sum()),
-        )  # fmt: skip
-    if len(lengths := length_points(runs)):
+        x_title = "position in the image (tokens, row by row)"
+        yield Chart("acceptance-by-position", positions, "index", "rate", x_title, rate, panels=True)
+    if len(lengths := _labelled(stack_runs(runs, "lengths"))):
         yield Chart(
             "accepted-lengths", lengths, "length", "share", "tokens committed by a step (bonus token included)",
-            "share of steps", panels=True, bars=True, x_is_count=True,
-            mean=lambda rows: float((rows["length"] * rows["share"]).sum()),
+            "share of steps", panels=True, x_is_count=True,
         )  # fmt: skip
     yield from fronts(runs)
     for parameter in parameters:
-        points = bound_points(runs, parameter)
+        points = _bound_points(runs, parameter)
         if points[parameter].nunique() > 1:
             # Cells that differ in nothing else are one line.
+            family = [name for name in _FAMILY if name in points and name != parameter]
             yield Chart(
                 f"mean-accepted-length-by-{parameter}", points, parameter, "mean_accepted_length",
-                PARAMETER_NAMES[parameter], f"mean accepted length ({INTERVAL})",
-                [name for name in FAMILY if name in points and name != parameter], joined=parameter != "tree",
+                BOUNDS.get(parameter, parameter), f"mean accepted length ({INTERVAL})", family,
             )  # fmt: skip
+
+
+def line_label(rows: pd.DataFrame) -> str:
+    """Return the words that the labels of all points of a line share."""
+    first, *others = (str(label).split(" ") for label in rows["label"])
+    return " ".join(word for word in first if all(word in words for words in others))
+
+
+def whiskers(rows: pd.DataFrame, name: str) -> list[list[float]] | None:
+    """Return the lengths of both whiskers of each point, 0 where it has none; None for a figure without intervals."""
+    if f"{name}_low" not in rows:
+        return None
+    lengths = rows[name] - rows[f"{name}_low"], rows[f"{name}_high"] - rows[name]
+    return [length.astype(float).clip(lower=0).fillna(0).tolist() for length in lengths]
+
+
+# ---- Their pictures and files
+
+_LOOK: dict[Any, Any] = {
+    "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
+    "grid.linewidth": 0.4, "grid.alpha": 0.5,
+}  # fmt: skip
+
+
+def run_styles(runs: Mapping[str, Tables], by: str = "mode") -> Styles:
+    """Return the style of every cell of the runs, the same in all their charts."""
+    return styles(stack_runs(runs, "speed"), by)
 
 
 def draw_curves(runs: Mapping[str, Tables], folder: Path, by: str = "mode") -> list[Path]:
     """Draw the curves of runs (name to `curve_tables`) into `folder`; return the files.
 
     `by` (one of `GROUPINGS`) is what colours stand for and, except for the mode, what the mean accepted length is drawn
-    against. Raises `RefusedError` when there is nothing to draw, and `UserError` when the folder cannot be written or
-    `by` is unknown.
+    against. Raises `RefusedError` when there is nothing to draw, and `UserError` when the folder cannot be written.
     """
     from matplotlib import rc_context
 
@@ -240,10 +267,10 @@ def draw_curves(runs: Mapping[str, Tables], folder: Path, by: str = "mode") -> l
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for chart in drawn:
-            png, svg, csv = (folder / f"{chart.name}.{kind}" for kind in KINDS)
-            figure = to_matplotlib(chart, cell_styles)
+            png, svg, csv = (folder / f"{chart.name}.{kind}" for kind in ("png", "svg", "csv"))
             # Without dates, versions and random ids equal curves are equal files.
-            with rc_context({"svg.hashsalt": chart.name}):
+            with rc_context({**_LOOK, "svg.hashsalt": chart.name}):
+                figure = to_matplotlib(chart, cell_styles)
                 save_figure(figure, png, dpi=160, bbox_inches="tight", metadata={"Software": None})
                 save_figure(figure, svg, bbox_inches="tight", metadata={"Date": None, "Creator": None})
             write_csv(chart.points, csv)
@@ -253,7 +280,62 @@ def draw_curves(runs: Mapping[str, Tables], folder: Path, by: str = "mode") -> l
     return files
 
 
-def run_styles(runs: Mapping[str, Tables], by: str = "mode") -> dict[CellKey, Style]:
-    """Return the style of every cell of the runs, the same in all their charts; `UserError` for an unknown `by`."""
-    check_grouping(by)
-    return styles(stack_runs(runs, "speed"), by)
+def save_figure(figure: Figure, path: Path, **options: Any) -> None:
+    """Write a figure whole or not at all; `options` as in `Figure.savefig`. Raises `OSError`."""
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix[1:], **options)
+    write_atomically(path, content.getvalue())
+
+
+def to_matplotlib(chart: Chart, styles: Styles) -> Figure:
+    """Return the chart as a figure: the lines in one pair of axes with a legend, or each in a panel.
+
+    Behind the lines are the fronts, and the spread of ar as a grey band.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    groups = chart.groups()
+    across = min(3, len(groups)) if chart.panels else 1
+    down = -(-len(groups) // across) if chart.panels else 1
+    size = (2.6 * across + 0.6, 1.75 * down + 0.7) if chart.panels else (6.4, 4.2)
+    figure = Figure(figsize=size, layout="constrained" if chart.panels else None)
+    panels: list[Axes] = list(figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel())
+    for number, rows in enumerate(groups):
+        style, is_hollow = styles[cell_key(rows.iloc[-1])], "dominated" in rows and bool(rows["dominated"].iloc[0])
+        panels[number if chart.panels else 0].errorbar(
+            chart.x_values(rows), rows[chart.y].astype(float), xerr=whiskers(rows, chart.x),
+            yerr=whiskers(rows, chart.y), label=line_label(rows), color=style.colour, marker=style.marker, capsize=2,
+            elinewidth=0.8, markersize=3 if chart.panels else 6, linestyle=style.line if chart.joined else "none",
+            alpha=0.38 if is_hollow else 1.0, markerfacecolor="none" if is_hollow else style.colour,
+        )  # fmt: skip
+    if chart.y == "rate":
+        panels[0].set_ylim(0, 1.02)
+    if chart.x_is_count:
+        panels[0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    if chart.panels:
+        for number, axes in enumerate(panels):
+            axes.set_visible(number < len(groups))
+            # The last panel of each column has tick labels, also above an empty one.
+            axes.tick_params(labelbottom=number + across >= len(groups))
+            axes.set_title(line_label(groups[number]) if number < len(groups) else "", fontsize="small", loc="left")
+        figure.supxlabel(chart.x_title, fontsize="medium")
+        figure.supylabel(chart.y_title, fontsize="medium")
+        return figure
+    axes = panels[0]
+    for x, y in chart.front_lines():
+        axes.plot(x, y, color="#888888", linewidth=1, zorder=1)
+    if chart.x == "speedup":
+        axes.axvline(1.0, color="#BBBBBB", linewidth=0.8, linestyle=":", zorder=0)
+    ends = [f"{chart.y}_band_low", f"{chart.y}_band_high"]
+    for low, high in chart.points.reindex(columns=ends).dropna().drop_duplicates().itertuples(index=False):
+        axes.axhspan(low, high, color="#EEEEEE", zorder=0, label="95 % of further sets of AR images")
+    if "dominated" in chart.points and chart.points["dominated"].any():
+        axes.set_title("pale and hollow: another cell is at least as fast and as good", fontsize="x-small", loc="left")
+    axes.set(xlabel=chart.x_title, ylabel=chart.y_title)
+    legend = axes.legend(
+        loc="upper left", bbox_to_anchor=(1.02, 1.0), frameon=False, fontsize="small", handlelength=3.2
+    )
+    # Inches that a line of the legend takes: the axes become as high as a long legend.
+    figure.set_figheight(max(figure.get_figheight(), 0.25 * len(legend.texts)))
+    return figure

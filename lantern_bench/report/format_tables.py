@@ -7,15 +7,14 @@ the tables themselves.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import pandas as pd
 
 from lantern_bench.methods.tables import IN_SUMMARY, METRICS, ON_CURVES
 from lantern_bench.report.records import NOTE_SEPARATOR
 from lantern_bench.report.tables import OUTSIDE
 from lantern_bench.schema import CELL_COLUMNS, TABLES
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 FORMATS = {
     **dict.fromkeys(("speedup", "speedup_over_lossless", "speedup_published", "speedup_measured"), ("{:.2f}", "x")),
@@ -48,8 +47,8 @@ _HEADS = {
 }  # fmt: skip
 # A quality figure and the column that names its network: the head of the figure names both.
 _SCORED_BY = {name: METRICS[name].scored_by for name in ON_CURVES if METRICS[name].scored_by != "protocol"}
-# The cell's id holds the other settings; `parameters` holds them in the summary.
-_IN_ID = {column.name for column in CELL_COLUMNS} - {"cell_id", "model"}
+# The cell's id holds the other settings (`parameters` in the summary), and the notes hold the last two.
+_HIDDEN = {column.name for column in CELL_COLUMNS} - {"cell_id", "model"} | {"axis", "lossless_cell", "note"}
 _OFTEN_SHARED = (
     "model", "images", "fid_features", "clip_model", "reference", "n_reference", "protocol", "protocol_version",
     "kid_subset", "device", "stack",
@@ -65,25 +64,18 @@ class Readable(NamedTuple):
     notes: tuple[str, ...]  # sentences below it
 
 
-def with_interval(value: float, low: float | None, high: float | None, form: str = "{:.2f}", unit: str = "") -> str:
-    """Return a figure as text: `1.74x [1.70, 1.78]`, without the bracket when there is no interval."""
-    text = form.format(value) + unit
-    return text if low is None or high is None else f"{text} [{form.format(low)}, {form.format(high)}]"
-
-
 def format_figure(column: str, value: Any, low: Any = None, high: Any = None, *, unit: str = "") -> str:
-    """Return a figure of a column as text with its unit and interval; empty when it is missing.
+    """Return a figure of a column as text, `1.74x [1.70, 1.78]`; empty when it is missing.
 
     `unit` is that of the schema, for columns without a format of their own.
     """
-    import pandas as pd
-
     if pd.isna(value):
         return ""
     if not isinstance(value, float):
         return str(value)
     form, unit = FORMATS.get(column, ("{:.4g}", f" {unit}" if unit else ""))
-    return with_interval(value, None if pd.isna(low) else low, None if pd.isna(high) else high, form, unit)
+    text = form.format(value) + unit
+    return text if pd.isna(low) or pd.isna(high) else f"{text} [{form.format(low)}, {form.format(high)}]"
 
 
 def readable(table: pd.DataFrame, name: str | None = None) -> Readable:
@@ -92,8 +84,6 @@ def readable(table: pd.DataFrame, name: str | None = None) -> Readable:
     With `name`, its name in the schema, empty columns and settings that the id holds are left out, values that all rows
     share move to the notes, and acceptance is shown by depth. Without `name` all columns are kept.
     """
-    import pandas as pd
-
     rows = table[table["axis"] == "depth"].reset_index(drop=True) if name == "acceptance" else table
     names = [str(column) for column in rows.columns]
     intervals = [column for column in names if column.endswith(("_low", "_high"))]
@@ -111,12 +101,7 @@ def readable(table: pd.DataFrame, name: str | None = None) -> Readable:
 
 
 def _worth_showing(table: pd.DataFrame, column: str, name: str) -> bool:
-    if (
-        column in _IN_ID
-        or column in ("note", "axis", "lossless_cell")
-        or column.endswith("_verdict")
-        or (column == "cell_id" and name == "summary")
-    ):
+    if column in _HIDDEN or column.endswith("_verdict") or (column == "cell_id" and name == "summary"):
         return False
     if table[column].isna().all():
         return name == "summary" and column in _HEADLINE
@@ -139,7 +124,8 @@ def _notes(table: pd.DataFrame, name: str) -> list[str]:
     if "lossless_cell" in table and table["lossless_cell"].notna().any():
         fastest = ", ".join(table["lossless_cell"].dropna().unique())
         notes.append(f"Over lossless: over the fastest lossless cell of the run with the same sampling, {fastest}.")
-    notes += _against_ar(table)
+    if "cell_id" in table:
+        notes += _against_ar(table)
     if name == "acceptance":
         notes.append("Rates by depth of the tree; those by position in the image are in acceptance.csv.")
     of_rows = table["note"].dropna().str.split(NOTE_SEPARATOR, regex=False).explode()
@@ -152,8 +138,6 @@ def _notes(table: pd.DataFrame, name: str) -> list[str]:
 
 def _against_ar(table: pd.DataFrame) -> list[str]:
     """Which cells' figures lie outside ar's own spread, in words."""
-    if "cell_id" not in table:
-        return []
     verdicts = table.set_index("cell_id").filter(regex="_verdict$").dropna(how="all", axis=1).dropna(how="all")
     if verdicts.empty:
         return []

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+import pandas as pd
 
 from lantern_bench.errors import UserError
 from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.tables import METHOD_PARAMETERS, MODES, PARAMETERS, RULES
-from lantern_bench.report.records import NEIGHBOUR_METRIC, SAMPLING_DEFAULTS
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 CellKey: TypeAlias = tuple[str, str, str]
 """Run, model, cell id."""
@@ -30,9 +28,6 @@ BOUNDS = {name: parameter.symbol for name, parameter in PARAMETERS.items() if pa
 GROUPINGS = ("mode", *BOUNDS, "tree", "temperature")
 """Values of --by: what the colours of curves stand for."""
 
-PARAMETER_NAMES = {**BOUNDS, "tree": "draft tree", "temperature": "temperature"}
-"""Axis titles of the parameters in `GROUPINGS`."""
-
 _COLOURS = {name: mode.colour for name, mode in MODES.items() if mode.colour}
 # The same hues, light enough for a dark background.
 _ON_DARK = {
@@ -42,8 +37,6 @@ _CATEGORIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9",
 # Nine and four have no common divisor: marker and line repeat together after 36 cells only.
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
 _LINES = ("-", "--", "-.", ":")
-# Cividis without its palest part, which does not print.
-_SCALE = ((0, 45, 112), (73, 83, 112), (124, 123, 120), (180, 165, 105), (219, 190, 70))
 
 # How settings are written, in the order of labels. Bounds are written with their symbols in labels.
 _WORDS = {
@@ -58,7 +51,8 @@ _WORDS |= {
 }
 _IN_LABELS = [name for name in _WORDS if name not in BOUNDS]
 _SAMPLING_WORDS = ("temperature", "cfg_scale", "top_k", "top_p", "batch", "seed_set")
-_UNNAMED = {**SAMPLING_DEFAULTS, "neighbour_metric": NEIGHBOUR_METRIC}
+# Labels leave these out: plain sampling without filters, one image at a time, and what methods do by default.
+_UNNAMED = {"temperature": 1, "top_k": 0, "top_p": 1, "batch": 1, "seed_set": 0, "neighbour_metric": "l2"}
 _UNNAMED |= {name: parameter.default for name, parameter in METHOD_PARAMETERS.items()}
 
 
@@ -87,37 +81,29 @@ def cell_key(row: Mapping[Hashable, Any] | pd.Series) -> CellKey:
     return run, model, cell_id
 
 
-def is_given(value: Any) -> bool:
-    """Return whether a cell has this parameter."""
-    import pandas as pd
-
-    return not pd.isna(value)
-
-
 def labels(table: pd.DataFrame) -> list[str]:
     """Return a label for each row: `LANTERN++ λ=2`, with run and model in front where there are several.
 
     It names bounds always, the tree where cells differ in it, other settings where cells of the same mode do.
     """
     prefixes = [name for name in ("run", "model") if table[name].nunique() > 1]
-    drafts = table[table["tree"].notna()] if "tree" in table else table
-    entries = []
+    texts = []
     for _, row in table.iterrows():
         same_mode = table[table["mode"] == row["mode"]]
         by_rule = _lossless_label(str(row["mode"]), str(row.get("rule")))
         words = [f"{row[name]}:" for name in prefixes]
         words.append(by_rule or (MODES[row["mode"]].label if row["mode"] in MODES else row["mode"]))
-        words += [f"{symbol}={row[name]:g}" for name, symbol in BOUNDS.items() if is_given(row.get(name))]
+        words += [f"{symbol}={row[name]:g}" for name, symbol in BOUNDS.items() if pd.notna(row.get(name))]
         for name in _IN_LABELS:
-            if name not in table or (name == "rule" and by_rule):
+            if pd.isna(row.get(name)) or row[name] == _UNNAMED.get(name) or (name == "rule" and by_rule):
                 continue
             # Methods are compared across their trees: a label without the tree would credit the rule with it.
-            rivals = drafts if name == "tree" else same_mode
-            if rivals[name].nunique(dropna=False) > 1 and is_given(row[name]) and row[name] != _UNNAMED.get(name):
+            rivals = table[name].dropna() if name == "tree" else same_mode[name]
+            if rivals.nunique(dropna=False) > 1:
                 is_greedy = name == "temperature" and row[name] == 0
                 words.append("greedy" if is_greedy else _WORDS[name].format(row[name]))
-        entries.append(" ".join(words))
-    return entries
+        texts.append(" ".join(words))
+    return texts
 
 
 def parameters(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> str:
@@ -132,10 +118,10 @@ def parameters(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> s
         is_named = parameter.in_id == "always" or (name in METHOD_PARAMETERS and cell.get(name) != parameter.default)
         if name not in SAMPLING and cell.get(name) is not None and is_named:
             names.append(name)
-    names += ["neighbour_metric"] if cell.get("neighbour_metric") not in (None, "", NEIGHBOUR_METRIC) else []
+    names += ["neighbour_metric"] if cell.get("neighbour_metric") not in (None, "", "l2") else []
     names += ["residual"] if cell["residual"] == "official" else []
     for name in _SAMPLING_WORDS:
-        if cell[name] not in (None, SAMPLING_DEFAULTS.get(name)) and len({other[name] for other in cells}) > 1:
+        if cell[name] not in (None, _UNNAMED.get(name)) and len({other[name] for other in cells}) > 1:
             names.append(name)
     return " ".join(_WORDS[name].format(cell[name]) for name in names)
 
@@ -157,22 +143,20 @@ def styles(table: pd.DataFrame, by: str = "mode") -> dict[CellKey, Style]:
     between cells.
     """
     cells = table.drop_duplicates(CELL)
-    colours = _colours(list(cells[by]), by)
-    looks = map(Style, colours, cycle(_MARKERS), cycle(_LINES))
+    looks = map(Style, _colours(cells[by], by), cycle(_MARKERS), cycle(_LINES))
     return {cell_key(row): style for (_, row), style in zip(cells.iterrows(), looks, strict=False)}
 
 
-def _colours(values: Sequence[Any], by: str) -> list[str]:
-    import numpy as np
-
+def _colours(values: pd.Series, by: str) -> list[str]:
     if by == "mode":
         return [_COLOURS.get(value, "#CC79A7") for value in values]
-    distinct = sorted({value for value in values if is_given(value)})
-    if by == "tree":
-        colours = dict(zip(distinct, cycle(_CATEGORIES), strict=False))
-    else:
-        steps = np.linspace(0, len(_SCALE) - 1, max(2, len(distinct)))
-        channels = [np.interp(steps, range(len(_SCALE)), channel) for channel in zip(*_SCALE, strict=True)]
-        mixed = ["#" + "".join(f"{round(value):02X}" for value in rgb) for rgb in zip(*channels, strict=True)]
-        colours = dict(zip(distinct, mixed, strict=False))
-    return [colours[value] if is_given(value) else "#767676" for value in values]
+    distinct = sorted(values.dropna().unique())
+    colours: dict[Any, str] = dict(zip(distinct, cycle(_CATEGORIES), strict=False))
+    if by != "tree":
+        from matplotlib import colormaps
+        from matplotlib.colors import to_hex
+
+        # Without its palest part, which does not print.
+        shades = colormaps["cividis"].resampled(len(distinct) + 1)
+        colours = {value: to_hex(shades(place)) for place, value in enumerate(distinct)}
+    return [colours.get(value, "#767676") for value in values]

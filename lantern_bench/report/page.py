@@ -13,33 +13,46 @@ import io
 import json
 import math
 import os
+import string
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
+
+import jinja2
+import pandas as pd
+from PIL import Image, UnidentifiedImageError
 
 from lantern_bench import __version__
 from lantern_bench.config.paper import read_paper
 from lantern_bench.errors import UserError
 from lantern_bench.methods.tables import METRICS, OF_IMAGES, ON_CURVES
 from lantern_bench.models.io.files import write_atomically
-from lantern_bench.report import curves
-from lantern_bench.report.charts import Chart, symbol_of, to_plotly
-from lantern_bench.report.curves import SPEEDS, Tables
-from lantern_bench.report.format_tables import format_figure, readable
-from lantern_bench.report.labels import BOUNDS, CELL, GROUPINGS, CellKey, cell_key, is_given, labels
+from lantern_bench.report.curves import (
+    INTERVAL,
+    SPEEDS,
+    Chart,
+    Styles,
+    Tables,
+    charts,
+    curve_tables,
+    line_label,
+    run_styles,
+    stack_runs,
+    whiskers,
+)
+from lantern_bench.report.format_tables import format_figure, head_of, readable
+from lantern_bench.report.labels import BOUNDS, CELL, GROUPINGS, CellKey, cell_key, labels
 from lantern_bench.report.records import CellRecords, Row, load_runs, run_cells
 from lantern_bench.report.reproduction import comparability, reproduction_rows, side_by_side
 from lantern_bench.report.tables import frame, sort_scores
 from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import RunData
+from lantern_bench.schema import columns
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-# In the order in which they build on each other.
-_SCRIPTS = ("state.js", "chips.js", "table.js", "charts.js", "pictures.js", "stage.js", "maps.js", "start.js")
+Plain: TypeAlias = dict[str, Any]
+Numbers: TypeAlias = Mapping[CellKey, int]
+"""The places of the cells on the page."""
 
 
 def write_report(directories: Sequence[Path], out: Path) -> Path:
@@ -57,102 +70,34 @@ def write_report(directories: Sequence[Path], out: Path) -> Path:
 
 def render(runs: Mapping[str, RunData], home: Path) -> str:
     """Return the page; `home` is the folder it will lie in, to which links to pictures are relative."""
-    import jinja2
+    from plotly.offline import get_plotlyjs
 
-    tables = {name: curves.curve_tables(run) for name, run in runs.items()}
-    data = page_data(runs, tables, home)
-    numbers = {(cell["run"], cell["model"], cell["cell"]): number for number, cell in enumerate(data["cells"])}
-    # Nothing in this JSON can end the script element that contains it or begin a comment.
-    script = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    script = script.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    tables = {name: curve_tables(run) for name, run in runs.items()}
+    records = {
+        (name, str(cell.columns["model"]), cell.cell_id): cell for name, run in runs.items() for cell in run_cells(run)
+    }
+    numbers = {key: number for number, key in enumerate(records)}
+    cells = _cells(tables, records)
+    shown = stack_runs(tables, "cells")
+    pictures = _pictures(runs, records, home)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("lantern_bench.report", "assets"), undefined=jinja2.StrictUndefined,
         autoescape=True, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    assets = resources.files("lantern_bench.report").joinpath("assets")
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":")}
     return environment.get_template("report.html.j2").render(
         title=" + ".join(runs),
         version=__version__,
-        cells=data["cells"],
+        cells=cells,
         figures={figure: title for figure, (title, _) in _FIGURES.items()},
-        grid=data["grid"],
-        pictures=len(data["pictures"]),
-        prompts=len(data["prompts"]),
-        left_out=data["left_out"],
-        highlights=highlights(tables, numbers, [cell["name"] for cell in data["cells"]]),
-        summary=summary(tables, numbers),
+        pictures=pictures,
+        highlights=highlights(shown, numbers, cells),
+        summary=summary(shown, numbers, tables),
         runs=[run_facts(name, run, tables[name]) for name, run in runs.items()],
-        style=assets.joinpath("report.css").read_text(encoding="utf-8"),
-        scripts="\n".join(assets.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS),
-        data=script,
-        plotly=_packed_plotly(),
+        data=_plain({"cells": cells, "figures": _figures(tables, numbers), "metrics": _METRICS, **pictures}),
+        # Without a time the same library gives the same bytes.
+        plotly=base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode("ascii"),
     )
-
-
-@cache
-def _packed_plotly() -> str:
-    """Plotly's library, compressed; without a time the same library gives the same bytes."""
-    from plotly.offline import get_plotlyjs
-
-    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode("ascii")
-
-
-# ---- The data of the page: cells, curves, fronts, maps, prompts, pictures
-
-Plain: TypeAlias = dict[str, Any]
-Numbers: TypeAlias = Mapping[CellKey, int]
-
-_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-
-PICTURES = 6_000
-"""Most pictures of a page: with more, browsers get slow, and the thumbnails exceed their budget."""
-
-# Figures of the page: titles, and how the names of their charts begin; a menu lists these where there are several.
-_FIGURES = {
-    "front": ("Speed against quality", ("speed-quality-", "length-quality-")),
-    "depth": ("Acceptance rate by depth of the draft tree", ("acceptance-by-depth",)),
-    "lengths": ("Share of steps by tokens committed", ("accepted-lengths",)),
-    "position": ("Acceptance rate by position in the image", ("acceptance-by-position",)),
-    "bound": ("Mean accepted length against a parameter", ("mean-accepted-length-by-",)),
-}
-
-
-def page_data(runs: Mapping[str, RunData], tables: Mapping[str, Tables], home: Path) -> Plain:
-    """Return the data of a page in the folder `home`; `tables` are the runs' `curve_tables`."""
-    speed, styles = curves.stack_runs(tables, "speed"), curves.run_styles(tables)
-    grouped = ((name, cell) for name, run in runs.items() for cell in run_cells(run))
-    records = {(name, cell.columns["model"], cell.cell_id): cell for name, cell in grouped}
-    cells: list[Plain] = []
-    for (_, row), name in zip(speed.iterrows(), labels(speed), strict=True):
-        style = styles[cell_key(row)]
-        marker, dash = symbol_of(style)
-        cells.append(
-            {
-                "run": row["run"], "model": row["model"], "cell": row["cell_id"], "name": name, "mode": row["mode"],
-                "colour": style.colour, "dark": style.colour_on_dark, "marker": marker, "dash": dash,
-                "map": length_map(records[cell_key(row)]),
-            }
-        )  # fmt: skip
-    numbers = {cell_key(row): number for number, (_, row) in enumerate(speed.iterrows())}
-    # A parameter whose lines all have one point is worth no chart, unless it is a bound.
-    worth = (chart for chart in curves.charts(tables, GROUPINGS[1:]) if chart.x not in _SETTINGS or _is_curve(chart))
-    charts = [_plain(to_plotly(chart, styles, numbers)) for chart in worth]
-    return {
-        "cells": cells,
-        "figures": {
-            figure: [chart for chart in charts if chart["name"].startswith(names)]
-            for figure, (_, names) in _FIGURES.items()
-        },
-        "metrics": {name: [METRICS[name].heading, METRICS[name].digits] for name in OF_IMAGES},
-        **_pictures(runs, records, numbers, home),
-    }
-
-
-_SETTINGS = set(GROUPINGS[1:]) - set(BOUNDS)
-
-
-def _is_curve(chart: Chart) -> bool:
-    return any(len(rows) > 1 for rows in chart.groups())
 
 
 def _plain(value: Any) -> Any:
@@ -166,56 +111,164 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _pictures(
-    runs: Mapping[str, RunData], records: Mapping[CellKey, CellRecords], numbers: Numbers, home: Path
-) -> Plain:
-    """Prompts by first appearance in the plan, and a picture for each completed record with its own figures.
+# ---- The cells and their curves
+
+_SYMBOLS = {
+    "o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross", "X": "x",
+    "*": "star", "<": "triangle-left",
+}  # fmt: skip
+_DASHES = {"-": "solid", "--": "dash", "-.": "dashdot", ":": "dot"}
+# Points of one chart that all have their names beside them.
+_NAMED = 12
+_TEXT_POSITIONS = ("top right", "bottom right", "top left", "bottom left")
+
+_METRICS = {name: [METRICS[name].heading, METRICS[name].digits] for name in OF_IMAGES}
+
+# Figures of the page: titles, and how the names of their charts begin; a menu lists these where there are several.
+_FIGURES = {
+    "front": ("Speed against quality", ("speed-quality-", "length-quality-")),
+    "depth": ("Acceptance rate by depth of the draft tree", ("acceptance-by-depth",)),
+    "lengths": ("Share of steps by tokens committed", ("accepted-lengths",)),
+    "position": ("Acceptance rate by position in the image", ("acceptance-by-position",)),
+    "bound": ("Mean accepted length against a parameter", ("mean-accepted-length-by-",)),
+}
+
+
+def _cells(tables: Mapping[str, Tables], records: Mapping[CellKey, CellRecords]) -> list[Plain]:
+    """The cells of the page: what they are, how they look, and their maps."""
+    styles, names = run_styles(tables), labels(stack_runs(tables, "speed"))
+    return [
+        {
+            "run": key[0], "model": key[1], "cell": key[2], "name": name, "mode": cell.columns["mode"],
+            "colour": styles[key].colour, "dark": styles[key].colour_on_dark,
+            "marker": _SYMBOLS[styles[key].marker], "dash": _DASHES[styles[key].line], "map": length_map(cell),
+        }
+        for (key, cell), name in zip(records.items(), names, strict=True)
+    ]  # fmt: skip
+
+
+def _figures(tables: Mapping[str, Tables], numbers: Numbers) -> dict[str, list[Plain]]:
+    """The charts of each figure."""
+    styles, figures = run_styles(tables), defaultdict[str, list[Plain]](list)
+    for chart in charts(tables, GROUPINGS[1:]):
+        # A parameter whose lines all have one point is worth no chart, unless it is a bound.
+        if chart.x in BOUNDS or chart.x not in GROUPINGS or any(len(rows) > 1 for rows in chart.groups()):
+            (figure,) = (figure for figure, (_, names) in _FIGURES.items() if chart.name.startswith(names))
+            figures[figure].append(to_plotly(chart, styles, numbers))
+    return {figure: figures[figure] for figure in _FIGURES}
+
+
+def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
+    """Return the chart as traces and axes of Plotly; `customdata` of a point is the number of its cell on the page.
+
+    Colours and fonts are left to the page, which has a light and a dark theme.
+    """
+    traces: list[Plain] = [
+        {"x": x, "y": y, "customdata": [], "mode": "lines", "hoverinfo": "skip"} for x, y in chart.front_lines()
+    ]
+    groups = chart.groups()
+    order = sorted(range(len(groups)), key=lambda number: chart.x_values(groups[number])[0])
+    for number, rows in enumerate(groups):
+        looks = [styles[cell_key(row)] for _, row in rows.iterrows()]
+        is_hollow = "dominated" in rows and bool(rows["dominated"].iloc[0])
+        trace: Plain = {
+            "name": line_label(rows), "x": chart.x_values(rows), "y": rows[chart.y].astype(float).tolist(),
+            "customdata": [numbers[cell_key(row)] for _, row in rows.iterrows()],
+            "hovertext": [_hover(chart, row) for _, row in rows.iterrows()],
+            "hovertemplate": "%{hovertext}<extra></extra>",
+            "mode": "lines+markers" if chart.joined else "markers",
+            "opacity": 0.5 if is_hollow else 1.0,
+            "marker": {"symbol": [_SYMBOLS[look.marker] + "-open" * is_hollow for look in looks], "size": 8},
+            "line": {"dash": _DASHES[looks[-1].line], "width": 1.5},
+        }  # fmt: skip
+        if not chart.joined and (len(groups) <= _NAMED or not is_hollow):
+            # Neighbours have their names in different places.
+            position = _TEXT_POSITIONS[order.index(number) % len(_TEXT_POSITIONS)]
+            trace |= {"mode": "markers+text", "text": rows["label"].tolist(), "textposition": position}
+        for axis, name in (("x", chart.x), ("y", chart.y)):
+            # Whiskers of many curves along an image would hide them.
+            if (lengths := whiskers(rows, name)) is not None and "index_end" not in rows:
+                trace[f"error_{axis}"] = {"type": "data", "arrayminus": lengths[0], "array": lengths[1]}
+        traces.append(trace)
+    x_axis: Plain = {"title": {"text": chart.x_title}} | ({"dtick": 1} if chart.x_is_count else {})
+    y_axis: Plain = {"title": {"text": chart.y_title.replace("\n", "<br>")}}
+    if chart.y in METRICS and METRICS[chart.y].better == "lower":
+        y_axis["autorange"] = "reversed"
+    if chart.y == "rate":
+        y_axis["range"] = (0, 1.02)
+    layout: Plain = {"xaxis": x_axis, "yaxis": y_axis}
+    if chart.x == "speedup":
+        line = {"type": "line", "x0": 1.0, "x1": 1.0, "yref": "paper", "y0": 0, "y1": 1}
+        layout["shapes"] = [line | {"line": {"dash": "dot", "width": 1, "color": "#888888"}}]
+    title = f"{chart.y_title} against {chart.x_title}".replace("\n", " ").replace(f" ({INTERVAL})", "")
+    return {"name": chart.name, "title": title, "data": traces, "layout": layout}
+
+
+def _hover(chart: Chart, row: pd.Series) -> str:
+    """The label of a point and its figures."""
+    lines = [f"<b>{row['label']}</b>"]
+    for name, title in ((chart.x, chart.x_title), (chart.y, chart.y_title)):
+        value = row[name] if isinstance(row[name], str) else float(row[name])
+        figure = format_figure(name, value, row.get(f"{name}_low"), row.get(f"{name}_high"))
+        lines.append(f"{title.partition(',')[0].partition(' (')[0]}: {figure}")
+    return "<br>".join([*lines, *(["dominated"] if row.get("dominated", False) else [])])
+
+
+# ---- Pictures and maps
+
+PICTURES = 6_000
+"""Most pictures of a page: with more, browsers get slow, and the thumbnails exceed their budget."""
+
+_READ = [
+    "prompt", "repeat", "order_index", "record_key", "image", "seconds", "tokens", "drafting", "start_per_step",
+    "committed_per_step",
+]  # fmt: skip
+_DIGITS = string.digits + string.ascii_lowercase
+
+
+def _pictures(runs: Mapping[str, RunData], records: Mapping[CellKey, CellRecords], home: Path) -> Plain:
+    """Prompts in the order of the plan, and a picture for each completed record with its own figures.
 
     A page holds at most `PICTURES` of them: all cells of the first prompts. `left_out` counts the other prompts.
     """
-    thumbnails, pictures = Thumbnails(), []
-    prompts: dict[str, int] = {}
-    scores = {name: list(sort_scores(run.scores).values()) for name, run in runs.items()}
-    sides = {grid_side(cell.good) for cell in records.values() if len(cell.good)}
+    cells, keys = list(records.values()), list(records)
+    drawn = pd.concat([cell.good.loc[cell.good["image"].notna(), _READ].assign(cell=n) for n, cell in enumerate(cells)])
+    drawn = drawn.fillna({"order_index": 0}).sort_values("order_index", kind="stable")
+    counts = drawn.groupby("prompt", sort=False).size().cumsum()
+    prompts = list(counts.index[counts <= PICTURES]) or list(counts.index[:1])
+    sides = {grid_side(cell.good) for cell in cells if len(cell.good)}
     grid = sides.pop() if len(sides) == 1 else None
-    shown, left_out = _shown_prompts(records.values())
-    drawn = [
-        (key, row)
-        for key, cell in records.items()
-        for row in rows_of(cell.good[cell.good["image"].notna() & cell.good["prompt"].isin(shown)])
-    ]
-    for key, row in sorted(drawn, key=lambda pair: pair[1].get("order_index") or 0):
-        file = runs[key[0]].folder / str(row["image"])
-        steps = row.get("committed_per_step") or ()
-        scored = [protocol.images.get(str(row["record_key"]), {}) for protocol in scores[key[0]]]
-        # Under the first protocol that has a score of the image.
-        figures = {name: [score[name] for score in scored if score.get(name) is not None] for name in OF_IMAGES}
+    scores = {name: _image_scores(run) for name, run in runs.items()}
+    thumbnails: dict[Any, int] = {}
+    pictures = []
+    for row in rows_of(drawn[drawn["prompt"].isin(prompts)]):
+        run, steps = keys[row["cell"]][0], row["committed_per_step"] or ()
+        file = runs[run].folder / str(row["image"])
+        small = thumbnail(file)
         digits = "".join(_DIGITS[min(length, len(_DIGITS) - 1)] for length in step_lengths(row))
         pictures.append(
             {
-                "cell": numbers[key], "prompt": prompts.setdefault(str(row["prompt"]), len(prompts)),
-                "repeat": int(row["repeat"]), "thumb": thumbnails.place(file), "file": _link(file, home),
-                "seconds": _plain(row.get("seconds")), "length": _plain(sum(steps) / len(steps) if steps else None),
-                "steps": len(steps), **{name: _plain(values[0]) for name, values in figures.items() if values},
-                "runs": digits if grid and row.get("drafting") != "none" else None,
+                "cell": row["cell"], "prompt": prompts.index(row["prompt"]), "repeat": int(row["repeat"]),
+                "thumb": None if small is None else thumbnails.setdefault(small, len(thumbnails)),
+                "file": os.path.relpath(file, home) if file.is_file() else None, "seconds": row["seconds"],
+                "length": sum(steps) / len(steps) if steps else None, "steps": len(steps),
+                "runs": digits if grid and row["drafting"] != "none" else None,
+                **scores[run][str(row["record_key"])],
             }
         )  # fmt: skip
     return {
-        "prompts": list(prompts), "pictures": pictures, "thumbs": thumbnails.encoded(), "grid": grid,
-        "left_out": left_out,
+        "prompts": prompts, "pictures": pictures, "thumbs": encode_thumbnails(thumbnails), "grid": grid,
+        "left_out": len(counts) - len(prompts),
     }  # fmt: skip
 
 
-def _shown_prompts(cells: Iterable[CellRecords]) -> tuple[list[str], int]:
-    """The prompts whose pictures a page shows, and the number of those left out."""
-    import pandas as pd
-
-    drawn = [cell.good.loc[cell.good["image"].notna(), ["prompt", "order_index"]] for cell in cells]
-    prompts = pd.concat(drawn).fillna({"order_index": 0}).groupby("prompt")["order_index"].agg(["min", "count"])
-    prompts = prompts.sort_values("min", kind="stable")
-    within = prompts.index[prompts["count"].cumsum() <= PICTURES]
-    shown = list(within if len(within) else prompts.index[:1])
-    return shown, len(prompts) - len(shown)
+def _image_scores(run: RunData) -> Mapping[str, dict[str, float]]:
+    """The figures of each image, by record key; of several protocols the first that has a figure counts."""
+    scores: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for protocol in sort_scores(run.scores).values():
+        for key, row in protocol.images.items():
+            scores[key] = {name: row[name] for name in OF_IMAGES if row.get(name) is not None} | scores[key]
+    return scores
 
 
 def step_lengths(row: Row) -> list[int]:
@@ -232,8 +285,6 @@ def length_map(cell: CellRecords) -> list[float | None] | None:
 
     A cell that drafts nothing, or whose tokens fill no square, has no map.
     """
-    import pandas as pd
-
     if grid_side(cell.good) is None or cell.columns["drafting"] == "none":
         return None
     rows = rows_of(cell.good[["tokens", "start_per_step", "committed_per_step"]])
@@ -248,76 +299,90 @@ def grid_side(rows: pd.DataFrame) -> int | None:
     return side if side and sizes == {side * side} else None
 
 
-def _link(file: Path, home: Path) -> str | None:
-    """The relative link from the page to a file; None without a file or on another drive."""
+SIDE = 128
+"""Longest side of a thumbnail in pixels."""
+
+BUDGET = 5_000_000
+"""Limit for all thumbnails of a page together, as base64 text, in bytes."""
+
+Thumbnail: TypeAlias = tuple[tuple[int, int], bytes]
+"""Width and height, and the pixels, three bytes each."""
+
+
+def thumbnail(picture: Path) -> Thumbnail | None:
+    """Return a picture made small; None when the file is missing or no picture."""
     try:
-        return Path(os.path.relpath(file, home)).as_posix() if file.is_file() else None
-    except ValueError:
+        with Image.open(picture) as opened:
+            small = opened.convert("RGB")
+            small.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
+    except (OSError, UnidentifiedImageError):
         return None
+    return small.size, small.tobytes()
+
+
+def encode_thumbnails(thumbnails: Iterable[Thumbnail], budget: int = BUDGET) -> list[str]:
+    """Return thumbnails as base64 of WebP files, within `budget` where the lowest quality allows it."""
+    texts: list[str] = []
+    for quality in (90, 82, 70, 55, 40, 25):
+        texts = [_encoded(*small, quality) for small in thumbnails]
+        if sum(map(len, texts)) <= budget:
+            break
+    return texts
+
+
+def _encoded(size: tuple[int, int], pixels: bytes, quality: int) -> str:
+    content = io.BytesIO()
+    Image.frombytes("RGB", size, pixels).save(content, "WEBP", quality=quality, method=4)
+    return base64.b64encode(content.getvalue()).decode("ascii")
 
 
 # ---- The tables of the page: the summary, published figures, settings, machine
 
-
-class _Head(NamedTuple):
-    """A column of the summary."""
-
-    key: str
-    text: str
-    meaning: str
-    good: str = "up"  # the good end: up, down or neither
+_COLUMNS = ("images", "failed", "speedup", "speedup_over_lossless", "mean_accepted_length", "acceptance_rate", *METRICS)
+_MEANINGS = {column.name: column.meaning for table in ("speed", "quality") for column in columns(table)}
 
 
-_HEADS = (
-    _Head("images", "images", "images behind the means of the row", ""),
-    _Head("failed", "failed", "images that failed; they take no part in any mean", ""),
-    _Head("speedup", "speedup", "seconds of AR over seconds of the cell, same prompts, same run"),
-    _Head("speedup_over_lossless", "over lossless", "the same over the run's fastest lossless cell, same sampling"),
-    _Head("mean_accepted_length", "MAL", "tokens a step commits, the target's own token included; AR has 1"),
-    _Head("acceptance_rate", "acceptance", "depths accepted over depths offered"),
-    *(
-        _Head(name, metric.heading, metric.meaning, "down" if metric.better == "lower" else "up")
-        for name, metric in METRICS.items()
-    ),
-)
+def _is_lower_better(name: str) -> bool:
+    return name in METRICS and METRICS[name].better == "lower"
 
 
-def summary(tables: Mapping[str, Tables], numbers: Numbers) -> Plain:
-    """Return the summary of all runs, a row for each cell and protocol that scored it.
+def summary(cells: pd.DataFrame, numbers: Numbers, tables: Mapping[str, Tables]) -> Plain:
+    """Return the summary of all runs, a row for each of `cells`.
 
-    heads: `_Head`s; rows: (number of the cell, protocol, entries); notes: sentences below.
+    heads: dicts of text, meaning and the good end (up, down or none); rows: (number of the cell, protocol, entries);
+    notes: sentences below.
     """
-    table = curves.stack_cells(tables)
-    heads = [head for head in _HEADS if head.key in SPEEDS or _says_something(table, head.key)]
-    columns = [_entries(table, head) for head in heads]
-    names_protocol = table["protocol"].nunique() > 1
-    rows = [
-        (numbers[cell_key(row)], row["protocol"] if names_protocol and is_given(row["protocol"]) else "", entries)
-        for (_, row), *entries in zip(table.iterrows(), *columns, strict=True)
+    names = [name for name in _COLUMNS if name in SPEEDS or _says_something(cells, name)]
+    goods = ["" if name in ("images", "failed") else "down" if _is_lower_better(name) else "up" for name in names]
+    heads = [
+        {"text": head_of(name), "meaning": _MEANINGS[name], "good": good}
+        for name, good in zip(names, goods, strict=True)
     ]
+    entries = [_entries(cells, name, good) for name, good in zip(names, goods, strict=True)]
+    protocols = cells["protocol"].fillna("") if cells["protocol"].nunique() > 1 else [""] * len(cells)
+    places = [numbers[cell_key(row)] for _, row in cells.iterrows()]
     notes = [note for of_run in tables.values() for note in readable(of_run["summary"], "summary").notes]
+    rows = list(zip(places, protocols, zip(*entries, strict=True), strict=True))
     return {"heads": heads, "rows": rows, "notes": list(dict.fromkeys(notes))}
 
 
-def highlights(tables: Mapping[str, Tables], numbers: Numbers, names: Sequence[str]) -> list[Plain]:
+def highlights(cells: pd.DataFrame, numbers: Numbers, shown: Sequence[Plain]) -> list[Plain]:
     """Return the best cell for speedup, accepted length and the first available quality figure, and how sure that is.
 
     Dicts of title, value, interval, cell (its number), name, remark.
     """
-    table = curves.stack_cells(tables)
-    quality = [name for name in reversed(ON_CURVES) if _says_something(table, name)][:1]
+    quality = [name for name in reversed(ON_CURVES) if _says_something(cells, name)][:1]
+    titles = {"speedup": "fastest", "mean_accepted_length": "longest steps"}
+    titles |= {name: f"best pictures by {METRICS[name].heading}" for name in quality}
     tiles = []
-    for name in (name for name in (*SPEEDS, *quality) if _says_something(table, name)):
-        measured = table[table[name].notna()]
-        values = measured[name].astype(float)
-        is_lower_better = name in METRICS and METRICS[name].better == "lower"
-        best = measured.iloc[int(values.argmin() if is_lower_better else values.argmax())]
-        titles = {"speedup": "fastest", "mean_accepted_length": "longest steps"}
-        title = titles.get(name) or f"best pictures by {METRICS[name].heading}"
+    for name in (name for name in titles if _says_something(cells, name)):
+        values = cells[name].astype(float)
+        best = cells.iloc[int(values.argmin() if _is_lower_better(name) else values.argmax())]
         number = numbers[cell_key(best)]
         tiles.append(
             _figure(name, float(best[name]), best.get(f"{name}_low"), best.get(f"{name}_high"))
-            | {"title": title, "remark": _how_sure(table, best, name), "cell": number, "name": names[number]}
+            | {"title": titles[name], "remark": _how_sure(cells, best, name)}
+            | {"cell": number, "name": shown[number]["name"]}
         )
     return tiles
 
@@ -326,16 +391,15 @@ def _how_sure(table: pd.DataFrame, best: pd.Series, name: str) -> str:
     """How the best quality figure compares with AR; for speed whether another cell's interval reaches it, in words."""
     if name not in SPEEDS and best["mode"] == "ar":
         return "AR itself"
-    if is_given(best.get(f"{name}_vs_ar_p")):
+    if pd.notna(best.get(f"{name}_vs_ar_p")):
         p_value = float(best[f"{name}_vs_ar_p"])
         return f"{best[f'{name}_vs_ar']:+.3g} against AR over the same prompts, p = {p_value:.2g}"
-    if is_given(best.get(f"{name}_verdict")):
+    if pd.notna(best.get(f"{name}_verdict")):
         return f"{best[f'{name}_verdict']} AR's own spread"
-    if f"{name}_low" not in table or not is_given(best[f"{name}_low"]):
+    if pd.isna(best.get(f"{name}_low")):
         return "one value a cell, without an interval"
     others = table[(table[CELL] != best[CELL]).any(axis=1)]
-    near = others[others[name].notna() & (others[f"{name}_high"] >= best[f"{name}_low"])]
-    reaching = near["cell_id"].nunique()
+    reaching = others.loc[others[f"{name}_high"] >= best[f"{name}_low"], "cell_id"].nunique()
     if not reaching:
         return "no other cell's 95 % interval reaches it"
     return f"the 95 % intervals of {reaching} other {'cell' if reaching == 1 else 'cells'} reach it"
@@ -348,25 +412,24 @@ def _says_something(table: pd.DataFrame, name: str) -> bool:
     return bool(table[name].notna().any() and (name != "failed" or (table[name] > 0).any()))
 
 
-def _entries(table: pd.DataFrame, head: _Head) -> list[Plain]:
+def _entries(table: pd.DataFrame, name: str, good: str) -> list[Plain]:
     """The column's entries: dicts of value and interval as text, what they sort by, their bar, and whether it is best.
 
     bar: left end, right end and value as shares of the column's width, on one scale; None without an interval.
     """
-    name = head.key
     figures = table.reindex(columns=[name, f"{name}_low", f"{name}_high"]).astype(float)
     lowest, highest = float(figures.min().min()), float(figures.max().max())
     values = figures[name].dropna()
-    best = (values.min() if head.good == "down" else values.max()) if head.good and values.nunique() > 1 else None
+    best = (values.min() if good == "down" else values.max()) if good and values.nunique() > 1 else None
     entries = []
     for value, low, high in figures.itertuples(index=False):
-        if not is_given(value):
+        if pd.isna(value):
             entries.append({"value": "", "interval": "", "order": None, "bar": None, "best": False})
             continue
         # By definition, or of one prompt many times, nothing is uncertain.
-        ends = [] if not is_given(low) or not is_given(high) or low == high == value else [low, high]
+        ends = [] if pd.isna(low) or pd.isna(high) or low == high == value else [low, high]
         bar = [(end - lowest) / (highest - lowest) for end in (*ends, value)] if ends and highest > lowest else None
-        text = _figure(name, int(value) if name in ("images", "failed") else value, *(ends or (None, None)))
+        text = _figure(name, int(value) if not good else value, *(ends or (None, None)))
         entries.append(text | {"order": value, "bar": bar, "best": value == best})
     return entries
 
@@ -414,47 +477,3 @@ def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
             yield from _flat(value, "" if name in ("machine", "versions") else words)
         elif value not in (None, "", [], ()):
             yield words, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-# ---- Thumbnails
-
-SIDE = 128
-"""Longest side of a thumbnail in pixels."""
-
-BUDGET = 5_000_000
-"""Limit for all thumbnails of a page together, as base64 text, in bytes."""
-
-
-class Thumbnails:
-    """The WebP thumbnails of a page, each once, in order of first use."""
-
-    def __init__(self) -> None:
-        self._places: dict[tuple[tuple[int, int], bytes], int] = {}
-
-    def place(self, picture: Path) -> int | None:
-        """Return the place of a picture's thumbnail; None when the file is missing or no picture."""
-        from PIL import Image, UnidentifiedImageError
-
-        try:
-            with Image.open(picture) as opened:
-                small = opened.convert("RGB")
-                small.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
-        except (OSError, UnidentifiedImageError):
-            return None
-        return self._places.setdefault((small.size, small.tobytes()), len(self._places))
-
-    def encoded(self, budget: int = BUDGET) -> list[str]:
-        """Return the thumbnails as base64 of WebP files, within `budget` where the lowest quality allows it."""
-        from PIL import Image
-
-        def encode(size: tuple[int, int], pixels: bytes, quality: int) -> str:
-            written = io.BytesIO()
-            Image.frombytes("RGB", size, pixels).save(written, "WEBP", quality=quality, method=4)
-            return base64.b64encode(written.getvalue()).decode("ascii")
-
-        texts: list[str] = []
-        for quality in (90, 82, 70, 55, 40, 25):
-            texts = [encode(*picture, quality) for picture in self._places]
-            if sum(map(len, texts)) <= budget:
-                break
-        return texts

@@ -7,30 +7,22 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+import pandas as pd
 
 from lantern_bench.errors import RefusedError
 from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
-from lantern_bench.runs.records import frame_of, rows_of
+from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import RunData, read_run
 from lantern_bench.schema import CELL_COLUMNS
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 Row: TypeAlias = Mapping[str, Any]
 
 NOTE_SEPARATOR = " | "
 """Separates the notes of one row."""
-
-SAMPLING_DEFAULTS = {"temperature": 1, "top_k": 0, "top_p": 1, "batch": 1, "seed_set": 0}
-"""Sampling settings that labels leave out: plain sampling without filters, one image at a time."""
-
-NEIGHBOUR_METRIC = "l2"
-"""The neighbour metric that labels leave out."""
 
 # Settings that an `ar` cell should share with the cell it is compared to, most important first.
 _SAMPLING = ("cfg_scale", "batch", "temperature", "top_k", "top_p", "seed_set")
@@ -73,17 +65,12 @@ def timed_images(cell: CellRecords, base: CellRecords | None = None) -> pd.DataF
     With `base` seconds of the base over those of the cell, over the images that both have from one device; without it
     seconds an image.
     """
-    timed = cell.timed
     if base is None:
-        seconds = timed.set_axis(["over", "over_steps", "process", "device_id"], axis=1)
+        seconds = cell.timed.rename(columns={"seconds": "over", "steps": "over_steps"})
         return seconds.drop(columns="device_id").assign(under=1.0, under_steps=1.0)
-    names = ["over", "over_steps", "base_device_id"]
-    of_base = base.timed[["seconds", "steps", "device_id"]].set_axis(names, axis=1)
-    both = timed.rename(columns={"seconds": "under", "steps": "under_steps"})
-    if timed.index.is_unique and timed.index.equals(of_base.index):  # the same images, as a rule: nothing to look up
-        both = both.assign(**{name: of_base[name].array for name in names})
-    else:
-        both = both.join(of_base, how="inner")
+    names = {"seconds": "over", "steps": "over_steps", "device_id": "base_device_id"}
+    of_base = base.timed.drop(columns="process").rename(columns=names)
+    both = cell.timed.rename(columns={"seconds": "under", "steps": "under_steps"}).join(of_base, how="inner")
     return both[both["device_id"] == both["base_device_id"]].drop(columns=["device_id", "base_device_id"])
 
 
@@ -116,8 +103,6 @@ class CellRecords:
         `accepted` count over the steps, `uncut` is the tokens with the last step uncut, `*_ms` are milliseconds.
         Seconds and milliseconds are those of `_usual_share`.
         """
-        import pandas as pd
-
         good, names = self.good, ["prompt_id", "repeat"]
         index = pd.MultiIndex.from_arrays([list(good["prompt_id"]), list(good["repeat"])], names=names)
         figures: dict[str, Any] = {name: good[name].to_numpy(float, na_value=np.nan) for name in _RECORDED}
@@ -174,31 +159,20 @@ def run_names(directories: Sequence[Path]) -> list[str]:
     return names
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=8)  # slow for a large run
 def run_cells(run: RunData) -> list[CellRecords]:
-    """Return the cells of a loaded run, as `group_records`, which is slow for a large run."""
-    return group_records(run.records)
-
-
-def group_records(records: pd.DataFrame | Iterable[Row]) -> list[CellRecords]:
-    """Group records by cell, in the fixed order of all tables.
+    """Return the cells of a loaded run, in the fixed order of all tables.
 
     Of records with one `record_key` the last counts: a failed image that was retried appears again.
     """
-    import pandas as pd
-
-    table = records if isinstance(records, pd.DataFrame) else frame_of(records)
-    cell_of = pd.factorize(table["cell_id"])[0]
-    order = np.lexsort((table["repeat"], pd.factorize(table["prompt_id"], sort=True)[0], cell_of))
-    order = order[~table["record_key"].duplicated(keep="last").to_numpy()[order]]
-    names = [column.name for column in CELL_COLUMNS]
+    records = run.records
+    last = records.loc[~records["record_key"].duplicated(keep="last"), ["cell_id", "prompt_id", "repeat"]]
     cells = []
-    for numbers in np.split(order, np.flatnonzero(np.diff(cell_of[order])) + 1) if len(order) else ():
-        rows = table.iloc[numbers]
-        (columns,) = rows_of(rows[names].iloc[:1])
-        finished = (rows["status"] == "ok").to_numpy()
-        good = (rows if finished.all() else rows[finished]).reset_index(drop=True)
-        cells.append(CellRecords(columns, good, int((~finished).sum())))
+    for places in last.sort_values(["prompt_id", "repeat"]).groupby("cell_id").groups.values():
+        rows = records.loc[places]
+        (columns,) = rows_of(rows[[column.name for column in CELL_COLUMNS]].iloc[:1])
+        is_good = rows["status"] == "ok"
+        cells.append(CellRecords(columns, rows[is_good].reset_index(drop=True), int((~is_good).sum())))
     return sorted(cells, key=lambda cell: _order(cell.columns))
 
 
@@ -209,8 +183,6 @@ def count_offers(records: pd.DataFrame) -> pd.DataFrame:
     of a node; a list without a final -1 ends on a node without children. The draft at depth d of a step that starts at
     position s fills position s + d - 1 (docs/algorithms.md, section 7). Siblings tried at one node count as one offer.
     """
-    import pandas as pd
-
     counts = Counter(
         (depth, start + depth - 1, rank >= 0)
         for starts, walks in zip(records["start_per_step"], records["child_rank_per_step"], strict=True)
@@ -259,9 +231,10 @@ def settings_that_differ(cell: CellRecords, other: CellRecords) -> list[str]:
     return [f"{name}={other.columns[name]:g}" for name in _SAMPLING if cell.columns[name] != other.columns[name]]
 
 
-def join_notes(notes: Iterable[str]) -> str | None:
+def join_notes(notes: Iterable[str | None]) -> str | None:
     """Return a row's notes as its `note`, each once; None without any."""
-    return NOTE_SEPARATOR.join(dict.fromkeys(notes)) or None
+    single = (part for note in notes if note for part in note.split(NOTE_SEPARATOR))
+    return NOTE_SEPARATOR.join(dict.fromkeys(single)) or None
 
 
 def _order(columns: Row) -> tuple[Any, ...]:

@@ -7,18 +7,17 @@ available is empty and the note says so. Only figures of one kind have a differe
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from lantern_bench.config.paper import Paper, PaperRow
 from lantern_bench.methods.tables import IN_SUMMARY, METRICS
-from lantern_bench.report.format_tables import FORMATS, head_of, with_interval
+from lantern_bench.report.format_tables import FORMATS, format_figure, head_of
 from lantern_bench.report.labels import BOUNDS, parameters
 from lantern_bench.report.records import Row, join_notes
 from lantern_bench.report.tables import cells_of
 from lantern_bench.runs.records import rows_of
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 NOT_HAD = "no published figure could be had"
 
@@ -60,8 +59,8 @@ def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -
         reason = "no mode of ours covers" if paper_row.match is None else "no cell of this run stands for"
         for name in (name for name in columns if name in paper_row.figures or not paper_row.figures):
             figure = _published(paper_row, name)
-            notes = (f"{reason} this row", paper_row.note, "" if "published" in figure else NOT_HAD)
-            rows.append(figure | {"note": join_notes(note for note in notes if note)})
+            notes = (f"{reason} this row", paper_row.note, None if "published" in figure else NOT_HAD)
+            rows.append(figure | {"note": join_notes(notes)})
     return rows
 
 
@@ -88,15 +87,18 @@ def comparability(tables: Mapping[str, pd.DataFrame], paper: Paper | None, manif
     if paper is None:
         return ["This experiment names no published table: only our figures are shown."]
     speed, quality = tables["speed"], tables["quality"]
-    features, clips = (_listed(quality[name].dropna()) or "none" for name in ("fid_features", "clip_model"))
-    counts = (f"{paper.images or 'not stated'} images", f"{_listed(speed['images'])} a cell")
-    shape = " Where they differ, compare the shape of the table, not its digits."
-    fidelity = " No difference is given between FIDs, precisions or recalls of different features."
-    compared: list[tuple[str, str | None, str, str]] = []
-    compared += [("model", paper.model, _listed(speed["model"]), shape)] if paper.model else []
-    compared += [("hardware", paper.hardware, device_in_words(manifest), ""), ("n", *counts, "")]
-    compared += [("extractor", paper.fid_features, features, fidelity)] if "fid" in paper.columns else []
-    compared += [("CLIP model", paper.clip_model, clips, "")] if "clip_score" in paper.columns else []
+    compared = [
+        ("hardware", paper.hardware, device_in_words(manifest), ""),
+        ("n", f"{paper.images or 'not stated'} images", f"{_listed(speed['images'])} a cell", ""),
+    ]
+    if paper.model:
+        advice = " Where they differ, compare the shape of the table, not its digits."
+        compared.insert(0, ("model", paper.model, _listed(speed["model"]), advice))
+    if "fid" in paper.columns:
+        advice = " No difference is given between FIDs, precisions or recalls of different features."
+        compared.append(("extractor", paper.fid_features, _listed(quality["fid_features"].dropna()) or "none", advice))
+    if "clip_score" in paper.columns:
+        compared.append(("CLIP model", paper.clip_model, _listed(quality["clip_model"].dropna()) or "none", ""))
     notes = [
         f"Not comparable, {subject}: published {theirs or 'not stated'}; ours {ours}.{advice}"
         for subject, theirs, ours, advice in compared
@@ -117,7 +119,7 @@ def _is_beside(row: PaperRow, cell: Row, cells: Sequence[Row]) -> bool:
 def _figure_row(cell: Row, published: PaperRow | None, name: str, paper: Paper | None) -> dict[str, Any]:
     """The figure `name` of a cell beside that of a published row."""
     row, ours, scorer = _published(published, name), cell.get(name), _SCORED_BY.get(name, "")
-    notes: list[str] = []
+    notes: list[str | None] = []
     row |= {"ours": ours, "ours_low": cell.get(f"{name}_low"), "ours_high": cell.get(f"{name}_high")}
     row["measured_by"] = cell.get(scorer)
     if "published" in row and ours is not None:
@@ -127,7 +129,7 @@ def _figure_row(cell: Row, published: PaperRow | None, name: str, paper: Paper |
         notes += [] if same_kind else ["no difference: measured by another network"]
     elif "published" not in row and name not in _OURS:
         notes.append(NOT_HAD)
-    notes += [published.note] if published and published.note else []
+    notes.append(published.note if published else None)
     if name == "kid" and cell.get("kid_std") is not None:
         notes.append(f"standard deviation over subsets {cell['kid_std']:.3g}")
     if ours is None:
@@ -164,15 +166,12 @@ def device_in_words(manifest: Mapping[str, Any]) -> str:
 
 def side_by_side(table: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of `reproduction.csv` as text, in their order."""
-    import pandas as pd
-
     is_ours_alone = table["paper_row"].isna() & table["figure"].isin(_OURS)
     lines: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows_of(table[~is_ours_alone]):
-        about = {"method": row["method"] or "(not ours)", "published row": row["paper_row"]}
-        about |= {name: row[name] for name in ("parameters", "residual")}
-        key = (row["cell_id"] or "", row["paper_row"] or "")
-        line = lines.setdefault(key, {name: str(value or "") for name, value in about.items()})
+        about = {"method": row["method"] or "(not ours)", "parameters": row["parameters"] or ""}
+        about |= {"residual": row["residual"] or "", "published row": row["paper_row"] or ""}
+        line = lines.setdefault((row["cell_id"] or "", row["paper_row"] or ""), about)
         sources = [line.get("source"), None if row["published"] is None else f"{row['source']} ({row['confidence']})"]
         line |= _texts(row) | {"source": "; ".join(dict.fromkeys(source for source in sources if source))}
     for row in rows_of(table[is_ours_alone]):
@@ -186,13 +185,10 @@ def side_by_side(table: pd.DataFrame) -> pd.DataFrame:
 
 def _texts(row: Row) -> dict[str, str]:
     """Ours with its interval, the published figure and the difference, as text."""
-    name = row["figure"]
-    head, (form, unit) = head_of(name), FORMATS[name]
-    texts: dict[str, str] = {}
-    if row["ours"] is not None:
-        texts[head] = with_interval(row["ours"], row["ours_low"], row["ours_high"], form, unit)
-    if row["published"] is not None:
-        texts[f"{head} published"] = form.format(row["published"]) + unit
-    if row["difference"] is not None:
-        texts[f"{head} diff."] = form.replace("{:", "{:+").format(row["difference"]) + unit
-    return texts
+    name, head, difference = row["figure"], head_of(row["figure"]), row["difference"]
+    form, unit = FORMATS[name]
+    return {
+        head: format_figure(name, row["ours"], row["ours_low"], row["ours_high"]),
+        f"{head} published": format_figure(name, row["published"]),
+        f"{head} diff.": "" if difference is None else form.replace("{:", "{:+").format(difference) + unit,
+    }

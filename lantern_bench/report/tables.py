@@ -1,8 +1,7 @@
 """The four tables of a run, built from its records and scores: speed, quality, acceptance and summary.
 
-Pure functions of what was recorded: a table can be rebuilt at will, and one that differs from its file means that the
-records changed. Columns, their order and their types are those of `schema.py`; rows have a fixed order. A missing
-figure is empty, never 0; inf and nan are not written.
+A table can be rebuilt at will, and one that differs from its file means that the records changed. Columns, their order
+and their types are those of `schema.py`; rows have a fixed order. A missing figure is empty, never 0, inf or nan.
 """
 
 from __future__ import annotations
@@ -11,19 +10,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from lantern_bench.errors import UserError
 from lantern_bench.methods.metrics import listed
-from lantern_bench.methods.tables import (
-    IN_SUMMARY,
-    METRICS,
-    OF_IMAGES,
-    OF_SETS,
-    PAIRED,
-)
+from lantern_bench.methods.tables import IN_SUMMARY, METRICS, OF_IMAGES, OF_SETS, PAIRED
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.report.labels import parameters
 from lantern_bench.report.records import (
@@ -32,7 +26,6 @@ from lantern_bench.report.records import (
     Row,
     baseline_of,
     fastest_lossless,
-    group_records,
     join_notes,
     load_runs,
     run_cells,
@@ -54,14 +47,8 @@ from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import RunData
 from lantern_bench.schema import columns
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 NAMES = ("speed", "quality", "acceptance", "summary")
 """The tables of a run."""
-
-AXES = ("depth", "position")
-"""Acceptance is counted by depth of the draft tree (from 1) and by position in the image (from 0)."""
 
 PUBLISHED = ("speedup", "mean_accepted_length", *IN_SUMMARY)
 """Figures of the summary that a paper's table may hold."""
@@ -89,77 +76,79 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords], pool_devices: boo
 
     A speedup over images of several kinds of device is given only with `pool_devices`.
     """
-    row: dict[str, Any] = {**cell.columns, "images": len(cell.good), "failed": cell.failed}
-    marks = cell.images["disturbed"].dropna()
-    row["disturbed"] = int(marks.sum()) if len(marks) else None
-    lossless = fastest_lossless(cell, cells)
-    row["lossless_cell"] = lossless.cell_id if lossless else None
+    images, lossless, offers = cell.images, fastest_lossless(cell, cells), cell.offers
+    marks = images["disturbed"].dropna()
+    row: dict[str, Any] = {
+        **cell.columns,
+        "images": len(cell.good),
+        "failed": cell.failed,
+        "disturbed": int(marks.sum()) if len(marks) else None,
+        "held_up": int((images["kept_share"] < 1.0).sum()),
+        "lossless_cell": lossless.cell_id if lossless else None,
+        "acceptance_rate": offers["accepted"].sum() / offers["offered"].sum() if len(offers) else None,
+        "peak_memory_mb": images["peak_memory_bytes"].max() / 1e6,
+    }
     notes: list[str | None] = []
     if marks.mean() > 0.5:  # the mean of no marks is nan
         notes.append(f"{row['disturbed']} of {len(marks)} images disturbed: seconds of a busy machine")
     if len(cell.devices) > 1:
         devices = ", ".join(f"{count} on {name}" for name, count in sorted(cell.devices.items()))
         notes.append(f"seconds of several kinds of device: {devices}")
-    for name, (interval, about), missing in (
-        ("latency_s", _latency(cell), "not timed"),
-        ("speedup", _speedup(cell, baseline_of(cell, cells), "ar", pool_devices), None),
-        ("speedup_over_lossless", _speedup(cell, lossless, "lossless_cell", pool_devices), None),
-        ("step_compression", _ratio(cell, "tokens", "target_forwards"), None),
-        ("mean_accepted_length", _ratio(cell, "committed", "steps"), "no steps"),
-    ):
+    timed = timed_images(cell)
+    intervals = {
+        "latency_s": repeat_interval(timing(timed)) if len(timed) else Interval(None, note="not timed"),
+        "speedup": _speedup(cell, baseline_of(cell, cells), "ar", pool_devices),
+        "speedup_over_lossless": _speedup(cell, lossless, "lossless_cell", pool_devices),
+        "step_compression": _ratio(cell, "tokens", "target_forwards"),
+        "mean_accepted_length": _ratio(cell, "committed", "steps"),
+    }
+    for name, interval in intervals.items():
         row |= interval.columns(name)
-        notes += [*about, missing if interval.value is None else interval.note]
+        notes.append(interval.note)
     for name, (over, under) in _RATIOS.items():
-        measured = cell.images[[over, under]].dropna()
-        total = math.fsum(measured.iloc[:, 1])
-        row[name] = math.fsum(measured.iloc[:, 0]) / total if total else None
-    offers = cell.offers
-    row["acceptance_rate"] = offers["accepted"].sum() / offers["offered"].sum() if len(offers) else None
-    row["peak_memory_mb"] = cell.images["peak_memory_bytes"].max() / 1e6
-    row["held_up"] = int((cell.images["kept_share"] < 1.0).sum())
-    return row | {"note": join_notes(note for note in notes if note)}
+        measured = images[[over, under]].dropna()
+        total = math.fsum(measured[under])
+        row[name] = math.fsum(measured[over]) / total if total else None
+    return row | {"note": join_notes(notes)}
 
 
-def _ratio(cell: CellRecords, over: str, under: str) -> tuple[Interval, list[str]]:
+def _ratio(cell: CellRecords, over: str, under: str) -> Interval:
     measured = cell.images[[over, under]].dropna()
-    return ratio_of_sums(measured[over], measured[under], measured.index.get_level_values("prompt_id")), []
+    return ratio_of_sums(measured[over], measured[under], measured.index.get_level_values("prompt_id"))
 
 
-def _latency(cell: CellRecords) -> tuple[Interval, list[str]]:
-    images = timed_images(cell)
-    return repeat_interval(timing(images)) if len(images) else Interval(None), []
+def _speedup(cell: CellRecords, base: CellRecords | None, name: str, pool_devices: bool) -> Interval:
+    """Seconds of the baseline over seconds of the cell, over the images that both have.
 
-
-def _speedup(cell: CellRecords, base: CellRecords | None, name: str, pool: bool) -> tuple[Interval, list[str]]:
-    """Seconds of the baseline over seconds of the cell, over the images that both have, and notes on it.
-
-    `name` is the baseline in the notes: ar, or lossless_cell. Without `pool` several kinds of device give no figure.
+    `name` is the baseline in the notes: ar, or lossless_cell. Without `pool_devices` several kinds of device give no
+    figure.
     """
     timed = cell.images["seconds"].count()
+    if not timed:
+        return Interval(None)
     if base is None:
-        reason = f"no speedup: no {name.removesuffix('_cell')} cell to compare with in this run"
-        return Interval(None), [reason] if timed else []
-    if len(kinds := cell.devices + base.devices) > 1 and not pool and timed:
-        reason = f"no speedup: images of {len(kinds)} kinds of device; --pool-devices pools them"
-        return Interval(None), [reason]
+        return Interval(None, note=f"no speedup: no {name.removesuffix('_cell')} cell to compare with in this run")
+    kinds = len(cell.devices + base.devices)
+    if kinds > 1 and not pool_devices:
+        return Interval(None, note=f"no speedup: images of {kinds} kinds of device; --pool-devices pools them")
     shared = timed_images(cell, base)
     if not len(shared):
-        return Interval(None, note=f"no speedup: no image that {name} has too"), []
-    notes = []
+        return Interval(None, note=f"no speedup: no image that {name} has too")
+    speedup, notes = repeat_interval(timing(shared)), []
     if len(shared) < timed:
         notes.append(f"speedup over the {len(shared)} of {timed} images that {name} has too")
     if differing := settings_that_differ(cell, base):
         notes.append(f"speedup against {name} with {', '.join(differing)}")
-    return repeat_interval(timing(shared)), notes
+    return speedup._replace(note=join_notes([*notes, speedup.note]))
 
 
 def acceptance_rows(cell: CellRecords) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `acceptance.csv` of one cell: by depth, then by position. A cell that drafts nothing has none.
+    """Yield the rows of `acceptance.csv` of one cell: by depth (from 1), then by position in the image (from 0).
 
     The interval is Wilson's over steps; it treats steps as independent, which is approximate for neighbouring ones.
     """
     offers = cell.offers
-    for axis in AXES:
+    for axis in ("depth", "position"):
         for place, offered, accepted in offers.groupby(axis)[["offered", "accepted"]].sum().itertuples():
             row = {**cell.columns, "axis": axis, "index": place, "offered": offered, "accepted": accepted}
             yield row | proportion(accepted, offered).columns("rate")
@@ -167,11 +156,7 @@ def acceptance_rows(cell: CellRecords) -> Iterator[dict[str, Any]]:
 
 # ---- Quality of a cell: one row for each protocol that scored it
 
-_OF_CELL = (
-    *(f"{name}{end}" for name in OF_SETS for end in ENDS),
-    *(column for name in OF_SETS for column, *_ in METRICS[name].extras),
-    "reference",
-)
+_COLUMNS = frozenset(column.name for column in columns("quality"))
 
 WITHIN, OUTSIDE = "within", "outside"
 """Whether a figure lies in the spread of ar with other seeds."""
@@ -216,17 +201,16 @@ def quality_rows(
             continue
         row = {**common, "protocol": protocol, **_scored(cell, scores, images, of_cell)}
         if base is not None:
-            against_ar = {**_spread_of_ar(cell, base, cells, scores), **_differences(cell, base, scores)}
-            notes = (row["note"], against_ar.get("note"))
-            row |= against_ar | {"note": join_notes(str(note) for note in notes if note)}
+            spread = _spread_of_ar(cell, base, cells, scores)
+            note = join_notes([row["note"], spread.get("note")])
+            row |= {**spread, **_differences(cell, base, scores), "note": note}
         rows.append(row)
     return rows or [{**common, "images": 0, "note": "not scored"}]
 
 
 def _scored(cell: CellRecords, scores: Scores, images: Sequence[Row], of_cell: Row) -> dict[str, Any]:
     """The figures of a cell under one protocol, from the scores of its images and that of the cell."""
-    count = len(images) or of_cell.get("n")
-    notes = [str(of_cell["note"])] if of_cell.get("note") else []
+    count, notes = len(images) or of_cell.get("n"), [of_cell.get("note")]
     if count != len(cell.good):
         notes.append(f"{count} of {len(cell.good)} images scored")
     elif images and of_cell and of_cell.get("n") != count:
@@ -234,9 +218,9 @@ def _scored(cell: CellRecords, scores: Scores, images: Sequence[Row], of_cell: R
     # Scores without a protocol version were written before protocols had versions.
     version = (of_cell or images[0]).get("protocol_version") or 1
     clip_model = next((image["clip_model"] for image in images if image.get("clip_model")), None)
-    row: dict[str, Any] = {"images": count, "note": join_notes(notes), "protocol_version": version}
+    row = {name: value for name, value in of_cell.items() if name in _COLUMNS}
+    row |= {"images": count, "note": join_notes(notes), "protocol_version": version}
     row |= {"fid_features": of_cell.get("extractor"), "clip_model": clip_model}
-    row |= {name: of_cell.get(name) for name in _OF_CELL}
     for name in OF_IMAGES:
         scored = scored_images(cell, scores, name)
         prompts = scored.index.get_level_values("prompt_id")
@@ -246,15 +230,13 @@ def _scored(cell: CellRecords, scores: Scores, images: Sequence[Row], of_cell: R
 
 def _spread_of_ar(cell: CellRecords, base: CellRecords, cells: Sequence[CellRecords], scores: Scores) -> dict[str, Any]:
     """The spread of ar with other seeds, and for a cell that drafts whether its figures lie in it."""
-    of_cell, is_drafted = scores.cells.get(cell.cell_id, {}), cell.columns["mode"] != "ar"
-    judged = [name for name in OF_SETS if is_drafted and of_cell.get(name) is not None]
+    of_cell = scores.cells.get(cell.cell_id, {})
+    judged = [name for name in OF_SETS if cell.columns["mode"] != "ar" and of_cell.get(name) is not None]
     family = [other.cell_id for other in cells if _without_seeds(other) == _without_seeds(base)]
     spread = next((scores.spreads[cell_id] for cell_id in family if cell_id in scores.spreads), None)
     if spread is None:
-        is_worth_a_note = any(METRICS[name].in_summary for name in judged)
-        return {
-            "note": "no verdicts: this run has no ar cells with other seeds (seed_set)" if is_worth_a_note else None
-        }
+        note = "no verdicts: this run has no ar cells with other seeds (seed_set)"
+        return {"note": note} if any(METRICS[name].in_summary for name in judged) else {}
     differing = [f"{name}={spread[name]}" for name in ("n", "reference") if spread[name] != of_cell.get(name)]
     settings = settings_that_differ(cell, base)
     differing += [setting for setting in settings if not setting.startswith(("batch", "seed_set"))]
@@ -306,12 +288,6 @@ def _differences(cell: CellRecords, base: CellRecords, scores: Scores) -> dict[s
 
 # ---- The summary: one row a cell and protocol, with the published figure beside the measured one
 
-_FROM_QUALITY = (
-    *(f"{name}{end}" for name in IN_SUMMARY for end in ENDS),
-    *(f"{name}_verdict" for name in IN_SUMMARY if METRICS[name].has_spread),
-    *dict.fromkeys(METRICS[name].scored_by for name in IN_SUMMARY),
-)
-
 
 def cells_of(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """Return the rows of the table `quality`, each with the speed of its cell.
@@ -324,74 +300,43 @@ def cells_of(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     return quality.drop(columns=[name for name in speed if name in quality and name not in key]).merge(speed, on=key)
 
 
-_COPIED = (
-    "cell_id", "model", "images", "failed", "disturbed", "lossless_cell",
-    *(f"{name}{end}" for name in (*SPEEDUPS, "mean_accepted_length") for end in ENDS), *_FROM_QUALITY,
-)  # fmt: skip
-
-
-def summary_rows(
-    cells: pd.DataFrame, published: Mapping[str, Mapping[str, float]] | None = None
-) -> Iterator[dict[str, Any]]:
+def summary_rows(cells: pd.DataFrame, published: Mapping[str, Mapping[str, float]]) -> Iterator[dict[str, Any]]:
     """Yield the rows of `summary.csv` from `cells_of`, in that order.
 
     `published` holds, by cell id, the figures (names of `PUBLISHED`) of the paper's table that the experiment names.
     """
+    copied = [column.name for column in columns("summary") if column.name in cells]
     rows = rows_of(cells)
     for cell in rows:
-        row: dict[str, Any] = {name: cell[name] for name in _COPIED}
+        row: dict[str, Any] = {name: cell[name] for name in copied}
         row |= {"method": cell["mode"], "parameters": parameters(cell, rows)}
         for name in PUBLISHED:
-            theirs = (published or {}).get(str(cell["cell_id"]), {}).get(name)
+            theirs = published.get(str(cell["cell_id"]), {}).get(name)
             row[f"{name}_published"] = theirs
             row[f"{name}_difference"] = None if theirs is None or row[name] is None else row[name] - theirs
-        yield {**row, "note": join_notes(str(cell[note]) for note in ("note", "quality_note") if cell[note])}
+        yield {**row, "note": join_notes([cell["note"], cell["quality_note"]])}
 
 
 # ---- All tables of a run, as DataFrames and as files
 
 _FORMULA = tuple("=+-@\t\r")
 
-_SECONDS = frozenset(column.name for column in columns("records") if column.name.endswith("seconds"))
 
-
-def build_tables(
-    records: pd.DataFrame | Iterable[Row],
-    scores: Iterable[Row] = (),
-    published: Mapping[str, Mapping[str, float]] | None = None,
-    pool_devices: bool = False,
-) -> dict[str, pd.DataFrame]:
-    """Return the tables `NAMES` from the rows of `records.jsonl` and `scores.jsonl`.
-
-    `published` is as in `summary_rows`; a run has it under `paper: {figures: ...}` of its experiment. `pool_devices` is
-    as in `speed_row`.
-    """
-    return _tables(group_records(records), scores, published, pool_devices)
-
-
-def _tables(
-    cells: Sequence[CellRecords],
-    scores: Iterable[Row],
-    published: Mapping[str, Mapping[str, float]] | None,
-    pool_devices: bool,
-) -> dict[str, pd.DataFrame]:
-    protocols = sort_scores(scores)
+def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
+    """Build the tables `NAMES` of a loaded run; without the metric `speed` its seconds are ignored."""
+    experiment = run.manifest.get("experiment", {})
+    if "speed" not in experiment.get("metrics", ("speed",)):
+        seconds = [name for name in map(str, run.records) if name.endswith("seconds")]
+        run = replace(run, records=run.records.assign(**dict.fromkeys(seconds, np.nan)))
+    pool_devices = bool(experiment.get("pool_devices"))
+    published = (experiment.get("paper") or {}).get("figures") or {}
+    cells, protocols = run_cells(run), sort_scores(run.scores)
     tables = {
         "speed": frame("speed", (speed_row(cell, cells, pool_devices) for cell in cells)),
         "quality": frame("quality", (row for cell in cells for row in quality_rows(cell, cells, protocols))),
         "acceptance": frame("acceptance", (row for cell in cells for row in acceptance_rows(cell))),
     }
     return tables | {"summary": frame("summary", summary_rows(cells_of(tables), published))}
-
-
-def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
-    """Build the tables of a loaded run; without the metric `speed` its seconds are ignored."""
-    experiment = run.manifest.get("experiment", {})
-    if "speed" not in experiment.get("metrics", ("speed",)):
-        untimed = run.records.assign(**dict.fromkeys(_SECONDS & set(run.records.columns), np.nan))
-        run = replace(run, records=untimed)
-    published = (experiment.get("paper") or {}).get("figures")
-    return _tables(run_cells(run), run.scores, published, bool(experiment.get("pool_devices")))
 
 
 def write_tables(run: Path) -> dict[str, pd.DataFrame]:
@@ -419,8 +364,6 @@ def frame(table: str, rows: Iterable[Row]) -> pd.DataFrame:
 
     A row may leave columns out; a key that is no column raises `ValueError`.
     """
-    import pandas as pd
-
     dtypes = {"string": "string", "int": "Int64", "float": "float64"}
     listed, types = list(rows), {column.name: dtypes[column.dtype] for column in columns(table)}
     if unknown := {key for row in listed for key in row} - types.keys():

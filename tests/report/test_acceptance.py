@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lantern_bench.report.records import count_offers, group_records
+from lantern_bench.report.records import count_offers, run_cells
 from lantern_bench.report.tables import acceptance_rows
-from tests.made_up_run import AR, STRICT, WALKS, make_record
+from tests.made_up_run import AR, STRICT, WALKS, make_record, run_of
 
 
 def by(axis, records, name="offered"):
@@ -33,7 +33,7 @@ def test_offers_by_position_match_hand_counts():
 
 
 def test_acceptance_rows_have_rates_with_intervals():
-    rows = list(acceptance_rows(group_records([make_record(STRICT, number, WALKS, 1.0) for number in range(2)])[0]))
+    rows = list(acceptance_rows(run_cells(run_of([make_record(STRICT, number, WALKS, 1.0) for number in range(2)]))[0]))
     assert [(row["axis"], row["index"]) for row in rows[:2]] == [("depth", 1), ("depth", 2)]
     first = rows[0]
     assert (first["offered"], first["accepted"], first["rate"]) == (6, 4, pytest.approx(2 / 3))
@@ -41,7 +41,7 @@ def test_acceptance_rows_have_rates_with_intervals():
 
 
 def test_ar_has_no_acceptance_rows():
-    cell = group_records([make_record(AR, 0, [[]] * 5, 1.0)])[0]
+    cell = run_cells(run_of([make_record(AR, 0, [[]] * 5, 1.0)]))[0]
     assert not len(count_offers(cell.good))
     assert list(acceptance_rows(cell)) == []
 

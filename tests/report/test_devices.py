@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lantern_bench.report.compare import compare_runs
-from lantern_bench.report.tables import build_tables, tables_of
+from lantern_bench.report.tables import tables_of
 from lantern_bench.runs.store import read_run
-from tests.made_up_run import AR, STRICT, WALKS, Row, make_record, write_run
+from tests.made_up_run import AR, STRICT, WALKS, Row, build_tables, make_record, write_run
 
 
 def records(devices: dict[str, list[tuple[str, str]]]) -> list[Row]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from lantern_bench.report.format_tables import readable, with_interval
-from lantern_bench.report.tables import build_tables
-from tests.made_up_run import make_records, make_scores
+from lantern_bench.report.format_tables import format_figure, readable
+from tests.made_up_run import build_tables, make_records, make_scores
 
 
 @pytest.fixture
@@ -17,8 +16,8 @@ def tables():
 
 
 def test_interval_is_written_in_brackets():
-    assert with_interval(1.74, 1.7, 1.784, "{:.2f}", "x") == "1.74x [1.70, 1.78]"
-    assert with_interval(1.74, None, None, "{:.2f}", "x") == "1.74x"
+    assert format_figure("speedup", 1.74, 1.7, 1.784) == "1.74x [1.70, 1.78]"
+    assert format_figure("speedup", 1.74) == "1.74x"
 
 
 def test_summary(tables):

@@ -14,7 +14,7 @@ from PIL import Image
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.report.page import Thumbnails, render, write_report
+from lantern_bench.report.page import encode_thumbnails, render, thumbnail, write_report
 from lantern_bench.report.records import load_runs, run_names
 from lantern_bench.report.tables import tables_of
 from tests.made_up_run import AR, LOOSE, STRICT, make_record, make_records, write_run
@@ -113,18 +113,18 @@ def test_eight_cells_of_64_pictures_stay_under_8_megabytes(tmp_path):
     assert out.stat().st_size < 8_000_000
 
 
-def test_thumbnails_are_small_and_kept_once(tmp_path):
+def test_thumbnails_are_small(tmp_path):
     for name, side in (("large", 300), ("again", 300), ("small", 40)):
         Image.new("RGB", (side, side // 2), "red").save(tmp_path / f"{name}.png")
     (tmp_path / "broken.png").write_bytes(b"no picture")
-    thumbnails = Thumbnails()
     names = ("large", "again", "small", "broken", "missing")
-    assert [thumbnails.place(tmp_path / f"{name}.png") for name in names] == [0, 0, 1, None, None]
-    for text, size in zip(thumbnails.encoded(), [(128, 64), (40, 20)], strict=True):
+    large, again, small, broken, missing = (thumbnail(tmp_path / f"{name}.png") for name in names)
+    assert large == again and broken is None and missing is None
+    for text, size in zip(encode_thumbnails([large, small]), [(128, 64), (40, 20)], strict=True):
         (tmp_path / "one.webp").write_bytes(base64.b64decode(text))
         with Image.open(tmp_path / "one.webp") as picture:
             assert picture.size == size and picture.format == "WEBP"
-    assert sum(map(len, thumbnails.encoded(budget=0))) <= sum(map(len, thumbnails.encoded()))
+    assert sum(map(len, encode_thumbnails([large], budget=0))) <= sum(map(len, encode_thumbnails([large])))
 
 
 def test_one_page_shows_several_runs(page_run, tmp_path):

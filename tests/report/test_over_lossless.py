@@ -12,12 +12,11 @@ import pytest
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.report.compare import compare_runs
 from lantern_bench.report.format_tables import readable
-from lantern_bench.report.records import group_records, timed_images
+from lantern_bench.report.records import run_cells, timed_images
 from lantern_bench.report.stats import repeat_interval, timing
-from lantern_bench.report.tables import build_tables
 from lantern_bench.runs.records import frame_of
 from lantern_bench.runs.store import RunData
-from tests.made_up_run import AR, LOOSE, STRICT, WALKS, make_record
+from tests.made_up_run import AR, LOOSE, STRICT, WALKS, build_tables, make_record, run_of
 
 BLOCK = Decoding(mode="speculative", rule="block", tree="chain-5", cfg_scale=2, cfg_default=2)
 PROMPTS = 6
@@ -103,7 +102,7 @@ def test_images_that_both_have_are_paired_and_the_estimator_is_that_of_the_speed
     failed = next(row for row in records if row["cell_id"] == STRICT.cell_id)
     failed |= {"status": "failed", "seconds": None}
     row = over_lossless(records).loc[LOOSE.cell_id]
-    cells = {cell.cell_id: cell for cell in group_records(records)}
+    cells = {cell.cell_id: cell for cell in run_cells(run_of(records))}
     expected = repeat_interval(timing(timed_images(cells[LOOSE.cell_id], cells[STRICT.cell_id])))
     assert row["speedup_over_lossless"] == pytest.approx(expected.value)
     speed = [row[f"speedup_over_lossless_{end}"] for end in ("low", "high")]

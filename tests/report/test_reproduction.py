@@ -13,8 +13,8 @@ import pytest
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.paper import Paper
 from lantern_bench.report.reproduction import NOT_HAD, comparability, reproduction_rows, side_by_side, trends
-from lantern_bench.report.tables import build_tables, frame
-from tests.made_up_run import AR, LOOSE, make_record, make_records, make_scores
+from lantern_bench.report.tables import frame
+from tests.made_up_run import AR, LOOSE, build_tables, make_record, make_records, make_scores
 
 FIGURE = {"source": "a note", "confidence": "secondary"}
 COLUMNS = ["speedup", "mean_accepted_length", "fid", "clip_score"]

@@ -13,9 +13,9 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.report.format_tables import readable
 from lantern_bench.report.records import COLUMNS_READ, load_runs
-from lantern_bench.report.tables import NAMES, build_tables, frame, tables_of, write_csv, write_tables
+from lantern_bench.report.tables import NAMES, frame, tables_of, write_csv, write_tables
 from lantern_bench.schema import columns
-from tests.made_up_run import AR, LOOSE, STRICT, WALKS, make_record, make_records, make_scores, write_run
+from tests.made_up_run import AR, LOOSE, STRICT, WALKS, build_tables, make_record, make_records, make_scores, write_run
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from scipy.stats import ttest_ind
 
-from lantern_bench.report.records import HELD_UP, group_records, timed_images
+from lantern_bench.report.records import HELD_UP, run_cells, timed_images
 from lantern_bench.report.stats import (
     WITHIN_ONE,
     compare_timings,
@@ -17,8 +17,7 @@ from lantern_bench.report.stats import (
     repeat_interval,
     timing,
 )
-from lantern_bench.report.tables import build_tables
-from tests.made_up_run import AR, STRICT, make_record
+from tests.made_up_run import AR, STRICT, build_tables, make_record, run_of
 
 STEPS, PACE = 40, 0.01
 
@@ -32,7 +31,7 @@ def make_cells(generator, steps, processes=3, process_sd=0.04, held_up=0.05):
             seconds = PACE * count * math.exp(moved[prompt % processes] + generator.normal(0.0, 0.05))
             seconds *= generator.uniform(2.0, 8.0) if generator.random() < held_up else 1.0
             records.append(make_record(cell, prompt, [[]] * count, seconds, process=prompt % processes))
-    return group_records(records)
+    return run_cells(run_of(records))
 
 
 def make_repeats(generator, runs=2, images=24, **settings):
