@@ -15,7 +15,7 @@ import torch
 
 from lantern_bench.certify import tables
 from lantern_bench.certify.plan import Measurement
-from lantern_bench.certify.relaxation import CostSettings, emitted_tv_rows
+from lantern_bench.certify.relaxation import emitted_tv_rows
 from lantern_bench.certify.tabular import TOKENS, g_tests, table_model
 from lantern_bench.certify.trials import Trial, audit_trials, certificate_trials, lossless_decodings
 from lantern_bench.certify.whole_image import NEAR_TIE, decoded_evidence, edge_tolerance, greedy_differences, p_values
@@ -153,8 +153,16 @@ class Certification:
     def _emitted_tv(self, cells: Sequence[Cell], on_progress: OnProgress) -> list[dict[str, Any]]:
         """The emitted TV of the cells at sampled positions, one row per position and cell."""
         sizes, seed = self.plan.sizes, self.resolved.settings.seed
-        settings = CostSettings(sizes.positions, draws=sizes.draws, seed=seed)
-        return list(emitted_tv_rows(self.loaded, cells, self.plan.prompts, settings, on_progress))
+        rows = emitted_tv_rows(
+            self.loaded,
+            cells,
+            self.plan.prompts,
+            positions=sizes.positions,
+            draws=sizes.draws,
+            seed=seed,
+            on_progress=on_progress,
+        )
+        return list(rows)
 
 
 def means_of(places: list[dict[str, Any]]) -> Tables:
