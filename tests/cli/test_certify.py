@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lantern_bench.certify.trials import strict_without_residual
+from lantern_bench.certify.run import strict_without_residual
 from lantern_bench.certify.whole_image import TESTS
 from lantern_bench.cli import main as cli
 from lantern_bench.decoding.acceptance import walk
