@@ -48,13 +48,11 @@ Tables: TypeAlias = dict[str, list[dict[str, Any]]]
 
 TABLE_IMAGES = 256
 """How many images of the tables are decoded for each image of the model."""
-_BRANCHING = {"tree": "small-7"}  # tested beside the model's own tree: its siblings are sampled
 # With three possible tokens and siblings at every step, a rule that leaves a rejected draft in p or q is seen.
 _NARROW: dict[str, Any] = {"top_k": 3}
 _SIBLINGS = {"tree": ((0,), (1,), (2,))}
 _BROKEN_RULE_FACTOR = 4  # until a broken rule is rejected, at most this many times the images are decoded
 _REDUCED_DIVISOR = 4  # filtered cells, deterministic drafts and chains get this part of the images
-_SMALL_TREE: dict[str, Any] = {"mode": "speculative", "drafting": "dynamic", "nodes": 10, "depth": 2, "beam": 5}
 
 
 @dataclass(frozen=True)
@@ -134,14 +132,14 @@ def lossless_decodings(tree: Any, cfg_default: float, *, siblings: bool = False,
 
 
 def _trees(rule: Rule, tree: Any, siblings: bool) -> list[dict[str, Any]]:
-    """The static trees that a rule is tested on: the model's own or the rule's, and one that branches."""
+    """The static trees that a rule is tested on: the model's own or the rule's, and one whose siblings are sampled."""
     model_tree = tree or DRAFTINGS["static"].defaults["tree"]
     paths = STATIC_TREES[model_tree] if isinstance(model_tree, str) else check_topology(model_tree)
     if rule.chains:
         return [{"tree": paths} if is_chain(paths) else {"tree": rule.tree}]
     if siblings:
         return [{"tree": paths}, _SIBLINGS]
-    return [{"tree": paths}, *([_BRANCHING] if is_chain(paths) else [])]
+    return [{"tree": paths}, *([dict(DRAFTINGS["static"].small)] if is_chain(paths) else [])]
 
 
 def table_decoding(decoding: Decoding) -> Decoding:
@@ -294,8 +292,9 @@ class Certification:
         rows, tests = tables.whole_image_rows(self.model, [self._run(trial, on_progress, level) for trial in trials])
         rows += self._greedy(on_progress)
         # The strict rule with deterministic drafts, because their emitted TV is exact; sampling as in the first cell.
-        sampling = {key: first.value(key) for key in ("temperature", "top_k", "top_p", "filter_order", "cfg_scale")}
-        strict = Cell(self.model, Decoding(**_SMALL_TREE, **sampling, cfg_default=self.cfg_default))
+        values = {key: first.value(key) for key in ("temperature", "top_k", "top_p", "filter_order", "cfg_scale")}
+        values |= {"drafting": "dynamic", "cfg_default": self.cfg_default, **DRAFTINGS["dynamic"].small}
+        strict = Cell(self.model, Decoding("speculative", **values))
         places = self._emitted_tv([*self.plan.relaxed, strict], on_progress)
         of_strict = [row for row in places if row["cell_id"] == strict.cell_id]
         costs = _means_of([row for row in places if row["cell_id"] != strict.cell_id])
