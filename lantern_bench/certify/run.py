@@ -15,18 +15,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lantern_bench.certify import tables
+from lantern_bench.certify import tables, whole_image
 from lantern_bench.certify.plan import Claim, Measurement
 from lantern_bench.certify.relaxation import emitted_tv_rows
 from lantern_bench.certify.tabular import TOKENS, g_tests, table_model
-from lantern_bench.certify.whole_image import (
-    NEAR_TIE,
-    TESTS,
-    decoded_evidence,
-    edge_tolerance,
-    greedy_differences,
-    p_values,
-)
 from lantern_bench.clock import OnProgress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
@@ -288,7 +280,7 @@ class Certification:
         first, dtype, samples = self.plan.relaxed[0].decoding, self.compute.dtype_name, self.plan.sizes.samples
         trials = certificate_trials(first, self.tree, self.cfg_default, self.loaded, dtype, samples)
         # The strictest level of Holm's correction.
-        level = tables.LEVEL / (TESTS * sum(trial.broken_rule is None for trial in trials))
+        level = tables.LEVEL / (whole_image.TESTS * sum(trial.broken_rule is None for trial in trials))
         rows, tests = tables.whole_image_rows(self.model, [self._run(trial, on_progress, level) for trial in trials])
         rows += self._greedy(on_progress)
         # The strict rule with deterministic drafts, because their emitted TV is exact; sampling as in the first cell.
@@ -313,14 +305,14 @@ class Certification:
         model = self.loaded if trial.dtype == self.compute.dtype_name else self.exact
         depth = drafting_of(decoding, model.target).depth if decoding.drafts else 0
         batches, images, seed = [], 0, self.resolved.settings.seed
-        tolerance = edge_tolerance(trial.dtype, decoding)
-        for batch in decoded_evidence(
+        tolerance = whole_image.edge_tolerance(trial.dtype, decoding)
+        for batch in whole_image.decoded_evidence(
             model, self.plan.prompts, decoding, trial.images, tolerance=tolerance, seed=seed, rule=rule
         ):
             batches.append(batch)
             images += len(batch.starts)
             on_progress(f"whole images, {trial.setting}", min(1.0, images / trial.images))
-            p_of_tests = p_values(batches, depth)
+            p_of_tests = whole_image.p_values(batches, depth)
             if rule and min(p_of_tests.values()) < level:
                 break
         edge, impossible = (sum(int(getattr(batch, key).sum()) for batch in batches) for key in ("edge", "impossible"))
@@ -331,8 +323,10 @@ class Certification:
         """Whether each drafting at temperature 0 gives the tokens of greedy decoding."""
         named = lossless_decodings(self.tree, self.cfg_default, temperature=0)
         prompts = list(dict.fromkeys(self.plan.prompts[: self.plan.sizes.greedy]))
-        differences = greedy_differences(self.loaded, prompts, list(named.values()), on_progress=on_progress)
-        tolerance = NEAR_TIE[self.compute.dtype_name]
+        differences = whole_image.greedy_differences(
+            self.loaded, prompts, list(named.values()), on_progress=on_progress
+        )
+        tolerance = whole_image.NEAR_TIE[self.compute.dtype_name]
         return [
             tables.identity_row(self.model, setting, differences[decoding], tolerance)
             for setting, decoding in named.items()

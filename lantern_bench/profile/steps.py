@@ -19,14 +19,7 @@ import yaml
 from torch import Tensor
 
 from lantern_bench.chatter import silence_profiler
-from lantern_bench.clock import (
-    OnProgress,
-    now,
-    peak_memory_bytes,
-    reset_peak_memory,
-    settle_garbage,
-    synchronize,
-)
+from lantern_bench.clock import OnProgress, now, peak_memory_bytes, reset_peak_memory, settle_garbage, synchronize
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.emitted_tv import total_variation

@@ -6,6 +6,7 @@ A price that is fitted to a few measured steps picks the candidates whose speed 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -14,20 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.errors import UserError
 from lantern_bench.methods.parameters import Values
-from lantern_bench.methods.tables import (
-    DRAFTINGS,
-    MODES,
-    PARAMETERS,
-    RULES,
-    chain_problem,
-    defaults_for,
-    fresh_drafts_problem,
-)
+from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
 from lantern_bench.methods.trees import Path, Topology, check_topology
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.profile.steps import StepCost, forward_ms, step_costs, with_drafting
@@ -160,8 +153,8 @@ def searched_lossless() -> list[tuple[str, str, str]]:
         modes = [mode.name for mode in MODES.values() if mode.drafting == drafting and RULES[mode.rule].lossless]
         for mode in modes or ["speculative"]:
             for rule in on_chains if DRAFTINGS[drafting].chain else rules:
-                values = defaults_for(drafting, rule, mode)
-                if not (chain_problem(rule, drafting, (), None) or fresh_drafts_problem(rule, drafting, values)):
+                with contextlib.suppress(ParameterError):  # the rule cannot decide on such drafts
+                    Decoding(mode, drafting=drafting, rule=rule)
                     methods.append((mode, drafting, rule))
     return methods
 
@@ -228,29 +221,26 @@ def fit_price(
 ) -> Callable[[Candidate], float]:
     """Return a function: candidate -> expected milliseconds of its step.
 
-    `costs` are those of the few `measured` candidates, `forwards` those of 1, 2, 4, ... nodes. The cost of the draft is
-    linear in levels and in levels times width, that of verification and the rest in nodes times width; the forward is
-    interpolated.
+    `costs` are those of the few `measured` candidates, `forwards` those of 1, 2, 4, ... nodes, which are interpolated.
     """
     from scipy.optimize import nnls
 
-    def draft_terms(candidate: Candidate) -> list[float]:
-        return [1.0, candidate.levels, candidate.levels * candidate.width]
+    def terms_of(candidate: Candidate) -> tuple[list[float], list[float]]:
+        """What the cost of the draft is linear in, and what that of verification and the rest is."""
+        levels, width = candidate.levels, candidate.width
+        return [1.0, levels, levels * width], [1.0, candidate.nodes * width]
 
-    def other_terms(candidate: Candidate) -> list[float]:
-        return [1.0, candidate.nodes * candidate.width]
-
-    def fitted(terms: Callable[[Candidate], list[float]], milliseconds: Sequence[float]) -> Any:
+    draft_ms = [cost.parts["draft_ms"] for cost in costs]
+    others_ms = [cost.parts["verify_ms"] + cost.parts["other_ms"] for cost in costs]
+    prices = []
+    for terms, milliseconds in zip(zip(*map(terms_of, measured), strict=True), (draft_ms, others_ms), strict=True):
         # Relative errors: a small tree counts as much as a large one.
         scale = 1.0 / np.maximum(milliseconds, 1e-9)
-        return nnls(np.array([terms(candidate) for candidate in measured]) * scale[:, None], np.ones(len(measured)))[0]
-
-    draft = fitted(draft_terms, [cost.parts["draft_ms"] for cost in costs])
-    others = fitted(other_terms, [cost.parts["verify_ms"] + cost.parts["other_ms"] for cost in costs])
+        prices.append(nnls(np.array(terms) * scale[:, None], np.ones(len(terms)))[0])
 
     def expected_ms(candidate: Candidate) -> float:
         forward = np.interp(candidate.nodes + 1, _FORWARDS, forwards)
-        return float(forward + np.dot(draft, draft_terms(candidate)) + np.dot(others, other_terms(candidate)))
+        return float(forward + sum(map(np.dot, prices, terms_of(candidate))))
 
     return expected_ms
 
