@@ -126,20 +126,16 @@ class _Checks:
             reference = Reference(condition, self.tokens, *self.model.reference(condition, self.tokens, True))
         if reference is None:
             return Check("logits", "none", None, None, "no reference: give --reference FILE.npz")
-        tokens, most, vocab_size = (
-            reference.tokens.to(self.target.device),
-            self.target.image_tokens,
-            self.target.vocab_size,
-        )
+        tokens, most, vocab_size = reference.tokens, self.target.image_tokens, self.target.vocab_size
         (n, width), lowest, highest = reference.cond.shape[1:], int(tokens.min()), int(tokens.max())
         if n > most or lowest < 0 or highest >= vocab_size or width != vocab_size:
             theirs = f"{source} has {n} tokens from {lowest} to {highest} and {width} logits a token"
             about = f"{theirs}; an image here has {most} tokens, from 0 to {vocab_size - 1}"
             return Check("logits", "fail", None, None, about)
-        scores = teacher_forced(self.target, reference.condition, tokens, reference.uncond is not None).logits
-        return self._compared(
-            "logits", _gaps("", _rows(scores), _rows(reference)), f"along {n} tokens against {source}"
-        )
+        is_guided, tokens = reference.uncond is not None, tokens.to(self.target.device)
+        scores = teacher_forced(self.target, reference.condition, tokens, is_guided).logits
+        gaps = _gaps("", _rows(scores), _rows(reference))
+        return self._compared("logits", gaps, f"along {n} tokens against {source}")
 
     def cache(self) -> Check:
         """Compare token by token through the cache with a forward without one (where the target has one)."""

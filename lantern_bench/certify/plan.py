@@ -86,11 +86,6 @@ class Claim(NamedTuple):
         """Whether the claim says lossless; else it says relaxed."""
         return self.cell.decoding.rule_row.lossless
 
-    def columns(self) -> dict[str, Any]:
-        """Return the columns of `audit` that no test decides."""
-        claim = "lossless" if self.is_lossless else "relaxed"
-        return self.cell.columns() | {"form": self.form or None, "claim": claim, "source": self.source or None}
-
 
 def audited_cells() -> list[dict[str, Any]]:
     """Return the cells of the audit as an experiment file writes them: every form of every mode, every other rule."""

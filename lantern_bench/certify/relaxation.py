@@ -45,8 +45,7 @@ class _Root(NamedTuple):
     position: Tensor  # int64 [B], tokens of the image before the root's children
     p: Tensor  # [B, V]
     q: Tensor | None  # [B, V]; None where the drafts are deterministic
-    tokens: Tensor | None = None  # int64 [B, C] of deterministic drafts
-    valid: Tensor | None = None  # bool [B, C]
+    children: tuple[Tensor, Tensor] | None = None  # of deterministic drafts: tokens int64 and valid bool [B, C]
 
 
 @torch.inference_mode()
@@ -143,7 +142,7 @@ def _roots_of_images(
         drafted = drafting.draft(DraftInputs(tokens[images, position - 1], no_noise, limit, proposer))
         tree = drafting.tree(drafted)
         children = tree.children[:, 0]
-        yield _Root(position, p, None, tree.tokens.gather(1, children.clamp_min(0)), children >= 0)
+        yield _Root(position, p, None, (tree.tokens.gather(1, children.clamp_min(0)), children >= 0))
 
 
 def _roots_of_steps(
@@ -179,8 +178,8 @@ def _measured(
 ) -> list[dict[str, Tensor]]:
     """The figures [B] of each rule: exact for deterministic drafts, else estimates from `draws` sampled ones."""
     if root.q is None:
-        assert root.tokens is not None and root.valid is not None
-        emissions = [emitted(root.p, None, root.tokens, root.valid, rule, root.position) for rule in rules]
+        assert root.children is not None
+        emissions = [emitted(root.p, None, *root.children, rule, root.position) for rule in rules]
         return [
             {"emitted_tv": total_variation(root.p, emission.distribution), "moved_mass": emission.neighbour_mass}
             for emission in emissions

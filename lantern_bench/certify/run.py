@@ -174,10 +174,8 @@ def broken_rules(decoding: Decoding, model: LoadedModel) -> list[AcceptanceRule]
 
 def broken_sibling_rules(decoding: Decoding) -> list[AcceptanceRule]:
     """Return the strict rule with a mistake with siblings, which is small unless few tokens are possible."""
-    has_siblings = decoding.branches or not decoding.drafting_row.sampled
-    if decoding.rule != "strict" or not has_siblings:
-        return []
-    return [AcceptanceRule("not renormalised after a rejected sibling", accept=siblings_not_renormalised)]
+    broken = AcceptanceRule("not renormalised after a rejected sibling", accept=siblings_not_renormalised)
+    return [broken] if decoding.rule == "strict" else []
 
 
 def strict_without_residual(children: Children, _rule: AcceptanceRule) -> Acceptance:

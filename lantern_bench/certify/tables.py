@@ -65,7 +65,6 @@ LEVEL = 1e-3
 BROKEN = 1e-6
 """The p-value that an audit must find, on the tables, for what is broken on purpose."""
 _ROUNDING = 1e-5
-_EDGE, _OUTSIDE = "left out: rounding may change whether they pass the filter", "that the target cannot give"
 
 
 @dataclass(frozen=True)
@@ -115,8 +114,10 @@ def whole_image_rows(model: str, results: Sequence[TrialResult]) -> tuple[list[d
 def _whole_image_check(model: str, result: TrialResult, lowest: str, p: float, count: int) -> dict[str, Any]:
     """The row of a trial: the p-value of its test `lowest`, corrected for `count` tests, beside the bar."""
     notes = [f"{lowest}: p = {result.p_values[lowest]:.2g}"]
-    for tokens, reason in ((result.edge, _EDGE), (result.impossible, _OUTSIDE)):
-        notes += [f"{tokens} tokens {reason}"] if tokens else []
+    if result.edge:
+        notes.append(f"{result.edge} tokens left out: rounding may change whether they pass the filter")
+    if result.impossible:
+        notes.append(f"{result.impossible} tokens that the target cannot give")
     if result.broken is None:
         figure = f"smallest of {len(result.p_values)} p-values, corrected for {count}"
         row = _row(model, "whole images follow the target", result.setting, figure, p, result.images)
@@ -174,7 +175,9 @@ def _audit_row(claim: Claim, results: Sequence[TrialResult], lowest: Mapping[str
     power = max((smallest for result, smallest in broken if result.tv), default=None)
     is_weak = (power or 0.0) >= BROKEN or any(result.too_few_tested for result in right)
     passed = "NO" if not follows_target else "weak" if is_weak else "yes"
-    row = {**claim.columns(), "verdict": _VERDICTS[claim.is_lossless, follows_target], "p_holm": p}
+    row = {**claim.cell.columns(), "form": claim.form or None, "source": claim.source or None, "p_holm": p}
+    row |= {"claim": "lossless" if claim.is_lossless else "relaxed"}
+    row |= {"verdict": _VERDICTS[claim.is_lossless, follows_target]}
     row |= zip(("p_first", "p_joint", "p_later"), on_tables.p_values.values(), strict=True)
     row |= {"table_images": on_tables.images, "power_p": power}
     row |= {"images": right[1].images, "p_images": min(right[1].p_values.values())} if right[1:] else {}

@@ -67,7 +67,6 @@ class TabularModel(Target):
 class _TargetSession(TargetSession):
     def __init__(self, model: TabularModel, batch: int, guided: bool) -> None:
         self.model, self.batch, self.guided = model, batch, guided
-        self.state = torch.zeros(batch, dtype=torch.int64)
 
     def prefill(self, condition: Any) -> Logits:  # noqa: ARG002
         self.state = torch.zeros(self.batch, dtype=torch.int64)
@@ -105,7 +104,6 @@ class _DrafterSession(DrafterSession):
     def __init__(self, model: TabularModel, batch: int, guided: bool) -> None:
         self.model, self.guided = model, guided
         self.state = torch.zeros(batch, dtype=torch.int64)
-        self.last = torch.zeros(batch, 1, dtype=torch.int64)
 
     def prefill(self, condition: Any, features: Tensor) -> None:  # noqa: ARG002
         self.state = torch.zeros_like(self.state)

@@ -7,6 +7,7 @@ from the profiler's allocation record on a CPU, where the process holds other th
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -201,33 +202,6 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -
     return seconds
 
 
-def decode_memory(model: LoadedModel, nodes: int, guided: bool, run: Callable[[], Any]) -> tuple[int, int]:
-    """Measure the bytes of `run`, a decode of one image with trees of `nodes`, after a warm-up.
-
-    Returns the peak, and the sum of weights, caches and logits of one tree. For transformer targets only.
-    """
-    target, drafter = model.target, model.drafter
-    networks: list[Any] = [target, drafter] if nodes > 1 and drafter is not None else [target]
-    standing = sum(network.session(1, guided, nodes).cache.nbytes for network in networks)
-    standing += sum(weight_bytes(network) for network in networks)
-    logits = nodes * target.vocab_size * 4
-    device = target.device
-    if device.type == "cuda":
-        reset_peak_memory(device)
-        run()
-        return peak_memory_bytes(device) or 0, standing + logits
-    # The most bytes that `run` holds at once beyond those held before it.
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with silence_profiler(), torch.profiler.profile(activities=activities, profile_memory=True) as record:
-        run()
-    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
-    allocated = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        allocated += event.nbytes()
-        most = max(most, allocated)
-    return standing + most, standing + logits
-
-
 # ---- What is profiled
 
 
@@ -297,9 +271,7 @@ def measure(profiled: ProfiledModel, steps: Mapping[str, Decoding], rates: Rates
     # Memory before the steps take turns: what other trees allocate stays allocated.
     memory = []
     for number, decoding in enumerate(steps.values(), start=1):
-        decode_image = partial(step_costs, model, [decoding], prompts[:1], tokens=24)  # its programs are compiled here
-        peak, accounted = decode_memory(model, profiled.nodes(decoding), profiled.is_guided, decode_image)
-        memory.append({"peak_memory_mb": peak / 1e6, "accounted_memory_mb": accounted / 1e6})
+        memory.append(_memory(profiled, decoding))  # its programs are compiled here
         on_progress("measuring memory", number / len(steps))
     rows: list[Row] = []
     for number, nodes in enumerate(_NODES, start=1):
@@ -330,6 +302,31 @@ def _bounded(profiled: ProfiledModel, nodes: int, milliseconds: float, rates: Ra
     return {"nodes": nodes, "milliseconds": milliseconds, "bound_ms": bound, "over_bound": milliseconds / bound}
 
 
+def _memory(profiled: ProfiledModel, decoding: Decoding) -> Row:
+    """The columns of the peak of decoding an image, and of the sum of weights, caches and logits of one tree.
+
+    For transformer targets only.
+    """
+    model, nodes = profiled.model, profiled.nodes(decoding)
+    networks: list[Any] = [model.target, model.drafter] if nodes > 1 and model.drafter is not None else [model.target]
+    standing = sum(network.session(1, profiled.is_guided, nodes).cache.nbytes for network in networks)
+    standing += sum(weight_bytes(network) for network in networks)
+    decode_image = partial(step_costs, model, [decoding], profiled.prompts[:1], tokens=24)
+    if (device := model.target.device).type == "cuda":
+        reset_peak_memory(device)
+        decode_image()
+        peak = peak_memory_bytes(device) or 0
+    else:  # the most bytes held at once beyond those held before
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with silence_profiler(), torch.profiler.profile(activities=activities, profile_memory=True) as record:
+            decode_image()
+        events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+        changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+        peak = standing + max(0, *itertools.accumulate(changes))
+    accounted = standing + nodes * model.target.vocab_size * 4
+    return {"peak_memory_mb": peak / 1e6, "accounted_memory_mb": accounted / 1e6}
+
+
 # ---- Files
 
 
@@ -343,11 +340,11 @@ def save_device(profiled: ProfiledModel, rows: Sequence[Row], compute: Compute, 
     context = config.prefix + config.image_tokens // (1 if is_gpu else 2)
     setting = Setting(config, 1, profiled.is_guided, context)
     # Forwards by themselves find weights and cache where the forward before left them: a step's own take longer.
-    steps = {row["name"]: StepTimes(**{part: row[part] for part in _PARTS}) for row in rows if row["what"] == "step"}
-    samples = []
-    for name, times in steps.items():
-        samples += step_samples(setting, named_draft(name), weight_bytes, times)
-    host_ms = [times.other_ms for name, times in steps.items() if name != "ar"]
+    samples, steps = [], [row for row in rows if row["what"] == "step"]
+    for row in steps:
+        times = StepTimes(**{part: row[part] for part in _PARTS})
+        samples += step_samples(setting, named_draft(row["name"]), weight_bytes, times)
+    host_ms = [row["other_ms"] for row in steps if row["name"] != "ar"]
     device = fit_device(
         samples,
         name=path.stem,

@@ -19,7 +19,6 @@ from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.errors import UserError
-from lantern_bench.methods.parameters import Values
 from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
 from lantern_bench.methods.trees import Path, Topology, check_topology
 from lantern_bench.models.loaded_model import LoadedModel
@@ -110,7 +109,7 @@ def _best_forest(rates: Rates) -> Callable[[int, int, int], tuple[float, tuple[P
 class Candidate:
     """A draft that the search may choose."""
 
-    values: Values  # of the drafting's parameters
+    decoding: Decoding
     nodes: int  # without the root
     levels: int  # of the tree: forwards of a drafter
     width: int  # the most children of a node
@@ -128,7 +127,13 @@ def _candidates(model: LoadedModel, decoding: Decoding, prompts: Sequence[str], 
         rates = acceptance_by_rank(step_costs(model, [probe], prompts, seed)[0].traces, ranks)
         say("accepted at depth 1, 2, ... by rank: " + "; ".join(" ".join(f"{r:.2f}" for r in d) for d in rates))
         return [
-            Candidate({"tree": paths}, len(paths), len(paths[-1]), 1 + max(path[-1] for path in paths), length)
+            Candidate(
+                with_drafting(decoding, {"tree": paths}),
+                nodes=len(paths),
+                levels=len(paths[-1]),
+                width=1 + max(path[-1] for path in paths),
+                length=length,
+            )
             for paths, length in longest_trees(rates, _MOST_NODES).items()
         ]
     shared = {key: decoding.value(key) for key in decoding.drafting_row.parameter_names}
@@ -138,7 +143,7 @@ def _candidates(model: LoadedModel, decoding: Decoding, prompts: Sequence[str], 
         say(f"measuring the length of {describe(sized)}")
         length = step_costs(model, [sized], prompts, seed)[0].mean_accepted_length
         drafts = drafting_of(sized, model.target)
-        candidates.append(Candidate(shared | size, drafts.nodes - 1, drafts.depth, drafts.fanout, length))
+        candidates.append(Candidate(sized, drafts.nodes - 1, drafts.depth, drafts.fanout, length))
     return candidates
 
 
@@ -168,9 +173,8 @@ def search_trees(
     searched, and for too few prompts. `say` receives a line of text for each stage.
     """
     if decoding.drafting not in SEARCHED:
-        *most, last = SEARCHED
-        searched = f"{', '.join(most)} and {last}"
-        raise UserError(f"--search: the drafts of {decoding.cell_id} are not searched", f"Those of {searched} are.")
+        searched = f"Those of {', '.join(SEARCHED[:-1])} and {SEARCHED[-1]} are."
+        raise UserError(f"--search: the drafts of {decoding.cell_id} are not searched", searched)
     candidates = _candidates(model, decoding, prompts, seed + 1, say)
     if not candidates:
         text = f"--images {len(prompts)}: too few drafts to see how often they are accepted"
@@ -180,22 +184,21 @@ def search_trees(
 
     @functools.cache
     def measured(candidate: Candidate) -> list[StepCost]:
-        chosen = with_drafting(decoding, candidate.values)
-        say(f"measuring {describe(chosen)}")
+        say(f"measuring {describe(candidate.decoding)}")
         # Autoregressive decoding again for each candidate, because the speed of a machine drifts.
-        return step_costs(model, [chosen, decoding.autoregressive()], prompts, seed)
+        return step_costs(model, [candidate.decoding, decoding.autoregressive()], prompts, seed)
 
     corners = corners_of(candidates)
     expected_ms = fit_price(corners, [measured(corner)[0] for corner in corners], forwards)
     rows = []
     for candidate in dict.fromkeys([*corners, *fastest(candidates, expected_ms, _MEASURED)]):
-        cost, ar_cost = measured(candidate)
-        chosen, expected = with_drafting(decoding, candidate.values), expected_ms(candidate)
-        row = {"tree": describe(chosen), "nodes": candidate.nodes, "levels": candidate.levels}
+        (cost, ar_cost), expected = measured(candidate), expected_ms(candidate)
+        row = {"tree": describe(candidate.decoding), "nodes": candidate.nodes, "levels": candidate.levels}
         row |= {"expected_length": candidate.length, "mean_accepted_length": cost.mean_accepted_length}
         row |= {"expected_ms": expected, "milliseconds": cost.total, "ar_ms": ar_cost.total}
         row |= {"expected_speedup": candidate.length * ar_cost.total / expected}
-        rows.append((chosen, row | {"speedup": cost.mean_accepted_length * ar_cost.total / cost.total}))
+        row |= {"speedup": cost.mean_accepted_length * ar_cost.total / cost.total}
+        rows.append((candidate.decoding, row))
     return sorted(rows, key=lambda row: -row[1]["speedup"])
 
 
